@@ -19,40 +19,40 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.passes import ModulePass
 
 from secc.alloc.explain import plan_choices as known
-from secc.alloc.explain.alternatives import reasons
-from secc.alloc.explain.infeasibility import explain
+from secc.alloc.explain.alternatives import explain_choices
+from secc.alloc.explain.infeasibility import explain_infeasibility
 from secc.alloc.problem import pins as pins_
-from secc.alloc.problem.build_problem import problem, usable_ranks
-from secc.alloc.problem.candidates import Load, Workload, times_of, workload
-from secc.alloc.problem.closed_form import Value, evaluate
+from secc.alloc.problem.build_problem import build_problem, count_usable_ranks
+from secc.alloc.problem.candidates import SectionLoad, Workload, build_workload, micro_batch_time_expressions
+from secc.alloc.problem.closed_form import PlanValue, evaluate_assignment
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import STRATEGIES, Assignment, Candidate, Problem, Solution
 from secc.alloc.refine import prefetch_memory
-from secc.alloc.refine.in_flight_limits import room
-from secc.alloc.refine.local_search import Winner, contest
-from secc.alloc.refine.schedule_evaluation import Trial
-from secc.alloc.solver.cpsat_model import least_memory, solve
-from secc.cluster import GIB, Cluster, parse
-from secc.cost.model.step_overheads import with_overheads
+from secc.alloc.refine.in_flight_limits import in_flight_limit
+from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
+from secc.alloc.refine.schedule_evaluation import PlanEvaluator
+from secc.alloc.solver.cpsat_model import solve_allocation, solve_least_memory
+from secc.cluster import GIB, Cluster, parse_cluster
+from secc.cost.model.step_overheads import cluster_with_overheads
 from secc.errors import UserError
 from secc.ir.dialect.ops import GraphOp, graph_of
-from secc.ir.dialect.python_attributes import integer, integers, number
-from secc.passes.annotate_costs import annotate
+from secc.ir.dialect.python_attributes import float_attr, int_attr, int_list_attr
+from secc.passes.annotate_costs import write_section_cost
 
 OBJECTIVES = ("time", "gpus")
 SAMPLES_PER_RANK = 8  # of the global batch, where none is given
-MARGIN = (
+MULTI_RANK_MARGIN = (
     1 / 128
 )  # replicas of several ranks must be faster by more than this share, or fit where others do not
 
 
 @dataclass(frozen=True)
-class Solved:
+class SolvedAllocation:
     """What the solver was asked, and its answer; `run_ahead` are the bytes that a rank keeps for the next
     step, where they are given."""
 
     work: Workload
-    asked: Problem
+    problem: Problem
     solution: Solution
     pins: Pins
     run_ahead: int | None
@@ -84,74 +84,81 @@ class Allocate(ModulePass):
     proven: tuple[str, ...] = ()
     objective: str = "time"
     step_time: float = 0.0
-    run_ahead: str = prefetch_memory.AUTO
+    run_ahead: str = prefetch_memory.RUN_AHEAD_AUTO
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
-        if self.known and (found := self._again(graph)) is not None:
-            return _write(graph, *found)
-        solved = self.solved(graph)
-        _write(graph, solved, self.contested(solved))
+        if self.known and (found := self._reuse_known_plan(graph)) is not None:
+            return _write_allocation(graph, *found)
+        solved = self.solve_closed_form(graph)
+        _write_allocation(graph, solved, self.refine_solution(solved))
 
-    def solved(self, graph: GraphOp) -> Solved:
+    def solve_closed_form(self, graph: GraphOp) -> SolvedAllocation:
         """The best plan by closed forms. Raises UserError where nothing fits, and for options that cannot be
         had."""
-        work, pins, size = self._read(graph)
-        asked = self._problem(work, pins, size, free=work.cluster.device.backend != "cpu")
-        solution = solve(asked, margin=MARGIN)
+        work, pins, size = self._read_options(graph)
+        asked = self._build_problem(work, pins, size, free=work.cluster.device.backend != "cpu")
+        solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
         if solution is None and work.cluster.device.backend == "cpu":
-            asked = self._problem(work, pins, size, free=True)
-            solution = solve(asked, margin=MARGIN)
-        if solution is None and not self.fit and (need := least_memory(asked)) is not None:
+            asked = self._build_problem(work, pins, size, free=True)
+            solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
+        if solution is None and not self.fit and (need := solve_least_memory(asked)) is not None:
             asked = replace(
                 asked, capacity=need, pools=tuple(replace(pool, capacity=need) for pool in asked.pools)
             )
-            solution = solve(asked, margin=MARGIN)
+            solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
         if solution is None:
-            raise explain(work, asked, pins)
-        return Solved(work, asked, solution, pins, size)
+            raise explain_infeasibility(work, asked, pins)
+        return SolvedAllocation(work, asked, solution, pins, size)
 
-    def contested(self, solved: Solved) -> Winner:
+    def refine_solution(self, solved: SolvedAllocation) -> RefinedPlan:
         """The best plan under the order that ranks run, of the solver's and those near it."""
-        asked, trial = solved.asked, Trial(solved.work, solved.asked, solved.run_ahead)
-        return contest(trial, asked, solved.solution.assignment, partial(hand_out, asked), MARGIN)
+        asked, trial = solved.problem, PlanEvaluator(solved.work, solved.problem, solved.run_ahead)
+        return refine_by_simulation(
+            trial, asked, solved.solution.assignment, partial(assign_ranks, asked), MULTI_RANK_MARGIN
+        )
 
-    def _again(self, graph: GraphOp) -> tuple[Solved, Winner] | None:
+    def _reuse_known_plan(self, graph: GraphOp) -> tuple[SolvedAllocation, RefinedPlan] | None:
         """The plan that is known, with what was proven of it, if it can still be had: nothing else is
         priced."""
-        work, _, size = self._read(graph)
-        pins = pins_.parse(
+        work, _, size = self._read_options(graph)
+        pins = pins_.parse_pins(
             (*self.stages, *self.set, *self.known), [s.sym.data for s in graph.sections], self.refused
         )
         try:
-            asked = self._problem(work, pins, size, free=True)
+            asked = self._build_problem(work, pins, size, free=True)
         except UserError:
             return None
-        if (found := known.assignment(asked, self.known)) is None:
+        if (found := known.assignment_from_choices(asked, self.known)) is None:
             return None
-        tried, value = Trial(work, asked, size).run(found, hand_out(asked, found)), evaluate(asked, found)
-        status, gap, trials = known.proof(self.proven)
-        solved = Solved(work, asked, Solution(found, value.time_ns, status, gap, value.ranks), pins, size)
-        return (solved, Winner(found, tried, value.time_ns, trials)) if tried.fits else None
+        tried, value = (
+            PlanEvaluator(work, asked, size).evaluate(found, assign_ranks(asked, found)),
+            evaluate_assignment(asked, found),
+        )
+        status, gap, trials = known.parse_solver_status(self.proven)
+        solved = SolvedAllocation(
+            work, asked, Solution(found, value.time_ns, status, gap, value.ranks), pins, size
+        )
+        return (solved, RefinedPlan(found, tried, value.time_ns, trials)) if tried.fits else None
 
-    def _read(self, graph: GraphOp) -> tuple[Workload, Pins, int | None]:
+    def _read_options(self, graph: GraphOp) -> tuple[Workload, Pins, int | None]:
         """What the options ask for: the work, the pins, and bytes for running ahead."""
-        cluster = with_overheads(graph, parse(self.cluster))
-        ranks = self._ranks(cluster)
-        pins = pins_.parse((*self.stages, *self.set), [s.sym.data for s in graph.sections], self.refused)
+        cluster = cluster_with_overheads(graph, parse_cluster(self.cluster))
+        ranks = self._rank_count(cluster)
+        pins = pins_.parse_pins((*self.stages, *self.set), [s.sym.data for s in graph.sections], self.refused)
         for section in graph.sections:
             if pins.splits_sequence(section.sym.data):
                 section.attributes["norms"] = StringAttr("sequence")
-        work = workload(graph, cluster, self.global_batch or SAMPLES_PER_RANK * ranks)
-        self._check(work, ranks, pins)
-        return work, pins, prefetch_memory.parse(self.run_ahead, work, GIB)
+        work = build_workload(graph, cluster, self.global_batch or SAMPLES_PER_RANK * ranks)
+        self._check_options(work, ranks, pins)
+        return work, pins, prefetch_memory.parse_run_ahead(self.run_ahead, work, GIB)
 
-    def _problem(self, work: Workload, pins: Pins, size: int | None, free: bool) -> Problem:
+    def _build_problem(self, work: Workload, pins: Pins, size: int | None, free: bool) -> Problem:
         deadline = round(self.step_time * 10**9) if self.objective == "gpus" else None
-        asked = problem(work, self._ranks(work.cluster), self.strategy, pins, free)
-        return prefetch_memory.priced(replace(asked, deadline=deadline), work, size)
+        asked = build_problem(work, self._rank_count(work.cluster), self.strategy, pins, free)
+        return prefetch_memory.with_prefetch_buffers(replace(asked, deadline=deadline), work, size)
 
-    def _ranks(self, cluster: Cluster) -> int:
+    def _rank_count(self, cluster: Cluster) -> int:
         if self.ranks > cluster.ranks:
             raise UserError(
                 f"{self.ranks} ranks asked for, but the cluster {cluster.name} has {cluster.ranks}",
@@ -167,7 +174,7 @@ class Allocate(ModulePass):
             )
         return self.ranks or cluster.ranks
 
-    def _check(self, work: Workload, ranks: int, pins: Pins) -> None:
+    def _check_options(self, work: Workload, ranks: int, pins: Pins) -> None:
         if self.strategy not in STRATEGIES:
             raise UserError(
                 f"there is no strategy {self.strategy!r}", remedy=f"strategies are {', '.join(STRATEGIES)}"
@@ -183,7 +190,7 @@ class Allocate(ModulePass):
             )
         if self.objective == "gpus":
             return
-        usable = usable_ranks(work, self.strategy, pins, ranks)
+        usable = count_usable_ranks(work, self.strategy, pins, ranks)
         if ranks > usable:
             raise UserError(
                 f"{ranks} ranks are more than can be used: a global batch of {work.global_batch} samples has work for at most {usable}",
@@ -191,11 +198,11 @@ class Allocate(ModulePass):
             )
 
 
-def _write(graph: GraphOp, solved: Solved, won: Winner) -> None:
-    work, asked, pins, size = solved.work, solved.asked, solved.pins, solved.run_ahead
-    solution = replace(solved.solution, assignment=won.assignment, time_ns=won.closed_ns)
-    value = evaluate(asked, solution.assignment)
-    kept, running = prefetch_memory.room(work, asked, solution.assignment, value, size)
+def _write_allocation(graph: GraphOp, solved: SolvedAllocation, won: RefinedPlan) -> None:
+    work, asked, pins, size = solved.work, solved.problem, solved.pins, solved.run_ahead
+    solution = replace(solved.solution, assignment=won.assignment, time_ns=won.closed_form_ns)
+    value = evaluate_assignment(asked, solution.assignment)
+    kept, running = prefetch_memory.choose_prefetch_memory(work, asked, solution.assignment, value, size)
     groups = (
         {solution.assignment.group[s] for s in running} if size is None else set[str]()
     )  # what was asked for is in the value
@@ -204,9 +211,9 @@ def _write(graph: GraphOp, solved: Solved, won: Winner) -> None:
         if pins.splits_backward(name):
             load.section.attributes["backward"] = StringAttr("split")
     chosen = {s: cs[solution.assignment.choice[s]] for s, cs in asked.sections.items()}
-    ranks = hand_out(asked, solution.assignment)
+    ranks = assign_ranks(asked, solution.assignment)
     for name in work.loads:
-        own = work.on(chosen[name].kind)
+        own = work.for_kind(chosen[name].kind)
         load = own.loads[name]
         group = solution.assignment.group[name]
         _write_section(
@@ -216,42 +223,44 @@ def _write(graph: GraphOp, solved: Solved, won: Winner) -> None:
             ranks[group],
             round((value.memory[group] + results.get(group, 0)) / GIB, 4),
         )
-        held = room(work, asked, solution.assignment, value, name)
+        held = in_flight_limit(work, asked, solution.assignment, value, name)
         bounded = chosen[name].pp == 1 or _feeds_others(
             asked, solution, name
         )  # `split-stages` bounds what stages hold for each other
         load.section.attributes |= {
-            "in_flight": integer(held.in_flight if bounded else 0),
-            "room_bytes": integer(held.size),
+            "in_flight": int_attr(held.in_flight if bounded else 0),
+            "room_bytes": int_attr(held.size_bytes),
         }
     if kept:
-        graph.attributes["run_ahead_gib"] = number(kept / GIB)
+        graph.attributes["run_ahead_gib"] = float_attr(kept / GIB)
     label = "default" if any(load.label == "default" for load in work.loads.values()) else "roofline"
     told = {
         "status": solution.status,
         "gap": solution.gap,
-        **_contest(won),
-        **_objective(asked, solution.ranks),
+        **_search_facts(won),
+        **_objective_facts(asked, solution.ranks),
     }
     graph.attributes |= {
-        "world_size": integer(value.ranks),
-        "global_batch": integer(work.global_batch),
-        "cluster": StringAttr(_cluster(work, asked, solution, chosen).to_json()),
-        "reasons": StringAttr(json.dumps(reasons(work, asked, solution, pins.refused, results, size))),
+        "world_size": int_attr(value.ranks),
+        "global_batch": int_attr(work.global_batch),
+        "cluster": StringAttr(_used_cluster(work, asked, solution, chosen).to_json()),
+        "reasons": StringAttr(
+            json.dumps(explain_choices(work, asked, solution, pins.refused, results, size))
+        ),
         "solver": StringAttr(json.dumps(told)),
         "prediction": StringAttr(
             json.dumps(
                 {
                     "step_time_s": solution.time_ns / 10**9,
                     "label": label,
-                    **_missing(work, value, solution, chosen),
+                    **_missing_memory(work, value, solution, chosen),
                 }
             )
         ),
     }
 
 
-def _objective(asked: Problem, ranks: int) -> dict[str, Any]:
+def _objective_facts(asked: Problem, ranks: int) -> dict[str, Any]:
     """What else than the least time was asked for, and the ranks left over where the plan's cluster has only
     the nodes that are used."""
     found: dict[str, Any] = (
@@ -260,33 +269,39 @@ def _objective(asked: Problem, ranks: int) -> dict[str, Any]:
     return found | ({"free_ranks": asked.ranks - ranks} if asked.pools else {})
 
 
-def _contest(won: Winner) -> dict[str, Any]:
+def _search_facts(won: RefinedPlan) -> dict[str, Any]:
     """The step by the closed forms that the solver minimises, and under the order that ranks run, for which
     so many plans were tried."""
     return {
-        "closed_form_s": won.closed_ns / 10**9,
-        "simulated_s": won.tried.time_ns / 10**9,
-        "tried": won.trials,
+        "closed_form_s": won.closed_form_ns / 10**9,
+        "simulated_s": won.evaluation.time_ns / 10**9,
+        "tried": won.evaluated_plans,
     }
 
 
-def _cluster(work: Workload, asked: Problem, solution: Solution, chosen: dict[str, Candidate]) -> Cluster:
+def _used_cluster(
+    work: Workload, asked: Problem, solution: Solution, chosen: dict[str, Candidate]
+) -> Cluster:
     """The cluster, without nodes of a kind that is not needed where kinds are mixed: ranks are numbered over
     those that are."""
     groups = [chosen[g] for g in dict.fromkeys(solution.assignment.group.values())]
     return (
-        work.cluster.used([sum(asked.on(c, k) for c in groups) for k in range(len(asked.pools))])
+        work.cluster.trim_to_ranks(
+            [sum(asked.ranks_in_pool(c, k) for c in groups) for k in range(len(asked.pools))]
+        )
         if asked.pools
         else work.cluster
     )
 
 
-def _missing(
-    work: Workload, value: Value, solution: Solution, chosen: dict[str, Candidate]
+def _missing_memory(
+    work: Workload, value: PlanValue, solution: Solution, chosen: dict[str, Candidate]
 ) -> dict[str, float]:
     """How much more memory a rank needs than it can use, if it does."""
     group = solution.assignment.group
-    missing = max(value.memory[group[s]] - work.on(c.kind).cluster.device.usable for s, c in chosen.items())
+    missing = max(
+        value.memory[group[s]] - work.for_kind(c.kind).cluster.device.usable_memory for s, c in chosen.items()
+    )
     return {"missing_gib": round(missing / GIB, 4)} if missing > 0 else {}
 
 
@@ -297,7 +312,7 @@ def _feeds_others(asked: Problem, solution: Solution, section: str) -> bool:
     return any(e.src == section and group[e.dst] != group[section] for e in asked.edges)
 
 
-def hand_out(asked: Problem, assignment: Assignment) -> dict[str, list[int]]:
+def assign_ranks(asked: Problem, assignment: Assignment) -> dict[str, list[int]]:
     """Ranks for each group, in a row, kind of device by kind: those before a group are a multiple of its tp,
     since tp are powers of two."""
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
@@ -314,22 +329,26 @@ def hand_out(asked: Problem, assignment: Assignment) -> dict[str, list[int]]:
 
 
 def _write_section(
-    work: Workload, load: Load, chosen: Candidate, ranks: list[int], memory_gib: float
+    work: Workload, load: SectionLoad, chosen: Candidate, ranks: list[int], memory_gib: float
 ) -> None:
     """FLOPs and parameters are those of the whole section; what is saved, and times, those of one rank of a
     replica."""
-    rank = work.on_rank(load, chosen.tp, chosen.pp)
-    forward_ns, backward_ns = times_of(work, rank, chosen.dp, chosen.sharding, chosen.recompute)
-    annotate(load.section, replace(load.cost, saved=rank.under(chosen.recompute).saved))
+    rank = work.rank_load(load, chosen.tp, chosen.pp)
+    forward_ns, backward_ns = micro_batch_time_expressions(
+        work, rank, chosen.dp, chosen.sharding, chosen.recompute
+    )
+    write_section_cost(
+        load.section, replace(load.cost, saved=rank.cost_under_recompute(chosen.recompute).saved)
+    )
     load.section.attributes |= {
-        "dp": integer(chosen.dp),
-        "tp": integer(chosen.tp),
-        "pp": integer(chosen.pp),
-        "micro_batch": integer(chosen.micro_batch),
-        "ranks": integers(ranks),
+        "dp": int_attr(chosen.dp),
+        "tp": int_attr(chosen.tp),
+        "pp": int_attr(chosen.pp),
+        "micro_batch": int_attr(chosen.micro_batch),
+        "ranks": int_list_attr(ranks),
         "recompute": StringAttr(chosen.recompute),
         "sharding": StringAttr(chosen.sharding),
-        "memory_gib": number(memory_gib),
+        "memory_gib": float_attr(memory_gib),
         "label": StringAttr(rank.label),
         "forward_ns": StringAttr(forward_ns),
         "backward_ns": StringAttr(backward_ns),

@@ -14,10 +14,10 @@ from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.passes import ModulePass
 
-from secc.cost.model.patterns_and_transfers import crossings
+from secc.cost.model.patterns_and_transfers import section_transfers
 from secc.cost.model.section_cost import SectionCost, section_cost
 from secc.ir.dialect.ops import SectionOp, graph_of
-from secc.ir.dialect.python_attributes import integer
+from secc.ir.dialect.python_attributes import int_attr
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,19 @@ class AnnotateCosts(ModulePass):
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
         for section in graph.sections:
-            annotate(section, section_cost(graph, section))
+            write_section_cost(section, section_cost(graph, section))
         sent: dict[str, list[str]] = {}
-        for c in crossings(graph):
+        for c in section_transfers(graph):
             sent.setdefault(c.src, []).append(c.size)
         for section in graph.sections:
             section.attributes["sent_bytes"] = StringAttr(" + ".join(sent.get(section.sym.data, ["0"])))
 
 
-def annotate(section: SectionOp, cost: SectionCost) -> None:
+def write_section_cost(section: SectionOp, cost: SectionCost) -> None:
     """Write a section's cost into its attributes."""
     for key in ("flops", "backward_flops", "saved", "glue_bytes"):
         section.attributes[key] = StringAttr(getattr(cost, key))
     for key in ("ops", "params", "trainable", "param_bytes", "trainable_bytes"):
-        section.attributes[key] = integer(getattr(cost, key))
+        section.attributes[key] = int_attr(getattr(cost, key))
     section.attributes["dtype"] = StringAttr(cost.dtype)
     section.attributes["cost"] = StringAttr(cost.label)

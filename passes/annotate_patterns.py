@@ -18,9 +18,9 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.ir import Operation
 from xdsl.passes import ModulePass
 
-from secc.ir.dialect.ops import CallOp, InputOp, graph_of, strings, texts
+from secc.ir.dialect.ops import CallOp, InputOp, graph_of, strings_attr, strings_of
 
-Pattern = frozenset[str]
+InputPattern = frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -29,24 +29,28 @@ class AnnotatePatterns(ModulePass):
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
-        optional = strings(graph.optional)
-        every = {frozenset(strings(case.when)) for case in graph.cases}
+        optional = strings_of(graph.optional)
+        every = {frozenset(strings_of(case.when)) for case in graph.cases}
         for path, block in graph.blocks.items():
             calls = [
                 c for case in graph.cases for c in case.ops if isinstance(c, CallOp) and c.target.data == path
             ]
             with_block = {
-                frozenset(strings(case.when)) for case in graph.cases if any(c in calls for c in case.ops)
+                frozenset(strings_of(case.when)) for case in graph.cases if any(c in calls for c in case.ops)
             }
-            needed = _inputs(calls)
+            needed = _batch_keys_behind(calls)
             order = sorted(optional, key=lambda key: key not in needed)
-            when, exact = predicate(with_block, every - with_block, order)
-            block.when = texts(sorted(when, key=optional.index))
+            when, exact = find_predicate(with_block, every - with_block, order)
+            block.when = strings_attr(sorted(when, key=optional.index))
             if not exact and with_block:
-                block.attributes["note"] = StringAttr(f"runs for samples with {_shown(with_block)} only")
+                block.attributes["note"] = StringAttr(
+                    f"runs for samples with {_format_patterns(with_block)} only"
+                )
 
 
-def predicate(active: set[Pattern], inactive: set[Pattern], keys: Iterable[str]) -> tuple[Pattern, bool]:
+def find_predicate(
+    active: set[InputPattern], inactive: set[InputPattern], keys: Iterable[str]
+) -> tuple[InputPattern, bool]:
     """The smallest set of keys that meets every active pattern, and whether it meets no inactive one; earlier
     keys are preferred.
 
@@ -68,7 +72,7 @@ def predicate(active: set[Pattern], inactive: set[Pattern], keys: Iterable[str])
     raise AssertionError("every active pattern has a key, so all keys together meet each")
 
 
-def _inputs(calls: Iterable[Operation]) -> set[str]:
+def _batch_keys_behind(calls: Iterable[Operation]) -> set[str]:
     """The batch keys that calls depend on, without the paths behind nested ones."""
     found: set[str] = set()
     seen: set[Operation] = set()
@@ -84,5 +88,5 @@ def _inputs(calls: Iterable[Operation]) -> set[str]:
     return found
 
 
-def _shown(patterns: set[Pattern]) -> str:
+def _format_patterns(patterns: set[InputPattern]) -> str:
     return " or ".join(sorted("{" + ", ".join(sorted(p)) + "}" for p in patterns))

@@ -17,20 +17,20 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 
-from secc.ir.analysis.dataflow import is_random
+from secc.ir.analysis.dataflow import is_random_op
 from secc.ir.dialect.ops import CaseOp, ConstOp, GlueOp, GuardOp, InputOp, ParamOp, graph_of
-from secc.ir.dialect.tensor_type import tensor
+from secc.ir.dialect.tensor_type import tensor_type
 
-_VIEWS = ("view", "_unsafe_view", "reshape")
-_OPPOSITE = {"eq": "ne", "ne": "eq"}
-_SWAPS = ("transpose", "t", "permute", "numpy_T")
+_VIEW_OPS = ("view", "_unsafe_view", "reshape")
+_OPPOSITE_COMPARISON = {"eq": "ne", "ne": "eq"}
+_DIM_SWAPS = ("transpose", "t", "permute", "numpy_T")
 
 
-def _first(op: GlueOp) -> SSAValue | None:
+def _first_operand(op: GlueOp) -> SSAValue | None:
     return op.operands[0] if op.operands else None
 
 
-def _of_first(op: GlueOp) -> GlueOp | None:
+def _producer_of_first(op: GlueOp) -> GlueOp | None:
     """The glue op that makes operand 0, run in the same grad mode and section."""
     owner = op.operands[0].owner if op.operands else None
     if not isinstance(owner, GlueOp):
@@ -39,7 +39,7 @@ def _of_first(op: GlueOp) -> GlueOp | None:
     return owner if same else None
 
 
-def _number(op: GlueOp) -> object:
+def _scalar_argument(op: GlueOp) -> object:
     """The second argument of an op on one tensor."""
     arguments = op.arguments
     return (
@@ -51,9 +51,9 @@ def _number(op: GlueOp) -> object:
 
 def _permutation(op: GlueOp) -> list[int] | None:
     """Where each dim of the result comes from, for ops that swap dims."""
-    rank = len(tensor(op.operands[0]).dims)
+    rank = len(tensor_type(op.operands[0]).dims)
     dims, rest = list(range(rank)), op.arguments.args[1:]
-    match op.base:
+    match op.base_name:
         case "t" | "numpy_T":
             return dims[::-1]
         case "transpose" if len(rest) == 2 and rank:
@@ -66,45 +66,49 @@ def _permutation(op: GlueOp) -> list[int] | None:
             return None
 
 
-def _swapped_back(op: GlueOp) -> SSAValue | None:
+def _cancel_swap(op: GlueOp) -> SSAValue | None:
     """What a swap that undoes the swap before it gives."""
-    inner = _of_first(op)
-    if inner is None or inner.base not in _SWAPS:
+    inner = _producer_of_first(op)
+    if inner is None or inner.base_name not in _DIM_SWAPS:
         return None
     now, before = _permutation(op), _permutation(inner)
     same = now is not None and before is not None and [before[d] for d in now] == list(range(len(now)))
     return inner.operands[0] if same else None
 
 
-def _view_of_view(op: GlueOp) -> SSAValue | None:
+def _merge_views(op: GlueOp) -> SSAValue | None:
     """A view of a view, as a view of the first tensor."""
-    inner = _of_first(op)
-    if inner is None or inner.base != op.base:
+    inner = _producer_of_first(op)
+    if inner is None or inner.base_name != op.base_name:
         return None
-    return _made_before(
+    return _insert_before(
         op,
         GlueOp.create(
-            operands=[inner.operands[0]], result_types=[tensor(op.results[0])], properties=dict(op.properties)
+            operands=[inner.operands[0]],
+            result_types=[tensor_type(op.results[0])],
+            properties=dict(op.properties),
         ),
     )
 
 
-def _other_comparison(op: GlueOp) -> SSAValue | None:
+def _negate_comparison(op: GlueOp) -> SSAValue | None:
     """`not (a == b)` as `a != b`, and the other way round."""
-    inner = _of_first(op)
-    if inner is None or inner.base not in _OPPOSITE:
+    inner = _producer_of_first(op)
+    if inner is None or inner.base_name not in _OPPOSITE_COMPARISON:
         return None
-    target = StringAttr(inner.target.data.replace(f".{inner.base}.", f".{_OPPOSITE[inner.base]}."))
+    target = StringAttr(
+        inner.target.data.replace(f".{inner.base_name}.", f".{_OPPOSITE_COMPARISON[inner.base_name]}.")
+    )
     properties = dict(inner.properties) | {"target": target}
-    return _made_before(
+    return _insert_before(
         op,
         GlueOp.create(
-            operands=list(inner.operands), result_types=[tensor(op.results[0])], properties=properties
+            operands=list(inner.operands), result_types=[tensor_type(op.results[0])], properties=properties
         ),
     )
 
 
-def _made_before(op: GlueOp, new: GlueOp) -> SSAValue:
+def _insert_before(op: GlueOp, new: GlueOp) -> SSAValue:
     block = op.parent_block()
     assert block is not None
     block.insert_op_before(new, op)
@@ -112,7 +116,7 @@ def _made_before(op: GlueOp, new: GlueOp) -> SSAValue:
 
 
 @dataclass(frozen=True)
-class Rule:
+class RewriteRule:
     """For ops of these base names: where `when` holds, `value` takes the place of the result."""
 
     ops: tuple[str, ...]
@@ -124,27 +128,33 @@ def _always(op: GlueOp) -> bool:
     return True
 
 
-RULES = (
-    Rule(
-        ("_to_copy", "to"), lambda op: "memory_format" not in op.arguments.kwargs, _first
+REWRITE_RULES = (
+    RewriteRule(
+        ("_to_copy", "to"), lambda op: "memory_format" not in op.arguments.kwargs, _first_operand
     ),  # a cast to the dtype that it has
-    Rule(
-        (*_VIEWS, "expand", "squeeze", "alias", "lift_fresh", "lift_fresh_copy", "positive"), _always, _first
+    RewriteRule(
+        (*_VIEW_OPS, "expand", "squeeze", "alias", "lift_fresh", "lift_fresh_copy", "positive"),
+        _always,
+        _first_operand,
     ),
-    Rule(("detach",), _always, _first),  # of what carries no gradient: else the types differ
-    Rule(("slice",), lambda op: len(op.arguments.args) < 5, _first),  # all of a dim: else the shapes differ
-    Rule(("add", "sub"), lambda op: _number(op) == 0, _first),
-    Rule(("mul", "div"), lambda op: _number(op) == 1, _first),
-    Rule(_SWAPS, _always, _swapped_back),
-    Rule(
+    RewriteRule(("detach",), _always, _first_operand),  # of what carries no gradient: else the types differ
+    RewriteRule(
+        ("slice",), lambda op: len(op.arguments.args) < 5, _first_operand
+    ),  # all of a dim: else the shapes differ
+    RewriteRule(("add", "sub"), lambda op: _scalar_argument(op) == 0, _first_operand),
+    RewriteRule(("mul", "div"), lambda op: _scalar_argument(op) == 1, _first_operand),
+    RewriteRule(_DIM_SWAPS, _always, _cancel_swap),
+    RewriteRule(
         ("neg",),
         _always,
         lambda op: (
-            inner.operands[0] if (inner := _of_first(op)) is not None and inner.base == "neg" else None
+            inner.operands[0]
+            if (inner := _producer_of_first(op)) is not None and inner.base_name == "neg"
+            else None
         ),
     ),
-    Rule(_VIEWS, _always, _view_of_view),
-    Rule(("bitwise_not", "logical_not"), _always, _other_comparison),
+    RewriteRule(_VIEW_OPS, _always, _merge_views),
+    RewriteRule(("bitwise_not", "logical_not"), _always, _negate_comparison),
 )
 
 
@@ -154,45 +164,45 @@ class Canonicalize(ModulePass):
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         for case in graph_of(op).cases:
-            _simplify(case)
-            _share(case)
+            _apply_rules(case)
+            _share_equal_ops(case)
 
 
-def _simplify(case: CaseOp) -> None:
+def _apply_rules(case: CaseOp) -> None:
     for op in case.ops:
         while isinstance(op, GlueOp) and len(op.results) == 1 and op.parent is not None:
-            new = _replacement(op)
+            new = _find_replacement(op)
             if new is None:
                 break
-            _replace(op, [new])
+            _replace_op(op, [new])
             op = new.owner
 
 
-def _replacement(op: GlueOp) -> SSAValue | None:
+def _find_replacement(op: GlueOp) -> SSAValue | None:
     """The value that the first rule which fits gives."""
-    for rule in RULES:
-        if op.base in rule.ops and rule.when(op):
+    for rule in REWRITE_RULES:
+        if op.base_name in rule.ops and rule.when(op):
             value = rule.value(op)
             if value is not None and value.type == op.results[0].type:
                 return value
     return None
 
 
-def _share(case: CaseOp) -> None:
+def _share_equal_ops(case: CaseOp) -> None:
     """One op in the place of ops that compute the same from the same values, in the same grad mode and
     section."""
     seen: dict[tuple[object, ...], Operation] = {}
     for op in case.ops:
-        if not isinstance(op, GlueOp | GuardOp | InputOp | ParamOp | ConstOp) or is_random(op):
+        if not isinstance(op, GlueOp | GuardOp | InputOp | ParamOp | ConstOp) or is_random_op(op):
             continue
         kept = tuple(sorted((k, str(v)) for k, v in op.properties.items() if k != "where"))
         key = (op.name, kept, tuple(op.operands), tuple(op.result_types))
         first = seen.setdefault(key, op)
         if first is not op:
-            _replace(op, list(first.results))
+            _replace_op(op, list(first.results))
 
 
-def _replace(op: Operation, values: list[SSAValue]) -> None:
+def _replace_op(op: Operation, values: list[SSAValue]) -> None:
     for result, value in zip(op.results, values, strict=True):
         result.replace_all_uses_with(value)
     op.detach()

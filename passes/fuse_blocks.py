@@ -16,11 +16,11 @@ from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.passes import ModulePass
 
-from secc.cost.counting.fused_costs import broken, choose, inside
+from secc.cost.counting.fused_costs import blocks_broken_by_fusion, choose_call_costs, is_in_block
 from secc.ir.analysis import fusion_report
-from secc.ir.dialect.ops import GraphOp, RewriteOp, graph_of, strings
-from secc.passes.fusion.fuse_when import reason_against
-from secc.runtime.plan.schema import Fusion
+from secc.ir.dialect.ops import GraphOp, RewriteOp, graph_of, strings_of
+from secc.passes.fusion.fuse_when import reason_not_to_fuse
+from secc.runtime.plan.schema import FusionRecord
 
 
 @dataclass(frozen=True)
@@ -34,36 +34,38 @@ class FuseBlocks(ModulePass):
     cluster: str = "local"
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
-        fusion_report.check(self.without)
+        fusion_report.check_rule_names(self.without)
         graph = graph_of(op)
-        why = reason_against(self.when, self.cluster)
+        why = reason_not_to_fuse(self.when, self.cluster)
         if why:
-            fusion_report.note(graph, [Fusion("fuse-blocks", "all modules", "", why)])
+            fusion_report.record_fusions(graph, [FusionRecord("fuse-blocks", "all modules", "", why)])
         kept, dropped = set[str](), set[str]()
-        faulty = broken(graph)
+        faulty = blocks_broken_by_fusion(graph)
         for rewrite in graph.rewrites:
-            off = [r for r in strings(rewrite.rules) if r in self.without]
+            off = [r for r in strings_of(rewrite.rules) if r in self.without]
             reason = why or (
-                f"the rule {off[0]} is off" if off else _failure(strings(rewrite.modules), faulty)
+                f"the rule {off[0]} is off"
+                if off
+                else _failing_block_reason(strings_of(rewrite.modules), faulty)
             )
-            (dropped if reason else kept).update(strings(rewrite.modules))
-            _note(graph, rewrite, reason)
+            (dropped if reason else kept).update(strings_of(rewrite.modules))
+            _record_rewrite(graph, rewrite, reason)
             if reason:
                 rewrite.detach()
                 rewrite.erase()
-        choose(graph, kept, dropped)
+        choose_call_costs(graph, kept, dropped)
 
 
-def _failure(modules: tuple[str, ...], faulty: set[str]) -> str:
-    block = next((b for b in sorted(faulty) if any(inside(m, b) for m in modules)), None)
+def _failing_block_reason(modules: tuple[str, ...], faulty: set[str]) -> str:
+    block = next((b for b in sorted(faulty) if any(is_in_block(m, b) for m in modules)), None)
     return f"{block} cannot be run with it" if block is not None else ""
 
 
-def _note(graph: GraphOp, rewrite: RewriteOp, reason: str) -> None:
-    paths = strings(rewrite.modules)
+def _record_rewrite(graph: GraphOp, rewrite: RewriteOp, reason: str) -> None:
+    paths = strings_of(rewrite.modules)
     what = f"{rewrite.function.data} in " if rewrite.function else ""
     what += f"{rewrite.cls.data}: {paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
     place = rewrite.where.data if rewrite.where else ""
-    fusion_report.note(
-        graph, [Fusion(rule, what, place, reason) for rule in dict.fromkeys(strings(rewrite.rules))]
+    fusion_report.record_fusions(
+        graph, [FusionRecord(rule, what, place, reason) for rule in dict.fromkeys(strings_of(rewrite.rules))]
     )

@@ -19,18 +19,25 @@ from xdsl.passes import ModulePass
 
 from secc.ir.analysis import fusion_report
 from secc.ir.dialect.ops import CallOp, CaseOp, GraphOp, GuardOp, ParamOp, ReturnOp, TermOp, graph_of
-from secc.ir.text_io.verifier import where
+from secc.ir.text_io.verifier import source_line
 from secc.passes.dce import DeadCodeElimination
 from secc.passes.fusion import logit_heads, term_groups
-from secc.passes.fusion.formula import Head, Parameter
-from secc.passes.fusion.formula_reader import Reader
-from secc.passes.fusion.fuse_when import reason_against
-from secc.passes.fusion.operator_emitter import Emitter
-from secc.passes.fusion.operator_rules import CROSS_ENTROPY, KL, KL_CE, Piece, joint, objection
-from secc.passes.fusion.term_groups import Group
-from secc.runtime.plan.schema import Fusion
+from secc.passes.fusion.formula import BlockParameter, LinearHead
+from secc.passes.fusion.formula_reader import FormulaReader
+from secc.passes.fusion.fuse_when import reason_not_to_fuse
+from secc.passes.fusion.operator_emitter import OperatorEmitter
+from secc.passes.fusion.operator_rules import (
+    CROSS_ENTROPY_RULE,
+    KL_CE_RULE,
+    KL_RULE,
+    LossPiece,
+    can_be_joint,
+    find_objection,
+)
+from secc.passes.fusion.term_groups import TermGroup
+from secc.runtime.plan.schema import FusionRecord
 
-_NONE = "its loss is none of those that operators compute"
+_NO_RULE_MATCHES = "its loss is none of those that operators compute"
 
 
 @dataclass(frozen=True)
@@ -44,68 +51,68 @@ class FuseLinearLoss(ModulePass):
     cluster: str = "local"
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
-        fusion_report.check(self.without)
+        fusion_report.check_rule_names(self.without)
         graph = graph_of(op)
-        if why := reason_against(self.when, self.cluster):
-            fusion_report.note(graph, [Fusion(self.name, "all losses", "", why)])
+        if why := reason_not_to_fuse(self.when, self.cluster):
+            fusion_report.record_fusions(graph, [FusionRecord(self.name, "all losses", "", why)])
             return
         for case in graph.cases:
-            fusion_report.note(graph, _Fuser(graph, case, frozenset(self.without)).run())
+            fusion_report.record_fusions(graph, _CaseFuser(graph, case, frozenset(self.without)).fuse_case())
         DeadCodeElimination().apply(ctx, op)
-        _mark(graph)
+        _mark_fused_heads(graph)
 
 
-def _mark(graph: GraphOp) -> None:
+def _mark_fused_heads(graph: GraphOp) -> None:
     """Mark the heads that are gone: their parameters belong to the section of the operator that reads
     them."""
     ops = [op for case in graph.cases for op in case.ops]
     called = {op.target.data for op in ops if isinstance(op, CallOp)}
     read = {op.path.data.rpartition(".")[0] for op in ops if isinstance(op, ParamOp)}
     for path, block in graph.blocks.items():
-        if path in read and path not in called and logit_heads.WEIGHT in block.attributes:
-            block.attributes[fusion_report.FUSED] = UnitAttr()
+        if path in read and path not in called and logit_heads.WEIGHT_ATTRIBUTE in block.attributes:
+            block.attributes[fusion_report.FUSED_ATTRIBUTE] = UnitAttr()
 
 
-class _Fuser:
+class _CaseFuser:
     """Fuses the losses of one case."""
 
     def __init__(self, graph: GraphOp, case: CaseOp, without: frozenset[str]) -> None:
         self.graph, self.case, self.without = graph, case, without
-        self.reader = Reader(graph, case)
-        self.refused: dict[Head, tuple[str, str]] = {}  # why, where
+        self.reader = FormulaReader(graph, case)
+        self.refused: dict[LinearHead, tuple[str, str]] = {}  # why, where
 
-    def run(self) -> list[Fusion]:
-        found = self._accepted(term_groups.of(self.case, self.reader))
-        notes = _Rewriter(self.graph, self.case, found, self.without).run() if found else []
+    def fuse_case(self) -> list[FusionRecord]:
+        found = self._select_groups(term_groups.group_terms(self.case, self.reader))
+        notes = _LossRewriter(self.graph, self.case, found, self.without).rewrite_groups() if found else []
         fused = {logits.head for group in found for piece in group.pieces for logits in piece.logits}
-        return notes + [self._refusal(head) for head in self.reader.compared if head not in fused]
+        return notes + [self._describe_refusal(head) for head in self.reader.compared if head not in fused]
 
-    def _accepted(self, found: list[Group]) -> list[Group]:
+    def _select_groups(self, found: list[TermGroup]) -> list[TermGroup]:
         """The groups that operators compute, without those that share a head with something that needs its
         logits."""
-        kept = [g for g in found if self._fits(g)]
+        kept = [g for g in found if self._is_computable(g)]
         while True:
-            live = _needed(self.case, kept)
+            live = _needed_ops(self.case, kept)
             needed = {
                 p_logits.head
                 for g in kept
                 for p in g.pieces
                 for p_logits in p.logits
-                if _owner(p_logits.head) in live
+                if _head_op(p_logits.head) in live
             }
             if not needed:
                 return kept
-            self.refused |= {head: self._other_use(head, live) for head in needed}
+            self.refused |= {head: self._describe_other_use(head, live) for head in needed}
             kept = [
                 g for g in kept if not any(logits.head in needed for p in g.pieces for logits in p.logits)
             ]
 
-    def _fits(self, group: Group) -> bool:
+    def _is_computable(self, group: TermGroup) -> bool:
         for piece in group.pieces:
-            why = f"the rule {piece.rule} is off" if piece.rule in self.without else objection(piece)
+            why = f"the rule {piece.rule} is off" if piece.rule in self.without else find_objection(piece)
             if why:
                 self.refused |= {
-                    logits.head: (why, where(group.terms[0]))
+                    logits.head: (why, source_line(group.terms[0]))
                     for g in [group]
                     for p in g.pieces
                     for logits in p.logits
@@ -113,52 +120,56 @@ class _Fuser:
                 return False
         return True
 
-    def _refusal(self, head: Head) -> Fusion:
+    def _describe_refusal(self, head: LinearHead) -> FusionRecord:
         """Why a head's loss stays as it is."""
         rule = (
-            KL
+            KL_RULE
             if any(
                 len(hs) > 1 and head in hs
                 for f in self.reader.formulas.values()
-                if (hs := _heads(f.logits()))
+                if (hs := _heads_of(f.all_logits()))
             )
-            else CROSS_ENTROPY
+            else CROSS_ENTROPY_RULE
         )
-        why, place = self.refused.get(head) or self._unread(head, _needed(self.case, [])) or (_NONE, "")
-        return Fusion(rule, title(head), place or where(head.logits.owner), why)  # pyright: ignore[reportArgumentType]
+        why, place = (
+            self.refused.get(head)
+            or self._first_unread_op(head, _needed_ops(self.case, []))
+            or (_NO_RULE_MATCHES, "")
+        )
+        return FusionRecord(rule, head_title(head), place or source_line(head.logits.owner), why)  # pyright: ignore[reportArgumentType]
 
-    def _unread(self, head: Head, live: set[Operation]) -> tuple[str, str] | None:
+    def _first_unread_op(self, head: LinearHead, live: set[Operation]) -> tuple[str, str] | None:
         """The first op on the way to the loss that could not be read."""
         for op, why in self.reader.unread.items():
-            formulas = [f for o in op.operands if (f := self.reader.formula(o)) is not None]
-            if op in live and any(head in _heads(f.logits()) for f in formulas):
-                return why, where(op)
+            formulas = [f for o in op.operands if (f := self.reader.formula_of(o)) is not None]
+            if op in live and any(head in _heads_of(f.all_logits()) for f in formulas):
+                return why, source_line(op)
         return None
 
-    def _other_use(self, head: Head, live: set[Operation]) -> tuple[str, str]:
+    def _describe_other_use(self, head: LinearHead, live: set[Operation]) -> tuple[str, str]:
         """What keeps logits alive although a loss on them could be fused."""
-        unread = self._unread(head, live)
+        unread = self._first_unread_op(head, live)
         if unread is not None:
             return f"its logits are also used elsewhere: {unread[0]}", unread[1]
         user = next(u.operation for u in head.logits.uses if u.operation in live)
-        return "its logits are also used by a loss that is not fused", where(user)
+        return "its logits are also used by a loss that is not fused", source_line(user)
 
 
-class _Rewriter:
+class _LossRewriter:
     """Puts operators in the place of groups of terms."""
 
-    def __init__(self, graph: GraphOp, case: CaseOp, found: list[Group], without: frozenset[str]) -> None:
+    def __init__(self, graph: GraphOp, case: CaseOp, found: list[TermGroup], without: frozenset[str]) -> None:
         self.case, self.groups = case, found
-        self.emitter = Emitter(graph, case, _terms_last(case))
-        self.partner = {} if KL_CE in without else _partners([p for g in found for p in g.pieces])
+        self.emitter = OperatorEmitter(graph, case, _move_terms_to_end(case))
+        self.partner = {} if KL_CE_RULE in without else _pair_pieces([p for g in found for p in g.pieces])
         self.sums: dict[int, SSAValue] = {}  # of pieces, by identity: two may be equal
-        self.notes: list[Fusion] = []
+        self.notes: list[FusionRecord] = []
 
-    def run(self) -> list[Fusion]:
+    def rewrite_groups(self) -> list[FusionRecord]:
         for group in self.groups:
-            self.emitter.at(where(group.terms[0]))
-            numerator = self.emitter.total(
-                [(piece.number, self._sum(piece, group)) for piece in group.pieces]
+            self.emitter.set_source_line(source_line(group.terms[0]))
+            numerator = self.emitter.emit_total(
+                [(piece.number, self._piece_sum(piece, group)) for piece in group.pieces]
             )
             first, *others = group.terms
             first.operands[0] = numerator
@@ -167,44 +178,49 @@ class _Rewriter:
                 term.erase()
         return self.notes
 
-    def _sum(self, piece: Piece, group: Group) -> SSAValue:
+    def _piece_sum(self, piece: LossPiece, group: TermGroup) -> SSAValue:
         if id(piece) not in self.sums:
             partner = self.partner.get(id(piece))
             if partner is not None:
                 cross_entropy, divergence = (
-                    (piece, partner) if piece.rule == CROSS_ENTROPY else (partner, piece)
+                    (piece, partner) if piece.rule == CROSS_ENTROPY_RULE else (partner, piece)
                 )
-                self.sums[id(cross_entropy)], self.sums[id(divergence)] = self.emitter.both(
+                self.sums[id(cross_entropy)], self.sums[id(divergence)] = self.emitter.emit_joint(
                     cross_entropy, divergence
                 )
             else:
-                made = self.emitter.cross_entropy if piece.rule == CROSS_ENTROPY else self.emitter.divergence
+                made = (
+                    self.emitter.emit_cross_entropy
+                    if piece.rule == CROSS_ENTROPY_RULE
+                    else self.emitter.emit_divergence
+                )
                 self.sums[id(piece)] = made(piece)
-            self._note(piece, partner, where(group.terms[0]))
+            self._record_fusion(piece, partner, source_line(group.terms[0]))
         return self.sums[id(piece)]
 
-    def _note(self, piece: Piece, partner: Piece | None, place: str) -> None:
+    def _record_fusion(self, piece: LossPiece, partner: LossPiece | None, place: str) -> None:
         logits = [*piece.logits, *(partner.logits if partner is not None else [])]
-        rule = KL_CE if partner is not None else piece.rule
+        rule = KL_CE_RULE if partner is not None else piece.rule
         kind = next((p.kind for p in (piece, partner) if p is not None and p.kind), "")
-        what = " and ".join(title(h) for h in dict.fromkeys(each.head for each in logits))
-        self.notes.append(Fusion(rule, f"{what}{f' ({kind})' if kind else ''}", place))
+        what = " and ".join(head_title(h) for h in dict.fromkeys(each.head for each in logits))
+        self.notes.append(FusionRecord(rule, f"{what}{f' ({kind})' if kind else ''}", place))
 
 
-def _partners(pieces: list[Piece]) -> dict[int, Piece]:
+def _pair_pieces(pieces: list[LossPiece]) -> dict[int, LossPiece]:
     """Cross entropies and divergences of one student that one operator gives, each piece in one pair at
     most."""
-    found: dict[int, Piece] = {}
+    found: dict[int, LossPiece] = {}
     for piece in pieces:
         other = next(
-            (o for o in pieces if id(piece) not in found and id(o) not in found and joint(piece, o)), None
+            (o for o in pieces if id(piece) not in found and id(o) not in found and can_be_joint(piece, o)),
+            None,
         )
         if other is not None:
             found |= {id(piece): other, id(other): piece}
     return found
 
 
-def _terms_last(case: CaseOp) -> Operation:
+def _move_terms_to_end(case: CaseOp) -> Operation:
     """Put the terms at the end of the case, behind all that operators may read; the first of them."""
     terms = [op for op in case.ops if isinstance(op, TermOp)]
     end = case.body.block.last_op
@@ -215,7 +231,7 @@ def _terms_last(case: CaseOp) -> Operation:
     return terms[0]
 
 
-def _needed(case: CaseOp, replaced: Iterable[Group]) -> set[Operation]:
+def _needed_ops(case: CaseOp, replaced: Iterable[TermGroup]) -> set[Operation]:
     """The ops that a case needs once groups of terms are replaced: what other terms, guards and the operators
     themselves read."""
     chosen = list(replaced)
@@ -223,38 +239,38 @@ def _needed(case: CaseOp, replaced: Iterable[Group]) -> set[Operation]:
     stack: list[Operation] = []
     for op in case.ops:
         if isinstance(op, TermOp):
-            stack += [_made(o) for o in (op.operands if op not in gone else op.operands[1:])]
+            stack += [_defining_op(o) for o in (op.operands if op not in gone else op.operands[1:])]
         elif isinstance(op, GuardOp | ReturnOp):
-            stack += [_made(o) for o in op.operands]
-    stack += [_made(value) for group in chosen for value in group.reads()]
+            stack += [_defining_op(o) for o in op.operands]
+    stack += [_defining_op(value) for group in chosen for value in group.iter_operands()]
     found: set[Operation] = set()
     while stack:
         op = stack.pop()
         if op not in found:
             found.add(op)
-            stack += [_made(o) for o in op.operands]
+            stack += [_defining_op(o) for o in op.operands]
     return found
 
 
-def _made(value: SSAValue) -> Operation:
+def _defining_op(value: SSAValue) -> Operation:
     assert isinstance(value.owner, Operation)
     return value.owner
 
 
-def _owner(head: Head) -> Operation:
-    return _made(head.logits)
+def _head_op(head: LinearHead) -> Operation:
+    return _defining_op(head.logits)
 
 
-def _heads(logits: Iterable[object]) -> set[Head]:
+def _heads_of(logits: Iterable[object]) -> set[LinearHead]:
     return {each.head for each in logits}  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def title(head: Head) -> str:
+def head_title(head: LinearHead) -> str:
     """A head's name for people: the module that owns its weight."""
-    path = head.weight.path if isinstance(head.weight, Parameter) else _parameter(head.weight)
+    path = head.weight.path if isinstance(head.weight, BlockParameter) else _parameter_path(head.weight)
     return path.removesuffix(".weight") or "a linear head"
 
 
-def _parameter(value: SSAValue) -> str:
+def _parameter_path(value: SSAValue) -> str:
     owner = value.owner
     return owner.path.data if isinstance(owner, ParamOp) else ""

@@ -14,9 +14,9 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.ir import SSAValue
 from xdsl.passes import ModulePass
 
-from secc.ir.analysis.dataflow import with_gradient
+from secc.ir.analysis.dataflow import find_gradient_values
 from secc.ir.dialect.ops import CallOp, Computation, GlueOp, GraphOp, ParamOp, graph_of
-from secc.ir.dialect.tensor_type import tensor
+from secc.ir.dialect.tensor_type import tensor_type
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,20 @@ class InferModes(ModulePass):
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
         for case in graph.cases:
-            wanted = with_gradient(case)
+            wanted = find_gradient_values(case)
             for inner in case.ops:
                 reads = any(isinstance(o.owner, ParamOp) for o in inner.operands)
                 if isinstance(inner, CallOp) or (isinstance(inner, GlueOp) and reads):
-                    inner.attributes["mode"] = StringAttr(mode(graph, inner, wanted))
+                    inner.attributes["mode"] = StringAttr(infer_mode(graph, inner, wanted))
 
 
-def mode(graph: GraphOp, op: Computation, wanted: set[SSAValue]) -> str:
+def infer_mode(graph: GraphOp, op: Computation, wanted: set[SSAValue]) -> str:
     """The mode of a call, or of glue that reads parameters."""
     if "no_grad" in op.properties or not any(r in wanted for r in op.results):
         return "forward"
-    trainable = any(isinstance(o.owner, ParamOp) and tensor(o).requires_grad for o in op.operands)
+    trainable = any(isinstance(o.owner, ParamOp) and tensor_type(o).requires_grad for o in op.operands)
     if isinstance(op, CallOp):
         trainable = trainable or graph.blocks[op.target.data].trainable.data > 0
     if trainable:
         return "train"
-    return "dgrad" if any(tensor(o).requires_grad for o in op.operands) else "forward"
+    return "dgrad" if any(tensor_type(o).requires_grad for o in op.operands) else "forward"

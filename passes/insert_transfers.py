@@ -16,10 +16,10 @@ from xdsl.ir import Attribute
 from xdsl.passes import ModulePass
 
 from secc.errors import UserError
-from secc.ir.analysis.transferable_values import WHOLE
-from secc.ir.dialect.ops import TransferOp, graph_of, section_of, texts
-from secc.passes.boundaries.fallback_cases import drop_misfits
-from secc.passes.boundaries.section_edges import Crossing, Edge, edges_of, label
+from secc.ir.analysis.transferable_values import WHOLE_TENSOR
+from secc.ir.dialect.ops import TransferOp, graph_of, section_of, strings_attr
+from secc.passes.boundaries.fallback_cases import drop_incompatible_fallbacks
+from secc.passes.boundaries.section_edges import SectionEdge, ValueCrossing, build_edges, describe_crossing
 
 
 @dataclass(frozen=True)
@@ -28,26 +28,26 @@ class InsertTransfers(ModulePass):
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
-        drop_misfits(graph)
-        edges, problems = edges_of(graph)
+        drop_incompatible_fallbacks(graph)
+        edges, problems = build_edges(graph)
         for crossing, reason in problems:
-            _refuse(crossing, reason)
+            _refuse_crossing(crossing, reason)
         for edge in reversed(edges):  # so that the transfers of one producer stand in order
             for crossing in edge.crossings:
-                _insert(edge, crossing)
+                _insert_transfer(edge, crossing)
 
 
-def _insert(edge: Edge, crossing: Crossing) -> None:
+def _insert_transfer(edge: SectionEdge, crossing: ValueCrossing) -> None:
     """Put the transfer behind the value's producer, and let the consumer's section use its result."""
     properties: dict[str, Attribute] = {
         "sym": StringAttr(edge.name),
         "src": SymbolRefAttr(edge.src),
         "dst": SymbolRefAttr(edge.dst),
     }
-    if edge.carry != WHOLE:
-        properties |= {"dim": IntAttr(edge.carry.dim), "rows": StringAttr(edge.carry.rows)}
-    if edge.carry.extents:
-        properties["extents"] = texts(edge.carry.extents)
+    if edge.layout != WHOLE_TENSOR:
+        properties |= {"dim": IntAttr(edge.layout.dim), "rows": StringAttr(edge.layout.rows)}
+    if edge.layout.extents:
+        properties["extents"] = strings_attr(edge.layout.extents)
     transfer = TransferOp.create(operands=[crossing.value], result_types=[edge.type], properties=properties)
     transfer.result.name_hint = edge.name
     block = crossing.producer.parent_block()
@@ -56,9 +56,9 @@ def _insert(edge: Edge, crossing: Crossing) -> None:
     crossing.value.replace_uses_with_if(transfer.result, lambda use: section_of(use.operation) == edge.dst)
 
 
-def _refuse(crossing: Crossing, reason: str) -> None:
+def _refuse_crossing(crossing: ValueCrossing, reason: str) -> None:
     raise UserError(
-        f"{label(crossing)} would go from section {crossing.src!r} to section {crossing.dst!r}, but {reason}",
+        f"{describe_crossing(crossing)} would go from section {crossing.src!r} to section {crossing.dst!r}, but {reason}",
         crossing.where,
         f"put both into one section: `secc compile --section {crossing.dst}=PATH+PATH` with the module paths of their blocks",
     )

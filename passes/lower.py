@@ -18,7 +18,7 @@ from xdsl.passes import ModulePass
 
 from secc.errors import UserError
 from secc.ir.analysis import recorded_glue
-from secc.ir.analysis.dataflow import active
+from secc.ir.analysis.dataflow import is_active_for
 from secc.ir.dialect.ops import (
     CaseOp,
     EdgeOp,
@@ -28,22 +28,22 @@ from secc.ir.dialect.ops import (
     ReturnOp,
     TransferOp,
     graph_of,
-    strings,
-    texts,
+    strings_attr,
+    strings_of,
 )
-from secc.ir.dialect.readable_names import identifier, unique
-from secc.passes.lowering.case_predicates import Found, Pattern, Way, merge
+from secc.ir.dialect.readable_names import make_unique, to_identifier
+from secc.passes.lowering.case_predicates import CasePath, CasePredicate, InputPattern, merge_paths
 from secc.passes.lowering.section_bodies import (
-    body,
-    canonical,
-    coefficients_part,
-    guards_before,
-    leaf_part,
-    read_part,
-    section_part,
+    canonical_text,
+    extract_coefficient_ops,
+    extract_guard_ops,
+    extract_leaf_ops,
+    extract_section_ops,
+    guards_before_section,
+    make_body,
 )
 
-TERMS = "terms"
+TERMS_SECTION = "terms"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Lower(ModulePass):
             _lower_section(
                 graph,
                 section.sym.data,
-                [c for c in graph.cases if active(strings(section.when), strings(c.when))],
+                [c for c in graph.cases if is_active_for(strings_of(section.when), strings_of(c.when))],
             )
         for leaf in dict.fromkeys(
             op.sym.data for case in graph.cases for op in case.ops if isinstance(op, LeafOp)
@@ -72,39 +72,54 @@ class Lower(ModulePass):
 
 def _lower_section(graph: GraphOp, section: str, cases: Sequence[CaseOp]) -> None:
     names: list[str] = []
-    ways = _wanted([_section_way(case, section) for case in cases])
-    for found in merge(ways):
-        case = found.way.case
-        guards = [g for g in _distinct_guards(case, section) if _reading(case, g) in found.way.guards]
-        names.append(unique(_name(found) + ("_anew" if recorded_glue.ANEW in case.attributes else ""), names))
-        _add(graph, names[-1], section, found, section_part(case, section, guards))
-        _note_anew(graph, [way.case for way in ways if way.code == found.way.code])
+    ways = _drop_unneeded_fallbacks([_section_path(case, section) for case in cases])
+    for found in merge_paths(ways):
+        case = found.path.case
+        guards = [g for g in _distinct_guards(case, section) if _guard_reading(case, g) in found.path.guards]
+        names.append(
+            make_unique(
+                _method_name(found)
+                + ("_anew" if recorded_glue.RERECORD_ATTRIBUTE in case.attributes else ""),
+                names,
+            )
+        )
+        _append_body(graph, names[-1], section, found, extract_section_ops(case, section, guards))
+        _note_rerecorded_cases(graph, [way.case for way in ways if way.identity == found.path.identity])
 
 
-def _note_anew(graph: GraphOp, cases: Sequence[CaseOp]) -> None:
+def _note_rerecorded_cases(graph: GraphOp, cases: Sequence[CaseOp]) -> None:
     """Name those cases of the body made last whose glue is recorded anew: each micro-batch is compared with
     them."""
-    anew, made = [c.sym.data for c in cases if recorded_glue.ANEW in c.attributes], graph.body.block.last_op
+    anew, made = (
+        [c.sym.data for c in cases if recorded_glue.RERECORD_ATTRIBUTE in c.attributes],
+        graph.body.block.last_op,
+    )
     if anew and made is not None:
-        made.attributes[recorded_glue.ANEW] = texts(anew)
+        made.attributes[recorded_glue.RERECORD_ATTRIBUTE] = strings_attr(anew)
 
 
-def _wanted(ways: Sequence[Way]) -> list[Way]:
+def _drop_unneeded_fallbacks(ways: Sequence[CasePath]) -> list[CasePath]:
     """The ways without those of spare cases where another holds for every micro-batch of the pattern."""
     always = {
-        way.pattern for way in ways if recorded_glue.SPARE not in way.case.attributes and not way.guards
+        way.pattern
+        for way in ways
+        if recorded_glue.FALLBACK_ATTRIBUTE not in way.case.attributes and not way.guards
     }
     return [
-        way for way in ways if recorded_glue.SPARE not in way.case.attributes or way.pattern not in always
+        way
+        for way in ways
+        if recorded_glue.FALLBACK_ATTRIBUTE not in way.case.attributes or way.pattern not in always
     ]
 
 
-def _section_way(case: CaseOp, section: str) -> Way:
-    guards = frozenset(_reading(case, g) for g in _distinct_guards(case, section))
-    text = canonical(section_part(case, section, ()))
-    return Way(
-        _pattern(case),
-        f"{recorded_glue.ANEW} {text}" if recorded_glue.ANEW in case.attributes else text,
+def _section_path(case: CaseOp, section: str) -> CasePath:
+    guards = frozenset(_guard_reading(case, g) for g in _distinct_guards(case, section))
+    text = canonical_text(extract_section_ops(case, section, ()))
+    return CasePath(
+        _case_pattern(case),
+        f"{recorded_glue.RERECORD_ATTRIBUTE} {text}"
+        if recorded_glue.RERECORD_ATTRIBUTE in case.attributes
+        else text,
         guards,
         case,
     )
@@ -112,31 +127,37 @@ def _section_way(case: CaseOp, section: str) -> Way:
 
 def _distinct_guards(case: CaseOp, section: str) -> list[GuardOp]:
     """The guards of a section, one for each value that is read."""
-    return list({_reading(case, g): g for g in reversed(guards_before(case, section))}.values())[::-1]
+    return list(
+        {_guard_reading(case, g): g for g in reversed(guards_before_section(case, section))}.values()
+    )[::-1]
 
 
-def _reading(case: CaseOp, guard: GuardOp) -> tuple[str, str]:
-    return canonical(read_part(case, guard)), guard.equals.data
+def _guard_reading(case: CaseOp, guard: GuardOp) -> tuple[str, str]:
+    return canonical_text(extract_guard_ops(case, guard)), guard.equals.data
 
 
 def _lower_leaf(graph: GraphOp, leaf: str) -> None:
     """One body computes a leaf, for samples of the patterns that have it. Raises UserError if cases compute
     it differently."""
-    ways = merge(
-        Way(_pattern(case), canonical(leaf_part(case, leaf)), frozenset(), case) for case in graph.cases
+    ways = merge_paths(
+        CasePath(_case_pattern(case), canonical_text(extract_leaf_ops(case, leaf)), frozenset(), case)
+        for case in graph.cases
     )
-    found, *others = (f for f in ways if leaf_part(f.way.case, leaf))
+    found, *others = (f for f in ways if extract_leaf_ops(f.path.case, leaf))
     if others:
         raise UserError(
             f"{leaf!r}, a sum over the global batch that the loss is divided by, is computed in {1 + len(others)} ways from the inputs",
             remedy="let the loss count its labels or weights in the same way for all samples, whatever optional inputs they have",
         )
-    _add(graph, identifier(f"leaves_{leaf}"), TERMS, found, leaf_part(found.way.case, leaf))
+    _append_body(
+        graph, to_identifier(f"leaves_{leaf}"), TERMS_SECTION, found, extract_leaf_ops(found.path.case, leaf)
+    )
 
 
 def _lower_coefficients(graph: GraphOp) -> None:
-    ways = merge(
-        Way(_pattern(case), canonical(coefficients_part(case)), frozenset(), case) for case in graph.cases
+    ways = merge_paths(
+        CasePath(_case_pattern(case), canonical_text(extract_coefficient_ops(case)), frozenset(), case)
+        for case in graph.cases
     )
     patterns = [p for found in ways for p in found.patterns]
     if len(patterns) != len(set(patterns)):
@@ -146,28 +167,32 @@ def _lower_coefficients(graph: GraphOp) -> None:
         )
     names: list[str] = []
     for found in ways:
-        names.append(unique(f"coefficients_{_name(found)}" if len(ways) > 1 else "coefficients", names))
-        _add(graph, names[-1], TERMS, found, coefficients_part(found.way.case))
+        names.append(
+            make_unique(f"coefficients_{_method_name(found)}" if len(ways) > 1 else "coefficients", names)
+        )
+        _append_body(graph, names[-1], TERMS_SECTION, found, extract_coefficient_ops(found.path.case))
 
 
-def _add(graph: GraphOp, name: str, section: str, found: Found, ops: Sequence[Operation]) -> None:
+def _append_body(
+    graph: GraphOp, name: str, section: str, found: CasePredicate, ops: Sequence[Operation]
+) -> None:
     """Append a body, with its first pattern as `when` and the others as `also`."""
     first, *others = ([*sorted(p)] for p in found.patterns)
-    op = body(name, section, first, ops)
+    op = make_body(name, section, first, ops)
     if others:
-        op.also = texts(" ".join(keys) for keys in others)
+        op.also = strings_attr(" ".join(keys) for keys in others)
     graph.body.block.add_op(op)
 
 
-def _name(found: Found) -> str:
+def _method_name(found: CasePredicate) -> str:
     """A method name that says for which samples the way is: it never meets the name of a module or a key."""
-    if found.telling and not found.patterns[0]:
+    if found.distinguishing_keys and not found.patterns[0]:
         return "without_optional"
-    return identifier("with_" + "_and_".join(sorted(found.patterns[0]))) if found.patterns[0] else "always"
+    return to_identifier("with_" + "_and_".join(sorted(found.patterns[0]))) if found.patterns[0] else "always"
 
 
-def _pattern(case: CaseOp) -> Pattern:
-    return frozenset(strings(case.when))
+def _case_pattern(case: CaseOp) -> InputPattern:
+    return frozenset(strings_of(case.when))
 
 
 def _declare_edges(graph: GraphOp) -> None:

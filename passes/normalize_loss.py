@@ -18,21 +18,21 @@ from xdsl.passes import ModulePass
 
 from secc.errors import UserError
 from secc.ir.dialect import size_expr
-from secc.ir.dialect.ops import CaseOp, GlueOp, LeafOp, ReturnOp, TermOp, graph_of, strings, texts
-from secc.ir.dialect.readable_names import ACCEPTED, LOGGED
-from secc.ir.dialect.tensor_type import TensorType, tensor
-from secc.ir.text_io.verifier import where
-from secc.passes.loss.approximations import check, note
-from secc.passes.loss.buffer_constants import with_constants
-from secc.passes.loss.coefficient import ONE, SCALAR, Coefficient, Emitter
-from secc.passes.loss.logged_scalars import PREFIX, logged
-from secc.passes.loss.loss_context import Context
-from secc.passes.loss.loss_walk import slice_of, walk
-from secc.passes.loss.term_names import Names, Structure, keys, label
-from secc.passes.loss.value_states import Bad, Part, Stack, State
+from secc.ir.dialect.ops import CaseOp, GlueOp, LeafOp, ReturnOp, TermOp, graph_of, strings_attr, strings_of
+from secc.ir.dialect.readable_names import ACCEPTED_ATTRIBUTE, LOGGED_ATTRIBUTE
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
+from secc.ir.text_io.verifier import source_line
+from secc.passes.loss.approximations import check_approximations, describe_accepted
+from secc.passes.loss.buffer_constants import replace_buffers
+from secc.passes.loss.coefficient import SCALAR_TYPE, UNIT_COEFFICIENT, Coefficient, CoefficientEmitter
+from secc.passes.loss.logged_scalars import LOGGED_PREFIX, find_logged
+from secc.passes.loss.loss_context import LossContext
+from secc.passes.loss.loss_walk import ops_behind, walk_loss
+from secc.passes.loss.term_names import StructureDigests, TermNames, part_identities, term_label
+from secc.passes.loss.value_states import BadState, StackState, SumPart, ValueState
 
-SAMPLES = "B"
-_BALANCE = "balance_loss"
+SAMPLE_COUNT_SYMBOL = "B"
+_BALANCE_TERM = "balance_loss"
 
 
 @dataclass
@@ -40,10 +40,10 @@ class CaseTerms:
     """What the loss of one case is: parts that add up over samples, and parts that count once."""
 
     case: CaseOp
-    context: Context
-    parts: list[Part]
+    context: LossContext
+    parts: list[SumPart]
     constant: float
-    logged: dict[str, list[Part]]
+    logged: dict[str, list[SumPart]]
 
 
 @dataclass(frozen=True)
@@ -55,136 +55,154 @@ class NormalizeLoss(ModulePass):
     accept: tuple[str, ...] = ()
 
     def apply(self, ctx: XdslContext, op: ModuleOp) -> None:
-        check(self.accept)
+        check_approximations(self.accept)
         graph = graph_of(op)
         open_cases = [c for c in graph.cases if c.ops[-1].operands]
-        found = [_terms(case, *walk(graph, case, self.accept)) for case in open_cases]
-        if accepted := dict.fromkeys(note(o) for f in found for o in f.case.ops if o in f.context.accepted):
-            graph.attributes[ACCEPTED] = texts(accepted)
+        found = [_find_case_terms(case, *walk_loss(graph, case, self.accept)) for case in open_cases]
+        if accepted := dict.fromkeys(
+            describe_accepted(o) for f in found for o in f.case.ops if o in f.context.accepted
+        ):
+            graph.attributes[ACCEPTED_ATTRIBUTE] = strings_attr(accepted)
         if len({f.constant for f in found}) > 1:
             # A plan has one constant, so constants that differ between patterns become a term that every
             # sample has a share of.
             for f in found:
-                f.parts.append(Part(Coefficient(number=f.constant)))
+                f.parts.append(SumPart(Coefficient(number=f.constant)))
                 f.constant = 0.0
-        if notes := self._logged(found):
-            graph.attributes[LOGGED] = texts(notes)
-        names, structure = Names(), Structure()
-        one = len({key for f in found for key in keys(f.parts)}) == 1
-        coefficients = [_rewrite(f, names, structure, "loss" if one else None) for f in found]
-        _same_in_a_pattern(found, coefficients)
+        if notes := self._find_logged_parts(found):
+            graph.attributes[LOGGED_ATTRIBUTE] = strings_attr(notes)
+        names, structure = TermNames(), StructureDigests()
+        one = len({key for f in found for key in part_identities(f.parts)}) == 1
+        coefficients = [_rewrite_case(f, names, structure, "loss" if one else None) for f in found]
+        _require_equal_coefficients(found, coefficients)
 
-    def _logged(self, found: list[CaseTerms]) -> list[str]:
+    def _find_logged_parts(self, found: list[CaseTerms]) -> list[str]:
         """Find the parts of what is logged; what is to be said of it."""
         notes: dict[str, None] = {}
         for f in found:
-            f.logged, said = logged(f.context)
+            f.logged, said = find_logged(f.context)
             notes |= dict.fromkeys(said)
         return list(notes)
 
 
-def _terms(case: CaseOp, context: Context, state: State) -> CaseTerms:
+def _find_case_terms(case: CaseOp, context: LossContext, state: ValueState) -> CaseTerms:
     """The parts of a case's loss. Raises UserError if it is not separable."""
-    if isinstance(state, Bad):
-        raise UserError(state.message, where(state.op), state.remedy)
+    if isinstance(state, BadState):
+        raise UserError(state.message, source_line(state.op), state.remedy)
     loss = case.ops[-1].operands[0]
-    parts = None if isinstance(state, Stack) or context.carries(loss) else context.parts(loss)
+    parts = None if isinstance(state, StackState) or context.carries_samples(loss) else context.parts_of(loss)
     if parts is None:
-        raise UserError("the loss is not a scalar", _origin(loss), "let forward return one number")
+        raise UserError("the loss is not a scalar", _source_line_of(loss), "let forward return one number")
     constants = [c for p in parts if p.atom is None and (c := p.coefficient.constant) is not None]
     kept = [p for p in parts if p.atom is not None or p.coefficient.constant is None]
     return CaseTerms(case, context, kept, float(sum(constants)), {})
 
 
-def _origin(value: SSAValue) -> str:
-    return where(value.owner) if isinstance(value.owner, Operation) else ""
+def _source_line_of(value: SSAValue) -> str:
+    return source_line(value.owner) if isinstance(value.owner, Operation) else ""
 
 
-def _rewrite(found: CaseTerms, names: Names, structure: Structure, only: str | None) -> dict[str, str]:
+def _rewrite_case(
+    found: CaseTerms, names: TermNames, structure: StructureDigests, only: str | None
+) -> dict[str, str]:
     """Put sec.term ops in the place of the loss; the coefficient of each term as a text."""
-    shop, terms, written = found.context.shop, list[Operation](), dict[str, str]()
+    shop, terms, written = found.context.pending, list[Operation](), dict[str, str]()
     leaves: dict[str, SSAValue] = {}
     current = ""
 
     def leaf(value: SSAValue) -> SSAValue:
-        key = structure.value(value)
+        key = structure.digest_value(value)
         if key not in leaves:
-            name = StringAttr(names.leaf(key, current))
-            scalar = with_constants(shop, _scalar(found.context, value))
-            leaves[key] = shop.add(
-                LeafOp.create(operands=[scalar], result_types=[SCALAR], properties={"sym": name})
+            name = StringAttr(names.name_leaf(key, current))
+            scalar = replace_buffers(shop, _as_scalar(found.context, value))
+            leaves[key] = shop.add_op(
+                LeafOp.create(operands=[scalar], result_types=[SCALAR_TYPE], properties={"sym": name})
             ).results[0]
         return leaves[key]
 
-    emitter = Emitter(shop, leaf)
-    for key, part in zip(keys(found.parts), found.parts, strict=True):
-        current = names.term(key, only or (_BALANCE if _is_balance(found.context, part) else label(part)))
-        numerator, coefficient = _numerator(found.context, part)
-        values = [numerator] if coefficient == ONE else [numerator, emitter.emit(coefficient)]
-        properties = {"sym": StringAttr(current)} | _place(part)
-        terms.append(shop.add(TermOp.create(operands=values, properties=properties)))
-        written[current] = structure.coefficient(coefficient)
+    emitter = CoefficientEmitter(shop, leaf)
+    for key, part in zip(part_identities(found.parts), found.parts, strict=True):
+        current = names.name_term(
+            key, only or (_BALANCE_TERM if _is_balance_loss(found.context, part) else term_label(part))
+        )
+        numerator, coefficient = _make_numerator(found.context, part)
+        values = (
+            [numerator]
+            if coefficient == UNIT_COEFFICIENT
+            else [numerator, emitter.emit_coefficient(coefficient)]
+        )
+        properties = {"sym": StringAttr(current)} | _where_property(part)
+        terms.append(shop.add_op(TermOp.create(operands=values, properties=properties)))
+        written[current] = structure.describe_coefficient(coefficient)
     for name, parts in found.logged.items():
-        for key, part in zip(keys(parts), parts, strict=True):
-            current = names.term((PREFIX, name, *key), f"{PREFIX}{name}:")
-            numerator, coefficient = _numerator(found.context, part)
-            values = [numerator] if coefficient == ONE else [numerator, emitter.emit(coefficient)]
+        for key, part in zip(part_identities(parts), parts, strict=True):
+            current = names.name_term((LOGGED_PREFIX, name, *key), f"{LOGGED_PREFIX}{name}:")
+            numerator, coefficient = _make_numerator(found.context, part)
+            values = (
+                [numerator]
+                if coefficient == UNIT_COEFFICIENT
+                else [numerator, emitter.emit_coefficient(coefficient)]
+            )
             terms.append(
-                shop.add(
-                    TermOp.create(operands=values, properties={"sym": StringAttr(current)} | _place(part))
+                shop.add_op(
+                    TermOp.create(
+                        operands=values, properties={"sym": StringAttr(current)} | _where_property(part)
+                    )
                 )
             )
-    _finish(found, terms)
+    _commit_terms(found, terms)
     return written
 
 
-def _is_balance(context: Context, part: Part) -> bool:
+def _is_balance_loss(context: LossContext, part: SumPart) -> bool:
     """Whether an approximation was accepted for what a part is made of."""
     return (
         part.atom is not None
         and not part.summed
         and bool(context.accepted)
-        and not context.accepted.isdisjoint(slice_of(part.atom))
+        and not context.accepted.isdisjoint(ops_behind(part.atom))
     )
 
 
-def _place(part: Part) -> dict[str, StringAttr]:
+def _where_property(part: SumPart) -> dict[str, StringAttr]:
     source = part.origin or (part.atom.owner if part.atom is not None else None)
-    place = where(source) if isinstance(source, Operation) else ""
+    place = source_line(source) if isinstance(source, Operation) else ""
     return {"where": StringAttr(place)} if place else {}
 
 
-def _numerator(context: Context, part: Part) -> tuple[SSAValue, Coefficient]:
+def _make_numerator(context: LossContext, part: SumPart) -> tuple[SSAValue, Coefficient]:
     """The value that adds up over samples. What counts once for the whole batch counts 1/B for each of its B
     samples."""
     if part.summed:
         assert part.atom is not None
-        return _scalar(context, part.atom), part.coefficient
-    share = part.coefficient / Coefficient(size=size_expr.symbol(SAMPLES))
+        return _as_scalar(context, part.atom), part.coefficient
+    share = part.coefficient / Coefficient(size=size_expr.size_symbol(SAMPLE_COUNT_SYMBOL))
     if part.atom is None:
-        op = GlueOp.of(
+        op = GlueOp.create_call(
             "aten.full.default",
             [],
-            f"[], {SAMPLES}, dtype=torch.float32, device=device",
-            [TensorType.of([], "f32")],
+            f"[], {SAMPLE_COUNT_SYMBOL}, dtype=torch.float32, device=device",
+            [TensorType.from_dims([], "f32")],
         )
     else:
-        type = tensor(part.atom)
-        op = GlueOp.of("aten.mul.Tensor", [part.atom], f"$0, {SAMPLES}", [type])
-    return _scalar(context, context.shop.add(op).results[0]), share
+        type = tensor_type(part.atom)
+        op = GlueOp.create_call("aten.mul.Tensor", [part.atom], f"$0, {SAMPLE_COUNT_SYMBOL}", [type])
+    return _as_scalar(context, context.pending.add_op(op).results[0]), share
 
 
-def _scalar(context: Context, value: SSAValue) -> SSAValue:
+def _as_scalar(context: LossContext, value: SSAValue) -> SSAValue:
     """A value of one entry without dims."""
-    type = tensor(value)
+    type = tensor_type(value)
     if not type.dims:
         return value
-    flat = TensorType.of([], type.dtype.data, type.requires_grad)
-    return context.shop.add(GlueOp.of("aten.reshape.default", [value], "$0, []", [flat])).results[0]
+    flat = TensorType.from_dims([], type.dtype.data, type.requires_grad)
+    return context.pending.add_op(
+        GlueOp.create_call("aten.reshape.default", [value], "$0, []", [flat])
+    ).results[0]
 
 
-def _finish(found: CaseTerms, terms: list[Operation]) -> None:
-    found.context.shop.commit(found.case, terms)
+def _commit_terms(found: CaseTerms, terms: list[Operation]) -> None:
+    found.context.pending.commit_needed(found.case, terms)
     block = found.case.body.block
     end = block.last_op
     assert end is not None
@@ -192,17 +210,18 @@ def _finish(found: CaseTerms, terms: list[Operation]) -> None:
     block.add_op(ReturnOp.create(properties={"constant": StringAttr(repr(found.constant))}))
 
 
-def _same_in_a_pattern(found: list[CaseTerms], coefficients: list[dict[str, str]]) -> None:
+def _require_equal_coefficients(found: list[CaseTerms], coefficients: list[dict[str, str]]) -> None:
     """Captures of one pattern differ in what Python read, which a rank knows for a micro-batch only:
     coefficients may not depend on it."""
     first: dict[frozenset[str], dict[str, str]] = {}
     for f, written in zip(found, coefficients, strict=True):
-        pattern = frozenset(strings(f.case.when))
+        pattern = frozenset(strings_of(f.case.when))
         known = first.setdefault(pattern, written)
         for name in known.keys() & written.keys():
             if known[name] != written[name]:
                 place = next(
-                    (where(op) for op in f.case.ops if isinstance(op, TermOp) and op.sym.data == name), ""
+                    (source_line(op) for op in f.case.ops if isinstance(op, TermOp) and op.sym.data == name),
+                    "",
                 )
                 message = f"the divisor of loss term {name} depends on what Python reads from a micro-batch (case {f.case.sym.data})"
                 raise UserError(

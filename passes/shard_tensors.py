@@ -18,10 +18,10 @@ from xdsl.dialects.builtin import IntegerAttr, ModuleOp
 from xdsl.ir import SSAValue
 from xdsl.passes import ModulePass
 
-from secc.errors import Impossible, UserError
-from secc.ir.analysis.dataflow import text_of, texts_of
-from secc.ir.analysis.tp_layouts import cut_op, cuttable, dividing, shared, undivided
-from secc.ir.analysis.vocab_sharding import Part, Spread, wide
+from secc.errors import ImpossibleChoice, UserError
+from secc.ir.analysis.dataflow import get_string, get_strings
+from secc.ir.analysis.tp_layouts import dividing_tp, feasible_tp, make_cut_op, shared_sizes, undivided_sizes
+from secc.ir.analysis.vocab_sharding import VocabPart, VocabSpread, is_wide
 from secc.ir.dialect.ops import (
     CaseOp,
     CutOp,
@@ -31,10 +31,10 @@ from secc.ir.dialect.ops import (
     TieOp,
     graph_of,
     section_of,
-    strings,
-    texts,
+    strings_attr,
+    strings_of,
 )
-from secc.ir.dialect.tensor_type import tensor
+from secc.ir.dialect.tensor_type import tensor_type
 from secc.runtime.plan.schema import Shard
 
 HEADS = "heads"  # ends the reason of a tp that does not divide them
@@ -51,73 +51,82 @@ class ShardTensors(ModulePass):
         for section in graph.sections:
             tp = section.attributes.get("tp")
             if isinstance(tp, IntegerAttr) and tp.value.data > 1:
-                _shard(graph, section, tp.value.data, self.assume)
+                _shard_section(graph, section, tp.value.data, self.assume)
         for cut in graph.cuts:
             cut.detach()
             cut.erase()
 
 
-def _shard(graph: GraphOp, section: SectionOp, tp: int, assume: bool) -> None:
-    blocks = strings(section.blocks)
+def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) -> None:
+    blocks = strings_of(section.blocks)
     # A block may lie in another one (an embedding that is also called by itself), and is cut once.
     cuts = list({c.path.data: c for c in graph.cuts if c.tp.data == tp and c.block.data in blocks}.values())
-    name = f"{text_of(section, 'pipeline') or section.sym.data}.tp={tp}"
+    name = f"{get_string(section, 'pipeline') or section.sym.data}.tp={tp}"
     if assume and not cuts:
-        if tp in cuttable(graph, section):
+        if tp in feasible_tp(graph, section):
             return
-        raise _unsought(name, tp, shared(graph, section), cuttable(graph, section))
-    by_tokens = _by_tokens(graph, section, tp)
-    cuts += _heads(graph, cuts, by_tokens, tp)
+        raise _untested_tp_error(name, tp, shared_sizes(graph, section), feasible_tp(graph, section))
+    by_tokens = _token_shardable_matrices(graph, section, tp)
+    cuts += _make_head_cuts(graph, cuts, by_tokens, tp)
     whole = name.rpartition(".")[0]
-    heads = [w for c in cuts for w in strings(c.whole) if w.endswith(HEADS)]
+    heads = [w for c in cuts for w in strings_of(c.whole) if w.endswith(HEADS)]
     if heads:
-        raise Impossible(UserError(f"{name} is impossible: {heads[0]}", remedy=_remedy(whole, heads)), [name])
-    kept, why = _usable(graph, section, cuts, set(by_tokens))
-    cut = {name for c in kept for name, _ in map(_parts, strings(c.shards))}
-    why += [f"{name}: it is read outside of its module" for name in _read(graph, section) if name not in cut]
-    uneven = not any(s.endswith(("colwise", "experts")) for c in kept for s in strings(c.styles)) and any(
-        UNEVEN in w for c in cuts for w in strings(c.whole)
+        raise ImpossibleChoice(
+            UserError(f"{name} is impossible: {heads[0]}", remedy=_suggest_tp(whole, heads)), [name]
+        )
+    kept, why = _select_usable_cuts(graph, section, cuts, set(by_tokens))
+    cut = {name for c in kept for name, _ in map(_split_shard, strings_of(c.shards))}
+    why += [
+        f"{name}: it is read outside of its module"
+        for name in _matrices_read_by_glue(graph, section)
+        if name not in cut
+    ]
+    uneven = not any(s.endswith(("colwise", "experts")) for c in kept for s in strings_of(c.styles)) and any(
+        UNEVEN in w for c in cuts for w in strings_of(c.whole)
     )
-    if uneven or not any(strings(c.styles) for c in kept):
-        reasons = [w for c in cuts for w in strings(c.whole)] + why
+    if uneven or not any(strings_of(c.styles) for c in kept):
+        reasons = [w for c in cuts for w in strings_of(c.whole)] + why
         cause = reasons[0] if cuts and reasons else "nobody looked how its blocks could be cut"
         error = UserError(
-            f"{name} is impossible: none of its modules can be cut ({cause})", remedy=_remedy(whole, reasons)
+            f"{name} is impossible: none of its modules can be cut ({cause})",
+            remedy=_suggest_tp(whole, reasons),
         )
-        raise Impossible(error, [name if uneven else f"{whole}.tp"])
-    if text_of(section, "norms") == "sequence":
-        kept = _on_positions(name, kept, why)
+        raise ImpossibleChoice(error, [name if uneven else f"{whole}.tp"])
+    if get_string(section, "norms") == "sequence":
+        kept = _use_sequence_shards(name, kept, why)
     section.attributes |= {
-        "styles": texts(s for c in kept for s in strings(c.styles)),
-        "shards": texts(s for c in kept for s in strings(c.shards)),
-        "partial": texts(p for c in kept for p in strings(c.partial)),
-        "whole": texts([w for c in kept for w in strings(c.whole)] + why),
+        "styles": strings_attr(s for c in kept for s in strings_of(c.styles)),
+        "shards": strings_attr(s for c in kept for s in strings_of(c.shards)),
+        "partial": strings_attr(p for c in kept for p in strings_of(c.partial)),
+        "whole": strings_attr([w for c in kept for w in strings_of(c.whole)] + why),
     }
 
 
-def _unsought(name: str, tp: int, sizes: Sequence[str], possible: Sequence[int]) -> UserError:
+def _untested_tp_error(name: str, tp: int, sizes: Sequence[str], possible: Sequence[int]) -> UserError:
     """Why a tp is refused that nobody looked at: it does not divide what ranks would share, or that is all
     that is known."""
     whole = name.rpartition(".")[0]
     uneven = next((size for size in sizes if int(size.split()[0]) % tp), None)
     if uneven is not None:
         message = f"{name} is impossible: {tp} does not divide {uneven}, which its ranks would share"
-        return UserError(message, remedy=_one_of(whole, possible or dividing(sizes)))
+        return UserError(message, remedy=_format_remedy(whole, possible or dividing_tp(sizes)))
     known = f"; {tp} divides what its ranks would share: {', '.join(sizes)}" if sizes else ""
     message = f"{name} is not known to be possible: nobody looked how its blocks could be cut{known}"
-    return Impossible(UserError(message, remedy=_one_of(whole, possible)), [name if sizes else f"{whole}.tp"])
+    return ImpossibleChoice(
+        UserError(message, remedy=_format_remedy(whole, possible)), [name if sizes else f"{whole}.tp"]
+    )
 
 
-def _remedy(whole: str, reasons: Iterable[str]) -> str:
+def _suggest_tp(whole: str, reasons: Iterable[str]) -> str:
     """What to set in place of a tp that does not divide sizes in the reasons."""
-    return _one_of(whole, dividing(undivided(reasons)))
+    return _format_remedy(whole, dividing_tp(undivided_sizes(reasons)))
 
 
-def _one_of(whole: str, possible: Sequence[int]) -> str:
+def _format_remedy(whole: str, possible: Sequence[int]) -> str:
     return f"set {whole}.tp to {' or '.join(map(str, possible))}" if possible else f"leave {whole}.tp out"
 
 
-def _read(graph: GraphOp, section: SectionOp) -> list[str]:
+def _matrices_read_by_glue(graph: GraphOp, section: SectionOp) -> list[str]:
     """The matrices that the section's glue reads."""
     ops = [
         o.owner
@@ -127,14 +136,16 @@ def _read(graph: GraphOp, section: SectionOp) -> list[str]:
         for o in op.operands
     ]
     return list(
-        dict.fromkeys(o.path.data for o in ops if isinstance(o, ParamOp) and len(tensor(o.result).dims) > 1)
+        dict.fromkeys(
+            o.path.data for o in ops if isinstance(o, ParamOp) and len(tensor_type(o.result).dims) > 1
+        )
     )
 
 
-def _on_positions(name: str, kept: list[CutOp], why: list[str]) -> list[CutOp]:
+def _use_sequence_shards(name: str, kept: list[CutOp], why: list[str]) -> list[CutOp]:
     """The cuts with the sequence in parts between what is cut, where that was shown exact. Raises UserError
     where it nowhere was."""
-    layers = [c for c in kept if any(s.endswith("rowwise") for s in strings(c.styles))]
+    layers = [c for c in kept if any(s.endswith("rowwise") for s in strings_of(c.styles))]
     if not any("positions" in c.attributes for c in layers):
         section = name.partition(".")[0]
         message = (
@@ -144,8 +155,8 @@ def _on_positions(name: str, kept: list[CutOp], why: list[str]) -> list[CutOp]:
     for cut in layers:
         if "positions" in cut.attributes:
             cut.properties |= {
-                "styles": texts(texts_of(cut, "positions")),
-                "partial": texts(texts_of(cut, "positions_partial")),
+                "styles": strings_attr(get_strings(cut, "positions")),
+                "partial": strings_attr(get_strings(cut, "positions_partial")),
             }
         else:
             why.append(
@@ -154,16 +165,19 @@ def _on_positions(name: str, kept: list[CutOp], why: list[str]) -> list[CutOp]:
     return kept
 
 
-def _by_tokens(graph: GraphOp, section: SectionOp, tp: int) -> dict[str, tuple[int, int]]:
+def _token_shardable_matrices(graph: GraphOp, section: SectionOp, tp: int) -> dict[str, tuple[int, int]]:
     """The matrices that glue of this section alone reads and that may be cut by tokens for all of it, with
     their sizes."""
     name, found = section.sym.data, dict[str, tuple[int, int]]()
     for case in graph.cases:
         params = {
-            op.result: op for op in case.ops if isinstance(op, ParamOp) and len(tensor(op.result).dims) == 2
+            op.result: op
+            for op in case.ops
+            if isinstance(op, ParamOp) and len(tensor_type(op.result).dims) == 2
         }
         found |= {
-            op.path.data: (int(tensor(v).shape[0]), int(tensor(v).shape[1])) for v, op in params.items()
+            op.path.data: (int(tensor_type(v).shape[0]), int(tensor_type(v).shape[1]))
+            for v, op in params.items()
         }
     found = {path: sizes for path, sizes in found.items() if sizes[0] >= tp}
     while True:
@@ -179,9 +193,9 @@ def _needed_whole(case: CaseOp, section: str, found: Mapping[str, tuple[int, int
     made: dict[SSAValue, str] = {
         op.result: op.path.data for op in case.ops if isinstance(op, ParamOp) and op.path.data in found
     }
-    spread = Spread(
+    spread = VocabSpread(
         [op for op in case.ops if section_of(op) == section],
-        {v: Part(0, found[path][0]) for v, path in made.items()},
+        {v: VocabPart(0, found[path][0]) for v, path in made.items()},
     )
     for op in spread.steps:
         if all(o in made for o in op.operands):
@@ -189,35 +203,35 @@ def _needed_whole(case: CaseOp, section: str, found: Mapping[str, tuple[int, int
     return {made[v] for v in made if any(use.operation not in spread.steps for use in v.uses)}
 
 
-def _heads(
+def _make_head_cuts(
     graph: GraphOp, cuts: list[CutOp], by_tokens: Mapping[str, tuple[int, int]], tp: int
 ) -> list[CutOp]:
     """Cuts for heads and embeddings of which glue reads the weight and that no block's cut has."""
-    known = {name for c in cuts for name, _ in map(_parts, strings(c.shards))}
-    tied = {n for op in graph.body.block.ops if isinstance(op, TieOp) for n in strings(op.names)}
+    known = {name for c in cuts for name, _ in map(_split_shard, strings_of(c.shards))}
+    tied = {n for op in graph.body.block.ops if isinstance(op, TieOp) for n in strings_of(op.names)}
     found = {
         path: sizes
         for path, sizes in by_tokens.items()
-        if path not in known and (path in tied or wide(*sizes))
+        if path not in known and (path in tied or is_wide(*sizes))
     }
     return [
-        cut_op(path.rpartition(".")[0], "", tp, [Shard(path, 0, (tokens,))])
+        make_cut_op(path.rpartition(".")[0], "", tp, [Shard(path, 0, (tokens,))])
         for path, (tokens, _) in found.items()
     ]
 
 
-def _usable(
+def _select_usable_cuts(
     graph: GraphOp, section: SectionOp, cuts: list[CutOp], by_tokens: set[str]
 ) -> tuple[list[CutOp], list[str]]:
     """The cuts whose parameters this section has for itself, and why others are left out."""
     read = {op.path.data for case in graph.cases for op in case.ops if isinstance(op, ParamOp)}
     read -= {name for name in by_tokens if any(_cuts_tokens(c, name) for c in cuts)}
-    elsewhere = [b for s in graph.sections if s is not section for b in strings(s.blocks)]
-    ties = [strings(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
+    elsewhere = [b for s in graph.sections if s is not section for b in strings_of(s.blocks)]
+    ties = [strings_of(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
     kept, why = cuts, list[str]()
     while True:
-        how = {name: rest for c in kept for name, rest in map(_parts, strings(c.shards))}
-        wrong = [(c, reason) for c in kept if (reason := _conflict(c, how, read, elsewhere, ties))]
+        how = {name: rest for c in kept for name, rest in map(_split_shard, strings_of(c.shards))}
+        wrong = [(c, reason) for c in kept if (reason := _find_conflict(c, how, read, elsewhere, ties))]
         if not wrong:
             return kept, why
         out = [c for c, _ in wrong]
@@ -225,11 +239,11 @@ def _usable(
         kept = [c for c in kept if not any(c is o for o in out)]
 
 
-def _conflict(
+def _find_conflict(
     cut: CutOp, how: dict[str, str], read: set[str], elsewhere: list[str], ties: list[tuple[str, ...]]
 ) -> str:
     """Why the parameters that a cut changes must stay as they are, "" if they need not."""
-    for name in [n for n, _ in map(_parts, strings(cut.shards))] + list(strings(cut.partial)):
+    for name in [n for n, _ in map(_split_shard, strings_of(cut.shards))] + list(strings_of(cut.partial)):
         names = next((t for t in ties if name in t), (name,))
         if any(n in read for n in names):
             return "a parameter of it is read outside"
@@ -243,11 +257,12 @@ def _conflict(
 def _cuts_tokens(cut: CutOp, name: str) -> bool:
     """Whether a cut leaves each rank some rows of a parameter."""
     return any(
-        n == name and how.startswith("0 ") and "," not in how for n, how in map(_parts, strings(cut.shards))
+        n == name and how.startswith("0 ") and "," not in how
+        for n, how in map(_split_shard, strings_of(cut.shards))
     )
 
 
-def _parts(text: str) -> tuple[str, str]:
+def _split_shard(text: str) -> tuple[str, str]:
     """A shard's name, and how it is cut."""
     name, rest = text.split(" ", 1)
     return name, rest

@@ -25,36 +25,45 @@ from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 
 from secc.alloc.problem.candidates import (
-    Load,
+    SectionLoad,
     Workload,
-    candidate,
-    in_turn,
-    on_rank,
-    room,
-    times_of,
-    workload,
+    build_workload,
+    compute_rank_load,
+    in_flight_alternating,
+    memory_on_rank,
+    micro_batch_time_expressions,
+    price_candidate,
 )
-from secc.alloc.refine.in_flight_limits import size
-from secc.cluster import GIB, Cluster, Device, parse
+from secc.alloc.refine.in_flight_limits import in_flight_bytes
+from secc.cluster import GIB, Cluster, Device, parse_cluster
 from secc.cost.model import roofline
-from secc.cost.model.collectives import Span, of_ranks
-from secc.cost.model.memory import Memory
-from secc.cost.model.patterns_and_transfers import is_active, micro_batch, patterns
+from secc.cost.model.collectives import RankSpan, span_of_ranks
+from secc.cost.model.memory import RankMemory
+from secc.cost.model.patterns_and_transfers import input_patterns, micro_batch_sizes, section_handles_pattern
 from secc.cost.model.section_cost import section_cost
-from secc.errors import Impossible, UserError
-from secc.ir.analysis.dataflow import number_of, strongest, text_of, with_gradient
-from secc.ir.dialect.ops import CallOp, GraphOp, SectionOp, graph_of, section_of, set_section, strings, texts
-from secc.ir.dialect.python_attributes import integer, integers, number
-from secc.ir.dialect.readable_names import unique
-from secc.passes.annotate_costs import annotate
-from secc.passes.boundaries.boundary_min_cut import Prices
-from secc.passes.boundaries.stage_cuts import Units, cut
-from secc.passes.sections.assign_ops import modes, settle_mode
-from secc.passes.sink_boundaries import settle
-from secc.runtime.plan.expr_eval import evaluate
+from secc.errors import ImpossibleChoice, UserError
+from secc.ir.analysis.dataflow import find_gradient_values, get_number, get_string, strongest_mode
+from secc.ir.dialect.ops import (
+    CallOp,
+    GraphOp,
+    SectionOp,
+    graph_of,
+    section_of,
+    set_section,
+    strings_attr,
+    strings_of,
+)
+from secc.ir.dialect.python_attributes import float_attr, int_attr, int_list_attr
+from secc.ir.dialect.readable_names import make_unique
+from secc.passes.annotate_costs import write_section_cost
+from secc.passes.boundaries.boundary_min_cut import BoundaryPrices
+from secc.passes.boundaries.stage_cuts import StageUnits, balance_stages
+from secc.passes.sections.assign_ops import required_modes, update_section_mode
+from secc.passes.sink_boundaries import settle_boundary
+from secc.runtime.plan.expr_eval import evaluate_expr
 
-AHEAD = 2  # times as many micro-batches in flight as there are stages, where memory allows
-ANY_CLUSTER = "1x8xH100"  # for IR that no allocation has been made for: only the ratios of times matter
+IN_FLIGHT_PER_STAGE = 2  # times as many micro-batches in flight as there are stages, where memory allows
+DEFAULT_CLUSTER = "1x8xH100"  # for IR that no allocation has been made for: only the ratios of times matter
 
 
 @dataclass(frozen=True)
@@ -63,45 +72,47 @@ class SplitStages(ModulePass):
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
-        wanted = [s for s in graph.sections if (number_of(s, "pp") or 1) > 1]
-        cluster = _cluster(graph)
+        wanted = [s for s in graph.sections if (get_number(s, "pp") or 1) > 1]
+        cluster = _plan_cluster(graph)
         stages = [
             stage
             for section in wanted
-            for stage in _split(graph, section, cluster.seen_by(_ranks(section)).device)
+            for stage in _split_section(graph, section, cluster.view_of_ranks(_ranks_of(section)).device)
         ]
         if stages:
             _note_costs(graph, stages, cluster)
 
 
-def _cluster(graph: GraphOp) -> Cluster:
-    return Cluster.from_dict(json.loads(text_of(graph, "cluster") or "{}")) or parse(ANY_CLUSTER)
+def _plan_cluster(graph: GraphOp) -> Cluster:
+    return Cluster.from_dict(json.loads(get_string(graph, "cluster") or "{}")) or parse_cluster(
+        DEFAULT_CLUSTER
+    )
 
 
-def _split(graph: GraphOp, section: SectionOp, device: Device) -> list[SectionOp]:
+def _split_section(graph: GraphOp, section: SectionOp, device: Device) -> list[SectionOp]:
     """Put the stages of a section in its place. Raises UserError if it cannot be cut into so many."""
-    parts, units = int(number_of(section, "pp") or 1), Units(graph, section.sym.data)
+    parts, units = int(get_number(section, "pp") or 1), StageUnits(graph, section.sym.data)
     if parts > len(units.layers):
-        raise _refused(section, parts, _whole(units), most=len(units.layers))
-    ends = cut(_times(graph, section, units, device), units.cuts, parts)
+        raise _refuse_split(section, parts, _describe_units(units), most=len(units.layers))
+    ends = balance_stages(_unit_times(graph, section, units, device), units.cuts, parts)
     if ends is None:
         reason, where = next(iter(units.impossible.values()), ("it has too few places to cut", ""))
-        raise _refused(section, parts, reason, where)
-    stages = _declare(graph, section, parts)
-    for op, unit in units.of.items():
+        raise _refuse_split(section, parts, reason, where)
+    stages = _declare_stages(graph, section, parts)
+    for op, unit in units.unit_of_op.items():
         set_section(op, stages[bisect_left(ends, unit)].sym.data)
-    _own(graph, section, stages)
+    _assign_blocks(graph, section, stages)
     for j, dst in enumerate(stages):
         for src in stages[:j]:
-            settle(graph, src.sym.data, dst.sym.data, Prices(growth=0.0))
+            settle_boundary(graph, src.sym.data, dst.sym.data, BoundaryPrices(growth=0.0))
     for stage in stages:
-        settle_mode(graph, stage)
+        update_section_mode(graph, stage)
     section.detach()
     section.erase()
     return stages
 
 
-def _whole(units: Units) -> str:
+def _describe_units(units: StageUnits) -> str:
     blocks = list(dict.fromkeys(path for path, *_ in units.calls))
     if len(units.layers) == len(units.calls) and len(blocks) < 4:
         return (
@@ -112,60 +123,66 @@ def _whole(units: Units) -> str:
     return f"it has {len(units.layers)} layers"
 
 
-def _refused(section: SectionOp, parts: int, reason: str, where: str = "", most: int = 1) -> UserError:
+def _refuse_split(section: SectionOp, parts: int, reason: str, where: str = "", most: int = 1) -> UserError:
     name = section.sym.data
     remedy = f"set {name}.pp to at most {most}" if most > 1 else f"leave out {name}.pp"
     error = UserError(f"section {name!r} cannot be cut into {parts} stages: {reason}", where, remedy)
-    return Impossible(error, [f"{name}.pp={parts}" if most > 1 else f"{name}.pp"])
+    return ImpossibleChoice(error, [f"{name}.pp={parts}" if most > 1 else f"{name}.pp"])
 
 
-def _times(graph: GraphOp, section: SectionOp, units: Units, device: Device) -> list[int]:
+def _unit_times(graph: GraphOp, section: SectionOp, units: StageUnits, device: Device) -> list[int]:
     """Forward and backward ns of each unit for a micro-batch, in the mean over the dataset's patterns."""
     name, samples, recompute = (
         section.sym.data,
-        int(number_of(section, "micro_batch") or 1),
-        text_of(section, "recompute") or "none",
+        int(get_number(section, "micro_batch") or 1),
+        get_string(section, "recompute") or "none",
     )
-    seen = [p for p in patterns(graph) if is_active(section, p)]
+    seen = [p for p in input_patterns(graph) if section_handles_pattern(section, p)]
     members: dict[int, list[Operation]] = {}
-    for op, unit in units.of.items():
+    for op, unit in units.unit_of_op.items():
         members.setdefault(unit, []).append(op)
-    wanted = set[SSAValue]().union(*map(with_gradient, graph.cases))
+    wanted = set[SSAValue]().union(*map(find_gradient_values, graph.cases))
     found: list[int] = []
     for unit, (path, *_) in enumerate(units.calls):
-        part = SectionOp.create(properties={"sym": StringAttr(f"{name} {unit}"), "blocks": texts([path])})
+        part = SectionOp.create(
+            properties={"sym": StringAttr(f"{name} {unit}"), "blocks": strings_attr([path])}
+        )
         for op in members[unit]:
             set_section(op, part.sym.data)
-        mode = strongest(modes(members[unit], wanted))
+        mode = strongest_mode(required_modes(members[unit], wanted))
         part.mode = StringAttr(mode)
         cost = section_cost(graph, part)
-        text = f"{roofline.forward_ns(cost, device)} + {roofline.backward_ns(cost, mode, device, recompute)}"
-        found.append(sum(round(p.share * evaluate(text, micro_batch(graph, p.sizes, samples))) for p in seen))
+        text = f"{roofline.forward_ns_expression(cost, device)} + {roofline.backward_ns_expression(cost, mode, device, recompute)}"
+        found.append(
+            sum(
+                round(p.share * evaluate_expr(text, micro_batch_sizes(graph, p.sizes, samples))) for p in seen
+            )
+        )
     return found
 
 
-def _declare(graph: GraphOp, section: SectionOp, parts: int) -> list[SectionOp]:
+def _declare_stages(graph: GraphOp, section: SectionOp, parts: int) -> list[SectionOp]:
     """The stages before their section, each with its ranks."""
     name, taken = section.sym.data, [s.sym.data for s in graph.sections]
     ranks = [int(r.value.data) for r in section.attributes["ranks"]] if "ranks" in section.attributes else []  # pyright: ignore
-    tp = int(number_of(section, "tp") or 1)
+    tp = int(get_number(section, "tp") or 1)
     stages: list[SectionOp] = []
     for i in range(parts):
-        taken.append(unique(f"{name}_{i}", taken))
+        taken.append(make_unique(f"{name}_{i}", taken))
         properties = {**section.properties, "sym": StringAttr(taken[-1])}
         own = [r for k, r in enumerate(ranks) if k // tp % parts == i]
         attributes = section.attributes | {
             "pipeline": StringAttr(name),
-            "stage": integer(i),
-            "pp": integer(1),
-            "ranks": integers(own),
+            "stage": int_attr(i),
+            "pp": int_attr(1),
+            "ranks": int_list_attr(own),
         }
         stages.append(SectionOp.create(properties=properties, attributes=attributes))
         graph.body.block.insert_op_before(stages[-1], section)
     return stages
 
 
-def _own(graph: GraphOp, section: SectionOp, stages: Sequence[SectionOp]) -> None:
+def _assign_blocks(graph: GraphOp, section: SectionOp, stages: Sequence[SectionOp]) -> None:
     """Give each stage the blocks that it calls, in the section's order; the first one keeps those that
     nothing calls."""
     calls: dict[str, set[str]] = {}
@@ -173,10 +190,10 @@ def _own(graph: GraphOp, section: SectionOp, stages: Sequence[SectionOp]) -> Non
         for op in case.ops:
             if isinstance(op, CallOp):
                 calls.setdefault(section_of(op) or "", set()).add(op.target.data)
-    idle = set(strings(section.blocks)).difference(*calls.values())
+    idle = set(strings_of(section.blocks)).difference(*calls.values())
     for i, stage in enumerate(stages):
         held = calls.get(stage.sym.data, set()) | (idle if i == 0 else set[str]())
-        stage.blocks = texts(b for b in strings(section.blocks) if b in held)
+        stage.blocks = strings_attr(b for b in strings_of(section.blocks) if b in held)
 
 
 # -- what a stage costs
@@ -185,106 +202,122 @@ def _own(graph: GraphOp, section: SectionOp, stages: Sequence[SectionOp]) -> Non
 
 def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -> None:
     """Write each stage's cost, times, room in flight and memory, as `allocate` writes a section's."""
-    work = workload(graph, cluster, int(number_of(graph, "global_batch") or 1))
+    work = build_workload(graph, cluster, int(get_number(graph, "global_batch") or 1))
     counts: dict[str, int] = {}
     for stage in stages:
-        counts[text_of(stage, "pipeline") or ""] = counts.get(text_of(stage, "pipeline") or "", 0) + 1
+        counts[get_string(stage, "pipeline") or ""] = counts.get(get_string(stage, "pipeline") or "", 0) + 1
     for stage in stages:
-        load = _rank(work, stage)
+        load = _rank_load(work, stage)
         if load.mode == "forward":
             stage.attributes["recompute"] = StringAttr("none")
-        if not load.cost.trainable and text_of(stage, "sharding") != "zero3":
+        if not load.cost.trainable and get_string(stage, "sharding") != "zero3":
             stage.attributes["sharding"] = StringAttr("none")
-        recompute = text_of(stage, "recompute") or "none"
-        annotate(stage, replace(work.loads[load.name].cost, saved=load.under(recompute).saved))
-        dp, _, sharding, _ = _choice(stage)
-        forward_ns, backward_ns = times_of(work, load, dp, sharding, recompute, _span(stage, cluster))
-        in_flight = _in_flight(work, load, counts[text_of(stage, "pipeline") or ""])
+        recompute = get_string(stage, "recompute") or "none"
+        write_section_cost(
+            stage, replace(work.loads[load.name].cost, saved=load.cost_under_recompute(recompute).saved)
+        )
+        dp, _, sharding, _ = _candidate_choice(stage)
+        forward_ns, backward_ns = micro_batch_time_expressions(
+            work, load, dp, sharding, recompute, _replica_span(stage, cluster)
+        )
+        in_flight = _in_flight_limit(work, load, counts[get_string(stage, "pipeline") or ""])
         stage.attributes |= {
-            "weight_permille": integer(_weight_permille(work, load)),
-            "in_flight": integer(in_flight if load.mode != "forward" else 0),
+            "weight_permille": int_attr(_weight_permille(work, load)),
+            "in_flight": int_attr(in_flight if load.mode != "forward" else 0),
             "label": StringAttr(load.label),
             "forward_ns": StringAttr(forward_ns),
             "backward_ns": StringAttr(backward_ns),
         }
     for stage in stages:
-        held = [s for s in graph.sections if set(_ranks(s)) & set(_ranks(stage))] or [stage]
-        memory = sum(_memory(work, _rank(work, s)) for s in held)
-        stage.attributes["memory_gib"] = number(round(memory / GIB, 4))
-        stage.attributes["room_bytes"] = integer(_room_bytes(work, _rank(work, stage), memory, len(held)))
+        held = [s for s in graph.sections if set(_ranks_of(s)) & set(_ranks_of(stage))] or [stage]
+        memory = sum(_rank_memory(work, _rank_load(work, s)) for s in held)
+        stage.attributes["memory_gib"] = float_attr(round(memory / GIB, 4))
+        stage.attributes["room_bytes"] = int_attr(
+            _in_flight_bytes(work, _rank_load(work, stage), memory, len(held))
+        )
 
 
-def _weight_permille(work: Workload, load: Load) -> int:
+def _weight_permille(work: Workload, load: SectionLoad) -> int:
     """The share of a split backward that comes later: parameters' gradients, where others wait for the
     rest."""
     cost, awaited = (
         load.cost,
         any(c.dst == load.name and c.grad and work.loads[c.src].mode != "forward" for c in work.crossings),
     )
-    if text_of(load.section, "backward") != "split" or load.mode != "train" or not awaited or not cost.params:
+    if (
+        get_string(load.section, "backward") != "split"
+        or load.mode != "train"
+        or not awaited
+        or not cost.params
+    ):
         return 0
     return 1000 * cost.trainable // (cost.params + cost.trainable)
 
 
-def _rank(work: Workload, section: SectionOp) -> Load:
+def _rank_load(work: Workload, section: SectionOp) -> SectionLoad:
     """A section's load on one of its ranks."""
-    tp, pp = int(number_of(section, "tp") or 1), int(number_of(section, "pp") or 1)
-    return on_rank(work.loads[section.sym.data], tp, pp, work.cluster.seen_by(_ranks(section)))
+    tp, pp = int(get_number(section, "tp") or 1), int(get_number(section, "pp") or 1)
+    return compute_rank_load(
+        work.loads[section.sym.data], tp, pp, work.cluster.view_of_ranks(_ranks_of(section))
+    )
 
 
-def _span(stage: SectionOp, cluster: Cluster) -> Span | None:
+def _replica_span(stage: SectionOp, cluster: Cluster) -> RankSpan | None:
     """Where a stage's ranks are that sum gradients and gather parameters together, the widest place of tp;
     None before there are ranks."""
-    ranks, tp = _ranks(stage), int(number_of(stage, "tp") or 1)
+    ranks, tp = _ranks_of(stage), int(get_number(stage, "tp") or 1)
     return (
-        max((of_ranks(ranks[place::tp], cluster) for place in range(tp)), key=lambda span: span.nodes)
+        max((span_of_ranks(ranks[place::tp], cluster) for place in range(tp)), key=lambda span: span.nodes)
         if ranks
         else None
     )
 
 
-def _ranks(section: SectionOp) -> list[int]:
+def _ranks_of(section: SectionOp) -> list[int]:
     found = section.attributes.get("ranks")
     return [int(r.value.data) for r in found] if found is not None else []  # pyright: ignore
 
 
-def _choice(section: SectionOp) -> tuple[int, int, str, str]:
-    dp, size = (int(number_of(section, key) or 1) for key in ("dp", "micro_batch"))
-    return dp, size, text_of(section, "sharding") or "none", text_of(section, "recompute") or "none"
+def _candidate_choice(section: SectionOp) -> tuple[int, int, str, str]:
+    dp, size = (int(get_number(section, key) or 1) for key in ("dp", "micro_batch"))
+    return dp, size, get_string(section, "sharding") or "none", get_string(section, "recompute") or "none"
 
 
-def _in_flight(work: Workload, load: Load, parts: int) -> int:
+def _in_flight_limit(work: Workload, load: SectionLoad, parts: int) -> int:
     """How many micro-batches a stage may hold: as many as help and memory allows, at least one for itself and
     each stage behind it.
 
     A pipeline that feeds sections on other ranks was given a number by `allocate`.
     """
-    if given := int(number_of(load.section, "in_flight") or 0):
+    if given := int(get_number(load.section, "in_flight") or 0):
         return given
-    least, most = parts - int(number_of(load.section, "stage") or 0), AHEAD * parts
-    (_, rank), device = _held(work, load), work.cluster.seen_by(_ranks(load.section)).device
-    return next((n for n in range(most, least, -1) if rank.total(n) <= device.usable), least)
+    least, most = parts - int(get_number(load.section, "stage") or 0), IN_FLIGHT_PER_STAGE * parts
+    (_, rank), device = (
+        _held_micro_batches(work, load),
+        work.cluster.view_of_ranks(_ranks_of(load.section)).device,
+    )
+    return next((n for n in range(most, least, -1) if rank.total_bytes(n) <= device.usable_memory), least)
 
 
-def _memory(work: Workload, load: Load) -> int:
+def _rank_memory(work: Workload, load: SectionLoad) -> int:
     """Bytes of a section on a rank, with what it may hold in flight."""
-    held, rank = _held(work, load)
-    return rank.total(held)
+    held, rank = _held_micro_batches(work, load)
+    return rank.total_bytes(held)
 
 
-def _room_bytes(work: Workload, load: Load, memory: int, holders: int) -> int:
+def _in_flight_bytes(work: Workload, load: SectionLoad, memory: int, holders: int) -> int:
     """What the micro-batches of a stage may keep, on a rank whose sections need `memory` together."""
     if load.mode == "forward":
         return 0
-    own = replace(work, cluster=work.cluster.seen_by(_ranks(load.section)))
-    held, rank = _held(work, load)
-    return size(own, rank, held, memory - rank.total(held), holders)
+    own = replace(work, cluster=work.cluster.view_of_ranks(_ranks_of(load.section)))
+    held, rank = _held_micro_batches(work, load)
+    return in_flight_bytes(own, rank, held, memory - rank.total_bytes(held), holders)
 
 
-def _held(work: Workload, load: Load) -> tuple[int, Memory]:
+def _held_micro_batches(work: Workload, load: SectionLoad) -> tuple[int, RankMemory]:
     """Micro-batches that a section holds on a rank at once, and the rank's memory."""
-    count = candidate(work, load, *_choice(load.section)).micro_batches
-    held = int(number_of(load.section, "in_flight") or 0)
-    return min(held, count) if held else in_turn(work, load, count), room(
-        work, load, *_choice(load.section), count
+    count = price_candidate(work, load, *_candidate_choice(load.section)).micro_batches
+    held = int(get_number(load.section, "in_flight") or 0)
+    return min(held, count) if held else in_flight_alternating(work, load, count), memory_on_rank(
+        work, load, *_candidate_choice(load.section), count
     )

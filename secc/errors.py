@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from secc.runtime.errors import UserError
 
-__all__ = ["Impossible", "UserError"]
+__all__ = ["ImpossibleChoice", "UserError"]
 
 
-class Impossible(UserError):
+class ImpossibleChoice(UserError):
     """A choice that a pass behind `allocate` cannot carry out: `choices` are NAME.KEY=VALUE, or NAME.KEY for
     any value above 1.
 

@@ -19,9 +19,9 @@ from xdsl.utils.arg_spec import ArgSpec
 from xdsl.utils.exceptions import ArgSpecParseError
 
 from secc.errors import UserError
-from secc.ir.text_io.module_text import context, print_module, verify
+from secc.ir.text_io.module_text import make_context, print_module, verify_module
 
-PASSES = {
+PASS_CLASSES = {
     "canonicalize": "canonicalize.Canonicalize",
     "dce": "dce.DeadCodeElimination",
     "normalize-loss": "normalize_loss.NormalizeLoss",
@@ -44,26 +44,26 @@ PASSES = {
 
 def load_pass(name: str) -> type[ModulePass]:
     """The class of a pass by its kebab-case name."""
-    module, cls = PASSES[name].split(".")
+    module, cls = PASS_CLASSES[name].split(".")
     return getattr(importlib.import_module(f"secc.passes.{module}"), cls)
 
 
-def parse(text: str) -> tuple[ModulePass, ...]:
+def parse_pipeline(text: str) -> tuple[ModulePass, ...]:
     """The passes of a pipeline string such as `canonicalize,coarsen{max-sections=4}`. Raises UserError naming
     what is wrong."""
     loaders: dict[str, Callable[[], type[ModulePass]]] = {
-        name: lambda name=name: load_pass(name) for name in PASSES
+        name: lambda name=name: load_pass(name) for name in PASS_CLASSES
     }
     try:
         return PassPipeline.parse_spec(loaders, text).passes
     except (ValueError, ArgSpecParseError) as error:
         raise UserError(
-            f"cannot read the pipeline {text!r}: {error}", remedy=f"passes are {', '.join(PASSES)}"
+            f"cannot read the pipeline {text!r}: {error}", remedy=f"passes are {', '.join(PASS_CLASSES)}"
         ) from None
 
 
 @dataclass
-class Run:
+class PipelineRun:
     """What happened while a pipeline ran: for each pass its name and options, its seconds, and the text after
     it if wanted."""
 
@@ -71,44 +71,44 @@ class Run:
     seconds: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
 
 
-def run(
+def run_passes(
     module: ModuleOp,
     passes: Sequence[ModulePass],
     *,
     dump: bool = False,
     progress: Callable[[str], None] | None = None,
     made: Sequence[str] = (),
-) -> Run:
+) -> PipelineRun:
     """Apply passes in order, verifying after each; `progress` is told each pass's name before it starts.
 
     With `dump`, keep the text after each; its header is the pipeline that made it, after `made`, the one that
     made `module`.
     """
-    record = Run()
+    record = PipelineRun()
     done = list(made)
     for step in passes:
         if progress is not None:
             progress(step.name)
         start = time.perf_counter()
-        _apply(step, module)
+        _apply_and_verify(step, module)
         record.seconds.append((step.name, time.perf_counter() - start))
-        done.append(described(step))
+        done.append(format_pass(step))
         if dump:
-            record.dumps.append((step.name, header(done) + print_module(module)))
+            record.dumps.append((step.name, format_dump_header(done) + print_module(module)))
     return record
 
 
-def _apply(step: ModulePass, module: ModuleOp) -> None:
+def _apply_and_verify(step: ModulePass, module: ModuleOp) -> None:
     """One pass. What a pass says of the user's model goes through; IR that it leaves broken is a defect of
     secc."""
-    step.apply(context(), module)
+    step.apply(make_context(), module)
     try:
-        verify(module)
+        verify_module(module)
     except UserError as error:
         raise RuntimeError(f"pass {step.name} left IR that breaks a rule: {error.message}") from error
 
 
-def described(step: ModulePass) -> str:
+def format_pass(step: ModulePass) -> str:
     """A pass with the options that differ from their defaults, as in a pipeline string:
     `coarsen{max-sections=4}`."""
     spec = step.spec()
@@ -117,12 +117,12 @@ def described(step: ModulePass) -> str:
     )
 
 
-def header(done: Sequence[str]) -> str:
+def format_dump_header(done: Sequence[str]) -> str:
     """The first line of a dump: how to make it again from the capture with `secc opt`."""
     return f"// secc opt -p '{','.join(done)}'\n" if done else ""
 
 
-def made_by(text: str) -> list[str]:
+def parse_dump_header(text: str) -> list[str]:
     """The pipeline in the header of a dump, as a list of one text; [] where there is no header."""
     found = re.match(r"// secc opt -p '([^'\n]*)'\n", text)
     return [found[1]] if found else []

@@ -22,7 +22,7 @@ import torch
 from hypothesis import settings
 from torch import nn
 
-from secc.runtime.model.user_file import UserModel, load
+from secc.runtime.model.user_file import UserModel, load_model_file
 
 settings.register_profile("secc", deadline=None)  # a busy machine is no failure
 settings.load_profile("secc")
@@ -71,7 +71,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-class Anything(nn.Module):
+class AcceptsAnyBatch(nn.Module):
     """Takes any batch."""
 
     def forward(self, **batch: Any) -> torch.Tensor:
@@ -86,8 +86,8 @@ def user_of(tmp_path: Path) -> Callable[..., UserModel]:
     def build(samples: list[dict[str, Any]], **functions: Any) -> UserModel:
         path = tmp_path / "given_functions.py"
         path.write_text("")
-        user = load(path)
-        vars(user.module).update({"model": Anything, "dataset": lambda: samples, **functions})
+        user = load_model_file(path)
+        vars(user.module).update({"model": AcceptsAnyBatch, "dataset": lambda: samples, **functions})
         return user
 
     return build

@@ -17,7 +17,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_results_come_in_the_order_of_the_items_from_other_processes(two_cores: None) -> None:
     factor = 3
-    found = process_map.mapped(lambda n: (factor * n, os.getpid()), range(6))
+    found = process_map.map_in_processes(lambda n: (factor * n, os.getpid()), range(6))
     assert [n for n, _ in found] == [0, 3, 6, 9, 12, 15]
     assert os.getpid() not in {process for _, process in found}
 
@@ -29,7 +29,7 @@ def test_copies_stay_from_round_to_round(two_cores: None) -> None:
         seen.append(n)
         return os.getpid(), list(seen)
 
-    with process_map.mapping(work) as run:
+    with process_map.process_mapper(work) as run:
         rounds = [run([1, 2, 3]), run([4, 5, 6])]
         assert run([7]) == [(os.getpid(), [7])] and seen == [7], "one item is done here"
     copies = {process for found in rounds for process, _ in found}
@@ -39,22 +39,22 @@ def test_copies_stay_from_round_to_round(two_cores: None) -> None:
 
 
 def test_copies_make_no_copies(two_cores: None) -> None:
-    found = process_map.mapped(
-        lambda n: {os.getpid(), *process_map.mapped(lambda _: os.getpid(), range(3))}, range(2)
+    found = process_map.map_in_processes(
+        lambda n: {os.getpid(), *process_map.map_in_processes(lambda _: os.getpid(), range(3))}, range(2)
     )
     assert [len(some) for some in found] == [1, 1]
 
 
 def test_one_function_runs_beside_other_work(two_cores: None) -> None:
-    with process_map.beside(os.getpid) as process:
-        here = [os.getpid(), *process_map.mapped(lambda n: n, range(2))]
+    with process_map.run_in_background(os.getpid) as process:
+        here = [os.getpid(), *process_map.map_in_processes(lambda n: n, range(2))]
         assert here == [os.getpid(), 0, 1] and process() != os.getpid()
 
 
 def test_a_patient_copy_is_nicer(two_cores: None) -> None:
     with (
-        process_map.beside(lambda: os.nice(0), patient=True) as patient,
-        process_map.beside(lambda: os.nice(0)) as other,
+        process_map.run_in_background(lambda: os.nice(0), patient=True) as patient,
+        process_map.run_in_background(lambda: os.nice(0)) as other,
     ):
         assert patient() > other() == os.nice(0)
 
@@ -64,12 +64,12 @@ def test_errors_come_back_as_they_are(two_cores: None) -> None:
         raise UserError("no", "model.py:1", "say yes")
 
     with pytest.raises(UserError, match="no") as error:
-        process_map.mapped(refuse, range(2))
+        process_map.map_in_processes(refuse, range(2))
     assert error.value.remedy == "say yes"
 
 
 def test_one_core_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    assert process_map.mapped(lambda _: os.getpid(), range(2)) == [os.getpid()] * 2
-    with process_map.beside(os.getpid) as process:
+    assert process_map.map_in_processes(lambda _: os.getpid(), range(2)) == [os.getpid()] * 2
+    with process_map.run_in_background(os.getpid) as process:
         assert process() == os.getpid()

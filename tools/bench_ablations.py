@@ -20,25 +20,25 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from secc.alloc.problem.build_problem import problem
-from secc.alloc.problem.candidates import Workload, workload
-from secc.alloc.problem.closed_form import evaluate
+from secc.alloc.problem.build_problem import build_problem
+from secc.alloc.problem.candidates import Workload, build_workload
+from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Assignment, Problem, Solution
 from secc.alloc.refine import prefetch_memory
-from secc.alloc.refine.local_search import contest
-from secc.alloc.refine.schedule_evaluation import Trial
-from secc.alloc.solver.cpsat_model import solve
-from secc.cluster import parse
-from secc.cost.model.step_overheads import with_overheads
+from secc.alloc.refine.local_search import refine_by_simulation
+from secc.alloc.refine.schedule_evaluation import PlanEvaluator
+from secc.alloc.solver.cpsat_model import solve_allocation
+from secc.cluster import parse_cluster
+from secc.cost.model.step_overheads import cluster_with_overheads
 from secc.driver import what_if
 from secc.ir.analysis import sample_sizes
 from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.ir.text_io import module_text
-from secc.passes.allocate import MARGIN, hand_out
-from tools.bench_workloads import print_rows
+from secc.passes.allocate import MULTI_RANK_MARGIN, assign_ranks
+from tools.bench_workloads import print_workload_table
 
-COLUMNS = (
+ABLATION_COLUMNS = (
     "workload",
     "plan, s",
     "solver alone",
@@ -48,46 +48,52 @@ COLUMNS = (
     "random",
     "without sink-boundaries",
 )
-SINK = "sink-boundaries"
-RANDOM_PLANS, MOST_DRAWS = 20, 20_000
+SINK_PASS = "sink-boundaries"
+RANDOM_PLANS, MAX_RANDOM_DRAWS = 20, 20_000
 
 
 @dataclass(frozen=True)
-class Setting:
+class AblationSetting:
     """A workload's problem before `allocate`, and its trial."""
 
     work: Workload
-    asked: Problem
-    trial: Trial
+    problem: Problem
+    evaluator: PlanEvaluator
 
-    def step(self, a: Assignment | None) -> float | None:
+    def step_seconds(self, a: Assignment | None) -> float | None:
         """Seconds of a step, None for no plan or one that does not fit."""
-        tried = self.trial.run(a, hand_out(self.asked, a)) if a is not None else None
+        tried = self.evaluator.evaluate(a, assign_ranks(self.problem, a)) if a is not None else None
         return tried.time_ns / 1e9 if tried is not None and tried.fits else None
 
     @cached_property
-    def solved(self) -> Solution | None:
+    def solver_plan(self) -> Solution | None:
         """The best by closed forms."""
-        return solve(self.asked, margin=MARGIN)
+        return solve_allocation(self.problem, margin=MULTI_RANK_MARGIN)
 
-    def chosen(self, trial: Trial) -> Assignment | None:
+    def choose_plan(self, trial: PlanEvaluator) -> Assignment | None:
         """What `allocate` chooses by a trial."""
-        if self.solved is None:
+        if self.solver_plan is None:
             return None
-        return contest(
-            trial, self.asked, self.solved.assignment, partial(hand_out, self.asked), MARGIN
+        return refine_by_simulation(
+            trial,
+            self.problem,
+            self.solver_plan.assignment,
+            partial(assign_ranks, self.problem),
+            MULTI_RANK_MARGIN,
         ).assignment
 
 
-def setting(graph: GraphOp, allocate: Any) -> Setting:
-    cluster = with_overheads(graph, parse(allocate.cluster))
-    work = workload(graph, cluster, allocate.global_batch)
+def make_setting(graph: GraphOp, allocate: Any) -> AblationSetting:
+    cluster = cluster_with_overheads(graph, parse_cluster(allocate.cluster))
+    work = build_workload(graph, cluster, allocate.global_batch)
     pins = Pins(refused=frozenset(allocate.refused))
-    asked = prefetch_memory.priced(problem(work, cluster.ranks, "auto", pins), work, None)
-    return Setting(work, asked, Trial(work, asked, None))
+    asked = prefetch_memory.with_prefetch_buffers(
+        build_problem(work, cluster.ranks, "auto", pins), work, None
+    )
+    return AblationSetting(work, asked, PlanEvaluator(work, asked, None))
 
 
-def greedy(asked: Problem) -> Assignment | None:
+def proportional_assignment(asked: Problem) -> Assignment | None:
     """Sections apart on ranks in proportion to their work on one; None where those do not fit, or are no
     whole nodes."""
     alone = {s: min(c.time_ns * c.ranks for c in cs) for s, cs in asked.sections.items()}
@@ -109,22 +115,22 @@ def greedy(asked: Problem) -> Assignment | None:
         choice[s], chosen = min(fitting, key=lambda x: (-x[1].ranks, x[1].time_ns))
         left -= chosen.ranks
     found = Assignment({s: choice[s] for s in asked.sections}, {s: s for s in asked.sections})
-    return found if _legal(asked, found) else None
+    return found if _is_feasible(asked, found) else None
 
 
-def _legal(asked: Problem, a: Assignment) -> bool:
+def _is_feasible(asked: Problem, a: Assignment) -> bool:
     """Whether an assignment fits the memory and the nodes."""
     try:
-        evaluate(asked, a)
+        evaluate_assignment(asked, a)
     except ValueError:
         return False
     return True
 
 
-def drawn(asked: Problem) -> list[Assignment]:
+def draw_random_plans(asked: Problem) -> list[Assignment]:
     """Random plans that fit."""
     rng, found, names = random.Random(0), list[Assignment](), list(asked.sections)
-    for _ in range(MOST_DRAWS):
+    for _ in range(MAX_RANDOM_DRAWS):
         choice = {s: rng.randrange(len(cs)) for s, cs in asked.sections.items()}
         group: dict[str, str] = {}
         for i, s in enumerate(names):
@@ -134,41 +140,45 @@ def drawn(asked: Problem) -> list[Assignment]:
                 if group[g] == g and asked.sections[g][choice[g]].ranks == asked.sections[s][choice[s]].ranks
             ]
             group[s] = rng.choice([s, *same])
-        if _legal(asked, a := Assignment(choice, group)):
+        if _is_feasible(asked, a := Assignment(choice, group)):
             found.append(a)
         if len(found) == RANDOM_PLANS:
             break
     return found
 
 
-def unsunk(directory: Path, graph: GraphOp) -> GraphOp | None:
+def graph_before_sinking(directory: Path, graph: GraphOp) -> GraphOp | None:
     """The graph before `sink-boundaries`, with the samples of `graph`; None where the plan does not keep
     it."""
     dumps = sorted((directory / "ir").glob("*.mlir"))
-    at = next((i for i, path in enumerate(dumps) if path.stem.partition("-")[2] == SINK), 0)
+    at = next((i for i, path in enumerate(dumps) if path.stem.partition("-")[2] == SINK_PASS), 0)
     if not at:
         return None
-    before = graph_of(module_text.parse(dumps[at - 1].read_text()))
-    before.attributes[sample_sizes.ATTRIBUTE] = graph.attributes[sample_sizes.ATTRIBUTE]
+    before = graph_of(module_text.parse_module(dumps[at - 1].read_text()))
+    before.attributes[sample_sizes.SAMPLES_ATTRIBUTE] = graph.attributes[sample_sizes.SAMPLES_ATTRIBUTE]
     return before
 
 
-def row(name: str, plans: Path) -> list[str]:
+def ablation_row(name: str, plans: Path) -> list[str]:
     """The cells of a workload."""
-    (allocate, *_), path = what_if.before_allocate(plans / name)
-    graph = graph_of(module_text.parse(path.read_text(), str(path)))
-    own = setting(graph, allocate)
-    plan = own.step(own.chosen(own.trial))
-    uniform = solve(replace(own.asked, strategy="uniform"), margin=MARGIN)
-    kept = graph.attributes.pop(sample_sizes.ATTRIBUTE)
-    means = own.chosen(Trial(own.work, own.asked, None))
-    graph.attributes[sample_sizes.ATTRIBUTE] = kept
-    alone, alike = (found.assignment if found is not None else None for found in (own.solved, uniform))
-    times = [step for a in drawn(own.asked) if (step := own.step(a)) is not None]
-    other = setting(before, allocate) if (before := unsunk(plans / name, graph)) is not None else None
-    without = other.step(other.chosen(other.trial)) if other is not None else None
+    (allocate, *_), path = what_if.load_before_allocate(plans / name)
+    graph = graph_of(module_text.parse_module(path.read_text(), str(path)))
+    own = make_setting(graph, allocate)
+    plan = own.step_seconds(own.choose_plan(own.evaluator))
+    uniform = solve_allocation(replace(own.problem, strategy="uniform"), margin=MULTI_RANK_MARGIN)
+    kept = graph.attributes.pop(sample_sizes.SAMPLES_ATTRIBUTE)
+    means = own.choose_plan(PlanEvaluator(own.work, own.problem, None))
+    graph.attributes[sample_sizes.SAMPLES_ATTRIBUTE] = kept
+    alone, alike = (found.assignment if found is not None else None for found in (own.solver_plan, uniform))
+    times = [step for a in draw_random_plans(own.problem) if (step := own.step_seconds(a)) is not None]
+    other = (
+        make_setting(before, allocate)
+        if (before := graph_before_sinking(plans / name, graph)) is not None
+        else None
+    )
+    without = other.step_seconds(other.choose_plan(other.evaluator)) if other is not None else None
     steps = [
-        *map(own.step, (alone, means, alike, greedy(own.asked))),
+        *map(own.step_seconds, (alone, means, alike, proportional_assignment(own.problem))),
         statistics.median(times) if times else None,
         without,
     ]
@@ -180,7 +190,7 @@ def row(name: str, plans: Path) -> list[str]:
 
 
 def main() -> None:
-    print_rows(COLUMNS, row)
+    print_workload_table(ABLATION_COLUMNS, ablation_row)
 
 
 if __name__ == "__main__":

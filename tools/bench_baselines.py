@@ -22,49 +22,59 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from secc.baselines.compare import Comparison
+from secc.baselines.compare import BaselineComparison
 from secc.baselines.schemes import SCHEMES
-from secc.bounds.steady_state import steady_bound
-from secc.bounds.work import Work
-from secc.runtime.plan.schema import Plan, load
+from secc.bounds.steady_state import mean_step_bound
+from secc.bounds.work import BatchWork
+from secc.runtime.plan.schema import Plan, load_plan
 from secc.runtime.plan.step_program import SampleMeta
-from secc.simulate.global_batches import global_batches
+from secc.simulate.global_batches import load_global_batches
 from secc.simulate.simulator import simulate
-from secc.simulate.steady_state import steady
-from secc.simulate.step_measures import Measures, mean, measure
-from tools.bench_workloads import COMPILE, WORKLOADS, print_table
+from secc.simulate.steady_state import steady_state_steps
+from secc.simulate.step_measures import StepMeasures, mean_measures, measure_step
+from tools.bench_workloads import COMPILE_COMMAND, WORKLOADS, print_markdown_table
 
-COLUMNS = ("workload", "P(image)", "plan, s", "over schedule bound", "over plan bound", *SCHEMES, "sections")
-BATCHES = 2  # that come round and round, as sections that run ahead need
-SHARE = "IMAGE_SHARE"  # where the workloads' datasets look for the share of samples with images
-USUAL = "0.33"
-TEXT = ("kd_32b_8b", "kd_32b_1_7b")  # without images
+BASELINE_COLUMNS = (
+    "workload",
+    "P(image)",
+    "plan, s",
+    "over schedule bound",
+    "over plan bound",
+    *SCHEMES,
+    "sections",
+)
+MEASURED_BATCHES = 2  # that come round and round, as sections that run ahead need
+IMAGE_SHARE_VARIABLE = (
+    "IMAGE_SHARE"  # where the workloads' datasets look for the share of samples with images
+)
+USUAL_IMAGE_SHARE = "0.33"
+TEXT_ONLY_WORKLOADS = ("kd_32b_8b", "kd_32b_1_7b")  # without images
 
 
 @dataclass(frozen=True)
-class Row:
+class BaselineRow:
     """A workload in one mix: its plan, the plan's measures, and each baseline's step over the plan's, None
     where none fits."""
 
     name: str
     share: str
     plan: Plan
-    measures: Measures
+    measures: StepMeasures
     ratios: Mapping[str, float | None]
 
     @property
-    def cells(self) -> list[str]:
+    def table_cells(self) -> list[str]:
         m = self.measures
         bounds = [
             f"{m.step_time_s / bound:.3f}" if bound else "-" for bound in (m.schedule_bound_s, m.plan_bound_s)
         ]
         sections = "; ".join(
-            f"{s.name} {s.mesh.dp}/{s.mesh.pp}/{s.mesh.tp}, {s.micro_batch}" for s in self.plan.whole_sections
+            f"{s.name} {s.mesh.dp}/{s.mesh.pp}/{s.mesh.tp}, {s.micro_batch}" for s in self.plan.user_sections
         )
         ratios = ["-" if r is None else f"**{r:.3f}**" if r < 1 else f"{r:.2f}" for r in self.ratios.values()]
         return [
             self.name,
-            "" if self.name in TEXT else self.share,
+            "" if self.name in TEXT_ONLY_WORKLOADS else self.share,
             f"{m.step_time_s:.3f}",
             *bounds,
             *ratios,
@@ -72,7 +82,7 @@ class Row:
         ]
 
 
-def compiled(name: str, directory: Path) -> Path:
+def compile_if_missing(name: str, directory: Path) -> Path:
     """The directory of a workload's plan, compiled if it is not there."""
     if not (directory / "plan.json").exists():
         cluster, batch = WORKLOADS[name]
@@ -88,7 +98,7 @@ def compiled(name: str, directory: Path) -> Path:
             str(batch),
         ]
         subprocess.run(
-            [sys.executable, "-c", COMPILE, *options],
+            [sys.executable, "-c", COMPILE_COMMAND, *options],
             check=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -96,38 +106,41 @@ def compiled(name: str, directory: Path) -> Path:
     return directory
 
 
-def row(what: str, plans: Path) -> Row:
+def baseline_row(what: str, plans: Path) -> BaselineRow:
     """A workload's row, named as on the command line."""
     name, _, share = what.partition("@")
-    with _mix(share or USUAL):
-        directory = compiled(name, plans / what)
-        plan = load(directory)
-        batches = list(global_batches(directory, plan, steps=BATCHES))
-    measures = [measure(simulate(plan, samples, programs)) for samples, programs in steady(plan, batches)]
-    measured = mean(measures, steady_bound([Work(plan, samples) for samples in batches]))
-    comparison = Comparison(directory)
-    ratios = {scheme: _ratio(comparison, scheme, batches, measured.step_time_s) for scheme in SCHEMES}
-    return Row(name, share or USUAL, plan, measured, ratios)
+    with _image_share(share or USUAL_IMAGE_SHARE):
+        directory = compile_if_missing(name, plans / what)
+        plan = load_plan(directory)
+        batches = list(load_global_batches(directory, plan, steps=MEASURED_BATCHES))
+    measures = [
+        measure_step(simulate(plan, samples, programs))
+        for samples, programs in steady_state_steps(plan, batches)
+    ]
+    measured = mean_measures(measures, mean_step_bound([BatchWork(plan, samples) for samples in batches]))
+    comparison = BaselineComparison(directory)
+    ratios = {scheme: _step_ratio(comparison, scheme, batches, measured.step_time_s) for scheme in SCHEMES}
+    return BaselineRow(name, share or USUAL_IMAGE_SHARE, plan, measured, ratios)
 
 
 @contextmanager
-def _mix(share: str) -> Iterator[None]:
-    os.environ[SHARE] = share
+def _image_share(share: str) -> Iterator[None]:
+    os.environ[IMAGE_SHARE_VARIABLE] = share
     try:
         yield
     finally:
-        del os.environ[SHARE]
+        del os.environ[IMAGE_SHARE_VARIABLE]
 
 
-def _ratio(
-    comparison: Comparison, scheme: str, batches: Sequence[Sequence[SampleMeta]], step: float
+def _step_ratio(
+    comparison: BaselineComparison, scheme: str, batches: Sequence[Sequence[SampleMeta]], step: float
 ) -> float | None:
-    found = comparison.best(scheme, batches)
+    found = comparison.find_best(scheme, batches)
     print(f"{scheme}: {found.layout}", file=sys.stderr, flush=True)
     return None if found.step_time_s is None else found.step_time_s / step
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot_ratios(rows: Sequence[BaselineRow], path: Path) -> None:
     """Each baseline's step over the plan's, a column of marks for each row; the line is the plan."""
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
@@ -138,7 +151,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     axes.axhline(1, color="black", linewidth=1)
     axes.set_xticks(
         range(len(rows)),
-        [" ".join([r.name, *([] if r.name in TEXT else [r.share])]) for r in rows],
+        [" ".join([r.name, *([] if r.name in TEXT_ONLY_WORKLOADS else [r.share])]) for r in rows],
         rotation=60,
         ha="right",
     )
@@ -156,15 +169,15 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", metavar="ID[@SHARE]", default=list(WORKLOADS))
     parser.add_argument("--plot", type=Path, help="draw the ratios", metavar="FILE")
     options = parser.parse_args()
-    rows: list[Row] = []
+    rows: list[BaselineRow] = []
 
     def cells(what: str) -> list[str]:
-        rows.append(row(what, options.plans))
-        return rows[-1].cells
+        rows.append(baseline_row(what, options.plans))
+        return rows[-1].table_cells
 
-    print_table(COLUMNS, map(cells, options.workloads))
+    print_markdown_table(BASELINE_COLUMNS, map(cells, options.workloads))
     if options.plot:
-        plot(rows, options.plot)
+        plot_ratios(rows, options.plot)
 
 
 if __name__ == "__main__":

@@ -27,14 +27,23 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from secc.runtime.kernels import backend, launch_tuning
-from tools.kernel_cases import MODELS, TINY, Case, Sizes, Way, entries, losses, ways_of
+from tools.kernel_cases import (
+    MODEL_SIZES,
+    TINY_SIZES,
+    Implementation,
+    KernelCase,
+    ModelSizes,
+    implementations_of,
+    loss_cases,
+    memory_bound_cases,
+)
 
-COLORS = {"secc": "#2a6fb0", "eager": "#999999", "compile": "#d9a441", "liger": "#5a9a5a"}
-SLACK = 2.0  # a fused operator may err this many times as much as unfused PyTorch in the same dtype
+IMPLEMENTATION_COLORS = {"secc": "#2a6fb0", "eager": "#999999", "compile": "#d9a441", "liger": "#5a9a5a"}
+ERROR_SLACK = 2.0  # a fused operator may err this many times as much as unfused PyTorch in the same dtype
 
 
 @dataclass(frozen=True)
-class Ceilings:
+class DeviceCeilings:
     """What this GPU reaches: bytes moved by a copy (read and written) and FLOPs of a square product, each per
     second."""
 
@@ -43,7 +52,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Result:
+class KernelResult:
     """One way to compute one operator at one size, forward and backward; `failure` says why there is no
     time."""
 
@@ -58,96 +67,111 @@ class Result:
     failure: str = ""
 
 
-def milliseconds(run: Callable[[], object]) -> float:
+def time_milliseconds(run: Callable[[], object]) -> float:
     """The median of a run's times on the GPU, its L2 cache cleared before each."""
     from triton.testing import do_bench
 
     return do_bench(run, warmup=50, rep=200, return_mode="median")  # pyright: ignore[reportReturnType]  # a number
 
 
-def ceilings(dtype: torch.dtype) -> Ceilings:
+def measure_ceilings(dtype: torch.dtype) -> DeviceCeilings:
     """Measured here and now: the shares are of this machine, not of a data sheet."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     a = torch.randn(8192, 8192, device="cuda").to(dtype)
-    copy, product = milliseconds(lambda: target.copy_(source)), milliseconds(lambda: a @ a)
-    return Ceilings(2 * source.numel() / copy * 1e3, 2 * 8192.0**3 / product * 1e3)
+    copy, product = time_milliseconds(lambda: target.copy_(source)), time_milliseconds(lambda: a @ a)
+    return DeviceCeilings(2 * source.numel() / copy * 1e3, 2 * 8192.0**3 / product * 1e3)
 
 
-def outputs_of(way: Way, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def run_implementation(way: Implementation, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     found = way(*inputs)
     return [found] if isinstance(found, torch.Tensor) else list(found)
 
 
-def step(
-    case: Case, way: Way, inputs: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor]
+def run_forward_backward(
+    case: KernelCase, way: Implementation, inputs: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """Forward and backward once: the gradients."""
-    return torch.autograd.grad(outputs_of(way, inputs), inputs[: case.differentiable], upstream)
+    return torch.autograd.grad(
+        run_implementation(way, inputs), inputs[: case.differentiable_inputs], upstream
+    )
 
 
-def prepared(
-    case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device
+def prepare_inputs(
+    case: KernelCase, sizes: ModelSizes, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(inputs, upstream gradients) of one operator, the same for each way."""
     torch.manual_seed(0)
     inputs = [
-        x.requires_grad_(i < case.differentiable) for i, x in enumerate(case.inputs(sizes, dtype, device))
+        x.requires_grad_(i < case.differentiable_inputs)
+        for i, x in enumerate(case.make_inputs(sizes, dtype, device))
     ]
     with torch.no_grad():
-        outputs = outputs_of(case.ways["secc"], inputs)
+        outputs = run_implementation(case.implementations["secc"], inputs)
     return inputs, [torch.ones_like(o) if o.dim() == 0 else torch.randn_like(o) for o in outputs]
 
 
-def errors(
-    case: Case,
-    way: Way,
+def relative_errors(
+    case: KernelCase,
+    way: Implementation,
     inputs: Sequence[torch.Tensor],
     upstream: Sequence[torch.Tensor],
     exact: Sequence[torch.Tensor],
 ) -> list[float]:
     """Relative errors, by norm, of the outputs together and of each gradient."""
-    outputs = torch.cat([o.detach().double().flatten() for o in outputs_of(way, inputs)])
-    found = [outputs, *step(case, way, inputs, upstream)]
+    outputs = torch.cat([o.detach().double().flatten() for o in run_implementation(way, inputs)])
+    found = [outputs, *run_forward_backward(case, way, inputs, upstream)]
     return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
 
 
-def precision(case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[str, list[float]]:
+def measure_precision(
+    case: KernelCase, sizes: ModelSizes, dtype: torch.dtype, device: torch.device
+) -> dict[str, list[float]]:
     """The errors of secc's operator and of unfused PyTorch in `dtype`, against unfused PyTorch in float64 on
     the same numbers."""
-    inputs, upstream = prepared(case, sizes, dtype, device)
+    inputs, upstream = prepare_inputs(case, sizes, dtype, device)
     wide = [
         x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs
     ]
-    eager, ramps = case.ways["eager"], [u.double() for u in upstream]
-    outputs = torch.cat([o.detach().flatten() for o in outputs_of(eager, wide)])
-    exact = [outputs, *step(case, eager, wide, ramps)]
-    return {name: errors(case, case.ways[name], inputs, upstream, exact) for name in ("secc", "eager")}
+    eager, ramps = case.implementations["eager"], [u.double() for u in upstream]
+    outputs = torch.cat([o.detach().flatten() for o in run_implementation(eager, wide)])
+    exact = [outputs, *run_forward_backward(case, eager, wide, ramps)]
+    return {
+        name: relative_errors(case, case.implementations[name], inputs, upstream, exact)
+        for name in ("secc", "eager")
+    }
 
 
-def measured(case: Case, way: str, run: Way, sizes: Sizes, dtype: torch.dtype, top: Ceilings) -> Result:
+def measure_implementation(
+    case: KernelCase,
+    way: str,
+    run: Implementation,
+    sizes: ModelSizes,
+    dtype: torch.dtype,
+    top: DeviceCeilings,
+) -> KernelResult:
     """Time, then the peak of memory in one more step."""
-    inputs, upstream = prepared(case, sizes, dtype, torch.device("cuda"))
-    result = Result(case.name, sizes.name, sizes.rows, way)
+    inputs, upstream = prepare_inputs(case, sizes, dtype, torch.device("cuda"))
+    result = KernelResult(case.name, sizes.name, sizes.rows, way)
     try:
-        ms = milliseconds(lambda: step(case, run, inputs, upstream))
+        ms = time_milliseconds(lambda: run_forward_backward(case, run, inputs, upstream))
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        gradients = step(case, run, inputs, upstream)
+        gradients = run_forward_backward(case, run, inputs, upstream)
         beyond = (
             torch.cuda.max_memory_allocated() - before - sum(g.numel() * g.element_size() for g in gradients)
         )
     except torch.cuda.OutOfMemoryError:
         torch.cuda.empty_cache()
         return replace(result, failure="out of memory")
-    moved = case.entries(sizes) * inputs[0].element_size()
+    moved = case.moved_entries(sizes) * inputs[0].element_size()
     return replace(
         result, ms=ms, memory_mib=max(beyond, 0) / 2**20,
         of_bandwidth=moved / ms * 1e3 / top.bytes_per_s, of_flops=case.flops(sizes) / ms * 1e3 / top.flops_per_s,
     )  # fmt: skip
 
 
-def table(results: Sequence[Result]) -> str:
+def results_table(results: Sequence[KernelResult]) -> str:
     """The results in Markdown."""
     lines = [
         "| operator | model | rows | way | ms | memory beyond, MiB | of copy | of product |",
@@ -160,9 +184,9 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def plot(results: Sequence[Result]) -> str:
+def draw_results(results: Sequence[KernelResult]) -> str:
     """Times as bars in SVG: one group for each operator and size, as shares of its slowest way."""
-    groups: dict[tuple[str, str, int], list[Result]] = {}
+    groups: dict[tuple[str, str, int], list[KernelResult]] = {}
     for r in results:
         if not r.failure:
             groups.setdefault((r.case, r.model, r.rows), []).append(r)
@@ -172,7 +196,7 @@ def plot(results: Sequence[Result]) -> str:
         slowest = max(bar.ms for bar in bars)
         for bar in bars:
             parts.append(
-                f'<rect x="360" y="{y}" width="{380 * bar.ms / slowest:.1f}" height="12" fill="{COLORS[bar.way]}"/>'
+                f'<rect x="360" y="{y}" width="{380 * bar.ms / slowest:.1f}" height="12" fill="{IMPLEMENTATION_COLORS[bar.way]}"/>'
             )
             parts.append(
                 f'<text x="{366 + 380 * bar.ms / slowest:.1f}" y="{y + 11}">{bar.way} {bar.ms:.3g} ms</text>'
@@ -183,7 +207,9 @@ def plot(results: Sequence[Result]) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" width="900" height="{y}">{style}{"".join(parts)}</svg>\n'
 
 
-def check(cases: Sequence[Case], sizes: Sizes, dtype: torch.dtype, device: torch.device) -> bool:
+def check_precision(
+    cases: Sequence[KernelCase], sizes: ModelSizes, dtype: torch.dtype, device: torch.device
+) -> bool:
     """Print the precision report; whether every operator errs at most `SLACK` times as much as unfused
     PyTorch (and float32's rounding)."""
     how = (
@@ -196,9 +222,9 @@ def check(cases: Sequence[Case], sizes: Sizes, dtype: torch.dtype, device: torch
     )
     right = True
     for case in cases:
-        found = precision(case, sizes, dtype, device)
+        found = measure_precision(case, sizes, dtype, device)
         pairs = list(zip(found["secc"], found["eager"], strict=True))
-        fine = all(ours <= SLACK * theirs + 2e-5 for ours, theirs in pairs)
+        fine = all(ours <= ERROR_SLACK * theirs + 2e-5 for ours, theirs in pairs)
         right &= fine
         print(
             f"  {case.name:22}"
@@ -208,16 +234,16 @@ def check(cases: Sequence[Case], sizes: Sizes, dtype: torch.dtype, device: torch
     return right
 
 
-def tune(cases: Sequence[Case], sizes: Sequence[Sizes], dtype: torch.dtype) -> None:
+def tune_kernels(cases: Sequence[KernelCase], sizes: Sequence[ModelSizes], dtype: torch.dtype) -> None:
     """Measure the launch parameters of every kernel at these sizes."""
     for s in sizes:
         widths = {"norm": s.hidden, "rows": s.hidden, "gated": s.intermediate, "rope": s.head}
-        widths |= {case.name: s.vocabulary for case in cases if case.name in launch_tuning.TUNABLES}
+        widths |= {case.name: s.vocabulary for case in cases if case.name in launch_tuning.TUNABLE_KERNELS}
         for name, launch in launch_tuning.tune(s.rows, widths, dtype).items():
             print(f"tuned {name} for {s.name}: {launch}", flush=True)
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -235,18 +261,20 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def bench(cases: Sequence[Case], sizes: Sequence[Sizes], dtype: torch.dtype, out: Path) -> None:
+def bench_cases(
+    cases: Sequence[KernelCase], sizes: Sequence[ModelSizes], dtype: torch.dtype, out: Path
+) -> None:
     """Time every way of every operator at every size; write the results as they come."""
-    top, results = ceilings(dtype), list[Result]()
+    top, results = measure_ceilings(dtype), list[KernelResult]()
     print(
         f"{torch.cuda.get_device_name()}: copy {top.bytes_per_s / 1e12:.2f} TB/s, product {top.flops_per_s / 1e12:.0f} TFLOP/s"
     )
     out.mkdir(parents=True, exist_ok=True)
     for case in cases:
         for s in sizes:
-            for way, run in ways_of(case, compiled=True).items():
-                results.append(measured(case, way, run, s, dtype, top))
-                print(table(results[-1:]).splitlines()[-1], flush=True)
+            for way, run in implementations_of(case, compiled=True).items():
+                results.append(measure_implementation(case, way, run, s, dtype, top))
+                print(results_table(results[-1:]).splitlines()[-1], flush=True)
             torch.cuda.empty_cache()
             report = {
                 "device": torch.cuda.get_device_name(),
@@ -254,16 +282,19 @@ def bench(cases: Sequence[Case], sizes: Sequence[Sizes], dtype: torch.dtype, out
                 "results": [asdict(r) for r in results],
             }
             (out / "results.json").write_text(json.dumps(report, indent=1))
-    (out / "table.md").write_text(table(results) + "\n")
-    (out / "plot.svg").write_text(plot(results))
+    (out / "table.md").write_text(results_table(results) + "\n")
+    (out / "plot.svg").write_text(draw_results(results))
 
 
 def main() -> int:
-    args = arguments()
-    cases = [c for c in losses() + entries() if not args.kernels or c.name in args.kernels]
+    args = parse_arguments()
+    cases = [c for c in loss_cases() + memory_bound_cases() if not args.kernels or c.name in args.kernels]
     dtype, gpu = getattr(torch, args.dtype), torch.cuda.is_available()
-    right = check(
-        cases, replace(MODELS[1], rows=512) if gpu else TINY, dtype, torch.device("cuda" if gpu else "cpu")
+    right = check_precision(
+        cases,
+        replace(MODEL_SIZES[1], rows=512) if gpu else TINY_SIZES,
+        dtype,
+        torch.device("cuda" if gpu else "cpu"),
     )
     if not right:
         print("an operator is wrong; nothing was timed", file=sys.stderr)
@@ -273,15 +304,15 @@ def main() -> int:
     if not gpu:
         print("there is no GPU here, so nothing was timed; --precision alone needs none", file=sys.stderr)
         return 2
-    models = MODELS[1:2] if args.quick else MODELS
+    models = MODEL_SIZES[1:2] if args.quick else MODEL_SIZES
     sizes = [
         replace(model, rows=rows)
         for model in models
         for rows in ((8192,) if args.quick else (4096, 8192, 32_768))
     ]
     if args.tune:
-        tune(cases, [s for s in sizes if s.rows == 8192], dtype)
-    bench(cases, sizes, dtype, args.out)
+        tune_kernels(cases, [s for s in sizes if s.rows == 8192], dtype)
+    bench_cases(cases, sizes, dtype, args.out)
     return 0
 
 

@@ -21,20 +21,20 @@ from statistics import mean
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from secc.alloc.refine.prefetch_memory import LEAD
-from secc.bounds.steady_state import steady_bound
-from secc.bounds.work import Work
+from secc.alloc.refine.prefetch_memory import PREFETCHED_PER_CONSUMER
+from secc.bounds.steady_state import mean_step_bound
+from secc.bounds.work import BatchWork
 from secc.runtime.plan.schema import Plan
 from secc.simulate.simulator import simulate
-from secc.simulate.steady_state import steady
+from secc.simulate.steady_state import steady_state_steps
 from tools import schedule_mixes
 
-BATCHES = 3
-WIDTH = 2048  # entries of a token's results, in 16 bits
+BATCHES_PER_SEED = 3
+RESULT_WIDTH = 2048  # entries of a token's results, in 16 bits
 
 
 @dataclass(frozen=True)
-class Setting:
+class PrefetchSetting:
     """One row: `kind` is "teacher → student" or "frozen encoder → LM"; `stages` are those of the critical
     section's replicas."""
 
@@ -45,35 +45,39 @@ class Setting:
     load: float
     stages: int = 1
 
-    def plan(self, seed: int) -> tuple[Plan, list[schedule_mixes.Samples]]:
+    def build_plan(self, seed: int) -> tuple[Plan, list[schedule_mixes.SampleList]]:
         """A plan without room to run ahead, and the global batches."""
         if self.kind == "teacher → student":
-            batches = [schedule_mixes.distillation(self.count, BATCHES * seed + k) for k in range(BATCHES)]
+            batches = [
+                schedule_mixes.distillation_batch(self.count, BATCHES_PER_SEED * seed + k)
+                for k in range(BATCHES_PER_SEED)
+            ]
         else:
             batches = [
-                schedule_mixes.multimodal(self.count, 0.33, BATCHES * seed + k) for k in range(BATCHES)
+                schedule_mixes.multimodal_batch(self.count, 0.33, BATCHES_PER_SEED * seed + k)
+                for k in range(BATCHES_PER_SEED)
             ]
         every, pipeline = (
             [s for batch in batches for s in batch],
-            schedule_mixes.Pipeline(self.stages, 2 * self.stages, split=self.stages > 1),
+            schedule_mixes.PipelineShape(self.stages, 2 * self.stages, split=self.stages > 1),
         )
         if self.kind == "teacher → student":
             made, symbol = (
-                schedule_mixes.teacher_student(every, self.upstream, self.replicas, self.load, pipeline),
+                schedule_mixes.teacher_student_plan(every, self.upstream, self.replicas, self.load, pipeline),
                 "T",
             )
         else:
             made, symbol = (
-                schedule_mixes.vlm(every, self.upstream, self.replicas, self.load, "forward", pipeline),
+                schedule_mixes.vlm_plan(every, self.upstream, self.replicas, self.load, "forward", pipeline),
                 "I",
             )
         carried = (
-            replace(e, dims=(symbol, str(WIDTH)), rows=symbol, dtype="bfloat16") if not e.grad else e
+            replace(e, dims=(symbol, str(RESULT_WIDTH)), rows=symbol, dtype="bfloat16") if not e.grad else e
             for e in made.edges
         )
         return replace(made, edges=tuple(carried)), batches
 
-    def room(self, batches: list[schedule_mixes.Samples], lead: int) -> float:
+    def memory_gib(self, batches: list[schedule_mixes.SampleList], lead: int) -> float:
         """GiB on a rank for what the critical section's replicas want first."""
         symbol = "T" if self.kind == "teacher → student" else "I"
         sizes = [s.sizes[symbol] for batch in batches for s in batch if s.sizes[symbol]]
@@ -81,32 +85,34 @@ class Setting:
             (lead + self.stages)
             * max(1, -(-self.replicas // self.upstream))
             * mean(sizes)
-            * WIDTH
+            * RESULT_WIDTH
             * 2
             / 2**30
         )
 
 
-def settings() -> Iterator[Setting]:
+def list_settings() -> Iterator[PrefetchSetting]:
     """The rows of the table."""
     for load in (0.8, 1.0, 1.2):
-        yield Setting("teacher → student", 256, 4, 8, load)
+        yield PrefetchSetting("teacher → student", 256, 4, 8, load)
     for teachers in (1, 8, 16):
-        yield Setting("teacher → student", 256, teachers, 8, 1.0)
-    yield Setting("teacher → student", 64, 4, 8, 1.0)
+        yield PrefetchSetting("teacher → student", 256, teachers, 8, 1.0)
+    yield PrefetchSetting("teacher → student", 64, 4, 8, 1.0)
     for stages in (2, 4):
-        yield Setting("teacher → student", 128, 8, 4, 1.0, stages)
+        yield PrefetchSetting("teacher → student", 128, 8, 4, 1.0, stages)
     for load, stages in ((0.8, 1), (1.0, 1), (1.0, 2), (1.0, 4)):
-        yield Setting("frozen encoder → LM", 256, 4, 8, load, stages)
+        yield PrefetchSetting("frozen encoder → LM", 256, 4, 8, load, stages)
 
 
-def ratio(plan: Plan, batches: list[schedule_mixes.Samples]) -> float:
+def ratio_to_bound(plan: Plan, batches: list[schedule_mixes.SampleList]) -> float:
     """The mean step of a plan over the bound on it where as much may run ahead as anything can."""
-    time = sum(simulate(plan, samples, programs).end for samples, programs in steady(plan, batches))
+    time = sum(
+        simulate(plan, samples, programs).end for samples, programs in steady_state_steps(plan, batches)
+    )
     return (
         time
         / len(batches)
-        / steady_bound([Work(replace(plan, run_ahead_gib=1.0), samples) for samples in batches]).ns
+        / mean_step_bound([BatchWork(replace(plan, run_ahead_gib=1.0), samples) for samples in batches]).ns
     )
 
 
@@ -116,7 +122,10 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--seeds", type=int, default=10, help="rounds of batches for each row")
     parser.add_argument(
-        "--lead", type=int, default=LEAD, help="micro-batches for each replica, beside one for each stage"
+        "--lead",
+        type=int,
+        default=PREFETCHED_PER_CONSUMER,
+        help="micro-batches for each replica, beside one for each stage",
     )
     options = parser.parse_args(arguments)
     print(
@@ -124,12 +133,17 @@ def main(arguments: list[str]) -> int:
         + "| --- " * 9
         + "|"
     )
-    for row in settings():
+    for row in list_settings():
         found, rooms = list[tuple[float, float]](), list[float]()
         for seed in range(options.seeds):
-            plan, batches = row.plan(seed)
-            rooms.append(row.room(batches, options.lead))
-            found.append((ratio(plan, batches), ratio(replace(plan, run_ahead_gib=rooms[-1]), batches)))
+            plan, batches = row.build_plan(seed)
+            rooms.append(row.memory_gib(batches, options.lead))
+            found.append(
+                (
+                    ratio_to_bound(plan, batches),
+                    ratio_to_bound(replace(plan, run_ahead_gib=rooms[-1]), batches),
+                )
+            )
         cells = " | ".join(f"{mean(column):.3f}/{max(column):.3f}" for column in zip(*found, strict=True))
         shape = f"{row.count} | {row.upstream} | {row.replicas} | {row.stages} | {row.load:.0%}"
         print(f"| {row.kind} | {shape} | {mean(rooms):.2f} | {cells} |", flush=True)

@@ -21,15 +21,15 @@ from statistics import median
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from secc.driver.compile import Options, compile_model
-from secc.driver.exactness_check import checked
-from secc.report.html_page import page
-from tools.compare_training import metrics, run
+from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.exactness_check import check_exactness
+from secc.report.html_page import report_page
+from tools.compare_training import read_metrics, run_plan_ranks
 
 MODEL = Path(__file__).parent / "models" / "grid_reader.py"
-WAYS = {"ahead": "1", "waited for": "0"}  # loading processes of a rank
-COLUMNS = ("step_time_s", "recorded", "kept", "recording_s", "exposed_s", "waiting_s")
-_WARM = 2  # steps
+LOADING_PROCESSES = {"ahead": "1", "waited for": "0"}  # loading processes of a rank
+MEASURED_COLUMNS = ("step_time_s", "recorded", "kept", "recording_s", "exposed_s", "waiting_s")
+_WARM_UP_STEPS = 2  # steps
 
 
 def main() -> None:
@@ -43,29 +43,34 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        made = checked(
+        made = check_exactness(
             compile_model(
-                options.model, Options(cluster=f"local:{options.ranks}", global_batch=options.global_batch)
+                options.model,
+                CompileOptions(cluster=f"local:{options.ranks}", global_batch=options.global_batch),
             )
         )
-        made.write(folder / "plan", page)
+        made.write_plan(folder / "plan", report_page)
         print(
             f"sections {', '.join(s.name for s in made.plan.sections)}; {len(made.plan.recorded)} cases recorded anew"
         )
         times = {
-            way: _measured(folder, made.plan.world_size, options.steps, workers, way)
-            for way, workers in WAYS.items()
+            way: _measure_run(folder, made.plan.world_size, options.steps, workers, way)
+            for way, workers in LOADING_PROCESSES.items()
         }
     print(
         f"recordings made ahead take {times['ahead'] / times['waited for']:.2f} of the step time with recordings waited for"
     )
 
 
-def _measured(folder: Path, ranks: int, steps: int, workers: str, way: str) -> float:
+def _measure_run(folder: Path, ranks: int, steps: int, workers: str, way: str) -> float:
     """Run the plan and print the medians; the median step time."""
     log = folder / f"workers{workers}"
-    run(folder / "plan", ranks, ["--steps", str(steps), "--log-dir", str(log), "--workers", workers])
-    found = {column: median(m[column] for m in metrics(log)[_WARM:]) for column in COLUMNS}
+    run_plan_ranks(
+        folder / "plan", ranks, ["--steps", str(steps), "--log-dir", str(log), "--workers", workers]
+    )
+    found = {
+        column: median(m[column] for m in read_metrics(log)[_WARM_UP_STEPS:]) for column in MEASURED_COLUMNS
+    }
     print(f"recordings {way:10}: " + "  ".join(f"{column} {value:.3f}" for column, value in found.items()))
     return found["step_time_s"]
 

@@ -38,44 +38,46 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from secc.driver.compile import Compiled, Options, compile_model
-from secc.report.html_page import page
-from secc.runtime.model.user_file import UserModel, load, loss_of
+from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.report.html_page import report_page
+from secc.runtime.model.user_file import UserModel, extract_loss, load_model_file
 from secc.runtime.plan.schema import Plan
-from secc.runtime.sections.base import load_section
-from secc.runtime.training.options import parse
-from secc.runtime.training.rank_context import Run
+from secc.runtime.sections.base import load_section_module
+from secc.runtime.training.options import parse_options
+from secc.runtime.training.rank_context import RankContext
 from secc.runtime.training.trainer import Trainer
-from tools.compare_training import free_port
+from tools.compare_training import find_free_port
 
-MODEL = Path(__file__).parent / "bench_decoder.py"
-WARM = 3  # steps before the clock runs
-Times = list[tuple[float, float]]  # wall and CPU seconds of a step
+DECODER_FILE = Path(__file__).parent / "bench_decoder.py"
+WARM_UP_STEPS = 3  # steps before the clock runs
+StepSeconds = list[tuple[float, float]]  # wall and CPU seconds of a step
 
 
-class Plain:
+class PlainTrainer:
     """Training by hand: the rank's share of each global batch, under DDP where there are several ranks."""
 
     def __init__(self, user: UserModel, global_batch: int) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
-        model = user.model()
-        self.optimizer = user.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+        model = user.build_model()
+        self.optimizer = user.build_optimizer(
+            [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        )
         self.model: nn.Module = (
             DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 else model
         )
         self.user, self.share, self.samples = user, global_batch // world, user.dataset()
         self.first, self.stride, self.world = rank * self.share, global_batch, world
 
-    def step(self) -> tuple[float, float]:
+    def train_step(self) -> tuple[float, float]:
         """One optimizer step. Returns the loss of the global batch and the gradients' norm, as a log wants
         them."""
         samples = [self.samples[i % len(self.samples)] for i in range(self.first, self.first + self.share)]
         self.first += self.stride
         self.optimizer.zero_grad()
-        loss = loss_of(self.model(**self.user.collate(samples)))
+        loss = extract_loss(self.model(**self.user.collate(samples)))
         loss.backward()
-        norm = get_total_norm(gradients(self.model))
+        norm = get_total_norm(model_gradients(self.model))
         told = loss.detach() / self.world
         if self.world > 1:
             dist.all_reduce(told)
@@ -83,12 +85,12 @@ class Plain:
         return told.item(), norm.item()
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor]:
+def model_gradients(model: nn.Module) -> list[torch.Tensor]:
     """The gradients of a model's parameters."""
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-class Stage(nn.Module):
+class DecoderStage(nn.Module):
     """A stage of tools/bench_decoder.py: some of its blocks, behind the embedding or before the head where
     these are its ends."""
 
@@ -103,7 +105,7 @@ class Stage(nn.Module):
         return self.end(self.blocks(self.embed(x)))
 
 
-class Pipelined:
+class PipelineTrainer:
     """Training by hand with PyTorch's own 1F1B, in the stages of a plan: every rank loads the batch, the last
     one has the loss."""
 
@@ -111,9 +113,9 @@ class Pipelined:
         torch.manual_seed(0)
         counts = [sum(b.startswith("blocks.") for b in s.blocks) for s in plan.sections]
         rank, ends = dist.get_rank(), list(accumulate(counts))
-        stage = Stage(user.model(), range(ends[rank] - counts[rank], ends[rank]))
+        stage = DecoderStage(user.build_model(), range(ends[rank] - counts[rank], ends[rank]))
         micro_batches = plan.global_batch // plan.sections[0].micro_batch
-        self.optimizer = user.optimizer(list(stage.named_parameters()))
+        self.optimizer = user.build_optimizer(list(stage.named_parameters()))
         self.schedule = Schedule1F1B(
             PipelineStage(stage, rank, len(counts), torch.device("cpu")), micro_batches, next_token_loss
         )
@@ -126,7 +128,7 @@ class Pipelined:
         )
         self.ends = rank == 0, rank == len(counts) - 1
 
-    def step(self) -> tuple[float, float]:
+    def train_step(self) -> tuple[float, float]:
         """One optimizer step. Returns the loss of the global batch and the norm of all stages' gradients, as
         a log wants them."""
         samples = [self.samples[i % len(self.samples)] for i in range(self.first, self.first + self.batch)]
@@ -139,7 +141,7 @@ class Pipelined:
         else:
             self.schedule.step(*[ids] * is_first)
         loss = torch.stack(losses).detach().mean() if is_last else torch.zeros(())
-        told = torch.stack([loss, get_total_norm(gradients(self.stage)).square()])
+        told = torch.stack([loss, get_total_norm(model_gradients(self.stage)).square()])
         dist.all_reduce(told)
         self.optimizer.step()
         return told[0].item(), told[1].sqrt().item()
@@ -150,7 +152,7 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def timed(step: Callable[[], object]) -> tuple[float, float]:
+def time_step(step: Callable[[], object]) -> tuple[float, float]:
     """Wall and CPU seconds of a step that all ranks start together."""
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
@@ -158,7 +160,7 @@ def timed(step: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def rank_main(plan: Path, rank: int, world: int, port: int, steps: int, pipe: Any) -> None:
+def run_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: Any) -> None:
     """Times both on one rank and sends (secc's times, the others')."""
     place = {
         "RANK": rank,
@@ -170,30 +172,30 @@ def rank_main(plan: Path, rank: int, world: int, port: int, steps: int, pipe: An
     os.environ |= {k: str(v) for k, v in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
     sys.path.insert(0, str(plan))
     terms: Any = importlib.import_module("sections.terms")
-    arguments = ["--steps", str(WARM + steps), "--workers", "0", "--log-dir", str(plan / "logs")]
-    with Run(plan, parse(arguments), terms) as run:
-        model = run.model()
+    arguments = ["--steps", str(WARM_UP_STEPS + steps), "--workers", "0", "--log-dir", str(plan / "logs")]
+    with RankContext(plan, parse_options(arguments), terms) as run:
+        model = run.load_model()
         mine = [s for s in run.plan.sections if rank in s.mesh.ranks]
-        trainer = Trainer(run, model, [load_section(plan, s, model) for s in mine])
-        user, batches = load(run.user.path), trainer.batches()
+        trainer = Trainer(run, model, [load_section_module(plan, s, model) for s in mine])
+        user, batches = load_model_file(run.user_model.path), trainer.plan_steps()
         plain = (
-            Pipelined(user, run.plan)
+            PipelineTrainer(user, run.plan)
             if len(run.plan.sections) > len(mine)
-            else Plain(user, run.plan.global_batch)
+            else PlainTrainer(user, run.plan.global_batch)
         )
-        found: tuple[Times, Times] = [], []
-        for _ in range(WARM + steps):
-            found[0].append(timed(lambda: trainer.step(next(batches))))
-            found[1].append(timed(plain.step))
-        pipe.send(tuple(times[WARM:] for times in found))
+        found: tuple[StepSeconds, StepSeconds] = [], []
+        for _ in range(WARM_UP_STEPS + steps):
+            found[0].append(time_step(lambda: trainer.train_step(next(batches))))
+            found[1].append(time_step(plain.train_step))
+        pipe.send(tuple(times[WARM_UP_STEPS:] for times in found))
 
 
-def run_ranks(plan: Path, world: int, steps: int) -> list[tuple[Times, Times]]:
+def time_ranks(plan: Path, world: int, steps: int) -> list[tuple[StepSeconds, StepSeconds]]:
     """`rank_main` on processes of this machine, each with one thread."""
-    context, port = multiprocessing.get_context("spawn"), free_port()
+    context, port = multiprocessing.get_context("spawn"), find_free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     ranks = [
-        context.Process(target=rank_main, args=(plan, r, world, port, steps, pipes[r][1]))
+        context.Process(target=run_rank, args=(plan, r, world, port, steps, pipes[r][1]))
         for r in range(world)
     ]
     for process in ranks:
@@ -208,7 +210,7 @@ def run_ranks(plan: Path, world: int, steps: int) -> list[tuple[Times, Times]]:
             process.kill()
 
 
-def compiled(path: Path, world: int, global_batch: int) -> Compiled:
+def compile_plan(path: Path, world: int, global_batch: int) -> CompiledPlan:
     """A plan on all ranks with one micro-batch each: several sections side by side on one rank, pure data
     parallelism on more."""
     options = {
@@ -216,17 +218,17 @@ def compiled(path: Path, world: int, global_batch: int) -> Compiled:
         "global_batch": global_batch,
         "strategy": "uniform" if world > 1 else "colocate",
     }
-    names = compile_model(path, Options(**options)).plan.pipelines  # pyright: ignore[reportArgumentType]
+    names = compile_model(path, CompileOptions(**options)).plan.pipelines  # pyright: ignore[reportArgumentType]
     choices = tuple(f"{name}.micro_batch={global_batch // world}" for name in names)
     choices += tuple(f"{name}.dp={world}" for name in names) + tuple(
         f"{name}.sharding=none" for name in names
     )
-    return compile_model(path, Options(**options, set=choices))  # pyright: ignore[reportArgumentType]
+    return compile_model(path, CompileOptions(**options, set=choices))  # pyright: ignore[reportArgumentType]
 
 
-def staged(path: Path, stages: int, global_batch: int, micro_batch: int) -> Compiled:
+def compile_stages(path: Path, stages: int, global_batch: int, micro_batch: int) -> CompiledPlan:
     """A plan of one pipeline."""
-    (name,) = compile_model(path, Options(cluster="local:1", global_batch=global_batch)).plan.pipelines
+    (name,) = compile_model(path, CompileOptions(cluster="local:1", global_batch=global_batch)).plan.pipelines
     choices = (
         f"{name}.pp={stages}",
         f"{name}.dp=1",
@@ -234,15 +236,17 @@ def staged(path: Path, stages: int, global_batch: int, micro_batch: int) -> Comp
         f"{name}.sharding=none",
         f"{name}.recompute=none",
     )
-    return compile_model(path, Options(cluster=f"local:{stages}", global_batch=global_batch, set=choices))
+    return compile_model(
+        path, CompileOptions(cluster=f"local:{stages}", global_batch=global_batch, set=choices)
+    )
 
 
-def compared(made: Compiled, world: int, steps: int, other: str) -> str:
+def compare_plan(made: CompiledPlan, world: int, steps: int, other: str) -> str:
     """A row of the table."""
     with tempfile.TemporaryDirectory() as directory:
         plan = Path(directory) / "plan"
-        made.write(plan, page)
-        ranks = run_ranks(plan, world, steps)
+        made.write_plan(plan, report_page)
+        ranks = time_ranks(plan, world, steps)
     wall = [median(t for t, _ in ranks[0][which]) for which in (0, 1)]
     ratio = median(a / b for (a, _), (b, _) in zip(*ranks[0], strict=True))
     cpu = [median(sum(r[which][step][1] for r in ranks) for step in range(steps)) for which in (0, 1)]
@@ -263,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", nargs="?", type=Path, default=MODEL)
+    parser.add_argument("model", nargs="?", type=Path, default=DECODER_FILE)
     parser.add_argument("--global-batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
@@ -275,12 +279,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     if asked.stages:
-        made = staged(MODEL, asked.stages, asked.global_batch, asked.micro_batch)
-        print(compared(made, asked.stages, asked.steps, "torch.distributed.pipelining"))
+        made = compile_stages(DECODER_FILE, asked.stages, asked.global_batch, asked.micro_batch)
+        print(compare_plan(made, asked.stages, asked.steps, "torch.distributed.pipelining"))
         return
     for world in asked.ranks:
-        made = compiled(asked.model, world, asked.global_batch)
-        print(compared(made, world, asked.steps, "plain PyTorch" if world == 1 else "DDP"), flush=True)
+        made = compile_plan(asked.model, world, asked.global_batch)
+        print(compare_plan(made, world, asked.steps, "plain PyTorch" if world == 1 else "DDP"), flush=True)
 
 
 if __name__ == "__main__":

@@ -31,24 +31,24 @@ from statistics import fmean, median, quantiles
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from secc.cost.model.measured_costs import read
-from secc.driver.compile import Options, compile_model
-from secc.driver.exactness_check import checked
-from secc.profile.machine_probe import probe, to_yaml
-from secc.profile.measured_training import train, trained
+from secc.cost.model.measured_costs import read_measured_costs
+from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.exactness_check import check_exactness
+from secc.profile.machine_probe import probe_machine, to_cluster_yaml
+from secc.profile.measured_training import read_step_times, train_plan
 from secc.profile.model_profile import profile_model
-from secc.report.html_page import page
-from secc.runtime.plan.schema import Plan, load
-from secc.simulate.events import Simulated
-from secc.simulate.global_batches import global_batches
+from secc.report.html_page import report_page
+from secc.runtime.plan.schema import Plan, load_plan
+from secc.simulate.events import SimulatedStep
+from secc.simulate.global_batches import load_global_batches
 from secc.simulate.simulator import simulate
-from secc.simulate.steady_state import consecutive
+from secc.simulate.steady_state import consecutive_steps
 
-ROOT = Path(__file__).parent.parent
-EXAMPLES = (ROOT / "examples" / "vlm_digits.py", ROOT / "examples" / "distill_text.py")
-MIXED = Path(__file__).parent / "models" / "mixed_captions.py"
-ORDERS = ("wavefront", "dataset")
-_WARM = 4  # steps
+REPOSITORY = Path(__file__).parent.parent
+EXAMPLE_MODELS = (REPOSITORY / "examples" / "vlm_digits.py", REPOSITORY / "examples" / "distill_text.py")
+MIXED_MODEL = Path(__file__).parent / "models" / "mixed_captions.py"
+COMPARED_ORDERS = ("wavefront", "dataset")
+_WARM_UP_STEPS = 4  # steps
 
 
 def main() -> None:
@@ -74,19 +74,19 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.what == "predicted":
-        for model in options.models or EXAMPLES:
-            with _folder(options.keep, model.stem) as folder:
-                print(predicted(model, folder, options), flush=True)
+        for model in options.models or EXAMPLE_MODELS:
+            with _open_folder(options.keep, model.stem) as folder:
+                print(compare_with_simulation(model, folder, options), flush=True)
     else:
         for share in options.shares:
             os.environ["IMAGE_SHARE"] = share
-            for model in options.models or [MIXED]:
-                with _folder(options.keep, f"{model.stem}_{share}") as folder:
-                    print(f"P(image) {share}: {ordered(model, folder, options)}", flush=True)
+            for model in options.models or [MIXED_MODEL]:
+                with _open_folder(options.keep, f"{model.stem}_{share}") as folder:
+                    print(f"P(image) {share}: {compare_orders(model, folder, options)}", flush=True)
 
 
 @contextmanager
-def _folder(keep: Path | None, name: str) -> Iterator[Path]:
+def _open_folder(keep: Path | None, name: str) -> Iterator[Path]:
     """A folder of that name that stays, or one that does not."""
     if keep is None:
         with tempfile.TemporaryDirectory() as folder:
@@ -96,38 +96,40 @@ def _folder(keep: Path | None, name: str) -> Iterator[Path]:
     yield keep / name
 
 
-def compiled(model: Path, folder: Path, options: argparse.Namespace) -> Path:
+def compile_with_measured_costs(model: Path, folder: Path, options: argparse.Namespace) -> Path:
     """A plan with costs measured here, for a cluster that is this machine; plan and costs that are there
     stay."""
     costs, cluster = folder / "costs.json", folder / "here.yaml"
     if (folder / "plan").exists():
         return folder / "plan"
     if not costs.exists():
-        costs.write_text(profile_model(model, False, 18, 5, _quiet, options.ranks).table.to_json())
-        cluster.write_text(to_yaml(replace(probe(_quiet), devices=options.ranks)))
-    wanted = Options(
+        costs.write_text(profile_model(model, False, 18, 5, _ignore_progress, options.ranks).costs.to_json())
+        cluster.write_text(to_cluster_yaml(replace(probe_machine(_ignore_progress), devices=options.ranks)))
+    wanted = CompileOptions(
         cluster=str(cluster),
         global_batch=options.global_batch,
         strategy=options.strategy,
         set=tuple(options.set),
         costs=str(costs),
     )
-    made = checked(compile_model(model, wanted))
-    made.write(folder / "plan", page)
+    made = check_exactness(compile_model(model, wanted))
+    made.write_plan(folder / "plan", report_page)
     return folder / "plan"
 
 
-def _quiet(_: str) -> None: ...
+def _ignore_progress(_: str) -> None: ...
 
 
-def simulated(directory: Path, plan: Plan, steps: int, order: str = "wavefront") -> Iterator[Simulated]:
+def simulate_run(
+    directory: Path, plan: Plan, steps: int, order: str = "wavefront"
+) -> Iterator[SimulatedStep]:
     """The steps of a run, in which frozen sections may run ahead."""
-    batches = list(islice(global_batches(directory, plan, steps=steps), steps))
-    for samples, programs in consecutive(plan, batches, order):
+    batches = list(islice(load_global_batches(directory, plan, steps=steps), steps))
+    for samples, programs in consecutive_steps(plan, batches, order):
         yield simulate(plan, samples, programs)
 
 
-def busy_ns(steps: Sequence[Simulated]) -> list[float]:
+def computing_ns_by_rank(steps: Sequence[SimulatedStep]) -> list[float]:
     """What each rank computes in all."""
     found = [0.0] * steps[0].plan.world_size
     for c in chain(*(step.compute for step in steps)):
@@ -135,86 +137,101 @@ def busy_ns(steps: Sequence[Simulated]) -> list[float]:
     return found
 
 
-def _there(folder: Path, name: str) -> list[Path]:
+def _existing_logs(folder: Path, name: str) -> list[Path]:
     """The logs of the runs that are there, in their order."""
     return sorted(folder.glob(f"{name}[0-9]*"), key=lambda path: int(path.name.removeprefix(name)))
 
 
-def _further(folder: Path, name: str, count: int) -> list[Path]:
+def _new_logs(folder: Path, name: str, count: int) -> list[Path]:
     """Where so many further runs log."""
-    first = len(_there(folder, name))
+    first = len(_existing_logs(folder, name))
     return [folder / f"{name}{first + i}" for i in range(count)]
 
 
-def predicted(model: Path, folder: Path, options: argparse.Namespace) -> str:
+def compare_with_simulation(model: Path, folder: Path, options: argparse.Namespace) -> str:
     """What a model's real steps took, over what the simulator says."""
-    directory = compiled(model, folder, options)
-    plan, gauge_ns = load(directory), read(folder / "costs.json").gauge_ns
-    steps = list(simulated(directory, plan, options.steps))
-    expected, computing = [step.end / 1e9 for step in steps], busy_ns(steps[_WARM:])
-    for log in _further(folder, "run", options.runs):
-        train(directory, plan.world_size, options.steps, log)
-    runs = [trained(log, plan.world_size) for log in _there(folder, "run")]
+    directory = compile_with_measured_costs(model, folder, options)
+    plan, gauge_ns = load_plan(directory), read_measured_costs(folder / "costs.json").gauge_ns
+    steps = list(simulate_run(directory, plan, options.steps))
+    expected, computing = [step.end / 1e9 for step in steps], computing_ns_by_rank(steps[_WARM_UP_STEPS:])
+    for log in _new_logs(folder, "run", options.runs):
+        train_plan(directory, plan.world_size, options.steps, log)
+    runs = [read_step_times(log, plan.world_size) for log in _existing_logs(folder, "run")]
     if not runs:
-        return f"{model.name} on {described(plan)}: no runs yet"
-    ratios = [[f / e for f, e in zip(run.seconds, expected, strict=True)][_WARM:] for run in runs]
-    means = [sum(run.seconds[_WARM:]) / sum(expected[_WARM:]) for run in runs]
-    slower = [run.gauge_ns(_WARM, computing) / gauge_ns for run in runs]
+        return f"{model.name} on {describe_sections(plan)}: no runs yet"
+    ratios = [[f / e for f, e in zip(run.seconds, expected, strict=True)][_WARM_UP_STEPS:] for run in runs]
+    means = [sum(run.seconds[_WARM_UP_STEPS:]) / sum(expected[_WARM_UP_STEPS:]) for run in runs]
+    slower = [run.mean_gauge_ns(_WARM_UP_STEPS, computing) / gauge_ns for run in runs]
     evened = [mean / s for mean, s in zip(means, slower, strict=True)]
     rows = [
-        f"| {i + 1} | {_quartiles(r)} | {m:.3f} | {s:.3f} | {e:.3f} |"
+        f"| {i + 1} | {_format_quartiles(r)} | {m:.3f} | {s:.3f} | {e:.3f} |"
         for i, (r, m, s, e) in enumerate(zip(ratios, means, slower, evened, strict=True))
     ]
-    every = f"| all | {_quartiles([*chain(*ratios)])} | {median(means):.3f} | {median(slower):.3f} | {median(evened):.3f} |"
-    head = f"{model.name} on {described(plan)}: simulated {1e3 * median(expected[_WARM:]):.1f} ms a step, the gauge {gauge_ns / 1e6:.2f} ms"
+    every = f"| all | {_format_quartiles([*chain(*ratios)])} | {median(means):.3f} | {median(slower):.3f} | {median(evened):.3f} |"
+    head = f"{model.name} on {describe_sections(plan)}: simulated {1e3 * median(expected[_WARM_UP_STEPS:]):.1f} ms a step, the gauge {gauge_ns / 1e6:.2f} ms"
     columns = "| run | real over simulated | mean | gauge | mean at equal speed |"
     table = [columns, "| --- | --- | --- | --- | --- |", *rows, every]
     return "\n".join([head, "", *table, ""])
 
 
-def _quartiles(values: Sequence[float]) -> str:
+def _format_quartiles(values: Sequence[float]) -> str:
     """The median, and the quartiles around it."""
     low, middle, high = quantiles(values, n=4)
     return f"{middle:.3f} ({low:.2f} to {high:.2f})"
 
 
-def ordered(model: Path, folder: Path, options: argparse.Namespace) -> str:
+def compare_orders(model: Path, folder: Path, options: argparse.Namespace) -> str:
     """The dataset's order over the wavefront's: step times of real runs, and simulated ones."""
-    directory = compiled(model, folder, options)
-    plan, gauge_ns = load(directory), read(folder / "costs.json").gauge_ns
-    for logs in zip(*(_further(folder, order, options.runs) for order in ORDERS), strict=True):
-        for order, log in zip(ORDERS, logs, strict=True):
-            train(directory, plan.world_size, options.steps, log, ["--order", order])
-    runs = {order: [trained(log, plan.world_size) for log in _there(folder, order)] for order in ORDERS}
+    directory = compile_with_measured_costs(model, folder, options)
+    plan, gauge_ns = load_plan(directory), read_measured_costs(folder / "costs.json").gauge_ns
+    for logs in zip(*(_new_logs(folder, order, options.runs) for order in COMPARED_ORDERS), strict=True):
+        for order, log in zip(COMPARED_ORDERS, logs, strict=True):
+            train_plan(directory, plan.world_size, options.steps, log, ["--order", order])
+    runs = {
+        order: [read_step_times(log, plan.world_size) for log in _existing_logs(folder, order)]
+        for order in COMPARED_ORDERS
+    }
     if not all(runs.values()):
-        return f"{described(plan)}: no runs yet"
-    steps = {order: list(simulated(directory, plan, options.steps, order))[_WARM:] for order in ORDERS}
+        return f"{describe_sections(plan)}: no runs yet"
+    steps = {
+        order: list(simulate_run(directory, plan, options.steps, order))[_WARM_UP_STEPS:]
+        for order in COMPARED_ORDERS
+    }
     slower = {
-        order: [run.gauge_ns(_WARM, busy_ns(steps[order])) / gauge_ns for run in found]
+        order: [
+            run.mean_gauge_ns(_WARM_UP_STEPS, computing_ns_by_rank(steps[order])) / gauge_ns for run in found
+        ]
         for order, found in runs.items()
     }
-    medians = {order: [median(run.seconds[_WARM:]) for run in found] for order, found in runs.items()}
+    medians = {
+        order: [median(run.seconds[_WARM_UP_STEPS:]) for run in found] for order, found in runs.items()
+    }
     evened = {
-        order: [fmean(run.seconds[_WARM:]) / s for run, s in zip(runs[order], slower[order], strict=True)]
-        for order in ORDERS
+        order: [
+            fmean(run.seconds[_WARM_UP_STEPS:]) / s for run, s in zip(runs[order], slower[order], strict=True)
+        ]
+        for order in COMPARED_ORDERS
     }
     expected = {order: [median(step.end / 1e9 for step in some)] for order, some in steps.items()}
-    ratios = f"{_over(medians):.3f}, at equal speed {_over(evened):.3f} (simulated {_over(expected):.3f})"
-    each = "; ".join(f"{o} {_listed(medians[o])}, at equal speed {_listed(evened[o])}" for o in ORDERS)
-    return f"{described(plan)}: dataset order over wavefront {ratios}; s: {each}"
+    ratios = f"{_median_ratio(medians):.3f}, at equal speed {_median_ratio(evened):.3f} (simulated {_median_ratio(expected):.3f})"
+    each = "; ".join(
+        f"{o} {_format_seconds(medians[o])}, at equal speed {_format_seconds(evened[o])}"
+        for o in COMPARED_ORDERS
+    )
+    return f"{describe_sections(plan)}: dataset order over wavefront {ratios}; s: {each}"
 
 
-def _over(seconds: Mapping[str, Sequence[float]]) -> float:
+def _median_ratio(seconds: Mapping[str, Sequence[float]]) -> float:
     """The ratio of the medians of both orders."""
-    wavefront, dataset = (median(seconds[order]) for order in ORDERS)
+    wavefront, dataset = (median(seconds[order]) for order in COMPARED_ORDERS)
     return dataset / wavefront
 
 
-def _listed(seconds: Sequence[float]) -> str:
+def _format_seconds(seconds: Sequence[float]) -> str:
     return ", ".join(f"{s:.3f}" for s in seconds)
 
 
-def described(plan: Plan) -> str:
+def describe_sections(plan: Plan) -> str:
     """Sections with the numbers of their ranks."""
     return ", ".join(f"{s.name} {s.mesh.dp}x{s.micro_batch}" for s in plan.sections)
 

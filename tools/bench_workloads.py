@@ -29,27 +29,27 @@ WORKLOADS = {  # cluster and global batch
     "kd_32b_1_7b": ("8x8xH100", 512),
     "kd_vlm": ("16x8xH100", 512),
 }
-COLUMNS = (
+WORKLOAD_COLUMNS = (
     "workload", "cluster", "wall, s", "cpu, s", "peak, GiB", "status", "gap", "step, s", "sections: ranks dp/pp/tp, micro-batch, extras"
 )  # fmt: skip
-COMPILE = "import sys; from secc.cli import main; main()"
+COMPILE_COMMAND = "import sys; from secc.cli import main; main()"
 
 
-def print_rows(columns: Sequence[str], row: Callable[[str, Path], Sequence[str]]) -> None:
+def print_workload_table(columns: Sequence[str], row: Callable[[str, Path], Sequence[str]]) -> None:
     """For a tool that is called with a folder of plans and workloads (default: all): a table with a row of
     each."""
     plans, *names = sys.argv[1:]
-    print_table(columns, (row(name, Path(plans)) for name in names or WORKLOADS))
+    print_markdown_table(columns, (row(name, Path(plans)) for name in names or WORKLOADS))
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A Markdown table, each row as soon as it is there."""
     print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
     for cells in rows:
         print("| " + " | ".join(cells) + " |", flush=True)
 
 
-def compiled(name: str, directory: Path) -> tuple[float, float, float, dict[str, Any] | str]:
+def compile_workload(name: str, directory: Path) -> tuple[float, float, float, dict[str, Any] | str]:
     """Wall seconds, CPU seconds and peak GiB of a compilation, and its plan or what went wrong."""
     cluster, batch = WORKLOADS[name]
     model = Path(__file__).parent / "workloads" / f"{name}.py"
@@ -57,7 +57,7 @@ def compiled(name: str, directory: Path) -> tuple[float, float, float, dict[str,
     command = [
         sys.executable,
         "-c",
-        COMPILE,
+        COMPILE_COMMAND,
         "compile",
         str(model),
         "-o",
@@ -78,18 +78,18 @@ def compiled(name: str, directory: Path) -> tuple[float, float, float, dict[str,
     return time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20, result
 
 
-def row(name: str, directory: Path) -> list[str]:
+def workload_row(name: str, directory: Path) -> list[str]:
     """One line of the table."""
-    wall, cpu, peak, plan = compiled(name, directory)
+    wall, cpu, peak, plan = compile_workload(name, directory)
     cells = [name, WORKLOADS[name][0], f"{wall:.0f}", f"{cpu:.0f}", f"{peak:.1f}"]
     if isinstance(plan, str):
         return [*cells, plan.strip().replace("\n", " ")]
     solver, prediction = plan["solver"], plan["prediction"]
-    sections = "; ".join(f"{n}: {_layout(s)}" for n, s in plan["sections"].items())
+    sections = "; ".join(f"{n}: {_describe_section(s)}" for n, s in plan["sections"].items())
     return [*cells, solver["status"], f"{solver['gap']:.2%}", f"{prediction['step_time_s']:.2f}", sections]
 
 
-def _layout(section: dict[str, Any]) -> str:
+def _describe_section(section: dict[str, Any]) -> str:
     mesh = section["mesh"]
     extras = [section[key] for key in ("recompute", "sharding") if section[key] != "none"]
     text = f"{len(mesh['ranks'])} {mesh['dp']}/{mesh['pp']}/{mesh['tp']}, {section['micro_batch']}"
@@ -98,7 +98,9 @@ def _layout(section: dict[str, Any]) -> str:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
-        print_table(COLUMNS, (row(name, Path(directory)) for name in sys.argv[1:] or WORKLOADS))
+        print_markdown_table(
+            WORKLOAD_COLUMNS, (workload_row(name, Path(directory)) for name in sys.argv[1:] or WORKLOADS)
+        )
 
 
 if __name__ == "__main__":

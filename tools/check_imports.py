@@ -15,40 +15,40 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER_ONLY = ("jinja2", "ortools", "rich", "sympy", "typer", "xdsl")
-LIGHT: dict[str, tuple[str, ...]] = {
+FORBIDDEN_IMPORTS: dict[str, tuple[str, ...]] = {
     "secc": ("torch", *COMPILER_ONLY),
     "secc.errors": ("torch", *COMPILER_ONLY),
     "secc.cli": ("torch", "ortools", "sympy", "xdsl", "jinja2"),
 }
-REFUSED = ("passes", "runtime")
+NOT_IMPORTABLE = ("passes", "runtime")
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
     """Run `code` in a new interpreter in the repository's root."""
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def heavy(module: str, forbidden: tuple[str, ...]) -> str:
+def heavy_import_complaint(module: str, forbidden: tuple[str, ...]) -> str:
     """A complaint if importing `module` brings one of `forbidden`, else ""."""
-    result = python(f"import sys, {module}; print(*[m for m in {forbidden!r} if m in sys.modules])")
+    result = run_python(f"import sys, {module}; print(*[m for m in {forbidden!r} if m in sys.modules])")
     if result.returncode:
         return f"import {module} fails: {result.stderr.strip().splitlines()[-1]}"
     return f"import {module} brings {result.stdout.strip()}" if result.stdout.strip() else ""
 
 
-def importable(name: str) -> str:
+def importable_complaint(name: str) -> str:
     """A complaint if the folder `name` can be imported as a package of its own, else ""."""
     return (
         f"import {name} works, but must say that it is secc.{name}"
-        if python(f"import {name}").returncode == 0
+        if run_python(f"import {name}").returncode == 0
         else ""
     )
 
 
 def main() -> int:
-    complaints = [heavy(module, forbidden) for module, forbidden in LIGHT.items()] + [
-        importable(name) for name in REFUSED
-    ]
+    complaints = [
+        heavy_import_complaint(module, forbidden) for module, forbidden in FORBIDDEN_IMPORTS.items()
+    ] + [importable_complaint(name) for name in NOT_IMPORTABLE]
     complaints = [c for c in complaints if c]
     print("\n".join(complaints) or "imports are light, and folders have one name")
     return 1 if complaints else 0

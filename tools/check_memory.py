@@ -21,20 +21,20 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers.utils.generic import ModelOutput
 
-from secc.driver.compile import Options, compile_model
-from secc.runtime.model.user_file import UserModel, load
+from secc.driver.compile import CompileOptions, compile_model
+from secc.runtime.model.user_file import UserModel, load_model_file
 from secc.runtime.plan.schema import Section
 from secc.runtime.sections import recompute
 
-SAMPLES = 4
-WAYS = (
-    (SAMPLES, "none"),
-    (SAMPLES, "selective"),
-    (SAMPLES, "full"),
+BATCH_SAMPLES = 4
+CONFIGURATIONS = (
+    (BATCH_SAMPLES, "none"),
+    (BATCH_SAMPLES, "selective"),
+    (BATCH_SAMPLES, "full"),
     (1, "none"),
     (1, "full"),
 )  # micro-batch, recomputation
-FILE = """
+MODEL_FILE_TEXT = """
 import torch
 from tools.check_memory import CASES, sample
 
@@ -66,7 +66,7 @@ def _language_model(config: type, layers: int, hidden: int, vocabulary: int, **m
     return T.AutoModelForCausalLM.from_config(config(**sizes, **more))
 
 
-class Taught(nn.Module):
+class DistilledModel(nn.Module):
     """A small language model that learns from a frozen larger one, whose forward has much in memory that no
     backward wants."""
 
@@ -88,7 +88,7 @@ class Taught(nn.Module):
         return ModelOutput(loss=found.loss + apart)
 
 
-CASES: Mapping[str, Callable[[], nn.Module]] = {
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "qwen3": lambda: _language_model(T.Qwen3Config, 8, 512, 4000, num_key_value_heads=4, head_dim=64),
     "llama, wide": lambda: _language_model(T.LlamaConfig, 3, 1024, 2000, num_key_value_heads=8),
     "llama, deep": lambda: _language_model(T.LlamaConfig, 16, 256, 1000, num_key_value_heads=8),
@@ -124,20 +124,23 @@ CASES: Mapping[str, Callable[[], nn.Module]] = {
             text_config=T.LlamaConfig(
                 hidden_size=512, num_hidden_layers=6, num_attention_heads=8, intermediate_size=1536, vocab_size=4000, use_cache=False,
             ),
-            image_token_index=IMAGE,
+            image_token_index=IMAGE_TOKEN,
         )
     ),
-    "frozen teacher": lambda: Taught(),
+    "frozen teacher": lambda: DistilledModel(),
     "vit": lambda: T.ViTForImageClassification(
         T.ViTConfig(hidden_size=384, num_hidden_layers=8, num_attention_heads=6, intermediate_size=1536, num_labels=10)  # pyright: ignore[reportCallIssue]
     ),
 }  # fmt: skip
 
 
-IMAGE, PATCHES = 5, 256  # the token that stands for a patch of the vlm's images, and how many an image has
+IMAGE_TOKEN, PATCHES_PER_IMAGE = (
+    5,
+    256,
+)  # the token that stands for a patch of the vlm's images, and how many an image has
 
 
-def sample(name: str, g: torch.Generator) -> dict[str, torch.Tensor]:
+def random_sample(name: str, g: torch.Generator) -> dict[str, torch.Tensor]:
     """A random sample for the model of a case."""
     words = torch.randint(10, 1000, (384,), generator=g)
     if name == "vit":
@@ -148,7 +151,7 @@ def sample(name: str, g: torch.Generator) -> dict[str, torch.Tensor]:
     if name == "whisper":
         return {"input_features": torch.randn(80, 600, generator=g), "labels": words[:128]}
     if name == "vlm":
-        words[:PATCHES] = IMAGE
+        words[:PATCHES_PER_IMAGE] = IMAGE_TOKEN
         return {
             "input_ids": words,
             "pixel_values": torch.randn(3, 224, 224, generator=g),
@@ -157,9 +160,9 @@ def sample(name: str, g: torch.Generator) -> dict[str, torch.Tensor]:
     return {"input_ids": words, "labels": words.clone()}
 
 
-def planned(path: Path, micro_batch: int, again: str) -> Section:
+def plan_section(path: Path, micro_batch: int, again: str) -> Section:
     """The one section of the plan for one rank."""
-    options = Options(cluster="1x1xcpu", global_batch=SAMPLES, max_sections=1, fuse=False)
+    options = CompileOptions(cluster="1x1xcpu", global_batch=BATCH_SAMPLES, max_sections=1, fuse=False)
     (section,) = compile_model(path, options).plan.sections
     if (section.micro_batch, section.recompute) != (micro_batch, again):
         pins = (f"{section.name}.micro_batch={micro_batch}", f"{section.name}.recompute={again}")
@@ -167,15 +170,17 @@ def planned(path: Path, micro_batch: int, again: str) -> Section:
     return section
 
 
-def tracked(user: UserModel, section: Section) -> float:
+def tracked_peak(user: UserModel, section: Section) -> float:
     """Bytes at the tracker's peak in plain PyTorch."""
     torch.manual_seed(0)
-    model = user.model()
-    _frozen_as_buffers(model)
-    recompute.install(model, section.blocks, section.recompute)
-    optimizer = user.optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+    model = user.build_model()
+    _turn_frozen_into_buffers(model)
+    recompute.install_recompute(model, section.blocks, section.recompute)
+    optimizer = user.build_optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
     samples, size = user.module.dataset(), section.micro_batch
-    batches = [user.collate([samples[i] for i in range(at, at + size)]) for at in range(0, SAMPLES, size)]
+    batches = [
+        user.collate([samples[i] for i in range(at, at + size)]) for at in range(0, BATCH_SAMPLES, size)
+    ]
     tracker = MemTracker()
     tracker.track_external(model, optimizer, *(value for batch in batches for value in batch.values()))
     with tracker:
@@ -189,7 +194,7 @@ def tracked(user: UserModel, section: Section) -> float:
     return float(sum(state["Total"] for state in snapshot.values()))
 
 
-def _frozen_as_buffers(model: nn.Module) -> None:
+def _turn_frozen_into_buffers(model: nn.Module) -> None:
     """The tracker asks every parameter for its gradient, also those that have none."""
     for module in model.modules():
         for key, param in list(module.named_parameters(recurse=False)):
@@ -198,20 +203,23 @@ def _frozen_as_buffers(model: nn.Module) -> None:
                 module.register_buffer(key, param.data)
 
 
-def compare(name: str, micro_batch: int, again: str) -> tuple[float, float]:
+def compare_memory(name: str, micro_batch: int, again: str) -> tuple[float, float]:
     """(predicted, tracked) bytes of a case."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.py"
-        path.write_text(FILE.format(name=name))
-        section = planned(path, micro_batch, again)
-        return section.memory_gib * 2**30, tracked(load(path), section)
+        path.write_text(MODEL_FILE_TEXT.format(name=name))
+        section = plan_section(path, micro_batch, again)
+        return section.memory_gib * 2**30, tracked_peak(load_model_file(path), section)
 
 
 def main() -> None:
-    titles = [f"{n} in a micro-batch{', recompute ' + again if again != 'none' else ''}" for n, again in WAYS]
-    print(f"| model | {' | '.join(titles)} |\n|{' --- |' * (1 + len(WAYS))}")
-    for name in sys.argv[1:] or CASES:
-        found = [compare(name, *way) for way in WAYS]
+    titles = [
+        f"{n} in a micro-batch{', recompute ' + again if again != 'none' else ''}"
+        for n, again in CONFIGURATIONS
+    ]
+    print(f"| model | {' | '.join(titles)} |\n|{' --- |' * (1 + len(CONFIGURATIONS))}")
+    for name in sys.argv[1:] or MODELS:
+        found = [compare_memory(name, *way) for way in CONFIGURATIONS]
         cells = (
             f"{expected / 2**20:.0f} / {seen / 2**20:.0f} {expected / seen - 1:+.1%}"
             for expected, seen in found

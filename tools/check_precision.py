@@ -28,18 +28,18 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from secc.driver.compile import Compiled, Options, compile_model
-from secc.driver.exactness_check import OneRank
+from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.driver.exactness_check import OneRankPlan
 from secc.errors import UserError
-from secc.frontend.dataset.eager_reference import Result, eager
+from secc.frontend.dataset.eager_reference import LossAndGradients, run_eager
 from secc.runtime.kernels import backend
-from tools.bench_kernels import SLACK, check
-from tools.kernel_cases import TINY, entries, losses
+from tools.bench_kernels import ERROR_SLACK, check_precision
+from tools.kernel_cases import TINY_SIZES, loss_cases, memory_bound_cases
 
-ROOT = Path(__file__).resolve().parent.parent
-MODELS = ("qwen_distil", "llava_tiny", "whisper_tiny", "internvl_tiny", "voxtral_tiny", "two_modalities")
-EXAMPLES = ("vlm_digits",)
-ROUNDED = """
+REPOSITORY = Path(__file__).resolve().parent.parent
+MODEL_NAMES = ("qwen_distil", "llava_tiny", "whisper_tiny", "internvl_tiny", "voxtral_tiny", "two_modalities")
+EXAMPLE_NAMES = ("vlm_digits",)
+ROUNDED_MODEL_SOURCE = """
 import importlib.util, sys, torch
 sys.path.insert(0, {folder!r})
 _spec = importlib.util.spec_from_file_location({name!r}, {path!r})
@@ -62,76 +62,78 @@ def dataset():
 
 
 @dataclass(frozen=True)
-class Errors:
+class ModelErrors:
     """Relative errors of a model's loss and of all its gradients."""
 
     loss: float
     gradient: float
 
     @staticmethod
-    def of(found: Result, exact: Result) -> Errors:
+    def measure_errors(found: LossAndGradients, exact: LossAndGradients) -> ModelErrors:
         distance = norm = 0.0
         for name, wanted in exact.gradients.items():
             got = found.gradients[name]
             if wanted is not None and got is not None:
                 distance += float((got.double() - wanted.double()).square().sum())
                 norm += float(wanted.double().square().sum())
-        return Errors(abs(found.loss - exact.loss) / abs(exact.loss), (distance / norm) ** 0.5)
+        return ModelErrors(abs(found.loss - exact.loss) / abs(exact.loss), (distance / norm) ** 0.5)
 
 
 @dataclass(frozen=True)
-class Row:
+class PrecisionRow:
     """One model: its rules that matched, and the errors with and without fusion."""
 
     model: str
     rules: tuple[str, ...]
-    fused: Errors
-    unfused: Errors
+    fused: ModelErrors
+    unfused: ModelErrors
 
     @property
-    def fine(self) -> bool:
+    def is_fine(self) -> bool:
         return (
-            self.fused.gradient <= SLACK * self.unfused.gradient
-            and self.fused.loss <= SLACK * self.unfused.loss + 1e-3
+            self.fused.gradient <= ERROR_SLACK * self.unfused.gradient
+            and self.fused.loss <= ERROR_SLACK * self.unfused.loss + 1e-3
         )
 
 
-def measured(path: Path, dtype: torch.dtype, folder: Path) -> Row:
+def measure_model(path: Path, dtype: torch.dtype, folder: Path) -> PrecisionRow:
     """The errors of one model file in `dtype`. Raises UserError for a model that cannot be compiled."""
     file = folder / f"{path.stem}_rounded.py"
     name = str(dtype).removeprefix("torch.")
-    file.write_text(ROUNDED.format(folder=str(path.parent), name=path.stem, path=str(path), dtype=name))
-    compiled = compile_model(file, Options(cluster="local:2", fuse=True))
+    file.write_text(
+        ROUNDED_MODEL_SOURCE.format(folder=str(path.parent), name=path.stem, path=str(path), dtype=name)
+    )
+    compiled = compile_model(file, CompileOptions(cluster="local:2", fuse=True))
     torch.manual_seed(0)
-    model = compiled.user.model()
-    samples = compiled.survey.batches(compiled.survey.unions()[0])[-1]
+    model = compiled.user.build_model()
+    samples = compiled.survey.compose_batches(compiled.survey.micro_batch_patterns()[0])[-1]
     batch = compiled.user.collate(samples)
-    exact = eager(copy.deepcopy(model).double(), _wide(batch))
+    exact = run_eager(copy.deepcopy(model).double(), _to_float64(batch))
     rules = tuple(dict.fromkeys(f.rule for f in compiled.plan.fusions if not f.why))
-    return Row(
+    return PrecisionRow(
         path.stem,
         rules,
-        Errors.of(_planned(compiled, model, samples, folder), exact),
-        Errors.of(eager(model, batch), exact),
+        ModelErrors.measure_errors(_run_planned(compiled, model, samples, folder), exact),
+        ModelErrors.measure_errors(run_eager(model, batch), exact),
     )
 
 
-def _planned(
-    compiled: Compiled, model: nn.Module, samples: Sequence[Mapping[str, Any]], folder: Path
-) -> Result:
+def _run_planned(
+    compiled: CompiledPlan, model: nn.Module, samples: Sequence[Mapping[str, Any]], folder: Path
+) -> LossAndGradients:
     directory = folder / f"{compiled.user.path.stem}_plan"
     compiled.write_sections(directory)
-    return OneRank(compiled.plan, directory, compiled.user, model).step(samples, most=len(samples))
+    return OneRankPlan(compiled.plan, directory, compiled.user, model).run_step(samples, most=len(samples))
 
 
-def _wide(batch: Mapping[str, Any]) -> dict[str, Any]:
+def _to_float64(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {
         k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in batch.items()
     }
 
 
-def report(paths: Sequence[Path], dtype: torch.dtype) -> bool:
+def print_report(paths: Sequence[Path], dtype: torch.dtype) -> bool:
     """Print a table of the models; whether all are fine."""
     name = str(dtype).removeprefix("torch.")
     print(
@@ -141,17 +143,17 @@ def report(paths: Sequence[Path], dtype: torch.dtype) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         for path in paths:
             try:
-                row = measured(path, dtype, Path(folder))
+                row = measure_model(path, dtype, Path(folder))
             except UserError as error:
                 print(f"| `{path.stem}` | {error.message} | | |")
                 continue
             a, b = row.fused, row.unfused
-            verdict = "" if row.fine else " WORSE"
+            verdict = "" if row.is_fine else " WORSE"
             print(
                 f"| `{row.model}` | {', '.join(row.rules)} | {a.loss:.1e} ({b.loss:.1e}) | {a.gradient:.1e} ({b.gradient:.1e}){verdict} |",
                 flush=True,
             )
-            right &= row.fine
+            right &= row.is_fine
     return right
 
 
@@ -166,14 +168,16 @@ def main() -> None:
     arguments = parser.parse_args()
     dtype = getattr(torch, arguments.dtype)
     paths = arguments.models or [
-        *(ROOT / "tests" / "models" / f"{name}.py" for name in MODELS),
-        *(ROOT / "examples" / f"{name}.py" for name in EXAMPLES),
+        *(REPOSITORY / "tests" / "models" / f"{name}.py" for name in MODEL_NAMES),
+        *(REPOSITORY / "examples" / f"{name}.py" for name in EXAMPLE_NAMES),
     ]
     right = True
     if not arguments.models:
-        device = torch.device("cuda" if torch.cuda.is_available() and not backend.INTERPRETED else "cpu")
-        right = check([*losses(), *entries()], TINY, dtype, device)
-    right &= report([p.resolve() for p in paths], dtype)
+        device = torch.device(
+            "cuda" if torch.cuda.is_available() and not backend.KERNELS_INTERPRETED else "cpu"
+        )
+        right = check_precision([*loss_cases(), *memory_bound_cases()], TINY_SIZES, dtype, device)
+    right &= print_report([p.resolve() for p in paths], dtype)
     sys.exit(0 if right else 1)
 
 

@@ -16,21 +16,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-from secc.driver.compile import Options, compile_model
-from secc.report.html_page import page
-from tools.compare_training import run
+from secc.driver.compile import CompileOptions, compile_model
+from secc.report.html_page import report_page
+from tools.compare_training import run_plan_ranks
 
-RANKS, SAMPLES = 2, 8
-REPLICAS = ("dp=2",)
-WAYS = {
-    "none": REPLICAS,
-    "zero1": (*REPLICAS, "sharding=zero1"),
-    "zero2": (*REPLICAS, "sharding=zero2"),
-    "zero3": (*REPLICAS, "sharding=zero3"),
+RANK_COUNT, GLOBAL_BATCH = 2, 8
+TWO_REPLICAS = ("dp=2",)
+PINS_BY_WAY = {
+    "none": TWO_REPLICAS,
+    "zero1": (*TWO_REPLICAS, "sharding=zero1"),
+    "zero2": (*TWO_REPLICAS, "sharding=zero2"),
+    "zero3": (*TWO_REPLICAS, "sharding=zero3"),
     "tp 2": ("dp=1", "tp=2"),
     "pp 2": ("dp=1", "pp=2"),
 }  # pins of the section
-FILE = """
+MODEL_FILE_TEXT = """
 import ctypes
 import os
 import torch
@@ -85,25 +85,29 @@ def dataset():
 """
 
 
-def compare(way: str, folder: Path) -> tuple[float, float]:
+def compare_resident_memory(way: str, folder: Path) -> tuple[float, float]:
     """(predicted, measured) bytes of the rank that has more resident, under a way to distribute the model."""
     path, plan = folder / "model.py", folder / "plan"
-    path.write_text(FILE)
-    pins = tuple(f"model.{pin}" for pin in ("sharding=none", "micro_batch=2", "recompute=none", *WAYS[way]))
-    options = Options(cluster=f"local:{RANKS}", global_batch=SAMPLES, max_sections=1, fuse=False, set=pins)
+    path.write_text(MODEL_FILE_TEXT)
+    pins = tuple(
+        f"model.{pin}" for pin in ("sharding=none", "micro_batch=2", "recompute=none", *PINS_BY_WAY[way])
+    )
+    options = CompileOptions(
+        cluster=f"local:{RANK_COUNT}", global_batch=GLOBAL_BATCH, max_sections=1, fuse=False, set=pins
+    )
     compiled = compile_model(path, options)
-    compiled.write(plan, page)
+    compiled.write_plan(plan, report_page)
     arguments = ["--steps", "3", "--workers", "0", "--log-dir", str(folder / "logs")]
-    run(plan, RANKS, arguments, {"MEMORY": str(folder)})
-    seen, rank = max((float((folder / str(r)).read_text()), r) for r in range(RANKS))
+    run_plan_ranks(plan, RANK_COUNT, arguments, {"MEMORY": str(folder)})
+    seen, rank = max((float((folder / str(r)).read_text()), r) for r in range(RANK_COUNT))
     return next(s.memory_gib for s in compiled.plan.sections if rank in s.mesh.ranks) * 2**30, seen
 
 
 def main() -> None:
     print("| way | predicted, MiB | resident, MiB | error |\n| --- | --- | --- | --- |")
-    for way in sys.argv[1:] or WAYS:
+    for way in sys.argv[1:] or PINS_BY_WAY:
         with tempfile.TemporaryDirectory() as name:
-            expected, seen = compare(way, Path(name))
+            expected, seen = compare_resident_memory(way, Path(name))
         print(
             f"| {way} | {expected / 2**20:.0f} | {seen / 2**20:.0f} | {expected / seen - 1:+.1%} |",
             flush=True,

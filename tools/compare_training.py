@@ -22,23 +22,23 @@ from pathlib import Path
 import torch
 
 from secc.frontend.dataset.eager_reference import GRADIENT_FLOOR, GRADIENT_TOLERANCE, LOSS_TOLERANCE
-from secc.runtime.model.user_file import load
+from secc.runtime.model.user_file import load_model_file
 from secc.runtime.plan.schema import Plan
-from secc.runtime.plan.schema import load as load_plan
-from secc.runtime.tensor_parallel.parameter_cuts import Cut
-from tools.train_plain import train
+from secc.runtime.plan.schema import load_plan as load_plan
+from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut
+from tools.train_plain import train_model
 
-PRELOADED = ["secc.runtime.training.trainer", "torch.distributed.checkpoint", "torch._dynamo"] + [
+PRELOADED_MODULES = ["secc.runtime.training.trainer", "torch.distributed.checkpoint", "torch._dynamo"] + [
     f"transformers.models.{m}.modeling_{m}"
     for m in ("clip", "internvl", "llama", "llava", "qwen2", "qwen3", "whisper")
 ]
-RUN_SECONDS = 150
+RUN_LIMIT_S = 150
 LEARNING_RATE = 1e-3
-LATER_LOSSES = 1e-4  # relative: losses after the first step
+LATER_LOSS_TOLERANCE = 1e-4  # relative: losses after the first step
 # an entry below this share of all gradients (a key's bias) is rounding noise, which AdamW turns into steps of
 # any sign
-NOISE = 1e-6
-RECORDING_MODEL = '''
+NOISE_SHARE = 1e-6
+RECORDING_MODEL_SOURCE = '''
 """{name} with an optimizer that keeps the first step's gradients."""
 
 import os
@@ -65,7 +65,7 @@ def optimizer(params):
 
 
 @dataclass
-class Trained:
+class TrainingResult:
     """Losses of all steps, the first step's gradients, the parameters at the end; tied parameters under one
     of their names."""
 
@@ -74,29 +74,31 @@ class Trained:
     parameters: dict[str, torch.Tensor]
 
 
-def recording_model(name: str, directory: Path, source: Path) -> Path:
+def write_recording_model(name: str, directory: Path, source: Path) -> Path:
     """A copy of model file `source/name.py` that records gradients."""
     path = directory / f"recording_{name}.py"
     path.write_text(
         f"import sys\nsys.path.insert(0, {str(source)!r})\n"
-        + RECORDING_MODEL.format(name=name, rate=LEARNING_RATE)
+        + RECORDING_MODEL_SOURCE.format(name=name, rate=LEARNING_RATE)
     )
     return path
 
 
-def plain(path: Path, global_batch: int, steps: int, gradients: Path, seed: int = 0) -> Trained:
+def train_in_one_process(
+    path: Path, global_batch: int, steps: int, gradients: Path, seed: int = 0
+) -> TrainingResult:
     """Train with plain PyTorch: the whole global batch in one process."""
     gradients.mkdir(exist_ok=True)
     os.environ["GRADIENTS"] = str(gradients)
-    model, losses = train(load(path), steps, global_batch, seed)
-    return Trained(
+    model, losses = train_model(load_model_file(path), steps, global_batch, seed)
+    return TrainingResult(
         losses, torch.load(gradients / "rank.pt"), {n: p.detach() for n, p in model.named_parameters()}
     )
 
 
-def distributed(plan: Path, world_size: int, steps: int, work: Path, *options: str) -> Trained:
+def train_distributed(plan: Path, world_size: int, steps: int, work: Path, *options: str) -> TrainingResult:
     """Train a plan on gloo ranks, from step 1 to `steps`."""
-    from secc.runtime.parameters.checkpoint import load_full
+    from secc.runtime.parameters.checkpoint import load_full_state_dict
 
     gradients = work / "gradients"
     gradients.mkdir(parents=True, exist_ok=True)
@@ -111,34 +113,39 @@ def distributed(plan: Path, world_size: int, steps: int, work: Path, *options: s
         "0",
         *options,
     ]
-    run(plan, world_size, arguments, {"GRADIENTS": str(gradients)})
-    parameters = load_full(work / "saved")
+    run_plan_ranks(plan, world_size, arguments, {"GRADIENTS": str(gradients)})
+    parameters = load_full_state_dict(work / "saved")
     parts: dict[str, dict[int, torch.Tensor | None]] = {}
     for file in sorted(gradients.glob("rank*.pt")):
         for name, gradient in torch.load(file).items():
             parts.setdefault(name, {})[int(file.stem.removeprefix("rank"))] = gradient
     made = load_plan(plan)
-    found = {name: _whole(made, name, held, parameters[name].shape) for name, held in parts.items()}
-    return Trained([m["loss"] for m in metrics(work)], found, parameters)
+    found = {
+        name: _assemble_gradient(made, name, held, parameters[name].shape) for name, held in parts.items()
+    }
+    return TrainingResult([m["loss"] for m in read_metrics(work)], found, parameters)
 
 
-def _whole(
+def _assemble_gradient(
     plan: Plan, name: str, held: Mapping[int, torch.Tensor | None], shape: torch.Size
 ) -> torch.Tensor | None:
     """A parameter's gradient from what each rank has of it: parts of ranks that cut it, or all of it on each
     of them."""
     section = next((s for s in plan.sections if s.mesh.tp > 1 and name in s.params), None)
     if section is None or name in section.partial:
-        return _joined(list(held.values()), shape)
+        return _join_slices(list(held.values()), shape)
     shard = next((s for s in section.shards if s.name == name), None)
     places = [
         [held[r] for r in section.mesh.ranks[place :: section.mesh.tp] if r in held]
         for place in range(section.mesh.tp)
     ]
     if shard is None:
-        return _joined(places[0], shape)
-    cuts = [Cut(shape, shard.dim, shard.parts, place, section.mesh.tp) for place in range(section.mesh.tp)]
-    own = [_joined(some, cut.local) for some, cut in zip(places, cuts, strict=True)]
+        return _join_slices(places[0], shape)
+    cuts = [
+        ParameterCut(shape, shard.dim, shard.parts, place, section.mesh.tp)
+        for place in range(section.mesh.tp)
+    ]
+    own = [_join_slices(some, cut.local_shape) for some, cut in zip(places, cuts, strict=True)]
     if all(g is None for g in own):
         return None
     whole = torch.zeros(shape)
@@ -150,7 +157,7 @@ def _whole(
     return whole
 
 
-def _joined(held: Sequence[torch.Tensor | None], shape: torch.Size) -> torch.Tensor | None:
+def _join_slices(held: Sequence[torch.Tensor | None], shape: torch.Size) -> torch.Tensor | None:
     """A gradient from what each rank has of it: all of it, or, where the optimizer is sharded, one slice
     after the other."""
     known = [g for g in held if g is not None]
@@ -159,27 +166,27 @@ def _joined(held: Sequence[torch.Tensor | None], shape: torch.Size) -> torch.Ten
     return known[-1] if known[-1].shape == shape else torch.cat([g.flatten() for g in known]).view(shape)
 
 
-def metrics(log_dir: Path) -> list[dict[str, float]]:
+def read_metrics(log_dir: Path) -> list[dict[str, float]]:
     """The objects of metrics.jsonl."""
     return [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def differences(found: Trained, reference: Trained) -> Iterator[str]:
+def find_differences(found: TrainingResult, reference: TrainingResult) -> Iterator[str]:
     """One line for each thing in which a run differs from plain PyTorch by more than the contract allows."""
-    yield from _losses(found, reference)
-    yield from _gradients(found, reference)
-    yield from _parameters(found, reference)
+    yield from _loss_differences(found, reference)
+    yield from _gradient_differences(found, reference)
+    yield from _parameter_differences(found, reference)
 
 
-def _losses(found: Trained, reference: Trained) -> Iterator[str]:
+def _loss_differences(found: TrainingResult, reference: TrainingResult) -> Iterator[str]:
     if len(found.losses) != len(reference.losses):
         yield f"{len(found.losses)} steps instead of {len(reference.losses)}"
     for step, (got, expected) in enumerate(zip(found.losses, reference.losses, strict=False)):
-        if abs(got - expected) > (LATER_LOSSES if step else LOSS_TOLERANCE) * abs(expected):
+        if abs(got - expected) > (LATER_LOSS_TOLERANCE if step else LOSS_TOLERANCE) * abs(expected):
             yield f"loss of step {step + 1}: {got!r} instead of {expected!r}"
 
 
-def _gradients(found: Trained, reference: Trained) -> Iterator[str]:
+def _gradient_differences(found: TrainingResult, reference: TrainingResult) -> Iterator[str]:
     total = _global_norm(reference)
     for name, expected in reference.gradients.items():
         got = found.gradients.get(name)
@@ -192,7 +199,7 @@ def _gradients(found: Trained, reference: Trained) -> Iterator[str]:
             yield f"gradient of {name}: off by {error:.3g} of {float(expected.norm()):.3g}"
 
 
-def _parameters(found: Trained, reference: Trained) -> Iterator[str]:
+def _parameter_differences(found: TrainingResult, reference: TrainingResult) -> Iterator[str]:
     total, largest = _global_norm(reference), 2 * len(reference.losses) * LEARNING_RATE
     for name, expected in reference.parameters.items():
         difference = (found.parameters[name] - expected).abs()
@@ -200,34 +207,34 @@ def _parameters(found: Trained, reference: Trained) -> Iterator[str]:
         noise = (
             torch.ones_like(difference, dtype=torch.bool)
             if gradient is None
-            else gradient.abs() < NOISE * total
+            else gradient.abs() < NOISE_SHARE * total
         )
-        if not (difference <= torch.where(noise, largest, LATER_LOSSES)).all():
+        if not (difference <= torch.where(noise, largest, LATER_LOSS_TOLERANCE)).all():
             yield f"parameter {name} after {len(reference.losses)} steps: off by {float(difference.max()):.3g}"
 
 
-def _global_norm(reference: Trained) -> float:
+def _global_norm(reference: TrainingResult) -> float:
     return float(torch.stack([g.norm() for g in reference.gradients.values() if g is not None]).norm())
 
 
-def run(
+def run_plan_ranks(
     plan: Path, world_size: int, arguments: Sequence[str], environment: dict[str, str] | None = None
 ) -> None:
     """Run a plan's run.py on `world_size` processes of this machine. Raises AssertionError where one fails or
     time is up."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(PRELOADED_MODULES)
     place = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(find_free_port()),
     }
     with tempfile.TemporaryDirectory() as errors:
         files = [Path(errors) / str(rank) for rank in range(world_size)]
         ranks = [
             context.Process(
-                target=_rank, args=(plan, rank, file, list(arguments), (environment or {}) | place)
+                target=_run_rank, args=(plan, rank, file, list(arguments), (environment or {}) | place)
             )
             for rank, file in enumerate(files)
         ]
@@ -235,7 +242,7 @@ def run(
             for process in ranks:
                 process.start()
             for process in ranks:
-                process.join(RUN_SECONDS)
+                process.join(RUN_LIMIT_S)
             codes = [p.exitcode for p in ranks]
             assert codes == [0] * world_size, f"the ranks ended with {codes}: {_first_error(files)}"
         finally:
@@ -253,7 +260,7 @@ def _first_error(files: Sequence[Path]) -> str:
     )
 
 
-def _rank(plan: Path, rank: int, errors: Path, arguments: list[str], environment: dict[str, str]) -> None:
+def _run_rank(plan: Path, rank: int, errors: Path, arguments: list[str], environment: dict[str, str]) -> None:
     with errors.open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -261,7 +268,7 @@ def _rank(plan: Path, rank: int, errors: Path, arguments: list[str], environment
     runpy.run_path(str(plan / "run.py"), run_name="__main__")
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """A port that nothing listens on now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 
 from secc.runtime import kernels
 
-Way = Callable[..., Any]
+Implementation = Callable[..., Any]
 TEACHER_WIDTH = 5120  # hidden size of the teacher in the distillation losses
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """A model's sizes and the number of rows (tokens)."""
 
     name: str
@@ -36,46 +36,46 @@ class Sizes:
     rows: int = 0
 
 
-MODELS = (
-    Sizes("Qwen3-0.6B", 1024, 151_936, 3072, 16, 8, 128),
-    Sizes("Qwen3-8B", 4096, 151_936, 12_288, 32, 8, 128),
-    Sizes("Qwen3-32B", 5120, 151_936, 25_600, 64, 8, 128),
-    Sizes("Llama-3.2-1B", 2048, 128_256, 8192, 32, 8, 64),
-    Sizes("Llama-3.1-8B", 4096, 128_256, 14_336, 32, 8, 128),
-    Sizes("Llama-3.1-70B", 8192, 128_256, 28_672, 64, 8, 128),
+MODEL_SIZES = (
+    ModelSizes("Qwen3-0.6B", 1024, 151_936, 3072, 16, 8, 128),
+    ModelSizes("Qwen3-8B", 4096, 151_936, 12_288, 32, 8, 128),
+    ModelSizes("Qwen3-32B", 5120, 151_936, 25_600, 64, 8, 128),
+    ModelSizes("Llama-3.2-1B", 2048, 128_256, 8192, 32, 8, 64),
+    ModelSizes("Llama-3.1-8B", 4096, 128_256, 14_336, 32, 8, 128),
+    ModelSizes("Llama-3.1-70B", 8192, 128_256, 28_672, 64, 8, 128),
 )
-TINY = Sizes("tiny", 64, 1000, 96, 4, 2, 32, 48)
+TINY_SIZES = ModelSizes("tiny", 64, 1000, 96, 4, 2, 32, 48)
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One operator: random inputs (those that get gradients first), how many of them do, the ways, and the
     least work."""
 
     name: str
-    inputs: Callable[[Sizes, torch.dtype, torch.device], list[torch.Tensor]]
-    differentiable: int
-    ways: Mapping[str, Way]
-    flops: Callable[[Sizes], float] = lambda s: 0.0
-    entries: Callable[[Sizes], float] = lambda s: (
+    make_inputs: Callable[[ModelSizes, torch.dtype, torch.device], list[torch.Tensor]]
+    differentiable_inputs: int
+    implementations: Mapping[str, Implementation]
+    flops: Callable[[ModelSizes], float] = lambda s: 0.0
+    moved_entries: Callable[[ModelSizes], float] = lambda s: (
         0.0
     )  # read or written once forward and backward, of the inputs' dtype
-    liger: str = field(default="", repr=False)
+    liger_name: str = field(default="", repr=False)
 
 
-def _random(dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+def _random_tensors(dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.randn(shape, dtype=torch.float32, device=device).to(dtype) for shape in shapes]
 
 
-def _head(s: Sizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    hidden, weight = _random(dtype, device, (s.rows, s.hidden), (s.vocabulary, s.hidden))
+def _head_inputs(s: ModelSizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    hidden, weight = _random_tensors(dtype, device, (s.rows, s.hidden), (s.vocabulary, s.hidden))
     return [hidden, weight.mul_(2 * s.hidden**-0.5), torch.randint(s.vocabulary, (s.rows,), device=device)]
 
 
-def _heads(s: Sizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+def _two_head_inputs(s: ModelSizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     width = min(TEACHER_WIDTH, 2 * s.hidden)
-    teacher, teacher_weight = _random(dtype, device, (s.rows, width), (s.vocabulary, width))
-    hidden, weight, target = _head(s, dtype, device)
+    teacher, teacher_weight = _random_tensors(dtype, device, (s.rows, width), (s.vocabulary, width))
+    hidden, weight, target = _head_inputs(s, dtype, device)
     return [hidden, weight, teacher, teacher_weight.mul_(2 * width**-0.5), target]
 
 
@@ -91,13 +91,13 @@ def _plain_kl(
     return F.kl_div(F.log_softmax(hidden @ weight.T, -1), wanted, log_target=True, reduction="batchmean")
 
 
-def _wide(logits: torch.Tensor) -> torch.Tensor:
+def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
     """As Hugging Face's losses take logits: float32 of 16 bits."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _plain_ce(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(_wide(hidden @ weight.T), target)
+    return F.cross_entropy(_at_least_float32(hidden @ weight.T), target)
 
 
 def _plain_kl_ce(
@@ -111,53 +111,55 @@ def _plain_kl_ce(
         wanted = F.log_softmax(teacher @ teacher_weight.T, -1)
     logits = hidden @ weight.T
     divergence = F.kl_div(F.log_softmax(logits, -1), wanted, log_target=True, reduction="batchmean")
-    return divergence + F.cross_entropy(_wide(logits), target)
+    return divergence + F.cross_entropy(_at_least_float32(logits), target)
 
 
-def _mean(sums: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _mean_of_sums(sums: tuple[torch.Tensor, ...]) -> torch.Tensor:
     means = [total / count for total, count in zip(sums[::2], sums[1::2], strict=True)]
     return torch.stack(means).sum()
 
 
-def _student_flops(s: Sizes) -> float:
+def _student_flops(s: ModelSizes) -> float:
     return 6.0 * s.rows * s.hidden * s.vocabulary
 
 
-def _teacher_flops(s: Sizes) -> float:
+def _teacher_flops(s: ModelSizes) -> float:
     return 2.0 * s.rows * min(TEACHER_WIDTH, 2 * s.hidden) * s.vocabulary
 
 
-def losses() -> list[Case]:
+def loss_cases() -> list[KernelCase]:
     """The losses on linear heads, as means over rows."""
     return [
-        Case(
-            "linear_cross_entropy", _head, 2,
-            {"secc": lambda h, w, t: _mean(kernels.linear_cross_entropy(h, w, t)), "eager": _plain_ce},
-            flops=_student_flops, liger="fused_linear_cross_entropy",
+        KernelCase(
+            "linear_cross_entropy", _head_inputs, 2,
+            {"secc": lambda h, w, t: _mean_of_sums(kernels.linear_cross_entropy(h, w, t)), "eager": _plain_ce},
+            flops=_student_flops, liger_name="fused_linear_cross_entropy",
         ),
-        Case(
-            "linear_kl", _heads, 2, {"secc": lambda h, w, g, v, _: _mean(kernels.linear_kl(h, w, g, v)), "eager": _plain_kl},
-            flops=lambda s: _student_flops(s) + _teacher_flops(s), liger="fused_linear_jsd",
+        KernelCase(
+            "linear_kl", _two_head_inputs, 2, {"secc": lambda h, w, g, v, _: _mean_of_sums(kernels.linear_kl(h, w, g, v)), "eager": _plain_kl},
+            flops=lambda s: _student_flops(s) + _teacher_flops(s), liger_name="fused_linear_jsd",
         ),
-        Case(
-            "linear_kl_ce", _heads, 2, {"secc": lambda *x: _mean(kernels.linear_kl_ce(*x)), "eager": _plain_kl_ce},
+        KernelCase(
+            "linear_kl_ce", _two_head_inputs, 2, {"secc": lambda *x: _mean_of_sums(kernels.linear_kl_ce(*x)), "eager": _plain_kl_ce},
             flops=lambda s: _student_flops(s) + _teacher_flops(s),
         ),
     ]  # fmt: skip
 
 
-def _norm_inputs(s: Sizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    return _random(dtype, device, (s.rows, s.hidden), (s.hidden,), (s.hidden,))
+def _norm_inputs(s: ModelSizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    return _random_tensors(dtype, device, (s.rows, s.hidden), (s.hidden,), (s.hidden,))
 
 
-def _gate_inputs(s: Sizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    return _random(dtype, device, (s.rows, s.intermediate), (s.rows, s.intermediate))
+def _gate_inputs(s: ModelSizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    return _random_tensors(dtype, device, (s.rows, s.intermediate), (s.rows, s.intermediate))
 
 
-def _rope_inputs(s: Sizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+def _rope_inputs(s: ModelSizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     q, k = (
         t.transpose(1, 2)
-        for t in _random(dtype, device, (1, s.rows, s.heads, s.head), (1, s.rows, s.key_heads, s.head))
+        for t in _random_tensors(
+            dtype, device, (1, s.rows, s.heads, s.head), (1, s.rows, s.key_heads, s.head)
+        )
     )
     angles = torch.arange(s.rows, device=device).unsqueeze(1) * 10_000.0 ** -torch.linspace(
         0, 1, s.head // 2, device=device
@@ -166,67 +168,67 @@ def _rope_inputs(s: Sizes, dtype: torch.dtype, device: torch.device) -> list[tor
     return [q, k, angles.cos().to(dtype), angles.sin().to(dtype)]
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _plain_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, -1)
     return x * cos.unsqueeze(1) + torch.cat([-second, first], -1) * sin.unsqueeze(1)
 
 
-def _row_inputs(s: Sizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    return [*_random(dtype, device, (s.rows, s.hidden)), torch.randperm(s.rows, device=device)]
+def _row_inputs(s: ModelSizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    return [*_random_tensors(dtype, device, (s.rows, s.hidden)), torch.randperm(s.rows, device=device)]
 
 
-def _scatter_inputs(s: Sizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    base, rows = _random(dtype, device, (s.rows, s.hidden), (s.rows // 4, s.hidden))
+def _scatter_inputs(s: ModelSizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    base, rows = _random_tensors(dtype, device, (s.rows, s.hidden), (s.rows // 4, s.hidden))
     return [base, rows, torch.randperm(s.rows, device=device)[: s.rows // 4]]
 
 
 def _plain_rms(x: torch.Tensor, weight: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    wide = _wide(x)
+    wide = _at_least_float32(x)
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-def entries() -> list[Case]:
+def memory_bound_cases() -> list[KernelCase]:
     """The operators that memory bounds. Forward and backward: norms move 5 tensors of [rows, hidden], gates 8
     of [rows, intermediate]."""
 
-    def norm(s: Sizes) -> float:
+    def norm(s: ModelSizes) -> float:
         return 5.0 * s.rows * s.hidden
 
-    def gate(s: Sizes) -> float:
+    def gate(s: ModelSizes) -> float:
         return 8.0 * s.rows * s.intermediate
 
     return [
-        Case(
+        KernelCase(
             "rms_norm", _norm_inputs, 2, {"secc": lambda x, w, _: kernels.rms_norm(x, w), "eager": _plain_rms},
-            entries=norm, liger="rms_norm",
+            moved_entries=norm, liger_name="rms_norm",
         ),
-        Case(
+        KernelCase(
             "layer_norm", _norm_inputs, 3,
-            {"secc": kernels.layer_norm, "eager": lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b)}, entries=norm, liger="layer_norm",
+            {"secc": kernels.layer_norm, "eager": lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b)}, moved_entries=norm, liger_name="layer_norm",
         ),
-        Case("swiglu", _gate_inputs, 2, {"secc": kernels.swiglu, "eager": lambda g, u: F.silu(g) * u}, entries=gate, liger="swiglu"),
-        Case(
+        KernelCase("swiglu", _gate_inputs, 2, {"secc": kernels.swiglu, "eager": lambda g, u: F.silu(g) * u}, moved_entries=gate, liger_name="swiglu"),
+        KernelCase(
             "geglu", _gate_inputs, 2, {"secc": kernels.geglu, "eager": lambda g, u: F.gelu(g, approximate="tanh") * u},
-            entries=gate, liger="geglu",
+            moved_entries=gate, liger_name="geglu",
         ),
-        Case(
+        KernelCase(
             "rope", _rope_inputs, 2,
-            {"secc": kernels.rope, "eager": lambda q, k, cos, sin: (_rotate(q, cos, sin), _rotate(k, cos, sin))},
-            entries=lambda s: 4.0 * s.rows * (s.heads + s.key_heads) * s.head, liger="rope",
+            {"secc": kernels.rope, "eager": lambda q, k, cos, sin: (_plain_rotate(q, cos, sin), _plain_rotate(k, cos, sin))},
+            moved_entries=lambda s: 4.0 * s.rows * (s.heads + s.key_heads) * s.head, liger_name="rope",
         ),
-        Case(
+        KernelCase(
             "gather_rows", _row_inputs, 1, {"secc": kernels.gather_rows, "eager": lambda x, i: x.index_select(0, i)},
-            entries=lambda s: 4.0 * s.rows * s.hidden,
+            moved_entries=lambda s: 4.0 * s.rows * s.hidden,
         ),
-        Case(
+        KernelCase(
             "scatter_rows", _scatter_inputs, 2,
             {"secc": lambda b, r, i: kernels.scatter_rows(b, i, r), "eager": lambda b, r, i: b.index_copy(0, i, r)},
-            entries=lambda s: 4.0 * s.rows * s.hidden,
+            moved_entries=lambda s: 4.0 * s.rows * s.hidden,
         ),
     ]  # fmt: skip
 
 
-def _liger_ways() -> dict[str, Way]:
+def _liger_implementations() -> dict[str, Implementation]:
     from liger_kernel.transformers import functional as liger  # pyright: ignore[reportMissingImports]
 
     return {
@@ -242,12 +244,12 @@ def _liger_ways() -> dict[str, Way]:
     }
 
 
-def ways_of(case: Case, compiled: bool) -> dict[str, Way]:
+def implementations_of(case: KernelCase, compiled: bool) -> dict[str, Implementation]:
     """The ways to time: secc, eager, torch.compile of eager, and Liger's where it is installed and has
     one."""
-    ways = dict(case.ways)
+    ways = dict(case.implementations)
     if compiled:
-        ways["compile"] = torch.compile(case.ways["eager"], dynamic=False)
-    if case.liger and importlib.util.find_spec("liger_kernel") is not None:
-        ways["liger"] = _liger_ways()[case.liger]
+        ways["compile"] = torch.compile(case.implementations["eager"], dynamic=False)
+    if case.liger_name and importlib.util.find_spec("liger_kernel") is not None:
+        ways["liger"] = _liger_implementations()[case.liger_name]
     return ways

@@ -8,12 +8,12 @@ import random
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from secc.runtime.plan.schema import VERSION, Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
+from secc.runtime.plan.schema import PLAN_VERSION, Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
 from secc.runtime.plan.step_program import SampleMeta
 from tools.workloads.parts import mix
 
-IMAGES, AUDIO = frozenset(["images"]), frozenset(["audio"])
-SYMBOLS = (
+IMAGE_PATTERN, AUDIO_PATTERN = frozenset(["images"]), frozenset(["audio"])
+MIX_SYMBOLS = (
     Symbol("B", "rows", "ids", 0),
     Symbol("T", "rows", "ids", 1),
     Symbol("I", "rows", "images", 0),
@@ -21,37 +21,37 @@ SYMBOLS = (
 )
 TOKEN_NS = 30_000  # of the language model's forward on one replica, so that 32 samples take seconds
 
-Samples = list[SampleMeta]
+SampleList = list[SampleMeta]
 
 
-def multimodal(count: int, images: float, seed: int, audio: float = 0.0) -> Samples:
+def multimodal_batch(count: int, images: float, seed: int, audio: float = 0.0) -> SampleList:
     """Samples with text, and with images and audio in these shares. T: tokens, I: patches, A: audio
     frames."""
     r = random.Random(f"multimodal {count} {images} {audio} {seed}")
-    return [_multimodal(i, r, r.random() < images, r.random() < audio) for i in range(count)]
+    return [_multimodal_sample(i, r, r.random() < images, r.random() < audio) for i in range(count)]
 
 
-def _multimodal(i: int, r: random.Random, image: bool, audio: bool) -> SampleMeta:
+def _multimodal_sample(i: int, r: random.Random, image: bool, audio: bool) -> SampleMeta:
     held = mix.multimodal(r, image, audio)
     tokens = sum(held.images)
-    pattern = (IMAGES if image else frozenset()) | (AUDIO if audio else frozenset())
+    pattern = (IMAGE_PATTERN if image else frozenset()) | (AUDIO_PATTERN if audio else frozenset())
     return SampleMeta(
         i, pattern, {"B": 1, "T": held.text + tokens + held.frames // 2, "I": 4 * tokens, "A": held.frames}
     )
 
 
-def text(i: int, tokens: int) -> SampleMeta:
+def text_sample(i: int, tokens: int) -> SampleMeta:
     """A sample of text alone."""
     return SampleMeta(i, frozenset(), {"B": 1, "T": tokens, "I": 0, "A": 0})
 
 
-def distillation(count: int, seed: int) -> Samples:
+def distillation_batch(count: int, seed: int) -> SampleList:
     """Samples of text for a teacher and a student."""
     r = random.Random(f"distillation {count} {seed}")
-    return [text(i, mix.distillation(r).text) for i in range(count)]
+    return [text_sample(i, mix.distillation(r).text) for i in range(count)]
 
 
-def section(
+def linear_section(
     name: str, ranks: range, symbol: str, ns: int, mode: str = "train", when: frozenset[str] = frozenset()
 ) -> Section:
     """A section that takes `ns` for each entry of a symbol forward, and twice that backward; one sample to a
@@ -60,7 +60,7 @@ def section(
     return Section(name, "", mode, tuple(when), (), (), Mesh(tuple(ranks), len(ranks)), 1, cost=cost)
 
 
-def plan(sections: list[Section], edges: list[tuple[str, str]]) -> Plan:
+def build_plan(sections: list[Section], edges: list[tuple[str, str]]) -> Plan:
     """The plan of these sections, all edges with gradients where both ends owe a backward."""
     modes = {s.name: s.mode for s in sections}
     made = tuple(
@@ -69,12 +69,26 @@ def plan(sections: list[Section], edges: list[tuple[str, str]]) -> Plan:
     )
     world = 1 + max(r for s in sections for r in s.mesh.ranks)
     return Plan(
-        VERSION, "", ModelRef("", ""), world, 0, "own", SYMBOLS, (), tuple(sections), made, (), (), {}, {}, {}
+        PLAN_VERSION,
+        "",
+        ModelRef("", ""),
+        world,
+        0,
+        "own",
+        MIX_SYMBOLS,
+        (),
+        tuple(sections),
+        made,
+        (),
+        (),
+        {},
+        {},
+        {},
     )
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineShape:
     """How a section runs in stages, each of which takes as long as the section takes in one.
 
     A stage holds at most `room` micro-batches between forward and backward; `split`: half of a backward is
@@ -82,10 +96,10 @@ class Pipeline:
     """
 
     stages: int = 1
-    room: int = 0
+    max_in_flight: int = 0
     split: bool = False
 
-    def of(self, whole: Section) -> list[Section]:
+    def split_section(self, whole: Section) -> list[Section]:
         """The stages of a section: replica d has the ranks from `first + d * stages` on."""
         if self.stages == 1:
             return [replace(whole, weight_permille=500 if self.split else 0)]
@@ -102,88 +116,102 @@ class Pipeline:
                 pipeline=whole.name,
                 stage=i,
                 mesh=m,
-                in_flight=self.room,
+                in_flight=self.max_in_flight,
                 weight_permille=weight,
             )
             for i, m in enumerate(meshes)
         ]
 
 
-def vlm(
-    samples: Samples,
+def vlm_plan(
+    samples: SampleList,
     encoders: int,
     replicas: int,
     load: float,
     mode: str = "train",
-    pipeline: Pipeline = Pipeline(),
+    pipeline: PipelineShape = PipelineShape(),
 ) -> Plan:
     """An encoder on its own ranks and a language model; `load` is the encoder's work on each rank over the
     language model's."""
     passes = 3 if mode == "train" else 1
-    ns = entry_ns(samples, "I", encoders, replicas, load, passes)
-    vision = section("vision", range(encoders), "I", ns, mode, IMAGES)
-    lm = pipeline.of(section("lm", range(encoders, encoders + replicas), "T", TOKEN_NS))
-    return plan([vision, *lm], [("vision", lm[0].name), *pairwise(s.name for s in lm)])
+    ns = forward_ns_per_entry(samples, "I", encoders, replicas, load, passes)
+    vision = linear_section("vision", range(encoders), "I", ns, mode, IMAGE_PATTERN)
+    lm = pipeline.split_section(linear_section("lm", range(encoders, encoders + replicas), "T", TOKEN_NS))
+    return build_plan([vision, *lm], [("vision", lm[0].name), *pairwise(s.name for s in lm)])
 
 
-def shared(samples: Samples, ranks: int, widths: tuple[int, int], load: float, micro_batch: int = 1) -> Plan:
+def shared_ranks_plan(
+    samples: SampleList, ranks: int, widths: tuple[int, int], load: float, micro_batch: int = 1
+) -> Plan:
     """An encoder and a language model on the same ranks, in replicas of `widths` ranks each; `load` as
     above."""
     narrow, wide = (Mesh(tuple(range(ranks)), ranks // tp, 1, tp) for tp in widths)
-    ns = entry_ns(samples, "I", narrow.dp, wide.dp, load, 3)
+    ns = forward_ns_per_entry(samples, "I", narrow.dp, wide.dp, load, 3)
     vision = replace(
-        section("vision", range(ranks), "I", ns, when=IMAGES), mesh=narrow, micro_batch=micro_batch
+        linear_section("vision", range(ranks), "I", ns, when=IMAGE_PATTERN),
+        mesh=narrow,
+        micro_batch=micro_batch,
     )
-    lm = replace(section("lm", range(ranks), "T", TOKEN_NS), mesh=wide)
-    return plan([vision, lm], [("vision", "lm")])
+    lm = replace(linear_section("lm", range(ranks), "T", TOKEN_NS), mesh=wide)
+    return build_plan([vision, lm], [("vision", "lm")])
 
 
-def omni(samples: Samples, encoders: int, replicas: int, load: float) -> Plan:
+def omni_plan(samples: SampleList, encoders: int, replicas: int, load: float) -> Plan:
     """Vision and audio encoders on ranks of their own, both into a language model."""
     made = [
-        section(name, ranks, symbol, entry_ns(samples, symbol, len(ranks), replicas, load, 3), when=when)
+        linear_section(
+            name,
+            ranks,
+            symbol,
+            forward_ns_per_entry(samples, symbol, len(ranks), replicas, load, 3),
+            when=when,
+        )
         for name, ranks, symbol, when in (
-            ("vision", range(encoders), "I", IMAGES),
-            ("audio", range(encoders, encoders + max(1, encoders // 2)), "A", AUDIO),
+            ("vision", range(encoders), "I", IMAGE_PATTERN),
+            ("audio", range(encoders, encoders + max(1, encoders // 2)), "A", AUDIO_PATTERN),
         )
     ]
     first = made[-1].mesh.ranks[-1] + 1
-    return plan(
-        [*made, section("lm", range(first, first + replicas), "T", TOKEN_NS)],
+    return build_plan(
+        [*made, linear_section("lm", range(first, first + replicas), "T", TOKEN_NS)],
         [("vision", "lm"), ("audio", "lm")],
     )
 
 
-def teacher_student(
-    samples: Samples, teachers: int, students: int, load: float, pipeline: Pipeline = Pipeline()
+def teacher_student_plan(
+    samples: SampleList, teachers: int, students: int, load: float, pipeline: PipelineShape = PipelineShape()
 ) -> Plan:
     """A frozen teacher on its own ranks and a student, whose last stage takes what the teacher says."""
-    ns = entry_ns(samples, "T", teachers, students, load, 1)
-    student = pipeline.of(section("student", range(teachers, teachers + students), "T", TOKEN_NS))
+    ns = forward_ns_per_entry(samples, "T", teachers, students, load, 1)
+    student = pipeline.split_section(
+        linear_section("student", range(teachers, teachers + students), "T", TOKEN_NS)
+    )
     names = [s.name for s in student]
-    return plan(
-        [section("teacher", range(teachers), "T", ns, "forward"), *student],
+    return build_plan(
+        [linear_section("teacher", range(teachers), "T", ns, "forward"), *student],
         [("teacher", names[-1]), *pairwise(names)],
     )
 
 
-def shared_encoder(samples: Samples, encoders: int, replicas: int, load: float) -> Plan:
+def shared_encoder_plan(samples: SampleList, encoders: int, replicas: int, load: float) -> Plan:
     """One encoder with two consumers on ranks of their own: a language model and, half as large, a head for
     images alone."""
-    ns = entry_ns(samples, "I", encoders, replicas, load, 3)
+    ns = forward_ns_per_entry(samples, "I", encoders, replicas, load, 3)
     lm, head = (
         range(encoders, encoders + replicas),
         range(encoders + replicas, encoders + replicas + max(1, replicas // 4)),
     )
     sections = [
-        section("vision", range(encoders), "I", ns, when=IMAGES),
-        section("lm", lm, "T", TOKEN_NS),
-        section("head", head, "I", TOKEN_NS // 16, when=IMAGES),
+        linear_section("vision", range(encoders), "I", ns, when=IMAGE_PATTERN),
+        linear_section("lm", lm, "T", TOKEN_NS),
+        linear_section("head", head, "I", TOKEN_NS // 16, when=IMAGE_PATTERN),
     ]
-    return plan(sections, [("vision", "lm"), ("vision", "head")])
+    return build_plan(sections, [("vision", "lm"), ("vision", "head")])
 
 
-def entry_ns(samples: Samples, symbol: str, ranks: int, replicas: int, load: float, passes: int) -> int:
+def forward_ns_per_entry(
+    samples: SampleList, symbol: str, ranks: int, replicas: int, load: float, passes: int
+) -> int:
     """The forward time of an entry of `symbol` that loads `ranks` ranks with `load` of what loads the
     language model's replicas."""
     tokens, entries = (sum(s.sizes[name] for s in samples) for name in ("T", symbol))

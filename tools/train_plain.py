@@ -14,25 +14,29 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_model
 
-from secc.runtime.model.nested_batch import nested
-from secc.runtime.model.user_file import UserModel, load, loss_of
+from secc.runtime.model.nested_batch import unflatten_batch
+from secc.runtime.model.user_file import UserModel, extract_loss, load_model_file
 
 
-def train(
+def train_model(
     user: UserModel, steps: int, global_batch: int, seed: int = 0, clip: float = 0.0
 ) -> tuple[torch.nn.Module, list[float]]:
     """The trained model and each step's loss; batch k is samples kN … (k+1)N-1 of the dataset, wrapping by
     epoch."""
     torch.manual_seed(seed)
-    model = user.model()
+    model = user.build_model()
     params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    optimizer = user.optimizer(params)
-    scheduler = user.scheduler(optimizer)
+    optimizer = user.build_optimizer(params)
+    scheduler = user.build_scheduler(optimizer)
     length, losses, start = len(user.dataset()), list[float](), time.time()
     for step in range(steps):
         numbers = range(step * global_batch, (step + 1) * global_batch)
-        loss = loss_of(
-            model(**nested(user.collate([user.sample(i % length, seed, epoch=i // length) for i in numbers])))
+        loss = extract_loss(
+            model(
+                **unflatten_batch(
+                    user.collate([user.load_sample(i % length, seed, epoch=i // length) for i in numbers])
+                )
+            )
         )
         optimizer.zero_grad()
         loss.backward()
@@ -59,8 +63,12 @@ def main() -> None:
     parser.add_argument("--losses", type=Path, help="write every step's loss to this JSON file")
     parser.add_argument("-o", "--output", type=Path, help="write the weights to this safetensors file")
     arguments = parser.parse_args()
-    model, losses = train(
-        load(arguments.model), arguments.steps, arguments.global_batch, arguments.seed, arguments.clip
+    model, losses = train_model(
+        load_model_file(arguments.model),
+        arguments.steps,
+        arguments.global_batch,
+        arguments.seed,
+        arguments.clip,
     )
     if arguments.losses:
         arguments.losses.write_text(json.dumps(losses))

@@ -30,11 +30,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from secc.driver.compile import Compiled, Options, compile_model
-from secc.driver.exactness_check import checked
+from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
-from secc.report.html_page import page
-from tools.compare_training import Trained, differences, distributed, plain, recording_model
+from secc.report.html_page import report_page
+from tools.compare_training import (
+    TrainingResult,
+    find_differences,
+    train_distributed,
+    train_in_one_process,
+    write_recording_model,
+)
 from tools.zoo_models import Entry, entries
 
 RANKS, GLOBAL_BATCH, STEPS = 3, 12, 3
@@ -92,10 +98,10 @@ def look(entry: Entry, ranks: int = RANKS, run: bool = True, fuse: bool | None =
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / f"{entry.name}.py").write_text(entry.source())
-        model = recording_model(entry.name, folder, folder)
+        model = write_recording_model(entry.name, folder, folder)
         try:
             compiled = compile_model(
-                model, Options(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, fuse=fuse)
+                model, CompileOptions(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, fuse=fuse)
             )
             row.glue, row.sections = glue(compiled), {s.name: s.mode for s in compiled.plan.sections}
             row.fused = (
@@ -108,7 +114,7 @@ def look(entry: Entry, ranks: int = RANKS, run: bool = True, fuse: bool | None =
                 else ()
             )
             row.notes = tuple(compiled.plan.checks.get("notes", ()))
-            compiled = checked(compiled, required=True)
+            compiled = check_exactness(compiled, required=True)
             row.check = EXACT
             if run:
                 row.run = _run(compiled, model, folder)
@@ -124,7 +130,7 @@ def look(entry: Entry, ranks: int = RANKS, run: bool = True, fuse: bool | None =
     return row
 
 
-def glue(compiled: Compiled) -> str:
+def glue(compiled: CompiledPlan) -> str:
     """How the glue is known: `generic` code for all sizes, recorded anew for each micro-batch, or hidden in a
     block made larger for it."""
     if not all(case.spare for case in compiled.plan.recorded):
@@ -137,28 +143,28 @@ def glue(compiled: Compiled) -> str:
     return f"in block {hidden[-1]}" if hidden else "generic"
 
 
-def _run(compiled: Compiled, model: Path, folder: Path) -> str:
+def _run(compiled: CompiledPlan, model: Path, folder: Path) -> str:
     """`exact`, or the first thing in which the run differs. A plan may leave ranks without work, which do not
     start."""
-    compiled.write(folder / "plan", page)
+    compiled.write_plan(folder / "plan", report_page)
     try:
         reference = _reference(compiled, model, folder)
-        found = distributed(folder / "plan", compiled.plan.world_size, STEPS, folder / "run")
+        found = train_distributed(folder / "plan", compiled.plan.world_size, STEPS, folder / "run")
     except AssertionError as error:
         return f"run: {error}".splitlines()[0]
-    return next((f"run: {d}" for d in differences(found, reference)), EXACT)
+    return next((f"run: {d}" for d in find_differences(found, reference)), EXACT)
 
 
-def _reference(compiled: Compiled, model: Path, folder: Path) -> Trained:
+def _reference(compiled: CompiledPlan, model: Path, folder: Path) -> TrainingResult:
     """Plain PyTorch; for a model that draws random numbers the plan for one rank, which was compared with the
     eager model."""
     if not compiled.plan.draws:
-        return plain(model, GLOBAL_BATCH, STEPS, folder / "plain")
-    alone = checked(
-        compile_model(model, Options(cluster="local:1", global_batch=GLOBAL_BATCH)), required=True
+        return train_in_one_process(model, GLOBAL_BATCH, STEPS, folder / "plain")
+    alone = check_exactness(
+        compile_model(model, CompileOptions(cluster="local:1", global_batch=GLOBAL_BATCH)), required=True
     )
-    alone.write(folder / "plan_of_one", page)
-    return distributed(folder / "plan_of_one", 1, STEPS, folder / "run_of_one")
+    alone.write_plan(folder / "plan_of_one", report_page)
+    return train_distributed(folder / "plan_of_one", 1, STEPS, folder / "run_of_one")
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -17,193 +17,201 @@ from dataclasses import dataclass
 from xdsl.ir import Operation, OpResult, SSAValue
 
 from secc.ir.analysis.dataflow import (
-    Origin,
-    Statistics,
-    flops_of,
-    is_random,
-    mode_of,
-    nbytes,
-    number_of,
-    origins,
-    producer,
-    with_gradient,
+    SampleStatistics,
+    ValueOrigin,
+    call_flops,
+    call_mode,
+    classify_origins,
+    find_gradient_values,
+    get_number,
+    is_random_op,
+    producer_of,
+    value_bytes,
 )
-from secc.ir.analysis.recorded_glue import SPARE, label
-from secc.ir.analysis.row_order import Order
-from secc.ir.analysis.transferable_values import can_send
-from secc.ir.dialect.digraph import Cut
-from secc.ir.dialect.ops import BlockOp, CallOp, CaseOp, GlueOp, GraphOp, ParamOp, section_of, strings
+from secc.ir.analysis.recorded_glue import FALLBACK_ATTRIBUTE, recorded_label
+from secc.ir.analysis.row_order import RowOrder
+from secc.ir.analysis.transferable_values import can_transfer
+from secc.ir.dialect.digraph import MinCutNetwork
+from secc.ir.dialect.ops import BlockOp, CallOp, CaseOp, GlueOp, GraphOp, ParamOp, section_of, strings_of
 from secc.ir.dialect.size_expr import Expr
-from secc.ir.dialect.tensor_type import TensorType, tensor
-from secc.passes.boundaries.section_edges import places
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
+from secc.passes.boundaries.section_edges import op_identities
 
 # price of glue computed elsewhere, in bytes sent for each byte of its results: memory is this much faster
 # than a network
-_GLUE = 0.02
+_GLUE_PRICE = 0.02
 
 
 @dataclass(frozen=True)
-class Prices:
+class BoundaryPrices:
     """What a FLOP is worth in bytes sent (their quotient), and the weights that a section may take over:
     bytes, or where `room` is None a share of its own."""
 
     flops_per_byte: int = 20000
     growth: float = 0.25
-    room: int | None = None
+    max_moved_bytes: int | None = None
 
 
-class Boundary:
+class BoundaryCut:
     """The cut between one pair of sections, `src` before `dst`."""
 
-    def __init__(self, graph: GraphOp, src: str, dst: str, prices: Prices) -> None:
+    def __init__(self, graph: GraphOp, src: str, dst: str, prices: BoundaryPrices) -> None:
         self.graph, self.src, self.dst = graph, src, dst
-        self.statistics, self.cut = Statistics(graph), Cut()
+        self.statistics, self.cut = SampleStatistics(graph), MinCutNetwork()
         self.sections = {s.sym.data: s for s in graph.sections}
         self.prices, self._sendable, self.blocks = (
             prices,
             dict[tuple[TensorType, str, bool], bool](),
             graph.blocks,
         )
-        own = sum(weight_bytes(self.blocks[b]) for b in strings(self.sections[dst].blocks))
-        self.room = prices.growth * own if prices.room is None else prices.room
+        own = sum(block_weight_bytes(self.blocks[b]) for b in strings_of(self.sections[dst].blocks))
+        self.room = prices.growth * own if prices.max_moved_bytes is None else prices.max_moved_bytes
 
-    def can_send(self, kind: TensorType, src: str, mixed: bool) -> bool:
+    def can_transfer(self, kind: TensorType, src: str, mixed: bool) -> bool:
         """Whether a tensor of a type, its rows out of order or not, can be sent from a section to `dst`."""
         key = kind, src, mixed
         if key not in self._sendable:
-            self._sendable[key] = can_send(
+            self._sendable[key] = can_transfer(
                 self.graph, kind, self.sections[src], self.sections[self.dst], mixed
             )
         return self._sendable[key]
 
-    def computed_by_dst(self) -> set[Operation] | None:
+    def find_dst_ops(self) -> set[Operation] | None:
         """The ops of the two sections that `dst` is to compute, in all cases; None if there is no possible
         boundary."""
-        networks = [_Network(self, case) for case in self.graph.cases]
+        networks = [_CaseNetwork(self, case) for case in self.graph.cases]
         for network in networks:
-            network.build()
-        side = self.cut.sink_side()
+            network.add_case_ops()
+        side = self.cut.min_cut_sink_side()
         if side is None:
             return None
         return {op for network in networks for op in network.case.ops if network.at[op] in side}
 
 
-class _Network:
+class _CaseNetwork:
     """The part of the network that one case adds."""
 
-    def __init__(self, boundary: Boundary, case: CaseOp) -> None:
+    def __init__(self, boundary: BoundaryCut, case: CaseOp) -> None:
         self.b, self.case, self.cut = boundary, case, boundary.cut
-        self.at, self.origin, self.wanted = places(case), origins(case), with_gradient(case)
-        self.first, self.mixed = _first_calls(case, boundary.src), Order(boundary.graph, case).mixed
+        self.at, self.origin, self.wanted = (
+            op_identities(case),
+            classify_origins(case),
+            find_gradient_values(case),
+        )
+        self.first, self.mixed = _first_calls(case, boundary.src), RowOrder(boundary.graph, case).out_of_order
         self.movable = {op for op in case.ops if section_of(op) == boundary.src and self._may_move_down(op)}
         self.blocks_move = any(isinstance(op, CallOp) for op in self.movable)
 
-    def build(self) -> None:
+    def add_case_ops(self) -> None:
         for op in self.case.ops:
             section = section_of(op)
             if section == self.b.src:
-                self._producer_op(op)
+                self._add_producer_op(op)
             elif section == self.b.dst:
-                self._consumer_op(op)
+                self._add_consumer_op(op)
             elif section is not None and any(
                 section_of(u.operation) == self.b.src for r in op.results for u in r.uses
             ):
-                self.cut.source(self.at[op], None)
-                self._values(op)
+                self.cut.tie_to_source(self.at[op], None)
+                self._add_send_costs(op)
 
-    def _producer_op(self, op: Operation) -> None:
+    def _add_producer_op(self, op: Operation) -> None:
         movable = op in self.movable
-        once = 1.0 if isinstance(op, CallOp) else self._price(op)
-        self.cut.source(self.at[op], once if movable else None)
+        once = 1.0 if isinstance(op, CallOp) else self._duplication_cost(op)
+        self.cut.tie_to_source(self.at[op], once if movable else None)
         if movable and self.blocks_move:
-            self._own_copy(op)
-        self._operands(op)
-        self._values(op)
+            self._add_src_copy(op)
+        self._require_operands(op)
+        self._add_send_costs(op)
 
-    def _own_copy(self, op: Operation) -> None:
+    def _add_src_copy(self, op: Operation) -> None:
         """A node for what `src` computes of an op, where others need it there. A block that is computed in
         both costs its work."""
-        copy = self._copy(op)
-        self.cut.arc(self.at[op], copy, None)
+        copy = self._copy_node(op)
+        self.cut.add_arc(self.at[op], copy, None)
         if isinstance(op, CallOp):
-            self.cut.arc(copy, self.at[op], self._price(op))
+            self.cut.add_arc(copy, self.at[op], self._duplication_cost(op))
         for user in (u.operation for r in op.results for u in r.uses):
             if section_of(user) in {self.b.src, self.b.dst}:
-                self.cut.arc(self._copy(user), copy, None)
+                self.cut.add_arc(self._copy_node(user), copy, None)
             else:
-                self.cut.source(copy, None)
+                self.cut.tie_to_source(copy, None)
 
-    def _copy(self, op: Operation) -> object:
+    def _copy_node(self, op: Operation) -> object:
         return ("copy", self.at[op]) if self.blocks_move and op in self.movable else self.at[op]
 
-    def _consumer_op(self, op: Operation) -> None:
+    def _add_consumer_op(self, op: Operation) -> None:
         movable = self._may_move_up(op)
-        self.cut.sink(self.at[op], self._price(op) if movable else None)
-        for operand in self._operands(op):
+        self.cut.tie_to_sink(self.at[op], self._duplication_cost(op) if movable else None)
+        for operand in self._require_operands(op):
             if movable and section_of(operand.owner) == self.b.dst:
-                self.cut.arc(self.at[op], self.at[operand.owner], None)
-        self._values(op)
+                self.cut.add_arc(self.at[op], self.at[operand.owner], None)
+        self._add_send_costs(op)
 
-    def _operands(self, op: Operation) -> list[OpResult]:
+    def _require_operands(self, op: Operation) -> list[OpResult]:
         """Computing an op needs its operands, other than inputs and parameters, on its side."""
         found = [o for o in op.operands if isinstance(o, OpResult) and section_of(o.owner) is not None]
         for operand in found:
-            self.cut.arc(self._value(operand), self.at[op], None)
+            self.cut.add_arc(self._value_node(operand), self.at[op], None)
         return found
 
-    def _values(self, op: Operation) -> None:
+    def _add_send_costs(self, op: Operation) -> None:
         """Sending a value costs its bytes; one that goes to `dst` from elsewhere anyway is free."""
         for result in op.results:
             section = section_of(op) or ""
             elsewhere = section not in {self.b.src, self.b.dst}
             if elsewhere and any(section_of(u.operation) == self.b.dst for u in result.uses):
                 price = 0.0
-            elif self.b.can_send(tensor(result), section if elsewhere else self.b.src, result in self.mixed):
-                price = self._bytes(result)
+            elif self.b.can_transfer(
+                tensor_type(result), section if elsewhere else self.b.src, result in self.mixed
+            ):
+                price = self._message_bytes(result)
             else:
                 price = None
-            self.cut.arc(self.at[op], self._value(result), price)
+            self.cut.add_arc(self.at[op], self._value_node(result), price)
 
-    def _value(self, value: OpResult) -> tuple[object, int]:
+    def _value_node(self, value: OpResult) -> tuple[object, int]:
         return self.at[value.owner], value.index
 
-    def _bytes(self, value: SSAValue) -> float:
+    def _message_bytes(self, value: SSAValue) -> float:
         """Expected bytes of a value for one sample, both ways; at least one, so that nothing is sent in
         vain."""
         return max(
-            1.0, self.b.statistics.mean_in(self.case, nbytes(value)) * (2 if value in self.wanted else 1)
+            1.0,
+            self.b.statistics.mean_in_case(self.case, value_bytes(value))
+            * (2 if value in self.wanted else 1),
         )
 
-    def _price(self, op: Operation) -> float:
+    def _duplication_cost(self, op: Operation) -> float:
         """What it costs to compute an op in the other section, in bytes; at least one, so that nothing moves
         in vain."""
         if isinstance(op, CallOp):
             return max(
                 1.0,
-                self.b.statistics.mean_in(self.case, work_of(self.b.graph, op))
+                self.b.statistics.mean_in_case(self.case, call_work(self.b.graph, op))
                 / self.b.prices.flops_per_byte,
             )
-        return max(1.0, _GLUE * sum(self._bytes(r) for r in op.results))
+        return max(1.0, _GLUE_PRICE * sum(self._message_bytes(r) for r in op.results))
 
     def _may_move_down(self, op: Operation) -> bool:
         """Glue that reads no parameter that trains, and frozen blocks that the consumer has room for."""
         if isinstance(op, CallOp):
-            room = weight_bytes(self.b.blocks[op.target.data]) <= self.b.room
-            return mode_of(op) == "forward" and room and op not in self.first
-        return isinstance(op, GlueOp) and not is_random(op) and not reads_parameters(op)
+            room = block_weight_bytes(self.b.blocks[op.target.data]) <= self.b.room
+            return call_mode(op) == "forward" and room and op not in self.first
+        return isinstance(op, GlueOp) and not is_random_op(op) and not reads_trainable_parameters(op)
 
     def _may_move_up(self, op: Operation) -> bool:
         """Glue on values of the two sections alone, used in `dst` alone."""
-        if SPARE in self.case.attributes and label(op) is not None:
+        if FALLBACK_ATTRIBUTE in self.case.attributes and recorded_label(op) is not None:
             return False
         if (
             not isinstance(op, GlueOp)
-            or is_random(op)
-            or reads_parameters(op)
-            or self.origin[op.results[0]] is not Origin.MODEL
+            or is_random_op(op)
+            or reads_trainable_parameters(op)
+            or self.origin[op.results[0]] is not ValueOrigin.MODEL
         ):
             return False
-        near = {section_of(producer(o)) for o in op.operands} - {None}
+        near = {section_of(producer_of(o)) for o in op.operands} - {None}
         return near <= {self.b.src, self.b.dst} and all(
             section_of(u.operation) == self.b.dst for r in op.results for u in r.uses
         )
@@ -222,23 +230,23 @@ def _first_calls(case: CaseOp, section: str) -> set[Operation]:
     return first
 
 
-def reads_parameters(op: Operation) -> bool:
+def reads_trainable_parameters(op: Operation) -> bool:
     """Whether an op reads parameters that train: their gradients belong to one section."""
-    return any(isinstance(producer(o), ParamOp) and tensor(o).requires_grad for o in op.operands)
+    return any(isinstance(producer_of(o), ParamOp) and tensor_type(o).requires_grad for o in op.operands)
 
 
-def weight_bytes(block: BlockOp) -> int:
+def block_weight_bytes(block: BlockOp) -> int:
     """Bytes of a block's weights; in float32 where nobody noted their dtype."""
-    known = number_of(block, "bytes")
+    known = get_number(block, "bytes")
     return 4 * block.params.data if known is None else int(known)
 
 
-def work_of(graph: GraphOp, call: CallOp) -> Expr | int:
+def call_work(graph: GraphOp, call: CallOp) -> Expr | int:
     """FLOPs of a call; before they are measured, two for each parameter and row of its first result."""
-    known = flops_of(call)
+    known = call_flops(call)
     if known is not None:
         return known
     rows: Expr | int = 2 * graph.blocks[call.target.data].params.data
-    for dim in tensor(call.results[0]).shape[:-1]:
+    for dim in tensor_type(call.results[0]).shape[:-1]:
         rows = dim * rows
     return rows

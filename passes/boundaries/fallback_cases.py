@@ -7,41 +7,41 @@ between sections as the others do. One that does not is dropped, and such micro-
 
 from __future__ import annotations
 
-from secc.ir.analysis.recorded_glue import SPARE
+from secc.ir.analysis.recorded_glue import FALLBACK_ATTRIBUTE
 from secc.ir.dialect.ops import CaseOp, GraphOp
-from secc.passes.boundaries.section_edges import edges_of
-from secc.passes.sections.merge_sections import note
+from secc.passes.boundaries.section_edges import build_edges
+from secc.passes.sections.merge_sections import add_section_notes
 
 
-def spare_cases(graph: GraphOp) -> list[CaseOp]:
+def find_fallback_cases(graph: GraphOp) -> list[CaseOp]:
     """The spare cases of a graph."""
-    return [c for c in graph.cases if SPARE in c.attributes]
+    return [c for c in graph.cases if FALLBACK_ATTRIBUTE in c.attributes]
 
 
-def drop(graph: GraphOp, cases: list[CaseOp]) -> None:
+def drop_fallbacks(graph: GraphOp, cases: list[CaseOp]) -> None:
     """Drop spare cases, with a note for people."""
     for case in cases:
         if case.parent is not None:
             case.detach()
         case.erase()
     if cases:
-        note(
+        add_section_notes(
             graph.sections[-1],
             "a micro-batch of which Python reads what no capture saw is refused: its glue cannot be recorded anew",
         )
 
 
-def drop_misfits(graph: GraphOp) -> None:
+def drop_incompatible_fallbacks(graph: GraphOp) -> None:
     """Drop the spare cases that exchange other values than the rest, or values that no edge can carry."""
-    spare = spare_cases(graph)
-    if not spare or not edges_of(graph)[1]:
+    spare = find_fallback_cases(graph)
+    if not spare or not build_edges(graph)[1]:
         return
     for case in spare:
         case.detach()
-    known, misfits = len(edges_of(graph)[1]), list[CaseOp]()
+    known, misfits = len(build_edges(graph)[1]), list[CaseOp]()
     for case in spare:
         graph.body.block.add_op(case)
-        if len(edges_of(graph)[1]) > known:
+        if len(build_edges(graph)[1]) > known:
             case.detach()
             misfits.append(case)
-    drop(graph, misfits)
+    drop_fallbacks(graph, misfits)

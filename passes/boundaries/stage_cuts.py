@@ -19,21 +19,21 @@ from dataclasses import dataclass, field
 
 from xdsl.ir import Operation, OpResult, SSAValue
 
-from secc.ir.analysis.dataflow import Statistics, is_random, nbytes, with_gradient
-from secc.ir.analysis.random_ops import site
-from secc.ir.analysis.transferable_values import NotCarriable, carry_whole
+from secc.ir.analysis.dataflow import SampleStatistics, find_gradient_values, is_random_op, value_bytes
+from secc.ir.analysis.random_ops import call_site
+from secc.ir.analysis.transferable_values import NotTransferable, whole_layout
 from secc.ir.dialect.ops import CallOp, CaseOp, GlueOp, GraphOp, section_of
-from secc.ir.dialect.tensor_type import tensor
-from secc.passes.boundaries.boundary_min_cut import reads_parameters
-from secc.passes.boundaries.section_edges import Crossing, label, places
+from secc.ir.dialect.tensor_type import tensor_type
+from secc.passes.boundaries.boundary_min_cut import reads_trainable_parameters
+from secc.passes.boundaries.section_edges import ValueCrossing, describe_crossing, op_identities
 
-Key = tuple[
+CallKey = tuple[
     str, str, int
 ]  # a block, the lines that call it where they tell its calls apart, and which of these calls in a case
 
 
 @dataclass
-class Units:
+class StageUnits:
     """The units of a section: the calls in order, the unit of each op, and for each possible cut (after which
     unit) the bytes that cross.
 
@@ -42,50 +42,52 @@ class Units:
 
     graph: GraphOp
     section: str
-    calls: list[Key] = field(default_factory=list[Key])
-    of: dict[Operation, int] = field(default_factory=dict[Operation, int])
+    calls: list[CallKey] = field(default_factory=list[CallKey])
+    unit_of_op: dict[Operation, int] = field(default_factory=dict[Operation, int])
     cuts: dict[int, float] = field(default_factory=dict[int, float])
     impossible: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
 
     def __post_init__(self) -> None:
-        sequences = [self._late(self._called(case)) for case in self.graph.cases]
+        sequences = [self._delay_independent_calls(self._keyed_calls(case)) for case in self.graph.cases]
         for sequence in sequences:
-            self._merge([key for key, _ in sequence])
+            self._merge_sequence([key for key, _ in sequence])
         number = {key: i for i, key in enumerate(self.calls)}
         for case, sequence in zip(self.graph.cases, sequences, strict=True):
-            self.of |= {op: number[key] for key, op in sequence}
-            self._place(case)
+            self.unit_of_op |= {op: number[key] for key, op in sequence}
+            self._assign_units(case)
         self.cuts = dict.fromkeys(range(len(self.calls) - 1), 0.0)
         for sequence in sequences:
-            self._refuse_disorder([number[key] for key, _ in sequence])
+            self._forbid_reordered_cuts([number[key] for key, _ in sequence])
         for case in self.graph.cases:
-            self._cross(case)
+            self._add_crossing_bytes(case)
 
     @property
     def layers(self) -> list[int]:
         """The units whose blocks are layers: numbered members of a module that holds several of them; all
         units where none is."""
-        layers = _layers(self.calls)
+        layers = _layer_calls(self.calls)
         return [i for i, key in enumerate(self.calls) if key in layers]
 
-    def _ops(self, case: Operation | None) -> list[Operation]:
+    def _section_ops(self, case: Operation | None) -> list[Operation]:
         return [op for op in case.ops if section_of(op) == self.section] if isinstance(case, CaseOp) else []
 
-    def _called(self, case: CaseOp) -> list[tuple[Key, Operation]]:
+    def _keyed_calls(self, case: CaseOp) -> list[tuple[CallKey, Operation]]:
         seen: Counter[tuple[str, str]] = Counter()
-        found: list[tuple[Key, Operation]] = []
-        for op in self._ops(case):
+        found: list[tuple[CallKey, Operation]] = []
+        for op in self._section_ops(case):
             if isinstance(op, CallOp):
-                found.append(((*(called := (op.target.data, site(op))), seen[called]), op))
+                found.append(((*(called := (op.target.data, call_site(op))), seen[called]), op))
                 seen[called] += 1
         return found
 
-    def _late(self, called: list[tuple[Key, Operation]]) -> list[tuple[Key, Operation]]:
+    def _delay_independent_calls(
+        self, called: list[tuple[CallKey, Operation]]
+    ) -> list[tuple[CallKey, Operation]]:
         """The calls of a case with those that need no layer before their first user."""
-        layers = _layers([key for key, _ in called])
+        layers = _layer_calls([key for key, _ in called])
         fixed = {op for key, op in called if key in layers}
         behind: dict[Operation, set[Operation]] = {}  # the calls that an op needs
-        for op in self._ops(called[0][1].parent_op()) if called else ():
+        for op in self._section_ops(called[0][1].parent_op()) if called else ():
             sources = {o.owner for o in op.operands if isinstance(o.owner, Operation)}
             behind[op] = set[Operation]().union(
                 *({s} if isinstance(s, CallOp) else behind[s] for s in sources if s in behind)
@@ -98,7 +100,7 @@ class Units:
             order.insert(first, pair)
         return order
 
-    def _merge(self, sequence: Sequence[Key]) -> None:
+    def _merge_sequence(self, sequence: Sequence[CallKey]) -> None:
         """Add the calls that other cases do not have behind those that come before them."""
         place = 0
         for key in sequence:
@@ -108,74 +110,88 @@ class Units:
                 self.calls.insert(place, key)
                 place += 1
 
-    def _place(self, case: CaseOp) -> None:
+    def _assign_units(self, case: CaseOp) -> None:
         """The unit of each op: of its latest producer, or else of its first user; what depends on nothing is
         at the end."""
-        ops = self._ops(case)
+        ops = self._section_ops(case)
         for op in ops:
             behind = [
-                self.of[o.owner] for o in op.operands if isinstance(o.owner, Operation) and o.owner in self.of
+                self.unit_of_op[o.owner]
+                for o in op.operands
+                if isinstance(o.owner, Operation) and o.owner in self.unit_of_op
             ]
-            if op not in self.of and behind:
-                self.of[op] = max(behind)
+            if op not in self.unit_of_op and behind:
+                self.unit_of_op[op] = max(behind)
         for op in reversed(ops):
-            ahead = [self.of[u.operation] for r in op.results for u in r.uses if u.operation in self.of]
-            if op not in self.of:
-                self.of[op] = min(ahead, default=len(self.calls) - 1)
+            ahead = [
+                self.unit_of_op[u.operation]
+                for r in op.results
+                for u in r.uses
+                if u.operation in self.unit_of_op
+            ]
+            if op not in self.unit_of_op:
+                self.unit_of_op[op] = min(ahead, default=len(self.calls) - 1)
 
     # -- cuts
     # ---------------------------------------------------------------------------------------------------------------------
 
-    def _refuse_disorder(self, sequence: Sequence[int]) -> None:
+    def _forbid_reordered_cuts(self, sequence: Sequence[int]) -> None:
         latest = -1
         for unit in sequence:
             for cut in range(unit, latest):
-                self._forbid(cut, "its blocks are called in different orders by different samples", "")
+                self._forbid_cut(cut, "its blocks are called in different orders by different samples", "")
             latest = max(latest, unit)
 
-    def _forbid(self, cut: int, reason: str, where: str) -> None:
+    def _forbid_cut(self, cut: int, reason: str, where: str) -> None:
         self.cuts.pop(cut, None)
         self.impossible.setdefault(cut, (reason, where))
 
-    def _cross(self, case: CaseOp) -> None:
+    def _add_crossing_bytes(self, case: CaseOp) -> None:
         """What crosses each cut in one case."""
-        statistics, wanted, at = Statistics(self.graph), with_gradient(case), places(case)
-        for value, last in self._long(case):
-            first = self.of[value.owner]
-            again = _repeatable(value.owner)
-            stuck = self._stuck(value)
+        statistics, wanted, at = SampleStatistics(self.graph), find_gradient_values(case), op_identities(case)
+        for value, last in self._iter_long_lived(case):
+            first = self.unit_of_op[value.owner]
+            again = _is_recomputable(value.owner)
+            stuck = self._reason_stuck(value)
             for cut in range(first, last):
                 if stuck:
-                    crossing = Crossing(
+                    crossing = ValueCrossing(
                         case, value, "", "", (*at[value.owner], value.index), frozenset(), False, False
                     )
-                    self._forbid(cut, f"{label(crossing)} cannot cross: {stuck}", crossing.where)
+                    self._forbid_cut(
+                        cut, f"{describe_crossing(crossing)} cannot cross: {stuck}", crossing.where
+                    )
                 elif cut in self.cuts and not again:
-                    self.cuts[cut] += statistics.mean_in(case, nbytes(value)) * (2 if value in wanted else 1)
+                    self.cuts[cut] += statistics.mean_in_case(case, value_bytes(value)) * (
+                        2 if value in wanted else 1
+                    )
 
-    def _long(self, case: CaseOp) -> Iterator[tuple[OpResult, int]]:
+    def _iter_long_lived(self, case: CaseOp) -> Iterator[tuple[OpResult, int]]:
         """The values of a case that are used in later units than their own, with the last of these."""
-        for op in self._ops(case):
+        for op in self._section_ops(case):
             for result in op.results:
-                last = max((self.of[u.operation] for u in result.uses if u.operation in self.of), default=-1)
-                if last > self.of[op]:
+                last = max(
+                    (self.unit_of_op[u.operation] for u in result.uses if u.operation in self.unit_of_op),
+                    default=-1,
+                )
+                if last > self.unit_of_op[op]:
                     yield result, last
 
-    def _stuck(self, value: SSAValue) -> str:
+    def _reason_stuck(self, value: SSAValue) -> str:
         """Why a value can neither be sent nor be computed again, "" if it can."""
         op = value.owner
-        if not isinstance(op, Operation) or op not in self.of:
+        if not isinstance(op, Operation) or op not in self.unit_of_op:
             return ""
         try:
-            carry_whole(self.graph, tensor(value))
-        except NotCarriable as reason:
-            if not _repeatable(op):
+            whole_layout(self.graph, tensor_type(value))
+        except NotTransferable as reason:
+            if not _is_recomputable(op):
                 return str(reason)
-            return next((why for o in op.operands if (why := self._stuck(o))), "")
+            return next((why for o in op.operands if (why := self._reason_stuck(o))), "")
         return ""
 
 
-def _layers(calls: Sequence[Key]) -> set[Key]:
+def _layer_calls(calls: Sequence[CallKey]) -> set[CallKey]:
     """The calls of layers: numbered members of a module that holds several of them; all calls where there are
     none."""
     numbered = {key for key in calls if key[0].rpartition(".")[2].isdecimal()}
@@ -183,13 +199,13 @@ def _layers(calls: Sequence[Key]) -> set[Key]:
     return {key for key in numbered if around[key[0].rpartition(".")[0]] > 1} or set(calls)
 
 
-def _repeatable(op: Operation) -> bool:
+def _is_recomputable(op: Operation) -> bool:
     """Whether a later stage may compute an op again: glue that draws nothing and reads no parameters that
     train."""
-    return isinstance(op, GlueOp) and not is_random(op) and not reads_parameters(op)
+    return isinstance(op, GlueOp) and not is_random_op(op) and not reads_trainable_parameters(op)
 
 
-def cut(times: Sequence[int], cuts: dict[int, float], parts: int) -> list[int] | None:
+def balance_stages(times: Sequence[int], cuts: dict[int, float], parts: int) -> list[int] | None:
     """The last units of all parts but the last one: the longest part as short as can be, then the fewest
     bytes. None if there is no cut.
 
@@ -199,20 +215,24 @@ def cut(times: Sequence[int], cuts: dict[int, float], parts: int) -> list[int] |
     sums = [0]
     for time in times:
         sums.append(sums[-1] + time)
-    longest = _best(ends, sums, cuts, parts, limit=None)
-    return None if longest is None else (_best(ends, sums, cuts, parts, limit=longest[0][0]) or longest)[1]
+    longest = _best_partition(ends, sums, cuts, parts, limit=None)
+    return (
+        None
+        if longest is None
+        else (_best_partition(ends, sums, cuts, parts, limit=longest[0][0]) or longest)[1]
+    )
 
 
-Partition = tuple[tuple[float, float], list[int]]  # what is to be small, and where it is cut
+ScoredPartition = tuple[tuple[float, float], list[int]]  # what is to be small, and where it is cut
 
 
-def _best(
+def _best_partition(
     ends: Sequence[int], sums: Sequence[int], cuts: dict[int, float], parts: int, limit: float | None
-) -> Partition | None:
+) -> ScoredPartition | None:
     """The best partition by its longest part; by bytes and evenness where `limit` bounds each part."""
-    found: dict[int, Partition] = {-1: ((0, 0), [])}
+    found: dict[int, ScoredPartition] = {-1: ((0, 0), [])}
     for part in range(parts):
-        after: dict[int, Partition] = {}
+        after: dict[int, ScoredPartition] = {}
         for end in ends:
             if (part == parts - 1) != (end == len(sums) - 2):
                 continue

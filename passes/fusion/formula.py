@@ -17,18 +17,20 @@ from xdsl.ir import SSAValue
 
 from secc.ir.dialect.ops import GlueOp
 from secc.ir.dialect.size_expr import Expr
-from secc.ir.dialect.tensor_type import tensor
+from secc.ir.dialect.tensor_type import tensor_type
 
-ENTRIES, ROWS, TOTAL = "entries", "rows", "total"
-SHAPES = frozenset(
+KIND_ENTRIES, KIND_ROWS, KIND_TOTAL = "entries", "rows", "total"
+SHAPE_OPS = frozenset(
     {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "_reshape_alias"}
 )
-SAME = frozenset({"clone", "contiguous", "alias", "lift_fresh", "positive", "detach_copy", "lift_fresh_copy"})
-SAME_ROWS = SHAPES | SAME
+IDENTITY_OPS = frozenset(
+    {"clone", "contiguous", "alias", "lift_fresh", "positive", "detach_copy", "lift_fresh_copy"}
+)
+ROW_PRESERVING_OPS = SHAPE_OPS | IDENTITY_OPS
 
 
 @dataclass(frozen=True)
-class View:
+class RowView:
     """An op that rearranges or picks rows, `lead` being their dims then. Dims are counted without that of
     tokens or hidden states."""
 
@@ -38,7 +40,7 @@ class View:
     operands: tuple[SSAValue, ...] = ()
 
 
-def followed(rows: tuple[Expr, ...], views: tuple[View, ...], view: View) -> tuple[View, ...]:
+def append_view(rows: tuple[Expr, ...], views: tuple[RowView, ...], view: RowView) -> tuple[RowView, ...]:
     """Views with one more, of what has the dims `rows` before them all. Of reshapes in a row the last one
     counts, if any."""
     if view.op != "reshape":
@@ -50,116 +52,118 @@ def followed(rows: tuple[Expr, ...], views: tuple[View, ...], view: View) -> tup
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """A label, or a mask of booleans, for each row."""
 
     value: SSAValue
-    views: tuple[View, ...] = ()
+    views: tuple[RowView, ...] = ()
     negated: bool = False
 
-    def seen(self, view: View) -> Source:
-        return replace(self, views=followed(tensor(self.value).shape, self.views, view))
+    def with_view(self, view: RowView) -> RowSource:
+        return replace(self, views=append_view(tensor_type(self.value).shape, self.views, view))
 
 
 @dataclass(frozen=True)
-class Parameter:
+class BlockParameter:
     """A block's parameter by its name."""
 
     path: str
 
 
 @dataclass(frozen=True)
-class Head:
+class LinearHead:
     """What makes logits: `hidden` [..., H] times the transpose of `weight` [V, H] ([H, V] if `transposed`),
     plus `bias` [V]."""
 
     logits: SSAValue
     hidden: SSAValue
-    weight: SSAValue | Parameter
-    bias: SSAValue | Parameter | None
+    weight: SSAValue | BlockParameter
+    bias: SSAValue | BlockParameter | None
     tokens: int
     width: int
     transposed: bool = False
 
 
 @dataclass(frozen=True)
-class Logits:
+class HeadLogits:
     """Rows of a head's logits: `scale * logits[..., :tokens]`, capped to softcap * tanh(./softcap) where
     `softcap` is not 0.
 
     `fixed`: no gradient flows into them.
     """
 
-    head: Head
+    head: LinearHead
     tokens: int
-    views: tuple[View, ...] = ()
+    views: tuple[RowView, ...] = ()
     scale: float = 1.0
     softcap: float = 0.0
     fixed: bool = False
 
-    def seen(self, view: View) -> Logits:
-        return replace(self, views=followed(tensor(self.head.logits).shape[:-1], self.views, view))
+    def with_view(self, view: RowView) -> HeadLogits:
+        return replace(self, views=append_view(tensor_type(self.head.logits).shape[:-1], self.views, view))
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainLogit:
     """A logit."""
 
-    of: Logits
+    of: HeadLogits
 
 
 @dataclass(frozen=True)
-class Prob:
+class Probability:
     """Its softmax."""
 
-    of: Logits
+    of: HeadLogits
 
 
 @dataclass(frozen=True)
-class LogProb:
+class LogProbability:
     """Its log-softmax."""
 
-    of: Logits
+    of: HeadLogits
 
 
 @dataclass(frozen=True)
-class LogMix:
+class LogMixture:
     """log(share * softmax(one) + (1 - share) * softmax(other))."""
 
     share: float
-    one: Logits
-    other: Logits
+    one: HeadLogits
+    other: HeadLogits
 
 
-Entry = Plain | Prob | LogProb | LogMix
+VocabEntry = PlainLogit | Probability | LogProbability | LogMixture
 
 
 @dataclass(frozen=True)
-class Summed:
+class TokenSum:
     """A product of entries, summed over the tokens."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[VocabEntry, ...]
 
 
 @dataclass(frozen=True)
-class Picked:
+class PickedEntry:
     """The entry of each row's label; 0 where the label is `ignore`."""
 
-    entry: Entry
-    label: Source
+    entry: VocabEntry
+    label: RowSource
     ignore: int | None = None
 
 
 @dataclass(frozen=True)
-class LogSum:
+class LogSumExp:
     """The log of the sum of exponentials of a row's logits."""
 
-    of: Logits
+    of: HeadLogits
 
 
-Factor = Entry | Summed | Picked | LogSum
-Key = tuple[frozenset[Source], tuple[Factor, ...]]  # masks that a product is multiplied by, and its factors
-Terms = Mapping[Key, float]
+FormulaFactor = VocabEntry | TokenSum | PickedEntry | LogSumExp
+ProductKey = tuple[
+    frozenset[RowSource], tuple[FormulaFactor, ...]
+]  # masks that a product is multiplied by, and its factors
+FormulaTerms = Mapping[ProductKey, float]
 
 
 @dataclass(frozen=True)
@@ -167,21 +171,21 @@ class Formula:
     """`kind`, the tokens' dim (`axis`, for entries), and the products with their numbers."""
 
     kind: str
-    terms: Terms
+    terms: FormulaTerms
     axis: int = -1
 
     @staticmethod
-    def of(kind: str, factor: Factor, number: float = 1.0, axis: int = -1) -> Formula:
+    def from_factor(kind: str, factor: FormulaFactor, number: float = 1.0, axis: int = -1) -> Formula:
         return Formula(kind, {(frozenset(), (factor,)): number}, axis)
 
-    def single(self) -> Factor | None:
+    def single_factor(self) -> FormulaFactor | None:
         """The factor that the formula is, if it is one alone."""
         if len(self.terms) != 1:
             return None
         ((masks, factors), number) = next(iter(self.terms.items()))
         return factors[0] if number == 1 and not masks and len(factors) == 1 else None
 
-    def scaled(self, number: float) -> Formula:
+    def scale_by(self, number: float) -> Formula:
         return replace(self, terms={k: n * number for k, n in self.terms.items()})
 
     def plus(self, other: Formula) -> Formula:
@@ -195,71 +199,71 @@ class Formula:
         found = Formula(self.kind, {}, self.axis)
         for (masks, factors), number in self.terms.items():
             for (more, others), weight in other.terms.items():
-                key = (masks | more, ordered((*factors, *others)))
+                key = (masks | more, sort_factors((*factors, *others)))
                 found = found.plus(Formula(self.kind, {key: number * weight}, self.axis))
         return found
 
-    def masked(self, mask: Source) -> Formula:
+    def mask_rows(self, mask: RowSource) -> Formula:
         return replace(
             self, terms={(masks | {mask}, factors): n for (masks, factors), n in self.terms.items()}
         )
 
-    def mapped(self, change: Callable[[Any], Any], axis: int | None = None) -> Formula:
+    def map_sources(self, change: Callable[[Any], Any], axis: int | None = None) -> Formula:
         """The formula with `change` made to all logits and all sources of rows in it."""
         terms = {
-            (frozenset(change(m) for m in ms), tuple(_mapped(f, change) for f in fs)): n
+            (frozenset(change(m) for m in ms), tuple(_map_factor(f, change) for f in fs)): n
             for (ms, fs), n in self.terms.items()
         }
         return replace(self, terms=terms, axis=self.axis if axis is None else axis)
 
-    def reduced(self, kind: str, change: Callable[[tuple[Entry, ...]], Factor]) -> Formula:
+    def reduce_entries(self, kind: str, change: Callable[[tuple[VocabEntry, ...]], FormulaFactor]) -> Formula:
         """Rows from entries: `change` makes one factor of the entries' factors."""
         return Formula(kind, {(masks, (change(factors),)): n for (masks, factors), n in self.terms.items()})  # pyright: ignore[reportArgumentType]
 
-    def summed(self) -> Formula:
+    def sum_rows(self) -> Formula:
         """The total over all rows, for which the shape that they have at the end does not matter."""
-        return replace(self.mapped(unshaped), kind=TOTAL)
+        return replace(self.map_sources(drop_last_reshape), kind=KIND_TOTAL)
 
-    def logits(self) -> list[Logits]:
+    def all_logits(self) -> list[HeadLogits]:
         """All logits that occur."""
-        found: dict[Logits, None] = {}
+        found: dict[HeadLogits, None] = {}
 
         def see(value: Any) -> Any:
-            if isinstance(value, Logits):
+            if isinstance(value, HeadLogits):
                 found[value] = None
             return value
 
-        self.mapped(see)
+        self.map_sources(see)
         return list(found)
 
 
-def source(value: SSAValue) -> Source:
+def read_source(value: SSAValue) -> RowSource:
     """A value of the case as a source of rows, with the ops behind it that only change its shape as views."""
     root = value
-    while isinstance(owner := root.owner, GlueOp) and owner.base in SAME_ROWS:
+    while isinstance(owner := root.owner, GlueOp) and owner.base_name in ROW_PRESERVING_OPS:
         root = owner.operands[0]
-    return Source(root).seen(View("reshape", tensor(value).shape))
+    return RowSource(root).with_view(RowView("reshape", tensor_type(value).shape))
 
 
-def unshaped(value: Any) -> Any:
+def drop_last_reshape(value: Any) -> Any:
     """Rows without a change of shape at their end."""
     views = value.views
     return replace(value, views=views[:-1]) if views and views[-1].op == "reshape" else value
 
 
-def ordered(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
+def sort_factors(factors: tuple[FormulaFactor, ...]) -> tuple[FormulaFactor, ...]:
     """Factors in an order that does not depend on how they were written; none is alone among its kind in a
     loss that rules know."""
     return tuple(sorted(factors, key=lambda f: type(f).__name__))
 
 
-def _mapped(factor: Factor, change: Callable[[Any], Any]) -> Factor:
+def _map_factor(factor: FormulaFactor, change: Callable[[Any], Any]) -> FormulaFactor:
     match factor:
-        case Plain() | Prob() | LogProb() | LogSum():
+        case PlainLogit() | Probability() | LogProbability() | LogSumExp():
             return replace(factor, of=change(factor.of))
-        case LogMix():
+        case LogMixture():
             return replace(factor, one=change(factor.one), other=change(factor.other))
-        case Summed():
-            return Summed(tuple(_mapped(e, change) for e in factor.entries))  # pyright: ignore[reportArgumentType]
-        case Picked():
-            return replace(factor, entry=_mapped(factor.entry, change), label=change(factor.label))
+        case TokenSum():
+            return TokenSum(tuple(_map_factor(e, change) for e in factor.entries))  # pyright: ignore[reportArgumentType]
+        case PickedEntry():
+            return replace(factor, entry=_map_factor(factor.entry, change), label=change(factor.label))

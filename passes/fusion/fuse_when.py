@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from secc.cluster import parse
+from secc.cluster import parse_cluster
 from secc.errors import UserError
 
-WHEN = ("auto", "always", "never")
+FUSE_WHEN = ("auto", "always", "never")
 
 
-def reason_against(when: str, cluster: str) -> str:
+def reason_not_to_fuse(when: str, cluster: str) -> str:
     """Why nothing is fused on a cluster (as `secc.cluster.parse` reads it), "" if rules may. Raises UserError
     for another `when`."""
-    if when not in WHEN:
-        raise UserError(f"fusing passes have no {when!r}", remedy=f"choose one of {', '.join(WHEN)}")
-    if when == "auto" and parse(cluster).device.backend != "cuda":
+    if when not in FUSE_WHEN:
+        raise UserError(f"fusing passes have no {when!r}", remedy=f"choose one of {', '.join(FUSE_WHEN)}")
+    if when == "auto" and parse_cluster(cluster).device.backend != "cuda":
         return "on CPUs the operators take longer than the ops that they replace; --fuse puts them in"
     return "it is off" if when == "never" else ""

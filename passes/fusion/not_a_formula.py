@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 
-class Unread(Exception):
+class NotAFormula(Exception):
     """Why a value is no formula over logits, as a sentence for people."""

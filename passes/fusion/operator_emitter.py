@@ -15,30 +15,30 @@ from secc.errors import UserError
 from secc.ir.dialect import argument_template
 from secc.ir.dialect.ops import CaseOp, GlueOp, GraphOp, ParamOp
 from secc.ir.dialect.size_expr import Expr
-from secc.ir.dialect.tensor_type import TensorType, tensor
-from secc.passes.fusion.formula import Logits, Parameter, Source, View
-from secc.passes.fusion.logit_heads import BIAS, WEIGHT
-from secc.passes.fusion.operator_rules import Piece
-from secc.passes.loss.arithmetic import shape_text
-from secc.passes.loss.pending_ops import carry_grad
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
+from secc.passes.fusion.formula import BlockParameter, HeadLogits, RowSource, RowView
+from secc.passes.fusion.logit_heads import BIAS_ATTRIBUTE, WEIGHT_ATTRIBUTE
+from secc.passes.fusion.operator_rules import LossPiece
+from secc.passes.loss.arithmetic import format_shape
+from secc.passes.loss.pending_ops import with_gradient_of
 
-Made = tuple[str, str, tuple[SSAValue, ...]]
-IGNORE = -100
+EmittedOpKey = tuple[str, str, tuple[SSAValue, ...]]
+IGNORED_LABEL = -100
 
 
-class Emitter:
+class OperatorEmitter:
     """Makes ops before `anchor`."""
 
     def __init__(self, graph: GraphOp, case: CaseOp, anchor: Operation) -> None:
         self.graph, self.case, self.anchor = graph, case, anchor
         self.inherited: dict[str, Attribute | None] = {}
-        self.made: dict[Made, list[SSAValue]] = {}
+        self.made: dict[EmittedOpKey, list[SSAValue]] = {}
 
-    def at(self, place: str) -> None:
+    def set_source_line(self, place: str) -> None:
         """Give the user's file:line to what is made from now on."""
         self.inherited = {"where": StringAttr(place)} if place else {}
 
-    def op(
+    def emit_op(
         self,
         target: str,
         operands: Sequence[SSAValue],
@@ -49,16 +49,16 @@ class Emitter:
         """The results of an op, which is made if it is not there yet."""
         key = (target, args, tuple(operands))
         if key not in self.made:
-            made = GlueOp.of(target, operands, args, types, **self.inherited, **more)
-            self._insert(made)
+            made = GlueOp.create_call(target, operands, args, types, **self.inherited, **more)
+            self._insert_op(made)
             self.made[key] = list(made.results)
         return self.made[key]
 
-    def _insert(self, op: Operation) -> None:
+    def _insert_op(self, op: Operation) -> None:
         block = self.case.body.block
         block.insert_op_before(op, self.anchor)
 
-    def glue(
+    def emit_glue(
         self,
         target: str,
         operands: Sequence[SSAValue],
@@ -67,190 +67,211 @@ class Emitter:
         dtype: str = "",
     ) -> SSAValue:
         """An op with one result, in the dtype of its first operand unless another is given."""
-        type = carry_grad(
-            TensorType.of(shape, dtype or tensor(operands[0]).dtype.data), list(operands), "detach" in target
+        type = with_gradient_of(
+            TensorType.from_dims(shape, dtype or tensor_type(operands[0]).dtype.data),
+            list(operands),
+            "detach" in target,
         )
-        return self.op(target, operands, args, type)[0]
+        return self.emit_op(target, operands, args, type)[0]
 
-    def viewed(self, value: SSAValue, views: Sequence[View], tail: tuple[int, ...] = ()) -> SSAValue:
+    def apply_views(self, value: SSAValue, views: Sequence[RowView], tail: tuple[int, ...] = ()) -> SSAValue:
         """A tensor [rows..., *tail] with views of its rows."""
         for view in views:
             shape = (*view.lead, *tail)
-            if tensor(value).shape != shape or view.op in {"permute", "index"}:
-                target, args = _call(view, shape, len(tail))
-                value = self.glue(target, [value, *view.operands], args, shape)
+            if tensor_type(value).shape != shape or view.op in {"permute", "index"}:
+                target, args = _view_call(view, shape, len(tail))
+                value = self.emit_glue(target, [value, *view.operands], args, shape)
         return value
 
-    def hidden(self, logits: Logits, factor: float) -> SSAValue:
+    def emit_hidden(self, logits: HeadLogits, factor: float) -> SSAValue:
         """The hidden states of the rows, times a factor: scaled hidden states give scaled logits."""
         value = logits.head.hidden
         width = (logits.head.width,)
-        if logits.fixed and tensor(value).requires_grad:
-            value = self.glue("aten.detach.default", [value], "$0", tensor(value).shape)
-        value = self.viewed(value, logits.views, width)
+        if logits.fixed and tensor_type(value).requires_grad:
+            value = self.emit_glue("aten.detach.default", [value], "$0", tensor_type(value).shape)
+        value = self.apply_views(value, logits.views, width)
         return (
             value
             if factor == 1
-            else self.glue("aten.mul.Tensor", [value], f"$0, {factor!r}", tensor(value).shape)
+            else self.emit_glue("aten.mul.Tensor", [value], f"$0, {factor!r}", tensor_type(value).shape)
         )
 
-    def weight(self, logits: Logits) -> SSAValue:
+    def emit_weight(self, logits: HeadLogits) -> SSAValue:
         """[tokens, H] of the head's weight."""
         head = logits.head
-        value = self.parameter(head.weight)
+        value = self.emit_parameter(head.weight)
         shape = [head.tokens, head.width]
-        if logits.fixed and tensor(value).requires_grad:
-            value = self.glue("aten.detach.default", [value], "$0", tensor(value).shape)
+        if logits.fixed and tensor_type(value).requires_grad:
+            value = self.emit_glue("aten.detach.default", [value], "$0", tensor_type(value).shape)
         if head.transposed:
-            value = self.glue("aten.t.default", [value], "$0", shape)
-        return self.cut(value, logits, shape)
+            value = self.emit_glue("aten.t.default", [value], "$0", shape)
+        return self.slice_tokens(value, logits, shape)
 
-    def bias(self, logits: Logits) -> SSAValue | None:
+    def emit_bias(self, logits: HeadLogits) -> SSAValue | None:
         """[tokens] of the head's bias."""
         bias = logits.head.bias
-        return None if bias is None else self.cut(self.parameter(bias), logits, [logits.head.tokens])
+        return (
+            None
+            if bias is None
+            else self.slice_tokens(self.emit_parameter(bias), logits, [logits.head.tokens])
+        )
 
-    def cut(self, value: SSAValue, logits: Logits, shape: list[int]) -> SSAValue:
+    def slice_tokens(self, value: SSAValue, logits: HeadLogits, shape: list[int]) -> SSAValue:
         """The part of a parameter for the first tokens."""
         if logits.tokens == shape[0]:
             return value
-        return self.glue(
+        return self.emit_glue(
             "aten.slice.Tensor", [value], f"$0, 0, 0, {logits.tokens}", [logits.tokens, *shape[1:]]
         )
 
-    def parameter(self, value: SSAValue | Parameter) -> SSAValue:
+    def emit_parameter(self, value: SSAValue | BlockParameter) -> SSAValue:
         """A parameter as the case reads it."""
         if isinstance(value, SSAValue):
             return value
         for op in self.case.ops:
             if isinstance(op, ParamOp) and op.path.data == value.path:
-                if op.parent_block() is self.anchor.parent_block() and not _before(op, self.anchor):
+                if op.parent_block() is self.anchor.parent_block() and not _is_before(op, self.anchor):
                     op.detach()
-                    self._insert(op)
+                    self._insert_op(op)
                 return op.result
         block, _, name = value.path.rpartition(".")
-        type = self.graph.blocks[block].attributes[BIAS if name == BIAS else WEIGHT]
+        type = self.graph.blocks[block].attributes[
+            BIAS_ATTRIBUTE if name == BIAS_ATTRIBUTE else WEIGHT_ATTRIBUTE
+        ]
         assert isinstance(type, TensorType)
-        made = ParamOp.of(value.path, type)
-        self._insert(made)
+        made = ParamOp.create_source(value.path, type)
+        self._insert_op(made)
         return made.results[0]
 
-    def mask(self, masks: Sequence[Source], lead: tuple[Expr, ...]) -> SSAValue | None:
+    def emit_mask(self, masks: Sequence[RowSource], lead: tuple[Expr, ...]) -> SSAValue | None:
         """The rows that all masks keep, in the rows' shape; None for all rows."""
         total: SSAValue | None = None
         order: dict[SSAValue, int] = {
             value: i for i, op in enumerate(self.case.ops) for value in op.results
         }  # sets have none
         for source in sorted(masks, key=lambda m: (order[m.value], m.negated, str(m.views))):
-            value = self.viewed(source.value, source.views)
+            value = self.apply_views(source.value, source.views)
             if source.negated:
-                value = self.glue("aten.logical_not.default", [value], "$0", tensor(value).shape)
-            value = self.viewed(value, [View("reshape", lead)])
+                value = self.emit_glue("aten.logical_not.default", [value], "$0", tensor_type(value).shape)
+            value = self.apply_views(value, [RowView("reshape", lead)])
             total = (
                 value
                 if total is None
-                else self.glue("aten.logical_and.default", [total, value], "$0, $1", lead)
+                else self.emit_glue("aten.logical_and.default", [total, value], "$0, $1", lead)
             )
         return total
 
-    def label(self, piece: Piece, lead: tuple[Expr, ...]) -> tuple[SSAValue, int]:
+    def emit_labels(self, piece: LossPiece, lead: tuple[Expr, ...]) -> tuple[SSAValue, int]:
         """Labels in the rows' shape, and the one that is left out; masks become labels that are left out."""
         assert piece.label is not None
-        value = self.viewed(self.viewed(piece.label.value, piece.label.views), [View("reshape", lead)])
-        ignore = IGNORE if piece.ignore is None else piece.ignore
-        keep = self.mask(list(piece.masks), lead)
+        value = self.apply_views(
+            self.apply_views(piece.label.value, piece.label.views), [RowView("reshape", lead)]
+        )
+        ignore = IGNORED_LABEL if piece.ignore is None else piece.ignore
+        keep = self.emit_mask(list(piece.masks), lead)
         if keep is not None:
-            value = self.op("aten.where.ScalarOther", [keep, value], f"$0, $1, {ignore}", tensor(value))[0]
+            value = self.emit_op(
+                "aten.where.ScalarOther", [keep, value], f"$0, $1, {ignore}", tensor_type(value)
+            )[0]
         return value, ignore
 
-    def cross_entropy(self, piece: Piece) -> SSAValue:
+    def emit_cross_entropy(self, piece: LossPiece) -> SSAValue:
         """The sum that `linear_cross_entropy` gives for a piece."""
         logits = piece.student
-        hidden = self.hidden(logits, logits.scale)
-        label, ignore = self.label(piece, tensor(hidden).shape[:-1])
-        operands = [hidden, self.weight(logits), label]
+        hidden = self.emit_hidden(logits, logits.scale)
+        label, ignore = self.emit_labels(piece, tensor_type(hidden).shape[:-1])
+        operands = [hidden, self.emit_weight(logits), label]
         options: dict[str, object] = {
             "ignore_index": ignore,
             "label_smoothing": piece.smoothing,
             "softcap": logits.softcap,
         }
-        if (bias := self.bias(logits)) is not None:
+        if (bias := self.emit_bias(logits)) is not None:
             operands.append(bias)
-            options = {"bias": argument_template.Ref(3)} | options
-        return self._operator("linear_cross_entropy", operands, _given(options), logits)[0]
+            options = {"bias": argument_template.OperandRef(3)} | options
+        return self._emit_operator("linear_cross_entropy", operands, _format_options(options), logits)[0]
 
-    def divergence(self, piece: Piece) -> SSAValue:
+    def emit_divergence(self, piece: LossPiece) -> SSAValue:
         """The sum that `linear_kl` gives for a piece."""
-        operands, options = self._heads(piece, 1.0)
-        mask = self.mask(list(piece.masks), tensor(operands[0]).shape[:-1])
-        return self._operator(
-            "linear_kl", [*operands, *([] if mask is None else [mask])], _given(options), piece.student
+        operands, options = self._divergence_operands(piece, 1.0)
+        mask = self.emit_mask(list(piece.masks), tensor_type(operands[0]).shape[:-1])
+        return self._emit_operator(
+            "linear_kl",
+            [*operands, *([] if mask is None else [mask])],
+            _format_options(options),
+            piece.student,
         )[0]
 
-    def both(self, cross_entropy: Piece, divergence: Piece) -> tuple[SSAValue, SSAValue]:
+    def emit_joint(self, cross_entropy: LossPiece, divergence: LossPiece) -> tuple[SSAValue, SSAValue]:
         """The sums that `linear_kl_ce` gives: (cross entropy, divergence)."""
-        operands, options = self._heads(divergence, cross_entropy.student.scale)
-        lead = tensor(operands[0]).shape[:-1]
-        label, ignore = self.label(cross_entropy, lead)
-        mask = self.mask(list(divergence.masks), lead)
+        operands, options = self._divergence_operands(divergence, cross_entropy.student.scale)
+        lead = tensor_type(operands[0]).shape[:-1]
+        label, ignore = self.emit_labels(cross_entropy, lead)
+        mask = self.emit_mask(list(divergence.masks), lead)
         options |= {"ignore_index": ignore, "label_smoothing": cross_entropy.smoothing}
-        found = self._operator(
+        found = self._emit_operator(
             "linear_kl_ce",
             [*operands, label, *([] if mask is None else [mask])],
-            _given(options),
+            _format_options(options),
             divergence.student,
         )
         return found[2], found[0]
 
-    def _heads(self, piece: Piece, scale: float) -> tuple[list[SSAValue], dict[str, object]]:
+    def _divergence_operands(
+        self, piece: LossPiece, scale: float
+    ) -> tuple[list[SSAValue], dict[str, object]]:
         """Both models' hidden states and weights, and the divergence's options, where the student's hidden
         states are scaled by `scale`."""
         student, teacher = piece.student, piece.teacher
         assert teacher is not None
         temperature = scale / student.scale
-        hidden = self.hidden(student, scale)
-        other = self.viewed(
-            self.hidden(teacher, teacher.scale * temperature),
-            [View("reshape", tensor(hidden).shape[:-1])],
+        hidden = self.emit_hidden(student, scale)
+        other = self.apply_views(
+            self.emit_hidden(teacher, teacher.scale * temperature),
+            [RowView("reshape", tensor_type(hidden).shape[:-1])],
             (teacher.head.width,),
         )
-        operands = [hidden, self.weight(student), other, self.weight(teacher)]
+        operands = [hidden, self.emit_weight(student), other, self.emit_weight(teacher)]
         return operands, {"temperature": temperature, "kind": piece.kind, "beta": piece.share}
 
-    def _operator(self, name: str, operands: list[SSAValue], options: str, logits: Logits) -> list[SSAValue]:
+    def _emit_operator(
+        self, name: str, operands: list[SSAValue], options: str, logits: HeadLogits
+    ) -> list[SSAValue]:
         """A fused operator: sums in float32 (float64 for float64) and counts."""
-        dtype = "f64" if tensor(operands[0]).dtype.data == "f64" else "f32"
-        loss = carry_grad(TensorType.of([], dtype), operands, False)
-        pair = [loss, TensorType.of([], "i64")]
+        dtype = "f64" if tensor_type(operands[0]).dtype.data == "f64" else "f32"
+        loss = with_gradient_of(TensorType.from_dims([], dtype), operands, False)
+        pair = [loss, TensorType.from_dims([], "i64")]
         owner = logits.head.logits.owner
         autocast = owner.properties.get("autocast") if isinstance(owner, Operation) else None
         args = ", ".join(
             [f"${i}" for i in range(len(operands) - ("bias" in options))] + ([options] if options else [])
         )
-        found = self.op(
+        found = self.emit_op(
             f"secc.{name}", operands, args, *(pair * (2 if name == "linear_kl_ce" else 1)), autocast=autocast
         )
-        for value, hint in zip(found, _NAMES[name], strict=True):
+        for value, hint in zip(found, _RESULT_NAMES[name], strict=True):
             value.name_hint = hint
         return found
 
-    def total(self, parts: Sequence[tuple[float, SSAValue]]) -> SSAValue:
+    def emit_total(self, parts: Sequence[tuple[float, SSAValue]]) -> SSAValue:
         """The sum of multiples of scalars."""
         total: SSAValue | None = None
         for number, value in parts:
             if number != 1:
-                value = self.glue("aten.mul.Tensor", [value], f"$0, {number!r}", [])
-            total = value if total is None else self.glue("aten.add.Tensor", [total, value], "$0, $1", [])
+                value = self.emit_glue("aten.mul.Tensor", [value], f"$0, {number!r}", [])
+            total = (
+                value if total is None else self.emit_glue("aten.add.Tensor", [total, value], "$0, $1", [])
+            )
         assert total is not None
         return total
 
 
-_NAMES = {
+_RESULT_NAMES = {
     "linear_cross_entropy": ("cross_entropy", "labels"),
     "linear_kl": ("divergence", "rows"),
     "linear_kl_ce": ("divergence", "rows", "cross_entropy", "labels"),
 }
-_DEFAULTS = {
+_OPERATOR_DEFAULTS = {
     "ignore_index": -100,
     "label_smoothing": 0.0,
     "softcap": 0.0,
@@ -260,27 +281,28 @@ _DEFAULTS = {
 }
 
 
-def _given(options: dict[str, object]) -> str:
+def _format_options(options: dict[str, object]) -> str:
     """The options that are not the operators' defaults, as keyword arguments."""
-    return argument_template.format(
-        argument_template.Arguments(
-            [], {k: v for k, v in options.items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
+    return argument_template.format_arguments(
+        argument_template.CallArguments(
+            [],
+            {k: v for k, v in options.items() if k not in _OPERATOR_DEFAULTS or v != _OPERATOR_DEFAULTS[k]},
         )
     )
 
 
-def _before(op: Operation, other: Operation) -> bool:
+def _is_before(op: Operation, other: Operation) -> bool:
     return op.is_before_in_block(other)
 
 
-def _call(view: View, shape: Sequence[Expr | int], tail: int) -> tuple[str, str]:
+def _view_call(view: RowView, shape: Sequence[Expr | int], tail: int) -> tuple[str, str]:
     """The ATen op and arguments of a view on a tensor with `tail` dims behind its rows."""
-    kind = TensorType.of(shape, "f32")
+    kind = TensorType.from_dims(shape, "f32")
     match view.op:
         case "reshape":
-            return "aten.reshape.default", f"$0, {shape_text(kind)}"
+            return "aten.reshape.default", f"$0, {format_shape(kind)}"
         case "expand":
-            return "aten.expand.default", f"$0, {shape_text(kind)}"
+            return "aten.expand.default", f"$0, {format_shape(kind)}"
         case "permute":
             return (
                 "aten.permute.default",
@@ -290,8 +312,8 @@ def _call(view: View, shape: Sequence[Expr | int], tail: int) -> tuple[str, str]
             return "aten.index.Tensor", f"$0, [{', '.join(f'${i + 1}' for i in range(len(view.operands)))}]"
         case "slice" | "select":
             target = "aten.slice.Tensor" if view.op == "slice" else "aten.select.int"
-            return target, argument_template.format(
-                argument_template.Arguments([argument_template.Ref(0), *view.args])
+            return target, argument_template.format_arguments(
+                argument_template.CallArguments([argument_template.OperandRef(0), *view.args])
             )
         case _:
             raise UserError(f"there is no view {view.op}")

@@ -16,152 +16,170 @@ from itertools import permutations
 from secc.ir.dialect import argument_template
 from secc.ir.dialect.ops import GlueOp
 from secc.passes.fusion.formula import (
-    Factor,
-    Key,
-    Logits,
-    LogMix,
-    LogProb,
-    LogSum,
-    Picked,
-    Plain,
-    Prob,
-    Source,
-    Summed,
-    ordered,
-    source,
-    unshaped,
+    FormulaFactor,
+    HeadLogits,
+    LogMixture,
+    LogProbability,
+    LogSumExp,
+    PickedEntry,
+    PlainLogit,
+    Probability,
+    ProductKey,
+    RowSource,
+    TokenSum,
+    drop_last_reshape,
+    read_source,
+    sort_factors,
 )
 
-CROSS_ENTROPY, KL, KL_CE = "linear-cross-entropy", "linear-kl", "linear-kl-ce"
-Products = Mapping[tuple[Factor, ...], float]
-_NEAR = 1e-9
+CROSS_ENTROPY_RULE, KL_RULE, KL_CE_RULE = "linear-cross-entropy", "linear-kl", "linear-kl-ce"
+ProductTable = Mapping[tuple[FormulaFactor, ...], float]
+_TOLERANCE = 1e-9
 
 # The products of each divergence of a student from a teacher, of which `m` is the mixture share * teacher +
 # (1 - share) * student.
-DIVERGENCES: dict[str, Callable[[Logits, Logits, LogMix], Products]] = {
-    "forward": lambda s, t, m: {_over_tokens(Prob(t), LogProb(t)): 1, _over_tokens(Prob(t), LogProb(s)): -1},
-    "reverse": lambda s, t, m: {_over_tokens(Prob(s), LogProb(s)): 1, _over_tokens(Prob(s), LogProb(t)): -1},
+DIVERGENCES: dict[str, Callable[[HeadLogits, HeadLogits, LogMixture], ProductTable]] = {
+    "forward": lambda s, t, m: {_token_sum(Probability(t), LogProbability(t)): 1, _token_sum(Probability(t), LogProbability(s)): -1},
+    "reverse": lambda s, t, m: {_token_sum(Probability(s), LogProbability(s)): 1, _token_sum(Probability(s), LogProbability(t)): -1},
     "js": lambda s, t, m: {
-        _over_tokens(Prob(t), m): -m.share,
-        _over_tokens(Prob(t), LogProb(t)): m.share,
-        _over_tokens(Prob(s), LogProb(s)): 1 - m.share,
-        _over_tokens(Prob(s), m): m.share - 1,
+        _token_sum(Probability(t), m): -m.share,
+        _token_sum(Probability(t), LogProbability(t)): m.share,
+        _token_sum(Probability(s), LogProbability(s)): 1 - m.share,
+        _token_sum(Probability(s), m): m.share - 1,
     },
 }  # fmt: skip
 
 
-def _over_tokens(*entries: Prob | LogProb | LogMix) -> tuple[Factor, ...]:
-    return (Summed(ordered(entries)),)  # pyright: ignore[reportArgumentType]
+def _token_sum(*entries: Probability | LogProbability | LogMixture) -> tuple[FormulaFactor, ...]:
+    return (TokenSum(sort_factors(entries)),)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)
-class Piece:
+class LossPiece:
     """`number` times what one operator computes, over the rows that all of `masks` keep."""
 
     rule: str
     number: float
-    student: Logits
-    masks: frozenset[Source]
-    label: Source | None = None
+    student: HeadLogits
+    masks: frozenset[RowSource]
+    label: RowSource | None = None
     ignore: int | None = None
     smoothing: float = 0.0
-    teacher: Logits | None = None
+    teacher: HeadLogits | None = None
     kind: str = ""
     share: float = 0.5
 
     @property
-    def logits(self) -> list[Logits]:
+    def logits(self) -> list[HeadLogits]:
         return [self.student] if self.teacher is None else [self.student, self.teacher]
 
 
-def pieces(terms: Mapping[Key, float]) -> list[Piece] | None:
+def split_into_pieces(terms: Mapping[ProductKey, float]) -> list[LossPiece] | None:
     """The pieces that a loss consists of, None if something is left over."""
-    left, found = dict(terms), list[Piece]()
+    left, found = dict(terms), list[LossPiece]()
     while left:
-        piece = next((p for p, rest in _candidates(left) if _take(left, rest)), None)
+        piece = next((p for p, rest in _iter_candidates(left) if _remove_products(left, rest)), None)
         if piece is None:
             return None
         found.append(piece)
     return found
 
 
-def _take(left: dict[Key, float], rest: Mapping[Key, float]) -> bool:
+def _remove_products(left: dict[ProductKey, float], rest: Mapping[ProductKey, float]) -> bool:
     """Remove products from a loss if it has them all."""
-    if not all(abs(left.get(key, 0.0) - number) <= _NEAR * abs(number) for key, number in rest.items()):
+    if not all(abs(left.get(key, 0.0) - number) <= _TOLERANCE * abs(number) for key, number in rest.items()):
         return False
     for key in rest:
         del left[key]
     return True
 
 
-def _candidates(terms: Mapping[Key, float]) -> Iterator[tuple[Piece, Mapping[Key, float]]]:
+def _iter_candidates(
+    terms: Mapping[ProductKey, float],
+) -> Iterator[tuple[LossPiece, Mapping[ProductKey, float]]]:
     """Pieces that the loss may hold, with the products that each would take."""
-    yield from _cross_entropies(terms)
-    yield from _divergences(terms)
+    yield from _iter_cross_entropies(terms)
+    yield from _iter_divergences(terms)
 
 
-def _divergences(terms: Mapping[Key, float]) -> Iterator[tuple[Piece, Mapping[Key, float]]]:
+def _iter_divergences(
+    terms: Mapping[ProductKey, float],
+) -> Iterator[tuple[LossPiece, Mapping[ProductKey, float]]]:
     logits = dict.fromkeys(
-        each for _, fs in terms for f in fs if isinstance(f, Summed) for e in f.entries for each in _of(e)
+        each
+        for _, fs in terms
+        for f in fs
+        if isinstance(f, TokenSum)
+        for e in f.entries
+        for each in _logits_of(e)
     )
     mixes = dict.fromkeys(
-        e for _, fs in terms for f in fs if isinstance(f, Summed) for e in f.entries if isinstance(e, LogMix)
+        e
+        for _, fs in terms
+        for f in fs
+        if isinstance(f, TokenSum)
+        for e in f.entries
+        if isinstance(e, LogMixture)
     )
     for masks in dict.fromkeys(masks for masks, _ in terms):
         for student, teacher in permutations(logits, 2):
             if teacher.fixed and not student.fixed:
                 for kind, mix in [("js", m) for m in mixes] + [("forward", None), ("reverse", None)]:
-                    mixed = _turned(mix, teacher)
+                    mixed = _mixture_or_default(mix, teacher)
                     products = DIVERGENCES[kind](student, teacher, mixed)
                     number = terms.get((masks, next(iter(products))), 0.0) / next(iter(products.values()))
-                    piece = Piece(KL, number, student, masks, teacher=teacher, kind=kind, share=mixed.share)
+                    piece = LossPiece(
+                        KL_RULE, number, student, masks, teacher=teacher, kind=kind, share=mixed.share
+                    )
                     if number:
                         yield piece, {(masks, factors): number * n for factors, n in products.items()}
 
 
-def _turned(mix: LogMix | None, teacher: Logits) -> LogMix:
+def _mixture_or_default(mix: LogMixture | None, teacher: HeadLogits) -> LogMixture:
     """A mixture as it stands in the loss, with the teacher's share."""
-    return LogMix(0.5, teacher, teacher) if mix is None else mix
+    return LogMixture(0.5, teacher, teacher) if mix is None else mix
 
 
-def _of(entry: Prob | LogProb | LogMix | Plain) -> list[Logits]:
-    return [entry.one, entry.other] if isinstance(entry, LogMix) else [entry.of]
+def _logits_of(entry: Probability | LogProbability | LogMixture | PlainLogit) -> list[HeadLogits]:
+    return [entry.one, entry.other] if isinstance(entry, LogMixture) else [entry.of]
 
 
-def _cross_entropies(terms: Mapping[Key, float]) -> Iterator[tuple[Piece, Mapping[Key, float]]]:
+def _iter_cross_entropies(
+    terms: Mapping[ProductKey, float],
+) -> Iterator[tuple[LossPiece, Mapping[ProductKey, float]]]:
     """-log p of a label, also as logsumexp minus a logit; smoothed, a share of it is the mean over the
     tokens."""
     for (masks, factors), number in terms.items():
         picked = factors[0] if len(factors) == 1 else None
-        if not isinstance(picked, Picked):
+        if not isinstance(picked, PickedEntry):
             continue
-        kept = frozenset(m for m in masks if not redundant(m, picked))
-        logits = _of(picked.entry)[0]
-        taken: dict[Key, float] = {(masks, factors): number}
-        if isinstance(picked.entry, Plain):
-            taken[kept, (LogSum(logits),)] = -number
-            yield Piece(CROSS_ENTROPY, -number, logits, kept, picked.label, picked.ignore), taken
+        kept = frozenset(m for m in masks if not is_redundant_mask(m, picked))
+        logits = _logits_of(picked.entry)[0]
+        taken: dict[ProductKey, float] = {(masks, factors): number}
+        if isinstance(picked.entry, PlainLogit):
+            taken[kept, (LogSumExp(logits),)] = -number
+            yield LossPiece(CROSS_ENTROPY_RULE, -number, logits, kept, picked.label, picked.ignore), taken
             continue
-        yield from _smoothed(terms, picked, kept, taken, number)
-        yield Piece(CROSS_ENTROPY, -number, logits, kept, picked.label, picked.ignore), taken
+        yield from _iter_smoothed(terms, picked, kept, taken, number)
+        yield LossPiece(CROSS_ENTROPY_RULE, -number, logits, kept, picked.label, picked.ignore), taken
 
 
-def _smoothed(
-    terms: Mapping[Key, float],
-    picked: Picked,
-    kept: frozenset[Source],
-    taken: dict[Key, float],
+def _iter_smoothed(
+    terms: Mapping[ProductKey, float],
+    picked: PickedEntry,
+    kept: frozenset[RowSource],
+    taken: dict[ProductKey, float],
     number: float,
-) -> Iterator[tuple[Piece, Mapping[Key, float]]]:
-    logits = _of(picked.entry)[0]
+) -> Iterator[tuple[LossPiece, Mapping[ProductKey, float]]]:
+    logits = _logits_of(picked.entry)[0]
     for (masks, factors), other in terms.items():
-        same = frozenset(m for m in masks if not redundant(m, picked)) == kept and (
+        same = frozenset(m for m in masks if not is_redundant_mask(m, picked)) == kept and (
             picked.ignore is None or masks != kept
         )
-        if same and factors == (Summed((LogProb(logits),)),) and other * number > 0:
+        if same and factors == (TokenSum((LogProbability(logits),)),) and other * number > 0:
             whole = number + other * logits.tokens
-            piece = Piece(
-                CROSS_ENTROPY,
+            piece = LossPiece(
+                CROSS_ENTROPY_RULE,
                 -whole,
                 logits,
                 kept,
@@ -172,21 +190,24 @@ def _smoothed(
             yield piece, taken | {(masks, factors): other}
 
 
-def redundant(mask: Source, picked: Picked) -> bool:
+def is_redundant_mask(mask: RowSource, picked: PickedEntry) -> bool:
     """Whether a mask keeps just the rows whose label is not the ignored one, which a picked entry leaves out
     anyway."""
     owner = mask.value.owner
-    if not isinstance(owner, GlueOp) or owner.base not in {"ne", "eq"} or picked.ignore is None:
+    if not isinstance(owner, GlueOp) or owner.base_name not in {"ne", "eq"} or picked.ignore is None:
         return False
     compared = owner.arguments.args
-    labels = source(owner.operands[0])
+    labels = read_source(owner.operands[0])
     for view in mask.views:
-        labels = labels.seen(view)
-    same = compared == [argument_template.Ref(0), picked.ignore] and unshaped(labels) == picked.label
-    return same and mask.negated == (owner.base == "eq")
+        labels = labels.with_view(view)
+    same = (
+        compared == [argument_template.OperandRef(0), picked.ignore]
+        and drop_last_reshape(labels) == picked.label
+    )
+    return same and mask.negated == (owner.base_name == "eq")
 
 
-def joint(cross_entropy: Piece, divergence: Piece) -> bool:
+def can_be_joint(cross_entropy: LossPiece, divergence: LossPiece) -> bool:
     """Whether one pass over a student's logits can give both."""
     a, b = cross_entropy.student, divergence.student
     plain = not a.softcap and a.head.bias is None and a.tokens == b.tokens
@@ -194,11 +215,11 @@ def joint(cross_entropy: Piece, divergence: Piece) -> bool:
         plain
         and a.head == b.head
         and a.views == b.views
-        and (cross_entropy.rule, divergence.rule) == (CROSS_ENTROPY, KL)
+        and (cross_entropy.rule, divergence.rule) == (CROSS_ENTROPY_RULE, KL_RULE)
     )
 
 
-def objection(piece: Piece) -> str:
+def find_objection(piece: LossPiece) -> str:
     """Why an operator does not compute a piece though the formula fits, "" if it does."""
     student, teacher = piece.student, piece.teacher
     if student.tokens <= student.head.width:

@@ -11,95 +11,100 @@ from typing import Any
 
 import sympy
 
-from secc.ir.dialect.argument_template import Ref
+from secc.ir.dialect.argument_template import OperandRef
 from secc.ir.dialect.ops import Computation
 from secc.ir.dialect.size_expr import Expr
-from secc.ir.dialect.tensor_type import tensor
-from secc.passes.fusion.formula import SHAPES, View
-from secc.passes.loss.pending_ops import argument
+from secc.ir.dialect.tensor_type import tensor_type
+from secc.passes.fusion.formula import SHAPE_OPS, RowView
+from secc.passes.loss.pending_ops import get_argument
 
-Shape = tuple[Expr, ...]
-MOVES = SHAPES | {"slice", "select", "transpose", "t", "permute", "index", "index_select"}
-Moved = tuple[View | None, int]  # what happens to rows, and where the tokens are then
+DimShape = tuple[Expr, ...]
+MOVE_OPS = SHAPE_OPS | {"slice", "select", "transpose", "t", "permute", "index", "index_select"}
+MovedRows = tuple[RowView | None, int]  # what happens to rows, and where the tokens are then
 
 
-def rows_of(shape: Shape, axis: int | None) -> Shape:
+def row_dims(shape: DimShape, axis: int | None) -> DimShape:
     """The dims of the rows; all dims where there is no dim of tokens."""
     return shape if axis is None else (*shape[:axis], *shape[axis + 1 :])
 
 
-def moved(op: Computation, axis: int | None) -> Moved | None:
+def read_move(op: Computation, axis: int | None) -> MovedRows | None:
     """What an op does to the rows of its operand 0, whose tokens are at `axis` (None: it has rows only); None
     if it mixes both."""
-    before, after = tensor(op.operands[0]).shape, tensor(op.results[0]).shape
-    if op.base in SHAPES:
-        return _reshaped(before, after, axis)
-    if op.base in {"transpose", "t", "permute"}:
-        return _permuted(_order(op, len(before)), before, axis)
-    if op.base == "index":
-        return _indexed(op, after, axis)
-    dim = int(argument(op, 1, "dim", 0)) % len(before)
+    before, after = tensor_type(op.operands[0]).shape, tensor_type(op.results[0]).shape
+    if op.base_name in SHAPE_OPS:
+        return _read_reshape(before, after, axis)
+    if op.base_name in {"transpose", "t", "permute"}:
+        return _read_permutation(_dim_order(op, len(before)), before, axis)
+    if op.base_name == "index":
+        return _read_index(op, after, axis)
+    dim = int(get_argument(op, 1, "dim", 0)) % len(before)
     if dim == axis:
         return None
     place = dim - (axis is not None and dim > axis)
-    if op.base == "slice":
-        step = argument(op, 4, "step", 1)
-        args = (place, argument(op, 2, "start"), argument(op, 3, "end"), *([] if step == 1 else [step]))
-        return View("slice", rows_of(after, axis), args), -1 if axis is None else axis
-    if op.base == "select":
+    if op.base_name == "slice":
+        step = get_argument(op, 4, "step", 1)
+        args = (
+            place,
+            get_argument(op, 2, "start"),
+            get_argument(op, 3, "end"),
+            *([] if step == 1 else [step]),
+        )
+        return RowView("slice", row_dims(after, axis), args), -1 if axis is None else axis
+    if op.base_name == "select":
         new = -1 if axis is None else axis - (dim < axis)
-        return View(
-            "select", rows_of(after, None if axis is None else new), (place, argument(op, 2, "index"))
+        return RowView(
+            "select", row_dims(after, None if axis is None else new), (place, get_argument(op, 2, "index"))
         ), new
     return None
 
 
-def _reshaped(before: Shape, after: Shape, axis: int | None) -> Moved | None:
+def _read_reshape(before: DimShape, after: DimShape, axis: int | None) -> MovedRows | None:
     if axis is None:
-        return View("reshape", after), -1
-    front = _product(before[:axis])
+        return RowView("reshape", after), -1
+    front = _product_of_dims(before[:axis])
     for new, size in enumerate(after):
-        if size == before[axis] and _product(after[:new]) == front:
-            rows = rows_of(after, new)
-            return (None if rows == rows_of(before, axis) else View("reshape", rows)), new
+        if size == before[axis] and _product_of_dims(after[:new]) == front:
+            rows = row_dims(after, new)
+            return (None if rows == row_dims(before, axis) else RowView("reshape", rows)), new
     return None
 
 
-def _product(dims: Sequence[Expr]) -> Expr:
+def _product_of_dims(dims: Sequence[Expr]) -> Expr:
     return sympy.expand(sympy.Mul(*dims))
 
 
-def _order(op: Computation, rank: int) -> list[int]:
+def _dim_order(op: Computation, rank: int) -> list[int]:
     """Which dim of the operand each dim of the result is."""
     dims = list(range(rank))
-    if op.base == "t":
+    if op.base_name == "t":
         return dims[::-1]
-    if op.base == "permute":
-        return [int(d) % rank for d in argument(op, 1, "dims")]
-    a, b = int(argument(op, 1, "dim0")) % rank, int(argument(op, 2, "dim1")) % rank
+    if op.base_name == "permute":
+        return [int(d) % rank for d in get_argument(op, 1, "dims")]
+    a, b = int(get_argument(op, 1, "dim0")) % rank, int(get_argument(op, 2, "dim1")) % rank
     dims[a], dims[b] = dims[b], dims[a]
     return dims
 
 
-def _permuted(order: list[int], before: Shape, axis: int | None) -> Moved:
+def _read_permutation(order: list[int], before: DimShape, axis: int | None) -> MovedRows:
     rows = [d for d in order if d != axis]
     new = -1 if axis is None else order.index(axis)
     if rows == sorted(rows):
         return None, new
     places = tuple(d - (axis is not None and d > axis) for d in rows)
-    return View("permute", tuple(before[d] for d in rows), places), new
+    return RowView("permute", tuple(before[d] for d in rows), places), new
 
 
-def _indexed(op: Computation, after: Shape, axis: int | None) -> Moved | None:
+def _read_index(op: Computation, after: DimShape, axis: int | None) -> MovedRows | None:
     """Rows picked by masks or indices of the leading dims."""
     indices: list[Any] = op.arguments.args[1]
-    if not all(isinstance(i, Ref) for i in indices):
+    if not all(isinstance(i, OperandRef) for i in indices):
         return None
-    kinds = [tensor(op.operands[i.index]) for i in indices]
+    kinds = [tensor_type(op.operands[i.index]) for i in indices]
     taken = sum(len(kind.dims) if kind.dtype.data == "bool" else 1 for kind in kinds)
-    if axis is not None and (axis < taken or axis != len(tensor(op.operands[0]).dims) - 1):
+    if axis is not None and (axis < taken or axis != len(tensor_type(op.operands[0]).dims) - 1):
         return None
     last = None if axis is None else len(after) - 1
-    return View(
-        "index", rows_of(after, last), (), tuple(op.operands[i.index] for i in indices)
+    return RowView(
+        "index", row_dims(after, last), (), tuple(op.operands[i.index] for i in indices)
     ), -1 if last is None else last

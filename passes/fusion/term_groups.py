@@ -13,91 +13,106 @@ from dataclasses import dataclass
 from xdsl.ir import SSAValue
 
 from secc.ir.dialect.ops import CaseOp, GlueOp, LeafOp, TermOp
-from secc.ir.dialect.tensor_type import tensor
-from secc.passes.fusion.formula import TOTAL, Formula, Logits, Parameter, source, unshaped
-from secc.passes.fusion.formula_reader import Reader
-from secc.passes.fusion.operator_rules import Piece, pieces
-from secc.passes.loss.term_names import Structure
+from secc.ir.dialect.tensor_type import tensor_type
+from secc.passes.fusion.formula import (
+    KIND_TOTAL,
+    BlockParameter,
+    Formula,
+    HeadLogits,
+    drop_last_reshape,
+    read_source,
+)
+from secc.passes.fusion.formula_reader import FormulaReader
+from secc.passes.fusion.operator_rules import LossPiece, split_into_pieces
+from secc.passes.loss.term_names import StructureDigests
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class TermGroup:
     """Terms whose numerators, times numbers relative to the first coefficient, are the sum of `pieces`."""
 
     terms: tuple[TermOp, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LossPiece, ...]
 
-    def reads(self) -> Iterator[SSAValue]:
+    def iter_operands(self) -> Iterator[SSAValue]:
         """The values of the case that operators for the pieces read."""
         for piece in self.pieces:
             for logits in piece.logits:
-                yield from _behind(logits)
+                yield from _logits_operands(logits)
             for rows in (*piece.masks, *([piece.label] if piece.label is not None else [])):
                 yield rows.value
                 yield from (o for view in rows.views for o in view.operands)
 
 
-def _behind(logits: Logits) -> Iterator[SSAValue]:
+def _logits_operands(logits: HeadLogits) -> Iterator[SSAValue]:
     yield logits.head.hidden
     yield from (
-        p for p in (logits.head.weight, logits.head.bias) if p is not None and not isinstance(p, Parameter)
+        p
+        for p in (logits.head.weight, logits.head.bias)
+        if p is not None and not isinstance(p, BlockParameter)
     )
     yield from (o for view in logits.views for o in view.operands)
 
 
-def of(case: CaseOp, reader: Reader) -> list[Group]:
+def group_terms(case: CaseOp, reader: FormulaReader) -> list[TermGroup]:
     """The terms of a case that rules match, in groups."""
     formulas = {
         op: f
         for op in case.ops
-        if isinstance(op, TermOp) and (f := reader.formula(op.numerator)) is not None and f.kind == TOTAL
+        if isinstance(op, TermOp)
+        and (f := reader.formula_of(op.numerator)) is not None
+        and f.kind == KIND_TOTAL
     }
-    alone = {op: found for op, f in formulas.items() if (found := pieces(f.terms)) is not None}
-    joined: list[Group] = []
-    for terms in _alike(list(formulas)):
+    alone = {op: found for op, f in formulas.items() if (found := split_into_pieces(f.terms)) is not None}
+    joined: list[TermGroup] = []
+    for terms in _group_by_coefficient(list(formulas)):
         if len(terms) > 1 and any(op not in alone for op, _ in terms):
-            found = pieces(_sum([(formulas[op], number / terms[0][1]) for op, number in terms]).terms)
+            found = split_into_pieces(
+                _sum_formulas([(formulas[op], number / terms[0][1]) for op, number in terms]).terms
+            )
             if found is not None:
-                joined.append(Group(tuple(op for op, _ in terms), tuple(found)))
+                joined.append(TermGroup(tuple(op for op, _ in terms), tuple(found)))
     taken = {op for group in joined for op in group.terms}
-    return joined + [Group((op,), tuple(found)) for op, found in alone.items() if op not in taken]
+    return joined + [TermGroup((op,), tuple(found)) for op, found in alone.items() if op not in taken]
 
 
-def _sum(parts: Sequence[tuple[Formula, float]]) -> Formula:
-    total, *others = (formula.scaled(number) for formula, number in parts)
+def _sum_formulas(parts: Sequence[tuple[Formula, float]]) -> Formula:
+    total, *others = (formula.scale_by(number) for formula, number in parts)
     for other in others:
         total = total.plus(other)
     return total
 
 
-def _alike(terms: Sequence[TermOp]) -> list[list[tuple[TermOp, float]]]:
+def _group_by_coefficient(terms: Sequence[TermOp]) -> list[list[tuple[TermOp, float]]]:
     """Terms by what their coefficients have in common, each with the number by which its own differs."""
-    structure = Structure()
+    structure = StructureDigests()
     found: dict[object, list[tuple[TermOp, float]]] = {}
     for op in terms:
-        base, number = _factored(op.coefficient)
-        found.setdefault(None if base is None else _identity(structure, base), []).append((op, number))
+        base, number = _split_number(op.coefficient)
+        found.setdefault(None if base is None else _coefficient_identity(structure, base), []).append(
+            (op, number)
+        )
     return list(found.values())
 
 
-def _identity(structure: Structure, value: SSAValue) -> object:
+def _coefficient_identity(structure: StructureDigests, value: SSAValue) -> object:
     """Equal for coefficients that are computed alike; the shape of labels does not matter to how many of them
     count."""
     op = value.owner
     if isinstance(op, LeafOp):
-        return _identity(structure, op.value)
-    if isinstance(op, GlueOp) and op.base in {"reciprocal", "sum", "ne", "eq"} and len(op.operands) == 1:
-        return op.callee, op.args.data, _identity(structure, op.operands[0])
-    return unshaped(source(value)) if tensor(value).dims else structure.value(value)
+        return _coefficient_identity(structure, op.value)
+    if isinstance(op, GlueOp) and op.base_name in {"reciprocal", "sum", "ne", "eq"} and len(op.operands) == 1:
+        return op.callee, op.args.data, _coefficient_identity(structure, op.operands[0])
+    return drop_last_reshape(read_source(value)) if tensor_type(value).dims else structure.digest_value(value)
 
 
-def _factored(value: SSAValue | None) -> tuple[SSAValue | None, float]:
+def _split_number(value: SSAValue | None) -> tuple[SSAValue | None, float]:
     """A coefficient as a value times a number."""
     number = 1.0
     while value is not None and isinstance(op := value.owner, GlueOp) and len(op.operands) == 1:
         args = op.arguments.args
-        if op.base not in {"mul", "div"} or len(args) != 2 or not isinstance(args[1], int | float):
+        if op.base_name not in {"mul", "div"} or len(args) != 2 or not isinstance(args[1], int | float):
             break
-        number = number * args[1] if op.base == "mul" else number / args[1]
+        number = number * args[1] if op.base_name == "mul" else number / args[1]
         value = op.operands[0]
     return value, number

@@ -13,46 +13,49 @@ from xdsl.ir import Operation
 
 from secc.errors import UserError
 from secc.ir.dialect.ops import CallOp, Computation
-from secc.ir.dialect.tensor_type import tensor
-from secc.ir.text_io.verifier import where
-from secc.passes.loss.loss_context import REMEDY, Context, one_entry
-from secc.passes.loss.value_states import LOCAL, State
+from secc.ir.dialect.tensor_type import tensor_type
+from secc.ir.text_io.verifier import source_line
+from secc.passes.loss.loss_context import DEFAULT_REMEDY, LossContext, has_one_entry
+from secc.passes.loss.value_states import LOCAL_STATE, ValueState
 
-BALANCE = "balance-loss"
-NAMES = (BALANCE,)
-_OFFER = f"; if it is the balance loss of a mixture of experts, --accept {BALANCE} computes it for each micro-batch alone"
+BALANCE_LOSS = "balance-loss"
+APPROXIMATIONS = (BALANCE_LOSS,)
+_BALANCE_OFFER = f"; if it is the balance loss of a mixture of experts, --accept {BALANCE_LOSS} computes it for each micro-batch alone"
 
 
-def check(names: Iterable[str]) -> None:
+def check_approximations(names: Iterable[str]) -> None:
     """Raise UserError for a name that stands for no approximation."""
     for name in names:
-        if name not in NAMES:
+        if name not in APPROXIMATIONS:
             raise UserError(
-                f"there is no approximation {name!r} to accept", remedy=f"accept {' or '.join(NAMES)}"
+                f"there is no approximation {name!r} to accept",
+                remedy=f"accept {' or '.join(APPROXIMATIONS)}",
             )
 
 
-def balance(ctx: Context, op: Computation, why: str, remedy: str = REMEDY) -> State:
+def accept_balance_loss(
+    ctx: LossContext, op: Computation, why: str, remedy: str = DEFAULT_REMEDY
+) -> ValueState:
     """The state of what `op` makes of statistics over the batch: bad, unless it is one of several experts and
     the user accepts it."""
-    if not (isinstance(op, CallOp) or _of_statistics(ctx, op)):
-        return ctx.bad(op, why, remedy)
-    if BALANCE not in ctx.accept:
-        return ctx.bad(op, why, remedy + _OFFER)
+    if not (isinstance(op, CallOp) or _takes_statistics(ctx, op)):
+        return ctx.refuse_op(op, why, remedy)
+    if BALANCE_LOSS not in ctx.accept:
+        return ctx.refuse_op(op, why, remedy + _BALANCE_OFFER)
     ctx.accepted.add(op)
-    return LOCAL
+    return LOCAL_STATE
 
 
-def note(op: Operation) -> str:
+def describe_accepted(op: Operation) -> str:
     """What a plan says of an op whose result micro-batches compute alone."""
     target = op.properties["target"]
     name = getattr(target, "data", op.name)
-    return f"{BALANCE}: {name}{f' at {where(op)}' if where(op) else ''} is computed for each micro-batch alone, weighted by its samples"
+    return f"{BALANCE_LOSS}: {name}{f' at {source_line(op)}' if source_line(op) else ''} is computed for each micro-batch alone, weighted by its samples"
 
 
-def _of_statistics(ctx: Context, op: Computation) -> bool:
+def _takes_statistics(ctx: LossContext, op: Computation) -> bool:
     """Whether an op takes sums over samples that were several numbers when they were made: one for each
     expert."""
-    parts = [p for o in op.operands if not ctx.plain(o) for p in ctx.parts(o) or ()]
+    parts = [p for o in op.operands if not ctx.is_plain(o) for p in ctx.parts_of(o) or ()]
     made = [r for p in parts if p.origin is not None for r in p.origin.results[:1]]
-    return any(not one_entry(tensor(r)) and not ctx.carries(r) for r in made)
+    return any(not has_one_entry(tensor_type(r)) and not ctx.carries_samples(r) for r in made)

@@ -13,58 +13,60 @@ from xdsl.ir import SSAValue
 
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import Computation, GlueOp
-from secc.ir.dialect.tensor_type import TensorType, tensor
-from secc.passes.loss.loss_context import Context, floating
-from secc.passes.loss.pending_ops import argument
-from secc.passes.loss.value_states import Bad
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
+from secc.passes.loss.loss_context import LossContext, is_floating
+from secc.passes.loss.pending_ops import get_argument
+from secc.passes.loss.value_states import BadState
 
-_SAMPLES = size_expr.symbol("B")
-_COUNTING = frozenset({"arange", "linspace"})
-_ORDERING = frozenset({"flip", "roll", "argsort", "sort"})
-_PICKING = frozenset({"index", "index_select", "gather"})
-_RESHAPING = frozenset({"view", "reshape", "_unsafe_view"})
-_WEIGHING = frozenset({"mul", "add", "sub", "div", "pow"})
+_SAMPLE_SYMBOL = size_expr.size_symbol("B")
+_COUNTING_OPS = frozenset({"arange", "linspace"})
+_ORDERING_OPS = frozenset({"flip", "roll", "argsort", "sort"})
+_PICKING_OPS = frozenset({"index", "index_select", "gather"})
+_RESHAPING_OPS = frozenset({"view", "reshape", "_unsafe_view"})
+_WEIGHING_OPS = frozenset({"mul", "add", "sub", "div", "pow"})
 
 
-def misplaced(ctx: Context, op: Computation) -> Bad | None:
+def find_misplaced(ctx: LossContext, op: Computation) -> BadState | None:
     """An op that takes samples by their places in the batch."""
-    type, result = tensor(op.operands[0]), tensor(op.results[0])
-    name = op.base
+    type, result = tensor_type(op.operands[0]), tensor_type(op.results[0])
+    name = op.base_name
     if name == "slice":
-        dim = argument(op, 1, "dim", 0) % max(len(type.dims), 1)
-        if type.shape[dim] == _SAMPLES != result.shape[dim]:
-            return ctx.bad(op, "picks some of the samples")
-    if name in _RESHAPING and _dealt_out(type, result):
-        return ctx.bad(op, "gives each sample entries of the others")
-    if ctx.input_only(op.results[0]):
+        dim = get_argument(op, 1, "dim", 0) % max(len(type.dims), 1)
+        if type.shape[dim] == _SAMPLE_SYMBOL != result.shape[dim]:
+            return ctx.refuse_op(op, "picks some of the samples")
+    if name in _RESHAPING_OPS and _redistributes_entries(type, result):
+        return ctx.refuse_op(op, "gives each sample entries of the others")
+    if ctx.is_input_only(op.results[0]):
         return None
-    if name in _PICKING and any(_made_by(ctx, o, _ORDERING) for o in op.operands[1:]):
-        return ctx.bad(op, "puts the samples in another order")
+    if name in _PICKING_OPS and any(_made_by(ctx, o, _ORDERING_OPS) for o in op.operands[1:]):
+        return ctx.refuse_op(op, "puts the samples in another order")
     if (
-        name in _WEIGHING
-        and floating(result)
-        and any(_made_by(ctx, o, _COUNTING | _ORDERING) for o in op.operands)
+        name in _WEIGHING_OPS
+        and is_floating(result)
+        and any(_made_by(ctx, o, _COUNTING_OPS | _ORDERING_OPS) for o in op.operands)
     ):
-        return ctx.bad(op, "reckons with the samples' places in the batch")
+        return ctx.refuse_op(op, "reckons with the samples' places in the batch")
     return None
 
 
-def _dealt_out(before: TensorType, after: TensorType) -> bool:
+def _redistributes_entries(before: TensorType, after: TensorType) -> bool:
     """Whether the samples' dim has other entries in front of it than it had: they are no longer those of
     their samples."""
-    if before.shape.count(_SAMPLES) != 1 or after.shape.count(_SAMPLES) != 1:
+    if before.shape.count(_SAMPLE_SYMBOL) != 1 or after.shape.count(_SAMPLE_SYMBOL) != 1:
         return False
-    front, back = (sympy.Mul(*t.shape[: t.shape.index(_SAMPLES)]) for t in (before, after))
+    front, back = (sympy.Mul(*t.shape[: t.shape.index(_SAMPLE_SYMBOL)]) for t in (before, after))
     return sympy.expand(front - back) != 0
 
 
-def _made_by(ctx: Context, value: SSAValue, ops: frozenset[str]) -> bool:
+def _made_by(ctx: LossContext, value: SSAValue, ops: frozenset[str]) -> bool:
     """Whether one of these ops along the samples made an input-only value, but for casts, views and
     numbers."""
-    while ctx.input_only(value) and isinstance(value.owner, GlueOp):
+    while ctx.is_input_only(value) and isinstance(value.owner, GlueOp):
         op = value.owner
-        if op.base in ops:
-            return _SAMPLES in tensor(op.results[0]).shape and (op.base in _COUNTING or _along_samples(op))
+        if op.base_name in ops:
+            return _SAMPLE_SYMBOL in tensor_type(op.results[0]).shape and (
+                op.base_name in _COUNTING_OPS or _along_samples(op)
+            )
         if len(op.operands) != 1:
             return False
         value = op.operands[0]
@@ -73,10 +75,12 @@ def _made_by(ctx: Context, value: SSAValue, ops: frozenset[str]) -> bool:
 
 def _along_samples(op: GlueOp) -> bool:
     """Whether an op that orders entries does so along the samples."""
-    dims = argument(op, 2 if op.base == "roll" else 1, "dims" if op.base in {"flip", "roll"} else "dim", -1)
-    shape = tensor(op.results[0]).shape
+    dims = get_argument(
+        op, 2 if op.base_name == "roll" else 1, "dims" if op.base_name in {"flip", "roll"} else "dim", -1
+    )
+    shape = tensor_type(op.results[0]).shape
     return any(
-        shape[d] == _SAMPLES
+        shape[d] == _SAMPLE_SYMBOL
         for d in (dims if isinstance(dims, list | tuple) else [dims])
         if isinstance(d, int) and len(shape) > d
     )

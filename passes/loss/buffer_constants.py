@@ -10,17 +10,17 @@ from __future__ import annotations
 from xdsl.ir import Operation, SSAValue
 
 from secc.ir.dialect.ops import ConstOp, ParamOp
-from secc.ir.dialect.readable_names import BUFFER, KNOWN_BUFFER
-from secc.ir.dialect.tensor_type import tensor
-from secc.passes.loss.pending_ops import Workshop
+from secc.ir.dialect.readable_names import BUFFER_CONSTANT_PREFIX, KNOWN_BUFFER_ATTRIBUTE
+from secc.ir.dialect.tensor_type import tensor_type
+from secc.passes.loss.pending_ops import PendingOps
 
 
-def is_known(op: Operation) -> bool:
+def is_known_buffer(op: Operation) -> bool:
     """Whether an op reads a buffer that a plan may take as a constant."""
-    return isinstance(op, ParamOp) and KNOWN_BUFFER in op.attributes
+    return isinstance(op, ParamOp) and KNOWN_BUFFER_ATTRIBUTE in op.attributes
 
 
-def with_constants(shop: Workshop, value: SSAValue) -> SSAValue:
+def replace_buffers(shop: PendingOps, value: SSAValue) -> SSAValue:
     """An input-only value computed anew with constants in the place of buffers; the value itself if it
     depends on none."""
     copies: dict[SSAValue, SSAValue] = {}
@@ -31,10 +31,12 @@ def with_constants(shop: Workshop, value: SSAValue) -> SSAValue:
             owner = value.owner
             assert isinstance(owner, Operation)
             if isinstance(owner, ParamOp):
-                copies[value] = shop.add(ConstOp.of(BUFFER + owner.path.data, tensor(value))).results[0]
+                copies[value] = shop.add_op(
+                    ConstOp.create_source(BUFFER_CONSTANT_PREFIX + owner.path.data, tensor_type(value))
+                ).results[0]
             elif any(copied(o) is not o for o in owner.operands):
                 new = owner.clone(value_mapper={o: copied(o) for o in owner.operands})
-                copies.update(zip(owner.results, shop.add(new).results, strict=True))
+                copies.update(zip(owner.results, shop.add_op(new).results, strict=True))
         return copies[value]
 
     return copied(value)

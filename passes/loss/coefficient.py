@@ -21,28 +21,28 @@ from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import GlueOp, SizeOp
 from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import TensorType
-from secc.passes.loss.pending_ops import Workshop
+from secc.passes.loss.pending_ops import PendingOps
 
-_ONE = sympy.Integer(1)
-SCALAR = TensorType.of([], "f64")
+_UNIT_SIZE = sympy.Integer(1)
+SCALAR_TYPE = TensorType.from_dims([], "f64")
 
 
 @dataclass(frozen=True)
-class Leaf:
+class LeafFactor:
     """The sum over the whole global batch of `value`, an input-only scalar that adds up over samples."""
 
     value: SSAValue
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenFactor:
     """A scalar that depends on no input: made from Python data."""
 
     value: SSAValue
 
 
 @dataclass(frozen=True)
-class Applied:
+class AppliedFactor:
     """The user's op on coefficients, such as `clamp(min=1)` on a count."""
 
     op: GlueOp
@@ -50,13 +50,13 @@ class Applied:
 
 
 @dataclass(frozen=True)
-class Total:
+class TotalFactor:
     """A sum of coefficients."""
 
     parts: tuple[Coefficient, ...]
 
 
-Factor = Leaf | Given | Applied | Total
+CoefficientFactor = LeafFactor | GivenFactor | AppliedFactor | TotalFactor
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Coefficient:
     """`number * size * product of factor**power`; `size` is a quotient of size expressions."""
 
     number: float = 1.0
-    size: Expr = _ONE
-    factors: tuple[tuple[Factor, int], ...] = ()
+    size: Expr = _UNIT_SIZE
+    factors: tuple[tuple[CoefficientFactor, int], ...] = ()
 
     def __mul__(self, other: Coefficient) -> Coefficient:
         powers = dict(self.factors)
@@ -76,11 +76,11 @@ class Coefficient:
 
     def __truediv__(self, other: Coefficient) -> Coefficient:
         if other.number == 0:
-            return self * _raised(Total((other,)), -1)
+            return self * _power_of_factor(TotalFactor((other,)), -1)
         inverse = tuple((factor, -power) for factor, power in other.factors)
-        return self * Coefficient(1.0, 1 / other.size, inverse)._over(other.number)
+        return self * Coefficient(1.0, 1 / other.size, inverse)._divide_by_number(other.number)
 
-    def _over(self, number: float) -> Coefficient:
+    def _divide_by_number(self, number: float) -> Coefficient:
         # 1/3 * 0.3 is not 0.3/3 in floating point, so a divisor that is a whole number stays with the sizes.
         if number.is_integer():
             return replace(self, size=self.size / int(number))
@@ -95,19 +95,19 @@ class Coefficient:
         return self.number * float(self.size) if not self.factors and not self.size.free_symbols else None
 
 
-ONE = Coefficient()
+UNIT_COEFFICIENT = Coefficient()
 
 
-def _raised(factor: Factor, power: int) -> Coefficient:
+def _power_of_factor(factor: CoefficientFactor, power: int) -> Coefficient:
     return Coefficient(factors=((factor, power),))
 
 
-def of_factor(factor: Factor) -> Coefficient:
+def coefficient_of_factor(factor: CoefficientFactor) -> Coefficient:
     """The coefficient that is one factor."""
-    return _raised(factor, 1)
+    return _power_of_factor(factor, 1)
 
 
-def of_number(value: object) -> Coefficient | None:
+def coefficient_of_number(value: object) -> Coefficient | None:
     """The coefficient of a number in an argument list: a Python number or an expression over sizes; None for
     anything else."""
     match value:
@@ -128,7 +128,7 @@ def of_number(value: object) -> Coefficient | None:
             return None
 
 
-def total(parts: list[Coefficient]) -> Coefficient:
+def sum_coefficients(parts: list[Coefficient]) -> Coefficient:
     """The sum of coefficients."""
     constants = [c for p in parts if (c := p.constant) is not None]
     rest = [p for p in parts if p.constant is None]
@@ -136,76 +136,78 @@ def total(parts: list[Coefficient]) -> Coefficient:
         return Coefficient(number=sum(constants))
     if constants and sum(constants):
         rest.append(Coefficient(number=sum(constants)))
-    return rest[0] if len(rest) == 1 else of_factor(Total(tuple(rest)))
+    return rest[0] if len(rest) == 1 else coefficient_of_factor(TotalFactor(tuple(rest)))
 
 
-class Emitter:
+class CoefficientEmitter:
     """Emits coefficients as glue on float64 scalars; `leaf` gives the value that stands for the sum of a
     leaf."""
 
-    def __init__(self, shop: Workshop, leaf: Callable[[SSAValue], SSAValue]) -> None:
+    def __init__(self, shop: PendingOps, leaf: Callable[[SSAValue], SSAValue]) -> None:
         self.shop, self.leaf = shop, leaf
-        self.known: dict[Coefficient | Factor, SSAValue] = {}
+        self.known: dict[Coefficient | CoefficientFactor, SSAValue] = {}
 
-    def emit(self, coefficient: Coefficient) -> SSAValue:
+    def emit_coefficient(self, coefficient: Coefficient) -> SSAValue:
         """The value of a coefficient."""
         if coefficient not in self.known:
-            self.known[coefficient] = self._product(coefficient)
+            self.known[coefficient] = self._emit_product(coefficient)
         return self.known[coefficient]
 
-    def _product(self, coefficient: Coefficient) -> SSAValue:
+    def _emit_product(self, coefficient: Coefficient) -> SSAValue:
         above, below = sympy.fraction(sympy.together(coefficient.size))
         number = coefficient.number
         if above.is_Integer:  # a number, not a size
             number, above = number * int(above), sympy.Integer(1)
         if below.is_Integer and (below == 1 or not coefficient.factors):
             number, below = number / int(below), sympy.Integer(1)
-        tops = [self._size(above)] if above != 1 else []
-        bottoms = [self._size(below)] if below != 1 else []
+        tops = [self._emit_size(above)] if above != 1 else []
+        bottoms = [self._emit_size(below)] if below != 1 else []
         for factor, power in coefficient.factors:
-            (tops if power > 0 else bottoms).extend([self._factor(factor)] * abs(power))
-        value = self._chain("aten.mul.Tensor", tops)
-        divisor = self._chain("aten.mul.Tensor", bottoms)
+            (tops if power > 0 else bottoms).extend([self._emit_factor(factor)] * abs(power))
+        value = self._emit_chain("aten.mul.Tensor", tops)
+        divisor = self._emit_chain("aten.mul.Tensor", bottoms)
         if value is None and divisor is None:
-            return self._glue("aten.full.default", [], f"[], {number!r}, dtype=torch.float64")
+            return self._emit_glue("aten.full.default", [], f"[], {number!r}, dtype=torch.float64")
         if value is None:
             assert divisor is not None
-            value = self._glue("aten.reciprocal.default", [divisor], "$0")
+            value = self._emit_glue("aten.reciprocal.default", [divisor], "$0")
         elif divisor is not None:
-            value = self._glue("aten.div.Tensor", [value, divisor], "$0, $1")
-        return value if number == 1 else self._glue("aten.mul.Tensor", [value], f"$0, {number!r}")
+            value = self._emit_glue("aten.div.Tensor", [value, divisor], "$0, $1")
+        return value if number == 1 else self._emit_glue("aten.mul.Tensor", [value], f"$0, {number!r}")
 
-    def _chain(self, target: str, values: list[SSAValue]) -> SSAValue | None:
+    def _emit_chain(self, target: str, values: list[SSAValue]) -> SSAValue | None:
         if not values:
             return None
         result = values[0]
         for value in values[1:]:
-            result = self._glue(target, [result, value], "$0, $1")
+            result = self._emit_glue(target, [result, value], "$0, $1")
         return result
 
-    def _factor(self, factor: Factor) -> SSAValue:
+    def _emit_factor(self, factor: CoefficientFactor) -> SSAValue:
         if factor not in self.known:
-            self.known[factor] = self._new_factor(factor)
+            self.known[factor] = self._emit_new_factor(factor)
         return self.known[factor]
 
-    def _new_factor(self, factor: Factor) -> SSAValue:
+    def _emit_new_factor(self, factor: CoefficientFactor) -> SSAValue:
         match factor:
-            case Leaf(value):
+            case LeafFactor(value):
                 return self.leaf(value)
-            case Given(value):
+            case GivenFactor(value):
                 return value
-            case Applied(op, operands):
-                return self._glue(op.target.data, [self.emit(o) for o in operands], op.args.data)
-            case Total(parts):
-                value = self._chain("aten.add.Tensor", [self.emit(p) for p in parts])
+            case AppliedFactor(op, operands):
+                return self._emit_glue(
+                    op.target.data, [self.emit_coefficient(o) for o in operands], op.args.data
+                )
+            case TotalFactor(parts):
+                value = self._emit_chain("aten.add.Tensor", [self.emit_coefficient(p) for p in parts])
                 assert value is not None
                 return value
 
-    def _size(self, size: Expr) -> SSAValue:
-        text = size_expr.text(size)
-        return self.shop.add(
-            SizeOp.create(result_types=[SCALAR], properties={"value": StringAttr(text)})
+    def _emit_size(self, size: Expr) -> SSAValue:
+        text = size_expr.format_expr(size)
+        return self.shop.add_op(
+            SizeOp.create(result_types=[SCALAR_TYPE], properties={"value": StringAttr(text)})
         ).results[0]
 
-    def _glue(self, target: str, operands: list[SSAValue], args: str) -> SSAValue:
-        return self.shop.add(GlueOp.of(target, operands, args, [SCALAR])).results[0]
+    def _emit_glue(self, target: str, operands: list[SSAValue], args: str) -> SSAValue:
+        return self.shop.add_op(GlueOp.create_call(target, operands, args, [SCALAR_TYPE])).results[0]

@@ -14,94 +14,109 @@ from xdsl.ir import SSAValue
 
 from secc.ir.dialect import argument_template
 from secc.ir.dialect.ops import Computation, GlueOp
-from secc.ir.dialect.tensor_type import TensorType, tensor
-from secc.passes.loss.coefficient import Coefficient, Leaf, of_factor
-from secc.passes.loss.loss_context import COUNT, Context
-from secc.passes.loss.pending_ops import argument
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
+from secc.passes.loss.coefficient import Coefficient, LeafFactor, coefficient_of_factor
+from secc.passes.loss.loss_context import COUNT_TYPE, LossContext
+from secc.passes.loss.pending_ops import get_argument
 
-_NOT_NEGATIVE = frozenset(
+_NON_NEGATIVE_OPS = frozenset(
     {"argmax", "argmin", "topk", "sort", "argsort", "max", "min"}
 )  # as indices, the last result
-_SHAPES = frozenset({
+_LABEL_SHAPE_OPS = frozenset({
     "view", "_unsafe_view", "reshape", "flatten", "squeeze", "unsqueeze", "clone", "contiguous", "alias", "detach", "slice", "select",
     "transpose", "permute", "t", "expand",
 })  # fmt: skip
 
 
-class All(Enum):
+class AllLabels(Enum):
     """All labels count."""
 
     ALL = "all"
 
 
-def count(ctx: Context, op: Computation) -> Coefficient | None:
+def count_labels(ctx: LossContext, op: Computation) -> Coefficient | None:
     """The number of labels that `op`, a loss on (scores, labels, weight), counts; None where inputs alone do
     not decide it."""
     labels = op.operands[1]
-    mask = counted(ctx, op, labels, argument(op, 4, "ignore_index", -100))
+    mask = mask_counted_labels(ctx, op, labels, get_argument(op, 4, "ignore_index", -100))
     if len(op.operands) > 2:
-        if isinstance(mask, SSAValue) and ctx.input_only(labels) and ctx.input_only(op.operands[2]):
-            return of_factor(Leaf(_weighted(ctx, op, mask)))
+        if isinstance(mask, SSAValue) and ctx.is_input_only(labels) and ctx.is_input_only(op.operands[2]):
+            return coefficient_of_factor(LeafFactor(_sum_label_weights(ctx, op, mask)))
         return None
-    if isinstance(mask, All):
-        return ctx.entries(tensor(labels), range(len(tensor(labels).dims)))
+    if isinstance(mask, AllLabels):
+        return ctx.entry_count(tensor_type(labels), range(len(tensor_type(labels).dims)))
     return (
-        None if mask is None else of_factor(Leaf(ctx.shop.glue(op, "aten.sum.default", [mask], "$0", COUNT)))
+        None
+        if mask is None
+        else coefficient_of_factor(
+            LeafFactor(ctx.pending.make_glue(op, "aten.sum.default", [mask], "$0", COUNT_TYPE))
+        )
     )
 
 
-def _weighted(ctx: Context, op: Computation, mask: SSAValue) -> SSAValue:
+def _sum_label_weights(ctx: LossContext, op: Computation, mask: SSAValue) -> SSAValue:
     """The sum over counted labels of their classes' weights."""
     labels, weight = op.operands[1], op.operands[2]
-    shape, dtype = tensor(labels).shape, tensor(weight).dtype.data
-    classes = ctx.shop.glue(op, "aten.clamp_min.default", [labels], "$0, 0", tensor(labels))
-    weights = ctx.shop.glue(
-        op, "aten.index.Tensor", [weight, classes], "$0, [$1]", TensorType.of(shape, dtype)
+    shape, dtype = tensor_type(labels).shape, tensor_type(weight).dtype.data
+    classes = ctx.pending.make_glue(op, "aten.clamp_min.default", [labels], "$0, 0", tensor_type(labels))
+    weights = ctx.pending.make_glue(
+        op, "aten.index.Tensor", [weight, classes], "$0, [$1]", TensorType.from_dims(shape, dtype)
     )
-    weights = ctx.shop.glue(op, "aten.mul.Tensor", [weights, mask], "$0, $1", TensorType.of(shape, dtype))
-    return ctx.shop.glue(op, "aten.sum.default", [weights], "$0", TensorType.of([], dtype))
+    weights = ctx.pending.make_glue(
+        op, "aten.mul.Tensor", [weights, mask], "$0, $1", TensorType.from_dims(shape, dtype)
+    )
+    return ctx.pending.make_glue(op, "aten.sum.default", [weights], "$0", TensorType.from_dims([], dtype))
 
 
-def counted(ctx: Context, op: Computation, labels: SSAValue, ignored: Any) -> SSAValue | All | None:
+def mask_counted_labels(
+    ctx: LossContext, op: Computation, labels: SSAValue, ignored: Any
+) -> SSAValue | AllLabels | None:
     """A mask, made of inputs alone, of the labels that are not `ignored`."""
-    type = TensorType.of(tensor(labels).shape, "bool")
-    if ctx.input_only(labels):
-        return ctx.shop.glue(op, "aten.ne.Scalar", [labels], f"$0, {ignored}", type)
+    type = TensorType.from_dims(tensor_type(labels).shape, "bool")
+    if ctx.is_input_only(labels):
+        return ctx.pending.make_glue(op, "aten.ne.Scalar", [labels], f"$0, {ignored}", type)
     maker = labels.owner
     if not isinstance(maker, GlueOp) or not isinstance(ignored, int):
         return None
-    if maker.base in _NOT_NEGATIVE and ignored < 0 and labels is maker.results[-1]:
-        return All.ALL
-    if maker.base in _SHAPES and len(maker.operands) == 1:
-        inner = counted(ctx, op, maker.operands[0], ignored)
+    if maker.base_name in _NON_NEGATIVE_OPS and ignored < 0 and labels is maker.results[-1]:
+        return AllLabels.ALL
+    if maker.base_name in _LABEL_SHAPE_OPS and len(maker.operands) == 1:
+        inner = mask_counted_labels(ctx, op, maker.operands[0], ignored)
         return (
-            ctx.shop.glue(op, maker.target.data, [inner], maker.args.data, type)
+            ctx.pending.make_glue(op, maker.target.data, [inner], maker.args.data, type)
             if isinstance(inner, SSAValue)
             else inner
         )
-    return _filled(ctx, op, maker, ignored, type)
+    return _mask_of_filled(ctx, op, maker, ignored, type)
 
 
-def _filled(ctx: Context, op: Computation, maker: GlueOp, ignored: int, type: TensorType) -> SSAValue | None:
+def _mask_of_filled(
+    ctx: LossContext, op: Computation, maker: GlueOp, ignored: int, type: TensorType
+) -> SSAValue | None:
     """The mask of labels that `masked_fill(labels, mask, ignored)` or `where(mask, labels, ignored)`
     leaves."""
     values = [
-        maker.operands[a.index] if isinstance(a, argument_template.Ref) else a for a in maker.arguments.args
+        maker.operands[a.index] if isinstance(a, argument_template.OperandRef) else a
+        for a in maker.arguments.args
     ]
-    if len(values) != 3 or ctx.literal(values[2]) != ignored or maker.base not in {"masked_fill", "where"}:
+    if (
+        len(values) != 3
+        or ctx.literal_value(values[2]) != ignored
+        or maker.base_name not in {"masked_fill", "where"}
+    ):
         return None
-    labels, mask = values[:2] if maker.base == "masked_fill" else (values[1], values[0])
-    if not isinstance(labels, SSAValue) or not ctx.input_only(mask):
+    labels, mask = values[:2] if maker.base_name == "masked_fill" else (values[1], values[0])
+    if not isinstance(labels, SSAValue) or not ctx.is_input_only(mask):
         return None
-    inner = counted(ctx, op, labels, ignored)
+    inner = mask_counted_labels(ctx, op, labels, ignored)
     if inner is None:
         return None
     kept = (
         mask
-        if maker.base == "where"
-        else ctx.shop.glue(op, "aten.logical_not.default", [mask], "$0", tensor(mask))
+        if maker.base_name == "where"
+        else ctx.pending.make_glue(op, "aten.logical_not.default", [mask], "$0", tensor_type(mask))
     )
     if isinstance(inner, SSAValue):
-        return ctx.shop.glue(op, "aten.logical_and.default", [inner, kept], "$0, $1", type)
-    sizes = argument_template.format(argument_template.Arguments([list(type.shape)]))
-    return ctx.shop.glue(op, "aten.expand.default", [kept], f"$0, {sizes}", type)
+        return ctx.pending.make_glue(op, "aten.logical_and.default", [inner, kept], "$0, $1", type)
+    sizes = argument_template.format_arguments(argument_template.CallArguments([list(type.shape)]))
+    return ctx.pending.make_glue(op, "aten.expand.default", [kept], f"$0, {sizes}", type)

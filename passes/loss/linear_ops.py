@@ -9,143 +9,152 @@ from typing import cast
 from xdsl.ir import SSAValue
 
 from secc.ir.dialect.ops import Computation
-from secc.ir.dialect.tensor_type import tensor
-from secc.passes.loss.arithmetic import ones, operand, parts_of, plain, result
-from secc.passes.loss.coefficient import ONE, of_number
-from secc.passes.loss.loss_context import Context, floating, one_entry
-from secc.passes.loss.op_tables import RESHAPES
-from secc.passes.loss.pending_ops import argument
-from secc.passes.loss.value_states import Local, Part, Stack, State, Sum
+from secc.ir.dialect.tensor_type import tensor_type
+from secc.passes.loss.arithmetic import are_plain, make_ones, read_operand, state_of_parts, term_parts
+from secc.passes.loss.coefficient import UNIT_COEFFICIENT, coefficient_of_number
+from secc.passes.loss.loss_context import LossContext, has_one_entry, is_floating
+from secc.passes.loss.op_tables import RESHAPE_OPS
+from secc.passes.loss.pending_ops import get_argument
+from secc.passes.loss.value_states import LocalState, StackState, SumPart, SumState, ValueState
 
 
-def linear(ctx: Context, op: Computation) -> State | Sequence[State] | None:
+def state_of_linear(ctx: LossContext, op: Computation) -> ValueState | Sequence[ValueState] | None:
     """An op that is linear in operand 0, the others being rows."""
     if (
         not op.operands
-        or ctx.state(op.operands[0]) == Local()
-        or not all(ctx.plain(o) for o in op.operands[1:])
+        or ctx.state_of(op.operands[0]) == LocalState()
+        or not all(ctx.is_plain(o) for o in op.operands[1:])
     ):
         return None
-    state = ctx.state(op.operands[0])
-    if isinstance(state, Stack):
-        return _item(op, state)
-    if op.base == "constant_pad_nd" and argument(op, 2, "value", 0) != 0:
+    state = ctx.state_of(op.operands[0])
+    if isinstance(state, StackState):
+        return _stack_items(op, state)
+    if op.base_name == "constant_pad_nd" and get_argument(op, 2, "value", 0) != 0:
         return None
-    found: list[list[Part]] = [[] for _ in op.results]
-    for part in ctx.parts(op.operands[0]) or ():
-        for i, moved in enumerate(_apply(ctx, op, part)):
+    found: list[list[SumPart]] = [[] for _ in op.results]
+    for part in ctx.parts_of(op.operands[0]) or ():
+        for i, moved in enumerate(_apply_to_part(ctx, op, part)):
             if (
                 not moved.summed
                 and moved.atom is not None
-                and ctx.carries(op.operands[0])
-                and not ctx.carries(moved.atom)
+                and ctx.carries_samples(op.operands[0])
+                and not ctx.carries_samples(moved.atom)
             ):
-                return ctx.bad(op, "picks some of the samples")
+                return ctx.refuse_op(op, "picks some of the samples")
             found[i].append(moved)
-    return [result(ctx, [op.operands[0]], parts) for parts in found]
+    return [state_of_parts(ctx, [op.operands[0]], parts) for parts in found]
 
 
-def _apply(ctx: Context, op: Computation, part: Part) -> list[Part]:
+def _apply_to_part(ctx: LossContext, op: Computation, part: SumPart) -> list[SumPart]:
     if part.atom is None:
-        if op.base in RESHAPES and one_entry(tensor(op.results[0])):
+        if op.base_name in RESHAPE_OPS and has_one_entry(tensor_type(op.results[0])):
             return [part]
-        if op.base == "neg":
-            return [part.scaled(-ONE)]
-    atom = part.atom if part.atom is not None else ones(ctx, op, tensor(op.operands[0]))
-    return [part.moved(value) for value in ctx.shop.rebuild(op, {0: atom})]
+        if op.base_name == "neg":
+            return [part.scale_by(-UNIT_COEFFICIENT)]
+    atom = part.atom if part.atom is not None else make_ones(ctx, op, tensor_type(op.operands[0]))
+    return [part.with_atom(value) for value in ctx.pending.rebuild_op(op, {0: atom})]
 
 
-def _item(op: Computation, stack: Stack) -> list[State] | None:
+def _stack_items(op: Computation, stack: StackState) -> list[ValueState] | None:
     """One scalar of a stack, or all of them, or the same stack in another form."""
-    name = op.base
+    name = op.base_name
     if name == "select":
-        return [stack.items[cast(int, argument(op, 2, "index")) % len(stack.items)]]
+        return [stack.items[cast(int, get_argument(op, 2, "index")) % len(stack.items)]]
     if name == "unbind":
         return list(stack.items)
     return [stack] if name in {"clone", "contiguous", "alias", "detach"} else None
 
 
-def cast_dtype(ctx: Context, op: Computation) -> State | Sequence[State] | None:
+def state_of_cast(ctx: LossContext, op: Computation) -> ValueState | Sequence[ValueState] | None:
     """A cast is linear, unless it drops fractions."""
-    if floating(tensor(op.operands[0])) and not floating(tensor(op.results[0])):
+    if is_floating(tensor_type(op.operands[0])) and not is_floating(tensor_type(op.results[0])):
         return None
-    return linear(ctx, op)
+    return state_of_linear(ctx, op)
 
 
-def where(ctx: Context, op: Computation) -> State | None:
+def state_of_where(ctx: LossContext, op: Computation) -> ValueState | None:
     """`where(mask, a, b)`: the mask is rows; a is kept where it holds, b elsewhere."""
-    mask, *choices = (operand(op, a) for a in op.arguments.args)
-    if not isinstance(mask, SSAValue) or not ctx.plain(mask) or len(choices) != 2:
+    mask, *choices = (read_operand(op, a) for a in op.arguments.args)
+    if not isinstance(mask, SSAValue) or not ctx.is_plain(mask) or len(choices) != 2:
         return None
     terms = [c for c in choices if c is not None]
-    if len(terms) != 2 or plain(ctx, terms):
+    if len(terms) != 2 or are_plain(ctx, terms):
         return None
-    type, parts = tensor(op.results[0]), list[Part]()
+    type, parts = tensor_type(op.results[0]), list[SumPart]()
     for term, target, args in zip(
         terms, ("ScalarOther", "ScalarSelf"), ("$0, $1, 0", "$0, 0, $1"), strict=True
     ):
-        for part in parts_of(ctx, term) or ():
-            if part.summed and ctx.carries(mask):
-                return ctx.bad(op, "puts a sum over samples in the place of single samples")
-            atom = part.atom if part.atom is not None else ones(ctx, op, type)
-            parts.append(part.moved(ctx.shop.glue(op, f"aten.where.{target}", [mask, atom], args, type)))
-    return result(ctx, terms, parts)
+        for part in term_parts(ctx, term) or ():
+            if part.summed and ctx.carries_samples(mask):
+                return ctx.refuse_op(op, "puts a sum over samples in the place of single samples")
+            atom = part.atom if part.atom is not None else make_ones(ctx, op, type)
+            parts.append(
+                part.with_atom(ctx.pending.make_glue(op, f"aten.where.{target}", [mask, atom], args, type))
+            )
+    return state_of_parts(ctx, terms, parts)
 
 
-def masked_fill(ctx: Context, op: Computation) -> State | None:
+def state_of_masked_fill(ctx: LossContext, op: Computation) -> ValueState | None:
     """Filling with 0 is linear; another value is not followed."""
-    value = argument(op, 2, "value")
+    value = get_argument(op, 2, "value")
     if (
         len(op.operands) != 2
         or value != 0
-        or ctx.state(op.operands[0]) == Local()
-        or not ctx.plain(op.operands[1])
+        or ctx.state_of(op.operands[0]) == LocalState()
+        or not ctx.is_plain(op.operands[1])
     ):
         return None
-    found: list[Part] = []
-    for part in ctx.parts(op.operands[0]) or ():
-        if part.atom is None or (part.summed and ctx.carries(op.operands[1])):
+    found: list[SumPart] = []
+    for part in ctx.parts_of(op.operands[0]) or ():
+        if part.atom is None or (part.summed and ctx.carries_samples(op.operands[1])):
             return None
-        found.append(part.moved(ctx.shop.rebuild(op, {0: part.atom})[0]))
-    return result(ctx, [op.operands[0]], found)
+        found.append(part.with_atom(ctx.pending.rebuild_op(op, {0: part.atom})[0]))
+    return state_of_parts(ctx, [op.operands[0]], found)
 
 
-def stack(ctx: Context, op: Computation) -> State | None:
+def state_of_stack(ctx: LossContext, op: Computation) -> ValueState | None:
     """Scalars put beside each other keep their own states."""
     refs = op.arguments.args[0]
-    if not all(isinstance(ctx.state(o), Local | Sum) and one_entry(tensor(o)) for o in op.operands):
+    if not all(
+        isinstance(ctx.state_of(o), LocalState | SumState) and has_one_entry(tensor_type(o))
+        for o in op.operands
+    ):
         return None
-    if all(ctx.state(o) == Local() for o in op.operands):
+    if all(ctx.state_of(o) == LocalState() for o in op.operands):
         return None
-    return Stack(tuple(Sum(ctx.parts(op.operands[r.index]) or ()) for r in refs))
+    return StackState(tuple(SumState(ctx.parts_of(op.operands[r.index]) or ()) for r in refs))
 
 
-def contraction(ctx: Context, op: Computation) -> State | None:
+def state_of_contraction(ctx: LossContext, op: Computation) -> ValueState | None:
     """Matrix products: linear in both operands; contracting the samples is a sum over them."""
-    left, right = (operand(op, a) for a in op.arguments.args[:2])
+    left, right = (read_operand(op, a) for a in op.arguments.args[:2])
     if not isinstance(left, SSAValue) or not isinstance(right, SSAValue):
         return None
-    gone = (ctx.carries(left) or ctx.carries(right)) and not ctx.carries(op.results[0])
-    if not gone and plain(ctx, [left, right]):
+    gone = (ctx.carries_samples(left) or ctx.carries_samples(right)) and not ctx.carries_samples(
+        op.results[0]
+    )
+    if not gone and are_plain(ctx, [left, right]):
         return None
-    found: list[Part] = []
-    for a in ctx.parts(left) or ():
-        for b in ctx.parts(right) or ():
+    found: list[SumPart] = []
+    for a in ctx.parts_of(left) or ():
+        for b in ctx.parts_of(right) or ():
             if a.atom is None or b.atom is None or a.summed or b.summed:
                 return None
-            atom = ctx.shop.glue(op, op.callee, [a.atom, b.atom], "$0, $1", tensor(op.results[0]))
-            found.append(Part(a.coefficient * b.coefficient, atom, gone, op if gone else None))
-    return Sum(tuple(found)) if gone else result(ctx, [left, right], found)
+            atom = ctx.pending.make_glue(
+                op, op.callee, [a.atom, b.atom], "$0, $1", tensor_type(op.results[0])
+            )
+            found.append(SumPart(a.coefficient * b.coefficient, atom, gone, op if gone else None))
+    return SumState(tuple(found)) if gone else state_of_parts(ctx, [left, right], found)
 
 
-def filled(ctx: Context, op: Computation) -> State | None:
+def state_of_filled(ctx: LossContext, op: Computation) -> ValueState | None:
     """A scalar that holds a number or a size, such as `x.new_zeros(())` or `torch.tensor(len(batch))`, is a
     coefficient."""
-    if not one_entry(tensor(op.results[0])) or not floating(tensor(op.results[0])):
+    if not has_one_entry(tensor_type(op.results[0])) or not is_floating(tensor_type(op.results[0])):
         return None
-    name = op.base.removeprefix("new_").removesuffix("_like")
-    position = {"scalar_tensor": 0, "full": 1, "fill": 1}.get(name, -1) + (op.base == "new_full")
-    value = of_number(
-        {"zeros": 0, "ones": 1}.get(name) if position < 0 else argument(op, position, "fill_value")
+    name = op.base_name.removeprefix("new_").removesuffix("_like")
+    position = {"scalar_tensor": 0, "full": 1, "fill": 1}.get(name, -1) + (op.base_name == "new_full")
+    value = coefficient_of_number(
+        {"zeros": 0, "ones": 1}.get(name) if position < 0 else get_argument(op, position, "fill_value")
     )
-    return None if value is None else result(ctx, [value], [Part(value)])
+    return None if value is None else state_of_parts(ctx, [value], [SumPart(value)])

@@ -10,49 +10,56 @@ from __future__ import annotations
 
 from xdsl.ir import SSAValue
 
-from secc.ir.dialect.ops import GlueOp, ReturnOp, strings
-from secc.ir.dialect.tensor_type import TensorType, tensor
-from secc.passes.loss.coefficient import ONE
-from secc.passes.loss.loss_context import NOT_SEPARABLE, Context, floating
+from secc.ir.dialect.ops import GlueOp, ReturnOp, strings_of
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
+from secc.passes.loss.coefficient import UNIT_COEFFICIENT
+from secc.passes.loss.loss_context import NOT_SEPARABLE, LossContext, is_floating
 from secc.passes.loss.loss_walk import walk_logged
-from secc.passes.loss.value_states import Bad, Part, Stack
+from secc.passes.loss.value_states import BadState, StackState, SumPart
 
-PREFIX = "log:"  # of a term's id; the name follows, and a colon
+LOGGED_PREFIX = "log:"  # of a term's id; the name follows, and a colon
 
 
-def logged(context: Context) -> tuple[dict[str, list[Part]], list[str]]:
+def find_logged(context: LossContext) -> tuple[dict[str, list[SumPart]], list[str]]:
     """The parts of each scalar of a case by name, and a note for each that does not separate."""
     end = context.case.ops[-1]
     assert isinstance(end, ReturnOp)
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[SumPart]] = {}
     notes: list[str] = []
-    for name, value in zip(strings(end.logs), end.operands[1:], strict=True):
+    for name, value in zip(strings_of(end.logs), end.operands[1:], strict=True):
         state = walk_logged(context, value)
-        parts = None if isinstance(state, Bad | Stack) or context.carries(value) else context.parts(value)
+        parts = (
+            None
+            if isinstance(state, BadState | StackState) or context.carries_samples(value)
+            else context.parts_of(value)
+        )
         if parts is None:
             why = (
                 state.message.removeprefix(NOT_SEPARABLE)
-                if isinstance(state, Bad)
+                if isinstance(state, BadState)
                 else "it is no sum over samples"
             )
             notes.append(
                 f"{name} is logged as the mean of the micro-batches' own values, weighted by samples: {why}"
             )
         found[name] = [
-            p if p.atom is None else p.moved(_bare(context, p.atom)) for p in parts or (Part(ONE, value),)
+            p if p.atom is None else p.with_atom(_detach_float(context, p.atom))
+            for p in parts or (SumPart(UNIT_COEFFICIENT, value),)
         ]
     return found, notes
 
 
-def _bare(context: Context, value: SSAValue) -> SSAValue:
+def _detach_float(context: LossContext, value: SSAValue) -> SSAValue:
     """A value as a real number without a gradient."""
-    type = tensor(value)
+    type = tensor_type(value)
     if type.requires_grad:
-        plain = TensorType.of(type.shape, type.dtype.data)
-        value = context.shop.add(GlueOp.of("aten.detach.default", [value], "$0", [plain])).results[0]
-    if not floating(type):
-        plain = TensorType.of(type.shape, "f32")
-        value = context.shop.add(
-            GlueOp.of("aten._to_copy.default", [value], "$0, dtype=torch.float32", [plain])
+        plain = TensorType.from_dims(type.shape, type.dtype.data)
+        value = context.pending.add_op(
+            GlueOp.create_call("aten.detach.default", [value], "$0", [plain])
+        ).results[0]
+    if not is_floating(type):
+        plain = TensorType.from_dims(type.shape, "f32")
+        value = context.pending.add_op(
+            GlueOp.create_call("aten._to_copy.default", [value], "$0, dtype=torch.float32", [plain])
         ).results[0]
     return value

@@ -9,83 +9,90 @@ from xdsl.ir import Operation, SSAValue
 from secc.errors import UserError
 from secc.ir.analysis import recorded_glue
 from secc.ir.dialect.ops import CallOp, CaseOp, Computation, ConstOp, GraphOp, ReturnOp
-from secc.ir.dialect.tensor_type import tensor
+from secc.ir.dialect.tensor_type import tensor_type
 from secc.passes.loss import arithmetic, linear_ops, reductions
-from secc.passes.loss.coefficient import ONE, Coefficient
-from secc.passes.loss.loss_context import Context, floating, one_entry
-from secc.passes.loss.op_tables import ENTRY_LOSSES, LABEL_LOSSES, LINEAR, PRODUCTS, REDUCTIONS, ROW_LOSSES
-from secc.passes.loss.sample_mixing import call, mixing, other, pairing
-from secc.passes.loss.value_states import LOCAL, Bad, Local, Part, State, Sum
-from secc.runtime.plan.schema import LOOP
+from secc.passes.loss.coefficient import UNIT_COEFFICIENT, Coefficient
+from secc.passes.loss.loss_context import LossContext, has_one_entry, is_floating
+from secc.passes.loss.op_tables import (
+    ENTRY_LOSSES,
+    LABEL_LOSSES,
+    LINEAR_OPS,
+    PRODUCT_OPS,
+    REDUCTION_OPS,
+    ROW_LOSSES,
+)
+from secc.passes.loss.sample_mixing import find_mixing, find_pairing, states_of_call, states_of_other
+from secc.passes.loss.value_states import LOCAL_STATE, BadState, LocalState, SumPart, SumState, ValueState
+from secc.runtime.plan.schema import LOOP_LABEL_PREFIX
 
-Rule = Callable[[Context, Computation], "State | Sequence[State] | None"]
+LossRule = Callable[[LossContext, Computation], "ValueState | Sequence[ValueState] | None"]
 
-RULES: dict[str, Rule] = (
-    dict.fromkeys(LINEAR, linear_ops.linear)
-    | dict.fromkeys(REDUCTIONS, reductions.other_reduction)
-    | dict.fromkeys(PRODUCTS, linear_ops.contraction)
-    | dict.fromkeys([*ENTRY_LOSSES, *ROW_LOSSES], reductions.loss)
-    | dict.fromkeys(LABEL_LOSSES, reductions.label_loss)
-    | dict.fromkeys(["_to_copy", "to", "float", "double"], linear_ops.cast_dtype)
-    | dict.fromkeys(["add", "sub", "rsub"], arithmetic.add)
-    | dict.fromkeys(["sum", "mean"], reductions.sum_or_mean)
-    | dict.fromkeys(["histc", "scatter_add", "index_add"], reductions.histogram)
-    | dict.fromkeys(["stack", "cat"], linear_ops.stack)
+STATE_RULES: dict[str, LossRule] = (
+    dict.fromkeys(LINEAR_OPS, linear_ops.state_of_linear)
+    | dict.fromkeys(REDUCTION_OPS, reductions.state_of_other_reduction)
+    | dict.fromkeys(PRODUCT_OPS, linear_ops.state_of_contraction)
+    | dict.fromkeys([*ENTRY_LOSSES, *ROW_LOSSES], reductions.state_of_loss)
+    | dict.fromkeys(LABEL_LOSSES, reductions.states_of_label_loss)
+    | dict.fromkeys(["_to_copy", "to", "float", "double"], linear_ops.state_of_cast)
+    | dict.fromkeys(["add", "sub", "rsub"], arithmetic.state_of_addition)
+    | dict.fromkeys(["sum", "mean"], reductions.state_of_sum_or_mean)
+    | dict.fromkeys(["histc", "scatter_add", "index_add"], reductions.state_of_histogram)
+    | dict.fromkeys(["stack", "cat"], linear_ops.state_of_stack)
     | dict.fromkeys(
         ["full", "scalar_tensor", "fill", "zeros", "ones", "new_zeros", "new_ones", "new_full"],
-        linear_ops.filled,
+        linear_ops.state_of_filled,
     )
-    | dict.fromkeys(["zeros_like", "ones_like", "full_like"], linear_ops.filled)
+    | dict.fromkeys(["zeros_like", "ones_like", "full_like"], linear_ops.state_of_filled)
     | {
-        "mul": arithmetic.multiply,
-        "div": arithmetic.divide,
-        "where": linear_ops.where,
-        "masked_fill": linear_ops.masked_fill,
+        "mul": arithmetic.state_of_product,
+        "div": arithmetic.state_of_quotient,
+        "where": linear_ops.state_of_where,
+        "masked_fill": linear_ops.state_of_masked_fill,
     }
 )
 
 
-def walk(graph: GraphOp, case: CaseOp, accept: Collection[str] = ()) -> tuple[Context, State]:
+def walk_loss(graph: GraphOp, case: CaseOp, accept: Collection[str] = ()) -> tuple[LossContext, ValueState]:
     """Facts about a case and the state of its loss; `accept` names approximations that may be taken."""
-    context = Context(graph, case, accept)
+    context = LossContext(graph, case, accept)
     end = case.ops[-1]
     assert isinstance(end, ReturnOp)
     loss = end.operands[0]
-    _walk(context, slice_of(loss))
-    return context, context.state(loss)
+    _walk_ops(context, ops_behind(loss))
+    return context, context.state_of(loss)
 
 
-def walk_logged(context: Context, value: SSAValue) -> State:
+def walk_logged(context: LossContext, value: SSAValue) -> ValueState:
     """The state of a scalar that is logged. What the loss does not need is walked here: nothing of it refuses
     a model."""
     try:
-        _walk(context, slice_of(value))
+        _walk_ops(context, ops_behind(value))
     except UserError as error:
         assert isinstance(value.owner, Operation)
-        return Bad(error.message, value.owner, error.remedy or "")
-    return context.state(value)
+        return BadState(error.message, value.owner, error.remedy or "")
+    return context.state_of(value)
 
 
-def _walk(context: Context, needed: set[Operation]) -> None:
+def _walk_ops(context: LossContext, needed: set[Operation]) -> None:
     for op in context.case.ops:
         if op.results and op.results[0] in context.states:
             continue
         if op in needed and isinstance(op, Computation):
-            context.states.update(zip(op.results, _states(context, op), strict=True))
+            context.states.update(zip(op.results, _result_states(context, op), strict=True))
         elif (
             isinstance(op, ConstOp)
-            and (number := context.literal(op.result)) is not None
-            and scalar(op.result)
+            and (number := context.literal_value(op.result)) is not None
+            and is_scalar(op.result)
         ):
-            context.states[op.result] = Local((Part(Coefficient(number=number)),))
+            context.states[op.result] = LocalState((SumPart(Coefficient(number=number)),))
 
 
-def scalar(value: SSAValue) -> bool:
+def is_scalar(value: SSAValue) -> bool:
     """Whether a value is one real number."""
-    return floating(tensor(value)) and one_entry(tensor(value))
+    return is_floating(tensor_type(value)) and has_one_entry(tensor_type(value))
 
 
-def slice_of(value: SSAValue) -> set[Operation]:
+def ops_behind(value: SSAValue) -> set[Operation]:
     """The ops that a value depends on."""
     found: set[Operation] = set()
     stack = [value.owner]
@@ -97,28 +104,31 @@ def slice_of(value: SSAValue) -> set[Operation]:
     return found
 
 
-def _states(ctx: Context, op: Computation) -> list[State]:
+def _result_states(ctx: LossContext, op: Computation) -> list[ValueState]:
     for value in op.operands:
-        if isinstance(bad := ctx.state(value), Bad) and not ctx.plain(value):
-            return _spoilt(ctx, op, bad)
+        if isinstance(bad := ctx.state_of(value), BadState) and not ctx.is_plain(value):
+            return _propagate_bad(ctx, op, bad)
     if isinstance(op, CallOp):
-        return call(ctx, op)
-    if (label := recorded_glue.label(op)) is not None:
-        if label.startswith(LOOP) and not tensor(op.results[0]).dims:
-            return [Sum((Part(ONE, op.results[0], True, op),))]
-        return [LOCAL] * len(op.results)  # the numeric check decides whether it keeps samples apart
-    if (bad := mixing(ctx, op)) is not None:
+        return states_of_call(ctx, op)
+    if (label := recorded_glue.recorded_label(op)) is not None:
+        if label.startswith(LOOP_LABEL_PREFIX) and not tensor_type(op.results[0]).dims:
+            return [SumState((SumPart(UNIT_COEFFICIENT, op.results[0], True, op),))]
+        return [LOCAL_STATE] * len(op.results)  # the numeric check decides whether it keeps samples apart
+    if (bad := find_mixing(ctx, op)) is not None:
         return [bad] * len(op.results)
-    rule = RULES.get(op.base)
+    rule = STATE_RULES.get(op.base_name)
     found = rule(ctx, op) if rule is not None else None
     if found is None:
-        found = other(ctx, op)
-    states = list(found) if isinstance(found, Sequence) else [found] + [LOCAL] * (len(op.results) - 1)
-    return [pairing(ctx, op, result) or state for result, state in zip(op.results, states, strict=True)]
+        found = states_of_other(ctx, op)
+    states = list(found) if isinstance(found, Sequence) else [found] + [LOCAL_STATE] * (len(op.results) - 1)
+    return [find_pairing(ctx, op, result) or state for result, state in zip(op.results, states, strict=True)]
 
 
-def _spoilt(ctx: Context, op: Computation, bad: Bad) -> list[State]:
+def _propagate_bad(ctx: LossContext, op: Computation, bad: BadState) -> list[ValueState]:
     """What follows a mixing op: integers from inputs stay bookkeeping, all else is as bad."""
-    if all(ctx.input_only(r) and ctx.carries(r) and not floating(tensor(r)) for r in op.results):
-        return [LOCAL] * len(op.results)
+    if all(
+        ctx.is_input_only(r) and ctx.carries_samples(r) and not is_floating(tensor_type(r))
+        for r in op.results
+    ):
+        return [LOCAL_STATE] * len(op.results)
     return [bad] * len(op.results)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 # Every entry of the result depends on a whole line along the dim: (position of the argument, its name,
 # default).
-ALONG_DIM: dict[str, tuple[int, str, int | None]] = {
+ALONG_DIM_OPS: dict[str, tuple[int, str, int | None]] = {
     "_softmax": (1, "dim", None),
     "_log_softmax": (1, "dim", None),
     "softmax": (1, "dim", None),
@@ -33,7 +33,7 @@ ALONG_DIM: dict[str, tuple[int, str, int | None]] = {
 
 # The result lacks the dims that are reduced: (position of the argument, its name). Without the argument all
 # dims are reduced.
-REDUCTIONS: dict[str, tuple[int, str]] = {
+REDUCTION_OPS: dict[str, tuple[int, str]] = {
     name: (1, "dim")
     for name in (
         "amax", "amin", "max", "min", "prod", "any", "all", "logsumexp", "var", "std", "var_mean", "std_mean", "argmax", "argmin", "median",
@@ -42,7 +42,7 @@ REDUCTIONS: dict[str, tuple[int, str]] = {
 } | {"norm": (2, "dim"), "linalg_vector_norm": (2, "dim"), "kthvalue": (2, "dim"), "quantile": (2, "dim")}  # fmt: skip
 
 # Linear in operand 0 with everything else fixed: the result of a sum is the sum of the results.
-LINEAR = frozenset({
+LINEAR_OPS = frozenset({
     "view", "_unsafe_view", "reshape", "_reshape_alias", "as_strided", "expand", "expand_as", "broadcast_to", "unsqueeze", "squeeze",
     "transpose",
     "t", "permute", "movedim", "swapaxes", "clone", "contiguous", "alias", "detach", "neg", "select", "slice", "narrow", "diagonal",
@@ -55,23 +55,23 @@ LINEAR = frozenset({
 })  # fmt: skip
 
 # A shape alone changes: a plain coefficient goes through unchanged.
-RESHAPES = frozenset({
+RESHAPE_OPS = frozenset({
     "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "clone", "contiguous", "alias", "detach", "lift_fresh", "lift_fresh_copy",
     "lift",
     "expand", "permute", "transpose", "t", "positive", "flatten", "view_as", "_to_copy", "to", "sum", "mean",
 })  # fmt: skip
 
-PRODUCTS = frozenset({"mm", "bmm", "dot", "vdot", "mv", "matmul", "inner", "linalg_vecdot"})
+PRODUCT_OPS = frozenset({"mm", "bmm", "dot", "vdot", "mv", "matmul", "inner", "linalg_vecdot"})
 
 # Normalisation by statistics of the batch: the position of the argument that says whether they come from the
 # batch (None: always).
-BATCH_NORMS: dict[str, int | None] = {
+BATCH_NORM_OPS: dict[str, int | None] = {
     "native_batch_norm": 5, "batch_norm": 5, "cudnn_batch_norm": 5, "miopen_batch_norm": 5, "_native_batch_norm_legit": 5,
     "_batch_norm_with_update": None, "_native_batch_norm_legit_functional": 5, "_batch_norm_with_update_functional": None,
 }  # fmt: skip
 
 # The values of their operands do not matter, only shapes.
-FACTORIES = frozenset(
+FACTORY_OPS = frozenset(
     {
         "new_zeros",
         "new_ones",
@@ -98,7 +98,7 @@ ROW_LOSSES = {"multi_margin_loss": 5, "multilabel_margin_loss_forward": 2, "mult
 LABEL_LOSSES = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "nll_loss2d", "nll_loss_nd"})
 
 # What a term is called after: the op that sums it up.
-NAMES = {
+TERM_LABELS = {
     "nll_loss_forward": "cross_entropy", "nll_loss2d_forward": "cross_entropy", "nll_loss": "cross_entropy", "nll_loss2d": "cross_entropy",
     "mse_loss": "mse", "binary_cross_entropy": "bce", "binary_cross_entropy_with_logits": "bce", "smooth_l1_loss": "smooth_l1",
     "huber_loss": "huber", "soft_margin_loss": "soft_margin", "multi_margin_loss": "multi_margin", "multilabel_margin_loss_forward":

@@ -15,35 +15,35 @@ from xdsl.ir import Operation, SSAValue
 
 from secc.ir.dialect import argument_template
 from secc.ir.dialect.ops import CaseOp, Computation, GlueOp
-from secc.ir.dialect.tensor_type import TensorType, tensor
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
 
 AnyOp = TypeVar("AnyOp", bound=Operation)
 
 
-class Workshop:
+class PendingOps:
     """Makes ops for one case."""
 
     def __init__(self) -> None:
-        self.made: list[Operation] = []
+        self.ops: list[Operation] = []
 
-    def add(self, op: AnyOp) -> AnyOp:
+    def add_op(self, op: AnyOp) -> AnyOp:
         """Keep an op that was made elsewhere."""
-        self.made.append(op)
+        self.ops.append(op)
         return op
 
-    def glue(
+    def make_glue(
         self, like: Computation, target: str, operands: list[SSAValue], args: str, type: TensorType
     ) -> SSAValue:
         """A new op in the place (file:line, grad mode, autocast) of `like`."""
         inherited = {
             k: v for k, v in like.properties.items() if k in {"no_grad", "autocast", "where", "section"}
         }
-        op = GlueOp.of(
-            target, operands, args, [carry_grad(type, operands, "no_grad" in inherited)], **inherited
+        op = GlueOp.create_call(
+            target, operands, args, [with_gradient_of(type, operands, "no_grad" in inherited)], **inherited
         )
-        return self.add(op).results[0]
+        return self.add_op(op).results[0]
 
-    def rebuild(
+    def rebuild_op(
         self, op: Computation, replaced: Mapping[int, SSAValue], args: str | None = None
     ) -> list[SSAValue]:
         """The results of `op` with other operands (by position) or arguments; those of `op` itself where
@@ -54,19 +54,19 @@ class Workshop:
         properties = dict(op.properties)
         if args is not None:
             properties["args"] = StringAttr(args)
-        carried = any(tensor(o).requires_grad for o in op.operands)
+        carried = any(tensor_type(o).requires_grad for o in op.operands)
         # A result without a gradient although one flows in (a count, an index) stays so.
-        fixed = [carried and not tensor(r).requires_grad for r in op.results]
+        fixed = [carried and not tensor_type(r).requires_grad for r in op.results]
         types = [
-            carry_grad(tensor(r), operands, "no_grad" in properties or f)
+            with_gradient_of(tensor_type(r), operands, "no_grad" in properties or f)
             for r, f in zip(op.results, fixed, strict=True)
         ]
         new = type(op).create(
             operands=operands, result_types=types, properties=properties, attributes=dict(op.attributes)
         )
-        return list(self.add(new).results)
+        return list(self.add_op(new).results)
 
-    def commit(self, case: CaseOp, needed: Iterable[Operation]) -> None:
+    def commit_needed(self, case: CaseOp, needed: Iterable[Operation]) -> None:
         """Put the needed ops and what they use before the case's end; drop the others."""
         wanted = set[Operation]()
         stack = list(needed)
@@ -77,29 +77,29 @@ class Workshop:
                 stack.extend(o.owner for o in op.operands if isinstance(o.owner, Operation))
         end = case.body.block.last_op
         assert end is not None
-        case.body.block.insert_ops_before([op for op in self.made if op in wanted], end)
-        for op in reversed(self.made):
+        case.body.block.insert_ops_before([op for op in self.ops if op in wanted], end)
+        for op in reversed(self.ops):
             if op not in wanted:
                 op.erase()
-        self.made.clear()
+        self.ops.clear()
 
 
-def carry_grad(type: TensorType, operands: list[SSAValue], no_grad: bool) -> TensorType:
+def with_gradient_of(type: TensorType, operands: list[SSAValue], no_grad: bool) -> TensorType:
     """`type` with a gradient exactly if one flows into it."""
-    grad = not no_grad and any(tensor(o).requires_grad for o in operands)
-    return TensorType.of(type.shape, type.dtype.data, grad)
+    grad = not no_grad and any(tensor_type(o).requires_grad for o in operands)
+    return TensorType.from_dims(type.shape, type.dtype.data, grad)
 
 
-def argument(op: Computation, position: int, name: str, default: Any = None) -> Any:
+def get_argument(op: Computation, position: int, name: str, default: Any = None) -> Any:
     """An argument of the recorded call, by position or name; trailing defaults are not recorded."""
     return op.arguments.get(position, name, default)
 
 
-def with_argument(op: Computation, position: int, name: str, value: Any) -> str:
+def format_with_argument(op: Computation, position: int, name: str, value: Any) -> str:
     """The argument list with one argument set."""
     arguments = op.arguments
     if position < len(arguments.args):
         arguments.args[position] = value
     else:
         arguments.kwargs[name] = value
-    return argument_template.format(arguments)
+    return argument_template.format_arguments(arguments)

@@ -9,19 +9,19 @@ from xdsl.ir import SSAValue
 
 from secc.ir.dialect import argument_template
 from secc.ir.dialect.ops import Computation, ParamOp
-from secc.ir.dialect.tensor_type import TensorType, tensor
-from secc.passes.loss.arithmetic import scaled
-from secc.passes.loss.coefficient import ONE, Coefficient, of_number
-from secc.passes.loss.label_counts import count
-from secc.passes.loss.loss_context import Context
-from secc.passes.loss.op_tables import ENTRY_LOSSES, REDUCTIONS, ROW_LOSSES
-from secc.passes.loss.pending_ops import argument, with_argument
-from secc.passes.loss.value_states import Bad, Local, Part, Stack, State, Sum
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
+from secc.passes.loss.arithmetic import scale_state
+from secc.passes.loss.coefficient import UNIT_COEFFICIENT, Coefficient, coefficient_of_number
+from secc.passes.loss.label_counts import count_labels
+from secc.passes.loss.loss_context import LossContext
+from secc.passes.loss.op_tables import ENTRY_LOSSES, REDUCTION_OPS, ROW_LOSSES
+from secc.passes.loss.pending_ops import format_with_argument, get_argument
+from secc.passes.loss.value_states import BadState, LocalState, StackState, SumPart, SumState, ValueState
 
-NONE, MEAN, SUM = 0, 1, 2
+REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM = 0, 1, 2
 
 
-def reduced_dims(value: Any, rank: int) -> list[int]:
+def normalize_dims(value: Any, rank: int) -> list[int]:
     """The dims that a `dim` argument names, counted from the front; all for none."""
     if value is None or value == []:
         return list(range(rank))
@@ -29,117 +29,145 @@ def reduced_dims(value: Any, rank: int) -> list[int]:
     return [d % rank for d in dims] if rank else []
 
 
-def sum_or_mean(ctx: Context, op: Computation) -> State | None:
+def state_of_sum_or_mean(ctx: LossContext, op: Computation) -> ValueState | None:
     """`sum` and `mean`, over all dims or some."""
     value = op.operands[0]
-    type = tensor(value)
-    dim_argument = None if op.callee.endswith(".default") else argument(op, 1, "dim")
-    dims = reduced_dims(dim_argument, len(type.dims))
-    mean = op.base == "mean"
-    state = ctx.state(value)
-    if isinstance(state, Stack):
-        return _of_stack(state, mean)
-    parts = ctx.parts(value)
-    entries = ctx.entries(type, dims) if mean else ONE
-    over_samples = bool(set(dims) & set(ctx.samples(type)))
-    if parts is None or (state == Local() and not over_samples and not entries.size.free_symbols):
+    type = tensor_type(value)
+    dim_argument = None if op.callee.endswith(".default") else get_argument(op, 1, "dim")
+    dims = normalize_dims(dim_argument, len(type.dims))
+    mean = op.base_name == "mean"
+    state = ctx.state_of(value)
+    if isinstance(state, StackState):
+        return _reduce_stack(state, mean)
+    parts = ctx.parts_of(value)
+    entries = ctx.entry_count(type, dims) if mean else UNIT_COEFFICIENT
+    over_samples = bool(set(dims) & set(ctx.sample_dims(type)))
+    if parts is None or (state == LocalState() and not over_samples and not entries.size.free_symbols):
         return None
-    if over_samples and ctx.carries(op.results[0]):
-        return ctx.bad(op, "sums over one of several dims that carry samples")
-    found: list[Part] = []
+    if over_samples and ctx.carries_samples(op.results[0]):
+        return ctx.refuse_op(op, "sums over one of several dims that carry samples")
+    found: list[SumPart] = []
     for part in parts:
         if part.atom is not None:
-            atom = _as_sum(ctx, op, part.atom) if mean else ctx.shop.rebuild(op, {0: part.atom})[0]
+            atom = _mean_as_sum(ctx, op, part.atom) if mean else ctx.pending.rebuild_op(op, {0: part.atom})[0]
             summed = part.summed or over_samples
-            part = Part(part.coefficient / entries, atom, summed, part.origin or (op if summed else None))
+            part = SumPart(part.coefficient / entries, atom, summed, part.origin or (op if summed else None))
         found.append(part)
-    local = isinstance(state, Local) and not over_samples
-    return Local(tuple(found)) if local else Sum(tuple(found))
+    local = isinstance(state, LocalState) and not over_samples
+    return LocalState(tuple(found)) if local else SumState(tuple(found))
 
 
-def _as_sum(ctx: Context, op: Computation, value: SSAValue) -> SSAValue:
+def _mean_as_sum(ctx: LossContext, op: Computation, value: SSAValue) -> SSAValue:
     """The sum that a mean divides."""
     target = "aten.sum.default" if op.callee.endswith(".default") else "aten.sum.dim_IntList"
     operands = [value, *op.operands[1:]]
-    return ctx.shop.glue(op, target, operands, argument_template.format(op.arguments), tensor(op.results[0]))
+    return ctx.pending.make_glue(
+        op, target, operands, argument_template.format_arguments(op.arguments), tensor_type(op.results[0])
+    )
 
 
-def _of_stack(stack: Stack, mean: bool) -> State:
-    items = [i for i in stack.items if isinstance(i, Local | Sum)]
-    share = ONE / cast(Coefficient, of_number(len(items))) if mean else ONE
-    return Sum(tuple(p for i in items for p in cast(Sum, scaled(i, share)).parts))
+def _reduce_stack(stack: StackState, mean: bool) -> ValueState:
+    items = [i for i in stack.items if isinstance(i, LocalState | SumState)]
+    share = (
+        UNIT_COEFFICIENT / cast(Coefficient, coefficient_of_number(len(items))) if mean else UNIT_COEFFICIENT
+    )
+    return SumState(tuple(p for i in items for p in cast(SumState, scale_state(i, share)).parts))
 
 
-def other_reduction(ctx: Context, op: Computation) -> State | None:
+def state_of_other_reduction(ctx: LossContext, op: Computation) -> ValueState | None:
     """A reduction that is not linear: fine inside a sample, never over samples."""
-    name = op.base
-    type = tensor(op.operands[0])
-    if len(op.operands) > 1 or not ctx.samples(type):
+    name = op.base_name
+    type = tensor_type(op.operands[0])
+    if len(op.operands) > 1 or not ctx.sample_dims(type):
         return None  # max of two tensors is pointwise
-    position, keyword = REDUCTIONS[name]
-    over = set(reduced_dims(argument(op, position, keyword), len(type.dims))) & set(ctx.samples(type))
-    return ctx.bad(op, "is taken over samples, and is not a sum over them") if over else None
+    position, keyword = REDUCTION_OPS[name]
+    over = set(normalize_dims(get_argument(op, position, keyword), len(type.dims))) & set(
+        ctx.sample_dims(type)
+    )
+    return ctx.refuse_op(op, "is taken over samples, and is not a sum over them") if over else None
 
 
-def histogram(ctx: Context, op: Computation) -> State | None:
+def state_of_histogram(ctx: LossContext, op: Computation) -> ValueState | None:
     """Counts and sums by class over samples: `histc` between fixed bounds, `scatter_add` and `index_add` into
     zeros."""
     if (
-        not all(ctx.plain(o) for o in op.operands)
-        or ctx.carries(op.results[0])
-        or not any(ctx.carries(o) for o in op.operands)
+        not all(ctx.is_plain(o) for o in op.operands)
+        or ctx.carries_samples(op.results[0])
+        or not any(ctx.carries_samples(o) for o in op.operands)
     ):
         return None
-    bounds = argument(op, 2, "min", 0), argument(op, 3, "max", 0)
-    fixed = bounds[0] != bounds[1] if op.base == "histc" else ctx.literal(op.operands[0]) == 0
-    return Sum((Part(ONE, op.results[0], True, op),)) if fixed else None
+    bounds = get_argument(op, 2, "min", 0), get_argument(op, 3, "max", 0)
+    fixed = bounds[0] != bounds[1] if op.base_name == "histc" else ctx.literal_value(op.operands[0]) == 0
+    return SumState((SumPart(UNIT_COEFFICIENT, op.results[0], True, op),)) if fixed else None
 
 
-def loss(ctx: Context, op: Computation) -> State | None:
+def state_of_loss(ctx: LossContext, op: Computation) -> ValueState | None:
     """A loss of torch with a `reduction` argument: its sum form is the numerator, the number of entries (or
     rows) the divisor."""
-    name = op.base
+    name = op.base_name
     rows = name in ROW_LOSSES
     position = ROW_LOSSES[name] if rows else ENTRY_LOSSES[name]
-    reduction = argument(op, position, "reduction", MEAN)
-    type = _broadcast([tensor(o) for o in op.operands[:2]]) if not rows else tensor(op.operands[0])
-    if reduction == NONE or not ctx.samples(type) or not all(ctx.plain(o) for o in op.operands):
+    reduction = get_argument(op, position, "reduction", REDUCTION_MEAN)
+    type = (
+        _broadcast_type([tensor_type(o) for o in op.operands[:2]])
+        if not rows
+        else tensor_type(op.operands[0])
+    )
+    if (
+        reduction == REDUCTION_NONE
+        or not ctx.sample_dims(type)
+        or not all(ctx.is_plain(o) for o in op.operands)
+    ):
         return None
-    atom = ctx.shop.rebuild(
-        op, {}, None if reduction == SUM else with_argument(op, position, "reduction", SUM)
+    atom = ctx.pending.rebuild_op(
+        op,
+        {},
+        None
+        if reduction == REDUCTION_SUM
+        else format_with_argument(op, position, "reduction", REDUCTION_SUM),
     )[0]
-    divisor = ctx.entries(type, range(1 if rows else len(type.dims))) if reduction == MEAN else ONE
-    return Sum((Part(ONE / divisor, atom, True, op),))
+    divisor = (
+        ctx.entry_count(type, range(1 if rows else len(type.dims)))
+        if reduction == REDUCTION_MEAN
+        else UNIT_COEFFICIENT
+    )
+    return SumState((SumPart(UNIT_COEFFICIENT / divisor, atom, True, op),))
 
 
-def label_loss(ctx: Context, op: Computation) -> State | Sequence[State] | None:
+def states_of_label_loss(ctx: LossContext, op: Computation) -> ValueState | Sequence[ValueState] | None:
     """`nll_loss`: the negative log likelihood of labels, some ignored; the mean divides by the (weighted)
     number of the others."""
-    type = tensor(op.operands[0])
-    reduction = argument(op, 3, "reduction", MEAN)
-    if not ctx.samples(type) or not all(ctx.plain(o) for o in op.operands):
+    type = tensor_type(op.operands[0])
+    reduction = get_argument(op, 3, "reduction", REDUCTION_MEAN)
+    if not ctx.sample_dims(type) or not all(ctx.is_plain(o) for o in op.operands):
         return None
-    if ctx.samples(type)[0] == min(1, len(type.dims) - 1):
-        return ctx.bad(op, "has samples as its classes")
-    if reduction == NONE:
+    if ctx.sample_dims(type)[0] == min(1, len(type.dims) - 1):
+        return ctx.refuse_op(op, "has samples as its classes")
+    if reduction == REDUCTION_NONE:
         return None
-    atom = ctx.shop.rebuild(op, {}, None if reduction == SUM else with_argument(op, 3, "reduction", SUM))[0]
-    number = count(ctx, op)
-    total = Sum((Part(number),)) if number is not None else _unknown_count(ctx, op)
-    if reduction == MEAN and number is None:
+    atom = ctx.pending.rebuild_op(
+        op,
+        {},
+        None if reduction == REDUCTION_SUM else format_with_argument(op, 3, "reduction", REDUCTION_SUM),
+    )[0]
+    number = count_labels(ctx, op)
+    total = SumState((SumPart(number),)) if number is not None else _refuse_unknown_count(ctx, op)
+    if reduction == REDUCTION_MEAN and number is None:
         return [total] * len(op.results)
-    scale = ONE / number if number is not None and reduction == MEAN else ONE
-    return [Sum((Part(scale, atom, True, op),)), total][: len(op.results)]
+    scale = (
+        UNIT_COEFFICIENT / number if number is not None and reduction == REDUCTION_MEAN else UNIT_COEFFICIENT
+    )
+    return [SumState((SumPart(scale, atom, True, op),)), total][: len(op.results)]
 
 
-def _unknown_count(ctx: Context, op: Computation) -> Bad:
+def _refuse_unknown_count(ctx: LossContext, op: Computation) -> BadState:
     if (
         len(op.operands) > 2
         and isinstance(op.operands[2].owner, ParamOp)
-        and not ctx.input_only(op.operands[2])
+        and not ctx.is_input_only(op.operands[2])
     ):
         why = "divides by the sum of the labels' weights, which are a parameter of the model, or a buffer that a module may change"
-        return ctx.bad(
+        return ctx.refuse_op(
             op,
             why,
             "register the weights as a buffer of a module without parameters, or make them in forward",
@@ -147,14 +175,14 @@ def _unknown_count(ctx: Context, op: Computation) -> Bad:
     remedy = (
         "make the labels from inputs alone, or use reduction='sum' and divide by a number that inputs decide"
     )
-    return ctx.bad(
+    return ctx.refuse_op(
         op, "divides by the number of labels that are not ignored, which depends on a block's result", remedy
     )
 
 
-def _broadcast(types: list[TensorType]) -> TensorType:
+def _broadcast_type(types: list[TensorType]) -> TensorType:
     """The type of a pointwise op's result."""
     rank = max(len(t.dims) for t in types)
     dims = [[t.shape[d] for t in types if len(t.dims) >= -d] for d in range(-rank, 0)]
     shape = [next((size for size in sizes if size != 1), 1) for sizes in dims]
-    return TensorType.of(shape, types[0].dtype.data)
+    return TensorType.from_dims(shape, types[0].dtype.data)

@@ -8,27 +8,34 @@ import hashlib
 from xdsl.ir import Operation, SSAValue
 
 from secc.ir.dialect.ops import CallOp, Computation
-from secc.ir.text_io.verifier import where
-from secc.passes.loss.coefficient import Applied, Coefficient, Factor, Given, Leaf, Total
-from secc.passes.loss.op_tables import NAMES
-from secc.passes.loss.value_states import Part
+from secc.ir.text_io.verifier import source_line
+from secc.passes.loss.coefficient import (
+    AppliedFactor,
+    Coefficient,
+    CoefficientFactor,
+    GivenFactor,
+    LeafFactor,
+    TotalFactor,
+)
+from secc.passes.loss.op_tables import TERM_LABELS
+from secc.passes.loss.value_states import SumPart
 
-CONSTANT = "constant"
+CONSTANT_TERM = "constant"
 
 
-class Structure:
+class StructureDigests:
     """How values are computed, as digests: equal for values that the same ops compute from the same sources,
     in any case."""
 
     def __init__(self) -> None:
         self.known: dict[SSAValue, str] = {}
 
-    def value(self, value: SSAValue) -> str:
+    def digest_value(self, value: SSAValue) -> str:
         """The digest of a value."""
         pending = [value]
         while pending:
             current = pending[-1]
-            missing = [o for o in _operands(current) if o not in self.known]
+            missing = [o for o in _operands_of(current) if o not in self.known]
             if missing:
                 pending.extend(missing)
                 continue
@@ -44,26 +51,26 @@ class Structure:
         text = "|".join([owner.name, str(index), *kept, *(self.known[o] for o in owner.operands)])
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def coefficient(self, coefficient: Coefficient) -> str:
+    def describe_coefficient(self, coefficient: Coefficient) -> str:
         """A text that is equal for equal coefficients of two cases."""
-        factors = sorted(f"{self._factor(f)}^{p}" for f, p in coefficient.factors)
+        factors = sorted(f"{self._describe_factor(f)}^{p}" for f, p in coefficient.factors)
         return " ".join([repr(coefficient.number), str(coefficient.size), *factors])
 
-    def _factor(self, factor: Factor) -> str:
+    def _describe_factor(self, factor: CoefficientFactor) -> str:
         match factor:
-            case Leaf(value) | Given(value):
-                return self.value(value)
-            case Applied(op, operands):
-                return f"{op.target.data}({op.args.data})[{', '.join(self.coefficient(o) for o in operands)}]"
-            case Total(parts):
-                return f"({' + '.join(sorted(self.coefficient(p) for p in parts))})"
+            case LeafFactor(value) | GivenFactor(value):
+                return self.digest_value(value)
+            case AppliedFactor(op, operands):
+                return f"{op.target.data}({op.args.data})[{', '.join(self.describe_coefficient(o) for o in operands)}]"
+            case TotalFactor(parts):
+                return f"({' + '.join(sorted(self.describe_coefficient(p) for p in parts))})"
 
 
-def _operands(value: SSAValue) -> list[SSAValue]:
+def _operands_of(value: SSAValue) -> list[SSAValue]:
     return list(value.owner.operands) if isinstance(value.owner, Operation) else []
 
 
-class Names:
+class TermNames:
     """Ids of terms and leaves, given out in the order in which the cases show them."""
 
     def __init__(self) -> None:
@@ -71,7 +78,7 @@ class Names:
         self.labels: dict[str, int] = {}
         self.leaves: dict[str, str] = {}
 
-    def term(self, key: tuple[object, ...], label: str) -> str:
+    def name_term(self, key: tuple[object, ...], label: str) -> str:
         """The id of the term with an identity; the first of a label is called by it alone."""
         if key not in self.terms:
             number = self.labels.get(label, 0)
@@ -79,7 +86,7 @@ class Names:
             self.terms[key] = f"{label}_{number}" if number else label
         return self.terms[key]
 
-    def leaf(self, structure: str, term: str) -> str:
+    def name_leaf(self, structure: str, term: str) -> str:
         """The name of the leaf with a structure, after the first term that needs it."""
         if structure not in self.leaves:
             number = sum(name.startswith(f"{term}.count") for name in self.leaves.values())
@@ -87,16 +94,16 @@ class Names:
         return self.leaves[structure]
 
 
-def keys(parts: list[Part]) -> list[tuple[object, ...]]:
+def part_identities(parts: list[SumPart]) -> list[tuple[object, ...]]:
     """An identity for each part of one case: where it is summed, by which op, what blocks feed it, and which
     of those it is."""
     seen: dict[tuple[object, ...], int] = {}
     found: list[tuple[object, ...]] = []
     for part in parts:
         source = part.origin or (part.atom.owner if part.atom is not None else None)
-        key: tuple[object, ...] = (CONSTANT,)
+        key: tuple[object, ...] = (CONSTANT_TERM,)
         if isinstance(source, Computation):
-            key = (part.summed, where(source), source.base, nearest_blocks(source))
+            key = (part.summed, source_line(source), source.base_name, nearest_blocks(source))
         seen[key] = seen.get(key, -1) + 1
         found.append((*key, seen[key]))
     return found
@@ -119,13 +126,13 @@ def nearest_blocks(op: Operation) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def label(part: Part) -> str:
+def term_label(part: SumPart) -> str:
     """What a term is called after."""
     if not part.summed or part.origin is None:
-        return CONSTANT
-    name = part.origin.base
-    if name in NAMES:
-        return NAMES[name]
+        return CONSTANT_TERM
+    name = part.origin.base_name
+    if name in TERM_LABELS:
+        return TERM_LABELS[name]
     return "kl" if _is_kl(part.origin) else "loss"
 
 
@@ -137,6 +144,6 @@ def _is_kl(op: Operation) -> bool:
         current, level = stack.pop()
         if level > depth or not isinstance(current, Computation) or isinstance(current, CallOp):
             continue
-        near.add(current.base)
+        near.add(current.base_name)
         stack.extend((o.owner, level + 1) for o in current.operands if isinstance(o.owner, Operation))
     return {"xlogy", "mul", "sub"} <= near or {"exp", "mul", "sub", "_log_softmax"} <= near

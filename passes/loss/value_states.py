@@ -18,7 +18,7 @@ from secc.passes.loss.coefficient import Coefficient
 
 
 @dataclass(frozen=True)
-class Part:
+class SumPart:
     """`coefficient * atom`. The atom is None for a plain coefficient; `summed` if it is a sum over samples,
     made by `origin`."""
 
@@ -27,33 +27,33 @@ class Part:
     summed: bool = False
     origin: Computation | None = None
 
-    def scaled(self, coefficient: Coefficient) -> Part:
+    def scale_by(self, coefficient: Coefficient) -> SumPart:
         return replace(self, coefficient=self.coefficient * coefficient)
 
-    def moved(self, atom: SSAValue) -> Part:
+    def with_atom(self, atom: SSAValue) -> SumPart:
         return replace(self, atom=atom)
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalState:
     """Exact in any micro-batch. `parts`, where there are any, say the same with widths of the whole batch
     taken out."""
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[SumPart, ...] = ()
 
 
 @dataclass(frozen=True)
-class Sum:
-    parts: tuple[Part, ...]
+class SumState:
+    parts: tuple[SumPart, ...]
 
 
 @dataclass(frozen=True)
-class Stack:
-    items: tuple[State, ...]
+class StackState:
+    items: tuple[ValueState, ...]
 
 
 @dataclass(frozen=True)
-class Bad:
+class BadState:
     """Why a value cannot be computed from micro-batches, the op that makes it so, and what the user can
     do."""
 
@@ -62,5 +62,5 @@ class Bad:
     remedy: str
 
 
-State = Local | Sum | Stack | Bad
-LOCAL = Local()
+ValueState = LocalState | SumState | StackState | BadState
+LOCAL_STATE = LocalState()

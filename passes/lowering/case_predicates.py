@@ -12,68 +12,68 @@ from itertools import combinations
 
 from secc.ir.dialect.ops import CaseOp
 
-Pattern = frozenset[str]
+InputPattern = frozenset[str]
 
 
 @dataclass(frozen=True)
-class Way:
+class CasePath:
     """What a case computes, as canonical text, with the guards it holds under: (canonical text of the value
     read, outcome)."""
 
-    pattern: Pattern
+    pattern: InputPattern
     text: str
     guards: frozenset[tuple[str, str]]
     case: CaseOp
 
     @property
-    def code(self) -> tuple[str, frozenset[tuple[str, str]]]:
+    def identity(self) -> tuple[str, frozenset[tuple[str, str]]]:
         """What makes two ways one, whatever case they were found in."""
         return self.text, self.guards
 
 
 @dataclass(frozen=True)
-class Found:
+class CasePredicate:
     """A way and the patterns, restricted to the keys that matter (`telling`), under which it is taken."""
 
-    way: Way
-    patterns: tuple[Pattern, ...]
-    telling: Pattern
+    path: CasePath
+    patterns: tuple[InputPattern, ...]
+    distinguishing_keys: InputPattern
 
 
-def merge(ways: Iterable[Way]) -> list[Found]:
+def merge_paths(ways: Iterable[CasePath]) -> list[CasePredicate]:
     """The distinct ways, each with its patterns, in the order in which they were first met."""
-    by_pattern: dict[Pattern, list[Way]] = {}
+    by_pattern: dict[InputPattern, list[CasePath]] = {}
     for way in ways:
         by_pattern.setdefault(way.pattern, []).append(way)
     reduced = {pattern: _drop_covered_guards(found) for pattern, found in by_pattern.items()}
-    telling = _telling_keys(reduced)
-    patterns: dict[tuple[str, frozenset[tuple[str, str]]], list[Pattern]] = {}
-    first: dict[tuple[str, frozenset[tuple[str, str]]], Way] = {}
+    telling = _distinguishing_keys(reduced)
+    patterns: dict[tuple[str, frozenset[tuple[str, str]]], list[InputPattern]] = {}
+    first: dict[tuple[str, frozenset[tuple[str, str]]], CasePath] = {}
     for pattern, found in reduced.items():
         for way in found:
-            first.setdefault(way.code, way)
-            known = patterns.setdefault(way.code, [])
+            first.setdefault(way.identity, way)
+            known = patterns.setdefault(way.identity, [])
             if pattern & telling not in known:
                 known.append(pattern & telling)
-    return [Found(way, tuple(patterns[code]), telling) for code, way in first.items()]
+    return [CasePredicate(way, tuple(patterns[code]), telling) for code, way in first.items()]
 
 
-def _drop_covered_guards(ways: list[Way]) -> list[Way]:
+def _drop_covered_guards(ways: list[CasePath]) -> list[CasePath]:
     """Merge ways of one pattern that differ in one boolean guard alone, until none do: both its outcomes lead
     to the same code."""
-    ways = list({way.code: way for way in reversed(ways)}.values())[::-1]
-    while pair := next(((a, b) for a, b in combinations(ways, 2) if _covered(a, b)), None):
+    ways = list({way.identity: way for way in reversed(ways)}.values())[::-1]
+    while pair := next(((a, b) for a, b in combinations(ways, 2) if _differ_in_one_guard(a, b)), None):
         a, b = pair
         merged = replace(a, guards=a.guards & b.guards)
         ways = [
             merged if way is a else way
             for way in ways
-            if way is not b and (way is a or way.code != merged.code)
+            if way is not b and (way is a or way.identity != merged.identity)
         ]
     return ways
 
 
-def _covered(a: Way, b: Way) -> bool:
+def _differ_in_one_guard(a: CasePath, b: CasePath) -> bool:
     only_a, only_b = a.guards - b.guards, b.guards - a.guards
     if a.text != b.text or len(only_a) != 1 or len(only_b) != 1:
         return False
@@ -81,16 +81,16 @@ def _covered(a: Way, b: Way) -> bool:
     return read_a == read_b and {outcome_a, outcome_b} == {"True", "False"}
 
 
-def _telling_keys(ways: dict[Pattern, list[Way]]) -> Pattern:
+def _distinguishing_keys(ways: dict[InputPattern, list[CasePath]]) -> InputPattern:
     """The fewest optional keys, taken away one by one in alphabetic order, that still tell the patterns' ways
     apart."""
     telling = frozenset[str]().union(*ways)
     for key in sorted(telling):
-        fewer, seen = telling - {key}, dict[Pattern, set[tuple[str, frozenset[tuple[str, str]]]]]()
+        fewer, seen = telling - {key}, dict[InputPattern, set[tuple[str, frozenset[tuple[str, str]]]]]()
         if all(
             seen.setdefault(pattern & fewer, codes) == codes
             for pattern, found in ways.items()
-            for codes in [{w.code for w in found}]
+            for codes in [{w.identity for w in found}]
         ):
             telling = fewer
     return telling

@@ -14,7 +14,7 @@ from xdsl.dialects.builtin import ArrayAttr, StringAttr, SymbolRefAttr
 from xdsl.ir import Operation, SSAValue
 
 from secc.errors import UserError
-from secc.ir.analysis.dataflow import producer
+from secc.ir.analysis.dataflow import producer_of
 from secc.ir.dialect.ops import (
     BodyOp,
     CaseOp,
@@ -25,70 +25,74 @@ from secc.ir.dialect.ops import (
     SizeOp,
     TermOp,
     TransferOp,
-    new_block,
+    make_region,
     section_of,
 )
-from secc.ir.dialect.readable_names import DATA
-from secc.ir.dialect.tensor_type import TensorType, tensor
+from secc.ir.dialect.readable_names import DATA_SYMBOL_PREFIX
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.ir.text_io.module_text import print_module
-from secc.ir.text_io.verifier import where
+from secc.ir.text_io.verifier import source_line
 
-_DATA = re.compile(rf"\b{DATA}\d+\b")
+_DATA_SYMBOL = re.compile(rf"\b{DATA_SYMBOL_PREFIX}\d+\b")
 
 
-def section_part(case: CaseOp, section: str, guards: Sequence[GuardOp]) -> list[Operation]:
+def extract_section_ops(case: CaseOp, section: str, guards: Sequence[GuardOp]) -> list[Operation]:
     """The section's ops with its receives, sends and the numerators of its terms, and `guards` with what they
     read."""
     members = [op for op in case.ops if section_of(op) == section]
-    needed = _behind(members, lambda op: _comes_over_an_edge(op, section)) | _behind(guards, lambda op: False)
-    copy = _Copy()
+    needed = _collect_dependencies(members, lambda op: _is_received(op, section)) | _collect_dependencies(
+        guards, lambda op: False
+    )
+    copy = _OpCopier()
     for op in case.ops:
         match op:
             case TransferOp() if op in needed:
-                copy.receive(op.sym.data, op.result)
+                copy.add_receive(op.sym.data, op.result)
             case TransferOp() if op.src.root_reference.data == section:
-                copy.send(op)
+                copy.add_send(op)
             case TermOp() if op in needed:
-                copy.term(op, copy.values[op.numerator])
+                copy.add_term(op, copy.values[op.numerator])
             case _ if op in needed:
-                copy.clone(op)
+                copy.add_clone(op)
             case _:
                 pass
     return copy.ops
 
 
-def leaf_part(case: CaseOp, name: str) -> list[Operation]:
+def extract_leaf_ops(case: CaseOp, name: str) -> list[Operation]:
     """What a leaf is computed from, and the leaf itself; nothing if the case does not have it."""
     found = [op for op in case.ops if isinstance(op, LeafOp) and op.sym.data == name]
-    return _slice(case, found)
+    return _clone_needed(case, found)
 
 
-def coefficients_part(case: CaseOp) -> list[Operation]:
+def extract_coefficient_ops(case: CaseOp) -> list[Operation]:
     """Each term with its coefficient alone, computed from the leaves' sums and the sizes of the whole global
     batch."""
     terms = [op for op in case.ops if isinstance(op, TermOp)]
-    roots = [producer(op.coefficient) for op in terms if op.coefficient is not None]
-    needed = _behind(roots, lambda op: isinstance(op, LeafOp))
-    copy = _Copy()
+    roots = [producer_of(op.coefficient) for op in terms if op.coefficient is not None]
+    needed = _collect_dependencies(roots, lambda op: isinstance(op, LeafOp))
+    copy = _OpCopier()
     for op in case.ops:
         match op:
             case LeafOp() if op in needed:
-                copy.receive(op.sym.data, op.result)
+                copy.add_receive(op.sym.data, op.result)
             case TermOp():
-                copy.term(op, copy.one() if op.coefficient is None else copy.values[op.coefficient])
+                copy.add_term(
+                    op, copy.add_constant_one() if op.coefficient is None else copy.values[op.coefficient]
+                )
             case _ if op in needed:
-                copy.clone(op)
+                copy.add_clone(op)
             case _:
                 pass
     return copy.ops
 
 
-def read_part(case: CaseOp, guard: GuardOp) -> list[Operation]:
+def extract_guard_ops(case: CaseOp, guard: GuardOp) -> list[Operation]:
     """What the value of a guard is computed from."""
-    return _slice(case, [producer(guard.value)])
+    return _clone_needed(case, [producer_of(guard.value)])
 
 
-def guards_before(case: CaseOp, section: str) -> list[GuardOp]:
+def guards_before_section(case: CaseOp, section: str) -> list[GuardOp]:
     """The guards that can decide what a section does: those that were read before one of its ops was
     recorded."""
     ops = case.ops
@@ -96,17 +100,17 @@ def guards_before(case: CaseOp, section: str) -> list[GuardOp]:
     return [op for op in ops[: last + 1] if isinstance(op, GuardOp)]
 
 
-def body(name: str, section: str, when: Iterable[str], ops: Sequence[Operation]) -> BodyOp:
+def make_body(name: str, section: str, when: Iterable[str], ops: Sequence[Operation]) -> BodyOp:
     """A body of these ops."""
     properties = {
         "sym": StringAttr(name),
         "section": SymbolRefAttr(section),
         "when": ArrayAttr([StringAttr(k) for k in when]),
     }
-    return BodyOp.create(properties=properties, regions=[new_block(ops)])
+    return BodyOp.create(properties=properties, regions=[make_region(ops)])
 
 
-def canonical(ops: Sequence[Operation]) -> str:
+def canonical_text(ops: Sequence[Operation]) -> str:
     """A text that parts have in common if they compute the same: without names of values and without places.
 
     The sizes that inputs' values decide are numbered case by case, so they are counted anew here.
@@ -116,21 +120,22 @@ def canonical(ops: Sequence[Operation]) -> str:
         for result in op.results:
             result.name_hint = None
     numbers: dict[str, str] = {}
-    return _DATA.sub(
-        lambda m: numbers.setdefault(m.group(), f"{DATA}{len(numbers)}"), print_module(body("", "", (), ops))
+    return _DATA_SYMBOL.sub(
+        lambda m: numbers.setdefault(m.group(), f"{DATA_SYMBOL_PREFIX}{len(numbers)}"),
+        print_module(make_body("", "", (), ops)),
     )
 
 
-def _slice(case: CaseOp, roots: Sequence[Operation]) -> list[Operation]:
-    needed = _behind(roots, lambda op: False)
-    copy = _Copy()
+def _clone_needed(case: CaseOp, roots: Sequence[Operation]) -> list[Operation]:
+    needed = _collect_dependencies(roots, lambda op: False)
+    copy = _OpCopier()
     for op in case.ops:
         if op in needed:
-            copy.clone(op)
+            copy.add_clone(op)
     return copy.ops
 
 
-def _behind(roots: Iterable[Operation], last: Callable[[Operation], bool]) -> set[Operation]:
+def _collect_dependencies(roots: Iterable[Operation], last: Callable[[Operation], bool]) -> set[Operation]:
     """The roots and all ops that they depend on, not looking behind ops that are `last`."""
     found: set[Operation] = set()
     stack = list(roots)
@@ -139,11 +144,11 @@ def _behind(roots: Iterable[Operation], last: Callable[[Operation], bool]) -> se
         if op not in found:
             found.add(op)
             operands = [op.numerator] if isinstance(op, TermOp) else op.operands
-            stack += [] if last(op) else [producer(o) for o in operands]
+            stack += [] if last(op) else [producer_of(o) for o in operands]
     return found
 
 
-def _comes_over_an_edge(op: Operation, section: str) -> bool:
+def _is_received(op: Operation, section: str) -> bool:
     """Whether an op is a transfer into the section. Raises UserError for another section's op: no transfer
     stands in between."""
     if isinstance(op, TransferOp):
@@ -151,40 +156,42 @@ def _comes_over_an_edge(op: Operation, section: str) -> bool:
     if section_of(op) not in {None, section}:
         raise UserError(
             f"section {section!r} uses a value of section {section_of(op)!r} that no transfer carries",
-            where(op),
+            source_line(op),
             "run insert-transfers before lower",
         )
     return False
 
 
-class _Copy:
+class _OpCopier:
     """Clones in the order of the case, and which of the new values stands for which of the case."""
 
     def __init__(self) -> None:
         self.ops: list[Operation] = []
         self.values: dict[SSAValue, SSAValue] = {}
 
-    def clone(self, op: Operation) -> None:
+    def add_clone(self, op: Operation) -> None:
         copy = op.clone(value_mapper=self.values)
         copy.properties.pop("section", None)
         self.ops.append(copy)
 
-    def receive(self, name: str, value: SSAValue) -> None:
-        copy = ReceiveOp.of(name, tensor(value))
+    def add_receive(self, name: str, value: SSAValue) -> None:
+        copy = ReceiveOp.create_source(name, tensor_type(value))
         copy.result.name_hint = value.name_hint
         self.values[value] = copy.result
         self.ops.append(copy)
 
-    def send(self, transfer: TransferOp) -> None:
+    def add_send(self, transfer: TransferOp) -> None:
         self.ops.append(
             SendOp.create(operands=[self.values[transfer.value]], properties={"edge": transfer.sym})
         )
 
-    def term(self, term: TermOp, value: SSAValue) -> None:
+    def add_term(self, term: TermOp, value: SSAValue) -> None:
         properties = {k: v for k, v in term.properties.items() if k != "section"}
         self.ops.append(TermOp.create(operands=[value], properties=properties))
 
-    def one(self) -> SSAValue:
-        op = SizeOp.create(result_types=[TensorType.of([], "f64")], properties={"value": StringAttr("1")})
+    def add_constant_one(self) -> SSAValue:
+        op = SizeOp.create(
+            result_types=[TensorType.from_dims([], "f64")], properties={"value": StringAttr("1")}
+        )
         self.ops.append(op)
         return op.result

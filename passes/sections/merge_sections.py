@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from secc.ir.analysis.dataflow import producer, texts_of
+from secc.ir.analysis.dataflow import get_strings, producer_of
 from secc.ir.dialect import digraph
-from secc.ir.dialect.ops import GraphOp, SectionOp, section_of, set_section, strings, texts
-from secc.passes.sections.assign_ops import settle_mode
+from secc.ir.dialect.ops import GraphOp, SectionOp, section_of, set_section, strings_attr, strings_of
+from secc.passes.sections.assign_ops import update_section_mode
 
 
 def merge_sections(graph: GraphOp, a: str, b: str) -> SectionOp:
@@ -15,16 +15,16 @@ def merge_sections(graph: GraphOp, a: str, b: str) -> SectionOp:
     members = [
         s
         for name, s in sections.items()
-        if name in digraph.between(flows, a, b) | digraph.between(flows, b, a)
+        if name in digraph.nodes_between(flows, a, b) | digraph.nodes_between(flows, b, a)
     ]
-    keep = max(members, key=lambda s: _parameters(graph, s))
-    keep.blocks = texts(dict.fromkeys(block for s in members for block in strings(s.blocks)))
-    keep.when = texts(
-        sorted({key for s in members for key in strings(s.when)})
-        if all(strings(s.when) for s in members)
+    keep = max(members, key=lambda s: _parameter_count(graph, s))
+    keep.blocks = strings_attr(dict.fromkeys(block for s in members for block in strings_of(s.blocks)))
+    keep.when = strings_attr(
+        sorted({key for s in members for key in strings_of(s.when)})
+        if all(strings_of(s.when) for s in members)
         else []
     )
-    note(keep, *(n for s in members if s is not keep for n in texts_of(s, "notes")))
+    add_section_notes(keep, *(n for s in members if s is not keep for n in get_strings(s, "notes")))
     names = {s.sym.data for s in members}
     for case in graph.cases:
         for op in case.ops:
@@ -34,8 +34,8 @@ def merge_sections(graph: GraphOp, a: str, b: str) -> SectionOp:
         if section is not keep:
             section.detach()
             section.erase()
-    settle_mode(graph, keep)
-    _reorder(graph)
+    update_section_mode(graph, keep)
+    _sort_sections(graph)
     return keep
 
 
@@ -48,25 +48,25 @@ def section_flows(graph: GraphOp) -> set[tuple[str, str]]:
             pairs |= {
                 (there, here)
                 for o in op.operands
-                if here and (there := section_of(producer(o))) and there != here
+                if here and (there := section_of(producer_of(o))) and there != here
             }
     return pairs
 
 
-def note(section: SectionOp, *notes: str) -> None:
+def add_section_notes(section: SectionOp, *notes: str) -> None:
     """Keep what was done to a section for the report, in its attribute `notes`."""
     if notes:
-        section.attributes["notes"] = texts([*texts_of(section, "notes"), *notes])
+        section.attributes["notes"] = strings_attr([*get_strings(section, "notes"), *notes])
 
 
-def _parameters(graph: GraphOp, section: SectionOp) -> int:
-    return sum(graph.blocks[path].params.data for path in strings(section.blocks))
+def _parameter_count(graph: GraphOp, section: SectionOp) -> int:
+    return sum(graph.blocks[path].params.data for path in strings_of(section.blocks))
 
 
-def _reorder(graph: GraphOp) -> None:
+def _sort_sections(graph: GraphOp) -> None:
     """Put the section declarations in an order in which producers come first, otherwise as they were."""
     sections = {s.sym.data: s for s in graph.sections}
     place = {name: i for i, name in enumerate(sections)}
     block, first = graph.body.block, graph.cases[0]
-    for name in digraph.order(sections, section_flows(graph), key=lambda n: place[n]):
+    for name in digraph.topological_order(sections, section_flows(graph), key=lambda n: place[n]):
         block.insert_op_before(block.detach_op(sections[name]), first)

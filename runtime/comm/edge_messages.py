@@ -18,16 +18,16 @@ from math import prod
 
 import torch
 
-from secc.runtime.plan.batch_sizes import combine, padded
-from secc.runtime.plan.expr_eval import evaluate
+from secc.runtime.plan.batch_sizes import combine_sizes, pad_sample_sizes
+from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.schema import Edge, Plan
-from secc.runtime.plan.step_program import MicroBatch, SampleMeta, Schedule, pairs
+from secc.runtime.plan.step_program import MicroBatch, SampleMeta, Schedule, micro_batch_pairs
 
-Pair = tuple[int, int]  # the producer's micro-batch and the consumer's
+MicroBatchPair = tuple[int, int]  # the producer's micro-batch and the consumer's
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorBox:
     """A box of a micro-batch's tensor: (start, length) along each dim."""
 
     box: tuple[tuple[int, int], ...]
@@ -50,110 +50,121 @@ class EdgeLayout:
     def __init__(self, edge: Edge, plan: Plan, schedule: Schedule, samples: Sequence[SampleMeta]) -> None:
         self.edge, self._plan = edge, plan
         self.dtype: torch.dtype = getattr(torch, edge.dtype)
-        self._sizes = padded(plan, samples, schedule.own)
-        self._micros = {"src": schedule.micro_batches[edge.src], "dst": schedule.micro_batches[edge.dst]}
-        self.pairs: dict[Pair, tuple[int, ...]] = pairs(edge, schedule)
+        self._sizes = pad_sample_sizes(plan, samples, schedule.own_samples)
+        self._micro_batches = {
+            "src": schedule.micro_batches[edge.src],
+            "dst": schedule.micro_batches[edge.dst],
+        }
+        self.pairs: dict[MicroBatchPair, tuple[int, ...]] = micro_batch_pairs(edge, schedule)
         self._carried = {s for shared in self.pairs.values() for s in shared}
         self._extents = () if plan.widths == "global" else edge.extents
-        self._cuts: dict[tuple[str, Pair], tuple[Cut, ...]] = {}
+        self._boxes: dict[tuple[str, MicroBatchPair], tuple[TensorBox, ...]] = {}
         self._shapes: dict[tuple[str, int], tuple[int, ...]] = {}
-        self._of: defaultdict[tuple[str, int], list[Pair]] = defaultdict(list)
+        self._pairs_by_micro_batch: defaultdict[tuple[str, int], list[MicroBatchPair]] = defaultdict(list)
         for pair in sorted(self.pairs):
-            self._of["src", pair[0]].append(pair)
-            self._of["dst", pair[1]].append(pair)
+            self._pairs_by_micro_batch["src", pair[0]].append(pair)
+            self._pairs_by_micro_batch["dst", pair[1]].append(pair)
 
-    def of(self, side: str, micro: int) -> Sequence[Pair]:
+    def pairs_of_micro_batch(self, side: str, micro: int) -> Sequence[MicroBatchPair]:
         """The pairs of a micro-batch on `side` ("src" or "dst"), in ascending order."""
-        return self._of.get((side, micro), ())
+        return self._pairs_by_micro_batch.get((side, micro), ())
 
-    def shape(self, side: str, micro: int) -> tuple[int, ...]:
+    def tensor_shape(self, side: str, micro: int) -> tuple[int, ...]:
         """The shape of the edge's tensor in a micro-batch, as its producer makes it or as its consumer takes
         it."""
         key = (side, micro)
         if key not in self._shapes:
-            self._shapes[key] = self._make_shape(side, micro)
+            self._shapes[key] = self._compute_shape(side, micro)
         return self._shapes[key]
 
-    def _make_shape(self, side: str, micro: int) -> tuple[int, ...]:
-        batch = self._micros[side][micro]
-        sizes = combine([self._sizes[s] for s in batch.samples], self._plan.symbols)
-        dims = [0 if d == self.edge.dim else evaluate(text, sizes) for d, text in enumerate(self.edge.dims)]
-        if not self.whole:
-            dims[self.edge.dim] = sum(self._rows(s) for s in self._members(side, batch))
+    def _compute_shape(self, side: str, micro: int) -> tuple[int, ...]:
+        batch = self._micro_batches[side][micro]
+        sizes = combine_sizes([self._sizes[s] for s in batch.samples], self._plan.symbols)
+        dims = [
+            0 if d == self.edge.dim else evaluate_expr(text, sizes) for d, text in enumerate(self.edge.dims)
+        ]
+        if not self.is_whole:
+            dims[self.edge.dim] = sum(self._sample_rows(s) for s in self._carried_samples(side, batch))
         return tuple(dims)
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether a micro-batch's tensor is one message."""
         return self.edge.dim < 0
 
-    def numel(self, pair: Pair) -> int:
+    def message_numel(self, pair: MicroBatchPair) -> int:
         """The number of entries in the message of `pair`."""
-        return sum(cut.numel for cut in self.cuts("src", pair))
+        return sum(cut.numel for cut in self.message_boxes("src", pair))
 
-    def tag(self, pair: Pair) -> int:
+    def pair_tag(self, pair: MicroBatchPair) -> int:
         """A number below 2^30 that no other pair of this edge has in this step."""
-        return pair[0] * len(self._micros["dst"]) + pair[1]
+        return pair[0] * len(self._micro_batches["dst"]) + pair[1]
 
-    def pack(self, tensor: torch.Tensor, side: str, pair: Pair, *more: torch.Tensor) -> torch.Tensor:
+    def pack_message(
+        self, tensor: torch.Tensor, side: str, pair: MicroBatchPair, *more: torch.Tensor
+    ) -> torch.Tensor:
         """A new flat buffer with the message of `pair`, cut out of the micro-batch's tensor on `side`, and
         `more` behind it."""
-        return torch.cat([*(cut.view(tensor).reshape(-1) for cut in self.cuts(side, pair)), *more])
+        return torch.cat([*(cut.view(tensor).reshape(-1) for cut in self.message_boxes(side, pair)), *more])
 
-    def unpack(self, message: torch.Tensor, tensor: torch.Tensor, side: str, pair: Pair) -> None:
+    def unpack_message(
+        self, message: torch.Tensor, tensor: torch.Tensor, side: str, pair: MicroBatchPair
+    ) -> None:
         """Write a message into its places in the micro-batch's tensor on `side`."""
         start = 0
-        for cut in self.cuts(side, pair):
+        for cut in self.message_boxes(side, pair):
             view = cut.view(tensor)
             view.copy_(message[start : start + cut.numel].view(view.shape))
             start += cut.numel
 
-    def cuts(self, side: str, pair: Pair) -> tuple[Cut, ...]:
+    def message_boxes(self, side: str, pair: MicroBatchPair) -> tuple[TensorBox, ...]:
         """The boxes of the message of `pair` in the tensor on `side`, in the order of the message."""
         key = (side, pair)
-        if key not in self._cuts:
-            self._cuts[key] = self._make_cuts(side, pair)
-        return self._cuts[key]
+        if key not in self._boxes:
+            self._boxes[key] = self._compute_boxes(side, pair)
+        return self._boxes[key]
 
-    def _make_cuts(self, side: str, pair: Pair) -> tuple[Cut, ...]:
+    def _compute_boxes(self, side: str, pair: MicroBatchPair) -> tuple[TensorBox, ...]:
         micro = pair[side == "dst"]
-        shape = self.shape(side, micro)
-        if self.whole:
-            return (Cut(tuple((0, n) for n in shape)),)
+        shape = self.tensor_shape(side, micro)
+        if self.is_whole:
+            return (TensorBox(tuple((0, n) for n in shape)),)
         starts, at = {}, 0
-        for s in self._members(side, self._micros[side][micro]):
+        for s in self._carried_samples(side, self._micro_batches[side][micro]):
             starts[s] = at
-            at += self._rows(s)
-        cuts: list[Cut] = []
+            at += self._sample_rows(s)
+        cuts: list[TensorBox] = []
         for s in self.pairs[pair]:
             box = [(0, n) for n in shape]
-            box[self.edge.dim] = (starts[s], self._rows(s))
+            box[self.edge.dim] = (starts[s], self._sample_rows(s))
             for dim, text, pad_side in self._extents:
-                own = evaluate(text, self._sizes[s])
+                own = evaluate_expr(text, self._sizes[s])
                 box[dim] = (shape[dim] - own if pad_side == "left" else 0, own)
-            cuts.append(Cut(tuple(box)))
+            cuts.append(TensorBox(tuple(box)))
         return tuple(
-            cuts if self._extents or prod(shape[: self.edge.dim]) != 1 else _joined(cuts, self.edge.dim)
+            cuts
+            if self._extents or prod(shape[: self.edge.dim]) != 1
+            else _merge_adjacent_boxes(cuts, self.edge.dim)
         )
 
-    def _members(self, side: str, batch: MicroBatch) -> list[int]:
+    def _carried_samples(self, side: str, batch: MicroBatch) -> list[int]:
         """The samples whose rows the micro-batch's tensor holds, in its order: a consumer may hold others
         that the producer skips."""
         return list(batch.samples) if side == "src" else [s for s in batch.samples if s in self._carried]
 
-    def _rows(self, sample: int) -> int:
-        return evaluate(self.edge.rows, self._sizes[sample])
+    def _sample_rows(self, sample: int) -> int:
+        return evaluate_expr(self.edge.rows, self._sizes[sample])
 
 
-def _joined(cuts: Sequence[Cut], dim: int) -> list[Cut]:
+def _merge_adjacent_boxes(cuts: Sequence[TensorBox], dim: int) -> list[TensorBox]:
     """The cuts with those in one that follow each other along `dim`, before which there is no other: the same
     entries in the same order."""
-    found: list[Cut] = []
+    found: list[TensorBox] = []
     for cut in cuts:
         start, length = cut.box[dim]
         if found and sum(found[-1].box[dim]) == start:
             first = found[-1].box[dim][0]
-            found[-1] = Cut((*cut.box[:dim], (first, start + length - first), *cut.box[dim + 1 :]))
+            found[-1] = TensorBox((*cut.box[:dim], (first, start + length - first), *cut.box[dim + 1 :]))
         else:
             found.append(cut)
     return found

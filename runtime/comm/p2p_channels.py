@@ -22,13 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from secc.runtime.comm.edge_messages import EdgeLayout, Pair
-from secc.runtime.plan.replica_routes import bounds, replicas, routes
+from secc.runtime.comm.edge_messages import EdgeLayout, MicroBatchPair
+from secc.runtime.plan.replica_routes import ranks_by_replica, route_message, slice_bounds
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import Instruction, Schedule, returns_gradient
-from secc.runtime.validation.send_window import SENDS, limit_of
+from secc.runtime.validation.send_window import DEFAULT_SEND_LIMIT, find_send_limit
 
-WINDOW = 16  # receives that are posted ahead of the program
+RECEIVE_WINDOW = 16  # receives that are posted ahead of the program
 
 
 @dataclass(frozen=True)
@@ -38,45 +38,45 @@ class Message:
 
     edge: str
     direction: str
-    pair: Pair
+    pair: MicroBatchPair
     peer: int
     part: int = 0
     parts: int = 1
 
-    def bounds(self, layout: EdgeLayout) -> tuple[int, int]:
+    def slice_bounds(self, layout: EdgeLayout) -> tuple[int, int]:
         """Where the part starts and ends in the flat message."""
-        return bounds(layout.numel(self.pair), self.part, self.parts)
+        return slice_bounds(layout.message_numel(self.pair), self.part, self.parts)
 
     def numel(self, layout: EdgeLayout) -> int:
         """The entries sent: a gradient is followed by one that says whether there is a gradient at all."""
-        start, stop = self.bounds(layout)
+        start, stop = self.slice_bounds(layout)
         return stop - start + (self.direction == "bwd")
 
 
-def message_of(i: Instruction) -> Message:
+def message_of_instruction(i: Instruction) -> Message:
     """The message of a SEND or RECV."""
     return Message(i.edge, i.direction, (i.src_micro, i.dst_micro), i.peer, i.part, i.parts)
 
 
 @dataclass
-class _Receive:
+class _PostedReceive:
     buffer: torch.Tensor
     work: dist.Work | None = None
 
 
 @dataclass
-class _Step:
+class _TransportStep:
     """What is under way in one step."""
 
     layouts: Mapping[str, EdgeLayout]
     receives: list[Message]  # in program order
-    posted: int = 0
-    passed: int = 0
-    arriving: dict[Message, _Receive] = field(default_factory=dict)
-    sent: dict[Message, list[tuple[dist.Work, torch.Tensor]]] = field(
+    posted_count: int = 0
+    passed_count: int = 0
+    arriving: dict[Message, _PostedReceive] = field(default_factory=dict)
+    unreceived: dict[Message, list[tuple[dist.Work, torch.Tensor]]] = field(
         default_factory=dict
     )  # not known to be received, oldest first
-    limit: int = SENDS
+    send_limit: int = DEFAULT_SEND_LIMIT
 
 
 class Transport:
@@ -87,124 +87,142 @@ class Transport:
         self.rank, self.device, self.debug = rank, device, debug
         self._edges = {e.name: i for i, e in enumerate(plan.edges)}
         self._sections = plan.sections
-        self._groups = self._made_groups(plan)
-        self._step = _Step({}, [])
+        self._groups = self._create_groups(plan)
+        self._step = _TransportStep({}, [])
 
-    def _made_groups(self, plan: Plan) -> dict[tuple[str, str, bool], Any]:
-        return {key: dist.new_group(ranks) for key, ranks in channels(plan).items()}
+    def _create_groups(self, plan: Plan) -> dict[tuple[str, str, bool], Any]:
+        return {key: dist.new_group(ranks) for key, ranks in plan_channels(plan).items()}
 
-    def start(self, layouts: Mapping[str, EdgeLayout], schedule: Schedule) -> None:
+    def start_step(self, layouts: Mapping[str, EdgeLayout], schedule: Schedule) -> None:
         """Start a step of this rank's program."""
-        self.begin(layouts, schedule.programs[self.rank], limit_of(schedule, sections=self._sections))
+        self.begin_program(
+            layouts, schedule.programs[self.rank], find_send_limit(schedule, sections=self._sections)
+        )
 
-    def come_to(self, index: int) -> None:
+    def advance_to(self, index: int) -> None:
         """The program has come to an instruction."""
 
-    def begin(
-        self, layouts: Mapping[str, EdgeLayout], program: Iterable[Instruction], limit: int = SENDS
+    def begin_program(
+        self,
+        layouts: Mapping[str, EdgeLayout],
+        program: Iterable[Instruction],
+        limit: int = DEFAULT_SEND_LIMIT,
     ) -> None:
         """The first receives of the program are posted. At most `limit` sends will be left unreceived."""
-        self._step = _Step(layouts, [message_of(i) for i in program if i.kind == "RECV"], limit=limit)
-        self._post_ahead()
+        self._step = _TransportStep(
+            layouts, [message_of_instruction(i) for i in program if i.kind == "RECV"], send_limit=limit
+        )
+        self._post_receives_ahead()
 
     def send(self, message: Message, values: torch.Tensor) -> None:
         """Start to send `values`, which must be a flat buffer of its own."""
         if values.numel() == 0:
             return
-        peer, group, tag = message.peer, self._channel(message, self.rank, message.peer), self._tag(message)
-        sent = self._step.sent
-        while sent and (len(sent) >= self._step.limit or _completed(next(iter(sent.values())))):
-            self._received(next(iter(sent)))
+        peer, group, tag = (
+            message.peer,
+            self._channel_group(message, self.rank, message.peer),
+            self._message_tag(message),
+        )
+        sent = self._step.unreceived
+        while sent and (len(sent) >= self._step.send_limit or _is_completed(next(iter(sent.values())))):
+            self._wait_received(next(iter(sent)))
         parts: list[tuple[dist.Work, torch.Tensor]] = []
         if self.debug:
-            header = self._header(message, values.numel(), values.dtype)
-            parts.append((started(dist.isend(header, peer, group, tag=tag)), header))
-        sent_as = wire(values)
-        parts.append((started(dist.isend(sent_as, peer, group, tag=tag + 1)), sent_as))
+            header = self._make_header(message, values.numel(), values.dtype)
+            parts.append((require_work(dist.isend(header, peer, group, tag=tag)), header))
+        sent_as = as_sendable(values)
+        parts.append((require_work(dist.isend(sent_as, peer, group, tag=tag + 1)), sent_as))
         sent[message] = parts
 
-    def _received(self, message: Message) -> None:
+    def _wait_received(self, message: Message) -> None:
         """Wait until a message has been received, and forget its buffer."""
-        for work, _ in self._step.sent.pop(message, ()):
+        for work, _ in self._step.unreceived.pop(message, ()):
             work.wait()
 
     def receive(self, message: Message) -> None:
         """The program has come to this RECV: post the receives that follow it. With headers, take and check
         this one."""
         if self.debug:
-            self._step.arriving[message] = self._checked(message)
+            self._step.arriving[message] = self._receive_checked(message)
             return
-        self._step.passed += 1
-        self._post_ahead()
+        self._step.passed_count += 1
+        self._post_receives_ahead()
 
-    def take(self, message: Message) -> torch.Tensor:
+    def take_values(self, message: Message) -> torch.Tensor:
         """The values of a message, waited for. Each message is taken once."""
         receive = self._step.arriving.pop(message)
         if receive.work is not None:
             receive.work.wait()
         if message.direction == "bwd":
-            self._received(replace(message, direction="fwd"))
+            self._wait_received(replace(message, direction="fwd"))
         return receive.buffer
 
-    def finish(self) -> None:
+    def finish_step(self) -> None:
         """End a step: wait until all that was sent has been received."""
-        for message in list(self._step.sent):
-            self._received(message)
+        for message in list(self._step.unreceived):
+            self._wait_received(message)
 
-    def _post_ahead(self) -> None:
+    def _post_receives_ahead(self) -> None:
         step = self._step
-        while not self.debug and step.posted < min(step.passed + WINDOW, len(step.receives)):
-            message = step.receives[step.posted]
-            step.arriving[message] = self._post(message)
-            step.posted += 1
+        while not self.debug and step.posted_count < min(
+            step.passed_count + RECEIVE_WINDOW, len(step.receives)
+        ):
+            message = step.receives[step.posted_count]
+            step.arriving[message] = self._post_receive(message)
+            step.posted_count += 1
 
-    def _post(self, message: Message) -> _Receive:
+    def _post_receive(self, message: Message) -> _PostedReceive:
         layout = self._step.layouts[message.edge]
         buffer = torch.empty(message.numel(layout), dtype=layout.dtype, device=self.device)
         if buffer.numel() == 0:
-            return _Receive(buffer)
-        group = self._channel(message, message.peer, self.rank)
-        return _Receive(
-            buffer, started(dist.irecv(wire(buffer), message.peer, group, tag=self._tag(message) + 1))
+            return _PostedReceive(buffer)
+        group = self._channel_group(message, message.peer, self.rank)
+        return _PostedReceive(
+            buffer,
+            require_work(
+                dist.irecv(as_sendable(buffer), message.peer, group, tag=self._message_tag(message) + 1)
+            ),
         )
 
-    def _checked(self, message: Message) -> _Receive:
+    def _receive_checked(self, message: Message) -> _PostedReceive:
         """The header first; only if it is the expected one, the values."""
         layout, peer = self._step.layouts[message.edge], message.peer
         numel = message.numel(layout)
         if numel > 0:
-            expected = self._header(message, numel, layout.dtype)
+            expected = self._make_header(message, numel, layout.dtype)
             found = torch.empty_like(expected)
-            started(
-                dist.irecv(found, peer, self._channel(message, peer, self.rank), tag=self._tag(message))
+            require_work(
+                dist.irecv(
+                    found, peer, self._channel_group(message, peer, self.rank), tag=self._message_tag(message)
+                )
             ).wait()
-            compare(message, found, expected)
-        receive = self._post(message)
+            check_header(message, found, expected)
+        receive = self._post_receive(message)
         if receive.work is not None:
             receive.work.wait()
-        return _Receive(receive.buffer)
+        return _PostedReceive(receive.buffer)
 
-    def _header(self, message: Message, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _make_header(self, message: Message, numel: int, dtype: torch.dtype) -> torch.Tensor:
         samples = self._step.layouts[message.edge].pairs[message.pair]
         words = (
             2 * self._edges[message.edge] + (message.direction == "bwd"),
-            _hash((samples, message.part)),
+            _hash_to_int((samples, message.part)),
             numel,
-            _hash(dtype),
+            _hash_to_int(dtype),
         )
         return torch.tensor(words, dtype=torch.int64, device=self.device)
 
-    def _tag(self, message: Message) -> int:
+    def _message_tag(self, message: Message) -> int:
         """An even number; the header has it, the values the next one."""
-        return 2 * self._step.layouts[message.edge].tag(message.pair)
+        return 2 * self._step.layouts[message.edge].pair_tag(message.pair)
 
-    def _channel(self, message: Message, src: int, dst: int) -> dist.ProcessGroup:
+    def _channel_group(self, message: Message, src: int, dst: int) -> dist.ProcessGroup:
         group = self._groups[message.edge, message.direction, src < dst]
         assert isinstance(group, dist.ProcessGroup)
         return group
 
 
-def channels(plan: Plan) -> dict[tuple[str, str, bool], list[int]]:
+def plan_channels(plan: Plan) -> dict[tuple[str, str, bool], list[int]]:
     """The process groups that edges need: (edge, direction, whether it leads to higher ranks) -> ranks.
 
     Two ranks that send to each other on one communicator could wait for each other, so each way has its own.
@@ -212,9 +230,15 @@ def channels(plan: Plan) -> dict[tuple[str, str, bool], list[int]]:
     groups: dict[tuple[str, str, bool], list[int]] = {}
     sections = {s.name: s for s in plan.sections}
     for edge in plan.edges:
-        ends = list(itertools.product(replicas(sections[edge.src]), replicas(sections[edge.dst])))
+        ends = list(
+            itertools.product(ranks_by_replica(sections[edge.src]), ranks_by_replica(sections[edge.dst]))
+        )
         for direction in ("fwd", "bwd") if returns_gradient(edge, sections) else ("fwd",):
-            parts = [p for a, b in ends for p in (routes(a, b) if direction == "fwd" else routes(b, a))]
+            parts = [
+                p
+                for a, b in ends
+                for p in (route_message(a, b) if direction == "fwd" else route_message(b, a))
+            ]
             for upward in (True, False):
                 ranks = sorted(
                     {r for p in parts if (p.sender < p.receiver) == upward for r in (p.sender, p.receiver)}
@@ -224,28 +248,28 @@ def channels(plan: Plan) -> dict[tuple[str, str, bool], list[int]]:
     return groups
 
 
-def compare(message: Message, found: torch.Tensor, expected: torch.Tensor) -> None:
+def check_header(message: Message, found: torch.Tensor, expected: torch.Tensor) -> None:
     names = ("edge and direction", "samples and part", "number of entries", "dtype")
     wrong = [n for n, a, b in zip(names, found.tolist(), expected.tolist(), strict=True) if a != b]
     if wrong:
         raise RuntimeError(f"the header of {message} from rank {message.peer} differs in {', '.join(wrong)}")
 
 
-def wire(tensor: torch.Tensor) -> torch.Tensor:
+def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory in a dtype that every backend sends."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def _completed(parts: Iterable[tuple[dist.Work, torch.Tensor]]) -> bool:
+def _is_completed(parts: Iterable[tuple[dist.Work, torch.Tensor]]) -> bool:
     """Whether a backend that can tell says that a send is over; gloo never does."""
     return all(work.is_completed() for work, _ in parts)
 
 
-def started(work: dist.Work | None) -> dist.Work:
+def require_work(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise RuntimeError("this rank is not a member of the process group of the message")
     return work
 
 
-def _hash(value: object) -> int:
+def _hash_to_int(value: object) -> int:
     return int.from_bytes(hashlib.blake2b(str(value).encode(), digest_size=7).digest(), "little")

@@ -22,107 +22,126 @@ import torch
 import torch.distributed as dist
 
 from secc.runtime.comm.edge_messages import EdgeLayout
-from secc.runtime.comm.p2p_channels import Message, Transport, compare, message_of, wire
+from secc.runtime.comm.p2p_channels import (
+    Message,
+    Transport,
+    as_sendable,
+    check_header,
+    message_of_instruction,
+)
 from secc.runtime.plan.schema import Plan, Section
-from secc.runtime.plan.step_program import COMPUTE, Instruction, Schedule, rounds
+from secc.runtime.plan.step_program import COMPUTE_KINDS, Instruction, Schedule, gather_rounds
 
-Key = tuple[object, ...]  # a message, the same on both of its ranks
-Numbered = tuple[int, Message]  # a message and its number within the step
+RoundMessageKey = tuple[object, ...]  # a message, the same on both of its ranks
+NumberedMessage = tuple[int, Message]  # a message and its number within the step
 
 
 @dataclass
-class Exchange:
+class P2PRound:
     """What a rank sends and receives in one exchange."""
 
-    sends: list[Numbered] = field(default_factory=list)
-    receives: list[Numbered] = field(default_factory=list)
+    sends: list[NumberedMessage] = field(default_factory=list)
+    receives: list[NumberedMessage] = field(default_factory=list)
 
 
-Entries = dict[int, list[Exchange]]  # before which instruction of a rank's program it enters which exchanges
+RoundsByInstruction = dict[
+    int, list[P2PRound]
+]  # before which instruction of a rank's program it enters which exchanges
 
 
-def exchanges(schedule: Schedule, sections: Iterable[Section]) -> list[Entries]:
+def plan_rounds(schedule: Schedule, sections: Iterable[Section]) -> list[RoundsByInstruction]:
     """Each rank's exchanges. The schedule must have passed its check."""
-    return _Beats(schedule, sections).run()
+    return _RoundPlanner(schedule, sections).run()
 
 
-class _Beats:
+class _RoundPlanner:
     """The programs, run beat by beat. `at`: each rank's next instruction."""
 
     def __init__(self, schedule: Schedule, sections: Iterable[Section]) -> None:
-        self.programs, self.at = schedule.programs, [0] * len(schedule.programs)
-        self.in_step = rounds(sections, schedule.micro_batches)
-        self.together = Counter(self.job(i) for p in self.programs for i in p if i.kind in COMPUTE)
-        self.waiting: defaultdict[Key, set[int]] = defaultdict(set)  # ranks that have come to a job
-        self.arrived = set[Key]()
-        self.found: list[Entries] = [{} for _ in self.programs]
-        self.count = 0
+        self.programs, self.next_index = schedule.programs, [0] * len(schedule.programs)
+        self.lockstep_rounds = gather_rounds(sections, schedule.micro_batches)
+        self.participant_counts = Counter(
+            self.compute_key(i) for p in self.programs for i in p if i.kind in COMPUTE_KINDS
+        )
+        self.waiting_ranks: defaultdict[RoundMessageKey, set[int]] = defaultdict(
+            set
+        )  # ranks that have come to a job
+        self.arrived = set[RoundMessageKey]()
+        self.rounds_by_rank: list[RoundsByInstruction] = [{} for _ in self.programs]
+        self.message_count = 0
 
-    def run(self) -> list[Entries]:
-        while any(at < len(p) - 1 for at, p in zip(self.at, self.programs, strict=True)):
-            before = list(self.at)
-            sent = [message for rank in range(len(self.programs)) for message in self.to_job(rank)]
-            for ranks in [r for job, r in self.waiting.items() if len(r) == self.together[job]]:
+    def run(self) -> list[RoundsByInstruction]:
+        while any(at < len(p) - 1 for at, p in zip(self.next_index, self.programs, strict=True)):
+            before = list(self.next_index)
+            sent = [
+                message for rank in range(len(self.programs)) for message in self.advance_to_compute(rank)
+            ]
+            for ranks in [
+                r for job, r in self.waiting_ranks.items() if len(r) == self.participant_counts[job]
+            ]:
                 for rank in sorted(ranks):
-                    self.at[rank] += 1
-                    sent += self.sends(rank)
-            self.waiting = defaultdict(
-                set, {job: r for job, r in self.waiting.items() if len(r) < self.together[job]}
+                    self.next_index[rank] += 1
+                    sent += self.pass_sends(rank)
+            self.waiting_ranks = defaultdict(
+                set,
+                {job: r for job, r in self.waiting_ranks.items() if len(r) < self.participant_counts[job]},
             )
-            self.exchange(sent)
-            if before == self.at and not sent:
+            self.close_round(sent)
+            if before == self.next_index and not sent:
                 raise RuntimeError("the programs wait for each other: they have not been checked")
-        return self.found
+        return self.rounds_by_rank
 
-    def to_job(self, rank: int) -> list[tuple[int, Instruction]]:
+    def advance_to_compute(self, rank: int) -> list[tuple[int, Instruction]]:
         """Go on to the next job or to a message that has not arrived; what is sent on the way."""
         program, sent = self.programs[rank], list[tuple[int, Instruction]]()
-        while self.at[rank] < len(program) - 1:  # up to STEP
-            i = program[self.at[rank]]
-            if i.kind in COMPUTE:
-                self.waiting[self.job(i)].add(rank)
+        while self.next_index[rank] < len(program) - 1:  # up to STEP
+            i = program[self.next_index[rank]]
+            if i.kind in COMPUTE_KINDS:
+                self.waiting_ranks[self.compute_key(i)].add(rank)
                 break
-            if i.kind == "RECV" and _key(i, rank) not in self.arrived:
+            if i.kind == "RECV" and _message_key(i, rank) not in self.arrived:
                 break
             sent += [(rank, i)] if i.kind == "SEND" else []
-            self.at[rank] += 1
+            self.next_index[rank] += 1
         return sent
 
-    def sends(self, rank: int) -> list[tuple[int, Instruction]]:
+    def pass_sends(self, rank: int) -> list[tuple[int, Instruction]]:
         """Go on to what is not a SEND."""
-        program, start = self.programs[rank], self.at[rank]
-        while self.at[rank] < len(program) and program[self.at[rank]].kind == "SEND":
-            self.at[rank] += 1
-        return [(rank, i) for i in program[start : self.at[rank]]]
+        program, start = self.programs[rank], self.next_index[rank]
+        while self.next_index[rank] < len(program) and program[self.next_index[rank]].kind == "SEND":
+            self.next_index[rank] += 1
+        return [(rank, i) for i in program[start : self.next_index[rank]]]
 
-    def exchange(self, sent: list[tuple[int, Instruction]]) -> None:
+    def close_round(self, sent: list[tuple[int, Instruction]]) -> None:
         """The messages of a beat travel; their ranks enter where they are now."""
-        entered: dict[int, Exchange] = {}
+        entered: dict[int, P2PRound] = {}
         for rank, i in sent:
-            message = message_of(i)
-            entered.setdefault(rank, Exchange()).sends.append((self.count, message))
-            entered.setdefault(i.peer, Exchange()).receives.append((self.count, replace(message, peer=rank)))
-            self.arrived.add(_key(i, rank))
-            self.count += 1
+            message = message_of_instruction(i)
+            entered.setdefault(rank, P2PRound()).sends.append((self.message_count, message))
+            entered.setdefault(i.peer, P2PRound()).receives.append(
+                (self.message_count, replace(message, peer=rank))
+            )
+            self.arrived.add(_message_key(i, rank))
+            self.message_count += 1
         for rank, exchange in entered.items():
-            self.found[rank].setdefault(self.at[rank], []).append(exchange)
+            self.rounds_by_rank[rank].setdefault(self.next_index[rank], []).append(exchange)
 
-    def job(self, i: Instruction) -> Key:
+    def compute_key(self, i: Instruction) -> RoundMessageKey:
         """What several ranks do together: the micro-batch's job, or that of its round."""
-        first = self.in_step.get((i.section, i.micro))
+        first = self.lockstep_rounds.get((i.section, i.micro))
         return (i.kind, i.section, first[0].index if first is not None else i.micro)
 
 
-def _key(i: Instruction, rank: int) -> Key:
+def _message_key(i: Instruction, rank: int) -> RoundMessageKey:
     """What a SEND and its RECV have in common."""
     ends = (rank, i.peer) if i.kind == "SEND" else (i.peer, rank)
     return i.edge, i.direction, i.src_micro, i.dst_micro, *ends
 
 
-class Exchanges(Transport):
+class RoundTransport(Transport):
     """The point-to-point messages of one rank, in exchanges. Made on all ranks at the same place."""
 
-    def _made_groups(self, plan: Plan) -> dict[tuple[str, str, bool], Any]:
+    def _create_groups(self, plan: Plan) -> dict[tuple[str, str, bool], Any]:
         self._group: Any = dist.new_group(list(range(plan.world_size)))
         if self.device.type == "cuda":
             dist.all_reduce(
@@ -130,16 +149,16 @@ class Exchanges(Transport):
             )  # a batch must not be the first thing a group does
         return {}
 
-    def start(self, layouts: Mapping[str, EdgeLayout], schedule: Schedule) -> None:
-        self.begin(layouts, ())
-        self._entries = exchanges(schedule, self._sections)[self.rank]
+    def start_step(self, layouts: Mapping[str, EdgeLayout], schedule: Schedule) -> None:
+        self.begin_program(layouts, ())
+        self._rounds = plan_rounds(schedule, self._sections)[self.rank]
         self._outgoing: dict[Message, torch.Tensor] = {}
         self._works: list[tuple[dist.Work, list[torch.Tensor]]] = []  # and the buffers that they read
         self._arriving: dict[Message, tuple[list[dist.Work], list[torch.Tensor]]] = {}
 
-    def come_to(self, index: int) -> None:
-        for exchange in self._entries.get(index, ()):
-            self._enter(exchange)
+    def advance_to(self, index: int) -> None:
+        for exchange in self._rounds.get(index, ()):
+            self._enter_round(exchange)
 
     def send(self, message: Message, values: torch.Tensor) -> None:
         """Keep `values`, a flat buffer of its own, until the exchange."""
@@ -148,25 +167,27 @@ class Exchanges(Transport):
     def receive(self, message: Message) -> None:
         """The program has come to this RECV, whose exchange has been entered."""
 
-    def take(self, message: Message) -> torch.Tensor:
+    def take_values(self, message: Message) -> torch.Tensor:
         """The values of a message, waited for. Each message is taken once."""
         works, (values, *headers) = self._arriving.pop(message)
         for work in works:
             work.wait()
         for found in headers:
-            compare(message, found, self._header(message, values.numel(), values.dtype))
+            check_header(message, found, self._make_header(message, values.numel(), values.dtype))
         return values
 
-    def finish(self) -> None:
+    def finish_step(self) -> None:
         """End a step: wait until all that was sent has been received."""
         for work, _ in self._works:
             work.wait()
         self._works.clear()
 
-    def _enter(self, exchange: Exchange) -> None:
+    def _enter_round(self, exchange: P2PRound) -> None:
         outgoing, incoming = list[dist.P2POp](), list[dist.P2POp]()
         for n, m in exchange.sends:
-            outgoing += self._ops(dist.isend, n, m, self._with_header(m, self._outgoing.pop(m), fill=True))
+            outgoing += self._p2p_ops(
+                dist.isend, n, m, self._with_header(m, self._outgoing.pop(m), fill=True)
+            )
         places: list[tuple[Message, list[torch.Tensor], slice]] = []
         for n, m in exchange.receives:
             layout = self._step.layouts[m.edge]
@@ -174,7 +195,7 @@ class Exchanges(Transport):
                 m, torch.empty(m.numel(layout), dtype=layout.dtype, device=self.device), fill=False
             )
             before = len(outgoing) + len(incoming)
-            incoming += self._ops(dist.irecv, n, m, tensors)
+            incoming += self._p2p_ops(dist.irecv, n, m, tensors)
             places.append((m, tensors, slice(before, len(outgoing) + len(incoming))))
         ops = outgoing + incoming
         works = dist.batch_isend_irecv(ops) if ops else []
@@ -189,12 +210,15 @@ class Exchanges(Transport):
         """The values and, with `debug`, the header that travels before them, or room for it."""
         if not self.debug or not values.numel():
             return [values]
-        header = self._header(message, values.numel(), values.dtype)
+        header = self._make_header(message, values.numel(), values.dtype)
         return [values, header if fill else torch.empty_like(header)]
 
-    def _ops(self, op: Any, number: int, message: Message, tensors: list[torch.Tensor]) -> list[dist.P2POp]:
+    def _p2p_ops(
+        self, op: Any, number: int, message: Message, tensors: list[torch.Tensor]
+    ) -> list[dist.P2POp]:
         """Header first; the values' operation is the last. None for a message without entries."""
         tagged = [(tensor, 2 * number + k) for k, tensor in enumerate(tensors) if tensors[0].numel()]
         return [
-            dist.P2POp(op, wire(tensor), message.peer, self._group, tag) for tensor, tag in reversed(tagged)
+            dist.P2POp(op, as_sendable(tensor), message.peer, self._group, tag)
+            for tensor, tag in reversed(tagged)
         ]

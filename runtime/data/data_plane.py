@@ -21,23 +21,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from secc.runtime.data.declared_sizes import Declared, users
-from secc.runtime.data.epoch_order import Epochs
-from secc.runtime.data.loader_process import AHEAD, RECORDED_AHEAD, Ask, Background, Inline
-from secc.runtime.data.sample_loader import Collated, Loader, Rows, Share
-from secc.runtime.data.sample_metadata import Leaf, Record, Records, Skipped, leaves_of
-from secc.runtime.data.sample_workers import Fetchers
+from secc.runtime.data.declared_sizes import DeclaredSizes, positions_by_rank
+from secc.runtime.data.epoch_order import EpochOrder
+from secc.runtime.data.loader_process import (
+    MAX_REQUESTS,
+    MAX_REQUESTS_WITH_RECORDING,
+    InlineLoader,
+    LoaderProcess,
+    LoaderRequest,
+)
+from secc.runtime.data.sample_loader import BatchRequest, MetadataRequest, MetadataRows, SampleLoader
+from secc.runtime.data.sample_metadata import (
+    BatchSumFunction,
+    RecordCodec,
+    SampleRecord,
+    SkippedSample,
+    compute_batch_sums,
+)
+from secc.runtime.data.sample_workers import SampleWorkers
 from secc.runtime.errors import UserError
-from secc.runtime.host.fork_pool import Pool
+from secc.runtime.host.fork_pool import WorkerPool
 from secc.runtime.model.user_file import UserModel
-from secc.runtime.parameters.sharded_optimizer import all_gather
-from secc.runtime.plan.batch_sizes import combine
-from secc.runtime.plan.schema import Plan, is_label
+from secc.runtime.parameters.sharded_optimizer import start_all_gather
+from secc.runtime.plan.batch_sizes import combine_sizes
+from secc.runtime.plan.schema import Plan, is_tensor_label
 from secc.runtime.plan.step_program import SampleMeta, Schedule
-from secc.runtime.rerecording.rerecorder import Rerecorder, Spent
+from secc.runtime.rerecording.rerecorder import Rerecorder, TimeSpan
 
-Order = Callable[[Sequence[SampleMeta]], Schedule]
-_REMEMBERED = 3  # steps: recordings are made up to two before their micro-batch is trained
+ScheduleFunction = Callable[[Sequence[SampleMeta]], Schedule]
+_WAIT_HISTORY_STEPS = 3  # steps: recordings are made up to two before their micro-batch is trained
 
 
 @dataclass(frozen=True)
@@ -51,17 +63,17 @@ class GlobalBatch:
 
     step: int
     samples: tuple[SampleMeta, ...]
-    leaves: dict[str, float]
+    batch_sums: dict[str, float]
     sizes: dict[str, int]
     tokens: int
-    skipped: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()
+    skipped_indices: tuple[int, ...] = ()
+    kept_positions: tuple[int, ...] = ()
     widths: tuple[tuple[str, int], ...] = ()
 
-    def collated(self, positions: Sequence[int], section: str = "") -> Collated:
+    def batch_request(self, positions: Sequence[int], section: str = "") -> BatchRequest:
         """Asks for a micro-batch of a section: positions among the samples that were kept are not those of
         the sequence."""
-        return Collated(self.step, tuple(self.kept[p] for p in positions), self.widths, section)
+        return BatchRequest(self.step, tuple(self.kept_positions[p] for p in positions), self.widths, section)
 
     @property
     def pattern(self) -> frozenset[str]:
@@ -90,45 +102,45 @@ class DataPlane:
         world_size: int,
         seed: int = 0,
         *,
-        leaves: Mapping[str, Leaf],
+        leaves: Mapping[str, BatchSumFunction],
         shuffle: bool = False,
         epochs: int | None = None,
         skip_bad: bool = False,
         workers: int = 0,
-        order: Order | None = None,
+        order: ScheduleFunction | None = None,
         device: torch.device | str = "cpu",
         start: int = 0,
         ahead: int = 1,
         rerecorder: Rerecorder | None = None,
         recorders: int = 0,
     ) -> None:
-        user.use_inputs(plan.inputs)
+        user.use_plan_inputs(plan.inputs)
         self.plan, self.rank, self.world_size, self.device = plan, rank, world_size, torch.device(device)
-        self.epochs = Epochs(len(user.dataset()), plan.global_batch, seed, shuffle, epochs)
-        self._records = Records(plan, leaves)
-        self._shares = _Shares(self.epochs, world_size, user, plan, order)
-        fetchers = Fetchers(user, seed, workers) if workers > 1 else None
+        self.epochs = EpochOrder(len(user.dataset()), plan.global_batch, seed, shuffle, epochs)
+        self._codec = RecordCodec(plan, leaves)
+        self._shares = _LoadShares(self.epochs, world_size, user, plan, order)
+        fetchers = SampleWorkers(user, seed, workers) if workers > 1 else None
         pool = (
-            Pool(rerecorder.record, recorders, "secc-recorder", held=1)
+            WorkerPool(rerecorder.record_micro_batch, recorders, "secc-recorder", held=1)
             if workers and recorders and rerecorder is not None
             else None
         )
-        loader = Loader(user, self._records, self.epochs, skip_bad, fetchers, rerecorder, pool, ahead)
+        loader = SampleLoader(user, self._codec, self.epochs, skip_bad, fetchers, rerecorder, pool, ahead)
         requests, pools = (
-            AHEAD if rerecorder is None else RECORDED_AHEAD,
+            MAX_REQUESTS if rerecorder is None else MAX_REQUESTS_WITH_RECORDING,
             [p for p in (fetchers, pool) if p is not None],
         )
-        self._source = Background(loader, pools, requests, ahead) if workers else Inline(loader)
+        self._loader = LoaderProcess(loader, pools, requests, ahead) if workers else InlineLoader(loader)
         self._step = start - 1
         self._latest: GlobalBatch | None = None
-        self._loaded: Rows | None = None  # of the next step's share
-        self._found: torch.Tensor | None = (
+        self._next_rows: MetadataRows | None = None  # of the next step's share
+        self._next_table: torch.Tensor | None = (
             None  # the next step's rows of all ranks, in the order of the batch
         )
-        self._waits: list[tuple[int, Spent]] = []
-        self._source.request([self._share(start)])
+        self._waits: list[tuple[int, TimeSpan]] = []
+        self._loader.request_ahead([self._metadata_request(start)])
 
-    def next(self, group: dist.ProcessGroup | None = None) -> GlobalBatch:
+    def next_batch(self, group: dist.ProcessGroup | None = None) -> GlobalBatch:
         """The next global batch, the same on every rank. Collective over `group` (default: all ranks) when
         there are several ranks.
 
@@ -136,65 +148,72 @@ class DataPlane:
         load.
         """
         self._step += 1
-        self._waits = [(step, spent) for step, spent in self._waits if step >= self._step - _REMEMBERED]
-        rows: Rows = self._loaded or self._timed(self._source.result, self._share(self._step))
-        table, self._loaded, self._found = self._found, None, None
-        if self.epochs.count(self._step + 1):
-            self._source.request([self._share(self._step + 1)])
-        for line in rows.skipped:
+        self._waits = [
+            (step, spent) for step, spent in self._waits if step >= self._step - _WAIT_HISTORY_STEPS
+        ]
+        rows: MetadataRows = self._next_rows or self._time_wait(
+            self._loader.wait_for_result, self._metadata_request(self._step)
+        )
+        table, self._next_rows, self._next_table = self._next_table, None, None
+        if self.epochs.samples_in_step(self._step + 1):
+            self._loader.request_ahead([self._metadata_request(self._step + 1)])
+        for line in rows.skipped_lines:
             sys.stderr.write(f"step {self._step + 1}: a sample is left out: {line}\n")
         if table is None:
             table = (
-                self._gather(rows.table, group)
+                self._gather_rows(rows.table, group)
                 if self.world_size > 1
-                else self._in_order(rows.table[None], self._step)
+                else self._rows_by_position(rows.table[None], self._step)
             )
-        found = self._records.unpack(table)
-        kept, records, skipped = _split(found)
+        found = self._codec.unpack_records(table)
+        kept, records, skipped = _split_skipped(found)
         if not records:
             raise UserError(
                 f"none of the {len(found)} samples of step {self._step + 1} loads",
                 remedy="run without --skip-bad-samples",
             )
-        self._shares.check(records)
-        self._latest = self._batch(records, kept, skipped, group)
+        self._shares.check_declared(records)
+        self._latest = self._assemble_batch(records, kept, skipped, group)
         return self._latest
 
-    def _batch(
+    def _assemble_batch(
         self,
-        records: Sequence[Record],
+        records: Sequence[SampleRecord],
         kept: tuple[int, ...],
         skipped: tuple[int, ...],
         group: dist.ProcessGroup | None,
     ) -> GlobalBatch:
-        sizes = combine([r.meta.sizes for r in records], self.plan.symbols)
+        sizes = combine_sizes([r.meta.sizes for r in records], self.plan.symbols)
         padded = self.plan.widths == "global"
         widths = tuple((s.name, sizes[s.name]) for s in self.plan.symbols if s.is_padded) if padded else ()
         wider = any(
             r.meta.sizes[name] != width for r in records for name, width in widths
         )  # than some sample alone
         columns = zip(
-            *(self._padded_leaves(kept, widths, group) if wider else [r.leaves for r in records]), strict=True
+            *(self._gather_padded_sums(kept, widths, group) if wider else [r.sample_sums for r in records]),
+            strict=True,
         )
         # fsum rounds once, so the sums do not depend on how the samples are spread over ranks.
         leaves = {
-            name: math.fsum(column) for name, column in zip(self._records.leaves, columns, strict=False)
+            name: math.fsum(column) for name, column in zip(self._codec.sum_functions, columns, strict=False)
         }
         tokens = sum(r.tokens for r in records)
         return GlobalBatch(
             self._step, tuple(r.meta for r in records), leaves, sizes, tokens, skipped, kept, widths
         )
 
-    def _padded_leaves(
+    def _gather_padded_sums(
         self, kept: tuple[int, ...], widths: tuple[tuple[str, int], ...], group: dist.ProcessGroup | None
     ) -> list[tuple[float, ...]]:
         """The leaves of each rank's share at the global batch's widths, where padded positions may count."""
-        positions = tuple(p for p in self._share(self._step).positions if p in set(kept))
-        share = Collated(self._step, positions, widths)
-        if not self._records.leaves or not share.positions:
-            mine: tuple[float, ...] = (0.0,) * len(self._records.leaves)
+        positions = tuple(p for p in self._metadata_request(self._step).positions if p in set(kept))
+        share = BatchRequest(self._step, positions, widths)
+        if not self._codec.sum_functions or not share.positions:
+            mine: tuple[float, ...] = (0.0,) * len(self._codec.sum_functions)
         else:
-            mine = leaves_of(self._records.leaves, self._timed(self._source.result, share))
+            mine = compute_batch_sums(
+                self._codec.sum_functions, self._time_wait(self._loader.wait_for_result, share)
+            )
         if self.world_size == 1 or not mine:
             return [mine]
         device = self.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
@@ -202,42 +221,48 @@ class DataPlane:
         dist.all_gather(parts, torch.tensor(mine, dtype=torch.float64, device=device), group)
         return [tuple(part.tolist()) for part in parts]
 
-    def prepare(self, batches: Iterable[tuple[Sequence[int], str]], of: GlobalBatch | None = None) -> None:
+    def announce_micro_batches(
+        self, batches: Iterable[tuple[Sequence[int], str]], of: GlobalBatch | None = None
+    ) -> None:
         """Announce micro-batches of a global batch (default: the latest), each with its section, in the order
         in which they will be asked for, so that a worker can run ahead."""
-        self._source.request([self._of(of).collated(positions, section) for positions, section in batches])
+        self._loader.request_ahead(
+            [self._given_or_latest(of).batch_request(positions, section) for positions, section in batches]
+        )
 
-    def batch(
+    def load_micro_batch(
         self, positions: Sequence[int], of: GlobalBatch | None = None, section: str = ""
     ) -> dict[str, Any]:
         """The samples at `positions` of a global batch (default: the latest), collated in this order, on the
         device, padded as the plan wants, with the recorded glue that a section needs."""
-        batch = self._timed(self._source.result, self._of(of).collated(positions, section))
+        batch = self._time_wait(
+            self._loader.wait_for_result, self._given_or_latest(of).batch_request(positions, section)
+        )
         return {
             key: v.to(self.device, non_blocking=True) if isinstance(v, torch.Tensor) else v
             for key, v in batch.items()
         }
 
     @property
-    def waits(self) -> list[Spent]:
+    def loader_waits(self) -> list[TimeSpan]:
         """When this rank waited for the loader, in the last few steps."""
         return [spent for _, spent in self._waits]
 
-    def _timed(self, get: Callable[[Any], Any], ask: Ask) -> Any:
+    def _time_wait(self, get: Callable[[Any], Any], ask: LoaderRequest) -> Any:
         """What the loader gives; the time counts as waited for it."""
         start = time.monotonic_ns()
         found = get(ask)
-        self._waits.append((self._step, Spent(start, time.monotonic_ns())))
+        self._waits.append((self._step, TimeSpan(start, time.monotonic_ns())))
         return found
 
-    def _of(self, given: GlobalBatch | None) -> GlobalBatch:
+    def _given_or_latest(self, given: GlobalBatch | None) -> GlobalBatch:
         found = given or self._latest
         assert found is not None, "next() comes first"
         return found
 
     def close(self) -> None:
         """End the worker."""
-        self._source.close()
+        self._loader.close()
 
     def __enter__(self) -> DataPlane:
         return self
@@ -245,10 +270,10 @@ class DataPlane:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _share(self, step: int) -> Share:
-        return Share(step, self._shares.of(step)[self.rank])
+    def _metadata_request(self, step: int) -> MetadataRequest:
+        return MetadataRequest(step, self._shares.positions_of_step(step)[self.rank])
 
-    def exchange(
+    def exchange_values(
         self, values: torch.Tensor, steps: int, group: dist.ProcessGroup | None = None
     ) -> torch.Tensor:
         """Every rank's `values` (float64 [n], on this rank's device) as [ranks, n]. Collective over `group`.
@@ -258,95 +283,111 @@ class DataPlane:
         """
         if self.world_size == 1:
             return values[None]
-        follows = self._found is None and self._step + 1 < steps and self.epochs.count(self._step + 1) > 0
-        if follows and self._loaded is None:
-            self._loaded = self._timed(self._source.ready, self._share(self._step + 1))
+        follows = (
+            self._next_table is None
+            and self._step + 1 < steps
+            and self.epochs.samples_in_step(self._step + 1) > 0
+        )
+        if follows and self._next_rows is None:
+            self._next_rows = self._time_wait(
+                self._loader.take_if_ready, self._metadata_request(self._step + 1)
+            )
         mine = [values.view(torch.int64)]
         if follows:
-            table = self._padded(self._loaded and self._loaded.table, self._step + 1)
+            table = self._pad_rows(self._next_rows and self._next_rows.table, self._step + 1)
             mine.append(
-                torch.cat([torch.tensor([self._loaded is not None]), table.view(-1)]).to(values.device)
+                torch.cat([torch.tensor([self._next_rows is not None]), table.view(-1)]).to(values.device)
             )
-        found = self._all_gather(torch.cat(mine), group)
+        found = self._all_gather_tensor(torch.cat(mine), group)
         told, rows = found[:, : len(values)].view(torch.float64), found[:, len(values) :].cpu()
         if follows and bool(rows[:, 0].all()):
-            self._found = self._in_order(
-                rows[:, 1:].reshape(self.world_size, -1, self._records.width), self._step + 1
+            self._next_table = self._rows_by_position(
+                rows[:, 1:].reshape(self.world_size, -1, self._codec.width), self._step + 1
             )
         return told
 
-    def _gather(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    def _gather_rows(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         """All ranks' rows of this step in the order of the batch, from this rank's."""
         device = self.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-        return self._in_order(
-            self._all_gather(self._padded(mine, self._step).to(device), group).cpu(), self._step
+        return self._rows_by_position(
+            self._all_gather_tensor(self._pad_rows(mine, self._step).to(device), group).cpu(), self._step
         )
 
-    def _padded(self, mine: torch.Tensor | None, step: int) -> torch.Tensor:
+    def _pad_rows(self, mine: torch.Tensor | None, step: int) -> torch.Tensor:
         """This rank's rows, as many as the longest share of the step has."""
-        padded = torch.zeros(max(map(len, self._shares.of(step))), self._records.width, dtype=torch.int64)
+        padded = torch.zeros(
+            max(map(len, self._shares.positions_of_step(step))), self._codec.width, dtype=torch.int64
+        )
         if mine is not None:
             padded[: len(mine)] = mine
         return padded
 
-    def _all_gather(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    def _all_gather_tensor(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         """Every rank's tensor, behind each other along a new first dim."""
         found = mine.new_empty(self.world_size, *mine.shape)
-        all_gather(found.view(-1), mine.view(-1), group).wait()
+        start_all_gather(found.view(-1), mine.view(-1), group).wait()
         return found
 
-    def _in_order(self, rows: torch.Tensor, step: int) -> torch.Tensor:
+    def _rows_by_position(self, rows: torch.Tensor, step: int) -> torch.Tensor:
         """The rows [ranks, longest share, width] of the shares of a step by position [samples, width]."""
-        shares = self._shares.of(step)
+        shares = self._shares.positions_of_step(step)
         longest, positions = rows.shape[1], [p for share in shares for p in share]
         places = [r * longest + k for r, share in enumerate(shares) for k in range(len(share))]
         return rows.flatten(0, 1)[[places[k] for k in sorted(range(len(places)), key=positions.__getitem__)]]
 
 
-class _Shares:
+class _LoadShares:
     """Which positions each rank loads: known on all ranks without a message."""
 
     def __init__(
-        self, epochs: Epochs, world_size: int, user: UserModel, plan: Plan, order: Order | None
+        self, epochs: EpochOrder, world_size: int, user: UserModel, plan: Plan, order: ScheduleFunction | None
     ) -> None:
-        self.epochs, self.world_size, self._order = epochs, world_size, order
-        said = user.has("sizes") and order is not None and not any(is_label(s.key) for s in plan.symbols)
-        self.declared = Declared(user, plan.symbols, plan.inputs) if said else None
-        self._of: dict[int, list[tuple[int, ...]]] = {}
-        self._said: dict[int, SampleMeta] = {}  # by dataset index
+        self.epochs, self.world_size, self._schedule = epochs, world_size, order
+        said = (
+            user.defines("sizes")
+            and order is not None
+            and not any(is_tensor_label(s.key) for s in plan.symbols)
+        )
+        self.declared = DeclaredSizes(user, plan.symbols, plan.inputs) if said else None
+        self._positions_by_step: dict[int, list[tuple[int, ...]]] = {}
+        self._declared_by_index: dict[int, SampleMeta] = {}  # by dataset index
 
-    def of(self, step: int) -> list[tuple[int, ...]]:
+    def positions_of_step(self, step: int) -> list[tuple[int, ...]]:
         """Each rank's positions of a step's batch. Raises UserError for what `sizes` says of a sample."""
-        if step not in self._of:
-            self._of = {s: shares for s, shares in self._of.items() if s >= step - 1} | {
-                step: self._made(step)
-            }
-        return self._of[step]
+        if step not in self._positions_by_step:
+            self._positions_by_step = {
+                s: shares for s, shares in self._positions_by_step.items() if s >= step - 1
+            } | {step: self._assign_positions(step)}
+        return self._positions_by_step[step]
 
-    def check(self, records: Sequence[Record]) -> None:
+    def check_declared(self, records: Sequence[SampleRecord]) -> None:
         """Raises UserError if a sample that was loaded is not as `sizes` said."""
         if self.declared is not None:
             for record in records:
-                self.declared.check(record.meta, self._said.pop(record.meta.id, record.meta))
+                self.declared.check_sample(
+                    record.meta, self._declared_by_index.pop(record.meta.id, record.meta)
+                )
 
-    def _made(self, step: int) -> list[tuple[int, ...]]:
-        count = self.epochs.count(step)
-        if self.declared is None or self._order is None or not count:
+    def _assign_positions(self, step: int) -> list[tuple[int, ...]]:
+        count = self.epochs.samples_in_step(step)
+        if self.declared is None or self._schedule is None or not count:
             return [
                 tuple(range(r * count // self.world_size, (r + 1) * count // self.world_size))
                 for r in range(self.world_size)
             ]
-        said = [self.declared.meta(i) for i in self.epochs.indices(step)]
-        self._said |= {s.id: s for s in said}
-        return users(self._order(said), count)
+        said = [self.declared.sample_metadata(i) for i in self.epochs.dataset_indices(step)]
+        self._declared_by_index |= {s.id: s for s in said}
+        return positions_by_rank(self._schedule(said), count)
 
 
-def _split(found: Sequence[Record | Skipped]) -> tuple[tuple[int, ...], list[Record], tuple[int, ...]]:
+def _split_skipped(
+    found: Sequence[SampleRecord | SkippedSample],
+) -> tuple[tuple[int, ...], list[SampleRecord], tuple[int, ...]]:
     """The positions and records of the samples that are there, and the dataset indices of those that were
     skipped."""
-    kept = tuple(p for p, r in enumerate(found) if isinstance(r, Record))
+    kept = tuple(p for p, r in enumerate(found) if isinstance(r, SampleRecord))
     return (
         kept,
-        [r for r in found if isinstance(r, Record)],
-        tuple(r.index for r in found if isinstance(r, Skipped)),
+        [r for r in found if isinstance(r, SampleRecord)],
+        tuple(r.index for r in found if isinstance(r, SkippedSample)),
     )

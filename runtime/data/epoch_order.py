@@ -9,42 +9,42 @@ from __future__ import annotations
 
 import torch
 
-from secc.runtime.model.item_seeds import item_seed
+from secc.runtime.model.item_seeds import derive_item_seed
 
 
-class Epochs:
+class EpochOrder:
     """The sequence over a dataset of `length` samples in batches of `global_batch`; `epochs` is None for an
     endless one."""
 
     def __init__(
         self, length: int, global_batch: int, seed: int = 0, shuffle: bool = False, epochs: int | None = None
     ) -> None:
-        self.length, self.global_batch, self.epochs = length, global_batch, epochs
+        self.length, self.global_batch, self.epoch_count = length, global_batch, epochs
         self.seed, self.shuffle = seed, shuffle
         self._permutation: tuple[int, list[int]] = (-1, [])
 
     @property
-    def steps(self) -> int | None:
+    def step_count(self) -> int | None:
         """The number of batches, None where they do not end."""
-        return None if self.epochs is None else -(-self.epochs * self.length // self.global_batch)
+        return None if self.epoch_count is None else -(-self.epoch_count * self.length // self.global_batch)
 
-    def count(self, step: int) -> int:
+    def samples_in_step(self, step: int) -> int:
         """The samples of a step's batch: fewer than `global_batch` in the last one, 0 after it."""
-        if self.epochs is None:
+        if self.epoch_count is None:
             return self.global_batch
-        return max(0, min(self.global_batch, self.epochs * self.length - step * self.global_batch))
+        return max(0, min(self.global_batch, self.epoch_count * self.length - step * self.global_batch))
 
-    def sample(self, step: int, position: int) -> tuple[int, int]:
+    def locate_sample(self, step: int, position: int) -> tuple[int, int]:
         """(epoch, dataset index) of the sample at `position` of the step's batch."""
         epoch, index = divmod(step * self.global_batch + position, self.length)
-        return epoch, self._order(epoch)[index] if self.shuffle else index
+        return epoch, self._epoch_permutation(epoch)[index] if self.shuffle else index
 
-    def indices(self, step: int) -> list[int]:
+    def dataset_indices(self, step: int) -> list[int]:
         """The dataset indices of a step's batch."""
-        return [self.sample(step, position)[1] for position in range(self.count(step))]
+        return [self.locate_sample(step, position)[1] for position in range(self.samples_in_step(step))]
 
-    def _order(self, epoch: int) -> list[int]:
+    def _epoch_permutation(self, epoch: int) -> list[int]:
         if self._permutation[0] != epoch:
-            generator = torch.Generator().manual_seed(item_seed(self.seed, epoch, -1))
+            generator = torch.Generator().manual_seed(derive_item_seed(self.seed, epoch, -1))
             self._permutation = epoch, torch.randperm(self.length, generator=generator).tolist()
         return self._permutation[1]

@@ -15,27 +15,27 @@ from typing import Any, NamedTuple
 import torch
 
 from secc.runtime.errors import UserError
-from secc.runtime.plan.batch_sizes import sizes_of
-from secc.runtime.plan.expr_eval import divides, evaluate
+from secc.runtime.plan.batch_sizes import read_symbol_sizes
+from secc.runtime.plan.expr_eval import divides_exactly, evaluate_expr
 from secc.runtime.plan.schema import Input, Plan
 from secc.runtime.plan.step_program import SampleMeta
 
-Leaf = Callable[[Mapping[str, Any]], Any]
-BITS = 62  # of a pattern in one integer
-IGNORED = -100  # a label that no loss counts
-RECOMPILE = "compile the model again, so that the plan knows such samples"
+BatchSumFunction = Callable[[Mapping[str, Any]], Any]
+PATTERN_BITS_PER_WORD = 62  # of a pattern in one integer
+IGNORED_LABEL = -100  # a label that no loss counts
+RECOMPILE_REMEDY = "compile the model again, so that the plan knows such samples"
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class SampleRecord:
     """A sample's metadata, the number of its labels, and its leaves."""
 
     meta: SampleMeta
     tokens: int
-    leaves: tuple[float, ...]
+    sample_sums: tuple[float, ...]
 
 
-class Skipped(NamedTuple):
+class SkippedSample(NamedTuple):
     """A sample that is left out of its global batch: its dataset index, and why ("" on ranks that did not try
     to load it)."""
 
@@ -43,73 +43,76 @@ class Skipped(NamedTuple):
     reason: str = ""
 
 
-class Records:
+class RecordCodec:
     """Makes records of samples and packs them into rows of `width` integers."""
 
-    def __init__(self, plan: Plan, leaves: Mapping[str, Leaf]) -> None:
-        self.plan, self.leaves = plan, dict(leaves)
+    def __init__(self, plan: Plan, leaves: Mapping[str, BatchSumFunction]) -> None:
+        self.plan, self.sum_functions = plan, dict(leaves)
         self._inputs = {i.key: i for i in plan.inputs}
         self._optional = sorted(i.key for i in plan.inputs if i.optional)
-        self._words = -(-len(self._optional) // BITS)
-        self.width = 2 + self._words + len(plan.symbols) + len(self.leaves)
+        self._pattern_words = -(-len(self._optional) // PATTERN_BITS_PER_WORD)
+        self.width = 2 + self._pattern_words + len(plan.symbols) + len(self.sum_functions)
 
-    def of(self, index: int, batch: Mapping[str, Any]) -> Record:
+    def make_record(self, index: int, batch: Mapping[str, Any]) -> SampleRecord:
         """The record of dataset sample `index`, collated alone. Raises UserError where it is not like those
         the plan was made from."""
         self._compare_keys(index, batch)
-        sizes = sizes_of(batch, self.plan.symbols)
+        sizes = read_symbol_sizes(batch, self.plan.symbols)
         self._compare_shapes(index, batch, sizes)
         self._compare_rows(index, sizes)
         pattern = frozenset(key for key in self._optional if key in batch)
         with torch.no_grad():
-            leaves = leaves_of(self.leaves, batch)
-        return Record(SampleMeta(index, pattern, sizes), self._tokens(batch), leaves)
+            leaves = compute_batch_sums(self.sum_functions, batch)
+        return SampleRecord(SampleMeta(index, pattern, sizes), self._count_tokens(batch), leaves)
 
-    def pack(self, records: Sequence[Record | Skipped]) -> torch.Tensor:
+    def pack_records(self, records: Sequence[SampleRecord | SkippedSample]) -> torch.Tensor:
         """Rows [len(records), width], int64."""
-        rows = [self._row(record) for record in records]
+        rows = [self._encode_record(record) for record in records]
         return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), self.width)
 
-    def unpack(self, rows: torch.Tensor) -> list[Record | Skipped]:
+    def unpack_records(self, rows: torch.Tensor) -> list[SampleRecord | SkippedSample]:
         """The records of the rows."""
-        return [self._record(row) for row in rows.tolist()]
+        return [self._decode_row(row) for row in rows.tolist()]
 
-    def _row(self, record: Record | Skipped) -> list[int]:
-        if isinstance(record, Skipped):
+    def _encode_record(self, record: SampleRecord | SkippedSample) -> list[int]:
+        if isinstance(record, SkippedSample):
             return [-1 - record.index] + [0] * (self.width - 1)
         bits = sum(1 << i for i, key in enumerate(self._optional) if key in record.meta.pattern)
-        words = [bits >> (BITS * w) & (1 << BITS) - 1 for w in range(self._words)]
+        words = [
+            bits >> (PATTERN_BITS_PER_WORD * w) & (1 << PATTERN_BITS_PER_WORD) - 1
+            for w in range(self._pattern_words)
+        ]
         sizes = [record.meta.sizes[s.name] for s in self.plan.symbols]
         leaves = struct.unpack(
-            f"<{len(record.leaves)}q", struct.pack(f"<{len(record.leaves)}d", *record.leaves)
+            f"<{len(record.sample_sums)}q", struct.pack(f"<{len(record.sample_sums)}d", *record.sample_sums)
         )
         return [record.meta.id, record.tokens, *words, *sizes, *leaves]
 
-    def _record(self, row: list[int]) -> Record | Skipped:
+    def _decode_row(self, row: list[int]) -> SampleRecord | SkippedSample:
         index, tokens, *rest = row
         if index < 0:
-            return Skipped(-1 - index)
+            return SkippedSample(-1 - index)
         words, sizes, leaves = (
-            rest[: self._words],
-            rest[self._words :],
-            rest[self._words + len(self.plan.symbols) :],
+            rest[: self._pattern_words],
+            rest[self._pattern_words :],
+            rest[self._pattern_words + len(self.plan.symbols) :],
         )
-        bits = sum(word << (BITS * w) for w, word in enumerate(words))
+        bits = sum(word << (PATTERN_BITS_PER_WORD * w) for w, word in enumerate(words))
         pattern = frozenset(key for i, key in enumerate(self._optional) if bits >> i & 1)
         values = struct.unpack(f"<{len(leaves)}d", struct.pack(f"<{len(leaves)}q", *leaves))
-        return Record(
+        return SampleRecord(
             SampleMeta(index, pattern, dict(zip((s.name for s in self.plan.symbols), sizes, strict=False))),
             tokens,
             values,
         )
 
-    def _tokens(self, batch: Mapping[str, Any]) -> int:
+    def _count_tokens(self, batch: Mapping[str, Any]) -> int:
         """Labels that count; entries of the first input where the model has no labels."""
         if not self.plan.labels_key:
             first = self.plan.inputs[0].key if self.plan.inputs else ""
             return batch[first].numel() if first in batch else 0
         labels = batch.get(self.plan.labels_key)
-        return 0 if labels is None else int((labels != IGNORED).sum())
+        return 0 if labels is None else int((labels != IGNORED_LABEL).sum())
 
     def _compare_keys(self, index: int, batch: Mapping[str, Any]) -> None:
         """Refuse unknown and missing inputs, and what is no tensor."""
@@ -117,38 +120,41 @@ class Records:
             if isinstance(value, torch.Tensor) and key not in self._inputs:
                 raise UserError(
                     f"dataset()[{index}] has the input {key!r}, which no sample had for the plan",
-                    remedy=RECOMPILE,
+                    remedy=RECOMPILE_REMEDY,
                 )
         for key, known in self._inputs.items():
             if key not in batch and not known.optional:
                 raise UserError(
                     f"dataset()[{index}] lacks the input {key!r}, which every sample had for the plan",
-                    remedy=RECOMPILE,
+                    remedy=RECOMPILE_REMEDY,
                 )
             value = batch.get(key)
             if key in batch and not (isinstance(value, torch.Tensor) and value.ndim == len(known.dims)):
-                raise _unlike(index, known, value)
+                raise _input_mismatch_error(index, known, value)
 
     def _compare_shapes(self, index: int, batch: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """Refuse dtypes and dims other than the plan's, which would go wrong later, and perhaps silently."""
         for key in self._inputs.keys() & batch.keys():
             known, value = self._inputs[key], batch[key]
-            dtype, shape = getattr(torch, known.dtype), tuple(evaluate(text, sizes) for text in known.dims)
+            dtype, shape = (
+                getattr(torch, known.dtype),
+                tuple(evaluate_expr(text, sizes) for text in known.dims),
+            )
             if value.dtype != dtype or tuple(value.shape) != shape:
-                raise _unlike(index, known, value)
+                raise _input_mismatch_error(index, known, value)
 
     def _compare_rows(self, index: int, sizes: Mapping[str, int]) -> None:
         """Refuse a sample whose rows do not come out even where a model joins several into one: its
         neighbour's would be mixed in."""
         for edge in self.plan.edges:
-            if not divides(edge.rows, sizes):
+            if not divides_exactly(edge.rows, sizes):
                 message = f"dataset()[{index}] does not have a whole number of rows of {edge.name!r}, which are {edge.rows}"
                 raise UserError(
                     message, remedy="pad each sample to a multiple, or compile with --max-sections 1"
                 )
 
 
-def _unlike(index: int, known: Input, value: Any) -> UserError:
+def _input_mismatch_error(index: int, known: Input, value: Any) -> UserError:
     found = (
         f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
         if isinstance(value, torch.Tensor)
@@ -156,16 +162,17 @@ def _unlike(index: int, known: Input, value: Any) -> UserError:
     )
     planned = f"{known.dtype}[{', '.join(known.dims)}]"
     return UserError(
-        f"input {known.key!r} of dataset()[{index}] is {found}, but the plan has {planned}", remedy=RECOMPILE
+        f"input {known.key!r} of dataset()[{index}] is {found}, but the plan has {planned}",
+        remedy=RECOMPILE_REMEDY,
     )
 
 
-def leaves_of(leaves: Mapping[str, Leaf], batch: Mapping[str, Any]) -> tuple[float, ...]:
+def compute_batch_sums(leaves: Mapping[str, BatchSumFunction], batch: Mapping[str, Any]) -> tuple[float, ...]:
     """Each leaf of a batch."""
-    return tuple(_leaf(leaf, batch) for leaf in leaves.values())
+    return tuple(_compute_batch_sum(leaf, batch) for leaf in leaves.values())
 
 
-def _leaf(leaf: Leaf, batch: Mapping[str, Any]) -> float:
+def _compute_batch_sum(leaf: BatchSumFunction, batch: Mapping[str, Any]) -> float:
     """A leaf of a batch; 0 where it lacks an input that the leaf is made of."""
     try:
         return float(leaf(batch))

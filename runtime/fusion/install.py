@@ -22,20 +22,20 @@ from torch import nn
 
 from secc.runtime.errors import UserError
 from secc.runtime.fusion import operators
-from secc.runtime.plan.schema import Rewrite
+from secc.runtime.plan.schema import CodeRewrite
 from secc.runtime.recorder.block_results import is_fake
-from secc.runtime.tensor_parallel.rules.mark import mark
+from secc.runtime.tensor_parallel.rules.mark import mark_of
 
-FILE = "sections/fused.py"
-_PLAIN = (torch.Tensor, nn.Parameter)
-_NAMES: dict[str, Any] = {
+FUSED_FILE = "sections/fused.py"
+_PLAIN_TENSOR_TYPES = (torch.Tensor, nn.Parameter)
+_FUSED_GLOBALS: dict[str, Any] = {
     "torch": torch, "fused": operators, "device": torch.device, "inf": float("inf"), "nan": float("nan"), "NoneType": type(None),
 }  # fmt: skip
 
-Own = Callable[..., Any]
+UserCallable = Callable[..., Any]
 
 
-def install(model: nn.Module, rewrites: Iterable[Rewrite], source: str) -> None:
+def install_fused(model: nn.Module, rewrites: Iterable[CodeRewrite], source: str) -> None:
     """Let the modules that `rewrites` name compute with fused operators; `source` is the text of fused.py.
 
     Raises UserError if a module is not what the plan was made with.
@@ -45,7 +45,7 @@ def install(model: nn.Module, rewrites: Iterable[Rewrite], source: str) -> None:
 
 
 @contextmanager
-def installed(model: nn.Module, rewrites: Iterable[Rewrite], source: str) -> Iterator[None]:
+def installed_temporarily(model: nn.Module, rewrites: Iterable[CodeRewrite], source: str) -> Iterator[None]:
     """The same for a while."""
     found = _replacements(model, tuple(rewrites), source)
     try:
@@ -57,22 +57,22 @@ def installed(model: nn.Module, rewrites: Iterable[Rewrite], source: str) -> Ite
             delattr(module, method)
 
 
-def read(directory: Path) -> str:
+def read_fused_source(directory: Path) -> str:
     """The text of a plan's fused.py, "" if it has none."""
-    path = directory / FILE
+    path = directory / FUSED_FILE
     return path.read_text() if path.exists() else ""
 
 
 def _replacements(
-    model: nn.Module, rewrites: tuple[Rewrite, ...], source: str
-) -> list[tuple[nn.Module, str, Own]]:
+    model: nn.Module, rewrites: tuple[CodeRewrite, ...], source: str
+) -> list[tuple[nn.Module, str, UserCallable]]:
     """(module, method, what takes its place)."""
     trees = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
-    found: dict[tuple[str, str], tuple[nn.Module, dict[str, Own]]] = {}
-    whole: list[tuple[nn.Module, str, Own]] = []
+    found: dict[tuple[str, str], tuple[nn.Module, dict[str, UserCallable]]] = {}
+    whole: list[tuple[nn.Module, str, UserCallable]] = []
     for rewrite in rewrites:
         for path in rewrite.modules:
-            module = _module(model, path, rewrite)
+            module = _find_module(model, path, rewrite)
             own = getattr(module, rewrite.method)
             if rewrite.method in vars(module):
                 raise UserError(
@@ -85,18 +85,20 @@ def _replacements(
                     message = f"{rewrite.cls}.{rewrite.method} calls no {rewrite.function}, as it did when the plan was made"
                     raise UserError(message, remedy="compile the model again")
                 names = found.setdefault((path, rewrite.method), (module, {}))[1]
-                names[rewrite.function] = _for_plain(
-                    called, _compiled(trees[rewrite.name], rewrite, called), None
+                names[rewrite.function] = _dispatch_plain(
+                    called, _compile_function(trees[rewrite.name], rewrite, called), None
                 )
             else:
-                fused = MethodType(_compiled(trees[rewrite.name], rewrite, own), module)
-                whole.append((module, rewrite.method, _for_plain(own, fused, module)))
+                fused = MethodType(_compile_function(trees[rewrite.name], rewrite, own), module)
+                whole.append((module, rewrite.method, _dispatch_plain(own, fused, module)))
     for (_, method), (module, names) in found.items():
-        whole.append((module, method, MethodType(rebound(getattr(module, method).__func__, names), module)))
+        whole.append(
+            (module, method, MethodType(rebind_globals(getattr(module, method).__func__, names), module))
+        )
     return whole
 
 
-def _module(model: nn.Module, path: str, rewrite: Rewrite) -> nn.Module:
+def _find_module(model: nn.Module, path: str, rewrite: CodeRewrite) -> nn.Module:
     module = model.get_submodule(path)
     if type(module).__name__ != rewrite.cls:
         message = f"{path} is of class {type(module).__name__}, the plan was made with {rewrite.cls}"
@@ -104,7 +106,7 @@ def _module(model: nn.Module, path: str, rewrite: Rewrite) -> nn.Module:
     return module
 
 
-def _compiled(tree: ast.FunctionDef, rewrite: Rewrite, own: Own) -> FunctionType:
+def _compile_function(tree: ast.FunctionDef, rewrite: CodeRewrite, own: UserCallable) -> FunctionType:
     """The function of fused.py, with the user's file and line for each statement."""
     statements = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     for part, line in ((tree, rewrite.lines[0]), *zip(statements, rewrite.lines[1:], strict=True)):
@@ -112,12 +114,12 @@ def _compiled(tree: ast.FunctionDef, rewrite: Rewrite, own: Own) -> FunctionType
             if hasattr(node, "lineno"):
                 node.lineno = node.end_lineno = line  # pyright: ignore[reportAttributeAccessIssue]
     file = inspect.unwrap(getattr(own, "__func__", own)).__code__.co_filename
-    names = dict(_NAMES)
+    names = dict(_FUSED_GLOBALS)
     exec(compile(ast.Module([tree], []), file, "exec"), names)
     return names[rewrite.name]
 
 
-def _for_plain(own: Own, fused: Own, module: nn.Module | None) -> Own:
+def _dispatch_plain(own: UserCallable, fused: UserCallable, module: nn.Module | None) -> UserCallable:
     """`fused` where the arguments are plain tensors that it takes, `own` elsewhere."""
     code = getattr(fused, "__func__", fused).__code__
     names = frozenset(code.co_varnames[: code.co_argcount])
@@ -126,7 +128,7 @@ def _for_plain(own: Own, fused: Own, module: nn.Module | None) -> Own:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         plain = all(
-            (type(a) in _PLAIN and mark(a) is None) or is_fake(a)
+            (type(a) in _PLAIN_TENSOR_TYPES and mark_of(a) is None) or is_fake(a)
             for a in (*args, *kwargs.values(), *weights)
             if isinstance(a, torch.Tensor)
         )
@@ -138,7 +140,7 @@ def _for_plain(own: Own, fused: Own, module: nn.Module | None) -> Own:
     return run
 
 
-def rebound(function: FunctionType, names: dict[str, Own]) -> FunctionType:
+def rebind_globals(function: FunctionType, names: dict[str, UserCallable]) -> FunctionType:
     """A copy of a function that finds `names` where it looked up globals, also inside its decorators'
     closures.
 
@@ -146,26 +148,28 @@ def rebound(function: FunctionType, names: dict[str, Own]) -> FunctionType:
     """
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
-        return _copy(function, function.__globals__ | names, function.__closure__)
+        return _copy_function(function, function.__globals__ | names, function.__closure__)
     cells = function.__closure__ or ()
-    if not isinstance(inner, FunctionType) or not any(_content(c) is inner for c in cells):
+    if not isinstance(inner, FunctionType) or not any(_cell_content(c) is inner for c in cells):
         raise ValueError(f"{function.__qualname__} is wrapped in a way that hides its code")
-    again = rebound(inner, names)
-    made = _copy(
-        function, function.__globals__, tuple(CellType(again) if _content(c) is inner else c for c in cells)
+    again = rebind_globals(inner, names)
+    made = _copy_function(
+        function,
+        function.__globals__,
+        tuple(CellType(again) if _cell_content(c) is inner else c for c in cells),
     )
     made.__wrapped__ = again  # pyright: ignore[reportFunctionMemberAccess]
     return made
 
 
-def _content(cell: CellType) -> Any:
+def _cell_content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # empty
         return None
 
 
-def _copy(
+def _copy_function(
     function: FunctionType, scope: dict[str, Any], closure: tuple[CellType, ...] | None
 ) -> FunctionType:
     made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)

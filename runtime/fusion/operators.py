@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from secc.runtime import kernels
-from secc.runtime.tensor_parallel.rules.mark import Mark, mark, set_mark
+from secc.runtime.tensor_parallel.rules.mark import ShardMark, mark_of, set_mark
 
 __all__ = [
     "geglu",
@@ -30,21 +30,23 @@ __all__ = [
     "twice",
 ]
 
-Operator = Callable[..., torch.Tensor]
+TensorOperator = Callable[..., torch.Tensor]
 
 
-def _or(plain: Operator, elementwise: bool = False) -> Callable[[Operator], Operator]:
+def _with_fallback(
+    plain: TensorOperator, elementwise: bool = False
+) -> Callable[[TensorOperator], TensorOperator]:
     """For parts: the operator if the others are whole and the first is not cut along its last dim, or,
     `elementwise`, if all are cut alike; else `plain`."""
 
-    def decorate(operator: Operator) -> Operator:
+    def decorate(operator: TensorOperator) -> TensorOperator:
         @functools.wraps(operator)
         def run(x: torch.Tensor, *others: Any) -> torch.Tensor:
-            found, rest = mark(x), [mark(t) for t in others if isinstance(t, torch.Tensor)]
+            found, rest = mark_of(x), [mark_of(t) for t in others if isinstance(t, torch.Tensor)]
             if found is None and not any(rest):
                 return operator(x, *others)
             if found is None or not (
-                _alike(found, rest) if elementwise else not any(rest) and found.dim != x.dim() - 1
+                _have_same_marks(found, rest) if elementwise else not any(rest) and found.dim != x.dim() - 1
             ):
                 return plain(x, *others)
             with torch._C.DisableTorchFunction():  # sizes are those of the part
@@ -55,17 +57,17 @@ def _or(plain: Operator, elementwise: bool = False) -> Callable[[Operator], Oper
     return decorate
 
 
-def _alike(found: Mark, rest: list[Mark | None]) -> bool:
+def _have_same_marks(found: ShardMark, rest: list[ShardMark | None]) -> bool:
     return all(m is not None and (m.dim, m.parts) == (found.dim, found.parts) for m in rest)
 
 
-@_or(lambda gate, up: F.silu(gate) * up, elementwise=True)
+@_with_fallback(lambda gate, up: F.silu(gate) * up, elementwise=True)
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up."""
     return kernels.swiglu(gate, up)
 
 
-@_or(lambda gate, up, approximate: F.gelu(gate, approximate=approximate) * up, elementwise=True)
+@_with_fallback(lambda gate, up, approximate: F.gelu(gate, approximate=approximate) * up, elementwise=True)
 def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: Literal["none", "tanh"]) -> torch.Tensor:
     """gelu(gate) * up."""
     return kernels.geglu(gate, up, approximate)
@@ -82,7 +84,7 @@ def _plain_layer_norm(
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-@_or(_plain_rms_norm)
+@_with_fallback(_plain_rms_norm)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim."""
     y = kernels.rms_norm(x, weight, eps)
@@ -90,7 +92,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     return y
 
 
-@_or(_plain_layer_norm)
+@_with_fallback(_plain_layer_norm)
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
@@ -100,25 +102,25 @@ def layer_norm(
     return y
 
 
-@_or(_plain_layer_norm)
+@_with_fallback(_plain_layer_norm)
 def torch_layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     """`F.layer_norm` over the last dim; under autocast torch's own, which decides the result's dtype."""
-    if _autocasts(x):
+    if _is_autocast_on(x):
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return layer_norm(x, weight, bias, eps).to(x.dtype)
 
 
-@_or(lambda x, weight, eps: F.rms_norm(x, x.shape[-1:], weight, eps))
+@_with_fallback(lambda x, weight, eps: F.rms_norm(x, x.shape[-1:], weight, eps))
 def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """`F.rms_norm` over the last dim; under autocast torch's own."""
-    if _autocasts(x):
+    if _is_autocast_on(x):
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     return rms_norm(x, weight, eps).to(x.dtype)
 
 
-def _autocasts(x: torch.Tensor) -> bool:
+def _is_autocast_on(x: torch.Tensor) -> bool:
     kind = x.device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
@@ -128,25 +130,25 @@ def _plain_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
     return x * cos + torch.cat([-high, low], -1) * sin
 
 
-@_or(_plain_rotation)
+@_with_fallback(_plain_rotation)
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x * cos + rotate_half(x) * sin, for tables that broadcast over heads: [B, heads, S, D], [B, S, heads,
     D] or, packed, [S, heads, D].
 
     Tables of another shape, and tables that get a gradient, take plain ops.
     """
-    dim = _heads(x, cos, sin)
+    dim = _heads_dim(x, cos, sin)
     if dim is None:
         return _plain_rotation(x, cos, sin)
     lead = x.dim() == 3
     heads_first = x.transpose(-3, -2) if dim == x.dim() - 2 else x
     tables = (t.select(dim, 0).unsqueeze(0) if lead else t.select(dim, 0) for t in (cos, sin))
-    y = kernels.rotated(heads_first.unsqueeze(0) if lead else heads_first, *tables)
+    y = kernels.rotate_one(heads_first.unsqueeze(0) if lead else heads_first, *tables)
     y = y.squeeze(0) if lead else y
     return y.transpose(-3, -2) if dim == x.dim() - 2 else y
 
 
-def _heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> int | None:
+def _heads_dim(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> int | None:
     """The dim of heads, over which the tables broadcast; None where the kernel does not fit."""
     if (
         cos.shape != sin.shape

@@ -11,7 +11,7 @@ import sys
 import torch
 
 _PR_SET_PDEATHSIG = 1
-_KEPT = {
+_MALLOPT_VALUES = {
     -1: 1 << 30,
     -3: 1 << 25,
 }  # M_TRIM_THRESHOLD: free bytes at the end of the heap; M_MMAP_THRESHOLD: larger ones live outside it
@@ -31,7 +31,7 @@ def die_with_parent(parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def serve(parent: int) -> None:
+def prepare_worker_process(parent: int) -> None:
     """What a process that loads samples does first: it ends with the rank `parent`, leaves Ctrl-C to it, and
     computes in one thread."""
     die_with_parent(parent)
@@ -49,5 +49,5 @@ def keep_freed_memory() -> None:
     """
     tell = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if tell is not None:
-        for option, size in _KEPT.items():
+        for option, size in _MALLOPT_VALUES.items():
             tell(option, size)

@@ -16,12 +16,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from secc.runtime.errors import UserError
-from secc.runtime.host.child_processes import serve
+from secc.runtime.host.child_processes import prepare_worker_process
 
-REMEDY = "the host may be out of memory; with --workers 0 samples load in the training process, which shows what happens"
+DEAD_WORKER_REMEDY = "the host may be out of memory; with --workers 0 samples load in the training process, which shows what happens"
 
 
-class Pool:
+class WorkerPool:
     """`count` forked processes that compute `work(*arguments)`. Make it before threads, process groups and
     GPU contexts.
 
@@ -31,28 +31,32 @@ class Pool:
 
     def __init__(self, work: Callable[..., Any], count: int, name: str, held: int) -> None:
         context = multiprocessing.get_context("fork")
-        self._held, self._busy, self._processes = held, dict[Connection, int](), dict[Connection, Any]()
+        self._max_requests, self._request_counts, self._processes = (
+            held,
+            dict[Connection, int](),
+            dict[Connection, Any](),
+        )
         for _ in range(count):
             pipe, far_end = context.Pipe()
             process = context.Process(
-                target=_serve, args=(work, far_end, os.getpid()), name=name, daemon=True
+                target=_serve_requests, args=(work, far_end, os.getpid()), name=name, daemon=True
             )
             process.start()
             far_end.close()
-            self._busy[pipe], self._processes[pipe] = 0, process
-        self._waiting: deque[tuple[Hashable, tuple[Any, ...]]] = deque()
+            self._request_counts[pipe], self._processes[pipe] = 0, process
+        self._queued: deque[tuple[Hashable, tuple[Any, ...]]] = deque()
 
     @property
     def connections(self) -> list[Connection]:
         """What becomes readable when `take` has something."""
-        return list(self._busy)
+        return list(self._request_counts)
 
-    def give(self, token: Hashable, *arguments: Any) -> None:
+    def submit_work(self, token: Hashable, *arguments: Any) -> None:
         """Compute `work(*arguments)`, after what was given before; `token` names the result."""
-        self._waiting.append((token, arguments))
-        self._send_ahead()
+        self._queued.append((token, arguments))
+        self._send_queued()
 
-    def take(self, timeout: float | None = None) -> list[tuple[Any, Any]]:
+    def collect_results(self, timeout: float | None = None) -> list[tuple[Any, Any]]:
         """Tokens and results that are there, after waiting for one (at most so many seconds). A result may be
         an exception."""
         found: list[tuple[Any, Any]] = []
@@ -62,10 +66,11 @@ class Pool:
                 found.append(pickle.loads(pipe.recv_bytes()))
             except (EOFError, OSError):
                 raise UserError(
-                    f"a {self._processes[pipe].name} process of this rank has ended", remedy=REMEDY
+                    f"a {self._processes[pipe].name} process of this rank has ended",
+                    remedy=DEAD_WORKER_REMEDY,
                 ) from None
-            self._busy[pipe] -= 1
-        self._send_ahead()
+            self._request_counts[pipe] -= 1
+        self._send_queued()
         return found
 
     def close(self) -> None:
@@ -75,16 +80,16 @@ class Pool:
             process.terminate()
             process.join()
 
-    def _send_ahead(self) -> None:
-        while self._waiting:
-            pipe = min(self._busy, key=lambda p: self._busy[p])
-            if self._busy[pipe] >= self._held:
+    def _send_queued(self) -> None:
+        while self._queued:
+            pipe = min(self._request_counts, key=lambda p: self._request_counts[p])
+            if self._request_counts[pipe] >= self._max_requests:
                 return
-            self._busy[pipe] += 1
-            pipe.send_bytes(pickle.dumps(self._waiting.popleft()))
+            self._request_counts[pipe] += 1
+            pipe.send_bytes(pickle.dumps(self._queued.popleft()))
 
 
-def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
+def run_capturing_errors(work: Callable[..., Any], *arguments: Any) -> Any:
     """The result, or the exception to raise in the rank: a UserError as it is, a defect with its
     traceback."""
     try:
@@ -95,11 +100,11 @@ def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
         return RuntimeError(f"loading samples failed\n{traceback.format_exc()}")
 
 
-def _serve(work: Callable[..., Any], pipe: Connection, parent: int) -> None:
-    serve(parent)
+def _serve_requests(work: Callable[..., Any], pipe: Connection, parent: int) -> None:
+    prepare_worker_process(parent)
     try:
         while True:
             token, arguments = pickle.loads(pipe.recv_bytes())
-            pipe.send_bytes(pickle.dumps((token, attempt(work, *arguments))))
+            pipe.send_bytes(pickle.dumps((token, run_capturing_errors(work, *arguments))))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the loader is gone

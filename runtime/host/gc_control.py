@@ -7,11 +7,11 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_ALLOCATIONS = 100_000  # between two looks for garbage
+_SLOW_GC_THRESHOLD = 100_000  # between two looks for garbage
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """For code that makes many small tuples and no cycles: looking for garbage among them would take as long
     as the code itself."""
     enabled = gc.isenabled()
@@ -24,12 +24,12 @@ def collector_paused() -> Iterator[None]:
 
 
 @contextmanager
-def collecting_seldom() -> Iterator[None]:
+def slow_gc() -> Iterator[None]:
     """For work that keeps most of what it makes until it ends: what was there before is not looked at, and
     the rest seldom."""
     before = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(_ALLOCATIONS, *before[1:])
+    gc.set_threshold(_SLOW_GC_THRESHOLD, *before[1:])
     try:
         yield
     finally:

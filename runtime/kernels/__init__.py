@@ -15,7 +15,7 @@ from secc.runtime.kernels.kl import linear_kl
 from secc.runtime.kernels.kl_cross_entropy import linear_kl_ce
 from secc.runtime.kernels.launch_tuning import tune
 from secc.runtime.kernels.norms import layer_norm, rms_norm
-from secc.runtime.kernels.rotary import rope, rotated
+from secc.runtime.kernels.rotary import rope, rotate_one
 from secc.runtime.kernels.vocab_parallel import (
     vocab_parallel_linear_cross_entropy,
     vocab_parallel_linear_kl,
@@ -32,7 +32,7 @@ __all__ = [
     "ragged_index",
     "rms_norm",
     "rope",
-    "rotated",
+    "rotate_one",
     "scatter_rows",
     "swiglu",
     "tune",

@@ -7,7 +7,7 @@ from secc.runtime.kernels.backend import jit, tl
 
 
 @jit
-def tanh(x):
+def stable_tanh(x):
     """tanh without cancellation near zero: a series for small |x|, exponentials of negative numbers
     elsewhere."""
     e = tl.exp(-2.0 * tl.abs(x))
@@ -18,8 +18,8 @@ def tanh(x):
 
 
 @jit
-def capped(x, cap, CAPPED: tl.constexpr):
+def apply_softcap(x, cap, CAPPED: tl.constexpr):
     """cap * tanh(x / cap), or x where there is no cap."""
     if CAPPED:
-        x = cap * tanh(x / cap)
+        x = cap * stable_tanh(x / cap)
     return x

@@ -24,7 +24,7 @@ except ImportError:
     triton = None
     tl: Any = None
 
-INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret  # pyright: ignore[reportAttributeAccessIssue]
+KERNELS_INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret  # pyright: ignore[reportAttributeAccessIssue]
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -38,7 +38,7 @@ def has_kernels(x: torch.Tensor) -> bool:
     """Whether operators on `x` run Triton kernels: by device, dtype and what is installed."""
     if triton is None or x.dtype not in KERNEL_DTYPES:
         return False
-    return INTERPRETED if x.device.type == "cpu" else x.is_cuda
+    return KERNELS_INTERPRETED if x.device.type == "cpu" else x.is_cuda
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
@@ -46,7 +46,7 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype sums are kept in: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -62,13 +62,13 @@ def next_power_of_2(n: int) -> int:
 
 
 @cache
-def programs(device: torch.device) -> int:
+def reduction_program_count(device: torch.device) -> int:
     """How many programs share a reduction over rows: a few for each multiprocessor; their partial sums are
     added in a fixed order."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def unit_rows(x: torch.Tensor) -> torch.Tensor:
+def as_unit_stride_rows(x: torch.Tensor) -> torch.Tensor:
     """[rows, H] with adjacent entries in a row."""
     return x if x.stride(1) == 1 else x.contiguous()
 
@@ -78,13 +78,13 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-def require(condition: bool, message: str, remedy: str = "") -> None:
+def check_argument(condition: bool, message: str, remedy: str = "") -> None:
     """Raise UserError unless `condition` holds."""
     if not condition:
         raise UserError(message, remedy=remedy)
 
 
-def require_alike(name: str, *tensors: torch.Tensor | None) -> None:
+def check_same_kind(name: str, *tensors: torch.Tensor | None) -> None:
     """Raise UserError unless the tensors (None left out) share one floating dtype and one device."""
     given = [t for t in tensors if t is not None]
     kinds = {(t.dtype, t.device) for t in given}

@@ -22,53 +22,61 @@ import torch
 
 from secc.runtime.errors import UserError
 from secc.runtime.kernels import launch_tuning
-from secc.runtime.kernels.backend import accumulator, ceil_div, next_power_of_2, require, require_alike
-from secc.runtime.kernels.launch_tuning import Launch
-from secc.runtime.kernels.vocab_group import Shards
+from secc.runtime.kernels.backend import (
+    accumulator_dtype,
+    ceil_div,
+    check_argument,
+    check_same_kind,
+    next_power_of_2,
+)
+from secc.runtime.kernels.launch_tuning import LaunchParameters
+from secc.runtime.kernels.vocab_group import VocabGroup
 
-OWN_DTYPE_CHUNKS = 4
-LEAST_ROWS = 256  # of a chunk on a GPU: with fewer, a product is bound by reading the weight
-LOGITS_BYTES = {
+MAX_OWN_DTYPE_CHUNKS = 4
+MIN_CHUNK_ROWS = 256  # of a chunk on a GPU: with fewer, a product is bound by reading the weight
+CHUNK_LOGITS_BYTES = {
     "cuda": 640 << 20,
     "cpu": 16 << 20,
 }  # of one model's chunk: on a GPU 2,176 rows of 152k tokens in 16 bits
 
 
-def chunk_rows(name: str, hidden: torch.Tensor, vocabulary: int) -> int:
+def choose_chunk_rows(name: str, hidden: torch.Tensor, vocabulary: int) -> int:
     """Rows whose logits exist at a time, for so many tokens on each rank: the same on all ranks that share a
     vocabulary."""
-    forced = launch_tuning.launch(name, vocabulary, hidden).rows
+    forced = launch_tuning.choose_launch(name, vocabulary, hidden).rows
     if forced:
         return forced
-    rows = LOGITS_BYTES.get(hidden.device.type, LOGITS_BYTES["cuda"]) // (hidden.element_size() * vocabulary)
-    return max(rows // 128 * 128, LEAST_ROWS) if hidden.is_cuda else max(rows, 1)
+    rows = CHUNK_LOGITS_BYTES.get(hidden.device.type, CHUNK_LOGITS_BYTES["cuda"]) // (
+        hidden.element_size() * vocabulary
+    )
+    return max(rows // 128 * 128, MIN_CHUNK_ROWS) if hidden.is_cuda else max(rows, 1)
 
 
-def sum_dtype(hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> torch.dtype:
+def weight_sum_dtype(hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> torch.dtype:
     """The dtype that a weight's gradient is summed in over chunks of so many rows (see the module's note on
     rounding)."""
-    own = weight.is_cuda and ceil_div(hidden.shape[0], chunk) <= OWN_DTYPE_CHUNKS
-    return weight.dtype if own else accumulator(weight.dtype)
+    own = weight.is_cuda and ceil_div(hidden.shape[0], chunk) <= MAX_OWN_DTYPE_CHUNKS
+    return weight.dtype if own else accumulator_dtype(weight.dtype)
 
 
-def default_launch(vocabulary: int, _: torch.device) -> Launch:
+def default_loss_launch(vocabulary: int, _: torch.device) -> LaunchParameters:
     """Blocks that keep loads of a row wide; the operator chooses its rows and tokens itself."""
-    return Launch(block=min(next_power_of_2(vocabulary), 4096), rows=0, warps=8)
+    return LaunchParameters(block=min(next_power_of_2(vocabulary), 4096), rows=0, warps=8)
 
 
-def candidates(vocabulary: int, _: torch.device) -> list[Launch]:
+def loss_launch_candidates(vocabulary: int, _: torch.device) -> list[LaunchParameters]:
     """Other blocks and warps: the chunk is a choice of memory, not of speed alone."""
     blocks = [b for b in (1024, 2048, 4096, 8192) if b <= next_power_of_2(vocabulary)]
-    return [Launch(block, 0, warps) for block in blocks for warps in (4, 8, 16)]
+    return [LaunchParameters(block, 0, warps) for block in blocks for warps in (4, 8, 16)]
 
 
-def row_chunks(rows: int, chunk: int) -> Iterator[slice]:
+def split_rows(rows: int, chunk: int) -> Iterator[slice]:
     """Slices of at most `chunk` rows."""
     for start in range(0, rows, chunk):
         yield slice(start, min(start + chunk, rows))
 
 
-class Head:
+class ChunkedHead:
     """The logits of a linear head, a chunk of rows at a time in one buffer; the weight is taken in the hidden
     states' dtype."""
 
@@ -76,38 +84,38 @@ class Head:
         self.hidden, self.weight, self.chunk = hidden, weight.to(hidden.dtype), chunk
         self._buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
 
-    def logits(self, rows: slice) -> torch.Tensor:
+    def compute_logits(self, rows: slice) -> torch.Tensor:
         """[rows, vocabulary], valid until the next call; the caller may overwrite it."""
         return torch.mm(self.hidden[rows], self.weight.t(), out=self._buffer[: rows.stop - rows.start])
 
 
-class HeadGradient:
+class ChunkedHeadGradient:
     """Gradients of a head's hidden states and weight (those that are wanted) from the logits' gradients by
     chunks."""
 
-    def __init__(self, head: Head, weight: torch.Tensor, want_hidden: bool, want_weight: bool) -> None:
+    def __init__(self, head: ChunkedHead, weight: torch.Tensor, want_hidden: bool, want_weight: bool) -> None:
         self._head = head
-        self.wanted = want_hidden or want_weight
+        self.is_wanted = want_hidden or want_weight
         self.hidden = torch.empty_like(head.hidden) if want_hidden else None
         self.weight = (
-            torch.zeros_like(weight, dtype=sum_dtype(head.hidden, weight, head.chunk))
+            torch.zeros_like(weight, dtype=weight_sum_dtype(head.hidden, weight, head.chunk))
             if want_weight
             else None
         )
 
-    def add(self, rows: slice, logits_gradient: torch.Tensor) -> None:
+    def add_chunk(self, rows: slice, logits_gradient: torch.Tensor) -> None:
         """Take in the gradient of a chunk's logits."""
         if self.hidden is not None:
             torch.mm(logits_gradient, self._head.weight, out=self.hidden[rows])
         if self.weight is not None:
             add_product_(self.weight, logits_gradient.t(), self._head.hidden[rows])
 
-    def results(self, shards: Shards) -> tuple[torch.Tensor, torch.Tensor]:
+    def results(self, shards: VocabGroup) -> tuple[torch.Tensor, torch.Tensor]:
         """(hidden, weight) gradients, empty where not wanted; the hidden states' is summed over vocabulary
         shards."""
         nothing = self._head.hidden.new_empty
         if self.hidden is not None:
-            shards.sum_(self.hidden)
+            shards.all_reduce_(self.hidden)
         return nothing(0) if self.hidden is None else self.hidden, nothing(
             0
         ) if self.weight is None else self.weight
@@ -123,18 +131,20 @@ def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def fake_gradients(
+def make_fake_gradients(
     hidden: torch.Tensor, weight: torch.Tensor, chunk: int, want_hidden: bool, want_weight: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `HeadGradient.results` returns, in shape and dtype."""
     nothing = hidden.new_empty
-    dtype = sum_dtype(hidden, weight, chunk)
+    dtype = weight_sum_dtype(hidden, weight, chunk)
     return torch.empty_like(hidden) if want_hidden else nothing(0), torch.empty_like(
         weight, dtype=dtype
     ) if want_weight else nothing(0)
 
 
-def scaled(ctx, upstream: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> list[torch.Tensor | None]:
+def scale_saved_gradients(
+    ctx, upstream: torch.Tensor, dtypes: tuple[torch.dtype, ...]
+) -> list[torch.Tensor | None]:
     """The saved gradients times the upstream one, each rounded once to its dtype; None for those that were
     not wanted.
 
@@ -149,10 +159,12 @@ def scaled(ctx, upstream: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> list
     ctx.spent = True
     # One entry, not none: a 0-dim factor would be rounded to the gradient's dtype before the product.
     factor = upstream.reshape(1)
-    return [_times(g.detach(), factor, dtype) for g, dtype in zip(ctx.saved_tensors, dtypes, strict=True)]
+    return [
+        _scale_gradient(g.detach(), factor, dtype) for g, dtype in zip(ctx.saved_tensors, dtypes, strict=True)
+    ]
 
 
-def _times(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+def _scale_gradient(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     if gradient.dim() == 1:  # nothing was wanted
         return None
     if (
@@ -163,30 +175,30 @@ def _times(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> 
     return torch.mul(gradient, factor, out=out)
 
 
-def _under_autocast(hidden: torch.Tensor) -> bool:
+def _is_autocast_on(hidden: torch.Tensor) -> bool:
     return hidden.dtype != torch.float64 and torch.is_autocast_enabled(hidden.device.type)
 
 
-def autocast(hidden: torch.Tensor) -> torch.Tensor:
+def cast_as_autocast(hidden: torch.Tensor) -> torch.Tensor:
     """Hidden states in the autocast dtype where autocast is on, as PyTorch's linear would take them.
 
     The weight follows in `Head`, below autograd: so a float32 weight's gradient is summed in float32 and
     never exists in 16 bits.
     """
-    return hidden.to(torch.get_autocast_dtype(hidden.device.type)) if _under_autocast(hidden) else hidden
+    return hidden.to(torch.get_autocast_dtype(hidden.device.type)) if _is_autocast_on(hidden) else hidden
 
 
-def require_fits(
+def check_head_fits(
     name: str, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:
     """Raise UserError unless a head [V, H] takes hidden states [..., H]: floating numbers of one device and,
     without autocast, dtype."""
     fits = weight.dim() == 2 and hidden.shape[-1:] == weight.shape[1:]
-    require(fits, f"{name}: hidden {list(hidden.shape)} and weight {list(weight.shape)} do not fit")
-    if _under_autocast(hidden):
-        require(
+    check_argument(fits, f"{name}: hidden {list(hidden.shape)} and weight {list(weight.shape)} do not fit")
+    if _is_autocast_on(hidden):
+        check_argument(
             hidden.device == weight.device and weight.is_floating_point(),
             f"{name}: hidden states and weight are on different devices",
         )
     else:
-        require_alike(name, hidden, weight, bias)
+        check_same_kind(name, hidden, weight, bias)

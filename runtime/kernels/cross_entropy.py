@@ -22,18 +22,30 @@ from dataclasses import dataclass, replace
 import torch
 
 from secc.runtime.kernels import launch_tuning
-from secc.runtime.kernels.backend import accumulator, as_rows, ceil_div, require
-from secc.runtime.kernels.chunked_head import add_product_, autocast, candidates, default_launch, require_fits
-from secc.runtime.kernels.tile_cross_entropy import NAME, Target, gradient_, row_losses, statistics
-from secc.runtime.kernels.vocab_group import Shards
+from secc.runtime.kernels.backend import accumulator_dtype, as_rows, ceil_div, check_argument
+from secc.runtime.kernels.chunked_head import (
+    add_product_,
+    cast_as_autocast,
+    check_head_fits,
+    default_loss_launch,
+    loss_launch_candidates,
+)
+from secc.runtime.kernels.tile_cross_entropy import (
+    CROSS_ENTROPY_NAME,
+    LabelTarget,
+    compute_row_losses,
+    compute_tile_statistics,
+    write_logits_gradient_,
+)
+from secc.runtime.kernels.vocab_group import VocabGroup
 
-QUARTERS = 4
-LEAST_ROWS, LEAST_TOKENS = 256, 4096  # of a tile on a GPU: smaller products leave it idle
-_CPU_LOGITS = 1 << 20  # entries of a tile on a CPU
+ROW_TILE_COUNT = 4
+MIN_TILE_ROWS, MIN_TILE_TOKENS = 256, 4096  # of a tile on a GPU: smaller products leave it idle
+_CPU_TILE_ENTRIES = 1 << 20  # entries of a tile on a CPU
 
 
 @dataclass(frozen=True)
-class Tiles:
+class LogitTiles:
     """The tiles of one head: `hidden` [N, H] by `weight` [V, H] and `bias` [V], `rows` and `tokens` at a
     time."""
 
@@ -44,58 +56,60 @@ class Tiles:
     tokens: int
 
     @staticmethod
-    def of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Tiles:
+    def choose_tiles(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LogitTiles:
         """The tiling that the module describes, or what `tuning` says."""
         count, width = hidden.shape
-        launch = launch_tuning.launch(NAME, weight.shape[0] or 1, hidden)
-        rows = launch.rows or max(ceil_div(count, QUARTERS), LEAST_ROWS)
-        small = max(_CPU_LOGITS // rows, 1)
-        return Tiles(
+        launch = launch_tuning.choose_launch(CROSS_ENTROPY_NAME, weight.shape[0] or 1, hidden)
+        rows = launch.rows or max(ceil_div(count, ROW_TILE_COUNT), MIN_TILE_ROWS)
+        small = max(_CPU_TILE_ENTRIES // rows, 1)
+        return LogitTiles(
             hidden,
             weight,
             bias,
             rows,
-            launch.columns or (max(2 * width, LEAST_TOKENS) if hidden.is_cuda else small),
+            launch.columns or (max(2 * width, MIN_TILE_TOKENS) if hidden.is_cuda else small),
         )
 
-    def of_rows(self) -> Iterator[slice]:
+    def row_slices(self) -> Iterator[slice]:
         for start in range(0, self.hidden.shape[0], self.rows):
             yield slice(start, min(start + self.rows, self.hidden.shape[0]))
 
-    def of_tokens(self) -> Iterator[slice]:
+    def token_slices(self) -> Iterator[slice]:
         for start in range(0, self.weight.shape[0], self.tokens):
             yield slice(start, min(start + self.tokens, self.weight.shape[0]))
 
-    def buffer(self) -> torch.Tensor:
+    def make_buffer(self) -> torch.Tensor:
         """Memory for any tile."""
         return self.hidden.new_empty(
             min(self.rows, self.hidden.shape[0]) * min(self.tokens, self.weight.shape[0])
         )
 
-    def factors(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def head_of_tokens(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(weight in the hidden states' dtype, bias) of some tokens."""
         return self.weight[tokens].to(self.hidden.dtype), None if self.bias is None else self.bias[tokens]
 
 
-def _product(buffer: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _multiply_tile(buffer: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rows, tokens = hidden.shape[0], weight.shape[0]
     return torch.mm(hidden, weight.t(), out=buffer[: rows * tokens].view(rows, tokens))
 
 
-def _partials(tiles: Tiles, target: torch.Tensor, rule: Target) -> torch.Tensor:
+def _tile_partials(tiles: LogitTiles, target: torch.Tensor, rule: LabelTarget) -> torch.Tensor:
     """[tiles of tokens, N, 4]: the statistics of every row on every tile."""
     count = ceil_div(tiles.weight.shape[0], tiles.tokens)
-    out = tiles.hidden.new_empty(count, tiles.hidden.shape[0], 4, dtype=accumulator(tiles.hidden.dtype))
-    buffer = tiles.buffer()
-    for rows in tiles.of_rows():
-        for i, tokens in enumerate(tiles.of_tokens()):
-            weight, bias = tiles.factors(tokens)
-            z = _product(buffer, tiles.hidden[rows], weight)
-            out[i, rows] = statistics(z, bias, target[rows], replace(rule, first=rule.first + tokens.start))
+    out = tiles.hidden.new_empty(count, tiles.hidden.shape[0], 4, dtype=accumulator_dtype(tiles.hidden.dtype))
+    buffer = tiles.make_buffer()
+    for rows in tiles.row_slices():
+        for i, tokens in enumerate(tiles.token_slices()):
+            weight, bias = tiles.head_of_tokens(tokens)
+            z = _multiply_tile(buffer, tiles.hidden[rows], weight)
+            out[i, rows] = compute_tile_statistics(
+                z, bias, target[rows], replace(rule, first_token=rule.first_token + tokens.start)
+            )
     return out
 
 
-def _joined(partials: torch.Tensor) -> torch.Tensor:
+def _join_partials(partials: torch.Tensor) -> torch.Tensor:
     """[1, N, 4]: the tiles of this shard as one; a shard without tokens has none, and gives what adds
     nothing."""
     nothing = partials.new_tensor([-torch.inf, 0.0, 0.0, 0.0]).expand(1, partials.shape[1], 4)
@@ -107,58 +121,61 @@ def _joined(partials: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("secc::linear_cross_entropy", mutates_args=())
-def _operator(
+def _cross_entropy_op(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, ignore_index: int, label_smoothing: float,
     softcap: float, first: int, vocabulary: int, group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    rule, shards = Target(ignore_index, label_smoothing, softcap, first, vocabulary), Shards(group)
-    rule.check(target)
+    rule, shards = LabelTarget(ignore_index, label_smoothing, softcap, first, vocabulary), VocabGroup(group)
+    rule.check_labels(target)
     with torch.autocast(hidden.device.type, enabled=False):
-        partials = _partials(Tiles.of(hidden, weight, bias), target, rule)
+        partials = _tile_partials(LogitTiles.choose_tiles(hidden, weight, bias), target, rule)
         if group:
-            partials = shards.gather(_joined(partials)[0])
-        losses, norms = row_losses(partials, target, rule)
+            partials = shards.all_gather(_join_partials(partials)[0])
+        losses, norms = compute_row_losses(partials, target, rule)
     return losses.sum(dtype=torch.float64).to(losses.dtype), (target != ignore_index).sum(), norms.clone()
 
 
-@_operator.register_fake
+@_cross_entropy_op.register_fake
 def _(hidden, weight, bias, target, ignore_index, label_smoothing, softcap, first, vocabulary, group):
-    new = hidden.to(accumulator(hidden.dtype)).new_empty
+    new = hidden.to(accumulator_dtype(hidden.dtype)).new_empty
     return new(()), target.new_empty((), dtype=torch.int64), new(2, hidden.shape[0])
 
 
 @torch.library.custom_op("secc::linear_cross_entropy_backward", mutates_args=())
-def _backward_operator(
+def _cross_entropy_backward_op(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, norms: torch.Tensor,
     upstream: torch.Tensor, ignore_index: int, label_smoothing: float, softcap: float, first: int, vocabulary: int, group: str,
     want_hidden: bool, want_weight: bool, want_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    rule, wide = Target(ignore_index, label_smoothing, softcap, first, vocabulary), accumulator(hidden.dtype)
-    tiles = Tiles.of(hidden, weight, bias)
-    own = weight.is_cuda and ceil_div(hidden.shape[0], tiles.rows) <= QUARTERS
+    rule, wide = (
+        LabelTarget(ignore_index, label_smoothing, softcap, first, vocabulary),
+        accumulator_dtype(hidden.dtype),
+    )
+    tiles = LogitTiles.choose_tiles(hidden, weight, bias)
+    own = weight.is_cuda and ceil_div(hidden.shape[0], tiles.rows) <= ROW_TILE_COUNT
     hidden_gradient = torch.empty_like(hidden) if want_hidden else hidden.new_empty(0)
     weight_sum = (
-        torch.zeros_like(weight, dtype=weight.dtype if own else accumulator(weight.dtype))
+        torch.zeros_like(weight, dtype=weight.dtype if own else accumulator_dtype(weight.dtype))
         if want_weight
         else weight.new_empty(0)
     )
     bias_sum = torch.zeros_like(bias, dtype=wide) if bias is not None and want_bias else hidden.new_empty(0)
-    buffer = tiles.buffer()
+    buffer = tiles.make_buffer()
     with torch.autocast(hidden.device.type, enabled=False):
-        for rows in tiles.of_rows():
+        for rows in tiles.row_slices():
             row_sum = hidden.new_zeros(
                 rows.stop - rows.start if want_hidden else 0, hidden.shape[1], dtype=wide
             )
-            for tokens in tiles.of_tokens():
-                part, part_bias = tiles.factors(tokens)
-                z = _product(buffer, hidden[rows], part)
-                gradient_(
+            for tokens in tiles.token_slices():
+                part, part_bias = tiles.head_of_tokens(tokens)
+                z = _multiply_tile(buffer, hidden[rows], part)
+                write_logits_gradient_(
                     z,
                     part_bias,
                     target[rows],
                     norms[:, rows],
                     upstream,
-                    replace(rule, first=first + tokens.start),
+                    replace(rule, first_token=first + tokens.start),
                 )
                 if want_hidden:
                     add_product_(row_sum, z, part)
@@ -169,11 +186,11 @@ def _backward_operator(
             if want_hidden:
                 hidden_gradient[rows] = row_sum
     if want_hidden:
-        Shards(group).sum_(hidden_gradient)
+        VocabGroup(group).all_reduce_(hidden_gradient)
     return hidden_gradient, weight_sum.to(weight.dtype), bias_sum if bias is None else bias_sum.to(bias.dtype)
 
 
-@_backward_operator.register_fake
+@_cross_entropy_backward_op.register_fake
 def _(
     hidden, weight, bias, target, norms, upstream, ignore_index, label_smoothing, softcap, first, vocabulary, group,
     want_hidden, want_weight, want_bias,
@@ -195,11 +212,11 @@ def _backward(ctx, upstream, *_):
     if upstream is None:
         return (None,) * 10
     wants = ctx.needs_input_grad[:3]
-    gradients = _backward_operator(*ctx.saved_tensors, upstream.contiguous(), *ctx.options, *wants)
+    gradients = _cross_entropy_backward_op(*ctx.saved_tensors, upstream.contiguous(), *ctx.options, *wants)
     return *(g if want else None for g, want in zip(gradients, wants, strict=True)), *(None,) * 7
 
 
-_operator.register_autograd(_backward, setup_context=_setup_context)
+_cross_entropy_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def linear_cross_entropy(
@@ -221,50 +238,54 @@ def linear_cross_entropy(
     dtype. Raises UserError for shapes or dtypes that do not fit, and on the CPU for a target that is no token
     (on a GPU the sum is NaN).
     """
-    return sharded(
+    return sharded_linear_cross_entropy(
         hidden,
         weight,
         target,
         bias,
-        Target(ignore_index, label_smoothing, softcap or 0.0, 0, weight.shape[0]),
+        LabelTarget(ignore_index, label_smoothing, softcap or 0.0, 0, weight.shape[0]),
         "",
     )
 
 
-def sharded(
+def sharded_linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     bias: torch.Tensor | None,
-    rule: Target,
+    rule: LabelTarget,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`linear_cross_entropy` on the tokens that this rank holds (from `rule.first` on) of a vocabulary that
     the ranks of `group` share."""
-    require_fits(NAME, hidden, weight, bias)
-    hidden = autocast(hidden)
-    require(
+    check_head_fits(CROSS_ENTROPY_NAME, hidden, weight, bias)
+    hidden = cast_as_autocast(hidden)
+    check_argument(
         target.shape == hidden.shape[:-1],
-        f"{NAME}: target {list(target.shape)} for hidden {list(hidden.shape)}",
+        f"{CROSS_ENTROPY_NAME}: target {list(target.shape)} for hidden {list(hidden.shape)}",
     )
-    require(not target.is_floating_point(), f"{NAME}: targets are token numbers, not {target.dtype}")
-    require(
+    check_argument(
+        not target.is_floating_point(), f"{CROSS_ENTROPY_NAME}: targets are token numbers, not {target.dtype}"
+    )
+    check_argument(
         bias is None or bias.shape == weight.shape[:1],
-        f"{NAME}: one bias for each of {weight.shape[0]} tokens",
+        f"{CROSS_ENTROPY_NAME}: one bias for each of {weight.shape[0]} tokens",
     )
-    rule.check_options(NAME)
-    loss, count, _ = _operator(
-        as_rows(hidden), weight, bias, target.reshape(-1), rule.ignore_index, rule.label_smoothing, rule.softcap, rule.first,
+    rule.check_options(CROSS_ENTROPY_NAME)
+    loss, count, _ = _cross_entropy_op(
+        as_rows(hidden), weight, bias, target.reshape(-1), rule.ignore_index, rule.label_smoothing, rule.softcap, rule.first_token,
         rule.vocabulary, group,
     )  # fmt: skip
     return loss, count
 
 
-def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
+def _make_trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
     hidden = torch.randn(rows, 1024, dtype=dtype, device=device, requires_grad=True)
     weight = torch.randn(size, 1024, dtype=dtype, device=device) / 32
     target = torch.randint(size, (rows,), device=device)
     return lambda: linear_cross_entropy(hidden, weight, target)
 
 
-launch_tuning.register(launch_tuning.Tunable(NAME, default_launch, candidates, _trial))
+launch_tuning.register_kernel(
+    launch_tuning.TunableKernel(CROSS_ENTROPY_NAME, default_loss_launch, loss_launch_candidates, _make_trial)
+)

@@ -22,11 +22,11 @@ from typing import Literal
 import torch
 
 from secc.runtime.kernels import launch_tuning
-from secc.runtime.kernels.backend import accumulator, has_kernels, jit, on_device, require, tl
-from secc.runtime.kernels.vocab_group import Shards, combine
+from secc.runtime.kernels.backend import accumulator_dtype, check_argument, has_kernels, jit, on_device, tl
+from secc.runtime.kernels.vocab_group import VocabGroup, combine_softmax_partials
 
-Kind = Literal["forward", "reverse", "js"]
-KINDS = ("forward", "reverse", "js")
+DivergenceKind = Literal["forward", "reverse", "js"]
+DIVERGENCE_KINDS = ("forward", "reverse", "js")
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class Divergence:
     beta: float
     temperature: float
 
-    def check(self, name: str) -> None:
+    def check_options(self, name: str) -> None:
         """Raise UserError for a kind, beta or temperature that means nothing."""
-        require(
-            self.kind in KINDS,
+        check_argument(
+            self.kind in DIVERGENCE_KINDS,
             f"{name}: no divergence is called {self.kind!r}",
-            f"choose from {', '.join(KINDS)}",
+            f"choose from {', '.join(DIVERGENCE_KINDS)}",
         )
-        require(self.temperature > 0, f"{name}: temperature must be positive, not {self.temperature}")
+        check_argument(self.temperature > 0, f"{name}: temperature must be positive, not {self.temperature}")
         if self.kind == "js":
-            require(
+            check_argument(
                 0 < self.beta < 1,
                 f"{name}: with beta {self.beta} js is zero everywhere",
                 "choose kind forward or reverse",
@@ -59,7 +59,7 @@ class Divergence:
 
 
 @jit
-def _online(top, total, z):
+def _update_running_norm(top, total, z):
     """One more block of logits for the running maximum and the sum of exponentials above it."""
     higher = tl.maximum(top, tl.max(z, 0))
     base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -67,7 +67,7 @@ def _online(top, total, z):
 
 
 @jit
-def _statistics(student, teacher, out, student_stride, teacher_stride, width, scale, BLOCK: tl.constexpr):
+def _norms_kernel(student, teacher, out, student_stride, teacher_stride, width, scale, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     student_top = tl.full((), float("-inf"), tl.float32)
     teacher_top = tl.full((), float("-inf"), tl.float32)
@@ -80,46 +80,49 @@ def _statistics(student, teacher, out, student_stride, teacher_stride, width, sc
             tl.load(student + row * student_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
             * scale
         )
-        student_top, student_sum = _online(student_top, student_sum, z)
+        student_top, student_sum = _update_running_norm(student_top, student_sum, z)
         z = (
             tl.load(teacher + row * teacher_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
             * scale
         )
-        teacher_top, teacher_sum = _online(teacher_top, teacher_sum, z)
+        teacher_top, teacher_sum = _update_running_norm(teacher_top, teacher_sum, z)
     tl.store(out + row * 4, student_top)
     tl.store(out + row * 4 + 1, student_sum)
     tl.store(out + row * 4 + 2, teacher_top)
     tl.store(out + row * 4 + 3, teacher_sum)
 
 
-def _statistics_reference(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
+def _norms_reference(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
     parts = []
     for logits in (student, teacher):
-        z = logits.to(accumulator(logits.dtype)) / temperature
+        z = logits.to(accumulator_dtype(logits.dtype)) / temperature
         top = z.amax(1) if z.shape[1] else z.new_full((z.shape[0],), -torch.inf)
         parts += [top, (z - torch.where(top == -torch.inf, 0.0, top).unsqueeze(1)).exp_().sum(1)]
     return torch.stack(parts, 1)
 
 
-def row_norms(
-    name: str, student: torch.Tensor, teacher: torch.Tensor, temperature: float, shards: Shards
+def compute_row_norms(
+    name: str, student: torch.Tensor, teacher: torch.Tensor, temperature: float, shards: VocabGroup
 ) -> torch.Tensor:
     """[4, rows]: what `combine` gives for a chunk's student and teacher logits / temperature, over all
     shards."""
     rows, width = student.shape
     if has_kernels(student):
         out = student.new_empty(rows, 4, dtype=torch.float32)
-        launch = launch_tuning.launch(name, width or 1, student)
+        launch = launch_tuning.choose_launch(name, width or 1, student)
         with on_device(student):
-            _statistics[(rows,)](
+            _norms_kernel[(rows,)](
                 student, teacher, out, student.stride(0), teacher.stride(0), width, 1 / temperature,
                 BLOCK=launch.block, num_warps=launch.warps,
             )  # fmt: skip
     else:
-        out = _statistics_reference(student, teacher, temperature)
-    partials = shards.gather(out)
+        out = _norms_reference(student, teacher, temperature)
+    partials = shards.all_gather(out)
     return torch.cat(
-        [combine(partials[:, :, 0], partials[:, :, 1]), combine(partials[:, :, 2], partials[:, :, 3])]
+        [
+            combine_softmax_partials(partials[:, :, 0], partials[:, :, 1]),
+            combine_softmax_partials(partials[:, :, 2], partials[:, :, 3]),
+        ]
     )
 
 
@@ -134,50 +137,50 @@ def log_mixture(log_p, log_q, beta):
 
 
 @jit
-def _weighed(p, log_ratio):
+def _weigh_log_ratio(p, log_ratio):
     return tl.where(p > 0, p * log_ratio, 0.0)
 
 
 @jit
-def _term(log_p, log_q):
+def _divergence_term(log_p, log_q):
     """p log(p / q) + q - p, without cancellation."""
     p = tl.exp(log_p)
     x = log_p - log_q
     series = x * x * (0.5 - x * (1.0 / 6.0) * (1.0 - x * 0.25 * (1.0 - x * 0.2)))
-    return tl.where(tl.abs(x) < 0.1, p * series, _weighed(p, x) + tl.exp(log_q) - p)
+    return tl.where(tl.abs(x) < 0.1, p * series, _weigh_log_ratio(p, x) + tl.exp(log_q) - p)
 
 
 @jit
-def value_of_token(log_q, log_p, beta, KIND: tl.constexpr):
+def value_at_token(log_q, log_p, beta, KIND: tl.constexpr):
     """A token's share of the row's divergence, and of R (see the module)."""
     if KIND == "forward":
-        value = _term(log_p, log_q)
+        value = _divergence_term(log_p, log_q)
         inner = value
     elif KIND == "reverse":
-        value = _term(log_q, log_p)
+        value = _divergence_term(log_q, log_p)
         inner = value
     else:
         log_m = log_mixture(log_p, log_q, beta)
-        inner = _term(log_q, log_m)
-        value = beta * _term(log_p, log_m) + (1.0 - beta) * inner
+        inner = _divergence_term(log_q, log_m)
+        value = beta * _divergence_term(log_p, log_m) + (1.0 - beta) * inner
     return value, inner
 
 
 @jit
-def gradient_of_token(log_q, log_p, inner, beta, KIND: tl.constexpr):
+def gradient_at_token(log_q, log_p, inner, beta, KIND: tl.constexpr):
     """T times the derivative of the row's divergence by a student's logit."""
     q = tl.exp(log_q)
     if KIND == "forward":
         change = q - tl.exp(log_p)
     elif KIND == "reverse":
-        change = _weighed(q, log_q - log_p - inner)
+        change = _weigh_log_ratio(q, log_q - log_p - inner)
     else:
-        change = (1.0 - beta) * _weighed(q, log_q - log_mixture(log_p, log_q, beta) - inner)
+        change = (1.0 - beta) * _weigh_log_ratio(q, log_q - log_mixture(log_p, log_q, beta) - inner)
     return change
 
 
 @jit
-def _value_and_gradient(
+def _value_and_gradient_kernel(
     student, teacher, norms, inner, kept, out, rows, student_stride, teacher_stride, width, scale, beta,
     KIND: tl.constexpr, VALUE: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -199,37 +202,37 @@ def _value_and_gradient(
         z = tl.load(teacher + row * teacher_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
         log_p = z * scale - teacher_top - teacher_log
         if VALUE:
-            token_value, token_inner = value_of_token(log_q, log_p, beta, KIND)
+            token_value, token_inner = value_at_token(log_q, log_p, beta, KIND)
             value += tl.sum(tl.where(inside, token_value, 0.0), 0)
             new_inner += tl.sum(tl.where(inside, token_inner, 0.0), 0)
         if GRADIENT:
-            change = scale * gradient_of_token(log_q, log_p, row_inner, beta, KIND)
+            change = scale * gradient_at_token(log_q, log_p, row_inner, beta, KIND)
             tl.store(place, tl.where(keep, change, 0.0).to(student.dtype.element_ty), mask=inside)
     if VALUE:
         tl.store(out + row, tl.where(keep, value, 0.0))
         tl.store(out + rows + row, new_inner)
 
 
-def log_softmax(logits: torch.Tensor, norms: torch.Tensor, temperature: float) -> torch.Tensor:
+def chunk_log_softmax(logits: torch.Tensor, norms: torch.Tensor, temperature: float) -> torch.Tensor:
     """Log-probabilities [rows, width] from a chunk's logits and its norms [2, rows]."""
     return logits.to(norms.dtype) / temperature - norms[0].unsqueeze(1) - norms[1].unsqueeze(1)
 
 
-def _reference(
+def _value_and_gradient_reference(
     student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, inner: torch.Tensor, kept: torch.Tensor, out: torch.Tensor,
     rule: Divergence, value: bool, gradient: bool,
 ) -> None:  # fmt: skip
-    log_q = log_softmax(student, norms[:2], rule.temperature)
-    log_p = log_softmax(teacher, norms[2:4], rule.temperature)
+    log_q = chunk_log_softmax(student, norms[:2], rule.temperature)
+    log_p = chunk_log_softmax(teacher, norms[2:4], rule.temperature)
     if value:
         whole, share = _value_reference(log_q, log_p, rule)
         out[0], out[1] = whole.masked_fill(kept == 0, 0.0), share
     if gradient:
-        change = gradient_reference(log_q, log_p, inner, rule)
+        change = gradient_at_token_reference(log_q, log_p, inner, rule)
         student.copy_(change.masked_fill_((kept == 0).unsqueeze(1), 0.0))
 
 
-def _weighed_reference(p: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
+def _weigh_log_ratio_reference(p: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
     return torch.where(p > 0, p * log_ratio, 0.0)
 
 
@@ -240,13 +243,13 @@ def _log_mixture_reference(log_p: torch.Tensor, log_q: torch.Tensor, beta: float
     )
 
 
-def _term_reference(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+def _divergence_term_reference(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     p, x = log_p.exp(), log_p - log_q
     series = x * x * (0.5 - x / 6 * (1 - x / 4 * (1 - x / 5 * (1 - x / 6 * (1 - x / 7)))))
     return torch.where(
         x.abs() < (0.1 if p.dtype == torch.float32 else 0.005),
         p * series,
-        _weighed_reference(p, x) + log_q.exp() - p,
+        _weigh_log_ratio_reference(p, x) + log_q.exp() - p,
     )
 
 
@@ -254,14 +257,18 @@ def _value_reference(
     log_q: torch.Tensor, log_p: torch.Tensor, rule: Divergence
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if rule.kind != "js":
-        value = _term_reference(log_p, log_q) if rule.kind == "forward" else _term_reference(log_q, log_p)
+        value = (
+            _divergence_term_reference(log_p, log_q)
+            if rule.kind == "forward"
+            else _divergence_term_reference(log_q, log_p)
+        )
         return value.sum(1), value.sum(1)
     log_m = _log_mixture_reference(log_p, log_q, rule.beta)
-    inner = _term_reference(log_q, log_m).sum(1)
-    return rule.beta * _term_reference(log_p, log_m).sum(1) + (1 - rule.beta) * inner, inner
+    inner = _divergence_term_reference(log_q, log_m).sum(1)
+    return rule.beta * _divergence_term_reference(log_p, log_m).sum(1) + (1 - rule.beta) * inner, inner
 
 
-def gradient_reference(
+def gradient_at_token_reference(
     log_q: torch.Tensor, log_p: torch.Tensor, inner: torch.Tensor, rule: Divergence
 ) -> torch.Tensor:
     """The derivative of rows' divergences by the student's logits; `inner` [rows] is R (see the module)."""
@@ -269,14 +276,14 @@ def gradient_reference(
     if rule.kind == "forward":
         change = q - log_p.exp()
     elif rule.kind == "reverse":
-        change = _weighed_reference(q, log_q - log_p - inner.unsqueeze(1))
+        change = _weigh_log_ratio_reference(q, log_q - log_p - inner.unsqueeze(1))
     else:
         log_m = _log_mixture_reference(log_p, log_q, rule.beta)
-        change = (1 - rule.beta) * _weighed_reference(q, log_q - log_m - inner.unsqueeze(1))
+        change = (1 - rule.beta) * _weigh_log_ratio_reference(q, log_q - log_m - inner.unsqueeze(1))
     return change / rule.temperature
 
 
-def value_and_gradient_(
+def compute_value_and_gradient_(
     name: str, student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, inner: torch.Tensor, kept: torch.Tensor, rule: Divergence,
     *, value: bool, gradient: bool,
 ) -> torch.Tensor:  # fmt: skip
@@ -289,31 +296,31 @@ def value_and_gradient_(
     rows, width = student.shape
     out = norms.new_zeros(2, rows)
     if not has_kernels(student):
-        _reference(student, teacher, norms, inner, kept, out, rule, value, gradient)
+        _value_and_gradient_reference(student, teacher, norms, inner, kept, out, rule, value, gradient)
         return out
-    launch = launch_tuning.launch(name, width or 1, student)
+    launch = launch_tuning.choose_launch(name, width or 1, student)
     with on_device(student):
-        _value_and_gradient[(rows,)](
+        _value_and_gradient_kernel[(rows,)](
             student, teacher, norms, inner, kept, out, rows, student.stride(0), teacher.stride(0), width, 1 / rule.temperature, rule.beta,
             KIND=rule.kind, VALUE=value, GRADIENT=gradient, BLOCK=launch.block, num_warps=launch.warps,
         )  # fmt: skip
     return out
 
 
-def row_values(
-    name: str, student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, kept: torch.Tensor, rule: Divergence, shards: Shards,
+def compute_row_values(
+    name: str, student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, kept: torch.Tensor, rule: Divergence, shards: VocabGroup,
     *, gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(this shard's values [rows], R [rows] of all shards); with `gradient`, the student's logits become
     their derivative."""
     once = gradient and not rule.needs_row_value
-    values, inner = value_and_gradient_(
+    values, inner = compute_value_and_gradient_(
         name, student, teacher, norms, norms[0], kept, rule, value=True, gradient=once
     )
     if rule.needs_row_value:
-        inner = shards.total(inner)
+        inner = shards.sum_in_rank_order(inner)
         if gradient:
-            value_and_gradient_(
+            compute_value_and_gradient_(
                 name, student, teacher, norms, inner.contiguous(), kept, rule, value=False, gradient=True
             )
     return values, inner

@@ -13,23 +13,25 @@ import torch
 
 from secc.runtime.kernels import launch_tuning
 from secc.runtime.kernels.backend import (
-    accumulator,
+    accumulator_dtype,
+    as_unit_stride_rows,
     ceil_div,
+    check_argument,
     has_kernels,
     jit,
     next_power_of_2,
     on_device,
-    require,
     tl,
-    unit_rows,
 )
-from secc.runtime.kernels.launch_tuning import Launch
+from secc.runtime.kernels.launch_tuning import LaunchParameters
 
-NAME = "rows"
+ROWS_NAME = "rows"
 
 
 @jit
-def _pick(x, index, base, out, count, width, x_stride, base_stride, BASE: tl.constexpr, BLOCK: tl.constexpr):
+def _pick_kernel(
+    x, index, base, out, count, width, x_stride, base_stride, BASE: tl.constexpr, BLOCK: tl.constexpr
+):
     """out[i] = x[index[i]]; for a negative index base[i], or zeros without a base; not a number past the end
     of x."""
     row = tl.program_id(0).to(tl.int64)
@@ -47,7 +49,7 @@ def _pick(x, index, base, out, count, width, x_stride, base_stride, BASE: tl.con
 
 
 @jit
-def _sum_picked(upstream, order, starts, out, width, stride, BLOCK: tl.constexpr):
+def _sum_picked_kernel(upstream, order, starts, out, width, stride, BLOCK: tl.constexpr):
     """out[r] = the sum of upstream[order[j]] for j in starts[r] … starts[r + 1]."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -65,18 +67,18 @@ def _pick_reference(x: torch.Tensor, index: torch.Tensor, base: torch.Tensor | N
     return torch.where((index < 0).unsqueeze(1), other, picked)
 
 
-def _picked(x: torch.Tensor, index: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
+def _pick_rows(x: torch.Tensor, index: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
     """[index, H]: rows of x, and rows of `base` (or zeros) where the index is negative."""
     if not has_kernels(x):
         return _pick_reference(x, index, base)
     rows, width = index.shape[0], x.shape[1]
     out = x.new_empty(rows, width)
-    launch = launch_tuning.launch(NAME, width or 1, x)
-    x = unit_rows(x)
-    other = x if base is None else unit_rows(base)
+    launch = launch_tuning.choose_launch(ROWS_NAME, width or 1, x)
+    x = as_unit_stride_rows(x)
+    other = x if base is None else as_unit_stride_rows(base)
     if out.numel():
         with on_device(x):
-            _pick[(rows, ceil_div(width, launch.block))](
+            _pick_kernel[(rows, ceil_div(width, launch.block))](
                 x, index.contiguous(), other, out, x.shape[0], width, x.stride(0), other.stride(0),
                 BASE=base is not None, BLOCK=launch.block, num_warps=launch.warps,
             )  # fmt: skip
@@ -84,30 +86,33 @@ def _picked(x: torch.Tensor, index: torch.Tensor, base: torch.Tensor | None) -> 
 
 
 @torch.library.custom_op("secc::gather_rows", mutates_args=())
-def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _gather_op(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     _check_index(index, x.shape[0])
-    return _picked(x, index, None)
+    return _pick_rows(x, index, None)
 
 
-@_gather.register_fake
+@_gather_op.register_fake
 def _(x, index):
     return x.new_empty(index.shape[0], x.shape[1])
 
 
 @torch.library.custom_op("secc::gather_rows_backward", mutates_args=())
-def _gather_backward(upstream: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
+def _gather_backward_op(upstream: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
     if not has_kernels(upstream):
-        kept = upstream.to(accumulator(upstream.dtype)) * (index >= 0).unsqueeze(1)
+        kept = upstream.to(accumulator_dtype(upstream.dtype)) * (index >= 0).unsqueeze(1)
         total = kept.new_zeros(rows, upstream.shape[1])
         return (total.index_add_(0, index.clamp(min=0), kept) if rows else total).to(upstream.dtype)
     width = upstream.shape[1]
     out = upstream.new_empty(rows, width)
     picked, order = index.sort(stable=True)
     starts = torch.searchsorted(picked, torch.arange(rows + 1, device=index.device, dtype=index.dtype))
-    launch, upstream = launch_tuning.launch(NAME, width or 1, upstream), unit_rows(upstream)
+    launch, upstream = (
+        launch_tuning.choose_launch(ROWS_NAME, width or 1, upstream),
+        as_unit_stride_rows(upstream),
+    )
     if out.numel():
         with on_device(upstream):
-            _sum_picked[(rows, ceil_div(width, launch.block))](
+            _sum_picked_kernel[(rows, ceil_div(width, launch.block))](
                 upstream,
                 order,
                 starts,
@@ -120,26 +125,26 @@ def _gather_backward(upstream: torch.Tensor, index: torch.Tensor, rows: int) -> 
     return out
 
 
-@_gather_backward.register_fake
+@_gather_backward_op.register_fake
 def _(upstream, index, rows):
     return upstream.new_empty(rows, upstream.shape[1])
 
 
-def _setup_gather(ctx, inputs, output):
+def _setup_gather_context(ctx, inputs, output):
     x, index = inputs
     ctx.rows = x.shape[0]
     ctx.save_for_backward(index)
 
 
-def _derive_gather(ctx, upstream):
-    return _gather_backward(upstream, *ctx.saved_tensors, ctx.rows), None
+def _backward_of_gather(ctx, upstream):
+    return _gather_backward_op(upstream, *ctx.saved_tensors, ctx.rows), None
 
 
-_gather.register_autograd(_derive_gather, setup_context=_setup_gather)
+_gather_op.register_autograd(_backward_of_gather, setup_context=_setup_gather_context)
 
 
 @torch.library.custom_op("secc::scatter_rows", mutates_args=())
-def _scatter(
+def _scatter_op(
     base: torch.Tensor, index: torch.Tensor, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(base with rows put in, source): source[r] is the entry of `rows` that row r took, -1 where it kept its
@@ -153,16 +158,16 @@ def _scatter(
     source.scatter_(
         0, torch.where(last & (put >= 0) & (put < count), put, count), order
     )  # what does not count goes to a row that is cut off
-    return _picked(rows, source[:count], base), source[:count].clone()
+    return _pick_rows(rows, source[:count], base), source[:count].clone()
 
 
-@_scatter.register_fake
+@_scatter_op.register_fake
 def _(base, index, rows):
     return base.new_empty(base.shape), index.new_empty(base.shape[0])
 
 
 @torch.library.custom_op("secc::scatter_rows_backward", mutates_args=())
-def _scatter_backward(
+def _scatter_backward_op(
     upstream: torch.Tensor, index: torch.Tensor, source: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     everywhere = torch.arange(source.shape[0], device=source.device)
@@ -170,44 +175,46 @@ def _scatter_backward(
     if source.shape[0]:
         counts = source.index_select(0, index.clamp(min=0)) == counts
     taken = torch.where(counts & (index >= 0), index, -1)
-    return _picked(upstream, torch.where(source < 0, everywhere, -1), None), _picked(upstream, taken, None)
+    return _pick_rows(upstream, torch.where(source < 0, everywhere, -1), None), _pick_rows(
+        upstream, taken, None
+    )
 
 
-@_scatter_backward.register_fake
+@_scatter_backward_op.register_fake
 def _(upstream, index, source):
     return upstream.new_empty(upstream.shape), upstream.new_empty(index.shape[0], upstream.shape[1])
 
 
-def _setup_scatter(ctx, inputs, output):
+def _setup_scatter_context(ctx, inputs, output):
     index = inputs[1]
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(index, output[1])
 
 
-def _derive_scatter(ctx, upstream, _):
+def _backward_of_scatter(ctx, upstream, _):
     if upstream is None:
         return None, None, None
-    base, rows = _scatter_backward(upstream, *ctx.saved_tensors)
+    base, rows = _scatter_backward_op(upstream, *ctx.saved_tensors)
     return base, None, rows
 
 
-_scatter.register_autograd(_derive_scatter, setup_context=_setup_scatter)
+_scatter_op.register_autograd(_backward_of_scatter, setup_context=_setup_scatter_context)
 
 
 def _check_index(index: torch.Tensor, rows: int) -> None:
     """Raise UserError for a row that does not exist. On a GPU looking would stall it: such a picked row is
     not a number instead."""
     if not index.is_cuda and index.numel():
-        require(int(index.max()) < rows, f"row {int(index.max())} of {rows} does not exist")
+        check_argument(int(index.max()) < rows, f"row {int(index.max())} of {rows} does not exist")
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
+def _flatten_rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[0], x.shape[1:].numel())
 
 
-def _index(index: torch.Tensor) -> torch.Tensor:
-    require(
+def _check_index_kind(index: torch.Tensor) -> torch.Tensor:
+    check_argument(
         index.dim() == 1 and not index.is_floating_point() and index.dtype != torch.bool,
         "an index of rows is a list of integers",
     )
@@ -221,8 +228,8 @@ def gather_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     order of picking. Raises UserError on the CPU for an index past the end; on a GPU such a row is not a
     number.
     """
-    require(x.dim() > 0, "gather_rows: x has no rows")
-    return _gather(_flat(x), _index(index)).view(index.shape[0], *x.shape[1:])
+    check_argument(x.dim() > 0, "gather_rows: x has no rows")
+    return _gather_op(_flatten_rows(x), _check_index_kind(index)).view(index.shape[0], *x.shape[1:])
 
 
 def scatter_rows(base: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -233,14 +240,14 @@ def scatter_rows(base: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) ->
     kept and rows where they were put. Raises UserError for shapes and dtypes that do not fit, and on the CPU
     for an index past the end (on a GPU nothing is put).
     """
-    require(
+    check_argument(
         base.dim() > 0 and rows.shape == (index.shape[0], *base.shape[1:]),
         f"rows {list(rows.shape)} do not fit {list(base.shape)}",
     )
-    require(
+    check_argument(
         base.dtype == rows.dtype, f"scatter_rows: rows of {rows.dtype} into {base.dtype}", "cast them first"
     )
-    return _scatter(_flat(base), _index(index), _flat(rows))[0].view(base.shape)
+    return _scatter_op(_flatten_rows(base), _check_index_kind(index), _flatten_rows(rows))[0].view(base.shape)
 
 
 def ragged_index(offsets: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
@@ -252,22 +259,24 @@ def ragged_index(offsets: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
     return torch.arange(shift.shape[0], device=offsets.device) + shift
 
 
-def _default(width: int, _: torch.device) -> Launch:
-    return Launch(min(next_power_of_2(width), 4096), warps=4)
+def _default_launch(width: int, _: torch.device) -> LaunchParameters:
+    return LaunchParameters(min(next_power_of_2(width), 4096), warps=4)
 
 
-def _candidates(width: int, _: torch.device) -> list[Launch]:
+def _launch_candidates(width: int, _: torch.device) -> list[LaunchParameters]:
     return [
-        Launch(b, warps=w)
+        LaunchParameters(b, warps=w)
         for b in (512, 1024, 2048, 4096, 8192)
         if b <= next_power_of_2(width)
         for w in (2, 4, 8)
     ]
 
 
-def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
+def _make_trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
     x, index = torch.randn(rows, size, dtype=dtype, device=device), torch.randperm(rows, device=device)
     return lambda: gather_rows(x, index)
 
 
-launch_tuning.register(launch_tuning.Tunable(NAME, _default, _candidates, _trial))
+launch_tuning.register_kernel(
+    launch_tuning.TunableKernel(ROWS_NAME, _default_launch, _launch_candidates, _make_trial)
+)

@@ -10,26 +10,26 @@ from __future__ import annotations
 import torch
 
 from secc.runtime.kernels import launch_tuning
-from secc.runtime.kernels.backend import accumulator, as_rows, ceil_div, require
+from secc.runtime.kernels.backend import accumulator_dtype, as_rows, ceil_div, check_argument
 from secc.runtime.kernels.chunked_head import (
-    Head,
-    HeadGradient,
-    autocast,
-    candidates,
-    chunk_rows,
-    default_launch,
-    fake_gradients,
-    require_fits,
-    row_chunks,
-    scaled,
+    ChunkedHead,
+    ChunkedHeadGradient,
+    cast_as_autocast,
+    check_head_fits,
+    choose_chunk_rows,
+    default_loss_launch,
+    loss_launch_candidates,
+    make_fake_gradients,
+    scale_saved_gradients,
+    split_rows,
 )
-from secc.runtime.kernels.divergence import Divergence, Kind, row_norms, row_values
-from secc.runtime.kernels.vocab_group import Shards
+from secc.runtime.kernels.divergence import Divergence, DivergenceKind, compute_row_norms, compute_row_values
+from secc.runtime.kernels.vocab_group import VocabGroup
 
-NAME = "linear_kl"
+LINEAR_KL_NAME = "linear_kl"
 
 
-def kept_rows(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+def counted_rows(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
     """[rows] of uint8: 1 where a row counts."""
     return (
         hidden.new_ones(hidden.shape[0], dtype=torch.uint8) if mask is None else (mask != 0).to(torch.uint8)
@@ -37,40 +37,51 @@ def kept_rows(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("secc::linear_kl", mutates_args=())
-def _operator(
+def _linear_kl_op(
     student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
     mask: torch.Tensor | None, temperature: float, kind: str, beta: float, vocabulary: int, group: str, want_hidden: bool,
     want_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    rule, shards, kept = Divergence(kind, beta, temperature), Shards(group), kept_rows(mask, student_hidden)
-    chunk = chunk_rows(NAME, student_hidden, ceil_div(vocabulary, shards.size))
-    losses = student_hidden.new_empty(student_hidden.shape[0], dtype=accumulator(student_hidden.dtype))
+    rule, shards, kept = (
+        Divergence(kind, beta, temperature),
+        VocabGroup(group),
+        counted_rows(mask, student_hidden),
+    )
+    chunk = choose_chunk_rows(LINEAR_KL_NAME, student_hidden, ceil_div(vocabulary, shards.size))
+    losses = student_hidden.new_empty(student_hidden.shape[0], dtype=accumulator_dtype(student_hidden.dtype))
     with torch.autocast(student_hidden.device.type, enabled=False):
         student, teacher = (
-            Head(student_hidden, student_weight, chunk),
-            Head(teacher_hidden, teacher_weight, chunk),
+            ChunkedHead(student_hidden, student_weight, chunk),
+            ChunkedHead(teacher_hidden, teacher_weight, chunk),
         )
-        gradient = HeadGradient(student, student_weight, want_hidden, want_weight)
-        for rows in row_chunks(student_hidden.shape[0], chunk):
-            logits, teacher_logits = student.logits(rows), teacher.logits(rows)
-            norms = row_norms(NAME, logits, teacher_logits, temperature, shards)
-            losses[rows], _ = row_values(
-                NAME, logits, teacher_logits, norms, kept[rows], rule, shards, gradient=gradient.wanted
+        gradient = ChunkedHeadGradient(student, student_weight, want_hidden, want_weight)
+        for rows in split_rows(student_hidden.shape[0], chunk):
+            logits, teacher_logits = student.compute_logits(rows), teacher.compute_logits(rows)
+            norms = compute_row_norms(LINEAR_KL_NAME, logits, teacher_logits, temperature, shards)
+            losses[rows], _ = compute_row_values(
+                LINEAR_KL_NAME,
+                logits,
+                teacher_logits,
+                norms,
+                kept[rows],
+                rule,
+                shards,
+                gradient=gradient.is_wanted,
             )
-            if gradient.wanted:
-                gradient.add(rows, logits)
-        total = shards.total(losses.sum(dtype=torch.float64)).to(losses.dtype)
+            if gradient.is_wanted:
+                gradient.add_chunk(rows, logits)
+        total = shards.sum_in_rank_order(losses.sum(dtype=torch.float64)).to(losses.dtype)
         return total, kept.sum(dtype=torch.int64), *gradient.results(shards)
 
 
-@_operator.register_fake
+@_linear_kl_op.register_fake
 def _(
     student_hidden, student_weight, teacher_hidden, teacher_weight, mask, temperature, kind, beta, vocabulary, group, want_hidden,
     want_weight,
 ):  # fmt: skip
-    chunk = chunk_rows(NAME, student_hidden, ceil_div(vocabulary, Shards(group).size))
-    gradients = fake_gradients(student_hidden, student_weight, chunk, want_hidden, want_weight)
-    loss = student_hidden.new_empty((), dtype=accumulator(student_hidden.dtype))
+    chunk = choose_chunk_rows(LINEAR_KL_NAME, student_hidden, ceil_div(vocabulary, VocabGroup(group).size))
+    gradients = make_fake_gradients(student_hidden, student_weight, chunk, want_hidden, want_weight)
+    loss = student_hidden.new_empty((), dtype=accumulator_dtype(student_hidden.dtype))
     return loss, student_hidden.new_empty((), dtype=torch.int64), *gradients
 
 
@@ -84,34 +95,36 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, upstream, *_):
     if upstream is None:
         return (None,) * 12
-    return *scaled(ctx, upstream, ctx.dtypes), *(None,) * 10
+    return *scale_saved_gradients(ctx, upstream, ctx.dtypes), *(None,) * 10
 
 
-_operator.register_autograd(_backward, setup_context=_setup_context)
+_linear_kl_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def check_heads(
+def check_head_pair(
     name: str, student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """Raise UserError unless both heads fit their hidden states and share rows and a vocabulary, and the mask
     fits the rows."""
-    require_fits(f"{name}, the student", student_hidden, student_weight)
-    require_fits(f"{name}, the teacher", teacher_hidden, teacher_weight)
-    require(
+    check_head_fits(f"{name}, the student", student_hidden, student_weight)
+    check_head_fits(f"{name}, the teacher", teacher_hidden, teacher_weight)
+    check_argument(
         student_hidden.device == teacher_hidden.device,
         f"{name}: student and teacher are on different devices",
     )
     rows, teacher_rows = list(student_hidden.shape[:-1]), list(teacher_hidden.shape[:-1])
-    require(rows == teacher_rows, f"{name}: rows {rows} of the student, {teacher_rows} of the teacher")
+    check_argument(rows == teacher_rows, f"{name}: rows {rows} of the student, {teacher_rows} of the teacher")
     sizes = student_weight.shape[0], teacher_weight.shape[0]
-    require(
+    check_argument(
         sizes[0] == sizes[1],
         f"{name}: the student has {sizes[0]} tokens, the teacher {sizes[1]}",
         f"where the longer one is padding, cut it: weight[:{min(sizes)}] takes its softmax over the tokens that both have",
     )
-    require(mask is None or list(mask.shape) == rows, f"{name}: the mask has one entry for each row, {rows}")
-    require(
+    check_argument(
+        mask is None or list(mask.shape) == rows, f"{name}: the mask has one entry for each row, {rows}"
+    )
+    check_argument(
         mask is None or not mask.is_floating_point(),
         f"{name}: the mask says which rows count; weights are not supported",
     )
@@ -125,7 +138,7 @@ def linear_kl(
     mask: torch.Tensor | None = None,
     *,
     temperature: float = 1.0,
-    kind: Kind = "forward",
+    kind: DivergenceKind = "forward",
     beta: float = 0.5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Divergence of softmax(logits / temperature) of teacher and student, without the logits: (sum over rows,
@@ -138,7 +151,7 @@ def linear_kl(
     (float64 for float64), the count int64. Gradients reach the student's arguments only. Raises UserError for
     shapes or dtypes that do not fit and for unequal vocabularies.
     """
-    return sharded(
+    return sharded_linear_kl(
         student_hidden,
         student_weight,
         teacher_hidden,
@@ -150,21 +163,21 @@ def linear_kl(
     )
 
 
-def sharded(
+def sharded_linear_kl(
     student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
     mask: torch.Tensor | None, rule: Divergence, vocabulary: int, group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`linear_kl` on the tokens that this rank of `group` holds of both vocabularies."""
-    check_heads(NAME, student_hidden, student_weight, teacher_hidden, teacher_weight, mask)
-    require(vocabulary > 0, f"{NAME}: an empty vocabulary")
+    check_head_pair(LINEAR_KL_NAME, student_hidden, student_weight, teacher_hidden, teacher_weight, mask)
+    check_argument(vocabulary > 0, f"{LINEAR_KL_NAME}: an empty vocabulary")
     student_hidden, teacher_hidden, teacher_weight = (
-        autocast(student_hidden),
-        autocast(teacher_hidden.detach()),
+        cast_as_autocast(student_hidden),
+        cast_as_autocast(teacher_hidden.detach()),
         teacher_weight.detach(),
     )
-    rule.check(NAME)
+    rule.check_options(LINEAR_KL_NAME)
     grad = torch.is_grad_enabled()
-    loss, count, *_ = _operator(
+    loss, count, *_ = _linear_kl_op(
         as_rows(student_hidden), student_weight, as_rows(teacher_hidden), teacher_weight, None if mask is None else mask.reshape(-1),
         rule.temperature, rule.kind, rule.beta, vocabulary, group, grad and student_hidden.requires_grad,
         grad and student_weight.requires_grad,
@@ -172,11 +185,13 @@ def sharded(
     return loss, count
 
 
-def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
+def _make_trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
     hidden = torch.randn(rows, 1024, dtype=dtype, device=device, requires_grad=True)
     weight = torch.randn(size, 1024, dtype=dtype, device=device) / 32
     teacher = torch.randn(rows, 1024, dtype=dtype, device=device)
     return lambda: linear_kl(hidden, weight, teacher, weight)
 
 
-launch_tuning.register(launch_tuning.Tunable(NAME, default_launch, candidates, _trial))
+launch_tuning.register_kernel(
+    launch_tuning.TunableKernel(LINEAR_KL_NAME, default_loss_launch, loss_launch_candidates, _make_trial)
+)

@@ -16,42 +16,47 @@ import torch
 
 from secc.runtime.kernels import launch_tuning
 from secc.runtime.kernels.backend import (
-    accumulator,
+    accumulator_dtype,
     as_rows,
     ceil_div,
+    check_argument,
     has_kernels,
     jit,
     on_device,
-    require,
     tl,
 )
 from secc.runtime.kernels.chunked_head import (
-    Head,
-    HeadGradient,
-    autocast,
-    candidates,
-    chunk_rows,
-    default_launch,
-    row_chunks,
+    ChunkedHead,
+    ChunkedHeadGradient,
+    cast_as_autocast,
+    choose_chunk_rows,
+    default_loss_launch,
+    loss_launch_candidates,
+    split_rows,
 )
 from secc.runtime.kernels.divergence import (
     Divergence,
-    Kind,
-    gradient_of_token,
-    gradient_reference,
-    log_softmax,
-    row_norms,
-    row_values,
+    DivergenceKind,
+    chunk_log_softmax,
+    compute_row_norms,
+    compute_row_values,
+    gradient_at_token,
+    gradient_at_token_reference,
 )
-from secc.runtime.kernels.kl import check_heads, kept_rows
-from secc.runtime.kernels.tile_cross_entropy import Target, gradient_of_logit, row_losses, statistics
-from secc.runtime.kernels.vocab_group import Shards
+from secc.runtime.kernels.kl import check_head_pair, counted_rows
+from secc.runtime.kernels.tile_cross_entropy import (
+    LabelTarget,
+    compute_row_losses,
+    compute_tile_statistics,
+    logit_gradient,
+)
+from secc.runtime.kernels.vocab_group import VocabGroup
 
-NAME = "linear_kl_ce"
+LINEAR_KL_CE_NAME = "linear_kl_ce"
 
 
 @dataclass(frozen=True)
-class Upstream:
+class RowUpstream:
     """What backward knows of rows: norms [6, rows] (student at T, teacher at T, student), R [rows], and both
     sums' gradients."""
 
@@ -62,7 +67,7 @@ class Upstream:
 
 
 @jit
-def _gradient(
+def _weighted_gradient_kernel(
     student, teacher, norms, inner, kept, target, divergence, cross_entropy, student_stride, teacher_stride, norms_stride, width, first,
     ignored, peak, spread, scale, beta, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -75,32 +80,32 @@ def _gradient(
     norms += row
     log_q = z * scale - tl.load(norms) - tl.load(norms + norms_stride)
     log_p = teacher_z * scale - tl.load(norms + 2 * norms_stride) - tl.load(norms + 3 * norms_stride)
-    change = scale * gradient_of_token(log_q, log_p, tl.load(inner + row), beta, KIND)
+    change = scale * gradient_at_token(log_q, log_p, tl.load(inner + row), beta, KIND)
     change = tl.where(tl.load(kept + row) != 0, tl.load(divergence) * change, 0.0)
     label = tl.load(target + row).to(tl.int64)
     log_q = z - tl.load(norms + 4 * norms_stride) - tl.load(norms + 5 * norms_stride)
-    other = gradient_of_logit(log_q, columns, label - first, peak, spread)
+    other = logit_gradient(log_q, columns, label - first, peak, spread)
     change += tl.where(label == ignored, 0.0, tl.load(cross_entropy) * other)
     tl.store(place, change.to(student.dtype.element_ty), mask=inside)
 
 
-def _gradient_reference_(
+def _write_weighted_gradient_reference_(
     student: torch.Tensor,
     teacher: torch.Tensor,
     kept: torch.Tensor,
     target: torch.Tensor,
-    up: Upstream,
+    up: RowUpstream,
     rule: Divergence,
-    labels: Target,
+    labels: LabelTarget,
 ) -> None:
-    log_q = log_softmax(student, up.norms[:2], rule.temperature)
-    log_p = log_softmax(teacher, up.norms[2:4], rule.temperature)
+    log_q = chunk_log_softmax(student, up.norms[:2], rule.temperature)
+    log_p = chunk_log_softmax(teacher, up.norms[2:4], rule.temperature)
     change = (
-        gradient_reference(log_q, log_p, up.inner, rule).masked_fill_((kept == 0).unsqueeze(1), 0.0)
+        gradient_at_token_reference(log_q, log_p, up.inner, rule).masked_fill_((kept == 0).unsqueeze(1), 0.0)
         * up.divergence
     )
-    other = log_softmax(student, up.norms[4:], 1.0).exp_()
-    columns = torch.arange(labels.first, labels.first + other.shape[1], device=other.device)
+    other = chunk_log_softmax(student, up.norms[4:], 1.0).exp_()
+    columns = torch.arange(labels.first_token, labels.first_token + other.shape[1], device=other.device)
     other -= (columns == target.unsqueeze(1)) * (
         1 - labels.label_smoothing
     ) + labels.label_smoothing / labels.vocabulary
@@ -109,63 +114,63 @@ def _gradient_reference_(
     )
 
 
-def gradient_(
+def write_weighted_gradient_(
     student: torch.Tensor,
     teacher: torch.Tensor,
     kept: torch.Tensor,
     target: torch.Tensor,
-    up: Upstream,
+    up: RowUpstream,
     rule: Divergence,
-    labels: Target,
+    labels: LabelTarget,
 ) -> None:
     """Replace a chunk's student logits by the gradient of the weighted sum of both losses by them."""
     rows, width = student.shape
     if not has_kernels(student):
-        _gradient_reference_(student, teacher, kept, target, up, rule, labels)
+        _write_weighted_gradient_reference_(student, teacher, kept, target, up, rule, labels)
     elif width:
-        launch = launch_tuning.launch(NAME, width, student)
+        launch = launch_tuning.choose_launch(LINEAR_KL_CE_NAME, width, student)
         with on_device(student):
-            _gradient[(rows, ceil_div(width, launch.block))](
+            _weighted_gradient_kernel[(rows, ceil_div(width, launch.block))](
                 student, teacher, up.norms, up.inner, kept, target, up.divergence, up.cross_entropy,
-                student.stride(0), teacher.stride(0), up.norms.stride(0), width, labels.first, labels.ignore_index,
+                student.stride(0), teacher.stride(0), up.norms.stride(0), width, labels.first_token, labels.ignore_index,
                 1 - labels.label_smoothing, labels.label_smoothing / labels.vocabulary, 1 / rule.temperature, rule.beta,
                 KIND=rule.kind, BLOCK=launch.block, num_warps=launch.warps,
             )  # fmt: skip
 
 
 @torch.library.custom_op("secc::linear_kl_ce", mutates_args=())
-def _operator(
+def _linear_kl_ce_op(
     student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
     target: torch.Tensor, mask: torch.Tensor | None, temperature: float, kind: str, beta: float, ignore_index: int, label_smoothing: float,
     first: int, vocabulary: int, group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     rule, labels = (
         Divergence(kind, beta, temperature),
-        Target(ignore_index, label_smoothing, 0.0, first, vocabulary),
+        LabelTarget(ignore_index, label_smoothing, 0.0, first, vocabulary),
     )
-    labels.check(target)
-    shards, kept = Shards(group), kept_rows(mask, student_hidden)
-    rows_of_all, dtype = student_hidden.shape[0], accumulator(student_hidden.dtype)
+    labels.check_labels(target)
+    shards, kept = VocabGroup(group), counted_rows(mask, student_hidden)
+    rows_of_all, dtype = student_hidden.shape[0], accumulator_dtype(student_hidden.dtype)
     divergences, cross_entropies = student_hidden.new_empty(2, rows_of_all, dtype=dtype).unbind()
     norms, inner = (
         student_hidden.new_empty(6, rows_of_all, dtype=dtype),
         student_hidden.new_empty(rows_of_all, dtype=dtype),
     )
-    chunk = chunk_rows(NAME, student_hidden, ceil_div(vocabulary, shards.size))
+    chunk = choose_chunk_rows(LINEAR_KL_CE_NAME, student_hidden, ceil_div(vocabulary, shards.size))
     with torch.autocast(student_hidden.device.type, enabled=False):
         student, teacher = (
-            Head(student_hidden, student_weight, chunk),
-            Head(teacher_hidden, teacher_weight, chunk),
+            ChunkedHead(student_hidden, student_weight, chunk),
+            ChunkedHead(teacher_hidden, teacher_weight, chunk),
         )
-        for rows in row_chunks(rows_of_all, chunk):
-            z, teacher_z = student.logits(rows), teacher.logits(rows)
-            now = norms[:4, rows] = row_norms(NAME, z, teacher_z, temperature, shards)
-            divergences[rows], inner[rows] = row_values(
-                NAME, z, teacher_z, now, kept[rows], rule, shards, gradient=False
+        for rows in split_rows(rows_of_all, chunk):
+            z, teacher_z = student.compute_logits(rows), teacher.compute_logits(rows)
+            now = norms[:4, rows] = compute_row_norms(LINEAR_KL_CE_NAME, z, teacher_z, temperature, shards)
+            divergences[rows], inner[rows] = compute_row_values(
+                LINEAR_KL_CE_NAME, z, teacher_z, now, kept[rows], rule, shards, gradient=False
             )
-            partials = shards.gather(statistics(z, None, target[rows], labels))
-            cross_entropies[rows], norms[4:, rows] = row_losses(partials, target[rows], labels)
-    divergence = shards.total(divergences.sum(dtype=torch.float64)).to(dtype)
+            partials = shards.all_gather(compute_tile_statistics(z, None, target[rows], labels))
+            cross_entropies[rows], norms[4:, rows] = compute_row_losses(partials, target[rows], labels)
+    divergence = shards.sum_in_rank_order(divergences.sum(dtype=torch.float64)).to(dtype)
     cross_entropy = cross_entropies.sum(dtype=torch.float64).to(dtype)
     return (
         divergence,
@@ -177,17 +182,17 @@ def _operator(
     )
 
 
-@_operator.register_fake
+@_linear_kl_ce_op.register_fake
 def _(
     student_hidden, student_weight, teacher_hidden, teacher_weight, target, mask, temperature, kind, beta, ignore_index, label_smoothing,
     first, vocabulary, group,
 ):  # fmt: skip
-    rows, new = student_hidden.shape[0], student_hidden.to(accumulator(student_hidden.dtype)).new_empty
+    rows, new = student_hidden.shape[0], student_hidden.to(accumulator_dtype(student_hidden.dtype)).new_empty
     return new(()), new((), dtype=torch.int64), new(()), new((), dtype=torch.int64), new(6, rows), new(rows)
 
 
 @torch.library.custom_op("secc::linear_kl_ce_backward", mutates_args=())
-def _backward_operator(
+def _linear_kl_ce_backward_op(
     student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
     target: torch.Tensor, mask: torch.Tensor | None, norms: torch.Tensor, inner: torch.Tensor, divergence: torch.Tensor,
     cross_entropy: torch.Tensor, temperature: float, kind: str, beta: float, ignore_index: int, label_smoothing: float, first: int,
@@ -195,26 +200,26 @@ def _backward_operator(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     rule, labels = (
         Divergence(kind, beta, temperature),
-        Target(ignore_index, label_smoothing, 0.0, first, vocabulary),
+        LabelTarget(ignore_index, label_smoothing, 0.0, first, vocabulary),
     )
-    shards, kept = Shards(group), kept_rows(mask, student_hidden)
-    chunk = chunk_rows(NAME, student_hidden, ceil_div(vocabulary, shards.size))
+    shards, kept = VocabGroup(group), counted_rows(mask, student_hidden)
+    chunk = choose_chunk_rows(LINEAR_KL_CE_NAME, student_hidden, ceil_div(vocabulary, shards.size))
     with torch.autocast(student_hidden.device.type, enabled=False):
         student, teacher = (
-            Head(student_hidden, student_weight, chunk),
-            Head(teacher_hidden, teacher_weight, chunk),
+            ChunkedHead(student_hidden, student_weight, chunk),
+            ChunkedHead(teacher_hidden, teacher_weight, chunk),
         )
-        gradient = HeadGradient(student, student_weight, want_hidden, want_weight)
-        for rows in row_chunks(student_hidden.shape[0], chunk):
-            z, teacher_z = student.logits(rows), teacher.logits(rows)
-            up = Upstream(norms[:, rows], inner[rows], divergence, cross_entropy)
-            gradient_(z, teacher_z, kept[rows], target[rows], up, rule, labels)
-            gradient.add(rows, z)
+        gradient = ChunkedHeadGradient(student, student_weight, want_hidden, want_weight)
+        for rows in split_rows(student_hidden.shape[0], chunk):
+            z, teacher_z = student.compute_logits(rows), teacher.compute_logits(rows)
+            up = RowUpstream(norms[:, rows], inner[rows], divergence, cross_entropy)
+            write_weighted_gradient_(z, teacher_z, kept[rows], target[rows], up, rule, labels)
+            gradient.add_chunk(rows, z)
         hidden, weight = gradient.results(shards)
     return hidden, weight.to(student_weight.dtype)
 
 
-@_backward_operator.register_fake
+@_linear_kl_ce_backward_op.register_fake
 def _(
     student_hidden, student_weight, teacher_hidden, teacher_weight, target, mask, norms, inner, divergence, cross_entropy, temperature,
     kind, beta, ignore_index, label_smoothing, first, vocabulary, group, want_hidden, want_weight,
@@ -236,11 +241,11 @@ def _backward(ctx, divergence, _, cross_entropy, *__):
     zero = torch.zeros_like(divergence if divergence is not None else cross_entropy)
     upstream = [zero if g is None else g.contiguous() for g in (divergence, cross_entropy)]
     wants = ctx.needs_input_grad[:2]
-    gradients = _backward_operator(*ctx.saved_tensors, *upstream, *ctx.options, *wants)
+    gradients = _linear_kl_ce_backward_op(*ctx.saved_tensors, *upstream, *ctx.options, *wants)
     return *(g if want else None for g, want in zip(gradients, wants, strict=True)), *(None,) * 12
 
 
-_operator.register_autograd(_backward, setup_context=_setup_context)
+_linear_kl_ce_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def linear_kl_ce(
@@ -252,7 +257,7 @@ def linear_kl_ce(
     mask: torch.Tensor | None = None,
     *,
     temperature: float = 1.0,
-    kind: Kind = "forward",
+    kind: DivergenceKind = "forward",
     beta: float = 0.5,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -264,39 +269,41 @@ def linear_kl_ce(
     the cross entropy, which is taken at temperature 1. Either sum may be used alone or both, weighted as the
     caller likes. Raises UserError as they do.
     """
-    return sharded(
+    return sharded_linear_kl_ce(
         student_hidden, student_weight, teacher_hidden, teacher_weight, target, mask, Divergence(kind, beta, temperature),
-        Target(ignore_index, label_smoothing, 0.0, 0, student_weight.shape[0]), "",
+        LabelTarget(ignore_index, label_smoothing, 0.0, 0, student_weight.shape[0]), "",
     )  # fmt: skip
 
 
-def sharded(
+def sharded_linear_kl_ce(
     student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
-    target: torch.Tensor, mask: torch.Tensor | None, rule: Divergence, labels: Target, group: str,
+    target: torch.Tensor, mask: torch.Tensor | None, rule: Divergence, labels: LabelTarget, group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """`linear_kl_ce` on the tokens that this rank of `group` holds of both vocabularies."""
-    check_heads(NAME, student_hidden, student_weight, teacher_hidden, teacher_weight, mask)
+    check_head_pair(LINEAR_KL_CE_NAME, student_hidden, student_weight, teacher_hidden, teacher_weight, mask)
     student_hidden, teacher_hidden, teacher_weight = (
-        autocast(student_hidden),
-        autocast(teacher_hidden.detach()),
+        cast_as_autocast(student_hidden),
+        cast_as_autocast(teacher_hidden.detach()),
         teacher_weight.detach(),
     )
-    rule.check(NAME)
-    labels.check_options(NAME)
-    require(
+    rule.check_options(LINEAR_KL_CE_NAME)
+    labels.check_options(LINEAR_KL_CE_NAME)
+    check_argument(
         target.shape == student_hidden.shape[:-1],
-        f"{NAME}: target {list(target.shape)} for hidden {list(student_hidden.shape)}",
+        f"{LINEAR_KL_CE_NAME}: target {list(target.shape)} for hidden {list(student_hidden.shape)}",
     )
-    require(not target.is_floating_point(), f"{NAME}: targets are token numbers, not {target.dtype}")
-    outputs = _operator(
+    check_argument(
+        not target.is_floating_point(), f"{LINEAR_KL_CE_NAME}: targets are token numbers, not {target.dtype}"
+    )
+    outputs = _linear_kl_ce_op(
         as_rows(student_hidden), student_weight, as_rows(teacher_hidden), teacher_weight, target.reshape(-1),
         None if mask is None else mask.reshape(-1), rule.temperature, rule.kind, rule.beta, labels.ignore_index, labels.label_smoothing,
-        labels.first, labels.vocabulary, group,
+        labels.first_token, labels.vocabulary, group,
     )  # fmt: skip
     return outputs[0], outputs[1], outputs[2], outputs[3]
 
 
-def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
+def _make_trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
     hidden = torch.randn(rows, 1024, dtype=dtype, device=device, requires_grad=True)
     weight = torch.randn(size, 1024, dtype=dtype, device=device) / 32
     target = torch.randint(size, (rows,), device=device)
@@ -308,4 +315,6 @@ def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
     return run
 
 
-launch_tuning.register(launch_tuning.Tunable(NAME, default_launch, candidates, _trial))
+launch_tuning.register_kernel(
+    launch_tuning.TunableKernel(LINEAR_KL_CE_NAME, default_loss_launch, loss_launch_candidates, _make_trial)
+)

@@ -21,14 +21,14 @@ import torch
 from secc.runtime.errors import UserError
 from secc.runtime.kernels.backend import next_power_of_2
 
-Timer = Callable[[Callable[[], object]], float]  # one run -> milliseconds
-Trial = Callable[
+TimeRun = Callable[[Callable[[], object]], float]  # one run -> milliseconds
+MakeTrial = Callable[
     [int, int, torch.dtype, torch.device], Callable[[], object]
 ]  # rows, size, dtype, device -> one run
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchParameters:
     """How a kernel is launched: columns and rows that one program holds, warps.
 
     For the linear losses `rows` and `columns` are the rows and tokens whose logits exist at a time; 0 leaves
@@ -42,40 +42,40 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Tunable:
+class TunableKernel:
     """A kernel whose launch may be measured: its default, what to try, and one run to time, all by size (row
     length)."""
 
     name: str
-    default: Callable[[int, torch.device], Launch]
-    candidates: Callable[[int, torch.device], list[Launch]]
-    trial: Trial
+    default_launch: Callable[[int, torch.device], LaunchParameters]
+    launch_candidates: Callable[[int, torch.device], list[LaunchParameters]]
+    make_trial: MakeTrial
 
 
-TUNABLES: dict[str, Tunable] = {}
-_forced: dict[str, Launch] = {}
+TUNABLE_KERNELS: dict[str, TunableKernel] = {}
+_forced_launches: dict[str, LaunchParameters] = {}
 
 
-def row_launch(width: int, _: torch.device) -> Launch:
+def default_row_launch(width: int, _: torch.device) -> LaunchParameters:
     """The default of kernels that hold whole rows: several short rows a program, more warps for long ones."""
     block = next_power_of_2(width)
-    return Launch(block, max(4096 // block, 1), warps=min(max(block // 512, 4), 32))
+    return LaunchParameters(block, max(4096 // block, 1), warps=min(max(block // 512, 4), 32))
 
 
-def row_candidates(width: int, _: torch.device) -> list[Launch]:
+def row_launch_candidates(width: int, _: torch.device) -> list[LaunchParameters]:
     """Other numbers of rows and warps for kernels that hold whole rows."""
     block = next_power_of_2(width)
     return [
-        Launch(block, rows, warps)
+        LaunchParameters(block, rows, warps)
         for rows in (1, 2, 4, 8, 16)
         if rows * block <= 1 << 15
         for warps in (2, 4, 8, 16, 32)
     ]
 
 
-def register(tunable: Tunable) -> None:
+def register_kernel(tunable: TunableKernel) -> None:
     """Make a kernel known to `launch` and `tune`."""
-    TUNABLES[tunable.name] = tunable
+    TUNABLE_KERNELS[tunable.name] = tunable
 
 
 def cache_path() -> Path | None:
@@ -87,12 +87,12 @@ def cache_path() -> Path | None:
 
 
 @cache
-def measured() -> dict[str, Launch]:
+def measured_launches() -> dict[str, LaunchParameters]:
     """Measured parameters, read once from the cache file; a file that cannot be read counts as empty."""
     path = cache_path()
     try:
         entries = json.loads(path.read_text()) if path is not None else {}
-        return {key: Launch(**entry) for key, entry in entries.items()}
+        return {key: LaunchParameters(**entry) for key, entry in entries.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
@@ -102,50 +102,50 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def key(name: str, size: int, dtype: torch.dtype, device: torch.device) -> str:
+def measurement_key(name: str, size: int, dtype: torch.dtype, device: torch.device) -> str:
     """The entry of a measurement: what it depends on."""
     return f"{_device_name(device)}/{name}/{next_power_of_2(size)}/{str(dtype).removeprefix('torch.')}"
 
 
-def launch(name: str, size: int, like: torch.Tensor) -> Launch:
+def choose_launch(name: str, size: int, like: torch.Tensor) -> LaunchParameters:
     """The parameters to launch a kernel with, for rows of `size` entries of `like`'s dtype on its device.
     Never measures."""
-    if name in _forced:
-        return _forced[name]
+    if name in _forced_launches:
+        return _forced_launches[name]
     if like.is_cuda:
-        found = measured().get(key(name, size, like.dtype, like.device))
+        found = measured_launches().get(measurement_key(name, size, like.dtype, like.device))
         if found is not None:
             return found
-    return TUNABLES[name].default(size, like.device)
+    return TUNABLE_KERNELS[name].default_launch(size, like.device)
 
 
 @contextmanager
-def use(name: str, parameters: Launch) -> Iterator[None]:
+def use_launch(name: str, parameters: LaunchParameters) -> Iterator[None]:
     """Launch a kernel with these parameters inside the block, whatever was measured."""
-    before = _forced.get(name)
-    _forced[name] = parameters
+    before = _forced_launches.get(name)
+    _forced_launches[name] = parameters
     try:
         yield
     finally:
-        _forced.pop(name)
+        _forced_launches.pop(name)
         if before is not None:
-            _forced[name] = before
+            _forced_launches[name] = before
 
 
-def _milliseconds(run: Callable[[], object]) -> float:
+def _time_milliseconds(run: Callable[[], object]) -> float:
     from triton.testing import do_bench  # here, since Triton may be missing where nothing is measured
 
     return do_bench(run, return_mode="median")  # pyright: ignore[reportReturnType]  # a number, without quantiles
 
 
-def _best(
-    tunable: Tunable, size: int, run: Callable[[], object], device: torch.device, time: Timer
-) -> Launch:
+def _find_fastest(
+    tunable: TunableKernel, size: int, run: Callable[[], object], device: torch.device, time: TimeRun
+) -> LaunchParameters:
     """The fastest candidate; those that the device cannot hold are passed over."""
-    times: dict[Launch, float] = {}
-    default = tunable.default(size, device)
-    for candidate in dict.fromkeys([default, *tunable.candidates(size, device)]):
-        with use(tunable.name, candidate):
+    times: dict[LaunchParameters, float] = {}
+    default = tunable.default_launch(size, device)
+    for candidate in dict.fromkeys([default, *tunable.launch_candidates(size, device)]):
+        with use_launch(tunable.name, candidate):
             try:
                 times[candidate] = time(run)
             except (RuntimeError, ValueError):  # out of memory, shared memory or registers
@@ -159,9 +159,9 @@ def tune(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
     *,
-    time: Timer = _milliseconds,
+    time: TimeRun = _time_milliseconds,
     save: bool = True,
-) -> dict[str, Launch]:
+) -> dict[str, LaunchParameters]:
     """Measure kernels on this device and keep the best parameters.
 
     `sizes` names the kernels (keys of `TUNABLES`) and the length of their rows (the hidden size, or the
@@ -169,28 +169,29 @@ def tune(
     Raises UserError for an unknown kernel or without a GPU.
     """
     device = torch.device(device)
-    if unknown := sizes.keys() - TUNABLES.keys():
+    if unknown := sizes.keys() - TUNABLE_KERNELS.keys():
         raise UserError(
-            f"no kernel is called {sorted(unknown)[0]}", remedy=f"choose from {', '.join(sorted(TUNABLES))}"
+            f"no kernel is called {sorted(unknown)[0]}",
+            remedy=f"choose from {', '.join(sorted(TUNABLE_KERNELS))}",
         )
-    if time is _milliseconds and not torch.cuda.is_available():
+    if time is _time_milliseconds and not torch.cuda.is_available():
         raise UserError("kernels are tuned on the GPU that will run them, and there is none here")
-    found: dict[str, Launch] = {}
+    found: dict[str, LaunchParameters] = {}
     for name, size in sizes.items():
-        run = TUNABLES[name].trial(rows, size, dtype, device)
-        found[name] = _best(TUNABLES[name], size, run, device, time)
-        measured()[key(name, size, dtype, device)] = found[name]
+        run = TUNABLE_KERNELS[name].make_trial(rows, size, dtype, device)
+        found[name] = _find_fastest(TUNABLE_KERNELS[name], size, run, device, time)
+        measured_launches()[measurement_key(name, size, dtype, device)] = found[name]
     if save:
-        _save()
+        _save_measured()
     return found
 
 
-def _save() -> None:
+def _save_measured() -> None:
     """Write all measurements, replacing the file in one step so that a reader never sees half of it."""
     path = cache_path()
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps({k: asdict(v) for k, v in sorted(measured().items())}, indent=1))
+    part.write_text(json.dumps({k: asdict(v) for k, v in sorted(measured_launches().items())}, indent=1))
     part.replace(path)

@@ -15,24 +15,24 @@ import torch
 
 from secc.runtime.kernels import launch_tuning
 from secc.runtime.kernels.backend import (
-    accumulator,
+    accumulator_dtype,
     as_rows,
+    as_unit_stride_rows,
     ceil_div,
+    check_argument,
     has_kernels,
     jit,
     on_device,
-    programs,
-    require,
+    reduction_program_count,
     tl,
-    unit_rows,
 )
 
-NAME = "norm"
-LONGEST = 1 << 16  # entries of a row that a program can hold
+NORM_NAME = "norm"
+MAX_ROW_ENTRIES = 1 << 16  # entries of a row that a program can hold
 
 
 @jit
-def _forward(
+def _norm_forward_kernel(
     x, residual, weight, bias, y, h, moments, rows, width, x_stride, residual_stride, eps,
     CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def _forward(
 
 
 @jit
-def _backward(
+def _norm_backward_kernel(
     dy, dh, h, weight, moments, dx, sums, rows, width, dy_stride, dh_stride, h_stride, tiles,
     CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +109,7 @@ def _forward_reference(
     center: bool,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    value = h.to(accumulator(h.dtype))
+    value = h.to(accumulator_dtype(h.dtype))
     mean = value.mean(1, keepdim=True) if center else value.new_zeros(value.shape[0], 1)
     value = value - mean
     scale = (value.square().mean(1, keepdim=True) + eps).rsqrt()
@@ -137,7 +137,7 @@ def _backward_reference(
     return (change if dh is None else change + dh).to(h.dtype), weight_sum, bias_sum
 
 
-def _dtypes(
+def _result_dtypes(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes of h and y: PyTorch's promotion of what they are made of."""
@@ -147,7 +147,7 @@ def _dtypes(
 
 
 @torch.library.custom_op("secc::norm", mutates_args=())
-def _operator(
+def _norm_op(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -156,19 +156,19 @@ def _operator(
     center: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, width = x.shape
-    h_dtype, y_dtype = _dtypes(x, residual, weight, bias)
-    if not has_kernels(x) or width > LONGEST:
-        h = x if residual is None else (x.to(accumulator(h_dtype)) + residual).to(h_dtype)
+    h_dtype, y_dtype = _result_dtypes(x, residual, weight, bias)
+    if not has_kernels(x) or width > MAX_ROW_ENTRIES:
+        h = x if residual is None else (x.to(accumulator_dtype(h_dtype)) + residual).to(h_dtype)
         y, moments = _forward_reference(h, weight, bias, eps, center, y_dtype)
         return y, h.new_empty(0) if residual is None else h, moments
     y, moments = x.new_empty(rows, width, dtype=y_dtype), x.new_empty(2, rows, dtype=torch.float32)
     h = x.new_empty((rows, width) if residual is not None else 0, dtype=h_dtype)
-    launch = launch_tuning.launch(NAME, width, x)
-    x = unit_rows(x)
-    other = x if residual is None else unit_rows(residual)
+    launch = launch_tuning.choose_launch(NORM_NAME, width, x)
+    x = as_unit_stride_rows(x)
+    other = x if residual is None else as_unit_stride_rows(residual)
     if rows:
         with on_device(x):
-            _forward[(ceil_div(rows, launch.rows),)](
+            _norm_forward_kernel[(ceil_div(rows, launch.rows),)](
                 x, other, x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(), y, h, moments,
                 rows, width, x.stride(0), other.stride(0), eps, CENTER=center, RESIDUAL=residual is not None, WEIGHT=weight is not None,
                 BIAS=bias is not None, ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps,
@@ -176,15 +176,19 @@ def _operator(
     return y, h, moments
 
 
-@_operator.register_fake
+@_norm_op.register_fake
 def _(x, weight, bias, residual, eps, center):
-    h_dtype, y_dtype = _dtypes(x, residual, weight, bias)
+    h_dtype, y_dtype = _result_dtypes(x, residual, weight, bias)
     h = x.new_empty(x.shape if residual is not None else 0, dtype=h_dtype)
-    return x.new_empty(x.shape, dtype=y_dtype), h, x.new_empty(2, x.shape[0], dtype=accumulator(h_dtype))
+    return (
+        x.new_empty(x.shape, dtype=y_dtype),
+        h,
+        x.new_empty(2, x.shape[0], dtype=accumulator_dtype(h_dtype)),
+    )
 
 
 @torch.library.custom_op("secc::norm_backward", mutates_args=())
-def _backward_operator(
+def _norm_backward_op(
     dy: torch.Tensor,
     dh: torch.Tensor | None,
     h: torch.Tensor,
@@ -193,16 +197,16 @@ def _backward_operator(
     center: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, width = h.shape
-    if not has_kernels(h) or width > LONGEST or not rows:
+    if not has_kernels(h) or width > MAX_ROW_ENTRIES or not rows:
         return _backward_reference(dy, dh, h, weight, moments, center)
-    launch = launch_tuning.launch(NAME, width, h)
+    launch = launch_tuning.choose_launch(NORM_NAME, width, h)
     tiles = ceil_div(rows, launch.rows)
-    slabs = min(tiles, programs(h.device))
+    slabs = min(tiles, reduction_program_count(h.device))
     dx, sums = h.new_empty(rows, width), h.new_empty(slabs, 2, width, dtype=torch.float32)
-    dy, h = unit_rows(dy), unit_rows(h)
-    other = dy if dh is None else unit_rows(dh)
+    dy, h = as_unit_stride_rows(dy), as_unit_stride_rows(h)
+    other = dy if dh is None else as_unit_stride_rows(dh)
     with on_device(h):
-        _backward[(slabs,)](
+        _norm_backward_kernel[(slabs,)](
             dy, other, h, h if weight is None else weight.contiguous(), moments, dx, sums, rows, width, dy.stride(0), other.stride(0),
             h.stride(0), ceil_div(tiles, slabs), CENTER=center, RESIDUAL=dh is not None, WEIGHT=weight is not None,
             ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps,
@@ -211,7 +215,7 @@ def _backward_operator(
     return dx, weight_sum.clone(), bias_sum.clone()
 
 
-@_backward_operator.register_fake
+@_norm_backward_op.register_fake
 def _(dy, dh, h, weight, moments, center):
     return h.new_empty(h.shape), moments.new_empty(h.shape[1]), moments.new_empty(h.shape[1])
 
@@ -225,12 +229,12 @@ def _setup_context(ctx, inputs, output):
     ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias, residual)]
 
 
-def _derive(ctx, dy, dh, _):
+def _autograd_backward(ctx, dy, dh, _):
     h, weight, moments = ctx.saved_tensors
     if dy is None:  # only the residual stream was used
         gradients = dh, None, None, dh
     else:
-        dx, dweight, dbias = _backward_operator(
+        dx, dweight, dbias = _norm_backward_op(
             dy, dh if ctx.dtypes[3] else None, h, weight, moments, ctx.center
         )
         gradients = dx, dweight, dbias, dx
@@ -241,10 +245,10 @@ def _derive(ctx, dy, dh, _):
     return *typed, None, None
 
 
-_operator.register_autograd(_derive, setup_context=_setup_context)
+_norm_op.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-def _norm(
+def _apply_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -252,19 +256,17 @@ def _norm(
     eps: float,
     center: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    require(
+    check_argument(
         x.is_floating_point() and x.dim() > 0 and x.shape[-1] > 0,
         f"a norm is of rows of floating numbers, not {list(x.shape)}",
     )
     for name, t in (("weight", weight), ("bias", bias)):
-        require(
+        check_argument(
             t is None or t.shape == x.shape[-1:],
             f"norm: rows of {x.shape[-1]} entries need a {name} of as many",
         )
-    require(residual is None or residual.shape == x.shape, "norm: the residual has the shape of x")
-    y, h, _ = _operator(
-        as_rows(x), weight, bias, None if residual is None else as_rows(residual), eps, center
-    )
+    check_argument(residual is None or residual.shape == x.shape, "norm: the residual has the shape of x")
+    y, h, _ = _norm_op(as_rows(x), weight, bias, None if residual is None else as_rows(residual), eps, center)
     return y.view(x.shape) if residual is None else (y.view(x.shape), h.view(x.shape))
 
 
@@ -277,7 +279,7 @@ def rms_norm(
     `x` and `residual` [..., H], `weight` [H] or None. The result has the dtype that PyTorch promotes x and
     weight to. Raises UserError for shapes that do not fit.
     """
-    return _norm(x, weight, None, residual, eps, center=False)
+    return _apply_norm(x, weight, None, residual, eps, center=False)
 
 
 def layer_norm(
@@ -289,10 +291,10 @@ def layer_norm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim; `weight` and `bias` [H] or None;
     the rest as `rms_norm`."""
-    return _norm(x, weight, bias, residual, eps, center=True)
+    return _apply_norm(x, weight, bias, residual, eps, center=True)
 
 
-def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
+def _make_trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
     x = torch.randn(rows, size, dtype=dtype, device=device, requires_grad=True)
     weight = torch.ones(size, dtype=dtype, device=device, requires_grad=True)
 
@@ -304,6 +306,8 @@ def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
     return run
 
 
-launch_tuning.register(
-    launch_tuning.Tunable(NAME, launch_tuning.row_launch, launch_tuning.row_candidates, _trial)
+launch_tuning.register_kernel(
+    launch_tuning.TunableKernel(
+        NORM_NAME, launch_tuning.default_row_launch, launch_tuning.row_launch_candidates, _make_trial
+    )
 )

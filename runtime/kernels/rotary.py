@@ -14,22 +14,22 @@ import torch
 
 from secc.runtime.kernels import launch_tuning
 from secc.runtime.kernels.backend import (
-    accumulator,
+    accumulator_dtype,
     ceil_div,
+    check_argument,
     has_kernels,
     jit,
     next_power_of_2,
     on_device,
-    require,
     tl,
 )
-from secc.runtime.kernels.launch_tuning import Launch
+from secc.runtime.kernels.launch_tuning import LaunchParameters
 
-NAME = "rope"
+ROPE_NAME = "rope"
 
 
 @jit
-def _rotate(
+def _rotate_kernel(
     x, cos, sin, y, heads, positions, width, half, x_batch, x_head, x_position, y_batch, y_head, y_position, table_batch, table_position,
     TRANSPOSED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
@@ -64,10 +64,10 @@ def _rotate(
         tl.store(place + rest[None, :], passed.to(y.dtype.element_ty), mask=beyond)
 
 
-def _reference(
+def _rotate_reference(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, transposed: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    wide = accumulator(dtype)
+    wide = accumulator_dtype(dtype)
     half = cos.shape[-1] // 2
     cos1, cos2 = cos.to(wide).unsqueeze(1).split(half, -1)
     sin1, sin2 = sin.to(wide).unsqueeze(1).split(half, -1)
@@ -79,7 +79,7 @@ def _reference(
     return torch.cat([y1, y2, rest], -1).to(dtype)
 
 
-def _result(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _empty_result(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Memory for a result: x's order of dims, as PyTorch's own arithmetic keeps it, with adjacent entries in
     a head."""
     y = torch.empty_like(x, dtype=dtype)
@@ -87,21 +87,21 @@ def _result(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @torch.library.custom_op("secc::rope", mutates_args=())
-def _operator(
+def _rope_op(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, transposed: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    y = _result(x, dtype)
+    y = _empty_result(x, dtype)
     if not has_kernels(x):
-        return y.copy_(_reference(x, cos, sin, transposed, dtype))
+        return y.copy_(_rotate_reference(x, cos, sin, transposed, dtype))
     batch, heads, positions, width = x.shape
     half = cos.shape[-1] // 2
     x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     table_batch = 0 if cos.shape[0] == 1 else cos.stride(0)
     if y.numel():
-        launch = launch_tuning.launch(NAME, width, x)
+        launch = launch_tuning.choose_launch(ROPE_NAME, width, x)
         with on_device(x):
-            _rotate[(batch * positions, ceil_div(heads, launch.rows))](
+            _rotate_kernel[(batch * positions, ceil_div(heads, launch.rows))](
                 x, cos, sin, y, heads, positions, width, half, *x.stride()[:3], *y.stride()[:3], table_batch, 2 * half,
                 TRANSPOSED=transposed, HEADS=launch.rows, HALF=next_power_of_2(half),
                 REST=next_power_of_2(width - 2 * half) if width > 2 * half else 0, num_warps=launch.warps,
@@ -109,9 +109,9 @@ def _operator(
     return y
 
 
-@_operator.register_fake
+@_rope_op.register_fake
 def _(x, cos, sin, transposed, dtype):
-    return _result(x, dtype)
+    return _empty_result(x, dtype)
 
 
 def _setup_context(ctx, inputs, output):
@@ -120,20 +120,20 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(cos, sin)
 
 
-def _derive(ctx, upstream):
-    return _operator(upstream, *ctx.saved_tensors, not ctx.transposed, ctx.dtype), None, None, None, None
+def _autograd_backward(ctx, upstream):
+    return _rope_op(upstream, *ctx.saved_tensors, not ctx.transposed, ctx.dtype), None, None, None, None
 
 
-_operator.register_autograd(_derive, setup_context=_setup_context)
+_rope_op.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-def _checked_tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    require(
+def _check_tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    check_argument(
         cos.shape == sin.shape and cos.dim() in (2, 3),
         f"rope: cos {list(cos.shape)} and sin {list(sin.shape)} are [B or 1, S, R]",
     )
-    require(cos.shape[-1] % 2 == 0, f"rope: an even number of entries is rotated, not {cos.shape[-1]}")
-    require(
+    check_argument(cos.shape[-1] % 2 == 0, f"rope: an even number of entries is rotated, not {cos.shape[-1]}")
+    check_argument(
         not (cos.requires_grad or sin.requires_grad),
         "rope: the tables get no gradient",
         "detach them, or do not fuse this rotation",
@@ -141,16 +141,18 @@ def _checked_tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor,
     return (cos.unsqueeze(0), sin.unsqueeze(0)) if cos.dim() == 2 else (cos, sin)
 
 
-def _rotated(name: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    require(x.dim() == 4 and x.is_floating_point(), f"rope: {name} is [B, heads, S, D], not {list(x.shape)}")
+def _rotate_checked(name: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    check_argument(
+        x.dim() == 4 and x.is_floating_point(), f"rope: {name} is [B, heads, S, D], not {list(x.shape)}"
+    )
     fits = cos.shape[0] in (1, x.shape[0]) and cos.shape[1] == x.shape[2] and cos.shape[2] <= x.shape[3]
-    require(fits, f"rope: {name} {list(x.shape)} and tables {list(cos.shape)} do not fit")
-    return _operator(x, cos, sin, False, torch.promote_types(x.dtype, cos.dtype))
+    check_argument(fits, f"rope: {name} {list(x.shape)} and tables {list(cos.shape)} do not fit")
+    return _rope_op(x, cos, sin, False, torch.promote_types(x.dtype, cos.dtype))
 
 
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_one(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding of one tensor; see `rope`."""
-    return _rotated("x", x, *_checked_tables(cos, sin))
+    return _rotate_checked("x", x, *_check_tables(cos, sin))
 
 
 def rope(
@@ -162,25 +164,29 @@ def rope(
     with even R <= D, the halves usually equal; entries beyond R pass through. Results have the dtype that
     PyTorch promotes to. Raises UserError for shapes that do not fit and for tables that require a gradient.
     """
-    cos, sin = _checked_tables(cos, sin)
-    return _rotated("q", q, cos, sin), _rotated("k", k, cos, sin)
+    cos, sin = _check_tables(cos, sin)
+    return _rotate_checked("q", q, cos, sin), _rotate_checked("k", k, cos, sin)
 
 
-def _default(width: int, _: torch.device) -> Launch:
-    return Launch(next_power_of_2(width), max(2048 // next_power_of_2(width), 1), warps=4)
+def _default_launch(width: int, _: torch.device) -> LaunchParameters:
+    return LaunchParameters(next_power_of_2(width), max(2048 // next_power_of_2(width), 1), warps=4)
 
 
-def _candidates(width: int, _: torch.device) -> list[Launch]:
+def _launch_candidates(width: int, _: torch.device) -> list[LaunchParameters]:
     return [
-        Launch(next_power_of_2(width), heads, warps) for heads in (1, 4, 8, 16, 32) for warps in (1, 2, 4, 8)
+        LaunchParameters(next_power_of_2(width), heads, warps)
+        for heads in (1, 4, 8, 16, 32)
+        for warps in (1, 2, 4, 8)
     ]
 
 
-def _trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
+def _make_trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):
     q = torch.randn(1, rows, 32, size, dtype=dtype, device=device).transpose(1, 2)
     k = torch.randn(1, rows, 8, size, dtype=dtype, device=device).transpose(1, 2)
     cos, sin = (torch.randn(1, rows, size, dtype=dtype, device=device) for _ in range(2))
     return lambda: rope(q, k, cos, sin)
 
 
-launch_tuning.register(launch_tuning.Tunable(NAME, _default, _candidates, _trial))
+launch_tuning.register_kernel(
+    launch_tuning.TunableKernel(ROPE_NAME, _default_launch, _launch_candidates, _make_trial)
+)

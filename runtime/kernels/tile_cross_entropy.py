@@ -14,51 +14,59 @@ from dataclasses import dataclass
 import torch
 
 from secc.runtime.kernels import launch_tuning
-from secc.runtime.kernels.activations import capped
-from secc.runtime.kernels.backend import accumulator, ceil_div, has_kernels, jit, on_device, require, tl
-from secc.runtime.kernels.vocab_group import combine
+from secc.runtime.kernels.activations import apply_softcap
+from secc.runtime.kernels.backend import (
+    accumulator_dtype,
+    ceil_div,
+    check_argument,
+    has_kernels,
+    jit,
+    on_device,
+    tl,
+)
+from secc.runtime.kernels.vocab_group import combine_softmax_partials
 
-NAME = "linear_cross_entropy"
+CROSS_ENTROPY_NAME = "linear_cross_entropy"
 
 
 @dataclass(frozen=True)
-class Target:
+class LabelTarget:
     """What a row's loss compares with: labels, which are left out, smoothing, the cap, and where this shard's
     vocabulary starts."""
 
     ignore_index: int
     label_smoothing: float
     softcap: float  # 0: none
-    first: int
+    first_token: int
     vocabulary: int  # of all shards
 
     def check_options(self, name: str) -> None:
         """Raise UserError for options that mean nothing."""
-        require(self.vocabulary > 0, f"{name}: an empty vocabulary")
-        require(
+        check_argument(self.vocabulary > 0, f"{name}: an empty vocabulary")
+        check_argument(
             0.0 <= self.label_smoothing <= 1.0,
             f"{name}: label_smoothing {self.label_smoothing} is outside 0 … 1",
         )
-        require(self.softcap >= 0, f"{name}: softcap must be positive", "None means no cap")
+        check_argument(self.softcap >= 0, f"{name}: softcap must be positive", "None means no cap")
 
-    def check(self, target: torch.Tensor) -> None:
+    def check_labels(self, target: torch.Tensor) -> None:
         """Raise UserError for a label that is no token. On a GPU such a row's loss is NaN instead, since
         looking would stall it."""
-        if not target.is_cuda and bool(((target != self.ignore_index) & self.outside(target)).any()):
-            bad = target[(target != self.ignore_index) & self.outside(target)][0].item()
-            require(
+        if not target.is_cuda and bool(((target != self.ignore_index) & self.is_outside(target)).any()):
+            bad = target[(target != self.ignore_index) & self.is_outside(target)][0].item()
+            check_argument(
                 False,
                 f"target {bad} is not in a vocabulary of {self.vocabulary}",
                 "is ignore_index what the labels use?",
             )
 
-    def outside(self, target: torch.Tensor) -> torch.Tensor:
+    def is_outside(self, target: torch.Tensor) -> torch.Tensor:
         """Which labels are no tokens of the vocabulary (`ignore_index` too, as a rule)."""
         return (target < 0) | (target >= self.vocabulary)
 
 
 @jit
-def _statistics(
+def _statistics_kernel(
     logits,
     bias,
     target,
@@ -81,7 +89,7 @@ def _statistics(
         z = tl.load(logits + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
         if BIAS:
             z += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-        z = capped(z, cap, CAP)
+        z = apply_softcap(z, cap, CAP)
         plain += tl.sum(tl.where(inside, z, 0.0), 0)
         z = tl.where(inside, z, float("-inf"))
         higher = tl.maximum(top, tl.max(z, 0))
@@ -93,15 +101,15 @@ def _statistics(
     picked = tl.load(logits + row * stride + label, mask=here, other=0.0).to(tl.float32)
     if BIAS:
         picked += tl.load(bias + label, mask=here, other=0.0).to(tl.float32)
-    picked = tl.where(here, capped(picked, cap, CAP), 0.0)
+    picked = tl.where(here, apply_softcap(picked, cap, CAP), 0.0)
     tl.store(out + row * 4, top)
     tl.store(out + row * 4 + 1, total)
     tl.store(out + row * 4 + 2, picked)
     tl.store(out + row * 4 + 3, plain)
 
 
-def statistics(
-    logits: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, rule: Target
+def compute_tile_statistics(
+    logits: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, rule: LabelTarget
 ) -> torch.Tensor:
     """[rows, 4] of a tile: greatest logit, sum of exp(logit - greatest), the target's logit (0 if not here),
     sum of logits.
@@ -112,29 +120,29 @@ def statistics(
     if not has_kernels(logits):
         return _statistics_reference(logits, bias, target, rule)
     out = logits.new_empty(rows, 4, dtype=torch.float32)
-    launch = launch_tuning.launch(NAME, width or 1, logits)
+    launch = launch_tuning.choose_launch(CROSS_ENTROPY_NAME, width or 1, logits)
     with on_device(logits):
-        _statistics[(rows,)](
-            logits, logits if bias is None else bias, target, out, logits.stride(0), width, rule.first, rule.softcap or 1.0,
+        _statistics_kernel[(rows,)](
+            logits, logits if bias is None else bias, target, out, logits.stride(0), width, rule.first_token, rule.softcap or 1.0,
             BIAS=bias is not None, CAP=rule.softcap != 0, BLOCK=launch.block, num_warps=launch.warps,
         )  # fmt: skip
     return out
 
 
 def _final_logits(logits: torch.Tensor, bias: torch.Tensor | None, softcap: float) -> torch.Tensor:
-    z = logits.to(accumulator(logits.dtype))
+    z = logits.to(accumulator_dtype(logits.dtype))
     z = z if bias is None else z + bias
     return softcap * torch.tanh(z / softcap) if softcap else z
 
 
 def _statistics_reference(
-    logits: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, rule: Target
+    logits: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, rule: LabelTarget
 ) -> torch.Tensor:
     z = _final_logits(logits, bias, rule.softcap)
     rows, width = z.shape
     if not width:
         return torch.tensor([-torch.inf, 0.0, 0.0, 0.0], dtype=z.dtype, device=z.device).expand(rows, 4)
-    label = target - rule.first
+    label = target - rule.first_token
     here = (label >= 0) & (label < width)
     picked = z.gather(1, label.clamp(0, width - 1).unsqueeze(1)).squeeze(1)
     top = z.amax(1)
@@ -143,7 +151,9 @@ def _statistics_reference(
 
 
 @jit
-def _row_losses(partials, target, out, shards, rows, ignored, vocabulary, smoothing, BLOCK: tl.constexpr):
+def _row_losses_kernel(
+    partials, target, out, shards, rows, ignored, vocabulary, smoothing, BLOCK: tl.constexpr
+):
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = row < rows
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -170,8 +180,8 @@ def _row_losses(partials, target, out, shards, rows, ignored, vocabulary, smooth
     tl.store(out + 2 * rows + row, tl.log(total), mask=inside)
 
 
-def row_losses(
-    partials: torch.Tensor, target: torch.Tensor, rule: Target
+def compute_row_losses(
+    partials: torch.Tensor, target: torch.Tensor, rule: LabelTarget
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(losses [rows], norms [2, rows] as `combine` gives them) from all tiles' partials [tiles, rows, 4] (see
     `statistics`)."""
@@ -180,7 +190,7 @@ def row_losses(
         return _row_losses_reference(partials, target, rule)
     out = partials.new_empty(3, rows)
     with on_device(partials):
-        _row_losses[(ceil_div(rows, 128),)](
+        _row_losses_kernel[(ceil_div(rows, 128),)](
             partials,
             target,
             out,
@@ -195,25 +205,25 @@ def row_losses(
 
 
 def _row_losses_reference(
-    partials: torch.Tensor, target: torch.Tensor, rule: Target
+    partials: torch.Tensor, target: torch.Tensor, rule: LabelTarget
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    norms = combine(partials[:, :, 0], partials[:, :, 1])
+    norms = combine_softmax_partials(partials[:, :, 0], partials[:, :, 1])
     picked, total = partials[:, :, 2].sum(0), partials[:, :, 3].sum(0)
     loss = norms[0] - picked + norms[1]
     if rule.label_smoothing:
         loss = loss + rule.label_smoothing * (picked - total / rule.vocabulary)
-    loss = loss.masked_fill(rule.outside(target), torch.nan)
+    loss = loss.masked_fill(rule.is_outside(target), torch.nan)
     return loss.masked_fill(target == rule.ignore_index, 0.0), norms
 
 
 @jit
-def gradient_of_logit(log_q, columns, label, peak, spread):
+def logit_gradient(log_q, columns, label, peak, spread):
     """d loss / d logit: softmax minus the smoothed target distribution."""
     return tl.exp(log_q) - tl.where(columns == label, peak, 0.0) - spread
 
 
 @jit
-def _gradient(
+def _logits_gradient_kernel(
     logits, bias, target, norms, upstream, norms_stride, stride, width, first, ignored, peak, spread, cap,
     BIAS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -224,50 +234,50 @@ def _gradient(
     z = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         z += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    z = capped(z, cap, CAP)
+    z = apply_softcap(z, cap, CAP)
     label = tl.load(target + row).to(tl.int64)
     log_q = z - tl.load(norms + row) - tl.load(norms + norms_stride + row)
-    change = gradient_of_logit(log_q, columns, label - first, peak, spread)
+    change = logit_gradient(log_q, columns, label - first, peak, spread)
     if CAP:
         change *= 1.0 - (z / cap) * (z / cap)
     change = tl.where(label == ignored, 0.0, tl.load(upstream) * change)
     tl.store(place, change.to(logits.dtype.element_ty), mask=inside)
 
 
-def gradient_(
+def write_logits_gradient_(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
     target: torch.Tensor,
     norms: torch.Tensor,
     upstream: torch.Tensor,
-    rule: Target,
+    rule: LabelTarget,
 ) -> None:
     """Replace a tile's products hidden @ weight.T by the gradient of `upstream` (one number) times the summed
     loss by them."""
     rows, width = logits.shape
     if not has_kernels(logits):
-        _gradient_reference_(logits, bias, target, norms, upstream, rule)
+        _write_logits_gradient_reference_(logits, bias, target, norms, upstream, rule)
     elif width:
-        launch = launch_tuning.launch(NAME, width, logits)
+        launch = launch_tuning.choose_launch(CROSS_ENTROPY_NAME, width, logits)
         with on_device(logits):
-            _gradient[(rows, ceil_div(width, launch.block))](
+            _logits_gradient_kernel[(rows, ceil_div(width, launch.block))](
                 logits, logits if bias is None else bias, target, norms, upstream, norms.stride(0), logits.stride(0), width,
-                rule.first, rule.ignore_index, 1 - rule.label_smoothing, rule.label_smoothing / rule.vocabulary, rule.softcap or 1.0,
+                rule.first_token, rule.ignore_index, 1 - rule.label_smoothing, rule.label_smoothing / rule.vocabulary, rule.softcap or 1.0,
                 BIAS=bias is not None, CAP=rule.softcap != 0, BLOCK=launch.block, num_warps=launch.warps,
             )  # fmt: skip
 
 
-def _gradient_reference_(
+def _write_logits_gradient_reference_(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
     target: torch.Tensor,
     norms: torch.Tensor,
     upstream: torch.Tensor,
-    rule: Target,
+    rule: LabelTarget,
 ) -> None:
     z = _final_logits(logits, bias, rule.softcap)
     change = (z - norms[0].unsqueeze(1) - norms[1].unsqueeze(1)).exp_()
-    columns = torch.arange(rule.first, rule.first + z.shape[1], device=z.device)
+    columns = torch.arange(rule.first_token, rule.first_token + z.shape[1], device=z.device)
     change -= (columns == target.unsqueeze(1)) * (
         1 - rule.label_smoothing
     ) + rule.label_smoothing / rule.vocabulary

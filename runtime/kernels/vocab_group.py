@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group  # as torch's functional collectives find groups
 
 
-def combine(maxima: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+def combine_softmax_partials(maxima: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
     """What normalises rows, from their shards: [2, ...], the greatest logit and log(sum of exp(logit -
     greatest)).
 
@@ -30,33 +30,33 @@ def combine(maxima: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Shards:
+class VocabGroup:
     """The ranks that share a vocabulary: the name of their process group, or "" for a whole vocabulary
     here."""
 
     group: str = ""
 
-    def _group(self) -> dist.ProcessGroup:
+    def _process_group(self) -> dist.ProcessGroup:
         return _resolve_process_group(self.group)  # pyright: ignore[reportArgumentType]  # a NewType of str
 
     @property
     def size(self) -> int:
         """How many shards the vocabulary has."""
-        return self._group().size() if self.group else 1
+        return self._process_group().size() if self.group else 1
 
-    def gather(self, partial: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, partial: torch.Tensor) -> torch.Tensor:
         """[...] of every shard in rank order: [shards, ...]."""
         if not self.group:
             return partial.unsqueeze(0)
-        parts = [torch.empty_like(partial) for _ in range(self._group().size())]
-        dist.all_gather(parts, partial.contiguous(), group=self._group())
+        parts = [torch.empty_like(partial) for _ in range(self._process_group().size())]
+        dist.all_gather(parts, partial.contiguous(), group=self._process_group())
         return torch.stack(parts)
 
-    def total(self, partial: torch.Tensor) -> torch.Tensor:
+    def sum_in_rank_order(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum over shards, added in rank order."""
-        return self.gather(partial).sum(0) if self.group else partial
+        return self.all_gather(partial).sum(0) if self.group else partial
 
-    def sum_(self, whole: torch.Tensor) -> None:
+    def all_reduce_(self, whole: torch.Tensor) -> None:
         """Replace a large tensor by its sum over shards."""
         if self.group:
-            dist.all_reduce(whole, group=self._group())
+            dist.all_reduce(whole, group=self._process_group())

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from secc.runtime.kernels import cross_entropy, kl, kl_cross_entropy
-from secc.runtime.kernels.divergence import Divergence, Kind
-from secc.runtime.kernels.tile_cross_entropy import Target
-from secc.runtime.kernels.vocab_group import combine
+from secc.runtime.kernels.divergence import Divergence, DivergenceKind
+from secc.runtime.kernels.tile_cross_entropy import LabelTarget
+from secc.runtime.kernels.vocab_group import combine_softmax_partials
 
 __all__ = [
-    "combine",
+    "combine_softmax_partials",
     "vocab_parallel_linear_cross_entropy",
     "vocab_parallel_linear_kl",
     "vocab_parallel_linear_kl_ce",
@@ -45,8 +45,8 @@ def vocab_parallel_linear_cross_entropy(
     `target` holds token numbers of the whole vocabulary. Slices may differ in length and be empty. Collective
     over `group`.
     """
-    rule = Target(ignore_index, label_smoothing, softcap or 0.0, first, vocabulary)
-    return cross_entropy.sharded(hidden, weight, target, bias, rule, group.group_name)
+    rule = LabelTarget(ignore_index, label_smoothing, softcap or 0.0, first, vocabulary)
+    return cross_entropy.sharded_linear_cross_entropy(hidden, weight, target, bias, rule, group.group_name)
 
 
 def vocab_parallel_linear_kl(
@@ -59,13 +59,13 @@ def vocab_parallel_linear_kl(
     group: dist.ProcessGroup,
     vocabulary: int,
     temperature: float = 1.0,
-    kind: Kind = "forward",
+    kind: DivergenceKind = "forward",
     beta: float = 0.5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`linear_kl` where both weights are the same slice [v, …] of `vocabulary` tokens on each rank.
     Collective over `group`."""
     rule = Divergence(kind, beta, temperature)
-    return kl.sharded(
+    return kl.sharded_linear_kl(
         student_hidden,
         student_weight,
         teacher_hidden,
@@ -89,7 +89,7 @@ def vocab_parallel_linear_kl_ce(
     first: int,
     vocabulary: int,
     temperature: float = 1.0,
-    kind: Kind = "forward",
+    kind: DivergenceKind = "forward",
     beta: float = 0.5,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -98,7 +98,7 @@ def vocab_parallel_linear_kl_ce(
     over `group`."""
     rule, labels = (
         Divergence(kind, beta, temperature),
-        Target(ignore_index, label_smoothing, 0.0, first, vocabulary),
+        LabelTarget(ignore_index, label_smoothing, 0.0, first, vocabulary),
     )
     heads = student_hidden, student_weight, teacher_hidden, teacher_weight
-    return kl_cross_entropy.sharded(*heads, target, mask, rule, labels, group.group_name)
+    return kl_cross_entropy.sharded_linear_kl_ce(*heads, target, mask, rule, labels, group.group_name)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from secc.runtime.plan.schema import CLASS
+from secc.runtime.plan.schema import CLASS_KEY
 
 
 def built(name: str, fields: Mapping[str, Any]) -> Any:
@@ -22,7 +22,7 @@ def built(name: str, fields: Mapping[str, Any]) -> Any:
     return operator.attrgetter(path)(importlib.import_module(module))(**fields)
 
 
-def fields_of(value: object) -> dict[str, Any] | None:
+def dataclass_to_dict(value: object) -> dict[str, Any] | None:
     """The fields of a dataclass that are not None, and its class; None for what is no dataclass, or none that
     a module has by its name."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
@@ -35,4 +35,6 @@ def fields_of(value: object) -> dict[str, Any] | None:
         return None
     if not known or not all(f.init for f in fields):
         return None
-    return {CLASS: f"{cls.__module__}:{cls.__qualname__}"} | {f.name: getattr(value, f.name) for f in fields}
+    return {CLASS_KEY: f"{cls.__module__}:{cls.__qualname__}"} | {
+        f.name: getattr(value, f.name) for f in fields
+    }

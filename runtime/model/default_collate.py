@@ -20,9 +20,9 @@ from secc.runtime.plan import schema
 
 Sample = Mapping[str, Any]
 
-TEXT = "input_ids"
-MASK = "attention_mask"
-REMEDY = "write `collate(samples) -> dict` in the model file"
+TEXT_KEY = "input_ids"
+MASK_KEY = "attention_mask"
+WRITE_COLLATE_REMEDY = "write `collate(samples) -> dict` in the model file"
 
 
 class DefaultCollate:
@@ -34,7 +34,7 @@ class DefaultCollate:
     """
 
     def __init__(self, ndims: Mapping[str, int], mask: bool) -> None:
-        self.ndims, self.mask = dict(ndims), mask
+        self.ndims, self.adds_mask = dict(ndims), mask
 
     @classmethod
     def fit(cls, samples: Sequence[Sample], forward_names: Collection[str]) -> DefaultCollate:
@@ -43,16 +43,18 @@ class DefaultCollate:
         for sample in samples:
             for key, value in sample.items():
                 if not _is_text(value):
-                    shapes.setdefault(key, []).append(tuple(to_tensor(key, value).shape))
-        ndims = {key: _batch_ndim(seen, optional=len(seen) < len(samples)) for key, seen in shapes.items()}
-        return cls(ndims, mask=MASK in forward_names and MASK not in shapes)
+                    shapes.setdefault(key, []).append(tuple(value_to_tensor(key, value).shape))
+        ndims = {
+            key: _choose_batch_ndim(seen, optional=len(seen) < len(samples)) for key, seen in shapes.items()
+        }
+        return cls(ndims, mask=MASK_KEY in forward_names and MASK_KEY not in shapes)
 
     @classmethod
     def from_inputs(cls, inputs: Iterable[schema.Input]) -> DefaultCollate:
         """The rules that a plan was made with. A mask that the samples bring themselves is never made, so
         `mask` only needs the key."""
         ndims = {i.key: len(i.dims) for i in inputs}
-        return cls(ndims, mask=MASK in ndims)
+        return cls(ndims, mask=MASK_KEY in ndims)
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """The batch of `samples`, which must not be empty. A key that only some samples have holds the
@@ -62,28 +64,28 @@ class DefaultCollate:
         that fit no rule.
         """
         keys = dict.fromkeys(key for sample in samples for key in sample)
-        batch = {key: self._merge(key, [s[key] for s in samples if key in s]) for key in keys}
-        if self.mask and MASK not in batch:
-            texts = [to_tensor(TEXT, s[TEXT]) for s in samples if TEXT in s]
+        batch = {key: self._merge_values(key, [s[key] for s in samples if key in s]) for key in keys}
+        if self.adds_mask and MASK_KEY not in batch:
+            texts = [value_to_tensor(TEXT_KEY, s[TEXT_KEY]) for s in samples if TEXT_KEY in s]
             if texts and texts[0].ndim == 1:
-                batch[MASK] = _pad([torch.ones_like(t, dtype=torch.long) for t in texts], 0)
+                batch[MASK_KEY] = _pad_sequences([torch.ones_like(t, dtype=torch.long) for t in texts], 0)
         return batch
 
-    def _merge(self, key: str, values: list[Any]) -> Any:
+    def _merge_values(self, key: str, values: list[Any]) -> Any:
         if any(_is_text(v) for v in values):
             return values
-        tensors = _one_dtype([to_tensor(key, v) for v in values])
+        tensors = _promote_dtypes([value_to_tensor(key, v) for v in values])
         ndim = tensors[0].ndim
         if any(t.ndim != ndim for t in tensors):
-            raise _mismatch(key, tensors)
-        if self.ndims.get(key, _batch_ndim([tuple(tensors[0].shape)], optional=True)) == ndim:
+            raise _shape_mismatch_error(key, tensors)
+        if self.ndims.get(key, _choose_batch_ndim([tuple(tensors[0].shape)], optional=True)) == ndim:
             if len({t.shape[1:] for t in tensors}) > 1:
-                raise _mismatch(key, tensors)
+                raise _shape_mismatch_error(key, tensors)
             return torch.cat(tensors)
         if ndim == 1:
-            return _pad(tensors, -100 if key == "labels" else 0)
+            return _pad_sequences(tensors, -100 if key == "labels" else 0)
         if len({t.shape for t in tensors}) > 1:
-            raise _mismatch(key, tensors)
+            raise _shape_mismatch_error(key, tensors)
         return torch.stack(tensors)
 
 
@@ -93,7 +95,7 @@ def default_collate(samples: Sequence[Sample], forward_names: Collection[str]) -
     return DefaultCollate.fit(samples, forward_names)(samples)
 
 
-def to_tensor(key: str, value: Any) -> torch.Tensor:
+def value_to_tensor(key: str, value: Any) -> torch.Tensor:
     """A tensor, array, number, list of numbers or list of equal tensors as one tensor. Raises UserError
     naming `key` for anything else."""
     if isinstance(value, torch.Tensor):
@@ -108,15 +110,17 @@ def to_tensor(key: str, value: Any) -> torch.Tensor:
         if isinstance(value, Number) or hasattr(value, "__array__"):
             return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"the value of key {key!r} cannot be made a tensor: {error}", remedy=REMEDY) from None
-    absent = "leave the key out of samples that lack it" if value is None else REMEDY
+        raise UserError(
+            f"the value of key {key!r} cannot be made a tensor: {error}", remedy=WRITE_COLLATE_REMEDY
+        ) from None
+    absent = "leave the key out of samples that lack it" if value is None else WRITE_COLLATE_REMEDY
     raise UserError(
         f"the value of key {key!r} is of type {type(value).__name__}, not a tensor, array or number",
         remedy=absent,
     )
 
 
-def _batch_ndim(shapes: list[tuple[int, ...]], optional: bool) -> int:
+def _choose_batch_ndim(shapes: list[tuple[int, ...]], optional: bool) -> int:
     """Concatenate stacks of images: of ragged number, or, where only some samples have them, all but one
     image of 3 or 4 channels."""
     ndim = len(shapes[0])
@@ -125,12 +129,12 @@ def _batch_ndim(shapes: list[tuple[int, ...]], optional: bool) -> int:
     return ndim if ndim >= 2 and (ragged or (optional and not one_image)) else ndim + 1
 
 
-def _pad(tensors: list[torch.Tensor], value: float) -> torch.Tensor:
+def _pad_sequences(tensors: list[torch.Tensor], value: float) -> torch.Tensor:
     """1-D tensors as [samples, longest], filled up on the right."""
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
-def _one_dtype(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _promote_dtypes(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors of their common dtype; an empty list, which is a float tensor by default only, has no say in
     it."""
     dtypes = [t.dtype for t in tensors if t.numel()] or [tensors[0].dtype]
@@ -144,9 +148,9 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, (str, bytes))
 
 
-def _mismatch(key: str, tensors: list[torch.Tensor]) -> UserError:
+def _shape_mismatch_error(key: str, tensors: list[torch.Tensor]) -> UserError:
     shapes = ", ".join(str(list(s)) for s in dict.fromkeys(tuple(t.shape) for t in tensors))
     return UserError(
         f"samples have {key!r} of shapes {shapes}, which can be neither stacked nor concatenated",
-        remedy=REMEDY,
+        remedy=WRITE_COLLATE_REMEDY,
     )

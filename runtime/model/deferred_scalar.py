@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 
-class Unread:
+class DeferredScalar:
     """Stands for `tensor.item()`. It may be kept, returned and printed; what looks at its value calls
     `refuse`, which raises.
 
@@ -18,13 +18,13 @@ class Unread:
     """
 
     def __init__(self, tensor: torch.Tensor, refuse: Callable[[], NoReturn]) -> None:
-        self.tensor, self.refuse = tensor, refuse
+        self.tensor, self.refuse_read = tensor, refuse
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         """A number in an operation on tensors."""
         leaves = tree_leaves((args, kwargs))
-        next(leaf for leaf in leaves if isinstance(leaf, cls)).refuse()
+        next(leaf for leaf in leaves if isinstance(leaf, cls)).refuse_read()
 
     def __repr__(self) -> str:
         return "?"
@@ -33,16 +33,16 @@ class Unread:
         return "?"
 
 
-def _refuse(self: Unread, *_: object) -> NoReturn:
-    self.refuse()
+def _refuse_operation(self: DeferredScalar, *_: object) -> NoReturn:
+    self.refuse_read()
 
 
-_LOOKS = "abs bool ceil complex divmod eq float floor floordiv ge gt hash index int le lt mod mul ne neg pos pow round sub add truediv trunc"
-_TURNED = "radd rdivmod rfloordiv rmod rmul rpow rsub rtruediv"
-for _name in (*_LOOKS.split(), *_TURNED.split()):
-    setattr(Unread, f"__{_name}__", _refuse)
+_REFUSED_OPERATORS = "abs bool ceil complex divmod eq float floor floordiv ge gt hash index int le lt mod mul ne neg pos pow round sub add truediv trunc"
+_REFUSED_REFLECTED_OPERATORS = "radd rdivmod rfloordiv rmod rmul rpow rsub rtruediv"
+for _name in (*_REFUSED_OPERATORS.split(), *_REFUSED_REFLECTED_OPERATORS.split()):
+    setattr(DeferredScalar, f"__{_name}__", _refuse_operation)
 
 
-def opened(value: object) -> object:
+def unwrap_deferred_scalar(value: object) -> object:
     """The tensor behind a number that nobody knows; anything else as it is."""
-    return value.tensor if isinstance(value, Unread) else value
+    return value.tensor if isinstance(value, DeferredScalar) else value

@@ -18,20 +18,20 @@ import torch
 from torch import nn
 
 from secc.runtime.errors import UserError
-from secc.runtime.model.hf_weight_mapping import Source, translated
-from secc.runtime.model.safetensors_reader import Entry, entries
+from secc.runtime.model.hf_weight_mapping import WeightSource, map_hf_weights
+from secc.runtime.model.safetensors_reader import StoredTensor, list_stored_tensors
 
-Init = tuple[tuple[str, Path], ...]  # (module path, "" for the whole model; directory)
-_SHOWN = 3  # names in a message
+InitDirectories = tuple[tuple[str, Path], ...]  # (module path, "" for the whole model; directory)
+_NAMES_SHOWN = 3  # names in a message
 
 
-def load(
+def load_init_weights(
     model: nn.Module,
-    init: Init,
+    init: InitDirectories,
     aliases: Mapping[str, str],
     later: Collection[str] = (),
     report: bool = False,
-) -> dict[str, Source]:
+) -> dict[str, WeightSource]:
     """Read what this rank holds of the model: every tensor of its state dict that is not on the meta device,
     ties once.
 
@@ -43,13 +43,15 @@ def load(
     names: dict[str, list[str]] = {}
     for name in state:
         names.setdefault(aliases.get(name, name), []).append(name)
-    stored, spare = _find(model, init, state)
+    stored, spare = _find_sources(model, init, state)
     found = {
         first: next((stored[n] for n in several if n in stored), None) for first, several in names.items()
     }
-    _check(state, found, init)
+    _check_sources(state, found, init)
     if report and spare:
-        sys.stderr.write(f"--init: {len(spare)} stored tensors have no place in the model: {_some(spare)}\n")
+        sys.stderr.write(
+            f"--init: {len(spare)} stored tensors have no place in the model: {_shorten_names(spare)}\n"
+        )
     for first, entry in found.items():
         if entry is not None and not state[first].is_meta and first not in later:
             with torch.no_grad():
@@ -57,7 +59,9 @@ def load(
     return {first: entry for first, entry in found.items() if entry is not None and first in later}
 
 
-def _check(state: Mapping[str, torch.Tensor], found: Mapping[str, Source | None], init: Init) -> None:
+def _check_sources(
+    state: Mapping[str, torch.Tensor], found: Mapping[str, WeightSource | None], init: InitDirectories
+) -> None:
     for name, entry in found.items():
         if entry is not None and entry.shape != tuple(state[name].shape):
             message = f"--init: {name} has shape {list(entry.shape)}, not {list(state[name].shape)}"
@@ -67,29 +71,31 @@ def _check(state: Mapping[str, torch.Tensor], found: Mapping[str, Source | None]
     if missing:
         remedy = "give weights that were saved from this model, or those of each component: --init PATH=DIR"
         raise UserError(
-            f"--init: {len(missing)} of {len(found)} tensors are missing: {_some(missing)}", where, remedy
+            f"--init: {len(missing)} of {len(found)} tensors are missing: {_shorten_names(missing)}",
+            where,
+            remedy,
         )
 
 
-def _find(
-    model: nn.Module, init: Init, state: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, Source], list[str]]:
+def _find_sources(
+    model: nn.Module, init: InitDirectories, state: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, WeightSource], list[str]]:
     """Each name of the state dict -> its source, and the stored names without a place. Later sources go
     before earlier ones."""
-    found: dict[str, Source] = {}
+    found: dict[str, WeightSource] = {}
     spare: list[str] = []
-    for path, directory in _sources(model, init):
+    for path, directory in _component_directories(model, init):
         prefix = f"{path}." if path else ""
         wanted = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
-        stored = entries(directory)
-        places = _places(model.get_submodule(path), wanted, stored)
+        stored = list_stored_tensors(directory)
+        places = _match_stored_names(model.get_submodule(path), wanted, stored)
         found |= {prefix + name: source for name, source in places.items()}
-        used = {name for source in places.values() for name in source.names}
+        used = {name for source in places.values() for name in source.stored_names}
         spare += [f"{directory.name}/{name}" for name in stored if name not in used]
     return found, spare
 
 
-def _sources(model: nn.Module, init: Init) -> Iterator[tuple[str, Path]]:
+def _component_directories(model: nn.Module, init: InitDirectories) -> Iterator[tuple[str, Path]]:
     """Where the weights of which module are, whole models before their components."""
     modules = {name for name, _ in model.named_modules()}
     for path, directory in init:
@@ -97,7 +103,7 @@ def _sources(model: nn.Module, init: Init) -> Iterator[tuple[str, Path]]:
             raise UserError(
                 f"--init: the model has no module {path!r}",
                 str(directory),
-                f"modules are {_some(sorted(modules - {''}))}",
+                f"modules are {_shorten_names(sorted(modules - {''}))}",
             )
         below = (
             [d for d in sorted(directory.glob("*")) if d.is_dir() and any(d.glob("*.safetensors"))]
@@ -121,13 +127,13 @@ def _sources(model: nn.Module, init: Init) -> Iterator[tuple[str, Path]]:
         yield from parts
 
 
-def _places(
-    module: nn.Module, wanted: Mapping[str, torch.Tensor], stored: Mapping[str, Entry]
-) -> dict[str, Source]:
+def _match_stored_names(
+    module: nn.Module, wanted: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]
+) -> dict[str, WeightSource]:
     """What each tensor of the module is read from, in the way of reading that finds most of the module: as
     they are, if that finds all."""
-    best: dict[str, Source] = {}
-    for names in _ways(module, wanted, stored):
+    best: dict[str, WeightSource] = {}
+    for names in _name_mappings(module, wanted, stored):
         places = {name: source for name, source in names.items() if name in wanted}
         if len(places) > len(best):
             best = places
@@ -136,9 +142,9 @@ def _places(
     return best
 
 
-def _ways(
-    module: nn.Module, wanted: Iterable[str], stored: Mapping[str, Entry]
-) -> Iterator[Mapping[str, Source]]:
+def _name_mappings(
+    module: nn.Module, wanted: Iterable[str], stored: Mapping[str, StoredTensor]
+) -> Iterator[Mapping[str, WeightSource]]:
     yield stored
     for first in dict.fromkeys(name.split(".")[0] for name in stored):
         yield {name.removeprefix(f"{first}."): entry for name, entry in stored.items()}
@@ -147,11 +153,11 @@ def _ways(
         yield {
             f"{first}.{name}" if f"{first}.{name}" in own else name: entry for name, entry in stored.items()
         }
-    yield translated(module, stored)
+    yield map_hf_weights(module, stored)
 
 
-def _some(names: Iterable[str]) -> str:
+def _shorten_names(names: Iterable[str]) -> str:
     """The first names, and how many there are beside them."""
     listed = list(names)
-    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return ", ".join(listed[:_SHOWN]) + more
+    more = f" and {len(listed) - _NAMES_SHOWN} more" if len(listed) > _NAMES_SHOWN else ""
+    return ", ".join(listed[:_NAMES_SHOWN]) + more

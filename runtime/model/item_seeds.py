@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 
-def item_seed(seed: int, epoch: int, i: int) -> int:
+def derive_item_seed(seed: int, epoch: int, i: int) -> int:
     """A 63-bit seed for sample `i`, the same on every machine, well mixed for neighbouring arguments."""
     digest = hashlib.blake2b(f"{seed},{epoch},{i}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def preserve_rng_states() -> Iterator[None]:
     """torch's CPU generator, NumPy's global one (if NumPy is loaded) and Python's are afterwards as they
     were."""
     numpy = sys.modules.get("numpy")
@@ -42,7 +42,7 @@ def kept() -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
-def start_from(seed: int) -> None:
+def seed_rngs(seed: int) -> None:
     """Seed the three generators."""
     numpy = sys.modules.get("numpy")
     torch.default_generator.manual_seed(seed)
@@ -52,53 +52,53 @@ def start_from(seed: int) -> None:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def seeded_rngs(seed: int) -> Iterator[None]:
     """The generators start from `seed` inside, and are put back afterwards."""
-    with kept():
-        start_from(seed)
+    with preserve_rng_states():
+        seed_rngs(seed)
         yield
 
 
-class _Loan:
+class _DeferredRestore:
     """Items that put the generators back together, at the end, if there are any."""
 
     def __init__(self) -> None:
-        self.stack, self.taken = ExitStack(), False
+        self.stack, self.states_saved = ExitStack(), False
 
-    def take(self) -> None:
-        if not self.taken:
-            self.taken = True
-            self.stack.enter_context(kept())
+    def save_states(self) -> None:
+        if not self.states_saved:
+            self.states_saved = True
+            self.stack.enter_context(preserve_rng_states())
 
 
-_loans: list[_Loan] = []
+_open_restores: list[_DeferredRestore] = []
 
 
 @contextmanager
-def borrowed() -> Iterator[None]:
+def shared_rng_restore() -> Iterator[None]:
     """Inside, where nothing but items is drawn, they leave the generators as they are; these are put back at
     the end."""
-    loan = _Loan()
-    _loans.append(loan)
+    loan = _DeferredRestore()
+    _open_restores.append(loan)
     try:
         with loan.stack:
             yield
     finally:
-        _loans.pop()
+        _open_restores.pop()
 
 
-def seeded_item(dataset: Any, i: int, seed: int = 0, epoch: int = 0) -> Any:
+def load_seeded_item(dataset: Any, i: int, seed: int = 0, epoch: int = 0) -> Any:
     """`dataset[i]` with torch, NumPy and Python seeded by (seed, epoch, i)."""
-    own = item_seed(seed, epoch, i)
-    if not _loans:
-        with seeded(own):
+    own = derive_item_seed(seed, epoch, i)
+    if not _open_restores:
+        with seeded_rngs(own):
             return dataset[i]
-    _loans[-1].take()
-    start_from(own)
+    _open_restores[-1].save_states()
+    seed_rngs(own)
     return dataset[i]
 
 
-def survey_indices(length: int, count: int = 64, seed: int = 0) -> list[int]:
+def choose_survey_indices(length: int, count: int = 64, seed: int = 0) -> list[int]:
     """The samples that stand for a dataset of `length`: its first ones and as many random others, in order,
     at most `count`."""
     first = list(range(min(length, (count + 1) // 2)))

@@ -23,16 +23,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from secc.runtime.errors import UserError
 from secc.runtime.model.user_file import UserModel
 
-_LOCATING = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+_HUB_LOCATION_OPTIONS = (
+    "cache_dir",
+    "local_files_only",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
 
-SMALL = 1 << 16  # entries: what is larger has no values
+MAX_REAL_ENTRIES = 1 << 16  # entries: what is larger has no values
 
-_NO_VALUES = ("aten::empty", "aten::rand", "aten::normal")
+_VALUELESS_FACTORIES = ("aten::empty", "aten::rand", "aten::normal")
 
 aten = torch.ops.aten
 
 
-def meta_model(user: UserModel, small: bool = False, tables: bool = False) -> nn.Module:
+def build_meta_model(user: UserModel, small: bool = False, tables: bool = False) -> nn.Module:
     """`model()` (or `small_model()`) with parameters on the meta device, small ones real, and the ties of the
     real one.
 
@@ -42,14 +49,14 @@ def meta_model(user: UserModel, small: bool = False, tables: bool = False) -> nn
     Raises UserError as `model()` does, and where there is no `small_model()`.
     """
     with ExitStack() as stack:
-        stack.enter_context(_no_weights(user))
+        stack.enter_context(_without_pretrained_weights(user))
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(_Small(tables))
+        stack.enter_context(_LargeTensorsOnMeta(tables))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings(
             "ignore", message=".*copying from a non-meta parameter"
         )  # weights that model() loads are not wanted
-        model = user.small_model() if small else user.model()
+        model = user.build_small_model() if small else user.build_model()
     if model is None:
         raise UserError(
             "the model file has no small_model()",
@@ -59,30 +66,30 @@ def meta_model(user: UserModel, small: bool = False, tables: bool = False) -> nn
     return model
 
 
-class _Small(TorchDispatchMode):
+class _LargeTensorsOnMeta(TorchDispatchMode):
     """Makes large tensors on the meta device. An op on a large tensor takes its small arguments to the meta
     device too."""
 
     def __init__(self, tables: bool) -> None:
         super().__init__()
-        self.tables = tables
+        self.keeps_tables = tables
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if any(t.is_meta for t in leaves):
-            return self._on_meta(func, args, kwargs)
-        if not leaves and self._makes_large(func, args, kwargs):
+            return self._run_on_meta(func, args, kwargs)
+        if not leaves and self._creates_large_tensor(func, args, kwargs):
             kwargs["device"] = torch.device("meta")
         return func(*args, **kwargs)
 
-    def _makes_large(self, func: Any, args: Any, kwargs: Any) -> bool:
+    def _creates_large_tensor(self, func: Any, args: Any, kwargs: Any) -> bool:
         makes = "device" in (a.name for a in func._schema.arguments) and (
-            not self.tables or func._schema.name.startswith(_NO_VALUES)
+            not self.keeps_tables or func._schema.name.startswith(_VALUELESS_FACTORIES)
         )
-        return makes and _entries(func, args, kwargs) > SMALL
+        return makes and _count_factory_entries(func, args, kwargs) > MAX_REAL_ENTRIES
 
-    def _on_meta(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_on_meta(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A copy out of a large tensor into a small one changes nothing: there are no values to copy."""
         if func is aten.copy_.default and not args[0].is_meta:
             return args[0]
@@ -94,7 +101,7 @@ class _Small(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _entries(func: Any, args: Any, kwargs: Any) -> int:
+def _count_factory_entries(func: Any, args: Any, kwargs: Any) -> int:
     """How many entries a factory op is to make."""
     name = func._schema.name
     if name in ("aten::arange", "aten::linspace", "aten::logspace"):
@@ -110,24 +117,26 @@ def _entries(func: Any, args: Any, kwargs: Any) -> int:
 
 
 @contextmanager
-def _no_weights(user: UserModel) -> Generator[None]:
+def _without_pretrained_weights(user: UserModel) -> Generator[None]:
     """Hugging Face's models are built from their configuration: no checkpoint is read, and no initialisation
     computed."""
     with ExitStack() as stack:
         if "transformers" in sys.modules or "transformers" in user.path.read_text():
             base = importlib.import_module("transformers.modeling_utils").PreTrainedModel
-            stack.enter_context(mock.patch.object(base, "from_pretrained", classmethod(_from_config)))
+            stack.enter_context(mock.patch.object(base, "from_pretrained", classmethod(_build_from_config)))
             stack.enter_context(
                 mock.patch.object(base, "initialize_weights", lambda self, *args, **kwargs: None)
             )
         yield
 
 
-def _from_config(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> nn.Module:
+def _build_from_config(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> nn.Module:
     """What `from_pretrained` gives, without weights: the configuration (given, or read from `name`), its
     dtype, evaluation mode."""
     if config is None:
-        config = cls.config_class.from_pretrained(name, **{k: kwargs[k] for k in _LOCATING if k in kwargs})
+        config = cls.config_class.from_pretrained(
+            name, **{k: kwargs[k] for k in _HUB_LOCATION_OPTIONS if k in kwargs}
+        )
     wanted = {
         k: kwargs[k]
         for k in ("attn_implementation", "dtype", "torch_dtype")

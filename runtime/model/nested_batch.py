@@ -20,17 +20,19 @@ import torch
 
 from secc.runtime.errors import UserError
 from secc.runtime.model.dataclass_args import built
-from secc.runtime.plan.schema import CLASS, EACH, MOST, SIZES
+from secc.runtime.plan.schema import CLASS_KEY, EACH_SUFFIX, LARGEST_SUFFIX, SIZES_SUFFIX
 
-SEPARATOR = "."
+KEY_SEPARATOR = "."
 
-Lists = Mapping[
+GrowingLists = Mapping[
     str, int
 ]  # the lists that grow with the samples, and the number of leading dims in which their tensors differ
-NO_LISTS: Lists = {}
+NO_GROWING_LISTS: GrowingLists = {}
 
 
-def flat(batch: Mapping[str, Any], where: str = "", lists: Lists = NO_LISTS) -> dict[str, Any]:
+def flatten_batch(
+    batch: Mapping[str, Any], where: str = "", lists: GrowingLists = NO_GROWING_LISTS
+) -> dict[str, Any]:
     """A batch without nesting. Values that are None are left out, as missing ones are, and `lists` that are
     empty.
 
@@ -39,25 +41,25 @@ def flat(batch: Mapping[str, Any], where: str = "", lists: Lists = NO_LISTS) -> 
     """
     found: dict[str, Any] = {}
     for key, value in batch.items():
-        found |= _leaves(_checked(key, False, where), value, where, lists)
+        found |= _flatten_value(_check_key(key, False, where), value, where, lists)
     return found
 
 
-def nested(batch: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The batch as forward takes it."""
     found: dict[str, Any] = {}
     for key, value in batch.items():
-        *path, last = key.split(SEPARATOR)
+        *path, last = key.split(KEY_SEPARATOR)
         inner = found
         for step in path:
             inner = inner.setdefault(step, {})
         inner[last] = value
-    return {key: _lists(value) for key, value in found.items()}
+    return {key: _restore_lists(value) for key, value in found.items()}
 
 
-def argument(key: str) -> str:
+def argument_of_key(key: str) -> str:
     """The argument of forward that a key of a flat batch belongs to."""
-    return key.partition(SEPARATOR)[0]
+    return key.partition(KEY_SEPARATOR)[0]
 
 
 def listed(value: Any) -> Any:
@@ -65,11 +67,11 @@ def listed(value: Any) -> Any:
     `{"*class": …}`."""
     match value:
         case {"*class": str() as name}:
-            return built(name, {key: listed(child) for key, child in value.items() if key != CLASS})
+            return built(name, {key: listed(child) for key, child in value.items() if key != CLASS_KEY})
         case {"*": dict() as columns}:
-            return _records(listed(columns))
+            return _dicts_from_columns(listed(columns))
         case {"*": each}:
-            return _parts(each, value.get(SIZES))
+            return _split_joined_list(each, value.get(SIZES_SUFFIX))
         case dict():
             return {key: listed(child) for key, child in value.items()}
         case list() | tuple() if not hasattr(value, "_fields"):
@@ -78,39 +80,46 @@ def listed(value: Any) -> Any:
             return value
 
 
-def lists_of(batch: Mapping[str, Any]) -> dict[str, Sequence[torch.Tensor]]:
+def find_tensor_lists(batch: Mapping[str, Any]) -> dict[str, Sequence[torch.Tensor]]:
     """The lists of tensors in a batch as collate returns it, by their flat keys."""
     found: dict[str, Sequence[torch.Tensor]] = {}
     for key, value in batch.items():
         if isinstance(value, Mapping):
-            found |= {f"{key}{SEPARATOR}{inner}": tensors for inner, tensors in lists_of(value).items()}
+            found |= {
+                f"{key}{KEY_SEPARATOR}{inner}": tensors for inner, tensors in find_tensor_lists(value).items()
+            }
         elif type(value) in (list, tuple) and value and all(isinstance(v, torch.Tensor) for v in value):
             found[key] = value
-        elif (columns := columns_of(value)) is not None:
+        elif (columns := dict_list_columns(value)) is not None:
             found |= {
-                f"{key}{SEPARATOR}{EACH}{SEPARATOR}{inner}": tensors for inner, tensors in columns.items()
+                f"{key}{KEY_SEPARATOR}{EACH_SUFFIX}{KEY_SEPARATOR}{inner}": tensors
+                for inner, tensors in columns.items()
             }
     return found
 
 
-def holds_lists(batch: Mapping[str, Any]) -> bool:
+def may_hold_growing_lists(batch: Mapping[str, Any]) -> bool:
     """Whether a batch as collate returns it has lists that might grow; one without tensors may be of samples
     that have none."""
     inner = (value for value in batch.values() if isinstance(value, Mapping))
     return (
-        bool(lists_of(batch))
+        bool(find_tensor_lists(batch))
         or any(type(v) in (list, tuple) and not v for v in batch.values())
-        or any(map(holds_lists, inner))
+        or any(map(may_hold_growing_lists, inner))
     )
 
 
-def lists_in(dims: Mapping[str, Sequence[str]]) -> dict[str, int]:
+def growing_lists_from_dims(dims: Mapping[str, Sequence[str]]) -> dict[str, int]:
     """The lists that grow, read off the dims of a flat batch's keys."""
-    each = [key.removesuffix(f"{SEPARATOR}{EACH}") for key in dims if key.endswith(f"{SEPARATOR}{EACH}")]
-    return {key: int(dims.get(f"{key}{SEPARATOR}{SIZES}", ("", "0"))[1]) for key in each}
+    each = [
+        key.removesuffix(f"{KEY_SEPARATOR}{EACH_SUFFIX}")
+        for key in dims
+        if key.endswith(f"{KEY_SEPARATOR}{EACH_SUFFIX}")
+    ]
+    return {key: int(dims.get(f"{key}{KEY_SEPARATOR}{SIZES_SUFFIX}", ("", "0"))[1]) for key in each}
 
 
-def growing(
+def find_growing_lists(
     groups: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]], where: str
 ) -> dict[str, int]:
     """The lists that grow with the samples. `groups` are batches of several samples, each with those of its
@@ -121,8 +130,8 @@ def growing(
     met: dict[str, list[torch.Tensor]] = {}
     lengths: dict[str, list[tuple[int, list[int]]]] = {}
     for whole, singles in groups:
-        alone = [lists_of(s) for s in singles]
-        for key, tensors in lists_of(whole).items():
+        alone = [find_tensor_lists(s) for s in singles]
+        for key, tensors in find_tensor_lists(whole).items():
             met.setdefault(key, []).extend(tensors)
             lengths.setdefault(key, []).append((len(tensors), [len(one[key]) for one in alone if key in one]))
     grown = [
@@ -130,10 +139,10 @@ def growing(
         for key, seen in lengths.items()
         if all(n == sum(parts) for n, parts in seen) and any(len(parts) > 1 for _, parts in seen)
     ]
-    return {key: _leading(key, met[key], where) for key in grown}
+    return {key: _count_varying_leading_dims(key, met[key], where) for key in grown}
 
 
-def _leading(key: str, tensors: Sequence[torch.Tensor], where: str) -> int:
+def _count_varying_leading_dims(key: str, tensors: Sequence[torch.Tensor], where: str) -> int:
     """How many leading dims there are up to the last that differs."""
     if len({t.ndim for t in tensors}) > 1:
         raise UserError(
@@ -144,35 +153,35 @@ def _leading(key: str, tensors: Sequence[torch.Tensor], where: str) -> int:
     return max((d + 1 for d in range(tensors[0].ndim) if len({t.shape[d] for t in tensors}) > 1), default=0)
 
 
-def _leaves(key: str, value: Any, where: str, lists: Lists) -> dict[str, Any]:
+def _flatten_value(key: str, value: Any, where: str, lists: GrowingLists) -> dict[str, Any]:
     if value is None or (key in lists and not value):
         return {}
     if key in lists and isinstance(value, (list, tuple)):
-        return _joined(key, value, lists[key], where)
-    if not any(True for _ in _tensors(value)) or isinstance(value, torch.Tensor):
+        return _join_list(key, value, lists[key], where)
+    if not any(True for _ in _iter_tensors(value)) or isinstance(value, torch.Tensor):
         return {} if value == [] and _is_list_of_dicts(key, lists) else {key: value}
-    if _is_list_of_dicts(key, lists) and (columns := columns_of(value)) is not None:
-        each = f"{key}{SEPARATOR}{EACH}{SEPARATOR}"
+    if _is_list_of_dicts(key, lists) and (columns := dict_list_columns(value)) is not None:
+        each = f"{key}{KEY_SEPARATOR}{EACH_SUFFIX}{KEY_SEPARATOR}"
         return {
             k: v
             for inner, tensors in columns.items()
-            for k, v in _leaves(each + inner, tensors, where, lists).items()
+            for k, v in _flatten_value(each + inner, tensors, where, lists).items()
         }
     named = isinstance(value, Mapping)
     steps = value.items() if named else ((str(i), v) for i, v in enumerate(value))
     found: dict[str, Any] = {}
     for step, child in steps:
-        found |= _leaves(
-            f"{key}{SEPARATOR}{_checked(step, True, where) if named else step}", child, where, lists
+        found |= _flatten_value(
+            f"{key}{KEY_SEPARATOR}{_check_key(step, True, where) if named else step}", child, where, lists
         )
     return found
 
 
-def _is_list_of_dicts(key: str, lists: Lists) -> bool:
-    return any(name.startswith(f"{key}{SEPARATOR}{EACH}{SEPARATOR}") for name in lists)
+def _is_list_of_dicts(key: str, lists: GrowingLists) -> bool:
+    return any(name.startswith(f"{key}{KEY_SEPARATOR}{EACH_SUFFIX}{KEY_SEPARATOR}") for name in lists)
 
 
-def columns_of(value: Any) -> dict[str, list[torch.Tensor]] | None:
+def dict_list_columns(value: Any) -> dict[str, list[torch.Tensor]] | None:
     """The tensors of a list of dicts that have the same keys, by key; None for anything else."""
     if (
         type(value) not in (list, tuple)
@@ -186,12 +195,12 @@ def columns_of(value: Any) -> dict[str, list[torch.Tensor]] | None:
     )
 
 
-def _records(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+def _dicts_from_columns(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """The list of dicts that has these columns."""
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _joined(key: str, tensors: Sequence[torch.Tensor], leading: int, where: str) -> dict[str, Any]:
+def _join_list(key: str, tensors: Sequence[torch.Tensor], leading: int, where: str) -> dict[str, Any]:
     """A list as its tensors' entries and sizes."""
     first = tensors[0]
     if any(t.ndim != first.ndim or t.shape[leading:] != first.shape[leading:] for t in tensors):
@@ -202,16 +211,20 @@ def _joined(key: str, tensors: Sequence[torch.Tensor], leading: int, where: str)
             where,
             "let dataset() show such samples earlier, or compile again with more --stats-samples",
         )
-    name = f"{key}{SEPARATOR}{EACH}"
+    name = f"{key}{KEY_SEPARATOR}{EACH_SUFFIX}"
     if not leading:
         return {name: torch.stack(list(tensors))}
     sizes = torch.tensor([t.shape[:leading] for t in tensors])
     most = torch.empty(0, *(sizes.amax(0).tolist()))
     entries = torch.cat([t.flatten(0, leading - 1) for t in tensors])
-    return {name: entries, f"{key}{SEPARATOR}{SIZES}": sizes, f"{key}{SEPARATOR}{MOST}": most}
+    return {
+        name: entries,
+        f"{key}{KEY_SEPARATOR}{SIZES_SUFFIX}": sizes,
+        f"{key}{KEY_SEPARATOR}{LARGEST_SUFFIX}": most,
+    }
 
 
-def _parts(each: torch.Tensor, sizes: torch.Tensor | None) -> list[torch.Tensor]:
+def _split_joined_list(each: torch.Tensor, sizes: torch.Tensor | None) -> list[torch.Tensor]:
     """The list of which these are the entries and sizes."""
     if sizes is None:
         return list(each.unbind())
@@ -223,37 +236,39 @@ def _parts(each: torch.Tensor, sizes: torch.Tensor | None) -> list[torch.Tensor]
     ]
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _iter_tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in dicts, lists and tuples; named tuples and other objects are leaves."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for child in value.values():
-            yield from _tensors(child)
+            yield from _iter_tensors(child)
     elif type(value) in (list, tuple):
         for child in value:
-            yield from _tensors(child)
+            yield from _iter_tensors(child)
 
 
-def _checked(key: Any, inside: bool, where: str) -> str:
+def _check_key(key: Any, inside: bool, where: str) -> str:
     if (
         not isinstance(key, str)
-        or SEPARATOR in key
-        or (inside and (key.isdecimal() or key in (EACH, SIZES, MOST)))
+        or KEY_SEPARATOR in key
+        or (inside and (key.isdecimal() or key in (EACH_SUFFIX, SIZES_SUFFIX, LARGEST_SUFFIX)))
     ):
         raise UserError(
-            f"a batch has the key {key!r}", where, f"let the keys of a batch be names without {SEPARATOR!r}"
+            f"a batch has the key {key!r}",
+            where,
+            f"let the keys of a batch be names without {KEY_SEPARATOR!r}",
         )
     return key
 
 
-def _lists(value: Any) -> Any:
+def _restore_lists(value: Any) -> Any:
     """Dicts whose keys are numbers as lists, and those of the entries of lists."""
     if not isinstance(value, dict):
         return value
-    if isinstance(value.get(EACH), dict):
-        return _records(_lists(value[EACH]))
-    if EACH in value:
-        return _parts(value[EACH], value.get(SIZES))
-    made = {key: _lists(child) for key, child in value.items()}
+    if isinstance(value.get(EACH_SUFFIX), dict):
+        return _dicts_from_columns(_restore_lists(value[EACH_SUFFIX]))
+    if EACH_SUFFIX in value:
+        return _split_joined_list(value[EACH_SUFFIX], value.get(SIZES_SUFFIX))
+    made = {key: _restore_lists(child) for key, child in value.items()}
     return list(made.values()) if all(key.isdecimal() for key in made) else made

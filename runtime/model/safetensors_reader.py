@@ -16,13 +16,13 @@ import torch
 
 from secc.runtime.errors import UserError
 
-PIECE = 1 << 22  # bytes
+READ_CHUNK_BYTES = 1 << 22  # bytes
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-_WHOLE = (
+_CONVERTIBLE_FLOATS = (
     torch.float64,
     torch.float32,
     torch.float16,
@@ -31,24 +31,26 @@ _WHOLE = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """Where a tensor lies: in `file`, its values from byte `begin` on."""
 
     name: str
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    begin: int
+    data_offset: int
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def stored_names(self) -> tuple[str, ...]:
         """The stored tensors that it takes: itself."""
         return (self.name,)
 
     def read_into(self, target: torch.Tensor) -> None:
         """Copy the tensor into `target`, of the same shape and any device. Raises UserError for a dtype that
         means something else there."""
-        if self.dtype != target.dtype and not (self.dtype in _WHOLE and target.dtype in _WHOLE):
+        if self.dtype != target.dtype and not (
+            self.dtype in _CONVERTIBLE_FLOATS and target.dtype in _CONVERTIBLE_FLOATS
+        ):
             stored, wanted = (str(d).removeprefix("torch.") for d in (self.dtype, target.dtype))
             remedy = "give weights in the model's own dtype; quantised ones have to be expanded first"
             raise UserError(
@@ -61,9 +63,9 @@ class Entry:
             if target.is_contiguous()
             else torch.empty(target.numel(), dtype=target.dtype)
         )
-        step = PIECE // self.dtype.itemsize
+        step = READ_CHUNK_BYTES // self.dtype.itemsize
         with self.file.open("rb") as f:
-            f.seek(self.begin)
+            f.seek(self.data_offset)
             for start in range(0, flat.numel(), step):
                 piece = flat[start : start + step]
                 read = f.read(len(piece) * self.dtype.itemsize)
@@ -76,7 +78,7 @@ class Entry:
             target.detach().copy_(flat.view(target.shape))
 
 
-def entries(directory: Path) -> dict[str, Entry]:
+def list_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """The tensors of the safetensors files in `directory`, by name; of those that an index names, where there
     is one.
 
@@ -86,11 +88,11 @@ def entries(directory: Path) -> dict[str, Entry]:
     files = sorted(directory.glob("*.safetensors"))
     indices = sorted(directory.glob("*.safetensors.index.json"))
     if indices:
-        files = _indexed(indices[0])
-    return {entry.name: entry for file in files for entry in _header(file)}
+        files = _indexed_shards(indices[0])
+    return {entry.name: entry for file in files for entry in _read_header(file)}
 
 
-def _indexed(index: Path) -> list[Path]:
+def _indexed_shards(index: Path) -> list[Path]:
     """The shards that an index names."""
     try:
         shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -108,7 +110,7 @@ def _indexed(index: Path) -> list[Path]:
     return [index.parent / s for s in shards]
 
 
-def _header(file: Path) -> list[Entry]:
+def _read_header(file: Path) -> list[StoredTensor]:
     """The tensors of a file: a 64-bit header length, the header as JSON, the values."""
     try:
         with file.open("rb") as f:
@@ -118,7 +120,9 @@ def _header(file: Path) -> list[Entry]:
             header = json.loads(f.read(length))
         header.pop("__metadata__", None)
         return [
-            Entry(name, file, _DTYPES[e["dtype"]], tuple(e["shape"]), 8 + length + e["data_offsets"][0])
+            StoredTensor(
+                name, file, _DTYPES[e["dtype"]], tuple(e["shape"]), 8 + length + e["data_offsets"][0]
+            )
             for name, e in header.items()
         ]
     except (OSError, ValueError, KeyError, struct.error) as error:

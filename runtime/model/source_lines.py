@@ -17,10 +17,10 @@ from types import CodeType
 import torch
 from torch import nn
 
-Lines = tuple[str, ...]  # `file:line` of calls, innermost first
+SourceLines = tuple[str, ...]  # `file:line` of calls, innermost first
 
-_CALL = nn.Module._call_impl.__code__  # pyright: ignore[reportFunctionMemberAccess]
-_INTERNAL = tuple(
+_MODULE_CALL_CODE = nn.Module._call_impl.__code__  # pyright: ignore[reportFunctionMemberAccess]
+_INTERNAL_FOLDERS = tuple(
     f"{folder}/"
     for folder in (
         Path(torch.__file__).parent,
@@ -31,26 +31,26 @@ _INTERNAL = tuple(
 
 
 @cache
-def is_internal(filename: str) -> bool:
-    return filename.startswith(_INTERNAL) or filename.startswith("<")
+def is_internal_file(filename: str) -> bool:
+    return filename.startswith(_INTERNAL_FOLDERS) or filename.startswith("<")
 
 
-def place() -> str:
+def current_source_line() -> str:
     """`file:line` of the innermost frame that belongs neither to torch nor to secc, "" if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
-        if not is_internal(frame.f_code.co_filename):
-            return short_place(frame.f_code, frame.f_lineno)
+        if not is_internal_file(frame.f_code.co_filename):
+            return format_source_line(frame.f_code, frame.f_lineno)
         frame = frame.f_back
     return ""
 
 
-def paths_of(model: nn.Module) -> dict[int, str]:
+def module_paths_by_id(model: nn.Module) -> dict[int, str]:
     """The path of each module by its id; valid as long as the model lives."""
     return {id(module): path for path, module in model.named_modules()}
 
 
-def drawer(paths: Mapping[int, str]) -> tuple[str, Lines]:
+def running_module_and_lines(paths: Mapping[int, str]) -> tuple[str, SourceLines]:
     """The innermost module with one of these paths that runs now, and the user's lines on the way to here
     from the outermost of them.
 
@@ -59,46 +59,46 @@ def drawer(paths: Mapping[int, str]) -> tuple[str, Lines]:
     """
     frame, path, lines, inside = sys._getframe(1), None, list[str](), 1
     while frame is not None:
-        if frame.f_code is _CALL:
+        if frame.f_code is _MODULE_CALL_CODE:
             known = paths.get(id(frame.f_locals["self"]))
             if known is not None:
                 path, inside = known if path is None else path, len(lines)
             if known == "":
                 break  # the whole model
-        elif not is_internal(frame.f_code.co_filename):
-            lines.append(short_place(frame.f_code, frame.f_lineno))
+        elif not is_internal_file(frame.f_code.co_filename):
+            lines.append(format_source_line(frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return path or "", tuple(lines[:inside])
 
 
-def call_name(path: str, lines: Lines) -> str:
+def random_call_name(path: str, lines: SourceLines) -> str:
     """The name of the random ops that a module draws at these lines: `path@file:line<file:line`, without
     lines in torch's own modules."""
     return f"{path}@{'<'.join(lines)}" if lines else path
 
 
-def class_place(cls: type) -> str:
+def forward_source_line(cls: type) -> str:
     """`file:line` of the forward method of a module's class, "" if it has no source."""
     code = getattr(getattr(cls, "forward", None), "__code__", None)
     wrapped = getattr(cls, "forward", None)
     while (inner := getattr(wrapped, "__wrapped__", None)) is not None:
         wrapped = inner
         code = getattr(inner, "__code__", code)
-    return short_place(code, code.co_firstlineno) if isinstance(code, CodeType) else ""
+    return format_source_line(code, code.co_firstlineno) if isinstance(code, CodeType) else ""
 
 
-def raised_at(error: BaseException) -> str:
+def error_source_line(error: BaseException) -> str:
     """`file:line` of the innermost frame of the user's or a library's code in a traceback."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if not is_internal(frame.f_code.co_filename):
-            return short_place(frame.f_code, line)
+        if not is_internal_file(frame.f_code.co_filename):
+            return format_source_line(frame.f_code, line)
     return ""
 
 
-def short_place(code: CodeType, line: int) -> str:
-    return f"{_name(code.co_filename)}:{line}"
+def format_source_line(code: CodeType, line: int) -> str:
+    return f"{_file_name(code.co_filename)}:{line}"
 
 
 @cache
-def _name(file: str) -> str:
+def _file_name(file: str) -> str:
     return Path(file).name

@@ -26,18 +26,24 @@ from torch.utils.data import IterableDataset
 
 from secc.runtime.errors import UserError
 from secc.runtime.model.default_collate import DefaultCollate
-from secc.runtime.model.deferred_scalar import opened
-from secc.runtime.model.item_seeds import seeded_item, survey_indices
-from secc.runtime.model.nested_batch import argument, flat, growing, holds_lists, lists_in
+from secc.runtime.model.deferred_scalar import unwrap_deferred_scalar
+from secc.runtime.model.item_seeds import choose_survey_indices, load_seeded_item
+from secc.runtime.model.nested_batch import (
+    argument_of_key,
+    find_growing_lists,
+    flatten_batch,
+    growing_lists_from_dims,
+    may_hold_growing_lists,
+)
 from secc.runtime.plan import schema
 
 NamedParams = list[tuple[str, nn.Parameter]]
 
-_VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-_TOGETHER = 4  # samples that are collated together to see which lists grow
-_counter = itertools.count()
-_PREFIX = "secc_user_model_"  # of the names under which model files are imported
-_FILE = "_secc_model_file"  # an attribute of a model: the name of the file's module
+_VARIADIC_KINDS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+_SAMPLES_COLLATED_TOGETHER = 4  # samples that are collated together to see which lists grow
+_import_counter = itertools.count()
+_MODULE_PREFIX = "secc_user_model_"  # of the names under which model files are imported
+_MODEL_FILE_ATTRIBUTE = "_secc_model_file"  # an attribute of a model: the name of the file's module
 
 
 class UserModel:
@@ -46,86 +52,94 @@ class UserModel:
 
     def __init__(self, path: Path, module: ModuleType, sha256: str) -> None:
         self.path, self.module, self.sha256 = path, module, sha256
-        self._small = False
-        self._dataset: Any = None
-        self._parameters: Mapping[str, inspect.Parameter] | None = None
-        self._forward_place = ""
+        self._uses_small_dataset = False
+        self._cached_dataset: Any = None
+        self._forward_signature: Mapping[str, inspect.Parameter] | None = None
+        self._forward_line = ""
         self._default_collate: DefaultCollate | None = None
-        self._lists: Mapping[str, int] | None = (
+        self._growing_lists: Mapping[str, int] | None = (
             None  # of batches, that grow with the samples; None as long as nobody has looked
         )
 
     # -- the model
     # ----------------------------------------------------------------------------------------------------------------
 
-    def model(self) -> nn.Module:
+    def build_model(self) -> nn.Module:
         """A new model, on the device that is torch's default now."""
-        return self._built("model", self.call("model"))
+        return self._check_model("model", self.call_function("model"))
 
-    def small_model(self) -> nn.Module | None:
+    def build_small_model(self) -> nn.Module | None:
         """The same architecture, small, or None if the file has no `small_model()`."""
-        return self._built("small_model", self.call("small_model")) if self.has("small_model") else None
+        return (
+            self._check_model("small_model", self.call_function("small_model"))
+            if self.defines("small_model")
+            else None
+        )
 
     @property
     def forward_keys(self) -> frozenset[str] | None:
         """The names of the arguments that forward takes, or None if it takes any (`**kwargs`)."""
-        parameters = self._signature()
+        parameters = self._forward_parameters()
         return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else self.forward_names
 
     @property
     def forward_names(self) -> frozenset[str]:
         """The arguments that forward names, whether or not it takes others as well."""
-        return frozenset(name for name, p in self._signature().items() if p.kind not in _VARIADIC)
+        return frozenset(
+            name for name, p in self._forward_parameters().items() if p.kind not in _VARIADIC_KINDS
+        )
 
     @property
-    def forward_place(self) -> str:
+    def forward_source_line(self) -> str:
         """file:line of the model's forward, "" if it has no source."""
-        self._signature()
-        return self._forward_place
+        self._forward_parameters()
+        return self._forward_line
 
-    def _built(self, function: str, model: Any) -> nn.Module:
+    def _check_model(self, function: str, model: Any) -> nn.Module:
         if not isinstance(model, nn.Module):
             raise UserError(
-                f"{function}() returns {_kind(model)}, not an nn.Module",
-                self.place(function),
+                f"{function}() returns {_describe_type(model)}, not an nn.Module",
+                self.function_source_line(function),
                 "return the model itself",
             )
-        if self._parameters is None:
-            self._parameters = inspect.signature(model.forward).parameters
-            self._forward_place = self._source(model.forward)
-        setattr(model, _FILE, self.module.__name__)
+        if self._forward_signature is None:
+            self._forward_signature = inspect.signature(model.forward).parameters
+            self._forward_line = self._source_line(model.forward)
+        setattr(model, _MODEL_FILE_ATTRIBUTE, self.module.__name__)
         return model
 
-    def _signature(self) -> Mapping[str, inspect.Parameter]:
+    def _forward_parameters(self) -> Mapping[str, inspect.Parameter]:
         """forward's parameters. No weights are needed for them, so a model that was not built yet is built on
         the meta device."""
-        if self._parameters is None:
+        if self._forward_signature is None:
             with torch.device("meta"):
-                self.model()
-        assert self._parameters is not None
-        return self._parameters
+                self.build_model()
+        assert self._forward_signature is not None
+        return self._forward_signature
 
     # -- the data
     # -----------------------------------------------------------------------------------------------------------------
 
     def dataset(self) -> Any:
         """The map-style dataset, made once."""
-        if self._dataset is None:
-            self._dataset = self._checked_dataset(self.call("small_dataset" if self._small else "dataset"))
-        return self._dataset
+        if self._cached_dataset is None:
+            self._cached_dataset = self._check_dataset(
+                self.call_function("small_dataset" if self._uses_small_dataset else "dataset")
+            )
+        return self._cached_dataset
 
-    def use_small(self) -> None:
+    def use_small_dataset(self) -> None:
         """Take `small_dataset()` in place of `dataset()` and of its `sizes`, if the file has it."""
-        self._small = self.has("small_dataset")
+        self._uses_small_dataset = self.defines("small_dataset")
 
-    def sample(self, i: int, seed: int = 0, epoch: int = 0) -> dict[str, Any]:
+    def load_sample(self, i: int, seed: int = 0, epoch: int = 0) -> dict[str, Any]:
         """Sample `i`, drawn with the random numbers that belong to (seed, epoch, i)."""
         dataset = self.dataset()
-        item = self.guarded(f"dataset()[{i}]", lambda: seeded_item(dataset, i, seed, epoch))
+        item = self.call_guarded(f"dataset()[{i}]", lambda: load_seeded_item(dataset, i, seed, epoch))
         if not isinstance(item, Mapping):
             raise UserError(
-                f"dataset()[{i}] is {_kind(item)}, not a dict",
-                self._item_place(),
+                f"dataset()[{i}] is {_describe_type(item)}, not a dict",
+                self._getitem_source_line(),
                 "return a dict of forward's arguments",
             )
         return dict(item)
@@ -136,93 +150,104 @@ class UserModel:
 
         A key that is None is a missing one.
         """
-        if not self.has("collate"):
+        if not self.defines("collate"):
             if self._default_collate is None:
-                self.fit_collate([self.sample(i) for i in survey_indices(len(self.dataset()))])
+                self.fit_default_collate(
+                    [self.load_sample(i) for i in choose_survey_indices(len(self.dataset()))]
+                )
             assert self._default_collate is not None
-            with self._blaming_samples():
+            with self._errors_located_in_dataset():
                 return self._default_collate(samples)
-        batch = self._collated(samples)
-        if self._lists is None and holds_lists(batch):
-            self._lists = self._growing()
-        return flat(batch, self.place("collate"), self._lists or {})
+        batch = self._call_collate(samples)
+        if self._growing_lists is None and may_hold_growing_lists(batch):
+            self._growing_lists = self._survey_growing_lists()
+        return flatten_batch(batch, self.function_source_line("collate"), self._growing_lists or {})
 
-    def _collated(self, samples: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    def _call_collate(self, samples: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """What the user's function returns."""
-        batch = self.call("collate", list(samples))
+        batch = self.call_function("collate", list(samples))
         if not isinstance(batch, Mapping):
             raise UserError(
-                f"collate() returns {_kind(batch)}, not a dict",
-                self.place("collate"),
+                f"collate() returns {_describe_type(batch)}, not a dict",
+                self.function_source_line("collate"),
                 "return forward's keyword arguments",
             )
         return batch
 
-    def _growing(self) -> dict[str, int]:
+    def _survey_growing_lists(self) -> dict[str, int]:
         """The lists that grow with the samples, found by collating samples that stand for the dataset
         together and alone."""
         groups: list[tuple[Mapping[str, Any], list[Mapping[str, Any]]]] = []
-        indices = survey_indices(len(self.dataset()))
-        for together in (indices[i : i + _TOGETHER] for i in range(0, len(indices), _TOGETHER)):
+        indices = choose_survey_indices(len(self.dataset()))
+        for together in (
+            indices[i : i + _SAMPLES_COLLATED_TOGETHER]
+            for i in range(0, len(indices), _SAMPLES_COLLATED_TOGETHER)
+        ):
             with suppress(
                 UserError
             ):  # a sample that does not load or cannot be collated is refused, or left out, when it is drawn
-                samples = [self.sample(i) for i in together]
-                groups.append((self._collated(samples), [self._collated([s]) for s in samples]))
-        return growing(groups, self.place("collate"))
+                samples = [self.load_sample(i) for i in together]
+                groups.append((self._call_collate(samples), [self._call_collate([s]) for s in samples]))
+        return find_growing_lists(groups, self.function_source_line("collate"))
 
-    def fit_collate(self, samples: Sequence[Mapping[str, Any]]) -> None:
+    def fit_default_collate(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Fix the default rules from samples that stand for the dataset. Nothing to do if the file has its
         own `collate`."""
-        with self._blaming_samples():
+        with self._errors_located_in_dataset():
             self._default_collate = DefaultCollate.fit(samples, self.forward_names)
 
-    def use_inputs(self, inputs: Iterable[schema.Input]) -> None:
+    def use_plan_inputs(self, inputs: Iterable[schema.Input]) -> None:
         """Fix the default rules, and which lists grow with the samples, to those that a plan was made with,
         without drawing samples."""
         inputs = tuple(inputs)
         self._default_collate = DefaultCollate.from_inputs(inputs)
-        self._lists = lists_in({i.key: i.dims for i in inputs})
+        self._growing_lists = growing_lists_from_dims({i.key: i.dims for i in inputs})
 
-    def sizes(self, i: int) -> dict[str, Any] | None:
+    def declared_sizes(self, i: int) -> dict[str, Any] | None:
         """Sample i's rows and lengths without loading it, or None if the file has no `sizes`. A key that is
         None is a missing one."""
-        if not self.has("sizes"):
+        if not self.defines("sizes"):
             return None
-        said = self.call("sizes", i)
+        said = self.call_function("sizes", i)
         if not isinstance(said, Mapping):
             raise UserError(
-                f"sizes({i}) is {_kind(said)}, not a dict",
-                self.place("sizes"),
+                f"sizes({i}) is {_describe_type(said)}, not a dict",
+                self.function_source_line("sizes"),
                 "return the sizes of sample i's inputs",
             )
         return {key: value for key, value in said.items() if value is not None}
 
-    def check_keys(self, keys: Iterable[str], required: Iterable[str]) -> None:
+    def check_batch_keys(self, keys: Iterable[str], required: Iterable[str]) -> None:
         """Refuse a key of a batch that forward does not take, and an argument that forward needs but is not
         in every (`required`) batch."""
         source, place = (
-            ("collate()", self.place("collate")) if self.has("collate") else ("a sample", self._item_place())
+            ("collate()", self.function_source_line("collate"))
+            if self.defines("collate")
+            else ("a sample", self._getitem_source_line())
         )
         known = self.forward_keys
-        unknown = [] if known is None else sorted({argument(k) for k in keys} - known)
+        unknown = [] if known is None else sorted({argument_of_key(k) for k in keys} - known)
         if unknown:
             remedy = f"forward takes {', '.join(sorted(known or ()))}: rename the key, leave it out, or add the argument to forward"
             raise UserError(
                 f"{source} has the key {unknown[0]!r}, which forward does not take", place, remedy
             )
-        needed = {n for n, p in self._signature().items() if p.kind not in _VARIADIC and p.default is p.empty}
-        lacking = sorted(needed - {argument(k) for k in required})
+        needed = {
+            n
+            for n, p in self._forward_parameters().items()
+            if p.kind not in _VARIADIC_KINDS and p.default is p.empty
+        }
+        lacking = sorted(needed - {argument_of_key(k) for k in required})
         if lacking:
             remedy = "add the key to every sample, or give the argument a default"
             raise UserError(
                 f"forward needs the argument {lacking[0]!r}, which {source} lacks",
-                self.forward_place or place,
+                self.forward_source_line or place,
                 remedy,
             )
 
-    def _checked_dataset(self, dataset: Any) -> Any:
-        place = self.place("small_dataset" if self._small else "dataset")
+    def _check_dataset(self, dataset: Any) -> Any:
+        place = self.function_source_line("small_dataset" if self._uses_small_dataset else "dataset")
         if isinstance(dataset, IterableDataset):
             remedy = "return a map-style dataset: one with __len__ and __getitem__"
             raise UserError(
@@ -234,50 +259,52 @@ class UserModel:
             or isinstance(dataset, Mapping)
         ):
             raise UserError(
-                f"dataset() returns {_kind(dataset)}, not a map-style dataset",
+                f"dataset() returns {_describe_type(dataset)}, not a map-style dataset",
                 place,
                 "give it __len__ and __getitem__",
             )
-        if self.guarded("len(dataset())", lambda: len(dataset)) == 0:
+        if self.call_guarded("len(dataset())", lambda: len(dataset)) == 0:
             raise UserError("dataset() is empty", place, "return a dataset with at least one sample")
         return dataset
 
     @contextmanager
-    def _blaming_samples(self) -> Iterator[None]:
+    def _errors_located_in_dataset(self) -> Iterator[None]:
         """UserErrors of the default collate, which knows no places, name the dataset's code."""
         try:
             yield
         except UserError as error:
-            raise UserError(error.message, error.where or self._item_place(), error.remedy) from None
+            raise UserError(error.message, error.where or self._getitem_source_line(), error.remedy) from None
 
-    def _item_place(self) -> str:
-        return self._source(getattr(type(self.dataset()), "__getitem__", None)) or self.place("dataset")
+    def _getitem_source_line(self) -> str:
+        return self._source_line(
+            getattr(type(self.dataset()), "__getitem__", None)
+        ) or self.function_source_line("dataset")
 
     # -- the optimizer
     # ------------------------------------------------------------------------------------------------------------
 
-    def optimizer(self, named_params: NamedParams) -> torch.optim.Optimizer:
+    def build_optimizer(self, named_params: NamedParams) -> torch.optim.Optimizer:
         """The user's optimizer over (name, parameter) pairs, or AdamW with a learning rate of 1e-4."""
-        if not self.has("optimizer"):
+        if not self.defines("optimizer"):
             return torch.optim.AdamW(named_params, lr=1e-4)
         remedy = "optimizer(params) gets (name, parameter) pairs; torch.optim takes them as they are, others need `[p for _, p in params]`"
-        optimizer = self.call("optimizer", list(named_params), remedy=remedy)
+        optimizer = self.call_function("optimizer", list(named_params), remedy=remedy)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UserError(
-                f"optimizer() returns {_kind(optimizer)}, not a torch.optim.Optimizer",
-                self.place("optimizer"),
+                f"optimizer() returns {_describe_type(optimizer)}, not a torch.optim.Optimizer",
+                self.function_source_line("optimizer"),
                 "return one",
             )
         return optimizer
 
-    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+    def build_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         """The user's learning-rate scheduler, or None if the file has none. It is stepped once per global
         batch."""
-        scheduler = self.call("scheduler", optimizer) if self.has("scheduler") else None
+        scheduler = self.call_function("scheduler", optimizer) if self.defines("scheduler") else None
         if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-            place = self.place("scheduler")
+            place = self.function_source_line("scheduler")
             raise UserError(
-                f"scheduler() returns {_kind(scheduler)}, which has no step()",
+                f"scheduler() returns {_describe_type(scheduler)}, which has no step()",
                 place,
                 "return a torch.optim.lr_scheduler",
             )
@@ -286,15 +313,15 @@ class UserModel:
     # -- the file's functions
     # -----------------------------------------------------------------------------------------------------
 
-    def has(self, function: str) -> bool:
+    def defines(self, function: str) -> bool:
         """Whether the model file defines `function`."""
-        return hasattr(self.module, function) and not (self._small and function == "sizes")
+        return hasattr(self.module, function) and not (self._uses_small_dataset and function == "sizes")
 
-    def place(self, function: str) -> str:
+    def function_source_line(self, function: str) -> str:
         """file:line of a function of the model file, or the file if that is not known."""
-        return self._source(getattr(self.module, function, None)) or str(self.path)
+        return self._source_line(getattr(self.module, function, None)) or str(self.path)
 
-    def _source(self, function: Any) -> str:
+    def _source_line(self, function: Any) -> str:
         """file:line of a function, with the model file's path as the user gave it; "" without a source (a
         list's __getitem__)."""
         try:
@@ -304,7 +331,7 @@ class UserModel:
             return ""
         return f"{self.path if file == str(self.path.resolve()) else file}:{line}"
 
-    def call(self, function: str, *args: Any, remedy: str = "") -> Any:
+    def call_function(self, function: str, *args: Any, remedy: str = "") -> Any:
         """The result of a function of the model file. Raises UserError if it is missing, no function, or
         raises."""
         found = getattr(self.module, function, None)
@@ -314,13 +341,13 @@ class UserModel:
             )
         if not callable(found):
             raise UserError(
-                f"{function} in the model file is {_kind(found)}, not a function",
+                f"{function} in the model file is {_describe_type(found)}, not a function",
                 str(self.path),
                 "make it a function",
             )
-        return self.guarded(f"{function}()", lambda: found(*args), remedy)
+        return self.call_guarded(f"{function}()", lambda: found(*args), remedy)
 
-    def guarded(self, what: str, call: Callable[[], Any], remedy: str = "") -> Any:
+    def call_guarded(self, what: str, call: Callable[[], Any], remedy: str = "") -> Any:
         """`call()`, with exceptions of the user's code as UserErrors that name the innermost line of the
         user's files."""
         try:
@@ -328,13 +355,13 @@ class UserModel:
         except UserError:
             raise
         except Exception as error:
-            place = user_place(error, self.path) or str(self.path)
+            place = error_line_in_user_code(error, self.path) or str(self.path)
             raise UserError(
-                f"{what} raises {_describe(error)}", place, remedy or "correct the model file"
+                f"{what} raises {_describe_error(error)}", place, remedy or "correct the model file"
             ) from error
 
 
-def load(path: str | Path) -> UserModel:
+def load_model_file(path: str | Path) -> UserModel:
     """Import the model file under a fresh name, its folder on sys.path. Raises UserError if it is missing,
     unreadable or fails."""
     path = Path(path)
@@ -347,7 +374,7 @@ def load(path: str | Path) -> UserModel:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    name = f"{_PREFIX}{next(_counter)}"
+    name = f"{_MODULE_PREFIX}{next(_import_counter)}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise UserError("the model file is not a Python file", str(path), "give the path of a .py file")
@@ -359,24 +386,24 @@ def load(path: str | Path) -> UserModel:
         raise
     except Exception as error:
         del sys.modules[name]
-        place = user_place(error, path) or str(path)
+        place = error_line_in_user_code(error, path) or str(path)
         raise UserError(
-            f"importing the model file raises {_describe(error)}", place, "correct the model file"
+            f"importing the model file raises {_describe_error(error)}", place, "correct the model file"
         ) from error
     return UserModel(path, module, hashlib.sha256(text).hexdigest())
 
 
-def is_model_file(module: str) -> bool:
+def is_model_file_module(module: str) -> bool:
     """Whether a module, by its name, is a user's model file."""
-    return module.startswith(_PREFIX)
+    return module.startswith(_MODULE_PREFIX)
 
 
-def file_of(model: nn.Module) -> str:
+def model_file_module(model: nn.Module) -> str:
     """The name of the module of the file that made a model."""
-    return getattr(model, _FILE)
+    return getattr(model, _MODEL_FILE_ATTRIBUTE)
 
 
-def loss_of(output: Any, where: str = "") -> torch.Tensor:
+def extract_loss(output: Any, where: str = "") -> torch.Tensor:
     """The loss in what forward returned: a scalar tensor, or an object or mapping with `loss`, as a 0-dim
     tensor.
 
@@ -386,17 +413,17 @@ def loss_of(output: Any, where: str = "") -> torch.Tensor:
     """
     loss: Any = output
     if type(output) in (tuple, list):
-        scalars = [item for item in output if _is_scalar(item)]
+        scalars = [item for item in output if _is_scalar_tensor(item)]
         trains = [item for item in scalars if item.requires_grad] or scalars
         loss = trains[0] if len(trains) == 1 or (trains and trains[0] is output[0]) else None
     elif not isinstance(output, torch.Tensor):
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if _is_scalar(loss):
+    if _is_scalar_tensor(loss):
         return loss if loss.ndim == 0 else loss.reshape(())
     if isinstance(loss, torch.Tensor):
         found = f"a tensor of shape {list(loss.shape)} and dtype {str(loss.dtype).removeprefix('torch.')}"
     else:
-        found = _kind(output) + (" whose loss is None" if hasattr(output, "loss") else "")
+        found = _describe_type(output) + (" whose loss is None" if hasattr(output, "loss") else "")
     remedy = (
         "let forward return the loss: a scalar tensor, a tuple that begins with it, or an object or dict with `loss` "
         "(Hugging Face models need `labels`)"
@@ -404,11 +431,11 @@ def loss_of(output: Any, where: str = "") -> torch.Tensor:
     raise UserError(f"forward returns no loss: it returns {found}", where, remedy)
 
 
-def _is_scalar(value: Any) -> bool:
+def _is_scalar_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
 
 
-def scalars_of(output: Any) -> dict[str, torch.Tensor]:
+def extract_logged_scalars(output: Any) -> dict[str, torch.Tensor]:
     """The further scalars in what forward returned, by name: what a run logs beside the loss. A tuple may
     hold a dict of them."""
     if type(output) in (tuple, list):
@@ -416,12 +443,12 @@ def scalars_of(output: Any) -> dict[str, torch.Tensor]:
     if isinstance(output, torch.Tensor):
         return {}
     found: Mapping[Any, Any] = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
-    values = ((k, opened(v)) for k, v in found.items())
+    values = ((k, unwrap_deferred_scalar(v)) for k, v in found.items())
     scalars = {k: v for k, v in values if isinstance(v, torch.Tensor) and v.ndim == 0 and not v.is_complex()}
     return {k: v for k, v in scalars.items() if isinstance(k, str) and k.isidentifier() and k != "loss"}
 
 
-def user_place(error: BaseException, path: Path) -> str:
+def error_line_in_user_code(error: BaseException, path: Path) -> str:
     """file:line of the innermost frame in the model file or a module beside it, "" if the error passed
     through neither."""
     resolved = path.resolve()
@@ -430,22 +457,22 @@ def user_place(error: BaseException, path: Path) -> str:
         and error.filename
         and Path(error.filename).resolve().parent == resolved.parent
     ):
-        return f"{_shown(Path(error.filename), path)}:{error.lineno}"
+        return f"{_as_user_path(Path(error.filename), path)}:{error.lineno}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if Path(frame.filename).parent == resolved.parent:
-            return f"{_shown(Path(frame.filename), path)}:{frame.lineno}"
+            return f"{_as_user_path(Path(frame.filename), path)}:{frame.lineno}"
     return ""
 
 
-def _shown(found: Path, path: Path) -> str:
+def _as_user_path(found: Path, path: Path) -> str:
     """A file of the user's folder as the user wrote the folder."""
     return str(path.parent / found.name)
 
 
-def _describe(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     return "None" if value is None else f"an object of type {type(value).__name__}"

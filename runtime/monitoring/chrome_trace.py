@@ -19,21 +19,21 @@ import torch
 import torch.distributed as dist
 
 
-class Trace:
+class ChromeTrace:
     """The events of this rank; does nothing if `path` is None. `begin` and `close` are collective."""
 
     def __init__(self, path: Path | None, rank: int, device: torch.device) -> None:
         self.path, self.rank = path, rank
         self._device = device
-        self._zero = 0
+        self._zero_ns = 0
         self._events: list[dict[str, Any]] = []
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """Whether events are kept."""
         return self.path is not None
 
-    def begin(self, label: str) -> None:
+    def start_trace(self, label: str) -> None:
         """Agree on the moment zero; `label` names this rank's track."""
         if self.path is None:
             return
@@ -46,25 +46,25 @@ class Trace:
             for name, args in named.items()
         ]
         dist.barrier()
-        self._zero = _common_zero(self._device)
+        self._zero_ns = _agree_on_zero(self._device)
 
     @contextmanager
-    def event(self, name: str, **args: Any) -> Iterator[None]:
+    def record_event(self, name: str, **args: Any) -> Iterator[None]:
         """One event around the body. `args` are shown, and read by other tools."""
         if self.path is None:
             yield
             return
-        start = self._now()
+        start = self._now_ns()
         yield
-        self._add(name, 0, start, self._now(), args)
+        self._append_event(name, 0, start, self._now_ns(), args)
 
-    def background(self, name: str, start: int, end: int, **args: Any) -> None:
+    def record_background_event(self, name: str, start: int, end: int, **args: Any) -> None:
         """An event in another process of this rank, on a track of its own; `start` and `end` are this
         machine's monotonic nanoseconds."""
         if self.path is not None:
-            self._add(name, 1, start, end, args)
+            self._append_event(name, 1, start, end, args)
 
-    def _add(self, name: str, track: int, start: int, end: int, args: dict[str, Any]) -> None:
+    def _append_event(self, name: str, track: int, start: int, end: int, args: dict[str, Any]) -> None:
         event = {
             "ph": "X",
             "pid": self.rank,
@@ -73,26 +73,26 @@ class Trace:
             "cat": args.get("kind", ""),
             "args": args,
         }
-        self._events.append(event | {"ts": (start - self._zero) / 1e3, "dur": (end - start) / 1e3})
+        self._events.append(event | {"ts": (start - self._zero_ns) / 1e3, "dur": (end - start) / 1e3})
 
     def close(self) -> None:
         """Write this rank's part; rank 0 joins the parts into the file."""
         if self.path is None:
             return
-        _part(self.path, self.rank).write_text(json.dumps(self._events))
+        _rank_part_path(self.path, self.rank).write_text(json.dumps(self._events))
         dist.barrier()
         if self.rank == 0:
-            merge(self.path, dist.get_world_size())
+            merge_rank_parts(self.path, dist.get_world_size())
 
-    def _now(self) -> int:
+    def _now_ns(self) -> int:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.monotonic_ns()
 
 
-def merge(path: Path, world_size: int) -> None:
+def merge_rank_parts(path: Path, world_size: int) -> None:
     """Join the ranks' parts beside `path` into one Chrome trace and delete them."""
-    parts = [_part(path, rank) for rank in range(world_size)]
+    parts = [_rank_part_path(path, rank) for rank in range(world_size)]
     events = [event for part in parts if part.exists() for event in json.loads(part.read_text())]
     scratch = path.with_name(path.name + ".tmp")
     scratch.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
@@ -101,20 +101,20 @@ def merge(path: Path, world_size: int) -> None:
         part.unlink(missing_ok=True)
 
 
-def _part(path: Path, rank: int) -> Path:
+def _rank_part_path(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.name}.rank_{rank:05d}")
 
 
-def _common_zero(device: torch.device) -> int:
+def _agree_on_zero(device: torch.device) -> int:
     """This rank's monotonic time of the common moment zero, in nanoseconds. Call it right after a barrier."""
     now = time.monotonic_ns()
-    host = _host()
+    host = _host_id()
     first = torch.tensor([host, now], dtype=torch.int64, device=device)
     dist.broadcast(first, 0)
     return int(first[1]) if int(first[0]) == host else now
 
 
-def _host() -> int:
+def _host_id() -> int:
     """A number that ranks on the same running machine share."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()

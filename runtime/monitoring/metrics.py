@@ -10,36 +10,36 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-FILE = "metrics.jsonl"
-_QUIET_S = 10.0  # seconds between progress lines where they cannot be written in place
+METRICS_FILE = "metrics.jsonl"
+_PROGRESS_INTERVAL_S = 10.0  # seconds between progress lines where they cannot be written in place
 
 
-class Metrics:
+class MetricsLog:
     """Appends to `directory/metrics.jsonl` and shows progress towards `last_step` on `stream`."""
 
     def __init__(self, directory: Path, last_step: int, stream: TextIO = sys.stderr) -> None:
-        self._file = (directory / FILE).open("a")
+        self._file = (directory / METRICS_FILE).open("a")
         self._last_step, self._stream = last_step, stream
         self._in_place = stream.isatty()
         self._shown_at = float("-inf")
-        self._width = 0
+        self._shown_width = 0
 
-    def log(self, values: dict[str, Any]) -> None:
+    def log_step(self, values: dict[str, Any]) -> None:
         """Write one step: `step, loss, grad_norm, samples, tokens, step_time_s`, and further scalars if there
         are any."""
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
-        self._show(values)
+        self._show_progress(values)
 
     def close(self) -> None:
         """End the progress line and the file."""
-        if self._in_place and self._width:
+        if self._in_place and self._shown_width:
             self._stream.write("\n")
         self._file.close()
 
-    def _show(self, values: dict[str, Any]) -> None:
+    def _show_progress(self, values: dict[str, Any]) -> None:
         now, last = time.monotonic(), values["step"] >= self._last_step
-        if not self._in_place and not last and now - self._shown_at < _QUIET_S:
+        if not self._in_place and not last and now - self._shown_at < _PROGRESS_INTERVAL_S:
             return
         self._shown_at = now
         rate = values["tokens"] / values["step_time_s"] if values["step_time_s"] > 0 else 0.0
@@ -48,15 +48,15 @@ class Metrics:
         if "recorded" in values:
             line += f"  {values['recorded']:.0f} recorded, {values['kept']:.0f} known, {values['exposed_s']:.2f} s of it waited for"
         if self._in_place:
-            columns = _columns()
-            self._stream.write("\r" + line[:columns].ljust(min(self._width, columns)))
-            self._width = len(line)
+            columns = _terminal_columns()
+            self._stream.write("\r" + line[:columns].ljust(min(self._shown_width, columns)))
+            self._shown_width = len(line)
         else:
             self._stream.write(line + "\n")
         self._stream.flush()
 
 
-def _columns() -> int:
+def _terminal_columns() -> int:
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns - 1
     except OSError:

@@ -27,32 +27,34 @@ from typing import Any, NamedTuple
 
 import torch
 
-from secc.runtime.plan.predicted_costs import Costs
+from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Plan
-from secc.runtime.plan.step_program import COMPUTE, SampleMeta, Schedule, weight_part
+from secc.runtime.plan.step_program import COMPUTE_KINDS, SampleMeta, Schedule, weight_backward_ns
 
-FILE = "times.jsonl"
-WARM = 2  # first steps of a run, which allocate and compile and do not count
-LAST = 200  # steps behind them that count at most
-Spent = dict[tuple[str, str], float]  # seconds of a whole section's forwards ("F") and backwards ("B")
+SECTION_TIMES_FILE = "times.jsonl"
+UNCOUNTED_STEPS = 2  # first steps of a run, which allocate and compile and do not count
+MAX_KEPT_STEPS = 200  # steps behind them that count at most
+SectionSeconds = dict[
+    tuple[str, str], float
+]  # seconds of a whole section's forwards ("F") and backwards ("B")
 
 
-class Stopwatch:
+class SectionStopwatch:
     """Times the computations of one rank; on a GPU by events, which are read at the step's end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._spent: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._events: list[tuple[tuple[str, str], torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
-    def running(self, section: str, kind: str) -> Iterator[None]:
+    def time_section(self, section: str, kind: str) -> Iterator[None]:
         """Time the body as a forward or, whatever its part, a backward of a section."""
         key = section, "F" if kind == "F" else "B"
         if self._device.type != "cuda":
             start = time.perf_counter()
             yield
-            self._spent[key] += time.perf_counter() - start
+            self._seconds[key] += time.perf_counter() - start
             return
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
@@ -60,78 +62,87 @@ class Stopwatch:
         last.record()
         self._events.append((key, first, last))
 
-    def take(self) -> Spent:
+    def take_seconds(self) -> SectionSeconds:
         """Seconds since the last call; what was timed has ended."""
         for key, first, last in self._events:
             last.synchronize()
-            self._spent[key] += first.elapsed_time(last) / 1e3
-        found, self._spent, self._events = dict(self._spent), defaultdict(float), []
+            self._seconds[key] += first.elapsed_time(last) / 1e3
+        found, self._seconds, self._events = dict(self._seconds), defaultdict(float), []
         return found
 
 
-def columns(plan: Plan) -> list[tuple[str, str, int]]:
+def section_time_columns(plan: Plan) -> list[tuple[str, str, int]]:
     """(section, kind, ranks that compute it together) of the sums that a run keeps, in one order on all
     ranks."""
     return [
         (s.name, kind, s.mesh.tp)
-        for s in plan.whole_sections
+        for s in plan.user_sections
         for kind in (("F",) if s.mode == "forward" else ("F", "B"))
     ]
 
 
-def predicted(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> Spent:
+def predict_section_seconds(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> SectionSeconds:
     """What the plan's costs say of all computations of a step, each replica counted once."""
-    costs, found = Costs(plan, samples, schedule.own), Counter[tuple[str, str]]()
+    costs, found = PredictedCosts(plan, samples, schedule.own_samples), Counter[tuple[str, str]]()
     first = {s.name: set(s.mesh.ranks[:: s.mesh.tp]) for s in plan.sections}
     for section in plan.sections:
-        forward, backward = costs.of(section, [m.samples for m in schedule.micro_batches[section.name]])
+        forward, backward = costs.micro_batch_times(
+            section, [m.samples for m in schedule.micro_batches[section.name]]
+        )
         for rank in first[section.name]:
             for i in schedule.programs[rank]:
-                if i.kind in COMPUTE and i.section == section.name:
-                    later = weight_part(section, backward[i.micro])
+                if i.kind in COMPUTE_KINDS and i.section == section.name:
+                    later = weight_backward_ns(section, backward[i.micro])
                     ns = {"F": forward[i.micro], "B": backward[i.micro] - later, "W": later}[i.kind]
-                    found[section.whole, "F" if i.kind == "F" else "B"] += ns
+                    found[section.user_section_name, "F" if i.kind == "F" else "B"] += ns
     return {key: ns / 1e9 for key, ns in found.items()}
 
 
-class Taken(NamedTuple):
+class MeasuredStep(NamedTuple):
     """What a step took: seconds of all of it, of its sections' computations as measured and as predicted, and
     its samples."""
 
     seconds: float
-    spent: Spent
-    predicted: Spent
+    measured: SectionSeconds
+    predicted: SectionSeconds
     samples: Sequence[SampleMeta]
 
 
-class Times:
+class SectionTimesLog:
     """Writes `times.jsonl`, and keeps what the run's last steps took. Of rank 0."""
 
     def __init__(self, directory: Path, plan: Plan) -> None:
-        self._plan, self._file = plan, (directory / FILE).open("a")
-        self._first, self._steps = 0, deque[Taken](maxlen=LAST)
-        self._latest: tuple[Schedule, Spent] | None = None
+        self._plan, self._file = plan, (directory / SECTION_TIMES_FILE).open("a")
+        self._first_step, self._steps = 0, deque[MeasuredStep](maxlen=MAX_KEPT_STEPS)
+        self._latest_prediction: tuple[Schedule, SectionSeconds] | None = None
 
     @property
-    def steps(self) -> Sequence[Taken]:
+    def steps(self) -> Sequence[MeasuredStep]:
         """The last steps behind the first ones of the run."""
         return tuple(self._steps)
 
-    def log(
-        self, step: int, seconds: float, spent: Spent, samples: Sequence[SampleMeta], schedule: Schedule
+    def log_step(
+        self,
+        step: int,
+        seconds: float,
+        spent: SectionSeconds,
+        samples: Sequence[SampleMeta],
+        schedule: Schedule,
     ) -> None:
         """Write a step's times; `samples` are those that the schedule speaks of."""
-        if self._latest is None or self._latest[0] is not schedule:  # steps of one schedule are alike
-            self._latest = schedule, predicted(self._plan, samples, schedule)
-        expected = self._latest[1]
-        self._first = self._first or step
-        if step >= self._first + WARM:
-            self._steps.append(Taken(seconds, spent, expected, samples[: schedule.own]))
+        if (
+            self._latest_prediction is None or self._latest_prediction[0] is not schedule
+        ):  # steps of one schedule are alike
+            self._latest_prediction = schedule, predict_section_seconds(self._plan, samples, schedule)
+        expected = self._latest_prediction[1]
+        self._first_step = self._first_step or step
+        if step >= self._first_step + UNCOUNTED_STEPS:
+            self._steps.append(MeasuredStep(seconds, spent, expected, samples[: schedule.own_samples]))
         sections: dict[str, dict[str, float]] = defaultdict(dict)
         for (name, kind), seconds in spent.items():
             word = {"F": "forward_s", "B": "backward_s"}[kind]
             sections[name] |= {word: seconds, f"predicted_{word}": expected.get((name, kind), 0.0)}
-        told = {"step": step, "sections": sections, "mix": _mix(samples[: schedule.own])}
+        told = {"step": step, "sections": sections, "mix": _sample_mix(samples[: schedule.own_samples])}
         self._file.write(json.dumps(told) + "\n")
         self._file.flush()
 
@@ -140,7 +151,7 @@ class Times:
         self._file.close()
 
 
-def _mix(samples: Sequence[SampleMeta]) -> list[dict[str, Any]]:
+def _sample_mix(samples: Sequence[SampleMeta]) -> list[dict[str, Any]]:
     """Of each pattern, its samples and their sizes added up."""
     patterns: defaultdict[frozenset[str], list[SampleMeta]] = defaultdict(list)
     for s in samples:

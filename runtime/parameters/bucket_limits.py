@@ -4,4 +4,4 @@ model asks, too."""
 from __future__ import annotations
 
 BUCKET_BYTES = 64 * 2**20  # of parameters
-WINDOW = 4  # buckets under way at once
+MAX_BUCKETS_IN_FLIGHT = 4  # buckets under way at once

@@ -29,18 +29,20 @@ from torch import nn
 
 from secc.runtime.errors import UserError
 from secc.runtime.parameters.rank_weights import canonical_names
-from secc.runtime.parameters.sharded_optimizer import Piece
-from secc.runtime.parameters.zero3 import Gathered
-from secc.runtime.tensor_parallel.parameter_cuts import Cut
+from secc.runtime.parameters.sharded_optimizer import ParameterSlice
+from secc.runtime.parameters.zero3 import Zero3State
+from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut
 
-Pieces = Mapping[nn.Parameter, Piece]  # what each entry of the rank's optimizer is of the user's parameters
-LATEST = "latest"
-_REMEDY = "give a directory that a run with --save has written"
-MANIFEST = "checkpoint.json"
+OptimizedSlices = Mapping[
+    nn.Parameter, ParameterSlice
+]  # what each entry of the rank's optimizer is of the user's parameters
+LATEST_FILE = "latest"
+_NO_CHECKPOINT_REMEDY = "give a directory that a run with --save has written"
+MANIFEST_FILE = "checkpoint.json"
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """What a checkpoint knows beside its tensors.
 
     `names` are the state dict's, in its order; `tied` maps some of them to the one that is stored.
@@ -54,87 +56,96 @@ class Manifest:
     tied: dict[str, str]
 
 
-def manifest(model: nn.Module, step: int, seed: int, shuffle: bool, global_batch: int) -> Manifest:
+def make_manifest(
+    model: nn.Module, step: int, seed: int, shuffle: bool, global_batch: int
+) -> CheckpointManifest:
     """The manifest of `model` after `step` steps."""
     canonical = canonical_names(model)
     names = tuple(model.state_dict())
     stored = {n: next(m for m in names if canonical.get(m, m) == canonical.get(n, n)) for n in names}
-    return Manifest(step, seed, shuffle, global_batch, names, {n: s for n, s in stored.items() if n != s})
+    return CheckpointManifest(
+        step, seed, shuffle, global_batch, names, {n: s for n, s in stored.items() if n != s}
+    )
 
 
-def save(directory: Path, state: Mapping[str, Any], about: Manifest) -> Path:
+def save_checkpoint(directory: Path, state: Mapping[str, Any], about: CheckpointManifest) -> Path:
     """Write this rank's part of `state` as `directory/step_XXXXXXXX`. Collective. Returns the finished
     checkpoint's path."""
     from secc.runtime.parameters import sliced_tensor_store
 
     final = directory / f"step_{about.step:08d}"
     scratch = directory / f".{final.name}.tmp"
-    if _rank() == 0:
+    if _current_rank() == 0:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-    _barrier()
-    sliced_tensor_store.write(scratch, dict(state))
-    if _rank() == 0:
-        (scratch / MANIFEST).write_text(json.dumps(asdict(about)))
+    _wait_for_ranks()
+    sliced_tensor_store.write_entries(scratch, dict(state))
+    if _current_rank() == 0:
+        (scratch / MANIFEST_FILE).write_text(json.dumps(asdict(about)))
         shutil.rmtree(final, ignore_errors=True)
         os.rename(scratch, final)
-        pointer = directory / f".{LATEST}.tmp"
+        pointer = directory / f".{LATEST_FILE}.tmp"
         pointer.write_text(final.name + "\n")
-        os.replace(pointer, directory / LATEST)
-    _barrier()
+        os.replace(pointer, directory / LATEST_FILE)
+    _wait_for_ranks()
     return final
 
 
-def find(directory: Path) -> Path:
+def find_checkpoint(directory: Path) -> Path:
     """The checkpoint that `directory` is, or the latest one in it. Raises UserError if there is none."""
-    if (directory / MANIFEST).exists():
+    if (directory / MANIFEST_FILE).exists():
         return directory
     try:
-        found = directory / (directory / LATEST).read_text().strip()
-        if (found / MANIFEST).exists():
+        found = directory / (directory / LATEST_FILE).read_text().strip()
+        if (found / MANIFEST_FILE).exists():
             return found
     except OSError:
         pass
-    raise UserError("there is no checkpoint", str(directory), _REMEDY)
+    raise UserError("there is no checkpoint", str(directory), _NO_CHECKPOINT_REMEDY)
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
+def read_manifest(checkpoint: Path) -> CheckpointManifest:
     """The manifest of a checkpoint. Raises UserError if it cannot be read."""
     try:
-        data = json.loads((checkpoint / MANIFEST).read_text())
-        return Manifest(**data | {"names": tuple(data["names"])})
+        data = json.loads((checkpoint / MANIFEST_FILE).read_text())
+        return CheckpointManifest(**data | {"names": tuple(data["names"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"not a checkpoint: {error}", str(checkpoint), _REMEDY) from None
+        raise UserError(f"not a checkpoint: {error}", str(checkpoint), _NO_CHECKPOINT_REMEDY) from None
 
 
-def model_state(model: nn.Module, cuts: Mapping[str, Cut], but: Iterable[str] = ()) -> dict[str, Any]:
+def model_state(
+    model: nn.Module, cuts: Mapping[str, ParameterCut], but: Iterable[str] = ()
+) -> dict[str, Any]:
     """What this rank holds of the model's state dict, without the names in `but`, under `model/NAME`; it
     shares the model's memory."""
-    from secc.runtime.parameters.sliced_tensor_store import Slice
+    from secc.runtime.parameters.sliced_tensor_store import TensorSlice
 
-    tied = manifest(model, 0, 0, False, 0).tied
+    tied = make_manifest(model, 0, 0, False, 0).tied
     gone = {*tied, *but}
     held = {
         n: v
         for n, v in model.state_dict().items()
         if n not in gone and not (isinstance(v, torch.Tensor) and v.is_meta)
     }
-    return {f"model/{n}": Slice(v.view(-1), v.shape, 0, cuts[n]) if n in cuts else v for n, v in held.items()}
+    return {
+        f"model/{n}": TensorSlice(v.view(-1), v.shape, 0, cuts[n]) if n in cuts else v
+        for n, v in held.items()
+    }
 
 
-def piece_state(pieces: Pieces) -> dict[str, Any]:
+def slice_state(pieces: OptimizedSlices) -> dict[str, Any]:
     """What a rank's optimizer updates, under `model/NAME`; the tensors share its memory."""
-    from secc.runtime.parameters.sliced_tensor_store import Slice
+    from secc.runtime.parameters.sliced_tensor_store import TensorSlice
 
     return {
-        f"model/{piece.name}": Slice(p.data.view(-1), piece.shape, piece.start, piece.cut)
+        f"model/{piece.name}": TensorSlice(p.data.view(-1), piece.shape, piece.start, piece.cut)
         for p, piece in pieces.items()
     }
 
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer,
-    pieces: Pieces,
+    pieces: OptimizedSlices,
     owned: Iterable[str],
     options_owned: Iterable[str],
     rank: int,
@@ -144,7 +155,7 @@ def optimizer_state(
     Options of groups, and states that are not like their parameter, are stored for the parameters
     `options_owned`.
     """
-    from secc.runtime.parameters.sliced_tensor_store import Slice
+    from secc.runtime.parameters.sliced_tensor_store import TensorSlice
 
     written, wanted, packed = set(owned), set(options_owned), optimizer.state_dict()
     state: dict[str, Any] = {}
@@ -157,7 +168,7 @@ def optimizer_state(
             for key, value in packed["state"].get(index, {}).items():
                 if isinstance(value, torch.Tensor) and value.shape == param.shape and value.ndim:
                     if piece.name in written:
-                        state[f"optimizer/{piece.name}/{key}"] = Slice(
+                        state[f"optimizer/{piece.name}/{key}"] = TensorSlice(
                             value.reshape(-1), piece.shape, piece.start, piece.cut
                         )
                 elif piece.name in wanted:
@@ -165,21 +176,21 @@ def optimizer_state(
     return state | {f"groups/{rank}": options}
 
 
-def load_model(
-    checkpoint: Path, model: nn.Module, cuts: Mapping[str, Cut], parts: Gathered | None = None
+def load_model_state(
+    checkpoint: Path, model: nn.Module, cuts: Mapping[str, ParameterCut], parts: Zero3State | None = None
 ) -> None:
     """Read into `model` and `parts` what this rank holds. Collective. Raises UserError if the checkpoint is
     of another model."""
     from secc.runtime.parameters import sliced_tensor_store
 
     target, stored = (
-        model_state(model, cuts, parts.names if parts else ()),
-        sliced_tensor_store.entries(checkpoint),
+        model_state(model, cuts, parts.parameter_names if parts else ()),
+        sliced_tensor_store.stored_entries(checkpoint),
     )
-    target |= piece_state(parts.pieces) if parts else {}
+    target |= slice_state(parts.parameter_slices) if parts else {}
     for key, value in target.items():
         entry = stored.get(key)
-        shape = value.size() if isinstance(value, torch.Tensor | sliced_tensor_store.Slice) else None
+        shape = value.size() if isinstance(value, torch.Tensor | sliced_tensor_store.TensorSlice) else None
         if key not in stored or (shape is not None and (entry is None or entry.shape != shape)):
             found = (
                 "lacks it"
@@ -192,44 +203,48 @@ def load_model(
                 str(checkpoint),
                 remedy,
             )
-    sliced_tensor_store.read(checkpoint, target)
+    sliced_tensor_store.read_entries(checkpoint, target)
     objects = {
         k.removeprefix("model/"): v
         for k, v in target.items()
-        if not isinstance(v, torch.Tensor | sliced_tensor_store.Slice)
+        if not isinstance(v, torch.Tensor | sliced_tensor_store.TensorSlice)
     }
     if objects:
         model.load_state_dict(objects, strict=False)
     if parts:
-        parts.publish()
+        parts.copy_masters_to_shards()
 
 
-def load_optimizer(
-    checkpoint: Path, optimizer: torch.optim.Optimizer | None, scheduler: Any, pieces: Pieces, rank: int
+def load_optimizer_state(
+    checkpoint: Path,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    pieces: OptimizedSlices,
+    rank: int,
 ) -> None:
     """Read the state of this rank's parameters, their groups' options and the scheduler's state.
     Collective."""
     from secc.runtime.parameters import sliced_tensor_store
 
-    stored = sliced_tensor_store.entries(checkpoint)
+    stored = sliced_tensor_store.stored_entries(checkpoint)
     mine = {p.name: p for p in pieces.values()} if optimizer is not None else {}
     target: dict[str, Any] = {}
     for key, entry in stored.items():
         kind, _, rest = key.partition("/")
         if kind == "optimizer" and rest.rpartition("/")[0] in mine:
-            target[key] = _part(entry, mine[rest.rpartition("/")[0]])
+            target[key] = _load_target(entry, mine[rest.rpartition("/")[0]])
         elif kind == "groups":
             target[key] = None
     own = _scheduler_key(stored, rank) if scheduler is not None else None
     target |= {own: None} if own else {}
-    sliced_tensor_store.read(checkpoint, target)
+    sliced_tensor_store.read_entries(checkpoint, target)
     if optimizer is not None:
-        optimizer.load_state_dict(_packed(optimizer, target, pieces))
+        optimizer.load_state_dict(_pack_optimizer_state(optimizer, target, pieces))
     if scheduler is not None and own:
         scheduler.load_state_dict(target[own])
 
 
-def load_full(directory: str | Path) -> dict[str, torch.Tensor]:
+def load_full_state_dict(directory: str | Path) -> dict[str, torch.Tensor]:
     """The user's whole state dict from a checkpoint (or the latest one in `directory`), in one process, on
     the CPU.
 
@@ -238,12 +253,14 @@ def load_full(directory: str | Path) -> dict[str, torch.Tensor]:
     """
     from secc.runtime.parameters import sliced_tensor_store
 
-    checkpoint = find(Path(directory))
+    checkpoint = find_checkpoint(Path(directory))
     about = read_manifest(checkpoint)
     target: dict[str, Any] = {
-        k: _room(v) for k, v in sliced_tensor_store.entries(checkpoint).items() if k.startswith("model/")
+        k: _empty_on_cpu(v)
+        for k, v in sliced_tensor_store.stored_entries(checkpoint).items()
+        if k.startswith("model/")
     }
-    sliced_tensor_store.read(checkpoint, target, alone=True)
+    sliced_tensor_store.read_entries(checkpoint, target, alone=True)
     return {name: target[f"model/{about.tied.get(name, name)}"] for name in about.names}
 
 
@@ -254,9 +271,11 @@ def _scheduler_key(stored: Iterable[str], rank: int) -> str | None:
     return f"scheduler/{rank}" if f"scheduler/{rank}" in keys else next(iter(keys), None)
 
 
-def _packed(optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], pieces: Pieces) -> dict[str, Any]:
+def _pack_optimizer_state(
+    optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], pieces: OptimizedSlices
+) -> dict[str, Any]:
     """An optimizer's state dict, with its indices, from what is stored under names."""
-    from secc.runtime.parameters.sliced_tensor_store import Slice
+    from secc.runtime.parameters.sliced_tensor_store import TensorSlice
 
     packed = optimizer.state_dict()
     options = {
@@ -279,33 +298,33 @@ def _packed(optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], pieces:
         for param, name, index in zip(group["params"], members, indices["params"], strict=True):
             if name in values:
                 state[index] = {
-                    k: v.values.view(param.shape) if isinstance(v, Slice) else v
+                    k: v.values.view(param.shape) if isinstance(v, TensorSlice) else v
                     for k, v in values[name].items()
                 }
     return {"state": state, "param_groups": packed["param_groups"]}
 
 
-def _part(entry: torch.Tensor | None, piece: Piece) -> Any:
+def _load_target(entry: torch.Tensor | None, piece: ParameterSlice) -> Any:
     """What an entry of a parameter's state is loaded into: room for the rank's piece of it, where the entry
     is like the parameter."""
-    from secc.runtime.parameters.sliced_tensor_store import Slice
+    from secc.runtime.parameters.sliced_tensor_store import TensorSlice
 
     if entry is None or entry.shape != (piece.cut.shape if piece.cut else piece.shape) or not entry.ndim:
-        return _room(entry)
-    return Slice(
+        return _empty_on_cpu(entry)
+    return TensorSlice(
         torch.empty(piece.stop - piece.start, dtype=entry.dtype), piece.shape, piece.start, piece.cut
     )
 
 
-def _room(entry: torch.Tensor | None) -> torch.Tensor | None:
+def _empty_on_cpu(entry: torch.Tensor | None) -> torch.Tensor | None:
     """What a stored entry is loaded into: memory on the CPU for a tensor."""
     return None if entry is None else torch.empty_like(entry, device="cpu")
 
 
-def _rank() -> int:
+def _current_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _barrier() -> None:
+def _wait_for_ranks() -> None:
     if dist.is_initialized():
         dist.barrier()

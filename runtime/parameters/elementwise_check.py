@@ -15,25 +15,25 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-ELEMENTWISE = frozenset({
+ELEMENTWISE_OPTIMIZERS = frozenset({
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adadelta, optim.Adagrad, optim.ASGD,
     optim.RMSprop, optim.Rprop,
 })  # fmt: skip
-_STEPS = 3
-_SHAPE, _CUT = (4, 6), 9  # the pieces have unlike lengths, rows and norms
-_LEARNING_RATE = 1e-2  # in place of the user's, which may start at zero
+_PROBE_STEPS = 3
+_PROBE_SHAPE, _PROBE_SPLIT = (4, 6), 9  # the pieces have unlike lengths, rows and norms
+_PROBE_LEARNING_RATE = 1e-2  # in place of the user's, which may start at zero
 
 
-def refusal(optimizer: optim.Optimizer) -> str | None:
+def why_not_elementwise(optimizer: optim.Optimizer) -> str | None:
     """Why the optimizer cannot be sharded, or None if it can."""
-    if type(optimizer) in ELEMENTWISE:
+    if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
         return None
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
         if not group["params"]:
             continue
         try:
-            before, whole, pieces = _steps(optimizer, group, group["params"][0])
+            before, whole, pieces = _step_whole_and_split(optimizer, group, group["params"][0])
         except (
             Exception
         ) as error:  # whatever the user's optimizer does with parameters that are not the model's
@@ -45,36 +45,38 @@ def refusal(optimizer: optim.Optimizer) -> str | None:
     return None
 
 
-def _steps(
+def _step_whole_and_split(
     optimizer: optim.Optimizer, group: dict[str, Any], like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A random matrix, what it is after some steps, and what it is after the same steps in two pieces, all
     flat and in float32."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.logspace(-1, 1, 24)
-    values = [torch.randn(24, generator=generator) * scale for _ in range(1 + _STEPS)]
+    values = [torch.randn(24, generator=generator) * scale for _ in range(1 + _PROBE_STEPS)]
     device = torch.device("cpu") if like.is_meta else like.device
     start, *gradients = (v.to(device) for v in values)
-    whole = nn.Parameter(start.clone().view(_SHAPE))
-    pieces = [nn.Parameter(start[:_CUT].clone()), nn.Parameter(start[_CUT:].clone())]
-    probes = [_probe(optimizer, group, params) for params in ([whole], pieces)]
+    whole = nn.Parameter(start.clone().view(_PROBE_SHAPE))
+    pieces = [nn.Parameter(start[:_PROBE_SPLIT].clone()), nn.Parameter(start[_PROBE_SPLIT:].clone())]
+    probes = [_copy_optimizer(optimizer, group, params) for params in ([whole], pieces)]
     for gradient in gradients:
-        whole.grad = gradient.clone().view(_SHAPE)
-        for piece, part in zip(pieces, (gradient[:_CUT], gradient[_CUT:]), strict=True):
+        whole.grad = gradient.clone().view(_PROBE_SHAPE)
+        for piece, part in zip(pieces, (gradient[:_PROBE_SPLIT], gradient[_PROBE_SPLIT:]), strict=True):
             piece.grad = part.clone()
         for probe in probes:
             probe.step()
     return start.float(), whole.detach().flatten().float(), torch.cat([p.detach() for p in pieces]).float()
 
 
-def _probe(optimizer: optim.Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> optim.Optimizer:
+def _copy_optimizer(
+    optimizer: optim.Optimizer, group: dict[str, Any], params: list[nn.Parameter]
+) -> optim.Optimizer:
     """The optimizer as it is, without hooks and state, over other parameters."""
     probe = object.__new__(type(optimizer))
     probe.__dict__.update(optimizer.__dict__)
     probe.state = defaultdict(dict)
     options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     if "lr" in options:
-        options["lr"] = _LEARNING_RATE
+        options["lr"] = _PROBE_LEARNING_RATE
     probe.param_groups = [{**copy.deepcopy(options), "params": params}]
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(probe, hooks, OrderedDict())

@@ -25,26 +25,26 @@ from torch.utils import _pytree as pytree
 
 from secc.runtime.errors import UserError
 
-DTYPES = {"bf16": torch.bfloat16}
+COMPUTE_DTYPES = {"bf16": torch.bfloat16}
 
 
-def dtype_of(name: str) -> torch.dtype | None:
+def compute_dtype(name: str) -> torch.dtype | None:
     """The dtype that a plan computes in, None for the model's own (""). Raises UserError for a name that
     there is not."""
     if not name:
         return None
-    if name not in DTYPES:
+    if name not in COMPUTE_DTYPES:
         raise UserError(
             f"--dtype: cannot compute in {name!r}",
-            remedy=f"give {' or '.join(DTYPES)}, or leave --dtype out for the model's own",
+            remedy=f"give {' or '.join(COMPUTE_DTYPES)}, or leave --dtype out for the model's own",
         )
-    return DTYPES[name]
+    return COMPUTE_DTYPES[name]
 
 
-def check_model(model: nn.Module, name: str) -> None:
+def check_trainable_dtype(model: nn.Module, name: str) -> None:
     """Refuse a model without a trainable parameter in float32: there is nothing to keep masters of."""
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
-    if dtype_of(name) is None or not trained or torch.float32 in trained:
+    if compute_dtype(name) is None or not trained or torch.float32 in trained:
         return
     found = ", ".join(sorted(str(d).removeprefix("torch.") for d in trained))
     remedy = (
@@ -55,13 +55,13 @@ def check_model(model: nn.Module, name: str) -> None:
     )
 
 
-def compute_in(model: nn.Module, name: str, but: Collection[str] = ()) -> nn.Module:
+def cast_model(model: nn.Module, name: str, but: Collection[str] = ()) -> nn.Module:
     """Cast the model's float32 parameters and saved buffers in place, and its float inputs on their way in;
     returns it.
 
     Parameters stay the same objects; those named in `but`, and all where `name` is "", stay as they are.
     """
-    dtype = dtype_of(name)
+    dtype = compute_dtype(name)
     if dtype is None:
         return model
     saved = model.state_dict(keep_vars=True)
@@ -72,7 +72,7 @@ def compute_in(model: nn.Module, name: str, but: Collection[str] = ()) -> nn.Mod
         if tensor.dtype == torch.float32 and path not in but:
             tensor.data = tensor.data.to(dtype)
             if tensor.requires_grad:
-                widen(tensor)
+                accumulate_in_float32(tensor)
 
     def cast(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         return cast_floats((args, dict(kwargs)), dtype)
@@ -86,16 +86,16 @@ def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.dtype == torch.float32 else t, tree)
 
 
-def master_of(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+def make_master(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     """The parameter's float32 values, for the optimizer; the parameter itself becomes `dtype`, its gradients
     add up in float32."""
     master = nn.Parameter(param.data)
     param.data = param.data.to(dtype)
-    widen(param)
+    accumulate_in_float32(param)
     return master
 
 
-def widen(param: nn.Parameter) -> None:
+def accumulate_in_float32(param: nn.Parameter) -> None:
     """Let the parameter's `.grad` be float32, whatever it computes in: every backward adds to it without
     rounding to 16 bits."""
     param.grad_dtype = torch.float32

@@ -22,20 +22,25 @@ from torch import nn
 
 from secc.runtime.errors import UserError
 from secc.runtime.model import init_weights, user_file
-from secc.runtime.model.hf_weight_mapping import Source
-from secc.runtime.model.init_weights import Init
-from secc.runtime.model.item_seeds import seeded
-from secc.runtime.model.meta_build import meta_model
+from secc.runtime.model.hf_weight_mapping import WeightSource
+from secc.runtime.model.init_weights import InitDirectories
+from secc.runtime.model.item_seeds import seeded_rngs
+from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.user_file import UserModel
-from secc.runtime.parameters.node_broadcast import Node, hand_out, loose, receive
-from secc.runtime.parameters.sharded_optimizer import without_values
-from secc.runtime.parameters.zero3 import scattered
+from secc.runtime.parameters.node_broadcast import (
+    NodeRanks,
+    attribute_tensors,
+    broadcast_weights,
+    receive_weights,
+)
+from secc.runtime.parameters.sharded_optimizer import valueless_placeholder
+from secc.runtime.parameters.zero3 import zero3_parameter_names
 from secc.runtime.plan.schema import Plan
-from secc.runtime.plan.step_program import gathers
+from secc.runtime.plan.step_program import gathers_parameters
 
-SOURCE_COPY = "model.py.txt"  # in the plan directory: the model file that the plan was made from
-_DIFF_LINES = 40
-OWN_COPY = (
+MODEL_FILE_COPY = "model.py.txt"  # in the plan directory: the model file that the plan was made from
+MAX_DIFF_LINES = 40
+BUILD_EVERYWHERE_BYTES = (
     1 << 25
 )  # bytes: a model up to this size is built by every rank, which is quicker than to receive it
 
@@ -51,70 +56,88 @@ def load_user_model(plan: Plan, directory: Path) -> UserModel:
             f"cannot read the plan's model file: {error.strerror}", str(path), "put it back, or compile again"
         ) from None
     if hashlib.sha256(text).hexdigest() != plan.model.sha256:
-        copy = directory / SOURCE_COPY
+        copy = directory / MODEL_FILE_COPY
         before = copy.read_text() if copy.exists() else ""
-        raise _changed(
+        raise _model_changed_error(
             "the model file has changed since the plan was made",
             path,
             before.splitlines(),
             text.decode().splitlines(),
         )
-    return user_file.load(path)
+    return user_file.load_model_file(path)
 
 
 @dataclass(frozen=True)
-class Built:
+class RankModel:
     """A model as a rank holds it. Its parameters in `stored` have no values yet: they are read from there, a
     layer at a time."""
 
     model: nn.Module
-    stored: Mapping[str, Source]
+    deferred_sources: Mapping[str, WeightSource]
 
 
-def build_model(
-    plan: Plan, user: UserModel, rank: int, device: torch.device, seed: int, init: Init = ()
-) -> Built:
+def build_rank_model(
+    plan: Plan, user: UserModel, rank: int, device: torch.device, seed: int, init: InitDirectories = ()
+) -> RankModel:
     """What `model()` gives after `torch.manual_seed(seed)`, or with the weights that `init` names; held for
     `rank`.
 
     Collective over the ranks of a node if the model is large. Raises UserError if its parameters are not
     those of the plan, or `init` lacks some.
     """
-    node = Node.here(rank)
+    node = NodeRanks.from_environment(rank)
     if init:
-        model = _bare(plan, user, seed)
-        _check_buffers(model, user)
-        later = shared_out(plan, model)
-        hold(model, names_of_rank(plan, model, rank), device, False, later, room=False)
-        return Built(model, init_weights.load(model, init, canonical_names(model), later, report=rank == 0))
-    if node.builds or _size(plan) <= OWN_COPY:
-        model = _built(plan, user, seed)
-        if node.receivers() and _size(plan) > OWN_COPY:
-            hand_out(node, model, {r: names_of_rank(plan, model, r) for r in node.receivers()})
-        hold(model, names_of_rank(plan, model, rank), device, host=shared_out(plan, model))
+        model = _build_without_values(plan, user, seed)
+        _check_computed_buffers(model, user)
+        later = all_zero3_parameter_names(plan, model)
+        materialize_parameters(
+            model, parameter_names_of_rank(plan, model, rank), device, False, later, room=False
+        )
+        return RankModel(
+            model,
+            init_weights.load_init_weights(model, init, canonical_names(model), later, report=rank == 0),
+        )
+    if node.is_builder or _total_parameter_bytes(plan) <= BUILD_EVERYWHERE_BYTES:
+        model = _build_with_values(plan, user, seed)
+        if node.receiver_ranks() and _total_parameter_bytes(plan) > BUILD_EVERYWHERE_BYTES:
+            broadcast_weights(
+                node, model, {r: parameter_names_of_rank(plan, model, r) for r in node.receiver_ranks()}
+            )
+        materialize_parameters(
+            model,
+            parameter_names_of_rank(plan, model, rank),
+            device,
+            host=all_zero3_parameter_names(plan, model),
+        )
     else:
-        model = _bare(plan, user, seed)
-        hold(model, names_of_rank(plan, model, rank), device, False, shared_out(plan, model))
-        receive(node, model, names_of_rank(plan, model, rank))
-    return Built(model, {})
+        model = _build_without_values(plan, user, seed)
+        materialize_parameters(
+            model,
+            parameter_names_of_rank(plan, model, rank),
+            device,
+            False,
+            all_zero3_parameter_names(plan, model),
+        )
+        receive_weights(node, model, parameter_names_of_rank(plan, model, rank))
+    return RankModel(model, {})
 
 
-def _built(plan: Plan, user: UserModel, seed: int) -> nn.Module:
-    with seeded(seed):
-        model = user.model()
+def _build_with_values(plan: Plan, user: UserModel, seed: int) -> nn.Module:
+    with seeded_rngs(seed):
+        model = user.build_model()
     check_parameters(plan, model)
     return model
 
 
-def _bare(plan: Plan, user: UserModel, seed: int) -> nn.Module:
+def _build_without_values(plan: Plan, user: UserModel, seed: int) -> nn.Module:
     """The model without weights, but with those buffers that model() computes of nothing stored or random."""
-    with seeded(seed):
-        model = meta_model(user, tables=True)
+    with seeded_rngs(seed):
+        model = build_meta_model(user, tables=True)
     check_parameters(plan, model)
     return model
 
 
-def _check_buffers(model: nn.Module, user: UserModel) -> None:
+def _check_computed_buffers(model: nn.Module, user: UserModel) -> None:
     """Refuse a model with a large buffer that no file has and whose values were not computed."""
     stored = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
@@ -122,24 +145,24 @@ def _check_buffers(model: nn.Module, user: UserModel) -> None:
             message = f"--init: the buffer {name} is not saved with the model, and model() draws it at random or fills it piece by piece"
             raise UserError(
                 message,
-                user.place("model"),
+                user.function_source_line("model"),
                 "register it with persistent=True, or make it with torch.zeros, arange and the like",
             )
 
 
-def _size(plan: Plan) -> int:
+def _total_parameter_bytes(plan: Plan) -> int:
     """The bytes of all parameters; tied ones count under each name."""
-    return sum(_bytes(text) for text in plan.model.parameters.values())
+    return sum(_parameter_bytes(text) for text in plan.model.parameters.values())
 
 
-def _bytes(text: str) -> int:
+def _parameter_bytes(text: str) -> int:
     """The bytes of a parameter from its text in the plan, "float32[64, 64] train"."""
     dtype, _, rest = text.partition("[")
     shape = [int(n) for n in rest.partition("]")[0].split(",") if n.strip()]
     return math.prod(shape) * getattr(torch, dtype).itemsize
 
 
-def parameter_table(model: nn.Module) -> dict[str, str]:
+def describe_parameters(model: nn.Module) -> dict[str, str]:
     """Every parameter under each of its names as "float32[64, 64] train" or "... frozen": what plan.json
     keeps as `model.parameters`."""
     return {
@@ -151,24 +174,24 @@ def parameter_table(model: nn.Module) -> dict[str, str]:
 def check_parameters(plan: Plan, model: nn.Module) -> None:
     """Refuse a model whose parameters are not those that the plan was made for, with a diff of the two
     tables."""
-    found = parameter_table(model)
+    found = describe_parameters(model)
     if found != plan.model.parameters:
         tables = [
             [f"{name}: {text}" for name, text in sorted(t.items())] for t in (plan.model.parameters, found)
         ]
-        raise _changed(
+        raise _model_changed_error(
             "the model's parameters have changed since the plan was made", Path(plan.model.path), *tables
         )
 
 
-def _changed(message: str, path: Path, before: list[str], after: list[str]) -> UserError:
+def _model_changed_error(message: str, path: Path, before: list[str], after: list[str]) -> UserError:
     diff = (
         list(difflib.unified_diff(before, after, "when the plan was made", "now", lineterm="", n=1))
         if before
         else []
     )
-    shown = diff[:_DIFF_LINES] + (
-        [f"… {len(diff) - _DIFF_LINES} more lines"] if len(diff) > _DIFF_LINES else []
+    shown = diff[:MAX_DIFF_LINES] + (
+        [f"… {len(diff) - MAX_DIFF_LINES} more lines"] if len(diff) > MAX_DIFF_LINES else []
     )
     return UserError(
         "\n".join([message, *(f"    {line}" for line in shown)]),
@@ -184,7 +207,7 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def names_of_rank(plan: Plan, model: nn.Module, rank: int) -> set[str]:
+def parameter_names_of_rank(plan: Plan, model: nn.Module, rank: int) -> set[str]:
     """The parameters, by their first names, that `rank` holds: those of its sections, and on rank 0 those of
     none."""
     canonical = canonical_names(model)
@@ -193,7 +216,7 @@ def names_of_rank(plan: Plan, model: nn.Module, rank: int) -> set[str]:
     return mine | (set(canonical.values()) - used if rank == 0 else set())
 
 
-def owners(plan: Plan, model: nn.Module) -> dict[str, int]:
+def state_dict_owners(plan: Plan, model: nn.Module) -> dict[str, int]:
     """Each entry of the state dict -> the first rank that holds it: by its sections, for buffers by the block
     that they are in, else 0."""
     canonical = canonical_names(model)
@@ -211,14 +234,19 @@ def owners(plan: Plan, model: nn.Module) -> dict[str, int]:
     return {n: ranks.get(canonical[n], 0) if n in canonical else of_block(n) for n in model.state_dict()}
 
 
-def shared_out(plan: Plan, model: nn.Module) -> set[str]:
+def all_zero3_parameter_names(plan: Plan, model: nn.Module) -> set[str]:
     """The parameters, by their first names, that replicas gather layer by layer: a device never has room for
     all of them."""
     canonical = canonical_names(model)
-    return {name for s in plan.sections if gathers(s) for name in scattered(plan, s, canonical)}
+    return {
+        name
+        for s in plan.sections
+        if gathers_parameters(s)
+        for name in zero3_parameter_names(plan, s, canonical)
+    }
 
 
-def hold(
+def materialize_parameters(
     model: nn.Module,
     names: Iterable[str],
     device: torch.device,
@@ -242,7 +270,7 @@ def hold(
         else:
             bare = name in wanted and name in host and not room
             held = (
-                without_values(param, where)
+                valueless_placeholder(param, where)
                 if bare
                 else torch.empty_like(param, device=where if name in wanted else "meta")
             )
@@ -252,12 +280,12 @@ def hold(
             if param in moved:
                 module.register_parameter(key, moved[param])
         for key, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(module, key, _on(buffer, device))
+            setattr(module, key, _allocate_or_move(buffer, device))
     if not values:
-        for module, key, tensor in list(loose(model)):
-            setattr(module, key, _on(tensor, device))
+        for module, key, tensor in list(attribute_tensors(model)):
+            setattr(module, key, _allocate_or_move(tensor, device))
 
 
-def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _allocate_or_move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor, or room for one without values, on `device`."""
     return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)

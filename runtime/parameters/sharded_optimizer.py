@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from secc.runtime.tensor_parallel.parameter_cuts import Cut
+from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut
 
 # Their names since torch 2.13, which warns of the old ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_torch_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_torch_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterSlice:
     """What a rank's optimizer holds of parameter `name`: its entries `start` to `stop` of `shape`, row-major.
 
     `shape` is that of the rank's own part where the parameter is cut over a replica's ranks, as `cut` says.
@@ -36,25 +36,25 @@ class Piece:
     shape: torch.Size
     start: int
     stop: int
-    cut: Cut | None = None
+    cut: ParameterCut | None = None
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether it is the parameter itself, as this rank has it."""
         return self.stop - self.start == self.shape.numel()
 
     @property
-    def first(self) -> bool:
+    def has_first_entry(self) -> bool:
         """Whether the parameter's first entry is in it."""
         return self.start == 0 and (self.cut is None or self.cut.index == 0)
 
 
-def whole(name: str, param: torch.Tensor, cut: Cut | None = None) -> Piece:
+def whole_parameter_slice(name: str, param: torch.Tensor, cut: ParameterCut | None = None) -> ParameterSlice:
     """The piece that is all that a rank has of a parameter."""
-    return Piece(name, param.shape, 0, param.numel(), cut)
+    return ParameterSlice(name, param.shape, 0, param.numel(), cut)
 
 
-class Flat:
+class FlatParameters:
     """Parameters of one dtype in one buffer, padded with zeros so that `count` shards are alike; this rank's
     is shard `index`.
 
@@ -69,34 +69,38 @@ class Flat:
         named: Sequence[tuple[str, nn.Parameter]],
         index: int,
         count: int,
-        cuts: Mapping[str, Cut] | None = None,
+        cuts: Mapping[str, ParameterCut] | None = None,
         dtype: torch.dtype | None = None,
         apart: bool = False,
     ) -> None:
         first = named[0][1]
-        self.size = -(-sum(p.numel() for _, p in named) // count)
-        self.values = torch.zeros(self.size * count, dtype=dtype or first.dtype, device=first.device)
-        self.begin, end = index * self.size, (index + 1) * self.size
+        self.shard_size = -(-sum(p.numel() for _, p in named) // count)
+        self.buffer = torch.zeros(self.shard_size * count, dtype=dtype or first.dtype, device=first.device)
+        self.shard_start, end = index * self.shard_size, (index + 1) * self.shard_size
         self.shard = (
-            torch.zeros_like(self.values[self.begin : end]) if apart else self.values[self.begin : end]
+            torch.zeros_like(self.buffer[self.shard_start : end])
+            if apart
+            else self.buffer[self.shard_start : end]
         )
         self.masters = (
             self.shard if dtype in (None, first.dtype) else torch.zeros_like(self.shard, dtype=first.dtype)
         )
-        self.slices: dict[nn.Parameter, tuple[nn.Parameter, Piece]] = {}
+        self.slices: dict[nn.Parameter, tuple[nn.Parameter, ParameterSlice]] = {}
         offset = 0
         for name, param in named:
             after = offset + param.numel()
             own = param.data
-            param.data = self.values[offset:after].view(param.shape).copy_(own)
-            start, stop = max(offset, self.begin), min(after, end)
+            param.data = self.buffer[offset:after].view(param.shape).copy_(own)
+            start, stop = max(offset, self.shard_start), min(after, end)
             if start < stop:
-                piece = Piece(name, param.shape, start - offset, stop - offset, (cuts or {}).get(name))
-                part = self.masters[start - self.begin : stop - self.begin]
+                piece = ParameterSlice(
+                    name, param.shape, start - offset, stop - offset, (cuts or {}).get(name)
+                )
+                part = self.masters[start - self.shard_start : stop - self.shard_start]
                 part.copy_(own.reshape(-1)[piece.start : piece.stop])
-                self.slices[param] = nn.Parameter(part.view(param.shape) if piece.whole else part), piece
+                self.slices[param] = nn.Parameter(part.view(param.shape) if piece.is_whole else part), piece
             offset = after
-        self.publish()
+        self.copy_masters_to_shard()
 
     def set_gradients(self, total: torch.Tensor) -> None:
         """Give the slices their gradients: `total` holds those of the shard, [size] in any dtype."""
@@ -105,39 +109,39 @@ class Flat:
             param.grad = total[position : position + param.numel()].view(param.shape)
             position += param.numel()
 
-    def publish(self) -> None:
+    def copy_masters_to_shard(self) -> None:
         """Round the masters to what modules compute with."""
         if self.masters is not self.shard:
             self.shard.copy_(self.masters)
 
-    def gather(self, group: Any) -> dist.Work:
+    def gather_values(self, group: Any) -> dist.Work:
         """Start to collect all shards, so that every rank has all values. Collective."""
-        return all_gather(self.values, self.shard, group)
+        return start_all_gather(self.buffer, self.shard, group)
 
 
-def without_values(param: torch.Tensor, device: torch.device) -> torch.Tensor:
+def valueless_placeholder(param: torch.Tensor, device: torch.device) -> torch.Tensor:
     """What a parameter holds without its values: its shape, and NaN in the memory of one entry, so that a
     misuse shows."""
     fill = float("nan") if param.is_floating_point() else 0
     return torch.full((), fill, dtype=param.dtype, device=device).expand(param.shape)
 
 
-def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: Any) -> dist.Work:
+def start_reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: Any) -> dist.Work:
     """Start to sum `whole`, [n * size], over the n ranks of `group`; rank i gets entries i * size and on in
     `part`, [size]."""
-    work = _reduce_scatter(part, whole, dist.ReduceOp.SUM, group=group, async_op=True)
+    work = _torch_reduce_scatter(part, whole, dist.ReduceOp.SUM, group=group, async_op=True)
     assert work is not None
     return work
 
 
-def all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> dist.Work:
+def start_all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> dist.Work:
     """Start to collect `part`, [size], of the n ranks of `group` in `whole`, [n * size]."""
-    work = _all_gather(whole, part, group=group, async_op=True)
+    work = _torch_all_gather(whole, part, group=group, async_op=True)
     assert work is not None
     return work
 
 
-def flatten(params: Iterable[nn.Parameter], size: int | None) -> torch.Tensor:
+def flatten_gradients(params: Iterable[nn.Parameter], size: int | None) -> torch.Tensor:
     """The gradients in one buffer, zeros where there is none and up to `size`.
 
     It is in float32 where a parameter has fewer bits, so that sums stay exact.
@@ -164,10 +168,10 @@ def flatten(params: Iterable[nn.Parameter], size: int | None) -> torch.Tensor:
     return flat
 
 
-Slices = Mapping[nn.Parameter, tuple[nn.Parameter, Piece] | None]
+SlicesByParameter = Mapping[nn.Parameter, tuple[nn.Parameter, ParameterSlice] | None]
 
 
-def shard_optimizer(optimizer: torch.optim.Optimizer, slices: Slices) -> None:
+def shard_optimizer(optimizer: torch.optim.Optimizer, slices: SlicesByParameter) -> None:
     """Put slices in the places of parameters, with what state the optimizer has made of them; None where this
     rank has no slice.
 
@@ -175,7 +179,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, slices: Slices) -> None:
     (`secc.runtime.parameters.elementwise_check`).
     """
     for group in optimizer.param_groups:
-        held = [_part(p, slices) for p in group["params"]]
+        held = [_slice_or_parameter(p, slices) for p in group["params"]]
         if "param_names" in group:
             group["param_names"] = [
                 n for n, p in zip(group["param_names"], held, strict=True) if p is not None
@@ -185,21 +189,21 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, slices: Slices) -> None:
         state = optimizer.state.pop(param, None)
         if state is not None and found is not None:
             optimizer.state[found[0]] = {
-                key: _slice(value, found[1], found[0].dtype) for key, value in state.items()
+                key: _slice_state(value, found[1], found[0].dtype) for key, value in state.items()
             }
 
 
-def _part(param: nn.Parameter, slices: Slices) -> nn.Parameter | None:
+def _slice_or_parameter(param: nn.Parameter, slices: SlicesByParameter) -> nn.Parameter | None:
     if param not in slices:
         return param
     found = slices[param]
     return None if found is None else found[0]
 
 
-def _slice(value: Any, piece: Piece, dtype: torch.dtype) -> Any:
+def _slice_state(value: Any, piece: ParameterSlice, dtype: torch.dtype) -> Any:
     """The part of a state that belongs to a slice: of a tensor like the parameter its entries, of anything
     else all."""
     if not isinstance(value, torch.Tensor) or value.shape != piece.shape:
         return value
     value = value.to(dtype) if value.is_floating_point() else value
-    return value if piece.whole else value.reshape(-1)[piece.start : piece.stop].clone()
+    return value if piece.is_whole else value.reshape(-1)[piece.start : piece.stop].clone()

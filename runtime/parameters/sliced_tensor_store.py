@@ -28,38 +28,44 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from secc.runtime.errors import UserError
-from secc.runtime.tensor_parallel.parameter_cuts import Box, Cut
+from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut, TensorBounds
 
 
-class Slice:
+class TensorSlice:
     """Entries of a tensor of `shape`, row-major from `start` on, as 1-D `values`.
     torch.distributed.checkpoint stores and loads it.
 
     With `cut`, that tensor is itself a rank's part of a whole one.
     """
 
-    def __init__(self, values: torch.Tensor, shape: torch.Size, start: int, cut: Cut | None = None) -> None:
+    def __init__(
+        self, values: torch.Tensor, shape: torch.Size, start: int, cut: ParameterCut | None = None
+    ) -> None:
         self.values, self.shape, self.start, self.cut = values, shape, start, cut
 
     def size(self) -> torch.Size:
         """The shape of the whole tensor."""
         return self.shape if self.cut is None else self.cut.shape
 
-    def shard(self, index: MetadataIndex) -> torch.Tensor:
+    def box_memory(self, index: MetadataIndex) -> torch.Tensor:
         """The memory of one of the slice's boxes, in the box's shape."""
-        return next(memory for (offsets, _), memory in self._boxes() if torch.Size(offsets) == index.offset)
+        return next(
+            memory
+            for (offsets, _), memory in self._boxes_with_memory()
+            if torch.Size(offsets) == index.offset
+        )
 
-    def _boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+    def _boxes_with_memory(self) -> Iterator[tuple[TensorBounds, torch.Tensor]]:
         """The boxes of the whole tensor that the slice covers, each with its memory."""
         position = 0
-        for box in boxes(self.shape, self.start, self.start + self.values.numel()):
+        for box in row_major_boxes(self.shape, self.start, self.start + self.values.numel()):
             count = torch.Size(box[1]).numel()
             memory = self.values[position : position + count].view(box[1])
             position += count
             if self.cut is None:
                 yield box, memory
             else:
-                for outer, start, length in self.cut.boxes(box):
+                for outer, start, length in self.cut.whole_boxes(box):
                     yield outer, memory.narrow(self.cut.dim, start, length)
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
@@ -76,11 +82,11 @@ class Slice:
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for (offsets, sizes), _ in self._boxes()
+            for (offsets, sizes), _ in self._boxes_with_memory()
         ]
 
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def row_major_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[TensorBounds]:
     """Entries `start` to `stop`, row-major, of a tensor of `shape` as boxes: (offsets, sizes), in the order
     of their entries."""
     if start >= stop:
@@ -91,23 +97,23 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     inner = torch.Size(shape[1:]).numel()
     first, last = -(-start // inner), stop // inner  # whole rows
     if first > last:  # inside one row
-        yield from _in_row(shape, last, start - last * inner, stop - last * inner)
+        yield from _boxes_in_row(shape, last, start - last * inner, stop - last * inner)
         return
-    yield from _in_row(shape, first - 1, start - (first - 1) * inner, inner)
+    yield from _boxes_in_row(shape, first - 1, start - (first - 1) * inner, inner)
     if first < last:
         yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    yield from _in_row(shape, last, 0, stop - last * inner)
+    yield from _boxes_in_row(shape, last, 0, stop - last * inner)
 
 
-def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
-    for offsets, sizes in boxes(shape[1:], start, stop):
+def _boxes_in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[TensorBounds]:
+    for offsets, sizes in row_major_boxes(shape[1:], start, stop):
         yield (row, *offsets), (1, *sizes)
 
 
 class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
-        return found.shard(index) if isinstance(found, Slice) else super().lookup_object(index)
+        return found.box_memory(index) if isinstance(found, TensorSlice) else super().lookup_object(index)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -120,16 +126,16 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         found = self.state_dict[index.fqn]
-        return found.shard(index) if isinstance(found, Slice) else super().lookup_tensor(index)
+        return found.box_memory(index) if isinstance(found, TensorSlice) else super().lookup_tensor(index)
 
 
-def write(directory: Path, state: dict[str, Any]) -> None:
+def write_entries(directory: Path, state: dict[str, Any]) -> None:
     """Write this rank's entries. Collective; no two ranks may have the same key."""
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     save(state, storage_writer=FileSystemWriter(directory), planner=planner)
 
 
-def entries(directory: Path) -> dict[str, torch.Tensor | None]:
+def stored_entries(directory: Path) -> dict[str, torch.Tensor | None]:
     """What is stored: a meta tensor for each tensor, None for any other object. Raises UserError if that
     cannot be read."""
     try:
@@ -145,7 +151,7 @@ def entries(directory: Path) -> dict[str, torch.Tensor | None]:
     }
 
 
-def read(directory: Path, target: dict[str, Any], alone: bool = False) -> None:
+def read_entries(directory: Path, target: dict[str, Any], alone: bool = False) -> None:
     """Read the keys of `target`, tensors into their memory. Collective unless `alone`."""
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():

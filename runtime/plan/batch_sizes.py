@@ -15,25 +15,27 @@ from torch.nn import functional
 
 from secc.runtime.errors import UserError
 from secc.runtime.plan import schema as plan
-from secc.runtime.plan.expr_eval import evaluate
+from secc.runtime.plan.expr_eval import evaluate_expr
 
 if TYPE_CHECKING:
     from secc.runtime.plan.step_program import SampleMeta
 
 
-def sizes_of(batch: Mapping[str, Any], symbols: Iterable[plan.Symbol], samples: int = 1) -> dict[str, int]:
+def read_symbol_sizes(
+    batch: Mapping[str, Any], symbols: Iterable[plan.Symbol], samples: int = 1
+) -> dict[str, int]:
     """The value of each symbol in a batch of `samples` samples; 0 where its key is missing.
 
     A symbol without a key (`B` of a model whose inputs are all packed) is the number of samples.
     """
-    return {s.name: (_extent(batch, s.key, s.dim) if s.key else samples) for s in symbols}
+    return {s.name: (_dim_size(batch, s.key, s.dim) if s.key else samples) for s in symbols}
 
 
-def _extent(batch: Mapping[str, Any], key: str, dim: int) -> int:
+def _dim_size(batch: Mapping[str, Any], key: str, dim: int) -> int:
     return int(batch[key].shape[dim]) if key in batch else 0
 
 
-def combine(sizes: Iterable[Mapping[str, int]], symbols: Iterable[plan.Symbol]) -> dict[str, int]:
+def combine_sizes(sizes: Iterable[Mapping[str, int]], symbols: Iterable[plan.Symbol]) -> dict[str, int]:
     """The sizes of a set of samples from those of its parts: rows add up, widths take their maximum; all 0
     for the empty set."""
     parts = list(sizes)
@@ -46,7 +48,9 @@ def combine(sizes: Iterable[Mapping[str, int]], symbols: Iterable[plan.Symbol]) 
     return total
 
 
-def padded(plan: plan.Plan, samples: Sequence[SampleMeta], own: int | None = None) -> list[Mapping[str, int]]:
+def pad_sample_sizes(
+    plan: plan.Plan, samples: Sequence[SampleMeta], own: int | None = None
+) -> list[Mapping[str, int]]:
     """Each sample's sizes in a micro-batch: its own, or where the plan pads to the global batch's widths,
     those widths.
 
@@ -56,7 +60,7 @@ def padded(plan: plan.Plan, samples: Sequence[SampleMeta], own: int | None = Non
         return [s.sizes for s in samples]
     found: list[Mapping[str, int]] = []
     for part in (samples[:own], samples[len(samples) if own is None else own :]):
-        total = combine([s.sizes for s in part], plan.symbols)
+        total = combine_sizes([s.sizes for s in part], plan.symbols)
         widths = {s.name: total[s.name] for s in plan.symbols if s.is_padded}
         found += [{**s.sizes, **widths} for s in part]
     return found
@@ -77,18 +81,18 @@ def pad_batch(
             continue
         fills = {dim: (side, value) for dim, side, value in i.pads}
         for dim, text in enumerate(i.dims):
-            target = _width(text, widths)
+            target = _target_width(text, widths)
             if target is not None:
                 padded[i.key] = _pad_dim(padded[i.key], i.key, dim, target, fills.get(dim))
     return padded
 
 
-def _width(text: str, widths: Mapping[str, int]) -> int | None:
+def _target_width(text: str, widths: Mapping[str, int]) -> int | None:
     """The extent that `widths` give to a dim, or None if it is a constant or made of other symbols."""
     if text.isdecimal():
         return None
     try:
-        return evaluate(text, widths)
+        return evaluate_expr(text, widths)
     except ValueError:
         return None
 
@@ -111,13 +115,15 @@ def _pad_dim(
     return functional.pad(tensor, amounts, value=value)
 
 
-def check_batch(batch: Mapping[str, Any], inputs: Iterable[plan.Input], sizes: Mapping[str, int]) -> None:
+def check_batch_shapes(
+    batch: Mapping[str, Any], inputs: Iterable[plan.Input], sizes: Mapping[str, int]
+) -> None:
     """Refuse a batch whose tensors do not have the dims that the plan was made for: a survey sees only some
     samples of a dataset."""
     for i in inputs:
         if i.key not in batch:
             continue
-        shape, expected = tuple(batch[i.key].shape), tuple(evaluate(d, sizes) for d in i.dims)
+        shape, expected = tuple(batch[i.key].shape), tuple(evaluate_expr(d, sizes) for d in i.dims)
         if shape != expected:
             dims = ", ".join(i.dims)
             raise UserError(

@@ -13,29 +13,29 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-Sizes = Mapping[str, int]
-Columns = Mapping[str, Sequence[int]]
+SymbolValues = Mapping[str, int]
+SizeColumns = Mapping[str, Sequence[int]]
 
-_BINARY = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
-_CALLS: dict[str, Callable[..., int]] = {"min": min, "max": max}
+_BINARY_OPS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
+_ALLOWED_CALLS: dict[str, Callable[..., int]] = {"min": min, "max": max}
 
 
-def evaluate(text: str | int, sizes: Sizes) -> int:
+def evaluate_expr(text: str | int, sizes: SymbolValues) -> int:
     """The value of expression `text` where each symbol has its size. Raises ValueError for anything outside
     the grammar."""
     try:
-        return _function(str(text))(sizes)
+        return _compile_expr(str(text))(sizes)
     except KeyError as unknown:
         raise ValueError(
             f"not a size expression over {sorted(sizes)}: {unknown.args[0]!r} in {text}"
         ) from None
 
 
-def evaluate_columns(text: str | int, columns: Columns, count: int) -> list[int]:
+def evaluate_expr_columns(text: str | int, columns: SizeColumns, count: int) -> list[int]:
     """`evaluate` at `count` places at once: `columns` holds each symbol's sizes there. Raises ValueError as
     it does."""
     try:
-        value = _column_function(str(text))(columns)
+        value = _compile_column_expr(str(text))(columns)
     except KeyError as unknown:
         raise ValueError(
             f"not a size expression over {sorted(columns)}: {unknown.args[0]!r} in {text}"
@@ -43,7 +43,7 @@ def evaluate_columns(text: str | int, columns: Columns, count: int) -> list[int]
     return [value] * count if isinstance(value, int) else value
 
 
-def divides(text: str, sizes: Sizes) -> bool:
+def divides_exactly(text: str, sizes: SymbolValues) -> bool:
     """Whether no quotient in expression `text` leaves a remainder."""
 
     def whole(node: ast.expr) -> bool:
@@ -51,42 +51,46 @@ def divides(text: str, sizes: Sizes) -> bool:
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.FloorDiv):
             return inner
         return (
-            inner and evaluate(ast.unparse(node.left), sizes) % evaluate(ast.unparse(node.right), sizes) == 0
+            inner
+            and evaluate_expr(ast.unparse(node.left), sizes) % evaluate_expr(ast.unparse(node.right), sizes)
+            == 0
         )
 
     return "//" not in text or whole(ast.parse(text, mode="eval").body)
 
 
 @cache
-def _function(text: str) -> Callable[[Sizes], int]:
+def _compile_expr(text: str) -> Callable[[SymbolValues], int]:
     """Expression `text` as a function of the symbols' sizes. Raises ValueError outside the grammar; the
     function KeyError for a name."""
-    found, names = _read(text)
-    return _made(f"lambda sizes: (lambda {', '.join(names.values())}: {found})({_looked_up('sizes', names)})")
-
-
-@cache
-def _column_function(text: str) -> Callable[[Columns], int | list[int]]:
-    """The same of columns of sizes; one number where the expression has no symbols."""
-    found, names = _read(text)
-    if not names:
-        return _made(f"lambda columns: {found}")
-    return _made(
-        f"lambda columns: [{found} for {', '.join(names.values())}, in zip({_looked_up('columns', names)})]"
+    found, names = _parse_expr(text)
+    return _eval_code(
+        f"lambda sizes: (lambda {', '.join(names.values())}: {found})({_lookup_code('sizes', names)})"
     )
 
 
-def _read(text: str) -> tuple[str, dict[str, str]]:
+@cache
+def _compile_column_expr(text: str) -> Callable[[SizeColumns], int | list[int]]:
+    """The same of columns of sizes; one number where the expression has no symbols."""
+    found, names = _parse_expr(text)
+    if not names:
+        return _eval_code(f"lambda columns: {found}")
+    return _eval_code(
+        f"lambda columns: [{found} for {', '.join(names.values())}, in zip({_lookup_code('columns', names)})]"
+    )
+
+
+def _parse_expr(text: str) -> tuple[str, dict[str, str]]:
     """Expression `text` in variables that nothing else is named, and these by their symbols."""
     try:
         body = ast.parse(text, mode="eval").body
     except SyntaxError:
         raise ValueError(f"not a size expression: {text!r}") from None
     names: dict[str, str] = {}
-    return ast.unparse(_checked(body, names)), names
+    return ast.unparse(_rename_symbols(body, names)), names
 
 
-def _checked(node: ast.expr, names: dict[str, str]) -> ast.expr:
+def _rename_symbols(node: ast.expr, names: dict[str, str]) -> ast.expr:
     """The expression with its symbols as variables. Raises ValueError outside the grammar."""
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
@@ -94,18 +98,20 @@ def _checked(node: ast.expr, names: dict[str, str]) -> ast.expr:
         case ast.Name(id=name):
             return ast.Name(names.setdefault(name, f"_{len(names)}"))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return ast.UnaryOp(ast.USub(), _checked(operand, names))
-        case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _BINARY):
-            return ast.BinOp(_checked(left, names), op, _checked(right, names))
-        case ast.Call(func=ast.Name(id=name) as func, args=[_, *_] as args, keywords=[]) if name in _CALLS:
-            return ast.Call(func, [_checked(a, names) for a in args], [])
+            return ast.UnaryOp(ast.USub(), _rename_symbols(operand, names))
+        case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _BINARY_OPS):
+            return ast.BinOp(_rename_symbols(left, names), op, _rename_symbols(right, names))
+        case ast.Call(func=ast.Name(id=name) as func, args=[_, *_] as args, keywords=[]) if (
+            name in _ALLOWED_CALLS
+        ):
+            return ast.Call(func, [_rename_symbols(a, names) for a in args], [])
     raise ValueError(f"not a size expression: {ast.unparse(node)}")
 
 
-def _looked_up(table: str, names: Mapping[str, str]) -> str:
+def _lookup_code(table: str, names: Mapping[str, str]) -> str:
     return ", ".join(f"{table}[{name!r}]" for name in names)
 
 
-def _made(code: str) -> Callable[[Any], Any]:
+def _eval_code(code: str) -> Callable[[Any], Any]:
     """The function that `code`, made of a checked expression, defines."""
-    return eval(code, {"__builtins__": {}, "zip": zip, **_CALLS})
+    return eval(code, {"__builtins__": {}, "zip": zip, **_ALLOWED_CALLS})

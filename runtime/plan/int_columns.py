@@ -14,7 +14,7 @@ from torch import Tensor
 Row = TypeVar("Row", bound=NamedTuple)
 
 
-def integers(numbers: Iterable[int]) -> Tensor:
+def int_tensor(numbers: Iterable[int]) -> Tensor:
     """The numbers as int64; `torch.tensor` takes ten times as long for a list."""
     if isinstance(numbers, range):
         return torch.arange(numbers.start, numbers.stop, numbers.step)
@@ -22,7 +22,7 @@ def integers(numbers: Iterable[int]) -> Tensor:
     return torch.frombuffer(found, dtype=torch.int64) if found else torch.empty(0, dtype=torch.int64)
 
 
-def made(kind: type[Row], columns: Iterable[Iterable[object]]) -> Iterator[Row]:
+def rows_from_columns(kind: type[Row], columns: Iterable[Iterable[object]]) -> Iterator[Row]:
     """A named tuple for each row of its fields' columns, the shortest of which ends them; in a third of the
     time that `_make` takes."""
     return map(

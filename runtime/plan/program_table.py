@@ -15,42 +15,44 @@ from typing import NamedTuple, cast, overload
 import torch
 from torch import Tensor
 
-from secc.runtime.host.gc_control import collector_paused
-from secc.runtime.plan.int_columns import integers, made
+from secc.runtime.host.gc_control import pause_gc
+from secc.runtime.plan.int_columns import int_tensor, rows_from_columns
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import Instruction, Program
 
-KINDS = ("F", "B", "W", "SEND", "RECV", "REDUCE", "STEP")
-FORWARD, BACKWARD, WEIGHT, SEND, RECEIVE, REDUCE, STEP = range(len(KINDS))
-DIRECTIONS = ("fwd", "bwd")
-BLANK, UNKNOWN = -1, -2  # numbers of texts that say nothing, and of those that the plan does not have
+INSTRUCTION_KINDS = ("F", "B", "W", "SEND", "RECV", "REDUCE", "STEP")
+KIND_FORWARD, KIND_BACKWARD, KIND_WEIGHT, KIND_SEND, KIND_RECEIVE, KIND_REDUCE, KIND_STEP = range(
+    len(INSTRUCTION_KINDS)
+)
+EDGE_DIRECTIONS = ("fwd", "bwd")
+NO_NAME, UNKNOWN_NAME = -1, -2  # numbers of texts that say nothing, and of those that the plan does not have
 
 
-class Names(NamedTuple):
+class InstructionNames(NamedTuple):
     """What sections and edges are called, in the order of their numbers."""
 
     sections: tuple[str, ...]
     edges: tuple[str, ...]
 
     @staticmethod
-    def of(plan: Plan) -> Names:
+    def from_plan(plan: Plan) -> InstructionNames:
         """A plan's."""
-        return Names(tuple(s.name for s in plan.sections), tuple(e.name for e in plan.edges))
+        return InstructionNames(tuple(s.name for s in plan.sections), tuple(e.name for e in plan.edges))
 
     @staticmethod
-    def within(programs: Sequence[Program]) -> Names:
+    def from_programs(programs: Sequence[Program]) -> InstructionNames:
         """Those that programs speak of."""
         sections = dict.fromkeys(i.section for program in programs for i in program if i.section)
         edges = dict.fromkeys(i.edge for program in programs for i in program if i.edge)
-        return Names(tuple(sections), tuple(edges))
+        return InstructionNames(tuple(sections), tuple(edges))
 
     @property
-    def texts(self) -> dict[int, tuple[str, ...]]:
+    def texts_by_field(self) -> dict[int, tuple[str, ...]]:
         """By the places of the fields that are texts."""
-        return {0: KINDS, 1: self.sections, 5: self.edges, 6: DIRECTIONS}
+        return {0: INSTRUCTION_KINDS, 1: self.sections, 5: self.edges, 6: EDGE_DIRECTIONS}
 
 
-class Rows(NamedTuple):
+class InstructionColumns(NamedTuple):
     """Instructions, a column for each of their fields, in which texts are numbered; and the rank in whose
     program each stands."""
 
@@ -68,42 +70,42 @@ class Rows(NamedTuple):
     parts: Tensor
     rank: Tensor
 
-    def at(self, places: Tensor) -> Rows:
+    def take_rows(self, places: Tensor) -> InstructionColumns:
         """Those that stand at these places."""
-        return Rows(*(column[places] for column in self))
+        return InstructionColumns(*(column[places] for column in self))
 
 
-class Programs(Sequence[Program]):
+class ProgramTable(Sequence[Program]):
     """One program after another; equal to the tuple of them."""
 
-    def __init__(self, names: Names, rows: Rows, ends: Tensor) -> None:
+    def __init__(self, names: InstructionNames, rows: InstructionColumns, ends: Tensor) -> None:
         """`ends`: behind which of the rows each program ends."""
-        self.names, self.rows, self.ends = names, rows, ends
-        self._bounds = [0, *ends.tolist()]
-        self._made: dict[int, Program] = {}
+        self.names, self.columns, self.program_ends = names, rows, ends
+        self._row_bounds = [0, *ends.tolist()]
+        self._built: dict[int, Program] = {}
 
     @staticmethod
-    def read(programs: Sequence[Program], names: Names) -> Programs:
+    def from_programs(programs: Sequence[Program], names: InstructionNames) -> ProgramTable:
         """The programs as columns in which texts have these numbers."""
-        if isinstance(programs, Programs) and programs.names == names:
+        if isinstance(programs, ProgramTable) and programs.names == names:
             return programs
         numbers = {
-            field: _Numbers({"": BLANK} | {text: i for i, text in enumerate(some)})
-            for field, some in names.texts.items()
+            field: _TextCodes({"": NO_NAME} | {text: i for i, text in enumerate(some)})
+            for field, some in names.texts_by_field.items()
         }
         fields = list(zip(*chain.from_iterable(programs), strict=True)) or [()] * len(Instruction._fields)
         columns = [
-            integers(map(numbers[i].__getitem__, field) if i in numbers else field)
+            int_tensor(map(numbers[i].__getitem__, field) if i in numbers else field)
             for i, field in enumerate(fields)
         ]
-        lengths = integers(map(len, programs))
+        lengths = int_tensor(map(len, programs))
         rank = torch.arange(len(lengths)).repeat_interleave(lengths)
-        found = Programs(names, Rows._make([*columns, rank]), lengths.cumsum(0))
-        found._made = dict(enumerate(programs))
+        found = ProgramTable(names, InstructionColumns._make([*columns, rank]), lengths.cumsum(0))
+        found._built = dict(enumerate(programs))
         return found
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.program_ends)
 
     @overload
     def __getitem__(self, index: int) -> Program: ...
@@ -111,8 +113,8 @@ class Programs(Sequence[Program]):
     def __getitem__(self, index: slice) -> tuple[Program, ...]: ...
     def __getitem__(self, index: int | slice) -> Program | tuple[Program, ...]:
         if isinstance(index, slice):
-            return tuple(map(self._program, range(len(self))[index]))
-        return self._program(range(len(self))[index])
+            return tuple(map(self._build_program, range(len(self))[index]))
+        return self._build_program(range(len(self))[index])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(cast("Sequence[object]", other))
@@ -124,30 +126,30 @@ class Programs(Sequence[Program]):
 
     def __iter__(self) -> Iterator[Program]:
         """All programs, made at once, which takes a third of making one after the other."""
-        if len(self._made) < len(self):
-            with collector_paused():
-                every = self._instructions(0, self._bounds[-1])
-                self._made = {
+        if len(self._built) < len(self):
+            with pause_gc():
+                every = self._build_instructions(0, self._row_bounds[-1])
+                self._built = {
                     rank: tuple(islice(every, stop - start))
-                    for rank, (start, stop) in enumerate(pairwise(self._bounds))
+                    for rank, (start, stop) in enumerate(pairwise(self._row_bounds))
                 }
-        return map(self._made.__getitem__, range(len(self)))
+        return map(self._built.__getitem__, range(len(self)))
 
-    def _program(self, rank: int) -> Program:
-        if rank not in self._made:
-            self._made[rank] = tuple(self._instructions(*self._bounds[rank : rank + 2]))
-        return self._made[rank]
+    def _build_program(self, rank: int) -> Program:
+        if rank not in self._built:
+            self._built[rank] = tuple(self._build_instructions(*self._row_bounds[rank : rank + 2]))
+        return self._built[rank]
 
-    def _instructions(self, start: int, stop: int) -> Iterator[Instruction]:
-        columns = [column[start:stop].tolist() for column in self.rows[: len(Instruction._fields)]]
-        words = {i: (*texts, "") for i, texts in self.names.texts.items()}  # BLANK is the last one
-        return made(
+    def _build_instructions(self, start: int, stop: int) -> Iterator[Instruction]:
+        columns = [column[start:stop].tolist() for column in self.columns[: len(Instruction._fields)]]
+        words = {i: (*texts, "") for i, texts in self.names.texts_by_field.items()}  # BLANK is the last one
+        return rows_from_columns(
             Instruction, (map(words[i].__getitem__, c) if i in words else c for i, c in enumerate(columns))
         )
 
 
-class _Numbers(dict[str, int]):
+class _TextCodes(dict[str, int]):
     """Numbers of texts."""
 
     def __missing__(self, text: str) -> int:
-        return UNKNOWN
+        return UNKNOWN_NAME

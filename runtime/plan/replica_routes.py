@@ -13,12 +13,12 @@ from functools import cache
 from typing import NamedTuple
 
 from secc.runtime.plan.schema import Mesh, Section
-from secc.runtime.plan.step_program import replica_ranks
+from secc.runtime.plan.step_program import replica_first_ranks
 
 Ranks = tuple[int, ...]
 
 
-class Part(NamedTuple):
+class MessageSlice(NamedTuple):
     """Part `index` of `count` of a flat message, from rank `sender` to rank `receiver`."""
 
     sender: int
@@ -28,54 +28,54 @@ class Part(NamedTuple):
 
 
 @cache
-def routes(sources: Ranks, targets: Ranks) -> tuple[Part, ...]:
+def route_message(sources: Ranks, targets: Ranks) -> tuple[MessageSlice, ...]:
     """The parts that the ranks of two replicas exchange; none where every target is a source, too."""
     if len(sources) == len(targets) == 1:  # by far the most
-        return (Part(sources[0], targets[0], 0, 1),) if sources != targets else ()
+        return (MessageSlice(sources[0], targets[0], 0, 1),) if sources != targets else ()
     lacking = [r for r in targets if r not in sources]
     if len(lacking) < len(targets):
-        return tuple(Part(sources[i % len(sources)], r, 0, 1) for i, r in enumerate(lacking))
+        return tuple(MessageSlice(sources[i % len(sources)], r, 0, 1) for i, r in enumerate(lacking))
     count = max(len(sources), len(targets))
     return tuple(
-        Part(sources[i * len(sources) // count], targets[i * len(targets) // count], i, count)
+        MessageSlice(sources[i * len(sources) // count], targets[i * len(targets) // count], i, count)
         for i in range(count)
     )
 
 
-def bounds(size: int, index: int, count: int) -> tuple[int, int]:
+def slice_bounds(size: int, index: int, count: int) -> tuple[int, int]:
     """Where part `index` of `count` of `size` entries starts and ends."""
     return index * size // count, (index + 1) * size // count
 
 
-def gathered(sources: Ranks, targets: Ranks, size: int) -> list[int]:
+def gather_counts(sources: Ranks, targets: Ranks, size: int) -> list[int]:
     """How many of `size` entries each target receives, in order, where all of them must gather; [] where
     nobody needs to."""
     found = [0] * len(targets)
-    for part in routes(sources, targets):
-        start, stop = bounds(size, part.index, part.count)
+    for part in route_message(sources, targets):
+        start, stop = slice_bounds(size, part.index, part.count)
         found[targets.index(part.receiver)] += stop - start
     return found if len(targets) > 1 and not set(sources) & set(targets) else []
 
 
-def replicas(section: Section) -> tuple[Ranks, ...]:
+def ranks_by_replica(section: Section) -> tuple[Ranks, ...]:
     """The ranks of each replica, which run the same program in step. Raises ValueError for a mesh with
     stages."""
-    return _replicas(replica_ranks(section), section.mesh)
+    return _split_replicas(replica_first_ranks(section), section.mesh)
 
 
 @cache
-def _replicas(first: Ranks, mesh: Mesh) -> tuple[Ranks, ...]:
+def _split_replicas(first: Ranks, mesh: Mesh) -> tuple[Ranks, ...]:
     return tuple(mesh.ranks[r * mesh.tp : (r + 1) * mesh.tp] for r in range(len(first)))
 
 
 @cache
-def widths(meshes: tuple[Mesh, ...]) -> dict[Mesh, dict[int, Ranks]]:
+def shared_extra_ranks(meshes: tuple[Mesh, ...]) -> dict[Mesh, dict[int, Ranks]]:
     """The ranks that replicas keep busy besides their first, by that, where they matter: where ranks are in
     other replicas, too, which have another first rank."""
     if all(m.tp == 1 for m in meshes):
         return {}
     firsts: dict[int, set[int]] = defaultdict(set)
-    groups = {m: _replicas(m.ranks[:: m.tp], m) for m in meshes}
+    groups = {m: _split_replicas(m.ranks[:: m.tp], m) for m in meshes}
     for ranks in (ranks for some in groups.values() for ranks in some):
         for rank in ranks:
             firsts[rank].add(ranks[0])

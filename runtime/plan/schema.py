@@ -15,17 +15,17 @@ from typing import Any
 
 from secc.runtime.errors import UserError
 
-CLASS = "*class"  # the key of a dict that stands for an object: what class it is of
-EACH, SIZES, MOST = (
+CLASS_KEY = "*class"  # the key of a dict that stands for an object: what class it is of
+EACH_SUFFIX, SIZES_SUFFIX, LARGEST_SUFFIX = (
     "*",
     "*sizes",
     "*most",
 )  # what the keys of a list that grows with the samples end with (`secc.runtime.model.nested_batch`)
 # and a number: the label of what a loop over samples adds to the loss (`secc.runtime.recorder.loss_loops`)
-LOOP = "loss:"
-_LOG = "log:"
+LOOP_LABEL_PREFIX = "loss:"
+_LOG_PREFIX = "log:"
 # another one wherever a plan made before would be read wrongly: in plan.json or in what section modules say
-VERSION = 3
+PLAN_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Symbol:
     def is_padded(self) -> bool:
         """Whether it is a width that collate pads to; what forward makes of a list has the list's own widths
         always."""
-        return self.kind == "width" and not self.key.endswith(MOST)
+        return self.kind == "width" and not self.key.endswith(LARGEST_SUFFIX)
 
 
-def is_label(key: str) -> bool:
+def is_tensor_label(key: str) -> bool:
     """Whether a symbol's key is the label of a tensor of a recording, not a key of the batch."""
     return ":" in key or key.startswith("result ")
 
@@ -105,7 +105,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Style:
+class ModuleStyle:
     """How one of the user's modules, at path `module`, works on the parts
     (`secc.runtime.tensor_parallel.styles`)."""
 
@@ -148,12 +148,12 @@ class Section:
     room_bytes: int = 0
     weight_permille: int = 0
     shards: tuple[Shard, ...] = ()
-    styles: tuple[Style, ...] = ()
+    styles: tuple[ModuleStyle, ...] = ()
     partial: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
 
     @property
-    def whole(self) -> str:
+    def user_section_name(self) -> str:
         """The name of the section that the user knows: of the pipeline for a stage."""
         return self.pipeline or self.name
 
@@ -184,7 +184,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Term:
+class LossTerm:
     """A term of the loss: the section that computes its numerator, and its coefficient as text for people
     (code is in terms.py).
 
@@ -198,18 +198,18 @@ class Term:
     where: str = ""
 
     @property
-    def logs(self) -> str:
+    def logged_scalar(self) -> str:
         """The name of the scalar that the term is a part of, "" for the loss."""
-        return logged_name(self.name)
+        return logged_scalar_name(self.name)
 
 
-def logged_name(term: str) -> str:
+def logged_scalar_name(term: str) -> str:
     """The name of the scalar that a term, by its id, is a part of; "" for the loss."""
-    return term.removeprefix(_LOG).rpartition(":")[0] if term.startswith(_LOG) else ""
+    return term.removeprefix(_LOG_PREFIX).rpartition(":")[0] if term.startswith(_LOG_PREFIX) else ""
 
 
 @dataclass(frozen=True)
-class Draw:
+class RandomOp:
     """A random op: `call` is its name (`module.path@file:line#n`), `dims` the dims of its result that run
     over the samples' rows, `rows` a sample's number of them.
 
@@ -223,7 +223,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Fusion:
+class FusionRecord:
     """Where a fused operator took the place of the user's ops (`why` is empty), or why a rule left them as
     they are.
 
@@ -237,7 +237,7 @@ class Fusion:
 
 
 @dataclass(frozen=True)
-class Rewrite:
+class CodeRewrite:
     """Code with fused operators: the function `name` of sections/fused.py stands in for `method` of `modules`
     (paths, of class `cls`).
 
@@ -254,7 +254,7 @@ class Rewrite:
 
 
 @dataclass(frozen=True)
-class Tie:
+class TiedParameter:
     """One parameter under several names or in several sections; gradients are summed over the union of their
     ranks."""
 
@@ -263,7 +263,7 @@ class Tie:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RerecordedCase:
     """A case whose glue is recorded anew for each micro-batch: `when` is its pattern, `why` and `where` say
     what asks for it.
 
@@ -302,8 +302,8 @@ class Plan:
     inputs: tuple[Input, ...]
     sections: tuple[Section, ...]
     edges: tuple[Edge, ...]
-    terms: tuple[Term, ...]
-    ties: tuple[Tie, ...]
+    terms: tuple[LossTerm, ...]
+    ties: tuple[TiedParameter, ...]
     cluster: dict[str, Any]
     solver: dict[str, Any]
     prediction: dict[str, Any]
@@ -311,18 +311,18 @@ class Plan:
     reasons: dict[str, Any] = field(
         default_factory=dict
     )  # by section: what else it could be, what its time and memory consist of
-    draws: tuple[Draw, ...] = ()
-    fusions: tuple[Fusion, ...] = ()
-    rewrites: tuple[Rewrite, ...] = ()
+    draws: tuple[RandomOp, ...] = ()
+    fusions: tuple[FusionRecord, ...] = ()
+    rewrites: tuple[CodeRewrite, ...] = ()
     fused: tuple[str, ...] = ()  # blocks that no section calls, because fused operators read their parameters
-    recorded: tuple[Recorded, ...] = ()
+    recorded: tuple[RerecordedCase, ...] = ()
     dtype: str = ""  # what modules compute in, with float32 masters ("bf16"); "" for the model's own
     labels_key: str = ""  # the input whose entries other than -100 are counted as tokens
     run_ahead_gib: float = (
         0.0  # what a rank of a section that runs ahead may keep of results for the next global batch
     )
 
-    def section(self, name: str) -> Section:
+    def find_section(self, name: str) -> Section:
         """A section or stage by its name."""
         return next(s for s in self.sections if s.name == name)
 
@@ -332,19 +332,19 @@ class Plan:
         pipeline."""
         found: dict[str, tuple[Section, ...]] = {}
         for s in self.sections:
-            found[s.whole] = (*found.get(s.whole, ()), s)
+            found[s.user_section_name] = (*found.get(s.user_section_name, ()), s)
         return {name: tuple(sorted(stages, key=lambda s: s.stage)) for name, stages in found.items()}
 
     @property
-    def whole_sections(self) -> tuple[Section, ...]:
+    def user_sections(self) -> tuple[Section, ...]:
         """The sections that the user knows: the stages of a pipeline as one section, its ranks ordered (dp,
         pp, tp)."""
         return tuple(
-            _joined(stages) if stages[0].pipeline else stages[0] for stages in self.pipelines.values()
+            _join_stages(stages) if stages[0].pipeline else stages[0] for stages in self.pipelines.values()
         )
 
 
-def _joined(stages: tuple[Section, ...]) -> Section:
+def _join_stages(stages: tuple[Section, ...]) -> Section:
     """The stages of a pipeline as one section; memory is that of its fullest rank."""
     first, costs = stages[0], [s.cost for s in stages]
     dp, tp = first.mesh.dp, first.mesh.tp
@@ -373,10 +373,10 @@ def _joined(stages: tuple[Section, ...]) -> Section:
     )
 
 
-def to_dict(plan: Plan) -> dict[str, Any]:
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """What plan.json holds: the sections that the user knows, by name, pipelines with their stages beneath;
     the rest as it is."""
-    sections = {s.name: dataclasses.asdict(s) for s in plan.whole_sections}
+    sections = {s.name: dataclasses.asdict(s) for s in plan.user_sections}
     for s in sections.values():
         del s["pipeline"], s["stage"], s["weight_permille"]
     for name, stages in plan.pipelines.items():
@@ -385,12 +385,12 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     return dataclasses.asdict(plan) | {"sections": sections}
 
 
-def to_json(plan: Plan) -> str:
+def plan_to_json(plan: Plan) -> str:
     """The text of plan.json."""
-    return json.dumps(to_dict(plan), indent=2) + "\n"
+    return json.dumps(plan_to_dict(plan), indent=2) + "\n"
 
 
-def load(directory: str | Path) -> Plan:
+def load_plan(directory: str | Path) -> Plan:
     """Read `directory/plan.json`. Raises UserError if it is missing, not a plan, or of another version."""
     path = Path(directory) / "plan.json"
     try:
@@ -405,16 +405,18 @@ def load(directory: str | Path) -> Plan:
         raise UserError(f"not a plan: {error}", str(path), "compile the model again") from None
     if not isinstance(data, dict) or "version" not in data:
         raise UserError("not a plan: it has no version", str(path), "compile the model again")
-    if data["version"] != VERSION:
-        message = f"the plan is of version {data['version']!r}, and this secc runs plans of version {VERSION}"
+    if data["version"] != PLAN_VERSION:
+        message = (
+            f"the plan is of version {data['version']!r}, and this secc runs plans of version {PLAN_VERSION}"
+        )
         raise UserError(message, str(path), "compile the model again")
     data["sections"] = [
         part for section in data["sections"].values() for part in section.get("stages") or [section]
     ]
-    return _build(Plan, data)
+    return _build_dataclass(Plan, data)
 
 
-def _build(cls: Any, data: Any) -> Any:
+def _build_dataclass(cls: Any, data: Any) -> Any:
     """Dataclasses from JSON data, by the type of each field."""
     nested: dict[str, Any] = {
         "model": ModelRef,
@@ -422,33 +424,33 @@ def _build(cls: Any, data: Any) -> Any:
         "inputs": Input,
         "sections": Section,
         "edges": Edge,
-        "terms": Term,
-        "ties": Tie,
-        "draws": Draw,
-        "fusions": Fusion,
-        "rewrites": Rewrite,
-        "recorded": Recorded,
+        "terms": LossTerm,
+        "ties": TiedParameter,
+        "draws": RandomOp,
+        "fusions": FusionRecord,
+        "rewrites": CodeRewrite,
+        "recorded": RerecordedCase,
         "mesh": Mesh,
         "cost": Cost,
         "shards": Shard,
-        "styles": Style,
+        "styles": ModuleStyle,
     }
     values: dict[str, Any] = {}
     for f in dataclasses.fields(cls):
         if f.name not in data:
             continue
         value = data[f.name]
-        if (cls, f.name) in _PLAIN or f.name not in nested:
-            values[f.name] = _tuples(value) if isinstance(value, list) else value
+        if (cls, f.name) in _UNNESTED_FIELDS or f.name not in nested:
+            values[f.name] = _lists_to_tuples(value) if isinstance(value, list) else value
         elif isinstance(value, list):
-            values[f.name] = tuple(_build(nested[f.name], v) for v in value)
+            values[f.name] = tuple(_build_dataclass(nested[f.name], v) for v in value)
         else:
-            values[f.name] = _build(nested[f.name], value)
+            values[f.name] = _build_dataclass(nested[f.name], value)
     return cls(**values)
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+def _lists_to_tuples(value: Any) -> Any:
+    return tuple(_lists_to_tuples(v) for v in value) if isinstance(value, list) else value
 
 
-_PLAIN = {(Tie, "sections")}  # a list of names, not of Section objects
+_UNNESTED_FIELDS = {(TiedParameter, "sections")}  # a list of names, not of Section objects

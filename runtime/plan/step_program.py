@@ -28,8 +28,8 @@ from typing import NamedTuple
 
 from secc.runtime.plan.schema import Edge, Section
 
-COMPUTE = ("F", "B", "W")
-TRANSFER = ("SEND", "RECV")
+COMPUTE_KINDS = ("F", "B", "W")
+TRANSFER_KINDS = ("SEND", "RECV")
 
 
 class Instruction(NamedTuple):
@@ -86,7 +86,7 @@ class MicroBatch(NamedTuple):
     samples: tuple[int, ...]
 
 
-Micros = Mapping[str, frozenset[int]]  # by section
+MicroBatchSets = Mapping[str, frozenset[int]]  # by section
 
 
 @dataclass(frozen=True)
@@ -100,20 +100,20 @@ class Schedule:
 
     micro_batches: dict[str, tuple[MicroBatch, ...]]
     programs: Sequence[Program]
-    early: Micros = field(default_factory=dict[str, frozenset[int]])
-    computed: Micros = field(default_factory=dict[str, frozenset[int]])
-    own: int | None = None
+    prefetchable: MicroBatchSets = field(default_factory=dict[str, frozenset[int]])
+    prefetched: MicroBatchSets = field(default_factory=dict[str, frozenset[int]])
+    own_samples: int | None = None
 
-    def is_computed(self, section: str, micro: int) -> bool:
+    def is_prefetched(self, section: str, micro: int) -> bool:
         """Whether the step before has computed a micro-batch's forward."""
-        return micro in self.computed.get(section, ())
+        return micro in self.prefetched.get(section, ())
 
-    def is_later(self, micro: MicroBatch) -> bool:
+    def is_of_next_batch(self, micro: MicroBatch) -> bool:
         """Whether a micro-batch is of the next global batch."""
-        return self.own is not None and micro.samples[:1] >= (self.own,)
+        return self.own_samples is not None and micro.samples[:1] >= (self.own_samples,)
 
 
-def active(when: Sequence[str], pattern: frozenset[str]) -> bool:
+def is_active(when: Sequence[str], pattern: frozenset[str]) -> bool:
     """Whether a section with predicate `when` processes a sample that has the optional keys `pattern`."""
     return not when or not pattern.isdisjoint(when)
 
@@ -123,13 +123,13 @@ def owes_backward(section: Section) -> bool:
     return section.mode != "forward"
 
 
-def gathers(section: Section) -> bool:
+def gathers_parameters(section: Section) -> bool:
     """Whether the replicas of a section keep parts of its parameters (`zero3`), which they gather together,
     micro-batch by micro-batch."""
     return section.sharding == "zero3" and section.mesh.dp > 1
 
 
-def rounds(
+def gather_rounds(
     sections: Iterable[Section], micro_batches: Mapping[str, Sequence[MicroBatch]]
 ) -> dict[tuple[str, int], tuple[MicroBatch, ...]]:
     """For each micro-batch of a section that gathers, those that all replicas run in step with it, one on
@@ -139,7 +139,7 @@ def rounds(
     empty micro-batches.
     """
     found: dict[tuple[str, int], tuple[MicroBatch, ...]] = {}
-    for name in (s.name for s in sections if gathers(s)):
+    for name in (s.name for s in sections if gathers_parameters(s)):
         of_replica: dict[int, list[MicroBatch]] = {}
         for m in micro_batches[name]:
             of_replica.setdefault(m.replica, []).append(m)
@@ -148,19 +148,19 @@ def rounds(
     return found
 
 
-def computations(section: Section) -> tuple[str, ...]:
+def compute_kinds(section: Section) -> tuple[str, ...]:
     """The kinds of instructions that each micro-batch of a section has, in their order."""
     if not owes_backward(section):
         return ("F",)
     return ("F", "B", "W") if section.weight_permille else ("F", "B")
 
 
-def weight_part(section: Section, backward_ns: int) -> int:
+def weight_backward_ns(section: Section, backward_ns: int) -> int:
     """The part of a backward's time that W takes."""
     return backward_ns * section.weight_permille // 1000 if owes_backward(section) else 0
 
 
-def weight_parts(section: Section, backward: Sequence[int]) -> list[int]:
+def weight_backward_times(section: Section, backward: Sequence[int]) -> list[int]:
     """`weight_part` of each of these times."""
     if not section.weight_permille or not owes_backward(section):
         return [0] * len(backward)
@@ -174,7 +174,7 @@ def returns_gradient(edge: Edge, sections: Mapping[str, Section]) -> bool:
     return edge.grad and owes_backward(sections[edge.src]) and owes_backward(sections[edge.dst])
 
 
-def replica_ranks(section: Section) -> tuple[int, ...]:
+def replica_first_ranks(section: Section) -> tuple[int, ...]:
     """The first rank of each replica, which stands for all of it in the order of a step: they run the same
     program (`routes.replicas`).
 
@@ -188,12 +188,12 @@ def replica_ranks(section: Section) -> tuple[int, ...]:
     return mesh.ranks[:: mesh.tp]
 
 
-def pairs(edge: Edge, schedule: Schedule) -> dict[tuple[int, int], tuple[int, ...]]:
+def micro_batch_pairs(edge: Edge, schedule: Schedule) -> dict[tuple[int, int], tuple[int, ...]]:
     """The messages of an edge: (producer's micro-batch, consumer's micro-batch) -> the samples they share,
     ascending."""
     owner = {s: m.index for m in schedule.micro_batches[edge.src] for s in m.samples}
     shared: dict[tuple[int, int], list[int]] = {}
-    done = schedule.computed.get(edge.dst, frozenset())
+    done = schedule.prefetched.get(edge.dst, frozenset())
     for consumer in schedule.micro_batches[edge.dst]:
         for s in consumer.samples if consumer.index not in done else ():
             if s in owner:
@@ -204,9 +204,9 @@ def pairs(edge: Edge, schedule: Schedule) -> dict[tuple[int, int], tuple[int, ..
 def print_instruction(i: Instruction) -> str:
     """The text of an instruction; `parse_instruction` reads it back."""
     words = [i.kind]
-    if i.kind in COMPUTE:
+    if i.kind in COMPUTE_KINDS:
         words += [i.section, str(i.micro)]
-    elif i.kind in TRANSFER:
+    elif i.kind in TRANSFER_KINDS:
         flow = (i.src_micro, i.dst_micro) if i.direction == "fwd" else (i.dst_micro, i.src_micro)
         words += [
             i.edge,
@@ -226,7 +226,7 @@ def parse_instruction(text: str) -> Instruction:
     """The instruction that prints as `text`. Raises ValueError where it is none."""
     match text.split():
         case [("F" | "B" | "W") as kind, section, micro, *rest]:
-            replica, stage, *_ = _suffix(rest, text)
+            replica, stage, *_ = _parse_suffix(rest, text)
             return Instruction(kind, section, replica, stage, int(micro))
         case [
             ("SEND" | "RECV") as kind,
@@ -241,18 +241,18 @@ def parse_instruction(text: str) -> Instruction:
                 raise ValueError(f"a {kind} cannot be `{word}` a rank: {text!r}")
             first, second = (int(n) for n in flow.split(">"))
             src, dst = (first, second) if direction == "fwd" else (second, first)
-            replica, stage, part, parts = _suffix(rest, text)
+            replica, stage, part, parts = _parse_suffix(rest, text)
             return Instruction(
                 kind, "", replica, stage, -1, edge, direction, int(peer), src, dst, part, parts
             )
         case ["REDUCE", section, *rest]:
-            return Instruction("REDUCE", section, *_suffix(rest, text)[:2])
+            return Instruction("REDUCE", section, *_parse_suffix(rest, text)[:2])
         case ["STEP"]:
             return Instruction("STEP")
     raise ValueError(f"not an instruction: {text!r}")
 
 
-def _suffix(words: list[str], text: str) -> tuple[int, int, int, int]:
+def _parse_suffix(words: list[str], text: str) -> tuple[int, int, int, int]:
     """Replica, stage, part and number of parts from the words that follow them."""
     found = dict(zip(words[::2], words[1::2], strict=False))
     if (
@@ -271,20 +271,20 @@ def _suffix(words: list[str], text: str) -> tuple[int, int, int, int]:
 def print_schedule(schedule: Schedule) -> str:
     """The text of a schedule: a line for each micro-batch, then each rank's program; `parse_schedule` reads
     it back."""
-    lines: list[str] = [] if schedule.own is None else [f"own {schedule.own}"]
+    lines: list[str] = [] if schedule.own_samples is None else [f"own {schedule.own_samples}"]
     for section, micros in schedule.micro_batches.items():
         lines.append(f"section {section}")
-        lines += [f"  {_print_micro(m, schedule)}" for m in micros]
+        lines += [f"  {_print_micro_batch(m, schedule)}" for m in micros]
     for rank, program in enumerate(schedule.programs):
         lines.append(f"rank {rank}")
         lines += [f"  {print_instruction(i)}" for i in program]
     return "".join(f"{line}\n" for line in lines)
 
 
-def _print_micro(m: MicroBatch, schedule: Schedule) -> str:
+def _print_micro_batch(m: MicroBatch, schedule: Schedule) -> str:
     marks = [
         w
-        for w, micros in (("early", schedule.early), ("computed", schedule.computed))
+        for w, micros in (("early", schedule.prefetchable), ("computed", schedule.prefetched))
         if m.index in micros.get(m.section, ())
     ]
     return " ".join(

@@ -14,28 +14,28 @@ from functools import cache
 
 import torch
 
-CHUNK = 1 << 15  # entries that are mixed together, so that they stay in a CPU's cache
-SHORT = 64  # entries of a row that is not worth an operation of its own
+MIX_CHUNK_ENTRIES = 1 << 15  # entries that are mixed together, so that they stay in a CPU's cache
+SHORT_ROW_ENTRIES = 64  # entries of a row that is not worth an operation of its own
 
 
-def key(*parts: object) -> int:
+def hash_key(*parts: object) -> int:
     """A signed 64-bit number for these parts, the same on every machine."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 @cache
-def stride(dim: int) -> int:
+def dim_multiplier(dim: int) -> int:
     """The odd number that a coordinate of this dim is multiplied by."""
-    return key("dim", dim) | 1
+    return hash_key("dim", dim) | 1
 
 
-def coordinates(dim: int, places: torch.Tensor) -> torch.Tensor:
+def coordinate_offsets(dim: int, places: torch.Tensor) -> torch.Tensor:
     """What the coordinates `places` (int64) along a dim add to the counters."""
-    return places * stride(dim)
+    return places * dim_multiplier(dim)
 
 
-def bits(parts: Sequence[torch.Tensor], base: int, device: torch.device) -> torch.Tensor:
+def generate_bits(parts: Sequence[torch.Tensor], base: int, device: torch.device) -> torch.Tensor:
     """Random int64, shape [len(p) for p in parts]; `parts` hold what each place of each dim adds to the
     counter `base`."""
     shape = [len(p) for p in parts]
@@ -48,27 +48,27 @@ def bits(parts: Sequence[torch.Tensor], base: int, device: torch.device) -> torc
     if device.type == "cuda":
         from secc.runtime.randomness import bits_triton  # imports Triton, which ranks without a GPU lack
 
-        if bits_triton.has_kernel(rows):
+        if bits_triton.has_bits_kernel(rows):
             return bits_triton.random_bits(rows, last).view(shape)
-    return mixed(rows, last).view(shape)
+    return mix_counters(rows, last).view(shape)
 
 
-def mixed(rows: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+def mix_counters(rows: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Random int64 [R, L], keyed by the counters `rows[i] + last[j]` (int64, [R] and [L], neither empty)."""
     shape = len(rows), len(last)
-    if len(last) < SHORT or len(rows) == 1:
+    if len(last) < SHORT_ROW_ENTRIES or len(rows) == 1:
         rows, last = (rows.unsqueeze(1) + last).flatten(), last.new_zeros(1)
     out = rows.new_empty(len(rows), len(last))
-    step = max(1, CHUNK // len(last))
+    step = max(1, MIX_CHUNK_ENTRIES // len(last))
     spare = rows.new_empty(min(step, len(rows)), len(last))
     for first in range(0, len(rows), step):
         piece = out[first : first + step]
         torch.add(rows[first : first + step].unsqueeze(1), last, out=piece)
-        _finalise(piece, spare[: len(piece)])
+        _finalise_splitmix64(piece, spare[: len(piece)])
     return out.view(shape)
 
 
-def _finalise(z: torch.Tensor, spare: torch.Tensor) -> None:
+def _finalise_splitmix64(z: torch.Tensor, spare: torch.Tensor) -> None:
     """The finaliser, in place; shifts of int64 carry the sign, which the masks take away."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, None)):
         torch.bitwise_right_shift(z, shift, out=spare)

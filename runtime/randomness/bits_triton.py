@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from secc.runtime.kernels.backend import INTERPRETED, ceil_div, jit, on_device, tl, triton
+from secc.runtime.kernels.backend import KERNELS_INTERPRETED, ceil_div, jit, on_device, tl, triton
 
-BLOCK = 1024
+BITS_BLOCK = 1024
 
 
 @jit
-def _mix(rows, last, out, width, total, BLOCK: tl.constexpr):
+def _mix_kernel(rows, last, out, width, total, BLOCK: tl.constexpr):
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < total
     z = tl.load(rows + entry // width, mask=inside, other=0) + tl.load(
@@ -27,9 +27,9 @@ def _mix(rows, last, out, width, total, BLOCK: tl.constexpr):
     tl.store(out + entry, z.to(tl.int64, bitcast=True), mask=inside)
 
 
-def has_kernel(x: torch.Tensor) -> bool:
+def has_bits_kernel(x: torch.Tensor) -> bool:
     """Whether the kernel computes for tensors like `x`."""
-    return triton is not None and (x.is_cuda or INTERPRETED)
+    return triton is not None and (x.is_cuda or KERNELS_INTERPRETED)
 
 
 def random_bits(rows: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -39,5 +39,7 @@ def random_bits(rows: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """
     out = rows.new_empty(len(rows), len(last))
     with on_device(rows):
-        _mix[(ceil_div(out.numel(), BLOCK),)](rows, last, out, len(last), out.numel(), BLOCK=BLOCK)
+        _mix_kernel[(ceil_div(out.numel(), BITS_BLOCK),)](
+            rows, last, out, len(last), out.numel(), BLOCK=BITS_BLOCK
+        )
     return out

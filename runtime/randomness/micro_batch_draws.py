@@ -21,68 +21,76 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from secc.runtime.errors import UserError
-from secc.runtime.model.source_lines import Lines, call_name, drawer, paths_of, place
-from secc.runtime.plan.batch_sizes import combine
-from secc.runtime.plan.expr_eval import evaluate
-from secc.runtime.plan.schema import Draw, Symbol
+from secc.runtime.model.source_lines import (
+    SourceLines,
+    current_source_line,
+    module_paths_by_id,
+    random_call_name,
+    running_module_and_lines,
+)
+from secc.runtime.plan.batch_sizes import combine_sizes
+from secc.runtime.plan.expr_eval import evaluate_expr
+from secc.runtime.plan.schema import RandomOp, Symbol
 from secc.runtime.plan.step_program import SampleMeta
 from secc.runtime.randomness import random_op_values, shard_coordinates
-from secc.runtime.randomness.bits import bits, coordinates, key
+from secc.runtime.randomness.bits import coordinate_offsets, generate_bits, hash_key
 
-_NO_DRAW = 1 << 62  # in the register: no recomputation is running
-_RNNS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-_UNSEEN = "compile the model again with more --stats-samples, or switch the random op off"
+_NO_DRAW_NUMBER = 1 << 62  # in the register: no recomputation is running
+_RNN_FUNCTIONS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_UNSEEN_DRAW_REMEDY = "compile the model again with more --stats-samples, or switch the random op off"
 
 
-def sample_keys(seed: int, samples: Sequence[SampleMeta]) -> list[int]:
+def make_sample_keys(seed: int, samples: Sequence[SampleMeta]) -> list[int]:
     """The key of each sample of a global batch: by the step's seed and the dataset index; a sample that comes
     twice has two keys."""
     met: Counter[int] = Counter()
     keys: list[int] = []
     for sample in samples:
-        keys.append(key(seed, "sample", sample.id, met[sample.id]))
+        keys.append(hash_key(seed, "sample", sample.id, met[sample.id]))
         met[sample.id] += 1
     return keys
 
 
-class Randomness:
+class ModelRandomness:
     """What is known of a model's random ops: the draws of a plan, by name, and the paths of the model's
     modules."""
 
-    def __init__(self, model: nn.Module, draws: Iterable[Draw], symbols: Sequence[Symbol]) -> None:
-        self.paths, self.symbols = paths_of(model), symbols
+    def __init__(self, model: nn.Module, draws: Iterable[RandomOp], symbols: Sequence[Symbol]) -> None:
+        self.paths, self.symbols = module_paths_by_id(model), symbols
         self.draws = {d.call: d for d in draws}
 
-    def micro_batch(self, seed: int, keys: Sequence[int], sizes: Sequence[Mapping[str, int]]) -> Draws:
+    def make_draws(
+        self, seed: int, keys: Sequence[int], sizes: Sequence[Mapping[str, int]]
+    ) -> MicroBatchDraws:
         """The numbers of a micro-batch, from its samples' keys and sizes, which have the widths that it is
         padded to beyond its own."""
-        together = combine(sizes, self.symbols)
+        together = combine_sizes(sizes, self.symbols)
         common = {s.name: together[s.name] for s in self.symbols if s.kind == "width"}
-        return Draws(self, seed, keys, [{**own, **common} for own in sizes])
+        return MicroBatchDraws(self, seed, keys, [{**own, **common} for own in sizes])
 
 
-def forward_of(draws: Draws | None) -> AbstractContextManager[None]:
+def forward_context(draws: MicroBatchDraws | None) -> AbstractContextManager[None]:
     """The context of a micro-batch's forward."""
     return nullcontext() if draws is None else draws.forward()
 
 
-def backward_of(draws: Draws | None) -> AbstractContextManager[None]:
+def backward_context(draws: MicroBatchDraws | None) -> AbstractContextManager[None]:
     """The context of a micro-batch's backward."""
     return nullcontext() if draws is None else draws.backward()
 
 
-class Draws:
+class MicroBatchDraws:
     """The random numbers of one micro-batch in one section, in its forward and, for recomputation, in its
     backward."""
 
     def __init__(
-        self, known: Randomness, seed: int, keys: Sequence[int], sizes: Sequence[Mapping[str, int]]
+        self, known: ModelRandomness, seed: int, keys: Sequence[int], sizes: Sequence[Mapping[str, int]]
     ) -> None:
-        self._known, self._seed, self._keys, self._sizes = known, seed, keys, sizes
+        self._model, self._seed, self._keys, self._sizes = known, seed, keys, sizes
         self._names: list[str] = []  # of the draws so far
-        self._met: Counter[str] = Counter()
-        self._given: str | None = None
-        self._site: Lines = ()
+        self._calls_by_name: Counter[str] = Counter()
+        self._given_name: str | None = None
+        self._site: SourceLines = ()
         self._backward = False
         self._rows: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -90,28 +98,28 @@ class Draws:
     def forward(self) -> Iterator[None]:
         """Random ops inside draw this micro-batch's numbers."""
         torch.default_generator.manual_seed(len(self._names))
-        with _Unfused(), _Keyed(self):
+        with _UnfusedDropout(), _KeyedRandomOps(self):
             yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Recomputation inside draws again what the forward drew."""
         self._backward = True
-        torch.default_generator.manual_seed(_NO_DRAW)
-        with _Unfused(), _Keyed(self):
+        torch.default_generator.manual_seed(_NO_DRAW_NUMBER)
+        with _UnfusedDropout(), _KeyedRandomOps(self):
             yield
 
-    def named(self, call: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def draw_named(self, call: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`function(*args, **kwargs)`, a random op of a section's glue, under the name it has in the user's
         forward."""
-        self._given = call
+        self._given_name = call
         try:
             return function(*args, **kwargs)
         finally:
-            self._given = None
+            self._given_name = None
 
     @contextmanager
-    def called(self, site: str) -> Iterator[None]:
+    def at_call_site(self, site: str) -> Iterator[None]:
         """Random ops inside belong to blocks that the user's forward calls at these lines, which the
         section's own code hides."""
         self._site = tuple(site.split("<"))
@@ -120,24 +128,28 @@ class Draws:
         finally:
             self._site = ()
 
-    def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def draw_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a random op returns. Raises UserError for an op, a place or a shape that the plan does not
         know."""
-        if not random_op_values.supported(func):
+        if not random_op_values.is_supported(func):
             raise UserError(
                 f"{func} draws random numbers that cannot be tied to samples",
-                place(),
+                current_source_line(),
                 "use another op, or switch dropout off",
             )
-        call = self._name(func)
-        known = self._known.draws.get(call)
+        call = self._next_draw_name(func)
+        known = self._model.draws.get(call)
         if known is None:
-            raise UserError(f"{func} draws random numbers where no capture saw it ({call})", place(), _UNSEEN)
-        return random_op_values.draw(
-            func, args, kwargs, lambda shape, device: self._bits(known, shape, device)
+            raise UserError(
+                f"{func} draws random numbers where no capture saw it ({call})",
+                current_source_line(),
+                _UNSEEN_DRAW_REMEDY,
+            )
+        return random_op_values.draw_op_result(
+            func, args, kwargs, lambda shape, device: self._generate_entry_bits(known, shape, device)
         )
 
-    def _name(self, func: Any) -> str:
+    def _next_draw_name(self, func: Any) -> str:
         number = torch.default_generator.initial_seed() if self._backward else len(self._names)
         torch.default_generator.manual_seed(number + 1)
         if number < len(self._names):
@@ -145,61 +157,67 @@ class Draws:
         if self._backward:
             remedy = "draw in forward, and leave torch.utils.checkpoint its preserve_rng_state"
             raise UserError(
-                f"{func} draws random numbers in the backward that the forward did not draw", place(), remedy
+                f"{func} draws random numbers in the backward that the forward did not draw",
+                current_source_line(),
+                remedy,
             )
-        call = self._given
+        call = self._given_name
         if call is None:
-            path, lines = drawer(self._known.paths)
-            name = call_name(path, lines + self._site)
-            call = f"{name}#{self._met[name]}"
-            self._met[name] += 1
+            path, lines = running_module_and_lines(self._model.paths)
+            name = random_call_name(path, lines + self._site)
+            call = f"{name}#{self._calls_by_name[name]}"
+            self._calls_by_name[name] += 1
         self._names.append(call)
         return call
 
-    def _bits(self, draw: Draw, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    def _generate_entry_bits(
+        self, draw: RandomOp, shape: tuple[int, ...], device: torch.device
+    ) -> torch.Tensor:
         """64 bits for each entry of a result of `shape`."""
-        places = shard_coordinates.places(shape, device)
+        places = shard_coordinates.global_coordinates(shape, device)
         if not draw.dims:
-            return bits(
-                [coordinates(d, at) for d, at in enumerate(places)], key(self._seed, "all", draw.call), device
+            return generate_bits(
+                [coordinate_offsets(d, at) for d, at in enumerate(places)],
+                hash_key(self._seed, "all", draw.call),
+                device,
             )
-        owner, within = self._cut(draw.rows, device)
+        owner, within = self._rows_by_sample(draw.rows, device)
         if any(d >= len(shape) or shape[d] != len(owner) for d in draw.dims):
             message = f"the random op {draw.call} has a result of shape {list(shape)}, but the samples' rows are {len(owner)}"
-            raise UserError(message, draw.where, _UNSEEN)
+            raise UserError(message, draw.where, _UNSEEN_DRAW_REMEDY)
         for d in draw.dims:
             places[d] = within
-        parts = [coordinates(d, at) for d, at in enumerate(places)]
-        keys = torch.tensor([key(k, draw.call) for k in self._keys], dtype=torch.int64, device=device)
+        parts = [coordinate_offsets(d, at) for d, at in enumerate(places)]
+        keys = torch.tensor([hash_key(k, draw.call) for k in self._keys], dtype=torch.int64, device=device)
         parts[draw.dims[0]] = parts[draw.dims[0]] + keys[owner]
-        return bits(parts, 0, device)
+        return generate_bits(parts, 0, device)
 
-    def _cut(self, rows: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows_by_sample(self, rows: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """For each row of the micro-batch: which sample it belongs to, and its place among that sample's
         rows."""
         if (rows, device) not in self._rows:
-            counts = torch.tensor([evaluate(rows, sizes) for sizes in self._sizes])
+            counts = torch.tensor([evaluate_expr(rows, sizes) for sizes in self._sizes])
             owner = torch.arange(len(counts)).repeat_interleave(counts)
             within = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
             self._rows[rows, device] = owner.to(device), within.to(device)
         return self._rows[rows, device]
 
 
-class _Keyed(TorchDispatchMode):
+class _KeyedRandomOps(TorchDispatchMode):
     """Hands random ops to the micro-batch's draws."""
 
-    def __init__(self, draws: Draws) -> None:
+    def __init__(self, draws: MicroBatchDraws) -> None:
         super().__init__()
         self._draws = draws
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if random_op_values.is_random(func, args, kwargs):
-            return self._draws.draw(func, args, kwargs)
+            return self._draws.draw_op(func, args, kwargs)
         return func(*args, **kwargs)
 
 
-class _Unfused(TorchFunctionMode):
+class _UnfusedDropout(TorchFunctionMode):
     """Keeps dropout out of kernels that draw by themselves: attention takes the way of plain ops, recurrent
     layers leave cuDNN."""
 
@@ -210,7 +228,7 @@ class _Unfused(TorchFunctionMode):
         ):
             with sdpa_kernel(SDPBackend.MATH):
                 return func(*args, **kwargs)
-        if getattr(func, "__name__", "") in _RNNS and any(isinstance(a, float) and a for a in args):
+        if getattr(func, "__name__", "") in _RNN_FUNCTIONS and any(isinstance(a, float) and a for a in args):
             with torch.backends.cudnn.flags(enabled=False):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)

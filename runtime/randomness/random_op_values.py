@@ -13,25 +13,25 @@ from typing import Any
 
 import torch
 
-Bits = Callable[[tuple[int, ...], torch.device], torch.Tensor]
-Given = dict[str, Any]  # an op's arguments by name
+BitSource = Callable[[tuple[int, ...], torch.device], torch.Tensor]
+NamedArguments = dict[str, Any]  # an op's arguments by name
 
-_UNTAGGED = {
+_UNTAGGED_RANDOM_OPS = {
     "normal_functional",
     "random",
     "random_",
     "binomial",
     "_sample_dirichlet",
 }  # random, but torch does not tag them so
-_PROBABILITY = ("p", "dropout_p", "dropout")
-_TRAINING = ("train", "training")
-_DIGITS = {
+_PROBABILITY_ARGUMENTS = ("p", "dropout_p", "dropout")
+_TRAINING_ARGUMENTS = ("train", "training")
+_MANTISSA_DIGITS = {
     torch.float64: 53,
     torch.float32: 24,
     torch.float16: 11,
     torch.bfloat16: 8,
 }  # binary digits of a uniform number below 1
-_WORD = 0xFFFFFFFF
+_WORD_MASK = 0xFFFFFFFF
 _DROPOUT = torch.ops.aten.native_dropout.default
 
 
@@ -39,50 +39,50 @@ def is_random(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an op draws random numbers; dropout with probability 0 or in eval mode does not."""
     if not _may_draw(func):
         return False
-    return bool(_argument(func, args, kwargs, _PROBABILITY, 1.0)) and bool(
-        _argument(func, args, kwargs, _TRAINING, True)
+    return bool(_argument_by_name(func, args, kwargs, _PROBABILITY_ARGUMENTS, 1.0)) and bool(
+        _argument_by_name(func, args, kwargs, _TRAINING_ARGUMENTS, True)
     )
 
 
 @cache
 def _may_draw(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags or _base(func) in _UNTAGGED
+    return torch.Tag.nondeterministic_seeded in func.tags or _schema_name(func) in _UNTAGGED_RANDOM_OPS
 
 
-def supported(func: Any) -> bool:
+def is_supported(func: Any) -> bool:
     """Whether `draw` knows the op."""
-    return _name(func) in _VALUES or func is _DROPOUT
+    return _op_name(func) in _DISTRIBUTIONS or func is _DROPOUT
 
 
-def draw(func: Any, args: Any, kwargs: Any, bits: Bits) -> Any:
+def draw_op_result(func: Any, args: Any, kwargs: Any, bits: BitSource) -> Any:
     """What the op returns, made of `bits`; writes where the op writes."""
-    given = arguments(func, args, kwargs)
+    given = named_arguments(func, args, kwargs)
     if func is _DROPOUT:
         return _native_dropout(given, bits)
-    target = _target(func, given)
-    value = _VALUES[_name(func)](given, target, bits)
+    target = _result_spec(func, given)
+    value = _DISTRIBUTIONS[_op_name(func)](given, target, bits)
     if "out" in given:
         return given["out"].copy_(value)
     return given["self"].copy_(value) if func._schema.is_mutable else value.to(target.dtype)
 
 
-def arguments(func: Any, args: Any, kwargs: Any) -> Given:
+def named_arguments(func: Any, args: Any, kwargs: Any) -> NamedArguments:
     """The arguments by name, defaults included."""
     schema = func._schema.arguments
     given = {a.name: a.default_value for a in schema if a.has_default_value()}
     return given | dict(zip((a.name for a in schema), args, strict=False)) | dict(kwargs)
 
 
-def _base(func: Any) -> str:
+def _schema_name(func: Any) -> str:
     return func._schema.name.partition("::")[2]
 
 
-def _name(func: Any) -> str:
+def _op_name(func: Any) -> str:
     """The op's name, the same for forms that write in place."""
-    return _base(func).removesuffix("_").removesuffix("_functional")
+    return _schema_name(func).removesuffix("_").removesuffix("_functional")
 
 
-def _argument(func: Any, args: Any, kwargs: Any, names: tuple[str, ...], default: Any) -> Any:
+def _argument_by_name(func: Any, args: Any, kwargs: Any, names: tuple[str, ...], default: Any) -> Any:
     """The first argument that has one of these names: given, by default of the schema, or else `default`."""
     for i, a in enumerate(func._schema.arguments):
         if a.name in names:
@@ -90,18 +90,18 @@ def _argument(func: Any, args: Any, kwargs: Any, names: tuple[str, ...], default
     return default
 
 
-class _Target:
+class _ResultSpec:
     """Shape, dtype and device of an op's result."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
 
 
-def _target(func: Any, given: Given) -> _Target:
+def _result_spec(func: Any, given: NamedArguments) -> _ResultSpec:
     like = next(
         (given[n] for n in ("out", "self", "mean", "std") if isinstance(given.get(n), torch.Tensor)), None
     )
-    name = _name(func)
+    name = _op_name(func)
     if "size" in given or name == "randperm":
         shape = tuple(given["size"]) if "size" in given else (given["n"],)
         default = torch.int64 if name in ("randint", "randperm") else torch.get_default_dtype()
@@ -114,119 +114,123 @@ def _target(func: Any, given: Given) -> _Target:
             shape, default = (*shape[:-1], given["num_samples"]), torch.int64
     device = given.get("device") or (like.device if like is not None else torch.device("cpu"))
     dtype = given.get("dtype")  # a schema's default is a number
-    return _Target(shape, dtype if isinstance(dtype, torch.dtype) else default, torch.device(device))
+    return _ResultSpec(shape, dtype if isinstance(dtype, torch.dtype) else default, torch.device(device))
 
 
 # -- numbers from bits
 # ------------------------------------------------------------------------------------------------------------
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype to reckon in."""
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
-def _uniform(z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _uniform_from_bits(z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """In [0, 1), with as many digits as `dtype` has."""
-    digits = _DIGITS.get(dtype, 24)
-    return ((z >> 64 - digits) & (1 << digits) - 1).to(_wide(dtype)) * 2.0**-digits
+    digits = _MANTISSA_DIGITS.get(dtype, 24)
+    return ((z >> 64 - digits) & (1 << digits) - 1).to(_compute_dtype(dtype)) * 2.0**-digits
 
 
-def _open(word: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _open_uniform(word: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """In (0, 1), from 32 bits."""
-    return ((word & _WORD).to(_wide(dtype)) + 0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    return ((word & _WORD_MASK).to(_compute_dtype(dtype)) + 0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
 
 
-def _below(z: torch.Tensor, p: Any) -> torch.Tensor:
+def _true_with_probability(z: torch.Tensor, p: Any) -> torch.Tensor:
     """True with probability `p`, a number or a tensor."""
     if isinstance(p, torch.Tensor):
-        return _uniform(z, p.dtype if p.dtype.is_floating_point else torch.float32) < p
+        return _uniform_from_bits(z, p.dtype if p.dtype.is_floating_point else torch.float32) < p
     return z < int(p * 2**64) - 2**63 if p < 1 else torch.ones_like(z, dtype=torch.bool)
 
 
 def _standard_normal(z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Box and Muller's transform of two halves."""
-    radius = _open(z >> 32, dtype).log_().mul_(-2).sqrt_()
-    return radius * _open(z, dtype).mul_(2 * math.pi).cos_()
+    radius = _open_uniform(z >> 32, dtype).log_().mul_(-2).sqrt_()
+    return radius * _open_uniform(z, dtype).mul_(2 * math.pi).cos_()
 
 
 def _standard_exponential(z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Never 0, and finite."""
-    return _open(z >> 32, dtype).neg_().log1p_().neg_()
+    return _open_uniform(z >> 32, dtype).neg_().log1p_().neg_()
 
 
 # -- ops
 # --------------------------------------------------------------------------------------------------------------------------
 
 
-def _bernoulli(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
-    return _below(bits(target.shape, target.device), given.get("p", given["self"]))
+def _bernoulli(given: NamedArguments, target: _ResultSpec, bits: BitSource) -> torch.Tensor:
+    return _true_with_probability(bits(target.shape, target.device), given.get("p", given["self"]))
 
 
-def _rand(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
+def _rand(given: NamedArguments, target: _ResultSpec, bits: BitSource) -> torch.Tensor:
     low, high = given.get("from", 0.0), given.get("to", 1.0)
-    return _uniform(bits(target.shape, target.device), target.dtype) * (high - low) + low
+    return _uniform_from_bits(bits(target.shape, target.device), target.dtype) * (high - low) + low
 
 
-def _randn(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
+def _randn(given: NamedArguments, target: _ResultSpec, bits: BitSource) -> torch.Tensor:
     return _standard_normal(bits(target.shape, target.device), target.dtype) * given.get(
         "std", 1.0
     ) + given.get("mean", 0.0)
 
 
-def _randint(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
+def _randint(given: NamedArguments, target: _ResultSpec, bits: BitSource) -> torch.Tensor:
     low, high = given.get("low", given.get("from", 0)) or 0, given.get("high", given.get("to"))
     if high is None:
-        high = 2 ** _DIGITS[target.dtype] if target.dtype.is_floating_point else torch.iinfo(target.dtype).max
+        high = (
+            2 ** _MANTISSA_DIGITS[target.dtype]
+            if target.dtype.is_floating_point
+            else torch.iinfo(target.dtype).max
+        )
     return (bits(target.shape, target.device) & (1 << 63) - 1) % (high - low) + low
 
 
-def _randperm(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
+def _randperm(given: NamedArguments, target: _ResultSpec, bits: BitSource) -> torch.Tensor:
     return bits(target.shape, target.device).argsort()
 
 
-def _exponential(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
+def _exponential(given: NamedArguments, target: _ResultSpec, bits: BitSource) -> torch.Tensor:
     return _standard_exponential(bits(target.shape, target.device), target.dtype) / given.get("lambd", 1.0)
 
 
-def _log_normal(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
+def _log_normal(given: NamedArguments, target: _ResultSpec, bits: BitSource) -> torch.Tensor:
     return (
         _standard_normal(bits(target.shape, target.device), target.dtype) * given.get("std", 2.0)
         + given.get("mean", 1.0)
     ).exp()
 
 
-def _cauchy(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
-    angle = (_open(bits(target.shape, target.device) >> 32, target.dtype) - 0.5) * math.pi
+def _cauchy(given: NamedArguments, target: _ResultSpec, bits: BitSource) -> torch.Tensor:
+    angle = (_open_uniform(bits(target.shape, target.device) >> 32, target.dtype) - 0.5) * math.pi
     return angle.tan() * given.get("sigma", 1.0) + given.get("median", 0.0)
 
 
-def _geometric(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
+def _geometric(given: NamedArguments, target: _ResultSpec, bits: BitSource) -> torch.Tensor:
     trials = _standard_exponential(bits(target.shape, target.device), target.dtype) / -math.log1p(
         -min(given["p"], 1 - 1e-12)
     )
     return trials.ceil().clamp_(min=1)
 
 
-def _multinomial(given: Given, target: _Target, bits: Bits) -> torch.Tensor:
+def _multinomial(given: NamedArguments, target: _ResultSpec, bits: BitSource) -> torch.Tensor:
     """With replacement by the inverse of the distribution function, without by the largest of weights over
     exponential numbers."""
     weights = given["self"]
     if given.get("replacement"):
         shares = weights.cumsum(-1)
-        at = _uniform(bits(target.shape, target.device), weights.dtype) * shares[..., -1:]
+        at = _uniform_from_bits(bits(target.shape, target.device), weights.dtype) * shares[..., -1:]
         return torch.searchsorted(shares, at.to(shares.dtype), right=True).clamp_(max=weights.shape[-1] - 1)
     noise = _standard_exponential(bits(tuple(weights.shape), target.device), weights.dtype)
     return (weights / noise).topk(given["num_samples"], dim=-1).indices
 
 
-def _native_dropout(given: Given, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
+def _native_dropout(given: NamedArguments, bits: BitSource) -> tuple[torch.Tensor, torch.Tensor]:
     x, p = given["input"], given["p"]
-    keep = _below(bits(tuple(x.shape), x.device), 1 - p)
+    keep = _true_with_probability(bits(tuple(x.shape), x.device), 1 - p)
     return x * keep * (0.0 if p == 1 else 1 / (1 - p)), keep
 
 
-_VALUES: dict[str, Callable[[Given, _Target, Bits], torch.Tensor]] = {
+_DISTRIBUTIONS: dict[str, Callable[[NamedArguments, _ResultSpec, BitSource], torch.Tensor]] = {
     "bernoulli": _bernoulli, "rand": _rand, "rand_like": _rand, "uniform": _rand, "randn": _randn, "randn_like": _randn, "normal": _randn,
     "randint": _randint, "randint_like": _randint, "random": _randint, "randperm": _randperm, "exponential": _exponential,
     "log_normal": _log_normal, "cauchy": _cauchy, "geometric": _geometric, "multinomial": _multinomial,

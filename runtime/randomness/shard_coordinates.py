@@ -12,24 +12,24 @@ from contextlib import contextmanager
 
 import torch
 
-_here = threading.local()
-Range = tuple[int, int]
+_thread_state = threading.local()
+EntryRange = tuple[int, int]
 
 
 @contextmanager
-def drawing(dim: int, ranges: Sequence[Range]) -> Iterator[None]:
+def drawing_shard(dim: int, ranges: Sequence[EntryRange]) -> Iterator[None]:
     """Random ops inside draw the entries `ranges` along `dim` of a whole result."""
-    _here.part = dim, tuple(ranges)
+    _thread_state.part = dim, tuple(ranges)
     try:
         yield
     finally:
-        _here.part = None
+        _thread_state.part = None
 
 
-def places(shape: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+def global_coordinates(shape: Sequence[int], device: torch.device) -> list[torch.Tensor]:
     """Each entry's coordinate along each dim of a result of `shape`, counted in the whole result."""
     found = [torch.arange(size, device=device) for size in shape]
-    part: tuple[int, tuple[Range, ...]] | None = getattr(_here, "part", None)
+    part: tuple[int, tuple[EntryRange, ...]] | None = getattr(_thread_state, "part", None)
     if part is not None:
         found[part[0]] = torch.cat([torch.arange(*ends, device=device) for ends in part[1]])
     return found

@@ -24,30 +24,30 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from secc.runtime.errors import UserError
-from secc.runtime.model.source_lines import class_place
+from secc.runtime.model.source_lines import forward_source_line
 from secc.runtime.recorder import nested_values
-from secc.runtime.recorder.recording import Drawn, Hazard
+from secc.runtime.recorder.recording import Hazard, RandomOpCall
 from secc.runtime.sections import forward_hooks
-from secc.runtime.sections.module_settings import Setting
+from secc.runtime.sections.module_settings import ModuleSetting
 
-Extents = Mapping[str, tuple[int, ...]]  # shapes of tensors by their access paths
-LARGE = (
+TensorShapes = Mapping[str, tuple[int, ...]]  # shapes of tensors by their access paths
+LARGE_INPUT_ENTRIES = (
     1 << 20
     # entries of floating-point inputs (pictures, sounds) whose values hardly any forward reads and that cost time
     # and memory
 )
 _CPU = torch.device("cpu")
-_LEAF = torch.zeros((), requires_grad=True)
+_GRADIENT_LEAF = torch.zeros((), requires_grad=True)
 # A result, the ids of those tensors in it that are alone (`Leaf`), whether values of real tensors were read,
 # hazards, random ops.
-Run = tuple[Any, frozenset[int], bool, tuple[Hazard, ...], tuple[Drawn, ...]]
+BlockRun = tuple[Any, frozenset[int], bool, tuple[Hazard, ...], tuple[RandomOpCall, ...]]
 
 logging.getLogger(FakeTensorMode.__module__).setLevel(
     logging.CRITICAL
 )  # what fails is told in messages, without torch's traceback
 
 
-class Guess(BaseException):
+class UnpredictedShape(BaseException):
     """Something depends on the shape of a block's result, which no rule gives: the forward has to be recorded
     without rules.
 
@@ -60,7 +60,7 @@ def is_fake(tensor: object) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def autocast() -> str:
+def autocast_state() -> str:
     """The autocast state: "cuda bfloat16", "cpu bfloat16", or "" if it is off."""
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):
@@ -68,18 +68,18 @@ def autocast() -> str:
     return ""
 
 
-def is_large(tensor: torch.Tensor) -> bool:
+def is_large_input(tensor: torch.Tensor) -> bool:
     """Whether an input is recorded without its values as long as that will do."""
-    return tensor.is_floating_point() and tensor.numel() > LARGE
+    return tensor.is_floating_point() and tensor.numel() > LARGE_INPUT_ENTRIES
 
 
-def valueless(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+def copy_without_values(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     """A copy without values, laid out as `clone` lays it out."""
     with mode:
         return mode.from_tensor(tensor.detach()).clone()
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def copy_with_fake_parameters(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A copy of `model` with fake parameters on the CPU. Buffers keep their values; those on the meta device
     become fake.
 
@@ -87,34 +87,36 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for p in model.parameters():
-        memo[id(p)] = nn.Parameter(_empty(mode, p), requires_grad=p.requires_grad)
+        memo[id(p)] = nn.Parameter(_empty_like(mode, p), requires_grad=p.requires_grad)
     for b in model.buffers():
-        memo[id(b)] = _empty(mode, b) if b.is_meta else b.detach().clone()
+        memo[id(b)] = _empty_like(mode, b) if b.is_meta else b.detach().clone()
     for m in model.modules():
         for value in vars(
             m
         ).values():  # a weight that a hook computes before each call (`torch.nn.utils.weight_norm`)
             if isinstance(value, torch.Tensor) and not value.is_leaf:
-                memo[id(value)] = _empty(mode, value)
+                memo[id(value)] = _empty_like(mode, value)
         if (config := getattr(m, "config", None)) is not None:
             memo[id(config)] = config
     try:
         copied = copy.deepcopy(model, memo)
-        forward_hooks.rebind(copied, memo)
+        forward_hooks.rebind_closures(copied, memo)
         return copied
     except Exception as error:
         remedy = "keep what cannot be copied (locks, files, generators, closures over tensors) out of the model's attributes"
         raise UserError(
-            f"the model cannot be copied: {type(error).__name__}: {error}", class_place(type(model)), remedy
+            f"the model cannot be copied: {type(error).__name__}: {error}",
+            forward_source_line(type(model)),
+            remedy,
         ) from error
 
 
-def _empty(mode: FakeTensorMode, like: torch.Tensor) -> torch.Tensor:
+def _empty_like(mode: FakeTensorMode, like: torch.Tensor) -> torch.Tensor:
     with mode, torch.no_grad():
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
 
 
-class Leaf:
+class ResultTensor:
     """A tensor in a block's result. `argument` is the number of the tensor argument that it is, or None.
     `alone`: what the block is called with decides its shape, but not what it holds.
 
@@ -124,97 +126,97 @@ class Leaf:
     def __init__(
         self, path: str, tensor: torch.Tensor, argument: int | None = None, alone: bool = False
     ) -> None:
-        self.path, self.argument, self.alone = path, argument, alone
+        self.path, self.argument_index, self.is_input_independent = path, argument, alone
         self.shape, self.stride, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
-        self.requires_grad, self.guessed = tensor.requires_grad, False
+        self.requires_grad, self.shape_is_unknown = tensor.requires_grad, False
 
-    def sized(self, shape: tuple[int, ...] | None) -> Leaf:
+    def with_shape(self, shape: tuple[int, ...] | None) -> ResultTensor:
         """The same without gaps in another shape; with None its shape is a guess."""
         found = copy.copy(self)
-        found.guessed = shape is None
+        found.shape_is_unknown = shape is None
         if shape is not None:
-            found.shape, found.stride = shape, dense(shape)
+            found.shape, found.stride = shape, contiguous_strides(shape)
         return found
 
     @property
     def is_dense(self) -> bool:
         """Whether entries lie one behind the other in the order of the dims."""
-        return self.stride == dense(self.shape)
+        return self.stride == contiguous_strides(self.shape)
 
 
-def dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a tensor whose entries lie one behind the other in the order of the dims."""
     return tuple(math.prod(max(1, d) for d in shape[i + 1 :]) for i in range(len(shape)))
 
 
 @dataclass(frozen=True)
-class Result:
+class BlockResult:
     """What a block's call returns: `skeleton` holds Leaf objects where tensors are. `reads`: values of real
     arguments decided something."""
 
     skeleton: Any
-    reads: bool
+    reads_values: bool
     hazards: tuple[Hazard, ...]
-    draws: tuple[Drawn, ...]
+    draws: tuple[RandomOpCall, ...]
 
-    def build(
+    def build_fakes(
         self, mode: FakeTensorMode, arguments: list[torch.Tensor]
-    ) -> tuple[Any, list[tuple[Leaf, torch.Tensor]]]:
+    ) -> tuple[Any, list[tuple[ResultTensor, torch.Tensor]]]:
         """A fresh result, and the new fake tensors in it with their leaves. A tensor met twice is one
         tensor."""
-        new: list[tuple[Leaf, torch.Tensor]] = []
+        new: list[tuple[ResultTensor, torch.Tensor]] = []
 
         def tensor(_: str, leaf: Any) -> Any:
-            if not isinstance(leaf, Leaf):
+            if not isinstance(leaf, ResultTensor):
                 return leaf
-            if leaf.argument is not None:
-                return arguments[leaf.argument]
+            if leaf.argument_index is not None:
+                return arguments[leaf.argument_index]
             known = next((t for known, t in new if known is leaf), None)
             if known is None:
-                known = fresh(mode, leaf.shape, leaf.stride, leaf.dtype, leaf.requires_grad)
+                known = new_fake_tensor(mode, leaf.shape, leaf.stride, leaf.dtype, leaf.requires_grad)
                 new.append((leaf, known))
             return known
 
-        return nested_values.replace(self.skeleton, tensor), new
+        return nested_values.map_leaves(self.skeleton, tensor), new
 
     @property
     def is_plain(self) -> bool:
         """Whether it holds tensors and None alone, in containers that have as many of them always."""
-        return _is_plain(self.skeleton)
+        return _holds_tensors_only(self.skeleton)
 
-    def sized(self, shapes: Extents) -> Result | None:
+    def with_shapes(self, shapes: TensorShapes) -> BlockResult | None:
         """The same result in other shapes, by access path; None where it has more to it than the shapes of
         its tensors."""
-        new: dict[Leaf, Leaf] = {}
+        new: dict[ResultTensor, ResultTensor] = {}
 
         def sized(_: str, leaf: Any) -> Any:
-            if isinstance(leaf, Leaf) and leaf.argument is None and leaf not in new:
-                new[leaf] = leaf.sized(shapes.get(leaf.path))
-            return new.get(leaf, leaf) if isinstance(leaf, Leaf) else leaf
+            if isinstance(leaf, ResultTensor) and leaf.argument_index is None and leaf not in new:
+                new[leaf] = leaf.with_shape(shapes.get(leaf.path))
+            return new.get(leaf, leaf) if isinstance(leaf, ResultTensor) else leaf
 
         if not self.is_plain:
             return None
-        skeleton = nested_values.replace(self.skeleton, sized)
+        skeleton = nested_values.map_leaves(self.skeleton, sized)
         fits = all(
             old.is_dense and len(leaf.shape) == len(old.shape)
             for old, leaf in new.items()
-            if not leaf.guessed
+            if not leaf.shape_is_unknown
         )
         return replace(self, skeleton=skeleton, reads=False) if fits else None
 
 
-def _is_plain(value: Any) -> bool:
+def _holds_tensors_only(value: Any) -> bool:
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return False
-    found = nested_values.children(value)
+    found = nested_values.children_of(value)
     return (
-        value is None or isinstance(value, Leaf)
+        value is None or isinstance(value, ResultTensor)
         if found is None
-        else all(_is_plain(child) for _, child in found)
+        else all(_holds_tensors_only(child) for _, child in found)
     )
 
 
-def fresh(
+def new_fake_tensor(
     mode: FakeTensorMode,
     shape: tuple[int, ...],
     stride: tuple[int, ...],
@@ -228,10 +230,14 @@ def fresh(
         return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), _CPU)
 
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
-        return _Made.apply(_LEAF, made) if requires_grad and not torch.is_inference_mode_enabled() else made()
+        return (
+            _GradientSource.apply(_GRADIENT_LEAF, made)
+            if requires_grad and not torch.is_inference_mode_enabled()
+            else made()
+        )
 
 
-class _Made(torch.autograd.Function):
+class _GradientSource(torch.autograd.Function):
     """Gives a new tensor a place in autograd's graph."""
 
     @staticmethod
@@ -243,7 +249,7 @@ class _Made(torch.autograd.Function):
         raise NotImplementedError("nothing is differentiated that has no values")
 
 
-class Shapes:
+class BlockResultCache:
     """Results of blocks, learnt once: by class, parameters, arguments and, where the block read values, the
     values of real arguments.
 
@@ -251,111 +257,122 @@ class Shapes:
     """
 
     def __init__(self) -> None:
-        self._results: dict[Any, Result] = {}
-        self._alike: dict[Any, Result] = {}  # without the sizes of the arguments
-        self._reading: set[Any] = set()
+        self._results: dict[Any, BlockResult] = {}
+        self._results_by_layout: dict[Any, BlockResult] = {}  # without the sizes of the arguments
+        self._keys_reading_values: set[Any] = set()
         self._signatures: dict[str, Any] = {}
-        self._digests = Digests()
+        self._digests = TensorDigests()
 
-    def result(
+    def learn_result(
         self,
         path: str,
         module: nn.Module,
         arguments: Any,
-        run: Callable[[], Run],
-        rule: Extents | None = None,
-        settings: tuple[Setting, ...] = (),
-    ) -> Result:
+        run: Callable[[], BlockRun],
+        rule: TensorShapes | None = None,
+        settings: tuple[ModuleSetting, ...] = (),
+    ) -> BlockResult:
         """The result of `module(*arguments)` under `settings`; `run` calls it. `rule` has the shapes of
         tensors in it."""
-        now = self._signature(path, module), _moment(), repr(settings)
+        now = self._module_signature(path, module), _grad_and_autocast_state(), repr(settings)
         if (
             rule is not None
-            and (alike := self._alike.get((*now, _shape_key(arguments, sizes=False)))) is not None
+            and (alike := self._results_by_layout.get((*now, _describe_arguments(arguments, sizes=False))))
+            is not None
         ):
-            found = alike.sized(rule)
+            found = alike.with_shapes(rule)
             if found is not None:
                 return found
-        return self._learnt(path, now, arguments, run)
+        return self._run_or_recall(path, now, arguments, run)
 
-    def _learnt(self, path: str, now: tuple[Any, ...], arguments: Any, run: Callable[[], Run]) -> Result:
-        inputs = [t for _, t in nested_values.tensors(arguments)]
-        key = (*now, _shape_key(arguments))
-        known = (key, self._values(inputs)) if key in self._reading else key
+    def _run_or_recall(
+        self, path: str, now: tuple[Any, ...], arguments: Any, run: Callable[[], BlockRun]
+    ) -> BlockResult:
+        inputs = [t for _, t in nested_values.iter_tensors(arguments)]
+        key = (*now, _describe_arguments(arguments))
+        known = (key, self._value_digests(inputs)) if key in self._keys_reading_values else key
         if known in self._results:
             return self._results[known]
         # An empty context: Hugging Face's output recorders gather what runs in the caller's context, and this
         # run is not the user's.
         out, alone, reads, hazards, draws = contextvars.Context().run(run)
-        found = Result(skeleton(out, inputs, alone), reads, hazards, tuple(d.inside(path) for d in draws))
+        found = BlockResult(
+            result_skeleton(out, inputs, alone),
+            reads,
+            hazards,
+            tuple(d.relative_to_block(path) for d in draws),
+        )
         if reads:
-            self._reading.add(key)
-        self._results[(key, self._values(inputs)) if reads else key] = found
-        self._alike[(*now, _shape_key(arguments, sizes=False))] = found
+            self._keys_reading_values.add(key)
+        self._results[(key, self._value_digests(inputs)) if reads else key] = found
+        self._results_by_layout[(*now, _describe_arguments(arguments, sizes=False))] = found
         return found
 
-    def _values(self, inputs: list[torch.Tensor]) -> tuple[bytes, ...]:
-        return tuple(self._digests.of(t) for t in inputs if not is_fake(t))
+    def _value_digests(self, inputs: list[torch.Tensor]) -> tuple[bytes, ...]:
+        return tuple(self._digests.digest_of(t) for t in inputs if not is_fake(t))
 
-    def _signature(self, path: str, module: nn.Module) -> Any:
+    def _module_signature(self, path: str, module: nn.Module) -> Any:
         if path not in self._signatures:
-            self._signatures[path] = tuple(map(_nature, module.modules())), tuple(_parameters(module))
+            self._signatures[path] = (
+                tuple(map(_describe_module, module.modules())),
+                tuple(_describe_parameters(module)),
+            )
         return self._signatures[path]
 
 
-class Digests:
+class TensorDigests:
     """Digests of the values of real tensors, made once: all layers of a tower are called with the same
     ones."""
 
     def __init__(self) -> None:
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # with the version that they are of
 
-    def of(self, tensor: torch.Tensor) -> bytes:
+    def digest_of(self, tensor: torch.Tensor) -> bytes:
         if torch.is_inference(tensor):
-            return _digest(tensor)
+            return _hash_values(tensor)
         known = self._known.get(tensor)
         if known is None or known[0] != tensor._version:
-            known = tensor._version, _digest(tensor)
+            known = tensor._version, _hash_values(tensor)
             self._known[tensor] = known
         return known[1]
 
 
-def _nature(module: nn.Module) -> Any:
+def _describe_module(module: nn.Module) -> Any:
     """What tells a module from others of its class: dropout probabilities often grow from layer to layer."""
     numbers = tuple(sorted((k, v) for k, v in vars(module).items() if isinstance(v, float)))
     return type(module), module.training, str(module.extra_repr()), numbers
 
 
-def _parameters(module: nn.Module) -> Iterator[Any]:
+def _describe_parameters(module: nn.Module) -> Iterator[Any]:
     for name, t in (*module.named_parameters(), *module.named_buffers()):
         yield name, tuple(t.shape), t.dtype, t.requires_grad
 
 
-def _moment() -> Any:
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast()
+def _grad_and_autocast_state() -> Any:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state()
 
 
-def _shape_key(arguments: Any, sizes: bool = True) -> str:
+def _describe_arguments(arguments: Any, sizes: bool = True) -> str:
     def describe(t: torch.Tensor) -> Any:
         return f"{(tuple(t.shape), t.stride()) if sizes else t.ndim} {t.dtype} {t.requires_grad} {is_fake(t)}"
 
-    return repr(nested_values.arguments(arguments, describe))
+    return repr(nested_values.encode_arguments(arguments, describe))
 
 
-def _digest(tensor: torch.Tensor) -> bytes:
+def _hash_values(tensor: torch.Tensor) -> bytes:
     return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data).digest()
 
 
-def skeleton(out: Any, inputs: list[torch.Tensor], alone: frozenset[int]) -> Any:
+def result_skeleton(out: Any, inputs: list[torch.Tensor], alone: frozenset[int]) -> Any:
     """A block's result with Leaf objects for tensors; the same Leaf for the same tensor."""
-    leaves: dict[int, Leaf] = {}
+    leaves: dict[int, ResultTensor] = {}
     position = {id(t): i for i, t in enumerate(inputs)}
 
     def leaf(path: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in leaves:
-            leaves[id(value)] = Leaf(path, value, position.get(id(value)), id(value) in alone)
+            leaves[id(value)] = ResultTensor(path, value, position.get(id(value)), id(value) in alone)
         return leaves[id(value)]
 
-    return nested_values.replace(out, leaf)
+    return nested_values.map_leaves(out, leaf)

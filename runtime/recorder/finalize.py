@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from secc.runtime.recorder.nested_values import take
-from secc.runtime.recorder.recording import is_read
+from secc.runtime.recorder.nested_values import take_at_path
+from secc.runtime.recorder.recording import is_read_node
 
 aten = torch.ops.aten
 
@@ -15,38 +15,43 @@ aten = torch.ops.aten
 # have others.
 _LAYOUT_FREE = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 
-_VIEWS = {aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default}
+_VIEW_OPS = {aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default}
 
-_CUTS = {
+_GRADIENT_CUTTING_OPS = {
     "detach", "bernoulli", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like", "new_zeros",
     "new_ones", "new_full", "new_empty",
 }  # fmt: skip
 
 
-def finish(graph: fx.Graph) -> fx.Graph:
+def finalize_graph(graph: fx.Graph) -> fx.Graph:
     """Clean the graph in place and return it."""
     for node in graph.nodes:
         if node.target in _LAYOUT_FREE:
             node.target = _LAYOUT_FREE[node.target]
     _drop_aliases(graph)
-    graph.eliminate_dead_code(needed)
+    graph.eliminate_dead_code(is_needed)
     for node in graph.nodes:
-        if node.op == "call_function" and node.target is not take:
-            node.meta["requires_grad"] = _requires_grad(node)
+        if node.op == "call_function" and node.target is not take_at_path:
+            node.meta["requires_grad"] = _carries_gradient(node)
     graph.lint()
     return graph
 
 
-def needed(node: fx.Node) -> bool:
+def is_needed(node: fx.Node) -> bool:
     """Whether a node stays though nothing uses it."""
-    return node.op in ("placeholder", "output") or is_read(node) or "log" in node.meta or "kept" in node.meta
+    return (
+        node.op in ("placeholder", "output")
+        or is_read_node(node)
+        or "log" in node.meta
+        or "kept" in node.meta
+    )
 
 
 def _needs_layout(node: fx.Node) -> bool:
     """Whether what is computed of a value, through views, works on entries in a row only: the loss of images,
     in its backward."""
     return any(
-        user.target is aten.nll_loss2d_forward.default or (user.target in _VIEWS and _needs_layout(user))
+        user.target is aten.nll_loss2d_forward.default or (user.target in _VIEW_OPS and _needs_layout(user))
         for user in node.users
     )
 
@@ -67,10 +72,10 @@ def _drop_aliases(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0])
 
 
-def _requires_grad(node: fx.Node) -> bool:
+def _carries_gradient(node: fx.Node) -> bool:
     """As autograd would decide: grad mode, an input that requires a gradient, an op and a dtype that pass it
     on."""
-    if not node.meta["grad"] or is_read(node):
+    if not node.meta["grad"] or is_read_node(node):
         return False
     if "carries" in node.meta:
         return node.meta["carries"]
@@ -79,7 +84,7 @@ def _requires_grad(node: fx.Node) -> bool:
         return False
     if (
         isinstance(node.target, torch._ops.OpOverload)
-        and node.target._schema.name.removeprefix("aten::") in _CUTS
+        and node.target._schema.name.removeprefix("aten::") in _GRADIENT_CUTTING_OPS
     ):
         return False
     return any(n.meta.get("requires_grad", False) for n in node.all_input_nodes)

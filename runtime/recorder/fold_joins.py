@@ -13,30 +13,30 @@ from typing import Any
 import torch
 from torch import fx
 
-from secc.runtime.recorder.finalize import needed
+from secc.runtime.recorder.finalize import is_needed
 from secc.runtime.recorder.recording import Recording
 
 aten = torch.ops.aten
-_JOINS = (aten.cat.default, aten.stack.default)
+_JOIN_OPS = (aten.cat.default, aten.stack.default)
 
 
-def fold(recording: Recording) -> Recording:
+def fold_joins(recording: Recording) -> Recording:
     """Replace joins of all parts of one tensor, in place; the same recording."""
     for node in list(recording.graph.nodes):
-        if node.target in _JOINS:
-            source = _whole(node.args[0])
-            dim = _dim(node, 1, node.meta["shape"])
+        if node.target in _JOIN_OPS:
+            source = _split_source(node.args[0])
+            dim = _dim_argument(node, 1, node.meta["shape"])
             if source is None:
                 continue
             if source.target is aten.unbind.int:
-                _rejoin(recording.graph, node, source, dim)
-            elif node.target is aten.cat.default and dim == _dim(source, 2, node.meta["shape"]):
+                _replace_join(recording.graph, node, source, dim)
+            elif node.target is aten.cat.default and dim == _dim_argument(source, 2, node.meta["shape"]):
                 node.replace_all_uses_with(source.args[0])
-    recording.graph.eliminate_dead_code(needed)
+    recording.graph.eliminate_dead_code(is_needed)
     return recording
 
 
-def _whole(parts: object) -> fx.Node | None:
+def _split_source(parts: object) -> fx.Node | None:
     """The unbind or split that `parts` are all results of, in order; None if they are anything else."""
     if not isinstance(parts, (list, tuple)) or not parts:
         return None
@@ -49,41 +49,41 @@ def _whole(parts: object) -> fx.Node | None:
         return None
     if any(p.target is not operator.getitem or p.args != (source, i) for i, p in enumerate(parts)):
         return None
-    return source if len(parts) == _count(source) else None
+    return source if len(parts) == _count_parts(source) else None
 
 
-def _count(source: fx.Node) -> int:
+def _count_parts(source: fx.Node) -> int:
     shape = source.args[0].meta["shape"]  # type: ignore[union-attr]
     if source.target is aten.unbind.int:
-        return shape[_dim(source, 1, shape)]
+        return shape[_dim_argument(source, 1, shape)]
     if source.target is aten.split_with_sizes.default:
         return len(source.args[1])  # type: ignore[arg-type]
     size = int(source.args[1])  # type: ignore[call-overload]
-    return -(-shape[_dim(source, 2, shape)] // size)
+    return -(-shape[_dim_argument(source, 2, shape)] // size)
 
 
-def _dim(node: fx.Node, position: int, shape: tuple[int, ...]) -> int:
+def _dim_argument(node: fx.Node, position: int, shape: tuple[int, ...]) -> int:
     dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
     return int(dim) % len(shape)  # type: ignore[call-overload]
 
 
-def _rejoin(graph: fx.Graph, node: fx.Node, source: fx.Node, dim: int) -> None:
+def _replace_join(graph: fx.Graph, node: fx.Node, source: fx.Node, dim: int) -> None:
     """Parts without their own dim, side by side along `dim`: that dim is moved there, and merged unless they
     were stacked."""
     whole: fx.Node = source.args[0]  # type: ignore[assignment]
-    taken = _dim(source, 1, whole.meta["shape"])
+    taken = _dim_argument(source, 1, whole.meta["shape"])
     with graph.inserting_before(node):
         if taken != dim:
             order = [d for d in range(len(whole.meta["shape"])) if d != taken]
             order.insert(dim, taken)
             shape = tuple(whole.meta["shape"][d] for d in order)
-            whole = _insert(graph, aten.permute.default, (whole, order), node.meta | {"shape": shape})
+            whole = _insert_node(graph, aten.permute.default, (whole, order), node.meta | {"shape": shape})
         if node.target is aten.cat.default:
-            whole = _insert(graph, aten.reshape.default, (whole, list(node.meta["shape"])), node.meta)
+            whole = _insert_node(graph, aten.reshape.default, (whole, list(node.meta["shape"])), node.meta)
     node.replace_all_uses_with(whole)
 
 
-def _insert(graph: fx.Graph, target: object, args: tuple[object, ...], meta: dict[str, Any]) -> fx.Node:
+def _insert_node(graph: fx.Graph, target: object, args: tuple[object, ...], meta: dict[str, Any]) -> fx.Node:
     node = graph.call_function(target, args)  # type: ignore[arg-type]
     node.meta = dict(meta)
     return node

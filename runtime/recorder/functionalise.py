@@ -16,18 +16,18 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
-from secc.runtime.recorder.block_results import fresh
-from secc.runtime.recorder.glue_ops import Executor, Fail, Glue
-from secc.runtime.recorder.graph_tape import MOMENT, Meta, Tape
-from secc.runtime.recorder.interception import Ops
-from secc.runtime.recorder.nested_values import take
-from secc.runtime.recorder.recording import is_read, read_value
-from secc.runtime.sections.autograd_functions import Applied
+from secc.runtime.recorder.block_results import new_fake_tensor
+from secc.runtime.recorder.glue_ops import FailCallback, GlueRecorder, OpExecutor
+from secc.runtime.recorder.graph_tape import MOMENT_KEYS, NodeMeta, Tape
+from secc.runtime.recorder.interception import OpInterceptor
+from secc.runtime.recorder.nested_values import take_at_path
+from secc.runtime.recorder.recording import is_read_node, read_value
+from secc.runtime.sections.autograd_functions import UserFunctionCall
 
 _torch: Any = torch  # functionalisation's functions are public in name only
 
 
-def mutates(graph: fx.Graph) -> bool:
+def has_mutations(graph: fx.Graph) -> bool:
     """Whether an op of the graph writes into an argument."""
     return any(
         n.op == "call_function"
@@ -37,15 +37,15 @@ def mutates(graph: fx.Graph) -> bool:
     )
 
 
-def functionalise(
-    tape: Tape, values: Callable[[fx.Node], torch.Tensor], mode: FakeTensorMode, fail: Fail
+def functionalise_tape(
+    tape: Tape, values: Callable[[fx.Node], torch.Tensor], mode: FakeTensorMode, fail: FailCallback
 ) -> Tape:
     """A tape with the same glue and no writes. `values` gives a placeholder's or `get_attr` node's tensor,
     unchanged by the first run."""
-    return _Functional(tape, values, mode, fail).run()
+    return _Functionaliser(tape, values, mode, fail).run()
 
 
-def _written_aside(node: fx.Node) -> Any:
+def _op_without_write(node: fx.Node) -> Any:
     """For a write under no_grad, the op without its write; None for every other node.
 
     Such a write into a tensor that carries a gradient changes values and leaves the gradient's way as it was
@@ -66,48 +66,48 @@ def _written_aside(node: fx.Node) -> Any:
     return getattr(packet, target._overloadname, None)
 
 
-class _Functional:
+class _Functionaliser:
     """Interprets the graph on functional wrappers; the ops below them go to the new tape."""
 
     paused = False
 
     def __init__(
-        self, old: Tape, values: Callable[[fx.Node], torch.Tensor], mode: FakeTensorMode, fail: Fail
+        self, old: Tape, values: Callable[[fx.Node], torch.Tensor], mode: FakeTensorMode, fail: FailCallback
     ) -> None:
         self._graph, self._values, self._mode = old.graph, values, mode
-        self._meta: Meta = {}
+        self._meta: NodeMeta = {}
         self._detaching = False
-        self._env: dict[fx.Node, Any] = {}
-        self._carrying: set[Any] = set()  # nodes whose value has a gradient
-        self.tape = old.successor(lambda: dict(self._meta))
-        self._glue = Glue(self.tape, Executor(mode, fail), fail, sizes=False)
+        self._values_by_node: dict[fx.Node, Any] = {}
+        self._gradient_carriers: set[Any] = set()  # nodes whose value has a gradient
+        self.tape = old.make_successor(lambda: dict(self._meta))
+        self._glue = GlueRecorder(self.tape, OpExecutor(mode, fail), fail, sizes=False)
 
-    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def on_glue_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op that functionalisation asks for. Its own bookkeeping makes shallow copies, which show as
         `detach`."""
         if func is torch.ops.aten.detach.default and not self._detaching:
             out = func(*args)
-            self.tape.bind(out, self.tape.node(args[0]))
+            self.tape.bind_tensor(out, self.tape.node_of(args[0]))
             return out
-        return self._glue.run(func, args, kwargs)
+        return self._glue.run_op(func, args, kwargs)
 
-    def watch(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def on_block_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op that makes a head's tensor."""
         return func(*args, **kwargs)
 
     def run(self) -> Tape:
         _torch._enable_functionalization(reapply_views=True)
         try:
-            with torch.no_grad(), Ops(self):  # type: ignore[arg-type]
+            with torch.no_grad(), OpInterceptor(self):  # type: ignore[arg-type]
                 for node in self._graph.nodes:
                     self._meta = {
                         k: node.meta.get(k)
-                        for k in (*MOMENT, "draw", "reads", "settings", "site")
-                        if k in MOMENT or k in node.meta
+                        for k in (*MOMENT_KEYS, "draw", "reads", "settings", "site")
+                        if k in MOMENT_KEYS or k in node.meta
                     }
-                    self._env[node] = self._node(node)
-                    if self._carries(node):
-                        self._carrying.add(node)
+                    self._values_by_node[node] = self._replay_node(node)
+                    if self._carries_gradient(node):
+                        self._gradient_carriers.add(node)
                 for node in self._graph.nodes:
                     if "log" in node.meta:
                         self._new_node(node).meta["log"] = node.meta["log"]
@@ -116,7 +116,7 @@ class _Functional:
         return self.tape
 
     @contextmanager
-    def _plain(self) -> Iterator[None]:
+    def _unwrapped(self) -> Iterator[None]:
         """New tensors made inside are neither wrapped nor recorded."""
         self.paused = True
         _torch._disable_functionalization()
@@ -126,79 +126,85 @@ class _Functional:
             _torch._enable_functionalization(reapply_views=True)
             self.paused = False
 
-    def _node(self, node: fx.Node) -> Any:
+    def _replay_node(self, node: fx.Node) -> Any:
         if node.op in ("placeholder", "get_attr"):
-            return self._head(node)
+            return self._replay_head(node)
         if node.op == "output":
-            return self.tape.graph.output(self._inner(node.args[0]))
-        args, kwargs = self._inner(node.args), self._inner(node.kwargs)
+            return self.tape.graph.output(self._map_nodes(node.args[0]))
+        args, kwargs = self._map_nodes(node.args), self._map_nodes(node.kwargs)
         if node.op == "call_module":
-            return self.tape.call(str(node.target), args, kwargs)
-        if node.target is take:
-            return self._take(node)
-        if isinstance(node.target, Applied):
-            return self._apply(node, args)
-        if is_read(node):
+            return self.tape.emit_call(str(node.target), args, kwargs)
+        if node.target is take_at_path:
+            return self._replay_take(node)
+        if isinstance(node.target, UserFunctionCall):
+            return self._replay_apply(node, args)
+        if is_read_node(node):
             first = 1 if node.target is read_value else 0
             kind, value = node.meta["read"]
-            return self.tape.read(kind, value, list(args[first:]), node.target, kwargs)
-        self._inner((node.args, node.kwargs))  # brings the arguments up to date
-        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self._env[n])
-        if node.args and node.args[0] in self._carrying and (aside := _written_aside(node)) is not None:
-            return self._write_aside(aside, args, kwargs)
+            return self.tape.emit_read(kind, value, list(args[first:]), node.target, kwargs)
+        self._map_nodes((node.args, node.kwargs))  # brings the arguments up to date
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self._values_by_node[n])
+        if (
+            node.args
+            and node.args[0] in self._gradient_carriers
+            and (aside := _op_without_write(node)) is not None
+        ):
+            return self._write_without_gradient(aside, args, kwargs)
         self._detaching = node.target is torch.ops.aten.detach.default
         target: Any = node.target
         out = target(*args, **kwargs)
         self._detaching = False
         return out
 
-    def _carries(self, node: fx.Node) -> bool:
-        if node.op == "get_attr" or node.target is take:
+    def _carries_gradient(self, node: fx.Node) -> bool:
+        if node.op == "get_attr" or node.target is take_at_path:
             return bool(node.meta.get("requires_grad"))
         if node.op != "call_function" or node.target is torch.ops.aten.detach.default:
             return False
         if not node.meta.get("grad", True):
-            return _written_aside(node) is not None and node.args[0] in self._carrying
-        return any(n in self._carrying for n in node.all_input_nodes)
+            return _op_without_write(node) is not None and node.args[0] in self._gradient_carriers
+        return any(n in self._gradient_carriers for n in node.all_input_nodes)
 
-    def _write_aside(self, op: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    def _write_without_gradient(self, op: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """Write `op(x)` into x as x + (op(x) - x), the difference without gradient, so that x keeps its
         own."""
         change = torch.ops.aten.sub.Tensor(op(*args, **kwargs), args[0])
         self._meta["grad"] = True
         return torch.ops.aten.add_.Tensor(args[0], change)
 
-    def _head(self, node: fx.Node) -> torch.Tensor:
-        with self._plain():
+    def _replay_head(self, node: fx.Node) -> torch.Tensor:
+        with self._unwrapped():
             tensor = self._values(node)
         if node.op == "placeholder" or str(node.target).startswith("_constant"):
-            self.tape.bind(tensor, self.tape.head(node.op, str(node.target), tensor))
+            self.tape.bind_tensor(tensor, self.tape.head_node(node.op, str(node.target), tensor))
         return _torch._to_functional_tensor(tensor)
 
-    def _take(self, node: fx.Node) -> torch.Tensor:
+    def _replay_take(self, node: fx.Node) -> torch.Tensor:
         call: Any = node.args[0]
-        with self._plain():
-            tensor = fresh(self._mode, node.meta["shape"], node.meta["stride"], node.meta["dtype"])
-        taken = self.tape.take(self._env[call], str(node.args[1]), tensor, node.meta["requires_grad"])
+        with self._unwrapped():
+            tensor = new_fake_tensor(self._mode, node.meta["shape"], node.meta["stride"], node.meta["dtype"])
+        taken = self.tape.emit_take(
+            self._values_by_node[call], str(node.args[1]), tensor, node.meta["requires_grad"]
+        )
         taken.meta |= {key: node.meta[key] for key in ("alone", "guessed")}
         return _torch._to_functional_tensor(tensor)
 
-    def _apply(self, node: fx.Node, args: Any) -> Any:
+    def _replay_apply(self, node: fx.Node, args: Any) -> Any:
         """The user's own autograd function: a call as it is."""
         known = node.meta.get("results") or [node.meta]
-        with self._plain():
-            results = [fresh(self._mode, r["shape"], r["stride"], r["dtype"]) for r in known]
-        self.tape.apply(node.target, args, results, [r["carries"] for r in known])  # type: ignore[arg-type]
+        with self._unwrapped():
+            results = [new_fake_tensor(self._mode, r["shape"], r["stride"], r["dtype"]) for r in known]
+        self.tape.emit_function(node.target, args, results, [r["carries"] for r in known])  # type: ignore[arg-type]
         wrapped = tuple(_torch._to_functional_tensor(r) for r in results)
         return wrapped if "results" in node.meta else wrapped[0]
 
-    def _inner(self, value: Any) -> Any:
+    def _map_nodes(self, value: Any) -> Any:
         """Nodes of the old graph as nodes of the new one."""
         return map_arg(value, self._new_node)
 
     def _new_node(self, node: fx.Node) -> fx.Node:
-        value = self._env[node]
+        value = self._values_by_node[node]
         if not isinstance(value, torch.Tensor):
             return value
         _torch._sync(value)
-        return self.tape.node(_torch._from_functional_tensor(value))
+        return self.tape.node_of(_torch._from_functional_tensor(value))

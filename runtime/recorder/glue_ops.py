@@ -23,26 +23,30 @@ from torch.utils import _pytree as pytree
 from secc.runtime.recorder import meta_rules
 from secc.runtime.recorder.block_results import is_fake
 from secc.runtime.recorder.graph_tape import Tape
-from secc.runtime.recorder.recording import behind, read_value
+from secc.runtime.recorder.recording import iter_nodes_behind, read_value
 
 aten = torch.ops.aten
-Fail = Callable[[str, str], NoReturn]  # message, remedy
+FailCallback = Callable[[str, str], NoReturn]  # message, remedy
 
-_VALUES = (
+_VALUE_OPS = (
     aten._local_scalar_dense.default,
     aten.item.default,
     aten.equal.default,
     aten.is_nonzero.default,
     aten.allclose.default,
 )
-_FILLED = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
-_SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default)
-_SMALL = 1 << 20  # entries of a filled tensor that is worth its memory
-_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-_REMEDY = "compute it inside one of the model's modules, or from the inputs alone"
+_FILL_OPS = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
+_SCATTER_OPS = (aten.slice_scatter.default, aten.select_scatter.default)
+_MAX_FILLED_ENTRIES = 1 << 20  # entries of a filled tensor that is worth its memory
+_UNKNOWN_VALUE_ERRORS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+_COMPUTE_INSIDE_MODULE_REMEDY = "compute it inside one of the model's modules, or from the inputs alone"
 
 
-def tensors_of(args: Any, kwargs: Any) -> list[torch.Tensor]:
+def argument_tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors among an op's arguments, which are values and lists of values."""
     found: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()):
@@ -53,7 +57,7 @@ def tensors_of(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return found
 
 
-def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that an op writes into."""
     schema = func._schema
     if not schema.is_mutable:
@@ -67,103 +71,115 @@ def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(marked) if isinstance(t, torch.Tensor)]
 
 
-class Executor:
+class OpExecutor:
     """Executes ops on real and fake tensors. `fail(message, remedy)` raises for what depends on a block's
     values."""
 
-    def __init__(self, mode: FakeTensorMode, fail: Fail) -> None:
+    def __init__(self, mode: FakeTensorMode, fail: FailCallback) -> None:
         self._mode, self._fail = mode, fail
-        self._unknown: dict[
+        self._unknown_storages: dict[
             int, torch.UntypedStorage
         ] = {}  # storages whose values depend on blocks, by address of the handle
 
-    def unknown(self, tensor: torch.Tensor) -> bool:
+    def has_unknown_values(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's values depend on blocks or parameters."""
-        return is_fake(tensor) or (bool(self._unknown) and tensor.untyped_storage()._cdata in self._unknown)
+        return is_fake(tensor) or (
+            bool(self._unknown_storages) and tensor.untyped_storage()._cdata in self._unknown_storages
+        )
 
-    def forget(self, tensor: torch.Tensor) -> None:
+    def mark_unknown(self, tensor: torch.Tensor) -> None:
         """The values of a tensor are random: a rank will have others."""
         if not is_fake(tensor):
             storage = tensor.untyped_storage()
-            self._unknown[storage._cdata] = storage
+            self._unknown_storages[storage._cdata] = storage
 
-    def fake(self, value: Any) -> Any:
+    def fake_if_unknown(self, value: Any) -> Any:
         """A tensor, fake if its values are unknown; anything else as it is."""
-        if isinstance(value, torch.Tensor) and not is_fake(value) and self.unknown(value):
+        if isinstance(value, torch.Tensor) and not is_fake(value) and self.has_unknown_values(value):
             return self._mode.from_tensor(value)
         return value
 
-    def execute_inside(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def execute_in_block(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an op inside a block, where nothing is recorded: filling a tensor in an unknown one's
         shape gives known values."""
-        if func in _FILLED and self.unknown(args[0]) and args[0].numel() <= _SMALL:
+        if func in _FILL_OPS and self.has_unknown_values(args[0]) and args[0].numel() <= _MAX_FILLED_ENTRIES:
             args = (torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:])
         return self.execute(func, args, kwargs)
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an op."""
         args, kwargs = (
-            pytree.tree_map(self.fake, (args, kwargs))
-            if self._unknown and not func._schema.is_mutable
+            pytree.tree_map(self.fake_if_unknown, (args, kwargs))
+            if self._unknown_storages and not func._schema.is_mutable
             else (args, kwargs)
         )
-        targets = written(func, args, kwargs)
-        if targets and any(map(self.unknown, tensors_of(args, kwargs))):
-            return self._write(func, args, kwargs, targets)
+        targets = written_tensors(func, args, kwargs)
+        if targets and any(map(self.has_unknown_values, argument_tensors(args, kwargs))):
+            return self._write_unknown(func, args, kwargs, targets)
         try:
-            return self._run(func, args, kwargs)
-        except _UNKNOWN as error:
+            return self._run_op(func, args, kwargs)
+        except _UNKNOWN_VALUE_ERRORS as error:
             self._fail(
-                f"{func} needs values that depend on a block's result ({type(error).__name__})", _REMEDY
+                f"{func} needs values that depend on a block's result ({type(error).__name__})",
+                _COMPUTE_INSIDE_MODULE_REMEDY,
             )
 
-    def _write(self, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Any:
+    def _write_unknown(self, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Any:
         """Unknown values flow into `targets`: real ones become unknown and keep what they have."""
         if all(is_fake(t) for t in targets):
             return func(*args, **kwargs)
         for t in targets:
-            self.forget(t)
+            self.mark_unknown(t)
         returned = len(func._schema.returns)
         return None if returned == 0 else targets[0] if returned == 1 else tuple(targets)
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the op; in place of those that fake tensors refuse though their shape is known, one that they
         take."""
         if func is aten._grouped_mm.default and any(is_fake(a) for a in args[:2]):
-            return grouped_mm(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
+            return grouped_mm_result(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
         if func is aten.masked_select.default and is_fake(args[0]) and not is_fake(args[1]):
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             return aten.index.Tensor(
                 args[0].expand(shape), list(args[1].expand(shape).nonzero(as_tuple=True))
             )
-        if func is aten._pack_padded_sequence.default and is_fake(args[0]) and not self.unknown(args[1]):
-            return _packed(args[0], args[1])
-        if func is aten._ctc_loss.Tensor and is_fake(args[0]) and not self.unknown(args[3]):
-            return _aligned(args[0], args[3])
+        if (
+            func is aten._pack_padded_sequence.default
+            and is_fake(args[0])
+            and not self.has_unknown_values(args[1])
+        ):
+            return _packed_sequence_result(args[0], args[1])
+        if func is aten._ctc_loss.Tensor and is_fake(args[0]) and not self.has_unknown_values(args[3]):
+            return _ctc_loss_result(args[0], args[3])
         if func is not aten.index.Tensor:
-            return meta_rules.run(func, args, kwargs)
-        if any(i is not None and i.dtype in (torch.bool, torch.uint8) and self.unknown(i) for i in args[1]):
-            self._fail("rows are chosen by a mask that depends on a block's result", _REMEDY)
+            return meta_rules.run_with_rule(func, args, kwargs)
+        if any(
+            i is not None and i.dtype in (torch.bool, torch.uint8) and self.has_unknown_values(i)
+            for i in args[1]
+        ):
+            self._fail(
+                "rows are chosen by a mask that depends on a block's result", _COMPUTE_INSIDE_MODULE_REMEDY
+            )
         if not is_fake(args[0]):
             return func(*args, **kwargs)
-        return func(args[0], [i for mask in args[1] for i in _indices(mask)])
+        return func(args[0], [i for mask in args[1] for i in _mask_to_indices(mask)])
 
 
-def _packed(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed_sequence_result(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A result of the shape of `aten._pack_padded_sequence`, whose lengths come from inputs: packed rows, and
     how many each step has."""
     steps = torch.arange(int(lengths.max()))[:, None]
     return x.new_empty([int(lengths.sum()), *x.shape[2:]]), (lengths > steps).sum(1)
 
 
-def _aligned(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _ctc_loss_result(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Results of the shapes of `aten._ctc_loss` with labels of these lengths: each sample's loss, and what
     its backward keeps."""
     steps, samples = x.shape[:2]
     return x.new_empty([samples]), x.new_empty([samples, steps, 2 * int(lengths.max()) + 1])
 
 
-def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
+def grouped_mm_result(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
     """A result of the shape of `aten._grouped_mm`, whose own rule takes bfloat16 only."""
     groups = (
         [offs.shape[0]]
@@ -175,46 +191,46 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None) -> t
     return (a if is_fake(a) else b).new_empty([*groups, a.shape[-2], b.shape[-1]], dtype=a.dtype)
 
 
-def _indices(index: torch.Tensor | None) -> list[torch.Tensor | None]:
+def _mask_to_indices(index: torch.Tensor | None) -> list[torch.Tensor | None]:
     if index is None or index.dtype not in (torch.bool, torch.uint8):
         return [index]
     return list(index.nonzero(as_tuple=True))
 
 
-class Glue:
+class GlueRecorder:
     """Executes ops and writes them to a tape. `sizes`: a size that values of inputs decide is a value that
     Python reads."""
 
-    def __init__(self, tape: Tape, executor: Executor, fail: Fail, sizes: bool = True) -> None:
-        self.tape, self._executor, self._fail, self._sizes = tape, executor, fail, sizes
+    def __init__(self, tape: Tape, executor: OpExecutor, fail: FailCallback, sizes: bool = True) -> None:
+        self.tape, self._executor, self._fail, self._reads_sizes = tape, executor, fail, sizes
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One op: executed, recorded, its result bound to its node."""
         if func is aten.lift_fresh.default:
-            self.tape.node(args[0])
+            self.tape.node_of(args[0])
             return args[0]
         if func is aten.copy.default:
-            return self._copy(*args[:2])
+            return self._copy_differentiably(*args[:2])
         if (
             func is aten.squeeze.default
         ):  # which in a micro-batch of one sample would drop the samples' dim, too
-            return self.run(
+            return self.run_op(
                 aten.squeeze.dims, (args[0], [d for d, size in enumerate(args[0].shape) if size == 1]), {}
             )
-        if func in _SCATTERS and args[0].is_complex():
-            return self._scatter(func, args, kwargs)
+        if func in _SCATTER_OPS and args[0].is_complex():
+            return self._scatter_complex(func, args, kwargs)
         if not _returns_tensors(func):
-            return self._value(func, args, kwargs) if func in _VALUES else func(*args, **kwargs)
-        for tensor in written(func, args, kwargs):
-            self._writable(tensor)
-        nodes = self.tape.nodes(args), self.tape.nodes(kwargs)
+            return self._run_value_op(func, args, kwargs) if func in _VALUE_OPS else func(*args, **kwargs)
+        for tensor in written_tensors(func, args, kwargs):
+            self._require_writable(tensor)
+        nodes = self.tape.map_to_nodes(args), self.tape.map_to_nodes(kwargs)
         out = self._executor.execute(func, args, kwargs)
-        self.tape.emit(func, *nodes, out)
-        if self._sizes and torch.Tag.dynamic_output_shape in func.tags:
-            self._sized(func, args, out)
+        self.tape.emit_op(func, *nodes, out)
+        if self._reads_sizes and torch.Tag.dynamic_output_shape in func.tags:
+            self._read_result_size(func, args, out)
         return out
 
-    def _sized(self, func: Any, args: Any, out: Any) -> None:
+    def _read_result_size(self, func: Any, args: Any, out: Any) -> None:
         """An op whose result has as many rows as values decide: Python sees the number without a further
         op."""
         masks = [
@@ -225,63 +241,65 @@ class Glue:
         first = out if isinstance(out, torch.Tensor) else out[0]
         if func is aten.index.Tensor and not masks:
             return
-        if not self._executor.unknown(first):
-            ones = self.run(aten.ones_like.default, (first,), {"dtype": torch.int64})
-            self.read("size", self.run(aten.sum.default, (ones,), {}))
+        if not self._executor.has_unknown_values(first):
+            ones = self.run_op(aten.ones_like.default, (first,), {"dtype": torch.int64})
+            self.record_read("size", self.run_op(aten.sum.default, (ones,), {}))
             return
         for mask in masks:
-            if not self._executor.unknown(mask):
-                self.run(aten.nonzero.default, (mask,), {})
+            if not self._executor.has_unknown_values(mask):
+                self.run_op(aten.nonzero.default, (mask,), {})
 
-    def read(self, kind: str, tensor: torch.Tensor) -> None:
+    def record_read(self, kind: str, tensor: torch.Tensor) -> None:
         """Python looks at the values of a tensor."""
-        self._readable(kind, tensor)
-        node = self.tape.node(tensor)
-        self.tape.read(kind, read_value(kind, tensor.detach()), [node])
+        self._require_known_values(kind, tensor)
+        node = self.tape.node_of(tensor)
+        self.tape.emit_read(kind, read_value(kind, tensor.detach()), [node])
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    def _copy_differentiably(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """`aten.copy` has no derivative; a cast and an expand have one."""
         if source.dtype != target.dtype:
-            source = self.run(aten._to_copy.default, (source,), {"dtype": target.dtype})
-        return self.run(aten.expand.default, (source, list(target.shape)), {})
+            source = self.run_op(aten._to_copy.default, (source,), {"dtype": target.dtype})
+        return self.run_op(aten.expand.default, (source, list(target.shape)), {})
 
-    def _scatter(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    def _scatter_complex(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """Writing a part of a complex tensor has no derivative; writing its real and imaginary parts has
         one."""
         whole, part, *dim = args
-        real = [self.run(aten.view_as_real.default, (t,), {}) for t in (whole, part.to(whole.dtype))]
+        real = [self.run_op(aten.view_as_real.default, (t,), {}) for t in (whole, part.to(whole.dtype))]
         at = dim[0] if dim else kwargs.get("dim", 0)
-        out = self.run(
+        out = self.run_op(
             func, (*real, at % whole.ndim, *dim[1:]), {k: v for k, v in kwargs.items() if k != "dim"}
         )
-        return self.run(aten.view_as_complex.default, (out,), {})
+        return self.run_op(aten.view_as_complex.default, (out,), {})
 
-    def _value(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_value_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op whose result is a Python value: a read."""
         kind = (
             "item" if func is aten._local_scalar_dense.default else func._schema.name.removeprefix("aten::")
         )
         for t in pytree.tree_leaves((args, kwargs)):
             if isinstance(t, torch.Tensor):
-                self._readable(kind, t)
+                self._require_known_values(kind, t)
         out = func(*args, **kwargs)
-        self.tape.read(kind, out, list(self.tape.nodes(args)), func, self.tape.nodes(kwargs))
+        self.tape.emit_read(
+            kind, out, list(self.tape.map_to_nodes(args)), func, self.tape.map_to_nodes(kwargs)
+        )
         return out
 
-    def _readable(self, kind: str, tensor: torch.Tensor) -> None:
-        if self._executor.unknown(tensor):
+    def _require_known_values(self, kind: str, tensor: torch.Tensor) -> None:
+        if self._executor.has_unknown_values(tensor):
             self.refuse_read(kind, tensor)
 
     def refuse_read(self, kind: str, tensor: torch.Tensor) -> NoReturn:
         """Raise for a look at values that no recording knows."""
-        source = origin(self.tape.node(tensor))
-        remedy = f"leave it out if it is for checks or the log (scalars that forward returns are logged); else {_REMEDY}"
+        source = describe_origin(self.tape.node_of(tensor))
+        remedy = f"leave it out if it is for checks or the log (scalars that forward returns are logged); else {_COMPUTE_INSIDE_MODULE_REMEDY}"
         self._fail(
             f"Python reads a value ({kind}) that depends on {source}, and is not known when a plan is made",
             remedy,
         )
 
-    def _writable(self, tensor: torch.Tensor) -> None:
+    def _require_writable(self, tensor: torch.Tensor) -> None:
         name = self.tape.state_name(tensor)
         if name is not None:
             self._fail(
@@ -295,10 +313,10 @@ def _returns_tensors(func: Any) -> bool:
     return not returns or any("Tensor" in str(r.type) for r in returns)
 
 
-def origin(node: fx.Node) -> str:
+def describe_origin(node: fx.Node) -> str:
     """What a node's value comes from, for messages: the nearest block or parameter."""
     met = list[fx.Node]()
-    for n in behind([node]):
+    for n in iter_nodes_behind([node]):
         if n.op == "call_module":
             return f"the result of {n.target}"
         if "draw" in n.meta:

@@ -18,22 +18,22 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import fx
 
-from secc.runtime.recorder.nested_values import take
+from secc.runtime.recorder.nested_values import take_at_path
 from secc.runtime.recorder.outline import Outline
-from secc.runtime.recorder.recording import behind
-from secc.runtime.sections.autograd_functions import PREFIX, Applied
+from secc.runtime.recorder.recording import iter_nodes_behind
+from secc.runtime.sections.autograd_functions import FUNCTION_PREFIX, UserFunctionCall
 
-_FOLDED = 1 << 20  # entries of a value that travels; what is larger is computed again
+_MAX_FOLDED_ENTRIES = 1 << 20  # entries of a value that travels; what is larger is computed again
 
 
-class Slot(NamedTuple):
+class ValueSlot(NamedTuple):
     """The value at a place of a program: first the sources, then the constants, then the results of the
     steps."""
 
     number: int
 
 
-class Step(NamedTuple):
+class ProgramStep(NamedTuple):
     """One op. `draw` is the name of its random numbers, `autocast` the state that a user's own function runs
     in; "" for none."""
 
@@ -45,7 +45,7 @@ class Step(NamedTuple):
     autocast: str
 
 
-class Host(Protocol):
+class ProgramHost(Protocol):
     """What a program asks of the section that runs it."""
 
     @property
@@ -63,27 +63,32 @@ class Host(Protocol):
 
 
 @dataclass
-class Program:
+class GlueProgram:
     """Makes one tensor. `sources` are names as in `secc.runtime.recorder.outline`, `shapes` those of blocks'
     results among them."""
 
     sources: list[str] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     values: list[torch.Tensor] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ProgramStep] = field(default_factory=list)
     result: int = 0
 
-    def run(self, source: Callable[[str], torch.Tensor], host: Host) -> torch.Tensor:
+    def run(self, source: Callable[[str], torch.Tensor], host: ProgramHost) -> torch.Tensor:
         """The tensor. `source` gives a source's tensor."""
         device = host.device
-        slots: list[Any] = [*map(source, self.sources), *(_expanded(v, device) for v in self.values)]
+        slots: list[Any] = [*map(source, self.sources), *(_expand_value(v, device) for v in self.values)]
         last = self._last_uses()
         for number, step in enumerate(self.steps, len(slots)):
-            args, kwargs = (_filled(value, slots, device) for value in (step.args, step.kwargs))
+            args, kwargs = (_fill_slots(value, slots, device) for value in (step.args, step.kwargs))
             function = (
-                host.function(step.target) if step.target.startswith(PREFIX) else _function(step.target)
+                host.function(step.target)
+                if step.target.startswith(FUNCTION_PREFIX)
+                else _resolve_op(step.target)
             )
-            with torch.set_grad_enabled(step.grad and torch.is_grad_enabled()), _autocast(step.autocast):
+            with (
+                torch.set_grad_enabled(step.grad and torch.is_grad_enabled()),
+                _autocast_context(step.autocast),
+            ):
                 slots.append(
                     host.draw(step.draw, function, *args, **kwargs)
                     if step.draw
@@ -96,7 +101,7 @@ class Program:
     @property
     def nbytes(self) -> int:
         """The memory of its values."""
-        return sum(_tensor(v).nbytes for v in self.values)
+        return sum(_stored_values(v).nbytes for v in self.values)
 
     def _last_uses(self) -> dict[int, list[int]]:
         """The slots that are not needed after each step."""
@@ -104,7 +109,7 @@ class Program:
         last = {
             used: number
             for number, step in enumerate(self.steps, first)
-            for used in _used((step.args, step.kwargs))
+            for used in _slots_used((step.args, step.kwargs))
         }
         last.pop(self.result, None)
         found: dict[int, list[int]] = {}
@@ -113,176 +118,180 @@ class Program:
         return found
 
 
-def programs(
+def write_programs(
     outline: Outline, batch: Mapping[str, Any], labels: Collection[str] | None = None
-) -> tuple[dict[str, Program], frozenset[str]]:
+) -> tuple[dict[str, GlueProgram], frozenset[str]]:
     """A program for each tensor that glue makes (with `labels` for these), and the inputs whose values went
     into them.
 
     `batch` is what was recorded; its values give those that inputs decide.
     """
-    values = _Values(outline, batch)
-    wanted = {label: node for label, node in outline.made.items() if labels is None or label in labels}
-    found = {label: _Writer(outline, values).write(node) for label, node in wanted.items()}
-    return found, frozenset(values.read)
+    values = _InputValues(outline, batch)
+    wanted = {
+        label: node for label, node in outline.labelled_tensors.items() if labels is None or label in labels
+    }
+    found = {label: _ProgramWriter(outline, values).write(node) for label, node in wanted.items()}
+    return found, frozenset(values.read_inputs)
 
 
-class _Writer:
+class _ProgramWriter:
     """Writes one program."""
 
-    def __init__(self, outline: Outline, values: _Values) -> None:
+    def __init__(self, outline: Outline, values: _InputValues) -> None:
         self._outline, self._values = outline, values
-        self._program, self._slots = Program(), dict[fx.Node, Slot]()
+        self._program, self._slots = GlueProgram(), dict[fx.Node, ValueSlot]()
 
-    def write(self, node: fx.Node) -> Program:
-        needed = self._needed(node)
+    def write(self, node: fx.Node) -> GlueProgram:
+        needed = self._needed_nodes(node)
         sources = [n for n in needed if self._outline.is_source(n)]
         values = [n for n in needed if n not in sources and self._is_value(n)]
         for n in (*sources, *values, *(n for n in needed if n not in {*sources, *values})):
-            self._slots[n] = Slot(len(self._slots))
+            self._slots[n] = ValueSlot(len(self._slots))
         program = self._program
-        program.sources = [self._outline.source(n) for n in sources]
-        program.shapes = {self._outline.source(n): n.meta["shape"] for n in sources if n.target is take}
-        program.values = [_compact(self._values.of(n)) for n in values]
-        program.steps = [self._step(n) for n in needed if n not in {*sources, *values}]
+        program.sources = [self._outline.source_name(n) for n in sources]
+        program.shapes = {
+            self._outline.source_name(n): n.meta["shape"] for n in sources if n.target is take_at_path
+        }
+        program.values = [_compact_tensor(self._values.value_of(n)) for n in values]
+        program.steps = [self._make_step(n) for n in needed if n not in {*sources, *values}]
         program.result = self._slots[node].number
         return program
 
-    def _needed(self, root: fx.Node) -> list[fx.Node]:
+    def _needed_nodes(self, root: fx.Node) -> list[fx.Node]:
         """What the program has to hold or to compute, in order."""
-        found = set(behind([root], lambda n: self._outline.is_source(n) or self._is_value(n)))
+        found = set(iter_nodes_behind([root], lambda n: self._outline.is_source(n) or self._is_value(n)))
         return [n for n in self._outline.recording.graph.nodes if n in found]
 
     def _is_value(self, node: fx.Node) -> bool:
-        return node.op == "get_attr" or self._values.folds(node)
+        return node.op == "get_attr" or self._values.is_folded(node)
 
-    def _step(self, node: fx.Node) -> Step:
-        args, kwargs = (_data(value, self._slots) for value in (node.args, node.kwargs))
+    def _make_step(self, node: fx.Node) -> ProgramStep:
+        args, kwargs = (_encode_argument(value, self._slots) for value in (node.args, node.kwargs))
         target = "getitem" if node.target is operator.getitem else str(node.target)
-        autocast = node.meta["autocast"] if isinstance(node.target, Applied) else ""
-        return Step(
+        autocast = node.meta["autocast"] if isinstance(node.target, UserFunctionCall) else ""
+        return ProgramStep(
             target, args, kwargs, bool(node.meta.get("grad", True)), node.meta.get("draw") or "", autocast
         )
 
 
-class _Values:
+class _InputValues:
     """The values of what inputs alone decide, computed when they are wanted."""
 
     def __init__(self, outline: Outline, batch: Mapping[str, Any]) -> None:
         self._outline, self._batch = outline, batch
-        self._known: dict[fx.Node, Any] = {}
-        self._alone: dict[fx.Node, bool] = {}
-        self.read = set[str]()
+        self._computed: dict[fx.Node, Any] = {}
+        self._input_only: dict[fx.Node, bool] = {}
+        self.read_inputs = set[str]()
         for node in outline.recording.graph.nodes:
-            self._alone[node] = self._decide(node)
+            self._input_only[node] = self._decides_from_inputs(node)
 
-    def _decide(self, node: fx.Node) -> bool:
+    def _decides_from_inputs(self, node: fx.Node) -> bool:
         if node.op == "placeholder" or (
             node.op == "get_attr" and node.target in self._outline.recording.constants
         ):
             return True
-        if node.op != "call_function" or node.target is take or node.meta.get("draw"):
+        if node.op != "call_function" or node.target is take_at_path or node.meta.get("draw"):
             return False
-        return all(self._alone[n] for n in node.all_input_nodes)
+        return all(self._input_only[n] for n in node.all_input_nodes)
 
-    def folds(self, node: fx.Node) -> bool:
+    def is_folded(self, node: fx.Node) -> bool:
         """Whether a node's value travels in place of the ops that make it."""
-        if node.op != "call_function" or not self._alone[node] or "shape" not in node.meta:
+        if node.op != "call_function" or not self._input_only[node] or "shape" not in node.meta:
             return False
         kind: torch.dtype = node.meta["dtype"]
         if kind.is_floating_point or kind.is_complex:
             return False
-        return self.of(node).untyped_storage().nbytes() <= _FOLDED * kind.itemsize
+        return self.value_of(node).untyped_storage().nbytes() <= _MAX_FOLDED_ENTRIES * kind.itemsize
 
-    def of(self, node: fx.Node) -> torch.Tensor:
+    def value_of(self, node: fx.Node) -> torch.Tensor:
         """The value of a node."""
-        for n in self._outline.behind(node):
-            if n not in self._known:
-                self._known[n] = self._compute(n)
-        return self._known[node]
+        for n in self._outline.nodes_behind(node):
+            if n not in self._computed:
+                self._computed[n] = self._compute_node(n)
+        return self._computed[node]
 
-    def _compute(self, node: fx.Node) -> Any:
+    def _compute_node(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
-            self.read.add(str(node.target))
-            return input_of(self._batch, str(node.target))
+            self.read_inputs.add(str(node.target))
+            return batch_tensor(self._batch, str(node.target))
         if node.op == "get_attr":
             return self._outline.recording.constants[str(node.target)]
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._known[n])  # type: ignore[misc]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._computed[n])  # type: ignore[misc]
         with torch.no_grad():
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def input_of(batch: Mapping[str, Any], name: str) -> torch.Tensor:
+def batch_tensor(batch: Mapping[str, Any], name: str) -> torch.Tensor:
     """A tensor of a batch by the name of its placeholder: `input_ids`, or `images[0]` where the batch
     nests."""
     key, bracket, rest = name.partition("[")
-    return take(batch[key], bracket + rest)
+    return take_at_path(batch[key], bracket + rest)
 
 
-def _compact(tensor: torch.Tensor) -> torch.Tensor:
+def _compact_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with memory for its own entries only, and one entry along dims that repeat."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
-            return _Expanded(_compact(tensor.narrow(dim, 0, 1)), tuple(tensor.shape))  # type: ignore[return-value]
+            return _RepeatedTensor(_compact_tensor(tensor.narrow(dim, 0, 1)), tuple(tensor.shape))  # type: ignore[return-value]
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-class _Expanded(NamedTuple):
+class _RepeatedTensor(NamedTuple):
     """A tensor that repeats along some dims."""
 
     tensor: Any
     shape: tuple[int, ...]
 
 
-def _tensor(value: Any) -> torch.Tensor:
-    return _tensor(value.tensor) if isinstance(value, _Expanded) else value
+def _stored_values(value: Any) -> torch.Tensor:
+    return _stored_values(value.tensor) if isinstance(value, _RepeatedTensor) else value
 
 
-def _expanded(value: Any, device: torch.device) -> torch.Tensor:
-    if isinstance(value, _Expanded):
-        return _expanded(value.tensor, device).expand(value.shape)
+def _expand_value(value: Any, device: torch.device) -> torch.Tensor:
+    if isinstance(value, _RepeatedTensor):
+        return _expand_value(value.tensor, device).expand(value.shape)
     return value.to(device, non_blocking=True)
 
 
-def _data(value: Any, slots: Mapping[fx.Node, Slot]) -> Any:
+def _encode_argument(value: Any, slots: Mapping[fx.Node, ValueSlot]) -> Any:
     """Arguments as plain Python data."""
     match value:
         case fx.Node():
             return slots[value]
         case list() | tuple():
-            return [_data(v, slots) for v in value]
+            return [_encode_argument(v, slots) for v in value]
         case dict():
-            return {k: _data(v, slots) for k, v in value.items()}
+            return {k: _encode_argument(v, slots) for k, v in value.items()}
         case slice():
-            return slice(*(_data(v, slots) for v in (value.start, value.stop, value.step)))
+            return slice(*(_encode_argument(v, slots) for v in (value.start, value.stop, value.step)))
         case _:
             return value
 
 
-def _filled(value: Any, slots: Sequence[Any], device: torch.device) -> Any:
+def _fill_slots(value: Any, slots: Sequence[Any], device: torch.device) -> Any:
     """Arguments with the values of slots; the recording's device is exchanged for the rank's."""
     match value:
-        case Slot():
+        case ValueSlot():
             return slots[value.number]
         case list():
-            return [_filled(v, slots, device) for v in value]
+            return [_fill_slots(v, slots, device) for v in value]
         case dict():
-            return {k: _filled(v, slots, device) for k, v in value.items()}
+            return {k: _fill_slots(v, slots, device) for k, v in value.items()}
         case torch.device():
             return device
         case _:
             return value
 
 
-def _used(value: Any) -> list[int]:
-    if isinstance(value, Slot):
+def _slots_used(value: Any) -> list[int]:
+    if isinstance(value, ValueSlot):
         return [value.number]
     if isinstance(value, (list, tuple, dict)):
-        return [n for v in (value.values() if isinstance(value, dict) else value) for n in _used(v)]
+        return [n for v in (value.values() if isinstance(value, dict) else value) for n in _slots_used(v)]
     return []
 
 
-def _autocast(state: str) -> AbstractContextManager[Any]:
+def _autocast_context(state: str) -> AbstractContextManager[Any]:
     """The autocast state of a text such as "cpu bfloat16"; "" leaves it."""
     if not state:
         return nullcontext()
@@ -291,6 +300,6 @@ def _autocast(state: str) -> AbstractContextManager[Any]:
 
 
 @cache
-def _function(target: str) -> Callable[..., Any]:
+def _resolve_op(target: str) -> Callable[..., Any]:
     """The op of a name such as `aten.add.Tensor`."""
     return operator.getitem if target == "getitem" else operator.attrgetter(target)(torch.ops)

@@ -13,20 +13,26 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from secc.runtime.model.source_lines import place
-from secc.runtime.recorder.block_results import autocast, is_fake
-from secc.runtime.recorder.nested_values import take
+from secc.runtime.model.source_lines import current_source_line
+from secc.runtime.recorder.block_results import autocast_state, is_fake
+from secc.runtime.recorder.nested_values import take_at_path
 from secc.runtime.recorder.recording import read_value
 
-Meta = dict[str, Any]
+NodeMeta = dict[str, Any]
 
 
-MOMENT = ("where", "module", "grad", "autocast")
+MOMENT_KEYS = ("where", "module", "grad", "autocast")
 
 
-def here(module: str) -> Meta:
+def describe_moment(module: str) -> NodeMeta:
     """What the meta of a node says about the moment it is recorded, while `module` (a path) runs."""
-    return dict(zip(MOMENT, (place(), module, torch.is_grad_enabled(), autocast()), strict=True))
+    return dict(
+        zip(
+            MOMENT_KEYS,
+            (current_source_line(), module, torch.is_grad_enabled(), autocast_state()),
+            strict=True,
+        )
+    )
 
 
 class Tape:
@@ -39,43 +45,43 @@ class Tape:
     def __init__(
         self,
         state: Mapping[int, str],
-        now: Callable[[], Meta],
+        now: Callable[[], NodeMeta],
         constants: dict[str, torch.Tensor],
         stray: Callable[[torch.Tensor], NoReturn],
     ) -> None:
         self.graph = fx.Graph()
-        self.now, self.constants = now, constants
+        self.make_meta, self.constants = now, constants
         self._state, self._stray = state, stray
-        self._node: dict[int, fx.Node] = {}
-        self._alive: list[torch.Tensor] = []
+        self._nodes_by_tensor: dict[int, fx.Node] = {}
+        self._kept_tensors: list[torch.Tensor] = []
         self._heads: dict[str, fx.Node] = {}
 
-    def successor(self, now: Callable[[], Meta]) -> Tape:
+    def make_successor(self, now: Callable[[], NodeMeta]) -> Tape:
         """An empty tape for the same model that shares the constants."""
         return Tape(self._state, now, self.constants, self._stray)
 
-    def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
+    def bind_tensor(self, tensor: torch.Tensor, node: fx.Node) -> None:
         """From now on `node` stands for `tensor`."""
-        self._node[id(tensor)] = node
-        self._alive.append(tensor)
+        self._nodes_by_tensor[id(tensor)] = node
+        self._kept_tensors.append(tensor)
 
-    def known(self, tensor: torch.Tensor) -> fx.Node | None:
+    def find_node(self, tensor: torch.Tensor) -> fx.Node | None:
         """The node that stands for a tensor, None if there is none yet."""
-        return self._node.get(id(tensor))
+        return self._nodes_by_tensor.get(id(tensor))
 
     def state_name(self, tensor: torch.Tensor) -> str | None:
         """The name of the parameter or buffer that a tensor is, None if it is none."""
         return self._state.get(id(tensor))
 
-    def made(self, tensor: torch.Tensor) -> bool:
+    def is_computed(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is an input or was computed, and no parameter, buffer or constant."""
-        node = self._node.get(id(tensor))
+        node = self._nodes_by_tensor.get(id(tensor))
         return node is not None and node.op != "get_attr"
 
-    def node(self, tensor: torch.Tensor) -> fx.Node:
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
         """The node of a tensor: recorded, a parameter or buffer, or else a new constant with its present
         values."""
-        found = self._node.get(id(tensor))
+        found = self._nodes_by_tensor.get(id(tensor))
         if found is not None:
             return found
         name = self._state.get(id(tensor))
@@ -84,34 +90,34 @@ class Tape:
                 self._stray(tensor)
             name = f"_constant{len(self.constants)}"
             self.constants[name] = tensor.detach().clone()
-        node = self.head("get_attr", name, tensor)
-        self.bind(tensor, node)
+        node = self.head_node("get_attr", name, tensor)
+        self.bind_tensor(tensor, node)
         return node
 
-    def head(self, op: str, name: str, tensor: torch.Tensor) -> fx.Node:
+    def head_node(self, op: str, name: str, tensor: torch.Tensor) -> fx.Node:
         """A placeholder or `get_attr` node. Placeholders come first, as fx wants them."""
         if name in self._heads:
             return self._heads[name]
         node = self.graph.create_node(op, name) if op == "get_attr" else self.graph.placeholder(name)
-        node.meta = dict(zip(MOMENT, ("", "", True, ""), strict=True)) | described(tensor)
+        node.meta = dict(zip(MOMENT_KEYS, ("", "", True, ""), strict=True)) | tensor_meta(tensor)
         node.meta["requires_grad"] = op == "get_attr" and tensor.requires_grad
         self._heads[name] = node
         return node
 
-    def nodes(self, value: Any) -> Any:
+    def map_to_nodes(self, value: Any) -> Any:
         """Arguments with tensors exchanged by their nodes."""
-        return fx.node.map_aggregate(value, lambda a: self.node(a) if isinstance(a, torch.Tensor) else a)  # type: ignore[arg-type]
+        return fx.node.map_aggregate(value, lambda a: self.node_of(a) if isinstance(a, torch.Tensor) else a)  # type: ignore[arg-type]
 
-    def emit(self, func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> fx.Node:
+    def emit_op(self, func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> fx.Node:
         """A node for `func(*args, **kwargs)` (given as nodes) whose result is `out`: tensors, or a list or
         tuple of them."""
         node = self.graph.call_function(func, args, kwargs)
-        node.meta = self.now()
+        node.meta = self.make_meta()
         if isinstance(out, torch.Tensor):
-            self.describe(node, out)
+            self.describe_node(node, out)
             return node
         node.meta["results"] = (
-            [described(o) for o in out if isinstance(o, torch.Tensor)]
+            [tensor_meta(o) for o in out if isinstance(o, torch.Tensor)]
             if isinstance(out, (list, tuple))
             else []
         )
@@ -119,48 +125,48 @@ class Tape:
             if isinstance(o, torch.Tensor):
                 item = self.graph.call_function(operator.getitem, (node, i))
                 item.meta = dict(node.meta)
-                self.describe(item, o)
+                self.describe_node(item, o)
         return node
 
-    def describe(self, node: fx.Node, tensor: torch.Tensor) -> None:
+    def describe_node(self, node: fx.Node, tensor: torch.Tensor) -> None:
         """Put shape and dtype of `tensor` into the node's meta; the node stands for it from now on."""
-        node.meta |= described(tensor)
-        self.bind(tensor, node)
+        node.meta |= tensor_meta(tensor)
+        self.bind_tensor(tensor, node)
 
-    def apply(
+    def emit_function(
         self, func: Callable[..., Any], args: Any, results: Sequence[torch.Tensor], grads: Sequence[bool]
     ) -> None:
         """A node for an autograd function whose results are these tensors; `grads` says which of them carry a
         gradient."""
-        node = self.emit(func, args, {}, results[0] if len(results) == 1 else tuple(results))
+        node = self.emit_op(func, args, {}, results[0] if len(results) == 1 else tuple(results))
         for i, (tensor, grad) in enumerate(zip(results, grads, strict=True)):
-            self.node(tensor).meta |= {"carries": grad, "stride": tensor.stride()}
+            self.node_of(tensor).meta |= {"carries": grad, "stride": tensor.stride()}
             if "results" in node.meta:
                 node.meta["results"][i] |= {"carries": grad, "stride": tensor.stride()}
 
-    def read(
+    def emit_read(
         self, kind: str, value: Any, tensors: list[fx.Node], target: Any = read_value, kwargs: Any = None
     ) -> None:
         """A node that says: Python looked at these tensors and saw `value`."""
         args: Any = (kind, *tensors) if target is read_value else tuple(tensors)
         node = self.graph.call_function(target, args, kwargs or {})
-        node.meta = self.now() | {"read": (kind, value)}
+        node.meta = self.make_meta() | {"read": (kind, value)}
 
-    def call(self, path: str, args: Any, kwargs: Any) -> fx.Node:
+    def emit_call(self, path: str, args: Any, kwargs: Any) -> fx.Node:
         """A node for the call of a block; arguments hold nodes and literals."""
         node = self.graph.call_module(path, args, kwargs)
-        node.meta = self.now()
+        node.meta = self.make_meta()
         return node
 
-    def take(self, call: fx.Node, path: str, tensor: torch.Tensor, requires_grad: bool) -> fx.Node:
+    def emit_take(self, call: fx.Node, path: str, tensor: torch.Tensor, requires_grad: bool) -> fx.Node:
         """A node for the tensor at an access path of a block's result."""
-        node = self.graph.call_function(take, (call, path))
-        node.meta = {k: call.meta[k] for k in MOMENT}
+        node = self.graph.call_function(take_at_path, (call, path))
+        node.meta = {k: call.meta[k] for k in MOMENT_KEYS}
         node.meta |= {"requires_grad": requires_grad, "stride": tensor.stride()}
-        self.describe(node, tensor)
+        self.describe_node(node, tensor)
         return node
 
 
-def described(tensor: torch.Tensor) -> Meta:
+def tensor_meta(tensor: torch.Tensor) -> NodeMeta:
     """Shape and dtype for a node's meta."""
     return {"shape": tuple(tensor.shape), "dtype": tensor.dtype}

@@ -21,22 +21,22 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from secc.runtime.recorder import nested_values
-from secc.runtime.recorder.shortcuts import SHORT
+from secc.runtime.recorder.shortcuts import SHORTCUT_FUNCTIONS
 
-DEVICE = torch.ops.prim.device.default
-_READERS: dict[Any, str] = {
+DEVICE_QUERY = torch.ops.prim.device.default
+_READER_KINDS: dict[Any, str] = {
     torch.Tensor.tolist: "tolist",
     torch.Tensor.numpy: "numpy",
     torch.Tensor.__array__: "numpy",
 }
-_MAKERS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
-_TEXTS = {torch.Tensor.__format__, torch.Tensor.__repr__}
-_DATA = torch.Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
-_SHAPELESS = {
+_TENSOR_MAKERS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
+_FORMATTERS = {torch.Tensor.__format__, torch.Tensor.__repr__}
+_DATA_GETTER = torch.Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
+_SHAPELESS_GETTERS = {
     getattr(torch.Tensor, name).__get__
     for name in ("dtype", "device", "requires_grad", "is_cuda", "is_meta", "layout")
 }
-_REFUSED: dict[Any, str] = {
+_REFUSED_CALLS: dict[Any, str] = {
     torch.Tensor.register_hook: "a hook on a tensor",
     torch.Tensor.register_post_accumulate_grad_hook: "a hook on a tensor",
     torch.Tensor.backward: "backward()",
@@ -46,108 +46,112 @@ _REFUSED: dict[Any, str] = {
 }
 
 
-class Listener(Protocol):
+class RecordingListener(Protocol):
     """What the modes tell: see `secc.runtime.recorder.recorder.Recorder`."""
 
     paused: bool
 
-    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def on_glue_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An ATen op outside of blocks."""
 
-    def watch(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def on_block_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An ATen op inside a block."""
 
-    def shorten(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def shortcut_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One of the functions in `secc.runtime.recorder.shortcuts` inside a block."""
 
-    def touch(self, *values: Any) -> None:
+    def on_tensor_use(self, *values: Any) -> None:
         """Glue or Python does something with these tensors that may depend on their shapes."""
 
-    def read(self, kind: str, tensor: torch.Tensor) -> None:
+    def on_read(self, kind: str, tensor: torch.Tensor) -> None:
         """Python looks at the values of a tensor."""
 
-    def number(self, tensor: torch.Tensor) -> Any:
+    def read_scalar(self, tensor: torch.Tensor) -> Any:
         """Python asks for a tensor's one value."""
 
-    def silence(self) -> Any:
+    def pause_recording(self) -> Any:
         """A context in which nothing is recorded."""
 
-    def idle_autocast(self) -> None:
+    def on_idle_autocast(self) -> None:
         """Forward asks for autocast on a device that is not here."""
 
     def fail(self, message: str, remedy: str) -> NoReturn:
         """Raise for something that cannot be recorded in the open."""
         ...
 
-    def function(self, cls: Any, args: Any, run: Callable[..., Any]) -> Any:
+    def apply_function(self, cls: Any, args: Any, run: Callable[..., Any]) -> Any:
         """A `torch.autograd.Function` is applied where a gradient may flow; `run(*args)` applies it."""
 
 
-class Ops(TorchDispatchMode):
+class OpInterceptor(TorchDispatchMode):
     """Every ATen op, below autograd."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: RecordingListener) -> None:
         super().__init__()
         self._listener = listener
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE and self._listener.paused:
+        if func is DEVICE_QUERY and self._listener.paused:
             return func(*args)  # autograd asks each result for it, of hundreds of windows alike
-        handle = self._listener.watch if self._listener.paused else self._listener.dispatch
+        handle = self._listener.on_block_op if self._listener.paused else self._listener.on_glue_op
         return handle(func, args, kwargs or {})
 
 
-class Calls(TorchFunctionMode):
+class CallInterceptor(TorchFunctionMode):
     """The calls of torch's Python surface that ops do not show."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: RecordingListener) -> None:
         super().__init__()
         self._listener = listener
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._listener.paused:
-            return self._listener.shorten(func, args, kwargs) if func in SHORT else func(*args, **kwargs)
-        if func not in _SHAPELESS:
-            self._listener.touch(args, kwargs)
-        if func in _REFUSED:
+            return (
+                self._listener.shortcut_call(func, args, kwargs)
+                if func in SHORTCUT_FUNCTIONS
+                else func(*args, **kwargs)
+            )
+        if func not in _SHAPELESS_GETTERS:
+            self._listener.on_tensor_use(args, kwargs)
+        if func in _REFUSED_CALLS:
             remedy = "move it into one of the model's modules, which is called as it is"
             self._listener.fail(
-                f"forward uses {_REFUSED[func]} between its modules, which cannot be recorded", remedy
+                f"forward uses {_REFUSED_CALLS[func]} between its modules, which cannot be recorded", remedy
             )
-        if func == _DATA:
+        if func == _DATA_GETTER:
             return args[0].detach()
-        if func in _TEXTS:
+        if func in _FORMATTERS:
             return f"tensor(shape={tuple(args[0].shape)})"
         if func is torch.Tensor.item:
-            return self._listener.number(args[0])
-        if func in _READERS:
-            return self._looked(_READERS[func], args[0], func, args, kwargs)
-        if func in _MAKERS:
-            return self._made(func, args, kwargs)
+            return self._listener.read_scalar(args[0])
+        if func in _READER_KINDS:
+            return self._call_reader(_READER_KINDS[func], args[0], func, args, kwargs)
+        if func in _TENSOR_MAKERS:
+            return self._call_maker(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _looked(self, kind: str, tensor: torch.Tensor, func: Any, args: Any, kwargs: Any) -> Any:
-        self._listener.read(kind, tensor)
-        with self._listener.silence():
+    def _call_reader(self, kind: str, tensor: torch.Tensor, func: Any, args: Any, kwargs: Any) -> Any:
+        self._listener.on_read(kind, tensor)
+        with self._listener.pause_recording():
             return func(*args, **kwargs)
 
-    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _call_maker(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A tensor made from Python data: what tensors the data holds is read."""
         data = args[1] if func is torch.Tensor.new_tensor else args[0] if args else kwargs.get("data")
         if isinstance(data, torch.Tensor):
             return func(*args, **kwargs)
-        found = [t for _, t in nested_values.tensors(data)]
+        found = [t for _, t in nested_values.iter_tensors(data)]
         for t in found:
-            self._listener.read("tensor", t)
+            self._listener.on_read("tensor", t)
         if not found:
             return func(*args, **kwargs)
-        with self._listener.silence():
+        with self._listener.pause_recording():
             return func(*args, **kwargs)
 
 
 @contextmanager
-def autograd_functions(listener: Listener) -> Iterator[None]:
+def intercept_autograd_functions(listener: RecordingListener) -> Iterator[None]:
     """Tell of every `torch.autograd.Function` between blocks: its own backward would be lost below autograd.
 
     `Function.apply` itself stays as it is, since users keep it under names of their own (`reverse =
@@ -160,7 +164,7 @@ def autograd_functions(listener: Listener) -> Iterator[None]:
             return original.__get__(None, cls)(*args)
 
         differentiated = torch.is_grad_enabled() and any(
-            t.requires_grad for _, t in nested_values.tensors(args)
+            t.requires_grad for _, t in nested_values.iter_tensors(args)
         )
         if cls is checkpoint.CheckpointFunction and not listener.paused:
             with torch.set_grad_enabled(
@@ -169,7 +173,7 @@ def autograd_functions(listener: Listener) -> Iterator[None]:
                 return args[0](*args[2:])
         if listener.paused or not differentiated or cls.__module__ == checkpoint.__name__:
             return run(*args)
-        return listener.function(cls, args, run)
+        return listener.apply_function(cls, args, run)
 
     base: Any = torch.autograd.function._SingleLevelFunction
     base.apply = classmethod(apply)
@@ -180,7 +184,7 @@ def autograd_functions(listener: Listener) -> Iterator[None]:
 
 
 @contextmanager
-def unvalidated() -> Iterator[None]:
+def without_distribution_validation() -> Iterator[None]:
     """`torch.distributions` do not look at the values of their arguments, which is all that their checks
     do."""
     kept = Distribution._validate_args
@@ -192,14 +196,14 @@ def unvalidated() -> Iterator[None]:
 
 
 @contextmanager
-def idle_autocast(listener: Listener) -> Iterator[None]:
+def intercept_idle_autocast(listener: RecordingListener) -> Iterator[None]:
     """Tell of autocast regions for CUDA on a machine without it, where they do nothing."""
     original = common.amp_definitely_not_available
 
     def asked() -> bool:
         idle = original()
         if idle:
-            listener.idle_autocast()
+            listener.on_idle_autocast()
         return idle
 
     common.amp_definitely_not_available = asked
@@ -209,17 +213,17 @@ def idle_autocast(listener: Listener) -> Iterator[None]:
         common.amp_definitely_not_available = original
 
 
-def intercept(root: nn.Module, handle: Callable[[str, nn.Module, Any, Any], Any]) -> None:
+def intercept_module_calls(root: nn.Module, handle: Callable[[str, nn.Module, Any, Any], Any]) -> None:
     """Let `handle(path, module, args, kwargs)` take every call of a submodule of `root`, hooks included.
 
     Only for a model of one's own: the submodules stay changed.
     """
     for path, module in root.named_modules():
         if path:
-            module._compiled_call_impl = _handler(handle, path, module)  # type: ignore[assignment]
+            module._compiled_call_impl = _make_call_handler(handle, path, module)  # type: ignore[assignment]
 
 
-def _handler(
+def _make_call_handler(
     handle: Callable[[str, nn.Module, Any, Any], Any], path: str, module: nn.Module
 ) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -16,20 +16,20 @@ import torch
 from torch import fx
 
 from secc.runtime.errors import UserError
-from secc.runtime.plan.expr_eval import evaluate
-from secc.runtime.recorder.nested_values import take
-from secc.runtime.recorder.outline import recorded
+from secc.runtime.plan.expr_eval import evaluate_expr
+from secc.runtime.recorder.nested_values import take_at_path
+from secc.runtime.recorder.outline import recorded_glue
 from secc.runtime.recorder.recording import Recording
 
-Nodes = Sequence[Mapping[str, Any]]
+OutlineNodes = Sequence[Mapping[str, Any]]
 
 aten = torch.ops.aten
-_COPY: Any = (
+_CLONE: Any = (
     aten.clone.default
 )  # left out of a recording where a batch of one sample has the wanted layout already
 
 
-def kind(node: fx.Node) -> list[Any]:
+def node_kind(node: fx.Node) -> list[Any]:
     """What a node of an outline does, without its arguments."""
     match node.op:
         case "placeholder":
@@ -40,89 +40,96 @@ def kind(node: fx.Node) -> list[Any]:
             return ["call", str(node.target), bool(node.meta["grad"]), node.meta["autocast"]]
         case "output":
             return ["loss"]
-    if node.target is recorded:
+    if node.target is recorded_glue:
         return ["recorded", str(node.args[0]), str(node.meta["dtype"]), len(node.meta["shape"])]
-    if node.target is take:
+    if node.target is take_at_path:
         return ["result", str(node.args[1]), str(node.meta["dtype"]), len(node.meta["shape"])]
     name = "getitem" if node.target is operator.getitem else str(node.target)
     return ["op", name, bool(node.meta["grad"])]
 
 
-def digest(tensor: torch.Tensor) -> str:
+def constant_digest(tensor: torch.Tensor) -> str:
     """The name of a constant, from what it holds."""
     text = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.flatten().tolist()}"
     return f"constant_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def mismatch(found: Recording, nodes: Nodes, sizes: Mapping[str, int]) -> UserError | None:
+def find_outline_mismatch(
+    found: Recording, nodes: OutlineNodes, sizes: Mapping[str, int]
+) -> UserError | None:
     """What in the outline of a micro-batch differs from the plan's `nodes`, None if nothing does. `sizes` are
     the micro-batch's symbols.
 
     Of a recording that ended early, what it has is compared.
     """
-    return _Match(found, nodes, sizes).run()
+    return _OutlineMatcher(found, nodes, sizes).run()
 
 
-class _Match:
+class _OutlineMatcher:
     """Compares node by node."""
 
-    def __init__(self, found: Recording, nodes: Nodes, sizes: Mapping[str, int]) -> None:
+    def __init__(self, found: Recording, nodes: OutlineNodes, sizes: Mapping[str, int]) -> None:
         self._found, self._nodes, self._sizes = found, nodes, sizes
-        self._number: dict[fx.Node, int] = {}
+        self._planned_number: dict[fx.Node, int] = {}
 
     def run(self) -> UserError | None:
         heads = [n for n in self._found.graph.nodes if n.op in ("placeholder", "get_attr")]
-        left_out = ("placeholder", "get_attr", "output") if self._found.ended else ("placeholder", "get_attr")
-        present = [n for n in self._found.graph.nodes if n.op not in left_out and n.target is not _COPY]
+        left_out = (
+            ("placeholder", "get_attr", "output") if self._found.ends_early else ("placeholder", "get_attr")
+        )
+        present = [n for n in self._found.graph.nodes if n.op not in left_out and n.target is not _CLONE]
         planned = [
             (i, n)
             for i, n in enumerate(self._nodes)
             if n["kind"][0] not in ("input", "state") and not n.get("made")
         ]
-        planned = [(i, n) for i, n in planned if list(n["kind"][:2]) != ["op", str(_COPY)]]
-        self._heads(heads)
+        planned = [(i, n) for i, n in planned if list(n["kind"][:2]) != ["op", str(_CLONE)]]
+        self._number_heads(heads)
         for node, (number, expected) in zip(present, planned, strict=False):
-            self._number[node] = number
-            if not self._same(node, expected):
-                return _differs(node)
-        if len(present) != len(planned) and not (self._found.ended and len(present) < len(planned)):
+            self._planned_number[node] = number
+            if not self._node_matches(node, expected):
+                return _mismatch_error(node)
+        if len(present) != len(planned) and not (self._found.ends_early and len(present) < len(planned)):
             longer = present[len(planned) :] or present[-1:]
-            return _differs(longer[0])
+            return _mismatch_error(longer[0])
         return None
 
-    def _heads(self, heads: Sequence[fx.Node]) -> None:
+    def _number_heads(self, heads: Sequence[fx.Node]) -> None:
         """Number inputs and state as the plan does; a constant may be the plan's, or one that the plan makes
         from sizes."""
         known = {tuple(n["kind"]): i for i, n in enumerate(self._nodes) if n["kind"][0] in ("input", "state")}
         for node in heads:
             constant = self._found.constants.get(str(node.target)) if node.op == "get_attr" else None
-            name = tuple(kind(node)) if constant is None else ("state", digest(constant))
+            name = tuple(node_kind(node)) if constant is None else ("state", constant_digest(constant))
             if name in known:
-                self._number[node] = known[name]
+                self._planned_number[node] = known[name]
             elif constant is not None:
-                self._number[node] = self._made(constant)
+                self._planned_number[node] = self._find_made_constant(constant)
 
-    def _made(self, constant: torch.Tensor) -> int:
+    def _find_made_constant(self, constant: torch.Tensor) -> int:
         """The node with which the plan makes a constant from sizes, -1 if there is none."""
         for number, node in enumerate(self._nodes):
             if (
                 node.get("made")
-                and torch.equal(self._value(node), constant)
-                and self._value(node).dtype == constant.dtype
+                and torch.equal(self._evaluate_node(node), constant)
+                and self._evaluate_node(node).dtype == constant.dtype
             ):
                 return number
         return -1
 
-    def _value(self, node: Mapping[str, Any]) -> torch.Tensor:
+    def _evaluate_node(self, node: Mapping[str, Any]) -> torch.Tensor:
         """What an op of numbers alone gives at these sizes."""
         function: Any = operator.attrgetter(node["kind"][1])(torch.ops)
-        args, kwargs = (self._plain(node[part]) for part in ("args", "kwargs"))
+        args, kwargs = (self._evaluate_argument(node[part]) for part in ("args", "kwargs"))
         return function(*args, **kwargs)
 
-    def _plain(self, value: Any) -> Any:
+    def _evaluate_argument(self, value: Any) -> Any:
         match value:
             case {"size": text, **rest}:
-                whole, over = evaluate(text, self._sizes), evaluate(rest.get("over", 1), self._sizes)
+                whole, over = (
+                    evaluate_expr(text, self._sizes),
+                    evaluate_expr(rest.get("over", 1), self._sizes),
+                )
                 return whole if over == 1 else whole / over
             case {"name": text}:
                 return (
@@ -131,81 +138,85 @@ class _Match:
                     else torch.device(text)
                 )
             case dict():
-                return {k: self._plain(v) for k, v in value.items()}
+                return {k: self._evaluate_argument(v) for k, v in value.items()}
             case list() | tuple():
-                return [self._plain(v) for v in value]
+                return [self._evaluate_argument(v) for v in value]
             case _:
                 return value
 
-    def _same(self, node: fx.Node, expected: Mapping[str, Any]) -> bool:
-        if kind(node) != list(expected["kind"]) or not self._shaped(node, expected.get("shape", ())):
+    def _node_matches(self, node: fx.Node, expected: Mapping[str, Any]) -> bool:
+        if node_kind(node) != list(expected["kind"]) or not self._shape_matches(
+            node, expected.get("shape", ())
+        ):
             return False
-        if node.target is recorded:
+        if node.target is recorded_glue:
             return True  # its sources are those it was given
-        args = node.args[:1] if node.target is take else node.args
+        args = node.args[:1] if node.target is take_at_path else node.args
         free = node.target is aten.reshape.default
-        return self._equal(list(args), expected["args"], free) and self._equal(
+        return self._argument_matches(list(args), expected["args"], free) and self._argument_matches(
             node.kwargs, expected["kwargs"], False
         )
 
-    def _shaped(self, node: fx.Node, dims: Sequence[str | None]) -> bool:
+    def _shape_matches(self, node: fx.Node, dims: Sequence[str | None]) -> bool:
         """Whether a tensor has the plan's sizes; None stands for a size that values decide."""
         return all(
-            d is None or size == evaluate(d, self._sizes)
+            d is None or size == evaluate_expr(d, self._sizes)
             for d, size in zip(dims, node.meta.get("shape", ()), strict=False)
         )
 
-    def _copied(self, number: int) -> int:
+    def _skip_planned_copies(self, number: int) -> int:
         """The planned node behind copies into other layouts."""
-        while list(self._nodes[number]["kind"][:2]) == ["op", str(_COPY)]:
+        while list(self._nodes[number]["kind"][:2]) == ["op", str(_CLONE)]:
             number = self._nodes[number]["args"][0]["node"]
         return number
 
-    def _equal(self, value: Any, expected: Any, free: bool) -> bool:
+    def _argument_matches(self, value: Any, expected: Any, free: bool) -> bool:
         """Whether an argument is the plan's; `free` lets torch find one size of a reshape."""
         match expected:
             case {"node": number}:
-                return isinstance(value, fx.Node) and self._number.get(_original(value)) == self._copied(
-                    number
-                )
+                return isinstance(value, fx.Node) and self._planned_number.get(
+                    _skip_copies(value)
+                ) == self._skip_planned_copies(number)
             case {"size": text, **rest}:
-                return isinstance(value, (int, float)) and _near(
-                    value, evaluate(text, self._sizes), evaluate(rest.get("over", 1), self._sizes)
+                return isinstance(value, (int, float)) and _equals_quotient(
+                    value, evaluate_expr(text, self._sizes), evaluate_expr(rest.get("over", 1), self._sizes)
                 )
             case {"name": text}:
                 return str(value) == text
             case {"slice": parts}:
-                return isinstance(value, slice) and self._equal(
+                return isinstance(value, slice) and self._argument_matches(
                     [value.start, value.stop, value.step], parts, free
                 )
             case dict():
                 return isinstance(value, dict) and value.keys() == expected.keys() and all(
-                    self._equal(v, expected[k], free) for k, v in value.items()
+                    self._argument_matches(v, expected[k], free) for k, v in value.items()
                 )  # fmt: skip
             case list() | tuple():
                 same = isinstance(value, (list, tuple)) and len(value) == len(expected)
-                return same and all(self._equal(v, e, free) for v, e in zip(value, expected, strict=True))
+                return same and all(
+                    self._argument_matches(v, e, free) for v, e in zip(value, expected, strict=True)
+                )
         if free and expected == -1 and isinstance(value, int):
             return True
         return type(value) is type(expected) and value == expected
 
 
-def _original(node: fx.Node) -> fx.Node:
+def _skip_copies(node: fx.Node) -> fx.Node:
     """The node behind copies into other layouts."""
-    while node.target is _COPY:
+    while node.target is _CLONE:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
-def _near(value: float, whole: int, over: int) -> bool:
+def _equals_quotient(value: float, whole: int, over: int) -> bool:
     """Whether a number is `whole / over`; the quotient of a recording may have been rounded on its way."""
     return value * over == whole or (over != 1 and abs(value * over - whole) <= 1e-9 * abs(whole))
 
 
-def _differs(node: fx.Node) -> UserError:
+def _mismatch_error(node: fx.Node) -> UserError:
     what = "the call of" if node.op == "call_module" else "the op"
     shown = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
-    if node.target is recorded:
+    if node.target is recorded_glue:
         what, shown = "the argument", node.args[0]
     message = f"forward goes a way that the plan does not have: {what} {shown} differs from every capture"
     remedy = "let dataset() show such samples earlier, or compile again with more --stats-samples"

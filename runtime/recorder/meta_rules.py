@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-from secc.runtime.recorder.block_results import dense, fresh
+from secc.runtime.recorder.block_results import contiguous_strides, new_fake_tensor
 
 aten = torch.ops.aten
-_KERNELS = frozenset({aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.clone, aten._to_copy})
-_OTHERWISE = (
+_META_KERNEL_OPS = frozenset({aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.clone, aten._to_copy})
+_EXCLUDED_TAGS = (
     torch.Tag.nondeterministic_seeded,
     torch.Tag.dynamic_output_shape,
     torch.Tag.data_dependent_output,
@@ -28,27 +28,27 @@ _OTHERWISE = (
 )
 _CPU = torch.device("cpu")
 
-_dtypes: dict[Any, torch.dtype] = {}  # of what entrywise ops give
+_pointwise_dtypes: dict[Any, torch.dtype] = {}  # of what entrywise ops give
 
 
-def run(func: Any, args: Any, kwargs: Any) -> Any:
+def run_with_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """`func(*args, **kwargs)`, by a rule where there is one."""
-    rule = _rule(func)
-    tensors = _fakes(args, kwargs) if rule is not None and kwargs.get("device") is None else None
+    rule = _find_rule(func)
+    tensors = _plain_fake_tensors(args, kwargs) if rule is not None and kwargs.get("device") is None else None
     return rule(func, args, kwargs, tensors) if rule is not None and tensors else func(*args, **kwargs)
 
 
 @cache
-def _rule(func: Any) -> Callable[[Any, Any, Any, Sequence[FakeTensor]], Any] | None:
+def _find_rule(func: Any) -> Callable[[Any, Any, Any, Sequence[FakeTensor]], Any] | None:
     """The rule of an op that writes into nothing and whose result follows from layouts alone."""
-    if func.namespace != "aten" or func._schema.is_mutable or any(tag in func.tags for tag in _OTHERWISE):
+    if func.namespace != "aten" or func._schema.is_mutable or any(tag in func.tags for tag in _EXCLUDED_TAGS):
         return None
-    if func.is_view or func.overloadpacket in _KERNELS:
-        return _by_kernel
-    return _entrywise if torch.Tag.pointwise in func.tags else None
+    if func.is_view or func.overloadpacket in _META_KERNEL_OPS:
+        return _run_meta_kernel
+    return _run_pointwise if torch.Tag.pointwise in func.tags else None
 
 
-def _fakes(args: Any, kwargs: Any) -> list[FakeTensor] | None:
+def _plain_fake_tensors(args: Any, kwargs: Any) -> list[FakeTensor] | None:
     """The tensors among an op's arguments; None where not all are plain fake ones of one mode."""
     found: list[FakeTensor] = []
     for value in (*args, *kwargs.values()):
@@ -65,7 +65,7 @@ def _fakes(args: Any, kwargs: Any) -> list[FakeTensor] | None:
     return found
 
 
-def _by_kernel(func: Any, args: Any, kwargs: Any, tensors: Sequence[FakeTensor]) -> Any:
+def _run_meta_kernel(func: Any, args: Any, kwargs: Any, tensors: Sequence[FakeTensor]) -> Any:
     mode: FakeTensorMode = tensors[0].fake_mode
     with torch._C.DisableTorchFunction():
         with in_kernel_invocation_manager(mode):
@@ -77,22 +77,22 @@ def _by_kernel(func: Any, args: Any, kwargs: Any, tensors: Sequence[FakeTensor])
         )
 
 
-def _entrywise(func: Any, args: Any, kwargs: Any, tensors: Sequence[FakeTensor]) -> Any:
+def _run_pointwise(func: Any, args: Any, kwargs: Any, tensors: Sequence[FakeTensor]) -> Any:
     shape = max(tensors, key=lambda t: (t.ndim, t.numel())).shape
-    if not all(_fits(t.shape, shape) and t.stride() == dense(t.shape) for t in tensors):
+    if not all(_broadcasts_to(t.shape, shape) and t.stride() == contiguous_strides(t.shape) for t in tensors):
         return func(*args, **kwargs)
     scalars = tuple(
         (k, repr(v)) for k, v in (*enumerate(args), *kwargs.items()) if not isinstance(v, torch.Tensor)
     )
     key = func, tuple((t.dtype, t.ndim == 0) for t in tensors), scalars, torch.get_default_dtype()
-    if key in _dtypes:
-        return fresh(tensors[0].fake_mode, shape, dense(shape), _dtypes[key])
+    if key in _pointwise_dtypes:
+        return new_fake_tensor(tensors[0].fake_mode, shape, contiguous_strides(shape), _pointwise_dtypes[key])
     out = func(*args, **kwargs)
-    if isinstance(out, FakeTensor) and out.shape == shape and out.stride() == dense(shape):
-        _dtypes[key] = out.dtype
+    if isinstance(out, FakeTensor) and out.shape == shape and out.stride() == contiguous_strides(shape):
+        _pointwise_dtypes[key] = out.dtype
     return out
 
 
-def _fits(shape: torch.Size, wide: torch.Size) -> bool:
+def _broadcasts_to(shape: torch.Size, wide: torch.Size) -> bool:
     """Whether a tensor is broadcast to a wider shape."""
     return all(a in (1, b) for a, b in zip(reversed(shape), reversed(wide), strict=False))

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from secc.runtime.model.dataclass_args import fields_of
-from secc.runtime.model.user_file import is_model_file
+from secc.runtime.model.dataclass_args import dataclass_to_dict
+from secc.runtime.model.user_file import is_model_file_module
 
 _LITERALS = (
     bool,
@@ -31,7 +31,7 @@ _LITERALS = (
     type(None),
     type(Ellipsis),
 )
-_STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<index>-?\d+)\]|\[(?P<key>'[^']*'|\"[^\"]*\")\]")
+_PATH_STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<index>-?\d+)\]|\[(?P<key>'[^']*'|\"[^\"]*\")\]")
 
 
 class NotLiteral(Exception):
@@ -42,7 +42,7 @@ class NotLiteral(Exception):
         self.value = value
 
 
-def children(value: Any) -> list[tuple[str, Any]] | None:
+def children_of(value: Any) -> list[tuple[str, Any]] | None:
     """(step, child) for each child of a container, None for a leaf."""
     if isinstance(value, torch.Tensor):
         return None
@@ -53,68 +53,68 @@ def children(value: Any) -> list[tuple[str, Any]] | None:
             if hasattr(value, f.name)
         ]
     if isinstance(value, Mapping):
-        return [(f"[{_quoted(k)}]", v) for k, v in value.items() if isinstance(k, (str, int))]
+        return [(f"[{_quote_key(k)}]", v) for k, v in value.items() if isinstance(k, (str, int))]
     if isinstance(value, (list, tuple)):
         return [(f"[{i}]", v) for i, v in enumerate(value)]
     return None
 
 
-def tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def iter_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in a nested value with its access path, in order."""
     if isinstance(value, torch.Tensor):
         yield path, value
-    for step, child in children(value) or ():
-        yield from tensors(child, path + step)
+    for step, child in children_of(value) or ():
+        yield from iter_tensors(child, path + step)
 
 
-def named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_batch_tensors(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """A batch's tensors: `input_ids`, and `images[0]` where the batch nests."""
     for key, value in inputs.items():
-        yield from tensors(value, key)
+        yield from iter_tensors(value, key)
 
 
-def replace(value: Any, leaf: Callable[[str, Any], Any], path: str = "") -> Any:
+def map_leaves(value: Any, leaf: Callable[[str, Any], Any], path: str = "") -> Any:
     """A copy of the containers in `value` with every leaf exchanged for `leaf(path, old)`. Objects of other
     types are leaves."""
-    found = children(value)
+    found = children_of(value)
     if found is None:
         return leaf(path, value)
-    new = [(step, replace(child, leaf, path + step)) for step, child in found]
+    new = [(step, map_leaves(child, leaf, path + step)) for step, child in found]
     if isinstance(value, (list, tuple)):
         items = [child for _, child in new]
-        return type(value)(*items) if hasattr(value, "_fields") else _sequence(value, items)
+        return type(value)(*items) if hasattr(value, "_fields") else _rebuild_sequence(value, items)
     result = copy.copy(value)
     for (step, child), (_, old) in zip(new, found, strict=True):
         if child is not old:
-            _put(result, step, child)
+            _set_child(result, step, child)
     return result
 
 
-def _sequence(value: Any, items: list[Any]) -> Any:
+def _rebuild_sequence(value: Any, items: list[Any]) -> Any:
     return tuple(items) if isinstance(value, torch.Size) else type(value)(items)
 
 
-def _put(container: Any, step: str, child: Any) -> None:
+def _set_child(container: Any, step: str, child: Any) -> None:
     if not step.startswith("."):
-        container[_key(step)] = child
+        container[_parse_key(step)] = child
     elif dataclasses.is_dataclass(container) and container.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         object.__setattr__(container, step[1:], child)
     else:
         setattr(container, step[1:], child)
 
 
-def _quoted(key: str | int) -> str:
+def _quote_key(key: str | int) -> str:
     return repr(key)
 
 
-def _key(step: str) -> str | int:
+def _parse_key(step: str) -> str | int:
     text = step[1:-1]
     return text[1:-1] if text[0] in "'\"" else int(text)
 
 
-def take(value: Any, path: str) -> Any:
+def take_at_path(value: Any, path: str) -> Any:
     """The part of a block's result at an access path; "" is the result itself."""
-    for match in _STEP.finditer(path):
+    for match in _PATH_STEP.finditer(path):
         if match["name"] is not None:
             value = getattr(value, match["name"])
         else:
@@ -122,12 +122,12 @@ def take(value: Any, path: str) -> Any:
     return value
 
 
-def literal(value: Any) -> Any:
+def to_literal(value: Any) -> Any:
     """`value` as Python text could spell it: NumPy numbers as Python's. Raises NotLiteral."""
     if isinstance(value, _LITERALS):
         return value
     if isinstance(value, slice):
-        return slice(literal(value.start), literal(value.stop), literal(value.step))
+        return slice(to_literal(value.start), to_literal(value.stop), to_literal(value.step))
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -135,21 +135,21 @@ def literal(value: Any) -> Any:
     raise NotLiteral(value)
 
 
-def arguments(value: Any, tensor: Callable[[torch.Tensor], Any]) -> Any:
+def encode_arguments(value: Any, tensor: Callable[[torch.Tensor], Any]) -> Any:
     """Arguments of a call with tensors exchanged by `tensor`: tuples, lists and plain dicts of literals, and
     libraries' dataclasses as such dicts (`secc.runtime.model.dataclass_args`). Raises NotLiteral."""
     if isinstance(value, torch.Tensor):
         return tensor(value)
     if type(value) is list:
-        return [arguments(v, tensor) for v in value]
+        return [encode_arguments(v, tensor) for v in value]
     if type(value) in (tuple, torch.Size):
-        return tuple(arguments(v, tensor) for v in value)
+        return tuple(encode_arguments(v, tensor) for v in value)
     if (
         isinstance(value, dict)
         and not dataclasses.is_dataclass(value)
         and all(isinstance(k, str) for k in value)
     ):
-        return {k: arguments(v, tensor) for k, v in value.items()}
-    if not is_model_file(type(value).__module__) and (fields := fields_of(value)) is not None:
-        return {k: arguments(v, tensor) for k, v in fields.items()}
-    return literal(value)
+        return {k: encode_arguments(v, tensor) for k, v in value.items()}
+    if not is_model_file_module(type(value).__module__) and (fields := dataclass_to_dict(value)) is not None:
+        return {k: encode_arguments(v, tensor) for k, v in fields.items()}
+    return to_literal(value)

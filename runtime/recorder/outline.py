@@ -19,15 +19,15 @@ from typing import Any, NoReturn
 
 from torch import fx
 
-from secc.runtime.plan.schema import LOOP
-from secc.runtime.recorder.loss_loops import loops
-from secc.runtime.recorder.nested_values import take
-from secc.runtime.recorder.recording import Recording, behind
+from secc.runtime.plan.schema import LOOP_LABEL_PREFIX
+from secc.runtime.recorder.loss_loops import find_loss_loops
+from secc.runtime.recorder.nested_values import take_at_path
+from secc.runtime.recorder.recording import Recording, iter_nodes_behind
 
-Sources = Mapping[str, Sequence[str]]  # of each label
+SourcesByLabel = Mapping[str, Sequence[str]]  # of each label
 
 
-def recorded(label: str, *sources: Any) -> NoReturn:
+def recorded_glue(label: str, *sources: Any) -> NoReturn:
     """The target of nodes that stand for glue that is recorded anew."""
     raise RuntimeError(f"the glue that makes {label} is recorded for each micro-batch")
 
@@ -46,95 +46,101 @@ class Outline:
     """
 
     recording: Recording
-    calls: dict[fx.Node, str] = field(default_factory=dict)
-    made: dict[str, fx.Node] = field(default_factory=dict)
+    call_labels: dict[fx.Node, str] = field(default_factory=dict)
+    labelled_tensors: dict[str, fx.Node] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, recording: Recording) -> Outline:
+    def of_recording(cls, recording: Recording) -> Outline:
         """The outline of a recording."""
         found, met = cls(recording), Counter[str]()
         seen: set[fx.Node] = set()
-        for call in recording.calls:
+        for call in recording.block_calls:
             path = str(call.target)
-            found.calls[call] = f"{path}#{met[path]}" if met[path] else path
+            found.call_labels[call] = f"{path}#{met[path]}" if met[path] else path
             met[path] += 1
-            for place, node in _tensors(call):
+            for place, node in _call_argument_nodes(call):
                 if node not in seen:
                     seen.add(node)
-                    found.made[f"{found.calls[call]}:{place}"] = node
-        for number, node in enumerate(loops(recording)):
-            found.made[f"{LOOP}{number}"] = node
+                    found.labelled_tensors[f"{found.call_labels[call]}:{place}"] = node
+        for number, node in enumerate(find_loss_loops(recording)):
+            found.labelled_tensors[f"{LOOP_LABEL_PREFIX}{number}"] = node
         return found
 
     def is_source(self, node: fx.Node) -> bool:
         """Whether glue starts at a node."""
         return (
             node.op == "placeholder"
-            or node.target is take
+            or node.target is take_at_path
             or (node.op == "get_attr" and node.target not in self.recording.constants)
         )
 
-    def source(self, node: fx.Node) -> str:
+    def source_name(self, node: fx.Node) -> str:
         """The name of a source."""
-        if node.target is take:
-            return f"result {self.calls[node.args[0]]} {node.args[1]}"  # type: ignore[index]
+        if node.target is take_at_path:
+            return f"result {self.call_labels[node.args[0]]} {node.args[1]}"  # type: ignore[index]
         return f"{'input' if node.op == 'placeholder' else 'state'} {node.target}"
 
-    def behind(self, *nodes: fx.Node) -> list[fx.Node]:
+    def nodes_behind(self, *nodes: fx.Node) -> list[fx.Node]:
         """The nodes and the glue that they are computed by, sources and constants included, in the order of
         the recording; other loops are not looked into."""
-        found = set(behind(nodes, lambda n: self.is_source(n) or ("loop" in n.meta and n not in nodes)))
+        found = set(
+            iter_nodes_behind(nodes, lambda n: self.is_source(n) or ("loop" in n.meta and n not in nodes))
+        )
         return [n for n in self.recording.graph.nodes if n in found]
 
-    def sources(self) -> dict[str, list[str]]:
+    def sources_by_label(self) -> dict[str, list[str]]:
         """What each tensor that glue makes is made from."""
         return {
-            label: [self.source(n) for n in self.behind(node) if self.is_source(n)]
-            for label, node in self.made.items()
+            label: [self.source_name(n) for n in self.nodes_behind(node) if self.is_source(n)]
+            for label, node in self.labelled_tensors.items()
         }
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def known_shapes(self) -> dict[str, tuple[int, ...]]:
         """The known shapes of the tensors that glue makes for blocks, by label, and of the blocks' results,
         by source."""
-        results = (n for n in self.recording.graph.nodes if n.target is take and not n.meta["guessed"])
-        return {label: n.meta["shape"] for label, n in self.made.items()} | {
-            self.source(n): n.meta["shape"] for n in results
+        results = (
+            n for n in self.recording.graph.nodes if n.target is take_at_path and not n.meta["guessed"]
+        )
+        return {label: n.meta["shape"] for label, n in self.labelled_tensors.items()} | {
+            self.source_name(n): n.meta["shape"] for n in results
         }
 
-    def skeleton(self, sources: Sources) -> Recording:
+    def make_skeleton(self, sources: SourcesByLabel) -> Recording:
         """A recording of the blocks and the loss alone. `sources` says what each `recorded` node takes,
         whatever its own sources are."""
-        return _Skeleton(self, sources).run()
+        return _SkeletonWriter(self, sources).run()
 
 
-class _Skeleton:
+class _SkeletonWriter:
     """Writes the graph of an outline."""
 
-    def __init__(self, outline: Outline, sources: Sources) -> None:
+    def __init__(self, outline: Outline, sources: SourcesByLabel) -> None:
         self.outline, self.sources = outline, sources
-        self.graph, self.new = fx.Graph(), dict[fx.Node, fx.Node]()
-        self.given: dict[fx.Node, fx.Node] = {}  # what blocks are called with
-        self.by_source = {outline.source(n): n for n in outline.recording.graph.nodes if outline.is_source(n)}
-        self.made = {node: label for label, node in outline.made.items()}
+        self.graph, self.new_nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+        self.call_arguments: dict[fx.Node, fx.Node] = {}  # what blocks are called with
+        self.by_source = {
+            outline.source_name(n): n for n in outline.recording.graph.nodes if outline.is_source(n)
+        }
+        self.labels_by_node = {node: label for label, node in outline.labelled_tensors.items()}
 
     def run(self) -> Recording:
         recording = self.outline.recording
-        tail = [] if recording.ended else self.outline.behind(recording.loss)
-        self._heads(tail)
-        for call in self.outline.calls:
-            self._call(call)
+        tail = [] if recording.ends_early else self.outline.nodes_behind(recording.loss)
+        self._copy_heads(tail)
+        for call in self.outline.call_labels:
+            self._copy_call(call)
         for node in tail:
             if "loop" in node.meta:
-                self._recorded(node, self.made[node])
-                self.new[node] = self.given[node]
-            elif node not in self.new:
-                self._copy(self._result(node) if node.target is take else node)
-        self.graph.output(() if recording.ended else self.new[recording.loss])
+                self._write_recorded(node, self.labels_by_node[node])
+                self.new_nodes[node] = self.call_arguments[node]
+            elif node not in self.new_nodes:
+                self._copy_node(self._copy_result(node) if node.target is take_at_path else node)
+        self.graph.output(() if recording.ends_early else self.new_nodes[recording.loss])
         constants = {n: t for n, t in recording.constants.items() if any(n == node.target for node in tail)}
         inputs = {str(n.target): n for n in self.graph.nodes if n.op == "placeholder"}
         return replace(recording, graph=self.graph, inputs=inputs, constants=constants)
 
-    def _heads(self, tail: Sequence[fx.Node]) -> None:
+    def _copy_heads(self, tail: Sequence[fx.Node]) -> None:
         """Inputs and state first, as in every graph."""
         wanted = {
             self.by_source[s] for found in self.sources.values() for s in found if s in self.by_source
@@ -143,47 +149,47 @@ class _Skeleton:
         direct = {n for n in heads if n in wanted and (self.outline.is_source(n) or n in tail)}
         for op in ("placeholder", "get_attr"):
             for node in (n for n in heads if n in direct and n.op == op):
-                self._copy(node)
+                self._copy_node(node)
 
-    def _call(self, call: fx.Node) -> None:
-        for _, node in _tensors(call):
-            if node not in self.given:
-                self._recorded(node, self.made[node])
-        self.new[call] = self.graph.node_copy(call, lambda n: self.given[n])
+    def _copy_call(self, call: fx.Node) -> None:
+        for _, node in _call_argument_nodes(call):
+            if node not in self.call_arguments:
+                self._write_recorded(node, self.labels_by_node[node])
+        self.new_nodes[call] = self.graph.node_copy(call, lambda n: self.call_arguments[n])
 
-    def _recorded(self, node: fx.Node, label: str) -> None:
+    def _write_recorded(self, node: fx.Node, label: str) -> None:
         arguments = [
-            self.new[self._result(self.by_source[s])]
+            self.new_nodes[self._copy_result(self.by_source[s])]
             for s in self.sources.get(label, ())
             if s in self.by_source
         ]
-        self.given[node] = self.graph.call_function(recorded, (label, *arguments))
-        self.given[node].meta = dict(node.meta) | {
+        self.call_arguments[node] = self.graph.call_function(recorded_glue, (label, *arguments))
+        self.call_arguments[node].meta = dict(node.meta) | {
             "label": label,
             "grad": bool(node.meta.get("requires_grad")),
         }
 
-    def _result(self, node: fx.Node) -> fx.Node:
+    def _copy_result(self, node: fx.Node) -> fx.Node:
         """A tensor of a block's result, taken where it is first needed."""
-        if node.target is take and node not in self.new:
-            self._copy(node)
-            self.new[node].meta["label"] = self.outline.source(node)
+        if node.target is take_at_path and node not in self.new_nodes:
+            self._copy_node(node)
+            self.new_nodes[node].meta["label"] = self.outline.source_name(node)
         return node
 
-    def _copy(self, node: fx.Node) -> None:
-        if node not in self.new:
-            self.new[node] = self.graph.node_copy(node, lambda n: self.new[n])
+    def _copy_node(self, node: fx.Node) -> None:
+        if node not in self.new_nodes:
+            self.new_nodes[node] = self.graph.node_copy(node, lambda n: self.new_nodes[n])
 
 
-def _tensors(call: fx.Node) -> Iterator[tuple[str, fx.Node]]:
+def _call_argument_nodes(call: fx.Node) -> Iterator[tuple[str, fx.Node]]:
     """The nodes in the arguments of a call, positional ones by number and others by name."""
     for name, value in (*enumerate(call.args), *call.kwargs.items()):
-        yield from _leaves(value, str(name))
+        yield from _iter_argument_nodes(value, str(name))
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, fx.Node]]:
+def _iter_argument_nodes(value: Any, path: str) -> Iterator[tuple[str, fx.Node]]:
     if isinstance(value, fx.Node):
         yield path, value
     elif isinstance(value, (list, tuple, dict)):
         for name, child in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _leaves(child, f"{path}.{name}")
+            yield from _iter_argument_nodes(child, f"{path}.{name}")

@@ -17,17 +17,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from secc.runtime.recorder import nested_values
-from secc.runtime.recorder.block_results import Leaf, Result, is_fake, skeleton
+from secc.runtime.recorder.block_results import BlockResult, ResultTensor, is_fake, result_skeleton
 
-_SEEDS = (0, 1)
-
-
-Runs = Callable[[Callable[[], Any]], tuple[Any, frozenset[int]]]
+_RANDOM_RUN_SEEDS = (0, 1)
 
 
-def result(
-    mode: FakeTensorMode, module: nn.Module, args: Any, kwargs: Any, runs: Runs
-) -> tuple[Any, list[tuple[Leaf, torch.Tensor]]] | None:
+CallRunner = Callable[[Callable[[], Any]], tuple[Any, frozenset[int]]]
+
+
+def layout_by_random_run(
+    mode: FakeTensorMode, module: nn.Module, args: Any, kwargs: Any, runs: CallRunner
+) -> tuple[Any, list[tuple[ResultTensor, torch.Tensor]]] | None:
     """The result of `module(*args, **kwargs)` without values, and the new tensors in it. None where values
     decide its layout too.
 
@@ -35,31 +35,36 @@ def result(
     module raises is raised.
     """
     layouts, found = list[Any](), None
-    for seed in _SEEDS:
+    for seed in _RANDOM_RUN_SEEDS:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            state = {name: _state(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
-            given = nested_values.replace((args, kwargs), lambda _, value: _value(value))
-            out, alone = runs(lambda: functional_call(module, state, *given))  # noqa: B023
-        found = skeleton(out, [t for _, t in nested_values.tensors(given)], alone)
-        layouts.append(nested_values.replace(found, _layout))
+            state = {
+                name: _random_state_tensor(t)
+                for name, t in (*module.named_parameters(), *module.named_buffers())
+            }
+            given = nested_values.map_leaves((args, kwargs), lambda _, value: _random_value(value))
+            out, alone = runs(lambda: functional_call(module, state, *given))
+        found = result_skeleton(out, [t for _, t in nested_values.iter_tensors(given)], alone)
+        layouts.append(nested_values.map_leaves(found, _leaf_layout))
     if found is None or layouts[0] != layouts[1]:
         return None
-    return Result(found, False, (), ()).build(mode, [t for _, t in nested_values.tensors((args, kwargs))])
+    return BlockResult(found, False, (), ()).build_fakes(
+        mode, [t for _, t in nested_values.iter_tensors((args, kwargs))]
+    )
 
 
-def _state(tensor: torch.Tensor) -> torch.Tensor:
+def _random_state_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A parameter or buffer with values. A large one's rows have one value each, which takes next to no
     memory."""
     if not is_fake(tensor):
         return tensor.detach().clone()
     if not tensor.is_floating_point() or tensor.ndim < 2:
-        return _value(tensor)
+        return _random_value(tensor)
     rows = torch.randn(tensor.shape[0], *(1 for _ in tensor.shape[1:])).to(tensor.dtype)
     return rows.requires_grad_(tensor.requires_grad).expand(tensor.shape)
 
 
-def _value(value: Any) -> Any:
+def _random_value(value: Any) -> Any:
     """A tensor with values in place of one without, no leaf of autograd; indices are 0, which is always
     one."""
     if not is_fake(value):
@@ -71,9 +76,9 @@ def _value(value: Any) -> Any:
     return made.requires_grad_().clone() if value.requires_grad and torch.is_grad_enabled() else made
 
 
-def _layout(_: str, leaf: Any) -> Any:
+def _leaf_layout(_: str, leaf: Any) -> Any:
     return (
-        (leaf.shape, leaf.dtype, leaf.requires_grad, leaf.argument, leaf.alone)
-        if isinstance(leaf, Leaf)
+        (leaf.shape, leaf.dtype, leaf.requires_grad, leaf.argument_index, leaf.is_input_independent)
+        if isinstance(leaf, ResultTensor)
         else leaf
     )

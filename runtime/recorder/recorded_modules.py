@@ -10,55 +10,55 @@ from torch import nn
 from secc.runtime.sections import forward_hooks
 
 
-class Anatomy:
+class RecordedModules:
     """Answers about `modules`, by path as `named_modules` gives them."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules, self._owned = modules, dict[str, frozenset[int]]()
+        self._modules, self._owned_ids = modules, dict[str, frozenset[int]]()
 
-    def around(self, path: str) -> str | None:
+    def enclosing_module(self, path: str) -> str | None:
         """The module around a block that is called, not only a list of modules; None for the model itself."""
         path = path.rpartition(".")[0]
         while isinstance(self._modules[path], (nn.ModuleList, nn.ModuleDict)):
             path = path.rpartition(".")[0]
         return path or None
 
-    def parts(self, path: str) -> list[str]:
+    def parts_with_weights(self, path: str) -> list[str]:
         """The modules with weights directly inside of a block, lists opened."""
         found: list[str] = []
         for name, child in self._modules[path].named_children():
             inner = f"{path}.{name}"
             if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-                found += self.parts(inner)
+                found += self.parts_with_weights(inner)
             elif inner in self._modules and next(child.parameters(), None) is not None:
                 found.append(inner)
         return found
 
-    def own(self, path: str) -> frozenset[int]:
+    def owned_tensor_ids(self, path: str) -> frozenset[int]:
         """The ids of a block's parameters and buffers."""
-        if path not in self._owned:
+        if path not in self._owned_ids:
             module = self._modules[path]
-            self._owned[path] = frozenset(id(t) for t in (*module.parameters(), *module.buffers()))
-        return self._owned[path]
+            self._owned_ids[path] = frozenset(id(t) for t in (*module.parameters(), *module.buffers()))
+        return self._owned_ids[path]
 
-    def watched(self, path: str) -> str | None:
+    def hooked_submodule(self, path: str) -> str | None:
         """A module inside a block in which a hook of the user's sees results, None if there is none."""
         return next(
             (
                 f"{path}.{name}"
                 for name, m in self._modules[path].named_modules()
-                if name and forward_hooks.users(m)
+                if name and forward_hooks.user_forward_hooks(m)
             ),
             None,
         )
 
-    def gathers(self, path: str) -> bool:
+    def collects_outputs(self, path: str) -> bool:
         """Whether results of modules inside a block are gathered for a caller, which sees none of them while
         the block is opaque."""
         inside = (m for m in self._modules[path].modules() if m is not self._modules[path])
-        return any(forward_hooks.is_collector(h) for m in inside for h in m._forward_hooks.values())
+        return any(forward_hooks.is_output_collector(h) for m in inside for h in m._forward_hooks.values())
 
-    def layers(self) -> frozenset[str]:
+    def stacked_layers(self) -> frozenset[str]:
         """Paths of modules with weights that stand in a list of several of their class."""
         lists = (
             (path, m)

@@ -19,56 +19,62 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from secc.runtime.errors import UserError
-from secc.runtime.model.deferred_scalar import Unread
-from secc.runtime.model.nested_batch import columns_of, lists_of, nested
-from secc.runtime.model.source_lines import class_place, drawer, paths_of, place, raised_at
-from secc.runtime.model.user_file import loss_of, scalars_of
-from secc.runtime.plan.schema import EACH, SIZES
-from secc.runtime.randomness.random_op_values import is_random, supported
+from secc.runtime.model.deferred_scalar import DeferredScalar
+from secc.runtime.model.nested_batch import dict_list_columns, find_tensor_lists, unflatten_batch
+from secc.runtime.model.source_lines import (
+    current_source_line,
+    error_source_line,
+    forward_source_line,
+    module_paths_by_id,
+    running_module_and_lines,
+)
+from secc.runtime.model.user_file import extract_logged_scalars, extract_loss
+from secc.runtime.plan.schema import EACH_SUFFIX, SIZES_SUFFIX
+from secc.runtime.randomness.random_op_values import is_random, is_supported
 from secc.runtime.recorder import nested_values, random_run
 from secc.runtime.recorder.block_results import (
-    Extents,
-    Guess,
-    Run,
-    Shapes,
-    fake_copy,
+    BlockResultCache,
+    BlockRun,
+    TensorShapes,
+    UnpredictedShape,
+    copy_with_fake_parameters,
+    copy_without_values,
     is_fake,
-    is_large,
-    valueless,
+    is_large_input,
 )
-from secc.runtime.recorder.finalize import finish
-from secc.runtime.recorder.function_calls import record_apply
-from secc.runtime.recorder.functionalise import functionalise, mutates
-from secc.runtime.recorder.glue_ops import Executor, Glue, tensors_of
-from secc.runtime.recorder.graph_tape import Tape, here
-from secc.runtime.recorder.hazards import Watch
+from secc.runtime.recorder.finalize import finalize_graph
+from secc.runtime.recorder.function_calls import record_function_apply
+from secc.runtime.recorder.functionalise import functionalise_tape, has_mutations
+from secc.runtime.recorder.glue_ops import GlueRecorder, OpExecutor, argument_tensors
+from secc.runtime.recorder.graph_tape import Tape, describe_moment
+from secc.runtime.recorder.hazards import BlockWatch
 from secc.runtime.recorder.interception import (
-    Calls,
-    Ops,
-    autograd_functions,
-    idle_autocast,
-    intercept,
-    unvalidated,
+    CallInterceptor,
+    OpInterceptor,
+    intercept_autograd_functions,
+    intercept_idle_autocast,
+    intercept_module_calls,
+    without_distribution_validation,
 )
-from secc.runtime.recorder.recorded_modules import Anatomy
+from secc.runtime.recorder.recorded_modules import RecordedModules
 from secc.runtime.recorder.recording import (
     BlockError,
-    Drawn,
-    Enough,
+    CallObserver,
     Hazard,
     NeedsValues,
-    Observer,
+    RandomOpCall,
     Recording,
+    RecordingEnded,
 )
-from secc.runtime.recorder.setting_tracker import Settings, watched
-from secc.runtime.recorder.shape_dependencies import Touched
+from secc.runtime.recorder.setting_tracker import SettingTracker, watch_attributes
+from secc.runtime.recorder.shape_dependencies import ShapeDependencies
 from secc.runtime.recorder.shortcuts import Shortcuts
-from secc.runtime.recorder.tensor_origins import Origins
+from secc.runtime.recorder.tensor_origins import TensorOrigins
 from secc.runtime.sections import forward_hooks
 
-NO_STATE = "let what is kept from batch to batch change after the step (in the optimizer, or between runs), not in forward"
-Rules = Mapping[str, Extents]
-NO_RULES: Rules = {}
+NO_BATCH_STATE_REMEDY = "let what is kept from batch to batch change after the step (in the optimizer, or between runs), not in forward"
+ResultShapeRules = Mapping[str, TensorShapes]
+NO_SHAPE_RULES: ResultShapeRules = {}
 
 
 class Recorder:
@@ -80,51 +86,51 @@ class Recorder:
 
     def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._model = fake_copy(model, self._mode)
+        self._model = copy_with_fake_parameters(model, self._mode)
         self._modules = dict(self._model.named_modules())
-        self._anatomy = Anatomy(self._modules)
+        self._recorded_modules = RecordedModules(self._modules)
         self._tensors = {n: t for n, t in (*self._model.named_parameters(), *self._model.named_buffers())}
         self._state = {id(t): n for n, t in self._tensors.items()}
-        self._paths = paths_of(self._model)
-        self._taken_apart, self._making_up = (
+        self._paths = module_paths_by_id(self._model)
+        self._split_blocks, self._uses_random_values = (
             set[str](),
             False,
         )  # blocks with hooks inside; a module runs with made-up values
-        self._origins = Origins(
+        self._origins = TensorOrigins(
             self._state, {t.untyped_storage()._cdata: n for n, t in self._tensors.items()}
         )
-        self._settings = Settings(self._modules)
-        self._shapes, self._layers, self.shorten = (
-            Shapes(),
-            self._anatomy.layers(),
-            Shortcuts(self._mode, self._shortened),
+        self._settings = SettingTracker(self._modules)
+        self._block_results, self._layers, self.shortcut_call = (
+            BlockResultCache(),
+            self._recorded_modules.stacked_layers(),
+            Shortcuts(self._mode, self._on_shortcut),
         )
-        self._valueless = True  # large inputs have no values, until forward has asked for one
-        self._lacking = False  # whether there are such inputs in the recording that is made
-        self._observer = Observer()
-        intercept(self._model, self._call)
-        self.logs, self.logged = False, False
-        self.use(blocks)
+        self._drops_large_values = True  # large inputs have no values, until forward has asked for one
+        self._has_valueless_inputs = False  # whether there are such inputs in the recording that is made
+        self._observer = CallObserver()
+        intercept_module_calls(self._model, self._on_module_call)
+        self.keeps_scalars, self.found_scalars = False, False
+        self.use_blocks(blocks)
 
-    def use(self, blocks: Collection[str]) -> None:
+    def use_blocks(self, blocks: Collection[str]) -> None:
         """Take these modules as blocks from now on. Raises UserError for a path that is no module."""
         unknown = sorted(set(blocks) - self._modules.keys())
         if unknown:
-            where, remedy = class_place(type(self._model)), "name modules as named_modules() does"
+            where, remedy = forward_source_line(type(self._model)), "name modules as named_modules() does"
             raise UserError(f"the model has no module {unknown[0]!r}", where, remedy)
         self.blocks, self._opaque = frozenset(blocks), dict[str, bool]()
 
     @contextmanager
-    def observed(self, observer: Observer) -> Iterator[None]:
+    def observed_by(self, observer: CallObserver) -> Iterator[None]:
         """Tell `observer` of the calls made inside."""
         self._observer = observer
         try:
             yield
         finally:
-            self._observer = Observer()
+            self._observer = CallObserver()
 
     def record(
-        self, batch: Mapping[str, Any], rules: Rules = NO_RULES, until: int | None = None
+        self, batch: Mapping[str, Any], rules: ResultShapeRules = NO_SHAPE_RULES, until: int | None = None
     ) -> Recording:
         """Record `model(**nested(batch))`. Raises UserError for what cannot be recorded, BlockError where
         other blocks may help.
@@ -134,63 +140,72 @@ class Recorder:
         number (from 0).
         """
         self._until = until
-        with suppress(Guess):
-            return self._attempt(batch, rules)
-        return self._attempt(batch, NO_RULES)
+        with suppress(UnpredictedShape):
+            return self._record_with_rules(batch, rules)
+        return self._record_with_rules(batch, NO_SHAPE_RULES)
 
-    def taken(self, recording: Recording) -> Recording:
+    def adopt_recording(self, recording: Recording) -> Recording:
         """A recording that another process made with a copy of this recorder, which now knows of it too."""
-        self.logged |= any("log" in node.meta for node in recording.graph.nodes)
+        self.found_scalars |= any("log" in node.meta for node in recording.graph.nodes)
         return recording
 
-    def _attempt(self, batch: Mapping[str, Any], rules: Rules) -> Recording:
+    def _record_with_rules(self, batch: Mapping[str, Any], rules: ResultShapeRules) -> Recording:
         self._rules = rules
-        self._lacking = self._valueless and any(is_large(t) for _, t in nested_values.named(batch))
-        if self._lacking:
+        self._has_valueless_inputs = self._drops_large_values and any(
+            is_large_input(t) for _, t in nested_values.iter_batch_tensors(batch)
+        )
+        if self._has_valueless_inputs:
             try:
-                return self._record(batch)
+                return self._record_once(batch)
             except UserError:
-                self._valueless = self._lacking = False
-        return self._record(batch)
+                self._drops_large_values = self._has_valueless_inputs = False
+        return self._record_once(batch)
 
-    def _record(self, batch: Mapping[str, Any]) -> Recording:
-        self.paused, self._open, self._hazards, self._watch = False, [""], dict[Hazard, None](), Watch("")
+    def _record_once(self, batch: Mapping[str, Any]) -> Recording:
+        self.paused, self._open, self._hazards, self._watch = (
+            False,
+            [""],
+            dict[Hazard, None](),
+            BlockWatch(""),
+        )
         self._unpacking = ""  # while the batch's lists are made: forward's place
-        self._tape = Tape(self._state, self._now, {}, self._stray)
+        self._tape = Tape(self._state, self._node_meta, {}, self._refuse_stray_tensor)
         self._lists = dict[tuple[int, ...], dict[str, torch.Tensor]]()  # by the ids of their tensors
-        self._draws, self._met, self._called = list[Drawn](), Counter[str](), Counter[str]()
-        self._touched = Touched(self._tape)
+        self._draws, self._met, self._called = list[RandomOpCall](), Counter[str](), Counter[str]()
+        self._touched = ShapeDependencies(self._tape)
         self._running: tuple[str, set[int]] = (
             "",
             set(),
         )  # the block whose shapes are learnt, and its arguments
-        self._executor = Executor(self._mode, self._fail)
-        self._glue = Glue(self._tape, self._executor, self._fail)
-        inputs = self._copies(batch)
-        for name, tensor in nested_values.named(inputs):
-            self._tape.bind(tensor, self._tape.head("placeholder", name, tensor))
+        self._executor = OpExecutor(self._mode, self._fail_in_running_block)
+        self._glue = GlueRecorder(self._tape, self._executor, self._fail_in_running_block)
+        inputs = self._copy_inputs(batch)
+        for name, tensor in nested_values.iter_batch_tensors(inputs):
+            self._tape.bind_tensor(tensor, self._tape.head_node("placeholder", name, tensor))
         try:
             with (
-                Calls(self),
-                Ops(self),
-                autograd_functions(self),
-                idle_autocast(self),
-                unvalidated(),
-                watched(self._set),
+                CallInterceptor(self),
+                OpInterceptor(self),
+                intercept_autograd_functions(self),
+                intercept_idle_autocast(self),
+                without_distribution_validation(),
+                watch_attributes(self._on_attribute_set),
             ):
-                found = self._forward(inputs)
+                found = self._run_forward(inputs)
         finally:
-            self._settings.reset()
-        self._tape.graph.output(() if found is None else self._tape.node(found[0]))
-        for name, tensor in found[1].items() if found is not None and self.logs else ():
-            meta = self._tape.node(tensor).meta
-            meta["log"], self.logged = (*meta.get("log", ()), name), True
-        tape = self._functional(batch) if mutates(self._tape.graph) else self._tape
+            self._settings.reset_modules()
+        self._tape.graph.output(() if found is None else self._tape.node_of(found[0]))
+        for name, tensor in found[1].items() if found is not None and self.keeps_scalars else ():
+            meta = self._tape.node_of(tensor).meta
+            meta["log"], self.found_scalars = (*meta.get("log", ()), name), True
+        tape = self._functionalised_tape(batch) if has_mutations(self._tape.graph) else self._tape
         for node in tape.graph.nodes if found is None else ():
             node.meta |= (
-                {"kept": True} if node.op == "call_module" or node.target is nested_values.take else {}
+                {"kept": True}
+                if node.op == "call_module" or node.target is nested_values.take_at_path
+                else {}
             )
-        graph = finish(tape.graph)
+        graph = finalize_graph(tape.graph)
         used = {n.target for n in graph.nodes if n.op == "get_attr"}
         placeholders = {str(n.target): n for n in graph.nodes if n.op == "placeholder"}
         constants = {n: t for n, t in tape.constants.items() if n in used}
@@ -203,69 +218,79 @@ class Recorder:
             self._draws,
             found is None,
             idle,
-            self._touched.inputs(),
+            self._touched.dependent_inputs(),
         )
 
-    def _now(self) -> dict[str, Any]:
+    def _node_meta(self) -> dict[str, Any]:
         """What is known of the moment at which an op is recorded."""
-        return here(self._open[-1]) | ({"where": self._unpacking} if self._unpacking else {})
+        return describe_moment(self._open[-1]) | ({"where": self._unpacking} if self._unpacking else {})
 
-    def _forward(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
+    def _run_forward(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
         """The loss and the scalars beside it; None where the recording ends before."""
-        where = class_place(type(self._model))
+        where = forward_source_line(type(self._model))
         try:
-            given = self._nested(inputs)
+            given = self._unflatten_inputs(inputs)
             output = self._model(**given)
-            loss = loss_of(output, where)
-        except Enough:
+            loss = extract_loss(output, where)
+        except RecordingEnded:
             return None
         except UserError:
             raise
         except Exception as error:
             message = f"forward raises {type(error).__name__}: {error}"
-            path = next(filter(self._anatomy.gathers, sorted(self.blocks)), None)
-            if path is not None and (around := self._anatomy.around(path)) is not None:
+            path = next(filter(self._recorded_modules.collects_outputs, sorted(self.blocks)), None)
+            if path is not None and (around := self._recorded_modules.enclosing_module(path)) is not None:
                 raise BlockError(
-                    path, around, message, raised_at(error) or where, "take a larger module as the block"
+                    path,
+                    around,
+                    message,
+                    error_source_line(error) or where,
+                    "take a larger module as the block",
                 ) from error
-            raise UserError(message, raised_at(error) or where, "correct the model or its data") from error
-        if not self._executor.unknown(loss):
+            raise UserError(
+                message, error_source_line(error) or where, "correct the model or its data"
+            ) from error
+        if not self._executor.has_unknown_values(loss):
             raise UserError(
                 "the loss depends on none of the model's parameters",
                 where,
                 "return the loss that is to be minimised",
             )
-        return loss, scalars_of(output)
+        return loss, extract_logged_scalars(output)
 
-    def _nested(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _unflatten_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The batch as forward takes it; lists that grow with the samples are known by their tensors from now
         on."""
-        self._unpacking = class_place(type(self._model))
-        given = nested(inputs)
+        self._unpacking = forward_source_line(type(self._model))
+        given = unflatten_batch(inputs)
         self._unpacking = ""
-        lists = lists_of(given)
-        grown = {key.removesuffix(f".{EACH}") for key in inputs if key.endswith(f".{EACH}")}
+        lists = find_tensor_lists(given)
+        grown = {key.removesuffix(f".{EACH_SUFFIX}") for key in inputs if key.endswith(f".{EACH_SUFFIX}")}
         for key in grown:
-            both = {step: inputs[f"{key}.{step}"] for step in (EACH, SIZES) if f"{key}.{step}" in inputs}
+            both = {
+                step: inputs[f"{key}.{step}"]
+                for step in (EACH_SUFFIX, SIZES_SUFFIX)
+                if f"{key}.{step}" in inputs
+            }
             self._lists[tuple(map(id, lists[key]))] = both
         return given
 
-    def _packed(self, value: Any) -> Any:
+    def _pack_lists(self, value: Any) -> Any:
         """Arguments of a block in which the lists that grow with the samples are the two tensors that they
         come from."""
         if isinstance(value, (list, tuple)) and (both := self._lists.get(tuple(map(id, value)))):
             return both
         if isinstance(value, dict):
-            return {key: self._packed(child) for key, child in value.items()}
-        if (columns := columns_of(value)) is not None and all(
+            return {key: self._pack_lists(child) for key, child in value.items()}
+        if (columns := dict_list_columns(value)) is not None and all(
             tuple(map(id, tensors)) in self._lists for tensors in columns.values()
         ):
-            return {EACH: self._packed(columns)}
+            return {EACH_SUFFIX: self._pack_lists(columns)}
         plain = type(value) in (list, tuple)
-        return type(value)(self._packed(child) for child in value) if plain else value
+        return type(value)(self._pack_lists(child) for child in value) if plain else value
 
-    def _functional(self, batch: Mapping[str, Any]) -> Tape:
-        inputs = dict(nested_values.named(self._copies(batch)))
+    def _functionalised_tape(self, batch: Mapping[str, Any]) -> Tape:
+        inputs = dict(nested_values.iter_batch_tensors(self._copy_inputs(batch)))
 
         def value(node: fx.Node) -> torch.Tensor:
             name = str(node.target)
@@ -273,9 +298,9 @@ class Recorder:
                 return inputs[name]
             return self._tape.constants[name].clone() if name in self._tape.constants else self._tensors[name]
 
-        return functionalise(self._tape, value, self._mode, self._fail)
+        return functionalise_tape(self._tape, value, self._mode, self._fail_in_running_block)
 
-    def _copies(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def _copy_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch with tensors of its own, so that forward may write into them and one tensor may be passed
         twice."""
 
@@ -283,90 +308,100 @@ class Recorder:
             if not isinstance(leaf, torch.Tensor):
                 return copy.copy(leaf)
             return (
-                valueless(self._mode, leaf) if self._valueless and is_large(leaf) else leaf.detach().clone()
+                copy_without_values(self._mode, leaf)
+                if self._drops_large_values and is_large_input(leaf)
+                else leaf.detach().clone()
             )
 
-        return nested_values.replace(dict(batch), own)
+        return nested_values.map_leaves(dict(batch), own)
 
     # -- what the modes tell
     # ------------------------------------------------------------------------------------------------------
 
-    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def on_glue_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op between blocks."""
-        self._touched.see((args, kwargs))
-        out = self._glue.run(func, args, kwargs)
+        self._touched.mark_used((args, kwargs))
+        out = self._glue.run_op(func, args, kwargs)
         if is_random(func, args, kwargs):
             first = out if isinstance(out, torch.Tensor) else out[0]
-            self._tape.node(first).meta["draw"] = self._drew(self._drawn(func, first))
-            self._executor.forget(first)
+            self._tape.node_of(first).meta["draw"] = self._note_random_op(
+                self._describe_random_op(func, first)
+            )
+            self._executor.mark_unknown(first)
         return out
 
-    def watch(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def on_block_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op inside a block, while its result's shape is learnt."""
-        self._watch.see(func, args, kwargs)
-        if self._making_up and self._running[0]:
-            return self._valued(func, args, kwargs)
-        self._refuse_hidden(args, kwargs)
-        out = self._executor.execute_inside(func, args, kwargs)
+        self._watch.observe_op(func, args, kwargs)
+        if self._uses_random_values and self._running[0]:
+            return self._run_op_on_random_values(func, args, kwargs)
+        self._refuse_hidden_inputs(args, kwargs)
+        out = self._executor.execute_in_block(func, args, kwargs)
         if is_random(func, args, kwargs):
-            self._watch.draws.append(self._drawn(func, out if isinstance(out, torch.Tensor) else out[0]))
-        for name in self._origins.made(func, args, kwargs, out):
-            self._watch.note("state", name)
+            self._watch.draws.append(
+                self._describe_random_op(func, out if isinstance(out, torch.Tensor) else out[0])
+            )
+        for name in self._origins.note_result(func, args, kwargs, out):
+            self._watch.note_hazard("state", name)
         return out
 
-    def _valued(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_op_on_random_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op on made-up values."""
-        if any(map(is_fake, tensors_of(args, kwargs))):
+        if any(map(is_fake, argument_tensors(args, kwargs))):
             self.fail(
                 f"{func} takes a tensor without values that is no argument of the module",
                 "pass it as an argument",
             )
         out = func(*args, **kwargs)
         if is_random(func, args, kwargs):
-            self._watch.draws.append(self._drawn(func, out if isinstance(out, torch.Tensor) else out[0]))
-        self._origins.made(func, args, kwargs, out)
+            self._watch.draws.append(
+                self._describe_random_op(func, out if isinstance(out, torch.Tensor) else out[0])
+            )
+        self._origins.note_result(func, args, kwargs, out)
         return out
 
-    def _shortened(self, args: Any, kwargs: Any, out: torch.Tensor) -> None:
+    def _on_shortcut(self, args: Any, kwargs: Any, out: torch.Tensor) -> None:
         """A function inside a block gave `out` without any op."""
-        self._refuse_hidden(args, kwargs)
-        self._origins.adopt(out, all(map(self._origins.is_alone, tensors_of(args, kwargs))))
+        self._refuse_hidden_inputs(args, kwargs)
+        self._origins.adopt_result(
+            out, all(map(self._origins.is_input_independent, argument_tensors(args, kwargs)))
+        )
 
-    def _refuse_hidden(self, args: Any, kwargs: Any) -> None:
+    def _refuse_hidden_inputs(self, args: Any, kwargs: Any) -> None:
         """Raise for an op in a block that takes what was made outside and is no argument of the block: nobody
         would hand it over."""
         path, given = self._running
-        for tensor in tensors_of(args, kwargs) if path else ():
+        for tensor in argument_tensors(args, kwargs) if path else ():
             if id(tensor) in given:
                 continue
-            if (name := self._state.get(id(tensor))) is not None and id(tensor) not in self._anatomy.own(
-                path
-            ):
+            if (name := self._state.get(id(tensor))) is not None and id(
+                tensor
+            ) not in self._recorded_modules.owned_tensor_ids(path):
                 message = f"block {path} uses {name}, which is none of its own parameters and buffers"
                 raise BlockError(
                     path,
-                    self._anatomy.around(path),
+                    self._recorded_modules.enclosing_module(path),
                     message,
-                    place(),
+                    current_source_line(),
                     "pass it as an argument",
-                    self._anatomy.parts(path),
+                    self._recorded_modules.parts_with_weights(path),
                 )
-            if maker := self._origins.maker(tensor):
-                self._refuse_kept(maker, path)
-            if self._tape.made(tensor):
+            if maker := self._origins.making_block(tensor):
+                self._refuse_kept_tensor(maker, path)
+            if self._tape.is_computed(tensor):
                 message = (
                     f"block {path} uses a tensor that is made outside of it and is no argument of its forward"
                 )
                 raise BlockError(
                     path,
-                    self._anatomy.around(path),
+                    self._recorded_modules.enclosing_module(path),
                     message,
-                    place(),
+                    current_source_line(),
                     "pass it as an argument",
-                    self._anatomy.parts(path),
+                    self._recorded_modules.parts_with_weights(path),
                 )
 
-    def _refuse_kept(self, maker: str, user: str) -> NoReturn:
+    def _refuse_kept_tensor(self, maker: str, user: str) -> NoReturn:
         """Raise for a tensor that block `maker` keeps, and `user` uses. Blocks like it keep theirs, which
         have not run here."""
         cls = type(self._modules[maker])
@@ -374,76 +409,76 @@ class Recorder:
             part
             for path in self.blocks
             if type(self._modules[path]) is cls
-            for part in self._anatomy.parts(path)
+            for part in self._recorded_modules.parts_with_weights(path)
         ]
         message = f"block {maker} keeps a tensor on a module, which {user or 'forward'} uses"
         raise BlockError(
             maker,
-            self._anatomy.around(maker),
+            self._recorded_modules.enclosing_module(maker),
             message,
-            place(),
+            current_source_line(),
             "return it from forward, and pass it as an argument",
             parts,
         )
 
-    def _drawn(self, func: Any, out: torch.Tensor) -> Drawn:
-        path, lines = drawer(self._paths)
-        return Drawn(
+    def _describe_random_op(self, func: Any, out: torch.Tensor) -> RandomOpCall:
+        path, lines = running_module_and_lines(self._paths)
+        return RandomOpCall(
             path,
-            lines[: len(lines) - len(self._watch.outside)],
+            lines[: len(lines) - len(self._watch.outer_lines)],
             str(func),
-            place(),
+            current_source_line(),
             tuple(out.shape),
-            supported(func),
+            is_supported(func),
         )
 
-    def _drew(self, drawn: Drawn) -> str:
+    def _note_random_op(self, drawn: RandomOpCall) -> str:
         """Note a random op that a rank will meet here; its name."""
-        self._draws.append(replace(drawn, number=self._met[drawn.name]))
-        self._met[drawn.name] += 1
-        return self._draws[-1].call
+        self._draws.append(replace(drawn, number=self._met[drawn.call_site_name]))
+        self._met[drawn.call_site_name] += 1
+        return self._draws[-1].draw_name
 
-    def touch(self, *values: Any) -> None:
+    def on_tensor_use(self, *values: Any) -> None:
         """What is done with these tensors may depend on their shapes."""
-        self._touched.see(values)
+        self._touched.mark_used(values)
 
-    def read(self, kind: str, tensor: torch.Tensor) -> None:
+    def on_read(self, kind: str, tensor: torch.Tensor) -> None:
         """Python looks at a tensor's values."""
-        with self.silence():
-            self._glue.read(kind, tensor)
+        with self.pause_recording():
+            self._glue.record_read(kind, tensor)
 
-    def number(self, tensor: torch.Tensor) -> Any:
+    def read_scalar(self, tensor: torch.Tensor) -> Any:
         """Python asks for a tensor's one value, which may be for the log."""
-        if self._lacking or not self._executor.unknown(tensor) or tensor.numel() != 1:
+        if self._has_valueless_inputs or not self._executor.has_unknown_values(tensor) or tensor.numel() != 1:
             return tensor.item()
-        return Unread(tensor.detach().reshape(()), lambda: self._glue.refuse_read("item", tensor))
+        return DeferredScalar(tensor.detach().reshape(()), lambda: self._glue.refuse_read("item", tensor))
 
-    def idle_autocast(self) -> None:
+    def on_idle_autocast(self) -> None:
         """Forward asks for autocast on a device that is not here."""
-        self._hazards[Hazard("", "autocast", "cuda", place())] = None
+        self._hazards[Hazard("", "autocast", "cuda", current_source_line())] = None
 
-    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+    def _on_attribute_set(self, module: nn.Module, name: str, value: Any) -> None:
         """An attribute of a module is set."""
         if isinstance(value, torch.Tensor) and name in module._buffers:
-            self._replaced(name, value)
+            self._on_buffer_replaced(name, value)
         elif not self.paused:
-            self._settings.note(module, name, value)
+            self._settings.note_setting(module, name, value)
 
-    def _replaced(self, name: str, value: torch.Tensor) -> None:
+    def _on_buffer_replaced(self, name: str, value: torch.Tensor) -> None:
         """A buffer of a module is replaced: what it holds of samples then stays for the next micro-batch."""
-        if self._running[0] and not self._origins.is_alone(value):
-            self._watch.note("state", name)
-        elif not self.paused and self._executor.unknown(value):
+        if self._running[0] and not self._origins.is_input_independent(value):
+            self._watch.note_hazard("state", name)
+        elif not self.paused and self._executor.has_unknown_values(value):
             self.fail(
                 f"forward puts another tensor in the place of the buffer {name}, between its modules",
-                NO_STATE,
+                NO_BATCH_STATE_REMEDY,
             )
 
-    def function(self, cls: Any, args: Any, run: Callable[..., Any]) -> Any:
+    def apply_function(self, cls: Any, args: Any, run: Callable[..., Any]) -> Any:
         """The user applies a `torch.autograd.Function`."""
 
         def quietly() -> Any:
-            out = run(*(self._executor.fake(a) for a in args))
+            out = run(*(self._executor.fake_if_unknown(a) for a in args))
             if self._watch.draws:
                 self.fail(
                     f"{cls.__name__}.apply draws random numbers between the model's modules",
@@ -451,15 +486,17 @@ class Recorder:
                 )
             return out
 
-        self._touched.see(args)
-        with self.silence():
-            return record_apply(self._tape, self._mode, cls, args, quietly, self._fail)
+        self._touched.mark_used(args)
+        with self.pause_recording():
+            return record_function_apply(
+                self._tape, self._mode, cls, args, quietly, self._fail_in_running_block
+            )
 
     @contextmanager
-    def silence(self) -> Iterator[None]:
+    def pause_recording(self) -> Iterator[None]:
         """Nothing is recorded inside."""
         before, self.paused = self.paused, True
-        watch, self._watch = self._watch, Watch("")
+        watch, self._watch = self._watch, BlockWatch("")
         try:
             yield
         finally:
@@ -468,28 +505,28 @@ class Recorder:
     def fail(self, message: str, remedy: str, kind: type[BlockError] = BlockError) -> NoReturn:
         """Raise for something that the module running now cannot do in the open."""
         path = self._open[-1]
-        raise kind(path, path or None, message, place(), remedy)
+        raise kind(path, path or None, message, current_source_line(), remedy)
 
     # -- blocks
     # -------------------------------------------------------------------------------------------------------------------
 
-    def _call(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _on_module_call(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.paused:
-            if not self._running[0] or self._making_up:
+            if not self._running[0] or self._uses_random_values:
                 return module._call_impl(*args, **kwargs)
             return (
-                self._layer(path, module, args, kwargs)
+                self._run_layer(path, module, args, kwargs)
                 if path in self._layers
-                else self._inside(module, args, kwargs)
+                else self._run_inside_block(module, args, kwargs)
             )
-        self._observer.entered(path, args, kwargs)
+        self._observer.on_enter(path, args, kwargs)
         if self._is_opaque(path, module):
-            result = self._block(path, module, args, kwargs)
+            result = self._record_block(path, module, args, kwargs)
         else:
             self._open.append(path)
             result = module._call_impl(*args, **kwargs)
             self._open.pop()
-        self._observer.left(path, result)
+        self._observer.on_exit(path, result)
         return result
 
     def _is_opaque(self, path: str, module: nn.Module) -> bool:
@@ -501,72 +538,89 @@ class Recorder:
             self._opaque[path] = path in self.blocks or (inside and has_state)
         return self._opaque[path]
 
-    def _block(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _record_block(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Record the call of a block, and give its result without its values."""
-        watched = self._anatomy.watched(path)
-        if watched is not None and path not in self._taken_apart and (parts := self._anatomy.parts(path)):
-            self._taken_apart.add(path)  # where its parts cannot be blocks, it is one after all
+        watched = self._recorded_modules.hooked_submodule(path)
+        if (
+            watched is not None
+            and path not in self._split_blocks
+            and (parts := self._recorded_modules.parts_with_weights(path))
+        ):
+            self._split_blocks.add(path)  # where its parts cannot be blocks, it is one after all
             raise BlockError(
-                path, None, f"a forward hook sees what {watched} gives", place(), "take smaller blocks", parts
+                path,
+                None,
+                f"a forward hook sees what {watched} gives",
+                current_source_line(),
+                "take smaller blocks",
+                parts,
             )
-        with self.silence():
-            call, rule = self._node(path, args, kwargs), self._rule(path, args, kwargs)
-            unknown = nested_values.replace((args, kwargs), lambda _, leaf: self._executor.fake(leaf))
-            self._running = path, {id(t) for _, t in nested_values.tensors((args, kwargs, *unknown))}
-            settings = self._settings.of(path)
-            result = self._shapes.result(
-                path, module, unknown, lambda: self._run(path, module, *unknown), rule, settings
+        with self.pause_recording():
+            call, rule = self._emit_block_call(path, args, kwargs), self._next_shape_rule(path, args, kwargs)
+            unknown = nested_values.map_leaves(
+                (args, kwargs), lambda _, leaf: self._executor.fake_if_unknown(leaf)
+            )
+            self._running = path, {id(t) for _, t in nested_values.iter_tensors((args, kwargs, *unknown))}
+            settings = self._settings.settings_of_block(path)
+            result = self._block_results.learn_result(
+                path, module, unknown, lambda: self._run_block(path, module, *unknown), rule, settings
             )
             self._running = "", set()
-            out, new = result.build(self._mode, [t for _, t in nested_values.tensors((args, kwargs))])
-            call.meta["reads"], call.meta["settings"] = result.reads, settings
+            out, new = result.build_fakes(
+                self._mode, [t for _, t in nested_values.iter_tensors((args, kwargs))]
+            )
+            call.meta["reads"], call.meta["settings"] = result.reads_values, settings
             if not result.is_plain:
-                self._touched.see((args, kwargs))
+                self._touched.mark_used((args, kwargs))
             for leaf, tensor in new:
-                self._tape.take(call, leaf.path, tensor, leaf.requires_grad).meta |= {
-                    "alone": leaf.alone,
-                    "guessed": leaf.guessed,
+                self._tape.emit_take(call, leaf.path, tensor, leaf.requires_grad).meta |= {
+                    "alone": leaf.is_input_independent,
+                    "guessed": leaf.shape_is_unknown,
                 }
-                if leaf.guessed:
-                    self._touched.hide(tensor)
+                if leaf.shape_is_unknown:
+                    self._touched.mark_unknown_shape(tensor)
             self._hazards |= {Hazard(path, h.kind, h.op, h.where): None for h in result.hazards}
-            site = drawer(self._paths)[1]
+            site = running_module_and_lines(self._paths)[1]
             call.meta["site"] = "<".join(site)
             for drawn in result.draws:
-                self._drew(drawn.at(path, site))
-        return forward_hooks.called(module, args, kwargs, out)
+                self._note_random_op(drawn.placed_in_block(path, site))
+        return forward_hooks.run_forward_hooks(module, args, kwargs, out)
 
-    def _rule(self, path: str, args: Any, kwargs: Any) -> Extents | None:
+    def _next_shape_rule(self, path: str, args: Any, kwargs: Any) -> TensorShapes | None:
         """The rule for a call of a block, which is the next one. Raises Enough if the recording ends with
         it."""
-        self._touched.refuse((args, kwargs))
+        self._touched.require_known_shapes((args, kwargs))
         number = self._called[path]
         self._called[path] += 1
         if self._until is not None and self._called.total() > self._until:
-            self._touched.see((args, kwargs))
-            raise Enough
+            self._touched.mark_used((args, kwargs))
+            raise RecordingEnded
         return self._rules.get(f"{path}#{number}" if number else path)
 
-    def _layer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _run_layer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A layer inside a block whose shape is learnt: sixty-four equal layers cost one."""
         if any(m._forward_hooks for m in module.modules() if m is not module):
             return module._call_impl(*args, **kwargs)  # the hooks want to see what happens inside
         try:
-            nested_values.arguments((args, kwargs), lambda t: None)
+            nested_values.encode_arguments((args, kwargs), lambda t: None)
         except nested_values.NotLiteral:
             return module._call_impl(*args, **kwargs)
-        watch, site = self._watch, drawer(self._paths)[1]
-        site = site[: len(site) - len(watch.outside)]
-        run = lambda: self._run(path, module, args, kwargs)  # noqa: E731
-        result = self._shapes.result(path, module, (args, kwargs), run, settings=self._settings.of(path))
-        self._watch = watch.joined(result.reads, result.hazards, (d.at(path, site) for d in result.draws))
-        out, new = result.build(self._mode, [t for _, t in nested_values.tensors((args, kwargs))])
+        watch, site = self._watch, running_module_and_lines(self._paths)[1]
+        site = site[: len(site) - len(watch.outer_lines)]
+        run = lambda: self._run_block(path, module, args, kwargs)
+        result = self._block_results.learn_result(
+            path, module, (args, kwargs), run, settings=self._settings.settings_of_block(path)
+        )
+        self._watch = watch.absorb(
+            result.reads_values, result.hazards, (d.placed_in_block(path, site) for d in result.draws)
+        )
+        out, new = result.build_fakes(self._mode, [t for _, t in nested_values.iter_tensors((args, kwargs))])
         for leaf, tensor in new:
-            self._origins.adopt(tensor, leaf.alone)
-        forward_hooks.gather(module, args, out)
+            self._origins.adopt_result(tensor, leaf.is_input_independent)
+        forward_hooks.run_collector_hooks(module, args, out)
         return out
 
-    def _inside(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _run_inside_block(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a module in a running block; where it needs values that nobody has, or an op that
         fake tensors have not, with made-up ones."""
         watch = self._watch.copy()
@@ -575,50 +629,58 @@ class Recorder:
         except Exception as error:
             if isinstance(error, BlockError) and not isinstance(error, NeedsValues):
                 raise
-            watch.reads |= self._watch.reads
+            watch.reads_values |= self._watch.reads_values
             with suppress(Exception):
-                found = random_run.result(
-                    self._mode, module, args, kwargs, lambda call: self._made_up(watch, call)
+                found = random_run.layout_by_random_run(
+                    self._mode, module, args, kwargs, lambda call: self._run_with_random_values(watch, call)
                 )
                 if found is not None:
                     for leaf, tensor in found[1]:
-                        self._origins.adopt(tensor, leaf.alone)
+                        self._origins.adopt_result(tensor, leaf.is_input_independent)
                     return found[0]
             raise
 
-    def _made_up(self, watch: Watch, call: Callable[[], Any]) -> tuple[Any, frozenset[int]]:
+    def _run_with_random_values(
+        self, watch: BlockWatch, call: Callable[[], Any]
+    ) -> tuple[Any, frozenset[int]]:
         """Make a call with made-up values. What the block has done is what `watch` knew and the call does."""
-        self._watch, self._making_up, reads = watch.copy(), True, watch.reads
+        self._watch, self._uses_random_values, reads = watch.copy(), True, watch.reads_values
         try:
             out = call()
-            return out, frozenset(id(t) for _, t in nested_values.tensors(out) if self._origins.is_alone(t))
+            return out, frozenset(
+                id(t) for _, t in nested_values.iter_tensors(out) if self._origins.is_input_independent(t)
+            )
         finally:
-            self._making_up, self._watch.reads = False, reads
+            self._uses_random_values, self._watch.reads_values = False, reads
 
-    def _node(self, path: str, args: Any, kwargs: Any) -> fx.Node:
+    def _emit_block_call(self, path: str, args: Any, kwargs: Any) -> fx.Node:
         try:
-            arguments = nested_values.arguments(
-                self._packed((args, kwargs)) if self._lists else (args, kwargs), self._tape.node
+            arguments = nested_values.encode_arguments(
+                self._pack_lists((args, kwargs)) if self._lists else (args, kwargs), self._tape.node_of
             )
         except nested_values.NotLiteral as error:
             message = f"block {path} is called with {error}, which cannot be written into a plan"
             remedy = "pass tensors and plain values, or let its class stand in a module that the model file imports"
-            raise BlockError(path, self._anatomy.around(path), message, place(), remedy) from None
-        return self._tape.call(path, *arguments)
+            raise BlockError(
+                path, self._recorded_modules.enclosing_module(path), message, current_source_line(), remedy
+            ) from None
+        return self._tape.emit_call(path, *arguments)
 
-    def _run(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Run:
-        self._watch = Watch(path, drawer(self._paths)[1])
+    def _run_block(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> BlockRun:
+        self._watch = BlockWatch(path, running_module_and_lines(self._paths)[1])
         try:
             own = [module] if path == self._running[0] else []
-            with self._origins.run(self._running[0]), forward_hooks.without(own):
-                out = self._inside(module, args, kwargs)
-                alone = frozenset(id(t) for _, t in nested_values.tensors(out) if self._origins.is_alone(t))
+            with self._origins.running_block(self._running[0]), forward_hooks.without_user_hooks(own):
+                out = self._run_inside_block(module, args, kwargs)
+                alone = frozenset(
+                    id(t) for _, t in nested_values.iter_tensors(out) if self._origins.is_input_independent(t)
+                )
         except BlockError as error:
             if error.parts:
                 raise
             raise BlockError(
                 path,
-                self._anatomy.around(path),
+                self._recorded_modules.enclosing_module(path),
                 f"in block {path}: {error.message}",
                 error.where,
                 error.remedy,
@@ -627,29 +689,29 @@ class Recorder:
             message = f"the shapes of block {path} cannot be found: {type(error).__name__}: {error}"
             raise BlockError(
                 path,
-                self._anatomy.around(path),
+                self._recorded_modules.enclosing_module(path),
                 message,
-                raised_at(error),
+                error_source_line(error),
                 "take a larger module as the block",
             ) from error
         return (
             out,
-            frozenset() if self._watch.reads else alone,
-            self._watch.reads,
+            frozenset() if self._watch.reads_values else alone,
+            self._watch.reads_values,
             tuple(self._watch.hazards),
             tuple(self._watch.draws),
         )
 
-    def _fail(self, message: str, remedy: str) -> NoReturn:
+    def _fail_in_running_block(self, message: str, remedy: str) -> NoReturn:
         self.fail(message, remedy, NeedsValues if self._running[0] else BlockError)
 
-    def _stray(self, tensor: torch.Tensor) -> NoReturn:
-        if maker := self._origins.maker(tensor):
-            self._refuse_kept(maker, self._open[-1])
+    def _refuse_stray_tensor(self, tensor: torch.Tensor) -> NoReturn:
+        if maker := self._origins.making_block(tensor):
+            self._refuse_kept_tensor(maker, self._open[-1])
         message = "a tensor of a block's result travels inside an object that cannot be looked into"
         self.fail(message, "return it in a tuple, dict or dataclass")
 
 
-def record(model: nn.Module, batch: Mapping[str, Any], blocks: Collection[str]) -> Recording:
+def record_forward(model: nn.Module, batch: Mapping[str, Any], blocks: Collection[str]) -> Recording:
     """One forward of `model(**batch)` with the given blocks; see `Recorder`."""
     return Recorder(model, blocks).record(batch)

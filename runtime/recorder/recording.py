@@ -24,9 +24,9 @@ import torch
 from torch import fx
 
 from secc.runtime.errors import UserError
-from secc.runtime.model.source_lines import Lines, call_name
+from secc.runtime.model.source_lines import SourceLines, random_call_name
 
-_COMPARED = 1024  # entries; what is larger is compared by its hash
+_MAX_COMPARED_ENTRIES = 1024  # entries; what is larger is compared by its hash
 
 
 class BlockError(UserError):
@@ -49,7 +49,7 @@ class BlockError(UserError):
         super().__init__(message, where, remedy)
         self.path, self.coarser, self.parts = path, coarser, tuple(parts)
 
-    def blocks(self, blocks: Collection[str]) -> list[str] | None:
+    def suggest_blocks(self, blocks: Collection[str]) -> list[str] | None:
         """Other blocks with which a recording may succeed: finer ones where those show more, else a coarser
         one; None if there are none."""
         if self.parts:
@@ -77,37 +77,37 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RandomOpCall:
     """A random op: the module that runs it, the user's lines that led there, the op, its place, the shape of
     its result, whether a rank can draw it sample by sample, and the how-manieth it is of these lines.
     """
 
     path: str
-    lines: Lines
+    lines: SourceLines
     op: str
     where: str
     shape: tuple[int, ...]
-    known: bool
+    is_supported: bool
     number: int = 0
 
     @property
-    def name(self) -> str:
+    def call_site_name(self) -> str:
         """What the random ops of these lines have in common."""
-        return call_name(self.path, self.lines)
+        return random_call_name(self.path, self.lines)
 
     @property
-    def call(self) -> str:
+    def draw_name(self) -> str:
         """The name of this one."""
-        return f"{self.name}#{self.number}"
+        return f"{self.call_site_name}#{self.number}"
 
-    def inside(self, path: str) -> Drawn:
+    def relative_to_block(self, path: str) -> RandomOpCall:
         """The same for any block: with `.` for `path` at the head of the module's path."""
         rest = self.path.removeprefix(path)
         return (
             replace(self, path=f".{rest}") if path and rest[:1] in ("", ".") and rest != self.path else self
         )
 
-    def at(self, path: str, lines: Lines) -> Drawn:
+    def placed_in_block(self, path: str, lines: SourceLines) -> RandomOpCall:
         """The same in the block at `path`, which is called at `lines`."""
         return replace(
             self,
@@ -142,15 +142,15 @@ class Recording:
     inputs: dict[str, fx.Node]
     constants: dict[str, torch.Tensor]
     hazards: list[Hazard] = field(default_factory=list)
-    draws: list[Drawn] = field(default_factory=list)
-    ended: bool = False
-    idle: bool = False
-    matters: frozenset[str] = frozenset()
+    draws: list[RandomOpCall] = field(default_factory=list)
+    ends_early: bool = False
+    has_idle_calls: bool = False
+    shape_deciding_inputs: frozenset[str] = frozenset()
 
     @property
     def reads(self) -> list[Read]:
         """The logged reads, in order."""
-        nodes = [n for n in self.graph.nodes if is_read(n)]
+        nodes = [n for n in self.graph.nodes if is_read_node(n)]
         return [Read(n.meta["read"][0], n.meta["read"][1], n.meta["where"], n) for n in nodes]
 
     @property
@@ -159,34 +159,36 @@ class Recording:
         return self.graph.output_node().args[0]  # type: ignore[return-value]
 
     @property
-    def calls(self) -> list[fx.Node]:
+    def block_calls(self) -> list[fx.Node]:
         """The calls of blocks, in order."""
         return [n for n in self.graph.nodes if n.op == "call_module"]
 
 
-class Enough(BaseException):
+class RecordingEnded(BaseException):
     """The recording ends here. No Exception: the user's forward is not to catch it."""
 
 
-class Observer:
+class CallObserver:
     """Is told of the calls of modules outside of blocks, and of blocks."""
 
-    def entered(self, path: str, args: Any, kwargs: Any) -> None:
+    def on_enter(self, path: str, args: Any, kwargs: Any) -> None:
         """A module is about to be called."""
 
-    def left(self, path: str, result: Any) -> None:
+    def on_exit(self, path: str, result: Any) -> None:
         """The call returned."""
 
 
 def read_value(kind: str, tensor: torch.Tensor) -> Any:
     """What Python looked at, in a form that can be compared. It is the target of read nodes that are no ATen
     ops."""
-    if tensor.numel() <= _COMPARED:
+    if tensor.numel() <= _MAX_COMPARED_ENTRIES:
         return tensor.tolist()
     return hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()
 
 
-def behind(nodes: Iterable[fx.Node], ends: Callable[[fx.Node], bool] = lambda _: False) -> Iterator[fx.Node]:
+def iter_nodes_behind(
+    nodes: Iterable[fx.Node], ends: Callable[[fx.Node], bool] = lambda _: False
+) -> Iterator[fx.Node]:
     """These nodes and all that they are computed from, nearest first; what lies behind a node that `ends` is
     not looked at."""
     queue = deque(dict.fromkeys(nodes))
@@ -200,6 +202,6 @@ def behind(nodes: Iterable[fx.Node], ends: Callable[[fx.Node], bool] = lambda _:
             queue += new
 
 
-def is_read(node: fx.Node) -> bool:
+def is_read_node(node: fx.Node) -> bool:
     """Whether a node stands for a look at a value."""
     return "read" in node.meta

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from secc.runtime.recorder.recording import is_read
-from secc.runtime.sections.autograd_functions import Applied
+from secc.runtime.recorder.recording import is_read_node
+from secc.runtime.sections.autograd_functions import UserFunctionCall
 
 
 class Replay(fx.Interpreter):
@@ -25,16 +25,16 @@ class Replay(fx.Interpreter):
         self._placeholders = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
         self._constants = constants
 
-    def loss(self, batch: Mapping[str, Any]) -> torch.Tensor:
+    def compute_loss(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """The loss of a batch."""
         return self.run(*(batch[name] for name in self._placeholders))
 
     def run_node(self, n: fx.Node) -> Any:
-        if is_read(n):
+        if is_read_node(n):
             return None
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(n.meta.get("grad", True)))
-            whole = n.op == "call_module" or isinstance(n.target, Applied)
+            whole = n.op == "call_module" or isinstance(n.target, UserFunctionCall)
             if whole and n.meta["autocast"]:
                 device, dtype = n.meta["autocast"].split()
                 stack.enter_context(torch.autocast(device, dtype=getattr(torch, dtype)))

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from secc.runtime.recorder.recording import Recording
 
 
-def pack(recording: Recording) -> bytes:
+def dump_recording(recording: Recording) -> bytes:
     """The recording as bytes. Raises what pickle raises for something in it that cannot travel."""
     buffer = io.BytesIO()
     nodes = list(recording.graph.nodes)
@@ -27,7 +27,7 @@ def pack(recording: Recording) -> bytes:
     return buffer.getvalue()
 
 
-def unpack(data: bytes) -> Recording:
+def load_recording(data: bytes) -> Recording:
     """The recording that `pack` was given."""
     graph, nodes = fx.Graph(), list[fx.Node]()
     unpickler = _Unpickler(io.BytesIO(data), nodes)

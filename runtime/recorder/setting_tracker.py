@@ -14,66 +14,76 @@ from typing import Any
 
 from torch import nn
 
-from secc.runtime.sections.module_settings import Setting, restore
+from secc.runtime.sections.module_settings import ModuleSetting, restore_attributes
 
-_PLAIN = (bool, int, float, str, type(None))
-_MOST = 16  # entries of a list that is still a setting
+_PLAIN_TYPES = (bool, int, float, str, type(None))
+_MAX_LIST_ENTRIES = 16  # entries of a list that is still a setting
 
 
-class Settings:
+class SettingTracker:
     """The attributes that differ now from what they were when the model was made."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules, self._paths = modules, {id(m): path for path, m in modules.items()}
-        self._first: dict[tuple[str, str], Any] = {}
-        self._now: dict[tuple[str, str], Any] = {}
+        self._original: dict[tuple[str, str], Any] = {}
+        self._current: dict[tuple[str, str], Any] = {}
 
-    def note(self, module: nn.Module, name: str, value: Any) -> None:
+    def note_setting(self, module: nn.Module, name: str, value: Any) -> None:
         """`module.name` is about to become `value`."""
         key = self._paths.get(id(module), ""), name
-        if key[0] and _is_plain(value) and name in vars(module) and _is_plain(before := vars(module)[name]):
-            self._first.setdefault(key, before)
-            self._now[key] = value
+        if (
+            key[0]
+            and _is_plain_data(value)
+            and name in vars(module)
+            and _is_plain_data(before := vars(module)[name])
+        ):
+            self._original.setdefault(key, before)
+            self._current[key] = value
 
-    def of(self, path: str) -> tuple[Setting, ...]:
+    def settings_of_block(self, path: str) -> tuple[ModuleSetting, ...]:
         """The settings of the block at `path`."""
         found: dict[tuple[str, str], tuple[Any, list[str]]] = {}
-        for (module, name), value in self._now.items():
+        for (module, name), value in self._current.items():
             inside = module == path or module.startswith(f"{path}.")
             if inside and (type(value), value) != (
-                type(self._first[module, name]),
-                self._first[module, name],
+                type(self._original[module, name]),
+                self._original[module, name],
             ):
                 found.setdefault((name, repr(value)), (value, []))[1].append(module[len(path) + 1 :])
         return tuple(
-            (name, value, *self._shared(path, name, paths)) for (name, _), (value, paths) in found.items()
+            (name, value, *self._paths_unless_all(path, name, paths))
+            for (name, _), (value, paths) in found.items()
         )
 
-    def _shared(self, path: str, name: str, paths: list[str]) -> list[str]:
+    def _paths_unless_all(self, path: str, name: str, paths: list[str]) -> list[str]:
         """The paths; none where they are all in the block that have the attribute."""
         having = sum(name in vars(m) for m in self._modules[path].modules())
         return [] if having == len(paths) else paths
 
-    def reset(self) -> None:
+    def reset_modules(self) -> None:
         """Give all modules what they had first."""
-        restore(
+        restore_attributes(
             [
                 (self._modules[path], name, value)
-                for (path, name), value in self._first.items()
-                if (path, name) in self._now
+                for (path, name), value in self._original.items()
+                if (path, name) in self._current
             ]
         )
-        self._now.clear()
+        self._current.clear()
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain_data(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return len(value) <= _MOST and type(value) in (list, tuple) and all(map(_is_plain, value))
-    return type(value) in _PLAIN
+        return (
+            len(value) <= _MAX_LIST_ENTRIES
+            and type(value) in (list, tuple)
+            and all(map(_is_plain_data, value))
+        )
+    return type(value) in _PLAIN_TYPES
 
 
 @contextmanager
-def watched(note: Any) -> Iterator[None]:
+def watch_attributes(note: Any) -> Iterator[None]:
     """Tell `note(module, name, value)` of every attribute that is set on a module."""
     original = nn.Module.__setattr__
 

@@ -14,43 +14,47 @@ import torch
 from torch import fx
 
 from secc.runtime.recorder import nested_values
-from secc.runtime.recorder.block_results import Guess
+from secc.runtime.recorder.block_results import UnpredictedShape
 from secc.runtime.recorder.graph_tape import Tape
-from secc.runtime.recorder.recording import behind
+from secc.runtime.recorder.recording import iter_nodes_behind
 
 
-class Touched:
+class ShapeDependencies:
     """Marks on the tensors of a tape. A result of a block whose shape is not known may stand there, but
     nobody may touch it."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
         self._nodes: dict[fx.Node, None] = {}
-        self._unknown: dict[int, torch.Tensor] = {}
+        self._unknown_shapes: dict[int, torch.Tensor] = {}
 
-    def hide(self, tensor: torch.Tensor) -> None:
+    def mark_unknown_shape(self, tensor: torch.Tensor) -> None:
         """The shape of this tensor is not the one that it will have."""
-        self._unknown[id(tensor)] = tensor
+        self._unknown_shapes[id(tensor)] = tensor
 
-    def refuse(self, values: Any) -> None:
+    def require_known_shapes(self, values: Any) -> None:
         """Raises Guess if the shape of a tensor in `values` is not known."""
-        if self._unknown and any(id(t) in self._unknown for _, t in nested_values.tensors(values)):
-            raise Guess
+        if self._unknown_shapes and any(
+            id(t) in self._unknown_shapes for _, t in nested_values.iter_tensors(values)
+        ):
+            raise UnpredictedShape
 
-    def see(self, values: Any) -> None:
+    def mark_used(self, values: Any) -> None:
         """Something may depend on the shapes of the tensors in `values`. Raises Guess where one is not
         known."""
-        self.refuse(values)
-        for _, tensor in nested_values.tensors(values):
-            node = self._tape.known(tensor)
+        self.require_known_shapes(values)
+        for _, tensor in nested_values.iter_tensors(values):
+            node = self._tape.find_node(tensor)
             if node is not None:
                 self._nodes[node] = None
 
-    def inputs(self) -> frozenset[str]:
+    def dependent_inputs(self) -> frozenset[str]:
         """The inputs that what was touched comes from."""
         return inputs_behind(self._nodes)
 
 
 def inputs_behind(nodes: Iterable[fx.Node]) -> frozenset[str]:
     """The inputs that these nodes come from."""
-    return frozenset(str(n.target).partition("[")[0] for n in behind(nodes) if n.op == "placeholder")
+    return frozenset(
+        str(n.target).partition("[")[0] for n in iter_nodes_behind(nodes) if n.op == "placeholder"
+    )

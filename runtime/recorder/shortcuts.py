@@ -14,12 +14,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from secc.runtime.recorder.block_results import autocast, dense, fresh, is_fake
-from secc.runtime.recorder.nested_values import NotLiteral, arguments
+from secc.runtime.recorder.block_results import autocast_state, contiguous_strides, is_fake, new_fake_tensor
+from secc.runtime.recorder.nested_values import NotLiteral, encode_arguments
 
-SHORT = frozenset({linear, scaled_dot_product_attention})
-Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
-Note = Callable[[Any, Any, torch.Tensor], None]
+SHORTCUT_FUNCTIONS = frozenset({linear, scaled_dot_product_attention})
+TensorLayout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
+ShortcutCallback = Callable[[Any, Any, torch.Tensor], None]
 
 
 class Shortcuts:
@@ -29,16 +29,16 @@ class Shortcuts:
     `note(args, kwargs, out)` is told of a result that no op has made.
     """
 
-    def __init__(self, mode: FakeTensorMode, note: Note) -> None:
-        self._mode, self._note, self._known = mode, note, dict[Any, Layout]()
+    def __init__(self, mode: FakeTensorMode, note: ShortcutCallback) -> None:
+        self._mode, self._note, self._known = mode, note, dict[Any, TensorLayout]()
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         """`func(*args, **kwargs)`."""
-        layout = _mapped(*args) if func is linear and not kwargs else None
-        key = _attention(args, kwargs) if func is scaled_dot_product_attention else None
+        layout = _linear_layout(*args) if func is linear and not kwargs else None
+        key = _attention_key(args, kwargs) if func is scaled_dot_product_attention else None
         layout = self._known.get(key) if key is not None else layout
         if layout is not None:
-            out = fresh(self._mode, *layout)
+            out = new_fake_tensor(self._mode, *layout)
             self._note(args, kwargs, out)
             return out
         out = func(*args, **kwargs)
@@ -47,33 +47,40 @@ class Shortcuts:
         return out
 
 
-def _mapped(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Layout | None:
+def _linear_layout(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> TensorLayout | None:
     """The layout of a linear map's result; None for what torch itself is to judge."""
     given = [x, weight] if bias is None else [x, weight, bias]
     plain = (
         all(is_fake(t) and t.dtype == x.dtype for t in given)
         and x.ndim > 1
         and weight.ndim == 2
-        and not autocast()
+        and not autocast_state()
     )
     if not plain or x.shape[-1] != weight.shape[1] or (bias is not None and bias.shape != weight.shape[:1]):
         return None
     shape = (*x.shape[:-1], weight.shape[0])
-    return shape, dense(shape), x.dtype, torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    return (
+        shape,
+        contiguous_strides(shape),
+        x.dtype,
+        torch.is_grad_enabled() and any(t.requires_grad for t in given),
+    )
 
 
-def _attention(args: Any, kwargs: Any) -> Any:
+def _attention_key(args: Any, kwargs: Any) -> Any:
     """What decides the layout of attention's result; None where it has values or is random."""
     try:
-        given = arguments((args, kwargs), _layout)
+        given = encode_arguments((args, kwargs), _describe_layout)
     except NotLiteral:
         return None
     if not is_fake(args[0] if args else kwargs.get("query")) or (
         args[4] if len(args) > 4 else kwargs.get("dropout_p", 0)
     ):
         return None
-    return repr(given), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast()
+    return repr(given), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state()
 
 
-def _layout(t: torch.Tensor) -> Any:
+def _describe_layout(t: torch.Tensor) -> Any:
     return tuple(t.shape), t.stride(), t.dtype, t.requires_grad, is_fake(t)

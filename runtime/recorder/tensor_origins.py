@@ -16,9 +16,9 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from secc.runtime.randomness.random_op_values import is_random
-from secc.runtime.recorder.glue_ops import tensors_of, written
+from secc.runtime.recorder.glue_ops import argument_tensors, written_tensors
 
-_NEW = (
+_NEW_TENSOR_OPS = (
     "zeros_like",
     "ones_like",
     "full_like",
@@ -28,70 +28,74 @@ _NEW = (
     "new_full",
     "new_empty",
 )  # only take a shape
-NONE: Mapping[int, str] = {}
+NO_NAMES: Mapping[int, str] = {}
 
 
-class Origins:
+class TensorOrigins:
     """Follows the ops of blocks' runs. `state` has the ids of parameters and buffers, `names` their names by
     their memory."""
 
-    def __init__(self, state: Iterable[int], names: Mapping[int, str] = NONE) -> None:
+    def __init__(self, state: Iterable[int], names: Mapping[int, str] = NO_NAMES) -> None:
         self._state, self._names = set(state), dict(names)
-        self._block = ""
-        self._alone: dict[int, torch.Tensor] = {}  # made in this run of nothing that it was given
-        self._makers: Any = (
+        self._running_block = ""
+        self._independent_tensors: dict[
+            int, torch.Tensor
+        ] = {}  # made in this run of nothing that it was given
+        self._making_blocks: Any = (
             WeakTensorKeyDictionary()
         )  # tensors that blocks made of what they were given: the block
 
     @contextmanager
-    def run(self, block: str) -> Iterator[None]:
+    def running_block(self, block: str) -> Iterator[None]:
         """A block runs, or a part of it that runs once for all that are like it."""
-        before = self._block, self._alone
-        self._block, self._alone = block, {}
+        before = self._running_block, self._independent_tensors
+        self._running_block, self._independent_tensors = block, {}
         try:
             yield
         finally:
-            self._block, self._alone = before
+            self._running_block, self._independent_tensors = before
 
-    def made(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[str]:
+    def note_result(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[str]:
         """An op of the running block gave `out`. The parameters and buffers that it changed by what the block
         was given."""
-        if not self._block:
+        if not self._running_block:
             return []
-        given = tensors_of(args, kwargs)
-        new = func._schema.name.removeprefix("aten::") in _NEW
-        alone = (new or all(map(self.is_alone, given))) and not is_random(func, args, kwargs)
-        changed = [] if alone else written(func, args, kwargs)
+        given = argument_tensors(args, kwargs)
+        new = func._schema.name.removeprefix("aten::") in _NEW_TENSOR_OPS
+        alone = (new or all(map(self.is_input_independent, given))) and not is_random(func, args, kwargs)
+        changed = [] if alone else written_tensors(func, args, kwargs)
         if changed:
-            self._forget(changed)
-        for tensor in tensors_of((out,), {}):
-            self._note(tensor, alone)
+            self._forget_written(changed)
+        for tensor in argument_tensors((out,), {}):
+            self._note_tensor(tensor, alone)
         found = (self._names.get(t.untyped_storage()._cdata) for t in changed)
         return [name for name in found if name is not None]
 
-    def _forget(self, changed: list[torch.Tensor]) -> None:
+    def _forget_written(self, changed: list[torch.Tensor]) -> None:
         """What a block was given was written into these tensors, and so into their views."""
         memory = {t.untyped_storage()._cdata for t in changed}
-        self._alone = {i: t for i, t in self._alone.items() if t.untyped_storage()._cdata not in memory}
+        self._independent_tensors = {
+            i: t for i, t in self._independent_tensors.items() if t.untyped_storage()._cdata not in memory
+        }
         self._state.difference_update(map(id, changed))
 
-    def _note(self, tensor: torch.Tensor, alone: bool) -> None:
+    def _note_tensor(self, tensor: torch.Tensor, alone: bool) -> None:
         if alone:
-            self._alone[id(tensor)] = tensor
+            self._independent_tensors[id(tensor)] = tensor
         else:
-            self._alone.pop(id(tensor), None)
-            self._makers[tensor] = self._block
+            self._independent_tensors.pop(id(tensor), None)
+            self._making_blocks[tensor] = self._running_block
 
-    def adopt(self, tensor: torch.Tensor, alone: bool) -> None:
+    def adopt_result(self, tensor: torch.Tensor, alone: bool) -> None:
         """A part of the running block, which did not run again, returns this tensor."""
-        if self._block:
-            self._note(tensor, alone)
+        if self._running_block:
+            self._note_tensor(tensor, alone)
 
-    def is_alone(self, tensor: torch.Tensor) -> bool:
+    def is_input_independent(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a weight, or was made in this run of nothing that the block was given."""
-        return id(tensor) in self._state or id(tensor) in self._alone
+        return id(tensor) in self._state or id(tensor) in self._independent_tensors
 
-    def maker(self, tensor: torch.Tensor) -> str:
+    def making_block(self, tensor: torch.Tensor) -> str:
         """The other block that made a tensor of what it was given, "" if there is none."""
-        found: str = self._makers.get(tensor, "") or ""
-        return "" if found == self._block else found
+        found: str = self._making_blocks.get(tensor, "") or ""
+        return "" if found == self._running_block else found

@@ -18,103 +18,114 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from secc.runtime.recorder import nested_values
-from secc.runtime.recorder.recording import Recording, is_read
+from secc.runtime.recorder.recording import Recording, is_read_node
 from secc.runtime.recorder.shape_dependencies import inputs_behind
 
-KEPT = 1024  # recordings
-KEPT_BYTES = 256 << 20  # of the values that they hold
-_DYNAMIC = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-Found = TypeVar("Found")
+MAX_CACHED_RECORDINGS = 1024  # recordings
+MAX_CACHED_BYTES = 256 << 20  # of the values that they hold
+_DYNAMIC_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+CachedT = TypeVar("CachedT")
 
 
 @dataclass(frozen=True)
-class Decides:
+class RecordingDependencies:
     """The inputs whose shapes decided something, and those whose values did, which are among them."""
 
-    shapes: frozenset[str] = frozenset()
-    values: frozenset[str] = frozenset()
+    shape_inputs: frozenset[str] = frozenset()
+    value_inputs: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, recording: Recording, travelled: frozenset[str]) -> Decides:
+    def of_recording(cls, recording: Recording, travelled: frozenset[str]) -> RecordingDependencies:
         """What decided a recording; `travelled` are the inputs of which values went into programs."""
-        values = travelled | _deciding(recording)
-        return cls(recording.matters | values, values)
+        values = travelled | _inputs_deciding_by_value(recording)
+        return cls(recording.shape_deciding_inputs | values, values)
 
-    def __or__(self, other: Decides) -> Decides:
-        return Decides(self.shapes | other.shapes, self.values | other.values)
+    def __or__(self, other: RecordingDependencies) -> RecordingDependencies:
+        return RecordingDependencies(
+            self.shape_inputs | other.shape_inputs, self.value_inputs | other.value_inputs
+        )
 
 
 @dataclass
-class _Kind(Generic[Found]):
+class _KindCache(Generic[CachedT]):
     """Recordings of one kind, by what decided them."""
 
-    decides: Decides = field(default_factory=Decides)
-    found: OrderedDict[bytes, tuple[Found, int]] = field(default_factory=OrderedDict)
+    dependencies: RecordingDependencies = field(default_factory=RecordingDependencies)
+    entries: OrderedDict[bytes, tuple[CachedT, int]] = field(default_factory=OrderedDict)
 
 
-class Kept(Generic[Found]):
+class RecordingCache(Generic[CachedT]):
     """The recordings that were made last."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Hashable, _Kind[Found]] = {}
+        self._kinds: dict[Hashable, _KindCache[CachedT]] = {}
 
-    def get(self, kind: Hashable, batch: Mapping[str, Any]) -> Found | None:
+    def get(self, kind: Hashable, batch: Mapping[str, Any]) -> CachedT | None:
         """What a batch's recording of this kind would be, None if that is not known."""
         known = self._kinds.get(kind)
-        if known is None or (key := _key(batch, known.decides)) not in known.found:
+        if known is None or (key := _cache_key(batch, known.dependencies)) not in known.entries:
             return None
-        known.found.move_to_end(key)
-        return known.found[key][0]
+        known.entries.move_to_end(key)
+        return known.entries[key][0]
 
     def put(
-        self, kind: Hashable, batch: Mapping[str, Any], found: Found, decides: Decides, nbytes: int
+        self,
+        kind: Hashable,
+        batch: Mapping[str, Any],
+        found: CachedT,
+        decides: RecordingDependencies,
+        nbytes: int,
     ) -> None:
         """Keep a batch's recording, which these inputs decided; it holds so many bytes."""
-        known = self._kinds.setdefault(kind, _Kind[Found]())
-        if known.decides | decides != known.decides:  # keys so far left out what has decided something now
-            known.decides |= decides
-            known.found.clear()
-        known.found[_key(batch, known.decides)] = found, nbytes
-        while len(known.found) > KEPT or (
-            len(known.found) > 1 and sum(n for _, n in known.found.values()) > KEPT_BYTES
+        known = self._kinds.setdefault(kind, _KindCache[CachedT]())
+        if (
+            known.dependencies | decides != known.dependencies
+        ):  # keys so far left out what has decided something now
+            known.dependencies |= decides
+            known.entries.clear()
+        known.entries[_cache_key(batch, known.dependencies)] = found, nbytes
+        while len(known.entries) > MAX_CACHED_RECORDINGS or (
+            len(known.entries) > 1 and sum(n for _, n in known.entries.values()) > MAX_CACHED_BYTES
         ):
-            known.found.popitem(last=False)
+            known.entries.popitem(last=False)
 
 
-def _key(batch: Mapping[str, Any], decides: Decides) -> bytes:
+def _cache_key(batch: Mapping[str, Any], decides: RecordingDependencies) -> bytes:
     """What of a batch decides: all that is no tensor, and of tensors their dtypes, shapes and values where
     these may count."""
     digest = hashlib.sha256()
     for key, value in sorted(batch.items()):
-        digest.update(f"{key} {_described(value, key in decides.shapes)!r};".encode())
-        for _, tensor in nested_values.tensors(value) if key in decides.values else ():
+        digest.update(f"{key} {_describe_value(value, key in decides.shape_inputs)!r};".encode())
+        for _, tensor in nested_values.iter_tensors(value) if key in decides.value_inputs else ():
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 
-def _described(value: Any, sizes: bool) -> Any:
+def _describe_value(value: Any, sizes: bool) -> Any:
     """A value but for the numbers in its tensors, and without `sizes` but for the sizes of a tensor that is
     all there is."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape) if sizes else value.ndim} {value.requires_grad}"
-    return nested_values.replace(value, lambda _, leaf: _plain(leaf))  # Python sees what a container holds
+    return nested_values.map_leaves(
+        value, lambda _, leaf: _describe_leaf(leaf)
+    )  # Python sees what a container holds
 
 
-def _plain(leaf: Any) -> Any:
+def _describe_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return _described(leaf, True)
+        return _describe_value(leaf, True)
     try:
-        return nested_values.literal(leaf)
+        return nested_values.to_literal(leaf)
     except nested_values.NotLiteral:
         return pickle.dumps(leaf)
 
 
-def _deciding(recording: Recording) -> frozenset[str]:
+def _inputs_deciding_by_value(recording: Recording) -> frozenset[str]:
     """The inputs whose values decided something: a read, the shape of an op's result, or what a block
     does."""
 
     def decides(node: Any) -> bool:
-        dynamic = any(tag in _DYNAMIC for tag in getattr(node.target, "tags", ()))
-        return is_read(node) or dynamic or bool(node.meta.get("reads"))
+        dynamic = any(tag in _DYNAMIC_TAGS for tag in getattr(node.target, "tags", ()))
+        return is_read_node(node) or dynamic or bool(node.meta.get("reads"))
 
     return inputs_behind(filter(decides, recording.graph.nodes))

@@ -9,14 +9,16 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 Ranks = tuple[int, ...]
-Piece = tuple[int, int, int]  # kind, weight, index
+WorkPiece = tuple[int, int, int]  # kind, weight, index
 
-LEVEL = 500  # ranks are level where the busiest has no more than the mean, but for one part in so many
-PARTNERS = 4  # the least busy ranks, with which the busiest swaps if it can
-SWAPS = 2  # at most, for each rank
+BALANCE_TOLERANCE_DIVISOR = (
+    500  # ranks are level where the busiest has no more than the mean, but for one part in so many
+)
+SWAP_PARTNERS = 4  # the least busy ranks, with which the busiest swaps if it can
+SWAPS_PER_RANK = 2  # at most, for each rank
 
 
-def balance(weights: Iterable[int], ranks: Ranks, load: dict[int, int]) -> list[int]:
+def assign_least_loaded(weights: Iterable[int], ranks: Ranks, load: dict[int, int]) -> list[int]:
     """The index into `ranks` for each weight. `load` is what each rank does already; this work is added to
     it.
 
@@ -34,7 +36,7 @@ def balance(weights: Iterable[int], ranks: Ranks, load: dict[int, int]) -> list[
     return owner
 
 
-def balance_rounds(weights: Sequence[int], ranks: Ranks, load: dict[int, int]) -> list[int]:
+def assign_in_rounds(weights: Sequence[int], ranks: Ranks, load: dict[int, int]) -> list[int]:
     """`balance` for ranks that work in rounds, in which all wait for the longest piece: of as many neighbours
     as there are ranks each rank gets one, so that pieces ordered by weight have alike ones in their round."""
     owner: list[int] = []
@@ -46,22 +48,22 @@ def balance_rounds(weights: Sequence[int], ranks: Ranks, load: dict[int, int]) -
     return owner
 
 
-def level(
+def swap_until_balanced(
     kinds: Sequence[int], weights: Sequence[int], owner: list[int], ranks: Ranks, load: dict[int, int]
 ) -> None:
     """Swaps pieces of one kind between the busiest rank and others as long as that makes it less busy.
     Changes `owner`, the index into `ranks` for each piece, and `load`."""
-    held: list[list[Piece]] = [[] for _ in ranks]
+    held: list[list[WorkPiece]] = [[] for _ in ranks]
     for piece in sorted(zip(kinds, weights, range(len(owner)), strict=True)):
         held[owner[piece[2]]].append(piece)
     busy = [load.get(rank, 0) for rank in ranks]
-    enough = sum(busy) // len(busy) * (LEVEL + 1) // LEVEL
-    for _ in range(SWAPS * len(ranks)):
+    enough = sum(busy) // len(busy) * (BALANCE_TOLERANCE_DIVISOR + 1) // BALANCE_TOLERANCE_DIVISOR
+    for _ in range(SWAPS_PER_RANK * len(ranks)):
         *others, top = sorted(range(len(ranks)), key=busy.__getitem__)
         if busy[top] <= enough:
             break
-        swap = _best_swap(held, busy, top, others[:PARTNERS]) or _best_swap(
-            held, busy, top, others[PARTNERS:]
+        swap = _find_best_swap(held, busy, top, others[:SWAP_PARTNERS]) or _find_best_swap(
+            held, busy, top, others[SWAP_PARTNERS:]
         )
         if swap is None:
             break
@@ -75,14 +77,14 @@ def level(
 class _Swap(NamedTuple):
     """What a rank gives to another one and takes from it, after which the busier of the two is `busier`."""
 
-    busier: int
+    busier_load: int
     other: int
-    given: Piece
-    taken: Piece
+    given: WorkPiece
+    taken: WorkPiece
 
 
-def _best_swap(
-    held: Sequence[Sequence[Piece]], busy: Sequence[int], top: int, others: Iterable[int]
+def _find_best_swap(
+    held: Sequence[Sequence[WorkPiece]], busy: Sequence[int], top: int, others: Iterable[int]
 ) -> _Swap | None:
     """The swap of `top` with one of the others that helps most, if one does. Pieces are ordered by kind and
     weight."""

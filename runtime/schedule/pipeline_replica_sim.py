@@ -15,60 +15,64 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-NEVER = 1 << 62
+NEVER_NS = 1 << 62
 
-Times = list[list[int]]  # at each stage, of each micro-batch of the queue
+StageTimes = list[list[int]]  # at each stage, of each micro-batch of the queue
 
 
-class Passage(NamedTuple):
+class ReplicaTimeline(NamedTuple):
     """When the last job ends, and when the first stage starts the forward and ends the backward of each in
     the queue; and the ends of all forwards, backwards and second parts of these, which stages without any
     have none of. All in ns."""
 
     end: int
     starts: list[int]
-    backs: list[int]
-    ends: tuple[Times, Times, Times]
+    backward_ends: list[int]
+    task_ends: tuple[StageTimes, StageTimes, StageTimes]
 
 
 @dataclass(frozen=True)
-class Lane:
+class PipelineReplica:
     """A pipeline's stages: for each the times of all micro-batches there may be, and for how many it has room
     between forward and the last part of the backward. `weight` is empty where backwards are not split.
     `kept`: bytes that the micro-batches keep, () where their room is not bounded, and `spaces` that for
     them."""
 
-    forward: Sequence[Sequence[int]]
-    backward: Sequence[Sequence[int]]
-    weight: Sequence[Sequence[int]]
-    rooms: Sequence[int]
-    kept: Sequence[Sequence[int]] = ()
-    spaces: Sequence[int] = ()
+    forward_ns: Sequence[Sequence[int]]
+    backward_ns: Sequence[Sequence[int]]
+    weight_ns: Sequence[Sequence[int]]
+    max_in_flight: Sequence[int]
+    saved_bytes: Sequence[Sequence[int]] = ()
+    byte_limits: Sequence[int] = ()
 
-    def run(self, queue: Sequence[int], ready: Sequence[int]) -> Passage:
+    def simulate(self, queue: Sequence[int], ready: Sequence[int]) -> ReplicaTimeline:
         """The passage of the micro-batches in `queue`, each of which the first stage has no earlier than
         `ready` says."""
-        return _Run(self, queue, ready).run()
+        return _ReplicaSimulation(self, queue, ready).run()
 
     @cached_property
-    def alike(self) -> list[int]:
+    def first_stage_with_limits(self) -> list[int]:
         """For each stage the first one that has room for the same."""
         rooms = [
-            (self.kept[s] if self.kept else (), self.spaces[s] if self.kept else 0, room)
-            for s, room in enumerate(self.rooms)
+            (
+                self.saved_bytes[s] if self.saved_bytes else (),
+                self.byte_limits[s] if self.saved_bytes else 0,
+                room,
+            )
+            for s, room in enumerate(self.max_in_flight)
         ]
         return [rooms.index(room) for room in rooms]
 
-    def limits(self, stage: int, queue: Sequence[int]) -> list[int]:
+    def forward_limits(self, stage: int, queue: Sequence[int]) -> list[int]:
         """How many forwards a stage may have started while it has finished none, one, two ... of the queue:
         one more at least."""
         count = len(queue)
-        room = self.rooms[stage] or count
-        if not self.kept or not self.kept[stage]:
+        room = self.max_in_flight[stage] or count
+        if not self.saved_bytes or not self.saved_bytes[stage]:
             return [min(room + finished, count) for finished in range(count + 1)]
         before, space = (
-            [0, *accumulate(map(self.kept[stage].__getitem__, queue))],
-            self.spaces[stage],
+            [0, *accumulate(map(self.saved_bytes[stage].__getitem__, queue))],
+            self.byte_limits[stage],
         )  # bytes of all before each
         limits, most = list[int](), 0
         for finished, taken in enumerate(before):
@@ -79,7 +83,7 @@ class Lane:
         return limits
 
 
-class _Run:
+class _ReplicaSimulation:
     """The state of a run. At each stage `came` and `back` are when forwards and backwards may start, in the
     queue's order, and so when they ended at the stage before or behind; `weights` are when second parts
     ended.
@@ -88,37 +92,42 @@ class _Run:
     have what is no stage.
     """
 
-    def __init__(self, lane: Lane, queue: Sequence[int], ready: Sequence[int]) -> None:
-        count, stages = len(queue), len(lane.forward)
-        parts = (lane.forward, lane.backward, lane.weight)
+    def __init__(self, lane: PipelineReplica, queue: Sequence[int], ready: Sequence[int]) -> None:
+        count, stages = len(queue), len(lane.forward_ns)
+        parts = (lane.forward_ns, lane.backward_ns, lane.weight_ns)
         self.times = [[list(map(column.__getitem__, queue)) for column in part] for part in parts]
-        limits = {s: lane.limits(s, queue) for s in set(lane.alike)}
-        self.limits = [limits[s] for s in lane.alike]
-        self.came = [[*map(ready.__getitem__, queue), NEVER], *([NEVER] * (count + 1) for _ in range(stages))]
-        self.back = [
+        limits = {s: lane.forward_limits(s, queue) for s in set(lane.first_stage_with_limits)}
+        self.forward_limits = [limits[s] for s in lane.first_stage_with_limits]
+        self.forward_ready = [
+            [*map(ready.__getitem__, queue), NEVER_NS],
+            *([NEVER_NS] * (count + 1) for _ in range(stages)),
+        ]
+        self.backward_ready = [
             [0] * count,
-            *([NEVER] * (count + 1) for _ in range(stages)),
+            *([NEVER_NS] * (count + 1) for _ in range(stages)),
         ]  # behind each stage, and behind what is before the first
-        self.back[-1] = self.came[-1]  # the last stage's forwards are all that its backwards wait for
-        self.weights = [[0] * count for _ in lane.weight]
-        self.acts, self.idle = [*[0] * stages, NEVER], [0] * (stages + 1)
+        self.backward_ready[-1] = self.forward_ready[
+            -1
+        ]  # the last stage's forwards are all that its backwards wait for
+        self.weight_ends = [[0] * count for _ in lane.weight_ns]
+        self.next_action, self.idle_until = [*[0] * stages, NEVER_NS], [0] * (stages + 1)
 
-    def run(self) -> Passage:
-        acts, parts = self.acts, [self.stage(s) for s in range(len(self.limits))]
+    def run(self) -> ReplicaTimeline:
+        acts, parts = self.next_action, [self.run_stage(s) for s in range(len(self.forward_limits))]
         for part in parts:
             next(part)
         stages = [part.send for part in parts]
-        while (time := min(acts)) < NEVER:
+        while (time := min(acts)) < NEVER_NS:
             stages[acts.index(time)](time)
         forwards, backwards = (
-            [ends[:-1] for ends in self.came[1:]],
-            [self.back[0], *(ends[:-1] for ends in self.back[1:-1])],
+            [ends[:-1] for ends in self.forward_ready[1:]],
+            [self.backward_ready[0], *(ends[:-1] for ends in self.backward_ready[1:-1])],
         )
-        end = max((ends[-1] for ends in self.weights or backwards if ends), default=0)
+        end = max((ends[-1] for ends in self.weight_ends or backwards if ends), default=0)
         starts = list(map(int.__sub__, forwards[0], self.times[0][0]))
-        return Passage(end, starts, self.back[0], (forwards, backwards, self.weights))
+        return ReplicaTimeline(end, starts, self.backward_ready[0], (forwards, backwards, self.weight_ends))
 
-    def stage(self, s: int) -> Generator[None, int, None]:
+    def run_stage(self, s: int) -> Generator[None, int, None]:
         """A stage: starts a job at each time that it is sent, and at the end of a job the next one if what
         that depends on is known.
 
@@ -127,17 +136,22 @@ class _Run:
         forward, backward, *later = (part[s] for part in self.times if part)
         weight, weights, acts, idle, limits = (
             later[0] if later else [],
-            self.weights[s : s + 1],
-            self.acts,
-            self.idle,
-            self.limits[s],
+            self.weight_ends[s : s + 1],
+            self.next_action,
+            self.idle_until,
+            self.forward_limits[s],
         )
-        came, passed, returned, back = self.came[s], self.came[s + 1], self.back[s], self.back[s + 1]
+        came, passed, returned, back = (
+            self.forward_ready[s],
+            self.forward_ready[s + 1],
+            self.backward_ready[s],
+            self.backward_ready[s + 1],
+        )
         finishes, before, behind = weights[0] if weights else [], s - 1, s + 1
         next_forward = next_backward = finished = 0
         first, last = (
             self.times[0][before],
-            [*self.times[1][behind % len(self.limits)], NEVER],
+            [*self.times[1][behind % len(self.forward_limits)], NEVER_NS],
         )  # of the stages beside
         limit, time = limits[0], (yield)
         now = time  # no stage starts a job before
@@ -165,9 +179,11 @@ class _Run:
                 continue
             if (soon := back[next_backward]) <= time:
                 continue
-            if (soon == NEVER and (now if idle[behind] else acts[behind]) + last[next_backward] <= time) or (
+            if (
+                soon == NEVER_NS and (now if idle[behind] else acts[behind]) + last[next_backward] <= time
+            ) or (
                 next_forward < limit
-                and came[next_forward] == NEVER
+                and came[next_forward] == NEVER_NS
                 and (now if idle[before] else acts[before]) + first[next_forward] <= time
             ):
                 time = now = yield

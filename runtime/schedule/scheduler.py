@@ -42,108 +42,114 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
-from secc.runtime.host.gc_control import collector_paused
+from secc.runtime.host.gc_control import pause_gc
 from secc.runtime.plan.schema import Plan, Section
-from secc.runtime.plan.section_graph import Graph
-from secc.runtime.plan.step_program import Micros, SampleMeta, Schedule, pairs
+from secc.runtime.plan.section_graph import SectionGraph
+from secc.runtime.plan.step_program import MicroBatchSets, SampleMeta, Schedule, micro_batch_pairs
 from secc.runtime.schedule import pipeline_order
-from secc.runtime.schedule.batch_packing import Cut, Lot
-from secc.runtime.schedule.cross_step_prefetch import early, ready
-from secc.runtime.schedule.decoupled_sim import Apart
-from secc.runtime.schedule.emit_programs import emit
-from secc.runtime.schedule.list_scheduler import run
-from secc.runtime.schedule.micro_batches import Composer, Table
-from secc.runtime.schedule.order_search import Least, affordable, improve, tries
-from secc.runtime.schedule.task_graph import Messages, Step, make, numbered
-from secc.runtime.schedule.upstream_estimate import critical_load
+from secc.runtime.schedule.batch_packing import AssignedMicroBatches, SamplePositions
+from secc.runtime.schedule.cross_step_prefetch import select_prefetched, without_prefetched_time
+from secc.runtime.schedule.decoupled_sim import DecoupledSimulation
+from secc.runtime.schedule.emit_programs import emit_programs
+from secc.runtime.schedule.list_scheduler import simulate_tasks
+from secc.runtime.schedule.micro_batches import MicroBatchComposer, MicroBatchTable
+from secc.runtime.schedule.order_search import MakespanBound, affordable_runs, improve_order, worthwhile_tries
+from secc.runtime.schedule.task_graph import MessagePairs, StepTasks, build_step_tasks, number_tasks
+from secc.runtime.schedule.upstream_estimate import critical_pipeline_load
 
-ORDERS = ("wavefront", "dataset")
-STYLE_TRIES = 8  # what a style takes, in tries of the search
+SCHEDULE_ORDERS = ("wavefront", "dataset")
+PRIORITY_RULE_TRIES = 8  # what a style takes, in tries of the search
 # what other queues of a pipeline take, of which every move looks at all that upstream does: more with many
 # replicas
-QUEUE_TRIES = 6
-NOTHING_SHORTER = 1 << 62  # ns, as the time that no order can beat
+PIPELINE_ORDER_TRIES = 6
+UNREACHABLE_NS = 1 << 62  # ns, as the time that no order can beat
 
 
 @dataclass
-class Candidate:
+class ScheduleCandidate:
     """A way to run the step: its micro-batches, those that the step before may compute, and the sections
     whose replicas run their forwards in the micro-batches' order; the messages between micro-batches, and
     where their jobs stand; the order in which the jobs start, and how long that takes."""
 
-    composer: Composer
-    tables: dict[str, Table]
-    early: Micros
-    in_turn: Container[str] = ()
-    order: list[int] = field(default_factory=list[int])
+    composer: MicroBatchComposer
+    tables: dict[str, MicroBatchTable]
+    prefetchable: MicroBatchSets
+    in_order_sections: Container[str] = ()
+    task_order: list[int] = field(default_factory=list[int])
     makespan: int = 0
 
     def __post_init__(self) -> None:
         micros = Schedule({name: t.micro_batches for name, t in self.tables.items()}, ())
-        whole = {s.name: s.whole for s in self.composer.plan.sections}  # stages have the same micro-batches
-        self.messages: Messages = {
+        whole = {
+            s.name: s.user_section_name for s in self.composer.plan.sections
+        }  # stages have the same micro-batches
+        self.messages: MessagePairs = {
             e.name: [(m.index, m.index) for m in self.tables[e.src].micro_batches if m.samples]
             if whole[e.src] == whole[e.dst]
-            else sorted(pairs(e, micros))
+            else sorted(micro_batch_pairs(e, micros))
             for e in self.composer.plan.edges
         }
-        self.numbers = numbered(self.composer.plan, self.composer.graph, self.tables)
-        self.count = sum(len(part) for n in self.numbers.values() for part in n.parts)
+        self.task_ranges = number_tasks(self.composer.plan, self.composer.graph, self.tables)
+        self.task_count = sum(len(part) for n in self.task_ranges.values() for part in n.ranges)
 
     @cached_property
-    def step(self) -> Step:
+    def step_tasks(self) -> StepTasks:
         """The jobs, which take a while to make and not every order needs."""
-        return make(self.composer.plan, self.composer.graph, self.tables, self.messages, self.in_turn)
+        return build_step_tasks(
+            self.composer.plan, self.composer.graph, self.tables, self.messages, self.in_order_sections
+        )
 
 
-def schedule(plan: Plan, samples: Sequence[SampleMeta], *, order: str = "wavefront") -> Schedule:
+def schedule_batch(plan: Plan, samples: Sequence[SampleMeta], *, order: str = "wavefront") -> Schedule:
     """Micro-batches and programs of one global batch, `samples` in their order in the batch.
 
     `order="dataset"` takes the samples as they come, without balancing or reordering (to compare with).
     Raises ValueError for a plan whose sections cannot be ordered or whose costs cannot be evaluated.
     """
-    return timed_schedule(plan, samples, order=order)[0]
+    return schedule_with_makespan(plan, samples, order=order)[0]
 
 
-class Orders:
+class ScheduleCache:
     """`schedule` for one plan. The last ones are kept, because a step may be ordered before its samples are
     loaded and again after, and for the step before it, which may run ahead; and because steps may be alike:
     where all samples are, every step has one schedule."""
 
     def __init__(self, plan: Plan, order: str) -> None:
         self._plan, self._order = plan, order
-        self._known: deque[tuple[list[object], Schedule]] = deque(maxlen=4 if plan.run_ahead_gib > 0 else 2)
+        self._recent: deque[tuple[list[object], Schedule]] = deque(maxlen=4 if plan.run_ahead_gib > 0 else 2)
 
     def __call__(self, samples: Sequence[SampleMeta]) -> Schedule:
         """The schedule of a global batch; the same object for one whose samples have the same patterns and
         sizes."""
         wanted: list[object] = [(s.pattern, s.sizes) for s in samples]
-        for known, found in self._known:
+        for known, found in self._recent:
             if known == wanted:
                 return found
-        self._known.append((wanted, schedule(self._plan, samples, order=self._order)))
-        return self._known[-1][1]
+        self._recent.append((wanted, schedule_batch(self._plan, samples, order=self._order)))
+        return self._recent[-1][1]
 
 
-def timed_schedule(
+def schedule_with_makespan(
     plan: Plan, samples: Sequence[SampleMeta], *, order: str = "wavefront"
 ) -> tuple[Schedule, int]:
     """`schedule`, and the nanoseconds it takes by the plan's costs, without transfers and the optimizer."""
-    if order not in ORDERS:
-        raise ValueError(f"unknown order {order!r}: one of {', '.join(ORDERS)}")
-    with collector_paused():
-        return _timed_schedule(plan, samples, order)
+    if order not in SCHEDULE_ORDERS:
+        raise ValueError(f"unknown order {order!r}: one of {', '.join(SCHEDULE_ORDERS)}")
+    with pause_gc():
+        return _schedule_with_makespan(plan, samples, order)
 
 
-def ordered(plan: Plan, samples: Sequence[SampleMeta], *, soon: bool = False) -> Candidate:
+def find_candidate(plan: Plan, samples: Sequence[SampleMeta], *, soon: bool = False) -> ScheduleCandidate:
     """The order that `schedule` makes programs of; with `soon` the first of those that it tries, which takes
     a part of the time."""
-    with collector_paused():
-        composer = Composer(plan, samples, Graph(plan))
-        return _ordered(composer, (lambda: NOTHING_SHORTER) if soon else cache(composer.least))
+    with pause_gc():
+        composer = MicroBatchComposer(plan, samples, SectionGraph(plan))
+        return _find_candidate(
+            composer, (lambda: UNREACHABLE_NS) if soon else cache(composer.makespan_lower_bound)
+        )
 
 
-class Arranged:
+class FixedSchedule:
     """The step of micro-batches that are given, each section's replicas taking theirs in the order in which
     they stand in `cuts`.
 
@@ -153,122 +159,136 @@ class Arranged:
     """
 
     def __init__(
-        self, plan: Plan, samples: Sequence[SampleMeta], cuts: Mapping[str, Cut], ahead: Iterable[str] = ()
+        self,
+        plan: Plan,
+        samples: Sequence[SampleMeta],
+        cuts: Mapping[str, AssignedMicroBatches],
+        ahead: Iterable[str] = (),
     ) -> None:
         plan = replace(plan, run_ahead_gib=0.0)
-        with collector_paused():
-            composer = Composer(plan, samples, Graph(plan, frozenset(ahead)))
-            tables: dict[str, Table] = {}
+        with pause_gc():
+            composer = MicroBatchComposer(plan, samples, SectionGraph(plan, frozenset(ahead)))
+            tables: dict[str, MicroBatchTable] = {}
             for s in plan.sections:
                 turn = [0] * len(samples)
-                for place, (_, positions) in enumerate(cuts[s.whole]):
+                for place, (_, positions) in enumerate(cuts[s.user_section_name]):
                     for p in positions:
                         turn[p] = place
-                tables[s.name] = composer.table(s, cuts[s.whole], turn)
-            self._candidate = _candidate(composer, tables, tables)
+                tables[s.name] = composer.build_table(s, cuts[s.user_section_name], turn)
+            self._candidate = _build_candidate(composer, tables, tables)
 
     @property
     def makespan(self) -> int:
         """Ns by the plan's costs, without transfers and the optimizer."""
         return self._candidate.makespan
 
-    def schedule(self) -> Schedule:
+    def emit_schedule(self) -> Schedule:
         """Its programs."""
-        with collector_paused():
-            return _emitted(self._candidate)
+        with pause_gc():
+            return _emit_candidate(self._candidate)
 
 
-def _timed_schedule(plan: Plan, samples: Sequence[SampleMeta], order: str) -> tuple[Schedule, int]:
-    composer = Composer(plan, samples, Graph(plan))
+def _schedule_with_makespan(plan: Plan, samples: Sequence[SampleMeta], order: str) -> tuple[Schedule, int]:
+    composer = MicroBatchComposer(plan, samples, SectionGraph(plan))
     if order == "dataset":
-        tables = composer.dataset_order()
-        found = _candidate(composer, tables, tables)
-        return _emitted(found), found.makespan
-    best = _ordered(composer, cache(composer.least))
-    return _emitted(best), best.makespan
+        tables = composer.compose_in_dataset_order()
+        found = _build_candidate(composer, tables, tables)
+        return _emit_candidate(found), found.makespan
+    best = _find_candidate(composer, cache(composer.makespan_lower_bound))
+    return _emit_candidate(best), best.makespan
 
 
-def _ordered(composer: Composer, least: Least) -> Candidate:
+def _find_candidate(composer: MicroBatchComposer, least: MakespanBound) -> ScheduleCandidate:
     """The shortest order found; `least` tells a time in ns that none can beat, which bounds what looking for
     others is worth."""
-    best = _best(composer, least)
-    if count := tries(best.count, best.makespan, least) // (
-        2 if best.in_turn else 1
+    best = _try_candidates(composer, least)
+    if count := worthwhile_tries(best.task_count, best.makespan, least) // (
+        2 if best.in_order_sections else 1
     ):  # queues took the other half
-        found = best.order, best.makespan
-        best.tables, (best.order, best.makespan) = improve(
-            best.step, composer.graph, best.tables, best.early, found, count
+        found = best.task_order, best.makespan
+        best.tables, (best.task_order, best.makespan) = improve_order(
+            best.step_tasks, composer.graph, best.tables, best.prefetchable, found, count
         )
     return best
 
 
-def _best(composer: Composer, least: Least) -> Candidate:
+def _try_candidates(composer: MicroBatchComposer, least: MakespanBound) -> ScheduleCandidate:
     """The shortest of the candidates; the later ones are tried only where there is something to gain."""
-    if (found := critical_load(composer)) is not None:
-        return _best_queues(composer, *found, least)
-    first, *others = composer.styles()
-    best = _candidate(composer, composer.wavefront(first))
+    if (found := critical_pipeline_load(composer)) is not None:
+        return _try_pipeline_orders(composer, *found, least)
+    first, *others = composer.list_priority_rules()
+    best = _build_candidate(composer, composer.compose_by_priority(first))
     for style in others:
-        if tries(best.count, best.makespan, least) < STYLE_TRIES:
+        if worthwhile_tries(best.task_count, best.makespan, least) < PRIORITY_RULE_TRIES:
             break
-        found = _candidate(composer, composer.wavefront(style))
+        found = _build_candidate(composer, composer.compose_by_priority(style))
         best = found if found.makespan < best.makespan else best
     return best
 
 
-def _best_queues(
-    composer: Composer, load: pipeline_order.Load, lots: Sequence[Lot], least: Least
-) -> Candidate:
+def _try_pipeline_orders(
+    composer: MicroBatchComposer,
+    load: pipeline_order.PipelineLoad,
+    lots: Sequence[SamplePositions],
+    least: MakespanBound,
+) -> ScheduleCandidate:
     """A critical pipeline's queues: planned in the likeliest manner first, in others and with moves as long
     as the step is worth it."""
-    plan, spent = pipeline_order.plan(load, pipeline_order.LIKELIEST), 0
-    best = queue_candidate(composer, load, lots, plan)
-    for manner in pipeline_order.OTHERS:
-        spent += QUEUE_TRIES * (1 + load.replicas // pipeline_order.MANY)
-        if not affordable(best.count, best.makespan, least, spent):
+    plan, spent = pipeline_order.plan_orders(load, pipeline_order.LIKELIEST_STRATEGY), 0
+    best = pipeline_order_candidate(composer, load, lots, plan)
+    for manner in pipeline_order.OTHER_STRATEGIES:
+        spent += PIPELINE_ORDER_TRIES * (1 + load.replica_count // pipeline_order.MAX_SIMULATED_REPLICAS)
+        if not affordable_runs(best.task_count, best.makespan, least, spent):
             break
-        other = pipeline_order.move(load, pipeline_order.plan(load, manner))
-        found = queue_candidate(composer, load, lots, other)
+        other = pipeline_order.improve_last_order(load, pipeline_order.plan_orders(load, manner))
+        found = pipeline_order_candidate(composer, load, lots, other)
         best, plan = (found, other) if found.makespan < best.makespan else (best, plan)
-    if count := tries(best.count, best.makespan, least):
-        found = queue_candidate(composer, load, lots, pipeline_order.search(load, plan, count // 2))
+    if count := worthwhile_tries(best.task_count, best.makespan, least):
+        found = pipeline_order_candidate(
+            composer, load, lots, pipeline_order.search_orders(load, plan, count // 2)
+        )
         best = found if found.makespan < best.makespan else best
     return best
 
 
-def queue_candidate(
-    composer: Composer, load: pipeline_order.Load, lots: Sequence[Lot], plan: pipeline_order.Queues
-) -> Candidate:
+def pipeline_order_candidate(
+    composer: MicroBatchComposer,
+    load: pipeline_order.PipelineLoad,
+    lots: Sequence[SamplePositions],
+    plan: pipeline_order.PipelineOrders,
+) -> ScheduleCandidate:
     """The step in which the critical pipeline's replicas keep to these queues of lots."""
-    turn = [0] * composer.count
-    for lot, wanted in zip(lots, plan.wanted, strict=True):
+    turn = [0] * composer.sample_count
+    for lot, wanted in zip(lots, plan.wanted_starts, strict=True):
         for p in lot:
             turn[p] = wanted
-    stages = composer.graph.stages[composer.critical.name]
-    tables = composer.queued([[lots[m] for m in q] for q in plan.queues], turn)
-    return _candidate(composer, tables, {stages[0].name}, (stages, load, plan))
+    stages = composer.graph.pipeline_stages[composer.critical_section.name]
+    tables = composer.compose_by_order([[lots[m] for m in q] for q in plan.orders], turn)
+    return _build_candidate(composer, tables, {stages[0].name}, (stages, load, plan))
 
 
-def _candidate(
-    composer: Composer,
-    tables: dict[str, Table],
+def _build_candidate(
+    composer: MicroBatchComposer,
+    tables: dict[str, MicroBatchTable],
     in_turn: Container[str] = (),
-    planned: tuple[Sequence[Section], pipeline_order.Load, pipeline_order.Queues] | None = None,
-) -> Candidate:
+    planned: tuple[Sequence[Section], pipeline_order.PipelineLoad, pipeline_order.PipelineOrders]
+    | None = None,
+) -> ScheduleCandidate:
     """The step of these micro-batches, in virtual time; `planned` are the stages and the queues of a pipeline
     that keeps to them."""
-    chosen = early(composer.plan, composer.graph, tables, composer.samples)
-    found = Candidate(composer, ready(tables, chosen), chosen, in_turn)
+    chosen = select_prefetched(composer.plan, composer.graph, tables, composer.samples)
+    found = ScheduleCandidate(composer, without_prefetched_time(tables, chosen), chosen, in_turn)
     order = (
-        Apart(composer, found.tables, found.messages, found.numbers, *planned).order()
+        DecoupledSimulation(composer, found.tables, found.messages, found.task_ranges, *planned).simulate()
         if planned is not None
         else None
     )
-    found.order, found.makespan = run(found.step.jobs) if order is None else order
+    found.task_order, found.makespan = simulate_tasks(found.step_tasks.graph) if order is None else order
     return found
 
 
-def _emitted(c: Candidate) -> Schedule:
+def _emit_candidate(c: ScheduleCandidate) -> Schedule:
     return replace(
-        emit(c.composer.plan, c.composer.graph, c.tables, c.messages, c.numbers, c.order), early=c.early
+        emit_programs(c.composer.plan, c.composer.graph, c.tables, c.messages, c.task_ranges, c.task_order),
+        prefetchable=c.prefetchable,
     )

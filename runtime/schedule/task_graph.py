@@ -21,18 +21,18 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from operator import itemgetter
 
-from secc.runtime.plan.replica_routes import widths
+from secc.runtime.plan.replica_routes import shared_extra_ranks
 from secc.runtime.plan.schema import Plan, Section
-from secc.runtime.plan.section_graph import Graph
-from secc.runtime.plan.step_program import owes_backward, replica_ranks, returns_gradient, rounds
-from secc.runtime.schedule.list_scheduler import Jobs
-from secc.runtime.schedule.micro_batches import Column, Table
+from secc.runtime.plan.section_graph import SectionGraph
+from secc.runtime.plan.step_program import gather_rounds, owes_backward, replica_first_ranks, returns_gradient
+from secc.runtime.schedule.list_scheduler import TaskGraph
+from secc.runtime.schedule.micro_batches import IntColumn, MicroBatchTable
 
-Messages = dict[str, list[tuple[int, int]]]  # for each edge, (producer's, consumer's) micro-batch
+MessagePairs = dict[str, list[tuple[int, int]]]  # for each edge, (producer's, consumer's) micro-batch
 
 
 @dataclass(frozen=True)
-class Numbers:
+class TaskRanges:
     """Where the jobs of a section's `count` micro-batches stand.
 
     The forward of micro-batch m is job `forward + m`, its backward `backward + m`; `backward` is -1 where
@@ -42,44 +42,44 @@ class Numbers:
 
     section: Section
     count: int
-    forward: int
-    backward: int
-    weight: int = -1
+    forward_start: int
+    backward_start: int
+    weight_start: int = -1
 
     @property
-    def last(self) -> int:
+    def release_start(self) -> int:
         """Where the jobs start after which a micro-batch keeps nothing."""
-        return self.weight if self.weight >= 0 else self.backward
+        return self.weight_start if self.weight_start >= 0 else self.backward_start
 
     @property
-    def parts(self) -> list[range]:
+    def ranges(self) -> list[range]:
         """All jobs: forwards, backwards, and what backwards leave for later."""
         return [
             range(start, start + self.count)
-            for start in dict.fromkeys((self.forward, self.backward, self.weight))
+            for start in dict.fromkeys((self.forward_start, self.backward_start, self.weight_start))
             if start >= 0
         ]
 
-    def jobs(self, micro: int) -> list[int]:
+    def micro_batch_tasks(self, micro: int) -> list[int]:
         """The jobs of a micro-batch."""
-        return [part[micro] for part in self.parts]
+        return [part[micro] for part in self.ranges]
 
 
 @dataclass
-class Step:
+class StepTasks:
     """The jobs of one global batch, without their priorities, and what each section's are."""
 
-    jobs: Jobs
-    numbers: dict[str, Numbers]
+    graph: TaskGraph
+    ranges: dict[str, TaskRanges]
 
 
-def numbered(
-    plan: Plan, graph: Graph, tables: Mapping[str, Table], without: Container[str] = ()
-) -> dict[str, Numbers]:
+def number_tasks(
+    plan: Plan, graph: SectionGraph, tables: Mapping[str, MicroBatchTable], without: Container[str] = ()
+) -> dict[str, TaskRanges]:
     """Where the jobs of each section stand, but of those `without`."""
     fed, start = {e.src for e in plan.edges}, 0
-    numbers: dict[str, Numbers] = {}
-    for section in (s for s in graph.order if s.name not in without):
+    numbers: dict[str, TaskRanges] = {}
+    for section in (s for s in graph.topological_order if s.name not in without):
         name, count = section.name, len(tables[section.name].micro_batches)
         forward = backward = start
         if not owes_backward(section):
@@ -89,117 +89,127 @@ def numbered(
         start += count
         weight = start if section.weight_permille and backward >= 0 else -1
         start += count if weight >= 0 else 0
-        numbers[name] = Numbers(section, count, forward, backward, weight)
+        numbers[name] = TaskRanges(section, count, forward, backward, weight)
     return numbers
 
 
-def make(
+def build_step_tasks(
     plan: Plan,
-    graph: Graph,
-    tables: Mapping[str, Table],
-    messages: Messages,
+    graph: SectionGraph,
+    tables: Mapping[str, MicroBatchTable],
+    messages: MessagePairs,
     in_turn: Container[str],
     without: Container[str] = (),
-) -> Step:
+) -> StepTasks:
     """The jobs of these micro-batches, with priorities. Replicas of sections `in_turn` run their forwards in
     the micro-batches' order.
 
     Sections `without` are left out, and what the others have to do with them.
     """
-    step = Step(Jobs(plan.world_size), numbered(plan, graph, tables, without))
-    wide = widths(tuple(s.mesh for s in graph.order))
-    for n in step.numbers.values():
-        _add(step, n, tables[n.section.name])
+    step = StepTasks(TaskGraph(plan.world_size), number_tasks(plan, graph, tables, without))
+    wide = shared_extra_ranks(tuple(s.mesh for s in graph.topological_order))
+    for n in step.ranges.values():
+        _add_section_tasks(step, n, tables[n.section.name])
         others = wide.get(n.section.mesh, {})
-        for part in n.parts if others else ():
-            step.jobs.widen(part, others)
-    _depend(plan, step, messages)
-    _in_turn(step, tables, in_turn)
-    step.jobs.priority = _priorities(graph, step, tables, in_turn)
+        for part in n.ranges if others else ():
+            step.graph.occupy_ranks(part, others)
+    _add_dependencies(plan, step, messages)
+    _chain_in_order(step, tables, in_turn)
+    step.graph.priority = _prioritize_tasks(graph, step, tables, in_turn)
     for stages in plan.pipelines.values():
         if stages[0].name not in without:
-            _pass_on(step, tables, stages)
+            _bind_stages(step, tables, stages)
     return step
 
 
-def _pass_on(step: Step, tables: Mapping[str, Table], stages: Sequence[Section]) -> None:
+def _bind_stages(step: StepTasks, tables: Mapping[str, MicroBatchTable], stages: Sequence[Section]) -> None:
     """What binds the stages of a pipeline: one order of micro-batches, and room for so many in flight."""
-    numbers = [step.numbers[s.name] for s in stages]
+    numbers = [step.ranges[s.name] for s in stages]
     for before, then in pairwise(numbers):
-        first, second = (range(n.forward, n.forward + n.count) for n in (before, then))
+        first, second = (range(n.forward_start, n.forward_start + n.count) for n in (before, then))
         for a, b in zip(first, second, strict=True):
             if (
-                b not in step.jobs.successors[a]
+                b not in step.graph.successors[a]
             ):  # nothing travels between these stages, for some samples or for all
-                step.jobs.before(a, b)
-        step.jobs.follow(first, second)
+                step.graph.add_dependency(a, b)
+        step.graph.follow_order(first, second)
     for section, n in zip(stages, numbers, strict=True):
-        if section.in_flight and n.last not in (-1, n.forward):
-            takes, gives = (range(start, start + n.count) for start in (n.forward, n.last))
-            step.jobs.limit(section.in_flight, takes, gives, section.room_bytes, tables[section.name].kept)
+        if section.in_flight and n.release_start not in (-1, n.forward_start):
+            takes, gives = (range(start, start + n.count) for start in (n.forward_start, n.release_start))
+            step.graph.limit_in_flight(
+                section.in_flight, takes, gives, section.room_bytes, tables[section.name].saved_bytes
+            )
 
 
-def _add(step: Step, n: Numbers, table: Table) -> None:
-    jobs, ranks, count, section = step.jobs, replica_ranks(n.section), n.count, n.section
-    start, where = n.forward, [ranks[m.replica] for m in table.micro_batches]
-    inputs = list(map(int.__sub__, table.backward, table.weight))
-    if n.backward == start:
-        parts = [list(map(int.__add__, table.forward, inputs))]
+def _add_section_tasks(step: StepTasks, n: TaskRanges, table: MicroBatchTable) -> None:
+    jobs, ranks, count, section = step.graph, replica_first_ranks(n.section), n.count, n.section
+    start, where = n.forward_start, [ranks[m.replica] for m in table.micro_batches]
+    inputs = list(map(int.__sub__, table.backward_ns, table.weight_ns))
+    if n.backward_start == start:
+        parts = [list(map(int.__add__, table.forward_ns, inputs))]
     else:
-        parts = [table.forward, inputs] if n.backward >= 0 else [table.forward]
-    parts += [table.weight] if n.weight >= 0 else []
+        parts = [table.forward_ns, inputs] if n.backward_start >= 0 else [table.forward_ns]
+    parts += [table.weight_ns] if n.weight_start >= 0 else []
     for part, durations in enumerate(parts, 1):
-        jobs.rank += where
-        jobs.duration += durations
+        jobs.rank_of += where
+        jobs.duration_ns += durations
         jobs.successors += [
             [m + count] if part < len(parts) else []
             for m in range(len(jobs.successors), len(jobs.successors) + count)
         ]
-        jobs.waits += [int(part > 1)] * count
-    for of_round in dict.fromkeys(rounds([section], {section.name: table.micro_batches}).values()):
+        jobs.predecessor_count += [int(part > 1)] * count
+    for of_round in dict.fromkeys(gather_rounds([section], {section.name: table.micro_batches}).values()):
         for first in range(start, start + len(parts) * count, count):
-            jobs.join([first + m.index for m in of_round])
+            jobs.join_tasks([first + m.index for m in of_round])
         if (
-            n.backward == start
+            n.backward_start == start
             # replicas are in step in both, and the one with the longest forward may not have the longest backward
         ):
-            lasts = sum(max(column[m.index] for m in of_round) for column in (table.forward, inputs))
+            lasts = sum(max(column[m.index] for m in of_round) for column in (table.forward_ns, inputs))
             for m in of_round:
-                jobs.duration[start + m.index] = lasts
+                jobs.duration_ns[start + m.index] = lasts
 
 
-def _depend(plan: Plan, step: Step, messages: Messages) -> None:
+def _add_dependencies(plan: Plan, step: StepTasks, messages: MessagePairs) -> None:
     """Consumers' forwards wait for producers', and producers' backwards for consumers' where a gradient
     returns."""
-    sections, successors, waits = {s.name: s for s in plan.sections}, step.jobs.successors, step.jobs.waits
-    for edge in (e for e in plan.edges if e.src in step.numbers and e.dst in step.numbers):
-        src, dst, gradient = step.numbers[edge.src], step.numbers[edge.dst], returns_gradient(edge, sections)
+    sections, successors, waits = (
+        {s.name: s for s in plan.sections},
+        step.graph.successors,
+        step.graph.predecessor_count,
+    )
+    for edge in (e for e in plan.edges if e.src in step.ranges and e.dst in step.ranges):
+        src, dst, gradient = step.ranges[edge.src], step.ranges[edge.dst], returns_gradient(edge, sections)
         for a, b in messages[edge.name]:
-            successors[src.forward + a].append(dst.forward + b)
-            waits[dst.forward + b] += 1
+            successors[src.forward_start + a].append(dst.forward_start + b)
+            waits[dst.forward_start + b] += 1
             if gradient:
-                successors[dst.backward + b].append(src.backward + a)
-                waits[src.backward + a] += 1
+                successors[dst.backward_start + b].append(src.backward_start + a)
+                waits[src.backward_start + a] += 1
 
 
-def _in_turn(step: Step, tables: Mapping[str, Table], some: Container[str]) -> None:
-    for name, numbers in step.numbers.items():
+def _chain_in_order(step: StepTasks, tables: Mapping[str, MicroBatchTable], some: Container[str]) -> None:
+    for name, numbers in step.ranges.items():
         last: dict[int, int] = {}
         for m in tables[name].micro_batches if name in some else ():
             if m.replica in last:
-                step.jobs.before(last[m.replica], numbers.forward + m.index)
-            last[m.replica] = numbers.forward + m.index
+                step.graph.add_dependency(last[m.replica], numbers.forward_start + m.index)
+            last[m.replica] = numbers.forward_start + m.index
 
 
 # -- priorities
 # -------------------------------------------------------------------------------------------------------------------
 
 
-BACKWARD, AHEAD, FORWARD, BACKWARD_AHEAD, WEIGHT = range(5)  # bands, the most urgent first
-_job = itemgetter(-1)
+BAND_BACKWARD, BAND_FORWARD_FIRST, BAND_FORWARD, BAND_BACKWARD_LATER, BAND_WEIGHT = range(
+    5
+)  # bands, the most urgent first
+_task_of_key = itemgetter(-1)
 
 
-def _priorities(graph: Graph, step: Step, tables: Mapping[str, Table], in_turn: Container[str]) -> Column:
+def _prioritize_tasks(
+    graph: SectionGraph, step: StepTasks, tables: Mapping[str, MicroBatchTable], in_turn: Container[str]
+) -> IntColumn:
     """Each job's place in the order of urgency: by bands, in most of which downstream sections go first, then
     by keys, the job the last.
 
@@ -207,37 +217,44 @@ def _priorities(graph: Graph, step: Step, tables: Mapping[str, Table], in_turn: 
     the second parts of backwards.
     """
     found: defaultdict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)  # keys by band and depth
-    for name, n in step.numbers.items():
-        table, depth, ahead = tables[name], -graph.depth[name], graph.runs_ahead(n.section)
-        early = (AHEAD, 0) if ahead else (FORWARD, depth)
-        held = ahead or (n.section.in_flight > 0 and graph.is_owed(n.section))
+    for name, n in step.ranges.items():
+        table, depth, ahead = tables[name], -graph.depth[name], graph.runs_forwards_first(n.section)
+        early = (BAND_FORWARD_FIRST, 0) if ahead else (BAND_FORWARD, depth)
+        held = ahead or (n.section.in_flight > 0 and graph.receives_gradients(n.section))
         found[early] += _forward_keys(n, table, held, name in in_turn)
-        if n.backward not in (-1, n.forward):
-            owed = list(map(int.__add__, table.upstream, table.backward)) if ahead else table.upstream
-            late = (BACKWARD_AHEAD if ahead else BACKWARD), depth
-            found[late] += zip(
-                map(int.__neg__, owed), _sizes(table), range(n.backward, n.backward + n.count), strict=True
+        if n.backward_start not in (-1, n.forward_start):
+            owed = (
+                list(map(int.__add__, table.upstream_ns, table.backward_ns)) if ahead else table.upstream_ns
             )
-        if n.weight >= 0:
-            found[WEIGHT, 0] += zip(range(n.weight, n.weight + n.count))
-    priority = [0] * len(step.jobs.rank)
+            late = (BAND_BACKWARD_LATER if ahead else BAND_BACKWARD), depth
+            found[late] += zip(
+                map(int.__neg__, owed),
+                _negated_work(table),
+                range(n.backward_start, n.backward_start + n.count),
+                strict=True,
+            )
+        if n.weight_start >= 0:
+            found[BAND_WEIGHT, 0] += zip(range(n.weight_start, n.weight_start + n.count))
+    priority = [0] * len(step.graph.rank_of)
     for place, job in enumerate(
-        chain.from_iterable(map(_job, sorted(keys)) for _, keys in sorted(found.items()))
+        chain.from_iterable(map(_task_of_key, sorted(keys)) for _, keys in sorted(found.items()))
     ):
         priority[job] = place
     return priority
 
 
-def _forward_keys(n: Numbers, table: Table, held: bool, in_turn: bool) -> Iterable[tuple[int, ...]]:
+def _forward_keys(
+    n: TaskRanges, table: MicroBatchTable, held: bool, in_turn: bool
+) -> Iterable[tuple[int, ...]]:
     """`held`: the section holds what it has done until other sections have done theirs, which want it by
     turn. Room that is full of parts of several of their micro-batches would wait for what has no room."""
-    jobs = range(n.forward, n.forward + n.count)
+    jobs = range(n.forward_start, n.forward_start + n.count)
     if held:
-        return zip(table.turn, _sizes(table), jobs, strict=True)
+        return zip(table.critical_start_ns, _negated_work(table), jobs, strict=True)
     if in_turn:
-        return zip(table.turn, jobs, strict=True)
-    return zip(table.wave, table.urgency, _sizes(table), jobs, strict=True)
+        return zip(table.critical_start_ns, jobs, strict=True)
+    return zip(table.priority_class, table.urgency, _negated_work(table), jobs, strict=True)
 
 
-def _sizes(table: Table) -> list[int]:
-    return [-f - b for f, b in zip(table.forward, table.backward, strict=True)]
+def _negated_work(table: MicroBatchTable) -> list[int]:
+    return [-f - b for f, b in zip(table.forward_ns, table.backward_ns, strict=True)]

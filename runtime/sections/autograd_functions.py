@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from secc.runtime.model.user_file import file_of, is_model_file
+from secc.runtime.model.user_file import is_model_file_module, model_file_module
 
-PREFIX = "function."  # of the target of such a call in the IR
+FUNCTION_PREFIX = "function."  # of the target of such a call in the IR
 
 
 @dataclass(frozen=True)
-class Function:
+class UserFunction:
     """A class as a plan names it: `module` is "" for the user's model file. Equal for the same class of two
     imports of the file."""
 
@@ -31,35 +31,37 @@ class Function:
     name: str
 
     def __str__(self) -> str:
-        return f"{PREFIX}{self.module}:{self.name}" if self.module else PREFIX + self.name
+        return f"{FUNCTION_PREFIX}{self.module}:{self.name}" if self.module else FUNCTION_PREFIX + self.name
 
-    def on(self, model: nn.Module) -> Applied:
+    def bind_to_model(self, model: nn.Module) -> UserFunctionCall:
         """The function, for a model made by the user's file. Raises ImportError or AttributeError where it is
         not there."""
-        source = importlib.import_module(self.module) if self.module else sys.modules[file_of(model)]
-        return Applied(self, operator.attrgetter(self.name)(source))
+        source = (
+            importlib.import_module(self.module) if self.module else sys.modules[model_file_module(model)]
+        )
+        return UserFunctionCall(self, operator.attrgetter(self.name)(source))
 
     @staticmethod
-    def parse(text: str) -> Function:
+    def parse(text: str) -> UserFunction:
         """The function of a target in the IR, with or without the prefix."""
-        module, _, name = text.removeprefix(PREFIX).rpartition(":")
-        return Function(module, name)
+        module, _, name = text.removeprefix(FUNCTION_PREFIX).rpartition(":")
+        return UserFunction(module, name)
 
 
-class Applied:
+class UserFunctionCall:
     """Applies a class; of what that returns only the tensors come back: one alone, or a tuple. Equal where
     the function is."""
 
-    def __init__(self, function: Function, cls: Any) -> None:
+    def __init__(self, function: UserFunction, cls: Any) -> None:
         self.function, self._cls = function, cls
         self.__name__ = str(function)
 
     def __call__(self, *args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        found = tensors_of(self._cls.apply(*args))
+        found = returned_tensors(self._cls.apply(*args))
         return found[0] if len(found) == 1 else found
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Applied) and other.function == self.function
+        return isinstance(other, UserFunctionCall) and other.function == self.function
 
     def __hash__(self) -> int:
         return hash(self.function)
@@ -68,19 +70,19 @@ class Applied:
         return str(self.function)
 
 
-def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
+def returned_tensors(result: Any) -> tuple[torch.Tensor, ...]:
     """The tensors in what a Function returns: a tensor, or a tuple of anything."""
     return tuple(
         t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, torch.Tensor)
     )
 
 
-def applied(cls: Any) -> Applied | None:
+def find_user_function(cls: Any) -> UserFunctionCall | None:
     """How a plan can name a class; None for one that is made inside of a function, or whose module does not
     have it."""
-    name = Function("" if is_model_file(cls.__module__) else cls.__module__, cls.__qualname__)
+    name = UserFunction("" if is_model_file_module(cls.__module__) else cls.__module__, cls.__qualname__)
     try:
         found = operator.attrgetter(cls.__qualname__)(sys.modules[cls.__module__])
     except (KeyError, AttributeError):
         return None
-    return Applied(name, cls) if found is cls and cls.__module__ != "__main__" else None
+    return UserFunctionCall(name, cls) if found is cls and cls.__module__ != "__main__" else None

@@ -18,22 +18,22 @@ from torch import nn
 
 from secc.runtime.errors import UserError
 from secc.runtime.plan import schema
-from secc.runtime.randomness.micro_batch_draws import Draws
+from secc.runtime.randomness.micro_batch_draws import MicroBatchDraws
 from secc.runtime.sections import forward_hooks
-from secc.runtime.sections.autograd_functions import Applied, Function
-from secc.runtime.sections.module_settings import Setting, applied
-from secc.runtime.tensor_parallel.replica_group import ProcessGroup
+from secc.runtime.sections.autograd_functions import UserFunction, UserFunctionCall
+from secc.runtime.sections.module_settings import ModuleSetting, apply_settings
+from secc.runtime.tensor_parallel.replica_group import ReplicaProcessGroup
 
 if TYPE_CHECKING:
-    from secc.runtime.tensor_parallel.vocab_parallel_ops import Parts
+    from secc.runtime.tensor_parallel.vocab_parallel_ops import VocabShards
 
 Batch = Mapping[str, Any]
-RECORDED = "secc.recorded"  # the key under which a batch has its recording
+RECORDING_KEY = "secc.recorded"  # the key under which a batch has its recording
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Case:
+class SectionCase:
     """One captured way through a section: `method(batch, edges)` computes it when `when` and `guards` hold.
 
     `when` is the set of optional keys of the micro-batch that this section tells apart; `guards` maps a
@@ -49,9 +49,9 @@ class Case:
     receives: tuple[str, ...] = ()
     sends: tuple[str, ...] = ()
     terms: tuple[str, ...] = ()
-    anew: tuple[str, ...] = ()
-    takes: tuple[str, ...] = ()
-    whole: bool = False
+    recorded_cases: tuple[str, ...] = ()
+    recorded_labels: tuple[str, ...] = ()
+    needs_whole_recording: bool = False
 
 
 class Constants:
@@ -69,12 +69,12 @@ class Constants:
         return self._loaded[name, device]
 
 
-class Section(nn.Module):
+class SectionModule(nn.Module):
     """A part of the user's model that runs on one rank: the user's own modules, called in the order the user
     calls them."""
 
     name: str = ""
-    cases: tuple[Case, ...] = ()
+    cases: tuple[SectionCase, ...] = ()
     optional: frozenset[str] = frozenset()  # the keys that tell this section's cases apart
 
     def __init__(self, model: nn.Module) -> None:
@@ -82,8 +82,8 @@ class Section(nn.Module):
         # In a list, so that the model's other modules do not become modules of this section.
         self._model = [model]
         self.constants = Constants(Path(inspect.getfile(type(self))).parent)
-        self.draws: Draws | None = None  # of the micro-batch that runs
-        self.group: ProcessGroup | None = None  # the ranks of this replica, where it has several
+        self.draws: MicroBatchDraws | None = None  # of the micro-batch that runs
+        self.group: ReplicaProcessGroup | None = None  # the ranks of this replica, where it has several
 
     @property
     def whole_model(self) -> nn.Module:
@@ -100,43 +100,46 @@ class Section(nn.Module):
         replaced."""
         return operator.attrgetter(path)(self._model[0])
 
-    def parts(self, size: int) -> Parts:
+    def vocab_shards(self, size: int) -> VocabShards:
         """The parts that the replica's ranks have of a vocabulary of `size` tokens."""
         from secc.runtime.tensor_parallel.vocab_parallel_ops import (
-            Parts,  # brings the kernels, which few sections need
+            VocabShards,  # brings the kernels, which few sections need
         )
 
-        return Parts(size, self.group)
+        return VocabShards(size, self.group)
 
-    def function(self, name: str) -> Applied:
+    def function(self, name: str) -> UserFunctionCall:
         """A `torch.autograd.Function` of the user's that the glue applies."""
-        return Function.parse(name).on(self._model[0])
+        return UserFunction.parse(name).bind_to_model(self._model[0])
 
     def draw(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of a random op of the glue, under the name it has in the user's forward."""
         if self.draws is None:
             return function(*args, **kwargs)
-        return self.draws.named(name, function, *args, **kwargs)
+        return self.draws.draw_named(name, function, *args, **kwargs)
 
-    def called(self, site: str) -> AbstractContextManager[None]:
+    def at_call_site(self, site: str) -> AbstractContextManager[None]:
         """Blocks called inside draw random numbers as called at these lines of the user's."""
-        return nullcontext() if self.draws is None else self.draws.called(site)
+        return nullcontext() if self.draws is None else self.draws.at_call_site(site)
 
-    def set(self, module: nn.Module, *settings: Setting) -> AbstractContextManager[None]:
+    def with_settings(self, module: nn.Module, *settings: ModuleSetting) -> AbstractContextManager[None]:
         """The block's modules are set inside as the user's forward had set them for this call."""
-        return applied(module, *settings)
+        return apply_settings(module, *settings)
 
-    def recorded(self, batch: Batch, label: str, *sources: torch.Tensor) -> torch.Tensor:
+    def rerecorded_tensor(self, batch: Batch, label: str, *sources: torch.Tensor) -> torch.Tensor:
         """A tensor that glue makes for a block, by the ops that were recorded for this micro-batch; `sources`
         are the plan's."""
-        return batch[RECORDED].run(self, batch, label, sources)
+        return batch[RECORDING_KEY].run(self, batch, label, sources)
 
-    def case(self, batch: Batch) -> Case:
+    def select_case(self, batch: Batch) -> SectionCase:
         """The case of a micro-batch. Raises UserError if no capture took this way (naming pattern and
         guards)."""
-        found, seen = self._compiled(batch)
-        if found is None and RECORDED in batch:
-            found = next((c for c in self._alike(batch) if batch[RECORDED].case in c.anew), None)
+        found, seen = self._find_compiled_case(batch)
+        if found is None and RECORDING_KEY in batch:
+            found = next(
+                (c for c in self._cases_of_pattern(batch) if batch[RECORDING_KEY].case in c.recorded_cases),
+                None,
+            )
         if found is not None:
             return found
         pattern = self.optional & batch.keys()
@@ -150,42 +153,46 @@ class Section(nn.Module):
             remedy="let dataset() show such samples earlier, or compile again with more --stats-samples",
         )
 
-    def anew(self, batch: Batch) -> list[Case]:
+    def cases_to_rerecord(self, batch: Batch) -> list[SectionCase]:
         """The cases that take glue recorded for a micro-batch; none where a case is compiled for it."""
-        return [c for c in self._alike(batch) if c.anew] if self._compiled(batch)[0] is None else []
+        return (
+            [c for c in self._cases_of_pattern(batch) if c.recorded_cases]
+            if self._find_compiled_case(batch)[0] is None
+            else []
+        )
 
-    def _alike(self, batch: Batch) -> list[Case]:
+    def _cases_of_pattern(self, batch: Batch) -> list[SectionCase]:
         pattern = self.optional & batch.keys()
         return [c for c in self.cases if c.when == pattern]
 
-    def _compiled(self, batch: Batch) -> tuple[Case | None, list[str]]:
+    def _find_compiled_case(self, batch: Batch) -> tuple[SectionCase | None, list[str]]:
         """The case that is compiled for a micro-batch, and the guards that say no to others."""
         seen: list[str] = []
-        for case in self._alike(batch):
+        for case in self._cases_of_pattern(batch):
             failed = [g for g, value in case.guards.items() if getattr(self, g)(batch) != value]
-            if not failed and not case.anew:
+            if not failed and not case.recorded_cases:
                 return case, []
             seen += failed
         return None, seen
 
-    def forward(self, case: Case, batch: Batch, edges: Tensors) -> tuple[Tensors, Tensors]:
+    def forward(self, case: SectionCase, batch: Batch, edges: Tensors) -> tuple[Tensors, Tensors]:
         """Edges out and numerators of loss terms (0-dim) of one micro-batch."""
-        with forward_hooks.without(self.children()):
+        with forward_hooks.without_user_hooks(self.children()):
             return getattr(self, case.method)(batch, edges)
 
 
-def load_section(directory: Path, planned: schema.Section, model: nn.Module) -> Section:
+def load_section_module(directory: Path, planned: schema.Section, model: nn.Module) -> SectionModule:
     """A section of the plan in `directory`, on a model; its module is loaded anew."""
-    module = load_module(directory / planned.module)
+    module = load_plan_module(directory / planned.module)
     found = next(
         c
         for c in vars(module).values()
-        if isinstance(c, type) and issubclass(c, Section) and c.name == planned.name
+        if isinstance(c, type) and issubclass(c, SectionModule) and c.name == planned.name
     )
     return found(model)
 
 
-def load_module(path: Path) -> ModuleType:
+def load_plan_module(path: Path) -> ModuleType:
     """A module of a plan directory."""
     name = f"secc_plan_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

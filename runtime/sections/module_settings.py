@@ -15,16 +15,16 @@ from typing import Any
 
 from torch import nn
 
-Setting = tuple[
+ModuleSetting = tuple[
     Any, ...
 ]  # an attribute's name, its value, and the paths of the modules that have it: none for all that have one
-Held = tuple[tuple[nn.Module, tuple[Setting, ...]], ...]
+ActiveSettings = tuple[tuple[nn.Module, tuple[ModuleSetting, ...]], ...]
 
-_held: ContextVar[Held] = ContextVar("settings", default=())
+_active_settings: ContextVar[ActiveSettings] = ContextVar("settings", default=())
 
 
 @contextmanager
-def applied(module: nn.Module, *settings: Setting) -> Iterator[None]:
+def apply_settings(module: nn.Module, *settings: ModuleSetting) -> Iterator[None]:
     """Set attributes of `module` and of modules in it, and set them back."""
     before: list[tuple[nn.Module, str, Any]] = []
     for name, value, *paths in settings:
@@ -33,37 +33,37 @@ def applied(module: nn.Module, *settings: Setting) -> Iterator[None]:
         ]:
             before.append((m, name, getattr(m, name)))
             setattr(m, name, value)
-    token = _held.set((*_held.get(), (module, settings)))
+    token = _active_settings.set((*_active_settings.get(), (module, settings)))
     try:
         yield
     finally:
-        _held.reset(token)
-        restore(before)
+        _active_settings.reset(token)
+        restore_attributes(before)
 
 
-def restore(before: list[tuple[nn.Module, str, Any]]) -> None:
+def restore_attributes(before: list[tuple[nn.Module, str, Any]]) -> None:
     """Give modules' attributes the values that they had, the last one set first."""
     for module, name, value in reversed(before):
         setattr(module, name, value)
 
 
-def lasting(call: Callable[..., Any]) -> Callable[..., Any]:
+def bind_active_settings(call: Callable[..., Any]) -> Callable[..., Any]:
     """`call` with the settings that hold now, whenever it runs."""
-    held = _held.get()
+    held = _active_settings.get()
     if not held:
         return call
 
     def run(*args: Any) -> Any:
-        before = _held.get()
-        return call(*args) if before == held else _within(held, call, args)
+        before = _active_settings.get()
+        return call(*args) if before == held else _call_with_settings(held, call, args)
 
     return run
 
 
-def _within(held: Held, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _call_with_settings(held: ActiveSettings, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """The call under all of these settings."""
     if not held:
         return call(*args)
     (module, settings), *rest = held
-    with applied(module, *settings):
-        return _within(tuple(rest), call, args)
+    with apply_settings(module, *settings):
+        return _call_with_settings(tuple(rest), call, args)

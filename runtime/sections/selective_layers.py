@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 
 
-def second(count: int) -> slice:
+def alternate_slice(count: int) -> slice:
     """Every second of `count` layers, counted so that the last one is not among them."""
     return slice(count % 2, None, 2) if count > 1 else slice(0, 0)
 
 
-def every_second(blocks: Iterable[str], classes: Mapping[str, str]) -> list[str]:
+def select_alternate_blocks(blocks: Iterable[str], classes: Mapping[str, str]) -> list[str]:
     """Every second of each run of several blocks of one class inside one module. `classes` names each block's
     class."""
     ordered = sorted(
@@ -21,5 +21,5 @@ def every_second(blocks: Iterable[str], classes: Mapping[str, str]) -> list[str]
     found: list[str] = []
     for _, run in groupby(ordered, key=lambda path: (path.rpartition(".")[0], classes[path])):
         alike = list(run)
-        found += alike[second(len(alike))]
+        found += alike[alternate_slice(len(alike))]
     return found

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from secc.runtime.tensor_parallel.replica_group import Group
-from secc.runtime.tensor_parallel.sequence_parallel import Positions
+from secc.runtime.tensor_parallel.replica_group import ReplicaGroup
+from secc.runtime.tensor_parallel.sequence_parallel import SequencePositions
 
 
-class _Enter(torch.autograd.Function):
+class _CopyToShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.group = group
         return x.view_as(x)
 
@@ -28,22 +28,22 @@ class _Enter(torch.autograd.Function):
         return ctx.group.sum(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
-class _Leave(torch.autograd.Function):
+class _ReduceFromShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return group.sum(x.clone(memory_format=torch.contiguous_format))
+    def forward(ctx: Any, x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return group.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return gradient, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherLastDim(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, sizes: list[int]) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, x: torch.Tensor, group: ReplicaGroup, sizes: list[int]) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.start, ctx.length = sum(sizes[: group.index]), sizes[group.index]
         rows = x.shape[:-1].numel()
-        flat = group.gather(x.contiguous().view(-1), [rows * size for size in sizes])
+        flat = group.all_gather(x.contiguous().view(-1), [rows * size for size in sizes])
         parts = flat.split([rows * size for size in sizes])
         return torch.cat(
             [part.view(*x.shape[:-1], size) for part, size in zip(parts, sizes, strict=True)], -1
@@ -54,41 +54,41 @@ class _Gather(torch.autograd.Function):
         return gradient.narrow(-1, ctx.start, ctx.length), None, None
 
 
-def enter(x: torch.Tensor, group: Group) -> torch.Tensor:
+def copy_to_shards(x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
     """`x`, whose gradient will be the sum of all ranks' gradients."""
-    return _Enter.apply(x, group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
+    return _CopyToShards.apply(x, group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
 
-def leave(x: torch.Tensor, group: Group) -> torch.Tensor:
+def reduce_from_shards(x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
     """The sum of all ranks' `x`."""
-    return _Leave.apply(x, group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
+    return _ReduceFromShards.apply(x, group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
 
-class Entrance:
+class ShardedRegion:
     """Where whole activations go into parts. Modules that take the same tensor one after the other share one
     sum of its gradients."""
 
-    def __init__(self, group: Group) -> None:
-        self.group, self.positions = group, Positions(group)
-        self._last: tuple[weakref.ref[torch.Tensor], bool, torch.Tensor] | None = None
+    def __init__(self, group: ReplicaGroup) -> None:
+        self.group, self.positions = group, SequencePositions(group)
+        self._last_input: tuple[weakref.ref[torch.Tensor], bool, torch.Tensor] | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, whose gradient will be the sum of all ranks' gradients."""
         grad = torch.is_grad_enabled()
         if not (grad and x.requires_grad):
             return x
-        if self._last is not None and self._last[0]() is x and self._last[1] == grad:
-            return self._last[2]
-        entered = enter(x, self.group)
-        self._last = weakref.ref(x), grad, entered
+        if self._last_input is not None and self._last_input[0]() is x and self._last_input[1] == grad:
+            return self._last_input[2]
+        entered = copy_to_shards(x, self.group)
+        self._last_input = weakref.ref(x), grad, entered
         return entered
 
-    def leave(self, x: torch.Tensor) -> torch.Tensor:
+    def reduce_output(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`."""
-        self._last = None
-        return leave(x, self.group)
+        self._last_input = None
+        return reduce_from_shards(x, self.group)
 
 
-def gather_last(x: torch.Tensor, group: Group, sizes: list[int]) -> torch.Tensor:
+def gather_last_dim(x: torch.Tensor, group: ReplicaGroup, sizes: list[int]) -> torch.Tensor:
     """All ranks' tensors side by side along the last dim, in which they have `sizes`."""
-    return _Gather.apply(x, group, sizes)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
+    return _GatherLastDim.apply(x, group, sizes)  # pyright: ignore[reportUnknownMemberType,reportReturnType]

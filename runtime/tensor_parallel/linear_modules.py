@@ -14,14 +14,14 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearModule:
     """A linear map: its module, along which dim of the weight its outputs lie, and the module's attributes
     that hold sizes."""
 
     module: nn.Module
     out_dim: int
-    out_name: str
-    in_name: str
+    out_attribute: str
+    in_attribute: str
 
     @property
     def weight(self) -> nn.Parameter:
@@ -35,38 +35,38 @@ class Linear:
         return bias if isinstance(bias, nn.Parameter) else None
 
     @property
-    def outputs(self) -> int:
+    def out_features(self) -> int:
         return self.weight.shape[self.out_dim]
 
     @property
-    def inputs(self) -> int:
+    def in_features(self) -> int:
         return self.weight.shape[1 - self.out_dim]
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply_weight(self, x: torch.Tensor) -> torch.Tensor:
         """The map without its bias."""
         return F.linear(x, self.weight if self.out_dim == 0 else self.weight.t())
 
-    def resize(self, outputs: int, inputs: int) -> None:
+    def set_sizes(self, outputs: int, inputs: int) -> None:
         """Tell the module which sizes its weight has on this rank."""
-        setattr(self.module, self.out_name, outputs)
-        setattr(self.module, self.in_name, inputs)
+        setattr(self.module, self.out_attribute, outputs)
+        setattr(self.module, self.in_attribute, inputs)
 
 
-def linear(module: nn.Module) -> Linear | None:
+def as_linear(module: nn.Module) -> LinearModule | None:
     """`module` as a linear map, or None."""
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return Linear(module, 0, "out_features", "in_features")
+        return LinearModule(module, 0, "out_features", "in_features")
     kind = type(module)
     if (
         kind.__name__ == "Conv1D"
         and {"nf", "nx"} <= vars(module).keys()
         and set(dict(module.named_parameters())) == {"weight", "bias"}
     ):
-        return Linear(module, 1, "nf", "nx")
+        return LinearModule(module, 1, "nf", "nx")
     return None
 
 
-def embedding(module: nn.Module) -> nn.Embedding | None:
+def as_embedding(module: nn.Module) -> nn.Embedding | None:
     """`module` as an embedding whose rows can be cut, or None."""
     if (
         not isinstance(module, nn.Embedding)

@@ -15,14 +15,14 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from secc.runtime.plan.replica_routes import bounds, replicas
+from secc.runtime.plan.replica_routes import ranks_by_replica, slice_bounds
 from secc.runtime.plan.schema import Plan, Shard
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+TensorBounds = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
 @dataclass(frozen=True)
-class Cut:
+class ParameterCut:
     """What rank `index` of `count` has of a tensor of `shape` that is cut along `dim`, whose entries are
     `parts` side by side."""
 
@@ -36,25 +36,25 @@ class Cut:
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """The rank's entries along `dim` as (start, stop), one for each part."""
         starts = [0, *accumulate(self.parts)]
-        own = (bounds(size, self.index, self.count) for size in self.parts)
+        own = (slice_bounds(size, self.index, self.count) for size in self.parts)
         return tuple(
             (offset + start, offset + stop) for offset, (start, stop) in zip(starts, own, strict=False)
         )
 
     @property
-    def local(self) -> torch.Size:
+    def local_shape(self) -> torch.Size:
         """The shape of what the rank has."""
         sizes = list(self.shape)
         sizes[self.dim] = sum(stop - start for start, stop in self.ranges)
         return torch.Size(sizes)
 
-    def take(self, whole: torch.Tensor) -> torch.Tensor:
+    def take_shard(self, whole: torch.Tensor) -> torch.Tensor:
         """The rank's part of a tensor, in memory of its own."""
         return torch.cat(
             [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim
         ).contiguous()
 
-    def boxes(self, local: Box) -> Iterator[tuple[Box, int, int]]:
+    def whole_boxes(self, local: TensorBounds) -> Iterator[tuple[TensorBounds, int, int]]:
         """A box of the rank's part as boxes of the whole tensor, each with its place along `dim` in the given
         one: (box, start, length)."""
         offsets, sizes = local
@@ -64,40 +64,44 @@ class Cut:
             a, b = max(first, begin), min(last, end)
             if a < b:
                 yield (
-                    (_at(offsets, self.dim, start + a - begin), _at(sizes, self.dim, b - a)),
+                    (_replace_at(offsets, self.dim, start + a - begin), _replace_at(sizes, self.dim, b - a)),
                     a - first,
                     b - a,
                 )
 
 
-def _at(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+def _replace_at(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
-def cuts_of(
+def find_parameter_cuts(
     plan: Plan, rank: int, shapes: Mapping[str, torch.Size], canonical: Mapping[str, str]
-) -> dict[str, Cut]:
+) -> dict[str, ParameterCut]:
     """The parameters, by their first names, of which `rank` has a part. `shapes` are those of whole
     parameters."""
-    found: dict[str, Cut] = {}
+    found: dict[str, ParameterCut] = {}
     for section in plan.sections:
-        ranks = next((r for r in replicas(section) if rank in r), ())
+        ranks = next((r for r in ranks_by_replica(section) if rank in r), ())
         for shard in section.shards if len(ranks) > 1 else ():
             name = canonical[shard.name]
-            found[name] = _cut(shard, shapes[name], ranks.index(rank), len(ranks))
+            found[name] = _cut_of_shard(shard, shapes[name], ranks.index(rank), len(ranks))
     return found
 
 
-def _cut(shard: Shard, shape: torch.Size, index: int, count: int) -> Cut:
-    return Cut(shape, shard.dim, shard.parts, index, count)
+def _cut_of_shard(shard: Shard, shape: torch.Size, index: int, count: int) -> ParameterCut:
+    return ParameterCut(shape, shard.dim, shard.parts, index, count)
 
 
-def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut], valueless: Collection[str] = ()) -> None:
+def cut_parameters(
+    model: nn.Module, cuts: Mapping[str, ParameterCut], valueless: Collection[str] = ()
+) -> None:
     """Leave of each parameter in `cuts` the rank's part, of those in `valueless` its shape. The parameters
     stay the same objects, so ties stay tied."""
     params = dict(model.named_parameters())
     for name, cut in cuts.items():
         param = params[name]
         param.data = (
-            param.data[(0,) * param.dim()].expand(cut.local) if name in valueless else cut.take(param.data)
+            param.data[(0,) * param.dim()].expand(cut.local_shape)
+            if name in valueless
+            else cut.take_shard(param.data)
         )

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from secc.runtime.plan.replica_routes import Ranks, replicas
+from secc.runtime.plan.replica_routes import Ranks, ranks_by_replica
 from secc.runtime.plan.schema import Plan
 
 
-class Group(Protocol):
+class ReplicaGroup(Protocol):
     """`size` ranks, of which this is number `index`."""
 
     @property
@@ -25,30 +25,30 @@ class Group(Protocol):
     @property
     def size(self) -> int: ...
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, which may be written into `tensor`, contiguous."""
         ...
 
-    def gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """All ranks' 1-D tensors one after the other; `lengths` has the length of each."""
         ...
 
-    def scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    def reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """This rank's part of the sum over all ranks of a 1-D tensor that holds parts of these lengths."""
         ...
 
 
-class ProcessGroup:
+class ReplicaProcessGroup:
     """A `Group` of processes; `handle` is torch's."""
 
     def __init__(self, ranks: Ranks, rank: int, group: Any) -> None:
         self.ranks, self.index, self.size, self.handle = ranks, ranks.index(rank), len(ranks), group
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(tensor, group=self.handle)
         return tensor
 
-    def gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         most = max(lengths)
         own = (
             tensor if tensor.numel() == most else torch.cat([tensor, tensor.new_zeros(most - tensor.numel())])
@@ -57,7 +57,7 @@ class ProcessGroup:
         dist.all_gather(parts, own, group=self.handle)
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
-    def scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    def reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         most = max(lengths)
         if min(lengths) < most:
             tensor = torch.cat(
@@ -68,17 +68,17 @@ class ProcessGroup:
         return own[: lengths[self.index]]
 
 
-def make_groups(plan: Plan, rank: int) -> dict[str, ProcessGroup]:
+def make_replica_groups(plan: Plan, rank: int) -> dict[str, ReplicaProcessGroup]:
     """The group of this rank's replica of each section that has replicas of several ranks. Collective: on all
     ranks in the same order."""
     made: dict[Ranks, Any] = {}
-    found: dict[str, ProcessGroup] = {}
+    found: dict[str, ReplicaProcessGroup] = {}
     for section in plan.sections:
-        for ranks in replicas(section):
+        for ranks in ranks_by_replica(section):
             if len(ranks) == 1:
                 continue
             if ranks not in made:
                 made[ranks] = dist.new_group(list(ranks))
             if rank in ranks:
-                found[section.name] = ProcessGroup(ranks, rank, made[ranks])
+                found[section.name] = ReplicaProcessGroup(ranks, rank, made[ranks])
     return found

@@ -14,89 +14,91 @@ from typing import Any
 
 import torch
 
-from secc.runtime.plan.replica_routes import bounds
-from secc.runtime.tensor_parallel.replica_group import Group
+from secc.runtime.plan.replica_routes import slice_bounds
+from secc.runtime.tensor_parallel.replica_group import ReplicaGroup
 
-DIM = 1  # of a layer's hidden states [rows, positions, width]
-
-
-def _sizes(length: int, group: Group) -> list[int]:
-    return [stop - start for start, stop in (bounds(length, i, group.size) for i in range(group.size))]
+POSITION_DIM = 1  # of a layer's hidden states [rows, positions, width]
 
 
-def _own(x: torch.Tensor, group: Group) -> torch.Tensor:
+def _position_counts(length: int, group: ReplicaGroup) -> list[int]:
+    return [stop - start for start, stop in (slice_bounds(length, i, group.size) for i in range(group.size))]
+
+
+def _own_positions(x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
     """This rank's positions, in memory of their own, so that the whole can go."""
-    start, stop = bounds(x.shape[DIM], group.index, group.size)
-    return x.narrow(DIM, start, stop - start).clone()
+    start, stop = slice_bounds(x.shape[POSITION_DIM], group.index, group.size)
+    return x.narrow(POSITION_DIM, start, stop - start).clone()
 
 
-def _all(x: torch.Tensor, group: Group, length: int) -> torch.Tensor:
+def _gather_all_positions(x: torch.Tensor, group: ReplicaGroup, length: int) -> torch.Tensor:
     """All ranks' positions in order."""
-    sizes = _sizes(length, group)
+    sizes = _position_counts(length, group)
     row = x.shape[0] * x.shape[2:].numel()
-    flat = group.gather(x.contiguous().view(-1), [n * row for n in sizes]).split([n * row for n in sizes])
+    flat = group.all_gather(x.contiguous().view(-1), [n * row for n in sizes]).split([n * row for n in sizes])
     return torch.cat(
-        [part.view(x.shape[0], n, *x.shape[2:]) for part, n in zip(flat, sizes, strict=True)], DIM
+        [part.view(x.shape[0], n, *x.shape[2:]) for part, n in zip(flat, sizes, strict=True)], POSITION_DIM
     )
 
 
-def _summed(x: torch.Tensor, group: Group) -> torch.Tensor:
+def _sum_own_positions(x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
     """This rank's positions of the sum over all ranks."""
-    sizes = _sizes(x.shape[DIM], group)
+    sizes = _position_counts(x.shape[POSITION_DIM], group)
     row = x.shape[0] * x.shape[2:].numel()
-    flat = torch.cat([part.reshape(-1) for part in x.split(sizes, DIM)])
-    return group.scatter(flat, [n * row for n in sizes]).view(x.shape[0], sizes[group.index], *x.shape[2:])
+    flat = torch.cat([part.reshape(-1) for part in x.split(sizes, POSITION_DIM)])
+    return group.reduce_scatter(flat, [n * row for n in sizes]).view(
+        x.shape[0], sizes[group.index], *x.shape[2:]
+    )
 
 
-class _Split(torch.autograd.Function):
+class _SplitPositions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group, ctx.length = group, x.shape[DIM]
-        return _own(x, group)
+    def forward(ctx: Any, x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group, ctx.length = group, x.shape[POSITION_DIM]
+        return _own_positions(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _all(gradient, ctx.group, ctx.length), None
+        return _gather_all_positions(gradient, ctx.group, ctx.length), None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherPositions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, length: int, parts: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, x: torch.Tensor, group: ReplicaGroup, length: int, parts: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.group, ctx.parts = group, parts
-        return _all(x, group, length)
+        return _gather_all_positions(x, group, length)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (_summed if ctx.parts else _own)(gradient, ctx.group), None, None, None
+        return (_sum_own_positions if ctx.parts else _own_positions)(gradient, ctx.group), None, None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _ReduceScatterPositions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group, ctx.length = group, x.shape[DIM]
-        return _summed(x, group)
+    def forward(ctx: Any, x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group, ctx.length = group, x.shape[POSITION_DIM]
+        return _sum_own_positions(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _all(gradient, ctx.group, ctx.length), None
+        return _gather_all_positions(gradient, ctx.group, ctx.length), None
 
 
-class Positions:
+class SequencePositions:
     """The positions of the layer that runs: how many there are, and how ranks exchange theirs."""
 
-    def __init__(self, group: Group) -> None:
-        self.group, self.length = group, 0
+    def __init__(self, group: ReplicaGroup) -> None:
+        self.group, self.sequence_length = group, 0
 
-    def split(self, x: torch.Tensor) -> torch.Tensor:
+    def split_positions(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's positions of what all ranks have."""
-        self.length = x.shape[DIM]
-        return _Split.apply(x, self.group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
+        self.sequence_length = x.shape[POSITION_DIM]
+        return _SplitPositions.apply(x, self.group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
-    def join(self, x: torch.Tensor, parts: bool) -> torch.Tensor:
+    def gather_positions(self, x: torch.Tensor, parts: bool) -> torch.Tensor:
         """All ranks' positions. With `parts`, what is made of them is a part on each rank, so that gradients
         are summed."""
-        return _Gather.apply(x, self.group, self.length, parts)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
+        return _GatherPositions.apply(x, self.group, self.sequence_length, parts)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
-    def scatter(self, x: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter_positions(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's positions of the sum of all ranks' `x`."""
-        return _Scatter.apply(x, self.group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
+        return _ReduceScatterPositions.apply(x, self.group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]

@@ -21,20 +21,20 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from secc.runtime.plan.replica_routes import bounds
+from secc.runtime.plan.replica_routes import slice_bounds
 from secc.runtime.randomness import shard_coordinates as part
-from secc.runtime.tensor_parallel.rules import rule_of
-from secc.runtime.tensor_parallel.rules.mark import Mark, mark, marks_in
+from secc.runtime.tensor_parallel.rules import find_rule
+from secc.runtime.tensor_parallel.rules.mark import ShardMark, collect_marks, mark_of
 
-_here = threading.local()
+_thread_state = threading.local()
 
 
-def active() -> bool:
+def in_whole_shape_mode() -> bool:
     """Whether the code that runs sees whole sizes, so that parts must bear marks."""
-    return getattr(_here, "depth", 0) > 0
+    return getattr(_thread_state, "depth", 0) > 0
 
 
-class Shapes(TorchFunctionMode):
+class WholeShapeMode(TorchFunctionMode):
     """Whole sizes on the parts of rank `index` of `count`. `enter` sums the gradients of whole activations
     that meet parts."""
 
@@ -42,60 +42,62 @@ class Shapes(TorchFunctionMode):
         self, index: int, count: int, enter: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
     ) -> None:
         super().__init__()
-        self.index, self.count, self._enter = index, count, enter
-        self.drew = False  # whether random numbers were drawn for parts
-        self.heads = set[int]()  # the numbers of heads that were shared out
+        self.index, self.count, self._copy_to_shards = index, count, enter
+        self.drew_random_numbers = False  # whether random numbers were drawn for parts
+        self.head_counts = set[int]()  # the numbers of heads that were shared out
 
-    def enter(self, whole: torch.Tensor) -> torch.Tensor:
+    def copy_to_shards(self, whole: torch.Tensor) -> torch.Tensor:
         """A whole tensor that meets parts: each rank's gradient of it is a part of the sum. Those of
         parameters are summed once a step."""
         return (
-            whole if isinstance(whole, torch.nn.Parameter) or not whole.requires_grad else self._enter(whole)
+            whole
+            if isinstance(whole, torch.nn.Parameter) or not whole.requires_grad
+            else self._copy_to_shards(whole)
         )
 
-    def __enter__(self) -> Shapes:
-        _here.depth = getattr(_here, "depth", 0) + 1
+    def __enter__(self) -> WholeShapeMode:
+        _thread_state.depth = getattr(_thread_state, "depth", 0) + 1
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _here.depth -= 1
+        _thread_state.depth -= 1
         super().__exit__(*error)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        found = marks_in((args, kwargs))
+        found = collect_marks((args, kwargs))
         if not found:
             return func(*args, **kwargs)
-        rule: Callable[..., Any] = rule_of(func)
+        rule: Callable[..., Any] = find_rule(func)
         return rule(self, func, args, kwargs, found)
 
-    def length(self, parts: Sequence[int]) -> int:
+    def local_length(self, parts: Sequence[int]) -> int:
         """How many of these entries a rank has; the same on every rank."""
         return sum(part // self.count for part in parts)
 
     def whole_shape(self, tensor: torch.Tensor) -> list[int]:
         """The shape of the whole tensor that this one is a part of."""
-        shape, found = list(tensor.shape), mark(tensor)
+        shape, found = list(tensor.shape), mark_of(tensor)
         if found is not None:
-            shape[found.dim] = found.size
+            shape[found.dim] = found.whole_size
         return shape
 
     @contextmanager
-    def drawing(self, found: Mark) -> Iterator[None]:
+    def draw_shard(self, found: ShardMark) -> Iterator[None]:
         """Random ops inside draw the rank's part of the whole numbers."""
-        self.drew = True
-        with part.drawing(found.dim, self.ranges(found.parts)):
+        self.drew_random_numbers = True
+        with part.drawing_shard(found.dim, self.rank_ranges(found.parts)):
             yield
 
-    def ranges(self, parts: Sequence[int]) -> list[tuple[int, int]]:
+    def rank_ranges(self, parts: Sequence[int]) -> list[tuple[int, int]]:
         """This rank's entries of a whole dim."""
         starts = [0, *accumulate(parts)]
-        own = (bounds(size, self.index, self.count) for size in parts)
+        own = (slice_bounds(size, self.index, self.count) for size in parts)
         return [(offset + start, offset + stop) for offset, (start, stop) in zip(starts, own, strict=False)]
 
-    def part_of(self, whole: torch.Tensor, dim: int, parts: Sequence[int]) -> torch.Tensor:
+    def take_shard(self, whole: torch.Tensor, dim: int, parts: Sequence[int]) -> torch.Tensor:
         """This rank's part of a whole tensor."""
-        pieces = [whole.narrow(dim, start, stop - start) for start, stop in self.ranges(parts)]
+        pieces = [whole.narrow(dim, start, stop - start) for start, stop in self.rank_ranges(parts)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

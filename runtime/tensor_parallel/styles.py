@@ -28,32 +28,32 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from secc.runtime.plan.replica_routes import bounds
-from secc.runtime.plan.schema import Plan, Style
-from secc.runtime.tensor_parallel.autograd_collectives import Entrance, gather_last
-from secc.runtime.tensor_parallel.linear_modules import Linear, embedding, linear
-from secc.runtime.tensor_parallel.replica_group import Group
-from secc.runtime.tensor_parallel.rules.mark import Mark, set_mark
-from secc.runtime.tensor_parallel.shape_mode import Shapes, active
+from secc.runtime.plan.replica_routes import slice_bounds
+from secc.runtime.plan.schema import ModuleStyle, Plan
+from secc.runtime.tensor_parallel.autograd_collectives import ShardedRegion, gather_last_dim
+from secc.runtime.tensor_parallel.linear_modules import LinearModule, as_embedding, as_linear
+from secc.runtime.tensor_parallel.replica_group import ReplicaGroup
+from secc.runtime.tensor_parallel.rules.mark import ShardMark, set_mark
+from secc.runtime.tensor_parallel.shape_mode import WholeShapeMode, in_whole_shape_mode
 
 Forward = Callable[..., Any]
 Exchange = Callable[[torch.Tensor], torch.Tensor]  # among the ranks of a replica
-Own = Mapping[str, tuple[int, ...]]  # the parts of a module's own parameters that are cut
+OwnParts = Mapping[str, tuple[int, ...]]  # the parts of a module's own parameters that are cut
 
 
-def install(plan: Plan, model: nn.Module, groups: Mapping[str, Group]) -> None:
+def install_styles(plan: Plan, model: nn.Module, groups: Mapping[str, ReplicaGroup]) -> None:
     """Let the modules of this rank's sections work on their parts. Parameters have been cut already."""
     for section in plan.sections:
         if section.name in groups:
             parts = {s.name: s.parts for s in section.shards}
-            apply(model, section.styles, groups[section.name], parts)
+            apply_styles(model, section.styles, groups[section.name], parts)
 
 
-def apply(
-    root: nn.Module, styles: Iterable[Style], group: Group, parts: Mapping[str, tuple[int, ...]]
+def apply_styles(
+    root: nn.Module, styles: Iterable[ModuleStyle], group: ReplicaGroup, parts: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Wrap the modules of `styles`, at paths from `root`. `parts` are those of cut parameters, by name."""
-    entrance = Entrance(group)
+    entrance = ShardedRegion(group)
     for style in styles:
         module, prefix = root.get_submodule(style.module), f"{style.module}." if style.module else ""
         own = {
@@ -61,57 +61,57 @@ def apply(
             for name, _ in module.named_parameters(recurse=False)
             if f"{prefix}{name}" in parts
         }
-        module.forward = _STYLES[style.kind](module, entrance, own)
+        module.forward = _STYLE_WRAPPERS[style.kind](module, entrance, own)
 
 
-def _colwise(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
-    return _by_outputs(module, own["weight"], entrance)
+def _wrap_colwise(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
+    return _wrap_cut_outputs(module, own["weight"], entrance)
 
 
-def _rowwise(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
-    return _by_inputs(module, entrance.leave)
+def _wrap_rowwise(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
+    return _wrap_cut_inputs(module, entrance.reduce_output)
 
 
-def _by_outputs(module: nn.Module, parts: tuple[int, ...], enter: Exchange) -> Forward:
+def _wrap_cut_outputs(module: nn.Module, parts: tuple[int, ...], enter: Exchange) -> Forward:
     """A linear map whose outputs are cut."""
-    found = _linear(module)
-    found.resize(found.outputs, found.inputs)
+    found = _require_linear(module)
+    found.set_sizes(found.out_features, found.in_features)
     inner = module.forward
 
     @functools.wraps(inner)
     def forward(x: torch.Tensor) -> torch.Tensor:
         out = inner(enter(x))
-        return set_mark(out, Mark(out.ndim - 1, parts)) if active() else out
+        return set_mark(out, ShardMark(out.ndim - 1, parts)) if in_whole_shape_mode() else out
 
     return forward
 
 
-def _by_inputs(module: nn.Module, leave: Exchange) -> Forward:
+def _wrap_cut_inputs(module: nn.Module, leave: Exchange) -> Forward:
     """A linear map whose inputs are cut: `leave` sums what the ranks have; the bias counts once."""
-    found = _linear(module)
-    found.resize(found.outputs, found.inputs)
+    found = _require_linear(module)
+    found.set_sizes(found.out_features, found.in_features)
 
     @functools.wraps(module.forward)
     def forward(x: torch.Tensor) -> torch.Tensor:
-        out = leave(found.product(x))
+        out = leave(found.multiply_weight(x))
         return out if found.bias is None else out + found.bias.to(out.dtype)
 
     return forward
 
 
-def _gather(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
-    found, group = _linear(module), entrance.group
-    found.resize(found.outputs, found.inputs)
-    inner, sizes = module.forward, _sizes(sum(own["weight"]), group)
+def _wrap_gather(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
+    found, group = _require_linear(module), entrance.group
+    found.set_sizes(found.out_features, found.in_features)
+    inner, sizes = module.forward, _rank_sizes(sum(own["weight"]), group)
 
     @functools.wraps(inner)
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return gather_last(inner(entrance(x)), group, sizes)
+        return gather_last_dim(inner(entrance(x)), group, sizes)
 
     return forward
 
 
-def _experts(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
+def _wrap_experts(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
     inner, whole = (
         module.forward,
         [name for name, _ in module.named_parameters(recurse=False) if name not in own],
@@ -119,20 +119,20 @@ def _experts(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(partial(_floats, entrance), (args, kwargs))
-        with _shares(module, whole, entrance.group.size):
+        args, kwargs = tree_map(partial(_exchange_floats, entrance), (args, kwargs))
+        with _share_parameters(module, whole, entrance.group.size):
             out = inner(*args, **kwargs)
-        return tree_map(partial(_floats, entrance.leave), out)
+        return tree_map(partial(_exchange_floats, entrance.reduce_output), out)
 
     return forward
 
 
-def _floats(exchange: Exchange, value: Any) -> Any:
+def _exchange_floats(exchange: Exchange, value: Any) -> Any:
     return exchange(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 @contextmanager
-def _shares(module: nn.Module, names: Sequence[str], count: int) -> Iterator[None]:
+def _share_parameters(module: nn.Module, names: Sequence[str], count: int) -> Iterator[None]:
     """Lets the module's code see one of `count` equal shares of some of its own parameters: an instance's
     attributes hide those."""
     vars(module).update({name: module.get_parameter(name) / count for name in names})
@@ -143,10 +143,10 @@ def _shares(module: nn.Module, names: Sequence[str], count: int) -> Iterator[Non
             del vars(module)[name]
 
 
-def _vocab(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
-    found, group = embedding(module), entrance.group
+def _wrap_vocab(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
+    found, group = as_embedding(module), entrance.group
     assert found is not None
-    start, stop = bounds(sum(own["weight"]), group.index, group.size)
+    start, stop = slice_bounds(sum(own["weight"]), group.index, group.size)
     found.num_embeddings = stop - start
     if found.padding_idx is not None:
         found.padding_idx = found.padding_idx - start if start <= found.padding_idx < stop else None
@@ -156,76 +156,76 @@ def _vocab(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
     def forward(ids: torch.Tensor) -> torch.Tensor:
         elsewhere = (ids < start) | (ids >= stop)
         rows = inner((ids - start).masked_fill(elsewhere, 0))
-        return entrance.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+        return entrance.reduce_output(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
     return forward
 
 
-def _sequence(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
+def _wrap_sequence(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
     inner, positions = module.forward, entrance.positions
 
     @functools.wraps(inner)
     def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = inner(positions.split(x), *args, **kwargs)
+        out = inner(positions.split_positions(x), *args, **kwargs)
         first, *others = out if isinstance(out, tuple) else (out,)
-        whole = positions.join(first, parts=False)
+        whole = positions.gather_positions(first, parts=False)
         return (whole, *others) if isinstance(out, tuple) else whole
 
     return forward
 
 
-def _join(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
+def _wrap_join(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
     inner, positions = module.forward, entrance.positions
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args:
-            return inner(positions.join(args[0], parts=True), *args[1:], **kwargs)
+            return inner(positions.gather_positions(args[0], parts=True), *args[1:], **kwargs)
         name = next(iter(kwargs))
-        return inner(**{**kwargs, name: positions.join(kwargs[name], parts=True)})
+        return inner(**{**kwargs, name: positions.gather_positions(kwargs[name], parts=True)})
 
     return forward
 
 
-def _columns(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
-    return _by_outputs(module, own["weight"], lambda x: x)
+def _wrap_columns(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
+    return _wrap_cut_outputs(module, own["weight"], lambda x: x)
 
 
-def _scatter(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
-    return _by_inputs(module, entrance.positions.scatter)
+def _wrap_scatter(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
+    return _wrap_cut_inputs(module, entrance.positions.reduce_scatter_positions)
 
 
-def _shapes(module: nn.Module, entrance: Entrance, own: Own) -> Forward:
+def _wrap_shapes(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
     inner, group = module.forward, entrance.group
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with Shapes(group.index, group.size, entrance):
+        with WholeShapeMode(group.index, group.size, entrance):
             return inner(*args, **kwargs)
 
     return forward
 
 
-_STYLES: dict[str, Callable[[nn.Module, Entrance, Own], Forward]] = {
-    "colwise": _colwise,
-    "rowwise": _rowwise,
-    "gather": _gather,
-    "experts": _experts,
-    "vocab": _vocab,
-    "sequence": _sequence,
-    "join": _join,
-    "columns": _columns,
-    "scatter": _scatter,
-    "shapes": _shapes,
+_STYLE_WRAPPERS: dict[str, Callable[[nn.Module, ShardedRegion, OwnParts], Forward]] = {
+    "colwise": _wrap_colwise,
+    "rowwise": _wrap_rowwise,
+    "gather": _wrap_gather,
+    "experts": _wrap_experts,
+    "vocab": _wrap_vocab,
+    "sequence": _wrap_sequence,
+    "join": _wrap_join,
+    "columns": _wrap_columns,
+    "scatter": _wrap_scatter,
+    "shapes": _wrap_shapes,
 }
 
 
-def _linear(module: nn.Module) -> Linear:
-    found = linear(module)
+def _require_linear(module: nn.Module) -> LinearModule:
+    found = as_linear(module)
     assert found is not None
     return found
 
 
-def _sizes(total: int, group: Group) -> list[int]:
+def _rank_sizes(total: int, group: ReplicaGroup) -> list[int]:
     """How many of `total` entries each rank has."""
-    return [stop - start for start, stop in (bounds(total, i, group.size) for i in range(group.size))]
+    return [stop - start for start, stop in (slice_bounds(total, i, group.size) for i in range(group.size))]

@@ -15,57 +15,61 @@ from typing import Any
 import torch
 
 from secc.runtime import kernels
-from secc.runtime.kernels.backend import accumulator
-from secc.runtime.kernels.tile_cross_entropy import Target
-from secc.runtime.kernels.vocab_group import combine
-from secc.runtime.plan.replica_routes import bounds
-from secc.runtime.tensor_parallel.autograd_collectives import enter, gather_last, leave
-from secc.runtime.tensor_parallel.replica_group import ProcessGroup
+from secc.runtime.kernels.backend import accumulator_dtype
+from secc.runtime.kernels.tile_cross_entropy import LabelTarget
+from secc.runtime.kernels.vocab_group import combine_softmax_partials
+from secc.runtime.plan.replica_routes import slice_bounds
+from secc.runtime.tensor_parallel.autograd_collectives import (
+    copy_to_shards,
+    gather_last_dim,
+    reduce_from_shards,
+)
+from secc.runtime.tensor_parallel.replica_group import ReplicaProcessGroup
 
 aten = torch.ops.aten
-IGNORED = -100  # in the place of labels that other ranks have
+SHARD_IGNORED_LABEL = -100  # in the place of labels that other ranks have
 
 
-class Alone:
+class SingleRankGroup:
     """The `Group` of one rank."""
 
     index, size = 0, 1
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         return tensor
 
-    def scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    def reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         return tensor
 
 
-class Parts:
+class VocabShards:
     """The parts of `size` entries that the ranks of `group` have: this one those from `start` to `stop`,
     `length` of them."""
 
-    def __init__(self, size: int, group: ProcessGroup | None = None) -> None:
-        self.size, self.group = size, Alone() if group is None else group
-        self.start, self.stop = bounds(size, self.group.index, self.group.size)
+    def __init__(self, size: int, group: ReplicaProcessGroup | None = None) -> None:
+        self.size, self.group = size, SingleRankGroup() if group is None else group
+        self.start, self.stop = slice_bounds(size, self.group.index, self.group.size)
         self.length = self.stop - self.start
 
     @property
-    def shared(self) -> dict[str, Any]:
+    def operator_options(self) -> dict[str, Any]:
         """What operators have to know of a vocabulary that ranks share; nothing where there is one."""
         return (
             {}
-            if isinstance(self.group, Alone)
+            if isinstance(self.group, SingleRankGroup)
             else {"group": self.group.handle, "first": self.start, "vocabulary": self.size}
         )
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """A whole tensor that meets parts: its gradient is the sum of all ranks'."""
-        return enter(x, self.group) if x.requires_grad and torch.is_grad_enabled() else x
+        return copy_to_shards(x, self.group) if x.requires_grad and torch.is_grad_enabled() else x
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`."""
-        return leave(x, self.group)
+        return reduce_from_shards(x, self.group)
 
     def take(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's part of a whole tensor."""
@@ -73,27 +77,31 @@ class Parts:
 
     def whole(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """All ranks' parts side by side."""
-        return gather_last(x.movedim(dim, -1), self.group, self._lengths()).movedim(-1, dim).contiguous()
+        return (
+            gather_last_dim(x.movedim(dim, -1), self.group, self._rank_lengths())
+            .movedim(-1, dim)
+            .contiguous()
+        )
 
-    def _lengths(self) -> list[int]:
+    def _rank_lengths(self) -> list[int]:
         """How many entries each rank has."""
         return [
             stop - start
-            for start, stop in (bounds(self.size, i, self.group.size) for i in range(self.group.size))
+            for start, stop in (slice_bounds(self.size, i, self.group.size) for i in range(self.group.size))
         ]
 
-    def _exchange(self, x: torch.Tensor) -> torch.Tensor:
+    def _stack_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """[...] of every rank in order: [ranks, ...]."""
-        return self.group.gather(x.contiguous().view(-1), [x.numel()] * self.group.size).view(
+        return self.group.all_gather(x.contiguous().view(-1), [x.numel()] * self.group.size).view(
             self.group.size, *x.shape
         )
 
-    def norms(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def softmax_norms(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """What normalises rows over `dim`, which stays with one entry: [2, ...] as `combine` gives it."""
         top = x.amax(dim, keepdim=True)
         total = (x - top.masked_fill(top == -torch.inf, 0.0)).exp().sum(dim, keepdim=True)
-        maxima, sums = self._exchange(torch.stack([top, total])).unbind(1)
-        return combine(maxima, sums)
+        maxima, sums = self._stack_ranks(torch.stack([top, total])).unbind(1)
+        return combine_softmax_partials(maxima, sums)
 
     def log_softmax(self, x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
         """`torch.log_softmax` over the whole vocabulary, contiguous as torch's."""
@@ -118,23 +126,23 @@ class Parts:
 
     def amax(self, x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
         """The greatest entries over the vocabulary, without a gradient."""
-        return self._exchange(x.detach().amax(dim, keepdim)).amax(0)
+        return self._stack_ranks(x.detach().amax(dim, keepdim)).amax(0)
 
     def argmax(self, x: torch.Tensor, dim: int, keepdim: bool = False) -> torch.Tensor:
         """The places of the greatest entries, of equal ones the first."""
         best, place = x.detach().max(dim, keepdim)
-        places = self._exchange(place + self.start)
-        return places.gather(0, self._exchange(best).argmax(0, keepdim=True)).squeeze(0)
+        places = self._stack_ranks(place + self.start)
+        return places.gather(0, self._stack_ranks(best).argmax(0, keepdim=True)).squeeze(0)
 
     def topk(
         self, x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The `k` greatest entries over the vocabulary and their places: the greatest of those that each rank
         has."""
-        counts = [min(k, length) for length in self._lengths()]
+        counts = [min(k, length) for length in self._rank_lengths()]
         best, place = x.detach().topk(min(k, self.length), dim)
         best, place = (
-            gather_last(t.movedim(dim, -1), self.group, counts) for t in (best, place + self.start)
+            gather_last_dim(t.movedim(dim, -1), self.group, counts) for t in (best, place + self.start)
         )
         chosen = place.gather(-1, best.topk(k, -1).indices).movedim(-1, dim)
         return self.gather(x, dim, chosen), chosen
@@ -149,13 +157,13 @@ class Parts:
     def nll_loss(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """`aten.nll_loss_forward` for the reductions none and sum; its second result is that of this rank's
         labels."""
-        return self._nll(aten.nll_loss_forward.default, *given)
+        return self._nll_loss(aten.nll_loss_forward.default, *given)
 
     def nll_loss2d(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for rows with spatial dims behind the tokens."""
-        return self._nll(aten.nll_loss2d_forward.default, *given)
+        return self._nll_loss(aten.nll_loss2d_forward.default, *given)
 
-    def _nll(
+    def _nll_loss(
         self,
         operator: Callable[..., Any],
         x: torch.Tensor,
@@ -164,37 +172,45 @@ class Parts:
         reduction: int,
         ignore: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        Target(ignore, 0.0, 0.0, self.start, self.size).check(target)
+        LabelTarget(ignore, 0.0, 0.0, self.start, self.size).check_labels(target)
         here = (target >= self.start) & (target < self.stop) & (target != ignore)
-        loss, total = operator(x, torch.where(here, target - self.start, IGNORED), weight, reduction, IGNORED)
+        loss, total = operator(
+            x,
+            torch.where(here, target - self.start, SHARD_IGNORED_LABEL),
+            weight,
+            reduction,
+            SHARD_IGNORED_LABEL,
+        )
         return self.leave(loss), total
 
     def linear_cross_entropy(self, *given: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         """`kernels.linear_cross_entropy` with this rank's part of weight and bias."""
         operator = (
-            kernels.vocab_parallel_linear_cross_entropy if self.shared else kernels.linear_cross_entropy
+            kernels.vocab_parallel_linear_cross_entropy
+            if self.operator_options
+            else kernels.linear_cross_entropy
         )
-        return operator(*given, **options, **self.shared)
+        return operator(*given, **options, **self.operator_options)
 
     def linear_kl(self, *given: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         """`kernels.linear_kl` with this rank's parts of both weights."""
-        shared = {k: v for k, v in self.shared.items() if k != "first"}
+        shared = {k: v for k, v in self.operator_options.items() if k != "first"}
         return (kernels.vocab_parallel_linear_kl if shared else kernels.linear_kl)(
             *given, **options, **shared
         )
 
     def linear_kl_ce(self, *given: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         """`kernels.linear_kl_ce` with this rank's parts of both weights."""
-        return (kernels.vocab_parallel_linear_kl_ce if self.shared else kernels.linear_kl_ce)(
-            *given, **options, **self.shared
+        return (kernels.vocab_parallel_linear_kl_ce if self.operator_options else kernels.linear_kl_ce)(
+            *given, **options, **self.operator_options
         )
 
 
 class _LogSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, parts: Parts, to_float: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        wide = x.to(accumulator(x.dtype))
-        greatest, log = parts.norms(wide, dim)
+    def forward(ctx: Any, x: torch.Tensor, dim: int, parts: VocabShards, to_float: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        wide = x.to(accumulator_dtype(x.dtype))
+        greatest, log = parts.softmax_norms(wide, dim)
         out = (wide - greatest - log).to(wide.dtype if to_float else x.dtype).contiguous()
         ctx.dim, ctx.parts, ctx.dtype = dim, parts, x.dtype
         ctx.save_for_backward(out)
@@ -203,16 +219,16 @@ class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (out,) = ctx.saved_tensors
-        wide = gradient.to(accumulator(gradient.dtype))
+        wide = gradient.to(accumulator_dtype(gradient.dtype))
         total = ctx.parts.group.sum(wide.sum(ctx.dim, keepdim=True))
         return (wide - out.to(wide.dtype).exp() * total).to(ctx.dtype), None, None, None
 
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, parts: Parts, to_float: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        wide = x.to(accumulator(x.dtype))
-        greatest, log = parts.norms(wide, dim)
+    def forward(ctx: Any, x: torch.Tensor, dim: int, parts: VocabShards, to_float: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        wide = x.to(accumulator_dtype(x.dtype))
+        greatest, log = parts.softmax_norms(wide, dim)
         out = (wide - greatest - log).exp().to(wide.dtype if to_float else x.dtype).contiguous()
         ctx.dim, ctx.parts, ctx.dtype = dim, parts, x.dtype
         ctx.save_for_backward(out)
@@ -221,15 +237,15 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (out,) = ctx.saved_tensors
-        wide = gradient.to(accumulator(gradient.dtype))
+        wide = gradient.to(accumulator_dtype(gradient.dtype))
         total = ctx.parts.group.sum((wide * out).sum(ctx.dim, keepdim=True))
         return (out * (wide - total)).to(ctx.dtype), None, None, None
 
 
 class _LogSumExp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, parts: Parts) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        greatest, log = norms = parts.norms(x.to(accumulator(x.dtype)), dim)
+    def forward(ctx: Any, x: torch.Tensor, dim: int, parts: VocabShards) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        greatest, log = norms = parts.softmax_norms(x.to(accumulator_dtype(x.dtype)), dim)
         ctx.save_for_backward(x, norms)
         return (greatest + log).to(x.dtype)
 

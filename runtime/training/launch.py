@@ -29,35 +29,35 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from secc.runtime.errors import UserError
 from secc.runtime.host.child_processes import die_with_parent
 from secc.runtime.plan import schema
-from secc.runtime.training.emulation import emulate
-from secc.runtime.training.options import Options, parse
+from secc.runtime.training.emulation import emulate_rank
+from secc.runtime.training.options import RunOptions, parse_options
 
-LOST = 75  # exit code of a rank whose peer has gone
-_GRACE_S = 10  # from the first failure until the ranks are killed
-_DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
+LOST_PEER_EXIT_CODE = 75  # exit code of a rank whose peer has gone
+_SHUTDOWN_GRACE_S = 10  # from the first failure until the ranks are killed
+_ENVIRONMENT_DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
 _STORE_TIMEOUT = timedelta(seconds=5)
 
 
-def main(train: Callable[[Options], None]) -> int:
+def main(train: Callable[[RunOptions], None]) -> int:
     """What a rank's file runs under torchrun: `train` with the options of the command line. Returns 0, or
     ends the process."""
     die_with_parent()
     try:
-        options = parse(sys.argv[1:])
+        options = parse_options(sys.argv[1:])
         if options.emulate is not None:
-            emulate(Path(sys.argv[0]).resolve().parent.parent, options)
+            emulate_rank(Path(sys.argv[0]).resolve().parent.parent, options)
         else:
             train(options)
         return 0
     except UserError as error:
-        _report(error)
+        _report_once(error)
         code = 2
     except SystemExit:
         raise
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BaseException as error:
-        code = LOST if lost_peer(error) else 1
+        code = LOST_PEER_EXIT_CODE if is_lost_peer(error) else 1
         if code == 1:
             sys.stderr.write(f"rank {os.environ.get('RANK', '0')}:\n{traceback.format_exc()}")
         else:
@@ -67,7 +67,7 @@ def main(train: Callable[[Options], None]) -> int:
     os._exit(code)  # not in order: that would wait for ranks and loaders that may never answer
 
 
-def lost_peer(error: BaseException) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
     """Whether an exception only says that a connection to another rank broke."""
     if isinstance(error, dist.DistError):
         return True
@@ -76,10 +76,10 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and broken and "Timed out" not in text
 
 
-def _report(error: UserError) -> None:
+def _report_once(error: UserError) -> None:
     """Print the message, unless another rank does. The first to say so in the store of torchrun's agent
     prints."""
-    store = _store()
+    store = _connect_agent_store()
     first = os.environ.get("RANK", "0") == "0" if store is None else store.add("secc/error", 1) == 1
     if first:
         sys.stderr.write(f"error: {error}\n")
@@ -91,7 +91,7 @@ def _report(error: UserError) -> None:
             store.wait(["secc/error/printed"], _STORE_TIMEOUT)
 
 
-def _store() -> Any:
+def _connect_agent_store() -> Any:
     """The store of torchrun's agent, which outlives the ranks; None under another launcher."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -113,8 +113,8 @@ def run_plan(directory: str | Path, arguments: Sequence[str] = ()) -> int:
     options that cannot be read.
     """
     directory = Path(directory).resolve()
-    parse(arguments)
-    world_size = schema.load(directory).world_size
+    parse_options(arguments)
+    world_size = schema.load_plan(directory).world_size
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -124,20 +124,20 @@ def run_plan(directory: str | Path, arguments: Sequence[str] = ()) -> int:
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        shutdown_timeout=_GRACE_S,
+        shutdown_timeout=_SHUTDOWN_GRACE_S,
         logs_specs=DefaultLogsSpecs(),
     )
-    with _quiet(), environment(), _signals_restored():
+    with _silence_agent(), rank_environment(), _restore_signals():
         try:
             elastic_launch(config, sys.executable)(str(directory / "run.py"), *arguments)
         except ChildFailedError as error:
-            return _ended(error.failures)
+            return _exit_code(error.failures)
         except SignalException as error:
             return 128 + int(error.sigval)
     return 0
 
 
-def _ended(failures: dict[int, ProcessFailure]) -> int:
+def _exit_code(failures: dict[int, ProcessFailure]) -> int:
     """The exit code for how ranks ended, after a message about the rank that was the cause, unless a rank has
     printed one.
 
@@ -146,7 +146,7 @@ def _ended(failures: dict[int, ProcessFailure]) -> int:
     if any(f.exitcode == 2 for f in failures.values()):
         return 2
     causes = {
-        rank: f for rank, f in failures.items() if f.exitcode not in (LOST, -signal.SIGTERM)
+        rank: f for rank, f in failures.items() if f.exitcode not in (LOST_PEER_EXIT_CODE, -signal.SIGTERM)
     } or failures
     for rank, failure in sorted(causes.items()):
         code = failure.exitcode
@@ -156,7 +156,7 @@ def _ended(failures: dict[int, ProcessFailure]) -> int:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_agent() -> Iterator[None]:
     """torchrun's agent logs what the launcher says itself."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -167,11 +167,11 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def environment() -> Iterator[None]:
+def rank_environment() -> Iterator[None]:
     """The ranks' environment: one thread each and the loopback device unless the user says otherwise, and
     this very secc importable."""
-    before = {name: os.environ.get(name) for name in (*_DEFAULTS, "PYTHONPATH")}
-    for name, value in _DEFAULTS.items():
+    before = {name: os.environ.get(name) for name in (*_ENVIRONMENT_DEFAULTS, "PYTHONPATH")}
+    for name, value in _ENVIRONMENT_DEFAULTS.items():
         os.environ.setdefault(name, value)
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [before["PYTHONPATH"], str(Path(__file__).parents[3])])
@@ -187,7 +187,7 @@ def environment() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_restored() -> Iterator[None]:
+def _restore_signals() -> Iterator[None]:
     """The agent leaves its signal handlers behind."""
     handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = {s: signal.getsignal(s) for s in handled}

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from secc.runtime.errors import UserError
-from secc.runtime.model.init_weights import Init
-from secc.runtime.schedule.scheduler import ORDERS
+from secc.runtime.model.init_weights import InitDirectories
+from secc.runtime.schedule.scheduler import SCHEDULE_ORDERS
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """What the user asks of a run; None stands for what is not given.
 
     Without `steps` and `epochs` a run has 100 steps, without `seed` the checkpoint's or 0, with an empty
@@ -25,7 +25,7 @@ class Options:
     epochs: int | None = None
     log_dir: Path | None = None
     seed: int | None = None
-    init: Init = ()
+    init: InitDirectories = ()
     clip: float | None = None
     save: Path | None = None
     save_every: int | None = None
@@ -42,14 +42,14 @@ class Options:
     run_ahead: float | None = None
 
 
-class _Parser(argparse.ArgumentParser):
+class _OptionParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(message, remedy="see `secc run --help`")
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """The parser of run.py; it raises UserError instead of printing its usage."""
-    p = _Parser(
+    p = _OptionParser(
         prog="run.py",
         description="Train the plan's model; start it with torchrun, or by `secc run PLAN/`.",
         allow_abbrev=False,
@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--recorders", type=_at_least(0), metavar="N", help=text)
     p.add_argument(
         "--order",
-        choices=ORDERS,
+        choices=SCHEDULE_ORDERS,
         default="wavefront",
         help="the order of a global batch's samples (default wavefront)",
     )
@@ -120,11 +120,11 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def parse(arguments: Sequence[str]) -> Options:
+def parse_options(arguments: Sequence[str]) -> RunOptions:
     """The options in run.py's arguments. Raises UserError for what is not one."""
-    values = vars(parser().parse_args(list(arguments)))
+    values = vars(make_parser().parse_args(list(arguments)))
     init = values.pop("init")
-    options = Options(**values, init=() if init == ["seed"] else tuple(map(_source, init)))
+    options = RunOptions(**values, init=() if init == ["seed"] else tuple(map(_parse_init, init)))
     if options.steps is not None and options.epochs is not None:
         raise UserError("--steps and --epochs both say where the run ends", remedy="give one of them")
     if options.save_every is not None and options.save is None:
@@ -132,7 +132,7 @@ def parse(arguments: Sequence[str]) -> Options:
     return options
 
 
-def _source(text: str) -> tuple[str, Path]:
+def _parse_init(text: str) -> tuple[str, Path]:
     """DIR, or PATH=DIR where what stands before the first = could be a module path and is no directory."""
     path, equals, directory = text.partition("=")
     named = (

@@ -20,31 +20,31 @@ import torch.distributed as dist
 from torch import nn
 
 from secc.runtime.data.data_plane import DataPlane
-from secc.runtime.data.epoch_order import Epochs
+from secc.runtime.data.epoch_order import EpochOrder
 from secc.runtime.errors import UserError
 from secc.runtime.host.child_processes import keep_freed_memory
-from secc.runtime.model.meta_build import meta_model
-from secc.runtime.monitoring.chrome_trace import Trace
-from secc.runtime.monitoring.run_summary import cores_here
+from secc.runtime.model.meta_build import build_meta_model
+from secc.runtime.monitoring.chrome_trace import ChromeTrace
+from secc.runtime.monitoring.run_summary import available_cores
 from secc.runtime.parameters import checkpoint
-from secc.runtime.parameters.mixed_precision import compute_in
-from secc.runtime.parameters.rank_weights import build_model, canonical_names, load_user_model
-from secc.runtime.parameters.zero3 import Gathered
+from secc.runtime.parameters.mixed_precision import cast_model
+from secc.runtime.parameters.rank_weights import build_rank_model, canonical_names, load_user_model
+from secc.runtime.parameters.zero3 import Zero3State
 from secc.runtime.plan import schema as plan
-from secc.runtime.plan.replica_routes import replicas
+from secc.runtime.plan.replica_routes import ranks_by_replica
 from secc.runtime.plan.schema import Plan
 from secc.runtime.rerecording.rerecorder import Rerecorder
-from secc.runtime.schedule.cross_step_prefetch import with_run_ahead
-from secc.runtime.schedule.scheduler import Orders
-from secc.runtime.sections.base import load_section
-from secc.runtime.tensor_parallel.parameter_cuts import Cut, cut_parameters, cuts_of
-from secc.runtime.training.options import Options
+from secc.runtime.schedule.cross_step_prefetch import with_prefetch_memory
+from secc.runtime.schedule.scheduler import ScheduleCache
+from secc.runtime.sections.base import load_section_module
+from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut, cut_parameters, find_parameter_cuts
+from secc.runtime.training.options import RunOptions
 
 DEFAULT_STEPS = 100
-MOST_RECORDERS = 4  # processes of a rank, unless the user wants more: a step has few micro-batches for one
+MAX_RECORDERS = 4  # processes of a rank, unless the user wants more: a step has few micro-batches for one
 
 
-class Terms(Protocol):
+class LossTermsModule(Protocol):
     """The plan's module `sections/terms.py`: the loss is the sum of coefficient times numerator over its
     terms, plus `CONSTANT`."""
 
@@ -75,37 +75,47 @@ class Terms(Protocol):
         ...
 
 
-class Run(ExitStack):
+class RankContext(ExitStack):
     """This rank's part of a run; a context that joins the process group and leaves it. Raises UserError for
     what cannot be run."""
 
-    def __init__(self, directory: Path, options: Options, terms: Terms) -> None:
+    def __init__(self, directory: Path, options: RunOptions, terms: LossTermsModule) -> None:
         super().__init__()
         self.directory, self.options, self.terms = directory, options, terms
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.plan = with_run_ahead(plan.load(directory), options.run_ahead)
-        check_world(self.plan, self.world_size)
-        self.device = _device()
-        self.user = load_user_model(self.plan, directory)
+        self.plan = with_prefetch_memory(plan.load_plan(directory), options.run_ahead)
+        check_world_size(self.plan, self.world_size)
+        self.device = _choose_device()
+        self.user_model = load_user_model(self.plan, directory)
         self.log_dir = options.log_dir or directory / "logs"
-        self.resume = checkpoint.find(options.resume) if options.resume else None
-        self.about = checkpoint.read_manifest(self.resume) if self.resume else None
-        epochs = Epochs(len(self.user.dataset()), self.plan.global_batch, epochs=options.epochs)
-        self.steps = options.steps or epochs.steps or DEFAULT_STEPS
-        if self.about is not None:
-            _check_resume(self.plan, self.about, options, self.steps)
-        self.seed = options.seed if options.seed is not None else self.about.seed if self.about else 0
-        self.shuffle = options.shuffle or bool(self.about and self.about.shuffle)
-        self.trace = Trace(options.trace, self.rank, self.device)
+        self.resumed_checkpoint = checkpoint.find_checkpoint(options.resume) if options.resume else None
+        self.resumed_manifest = (
+            checkpoint.read_manifest(self.resumed_checkpoint) if self.resumed_checkpoint else None
+        )
+        epochs = EpochOrder(len(self.user_model.dataset()), self.plan.global_batch, epochs=options.epochs)
+        self.last_step = options.steps or epochs.step_count or DEFAULT_STEPS
+        if self.resumed_manifest is not None:
+            _check_resumption(self.plan, self.resumed_manifest, options, self.last_step)
+        self.seed = (
+            options.seed
+            if options.seed is not None
+            else self.resumed_manifest.seed
+            if self.resumed_manifest
+            else 0
+        )
+        self.shuffle = options.shuffle or bool(self.resumed_manifest and self.resumed_manifest.shuffle)
+        self.trace = ChromeTrace(options.trace, self.rank, self.device)
         if self.rank == 0:
-            _check_outputs(self.log_dir, options)
-        self.order = Orders(self.plan, options.order)
-        self.cuts: dict[str, Cut] = {}  # the parameters of which this rank has a part
-        self.data = self._data()  # forks its loader, so before process groups and GPU contexts
+            _check_writable(self.log_dir, options)
+        self.schedule_batch = ScheduleCache(self.plan, options.order)
+        self.parameter_cuts: dict[str, ParameterCut] = {}  # the parameters of which this rank has a part
+        self.data_plane = (
+            self._make_data_plane()
+        )  # forks its loader, so before process groups and GPU contexts
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> RankContext:
         super().__enter__()
-        self.callback(self.data.close)
+        self.callback(self.data_plane.close)
         if self.device.type == "cpu":
             torch.set_num_threads(1)
             keep_freed_memory()
@@ -114,7 +124,7 @@ class Run(ExitStack):
             torch.cuda.set_device(self.device)
             dist.init_process_group("cpu:gloo,cuda:nccl", device_id=self.device)
         self.callback(dist.destroy_process_group)
-        self.trace.begin(", ".join(s.name for s in self.plan.sections if self.rank in s.mesh.ranks))
+        self.trace.start_trace(", ".join(s.name for s in self.plan.sections if self.rank in s.mesh.ranks))
         return self
 
     def __exit__(
@@ -125,9 +135,9 @@ class Run(ExitStack):
         self.trace.close()
         return super().__exit__(None, None, None)
 
-    def _data(self) -> DataPlane:
+    def _make_data_plane(self) -> DataPlane:
         return DataPlane(
-            self.user,
+            self.user_model,
             self.plan,
             self.rank,
             self.world_size,
@@ -137,28 +147,28 @@ class Run(ExitStack):
             epochs=self.options.epochs,
             skip_bad=self.options.skip_bad_samples,
             workers=self.options.workers,
-            order=self.order,
+            order=self.schedule_batch,
             device=self.device,
-            start=self.about.step if self.about else 0,
+            start=self.resumed_manifest.step if self.resumed_manifest else 0,
             ahead=1 + (self.records_ahead and self.plan.run_ahead_gib > 0),
-            rerecorder=self._rerecorder(),
-            recorders=self.recorders,
+            rerecorder=self._make_rerecorder(),
+            recorders=self.recorder_count,
         )
 
     @property
-    def recorders(self) -> int:
+    def recorder_count(self) -> int:
         """How many processes record glue beside the loader: what the user says, else as many as there are
         cores that nothing else has."""
         if self.options.recorders is not None or not self.records_ahead:
             return self.options.recorders or 0
-        cores = cores_here() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return max(0, min(MOST_RECORDERS, cores - 1 - self.options.workers))
+        cores = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return max(0, min(MAX_RECORDERS, cores - 1 - self.options.workers))
 
     @property
-    def processes_here(self) -> int:
+    def local_process_count(self) -> int:
         """How many processes of the run compute on this machine's cores: loaders, and the ranks where these
         have no GPUs."""
-        each = self.options.workers + self.recorders + (self.device.type == "cpu")
+        each = self.options.workers + self.recorder_count + (self.device.type == "cpu")
         return each * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     @property
@@ -167,31 +177,35 @@ class Run(ExitStack):
         before it trains."""
         return any(not case.spare for case in self.plan.recorded)
 
-    def _rerecorder(self) -> Rerecorder | None:
+    def _make_rerecorder(self) -> Rerecorder | None:
         """Records the glue that values decide; it loads the sections of this rank on a model of its own."""
         if not self.plan.recorded:
             return None
         mine = [s for s in self.plan.sections if self.rank in s.mesh.ranks]
         return Rerecorder(
             self.plan,
-            lambda: compute_in(meta_model(self.user), self.plan.dtype),
-            lambda model: [load_section(self.directory, s, model) for s in mine],
+            lambda: cast_model(build_meta_model(self.user_model), self.plan.dtype),
+            lambda model: [load_section_module(self.directory, s, model) for s in mine],
         )
 
-    def model(self) -> nn.Module:
+    def load_model(self) -> nn.Module:
         """The user's model with this rank's weights; what only other ranks need is on the meta device."""
-        built = build_model(self.plan, self.user, self.rank, self.device, self.seed, self.options.init)
+        built = build_rank_model(
+            self.plan, self.user_model, self.rank, self.device, self.seed, self.options.init
+        )
         model = built.model
         shapes, canonical = {name: p.shape for name, p in model.named_parameters()}, canonical_names(model)
-        self.cuts = cuts_of(self.plan, self.rank, shapes, canonical)
-        cut_parameters(model, self.cuts, built.stored)
-        self.gathered = Gathered(self.plan, model, self.rank, self.device, self.cuts, canonical, built.stored)
-        if self.resume is not None:
-            checkpoint.load_model(self.resume, model, self.cuts, self.gathered)
+        self.parameter_cuts = find_parameter_cuts(self.plan, self.rank, shapes, canonical)
+        cut_parameters(model, self.parameter_cuts, built.deferred_sources)
+        self.zero3 = Zero3State(
+            self.plan, model, self.rank, self.device, self.parameter_cuts, canonical, built.deferred_sources
+        )
+        if self.resumed_checkpoint is not None:
+            checkpoint.load_model_state(self.resumed_checkpoint, model, self.parameter_cuts, self.zero3)
         return model
 
 
-def check_buffers(terms: Terms, model: nn.Module) -> None:
+def check_loss_buffers(terms: LossTermsModule, model: nn.Module) -> None:
     """Refuse a model with other values in the buffers that the loss's coefficients are made of than the plan
     has."""
     buffers = dict(model.named_buffers())
@@ -206,7 +220,7 @@ def check_buffers(terms: Terms, model: nn.Module) -> None:
             )
 
 
-def check_world(plan: Plan, world_size: int) -> None:
+def check_world_size(plan: Plan, world_size: int) -> None:
     """Refuse more or fewer ranks than the plan is made for, and meshes that step programs do not express."""
     if world_size != plan.world_size or "MASTER_ADDR" not in os.environ:
         found = (
@@ -220,12 +234,12 @@ def check_world(plan: Plan, world_size: int) -> None:
         )
     try:
         for section in plan.sections:
-            replicas(section)
+            ranks_by_replica(section)
     except ValueError as error:
         raise UserError(f"the plan cannot be run: {error}", remedy="compile with pp=1") from None
 
 
-def _device() -> torch.device:
+def _choose_device() -> torch.device:
     """A GPU of its own for each rank of this machine, or the CPU for all of them."""
     local, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return (
@@ -235,7 +249,9 @@ def _device() -> torch.device:
     )
 
 
-def _check_resume(plan: Plan, about: checkpoint.Manifest, options: Options, steps: int) -> None:
+def _check_resumption(
+    plan: Plan, about: checkpoint.CheckpointManifest, options: RunOptions, steps: int
+) -> None:
     if about.global_batch != plan.global_batch:
         message = f"the checkpoint was made with global batches of {about.global_batch} samples, the plan has {plan.global_batch}"
         raise UserError(message, str(options.resume), f"compile with --global-batch {about.global_batch}")
@@ -249,7 +265,7 @@ def _check_resume(plan: Plan, about: checkpoint.Manifest, options: Options, step
         )
 
 
-def _check_outputs(log_dir: Path, options: Options) -> None:
+def _check_writable(log_dir: Path, options: RunOptions) -> None:
     """Fail now rather than after the first step."""
     wanted = [
         ("--log-dir", log_dir),

@@ -21,46 +21,52 @@ from typing import Any, cast
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-Root = tuple[torch.Tensor, torch.Tensor]  # a tensor that the loss depends on, and its gradient
-Edge = tuple[Any, int]  # a node of the graph and the number of one of its results
-Kept = dict[Edge, torch.Tensor | None]  # gradients that wait for the second part
+BackwardRoot = tuple[torch.Tensor, torch.Tensor]  # a tensor that the loss depends on, and its gradient
+GraphInput = tuple[Any, int]  # a node of the graph and the number of one of its results
+KeptGradients = dict[GraphInput, torch.Tensor | None]  # gradients that wait for the second part
 
 
-def split_backward(roots: Sequence[Root], leaves: Sequence[torch.Tensor]) -> Callable[[], None]:
+def split_backward(roots: Sequence[BackwardRoot], leaves: Sequence[torch.Tensor]) -> Callable[[], None]:
     """Compute the `.grad` of `leaves`; what is returned adds to the parameters' gradients, and must be called
     once.
 
     Where the graph cannot be split (a node that leads to parameters does so by ways within ways) all is done
     at once.
     """
-    graph = _Graph(roots, leaves)
+    graph = _BackwardGraph(roots, leaves)
     ahead = [r for r in roots if r[0].grad_fn in graph.passing]
     if not ahead:
-        return lambda: _backward(roots)
-    if graph.nested():
-        _backward(roots)
+        return lambda: _run_whole_backward(roots)
+    if graph.has_nested_sides():
+        _run_whole_backward(roots)
         return lambda: None
     rest = [r for r in roots if r[0].grad_fn not in graph.passing]
-    entries = [(n, k) for n in graph.sides for k in sorted(graph.used[n])]
-    summed = list(graph.shared)
+    entries = [(n, k) for n in graph.side_inputs for k in sorted(graph.used_outputs[n])]
+    summed = list(graph.shared_inputs)
     inputs: list[Any] = [*leaves, *(GradientEdge(*e) for e in (*entries, *summed))]
     found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
         [t for t, _ in ahead], inputs, [g for _, g in ahead], retain_graph=True, allow_unused=True
     )
     for leaf, gradient in zip(leaves, found, strict=False):
         leaf.grad = gradient
-    kept: Kept = dict(zip((*entries, *summed), found[len(leaves) :], strict=True))
-    return lambda: _finish(graph, kept, rest)
+    kept: KeptGradients = dict(zip((*entries, *summed), found[len(leaves) :], strict=True))
+    return lambda: _accumulate_parameter_gradients(graph, kept, rest)
 
 
-def _finish(graph: _Graph, kept: Kept, rest: Sequence[Root]) -> None:
+def _accumulate_parameter_gradients(
+    graph: _BackwardGraph, kept: KeptGradients, rest: Sequence[BackwardRoot]
+) -> None:
     """The parameters' gradients, from those that entered the nodes."""
-    edges: list[torch.Tensor | GradientEdge] = [GradientEdge(*e) for e in graph.shared if kept[e] is not None]
-    gradients = [g for e in graph.shared if (g := kept[e]) is not None]
-    for node, sides in graph.sides.items():
-        own = [GradientEdge(*e) for e in sides if e not in graph.shared]
+    edges: list[torch.Tensor | GradientEdge] = [
+        GradientEdge(*e) for e in graph.shared_inputs if kept[e] is not None
+    ]
+    gradients = [g for e in graph.shared_inputs if (g := kept[e]) is not None]
+    for node, sides in graph.side_inputs.items():
+        own = [GradientEdge(*e) for e in sides if e not in graph.shared_inputs]
         entered = [
-            (GradientEdge(node, k), g) for k in sorted(graph.used[node]) if (g := kept[node, k]) is not None
+            (GradientEdge(node, k), g)
+            for k in sorted(graph.used_outputs[node])
+            if (g := kept[node, k]) is not None
         ]
         if own and entered:
             asked, given = [e for e, _ in entered], [g for _, g in entered]
@@ -77,12 +83,12 @@ def _finish(graph: _Graph, kept: Kept, rest: Sequence[Root]) -> None:
         torch.autograd.backward(edges, gradients)  # pyright: ignore[reportArgumentType]
 
 
-def _backward(roots: Sequence[Root]) -> None:
+def _run_whole_backward(roots: Sequence[BackwardRoot]) -> None:
     if roots:
         torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
 
 
-class _Graph:
+class _BackwardGraph:
     """The graph of a backward, its nodes in the order of a search from the roots, so that all ranks of a
     replica see them alike.
 
@@ -90,18 +96,18 @@ class _Graph:
     that several nodes have. `used`: the results of a node whose gradients enter it.
     """
 
-    def __init__(self, roots: Sequence[Root], leaves: Sequence[torch.Tensor]) -> None:
-        self.used: dict[Any, set[int]] = {}
+    def __init__(self, roots: Sequence[BackwardRoot], leaves: Sequence[torch.Tensor]) -> None:
+        self.used_outputs: dict[Any, set[int]] = {}
         targets = {get_gradient_edge(leaf).node for leaf in leaves}
         for tensor, _ in roots:
             if tensor.grad_fn is not None:
-                self.used.setdefault(tensor.grad_fn, set()).add(tensor.output_nr)
-        self.order = self._search()
+                self.used_outputs.setdefault(tensor.grad_fn, set()).add(tensor.output_nr)
+        self.order = self._topological_order()
         self.passing: set[Any] = set()
         for node in self.order:  # what a node leads to comes before it
             if node in targets or any(m in self.passing for m, _ in node.next_functions):
                 self.passing.add(node)
-        self.sides: dict[Any, list[Edge]] = {}
+        self.side_inputs: dict[Any, list[GraphInput]] = {}
         for node in self.order:
             sides = list(
                 dict.fromkeys(
@@ -109,15 +115,15 @@ class _Graph:
                 )
             )
             if node in self.passing and sides:
-                self.sides[node] = sides
-        counts = Counter(edge for sides in self.sides.values() for edge in sides)
-        self.shared = {edge: None for edge, count in counts.items() if count > 1}
+                self.side_inputs[node] = sides
+        counts = Counter(edge for sides in self.side_inputs.values() for edge in sides)
+        self.shared_inputs = {edge: None for edge, count in counts.items() if count > 1}
 
-    def _search(self) -> list[Any]:
+    def _topological_order(self) -> list[Any]:
         """All nodes, each behind those that it leads to."""
         order: list[Any] = []
         seen: set[Any] = set()
-        stack: list[tuple[Any, bool]] = [(node, False) for node in self.used]
+        stack: list[tuple[Any, bool]] = [(node, False) for node in self.used_outputs]
         while stack:
             node, done = stack.pop()
             if done:
@@ -127,13 +133,13 @@ class _Graph:
                 stack.append((node, True))
                 for after, k in node.next_functions:
                     if after is not None:
-                        self.used.setdefault(after, set()).add(k)
+                        self.used_outputs.setdefault(after, set()).add(k)
                         stack.append((after, False))
         return order
 
-    def nested(self) -> bool:
+    def has_nested_sides(self) -> bool:
         """Whether one of the other inputs leads to another one: gradients kept at both would count twice."""
-        tops = {edge[0] for sides in self.sides.values() for edge in sides}
+        tops = {edge[0] for sides in self.side_inputs.values() for edge in sides}
         below: set[Any] = set()
         for node in reversed(self.order):  # what leads to a node comes before it
             if node not in self.passing and (node in tops or node in below):

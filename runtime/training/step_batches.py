@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from secc.runtime.data.data_plane import DataPlane, GlobalBatch
-from secc.runtime.monitoring.chrome_trace import Trace
+from secc.runtime.monitoring.chrome_trace import ChromeTrace
 from secc.runtime.plan.step_program import MicroBatch
-from secc.runtime.sections.base import RECORDED
-from secc.runtime.training.step_planner import Step
+from secc.runtime.sections.base import RECORDING_KEY
+from secc.runtime.training.step_planner import PlannedStep
 
 
-class Loading:
+class StepBatches:
     """Hands out the micro-batches of a step: those of its global batch, and those of the next one that it
     computes ahead."""
 
-    def __init__(self, data: DataPlane, step: Step, trace: Trace) -> None:
+    def __init__(self, data: DataPlane, step: PlannedStep, trace: ChromeTrace) -> None:
         self._data, self._step, self._trace = data, step, trace
         self._recording = self._waiting = self._exposed = 0.0
         self._recorded = self._kept = 0
 
-    def batch(self, micro: MicroBatch) -> dict[str, Any]:
+    def load_batch(self, micro: MicroBatch) -> dict[str, Any]:
         """The batch of a micro-batch, on the device."""
         start = time.perf_counter()
         args = {
@@ -31,27 +31,27 @@ class Loading:
             "microbatch": micro.index,
             "samples": [self._step.samples[s].id for s in micro.samples],
         }
-        with self._trace.event(f"LOAD {micro.section} {micro.index}", kind="LOAD", **args):
-            found = self._data.batch(*self._place(micro), micro.section)
+        with self._trace.record_event(f"LOAD {micro.section} {micro.index}", kind="LOAD", **args):
+            found = self._data.load_micro_batch(*self._positions_in_batch(micro), micro.section)
         self._waiting += time.perf_counter() - start
-        if RECORDED in found and (spent := found[RECORDED].spent):
+        if RECORDING_KEY in found and (spent := found[RECORDING_KEY].spent):
             self._recorded += 1
             self._recording += spent.seconds
-            self._exposed += sum(map(spent.shared, self._data.waits))
-            self._trace.background(
+            self._exposed += sum(map(spent.shared, self._data.loader_waits))
+            self._trace.record_background_event(
                 f"RECORD {micro.section} {micro.index}", spent.start, spent.end, kind="RECORD", **args
             )
-        elif RECORDED in found:
+        elif RECORDING_KEY in found:
             self._kept += 1
         return found
 
-    def _place(self, micro: MicroBatch) -> tuple[Sequence[int], GlobalBatch]:
+    def _positions_in_batch(self, micro: MicroBatch) -> tuple[Sequence[int], GlobalBatch]:
         """A micro-batch's positions in its own global batch."""
-        if self._step.then is not None and self._step.schedule.is_later(micro):
-            return [p - len(self._step.batch.samples) for p in micro.samples], self._step.then
+        if self._step.next_batch is not None and self._step.schedule.is_of_next_batch(micro):
+            return [p - len(self._step.batch.samples) for p in micro.samples], self._step.next_batch
         return micro.samples, self._step.batch
 
-    def spent(self, share: float = 1.0) -> dict[str, float]:
+    def recording_metrics(self, share: float = 1.0) -> dict[str, float]:
         """What recordings took of the step so far: how many were made for it and how many were known, and
         seconds times `share`: what recordings took, wherever they were made, how long this rank waited
         meanwhile, and how long it waited for batches."""

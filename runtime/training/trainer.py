@@ -18,55 +18,61 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from secc.runtime.comm.p2p_channels import Transport
-from secc.runtime.comm.p2p_rounds import Exchanges
+from secc.runtime.comm.p2p_rounds import RoundTransport
 from secc.runtime.data.data_plane import GlobalBatch
 from secc.runtime.errors import UserError
-from secc.runtime.fusion.install import install, read
-from secc.runtime.model.item_seeds import item_seed
-from secc.runtime.monitoring.metrics import Metrics
-from secc.runtime.monitoring.run_summary import summary
-from secc.runtime.monitoring.section_times import Spent, Times, columns
+from secc.runtime.fusion.install import install_fused, read_fused_source
+from secc.runtime.model.item_seeds import derive_item_seed
+from secc.runtime.monitoring.metrics import MetricsLog
+from secc.runtime.monitoring.run_summary import summary_lines
+from secc.runtime.monitoring.section_times import SectionSeconds, SectionTimesLog, section_time_columns
 from secc.runtime.parameters import checkpoint
-from secc.runtime.parameters.elementwise_check import refusal
-from secc.runtime.parameters.gradient_reduction import Reducer, holders
-from secc.runtime.parameters.mixed_precision import compute_in, dtype_of
-from secc.runtime.parameters.rank_weights import canonical_names, owners
+from secc.runtime.parameters.elementwise_check import why_not_elementwise
+from secc.runtime.parameters.gradient_reduction import GradientReducer, build_reduction_groups
+from secc.runtime.parameters.mixed_precision import cast_model, compute_dtype
+from secc.runtime.parameters.rank_weights import canonical_names, state_dict_owners
 from secc.runtime.parameters.sharded_optimizer import shard_optimizer
-from secc.runtime.plan.replica_routes import replicas
+from secc.runtime.plan.replica_routes import ranks_by_replica
 from secc.runtime.sections import recompute
-from secc.runtime.sections.base import Section
+from secc.runtime.sections.base import SectionModule
 from secc.runtime.tensor_parallel import styles
-from secc.runtime.tensor_parallel.replica_group import make_groups
+from secc.runtime.tensor_parallel.replica_group import make_replica_groups
 from secc.runtime.training.engine import Engine, StepInput
-from secc.runtime.training.rank_context import Run
-from secc.runtime.training.step_batches import Loading
-from secc.runtime.training.step_planner import Step, steps
+from secc.runtime.training.rank_context import RankContext
+from secc.runtime.training.step_batches import StepBatches
+from secc.runtime.training.step_planner import PlannedStep, plan_steps
 
-TRANSPORTS = {"channels": Transport, "rounds": Exchanges}
+TRANSPORTS = {"channels": Transport, "rounds": RoundTransport}
 
 
 class Trainer:
     """Trains this rank's sections. Made on all ranks at the same place, because making process groups is
     collective."""
 
-    def __init__(self, run: Run, model: nn.Module, sections: Sequence[Section]) -> None:
-        self.run, self.model, self.terms = run, model, run.terms
+    def __init__(self, run: RankContext, model: nn.Module, sections: Sequence[SectionModule]) -> None:
+        self.context, self.model, self.terms = run, model, run.terms
         self.plan, self.options = run.plan, run.options
         canonical = canonical_names(model)
         params = dict(model.named_parameters())
-        held = holders(self.plan, [n for n, p in params.items() if p.requires_grad], canonical)
-        install(model, self.plan.rewrites, read(run.directory))
-        groups = make_groups(self.plan, run.rank)
-        styles.install(self.plan, model, groups)
+        held = build_reduction_groups(self.plan, [n for n, p in params.items() if p.requires_grad], canonical)
+        install_fused(model, self.plan.rewrites, read_fused_source(run.directory))
+        groups = make_replica_groups(self.plan, run.rank)
+        styles.install_styles(self.plan, model, groups)
         for section in self.plan.sections:
             if run.rank in section.mesh.ranks:
-                recompute.install(model, section.blocks, section.recompute)
-        run.gathered.install()
-        self.reducer = Reducer(
-            held, params, run.rank, run.device, run.cuts, dtype_of(self.plan.dtype), run.gathered.flats
+                recompute.install_recompute(model, section.blocks, section.recompute)
+        run.zero3.wrap_units()
+        self.reducer = GradientReducer(
+            held,
+            params,
+            run.rank,
+            run.device,
+            run.parameter_cuts,
+            compute_dtype(self.plan.dtype),
+            run.zero3.sharded_units,
         )
         used = {canonical[n] for s in self.plan.sections for n in s.params}
-        compute_in(model, self.plan.dtype, but=params.keys() - used)
+        cast_model(model, self.plan.dtype, but=params.keys() - used)
         transport = TRANSPORTS[self.options.comm](self.plan, run.rank, run.device, self.options.debug_comm)
         held_sections = {s.name: s for s in sections}
         for section in sections:
@@ -75,86 +81,96 @@ class Trainer:
             self.plan,
             held_sections,
             transport,
-            self.reducer.start,
+            self.reducer.start_section,
             run.trace,
-            self.reducer.expect,
+            self.reducer.arm_overlap_hooks,
             groups,
-            run.gathered.passes,
+            run.zero3.gatherers,
         )
-        self._owned = self._owned_names(model)
-        self._trained = {n for h in held if run.rank in h.ranks for n in h.names}
+        self._owned_names = self._find_owned_names(model)
+        self._trained_names = {n for h in held if run.rank in h.ranks for n in h.names}
         self.optimizer = self._make_optimizer(
             {params[n]: n for h in held if run.rank in h.ranks for n in h.names}
         )
-        self.scheduler = run.user.scheduler(self.optimizer) if self.optimizer is not None else None
-        self.step_number = run.about.step if run.about else 0
-        if run.resume is not None:
-            checkpoint.load_optimizer(
-                run.resume, self.optimizer, self.scheduler, self.reducer.pieces, run.rank
+        self.scheduler = (
+            run.user_model.build_scheduler(self.optimizer) if self.optimizer is not None else None
+        )
+        self.step_number = run.resumed_manifest.step if run.resumed_manifest else 0
+        if run.resumed_checkpoint is not None:
+            checkpoint.load_optimizer_state(
+                run.resumed_checkpoint,
+                self.optimizer,
+                self.scheduler,
+                self.reducer.optimized_slices,
+                run.rank,
             )
-        self.metrics = Metrics(run.log_dir, run.steps) if run.rank == 0 else None
-        self.times = Times(run.log_dir, self.plan) if run.rank == 0 else None
-        self._since = time.perf_counter()
+        self.metrics = MetricsLog(run.log_dir, run.last_step) if run.rank == 0 else None
+        self.section_times = SectionTimesLog(run.log_dir, self.plan) if run.rank == 0 else None
+        self._step_start = time.perf_counter()
 
-    def batches(self) -> Iterator[Step]:
+    def plan_steps(self) -> Iterator[PlannedStep]:
         """The global batches that are left to train; the next one loads while one trains.
 
         Where glue is recorded anew, its order is planned ahead too, so that its recordings are made
         meanwhile.
         """
-        self._since = time.perf_counter()
-        yield from steps(self.run, self.step_number, ahead=self.run.records_ahead)
-        if self.metrics is not None and self.times is not None:
+        self._step_start = time.perf_counter()
+        yield from plan_steps(self.context, self.step_number, ahead=self.context.records_ahead)
+        if self.metrics is not None and self.section_times is not None:
             self.metrics.close()
-            self.times.close()
-            for line in summary(self.plan, self.times.steps, self.run.log_dir, self.run.processes_here):
+            self.section_times.close()
+            for line in summary_lines(
+                self.plan, self.section_times.steps, self.context.log_dir, self.context.local_process_count
+            ):
                 sys.stderr.write(line + "\n")
 
-    def step(self, step: Step) -> float:
+    def train_step(self, step: PlannedStep) -> float:
         """One optimizer step on a global batch of `batches`. Returns the loss over the whole of it, which
         every rank computes."""
         batch = step.batch
-        coefficients = self._coefficients(batch)
-        self.reducer.reset()
-        seed, later_seed = (item_seed(self.run.seed, -1, number) for number in (batch.step, batch.step + 1))
-        loading = Loading(self.run.data, step, self.run.trace)
-        event = self.run.trace.event
+        coefficients = self._loss_coefficients(batch)
+        self.reducer.reset_gradients()
+        seed, later_seed = (
+            derive_item_seed(self.context.seed, -1, number) for number in (batch.step, batch.step + 1)
+        )
+        loading = StepBatches(self.context.data_plane, step, self.context.trace)
+        event = self.context.trace.record_event
         with event("PROGRAM", kind="PROGRAM"):
-            share = self.engine.run(
-                StepInput(step.schedule, step.samples, loading.batch, coefficients, seed, later_seed)
+            share = self.engine.run_step(
+                StepInput(step.schedule, step.samples, loading.load_batch, coefficients, seed, later_seed)
             )
         with event("GRADIENTS", kind="GRADIENTS"):
-            self.reducer.finish()
+            self.reducer.finish_reduction()
         with event("NORM", kind="NORM"):
             squared = self.reducer.squared_norm()
         with event("TOTALS", kind="TOTALS"):
-            loss, norm, logged, spent = self._totals(share, squared, loading)
+            loss, norm, logged, spent = self._sum_over_ranks(share, squared, loading)
         with event("OPTIMIZER", kind="OPTIMIZER"):
-            self._update(loss, norm)
+            self._step_optimizer(loss, norm)
         self.step_number += 1
         seconds = self._finish_step(batch, loss, float(norm), logged)
-        if self.times is not None:
-            self.times.log(self.step_number, seconds, spent, step.samples, step.schedule)
+        if self.section_times is not None:
+            self.section_times.log_step(self.step_number, seconds, spent, step.samples, step.schedule)
         return loss
 
-    def _update(self, loss: float, norm: torch.Tensor) -> None:
+    def _step_optimizer(self, loss: float, norm: torch.Tensor) -> None:
         """The optimizer's and the scheduler's step."""
         if self.options.clip is not None:
-            self.reducer.clip(norm, self.options.clip)
+            self.reducer.clip_gradients(norm, self.options.clip)
         if self.optimizer is not None:
             self.optimizer.step()
-        self.reducer.gather()
+        self.reducer.gather_parameters()
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(loss)
         elif self.scheduler is not None:
             self.scheduler.step()
 
-    def _coefficients(self, batch: GlobalBatch) -> dict[str, float]:
+    def _loss_coefficients(self, batch: GlobalBatch) -> dict[str, float]:
         """The loss terms' factors. Raises UserError if the plan knows no loss for the batch's optional
         inputs."""
         pattern = frozenset[str]().union(*(s.pattern for s in batch.samples))
         try:
-            return self.terms.coefficients(batch.leaves, batch.sizes, pattern)
+            return self.terms.coefficients(batch.batch_sums, batch.sizes, pattern)
         except KeyError:
             message = (
                 f"the plan knows no loss for a global batch with {sorted(pattern) or 'no optional inputs'}"
@@ -162,20 +178,20 @@ class Trainer:
             remedy = "let dataset() show such samples earlier, or compile again with more --stats-samples"
             raise UserError(message, remedy=remedy) from None
 
-    def _totals(
-        self, share: torch.Tensor, squared: torch.Tensor, loading: Loading
-    ) -> tuple[float, torch.Tensor, dict[str, float], Spent]:
+    def _sum_over_ranks(
+        self, share: torch.Tensor, squared: torch.Tensor, loading: StepBatches
+    ) -> tuple[float, torch.Tensor, dict[str, float], SectionSeconds]:
         """The loss, the gradients' global norm, the scalars that are logged, and what sections took, from
         this rank's shares of each.
 
         `squared` is its share of the squared norm.
         """
-        waited = loading.spent(1 / self.run.world_size) if self.plan.recorded else {}
+        waited = loading.recording_metrics(1 / self.context.world_size) if self.plan.recorded else {}
         shares = self.engine.logged | {name: share.new_tensor(seconds) for name, seconds in waited.items()}
-        own, names = self.engine.stopwatch.take(), columns(self.plan)
+        own, names = self.engine.stopwatch.take_seconds(), section_time_columns(self.plan)
         times = [share.new_tensor(own.get((name, kind), 0.0) / tp) for name, kind, tp in names]
-        totals = self.run.data.exchange(
-            torch.stack([share, squared, *shares.values(), *times]), self.run.steps
+        totals = self.context.data_plane.exchange_values(
+            torch.stack([share, squared, *shares.values(), *times]), self.context.last_step
         ).sum(0)
         logged = dict(zip(shares, found := totals[2:].tolist(), strict=False))
         spent = {
@@ -189,7 +205,7 @@ class Trainer:
     ) -> float:
         """Log the step and save where that is due. Returns the step's seconds."""
         now = time.perf_counter()
-        seconds = now - self._since
+        seconds = now - self._step_start
         if self.metrics is not None:
             values = {
                 "step": self.step_number,
@@ -198,71 +214,82 @@ class Trainer:
                 "samples": len(batch.samples),
                 "tokens": batch.tokens,
             }
-            skipped = {"skipped": len(batch.skipped)} if self.options.skip_bad_samples else {}
-            self.metrics.log({**logged} | values | skipped | {"step_time_s": seconds})
-        self._since = time.perf_counter()
-        if self.options.save is not None and self._save_due():
-            self.save()
+            skipped = {"skipped": len(batch.skipped_indices)} if self.options.skip_bad_samples else {}
+            self.metrics.log_step({**logged} | values | skipped | {"step_time_s": seconds})
+        self._step_start = time.perf_counter()
+        if self.options.save is not None and self._is_save_due():
+            self.save_checkpoint()
         return seconds
 
-    def _save_due(self) -> bool:
+    def _is_save_due(self) -> bool:
         every = self.options.save_every
-        return self.step_number == self.run.steps or (every is not None and self.step_number % every == 0)
+        return self.step_number == self.context.last_step or (
+            every is not None and self.step_number % every == 0
+        )
 
-    def save(self) -> None:
+    def save_checkpoint(self) -> None:
         """Write a checkpoint of all ranks. Collective."""
         assert self.options.save is not None
-        gathered = self.run.gathered
-        own = self._owned - (
-            self._trained if self.plan.dtype else set[str]()
+        gathered = self.context.zero3
+        own = self._owned_names - (
+            self._trained_names if self.plan.dtype else set[str]()
         )  # of the rest masters are saved
-        held = checkpoint.model_state(self.model, self.run.cuts, gathered.names)
+        held = checkpoint.model_state(self.model, self.context.parameter_cuts, gathered.parameter_names)
         state = {k: v for k, v in held.items() if k.removeprefix("model/") in own}
-        state |= checkpoint.piece_state(gathered.written(self.run.cuts))
+        state |= checkpoint.slice_state(gathered.slices_to_save(self.context.parameter_cuts))
         if self.optimizer is not None:
-            pieces = self.reducer.pieces
-            state |= self._masters()
+            pieces = self.reducer.optimized_slices
+            state |= self._master_state()
             state |= checkpoint.optimizer_state(
-                self.optimizer, pieces, self._values_owned(), self._options_owned(), self.run.rank
+                self.optimizer,
+                pieces,
+                self._value_owned_names(),
+                self._option_owned_names(),
+                self.context.rank,
             )
         if self.scheduler is not None:
-            state[f"scheduler/{self.run.rank}"] = self.scheduler.state_dict()
-        about = checkpoint.manifest(
-            self.model, self.step_number, self.run.seed, self.run.shuffle, self.plan.global_batch
+            state[f"scheduler/{self.context.rank}"] = self.scheduler.state_dict()
+        about = checkpoint.make_manifest(
+            self.model, self.step_number, self.context.seed, self.context.shuffle, self.plan.global_batch
         )
-        checkpoint.save(self.options.save, state, about)
+        checkpoint.save_checkpoint(self.options.save, state, about)
 
-    def _masters(self) -> dict[str, Any]:
+    def _master_state(self) -> dict[str, Any]:
         """What this rank writes of the parameters that compute in fewer bits than the optimizer updates."""
         if not self.plan.dtype:
             return {}
-        owned = self._values_owned()
-        return checkpoint.piece_state(
-            {p: piece for p, piece in self.reducer.pieces.items() if piece.name in owned}
+        owned = self._value_owned_names()
+        return checkpoint.slice_state(
+            {p: piece for p, piece in self.reducer.optimized_slices.items() if piece.name in owned}
         )
 
-    def _owned_names(self, model: nn.Module) -> set[str]:
+    def _find_owned_names(self, model: nn.Module) -> set[str]:
         """The entries of the state dict that this rank writes: those that it is the first to hold, or its
         parts of cut ones."""
-        first = owners(self.plan, model)
-        together = {ranks for s in self.plan.sections for ranks in replicas(s) if self.run.rank in ranks}
+        first = state_dict_owners(self.plan, model)
+        together = {
+            ranks for s in self.plan.sections for ranks in ranks_by_replica(s) if self.context.rank in ranks
+        }
         return {
             n
             for n, r in first.items()
-            if r == self.run.rank or (n in self.run.cuts and any(r in ranks for ranks in together))
+            if r == self.context.rank
+            or (n in self.context.parameter_cuts and any(r in ranks for ranks in together))
         }
 
-    def _values_owned(self) -> set[str]:
+    def _value_owned_names(self) -> set[str]:
         """The parameters of whose optimizer states this rank writes what it has."""
-        sharded = {found[1].name for found in self.reducer.slices.values() if found is not None}
-        whole = {p.name for p in self.reducer.pieces.values()} - sharded
-        return whole & self._owned | sharded - self.reducer.repeated
+        sharded = {found[1].name for found in self.reducer.sharded_slices.values() if found is not None}
+        whole = {p.name for p in self.reducer.optimized_slices.values()} - sharded
+        return whole & self._owned_names | sharded - self.reducer.counted_elsewhere
 
-    def _options_owned(self) -> set[str]:
+    def _option_owned_names(self) -> set[str]:
         """The parameters whose optimizer options and scalar states this rank writes: who has the first
         entry."""
-        values = self._values_owned()
-        return {p.name for p in self.reducer.pieces.values() if p.first and p.name in values}
+        values = self._value_owned_names()
+        return {
+            p.name for p in self.reducer.optimized_slices.values() if p.has_first_entry and p.name in values
+        }
 
     def _make_optimizer(self, trained: Mapping[nn.Parameter, str]) -> torch.optim.Optimizer | None:
         """The user's optimizer over this rank's trainable parameters, one entry for each, also if it is tied;
@@ -273,15 +300,17 @@ class Trainer:
         if not trained:
             return None
         try:
-            optimizer = self.run.user.optimizer([(name, param) for param, name in trained.items()])
+            optimizer = self.context.user_model.build_optimizer(
+                [(name, param) for param, name in trained.items()]
+            )
         except UserError as error:
             # The user trains only some parameters, and this rank has none of them.
             if isinstance(error.__cause__, ValueError) and "empty parameter list" in str(error.__cause__):
                 return None
             raise
-        if self.reducer.slices or self.run.cuts:
-            reason = refusal(optimizer)
-            if reason is not None and not self.reducer.slices:
+        if self.reducer.sharded_slices or self.context.parameter_cuts:
+            reason = why_not_elementwise(optimizer)
+            if reason is not None and not self.reducer.sharded_slices:
                 names = [s.name for s in self.plan.sections if s.shards]
                 remedy = f"compile again with --set {names[0]}.tp=1"
                 raise UserError(f"parameters cannot be cut over ranks: {reason}", remedy=remedy)
@@ -289,5 +318,5 @@ class Trainer:
                 names = [s.name for s in self.plan.sections if s.sharding != "none"]
                 remedy = f"compile again with --set {names[0]}.sharding=none"
                 raise UserError(f"optimizer states cannot be sharded: {reason}", remedy=remedy)
-        shard_optimizer(optimizer, {**self.reducer.slices, **self.reducer.masters})
+        shard_optimizer(optimizer, {**self.reducer.sharded_slices, **self.reducer.masters})
         return optimizer

@@ -18,102 +18,108 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from secc.runtime.host.gc_control import collector_paused
-from secc.runtime.plan.int_columns import integers
+from secc.runtime.host.gc_control import pause_gc
+from secc.runtime.plan.int_columns import int_tensor
 from secc.runtime.plan.program_table import (
-    BACKWARD,
-    BLANK,
-    FORWARD,
-    KINDS,
-    RECEIVE,
-    REDUCE,
-    SEND,
-    STEP,
-    WEIGHT,
-    Names,
-    Programs,
-    Rows,
+    INSTRUCTION_KINDS,
+    KIND_BACKWARD,
+    KIND_FORWARD,
+    KIND_RECEIVE,
+    KIND_REDUCE,
+    KIND_SEND,
+    KIND_STEP,
+    KIND_WEIGHT,
+    NO_NAME,
+    InstructionColumns,
+    InstructionNames,
+    ProgramTable,
 )
-from secc.runtime.plan.replica_routes import replicas, routes
+from secc.runtime.plan.replica_routes import ranks_by_replica, route_message
 from secc.runtime.plan.schema import Edge, Plan, Section
-from secc.runtime.plan.section_graph import Graph
+from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.plan.step_program import (
     SampleMeta,
     Schedule,
-    active,
-    computations,
-    gathers,
-    pairs,
+    compute_kinds,
+    gathers_parameters,
+    is_active,
+    micro_batch_pairs,
     returns_gradient,
 )
-from secc.runtime.schedule.cross_step_prefetch import sections
-from secc.runtime.validation.progress_check import Waits, all_end, meetings
+from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections
+from secc.runtime.validation.progress_check import BlockingPoints, all_ranks_finish, collective_points
 
 
-class _Wrong(Exception):
+class _InvalidSchedule(Exception):
     """A schedule that is not valid."""
 
 
-def accepts(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> bool:
+def is_valid_schedule(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> bool:
     """Whether `schedule` is complete, in order and free of deadlock for this global batch."""
     same = (
         schedule.micro_batches.keys() == {s.name for s in plan.sections}
         and len(schedule.programs) == plan.world_size
     )
-    if not (same and _complete(plan, samples, schedule)):
+    if not (same and _has_all_samples(plan, samples, schedule)):
         return False
     try:
-        with collector_paused():
-            _Check(plan, schedule).run()
-    except _Wrong:
+        with pause_gc():
+            _FastCheck(plan, schedule).run()
+    except _InvalidSchedule:
         return False
     return True
 
 
-def _need(holds: bool) -> None:
+def _require(holds: bool) -> None:
     if not holds:
-        raise _Wrong
+        raise _InvalidSchedule
 
 
-def _complete(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> bool:
+def _has_all_samples(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> bool:
     """Whether every active sample is in one micro-batch of each section, no other sample is, and
     micro-batches are as they should be."""
-    patterns, among_others = {s.pattern for s in samples}, schedule.own is not None or bool(schedule.computed)
-    able = sections(plan, Graph(plan)) if among_others else []
+    patterns, among_others = (
+        {s.pattern for s in samples},
+        schedule.own_samples is not None or bool(schedule.prefetched),
+    )
+    able = find_prefetchable_sections(plan, SectionGraph(plan)) if among_others else []
     for section in plan.sections:
-        micros, on = schedule.micro_batches[section.name], {p: active(section.when, p) for p in patterns}
-        held = sorted([p for m in micros if not schedule.is_later(m) for p in m.samples])
-        if held != [p for p, s in enumerate(samples[: schedule.own]) if on[s.pattern]]:
+        micros, on = schedule.micro_batches[section.name], {p: is_active(section.when, p) for p in patterns}
+        held = sorted([p for m in micros if not schedule.is_of_next_batch(m) for p in m.samples])
+        if held != [p for p, s in enumerate(samples[: schedule.own_samples]) if on[s.pattern]]:
             return False
-        if among_others and not _may_cross(samples, schedule, section, able):
+        if among_others and not _prefetches_correctly(samples, schedule, section, able):
             return False
         for i, m in enumerate(micros):
             if m.index != i or m.section != section.name or not 0 <= m.replica < section.mesh.dp:
                 return False
-            if not (0 if gathers(section) else 1) <= len(m.samples) <= section.micro_batch or (
+            if not (0 if gathers_parameters(section) else 1) <= len(m.samples) <= section.micro_batch or (
                 len(m.samples) > 1 and any(a >= b for a, b in pairwise(m.samples))
             ):
                 return False
         if (
-            gathers(section)
+            gathers_parameters(section)
             and len({sum(m.replica == r for m in micros) for r in range(section.mesh.dp)}) > 1
         ):
             return False
     return True
 
 
-def _may_cross(
+def _prefetches_correctly(
     samples: Sequence[SampleMeta], schedule: Schedule, section: Section, able: Sequence[Section]
 ) -> bool:
     """Whether a section computes micro-batches in another step than their own only if it is able to, and
     later samples once."""
-    micros, computed = schedule.micro_batches[section.name], schedule.computed.get(section.name, frozenset())
-    later = [m for m in micros if schedule.is_later(m)]
+    micros, computed = (
+        schedule.micro_batches[section.name],
+        schedule.prefetched.get(section.name, frozenset()),
+    )
+    later = [m for m in micros if schedule.is_of_next_batch(m)]
     held = [p for m in later for p in m.samples]
     if not held and not computed:
         return True
     known = len(held) == len(set(held)) and all(
-        p < len(samples) and active(section.when, samples[p].pattern) for p in held
+        p < len(samples) and is_active(section.when, samples[p].pattern) for p in held
     )
     return section in able and known and computed <= set(range(len(micros) - len(later)))
 
@@ -122,193 +128,215 @@ def _may_cross(
 # ------------------------------------------------------------------------------------------------------
 
 
-_NO_MESSAGE = {"edge": BLANK, "direction": BLANK, "peer": -1, "src": -1, "dst": -1, "part": 0, "parts": 1}
-_NO_COMPUTATION = {"section": BLANK, "replica": 0, "stage": 0, "micro": -1}
+_NO_MESSAGE_VALUES = {
+    "edge": NO_NAME,
+    "direction": NO_NAME,
+    "peer": -1,
+    "src": -1,
+    "dst": -1,
+    "part": 0,
+    "parts": 1,
+}
+_NO_COMPUTATION_VALUES = {"section": NO_NAME, "replica": 0, "stage": 0, "micro": -1}
 
 
-def _says(rows: Rows, **values: int) -> bool:
+def _columns_equal(rows: InstructionColumns, **values: int) -> bool:
     """Whether all rows have these values."""
     return all(bool((getattr(rows, name) == value).all()) for name, value in values.items())
 
 
-def _within(column: Tensor, count: int) -> bool:
+def _is_in_range(column: Tensor, count: int) -> bool:
     return len(column) == 0 or (int(column.min()) >= 0 and int(column.max()) < count)
 
 
-class _Own(NamedTuple):
+class _SectionTasks(NamedTuple):
     """The jobs of a section: those of micro-batch m, kind k have numbers from `starts[k] + m * tp` on, one
     for each rank of its replica."""
 
     starts: dict[int, int]
     ranks: Tensor  # of each replica
     replica: Tensor  # of each micro-batch
-    computed: Tensor  # micro-batches of which the step before has made the forward
+    prefetched: Tensor  # micro-batches of which the step before has made the forward
 
-    def jobs(self, kind: int, micros: Tensor) -> Tensor:
+    def micro_batch_tasks(self, kind: int, micros: Tensor) -> Tensor:
         """Jobs of micro-batches, on all ranks of their replicas."""
         tp = self.ranks.shape[1]
         return self.starts[kind] + (micros * tp)[:, None] + torch.arange(tp)
 
 
-class _Links(NamedTuple):
+class _LinkColumns(NamedTuple):
     """What passes between jobs on an edge one way: within a rank, or from one to another in parts."""
 
-    way: Tensor
+    edge_direction: Tensor
     src: Tensor
     dst: Tensor
     sender: Tensor
     receiver: Tensor
     part: Tensor
     parts: Tensor  # 0 within a rank
-    made: Tensor  # jobs
-    used: Tensor
+    producer_task: Tensor  # jobs
+    consumer_task: Tensor
 
-    def at(self, places: Tensor) -> _Links:
+    def take_rows(self, places: Tensor) -> _LinkColumns:
         """Some of them."""
-        return _Links(*(column[places] for column in self))
+        return _LinkColumns(*(column[places] for column in self))
 
 
 # -- the check
 # --------------------------------------------------------------------------------------------------------------------
 
 
-class _Check:
+class _FastCheck:
     """The check of all programs. A *job* is a computation of a micro-batch on a rank; `place` is where it
     stands among all instructions."""
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
-        self.plan, self.schedule, self.world = plan, schedule, plan.world_size
-        programs = Programs.read(schedule.programs, Names.of(plan))
-        self.rows, self.ends = programs.rows, programs.ends
-        self.own: dict[str, _Own] = {}
-        self.count = 0
+        self.plan, self.schedule, self.world_size = plan, schedule, plan.world_size
+        programs = ProgramTable.from_programs(schedule.programs, InstructionNames.from_plan(plan))
+        self.columns, self.program_ends = programs.columns, programs.program_ends
+        self.section_tasks: dict[str, _SectionTasks] = {}
+        self.task_count = 0
         for s in plan.sections:
-            micros, ranks = schedule.micro_batches[s.name], torch.tensor(replicas(s), dtype=torch.int64)
+            micros, ranks = (
+                schedule.micro_batches[s.name],
+                torch.tensor(ranks_by_replica(s), dtype=torch.int64),
+            )
             starts = {
-                KINDS.index(kind): self.count + k * len(micros) * ranks.shape[1]
-                for k, kind in enumerate(computations(s))
+                INSTRUCTION_KINDS.index(kind): self.task_count + k * len(micros) * ranks.shape[1]
+                for k, kind in enumerate(compute_kinds(s))
             }
-            self.count += len(starts) * len(micros) * ranks.shape[1]
+            self.task_count += len(starts) * len(micros) * ranks.shape[1]
             done = torch.zeros(len(micros), dtype=torch.bool)
-            done[integers(schedule.computed.get(s.name, ()))] = True
-            self.own[s.name] = _Own(starts, ranks, integers(m.replica for m in micros), done)
-        self.place = torch.full((self.count,), BLANK)
+            done[int_tensor(schedule.prefetched.get(s.name, ()))] = True
+            self.section_tasks[s.name] = _SectionTasks(
+                starts, ranks, int_tensor(m.replica for m in micros), done
+            )
+        self.task_place = torch.full((self.task_count,), NO_NAME)
 
     def run(self) -> None:
         """Raises _Wrong for a schedule that is not valid."""
-        kind = self.rows.kind
-        _need(bool((kind >= 0).all()) and torch.equal((kind == STEP).nonzero()[:, 0], self.ends - 1))
+        kind = self.columns.kind
+        _require(
+            bool((kind >= 0).all())
+            and torch.equal((kind == KIND_STEP).nonzero()[:, 0], self.program_ends - 1)
+        )
         for i, s in enumerate(self.plan.sections):
-            self.computations(s, (self.rows.section == i) & (kind <= WEIGHT))
-        _need(int((self.place >= 0).sum()) == int((kind <= WEIGHT).sum()))
-        self.reductions()
-        received, senders, sent = self.messages()
-        self.programs_end(received, senders, sent)
+            self.check_computations(s, (self.columns.section == i) & (kind <= KIND_WEIGHT))
+        _require(int((self.task_place >= 0).sum()) == int((kind <= KIND_WEIGHT).sum()))
+        self.check_reductions()
+        received, senders, sent = self.check_messages()
+        self.check_progress(received, senders, sent)
 
-    def computations(self, section: Section, mine: Tensor) -> None:
+    def check_computations(self, section: Section, mine: Tensor) -> None:
         """Each job of a section stands once and on its rank, and those of a micro-batch in their order."""
-        at, own = mine.nonzero()[:, 0], self.own[section.name]
-        rows, tp, micros = self.rows.at(at), own.ranks.shape[1], len(own.replica)
-        _need(_within(rows.micro, micros) and _says(rows, stage=section.stage, **_NO_MESSAGE))
-        start, index = torch.full((len(KINDS),), BLANK), torch.full((self.world,), BLANK)
-        start[list(own.starts)] = integers(own.starts.values())
+        at, own = mine.nonzero()[:, 0], self.section_tasks[section.name]
+        rows, tp, micros = self.columns.take_rows(at), own.ranks.shape[1], len(own.replica)
+        _require(
+            _is_in_range(rows.micro, micros)
+            and _columns_equal(rows, stage=section.stage, **_NO_MESSAGE_VALUES)
+        )
+        start, index = torch.full((len(INSTRUCTION_KINDS),), NO_NAME), torch.full((self.world_size,), NO_NAME)
+        start[list(own.starts)] = int_tensor(own.starts.values())
         index[own.ranks] = torch.arange(tp).expand_as(own.ranks)
         replica = own.replica[rows.micro]
-        _need(torch.equal(rows.replica, replica) and bool((start[rows.kind] >= 0).all()))
-        _need(
+        _require(torch.equal(rows.replica, replica) and bool((start[rows.kind] >= 0).all()))
+        _require(
             bool((index[rows.rank] >= 0).all())
             and torch.equal(own.ranks[replica, index[rows.rank]], rows.rank)
         )
         jobs = start[rows.kind] + rows.micro * tp + index[rows.rank]
-        self.place[jobs] = at
-        owed = torch.arange(micros)[~own.computed]
-        expected = [own.jobs(kind, owed).flatten() for kind in own.starts]
-        _need(len(jobs) == sum(map(len, expected)))
+        self.task_place[jobs] = at
+        owed = torch.arange(micros)[~own.prefetched]
+        expected = [own.micro_batch_tasks(kind, owed).flatten() for kind in own.starts]
+        _require(len(jobs) == sum(map(len, expected)))
         for first, then in pairwise([torch.empty(0, dtype=torch.int64), *expected]):
-            _need(
-                bool((self.place[then] >= 0).all())
-                and (not len(first) or bool((self.place[first] < self.place[then]).all()))
+            _require(
+                bool((self.task_place[then] >= 0).all())
+                and (not len(first) or bool((self.task_place[first] < self.task_place[then]).all()))
             )
 
-    def reductions(self) -> None:
+    def check_reductions(self) -> None:
         """Each rank reduces each of its sections once, behind the section's backwards."""
-        at = (self.rows.kind == REDUCE).nonzero()[:, 0]
-        rows, count = self.rows.at(at), len(self.plan.sections)
-        _need(_within(rows.section, count) and _says(rows, stage=0, micro=-1, **_NO_MESSAGE))
-        replica, last = (torch.full((count, self.world), value) for value in (BLANK, -1))
+        at = (self.columns.kind == KIND_REDUCE).nonzero()[:, 0]
+        rows, count = self.columns.take_rows(at), len(self.plan.sections)
+        _require(
+            _is_in_range(rows.section, count)
+            and _columns_equal(rows, stage=0, micro=-1, **_NO_MESSAGE_VALUES)
+        )
+        replica, last = (torch.full((count, self.world_size), value) for value in (NO_NAME, -1))
         for i, s in enumerate(self.plan.sections):
-            own = self.own[s.name]
+            own = self.section_tasks[s.name]
             replica[i, own.ranks] = torch.arange(len(own.ranks))[:, None].expand_as(own.ranks)
-            for kind in own.starts.keys() - {FORWARD}:
-                jobs = own.jobs(kind, torch.arange(len(own.replica)))
+            for kind in own.starts.keys() - {KIND_FORWARD}:
+                jobs = own.micro_batch_tasks(kind, torch.arange(len(own.replica)))
                 last[i].scatter_reduce_(
-                    0, own.ranks[own.replica].flatten(), self.place[jobs].flatten(), "amax"
+                    0, own.ranks[own.replica].flatten(), self.task_place[jobs].flatten(), "amax"
                 )
-        reduced = torch.full((count, self.world), BLANK)
+        reduced = torch.full((count, self.world_size), NO_NAME)
         reduced[rows.section, rows.rank] = at
-        _need(
+        _require(
             torch.equal(rows.replica, replica[rows.section, rows.rank])
             and torch.equal(reduced >= 0, replica >= 0)
         )
-        _need(
+        _require(
             len(at) == int((replica >= 0).sum()) and bool((last[replica >= 0] < reduced[replica >= 0]).all())
         )
 
     # -- messages
     # -----------------------------------------------------------------------------------------------------------------
 
-    def messages(self) -> tuple[Tensor, Tensor, Tensor]:
+    def check_messages(self) -> tuple[Tensor, Tensor, Tensor]:
         """Each message is sent behind what makes it and received before what uses it, in the order of its
         channel.
 
         Where messages are received, their senders, and where they are sent.
         """
         sections = {s.name: s for s in self.plan.sections}
-        found: list[_Links] = []
+        found: list[_LinkColumns] = []
         for i, edge in enumerate(self.plan.edges):
-            if not (micros := pairs(edge, self.schedule)):
+            if not (micros := micro_batch_pairs(edge, self.schedule)):
                 continue
-            src, dst = (integers(column) for column in zip(*micros, strict=True))
-            found.append(self.links(edge, 2 * i, src, dst))
+            src, dst = (int_tensor(column) for column in zip(*micros, strict=True))
+            found.append(self.build_links(edge, 2 * i, src, dst))
             if returns_gradient(edge, sections):
-                found.append(self.links(edge, 2 * i + 1, src, dst))
+                found.append(self.build_links(edge, 2 * i + 1, src, dst))
         links = (
-            _Links(*(torch.cat(columns) for columns in zip(*found, strict=True)))
+            _LinkColumns(*(torch.cat(columns) for columns in zip(*found, strict=True)))
             if found
-            else _Links(*[integers(())] * 9)
+            else _LinkColumns(*[int_tensor(())] * 9)
         )
         made, used = (
-            torch.where(jobs >= 0, self.place[jobs.clamp(min=0)], BLANK) if len(jobs) else jobs
-            for jobs in (links.made, links.used)
+            torch.where(jobs >= 0, self.task_place[jobs.clamp(min=0)], NO_NAME) if len(jobs) else jobs
+            for jobs in (links.producer_task, links.consumer_task)
         )
         within, crossing = (links.parts == 0).nonzero()[:, 0], (links.parts > 0).nonzero()[:, 0]
-        _need(bool((made[within] < used[within]).all()))
-        links, made, used = links.at(crossing), made[crossing], used[crossing]
-        sent, received = self.carried(SEND, links), self.carried(RECEIVE, links)
-        _need(bool((made < sent).all()) and bool((received < used).all()))
-        channel = (links.way * self.world + links.sender) * self.world + links.receiver
+        _require(bool((made[within] < used[within]).all()))
+        links, made, used = links.take_rows(crossing), made[crossing], used[crossing]
+        sent, received = self.locate_transfers(KIND_SEND, links), self.locate_transfers(KIND_RECEIVE, links)
+        _require(bool((made < sent).all()) and bool((received < used).all()))
+        channel = (links.edge_direction * self.world_size + links.sender) * self.world_size + links.receiver
         order = torch.argsort(sent)
         order = order[torch.argsort(channel[order], stable=True)]
         alike = channel[order][1:] == channel[order][:-1]
-        _need(bool((received[order][1:] > received[order][:-1])[alike].all()))
+        _require(bool((received[order][1:] > received[order][:-1])[alike].all()))
         return received, links.sender, sent
 
-    def links(self, edge: Edge, way: int, src: Tensor, dst: Tensor) -> _Links:
+    def build_links(self, edge: Edge, way: int, src: Tensor, dst: Tensor) -> _LinkColumns:
         """What passes on an edge between these pairs of micro-batches: forward, or backward where `way` is
         odd."""
         back = way % 2
-        kind, ends = (BACKWARD, (edge.dst, edge.src)) if back else (FORWARD, (edge.src, edge.dst))
+        kind, ends = (KIND_BACKWARD, (edge.dst, edge.src)) if back else (KIND_FORWARD, (edge.src, edge.dst))
         (a, m), (b, n) = zip(
-            (self.own[end] for end in ends), ((dst, src) if back else (src, dst)), strict=True
+            (self.section_tasks[end] for end in ends), ((dst, src) if back else (src, dst)), strict=True
         )
-        made, used = a.jobs(kind, m), b.jobs(kind, n)
+        made, used = a.micro_batch_tasks(kind, m), b.micro_batch_tasks(kind, n)
         if not back:
-            made = torch.where(a.computed[m][:, None], BLANK, made)
+            made = torch.where(a.prefetched[m][:, None], NO_NAME, made)
         sources, targets = a.ranks[a.replica[m]], b.ranks[b.replica[n]]
         if made.shape[1] == used.shape[1] == 1:
             crosses = (sources != targets).long()[:, 0]
             none = torch.zeros_like(src)
-            return _Links(
+            return _LinkColumns(
                 none + way, src, dst, sources[:, 0], targets[:, 0], none, crosses, made[:, 0], used[:, 0]
             )
         found: list[tuple[int, ...]] = []
@@ -316,38 +344,45 @@ class _Check:
             found += [(i, r, r, 0, 0, some.index(r), k) for k, r in enumerate(others) if r in some]
             found += [
                 (i, *part, some.index(part.sender), others.index(part.receiver))
-                for part in routes(tuple(some), tuple(others))
+                for part in route_message(tuple(some), tuple(others))
             ]
         i, sender, receiver, part, parts, at, to = (
-            (integers(column) for column in zip(*found, strict=True)) if found else [integers(())] * 7
+            (int_tensor(column) for column in zip(*found, strict=True)) if found else [int_tensor(())] * 7
         )
-        return _Links(
+        return _LinkColumns(
             torch.full_like(i, way), src[i], dst[i], sender, receiver, part, parts, made[i, at], used[i, to]
         )
 
-    def carried(self, kind: int, links: _Links) -> Tensor:
+    def locate_transfers(self, kind: int, links: _LinkColumns) -> Tensor:
         """Where the messages are sent, or received; each must be, once and by its rank, and no other."""
-        at = (self.rows.kind == kind).nonzero()[:, 0]
-        rows = self.rows.at(at)
-        ways, most = 2 * len(self.plan.edges), max((len(own.replica) for own in self.own.values()), default=0)
-        _need(len(at) == len(links.way) and _says(rows, **_NO_COMPUTATION))
-        _need(_within(rows.edge, ways) and _within(rows.direction, 2) and _within(rows.peer, self.world))
-        _need(_within(rows.src, most) and _within(rows.dst, most))
-        sender, receiver = (rows.rank, rows.peer) if kind == SEND else (rows.peer, rows.rank)
+        at = (self.columns.kind == kind).nonzero()[:, 0]
+        rows = self.columns.take_rows(at)
+        ways, most = (
+            2 * len(self.plan.edges),
+            max((len(own.replica) for own in self.section_tasks.values()), default=0),
+        )
+        _require(len(at) == len(links.edge_direction) and _columns_equal(rows, **_NO_COMPUTATION_VALUES))
+        _require(
+            _is_in_range(rows.edge, ways)
+            and _is_in_range(rows.direction, 2)
+            and _is_in_range(rows.peer, self.world_size)
+        )
+        _require(_is_in_range(rows.src, most) and _is_in_range(rows.dst, most))
+        sender, receiver = (rows.rank, rows.peer) if kind == KIND_SEND else (rows.peer, rows.rank)
         pairs = [
             (way * most + a) * most + b
             for way, a, b in (
-                (links.way, links.src, links.dst),
+                (links.edge_direction, links.src, links.dst),
                 (2 * rows.edge + rows.direction, rows.src, rows.dst),
             )
         ]
         wanted, found = torch.unique(torch.cat(pairs), return_inverse=True)[1].view(2, len(at))
         (want, which), (have, where) = (
-            ((p * self.world + a) * self.world + b).sort()
+            ((p * self.world_size + a) * self.world_size + b).sort()
             for p, a, b in ((wanted, links.sender, links.receiver), (found, sender, receiver))
         )
-        _need(torch.equal(want, have) and bool((have[1:] > have[:-1]).all()))
-        _need(
+        _require(torch.equal(want, have) and bool((have[1:] > have[:-1]).all()))
+        _require(
             torch.equal(links.part[which], rows.part[where])
             and torch.equal(links.parts[which], rows.parts[where])
         )
@@ -358,10 +393,15 @@ class _Check:
     # -- running
     # ------------------------------------------------------------------------------------------------------------------
 
-    def programs_end(self, received: Tensor, senders: Tensor, sent: Tensor) -> None:
+    def check_progress(self, received: Tensor, senders: Tensor, sent: Tensor) -> None:
         """Whether no rank waits for ever: at a receive, at a reduction, or at what several ranks compute
         together."""
-        reduced, count = (self.rows.kind == REDUCE).nonzero()[:, 0], len(self.plan.sections)
-        reductions = Waits.together(reduced, self.rows.section[reduced])
-        computed = meetings(self.plan.sections, self.schedule.micro_batches, self.rows, count)
-        _need(all_end(Waits.joined([Waits(received, senders, sent), reductions, computed]), self.ends))
+        reduced, count = (self.columns.kind == KIND_REDUCE).nonzero()[:, 0], len(self.plan.sections)
+        reductions = BlockingPoints.for_groups(reduced, self.columns.section[reduced])
+        computed = collective_points(self.plan.sections, self.schedule.micro_batches, self.columns, count)
+        _require(
+            all_ranks_finish(
+                BlockingPoints.concatenate([BlockingPoints(received, senders, sent), reductions, computed]),
+                self.program_ends,
+            )
+        )

@@ -9,65 +9,73 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from secc.runtime.plan.int_columns import integers
-from secc.runtime.plan.program_table import WEIGHT, Rows
+from secc.runtime.plan.int_columns import int_tensor
+from secc.runtime.plan.program_table import KIND_WEIGHT, InstructionColumns
 from secc.runtime.plan.schema import Section
-from secc.runtime.plan.step_program import MicroBatch, gathers, rounds
+from secc.runtime.plan.step_program import MicroBatch, gather_rounds, gathers_parameters
 
-NEVER = 1 << 62
+PROGRAM_END = 1 << 62
 
 
-class Waits(NamedTuple):
+class BlockingPoints(NamedTuple):
     """The instructions at which ranks wait, by their places among all; for each the rank that must have
     passed the instruction `until` before, or, where `awaited` is -1 - g, nothing but that all of group g have
     come."""
 
     at: Tensor
-    awaited: Tensor
+    awaited_rank: Tensor
     until: Tensor
 
     @staticmethod
-    def joined(some: Sequence[Waits]) -> Waits:
+    def concatenate(some: Sequence[BlockingPoints]) -> BlockingPoints:
         """All of these."""
-        return Waits(*(torch.cat(columns) for columns in zip(*some, strict=True)))
+        return BlockingPoints(*(torch.cat(columns) for columns in zip(*some, strict=True)))
 
     @staticmethod
-    def together(at: Tensor, groups: Tensor) -> Waits:
+    def for_groups(at: Tensor, groups: Tensor) -> BlockingPoints:
         """Ranks that wait until their groups are there."""
-        return Waits(at, -1 - groups, torch.zeros_like(at))
+        return BlockingPoints(at, -1 - groups, torch.zeros_like(at))
 
 
-def meetings(
-    sections: Sequence[Section], micro_batches: Mapping[str, Sequence[MicroBatch]], rows: Rows, first: int = 0
-) -> Waits:
+def collective_points(
+    sections: Sequence[Section],
+    micro_batches: Mapping[str, Sequence[MicroBatch]],
+    rows: InstructionColumns,
+    first: int = 0,
+) -> BlockingPoints:
     """What several ranks compute together: replicas of several ranks, and those that gather. Groups are
     numbered from `first` on."""
-    found, rounds_of = [Waits.together(integers(()), integers(()))], rounds(sections, micro_batches)
+    found, rounds_of = (
+        [BlockingPoints.for_groups(int_tensor(()), int_tensor(()))],
+        gather_rounds(sections, micro_batches),
+    )
     for i, s in enumerate(sections):
-        if s.mesh.tp == 1 and not gathers(s):
+        if s.mesh.tp == 1 and not gathers_parameters(s):
             continue
-        at = ((rows.section == i) & (rows.kind <= WEIGHT)).nonzero()[:, 0]
+        at = ((rows.section == i) & (rows.kind <= KIND_WEIGHT)).nonzero()[:, 0]
         micros = micro_batches[s.name]
-        starts = integers(
+        starts = int_tensor(
             rounds_of[s.name, m.index][0].index if (s.name, m.index) in rounds_of else m.index for m in micros
         )
-        found.append(Waits.together(at, first + starts[rows.micro[at]] * (WEIGHT + 1) + rows.kind[at]))
-        first += len(micros) * (WEIGHT + 1)
-    return Waits.joined(found)
+        found.append(
+            BlockingPoints.for_groups(at, first + starts[rows.micro[at]] * (KIND_WEIGHT + 1) + rows.kind[at])
+        )
+        first += len(micros) * (KIND_WEIGHT + 1)
+    return BlockingPoints.concatenate(found)
 
 
-def all_end(waits: Waits, ends: Tensor) -> bool:
+def all_ranks_finish(waits: BlockingPoints, ends: Tensor) -> bool:
     """Whether all ranks pass all that they wait for, rank r's instructions being those before `ends[r]`."""
     order = torch.argsort(waits.at)
     at = waits.at[order]
-    groups = -1 - waits.awaited[waits.awaited < 0]
+    groups = -1 - waits.awaited_rank[waits.awaited_rank < 0]
     starts = torch.cat([ends.new_zeros(1), ends])
     left = torch.bincount(groups).tolist() if len(groups) else []
-    columns = (at.tolist(), waits.awaited[order].tolist(), waits.until[order].tolist())
-    return _all_end(*columns, torch.searchsorted(at, starts).tolist(), starts.tolist()[:-1], left)
+    columns = (at.tolist(), waits.awaited_rank[order].tolist(), waits.until[order].tolist())
+    return _run_to_end(*columns, torch.searchsorted(at, starts).tolist(), starts.tolist()[:-1], left)
 
 
-def _all_end(
+def _run_to_end(
     at: list[int], awaited: list[int], until: list[int], firsts: list[int], starts: list[int], left: list[int]
 ) -> bool:
     """Rank r waits at instructions `at[firsts[r]:firsts[r + 1]]`; `left[g]` ranks must come to group g. `now`
@@ -94,9 +102,9 @@ def _all_end(
                     meeting[group].append(rank)
                     break
             i += 1
-        following[rank], place = i, at[i] if i < end else NEVER
+        following[rank], place = i, at[i] if i < end else PROGRAM_END
         if place != now[rank]:
             now[rank] = place
             runnable += waiting[rank]
             waiting[rank] = []
-    return all(place == NEVER for place in now)
+    return all(place == PROGRAM_END for place in now)

@@ -15,19 +15,21 @@ from itertools import zip_longest
 
 from secc.runtime.plan.step_program import Schedule
 
-Cell = tuple[int, int]  # (rank, index into its program)
-COLUMNS = 6  # ranks shown
-AROUND = 3  # instructions shown before and after a marked one
+ProgramCell = tuple[int, int]  # (rank, index into its program)
+MAX_RANKS_SHOWN = 6  # ranks shown
+CONTEXT_INSTRUCTIONS = 3  # instructions shown before and after a marked one
 
 
-def grid(schedule: Schedule, marked: Iterable[Cell]) -> str:
+def render_programs(schedule: Schedule, marked: Iterable[ProgramCell]) -> str:
     """The marked cells and what stands around them, a column for each rank; ranks without a mark only where
     there is room for all."""
     cells = set(marked)
     ranks = range(len(schedule.programs))
-    if len(ranks) > COLUMNS and cells:
+    if len(ranks) > MAX_RANKS_SHOWN and cells:
         ranks = sorted({rank for rank, _ in cells})
-    columns = [_column(schedule, rank, {i for r, i in cells if r == rank}) for rank in ranks[:COLUMNS]]
+    columns = [
+        _render_rank(schedule, rank, {i for r, i in cells if r == rank}) for rank in ranks[:MAX_RANKS_SHOWN]
+    ]
     widths = [max(map(len, column)) for column in columns]
     rows = zip_longest(*columns, fillvalue="")
     text = "\n".join(
@@ -37,11 +39,16 @@ def grid(schedule: Schedule, marked: Iterable[Cell]) -> str:
     return text + (f"\n({hidden} more ranks)" if hidden else "")
 
 
-def _column(schedule: Schedule, rank: int, marked: set[int]) -> list[str]:
+def _render_rank(schedule: Schedule, rank: int, marked: set[int]) -> list[str]:
     """Title and lines of one rank; without a mark, its first instructions."""
     program = schedule.programs[rank]
     shown = sorted(
-        {i for m in marked or {AROUND} for i in range(m - AROUND, m + AROUND + 1) if 0 <= i < len(program)}
+        {
+            i
+            for m in marked or {CONTEXT_INSTRUCTIONS}
+            for i in range(m - CONTEXT_INSTRUCTIONS, m + CONTEXT_INSTRUCTIONS + 1)
+            if 0 <= i < len(program)
+        }
     )
     digits = len(str(len(program)))
     lines, previous = [f"rank {rank}"], -1

@@ -13,27 +13,29 @@ from collections.abc import Sequence
 
 import torch
 
-from secc.runtime.plan.program_table import RECEIVE, SEND, Names, Programs
+from secc.runtime.plan.program_table import KIND_RECEIVE, KIND_SEND, InstructionNames, ProgramTable
 from secc.runtime.plan.schema import Section
 from secc.runtime.plan.step_program import Schedule
-from secc.runtime.validation.progress_check import Waits, all_end, meetings
+from secc.runtime.validation.progress_check import BlockingPoints, all_ranks_finish, collective_points
 
-SENDS = 32
+DEFAULT_SEND_LIMIT = 32
 
 
-def limit_of(schedule: Schedule, first: int = SENDS, sections: Sequence[Section] = ()) -> int:
+def find_send_limit(
+    schedule: Schedule, first: int = DEFAULT_SEND_LIMIT, sections: Sequence[Section] = ()
+) -> int:
     """The smallest of `first`, its double and so on under which all programs end.
 
     `sections` are the plan's: replicas of several ranks, and those that gather, compute in step.
     """
     programs = schedule.programs
-    if not isinstance(programs, Programs):
-        named = Names.within(programs)
-        programs = Programs.read(
-            programs, Names(tuple(s.name for s in sections) or named.sections, named.edges)
+    if not isinstance(programs, ProgramTable):
+        named = InstructionNames.from_programs(programs)
+        programs = ProgramTable.from_programs(
+            programs, InstructionNames(tuple(s.name for s in sections) or named.sections, named.edges)
         )
-    rows, ends = programs.rows, programs.ends
-    sends, receives = ((rows.kind == kind).nonzero()[:, 0] for kind in (SEND, RECEIVE))
+    rows, ends = programs.columns, programs.program_ends
+    sends, receives = ((rows.kind == kind).nonzero()[:, 0] for kind in (KIND_SEND, KIND_RECEIVE))
     sender, receiver = rows.rank[sends], rows.peer[sends]
     most = int(torch.bincount(sender).max()) if len(sends) else 0
     if most <= first:
@@ -41,31 +43,34 @@ def limit_of(schedule: Schedule, first: int = SENDS, sections: Sequence[Section]
     received = torch.empty_like(
         sends
     )  # where each message sent is received: on a channel in the order of the sends
-    matching = _by_channel(programs, receives, rows.peer[receives], rows.rank[receives])
-    received[_by_channel(programs, sends, sender, receiver)] = receives[matching]
+    matching = _sort_by_channel(programs, receives, rows.peer[receives], rows.rank[receives])
+    received[_sort_by_channel(programs, sends, sender, receiver)] = receives[matching]
     sent = torch.empty_like(rows.kind)
     sent[received] = sends
-    arrivals = Waits(receives, rows.peer[receives], sent[receives])
-    always = [meetings(sections, schedule.micro_batches, rows), arrivals]
+    arrivals = BlockingPoints(receives, rows.peer[receives], sent[receives])
+    always = [collective_points(sections, schedule.micro_batches, rows), arrivals]
     unreceived = torch.arange(len(sends)) - torch.searchsorted(
         sender, sender
     )  # sends of the same rank before
     limit = first
     while limit < most:
         full = (unreceived >= limit).nonzero()[:, 0]
-        if all_end(
-            Waits.joined([*always, Waits(sends[full], receiver[full - limit], received[full - limit])]), ends
+        if all_ranks_finish(
+            BlockingPoints.concatenate(
+                [*always, BlockingPoints(sends[full], receiver[full - limit], received[full - limit])]
+            ),
+            ends,
         ):
             break
         limit *= 2
     return limit
 
 
-def _by_channel(
-    programs: Programs, at: torch.Tensor, sender: torch.Tensor, receiver: torch.Tensor
+def _sort_by_channel(
+    programs: ProgramTable, at: torch.Tensor, sender: torch.Tensor, receiver: torch.Tensor
 ) -> torch.Tensor:
     """The messages at these places, channel after channel and in the order of their places."""
-    rows, world = programs.rows, len(programs)
+    rows, world = programs.columns, len(programs)
     return torch.argsort(
         ((rows.edge[at] * 2 + rows.direction[at]) * world + sender) * world + receiver, stable=True
     )

@@ -22,26 +22,26 @@ from typing import Any
 from xdsl.dialects.builtin import ModuleOp
 
 from secc import pass_pipeline
-from secc.alloc.problem.candidates import Load, Workload, on_rank, workload
+from secc.alloc.problem.candidates import SectionLoad, Workload, build_workload, compute_rank_load
 from secc.alloc.problem.types import Candidate
-from secc.alloc.refine.in_flight_limits import size
+from secc.alloc.refine.in_flight_limits import in_flight_bytes
 from secc.bounds.traffic import parameter_bytes
-from secc.cluster import Cluster, parse
+from secc.cluster import Cluster, parse_cluster
 from secc.codegen import plan_builder as plan_codegen
-from secc.cost.model.memory import Memory
-from secc.cost.model.patterns_and_transfers import Pattern
+from secc.cost.model.memory import RankMemory
+from secc.cost.model.patterns_and_transfers import InputPattern
 from secc.driver import what_if
 from secc.ir.dialect.ops import BodyOp, CallOp, ReceiveOp, graph_of
 from secc.ir.text_io import module_text
-from secc.runtime.plan.expr_eval import evaluate
-from secc.runtime.plan.schema import Cost, Edge, Mesh, ModelRef, Plan, Section, load
+from secc.runtime.plan.expr_eval import evaluate_expr
+from secc.runtime.plan.schema import Cost, Edge, Mesh, ModelRef, Plan, Section, load_plan
 
-SEVERAL = 2  # calls behind an edge: more than a head beside the layers
-ANY = 1 << 30  # micro-batches in flight: more than a step has
+MIN_LAYER_CALLS = 2  # calls behind an edge: more than a head beside the layers
+UNBOUNDED_IN_FLIGHT = 1 << 30  # micro-batches in flight: more than a step has
 
 
 @dataclass(frozen=True)
-class Base:
+class BaselineContext:
     """What all baselines of a plan share: `plan` has every section whole, on rank 0; `ranks` is how many
     devices there are, also where the plan leaves some idle.
 
@@ -52,15 +52,15 @@ class Base:
     plan: Plan
     work: Workload
     ranks: int
-    late: frozenset[str]
+    last_stage_edges: frozenset[str]
 
-    def tokens(self, pattern: Pattern) -> int:
+    def mean_tokens(self, pattern: InputPattern) -> int:
         """Of the mean sample of a pattern."""
-        return tokens(self.plan, self.work.sizes(pattern, 1))
+        return count_tokens(self.plan, self.work.mean_micro_batch_sizes(pattern, 1))
 
 
 @dataclass(frozen=True)
-class Part:
+class SectionLayout:
     """A section under a layout: its configuration and its ranks, ordered (dp, pp, tp) with tp fastest.
 
     `memory` is that of one of its ranks, `turns` how many micro-batches that counts where their number is not
@@ -70,64 +70,64 @@ class Part:
 
     chosen: Candidate
     ranks: tuple[int, ...]
-    memory: Memory
-    turns: int = 1
-    room: int | None = 0
+    memory: RankMemory
+    alternating_in_flight: int = 1
+    extra_in_flight: int | None = 0
 
     def in_flight(self, stage: int) -> int:
         """How many micro-batches a stage may hold, 0 where nothing else asks for more than a few."""
-        if self.room is None:
-            return ANY
-        return self.chosen.pp - stage + self.room if self.chosen.pp > 1 else self.room
+        if self.extra_in_flight is None:
+            return UNBOUNDED_IN_FLIGHT
+        return self.chosen.pp - stage + self.extra_in_flight if self.chosen.pp > 1 else self.extra_in_flight
 
-    def counted(self, stage: int) -> int:
+    def counted_in_flight(self, stage: int) -> int:
         """How many of them its memory is counted with."""
-        bounded = 0 if self.room is None else self.in_flight(stage)
-        return min(bounded or self.turns, self.chosen.micro_batches)
+        bounded = 0 if self.extra_in_flight is None else self.in_flight(stage)
+        return min(bounded or self.alternating_in_flight, self.chosen.micro_batches)
 
     def stage_of(self, rank: int) -> int:
         """The stage that a rank has, -1 for ranks of other sections."""
         return self.ranks.index(rank) // self.chosen.tp % self.chosen.pp if rank in self.ranks else -1
 
-    def needs(self, rank: int) -> int:
+    def bytes_on_rank(self, rank: int) -> int:
         """Bytes on a rank."""
         stage = self.stage_of(rank)
-        return self.memory.total(self.counted(stage)) if stage >= 0 else 0
+        return self.memory.total_bytes(self.counted_in_flight(stage)) if stage >= 0 else 0
 
 
 @dataclass(frozen=True)
-class Layout:
+class BaselineLayout:
     """Each section's part, by name. `samples`: how many mean samples' tokens fill a micro-batch. `ahead`: who
     does all forwards first."""
 
-    parts: Mapping[str, Part]
-    samples: int
-    ahead: frozenset[str] = frozenset()
+    sections: Mapping[str, SectionLayout]
+    samples_per_micro_batch: int
+    forwards_first: frozenset[str] = frozenset()
 
-    def needs(self, rank: int) -> int:
+    def bytes_on_rank(self, rank: int) -> int:
         """Bytes on a rank."""
-        return sum(part.needs(rank) for part in self.parts.values())
+        return sum(part.bytes_on_rank(rank) for part in self.sections.values())
 
-    def fullest(self) -> int:
+    def peak_bytes(self) -> int:
         """Bytes on the rank that needs the most. Parts of alike ranks: the first ones of their stages
         tell."""
         return max(
-            self.needs(r)
-            for part in self.parts.values()
+            self.bytes_on_rank(r)
+            for part in self.sections.values()
             for r in part.ranks[: part.chosen.tp * part.chosen.pp : part.chosen.tp]
         )
 
     @property
-    def ranks(self) -> int:
+    def used_ranks(self) -> int:
         """How many devices have work."""
-        return len({r for part in self.parts.values() for r in part.ranks})
+        return len({r for part in self.sections.values() for r in part.ranks})
 
 
-def base(directory: Path) -> Base:
+def load_context(directory: Path) -> BaselineContext:
     """The base of the plan in `directory`. Raises UserError for a directory without the IR of a plan."""
-    plan = load(directory)
-    steps, path = what_if.before_allocate(directory)
-    module = module_text.parse(path.read_text(), str(path))
+    plan = load_plan(directory)
+    steps, path = what_if.load_before_allocate(directory)
+    module = module_text.parse_module(path.read_text(), str(path))
     names = [s.sym.data for s in graph_of(module).sections]
     allocate: Any = steps[0]
     asked = dataclasses.replace(
@@ -138,15 +138,15 @@ def base(directory: Path) -> Base:
         fit=False,
         set=tuple(f"{n}.micro_batch=1" for n in names),
     )
-    pass_pipeline.run(module, [asked, *steps[1:]])
-    whole = plan_codegen.build(module, plan.model, {})
-    fresh = graph_of(module_text.parse(path.read_text(), str(path)))
-    cluster = Cluster.from_dict(plan.cluster) or parse(asked.cluster)
+    pass_pipeline.run_passes(module, [asked, *steps[1:]])
+    whole = plan_codegen.build_plan(module, plan.model, {})
+    fresh = graph_of(module_text.parse_module(path.read_text(), str(path)))
+    cluster = Cluster.from_dict(plan.cluster) or parse_cluster(asked.cluster)
     late = frozenset(e.name for e in whole.edges if not e.grad and not _reaches_layers(module, e))
     ranks = plan.world_size if allocate.objective == "gpus" else allocate.ranks or cluster.ranks
-    return Base(
+    return BaselineContext(
         dataclasses.replace(whole, cluster=plan.cluster),
-        workload(fresh, cluster, plan.global_batch),
+        build_workload(fresh, cluster, plan.global_batch),
         ranks,
         late,
     )
@@ -167,23 +167,25 @@ def _reaches_layers(module: ModuleOp, edge: Edge) -> bool:
                 if not reached.isdisjoint(op.operands):
                     reached |= set(op.results)
                     calls += isinstance(op, CallOp)
-            if calls >= SEVERAL:
+            if calls >= MIN_LAYER_CALLS:
                 return True
     return False
 
 
-def tokens(plan: Plan, sizes: Mapping[str, int]) -> int:
+def count_tokens(plan: Plan, sizes: Mapping[str, int]) -> int:
     """The entries of a sample's labels; at least 1."""
     labels = next((i for i in plan.inputs if i.key == plan.labels_key), None)
-    return max(1, prod(evaluate(d, sizes) for d in labels.dims)) if labels is not None else 1
+    return max(1, prod(evaluate_expr(d, sizes) for d in labels.dims)) if labels is not None else 1
 
 
-def planned(base: Base, layout: Layout) -> Plan:
+def plan_from_layout(base: BaselineContext, layout: BaselineLayout) -> Plan:
     """The plan of a layout."""
-    stages = {s.name: list(_stages(base, s, layout)) for s in base.plan.sections}
+    stages = {s.name: list(_build_stages(base, s, layout)) for s in base.plan.sections}
     edges = [
         dataclasses.replace(
-            e, src=stages[e.src][-1].name, dst=stages[e.dst][-1 if e.name in base.late else 0].name
+            e,
+            src=stages[e.src][-1].name,
+            dst=stages[e.dst][-1 if e.name in base.last_stage_edges else 0].name,
         )
         for e in base.plan.edges
     ]
@@ -201,23 +203,26 @@ def planned(base: Base, layout: Layout) -> Plan:
         for own in stages.values()
         for a, b in pairwise(own)
     ]
-    sections = _once([s for own in stages.values() for s in own])
+    sections = _deduplicate_parameters([s for own in stages.values() for s in own])
     world = 1 + max(r for s in sections for r in s.mesh.ranks)
-    model = _on_rank(base.plan, sections)
+    model = _model_on_rank(base.plan, sections)
     return dataclasses.replace(
         base.plan, sections=tuple(sections), edges=tuple(edges), world_size=world, model=model, ties=()
     )
 
 
-def _stages(base: Base, section: Section, layout: Layout) -> Iterator[Section]:
+def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayout) -> Iterator[Section]:
     """A section's stages, alike in time; itself alone without pipeline."""
-    part = layout.parts[section.name]
+    part = layout.sections[section.name]
     c = part.chosen
-    rank = on_rank(base.work.loads[section.name], c.tp, c.pp, base.work.cluster)
+    rank = compute_rank_load(base.work.loads[section.name], c.tp, c.pp, base.work.cluster)
     cost = Cost(
-        rank.forward_ns, rank.backward_ns[c.recompute], rank.label, saved=rank.under(c.recompute).saved
+        rank.forward_ns,
+        rank.backward_ns[c.recompute],
+        rank.label,
+        saved=rank.cost_under_recompute(c.recompute).saved,
     )
-    shares = list(_shares(base.plan, section.params, c.pp))
+    shares = list(_split_parameters(base.plan, section.params, c.pp))
     for i in range(c.pp):
         own = tuple(r for k, r in enumerate(part.ranks) if k // c.tp % c.pp == i)
         named = {"name": f"{section.name}.{i}", "pipeline": section.name, "stage": i} if c.pp > 1 else {}
@@ -229,24 +234,32 @@ def _stages(base: Base, section: Section, layout: Layout) -> Iterator[Section]:
             cost=cost,
             micro_batch=base.plan.global_batch,  # tokens and bytes bound what is packed
             in_flight=part.in_flight(i),
-            room_bytes=_room_bytes(base.work, rank, layout, i),
+            room_bytes=_in_flight_bytes(base.work, rank, layout, i),
             sharding=c.sharding,
             recompute=c.recompute,
         )
 
 
-def _room_bytes(work: Workload, load: Load, layout: Layout, stage: int) -> int:
+def _in_flight_bytes(work: Workload, load: SectionLoad, layout: BaselineLayout, stage: int) -> int:
     """What the micro-batches of a stage may keep, as plans bound it
     (`secc.alloc.refine.in_flight_limits`)."""
     if load.mode == "forward":
         return 0
-    part = layout.parts[load.name]
+    part = layout.sections[load.name]
     rank = part.ranks[stage * part.chosen.tp]
-    holders = sum(rank in p.ranks and work.loads[name].mode != "forward" for name, p in layout.parts.items())
-    return size(work, part.memory, part.counted(stage), layout.needs(rank) - part.needs(rank), holders)
+    holders = sum(
+        rank in p.ranks and work.loads[name].mode != "forward" for name, p in layout.sections.items()
+    )
+    return in_flight_bytes(
+        work,
+        part.memory,
+        part.counted_in_flight(stage),
+        layout.bytes_on_rank(rank) - part.bytes_on_rank(rank),
+        holders,
+    )
 
 
-def _shares(plan: Plan, params: tuple[str, ...], parts: int) -> Iterator[tuple[str, ...]]:
+def _split_parameters(plan: Plan, params: tuple[str, ...], parts: int) -> Iterator[tuple[str, ...]]:
     """Parameters cut in their order into parts of about the same bytes."""
     sizes = [parameter_bytes(plan, name) for name in params]
     total, found, passed = sum(sizes), [list[str]() for _ in range(parts)], 0
@@ -256,7 +269,7 @@ def _shares(plan: Plan, params: tuple[str, ...], parts: int) -> Iterator[tuple[s
     yield from map(tuple, found)
 
 
-def _once(sections: list[Section]) -> list[Section]:
+def _deduplicate_parameters(sections: list[Section]) -> list[Section]:
     """The sections with each parameter left to the first that holds it."""
     seen: set[str] = set()
     found: list[Section] = []
@@ -266,7 +279,7 @@ def _once(sections: list[Section]) -> list[Section]:
     return found
 
 
-def _on_rank(plan: Plan, sections: list[Section]) -> ModelRef:
+def _model_on_rank(plan: Plan, sections: list[Section]) -> ModelRef:
     """The table of parameters with what a rank has of each under tensor parallelism."""
     table = dict(plan.model.parameters)
     for s in sections:
@@ -277,6 +290,6 @@ def _on_rank(plan: Plan, sections: list[Section]) -> ModelRef:
     return dataclasses.replace(plan.model, parameters=table)
 
 
-def layers(base: Base, section: str) -> int:
+def count_layers(base: BaselineContext, section: str) -> int:
     """How many layers a section can be cut between; at least 1."""
-    return max(1, base.work.places(base.work.loads[section]))
+    return max(1, base.work.stackable_layers(base.work.loads[section]))

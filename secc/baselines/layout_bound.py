@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from secc.runtime.plan.predicted_costs import Costs
+from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Plan
-from secc.runtime.plan.step_program import replica_ranks, weight_parts
-from secc.runtime.schedule.batch_packing import Cut
+from secc.runtime.plan.step_program import replica_first_ranks, weight_backward_times
+from secc.runtime.schedule.batch_packing import AssignedMicroBatches
 
 
-def least(plan: Plan, costs: Costs, cuts: Mapping[str, Cut]) -> int:
+def layout_lower_bound(plan: Plan, costs: PredictedCosts, cuts: Mapping[str, AssignedMicroBatches]) -> int:
     """Ns that no order of the micro-batches `cuts`, by whole sections, can beat."""
     busy: defaultdict[int, int] = defaultdict(int)  # by the first rank of a replica
     staged = 0
@@ -25,8 +25,8 @@ def least(plan: Plan, costs: Costs, cuts: Mapping[str, Cut]) -> int:
         replicas, lots = [r for r, _ in cuts[name]], [lot for _, lot in cuts[name]]
         head, tail = [0] * len(lots), [0] * len(lots)  # what earlier stages take before and after
         for s in stages:
-            forward, backward = costs.of(s, lots)
-            ranks = replica_ranks(s)
+            forward, backward = costs.micro_batch_times(s, lots)
+            ranks = replica_first_ranks(s)
             work, first, last = ([0] * len(ranks), dict[int, int](), dict[int, int]())
             for r, f, b, before, after in zip(replicas, forward, backward, head, tail, strict=True):
                 work[r] += f + b
@@ -35,6 +35,6 @@ def least(plan: Plan, costs: Costs, cuts: Mapping[str, Cut]) -> int:
             for r, rank in enumerate(ranks):
                 busy[rank] += work[r]
                 staged = max(staged, work[r] + first.get(r, 0) + (0 if s.weight_permille else last.get(r, 0)))
-            awaited = map(int.__sub__, backward, weight_parts(s, backward))
+            awaited = map(int.__sub__, backward, weight_backward_times(s, backward))
             head, tail = list(map(int.__add__, head, forward)), list(map(int.__add__, tail, awaited))
     return max(staged, *busy.values(), 0)

@@ -11,17 +11,17 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from secc.baselines.layout import tokens
-from secc.runtime.plan.predicted_costs import Costs
+from secc.baselines.layout import count_tokens
+from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Plan, Section
-from secc.runtime.plan.step_program import SampleMeta, active
-from secc.runtime.schedule.batch_packing import Cut, halved
+from secc.runtime.plan.step_program import SampleMeta, is_active
+from secc.runtime.schedule.batch_packing import AssignedMicroBatches, halve_large_micro_batches
 
-Lots = list[list[int]]  # of one replica, in their order
+ReplicaMicroBatches = list[list[int]]  # of one replica, in their order
 
 
 @dataclass
-class Batch:
+class BaselineBatch:
     """One global batch under a plan: tokens and times of its samples, and the sections in whole."""
 
     plan: Plan
@@ -29,44 +29,45 @@ class Batch:
     sections: dict[str, Section] = field(init=False)  # the first stage of each, whose replicas count for all
     anchor: str = field(init=False)
     tokens: list[int] = field(init=False)
-    costs: Costs = field(init=False)
+    costs: PredictedCosts = field(init=False)
 
     def __post_init__(self) -> None:
         self.sections = {name: stages[0] for name, stages in self.plan.pipelines.items()}
         self.anchor = max(
-            self.sections, key=lambda name: (len(self.active(name)), list(self.sections).index(name))
+            self.sections,
+            key=lambda name: (len(self.active_positions(name)), list(self.sections).index(name)),
         )
-        self.costs = Costs(self.plan, self.samples)
-        self.tokens = [tokens(self.plan, s.sizes) for s in self.samples]
+        self.costs = PredictedCosts(self.plan, self.samples)
+        self.tokens = [count_tokens(self.plan, s.sizes) for s in self.samples]
 
-    def active(self, section: str) -> list[int]:
+    def active_positions(self, section: str) -> list[int]:
         """The positions of the samples that pass through a section."""
-        return [p for p, s in enumerate(self.samples) if active(self.sections[section].when, s.pattern)]
+        return [p for p, s in enumerate(self.samples) if is_active(self.sections[section].when, s.pattern)]
 
-    def replicas(self, section: str) -> int:
+    def replica_count(self, section: str) -> int:
         return self.sections[section].mesh.dp
 
-    def budget(self, samples: int) -> int:
+    def token_budget(self, samples: int) -> int:
         """The tokens of so many mean samples."""
         return samples * sum(self.tokens) // max(1, len(self.tokens))
 
-    def times(self, section: str) -> list[int]:
+    def sample_times(self, section: str) -> list[int]:
         """Ns of each sample in a section (all its stages), forward and backward, 0 where it does not pass
         through."""
-        on = set(self.active(section))
+        on = set(self.active_positions(section))
         found = [0] * len(self.samples)
         for stage in self.plan.pipelines[section]:
-            both = zip(*self.costs.alone(stage), strict=True)
+            both = zip(*self.costs.sample_times(stage), strict=True)
             found = [
                 t + (f + b if p in on else 0) for p, (t, (f, b)) in enumerate(zip(found, both, strict=True))
             ]
         return found
 
 
-def first_fit(positions: Iterable[int], weights: Sequence[int], budget: int) -> Lots:
+def pack_first_fit(positions: Iterable[int], weights: Sequence[int], budget: int) -> ReplicaMicroBatches:
     """Each sample into the first lot that has room for it; one that is larger than the budget has a lot of
     its own."""
-    lots: Lots = []
+    lots: ReplicaMicroBatches = []
     room: list[int] = []
     for p in positions:
         place = next((i for i, left in enumerate(room) if weights[p] <= left), len(lots))
@@ -78,10 +79,10 @@ def first_fit(positions: Iterable[int], weights: Sequence[int], budget: int) -> 
     return lots
 
 
-def level(positions: Iterable[int], weights: Sequence[int], parts: int) -> Lots:
+def assign_longest_first(positions: Iterable[int], weights: Sequence[int], parts: int) -> ReplicaMicroBatches:
     """The samples over `parts`: the largest first, each to where least is."""
     heap = [(0, 0, i) for i in range(parts)]
-    found: Lots = [[] for _ in range(parts)]
+    found: ReplicaMicroBatches = [[] for _ in range(parts)]
     for p in sorted(positions, key=lambda p: (-weights[p], p)):
         load, count, i = heapq.heappop(heap)
         found[i].append(p)
@@ -92,50 +93,60 @@ def level(positions: Iterable[int], weights: Sequence[int], parts: int) -> Lots:
 # -- orders: the anchor's lots and, where they differ, those that the other sections follow
 # --------------------------------------------
 
-Order = Callable[[Batch, int], tuple[list[Lots], list[Lots]]]
+PackingOrder = Callable[[BaselineBatch, int], tuple[list[ReplicaMicroBatches], list[ReplicaMicroBatches]]]
 
 
-def in_turn(batch: Batch, samples: int) -> tuple[list[Lots], list[Lots]]:
+def pack_dataset_order(
+    batch: BaselineBatch, samples: int
+) -> tuple[list[ReplicaMicroBatches], list[ReplicaMicroBatches]]:
     """Samples as the dataset has them, to the replicas in turn, packed first-fit."""
-    positions, dp = batch.active(batch.anchor), batch.replicas(batch.anchor)
-    lots = [first_fit(positions[r::dp], batch.tokens, batch.budget(samples)) for r in range(dp)]
+    positions, dp = batch.active_positions(batch.anchor), batch.replica_count(batch.anchor)
+    lots = [pack_first_fit(positions[r::dp], batch.tokens, batch.token_budget(samples)) for r in range(dp)]
     return lots, lots
 
 
-def largest_first(batch: Batch, samples: int) -> tuple[list[Lots], list[Lots]]:
+def pack_largest_first(
+    batch: BaselineBatch, samples: int
+) -> tuple[list[ReplicaMicroBatches], list[ReplicaMicroBatches]]:
     """DistTrain: the largest first onto the least loaded replica; in a replica small micro-batches first, the
     p-1 smallest at the end."""
-    work = [sum(times) for times in zip(*(batch.times(name) for name in batch.sections), strict=True)]
+    work = [sum(times) for times in zip(*(batch.sample_times(name) for name in batch.sections), strict=True)]
     tail = len(batch.plan.pipelines[batch.anchor]) - 1
-    lots: list[Lots] = []
-    for dealt in level(batch.active(batch.anchor), work, batch.replicas(batch.anchor)):
-        packed = first_fit(dealt, batch.tokens, batch.budget(samples))
+    lots: list[ReplicaMicroBatches] = []
+    for dealt in assign_longest_first(
+        batch.active_positions(batch.anchor), work, batch.replica_count(batch.anchor)
+    ):
+        packed = pack_first_fit(dealt, batch.tokens, batch.token_budget(samples))
         packed.sort(key=lambda lot: sum(work[p] for p in lot))
         lots.append(packed[tail:] + packed[:tail])
     return lots, lots
 
 
-def stratified(batch: Batch, samples: int) -> tuple[list[Lots], list[Lots]]:
+def pack_stratified(
+    batch: BaselineBatch, samples: int
+) -> tuple[list[ReplicaMicroBatches], list[ReplicaMicroBatches]]:
     """Entrain: micro-batches of equal encoder load; what the anchor has too much of waits for later, lighter
     ones."""
-    own = batch.times(batch.anchor)
+    own = batch.sample_times(batch.anchor)
     others = [
         sum(times)
         for times in zip(
-            [0] * len(own), *(batch.times(n) for n in batch.sections if n != batch.anchor), strict=True
+            [0] * len(own), *(batch.sample_times(n) for n in batch.sections if n != batch.anchor), strict=True
         )
     ]
-    deferred: list[Lots] = []
-    lots: list[Lots] = []
-    for dealt in level(batch.active(batch.anchor), own, batch.replicas(batch.anchor)):
-        count = max(1, -(-sum(batch.tokens[p] for p in dealt) // max(1, batch.budget(samples))))
-        strata = level([p for p in dealt if others[p]], others, count)
-        lots.append([lot for lot in _filled(strata, [p for p in dealt if not others[p]], own) if lot])
-        deferred.append(_defer(lots[-1], own, others))
+    deferred: list[ReplicaMicroBatches] = []
+    lots: list[ReplicaMicroBatches] = []
+    for dealt in assign_longest_first(
+        batch.active_positions(batch.anchor), own, batch.replica_count(batch.anchor)
+    ):
+        count = max(1, -(-sum(batch.tokens[p] for p in dealt) // max(1, batch.token_budget(samples))))
+        strata = assign_longest_first([p for p in dealt if others[p]], others, count)
+        lots.append([lot for lot in _fill_strata(strata, [p for p in dealt if not others[p]], own) if lot])
+        deferred.append(_defer_excess(lots[-1], own, others))
     return deferred, lots
 
 
-def _filled(strata: Lots, rest: list[int], own: Sequence[int]) -> Lots:
+def _fill_strata(strata: ReplicaMicroBatches, rest: list[int], own: Sequence[int]) -> ReplicaMicroBatches:
     """Samples without encoder work level the anchor's."""
     heap = [(sum(own[p] for p in lot), i) for i, lot in enumerate(strata)]
     heapq.heapify(heap)
@@ -146,10 +157,12 @@ def _filled(strata: Lots, rest: list[int], own: Sequence[int]) -> Lots:
     return strata
 
 
-def _defer(lots: Lots, own: Sequence[int], others: Sequence[int]) -> Lots:
+def _defer_excess(
+    lots: ReplicaMicroBatches, own: Sequence[int], others: Sequence[int]
+) -> ReplicaMicroBatches:
     """The lots with what exceeds the mean left to later ones, which have the encoder's results by then."""
     mean = sum(own[p] for lot in lots for p in lot) / max(1, len(lots))
-    found, waiting = Lots(), list[int]()
+    found, waiting = ReplicaMicroBatches(), list[int]()
     for i, lot in enumerate(lots):
         last = i == len(lots) - 1
         kept, later, load = list[int](), list[int](), 0
@@ -164,39 +177,48 @@ def _defer(lots: Lots, own: Sequence[int], others: Sequence[int]) -> Lots:
     return found
 
 
-def cuts(batch: Batch, order: Order, samples: int) -> dict[str, Cut]:
+def cut_micro_batches(
+    batch: BaselineBatch, order: PackingOrder, samples: int
+) -> dict[str, AssignedMicroBatches]:
     """The micro-batches of every section: the anchor's, round by round over the replicas, and the others'
     after it.
 
     Those of several samples are halved until a rank has room for them.
     """
     anchored, followed = order(batch, samples)
-    found = {batch.anchor: _rounds(anchored)}
+    found = {batch.anchor: _interleave_replicas(anchored)}
     passed = {p for lots in followed for lot in lots for p in lot}
     for name in batch.sections:
         if name == batch.anchor:
             continue
-        on, dp = batch.active(name), batch.replicas(name)
+        on, dp = batch.active_positions(name), batch.replica_count(name)
         members = set(on)
-        mine = _following(
-            [[[p for p in lot if p in members] for lot in lots] for lots in followed], batch.times(name), dp
+        mine = _follow_anchor(
+            [[[p for p in lot if p in members] for lot in lots] for lots in followed],
+            batch.sample_times(name),
+            dp,
         )
         alone = [p for p in on if p not in passed]
         for r in range(dp):
-            mine[r] += first_fit(alone[r::dp], batch.tokens, batch.budget(samples))
-        found[name] = _rounds([[lot for lot in lots if lot] for lots in mine])
-    return {name: halved(batch.costs, batch.plan.pipelines[name], cut) for name, cut in found.items()}
+            mine[r] += pack_first_fit(alone[r::dp], batch.tokens, batch.token_budget(samples))
+        found[name] = _interleave_replicas([[lot for lot in lots if lot] for lots in mine])
+    return {
+        name: halve_large_micro_batches(batch.costs, batch.plan.pipelines[name], cut)
+        for name, cut in found.items()
+    }
 
 
-def _following(followed: Sequence[Lots], times: Sequence[int], dp: int) -> list[Lots]:
+def _follow_anchor(
+    followed: Sequence[ReplicaMicroBatches], times: Sequence[int], dp: int
+) -> list[ReplicaMicroBatches]:
     """The lots of `dp` replicas: each lot of the anchor on one replica, or split over several; where neither
     number of replicas divides the other, each round's samples spread evenly."""
     anchors, longest = len(followed), max(map(len, followed), default=0)
-    mine: list[Lots] = [[] for _ in range(dp)]
+    mine: list[ReplicaMicroBatches] = [[] for _ in range(dp)]
     for i in range(longest):
         now = [(r, lots[i]) for r, lots in enumerate(followed) if i < len(lots)]
         if dp % anchors and anchors % dp:
-            for q, spread in enumerate(level([p for _, lot in now for p in lot], times, dp)):
+            for q, spread in enumerate(assign_longest_first([p for _, lot in now for p in lot], times, dp)):
                 mine[q].append(spread)
             continue
         for r, lot in now:
@@ -207,7 +229,7 @@ def _following(followed: Sequence[Lots], times: Sequence[int], dp: int) -> list[
     return mine
 
 
-def _rounds(lots: Sequence[Lots]) -> Cut:
+def _interleave_replicas(lots: Sequence[ReplicaMicroBatches]) -> AssignedMicroBatches:
     """(replica, lot): every replica's first lot, then every second one, and so on."""
     longest = max(map(len, lots), default=0)
     return [(r, tuple(own[i])) for i in range(longest) for r, own in enumerate(lots) if i < len(own)]

@@ -24,25 +24,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, product
 
-from secc.baselines.layout import Layout, Part
-from secc.baselines.packing import Order, in_turn, largest_first, stratified
-from secc.baselines.search_space import RANKED, SIZES, Chosen, Space
-from secc.cost.model.memory import Sums
+from secc.baselines.layout import BaselineLayout, SectionLayout
+from secc.baselines.packing import PackingOrder, pack_dataset_order, pack_largest_first, pack_stratified
+from secc.baselines.search_space import MAX_RANKED_LAYOUTS, MICRO_BATCH_SIZES, BaselineSpace, ChosenCandidates
+from secc.cost.model.memory import ReducedGradients
 
 
 @dataclass(frozen=True)
-class Scheme:
+class BaselineScheme:
     """A baseline: its layouts for the section that is its anchor, and its order of samples."""
 
-    layouts: Callable[[Space, str], list[Layout]]
-    order: Order
+    layouts: Callable[[BaselineSpace, str], list[BaselineLayout]]
+    order: PackingOrder
 
 
-def _best(found: Iterator[tuple[int, Layout]]) -> list[Layout]:
-    return [layout for _, layout in sorted(found, key=lambda pair: pair[0])[:RANKED]]
+def _rank_layouts(found: Iterator[tuple[int, BaselineLayout]]) -> list[BaselineLayout]:
+    return [layout for _, layout in sorted(found, key=lambda pair: pair[0])[:MAX_RANKED_LAYOUTS]]
 
 
-def _summed(chosen: Chosen) -> int:
+def _total_time(chosen: ChosenCandidates) -> int:
     """What a step takes where all sections are on all devices."""
     return sum(c.time_ns for c in chosen.values())
 
@@ -51,26 +51,30 @@ def _summed(chosen: Chosen) -> int:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _mimo(space: Space, anchor: str) -> list[Layout]:
-    return _apart(space, space.apart(True, anchor), anchor)
+def _mimo_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]:
+    return _layouts_of_separate(space, space.separate_choices(True, anchor), anchor)
 
 
-def _any_replicas(space: Space, anchor: str) -> list[Layout]:
-    return _apart(space, space.apart(False, anchor), anchor)
+def _separate_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]:
+    return _layouts_of_separate(space, space.separate_choices(False, anchor), anchor)
 
 
-def _apart(space: Space, ways: Sequence[Chosen], anchor: str) -> list[Layout]:
+def _layouts_of_separate(
+    space: BaselineSpace, ways: Sequence[ChosenCandidates], anchor: str
+) -> list[BaselineLayout]:
     """Sections that wait for others' backwards hold as many micro-batches as they have memory for."""
-    found: list[Layout] = []
+    found: list[BaselineLayout] = []
     for chosen in ways:
-        parts, start = dict[str, Part](), 0
+        parts, start = dict[str, SectionLayout](), 0
         for name in sorted(chosen, key=lambda n: n != anchor):
             c = chosen[name]
-            held = space.in_flight(name, c)
+            held = space.max_in_flight(name, c)
             more = max(0, held - c.pp) if name in space.awaited else 0
-            parts[name] = space.part(name, c, range(start, start + c.ranks), held if c.pp == 1 else more)
+            parts[name] = space.section_layout(
+                name, c, range(start, start + c.ranks), held if c.pp == 1 else more
+            )
             start += c.ranks
-        found.append(Layout({n: parts[n] for n in chosen}, chosen[anchor].micro_batch))
+        found.append(BaselineLayout({n: parts[n] for n in chosen}, chosen[anchor].micro_batch))
     return found
 
 
@@ -78,85 +82,99 @@ def _apart(space: Space, ways: Sequence[Chosen], anchor: str) -> list[Layout]:
 # -----------------------------------------------------------------------------------------------------------------
 
 
-def _uniform(space: Space, anchor: str) -> list[Layout]:
-    return _best(_meshes(space, anchor))
+def _uniform_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]:
+    return _rank_layouts(_uniform_meshes(space, anchor))
 
 
-def _meshes(space: Space, anchor: str) -> Iterator[tuple[int, Layout]]:
+def _uniform_meshes(space: BaselineSpace, anchor: str) -> Iterator[tuple[int, BaselineLayout]]:
     """One mesh on all devices; the other sections whole in the first stage, or cut into as many stages as the
     anchor."""
-    for tp, pp, dp, size in _everywhere(space, anchor):
+    for tp, pp, dp, size in _anchor_meshes(space, anchor):
         for deep in (False, True) if pp > 1 else (False,):
-            stages = {n: pp if n == anchor or (deep and pp in space.depths(n)) else 1 for n in space.names}
-            ways = {n: space.ways(n, (tp, stages[n], dp), size) for n in space.names}
-            yield from space.fitting(ways, partial(_meshed, space, pp, size), _summed)
+            stages = {
+                n: pp if n == anchor or (deep and pp in space.stage_counts(n)) else 1 for n in space.names
+            }
+            ways = {n: space.recompute_variants(n, (tp, stages[n], dp), size) for n in space.names}
+            yield from space.first_fitting(ways, partial(_uniform_layout, space, pp, size), _total_time)
 
 
-def _meshed(space: Space, pp: int, size: int, chosen: Chosen) -> Layout:
+def _uniform_layout(space: BaselineSpace, pp: int, size: int, chosen: ChosenCandidates) -> BaselineLayout:
     first = {
         n: tuple(r for r in range(space.ranks) if r // c.tp % pp == 0) for n, c in chosen.items() if c.pp < pp
     }
-    return Layout(
+    return BaselineLayout(
         {
-            n: space.part(n, c, first.get(n, range(space.ranks)), pp if n in first else 0)
+            n: space.section_layout(n, c, first.get(n, range(space.ranks)), pp if n in first else 0)
             for n, c in chosen.items()
         },
         size,
     )
 
 
-def _everywhere(space: Space, anchor: str) -> Iterator[tuple[int, int, int, int]]:
+def _anchor_meshes(space: BaselineSpace, anchor: str) -> Iterator[tuple[int, int, int, int]]:
     """(tp, pp, dp, mean samples in a micro-batch) of an anchor that takes all devices, or as many as its
     replicas fill."""
-    for tp, pp, size in product(space.widths(), space.depths(anchor), SIZES):
+    for tp, pp, size in product(space.tp_degrees(), space.stage_counts(anchor), MICRO_BATCH_SIZES):
         dp = space.ranks // (tp * pp)
-        if dp and dp * tp * pp == space.ranks and size in space.sizes(anchor, dp):
+        if dp and dp * tp * pp == space.ranks and size in space.micro_batch_sizes(anchor, dp):
             yield tp, pp, dp, size
 
 
-def _colocate(space: Space, anchor: str) -> list[Layout]:
+def _colocate_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]:
     """Parameters, gradients and optimizer states lie sharded over all devices; gathering them again is taken
     to cost nothing."""
-    return _best(_sharded(space, anchor))
+    return _rank_layouts(_sharded_layouts(space, anchor))
 
 
-def _sharded(space: Space, anchor: str) -> Iterator[tuple[int, Layout]]:
-    for size in space.sizes(anchor, space.ranks):
-        ways = {n: space.ways(n, (1, 1, space.ranks), size) for n in space.names}
-        yield from space.fitting(ways, partial(_spread, space, size), _summed)
+def _sharded_layouts(space: BaselineSpace, anchor: str) -> Iterator[tuple[int, BaselineLayout]]:
+    for size in space.micro_batch_sizes(anchor, space.ranks):
+        ways = {n: space.recompute_variants(n, (1, 1, space.ranks), size) for n in space.names}
+        yield from space.first_fitting(ways, partial(_sharded_layout, space, size), _total_time)
 
 
-def _spread(space: Space, size: int, chosen: Chosen) -> Layout:
-    return Layout(
-        {n: _over_all(space.part(n, c, range(space.ranks)), space.ranks) for n, c in chosen.items()}, size
+def _sharded_layout(space: BaselineSpace, size: int, chosen: ChosenCandidates) -> BaselineLayout:
+    return BaselineLayout(
+        {
+            n: _shard_over_all(space.section_layout(n, c, range(space.ranks)), space.ranks)
+            for n, c in chosen.items()
+        },
+        size,
     )
 
 
-def _over_all(part: Part, ranks: int) -> Part:
+def _shard_over_all(part: SectionLayout, ranks: int) -> SectionLayout:
     """With the states of a rank's shards, and gradients only while they are on their way."""
     m, whole = part.memory, ("optimizer",) if part.chosen.sharding == "none" else ()
     shards = {key: getattr(m, key) // ranks for key in ("parameters", "gradients", *whole)}
-    return replace(part, memory=m._replace(**shards, buffers=m.sums.window, sums=Sums()))
+    return replace(
+        part, memory=m._replace(**shards, buffers=m.reduced.in_flight_bytes, reduced=ReducedGradients())
+    )
 
 
-def _bubble(space: Space, anchor: str) -> list[Layout]:
+def _bubble_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]:
     """The anchor as in `uniform`; every device has a whole encoder (over tp), and runs it whenever its stage
     waits."""
-    return _best(_filling(space, anchor))
+    return _rank_layouts(_bubble_meshes(space, anchor))
 
 
-def _filling(space: Space, anchor: str) -> Iterator[tuple[int, Layout]]:
+def _bubble_meshes(space: BaselineSpace, anchor: str) -> Iterator[tuple[int, BaselineLayout]]:
     others = frozenset(n for n in space.names if n != anchor)
-    for tp, pp, dp, size in _everywhere(space, anchor):
+    for tp, pp, dp, size in _anchor_meshes(space, anchor):
         meshes = {n: (tp, pp, dp) if n == anchor else (tp, 1, dp * pp) for n in space.names}
-        ways = {n: space.ways(n, mesh, size) for n, mesh in meshes.items()}
-        for time, layout in space.fitting(ways, partial(_filled, space, anchor, size), _summed):
-            yield from ((time, replace(layout, ahead=ahead)) for ahead in (frozenset[str](), others))
+        ways = {n: space.recompute_variants(n, mesh, size) for n, mesh in meshes.items()}
+        for time, layout in space.first_fitting(
+            ways, partial(_bubble_layout, space, anchor, size), _total_time
+        ):
+            yield from ((time, replace(layout, forwards_first=ahead)) for ahead in (frozenset[str](), others))
 
 
-def _filled(space: Space, anchor: str, size: int, chosen: Chosen) -> Layout:
-    return Layout(
-        {n: space.part(n, c, range(space.ranks), 0 if n == anchor else None) for n, c in chosen.items()}, size
+def _bubble_layout(space: BaselineSpace, anchor: str, size: int, chosen: ChosenCandidates) -> BaselineLayout:
+    return BaselineLayout(
+        {
+            n: space.section_layout(n, c, range(space.ranks), 0 if n == anchor else None)
+            for n, c in chosen.items()
+        },
+        size,
     )
 
 
@@ -164,42 +182,44 @@ def _filled(space: Space, anchor: str, size: int, chosen: Chosen) -> Layout:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _spindle(space: Space, anchor: str) -> list[Layout]:
-    return _best(_waves(space, anchor))
+def _spindle_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]:
+    return _rank_layouts(_spindle_waves(space, anchor))
 
 
-def _waves(space: Space, anchor: str) -> Iterator[tuple[int, Layout]]:
-    levels = _levels(space)
+def _spindle_waves(space: BaselineSpace, anchor: str) -> Iterator[tuple[int, BaselineLayout]]:
+    levels = _section_levels(space)
 
-    def time(chosen: Chosen) -> int:
+    def time(chosen: ChosenCandidates) -> int:
         return sum(max(chosen[n].time_ns for n in level) for level in levels)
 
-    for tp, size in product(space.widths(), SIZES):
-        replicas = {n: (start, dp) for level in levels for n, start, dp in _shared(space, level, tp)}
+    for tp, size in product(space.tp_degrees(), MICRO_BATCH_SIZES):
+        replicas = {n: (start, dp) for level in levels for n, start, dp in _share_level(space, level, tp)}
         if all(dp for _, dp in replicas.values()):
-            ways = {n: space.ways(n, (tp, 1, replicas[n][1]), size) for n in space.names}
+            ways = {n: space.recompute_variants(n, (tp, 1, replicas[n][1]), size) for n in space.names}
             first = {n: start * tp for n, (start, _) in replicas.items()}
             ahead = frozenset(n for level in levels[:-1] for n in level)
-            yield from space.fitting(ways, partial(_in_waves, space, first, size, ahead), time)
+            yield from space.first_fitting(ways, partial(_spindle_layout, space, first, size, ahead), time)
 
 
-def _in_waves(
-    space: Space, first: Mapping[str, int], size: int, ahead: frozenset[str], chosen: Chosen
-) -> Layout:
-    return Layout(
-        {n: space.part(n, c, range(first[n], first[n] + c.ranks), None) for n, c in chosen.items()},
+def _spindle_layout(
+    space: BaselineSpace, first: Mapping[str, int], size: int, ahead: frozenset[str], chosen: ChosenCandidates
+) -> BaselineLayout:
+    return BaselineLayout(
+        {n: space.section_layout(n, c, range(first[n], first[n] + c.ranks), None) for n, c in chosen.items()},
         size,
         ahead,
     )
 
 
-def _shared(space: Space, level: Sequence[str], tp: int) -> Iterator[tuple[str, int, int]]:
+def _share_level(space: BaselineSpace, level: Sequence[str], tp: int) -> Iterator[tuple[str, int, int]]:
     """(section, first replica, replicas) of a level's sections, side by side."""
-    counts = _counts([max(1, _alone(space, n, tp)) for n in level], space.ranks // tp)
+    counts = _proportional_replicas(
+        [max(1, _time_on_one_replica(space, n, tp)) for n in level], space.ranks // tp
+    )
     yield from zip(level, accumulate(counts, initial=0), counts, strict=False)
 
 
-def _levels(space: Space) -> list[list[str]]:
+def _section_levels(space: BaselineSpace) -> list[list[str]]:
     """Sections by how many others come before them."""
     depth = dict.fromkeys(space.names, 0)
     for name in space.names:  # producers first
@@ -209,12 +229,12 @@ def _levels(space: Space) -> list[list[str]]:
     return [[n for n in space.names if depth[n] == d] for d in sorted(set(depth.values()))]
 
 
-def _alone(space: Space, section: str, tp: int) -> int:
+def _time_on_one_replica(space: BaselineSpace, section: str, tp: int) -> int:
     """What a section takes on one replica."""
-    return space.ways(section, (tp, 1, 1), 1)[0].time_ns
+    return space.recompute_variants(section, (tp, 1, 1), 1)[0].time_ns
 
 
-def _counts(work: Sequence[int], replicas: int) -> list[int]:
+def _proportional_replicas(work: Sequence[int], replicas: int) -> list[int]:
     """How many of `replicas` each gets so that all end together: in proportion to their work, rounded down,
     the rest to the slowest."""
     if replicas < len(work):
@@ -229,11 +249,11 @@ def _counts(work: Sequence[int], replicas: int) -> list[int]:
 
 
 SCHEMES = {
-    "uniform": Scheme(_uniform, in_turn),
-    "mimo": Scheme(_mimo, in_turn),
-    "disttrain": Scheme(_any_replicas, largest_first),
-    "entrain": Scheme(_any_replicas, stratified),
-    "spindle": Scheme(_spindle, in_turn),
-    "bubble": Scheme(_bubble, in_turn),
-    "colocate": Scheme(_colocate, in_turn),
+    "uniform": BaselineScheme(_uniform_layouts, pack_dataset_order),
+    "mimo": BaselineScheme(_mimo_layouts, pack_dataset_order),
+    "disttrain": BaselineScheme(_separate_layouts, pack_largest_first),
+    "entrain": BaselineScheme(_separate_layouts, pack_stratified),
+    "spindle": BaselineScheme(_spindle_layouts, pack_dataset_order),
+    "bubble": BaselineScheme(_bubble_layouts, pack_dataset_order),
+    "colocate": BaselineScheme(_colocate_layouts, pack_dataset_order),
 }

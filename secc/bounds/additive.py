@@ -30,7 +30,7 @@ from secc.runtime.plan.schema import Symbol
 
 
 @dataclass(frozen=True)
-class Parts:
+class AdditiveParts:
     """Two texts over symbols whose sum is at most the time: the additive part, and a rest that never falls
     when samples join."""
 
@@ -39,60 +39,74 @@ class Parts:
 
 
 @cache
-def parts(text: str, symbols: tuple[Symbol, ...]) -> tuple[Parts, ...]:
+def split_additive(text: str, symbols: tuple[Symbol, ...]) -> tuple[AdditiveParts, ...]:
     """The parts of a time, one entry for each branch of its maxima. Raises ValueError for what is no size
     expression."""
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError:
         raise ValueError(f"not a size expression: {text!r}") from None
-    return tuple(Parts(_sum(a), _sum(r)) for a, r in _branches(tree, symbols))
+    return tuple(AdditiveParts(_join_terms(a), _join_terms(r)) for a, r in _split_branches(tree, symbols))
 
 
-Branch = tuple[list[str], list[str]]  # additive terms, other terms
+BranchTerms = tuple[list[str], list[str]]  # additive terms, other terms
 
 
-def _branches(node: ast.expr, symbols: tuple[Symbol, ...]) -> list[Branch]:
+def _split_branches(node: ast.expr, symbols: tuple[Symbol, ...]) -> list[BranchTerms]:
     match node:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return [(a + c, b + d) for a, b in _branches(left, symbols) for c, d in _branches(right, symbols)]
+            return [
+                (a + c, b + d)
+                for a, b in _split_branches(left, symbols)
+                for c, d in _split_branches(right, symbols)
+            ]
         case ast.BinOp(left=left, op=ast.FloorDiv(), right=ast.Constant(value=int(by))) if by > 0:
-            return [([f"({_sum(a)})//{by}"], [f"({_sum(b)})//{by}"]) for a, b in _branches(left, symbols)]
+            return [
+                ([f"({_join_terms(a)})//{by}"], [f"({_join_terms(b)})//{by}"])
+                for a, b in _split_branches(left, symbols)
+            ]
         case ast.Call(func=ast.Name(id="max"), args=args):
-            return [branch for arg in args for branch in _branches(arg, symbols)]
+            return [branch for arg in args for branch in _split_branches(arg, symbols)]
         case (
             ast.BinOp(left=ast.Constant(value=int(by)), op=ast.Mult(), right=time)
             | ast.BinOp(left=time, op=ast.Mult(), right=ast.Constant(value=int(by)))
-        ) if by >= 0 and not _polynomial(time):
-            return [([f"{by}*({_sum(a)})"], [f"{by}*({_sum(b)})"]) for a, b in _branches(time, symbols)]
-        case ast.BinOp(left=time, op=ast.Sub(), right=ast.Constant(value=int(less))) if not _polynomial(time):
-            return [(a, [*b, f"-{less}"]) for a, b in _branches(time, symbols)]
-    return [_monomials(node, symbols)] if _polynomial(node) else [([], [ast.unparse(node)])]
+        ) if by >= 0 and not _is_polynomial(time):
+            return [
+                ([f"{by}*({_join_terms(a)})"], [f"{by}*({_join_terms(b)})"])
+                for a, b in _split_branches(time, symbols)
+            ]
+        case ast.BinOp(left=time, op=ast.Sub(), right=ast.Constant(value=int(less))) if not _is_polynomial(
+            time
+        ):
+            return [(a, [*b, f"-{less}"]) for a, b in _split_branches(time, symbols)]
+    return [_split_monomials(node, symbols)] if _is_polynomial(node) else [([], [ast.unparse(node)])]
 
 
-def _polynomial(node: ast.expr) -> bool:
+def _is_polynomial(node: ast.expr) -> bool:
     allowed = (ast.BinOp, ast.UnaryOp, ast.USub, ast.Add, ast.Sub, ast.Mult, ast.Constant, ast.Name, ast.Load)
     return all(isinstance(n, allowed) for n in ast.walk(node))
 
 
-def _monomials(node: ast.expr, symbols: tuple[Symbol, ...]) -> Branch:
+def _split_monomials(node: ast.expr, symbols: tuple[Symbol, ...]) -> BranchTerms:
     """A polynomial's monomials; as a whole it counts as rest where a coefficient is negative, because nothing
     is known of its parts."""
-    whole = size_expr.parse(ast.unparse(node))
-    widths = [size_expr.symbol(s.name) for s in symbols if s.kind == "width"]
-    rows = {size_expr.symbol(s.name) for s in symbols if s.kind == "rows"}
+    whole = size_expr.parse_expr(ast.unparse(node))
+    widths = [size_expr.size_symbol(s.name) for s in symbols if s.kind == "width"]
+    rows = {size_expr.size_symbol(s.name) for s in symbols if s.kind == "rows"}
     for shift in (0, 1):
-        terms = sympy.Add.make_args(sympy.expand(_substituted(whole, {w: w + shift for w in widths})))
+        terms = sympy.Add.make_args(sympy.expand(_substitute_symbols(whole, {w: w + shift for w in widths})))
         if all(term.as_coeff_Mul()[0] >= 0 for term in terms):
             additive: sympy.Expr = sum((t for t in terms if t.free_symbols & rows), sympy.Integer(0))
-            additive = _substituted(additive, {w: w - shift for w in widths})
-            return [size_expr.text(sympy.expand(additive))], [size_expr.text(sympy.expand(whole - additive))]
+            additive = _substitute_symbols(additive, {w: w - shift for w in widths})
+            return [size_expr.format_expr(sympy.expand(additive))], [
+                size_expr.format_expr(sympy.expand(whole - additive))
+            ]
     return [], [ast.unparse(node)]
 
 
-def _substituted(value: sympy.Expr, by: dict[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
+def _substitute_symbols(value: sympy.Expr, by: dict[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
     return value.subs(list(by.items()), simultaneous=True)
 
 
-def _sum(terms: Sequence[str]) -> str:
+def _join_terms(terms: Sequence[str]) -> str:
     return " + ".join(t for t in terms if t != "0") or "0"

@@ -42,16 +42,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from secc.bounds.pipeline_bounds import has_slots, holds, long_samples, round_trips
-from secc.bounds.work import Unit, Work
+from secc.bounds.pipeline_bounds import has_in_flight_slots, hold_times, long_sample_bound, round_trip_times
+from secc.bounds.work import BatchWork, SampleVisit
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import SampleMeta, owes_backward
 
-ALL_PREFIXES = 64  # up to so many jobs every prefix is tried, beyond that prefixes that grow by a quarter
+MAX_TRIED_PREFIXES = (
+    64  # up to so many jobs every prefix is tried, beyond that prefixes that grow by a quarter
+)
 
 
 @dataclass(frozen=True)
-class Bound:
+class LowerBound:
     """A lower bound on a step in ns, and what it rests on, for people: the argument and the pool's
     sections."""
 
@@ -60,39 +62,39 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _BoundJob:
     weight: int
     head: int
     tail: int
 
 
-def schedule_bound(plan: Plan, samples: Sequence[SampleMeta]) -> Bound:
+def schedule_bound(plan: Plan, samples: Sequence[SampleMeta]) -> LowerBound:
     """The largest of the bounds above for one global batch.
 
     Where sections run ahead it is that of a step among steps with the same batch (`secc/bounds/steady_state.py`).
     """
-    return work_bound(Work(plan, samples))
+    return schedule_bound_of_work(BatchWork(plan, samples))
 
 
-def work_bound(work: Work) -> Bound:
+def schedule_bound_of_work(work: BatchWork) -> LowerBound:
     """`schedule_bound` of work that is at hand."""
-    even = Bound(work_plan_bound(work), "all work, spread evenly over all ranks")
-    return max([own_bound(work), *ahead_work(work), even], key=lambda b: b.ns)
+    even = LowerBound(plan_bound_of_work(work), "all work, spread evenly over all ranks")
+    return max([bound_without_prefetch(work), *prefetch_work_bounds(work), even], key=lambda b: b.ns)
 
 
-def own_bound(work: Work) -> Bound:
+def bound_without_prefetch(work: BatchWork) -> LowerBound:
     """The bound on a step of the sections that do not run ahead."""
-    found = until_optimizer(work)
+    found = bound_until_optimizer(work)
     closing = max((work.traffic.optimizer_ns(r) for r in range(work.plan.world_size)), default=0)
-    return Bound(found.ns + closing + work.traffic.overheads.step_ns(len(work.samples)), found.reason)
+    return LowerBound(found.ns + closing + work.traffic.overheads.step_ns(len(work.samples)), found.reason)
 
 
-def ahead_work(work: Work) -> list[Bound]:
+def prefetch_work_bounds(work: BatchWork) -> list[LowerBound]:
     """For each set of ranks on which sections run ahead, the work of one global batch on each of them."""
-    ranks = {name: frozenset(work.ranks[name]) for name in work.ahead}
+    ranks = {name: frozenset(work.replica_ranks[name]) for name in work.prefetching}
     return [
-        Bound(
-            -(-sum(u.forward_weight for n in names for u in work.units[n]) // len(pool)),
+        LowerBound(
+            -(-sum(u.forward_weight for n in names for u in work.visits[n]) // len(pool)),
             f"the work of {', '.join(names)}, ahead or not",
         )
         for pool in sorted(set(ranks.values()), key=sorted)
@@ -100,117 +102,129 @@ def ahead_work(work: Work) -> list[Bound]:
     ]
 
 
-def until_optimizer(work: Work) -> Bound:
+def bound_until_optimizer(work: BatchWork) -> LowerBound:
     """The bound on the time until all gradients are summed."""
     best = max(_all_bounds(work), key=lambda b: b.ns)
     for name, stages in work.plan.pipelines.items():
         if len(stages) > 1 and stages[0].micro_batch == 1 and owes_backward(stages[0]):
-            found = long_samples(work, stages, best.ns)
-            best = Bound(found, f"the longest samples on the ranks of {name}") if found > best.ns else best
+            found = long_sample_bound(work, stages, best.ns)
+            best = (
+                LowerBound(found, f"the longest samples on the ranks of {name}") if found > best.ns else best
+            )
     return best
 
 
 def plan_bound(plan: Plan, samples: Sequence[SampleMeta]) -> int:
     """The time in ns that the global batch's work takes if all ranks share it evenly and nothing ever
     waits."""
-    return work_plan_bound(Work(plan, samples))
+    return plan_bound_of_work(BatchWork(plan, samples))
 
 
-def work_plan_bound(work: Work) -> int:
+def plan_bound_of_work(work: BatchWork) -> int:
     """`plan_bound` of work that is at hand."""
     total = sum(
-        sum(work.least(s.name)) * s.mesh.tp for s in work.sections
+        sum(work.least_work(s.name)) * s.mesh.tp for s in work.sections
     )  # all ranks of a replica take the time
     return -(-total // max(1, work.plan.world_size))
 
 
-def _all_bounds(work: Work) -> Iterator[Bound]:
-    yield Bound(max(_chains(work), default=0), "the longest way of one sample")
-    for ranks, sections in _pools(work, work.ranks):
+def _all_bounds(work: BatchWork) -> Iterator[LowerBound]:
+    yield LowerBound(max(_chain_lengths(work), default=0), "the longest way of one sample")
+    for ranks, sections in _rank_pools(work, work.replica_ranks):
         where = ", ".join(sections)
-        units = [u for name in sections for u in work.units[name]]
-        for what, jobs in _families(units):
-            yield Bound(_sets(jobs, ranks), f"{what} on the ranks of {where}")
-            yield Bound(_packing(jobs, ranks), f"the largest {what} on the ranks of {where}")
+        units = [u for name in sections for u in work.visits[name]]
+        for what, jobs in _job_families(units):
+            yield LowerBound(_best_set_bound(jobs, ranks), f"{what} on the ranks of {where}")
+            yield LowerBound(_packing_bound(jobs, ranks), f"the largest {what} on the ranks of {where}")
     tps = {s.name: s.mesh.tp for s in work.sections}
-    for ranks, sections in _pools(work, {s.name: s.mesh.ranks for s in work.sections}):
+    for ranks, sections in _rank_pools(work, {s.name: s.mesh.ranks for s in work.sections}):
         if len({tps[name] for name in sections}) > 1:
             total = sum(
-                job.weight * tps[name] for name in sections for job in next(_families(work.units[name]))[1]
+                job.weight * tps[name]
+                for name in sections
+                for job in next(_job_families(work.visits[name]))[1]
             )
-            yield Bound(
+            yield LowerBound(
                 -(-total // ranks),
                 f"all work on the ranks of {', '.join(sections)}, which wide replicas hold together",
             )
-    trips = round_trips(work)
+    trips = round_trip_times(work)
     for section in work.sections:
-        if has_slots(work, section):
-            units, slots = work.units[section.name], section.in_flight * section.mesh.dp
+        if has_in_flight_slots(work, section):
+            units, slots = work.visits[section.name], section.in_flight * section.mesh.dp
             jobs = [
-                _Job(hold, u.forward_head, _end(u))
-                for u, hold in zip(units, holds(work, section, trips), strict=True)
+                _BoundJob(hold, u.forward_head, _last_tail(u))
+                for u, hold in zip(units, hold_times(work, section, trips), strict=True)
             ]
-            yield Bound(max(_sets(jobs, slots), _packing(jobs, slots)), f"what {section.name} has room for")
+            yield LowerBound(
+                max(_best_set_bound(jobs, slots), _packing_bound(jobs, slots)),
+                f"what {section.name} has room for",
+            )
 
 
-def _end(u: Unit) -> int:
+def _last_tail(u: SampleVisit) -> int:
     """The tail of a unit's last job."""
-    late = u.backward_tail if u.last_tail is None else u.last_tail
+    late = u.backward_tail if u.second_part_tail is None else u.second_part_tail
     return u.forward_tail if late is None else late
 
 
-def _chains(work: Work) -> Iterator[int]:
-    for name, units in work.units.items():
-        for u in units if name not in work.ahead else ():
+def _chain_lengths(work: BatchWork) -> Iterator[int]:
+    for name, units in work.visits.items():
+        for u in units if name not in work.prefetching else ():
             yield u.forward_head + u.forward + u.forward_tail
 
 
-def _pools(work: Work, where: Mapping[str, Sequence[int]]) -> list[tuple[int, list[str]]]:
+def _rank_pools(work: BatchWork, where: Mapping[str, Sequence[int]]) -> list[tuple[int, list[str]]]:
     """Numbers of ranks, and the sections whose work is done there and nowhere else; `where` has the ranks of
     sections."""
-    sets = {frozenset(ranks) for name, ranks in where.items() if name not in work.ahead}
+    sets = {frozenset(ranks) for name, ranks in where.items() if name not in work.prefetching}
     components = set(sets)
     while overlapping := next(((a, b) for a in components for b in components if a != b and a & b), None):
         components = components - set(overlapping) | {overlapping[0] | overlapping[1]}
-    names = [s.name for s in work.sections if s.name not in work.ahead]
+    names = [s.name for s in work.sections if s.name not in work.prefetching]
     pools = sets | components | {frozenset().union(*sets)}
     inside = {pool: [n for n in names if pool.issuperset(where[n])] for pool in pools}
     return sorted((len(pool), names) for pool, names in inside.items())
 
 
-def _families(units: Sequence[Unit]) -> Iterator[tuple[str, list[_Job]]]:
+def _job_families(units: Sequence[SampleVisit]) -> Iterator[tuple[str, list[_BoundJob]]]:
     """Whole units, forwards alone and backwards alone; where backwards are split, also all but either end of
     a unit."""
     late = [
         (u, h, t) for u in units if (h := u.backward_head) is not None and (t := u.backward_tail) is not None
     ]
-    totals = [u.forward_weight + u.backward_weight + u.last_weight for u in units]
-    yield "all work", [_Job(w, u.forward_head, _end(u)) for w, u in zip(totals, units, strict=True)]
+    totals = [u.forward_weight + u.backward_weight + u.second_part_weight for u in units]
+    yield (
+        "all work",
+        [_BoundJob(w, u.forward_head, _last_tail(u)) for w, u in zip(totals, units, strict=True)],
+    )
     if late:
-        yield "forwards", [_Job(u.forward_weight, u.forward_head, u.forward_tail) for u in units]
-        yield "backwards", [_Job(u.backward_weight, h, t) for u, h, t in late]
-    if any(u.last for u in units):
+        yield "forwards", [_BoundJob(u.forward_weight, u.forward_head, u.forward_tail) for u in units]
+        yield "backwards", [_BoundJob(u.backward_weight, h, t) for u, h, t in late]
+    if any(u.second_part for u in units):
         yield (
             "forwards and input gradients",
-            [_Job(u.forward_weight + u.backward_weight, u.forward_head, t) for u, _, t in late],
+            [_BoundJob(u.forward_weight + u.backward_weight, u.forward_head, t) for u, _, t in late],
         )
         yield (
             "backwards and weights",
-            [_Job(u.backward_weight + u.last_weight, h, _end(u)) for u, h, _ in late],
+            [_BoundJob(u.backward_weight + u.second_part_weight, h, _last_tail(u)) for u, h, _ in late],
         )
 
 
-def _sets(jobs: Sequence[_Job], ranks: int) -> int:
+def _best_set_bound(jobs: Sequence[_BoundJob], ranks: int) -> int:
     orders = (
         sorted(jobs, key=lambda j: -j.weight),
         sorted(jobs, key=lambda j: -j.head),
         sorted(jobs, key=lambda j: -j.tail),
         sorted(jobs, key=lambda j: -j.head - j.tail),
     )
-    return max((_set(order[:k], ranks) for order in orders for k in _prefixes(len(jobs))), default=0)
+    return max(
+        (_set_bound(order[:k], ranks) for order in orders for k in _prefix_sizes(len(jobs))), default=0
+    )
 
 
-def _set(jobs: Sequence[_Job], ranks: int) -> int:
+def _set_bound(jobs: Sequence[_BoundJob], ranks: int) -> int:
     """The least over q of (work + q smallest heads + q smallest tails) / q, rounded up."""
     total = sum(j.weight for j in jobs)
     heads = accumulate(sorted(j.head for j in jobs))
@@ -219,8 +233,8 @@ def _set(jobs: Sequence[_Job], ranks: int) -> int:
     return min(-(-(total + h + t) // q) for q, h, t in sums)
 
 
-def _prefixes(n: int) -> Iterable[int]:
-    if n <= ALL_PREFIXES:
+def _prefix_sizes(n: int) -> Iterable[int]:
+    if n <= MAX_TRIED_PREFIXES:
         return range(1, n + 1)
     sizes, k = {n}, 1
     while k < n:
@@ -229,7 +243,7 @@ def _prefixes(n: int) -> Iterable[int]:
     return sizes
 
 
-def _packing(jobs: Sequence[_Job], ranks: int) -> int:
+def _packing_bound(jobs: Sequence[_BoundJob], ranks: int) -> int:
     order = sorted(jobs, key=lambda j: -j.weight)
     weights = list(accumulate(j.weight for j in order))
     heads = list(accumulate((j.head for j in order), min))

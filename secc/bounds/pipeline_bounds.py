@@ -43,21 +43,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from secc.bounds.work import Unit, Work
+from secc.bounds.work import BatchWork, SampleVisit
 from secc.runtime.plan.schema import Section
 from secc.runtime.plan.step_program import owes_backward
 
-Line = tuple[int, int]  # a and b of (a - b T) / divisor
+PhiLine = tuple[int, int]  # a and b of (a - b T) / divisor
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _SampleCharge:
     """A sample's work on a pipeline's last stage, and the lines over T of which the largest is its phi."""
 
     work: int
-    lines: tuple[Line, ...]
+    lines: tuple[PhiLine, ...]
 
-    def phi(self, time: int, divisor: int) -> int:
+    def idle_ns(self, time: int, divisor: int) -> int:
         """For how long a replica's last stage is idle, rounded down."""
         return max(0, *((a - b * time) // divisor for a, b in self.lines))
 
@@ -66,103 +66,110 @@ class _Way:
 # ------------------------------------------------------------------------------------------------------------------------
 
 
-def holds(work: Work, section: Section, trips: Mapping[tuple[str, int], int]) -> list[int]:
+def hold_times(work: BatchWork, section: Section, trips: Mapping[tuple[str, int], int]) -> list[int]:
     """For each unit, the least time that it takes room at a stage for, in ns; of a micro-batch of several at
     least their sum."""
     return [
-        (trips[u.section, u.sample] + u.backward + u.last) // section.micro_batch
-        for u in work.units[section.name]
+        (trips[u.section, u.sample] + u.backward + u.second_part) // section.micro_batch
+        for u in work.visits[section.name]
     ]
 
 
-def round_trips(work: Work) -> dict[tuple[str, int], int]:
+def round_trip_times(work: BatchWork) -> dict[tuple[str, int], int]:
     """From the start of each forward to the earliest start of its backward, in ns, by section and sample."""
-    units = {(u.section, u.sample): u for units in work.units.values() for u in units}
+    units = {(u.section, u.sample): u for units in work.visits.values() for u in units}
     trips: dict[tuple[str, int], int] = {}
     for s in reversed(work.sections):
-        back = [a for a in work.arcs if a.src == s.name and a.gradient]
-        for u in work.units[s.name]:
+        back = [a for a in work.edges if a.src == s.name and a.returns_gradient]
+        for u in work.visits[s.name]:
             ways = (
-                a.wait[p] * 2 + trips[a.dst, p] + units[a.dst, p].backward
+                a.message_ns[p] * 2 + trips[a.dst, p] + units[a.dst, p].backward
                 for a in back
                 for p in (u.sample,)
-                if p in a.wait
+                if p in a.message_ns
             )
             trips[s.name, u.sample] = u.forward + max(ways, default=0)
     return trips
 
 
-def has_slots(work: Work, section: Section) -> bool:
+def has_in_flight_slots(work: BatchWork, section: Section) -> bool:
     """Whether a stage never holds more than it has room for: no consumer outside of the pipeline makes it."""
     if not section.pipeline or not section.in_flight or not owes_backward(section):
         return False
-    stages = {s.name for s in work.sections if s.whole == section.whole}
-    return not any(a.src in stages and a.dst not in stages for a in work.arcs)
+    stages = {s.name for s in work.sections if s.user_section_name == section.user_section_name}
+    return not any(a.src in stages and a.dst not in stages for a in work.edges)
 
 
 # -- long samples
 # -----------------------------------------------------------------------------------------------------------------
 
 
-def long_samples(work: Work, stages: Sequence[Section], least: int) -> int:
+def long_sample_bound(work: BatchWork, stages: Sequence[Section], least: int) -> int:
     """The bound by long samples in ns, or `least` where it says no more than that. Stages take one sample at
     a time."""
-    units = [{u.sample: u for u in work.units[s.name]} for s in stages]
-    ways, divisor = _ways([[by[p] for by in units] for p in sorted(units[0])])
-    if not ways or _fits(ways, divisor, stages[-1].mesh.dp, least):
+    units = [{u.sample: u for u in work.visits[s.name]} for s in stages]
+    ways, divisor = _sample_charges([[by[p] for by in units] for p in sorted(units[0])])
+    if not ways or _replicas_suffice(ways, divisor, stages[-1].mesh.dp, least):
         return least
     low, high = least, 2 * least
-    while not _fits(ways, divisor, stages[-1].mesh.dp, high):
+    while not _replicas_suffice(ways, divisor, stages[-1].mesh.dp, high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _fits(ways, divisor, stages[-1].mesh.dp, middle) else (middle, high)
+        low, high = (
+            (low, middle) if _replicas_suffice(ways, divisor, stages[-1].mesh.dp, middle) else (middle, high)
+        )
     return high
 
 
-def _ways(samples: Sequence[Sequence[Unit]]) -> tuple[list[_Way], int]:
+def _sample_charges(samples: Sequence[Sequence[SampleVisit]]) -> tuple[list[_SampleCharge], int]:
     """The ways of samples, each given by its units from the first stage to the last, and the divisor of their
     lines."""
-    keeps = [_keeps(units) for units in samples]
+    keeps = [_shortest_passes(units) for units in samples]
     if not samples or any(h == 0 or b == 0 for h, b in keeps):
         return [], 1
     rates, both = [], []
     for units, (h, b) in zip(samples, keeps, strict=True):
-        last, w = units[-1], _work(units[-1])
+        last, w = units[-1], _visit_work(units[-1])
         rates.append(Fraction(w - h, h))
-        both += [Fraction(w - b, b), Fraction(last.last, last.forward + last.backward)]
+        both += [Fraction(w - b, b), Fraction(last.second_part, last.forward + last.backward)]
     r, both_ways = max(rates), max(rates + both)
     divisor = r.denominator * both_ways.denominator
-    return [_Way(_work(units[-1]), tuple(_lines(units, r, both_ways, divisor))) for units in samples], divisor
+    return [
+        _SampleCharge(_visit_work(units[-1]), tuple(_phi_lines(units, r, both_ways, divisor)))
+        for units in samples
+    ], divisor
 
 
-def _keeps(units: Sequence[Unit]) -> tuple[int, int]:
+def _shortest_passes(units: Sequence[SampleVisit]) -> tuple[int, int]:
     """h and b of a sample."""
     return min(u.forward for u in units), min(u.backward for u in units)
 
 
-def _work(u: Unit) -> int:
-    return u.forward + u.backward + u.last
+def _visit_work(u: SampleVisit) -> int:
+    return u.forward + u.backward + u.second_part
 
 
-def _lines(units: Sequence[Unit], r: Fraction, both: Fraction, divisor: int) -> Iterator[Line]:
+def _phi_lines(units: Sequence[SampleVisit], r: Fraction, both: Fraction, divisor: int) -> Iterator[PhiLine]:
     """phi and phi' of a sample."""
     *before, last = units
     way_in, way_out = sum(u.forward for u in before), sum(u.backward for u in before)
     rest = last.forward + last.forward_tail
-    yield _line(way_in, r, way_in + rest, divisor)
-    yield _line(way_in + way_out - last.last, both, way_in + way_out + last.forward + last.backward, divisor)
+    yield _phi_line(way_in, r, way_in + rest, divisor)
+    yield _phi_line(
+        way_in + way_out - last.second_part, both, way_in + way_out + last.forward + last.backward, divisor
+    )
 
 
-def _line(idle: int, rate: Fraction, own: int, divisor: int) -> Line:
+def _phi_line(idle: int, rate: Fraction, own: int, divisor: int) -> PhiLine:
     """idle - rate * (T - own)."""
     slope = int(rate * divisor)
     return idle * divisor + slope * own, slope
 
 
-def _fits(ways: Iterable[_Way], divisor: int, replicas: int, time: int) -> bool:
+def _replicas_suffice(ways: Iterable[_SampleCharge], divisor: int, replicas: int, time: int) -> bool:
     """Whether so many last stages can do all work in this time."""
-    ordered = sorted(((w.phi(time, divisor), w.work) for w in ways), reverse=True)
+    ordered = sorted(((w.idle_ns(time, divisor), w.work) for w in ways), reverse=True)
     charged = capacity = work = 0
     for phi, own in ordered:
         work += own

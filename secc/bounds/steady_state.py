@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from secc.bounds.bounds import Bound, ahead_work, own_bound
-from secc.bounds.work import Work
+from secc.bounds.bounds import LowerBound, bound_without_prefetch, prefetch_work_bounds
+from secc.bounds.work import BatchWork
 
 
-def steady_bound(works: Sequence[Work]) -> Bound:
+def mean_step_bound(works: Sequence[BatchWork]) -> LowerBound:
     """A lower bound on the mean step in ns, over global batches that come round and round; without run-ahead
     the mean of their bounds."""
-    steps = [own_bound(work) for work in works]
-    candidates = [Bound(sum(b.ns for b in steps) // len(works), steps[-1].reason)]
-    for pools in zip(*(ahead_work(work) for work in works), strict=True):
-        candidates.append(Bound(sum(b.ns for b in pools) // len(works), pools[-1].reason))
+    steps = [bound_without_prefetch(work) for work in works]
+    candidates = [LowerBound(sum(b.ns for b in steps) // len(works), steps[-1].reason)]
+    for pools in zip(*(prefetch_work_bounds(work) for work in works), strict=True):
+        candidates.append(LowerBound(sum(b.ns for b in pools) // len(works), pools[-1].reason))
     return max(candidates, key=lambda b: b.ns)

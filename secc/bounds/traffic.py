@@ -17,14 +17,14 @@ from math import prod
 import torch
 
 from secc.cluster import Cluster, Link, Overheads
-from secc.cost.model.collectives import all_gather_ns, all_reduce_ns, of_ranks, reduce_scatter_ns
-from secc.cost.model.roofline import OPTIMIZER_PASSES
-from secc.runtime.parameters.gradient_reduction import Holders, holders
-from secc.runtime.parameters.mixed_precision import dtype_of
-from secc.runtime.plan.expr_eval import evaluate
+from secc.cost.model.collectives import all_gather_ns, all_reduce_ns, reduce_scatter_ns, span_of_ranks
+from secc.cost.model.roofline import OPTIMIZER_MEMORY_PASSES
+from secc.runtime.parameters.gradient_reduction import ReductionGroup, build_reduction_groups
+from secc.runtime.parameters.mixed_precision import compute_dtype
+from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.schema import Edge, Plan
 
-FREE = Link(0, 10**18)
+FREE_LINK = Link(0, 10**18)
 
 
 @dataclass(frozen=True)
@@ -37,38 +37,38 @@ class Traffic:
     def cluster(self) -> Cluster | None:
         return Cluster.from_dict(self.plan.cluster)
 
-    def link(self, a: int, b: int) -> Link:
+    def link_between(self, a: int, b: int) -> Link:
         """The link between two ranks: inside their node, or between nodes."""
         if self.cluster is None:
-            return FREE
+            return FREE_LINK
         return (
             self.cluster.inside
             if a // self.cluster.per_node == b // self.cluster.per_node
             else self.cluster.between
         )
 
-    def fastest(self, edge: Edge) -> Link | None:
+    def fastest_link(self, edge: Edge) -> Link | None:
         """The link with the least latency between ranks of an edge's ends, or None where a sample may stay on
         its rank."""
-        sources, targets = (self.plan.section(name).mesh.ranks for name in (edge.src, edge.dst))
+        sources, targets = (self.plan.find_section(name).mesh.ranks for name in (edge.src, edge.dst))
         if set(sources) & set(targets):
             return None
         if self.cluster is None:
-            return FREE
+            return FREE_LINK
         per_node = self.cluster.per_node
         near = {r // per_node for r in sources} & {r // per_node for r in targets}
         return self.cluster.inside if near else self.cluster.between
 
     @cached_property
-    def held(self) -> list[Holders]:
+    def reduction_groups(self) -> list[ReductionGroup]:
         """Trained parameters by the sections that hold them, as the ranks reduce them."""
         trained = [name for name, what in self.plan.model.parameters.items() if what.endswith(" train")]
         canonical = {n: tie.names[0] for tie in self.plan.ties for n in tie.names}
         names = {canonical.get(n, n) for n in trained}
         every = {n: canonical.get(n, n) for s in self.plan.sections for n in (*s.params, *names)}
-        return holders(self.plan, sorted(names), every)
+        return build_reduction_groups(self.plan, sorted(names), every)
 
-    def reduce_ns(self, held: Holders) -> int:
+    def reduce_ns(self, held: ReductionGroup) -> int:
         """A sum of the gradients of `held`; where their optimizer is sharded, parts of it, and the parameters
         gathered.
 
@@ -76,26 +76,29 @@ class Traffic:
         """
         if self.cluster is None or len(held.ranks) < 2 or held.sharding == "zero3":
             return 0
-        summed, span = sum(map(self.summed_on_rank, held.names)), of_ranks(held.ranks, self.cluster)
+        summed, span = (
+            sum(map(self.gradient_bytes_on_rank, held.names)),
+            span_of_ranks(held.ranks, self.cluster),
+        )
         if held.sharding == "none":
             return all_reduce_ns(summed, span, self.cluster)
         gathered = sum(map(self.bytes_on_rank, held.names))
         return reduce_scatter_ns(summed, span, self.cluster) + all_gather_ns(gathered, span, self.cluster)
 
-    def closing_ns(self, section: str) -> int:
+    def section_reduce_ns(self, section: str) -> int:
         """The reductions of the gradients that belong to a section alone, on the rank that they take longest
         on."""
-        alone = [h for h in self.held if h.sections == (section,)]
+        alone = [h for h in self.reduction_groups if h.sections == (section,)]
         return max(
             (
                 sum(self.reduce_ns(h) for h in alone if r in h.ranks)
-                for r in self.plan.section(section).mesh.ranks
+                for r in self.plan.find_section(section).mesh.ranks
             ),
             default=0,
         )
 
     @cached_property
-    def cut(self) -> dict[str, int]:
+    def shard_counts(self) -> dict[str, int]:
         """Over how many ranks each parameter that is cut is cut, by the first of its names."""
         canonical = {n: tie.names[0] for tie in self.plan.ties for n in tie.names}
         return {
@@ -104,65 +107,75 @@ class Traffic:
 
     def bytes_on_rank(self, name: str) -> int:
         """Bytes that a rank has of a parameter, as modules compute with it."""
-        return self._entries_on_rank(name) * self.dtype_of(name).itemsize
+        return self._entries_on_rank(name) * self.compute_dtype(name).itemsize
 
-    def summed_on_rank(self, name: str) -> int:
+    def gradient_bytes_on_rank(self, name: str) -> int:
         """Bytes of a parameter's gradient as ranks sum it: in float32 where the parameter has fewer bits
         (`runtime/parameters/sharded_optimizer.py`)."""
-        return self._entries_on_rank(name) * torch.promote_types(self.dtype_of(name), torch.float32).itemsize
+        return (
+            self._entries_on_rank(name)
+            * torch.promote_types(self.compute_dtype(name), torch.float32).itemsize
+        )
 
-    def updated_on_rank(self, name: str) -> int:
+    def updated_bytes_on_rank(self, name: str) -> int:
         """Bytes of a parameter as the optimizer and its states have it: of its master, where the plan
         computes in fewer bits."""
-        return self._entries_on_rank(name) * self._parameter(name)[0].itemsize
+        return self._entries_on_rank(name) * self._dtype_and_entries(name)[0].itemsize
 
-    def masters_on_rank(self, name: str) -> int:
+    def master_bytes_on_rank(self, name: str) -> int:
         """Bytes of a parameter's master on a rank; 0 where it is updated itself."""
-        updated = self.updated_on_rank(name)
+        updated = self.updated_bytes_on_rank(name)
         return updated if updated != self.bytes_on_rank(name) else 0
 
-    def dtype_of(self, name: str) -> torch.dtype:
+    def compute_dtype(self, name: str) -> torch.dtype:
         """What modules compute with a parameter in: under mixed precision fewer bits than the model's own
         float32."""
-        own, _ = self._parameter(name)
-        return self._narrow if own == torch.float32 and self._narrow is not None else own
+        own, _ = self._dtype_and_entries(name)
+        return self._mixed_dtype if own == torch.float32 and self._mixed_dtype is not None else own
 
     @cached_property
-    def _narrow(self) -> torch.dtype | None:
-        return dtype_of(self.plan.dtype)
+    def _mixed_dtype(self) -> torch.dtype | None:
+        return compute_dtype(self.plan.dtype)
 
     @cached_property
-    def _parameters(self) -> dict[str, tuple[torch.dtype, int]]:
-        return {name: _parameter(what) for name, what in self.plan.model.parameters.items()}
+    def _parsed_parameters(self) -> dict[str, tuple[torch.dtype, int]]:
+        return {name: _parse_parameter(what) for name, what in self.plan.model.parameters.items()}
 
     def _entries_on_rank(self, name: str) -> int:
-        return self._parameter(name)[1] // self.cut.get(name, 1)
+        return self._dtype_and_entries(name)[1] // self.shard_counts.get(name, 1)
 
-    def _parameter(self, name: str) -> tuple[torch.dtype, int]:
-        return self._parameters.get(name, (torch.float32, 0))
+    def _dtype_and_entries(self, name: str) -> tuple[torch.dtype, int]:
+        return self._parsed_parameters.get(name, (torch.float32, 0))
 
     def optimizer_ns(self, rank: int) -> int:
         """The optimizer's step on a rank: what memory takes, and what comes with each tensor."""
-        return self.updating_ns(rank) + sum(
-            len(h.names) * self.overheads.tensor // _shards(h) for h in self.held if rank in h.ranks
+        return self.optimizer_memory_ns(rank) + sum(
+            len(h.names) * self.overheads.tensor // _shard_count(h)
+            for h in self.reduction_groups
+            if rank in h.ranks
         )
 
-    def updating_ns(self, rank: int) -> int:
+    def optimizer_memory_ns(self, rank: int) -> int:
         """What memory takes in the optimizer's step on a rank."""
         if self.cluster is None:
             return 0
-        moved = sum(self._updating(p) // _shards(h) for h in self.held if rank in h.ranks for p in h.names)
-        return 1000 * moved // self.cluster.seen_by([rank]).device.bandwidth
+        moved = sum(
+            self._optimizer_bytes(p) // _shard_count(h)
+            for h in self.reduction_groups
+            if rank in h.ranks
+            for p in h.names
+        )
+        return 1000 * moved // self.cluster.view_of_ranks([rank]).device.memory_bytes_per_us
 
-    def _updating(self, name: str) -> int:
+    def _optimizer_bytes(self, name: str) -> int:
         """Bytes that the optimizer's step moves for a parameter; from its master it is written anew."""
-        return OPTIMIZER_PASSES * self.updated_on_rank(name) + (
-            self.bytes_on_rank(name) if self.masters_on_rank(name) else 0
+        return OPTIMIZER_MEMORY_PASSES * self.updated_bytes_on_rank(name) + (
+            self.bytes_on_rank(name) if self.master_bytes_on_rank(name) else 0
         )
 
-    def updated(self, rank: int) -> list[str]:
+    def updated_parameters(self, rank: int) -> list[str]:
         """The parameters that a rank's optimizer updates."""
-        return [p for h in self.held if rank in h.ranks for p in h.names]
+        return [p for h in self.reduction_groups if rank in h.ranks for p in h.names]
 
     @cached_property
     def overheads(self) -> Overheads:
@@ -170,18 +183,18 @@ class Traffic:
         return Overheads() if self.cluster is None else self.cluster.device.overheads
 
 
-def _shards(held: Holders) -> int:
+def _shard_count(held: ReductionGroup) -> int:
     """How many ranks share the optimizer's states."""
     return 1 if held.sharding == "none" else len(held.ranks)
 
 
 def parameter_bytes(plan: Plan, name: str) -> int:
     """Bytes of a parameter as the model file has it; 0 for a name the plan does not know."""
-    dtype, entries = _parameter(plan.model.parameters.get(name, ""))
+    dtype, entries = _parse_parameter(plan.model.parameters.get(name, ""))
     return dtype.itemsize * entries
 
 
-def _parameter(what: str) -> tuple[torch.dtype, int]:
+def _parse_parameter(what: str) -> tuple[torch.dtype, int]:
     """(dtype, number of entries) of a parameter, from its entry `float32[64, 64] train` in the plan."""
     found = re.fullmatch(r"(\w+)\[([\d, ]*)\].*", what)
     if found is None:
@@ -192,10 +205,10 @@ def _parameter(what: str) -> tuple[torch.dtype, int]:
 def sample_bytes(edge: Edge, sizes: Mapping[str, int]) -> int:
     """Bytes that a sample of these sizes sends over an edge, alone in its micro-batch: its rows, at its own
     extents."""
-    dims = {d: evaluate(text, sizes) for d, text in enumerate(edge.dims)}
+    dims = {d: evaluate_expr(text, sizes) for d, text in enumerate(edge.dims)}
     if edge.dim >= 0:
-        dims |= {d: evaluate(text, sizes) for d, text, _ in edge.extents} | {
-            edge.dim: evaluate(edge.rows, sizes)
+        dims |= {d: evaluate_expr(text, sizes) for d, text, _ in edge.extents} | {
+            edge.dim: evaluate_expr(edge.rows, sizes)
         }
     return prod(dims.values()) * getattr(torch, edge.dtype).itemsize
 

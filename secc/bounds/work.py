@@ -16,26 +16,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from secc.bounds.additive import parts
+from secc.bounds.additive import split_additive
 from secc.bounds.traffic import Traffic, message_ns, sample_bytes
-from secc.runtime.plan.expr_eval import evaluate
-from secc.runtime.plan.predicted_costs import Costs
+from secc.runtime.plan.expr_eval import evaluate_expr
+from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Edge, Plan, Section
-from secc.runtime.plan.section_graph import Graph
+from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.plan.step_program import (
     SampleMeta,
-    active,
-    computations,
+    compute_kinds,
+    is_active,
     owes_backward,
-    replica_ranks,
+    replica_first_ranks,
     returns_gradient,
-    weight_part,
+    weight_backward_ns,
 )
-from secc.runtime.schedule.cross_step_prefetch import sections
+from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class SampleVisit:
     """Forward and backward of one sample in one section, which run on one rank. All times in ns.
 
     `forward`, `backward`: durations of the sample alone. `forward_weight`, `backward_weight`: what it adds to
@@ -54,68 +54,75 @@ class Unit:
     forward_tail: int
     backward_head: int | None
     backward_tail: int | None
-    last: int = 0
-    last_weight: int = 0
-    last_tail: int | None = None
+    second_part: int = 0
+    second_part_weight: int = 0
+    second_part_tail: int | None = None
 
 
 @dataclass(frozen=True)
-class Arc:
+class WorkEdge:
     """An edge between sections as the schedule sees it: `gradient` returns, and each sample's message takes
     `wait` ns each way."""
 
     src: str
     dst: str
-    gradient: bool
-    wait: Mapping[int, int]
+    returns_gradient: bool
+    message_ns: Mapping[int, int]
 
 
-class Work:
+class BatchWork:
     """The units of one global batch, by section, in the order of the plan's graph."""
 
     def __init__(self, plan: Plan, samples: Sequence[SampleMeta], traffic: Traffic | None = None) -> None:
         self.plan, self.samples, self.traffic = plan, samples, traffic or Traffic(plan)
-        graph = Graph(plan)
-        self.sections = graph.order
-        self.ahead = (
-            frozenset(s.name for s in sections(plan, graph)) if plan.run_ahead_gib > 0 else frozenset[str]()
+        graph = SectionGraph(plan)
+        self.sections = graph.topological_order
+        self.prefetching = (
+            frozenset(s.name for s in find_prefetchable_sections(plan, graph))
+            if plan.run_ahead_gib > 0
+            else frozenset[str]()
         )
-        self.ranks = {s.name: replica_ranks(s) for s in plan.sections}
-        self.active = {
-            s.name: [p for p, x in enumerate(samples) if active(s.when, x.pattern)] for s in plan.sections
+        self.replica_ranks = {s.name: replica_first_ranks(s) for s in plan.sections}
+        self.active_samples = {
+            s.name: [p for p, x in enumerate(samples) if is_active(s.when, x.pattern)] for s in plan.sections
         }
-        self.closing = {s.name: self.traffic.closing_ns(s.name) for s in plan.sections}
-        self._costs = Costs(plan, samples)
-        self._alone = {s.name: self._times(s) for s in plan.sections}
+        self.closing_ns = {s.name: self.traffic.section_reduce_ns(s.name) for s in plan.sections}
+        self._costs = PredictedCosts(plan, samples)
+        self._sample_times = {s.name: self._measure_samples(s) for s in plan.sections}
         named = {s.name: s for s in plan.sections}
-        self.arcs = [Arc(e.src, e.dst, returns_gradient(e, named), self._waits(e)) for e in plan.edges]
-        self.units = self._units()
+        self.edges = [
+            WorkEdge(e.src, e.dst, returns_gradient(e, named), self._message_times(e)) for e in plan.edges
+        ]
+        self.visits = self._build_visits()
 
-    def _times(self, section: Section) -> dict[int, tuple[int, int, int]]:
+    def _measure_samples(self, section: Section) -> dict[int, tuple[int, int, int]]:
         """(forward, backward, second part of a split backward) of each active sample on its own."""
-        forward, backward = self._costs.alone(section)
-        later = [weight_part(section, b) for b in backward]
-        return {p: (forward[p], backward[p] - later[p], later[p]) for p in self.active[section.name]}
+        forward, backward = self._costs.sample_times(section)
+        later = [weight_backward_ns(section, b) for b in backward]
+        return {p: (forward[p], backward[p] - later[p], later[p]) for p in self.active_samples[section.name]}
 
-    def _waits(self, edge: Edge) -> dict[int, int]:
+    def _message_times(self, edge: Edge) -> dict[int, int]:
         """The message of each sample that both ends of an edge see, over the fastest link there is."""
-        both = set(self.active[edge.src]) & set(self.active[edge.dst])
-        link = self.traffic.fastest(edge)
-        return {p: message_ns(link, [sample_bytes(edge, self._costs.sizes(p))] if link else ()) for p in both}
+        both = set(self.active_samples[edge.src]) & set(self.active_samples[edge.dst])
+        link = self.traffic.fastest_link(edge)
+        return {
+            p: message_ns(link, [sample_bytes(edge, self._costs.sample_sizes(p))] if link else ())
+            for p in both
+        }
 
-    def _units(self) -> dict[str, list[Unit]]:
+    def _build_visits(self) -> dict[str, list[SampleVisit]]:
         heads, tails = self._heads(), self._tails()
-        found: dict[str, list[Unit]] = {}
+        found: dict[str, list[SampleVisit]] = {}
         for s in self.sections:
-            weights, backward = self._weights(s), owes_backward(s)
-            last = self.closing[s.name] if computations(s)[-1] == "W" else None
+            weights, backward = self._additive_weights(s), owes_backward(s)
+            last = self.closing_ns[s.name] if compute_kinds(s)[-1] == "W" else None
             found[s.name] = []
-            for p in self.active[s.name]:
+            for p in self.active_samples[s.name]:
                 f, b = ("F", s.name, p), ("B", s.name, p)
                 late = (heads[b], tails[b]) if backward else (None, None)
-                (own, total), (forward, inputs, later) = weights[p], self._alone[s.name][p]
+                (own, total), (forward, inputs, later) = weights[p], self._sample_times[s.name][p]
                 first = total * (1000 - s.weight_permille) // 1000
-                unit = Unit(
+                unit = SampleVisit(
                     s.name,
                     p,
                     forward,
@@ -132,38 +139,42 @@ class Work:
                 found[s.name].append(unit)
         return found
 
-    def least(self, section: str) -> list[int]:
+    def least_work(self, section: str) -> list[int]:
         """The least that each active sample adds to a section's work, forward and backward, however
         micro-batches are formed."""
-        found = self.plan.section(section)
+        found = self.plan.find_section(section)
         texts = (found.cost.forward_ns, found.cost.backward_ns if owes_backward(found) else "0")
-        together = max(1, len(self.active[section]))
-        forward, backward = (self._share(text, self.active[section], together) for text in texts)
-        return [forward[p] + backward[p] for p in self.active[section]]
+        together = max(1, len(self.active_samples[section]))
+        forward, backward = (
+            self._additive_shares(text, self.active_samples[section], together) for text in texts
+        )
+        return [forward[p] + backward[p] for p in self.active_samples[section]]
 
-    def _weights(self, section: Section) -> dict[int, tuple[int, int]]:
+    def _additive_weights(self, section: Section) -> dict[int, tuple[int, int]]:
         """For each sample what it adds to a micro-batch's forward and backward: all of it, where
         micro-batches are single samples.
 
         Of a split backward both parts count.
         """
-        name, together = section.name, min(section.micro_batch, len(self.active[section.name]))
+        name, together = section.name, min(section.micro_batch, len(self.active_samples[section.name]))
         if together <= 1:
-            forward, backward = self._costs.alone(section)
-            return {p: (forward[p], backward[p]) for p in self.active[name]}
+            forward, backward = self._costs.sample_times(section)
+            return {p: (forward[p], backward[p]) for p in self.active_samples[name]}
         texts = (section.cost.forward_ns, section.cost.backward_ns if owes_backward(section) else "0")
-        forward, backward = (self._share(text, self.active[name], together) for text in texts)
-        return {p: (forward[p], backward[p]) for p in self.active[name]}
+        forward, backward = (
+            self._additive_shares(text, self.active_samples[name], together) for text in texts
+        )
+        return {p: (forward[p], backward[p]) for p in self.active_samples[name]}
 
-    def _share(self, text: str, positions: Sequence[int], together: int) -> dict[int, int]:
+    def _additive_shares(self, text: str, positions: Sequence[int], together: int) -> dict[int, int]:
         """Each sample's part of a time, by the branch of its maxima that says most."""
         branches = [
             {
-                p: evaluate(b.additive, self._costs.sizes(p))
-                + evaluate(b.rest, self._costs.sizes(p)) // together
+                p: evaluate_expr(b.additive, self._costs.sample_sizes(p))
+                + evaluate_expr(b.rest, self._costs.sample_sizes(p)) // together
                 for p in positions
             }
-            for b in parts(text, self.plan.symbols)
+            for b in split_additive(text, self.plan.symbols)
         ]
         return max(branches, key=lambda shares: sum(shares.values()))
 
@@ -174,19 +185,23 @@ class Work:
         """The earliest start of each forward and backward if every sample had the ranks for itself."""
         heads: dict[tuple[str, str, int], int] = {}
         for s in self.sections:
-            into = [a for a in self.arcs if a.dst == s.name and a.src not in self.ahead]
-            for p in self.active[s.name]:
+            into = [a for a in self.edges if a.dst == s.name and a.src not in self.prefetching]
+            for p in self.active_samples[s.name]:
                 ends = (
-                    heads["F", a.src, p] + self._alone[a.src][p][0] + a.wait[p] for a in into if p in a.wait
+                    heads["F", a.src, p] + self._sample_times[a.src][p][0] + a.message_ns[p]
+                    for a in into
+                    if p in a.message_ns
                 )
                 heads["F", s.name, p] = max(ends, default=0)
         for s in reversed(self.sections):
-            back = [a for a in self.arcs if a.src == s.name and a.gradient]
-            for p in self.active[s.name] if owes_backward(s) else ():
+            back = [a for a in self.edges if a.src == s.name and a.returns_gradient]
+            for p in self.active_samples[s.name] if owes_backward(s) else ():
                 ends = [
-                    heads["B", a.dst, p] + self._alone[a.dst][p][1] + a.wait[p] for a in back if p in a.wait
+                    heads["B", a.dst, p] + self._sample_times[a.dst][p][1] + a.message_ns[p]
+                    for a in back
+                    if p in a.message_ns
                 ]
-                heads["B", s.name, p] = max([heads["F", s.name, p] + self._alone[s.name][p][0], *ends])
+                heads["B", s.name, p] = max([heads["F", s.name, p] + self._sample_times[s.name][p][0], *ends])
         return heads
 
     def _tails(self) -> dict[tuple[str, str, int], int]:
@@ -194,18 +209,24 @@ class Work:
         are closed."""
         tails: dict[tuple[str, str, int], int] = {}
         for s in self.sections:
-            back = [a for a in self.arcs if a.dst == s.name and a.gradient]
-            for p in self.active[s.name] if owes_backward(s) else ():
+            back = [a for a in self.edges if a.dst == s.name and a.returns_gradient]
+            for p in self.active_samples[s.name] if owes_backward(s) else ():
                 rest = (
-                    a.wait[p] + self._alone[a.src][p][1] + tails["B", a.src, p] for a in back if p in a.wait
+                    a.message_ns[p] + self._sample_times[a.src][p][1] + tails["B", a.src, p]
+                    for a in back
+                    if p in a.message_ns
                 )
-                tails["B", s.name, p] = max([self._alone[s.name][p][2] + self.closing[s.name], *rest])
+                tails["B", s.name, p] = max(
+                    [self._sample_times[s.name][p][2] + self.closing_ns[s.name], *rest]
+                )
         for s in reversed(self.sections):
-            out = [a for a in self.arcs if a.src == s.name]
-            for p in self.active[s.name]:
+            out = [a for a in self.edges if a.src == s.name]
+            for p in self.active_samples[s.name]:
                 rest = [
-                    a.wait[p] + self._alone[a.dst][p][0] + tails["F", a.dst, p] for a in out if p in a.wait
+                    a.message_ns[p] + self._sample_times[a.dst][p][0] + tails["F", a.dst, p]
+                    for a in out
+                    if p in a.message_ns
                 ]
-                own = [self._alone[s.name][p][1] + tails["B", s.name, p]] if owes_backward(s) else []
-                tails["F", s.name, p] = max([self.closing[s.name], *own, *rest])
+                own = [self._sample_times[s.name][p][1] + tails["B", s.name, p]] if owes_backward(s) else []
+                tails["F", s.name, p] = max([self.closing_ns[s.name], *own, *rest])
         return tails

@@ -17,7 +17,7 @@ from typing import NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-COMMANDS = (
+COMMAND_NAMES = (
     "compile",
     "run",
     "check",
@@ -33,14 +33,14 @@ COMMANDS = (
 )
 
 
-class Commands(TyperGroup):
+class LazyCommands(TyperGroup):
     """Looks a command up by importing `secc.cli.NAME` and its function `command`."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(COMMAND_NAMES)
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> TyperCommand | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name not in COMMAND_NAMES:
             return None
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         module = importlib.import_module(f"secc.cli.{cmd_name}")
@@ -52,7 +52,9 @@ class Commands(TyperGroup):
         return found
 
 
-app = typer.Typer(cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=LazyCommands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
+)
 
 
 @app.callback()
@@ -68,12 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(args=None if arguments is None else list(arguments))
     except UserError as error:
         print(f"secc: {error}", file=sys.stderr)
-        _leave(2, ends=arguments is None)
+        _exit_process(2, ends=arguments is None)
     except SystemExit as end:
-        _leave(end.code, ends=arguments is None)
+        _exit_process(end.code, ends=arguments is None)
 
 
-def _leave(code: str | int | None, ends: bool) -> NoReturn:
+def _exit_process(code: str | int | None, ends: bool) -> NoReturn:
     """Raise SystemExit; where the process `ends` with it, end it at once: taking apart all that it holds
     would take seconds."""
     if ends and not isinstance(code, str):

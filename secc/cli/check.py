@@ -6,25 +6,25 @@ from typing import Annotated
 
 import typer
 
-from secc.cli.compile import ACCEPT, JSON, MODEL
-from secc.cli.console import out, print_json, print_table, progress
+from secc.cli.compile import ACCEPT_OPTION, JSON_OPTION, MODEL_ARGUMENT
+from secc.cli.console import out, print_json, print_table, show_progress
 
 
 def command(
-    model: MODEL,
+    model: MODEL_ARGUMENT,
     ranks: Annotated[int, typer.Option(help="plan for so many CPU processes")] = 2,
     small: Annotated[bool, typer.Option(help="check small_model() in place of model()")] = False,
     stats_samples: Annotated[int, typer.Option(help="samples of dataset() to draw")] = 64,
-    accept: ACCEPT = None,
-    json: JSON = False,
+    accept: ACCEPT_OPTION = None,
+    json: JSON_OPTION = False,
 ) -> None:
     """Check that a model can be compiled and that its plan computes what plain PyTorch computes."""
-    from secc.driver.compile import Options, compile_model
-    from secc.driver.exactness_check import checked
-    from secc.report.plan_tables import tables
+    from secc.driver.compile import CompileOptions, compile_model
+    from secc.driver.exactness_check import check_exactness
+    from secc.report.plan_tables import plan_tables
 
-    with progress(quiet=json) as show:
-        options = Options(
+    with show_progress(quiet=json) as show:
+        options = CompileOptions(
             cluster=f"local:{ranks}",
             global_batch=8 * ranks,
             stats_samples=stats_samples,
@@ -33,11 +33,11 @@ def command(
         )
         compiled = compile_model(model, options, show)
         show("compare with the eager model")
-        plan = checked(compiled, required=True).plan
+        plan = check_exactness(compiled, required=True).plan
     if json:
         print_json({"exact": True, "sections": list(plan.pipelines), "widths": plan.widths, **plan.checks})
         return
-    for table in tables(plan):
+    for table in plan_tables(plan):
         if table.title in {"Sections", "Loss", "Checks", "Notes"}:
             print_table(table)
     but = ", but for what was accepted: in one micro-batch" if plan.checks.get("accepted") else ""

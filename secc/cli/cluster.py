@@ -9,23 +9,24 @@ import typer
 
 from secc.cli.console import print_json, print_table
 
-SPEC = Annotated[
+CLUSTER_ARGUMENT = Annotated[
     str, typer.Argument(help="local, local:N, 4x8xH100, 4x8xH100+4x8xA800, or a YAML file", metavar="SPEC")
 ]
 
 
 def command(
-    spec: SPEC, json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False
+    spec: CLUSTER_ARGUMENT,
+    json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """Show what a description of a cluster means."""
-    from secc.cluster import parse
-    from secc.cluster.presets import SOURCES
-    from secc.report.cluster_tables import tables
+    from secc.cluster import parse_cluster
+    from secc.cluster.presets import FIGURE_SOURCES
+    from secc.report.cluster_tables import cluster_tables
 
-    cluster = parse(spec)
+    cluster = parse_cluster(spec)
     if json:
-        sources = {g.device.kind: SOURCES.get(g.device.kind.lower(), {}) for g in cluster.kinds}
+        sources = {g.device.kind: FIGURE_SOURCES.get(g.device.kind.lower(), {}) for g in cluster.node_groups}
         print_json(json_.loads(cluster.to_json()) | {"sources": sources})
         return
-    for table in tables(cluster):
+    for table in cluster_tables(cluster):
         print_table(table)

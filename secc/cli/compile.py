@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from secc.cli.console import out, print_json, print_table, progress
+from secc.cli.console import out, print_json, print_table, show_progress
 
 if TYPE_CHECKING:
-    from secc.driver.compile import Compiled
+    from secc.driver.compile import CompiledPlan
     from secc.runtime.plan.schema import Plan
 
-MODEL = Annotated[
+MODEL_ARGUMENT = Annotated[
     Path, typer.Argument(help="the model file: plain PyTorch with model() and dataset()", metavar="MODEL.py")
 ]
-ACCEPT = Annotated[
+ACCEPT_OPTION = Annotated[
     list[str] | None, typer.Option(help="take an approximation of the loss: balance-loss", metavar="NAME")
 ]
-JSON = Annotated[bool, typer.Option("--json", help="print the result as JSON, and no progress")]
+JSON_OPTION = Annotated[bool, typer.Option("--json", help="print the result as JSON, and no progress")]
 
-_FUSE = typer.Option(
+_FUSE_FLAGS = typer.Option(
     "--fuse/--no-fuse", help="put fused operators into the model (default: on GPUs)", show_default=False
 )
-FUSE = Annotated[bool | None, _FUSE]
+FUSE_OPTION = Annotated[bool | None, _FUSE_FLAGS]
 
 
 def command(
-    model: MODEL,
+    model: MODEL_ARGUMENT,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="the plan directory to write", metavar="PLAN/")
     ],
@@ -67,14 +67,14 @@ def command(
     widths: Annotated[
         str, typer.Option(help="auto, own or global: the padded width of micro-batches")
     ] = "auto",
-    fuse: FUSE = None,
+    fuse: FUSE_OPTION = None,
     no_fuse_rule: Annotated[
         list[str] | None, typer.Option(help="leave this fusion rule out", metavar="RULE")
     ] = None,
     explain_fusion: Annotated[
         bool, typer.Option("--explain-fusion", help="say what was fused, and why other places were not")
     ] = False,
-    accept: ACCEPT = None,
+    accept: ACCEPT_OPTION = None,
     costs: Annotated[
         str, typer.Option(help="a file of measured costs, made by secc profile", metavar="FILE")
     ] = "",
@@ -87,58 +87,58 @@ def command(
     check: Annotated[
         bool, typer.Option(help="compare the plan with the eager model, if it fits here")
     ] = True,
-    json: JSON = False,
+    json: JSON_OPTION = False,
 ) -> None:
     """Compile a model into a plan that torchrun executes."""
-    from secc.runtime.host.gc_control import collecting_seldom, collector_paused
+    from secc.runtime.host.gc_control import pause_gc, slow_gc
 
-    with collector_paused():  # imports keep what they make
+    with pause_gc():  # imports keep what they make
         from secc.codegen.plan_writer import check_output
-        from secc.driver.compile import Options, compile_model
+        from secc.driver.compile import CompileOptions, compile_model
     check_output(output)
-    options = Options(
+    options = CompileOptions(
         cluster, global_batch, strategy, objective, step_time, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths,
         fuse=fuse, without=tuple(no_fuse_rule or ()), accept=tuple(accept or ()), stats=stats,
         skip_bad_samples=skip_bad_samples, costs=costs, dtype=dtype, run_ahead=run_ahead,
     )  # fmt: skip
-    with progress(quiet=json) as show, collecting_seldom():
+    with show_progress(quiet=json) as show, slow_gc():
         compiled = compile_model(model, options, show)
         if check:
-            from secc.driver.exactness_check import checked
+            from secc.driver.exactness_check import check_exactness
 
             show("compare with the eager model")
-            compiled = checked(compiled)
+            compiled = check_exactness(compiled)
         show("simulate a step")
-        plan = _write(compiled, output)
+        plan = _write_plan(compiled, output)
     if json:
-        from secc.runtime.plan.schema import to_dict
+        from secc.runtime.plan.schema import plan_to_dict
 
-        print_json(to_dict(plan))
+        print_json(plan_to_dict(plan))
         return
     shown = f"[bold]{output}[/]: {len(plan.pipelines)} sections on {plan.world_size} ranks, {_checked_text(plan.checks)}"
     out.print(shown, soft_wrap=True)
     for line in plan.checks.get("accepted", ()):
         out.print(f"  accepted {line}", soft_wrap=True)
-    _say_what_is_free(plan)
+    _print_free_ranks(plan)
     if explain_fusion:
-        _explain_fusion(plan)
+        _print_fusion(plan)
     steps = f"  report   {output / 'report.html'}\n  explain  secc explain {output}\n  run      secc run {output} --steps 100"
     out.print(steps, soft_wrap=True)
 
 
-def _write(compiled: Compiled, output: Path) -> Plan:
+def _write_plan(compiled: CompiledPlan, output: Path) -> Plan:
     """Write the plan directory; the plan comes back with what its simulated step says."""
-    from secc.driver.step_preview import preview
-    from secc.report.html_page import page
+    from secc.driver.step_preview import preview_step
+    from secc.report.html_page import report_page
 
-    seen = preview(compiled)
-    dataclasses.replace(compiled, plan=seen.plan).write(
-        output, lambda plan: page(plan, seen.drawing), seen.files
+    seen = preview_step(compiled)
+    dataclasses.replace(compiled, plan=seen.plan).write_plan(
+        output, lambda plan: report_page(plan, seen.drawing), seen.files
     )
     return seen.plan
 
 
-def _say_what_is_free(plan: Plan) -> None:
+def _print_free_ranks(plan: Plan) -> None:
     ranks = (
         plan.world_size + int(plan.solver["free_ranks"])
         if "free_ranks" in plan.solver
@@ -149,10 +149,10 @@ def _say_what_is_free(plan: Plan) -> None:
         out.print(f"  {ranks - plan.world_size} of {ranks} ranks {why} and stay free")
 
 
-def _explain_fusion(plan: Plan) -> None:
-    from secc.report.plan_tables import fused, left_unfused
+def _print_fusion(plan: Plan) -> None:
+    from secc.report.plan_tables import fused_table, unfused_table
 
-    found = [t for t in (fused(plan), left_unfused(plan)) if t.rows]
+    found = [t for t in (fused_table(plan), unfused_table(plan)) if t.rows]
     for table in found:
         print_table(table)
     if not found:

@@ -7,16 +7,18 @@ from typing import Annotated
 
 import typer
 
-from secc.cli.compile import JSON
+from secc.cli.compile import JSON_OPTION
 from secc.cli.console import print_differences
 
-FIRST = Annotated[Path, typer.Argument(help="a plan directory", metavar="PLAN_A")]
-SECOND = Annotated[Path, typer.Argument(help="the plan directory to compare it with", metavar="PLAN_B")]
+FIRST_PLAN_ARGUMENT = Annotated[Path, typer.Argument(help="a plan directory", metavar="PLAN_A")]
+SECOND_PLAN_ARGUMENT = Annotated[
+    Path, typer.Argument(help="the plan directory to compare it with", metavar="PLAN_B")
+]
 
 
-def command(first: FIRST, second: SECOND, json: JSON = False) -> None:
+def command(first: FIRST_PLAN_ARGUMENT, second: SECOND_PLAN_ARGUMENT, json: JSON_OPTION = False) -> None:
     """Compare two plans: sections, layouts, edges, loss, predictions. Equal plans print that they are."""
-    from secc.report.plan_differences import differences
-    from secc.runtime.plan.schema import load
+    from secc.report.plan_differences import plan_differences
+    from secc.runtime.plan.schema import load_plan
 
-    print_differences(differences(load(first), load(second)), json)
+    print_differences(plan_differences(load_plan(first), load_plan(second)), json)

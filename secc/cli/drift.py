@@ -9,31 +9,31 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from secc.cli.compile import JSON
+from secc.cli.compile import JSON_OPTION
 from secc.cli.console import out, print_json
-from secc.cli.explain import PLAN
+from secc.cli.explain import PLAN_ARGUMENT
 
 if TYPE_CHECKING:
-    from secc.driver.replan_from_run import Drift
+    from secc.driver.replan_from_run import DriftReport
 
-SMALL = 0.02  # a gain that is not worth a new plan
+MIN_GAIN = 0.02  # a gain that is not worth a new plan
 
 
 def command(
-    plan: PLAN,
+    plan: PLAN_ARGUMENT,
     log_dir: Annotated[
         Path,
         typer.Argument(
             help="the log directory of a run of the plan (PLAN/logs, or its --log-dir)", metavar="LOGDIR"
         ),
     ],
-    json: JSON = False,
+    json: JSON_OPTION = False,
 ) -> None:
     """Compare a run with its plan: times of sections, the mix of samples, and the gain of a plan made for
     them."""
-    from secc.driver.replan_from_run import drift
+    from secc.driver.replan_from_run import measure_drift
 
-    found = drift(plan, log_dir)
+    found = measure_drift(plan, log_dir)
     if json:
         sections = {name: dataclasses.asdict(moved) for name, moved in found.sections.items()}
         print_json(
@@ -42,17 +42,17 @@ def command(
                 "sections": sections,
                 "mix": found.mix,
                 "gain": found.gain,
-                "set": found.set,
+                "set": found.best_pins,
             }
         )
         return
-    _print(found, plan)
+    _print_drift(found, plan)
 
 
-def _print(found: Drift, directory: Path) -> None:
+def _print_drift(found: DriftReport, directory: Path) -> None:
     from rich.table import Table
 
-    from secc.driver.replan_from_run import choices
+    from secc.driver.replan_from_run import plan_pins
 
     table = Table(
         "section",
@@ -69,16 +69,16 @@ def _print(found: Drift, directory: Path) -> None:
     out.print(table)
     for when, (before, now) in found.mix.items() if len(found.mix) > 1 else ():
         out.print(f"  samples with {when}: {before:.1%} when the plan was made, {now:.1%} in the run")
-    if found.gain < SMALL:
+    if found.gain < MIN_GAIN:
         out.print("no plan for these times and samples is faster by 2% or more")
         return
-    times = f"{_step(found, 'best')} s a step instead of {_step(found, 'plan')} s, both by what was measured"
+    times = f"{_step_time_text(found, 'best')} s a step instead of {_step_time_text(found, 'plan')} s, both by what was measured"
     out.print(f"another plan would be {1 - 1 / (1 + found.gain):.0%} faster: {times}", soft_wrap=True)
-    now = set(choices(found.plan))
-    out.print(f"  what differs: {' '.join(pin for pin in found.set if pin not in now)}", soft_wrap=True)
-    pins = " ".join(f"--set {pin}" for pin in found.set)
+    now = set(plan_pins(found.plan))
+    out.print(f"  what differs: {' '.join(pin for pin in found.best_pins if pin not in now)}", soft_wrap=True)
+    pins = " ".join(f"--set {pin}" for pin in found.best_pins)
     out.print(f"  compile again with the options of {directory} and {pins}", soft_wrap=True)
 
 
-def _step(found: Drift, which: str) -> str:
+def _step_time_text(found: DriftReport, which: str) -> str:
     return f"{float(getattr(found, which).prediction['step_time_s']):.4g}"

@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from secc.cli.compile import JSON
+from secc.cli.compile import JSON_OPTION
 from secc.cli.console import out, print_differences, print_json, print_table
 
-PLAN = Annotated[Path, typer.Argument(help="a plan directory made by secc compile", metavar="PLAN/")]
+PLAN_ARGUMENT = Annotated[Path, typer.Argument(help="a plan directory made by secc compile", metavar="PLAN/")]
 
 
-WHAT_IF = Annotated[
+WHAT_IF_OPTION = Annotated[
     list[str] | None,
     typer.Option(
         help="compare with another choice: SECTION.KEY=VALUE, cluster=SPEC, strategy=…", metavar="CHOICE"
@@ -22,29 +22,32 @@ WHAT_IF = Annotated[
 ]
 
 
-def command(plan: PLAN, what_if: WHAT_IF = None, json: JSON = False) -> None:
+def command(plan: PLAN_ARGUMENT, what_if: WHAT_IF_OPTION = None, json: JSON_OPTION = False) -> None:
     """Explain a plan: its sections, what travels between them, how the loss is put together."""
     if what_if:
-        _compare(plan, what_if, json)
+        _print_what_if(plan, what_if, json)
         return
-    from secc.report.plan_tables import summary, tables
-    from secc.runtime.plan.schema import load
+    from secc.report.plan_tables import plan_summary, plan_tables
+    from secc.runtime.plan.schema import load_plan
 
-    loaded = load(plan)
+    loaded = load_plan(plan)
     if json:
         print_json(
-            {"summary": dict(summary(loaded)), "tables": [dataclasses.asdict(t) for t in tables(loaded)]}
+            {
+                "summary": dict(plan_summary(loaded)),
+                "tables": [dataclasses.asdict(t) for t in plan_tables(loaded)],
+            }
         )
         return
-    for name, value in summary(loaded):
+    for name, value in plan_summary(loaded):
         out.print(f"{name:>16}  {value}")
-    for table in tables(loaded):
+    for table in plan_tables(loaded):
         print_table(table)
 
 
-def _compare(plan: Path, changes: list[str], json: bool) -> None:
+def _print_what_if(plan: Path, changes: list[str], json: bool) -> None:
     """What other choices would change, and the change in time."""
     from secc.driver import what_if as whatif
-    from secc.report.plan_differences import differences
+    from secc.report.plan_differences import plan_differences
 
-    print_differences(differences(*whatif.what_if(plan, changes)), json)
+    print_differences(plan_differences(*whatif.replan_with_changes(plan, changes)), json)

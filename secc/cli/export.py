@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from secc.cli.compile import JSON
+from secc.cli.compile import JSON_OPTION
 from secc.cli.console import out, print_json
 
 
@@ -18,15 +18,15 @@ def command(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="the file to write", metavar="FILE.safetensors")
     ],
-    json: JSON = False,
+    json: JSON_OPTION = False,
 ) -> None:
     """Write a checkpoint's weights under the names of the user's model; load them with `load_state_dict`."""
     from safetensors.torch import save_file
 
     from secc.errors import UserError
-    from secc.runtime.parameters.checkpoint import load_full
+    from secc.runtime.parameters.checkpoint import load_full_state_dict
 
-    state = load_full(checkpoint)
+    state = load_full_state_dict(checkpoint)
     # safetensors refuses tensors that share memory, so a tied parameter is written once for each of its
     # names.
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}

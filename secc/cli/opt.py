@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from secc.pass_pipeline import Run
+    from secc.pass_pipeline import PipelineRun
 
-SEPARATOR = "// -----\n"
+SPLIT_SEPARATOR = "// -----\n"
 
 
 def command(
@@ -39,46 +39,48 @@ def command(
     """Run passes on IR text."""
     from secc.ir.text_io import module_text
 
-    source = sys.stdin.read() if str(file) == "-" else module_text.load(file)
-    parts = source.split(SEPARATOR) if split_input_file else [source]
+    source = sys.stdin.read() if str(file) == "-" else module_text.read_text(file)
+    parts = source.split(SPLIT_SEPARATOR) if split_input_file else [source]
     results: list[str] = []
     seconds: list[tuple[str, float]] = []
     for part in parts:
-        result, record = _transform(part, str(file), pipeline, print_between_passes)
+        result, record = _run_passes(part, str(file), pipeline, print_between_passes)
         results.append(result)
         seconds += record.seconds
     if time_passes:
-        print(_times(seconds), file=sys.stderr)
-    joined = SEPARATOR.join(results)
+        print(_times_text(seconds), file=sys.stderr)
+    joined = SPLIT_SEPARATOR.join(results)
     if as_json:
         joined = (
             json.dumps({"ir": joined, "seconds": [{"pass": n, "seconds": s} for n, s in seconds]}, indent=2)
             + "\n"
         )
-    _write(joined, output)
+    _write_result(joined, output)
 
 
-def _transform(source: str, name: str, pipeline: str, dump: bool) -> tuple[str, Run]:
+def _run_passes(source: str, name: str, pipeline: str, dump: bool) -> tuple[str, PipelineRun]:
     """The text after the passes, and what happened."""
     from secc import pass_pipeline as passes
     from secc.ir.text_io import module_text
 
-    steps = passes.parse(pipeline)
-    module = module_text.parse(source, name)
-    made = passes.made_by(source)
-    record = passes.run(module, steps, dump=dump, made=made)
+    steps = passes.parse_pipeline(pipeline)
+    module = module_text.parse_module(source, name)
+    made = passes.parse_dump_header(source)
+    record = passes.run_passes(module, steps, dump=dump, made=made)
     for step, after in record.dumps:
         print(f"// after {step}\n{after}", file=sys.stderr)
-    return passes.header([*made, *map(passes.described, steps)]) + module_text.print_module(module), record
+    return passes.format_dump_header([*made, *map(passes.format_pass, steps)]) + module_text.print_module(
+        module
+    ), record
 
 
-def _times(seconds: list[tuple[str, float]]) -> str:
+def _times_text(seconds: list[tuple[str, float]]) -> str:
     total = sum(s for _, s in seconds)
     rows = [f"{s:9.3f} s  {100 * s / total if total else 0:5.1f} %  {name}" for name, s in seconds]
     return "\n".join([*rows, f"{total:9.3f} s  100.0 %  total"])
 
 
-def _write(result: str, output: Path | None) -> None:
+def _write_result(result: str, output: Path | None) -> None:
     from secc.errors import UserError
 
     if output is None:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from secc.cli.compile import JSON
-from secc.cli.console import out, print_json, print_table, progress
+from secc.cli.compile import JSON_OPTION
+from secc.cli.console import out, print_json, print_table, show_progress
 from secc.errors import UserError
 
 
@@ -29,7 +29,7 @@ def command(
             help="ranks of this machine that work at once; default: those of --cluster local", min=0
         ),
     ] = 0,
-    json: JSON = False,
+    json: JSON_OPTION = False,
 ) -> None:
     """Time a model's blocks and steps here, for `secc compile --costs FILE`; with --links, its links and
     rates, for `--cluster FILE`."""
@@ -38,18 +38,18 @@ def command(
             "give either a model file or --links",
             remedy="secc profile MODEL.py -o costs.json, or secc profile --links -o here.yaml",
         )
-    with progress(quiet=json) as show:
+    with show_progress(quiet=json) as show:
         if links:
-            from secc.profile.machine_probe import probe, to_yaml
+            from secc.profile.machine_probe import probe_machine, to_cluster_yaml
 
-            probed = probe(show)
-            shown, tables, text = probed.as_dict(), probed.tables(), to_yaml(probed)
+            probed = probe_machine(show)
+            shown, tables, text = probed.as_dict(), probed.to_tables(), to_cluster_yaml(probed)
         else:
             from secc.profile.model_profile import profile_model
 
             assert model is not None
             found = profile_model(model, small, sizes, repeat, show, ranks)
-            shown, tables, text = found.as_dict(), found.tables(), found.table.to_json()
+            shown, tables, text = found.as_dict(), found.to_tables(), found.costs.to_json()
     if output is not None:
         output.write_text(text)
     if json:

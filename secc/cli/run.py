@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from secc.cli.compile import JSON
+from secc.cli.compile import JSON_OPTION
 from secc.cli.console import print_json
-from secc.cli.explain import PLAN
+from secc.cli.explain import PLAN_ARGUMENT
 
 # Every other option is run.py's own, so that `secc run`, launch.sh and Slurm take the same ones; run.py
 # refuses unknown ones.
@@ -19,7 +19,7 @@ EPILOG = "Further options are those of the plan's run.py: `--steps 100 --clip 1.
 
 def command(
     context: typer.Context,
-    plan: PLAN,
+    plan: PLAN_ARGUMENT,
     log_dir: Annotated[
         Path | None, typer.Option(help="where metrics.jsonl is appended to (default: PLAN/logs)")
     ] = None,
@@ -35,14 +35,14 @@ def command(
             min=0.001, help="with --emulate: stretch the times, small ones above this machine's overhead"
         ),
     ] = 1.0,
-    json: JSON = False,
+    json: JSON_OPTION = False,
 ) -> None:
     """Train a plan here. --json prints the last step's metrics."""
     from secc.runtime.training.launch import run_plan
 
     logs = (log_dir or plan / "logs").resolve()
     if emulate:
-        raise typer.Exit(_emulate(plan, logs, context.args, scale, json))
+        raise typer.Exit(_run_emulated(plan, logs, context.args, scale, json))
     code = run_plan(plan, [*context.args, "--log-dir", str(logs)])
     if code == 0 and json:
         print_json(_last_metrics(logs / "metrics.jsonl"))
@@ -55,26 +55,26 @@ def _last_metrics(path: Path) -> object:
     return json.loads(path.read_text().splitlines()[-1])
 
 
-def _emulate(directory: Path, logs: Path, arguments: list[str], scale: float, json: bool) -> int:
+def _run_emulated(directory: Path, logs: Path, arguments: list[str], scale: float, json: bool) -> int:
     """Run the control plane alone, and show each step beside the simulated one. Returns the exit code."""
     from itertools import islice
 
     from secc.cli.console import out
     from secc.errors import UserError
-    from secc.runtime.plan.schema import load
-    from secc.runtime.training.emulation import FILE, to_json
+    from secc.runtime.plan.schema import load_plan
+    from secc.runtime.training.emulation import EMULATION_FILE, table_to_json
     from secc.runtime.training.launch import run_plan
-    from secc.runtime.training.options import parse
-    from secc.simulate.emulation_table import compared, table
-    from secc.simulate.global_batches import global_batches
+    from secc.runtime.training.options import parse_options
+    from secc.simulate.emulation_table import compare_emulated_steps, make_emulation_table
+    from secc.simulate.global_batches import load_global_batches
 
-    options, plan, times = parse(arguments), load(directory), logs / "emulation.json"
+    options, plan, times = parse_options(arguments), load_plan(directory), logs / "emulation.json"
     if options.epochs is not None:
         raise UserError("an emulated run has whole steps", remedy="give --steps in place of --epochs")
     try:
         logs.mkdir(parents=True, exist_ok=True)
-        (logs / FILE).unlink(missing_ok=True)
-        times.write_text(to_json(table(plan, scale)))
+        (logs / EMULATION_FILE).unlink(missing_ok=True)
+        times.write_text(table_to_json(make_emulation_table(plan, scale)))
     except OSError as error:
         raise UserError(
             f"cannot write to the directory: {error.strerror}", str(logs), "give another --log-dir"
@@ -82,9 +82,11 @@ def _emulate(directory: Path, logs: Path, arguments: list[str], scale: float, js
     code = run_plan(directory, [*arguments, "--log-dir", str(logs), "--emulate", str(times)])
     if code:
         return code
-    count = len((logs / FILE).read_text().splitlines())
-    batches = list(islice(global_batches(directory, plan, options.seed or 0, options.shuffle, count), count))
-    steps = list(compared(plan, logs, batches, options.order))
+    count = len((logs / EMULATION_FILE).read_text().splitlines())
+    batches = list(
+        islice(load_global_batches(directory, plan, options.seed or 0, options.shuffle, count), count)
+    )
+    steps = list(compare_emulated_steps(plan, logs, batches, options.order))
     if json:
         print_json([{"step": s, "emulated_s": e, "simulated_s": m} for s, e, m in steps])
     for number, emulated, simulated in () if json else steps:

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from secc.cli.compile import JSON
-from secc.cli.console import out, print_json, progress
-from secc.cli.explain import PLAN
+from secc.cli.compile import JSON_OPTION
+from secc.cli.console import out, print_json, show_progress
+from secc.cli.explain import PLAN_ARGUMENT
 
 if TYPE_CHECKING:
-    from secc.baselines.compare import Found
+    from secc.baselines.compare import BaselineResult
     from secc.runtime.plan.schema import Plan
     from secc.runtime.plan.step_program import SampleMeta
-    from secc.simulate.events import Simulated
-    from secc.simulate.step_measures import Measures
+    from secc.simulate.events import SimulatedStep
+    from secc.simulate.step_measures import StepMeasures
 
 
 def command(
-    plan: PLAN,
+    plan: PLAN_ARGUMENT,
     steps: Annotated[
         int, typer.Option(min=1, help="global batches to simulate; figures are means over them")
     ] = 1,
@@ -43,123 +43,132 @@ def command(
     baselines: Annotated[
         str, typer.Option(help="compare with published schemes: all, or a list such as uniform,mimo")
     ] = "",
-    json: JSON = False,
+    json: JSON_OPTION = False,
 ) -> None:
     """Simulate a plan's step programs: how long a step takes, how far that is from the best there can be, and
     who waits."""
-    from secc.bounds.steady_state import steady_bound
-    from secc.bounds.work import Work
-    from secc.runtime.plan.schema import load
-    from secc.simulate.step_measures import mean, measure
+    from secc.bounds.steady_state import mean_step_bound
+    from secc.bounds.work import BatchWork
+    from secc.runtime.plan.schema import load_plan
+    from secc.simulate.step_measures import mean_measures, measure_step
 
-    loaded = load(plan)
-    _check(draw, order)
-    wanted = _baselines(baselines)
-    with progress(quiet=json) as show:
+    loaded = load_plan(plan)
+    _check_options(draw, order)
+    wanted = _parse_baselines(baselines)
+    with show_progress(quiet=json) as show:
         show("draw samples")
-        simulated = _simulated(plan, loaded, steps, seed, shuffle, order)
+        simulated = _simulate_steps(plan, loaded, steps, seed, shuffle, order)
         show("compare with the bounds")
         measures, batches = (
-            [measure(step) for step in simulated],
-            [step.samples[: step.schedule.own] for step in simulated],
+            [measure_step(step) for step in simulated],
+            [step.samples[: step.schedule.own_samples] for step in simulated],
         )
-        measured = mean(measures, steady_bound([Work(loaded, samples) for samples in batches]))
-        _write(simulated, measures[0], trace, draw)
-        compared = _compared(plan, batches, wanted, show)
+        measured = mean_measures(
+            measures, mean_step_bound([BatchWork(loaded, samples) for samples in batches])
+        )
+        _write_outputs(simulated, measures[0], trace, draw)
+        compared = _compare_baselines(plan, batches, wanted, show)
     if json:
-        print_json(as_json(measured, compared))
+        print_json(simulation_json(measured, compared))
     else:
-        _print(simulated[0], measured, steps)
+        _print_step(simulated[0], measured, steps)
         _print_baselines(measured, compared)
 
 
-def as_json(measures: Measures, baselines: Mapping[str, Found]) -> dict[str, Any]:
+def simulation_json(measures: StepMeasures, baselines: Mapping[str, BaselineResult]) -> dict[str, Any]:
     """The stable keys that other tools read, and what else there is to say."""
     return dataclasses.asdict(measures) | {
         "baselines": {name: dataclasses.asdict(found) for name, found in baselines.items()}
     }
 
 
-def _baselines(text: str) -> list[str]:
-    from secc.baselines.compare import names_of
+def _parse_baselines(text: str) -> list[str]:
+    from secc.baselines.compare import parse_baseline_names
 
-    return names_of(text) if text else []
+    return parse_baseline_names(text) if text else []
 
 
-def _compared(
+def _compare_baselines(
     directory: Path, batches: list[tuple[SampleMeta, ...]], names: list[str], show: Callable[[str], None]
-) -> dict[str, Found]:
-    from secc.baselines.compare import Comparison
+) -> dict[str, BaselineResult]:
+    from secc.baselines.compare import BaselineComparison
 
     if not names:
         return {}
     show("read the plan's IR")
-    comparison = Comparison(directory)
-    found: dict[str, Found] = {}
+    comparison = BaselineComparison(directory)
+    found: dict[str, BaselineResult] = {}
     for name in names:
         show(f"baseline {name}")
-        found[name] = comparison.best(name, batches)
+        found[name] = comparison.find_best(name, batches)
     return found
 
 
-def _check(draw: Path | None, order: str) -> None:
+def _check_options(draw: Path | None, order: str) -> None:
     from secc.errors import UserError
-    from secc.runtime.schedule.scheduler import ORDERS
+    from secc.runtime.schedule.scheduler import SCHEDULE_ORDERS
 
     if draw is not None and draw.suffix not in {".svg", ".html"}:
         raise UserError("a drawing is an .svg or an .html file", str(draw), "name it so")
-    if order not in ORDERS:
-        raise UserError(f"there is no order {order!r}", remedy=f"orders are {', '.join(ORDERS)}")
+    if order not in SCHEDULE_ORDERS:
+        raise UserError(f"there is no order {order!r}", remedy=f"orders are {', '.join(SCHEDULE_ORDERS)}")
 
 
-def _simulated(
+def _simulate_steps(
     directory: Path, plan: Plan, steps: int, seed: int, shuffle: bool, order: str
-) -> list[Simulated]:
+) -> list[SimulatedStep]:
     from secc.errors import UserError
-    from secc.simulate.global_batches import global_batches
+    from secc.simulate.global_batches import load_global_batches
     from secc.simulate.simulator import simulate
-    from secc.simulate.steady_state import steady
+    from secc.simulate.steady_state import steady_state_steps
 
-    batches = list(global_batches(directory, plan, seed, shuffle, steps))
+    batches = list(load_global_batches(directory, plan, seed, shuffle, steps))
     try:
-        return [simulate(plan, samples, programs) for samples, programs in steady(plan, batches, order)]
+        return [
+            simulate(plan, samples, programs)
+            for samples, programs in steady_state_steps(plan, batches, order)
+        ]
     except ValueError as error:
         raise UserError(
             f"the plan cannot be simulated: {error}", str(directory), "compile with tp=1 and pp=1"
         ) from None
 
 
-def _write(simulated: list[Simulated], first: Measures, trace: Path | None, draw: Path | None) -> None:
+def _write_outputs(
+    simulated: list[SimulatedStep], first: StepMeasures, trace: Path | None, draw: Path | None
+) -> None:
     import json
 
     from secc.errors import UserError
-    from secc.simulate.chrome_trace import chrome
-    from secc.simulate.drawing import page, svg
+    from secc.simulate.chrome_trace import make_chrome_trace
+    from secc.simulate.drawing import render_html_page, render_svg
 
     try:
         if trace is not None:
-            trace.write_text(json.dumps(chrome(simulated)))
+            trace.write_text(json.dumps(make_chrome_trace(simulated)))
         if draw is not None:
-            draw.write_text(svg(simulated[0]) if draw.suffix == ".svg" else page(simulated[0], first))
+            draw.write_text(
+                render_svg(simulated[0]) if draw.suffix == ".svg" else render_html_page(simulated[0], first)
+            )
     except OSError as error:
         raise UserError(
             f"cannot write: {error.strerror}", str(error.filename), "name a file in a folder that exists"
         ) from None
 
 
-def _print(step: Simulated, measures: Measures, steps: int) -> None:
+def _print_step(step: SimulatedStep, measures: StepMeasures, steps: int) -> None:
     from rich.text import Text
 
-    from secc.simulate.drawing import text
+    from secc.simulate.drawing import render_terminal
 
-    for line in text(step, out.width):
+    for line in render_terminal(step, out.width):
         out.print(Text.assemble(*line), no_wrap=True, crop=True)
     out.print()
-    for name, value in [*facts(measures, steps), *_busiest(step)]:
+    for name, value in [*measured_facts(measures, steps), *_busiest_rank_facts(step)]:
         out.print(f"{name:>22}  {value}")
 
 
-def facts(m: Measures, steps: int) -> list[tuple[str, str]]:
+def measured_facts(m: StepMeasures, steps: int) -> list[tuple[str, str]]:
     """The figures for people."""
     over = m.step_time_s / m.schedule_bound_s if m.schedule_bound_s else 1.0
     found = [
@@ -183,11 +192,11 @@ def facts(m: Measures, steps: int) -> list[tuple[str, str]]:
     return found
 
 
-def _busiest(step: Simulated) -> list[tuple[str, str]]:
+def _busiest_rank_facts(step: SimulatedStep) -> list[tuple[str, str]]:
     """What the rank does that computes longest in the drawn step."""
-    from secc.simulate.step_measures import busiest
+    from secc.simulate.step_measures import find_busiest_rank
 
-    b = busiest(step)
+    b = find_busiest_rank(step)
     if b is None:
         return []
     waits = f"waits {b.waiting_s:.4g} s for other ranks and {b.exposed_s:.4g} s for messages"
@@ -195,7 +204,7 @@ def _busiest(step: Simulated) -> list[tuple[str, str]]:
     return [("busiest rank", f"{b.rank} ({b.sections}) computes {b.computing_s:.4g} s, {waits}; {closing}")]
 
 
-def _print_baselines(measures: Measures, compared: Mapping[str, Found]) -> None:
+def _print_baselines(measures: StepMeasures, compared: Mapping[str, BaselineResult]) -> None:
     from rich.table import Table
 
     if not compared:

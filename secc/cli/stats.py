@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from secc.cli.compile import JSON, MODEL
-from secc.cli.console import out, print_json, print_table, progress
+from secc.cli.compile import JSON_OPTION, MODEL_ARGUMENT
+from secc.cli.console import out, print_json, print_table, show_progress
 
 
 def command(
-    model: MODEL,
+    model: MODEL_ARGUMENT,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="write the statistics here", metavar="FILE")
     ] = None,
@@ -24,7 +24,7 @@ def command(
         ),
     ] = 64,
     skip_bad_samples: Annotated[bool, typer.Option(help="leave samples that do not load out")] = False,
-    json: JSON = False,
+    json: JSON_OPTION = False,
 ) -> None:
     """Draw samples of a dataset: how often each combination of optional inputs occurs, and how large its
     samples are."""
@@ -32,17 +32,17 @@ def command(
 
     from secc.errors import UserError
     from secc.frontend.dataset import statistics
-    from secc.frontend.dataset.input_symbols import describe
-    from secc.frontend.dataset.sampling import survey
-    from secc.report.text_table import Table
-    from secc.runtime.model.user_file import load
+    from secc.frontend.dataset.input_symbols import describe_inputs
+    from secc.frontend.dataset.sampling import survey_dataset
+    from secc.report.text_table import TextTable
+    from secc.runtime.model.user_file import load_model_file
 
-    user = load(model)
-    with progress(quiet=json) as show:
+    user = load_model_file(model)
+    with show_progress(quiet=json) as show:
         show("draw samples")
-        drawn = survey(user, stats_samples, skip_bad=skip_bad_samples)
-        inputs = statistics.ahead(user, drawn, describe(user, drawn))
-    text = statistics.to_json(inputs)
+        drawn = survey_dataset(user, stats_samples, skip_bad=skip_bad_samples)
+        inputs = statistics.apply_declared_sizes(user, drawn, describe_inputs(user, drawn))
+    text = statistics.statistics_to_json(inputs)
     if output is not None:
         try:
             output.write_text(text)
@@ -60,10 +60,12 @@ def command(
             f"{m.share:.1%}",
             *(f"{m.sizes[n]:.4g}" for n in names),
         )
-        for m in statistics.means(inputs)
+        for m in statistics.pattern_means(inputs)
     )
     print_table(
-        Table("Samples", ("with", "share", *names), rows, f"Means over {len(inputs.patterns)} samples.")
+        TextTable(
+            "Samples", ("with", "share", *names), rows, f"Means over {len(inputs.sample_patterns)} samples."
+        )
     )
     if output is not None:
         out.print(

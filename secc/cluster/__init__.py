@@ -7,7 +7,17 @@ rates, memory and links; nobody else knows a device by its name.
 
 from __future__ import annotations
 
-from secc.cluster.description import parse
-from secc.cluster.types import COLLECTIVES, GIB, Cluster, Device, Group, Link, Overheads, Ring
+from secc.cluster.description import parse_cluster
+from secc.cluster.types import COLLECTIVES, GIB, Cluster, Device, Link, MeasuredRing, NodeGroup, Overheads
 
-__all__ = ["COLLECTIVES", "GIB", "Cluster", "Device", "Group", "Link", "Overheads", "Ring", "parse"]
+__all__ = [
+    "COLLECTIVES",
+    "GIB",
+    "Cluster",
+    "Device",
+    "Link",
+    "MeasuredRing",
+    "NodeGroup",
+    "Overheads",
+    "parse_cluster",
+]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from secc.cluster.presets import DEVICES, LINKS
-from secc.cluster.types import Cluster, Group, Link, mixed
+from secc.cluster.presets import DEVICE_PRESETS, LINK_PRESETS
+from secc.cluster.types import Cluster, Link, NodeGroup, mixed_cluster
 from secc.errors import UserError
 
-FORMS = "use `local`, `local:N`, NODESxDEVICESxKIND such as 4x8xH100 (several with `+`), or the path of a .yaml file"
+DESCRIPTION_FORMS = "use `local`, `local:N`, NODESxDEVICESxKIND such as 4x8xH100 (several with `+`), or the path of a .yaml file"
 
 
-def joined(name: str, parts: Sequence[Cluster], between: Link) -> Cluster:
+def join_clusters(name: str, parts: Sequence[Cluster], between: Link) -> Cluster:
     """The cluster of several parts. Raises UserError where their nodes differ in more than the kind of
     device."""
     if len(parts) == 1:
@@ -25,15 +25,17 @@ def joined(name: str, parts: Sequence[Cluster], between: Link) -> Cluster:
         )
     if len({p.device.backend for p in parts}) > 1:
         raise UserError(f"the cluster {name!r} mixes CPUs and GPUs", remedy="describe the GPUs alone")
-    return mixed(name, [Group(p.nodes, p.device, p.inside) for p in parts], parts[0].per_node, between)
+    return mixed_cluster(
+        name, [NodeGroup(p.nodes, p.device, p.inside) for p in parts], parts[0].per_node, between
+    )
 
 
-def preset(name: str, nodes: int, per_node: int, kind: str) -> Cluster:
+def preset_cluster(name: str, nodes: int, per_node: int, kind: str) -> Cluster:
     if nodes < 1 or per_node < 1:
-        raise UserError(f"the cluster {name!r} has no devices", remedy=FORMS)
-    if kind.lower() not in DEVICES:
-        known = ", ".join(d.kind for d in DEVICES.values())
+        raise UserError(f"the cluster {name!r} has no devices", remedy=DESCRIPTION_FORMS)
+    if kind.lower() not in DEVICE_PRESETS:
+        known = ", ".join(d.kind for d in DEVICE_PRESETS.values())
         remedy = f"known kinds are {known}; describe others in a .yaml file"
         raise UserError(f"the cluster {name!r} names an unknown device kind {kind!r}", remedy=remedy)
-    inside, between = LINKS[kind.lower()]
-    return Cluster(name, nodes, per_node, DEVICES[kind.lower()], inside, between)
+    inside, between = LINK_PRESETS[kind.lower()]
+    return Cluster(name, nodes, per_node, DEVICE_PRESETS[kind.lower()], inside, between)

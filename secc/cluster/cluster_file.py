@@ -22,26 +22,26 @@ from typing import Any, cast
 
 import yaml
 
-from secc.cluster.assembly import FORMS, joined, preset
-from secc.cluster.presets import DEVICES
-from secc.cluster.types import COLLECTIVES, GIB, Cluster, Device, Link, Ring
+from secc.cluster.assembly import DESCRIPTION_FORMS, join_clusters, preset_cluster
+from secc.cluster.presets import DEVICE_PRESETS
+from secc.cluster.types import COLLECTIVES, GIB, Cluster, Device, Link, MeasuredRing
 from secc.errors import UserError
 
-Data = Mapping[str, Any]
+FileData = Mapping[str, Any]
 
-_GROUP = frozenset({
+_GROUP_KEYS = frozenset({
     "nodes", "devices", "kind", "like", "memory_gib", "bf16_tflops", "f32_tflops", "memory_gb_s", "efficiency_percent", "inside",
 })  # fmt: skip
-_TOP = _GROUP | {"groups", "between", "name"}
+_TOP_LEVEL_KEYS = _GROUP_KEYS | {"groups", "between", "name"}
 
 
-def read(path: Path) -> Cluster:
+def read_cluster_file(path: Path) -> Cluster:
     """The cluster that a file describes. Raises UserError for what is wrong with it."""
-    data = _mapping(path, _load(path), _TOP)
+    data = _check_keys(path, _load_yaml(path), _TOP_LEVEL_KEYS)
     name = str(data.get("name", path.stem))
     if "groups" not in data:
-        part = _part(path, data)
-        return joined(name, [part], _link(path, data, "between", part.between))
+        part = _node_group(path, data)
+        return join_clusters(name, [part], _link_from_file(path, data, "between", part.between))
     groups = data["groups"]
     if not isinstance(groups, list) or not groups or data.keys() - {"groups", "between", "name"}:
         raise UserError(
@@ -49,21 +49,23 @@ def read(path: Path) -> Cluster:
             str(path),
             "give each kind's keys under its own entry, and only there",
         )
-    parts = [_part(path, _mapping(path, g, _GROUP)) for g in cast("list[Any]", groups)]
+    parts = [_node_group(path, _check_keys(path, g, _GROUP_KEYS)) for g in cast("list[Any]", groups)]
     slowest = min((p.between for p in parts), key=lambda link: link.bytes_per_s)
-    return joined(name, parts, _link(path, data, "between", slowest))
+    return join_clusters(name, parts, _link_from_file(path, data, "between", slowest))
 
 
-def _load(path: Path) -> Any:
+def _load_yaml(path: Path) -> Any:
     try:
         return yaml.safe_load(path.read_text())
     except OSError as error:
-        raise UserError(f"cannot read the cluster file: {error.strerror}", str(path), FORMS) from None
+        raise UserError(
+            f"cannot read the cluster file: {error.strerror}", str(path), DESCRIPTION_FORMS
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"the cluster file is not YAML: {' '.join(str(error).split())}", str(path)) from None
 
 
-def _mapping(path: Path, data: Any, keys: frozenset[str]) -> Data:
+def _check_keys(path: Path, data: Any, keys: frozenset[str]) -> FileData:
     if not isinstance(data, dict):
         raise UserError(
             "the cluster file is not a mapping of keys to figures",
@@ -81,69 +83,69 @@ def _mapping(path: Path, data: Any, keys: frozenset[str]) -> Data:
     return found
 
 
-def _part(path: Path, data: Data) -> Cluster:
-    kind = _kind(path, data)
-    found = preset(
+def _node_group(path: Path, data: FileData) -> Cluster:
+    kind = _device_kind(path, data)
+    found = preset_cluster(
         path.stem,
-        _whole(path, data, "nodes", 1),
-        _whole(path, data, "devices", None),
+        _positive_integer(path, data, "nodes", 1),
+        _positive_integer(path, data, "devices", None),
         str(data.get("like", kind)),
     )
     return dataclasses.replace(
         found,
-        device=_device(path, data, found.device, kind),
-        inside=_link(path, data, "inside", found.inside),
+        device=_device_from_file(path, data, found.device, kind),
+        inside=_link_from_file(path, data, "inside", found.inside),
     )
 
 
-def _kind(path: Path, data: Data) -> str:
+def _device_kind(path: Path, data: FileData) -> str:
     kind = data.get("kind")
     if not isinstance(kind, str):
         raise UserError(
             "the cluster file lacks 'kind'",
             str(path),
-            f"kinds are {', '.join(d.kind for d in DEVICES.values())}",
+            f"kinds are {', '.join(d.kind for d in DEVICE_PRESETS.values())}",
         )
-    if kind.lower() not in DEVICES and "like" not in data:
+    if kind.lower() not in DEVICE_PRESETS and "like" not in data:
         remedy = "add `like: KIND`, a preset whose figures hold where the file has none"
         raise UserError(f"no preset has the figures of {kind!r}", str(path), remedy)
     return kind
 
 
-def _device(path: Path, data: Data, device: Device, kind: str) -> Device:
+def _device_from_file(path: Path, data: FileData, device: Device, kind: str) -> Device:
     rates = dict(device.gflops)
     if "bf16_tflops" in data:
-        rates["bf16"] = rates["f16"] = round(_number(path, data, "bf16_tflops", 0) * 1000)
+        rates["bf16"] = rates["f16"] = round(_positive_number(path, data, "bf16_tflops", 0) * 1000)
     if "f32_tflops" in data:
-        rates["f32"] = round(_number(path, data, "f32_tflops", 0) * 1000)
+        rates["f32"] = round(_positive_number(path, data, "f32_tflops", 0) * 1000)
     return dataclasses.replace(
         device,
-        kind=device.kind if kind.lower() in DEVICES else kind,
+        kind=device.kind if kind.lower() in DEVICE_PRESETS else kind,
         gflops=tuple(rates.items()),
-        memory=round(_number(path, data, "memory_gib", device.memory / GIB) * GIB),
+        memory=round(_positive_number(path, data, "memory_gib", device.memory / GIB) * GIB),
         memory_bytes_per_s=round(
-            _number(path, data, "memory_gb_s", device.memory_bytes_per_s / 10**9) * 10**9
+            _positive_number(path, data, "memory_gb_s", device.memory_bytes_per_s / 10**9) * 10**9
         ),
-        efficiency_percent=_whole(path, data, "efficiency_percent", device.efficiency_percent),
+        efficiency_percent=_positive_integer(path, data, "efficiency_percent", device.efficiency_percent),
     )
 
 
-def _link(path: Path, data: Data, name: str, default: Link) -> Link:
+def _link_from_file(path: Path, data: FileData, name: str, default: Link) -> Link:
     """`inside` and `between` are mappings {gb_s: 450, latency_us: 3}, which may have `collectives`."""
-    figures = _figures(data.get(name, {}), {"gb_s", "latency_us", "collectives"})
+    figures = _mapping_with_keys(data.get(name, {}), {"gb_s", "latency_us", "collectives"})
     if figures is None:
         raise UserError(f"{name!r} is not a link", str(path), f"write {name}: {{gb_s: 50, latency_us: 8}}")
     listed = figures.get("collectives", [])
     rings = (
-        [_ring(path, entry) for entry in cast("list[Any]", listed)]
+        [_ring_from_file(path, entry) for entry in cast("list[Any]", listed)]
         if isinstance(listed, list)
-        else [_ring(path, listed)]
+        else [_ring_from_file(path, listed)]
     )
-    return Link(*_rates(path, figures, default), tuple(rings))
+    return Link(*_latency_and_bandwidth(path, figures, default), tuple(rings))
 
 
-def _ring(path: Path, entry: Any) -> Ring:
-    figures = _figures(entry, {"collective", "ranks", "gb_s", "latency_us"})
+def _ring_from_file(path: Path, entry: Any) -> MeasuredRing:
+    figures = _mapping_with_keys(entry, {"collective", "ranks", "gb_s", "latency_us"})
     if (
         figures is None
         or figures.get("collective") not in COLLECTIVES
@@ -152,15 +154,15 @@ def _ring(path: Path, entry: Any) -> Ring:
         example = f"{{collective: {COLLECTIVES[0]}, ranks: 2, gb_s: 2.1, latency_us: 90}}"
         remedy = f"list entries such as {example}, or measure them (secc profile --links); collectives are {', '.join(COLLECTIVES)}"
         raise UserError(f"{entry!r} is not a measured collective", str(path), remedy)
-    ranks = _whole(path, figures, "ranks", None)
+    ranks = _positive_integer(path, figures, "ranks", None)
     if ranks < 2:
         raise UserError(
             f"'ranks' of a collective is {ranks}", str(path), "collectives are measured over 2 ranks or more"
         )
-    return Ring(figures["collective"], ranks, *_rates(path, figures, Link(1, 1)))
+    return MeasuredRing(figures["collective"], ranks, *_latency_and_bandwidth(path, figures, Link(1, 1)))
 
 
-def _figures(table: Any, keys: set[str]) -> dict[str, Any] | None:
+def _mapping_with_keys(table: Any, keys: set[str]) -> dict[str, Any] | None:
     """A mapping that has no other keys than these."""
     return (
         None
@@ -169,20 +171,22 @@ def _figures(table: Any, keys: set[str]) -> dict[str, Any] | None:
     )
 
 
-def _rates(path: Path, figures: Data, default: Link) -> tuple[int, int]:
+def _latency_and_bandwidth(path: Path, figures: FileData, default: Link) -> tuple[int, int]:
     """(latency in ns, bytes a second)."""
-    gb_s = _number(path, figures, "gb_s", default.bytes_per_s / 10**9)
-    return round(_number(path, figures, "latency_us", default.latency_ns / 1000) * 1000), round(gb_s * 10**9)
+    gb_s = _positive_number(path, figures, "gb_s", default.bytes_per_s / 10**9)
+    return round(_positive_number(path, figures, "latency_us", default.latency_ns / 1000) * 1000), round(
+        gb_s * 10**9
+    )
 
 
-def _number(path: Path, data: Data, key: str, default: float) -> float:
+def _positive_number(path: Path, data: FileData, key: str, default: float) -> float:
     value = data.get(key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
         raise UserError(f"{key!r} is {value!r}", str(path), f"{key} is a number above 0")
     return value
 
 
-def _whole(path: Path, data: Data, key: str, default: int | None) -> int:
+def _positive_integer(path: Path, data: FileData, key: str, default: int | None) -> int:
     value = data.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         cause = f"the cluster file lacks {key!r}" if value is None else f"{key!r} is {value!r}"

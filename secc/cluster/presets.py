@@ -14,14 +14,14 @@ GB = 10**9
 
 # Assumed: of the order of what one server core takes for Python around a job while the GPU computes, so that
 # little of it shows.
-ON_GPUS = Overheads(job=10_000, message=10_000, tensor=500, sample=5_000, step=500_000, label="default")
+GPU_OVERHEADS = Overheads(job=10_000, message=10_000, tensor=500, sample=5_000, step=500_000, label="default")
 # Assumed: of the order that small models took on one core; `secc profile MODEL.py` measures them.
-ON_CPUS = Overheads(
+CPU_OVERHEADS = Overheads(
     job=300_000, message=150_000, tensor=30_000, sample=200_000, step=5_000_000, label="default"
 )
 
 
-def _gpu(kind: str, bf16: float, f32: float, f64: float, memory: int, hbm_gb_s: int) -> Device:
+def _gpu_device(kind: str, bf16: float, f32: float, f64: float, memory: int, hbm_gb_s: int) -> Device:
     """A GPU from TFLOP/s in bf16, f32 and f64 (CUDA cores, as torch multiplies float32 by default), bytes of
     memory and GB/s of HBM."""
     rates = (
@@ -31,18 +31,20 @@ def _gpu(kind: str, bf16: float, f32: float, f64: float, memory: int, hbm_gb_s: 
         ("f64", round(f64 * 1000)),
     )
     # One eager PyTorch operator takes the host about 5 us; a CUDA context with NCCL's buffers about 1.5 GiB.
-    return Device(kind, "cuda", rates, memory, hbm_gb_s * GB, 70, 5_000, GIB * 3 // 2, "roofline", ON_GPUS)
+    return Device(
+        kind, "cuda", rates, memory, hbm_gb_s * GB, 70, 5_000, GIB * 3 // 2, "roofline", GPU_OVERHEADS
+    )
 
 
-H100 = _gpu("H100", 989, 67, 34, 80 * GIB, 3350)
-H200 = _gpu("H200", 989, 67, 34, 141 * GB, 4800)
-A100 = _gpu("A100", 312, 19.5, 9.7, 80 * GIB, 2039)
-A800 = _gpu("A800", 312, 19.5, 9.7, 80 * GIB, 2039)
+H100 = _gpu_device("H100", 989, 67, 34, 80 * GIB, 3350)
+H200 = _gpu_device("H200", 989, 67, 34, 141 * GB, 4800)
+A100 = _gpu_device("A100", 312, 19.5, 9.7, 80 * GIB, 2039)
+A800 = _gpu_device("A800", 312, 19.5, 9.7, 80 * GIB, 2039)
 # Other sources give the B200 80 TFLOPS in f32 and 8 TB/s; the HGX board's figures are for eight GPUs as they
 # are sold in nodes.
-B200 = _gpu("B200", 2250, 75, 37, 180 * GB, 7700)
+B200 = _gpu_device("B200", 2250, 75, 37, 180 * GB, 7700)
 # Ada has one unit for f64 beside 64 for f32, unlike the others, which have one beside two.
-L40S = _gpu("L40S", 362, 91.6, 1.43, 48 * GB, 864)
+L40S = _gpu_device("L40S", 362, 91.6, 1.43, 48 * GB, 864)
 
 # One process with one thread: no vendor's figure fits, so these are defaults of the order that a server core
 # reaches.
@@ -56,13 +58,13 @@ CPU = Device(
     5_000,
     0,
     "default",
-    ON_CPUS,
+    CPU_OVERHEADS,
 )
 
-DEVICES = {d.kind.lower(): d for d in (H100, H200, A100, A800, B200, L40S, CPU)}
+DEVICE_PRESETS = {d.kind.lower(): d for d in (H100, H200, A100, A800, B200, L40S, CPU)}
 
 # (inside a node, between nodes), one direction for each device.
-LINKS = {
+LINK_PRESETS = {
     "h100": (Link(3_000, 450 * GB), Link(8_000, 50 * GB)),
     "h200": (Link(3_000, 450 * GB), Link(8_000, 50 * GB)),
     "a100": (Link(4_000, 300 * GB), Link(8_000, 25 * GB)),
@@ -72,40 +74,42 @@ LINKS = {
     "cpu": (Link(300_000, 1 * GB), Link(300_000, 1 * GB)),
 }
 
-_NDR = (
+_NDR_SOURCE = (
     "one NDR InfiniBand port a GPU, 400 Gb/s (NVIDIA DGX H100 user guide: eight ConnectX-7); latency assumed"
 )
-_HDR = (
+_HDR_SOURCE = (
     "one HDR InfiniBand port a GPU, 200 Gb/s (NVIDIA DGX A100 user guide: eight ConnectX-6); latency assumed"
 )
-_ASSUMED = "assumed: of the order that one core of a server reaches; `secc profile` measures this machine"
+_ASSUMED_SOURCE = (
+    "assumed: of the order that one core of a server reaches; `secc profile` measures this machine"
+)
 
 # Where each kind's figures come from: rates, memory (size and bandwidth), the link inside a node, the link
 # between nodes.
-SOURCES: dict[str, dict[str, str]] = {
+FIGURE_SOURCES: dict[str, dict[str, str]] = {
     "h100": {
         "rates": "NVIDIA H100 Tensor Core GPU datasheet, SXM: 1,979 TFLOPS bf16 with sparsity (989 dense), 67 f32, 34 f64",
         "memory": "same datasheet: 80 GB HBM3 (80 GiB as the driver reports), 3.35 TB/s",
         "inside": "same datasheet: NVLink 900 GB/s in both directions; latency assumed",
-        "between": _NDR,
+        "between": _NDR_SOURCE,
     },
     "h200": {
         "rates": "NVIDIA H200 Tensor Core GPU datasheet, SXM: 1,979 TFLOPS bf16 with sparsity (989 dense), 67 f32, 34 f64",
         "memory": "same datasheet: 141 GB HBM3e, 4.8 TB/s",
         "inside": "same datasheet: NVLink 900 GB/s in both directions; latency assumed",
-        "between": _NDR,
+        "between": _NDR_SOURCE,
     },
     "a100": {
         "rates": "NVIDIA A100 Tensor Core GPU datasheet, SXM 80 GB: 312 TFLOPS bf16, 19.5 f32, 9.7 f64",
         "memory": "same datasheet: 80 GB HBM2e, 2,039 GB/s",
         "inside": "same datasheet: NVLink 600 GB/s in both directions; latency assumed",
-        "between": _HDR,
+        "between": _HDR_SOURCE,
     },
     "a800": {
         "rates": "as NVIDIA A100 80 GB, of which it is the variant for export: 312 TFLOPS bf16, 19.5 f32, 9.7 f64",
         "memory": "as NVIDIA A100 80 GB: 2,039 GB/s",
         "inside": "NVIDIA's statement on the A800 (Reuters, 11.2022): NVLink 400 GB/s in both directions, 600 on the A100; latency assumed",
-        "between": _HDR,
+        "between": _HDR_SOURCE,
     },
     "b200": {
         "rates": "NVIDIA HGX B200 datasheet, eight GPUs: 36 PFLOPS bf16 with sparsity (2.25 dense a GPU), 600 TFLOPS f32, 296 f64",
@@ -120,8 +124,8 @@ SOURCES: dict[str, dict[str, str]] = {
         "between": "200 Gb/s Ethernet or InfiniBand, assumed",
     },
     "cpu": {
-        "rates": _ASSUMED,
-        "memory": _ASSUMED,
+        "rates": _ASSUMED_SOURCE,
+        "memory": _ASSUMED_SOURCE,
         "inside": "assumed: gloo over TCP",
         "between": "assumed: gloo over TCP",
     },

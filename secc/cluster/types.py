@@ -14,7 +14,7 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 @dataclass(frozen=True)
-class Ring:
+class MeasuredRing:
     """A collective that was measured over `ranks` ranks, as the messages of a ring: each takes a latency in
     ns and its bytes."""
 
@@ -34,13 +34,13 @@ class Link:
 
     latency_ns: int
     bytes_per_s: int
-    rings: tuple[Ring, ...] = ()
+    rings: tuple[MeasuredRing, ...] = ()
 
     def message_ns(self, size: int) -> int:
         """Time of one message of `size` bytes."""
         return self.latency_ns + size * 10**9 // self.bytes_per_s
 
-    def ring(self, collective: str, ranks: int) -> Link | None:
+    def measured_link(self, collective: str, ranks: int) -> Link | None:
         """What a message of a collective's ring takes, as measured over the nearest number of ranks; None if
         it was not measured."""
         known = [r for r in self.rings if r.collective == collective]
@@ -91,26 +91,26 @@ class Device:
     label: str
     overheads: Overheads = Overheads()
 
-    def rate(self, dtype: str) -> int:
+    def flops_per_us(self, dtype: str) -> int:
         """Reachable FLOPs per microsecond in `dtype` (a short name such as "bf16"); that of f32 for a dtype
         that is not listed."""
         known = dict(self.gflops)
         return known.get(dtype, known["f32"]) * 1000 * self.efficiency_percent // 100
 
     @property
-    def bandwidth(self) -> int:
+    def memory_bytes_per_us(self) -> int:
         """Bytes of its memory that the device reads or writes per microsecond."""
         return self.memory_bytes_per_s // 10**6
 
     @property
-    def usable(self) -> int:
+    def usable_memory(self) -> int:
         """Bytes that tensors can have: memory less what is reserved, with a twentieth kept for
         fragmentation."""
         return (self.memory - self.reserved) * 95 // 100
 
 
 @dataclass(frozen=True)
-class Group:
+class NodeGroup:
     """`nodes` nodes of one kind of device and the link inside each."""
 
     nodes: int
@@ -132,14 +132,14 @@ class Cluster:
     device: Device
     inside: Link
     between: Link
-    groups: tuple[Group, ...] = ()
+    groups: tuple[NodeGroup, ...] = ()
 
     @property
     def ranks(self) -> int:
         """How many processes the cluster can hold, one for each device."""
         return self.nodes * self.per_node
 
-    def link(self, ranks: int) -> Link:
+    def slowest_link(self, ranks: int) -> Link:
         """The slowest link among `ranks` ranks in a row."""
         return self.inside if ranks <= self.per_node else self.between
 
@@ -149,25 +149,26 @@ class Cluster:
         if not {"device", "inside", "between", "nodes", "per_node"} <= data.keys():
             return None
         groups = tuple(
-            Group(int(g["nodes"]), _device(g["device"]), _link(g["inside"])) for g in data.get("groups", ())
+            NodeGroup(int(g["nodes"]), _device_from_dict(g["device"]), _link_from_dict(g["inside"]))
+            for g in data.get("groups", ())
         )
-        links = _link(data["inside"]), _link(data["between"])
+        links = _link_from_dict(data["inside"]), _link_from_dict(data["between"])
         return Cluster(
             str(data.get("name", "")),
             int(data["nodes"]),
             int(data["per_node"]),
-            _device(data["device"]),
+            _device_from_dict(data["device"]),
             *links,
             groups,
         )
 
     @property
-    def kinds(self) -> tuple[Group, ...]:
+    def node_groups(self) -> tuple[NodeGroup, ...]:
         """The nodes of each kind, one group where all are alike."""
-        return self.groups or (Group(self.nodes, self.device, self.inside),)
+        return self.groups or (NodeGroup(self.nodes, self.device, self.inside),)
 
     @property
-    def parts(self) -> tuple[Cluster, ...]:
+    def parts_by_kind(self) -> tuple[Cluster, ...]:
         """The nodes of each kind as clusters of their own; itself where all are alike."""
         if not self.groups:
             return (self,)
@@ -177,17 +178,17 @@ class Cluster:
             for n, g in zip(names, self.groups, strict=True)
         )
 
-    def seen_by(self, ranks: Iterable[int]) -> Cluster:
+    def view_of_ranks(self, ranks: Iterable[int]) -> Cluster:
         """The cluster as these ranks see it: of one kind where they are all on that, else with the worst
         figures."""
         wanted, start = set(ranks), 0
-        for part in self.parts:
+        for part in self.parts_by_kind:
             if wanted and wanted <= set(range(start, start + part.ranks)):
                 return part
             start += part.ranks
         return self
 
-    def used(self, ranks: Sequence[int]) -> Cluster:
+    def trim_to_ranks(self, ranks: Sequence[int]) -> Cluster:
         """The cluster without the nodes that are not needed for so many ranks of each kind."""
         if not self.groups:
             return self
@@ -197,7 +198,7 @@ class Cluster:
             if n
         ]
         if len(kept) > 1:
-            return mixed(self.name, kept, self.per_node, self.between)
+            return mixed_cluster(self.name, kept, self.per_node, self.between)
         return Cluster(self.name, kept[0].nodes, self.per_node, kept[0].device, kept[0].inside, self.between)
 
     def with_overheads(self, overheads: Overheads) -> Cluster:
@@ -210,10 +211,10 @@ class Cluster:
             self, device=dataclasses.replace(self.device, overheads=overheads), groups=groups
         )
 
-    def device_of(self, rank: int) -> Device:
+    def device_of_rank(self, rank: int) -> Device:
         """The device of a rank."""
         node = rank // self.per_node
-        for group in self.kinds:
+        for group in self.node_groups:
             if node < group.nodes:
                 return group.device
             node -= group.nodes
@@ -222,35 +223,39 @@ class Cluster:
     def to_json(self) -> str:
         """The cluster as JSON text, as plan.json holds it; `groups` only where kinds are mixed, `rings` only
         where some were measured."""
-        return json.dumps(dataclasses.asdict(self, dict_factory=_told) | {"ranks": self.ranks})
+        return json.dumps(
+            dataclasses.asdict(self, dict_factory=_without_empty_fields) | {"ranks": self.ranks}
+        )
 
 
-def _told(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _without_empty_fields(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return {key: value for key, value in fields if value or key not in ("groups", "rings")}
 
 
-def _link(data: Mapping[str, Any]) -> Link:
+def _link_from_dict(data: Mapping[str, Any]) -> Link:
     return Link(
-        int(data["latency_ns"]), int(data["bytes_per_s"]), tuple(Ring(**r) for r in data.get("rings", ()))
+        int(data["latency_ns"]),
+        int(data["bytes_per_s"]),
+        tuple(MeasuredRing(**r) for r in data.get("rings", ())),
     )
 
 
-def _device(data: Mapping[str, Any]) -> Device:
+def _device_from_dict(data: Mapping[str, Any]) -> Device:
     rates = tuple((str(name), int(rate)) for name, rate in data["gflops"])
     figures: dict[str, Any] = {**data, "gflops": rates, "overheads": Overheads(**data.get("overheads", {}))}
     return Device(**figures)
 
 
-def mixed(name: str, groups: Sequence[Group], per_node: int, between: Link) -> Cluster:
+def mixed_cluster(name: str, groups: Sequence[NodeGroup], per_node: int, between: Link) -> Cluster:
     """A cluster of several kinds of nodes, all of `per_node` devices."""
     devices = [g.device for g in groups]
     inside = Link(max(g.inside.latency_ns for g in groups), min(g.inside.bytes_per_s for g in groups))
     return Cluster(
-        name, sum(g.nodes for g in groups), per_node, _worst(devices), inside, between, tuple(groups)
+        name, sum(g.nodes for g in groups), per_node, _worst_device(devices), inside, between, tuple(groups)
     )
 
 
-def _worst(devices: Sequence[Device]) -> Device:
+def _worst_device(devices: Sequence[Device]) -> Device:
     rates = [dict(d.gflops) for d in devices]
     common = [name for name in rates[0] if all(name in r for r in rates)]
     return Device(
@@ -263,10 +268,10 @@ def _worst(devices: Sequence[Device]) -> Device:
         op_ns=max(d.op_ns for d in devices),
         reserved=max(d.reserved for d in devices),
         label="default" if any(d.label == "default" for d in devices) else devices[0].label,
-        overheads=_most([d.overheads for d in devices]),
+        overheads=_largest_overheads([d.overheads for d in devices]),
     )
 
 
-def _most(found: Sequence[Overheads]) -> Overheads:
+def _largest_overheads(found: Sequence[Overheads]) -> Overheads:
     names = ("job", "message", "tensor", "sample", "step")
     return Overheads(**{name: max(getattr(o, name) for o in found) for name in names}, label=found[0].label)

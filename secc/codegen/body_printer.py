@@ -15,10 +15,10 @@ from itertools import groupby
 from xdsl.dialects.builtin import IntegerAttr, StringAttr
 from xdsl.ir import Operation, SSAValue
 
-from secc.codegen.python_names import Scope, identifier
+from secc.codegen.python_names import NameScope, to_python_name
 from secc.ir.analysis import random_ops, recorded_glue, vocab_sharding
 from secc.ir.dialect import argument_template, size_expr
-from secc.ir.dialect.argument_template import Ref
+from secc.ir.dialect.argument_template import OperandRef
 from secc.ir.dialect.ops import (
     CallOp,
     Computation,
@@ -33,17 +33,17 @@ from secc.ir.dialect.ops import (
     SendOp,
     SizeOp,
     TermOp,
-    strings,
+    strings_of,
 )
-from secc.ir.dialect.readable_names import SETTINGS, unwrapped
-from secc.ir.text_io.verifier import where
+from secc.ir.dialect.readable_names import SETTINGS_ATTRIBUTE, strip_wrappers
+from secc.ir.text_io.verifier import source_line
 from secc.runtime.sections import autograd_functions
 
-_NAMESPACES = {"aten": "aten", "secc": "kernels"}  # what the section's module calls them
+_MODULE_NAMESPACES = {"aten": "aten", "secc": "kernels"}  # what the section's module calls them
 
 
 @dataclass(frozen=True)
-class Line:
+class CodeLine:
     """A line of code with the context managers it runs under and the place it comes from."""
 
     text: str
@@ -61,7 +61,7 @@ class BodyPrinter:
 
     graph: GraphOp
     attributes: dict[str, str]
-    scope: Scope = field(default_factory=Scope)
+    scope: NameScope = field(default_factory=NameScope)
     names: dict[SSAValue, str] = field(default_factory=dict[SSAValue, str])
     terms: bool = False
     whole_batch: bool = False
@@ -69,156 +69,160 @@ class BodyPrinter:
         default_factory=dict[int, str]
     )  # names of vocabularies that ranks have parts of, by their sizes
 
-    def lines(self, ops: Sequence[Operation]) -> list[str]:
+    def print_lines(self, ops: Sequence[Operation]) -> list[str]:
         """The method's lines, indented from column 0, without its return."""
-        code = [line for op in ops for line in self._op(op)]
-        symbols = self._symbols(ops)
-        sizes = [f"{name} = self.parts({size})" for size, name in self.parts.items()]
-        return [f"{name} = {self._symbol(name)}" for name in symbols] + sizes + _layout(code)
+        code = [line for op in ops for line in self._print_op(op)]
+        symbols = self._used_symbols(ops)
+        sizes = [f"{name} = self.vocab_shards({size})" for size, name in self.parts.items()]
+        return [f"{name} = {self._symbol_source(name)}" for name in symbols] + sizes + _layout_lines(code)
 
-    def value(self, value: SSAValue) -> str:
+    def name_of(self, value: SSAValue) -> str:
         return self.names[value]
 
-    def _symbols(self, ops: Iterable[Operation]) -> list[str]:
+    def _used_symbols(self, ops: Iterable[Operation]) -> list[str]:
         """The symbols that arguments use, in the graph's order."""
         used: set[str] = set()
         for op in ops:
             if isinstance(op, Computation):
                 leaves = op.arguments.leaves()
                 used |= set[str]().union(
-                    *(size_expr.symbols(leaf) for leaf in leaves if isinstance(leaf, size_expr.Expr))
+                    *(size_expr.symbol_names(leaf) for leaf in leaves if isinstance(leaf, size_expr.Expr))
                 )
             elif isinstance(op, SizeOp):
-                used |= size_expr.symbols(size_expr.parse(op.value.data))
+                used |= size_expr.symbol_names(size_expr.parse_expr(op.value.data))
         return [name for name in self.graph.symbols if name in used]
 
-    def _symbol(self, name: str) -> str:
+    def _symbol_source(self, name: str) -> str:
         declared = self.graph.symbols[name]
         if self.whole_batch:
             return f'size["{name}"]'
         return f'batch["{declared.key.data}"].shape[{declared.dim.data}]'
 
-    def _bind(self, value: SSAValue, wish: str) -> str:
-        self.names[value] = self.scope.name(value.name_hint or wish)
+    def _bind_name(self, value: SSAValue, wish: str) -> str:
+        self.names[value] = self.scope.claim_name(value.name_hint or wish)
         return self.names[value]
 
-    def _op(self, op: Operation) -> list[Line]:
+    def _print_op(self, op: Operation) -> list[CodeLine]:
         match op:
             case InputOp():
-                return [Line(f"{self._bind(op.result, op.key.data)} = {batch_item(op.key.data)}")]
+                return [CodeLine(f"{self._bind_name(op.result, op.key.data)} = {batch_item(op.key.data)}")]
             case ParamOp():
                 return [
-                    Line(
-                        f'{self._bind(op.result, op.path.data.split(".")[-1])} = self.value("{op.path.data}")'
+                    CodeLine(
+                        f'{self._bind_name(op.result, op.path.data.split(".")[-1])} = self.value("{op.path.data}")'
                     )
                 ]
             case ConstOp():
                 owner = "" if self.terms else "self."
                 return [
-                    Line(
-                        f'{self._bind(op.result, op.key.data)} = {owner}constants("{op.key.data}", {owner}device)'
+                    CodeLine(
+                        f'{self._bind_name(op.result, op.key.data)} = {owner}constants("{op.key.data}", {owner}device)'
                     )
                 ]
             case ReceiveOp():
                 source = f'scalar(leaves["{op.edge.data}"])' if self.terms else f'edges["{op.edge.data}"]'
-                return [Line(f"{self._bind(op.result, op.edge.data)} = {source}")]
+                return [CodeLine(f"{self._bind_name(op.result, op.edge.data)} = {source}")]
             case SizeOp():
-                return [Line(f"{self._bind(op.result, 'size_of_batch')} = scalar({op.value.data})")]
+                return [CodeLine(f"{self._bind_name(op.result, 'size_of_batch')} = scalar({op.value.data})")]
             case CallOp():
-                return self._call(op)
+                return self._print_call(op)
             case GlueOp():
-                return [self._glue(op)]
+                return [self._print_glue(op)]
             case SendOp() | TermOp() | GuardOp() | LeafOp():
                 return []
             case _:
                 raise ValueError(f"codegen cannot print {op.name}")
 
-    def _arguments(self, op: Computation) -> str:
-        def name(ref: Ref) -> str:
+    def _print_arguments(self, op: Computation) -> str:
+        def name(ref: OperandRef) -> str:
             return self.names[op.operands[ref.index]]
 
         known = {
-            argument_template.Name("device"): argument_template.Name(
+            argument_template.DottedName("device"): argument_template.DottedName(
                 "device" if self.terms else "self.device"
             )
         }
-        if (parts := self._parts(op)) is not None:
-            known[vocab_sharding.LENGTH] = argument_template.Name(f"{parts}.length")
-        return argument_template.format(
-            op.arguments.map(
-                lambda leaf: known.get(leaf, leaf) if isinstance(leaf, argument_template.Name) else leaf
+        if (parts := self._vocabulary_name(op)) is not None:
+            known[vocab_sharding.SHARD_LENGTH] = argument_template.DottedName(f"{parts}.length")
+        return argument_template.format_arguments(
+            op.arguments.map_leaves(
+                lambda leaf: known.get(leaf, leaf) if isinstance(leaf, argument_template.DottedName) else leaf
             ),
             name,
         )
 
-    def _parts(self, op: Computation) -> str | None:
+    def _vocabulary_name(self, op: Computation) -> str | None:
         """The name of the vocabulary that an op works on parts of."""
-        size = op.attributes.get(vocab_sharding.SIZE)
+        size = op.attributes.get(vocab_sharding.VOCAB_SIZE_ATTRIBUTE)
         if not isinstance(size, IntegerAttr):
             return None
         if size.value.data not in self.parts:
-            self.parts[size.value.data] = self.scope.name("vocabulary")
+            self.parts[size.value.data] = self.scope.claim_name("vocabulary")
         return self.parts[size.value.data]
 
-    def _call(self, op: CallOp) -> list[Line]:
+    def _print_call(self, op: CallOp) -> list[CodeLine]:
         attribute = self.attributes[op.target.data]
         place, context = (
-            where(op),
-            ", ".join(filter(None, (_context(op), self._site(op), _settings(op, attribute)))),
+            source_line(op),
+            ", ".join(
+                filter(None, (_grad_context(op), self._site_context(op), _settings_context(op, attribute)))
+            ),
         )
-        called = f"self.{attribute}({self._arguments(op)})"
-        outs = strings(op.outs)
+        called = f"self.{attribute}({self._print_arguments(op)})"
+        outs = strings_of(op.outs)
         if outs == ("",):
-            return [Line(f"{self._bind(op.results[0], attribute)} = {called}", context, place)]
-        out = self.scope.name(f"{attribute}_out")
-        results = [(self._bind(r, attribute), path) for r, path in zip(op.results, outs, strict=True)]
-        return [Line(f"{out} = {called}", context, place)] + [
-            Line(f"{name} = {out}{path}", context, place) for name, path in results
+            return [CodeLine(f"{self._bind_name(op.results[0], attribute)} = {called}", context, place)]
+        out = self.scope.claim_name(f"{attribute}_out")
+        results = [(self._bind_name(r, attribute), path) for r, path in zip(op.results, outs, strict=True)]
+        return [CodeLine(f"{out} = {called}", context, place)] + [
+            CodeLine(f"{name} = {out}{path}", context, place) for name, path in results
         ]
 
-    def _site(self, op: CallOp) -> str:
+    def _site_context(self, op: CallOp) -> str:
         """The context that tells random ops in a block from where the user calls it."""
-        known = random_ops.draws(self.graph.attributes.get(random_ops.ATTRIBUTE))
+        known = random_ops.read_random_ops(self.graph.attributes.get(random_ops.RANDOM_OPS_ATTRIBUTE))
         return (
-            f"self.called({json.dumps(random_ops.site(op))})"
-            if random_ops.in_block(known, op.target.data)
+            f"self.at_call_site({json.dumps(random_ops.call_site(op))})"
+            if random_ops.has_random_op_in(known, op.target.data)
             else ""
         )
 
-    def _glue(self, op: GlueOp) -> Line:
-        if (made := recorded_glue.label(op)) is not None:
-            name = self._bind(op.results[0], _argument(made))
+    def _print_glue(self, op: GlueOp) -> CodeLine:
+        if (made := recorded_glue.recorded_label(op)) is not None:
+            name = self._bind_name(op.results[0], _argument_name(made))
             operands = "".join(f", {self.names[o]}" for o in op.operands)
-            return Line(
-                f"{name} = self.recorded(batch, {json.dumps(made)}{operands})", _context(op), where(op)
+            return CodeLine(
+                f"{name} = self.rerecorded_tensor(batch, {json.dumps(made)}{operands})",
+                _grad_context(op),
+                source_line(op),
             )
         namespace, _, rest = op.target.data.partition(".")
-        function = f"{self._namespace(op, namespace)}.{rest}"
+        function = f"{self._function_namespace(op, namespace)}.{rest}"
         wish = rest.split(".")[0].strip("_")
-        if op.target.data.startswith(autograd_functions.PREFIX):
+        if op.target.data.startswith(autograd_functions.FUNCTION_PREFIX):
             function, wish = (
                 f"self.function({json.dumps(rest)})",
-                identifier(rest.replace(":", ".").rpartition(".")[2]),
+                to_python_name(rest.replace(":", ".").rpartition(".")[2]),
             )
-        names = [self._bind(r, wish) for r in op.results]
-        called = f"{function}({self._arguments(op)})"
-        if (name := op.attributes.get(random_ops.NAME)) is not None:
-            called = f"self.draw({json.dumps(name.data)}, {function}, {self._arguments(op)})"  # pyright: ignore[reportAttributeAccessIssue]
-        return Line(f"{', '.join(names)} = {called}", _context(op), where(op))
+        names = [self._bind_name(r, wish) for r in op.results]
+        called = f"{function}({self._print_arguments(op)})"
+        if (name := op.attributes.get(random_ops.RANDOM_OP_ATTRIBUTE)) is not None:
+            called = f"self.draw({json.dumps(name.data)}, {function}, {self._print_arguments(op)})"  # pyright: ignore[reportAttributeAccessIssue]
+        return CodeLine(f"{', '.join(names)} = {called}", _grad_context(op), source_line(op))
 
-    def _namespace(self, op: GlueOp, name: str) -> str:
+    def _function_namespace(self, op: GlueOp, name: str) -> str:
         return (
-            self._parts(op) or ""
-            if f"{name}." == vocab_sharding.PREFIX
-            else _NAMESPACES.get(name, f"torch.ops.{name}")
+            self._vocabulary_name(op) or ""
+            if f"{name}." == vocab_sharding.VOCAB_OP_PREFIX
+            else _MODULE_NAMESPACES.get(name, f"torch.ops.{name}")
         )
 
 
-def _argument(label: str) -> str:
+def _argument_name(label: str) -> str:
     """A name for a tensor that glue makes for a block: the argument's, or the block's where arguments have no
     names."""
     block, _, argument = label.rpartition(":")
-    return argument if argument.isidentifier() else f"{unwrapped(block).split('.')[-1]}_in"
+    return argument if argument.isidentifier() else f"{strip_wrappers(block).split('.')[-1]}_in"
 
 
 def batch_item(key: str) -> str:
@@ -227,7 +231,7 @@ def batch_item(key: str) -> str:
     return f'batch["{name}"]{bracket}{rest}'
 
 
-def _context(op: Computation) -> str:
+def _grad_context(op: Computation) -> str:
     """The context managers of an op as the text behind `with`."""
     parts = ["torch.no_grad()"] if op.no_grad is not None else []
     autocast = op.autocast
@@ -236,13 +240,13 @@ def _context(op: Computation) -> str:
     return ", ".join(parts)
 
 
-def _settings(op: CallOp, attribute: str) -> str:
+def _settings_context(op: CallOp, attribute: str) -> str:
     """The context in which a block's modules are set as the user's forward had set them."""
-    found = op.attributes.get(SETTINGS)
-    return f"self.set(self.{attribute}, {found.data})" if isinstance(found, StringAttr) else ""
+    found = op.attributes.get(SETTINGS_ATTRIBUTE)
+    return f"self.with_settings(self.{attribute}, {found.data})" if isinstance(found, StringAttr) else ""
 
 
-def _layout(code: Sequence[Line]) -> list[str]:
+def _layout_lines(code: Sequence[CodeLine]) -> list[str]:
     """Group lines under their contexts and note the place where it changes."""
     out: list[str] = []
     last = ""

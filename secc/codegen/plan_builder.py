@@ -18,9 +18,9 @@ from xdsl.dialects.builtin import ArrayAttr, FloatAttr, IntAttr, IntegerAttr, Mo
 from xdsl.ir import Attribute, Operation
 
 from secc.codegen.body_printer import BodyPrinter
-from secc.codegen.fused_module import rewrites
-from secc.codegen.python_names import identifier
-from secc.codegen.section_modules import TERMS, bodies, slice_of
+from secc.codegen.fused_module import plan_rewrites
+from secc.codegen.python_names import to_python_name
+from secc.codegen.section_modules import TERMS_SECTION, bodies_of, ops_for_values
 from secc.ir.analysis import fusion_report, random_ops, recorded_glue
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import (
@@ -35,22 +35,22 @@ from secc.ir.dialect.ops import (
     TieOp,
     graph_of,
     section_of,
-    strings,
+    strings_of,
 )
-from secc.ir.dialect.readable_names import ACCEPTED, LOGGED, OUT_OF_TURN
-from secc.ir.dialect.tensor_type import tensor
+from secc.ir.dialect.readable_names import ACCEPTED_ATTRIBUTE, LOGGED_ATTRIBUTE, OUT_OF_TURN_ATTRIBUTE
+from secc.ir.dialect.tensor_type import tensor_type
 from secc.ir.text_io.module_text import print_module
 from secc.runtime.plan import schema
 from secc.runtime.plan.schema import Plan
 
 
-def attribute(op: Operation, name: str, default: Any) -> Any:
+def attribute_value(op: Operation, name: str, default: Any) -> Any:
     """The Python value of an entry of an op's attribute dictionary."""
     found = op.attributes.get(name)
-    return default if found is None else _python(found)
+    return default if found is None else _python_value(found)
 
 
-def _python(value: Attribute) -> Any:
+def _python_value(value: Attribute) -> Any:
     match value:
         case StringAttr(data=text):
             return text
@@ -59,77 +59,91 @@ def _python(value: Attribute) -> Any:
         case IntAttr(data=number):
             return number
         case ArrayAttr():
-            return tuple(_python(v) for v in value)
+            return tuple(_python_value(v) for v in value)
         case _:
             raise ValueError(f"no Python value for {value}")
 
 
-def build(module: ModuleOp, model: schema.ModelRef, versions: Mapping[str, str]) -> Plan:
+def build_plan(module: ModuleOp, model: schema.ModelRef, versions: Mapping[str, str]) -> Plan:
     """The plan of a lowered module. `versions` names what else the plan depends on, such as torch's
     version."""
     graph = graph_of(module)
-    sections = tuple(_section(graph, s, model) for s in graph.sections)
+    sections = tuple(_plan_section(graph, s, model) for s in graph.sections)
     made = Plan(
-        version=schema.VERSION,
+        version=schema.PLAN_VERSION,
         hash="",
         model=model,
-        world_size=attribute(graph, "world_size", 1),
-        global_batch=attribute(graph, "global_batch", 1),
+        world_size=attribute_value(graph, "world_size", 1),
+        global_batch=attribute_value(graph, "global_batch", 1),
         widths=graph.widths.data if graph.widths else "global",
         symbols=tuple(
             schema.Symbol(s.sym.data, s.kind.data, s.key.data, s.dim.data) for s in graph.symbols.values()
         ),
-        inputs=tuple(_input(op) for op in graph.body.block.ops if isinstance(op, KeyOp)),
+        inputs=tuple(_plan_input(op) for op in graph.body.block.ops if isinstance(op, KeyOp)),
         sections=sections,
-        edges=tuple(_edge(graph, op) for op in graph.edges),
-        terms=_terms(graph),
-        ties=_ties(graph, sections),
-        cluster=json.loads(attribute(graph, "cluster", "{}")),
-        solver=json.loads(attribute(graph, "solver", "{}")),
-        prediction=json.loads(attribute(graph, "prediction", "{}")),
-        checks=_notes(graph),
-        reasons=_reasons(graph),
-        dtype=attribute(graph, "dtype", ""),
+        edges=tuple(_plan_edge(graph, op) for op in graph.edges),
+        terms=_plan_terms(graph),
+        ties=_plan_ties(graph, sections),
+        cluster=json.loads(attribute_value(graph, "cluster", "{}")),
+        solver=json.loads(attribute_value(graph, "solver", "{}")),
+        prediction=json.loads(attribute_value(graph, "prediction", "{}")),
+        checks=_plan_checks(graph),
+        reasons=_plan_reasons(graph),
+        dtype=attribute_value(graph, "dtype", ""),
         labels_key=graph.labels.data if graph.labels else "",
-        run_ahead_gib=attribute(graph, "run_ahead_gib", 0.0),
-        recorded=_recorded(graph),
-        draws=random_ops.draws(graph.attributes.get(random_ops.ATTRIBUTE)),
-        fusions=fusion_report.fusions(graph),
-        rewrites=rewrites(graph),
-        fused=tuple(path for path, block in graph.blocks.items() if fusion_report.FUSED in block.attributes),
+        run_ahead_gib=attribute_value(graph, "run_ahead_gib", 0.0),
+        recorded=_recorded_cases(graph),
+        draws=random_ops.read_random_ops(graph.attributes.get(random_ops.RANDOM_OPS_ATTRIBUTE)),
+        fusions=fusion_report.read_fusions(graph),
+        rewrites=plan_rewrites(graph),
+        fused=tuple(
+            path for path, block in graph.blocks.items() if fusion_report.FUSED_ATTRIBUTE in block.attributes
+        ),
     )
-    return dataclasses.replace(made, hash=_hash(module, model, versions))
+    return dataclasses.replace(made, hash=_plan_hash(module, model, versions))
 
 
-def _notes(graph: GraphOp) -> dict[str, Any]:
+def _plan_checks(graph: GraphOp) -> dict[str, Any]:
     """What the user accepted, what forward logs beside the loss, and what tensor parallelism leaves whole."""
-    said = {name: list(found) for name in (ACCEPTED, LOGGED) if (found := attribute(graph, name, ()))}
-    whole = {s.sym.data: list(found) for s in graph.sections if (found := attribute(s, "whole", ()))}
+    said = {
+        name: list(found)
+        for name in (ACCEPTED_ATTRIBUTE, LOGGED_ATTRIBUTE)
+        if (found := attribute_value(graph, name, ()))
+    }
+    whole = {s.sym.data: list(found) for s in graph.sections if (found := attribute_value(s, "whole", ()))}
     return said | ({"whole": whole} if whole else {})
 
 
-def _reasons(graph: GraphOp) -> dict[str, Any]:
+def _plan_reasons(graph: GraphOp) -> dict[str, Any]:
     """What `allocate` says of each section, and how the section was formed."""
-    found: dict[str, Any] = json.loads(attribute(graph, "reasons", "{}"))
+    found: dict[str, Any] = json.loads(attribute_value(graph, "reasons", "{}"))
     for s in graph.sections:
-        if notes := attribute(s, "notes", ()):
-            found.setdefault(attribute(s, "pipeline", s.sym.data), {})["formed"] = list(notes)
+        if notes := attribute_value(s, "notes", ()):
+            found.setdefault(attribute_value(s, "pipeline", s.sym.data), {})["formed"] = list(notes)
     return found
 
 
-def _recorded(graph: GraphOp) -> tuple[schema.Recorded, ...]:
+def _recorded_cases(graph: GraphOp) -> tuple[schema.RerecordedCase, ...]:
     """The cases whose glue ranks record anew."""
-    taken = {name for body in _bodies(graph) for name in attribute(body, recorded_glue.ANEW, ())}
+    taken = {
+        name
+        for body in _all_bodies(graph)
+        for name in attribute_value(body, recorded_glue.RERECORD_ATTRIBUTE, ())
+    }
     found = [
-        c for c in recorded_glue.cases(graph.attributes.get(recorded_glue.ATTRIBUTE)) if c["name"] in taken
+        c
+        for c in recorded_glue.read_recorded_cases(graph.attributes.get(recorded_glue.RECORDED_ATTRIBUTE))
+        if c["name"] in taken
     ]
     return tuple(
-        schema.Recorded(c["name"], tuple(c["when"]), c["why"], c["where"], tuple(c["nodes"]), c["spare"])
+        schema.RerecordedCase(
+            c["name"], tuple(c["when"]), c["why"], c["where"], tuple(c["nodes"]), c["spare"]
+        )
         for c in found
     )
 
 
-def _hash(module: ModuleOp, model: schema.ModelRef, versions: Mapping[str, str]) -> str:
+def _plan_hash(module: ModuleOp, model: schema.ModelRef, versions: Mapping[str, str]) -> str:
     parts = [
         print_module(module),
         model.sha256,
@@ -139,49 +153,49 @@ def _hash(module: ModuleOp, model: schema.ModelRef, versions: Mapping[str, str])
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> schema.Section:
+def _plan_section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> schema.Section:
     name = op.sym.data
     return schema.Section(
         name=name,
-        module=f"sections/{identifier(name)}.py",
+        module=f"sections/{to_python_name(name)}.py",
         mode=op.mode.data if op.mode else "train",
-        when=strings(op.when),
-        blocks=strings(op.blocks),
-        params=_params(graph, op, model),
+        when=strings_of(op.when),
+        blocks=strings_of(op.blocks),
+        params=_section_params(graph, op, model),
         mesh=schema.Mesh(
-            attribute(op, "ranks", (0,)),
-            attribute(op, "dp", 1),
-            attribute(op, "pp", 1),
-            attribute(op, "tp", 1),
+            attribute_value(op, "ranks", (0,)),
+            attribute_value(op, "dp", 1),
+            attribute_value(op, "pp", 1),
+            attribute_value(op, "tp", 1),
         ),
-        micro_batch=attribute(op, "micro_batch", 1),
-        recompute=attribute(op, "recompute", "none"),
-        sharding=attribute(op, "sharding", "none"),
-        memory_gib=attribute(op, "memory_gib", 0.0),
-        label=attribute(op, "label", "default"),
-        cost=_cost(op),
-        pipeline=attribute(op, "pipeline", ""),
-        stage=attribute(op, "stage", 0),
-        in_flight=attribute(op, "in_flight", 0),
-        room_bytes=attribute(op, "room_bytes", 0),
-        weight_permille=attribute(op, "weight_permille", 0),
-        shards=tuple(_shard(text) for text in attribute(op, "shards", ())),
-        styles=tuple(schema.Style(*text.rsplit(" ", 1)) for text in attribute(op, "styles", ())),
-        partial=attribute(op, "partial", ()),
-        units=_units(graph, op) if attribute(op, "sharding", "none") == "zero3" else (),
+        micro_batch=attribute_value(op, "micro_batch", 1),
+        recompute=attribute_value(op, "recompute", "none"),
+        sharding=attribute_value(op, "sharding", "none"),
+        memory_gib=attribute_value(op, "memory_gib", 0.0),
+        label=attribute_value(op, "label", "default"),
+        cost=_section_cost(op),
+        pipeline=attribute_value(op, "pipeline", ""),
+        stage=attribute_value(op, "stage", 0),
+        in_flight=attribute_value(op, "in_flight", 0),
+        room_bytes=attribute_value(op, "room_bytes", 0),
+        weight_permille=attribute_value(op, "weight_permille", 0),
+        shards=tuple(_parse_shard(text) for text in attribute_value(op, "shards", ())),
+        styles=tuple(schema.ModuleStyle(*text.rsplit(" ", 1)) for text in attribute_value(op, "styles", ())),
+        partial=attribute_value(op, "partial", ()),
+        units=_fsdp_units(graph, op) if attribute_value(op, "sharding", "none") == "zero3" else (),
     )
 
 
-def _units(graph: GraphOp, op: SectionOp) -> tuple[str, ...]:
+def _fsdp_units(graph: GraphOp, op: SectionOp) -> tuple[str, ...]:
     """The blocks that the section's cases call once each, in one order for all of them, whose layers run in
     turn, and of whose parameters no glue reads any."""
-    found = bodies(graph, op.sym.data)
+    found = bodies_of(graph, op.sym.data)
     read = {p.path.data for body in found for p in body.walk() if isinstance(p, ParamOp)}
     calls = [[c for c in body.walk() if isinstance(c, CallOp)] for body in found]
     rows = sorted(([c.target.data for c in row] for row in calls), key=len, reverse=True)
     order: list[str] = []
     out = {b for row in rows for b in row if row.count(b) > 1 or any(n.startswith(f"{b}.") for n in read)}
-    out |= {c.target.data for row in calls for c in row if OUT_OF_TURN in c.attributes}
+    out |= {c.target.data for row in calls for c in row if OUT_OF_TURN_ATTRIBUTE in c.attributes}
     for row in rows:
         at = 0
         for block in (b for b in row if b not in out):
@@ -194,13 +208,13 @@ def _units(graph: GraphOp, op: SectionOp) -> tuple[str, ...]:
     return tuple(b for b in order if b not in out)
 
 
-def _shard(text: str) -> schema.Shard:
+def _parse_shard(text: str) -> schema.Shard:
     """`"layer.weight 0 8,8"` -> its name, dim and parts."""
     name, dim, parts = text.split(" ")
     return schema.Shard(name, int(dim), tuple(int(p) for p in parts.split(",")))
 
 
-def _cost(op: SectionOp) -> schema.Cost:
+def _section_cost(op: SectionOp) -> schema.Cost:
     known = {
         "forward_ns": "0",
         "backward_ns": "0",
@@ -210,49 +224,49 @@ def _cost(op: SectionOp) -> schema.Cost:
         "saved": "",
         "dtype": "",
     }
-    return schema.Cost(**{key: attribute(op, key, default) for key, default in known.items()})
+    return schema.Cost(**{key: attribute_value(op, key, default) for key, default in known.items()})
 
 
-def _params(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> tuple[str, ...]:
+def _section_params(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> tuple[str, ...]:
     """The parameters that a section holds: those of the blocks its bodies call, and those that its glue
     reads."""
-    found = bodies(graph, op.sym.data)
+    found = bodies_of(graph, op.sym.data)
     read = {p.path.data for body in found for p in body.walk() if isinstance(p, ParamOp)}
-    blocks = strings(op.blocks)
+    blocks = strings_of(op.blocks)
     return tuple(n for n in model.parameters if n in read or any(n.startswith(f"{b}.") for b in blocks))
 
 
-def _input(op: KeyOp) -> schema.Input:
+def _plan_input(op: KeyOp) -> schema.Input:
     pads = tuple(
-        (int(dim), side, float(value)) for dim, side, value in (p.split(" ") for p in strings(op.pads))
+        (int(dim), side, float(value)) for dim, side, value in (p.split(" ") for p in strings_of(op.pads))
     )
-    dims = tuple(size_expr.text(d) for d in tensor(op.result).shape)
-    return schema.Input(op.key.data, tensor(op.result).torch_dtype, dims, op.optional is not None, pads)
+    dims = tuple(size_expr.format_expr(d) for d in tensor_type(op.result).shape)
+    return schema.Input(op.key.data, tensor_type(op.result).torch_dtype, dims, op.optional is not None, pads)
 
 
-def _edge(graph: GraphOp, op: EdgeOp) -> schema.Edge:
+def _plan_edge(graph: GraphOp, op: EdgeOp) -> schema.Edge:
     """The plan's edge of an edge; `bytes_per_sample` is a mean over the dataset's patterns."""
-    kind = tensor(op.result)
+    kind = tensor_type(op.result)
     src = next(s for s in graph.sections if s.sym.data == op.src.root_reference.data)
     extents = tuple(
-        (int(dim), extent, side) for dim, extent, side in (_extent(e) for e in strings(op.extents))
+        (int(dim), extent, side) for dim, extent, side in (_parse_extent(e) for e in strings_of(op.extents))
     )
     return schema.Edge(
         name=op.sym.data,
         src=src.sym.data,
         dst=op.dst.root_reference.data,
         dtype=kind.torch_dtype,
-        dims=tuple(size_expr.text(d) for d in kind.shape),
+        dims=tuple(size_expr.format_expr(d) for d in kind.shape),
         dim=op.dim.data if op.dim is not None else -1,
         rows=op.rows.data if op.rows is not None else "",
         grad=kind.requires_grad,
-        when=strings(src.when),
+        when=strings_of(src.when),
         extents=extents,
         bytes_per_sample=_bytes_per_sample(graph, op),
     )
 
 
-def _extent(text: str) -> tuple[str, str, str]:
+def _parse_extent(text: str) -> tuple[str, str, str]:
     """`"1 S right"` -> its dim, expression (which may hold spaces) and side."""
     dim, rest = text.split(" ", 1)
     extent, side = rest.rsplit(" ", 1)
@@ -260,28 +274,32 @@ def _extent(text: str) -> tuple[str, str, str]:
 
 
 def _bytes_per_sample(graph: GraphOp, op: EdgeOp) -> float:
-    kind = tensor(op.result)
+    kind = tensor_type(op.result)
     total = 0.0
     for pattern in graph.patterns:
-        sizes = {name: attribute(pattern, name, 0) for name in graph.symbols}
+        sizes = {name: attribute_value(pattern, name, 0) for name in graph.symbols}
         entries = 1.0
         for dim in kind.shape:
-            entries *= size_expr.evaluate(dim, sizes)
+            entries *= size_expr.evaluate_expr(dim, sizes)
         total += float(pattern.share.data) * entries * kind.itemsize
     return round(total, 3)
 
 
-def _terms(graph: GraphOp) -> tuple[schema.Term, ...]:
+def _plan_terms(graph: GraphOp) -> tuple[schema.LossTerm, ...]:
     owners = {
         op.sym.data: op
-        for body in _bodies(graph)
-        if section_of(body) != TERMS
+        for body in _all_bodies(graph)
+        if section_of(body) != TERMS_SECTION
         for op in body.walk()
         if isinstance(op, TermOp)
     }
-    texts = {name: text for body in bodies(graph, TERMS) for name, text in _coefficients(graph, body).items()}
+    texts = {
+        name: text
+        for body in bodies_of(graph, TERMS_SECTION)
+        for name, text in _coefficient_texts(graph, body).items()
+    }
     return tuple(
-        schema.Term(
+        schema.LossTerm(
             name,
             section_of(op.parent_op() or op) or "",
             texts.get(name, "1"),
@@ -291,29 +309,30 @@ def _terms(graph: GraphOp) -> tuple[schema.Term, ...]:
     )
 
 
-def _coefficients(graph: GraphOp, body: BodyOp) -> dict[str, str]:
+def _coefficient_texts(graph: GraphOp, body: BodyOp) -> dict[str, str]:
     """Each term's coefficient as the lines of code that compute it."""
     ops = list(body.body.block.ops)
     found: dict[str, str] = {}
     for op in ops:
         if isinstance(op, TermOp):
             printer = BodyPrinter(graph, {}, terms=True, whole_batch=True)
-            found[op.sym.data] = "; ".join(printer.lines(slice_of(ops, [op.operands[0]])))
+            found[op.sym.data] = "; ".join(printer.print_lines(ops_for_values(ops, [op.operands[0]])))
     return found
 
 
-def _bodies(graph: GraphOp) -> list[BodyOp]:
+def _all_bodies(graph: GraphOp) -> list[BodyOp]:
     return [op for op in graph.body.block.ops if isinstance(op, BodyOp)]
 
 
-def _ties(graph: GraphOp, sections: tuple[schema.Section, ...]) -> tuple[schema.Tie, ...]:
+def _plan_ties(graph: GraphOp, sections: tuple[schema.Section, ...]) -> tuple[schema.TiedParameter, ...]:
     """Parameters under several names, and parameters under one name in several sections."""
-    tied = [strings(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
+    tied = [strings_of(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
     named = {n for names in tied for n in names}
     shared = {
         n for s in sections for n in s.params if n not in named and sum(n in o.params for o in sections) > 1
     }
     groups = tied + [(n,) for n in sorted(shared)]
     return tuple(
-        schema.Tie(names, tuple(s.name for s in sections if set(names) & set(s.params))) for names in groups
+        schema.TiedParameter(names, tuple(s.name for s in sections if set(names) & set(s.params)))
+        for names in groups
     )

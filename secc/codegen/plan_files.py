@@ -9,50 +9,59 @@ from collections.abc import Mapping, Sequence
 import torch
 from xdsl.dialects.builtin import ModuleOp
 
-from secc.codegen.fused_module import fused_module
-from secc.codegen.python_names import class_name, identifier
-from secc.codegen.render import render
-from secc.codegen.section_modules import TERMS, constants_of, section_module, terms_module
+from secc.codegen.fused_module import render_fused_module
+from secc.codegen.python_names import section_class_name, to_python_name
+from secc.codegen.render import render_template
+from secc.codegen.section_modules import (
+    TERMS_SECTION,
+    constants_of,
+    render_section_module,
+    render_terms_module,
+)
 from secc.ir.dialect.ops import graph_of
-from secc.runtime.plan.schema import Plan, Section, to_json
+from secc.runtime.plan.schema import Plan, Section, plan_to_json
 
-Files = dict[str, str | bytes]
+PlanFiles = dict[str, str | bytes]
 
 
-def plan_files(
+def build_plan_files(
     plan: Plan,
     module: ModuleOp,
     dumps: Sequence[tuple[str, str]],
     constants: Mapping[str, torch.Tensor],
     source: str,
     report: str,
-) -> Files:
+) -> PlanFiles:
     """Relative path -> content. `dumps` are (name, text) of the IR from capture to lowering; `source` is the
     text of the model file."""
-    files: Files = {"plan.json": to_json(plan), "model.py.txt": source, "report.html": report}
+    files: PlanFiles = {"plan.json": plan_to_json(plan), "model.py.txt": source, "report.html": report}
     files |= {f"ir/{i:02d}-{name}.mlir": text for i, (name, text) in enumerate(dumps)}
-    files |= section_files(plan, module, constants)
-    files |= {f"ranks/rank_{rank:05d}.py": rank_file(plan, rank) for rank in range(plan.world_size)}
+    files |= build_section_files(plan, module, constants)
+    files |= {f"ranks/rank_{rank:05d}.py": render_rank_file(plan, rank) for rank in range(plan.world_size)}
     files |= {
-        "run.py": render("run.py.j2"),
-        "launch.sh": launcher(plan, "launch.sh.j2"),
-        "slurm.sbatch": launcher(plan, "slurm.sbatch.j2"),
+        "run.py": render_template("run.py.j2"),
+        "launch.sh": render_launcher(plan, "launch.sh.j2"),
+        "slurm.sbatch": render_launcher(plan, "slurm.sbatch.j2"),
     }
     return files
 
 
-def section_files(plan: Plan, module: ModuleOp, constants: Mapping[str, torch.Tensor]) -> Files:
+def build_section_files(plan: Plan, module: ModuleOp, constants: Mapping[str, torch.Tensor]) -> PlanFiles:
     """The modules under sections/, with the constants that they read."""
     graph = graph_of(module)
-    files: Files = {
+    files: PlanFiles = {
         "sections/__init__.py": '"""The sections of this plan: the user\'s blocks in order, glue spelt out."""\n'
     }
-    files |= {plan.section(s.sym.data).module: section_module(graph, s) for s in graph.sections}
-    files["sections/terms.py"] = terms_module(graph)
+    files |= {plan.find_section(s.sym.data).module: render_section_module(graph, s) for s in graph.sections}
+    files["sections/terms.py"] = render_terms_module(graph)
     if graph.rewrites:
-        files["sections/fused.py"] = fused_module(graph)
+        files["sections/fused.py"] = render_fused_module(graph)
     read = sorted(
-        {key for s in [*(s.sym.data for s in graph.sections), TERMS] for key in constants_of(graph, s)}
+        {
+            key
+            for s in [*(s.sym.data for s in graph.sections), TERMS_SECTION]
+            for key in constants_of(graph, s)
+        }
     )
     if read:
         buffer = io.BytesIO()
@@ -61,19 +70,19 @@ def section_files(plan: Plan, module: ModuleOp, constants: Mapping[str, torch.Te
     return files
 
 
-def rank_file(plan: Plan, rank: int) -> str:
+def render_rank_file(plan: Plan, rank: int) -> str:
     """The entry of one rank: which sections it holds and the loop that trains them."""
     held = [s for s in plan.sections if rank in s.mesh.ranks]
-    return render(
+    return render_template(
         "rank.py.j2",
         rank=rank,
         world_size=plan.world_size,
         sections=[
             {
                 "name": s.name,
-                "module": identifier(s.name),
-                "cls": class_name(s.name),
-                "role": _role(s, rank),
+                "module": to_python_name(s.name),
+                "cls": section_class_name(s.name),
+                "role": _role_text(s, rank),
                 "mode": s.mode,
             }
             for s in held
@@ -81,12 +90,14 @@ def rank_file(plan: Plan, rank: int) -> str:
     )
 
 
-def _role(section: Section, rank: int) -> str:
+def _role_text(section: Section, rank: int) -> str:
     replica = f"replica {section.mesh.ranks.index(rank) // section.mesh.tp} of {section.mesh.dp}"
     return f"{replica}, stage {section.stage} of {section.pipeline}" if section.pipeline else replica
 
 
-def launcher(plan: Plan, template: str) -> str:
+def render_launcher(plan: Plan, template: str) -> str:
     """A launch script for the plan's cluster: nodes, and ranks on each."""
     nodes = int(plan.cluster.get("nodes", 1))
-    return render(template, nodes=nodes, per_node=-(-plan.world_size // nodes), world_size=plan.world_size)
+    return render_template(
+        template, nodes=nodes, per_node=-(-plan.world_size // nodes), world_size=plan.world_size
+    )

@@ -34,7 +34,7 @@ def check_output(directory: Path) -> None:
         ) from None
 
 
-def write(directory: Path, files: Mapping[str, str | bytes]) -> None:
+def write_plan_files(directory: Path, files: Mapping[str, str | bytes]) -> None:
     """Write `files` (paths relative to `directory`), replacing a plan that is there. Raises UserError if that
     cannot be done."""
     check_output(directory)
@@ -44,7 +44,7 @@ def write(directory: Path, files: Mapping[str, str | bytes]) -> None:
         staged.chmod(0o755)
         try:
             for name, content in files.items():
-                _write(staged / name, content)
+                _write_file(staged / name, content)
             if directory.exists():
                 shutil.rmtree(directory)
             staged.rename(directory)
@@ -56,7 +56,7 @@ def write(directory: Path, files: Mapping[str, str | bytes]) -> None:
         ) from None
 
 
-def _write(path: Path, content: str | bytes) -> None:
+def _write_file(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, str):
         path.write_text(content)

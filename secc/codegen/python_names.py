@@ -7,20 +7,20 @@ import builtins
 import keyword
 import re
 
-from secc.ir.dialect.readable_names import unwrapped
+from secc.ir.dialect.readable_names import strip_wrappers
 
-_TAKEN = {"self", "batch", "edges", "torch", "aten", "device", "leaves", "size", "pattern"}
+_RESERVED_NAMES = {"self", "batch", "edges", "torch", "aten", "device", "leaves", "size", "pattern"}
 
 
-class Scope:
+class NameScope:
     """Hands out unique identifiers near the ones that are wished for."""
 
     def __init__(self, taken: set[str] | None = None) -> None:
-        self._taken = _TAKEN | set(dir(builtins)) | (taken or set())
+        self._taken = _RESERVED_NAMES | set(dir(builtins)) | (taken or set())
 
-    def name(self, wish: str) -> str:
+    def claim_name(self, wish: str) -> str:
         """`wish` as an identifier, with a number behind it if it is taken."""
-        base = identifier(wish)
+        base = to_python_name(wish)
         found, number = base, 1
         while found in self._taken:
             number += 1
@@ -29,7 +29,7 @@ class Scope:
         return found
 
 
-def identifier(text: str) -> str:
+def to_python_name(text: str) -> str:
     """The nearest Python identifier to a text."""
     name = re.sub(r"\W+", "_", text).strip("_") or "value"
     if name[0].isdigit() or keyword.iskeyword(name):
@@ -37,23 +37,23 @@ def identifier(text: str) -> str:
     return name
 
 
-def class_name(section: str) -> str:
+def section_class_name(section: str) -> str:
     """`vision_tower` -> `VisionTower`."""
-    return "".join(part[:1].upper() + part[1:] for part in identifier(section).split("_") if part)
+    return "".join(part[:1].upper() + part[1:] for part in to_python_name(section).split("_") if part)
 
 
-def attribute_names(paths: list[str], taken: frozenset[str] = frozenset()) -> dict[str, str]:
+def block_attribute_names(paths: list[str], taken: frozenset[str] = frozenset()) -> dict[str, str]:
     """Attribute names for module paths: the shortest tails that tell them apart and are not `taken`."""
     names: dict[str, str] = {}
     for path in paths:
-        parts = unwrapped(path).split(".")
+        parts = strip_wrappers(path).split(".")
         tails = ["_".join(parts[-n:]) for n in range(1, len(parts) + 1)]
-        others = [unwrapped(p).split(".") for p in paths if p != path]
+        others = [strip_wrappers(p).split(".") for p in paths if p != path]
         unique = (
             t
             for n, t in enumerate(tails, 1)
             if not any("_".join(o[-n:]) == t for o in others) and not t[0].isdigit()
         )
-        free = (t for t in unique if identifier(t) not in taken)
-        names[path] = identifier(next(free, "_".join(["block", *parts])))
+        free = (t for t in unique if to_python_name(t) not in taken)
+        names[path] = to_python_name(next(free, "_".join(["block", *parts])))
     return names

@@ -10,10 +10,10 @@ from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Operation, OpResult, SSAValue
 
 from secc.codegen.body_printer import BodyPrinter
-from secc.codegen.python_names import Scope, attribute_names, class_name, identifier
-from secc.codegen.render import render
+from secc.codegen.python_names import NameScope, block_attribute_names, section_class_name, to_python_name
+from secc.codegen.render import render_template
 from secc.ir.analysis import recorded_glue
-from secc.ir.analysis.dataflow import texts_of
+from secc.ir.analysis.dataflow import get_strings
 from secc.ir.dialect.ops import (
     BodyOp,
     CallOp,
@@ -27,20 +27,20 @@ from secc.ir.dialect.ops import (
     SendOp,
     TermOp,
     section_of,
-    strings,
+    strings_of,
 )
-from secc.ir.dialect.readable_names import BUFFER
-from secc.runtime.sections.base import Section
+from secc.ir.dialect.readable_names import BUFFER_CONSTANT_PREFIX
+from secc.runtime.sections.base import SectionModule
 
-TERMS = "terms"
-_OWN = frozenset(dir(Section)) | {
+TERMS_SECTION = "terms"
+_SECTION_ATTRIBUTES = frozenset(dir(SectionModule)) | {
     "constants",
     "draws",
 }  # attributes of every section: a block or a case of that name has another one
 
 
 @dataclass(frozen=True)
-class Method:
+class SectionMethod:
     """A method of a section: its name, its lines, and what it returns by name."""
 
     name: str
@@ -51,7 +51,7 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Guard:
+class GuardMethod:
     """A method that reads a value again, what it must be (a Python literal), and where the user's forward
     reads it."""
 
@@ -68,35 +68,41 @@ class CaseText:
     taken, the labels of that glue, and whether the rest of the forward counts as well."""
 
     when: tuple[str, ...]
-    method: Method
-    guards: tuple[Guard, ...]
-    anew: tuple[str, ...]
-    takes: tuple[str, ...]
-    whole: bool
+    method: SectionMethod
+    guards: tuple[GuardMethod, ...]
+    recorded_cases: tuple[str, ...]
+    recorded_labels: tuple[str, ...]
+    needs_whole_recording: bool
 
 
-def bodies(graph: GraphOp, section: str) -> list[BodyOp]:
+def bodies_of(graph: GraphOp, section: str) -> list[BodyOp]:
     """The bodies of a section (or of `terms`), in the order of the text."""
     return [op for op in graph.body.block.ops if isinstance(op, BodyOp) and section_of(op) == section]
 
 
-def section_module(graph: GraphOp, section: SectionOp) -> str:
+def render_section_module(graph: GraphOp, section: SectionOp) -> str:
     """The text of `sections/NAME.py`."""
-    found = bodies(graph, section.sym.data)
+    found = bodies_of(graph, section.sym.data)
     calls = [op for body in found for op in body.walk() if isinstance(op, CallOp)]
     called = [op.args.data for op in calls]
-    attributes = attribute_names(list(dict.fromkeys(op.target.data for op in calls)), _OWN)
-    scope = Scope({*_OWN, *attributes.values()})
-    cases = [case for body in found for case in _cases(graph, body, attributes, scope.name(body.sym.data))]
+    attributes = block_attribute_names(
+        list(dict.fromkeys(op.target.data for op in calls)), _SECTION_ATTRIBUTES
+    )
+    scope = NameScope({*_SECTION_ATTRIBUTES, *attributes.values()})
+    cases = [
+        case
+        for body in found
+        for case in _case_texts(graph, body, attributes, scope.claim_name(body.sym.data))
+    ]
     methods = list({id(case.method): case.method for case in cases}.values())
     guards = list({guard.name: guard for case in cases for guard in case.guards}.values())
-    return render(
+    return render_template(
         "section.py.j2",
         name=section.sym.data,
-        cls=class_name(section.sym.data),
+        cls=section_class_name(section.sym.data),
         mode=section.mode.data if section.mode else "train",
-        when=strings(section.when),
-        blocks=strings(section.blocks),
+        when=strings_of(section.when),
+        blocks=strings_of(section.blocks),
         attributes=attributes,
         cases=cases,
         methods=methods,
@@ -112,49 +118,56 @@ def section_module(graph: GraphOp, section: SectionOp) -> str:
     )
 
 
-def patterns(body: BodyOp) -> list[tuple[str, ...]]:
+def body_patterns(body: BodyOp) -> list[tuple[str, ...]]:
     """The patterns for which a body holds: its `when`, and those of the attribute `also` that `lower` merged
     into it."""
-    return [strings(body.when), *(tuple(filter(None, text.split(" "))) for text in strings(body.also))]
+    return [strings_of(body.when), *(tuple(filter(None, text.split(" "))) for text in strings_of(body.also))]
 
 
-def _cases(graph: GraphOp, body: BodyOp, attributes: dict[str, str], name: str) -> list[CaseText]:
+def _case_texts(graph: GraphOp, body: BodyOp, attributes: dict[str, str], name: str) -> list[CaseText]:
     ops = list(body.body.block.ops)
-    needed = _computation(ops)
+    needed = _computed_ops(ops)
     printer = BodyPrinter(graph, attributes)
-    lines = printer.lines(needed)
-    method = Method(
+    lines = printer.print_lines(needed)
+    method = SectionMethod(
         name,
         lines,
-        {op.edge.data: printer.value(op.value) for op in ops if isinstance(op, SendOp)},
-        {op.sym.data: printer.value(op.numerator) for op in ops if isinstance(op, TermOp)},
+        {op.edge.data: printer.name_of(op.value) for op in ops if isinstance(op, SendOp)},
+        {op.sym.data: printer.name_of(op.numerator) for op in ops if isinstance(op, TermOp)},
         tuple(op.edge.data for op in ops if isinstance(op, ReceiveOp)),
     )
     guards = tuple(
-        _guard(graph, body, f"guard_{name}_{i}", op)
+        _guard_method(graph, body, f"guard_{name}_{i}", op)
         for i, op in enumerate(o for o in ops if isinstance(o, GuardOp))
     )
-    anew = texts_of(body, recorded_glue.ANEW)
-    takes = tuple(label for op in needed if (label := recorded_glue.label(op)) is not None)
+    recorded_cases = get_strings(body, recorded_glue.RERECORD_ATTRIBUTE)
+    labels = tuple(label for op in needed if (label := recorded_glue.recorded_label(op)) is not None)
     return [
-        CaseText(when, method, guards, anew, takes, bool(method.terms) or any(map(_is_compiled, needed)))
-        for when in patterns(body)
+        CaseText(
+            when,
+            method,
+            guards,
+            recorded_cases,
+            labels,
+            bool(method.terms) or any(map(_is_captured_glue, needed)),
+        )
+        for when in body_patterns(body)
     ]
 
 
-def _is_compiled(op: Operation) -> bool:
+def _is_captured_glue(op: Operation) -> bool:
     """Whether an op is glue of the captures, which only a whole recording shows to be the micro-batch's
     own."""
-    return isinstance(op, GlueOp) and recorded_glue.label(op) is None
+    return isinstance(op, GlueOp) and recorded_glue.recorded_label(op) is None
 
 
-def _computation(ops: Sequence[Operation]) -> list[Operation]:
+def _computed_ops(ops: Sequence[Operation]) -> list[Operation]:
     """The ops that edges and terms need; what only guards need is printed with the guards."""
     roots = [op for op in ops if isinstance(op, (SendOp, TermOp))]
-    return slice_of(ops, [operand for op in roots for operand in op.operands])
+    return ops_for_values(ops, [operand for op in roots for operand in op.operands])
 
 
-def slice_of(ops: Sequence[Operation], values: Sequence[SSAValue]) -> list[Operation]:
+def ops_for_values(ops: Sequence[Operation], values: Sequence[SSAValue]) -> list[Operation]:
     """The ops, in order, that the given values are computed from."""
     wanted: set[Operation] = set()
     stack = list(values)
@@ -166,35 +179,37 @@ def slice_of(ops: Sequence[Operation], values: Sequence[SSAValue]) -> list[Opera
     return [op for op in ops if op in wanted]
 
 
-def _guard(graph: GraphOp, body: BodyOp, name: str, op: GuardOp) -> Guard:
+def _guard_method(graph: GraphOp, body: BodyOp, name: str, op: GuardOp) -> GuardMethod:
     printer = BodyPrinter(graph, {})
-    lines = printer.lines(slice_of(list(body.body.block.ops), [op.value]))
-    return Guard(name, lines, printer.value(op.value), op.equals.data, op.where.data if op.where else "")
+    lines = printer.print_lines(ops_for_values(list(body.body.block.ops), [op.value]))
+    return GuardMethod(
+        name, lines, printer.name_of(op.value), op.equals.data, op.where.data if op.where else ""
+    )
 
 
-def terms_module(graph: GraphOp) -> str:
+def render_terms_module(graph: GraphOp) -> str:
     """The text of `sections/terms.py`."""
-    leaves: dict[str, Method] = {}
-    coefficients: list[tuple[tuple[str, ...], Method]] = []
-    scope = Scope({"coefficients", "scalar", "constants"})
-    for body in bodies(graph, TERMS):
+    leaves: dict[str, SectionMethod] = {}
+    coefficients: list[tuple[tuple[str, ...], SectionMethod]] = []
+    scope = NameScope({"coefficients", "scalar", "constants"})
+    for body in bodies_of(graph, TERMS_SECTION):
         ops = list(body.body.block.ops)
         for leaf in (op for op in ops if isinstance(op, LeafOp)):
-            leaves.setdefault(leaf.sym.data, _leaf(graph, ops, leaf))
+            leaves.setdefault(leaf.sym.data, _leaf_method(graph, ops, leaf))
         if any(isinstance(op, TermOp) for op in ops):
             printer = BodyPrinter(graph, {}, terms=True, whole_batch=True)
-            lines = printer.lines(ops)
-            terms = {op.sym.data: printer.value(op.operands[0]) for op in ops if isinstance(op, TermOp)}
-            method = Method(scope.name(body.sym.data), lines, {}, terms, ())
-            coefficients += [(when, method) for when in patterns(body)]
+            lines = printer.print_lines(ops)
+            terms = {op.sym.data: printer.name_of(op.operands[0]) for op in ops if isinstance(op, TermOp)}
+            method = SectionMethod(scope.claim_name(body.sym.data), lines, {}, terms, ())
+            coefficients += [(when, method) for when in body_patterns(body)]
     methods = list({id(m): m for _, m in coefficients}.values())
-    return render(
+    return render_template(
         "terms.py.j2",
         leaves=leaves,
         coefficients=coefficients,
         methods=methods,
-        constant=_constant(graph),
-        buffers=[key for key in constants_of(graph, TERMS) if key.startswith(BUFFER)],
+        constant=_loss_constant(graph),
+        buffers=[key for key in constants_of(graph, TERMS_SECTION) if key.startswith(BUFFER_CONSTANT_PREFIX)],
         optional=sorted({key for when, _ in coefficients for key in when}),
     )
 
@@ -202,19 +217,19 @@ def terms_module(graph: GraphOp) -> str:
 def constants_of(graph: GraphOp, section: str) -> list[str]:
     """The names of the constants that a section (or `terms`) reads."""
     return sorted(
-        {op.key.data for body in bodies(graph, section) for op in body.walk() if isinstance(op, ConstOp)}
+        {op.key.data for body in bodies_of(graph, section) for op in body.walk() if isinstance(op, ConstOp)}
     )
 
 
-def _leaf(graph: GraphOp, ops: Sequence[Operation], leaf: LeafOp) -> Method:
+def _leaf_method(graph: GraphOp, ops: Sequence[Operation], leaf: LeafOp) -> SectionMethod:
     printer = BodyPrinter(graph, {}, terms=True)
-    lines = printer.lines(slice_of(ops, [leaf.value]))
-    return Method(
-        identifier(f"leaf_{leaf.sym.data}"), lines, {}, {leaf.sym.data: printer.value(leaf.value)}, ()
+    lines = printer.print_lines(ops_for_values(ops, [leaf.value]))
+    return SectionMethod(
+        to_python_name(f"leaf_{leaf.sym.data}"), lines, {}, {leaf.sym.data: printer.name_of(leaf.value)}, ()
     )
 
 
-def _constant(graph: GraphOp) -> str:
+def _loss_constant(graph: GraphOp) -> str:
     """What the terms leave over of the loss, counted once for a global batch."""
     found = graph.attributes.get("constant")
     return found.data if isinstance(found, StringAttr) else "0.0"

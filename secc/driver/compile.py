@@ -19,43 +19,48 @@ from torch import nn
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 
 from secc import __version__, pass_pipeline, process_map
-from secc.cluster import parse
+from secc.cluster import parse_cluster
 from secc.codegen import plan_builder as plan_codegen
-from secc.codegen.fused_module import fused_module, rewrites
-from secc.codegen.plan_files import plan_files, section_files
-from secc.codegen.plan_writer import write
-from secc.cost.counting.annotate_calls import Costs, keep, learn, measure
-from secc.cost.counting.example_arguments import Samples
-from secc.cost.counting.fused_costs import PREFIX
+from secc.codegen.fused_module import plan_rewrites, render_fused_module
+from secc.codegen.plan_files import build_plan_files, build_section_files
+from secc.codegen.plan_writer import write_plan_files
+from secc.cost.counting.annotate_calls import (
+    KnownCallCosts,
+    annotate_calls,
+    measure_unknown_calls,
+    store_call_costs,
+)
+from secc.cost.counting.example_arguments import CollatedSamples
+from secc.cost.counting.fused_costs import FUSED_PREFIX
 from secc.cost.model import measured_costs as costs
-from secc.driver.pass_driver import Planned, Planner, Source
+from secc.driver.pass_driver import CapturedModel, PlannedModule, Planner
 from secc.errors import UserError
 from secc.frontend.capture import eager_failure, to_ir
-from secc.frontend.capture.capture import Capture, capture
-from secc.frontend.capture.linear_blocks import note_linear
+from secc.frontend.capture.capture import Capture, capture_model
+from secc.frontend.capture.linear_blocks import annotate_linear_blocks
 from secc.frontend.dataset import padding_policy as widths
 from secc.frontend.dataset import statistics
-from secc.frontend.dataset.input_symbols import Inputs, describe
-from secc.frontend.dataset.sampling import survey
-from secc.frontend.dataset.survey import Survey
-from secc.frontend.fusion.declare_rewrites import declare
-from secc.frontend.fusion.find_fusions import Looked, find
-from secc.frontend.tp_search.possible_tp import Limits, note_limits
+from secc.frontend.dataset.input_symbols import ModelInputs, describe_inputs
+from secc.frontend.dataset.sampling import survey_dataset
+from secc.frontend.dataset.survey import DatasetSurvey
+from secc.frontend.fusion.declare_rewrites import declare_rewrites
+from secc.frontend.fusion.find_fusions import TracedSites, find_fusions
+from secc.frontend.tp_search.possible_tp import MappingsByLayer, annotate_possible_tp
 from secc.ir.analysis import fusion_report
 from secc.ir.dialect.ops import graph_of
-from secc.passes.fusion.fuse_when import reason_against
-from secc.runtime.fusion.install import installed
-from secc.runtime.model.meta_build import meta_model
-from secc.runtime.model.user_file import UserModel, load
-from secc.runtime.parameters.elementwise_check import refusal
-from secc.runtime.parameters.mixed_precision import check_model, compute_in, dtype_of
-from secc.runtime.parameters.rank_weights import parameter_table
+from secc.passes.fusion.fuse_when import reason_not_to_fuse
+from secc.runtime.fusion.install import installed_temporarily
+from secc.runtime.model.meta_build import build_meta_model
+from secc.runtime.model.user_file import UserModel, load_model_file
+from secc.runtime.parameters.elementwise_check import why_not_elementwise
+from secc.runtime.parameters.mixed_precision import cast_model, check_trainable_dtype, compute_dtype
+from secc.runtime.parameters.rank_weights import describe_parameters
 from secc.runtime.plan import schema as plan_schema
 from secc.runtime.plan.schema import ModelRef, Plan
 
-Step = Callable[[str], contextlib.AbstractContextManager[None]]
-FITS_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
-PASSES = (
+TimedStep = Callable[[str], contextlib.AbstractContextManager[None]]
+MAX_LOCAL_MODEL_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
+PIPELINE_TEMPLATE = (
     "canonicalize,dce,normalize-loss,dce,fuse-linear-loss{fuse-linear-loss},annotate-patterns,infer-modes,fuse-blocks{fuse-blocks},"
     "coarsen{coarsen},annotate-costs,sink-boundaries{sink},allocate{allocate},place,split-stages,shard-tensors,shard-logits,"
     "insert-transfers,lower"
@@ -63,7 +68,7 @@ PASSES = (
 
 
 @dataclass(frozen=True)
-class Options:
+class CompileOptions:
     """What the user may decide about a plan; the fields are the options of `secc compile`."""
 
     cluster: str = "local"
@@ -92,7 +97,7 @@ class Options:
 
 
 @dataclass
-class Compiled:
+class CompiledPlan:
     """A plan in memory and how it came about: the lowered IR, the dumps between passes, what was surveyed,
     the model if it fits here.
 
@@ -104,14 +109,14 @@ class Compiled:
     dumps: list[tuple[str, str]]
     constants: dict[str, torch.Tensor]
     user: UserModel
-    survey: Survey
-    inputs: Inputs
+    survey: DatasetSurvey
+    inputs: ModelInputs
     model: nn.Module | None
-    seconds: dict[str, float]
-    source: Source
-    options: Options
+    step_seconds: dict[str, float]
+    captured_model: CapturedModel
+    options: CompileOptions
 
-    def write(
+    def write_plan(
         self, directory: Path, page: Callable[[Plan], str], beside: Mapping[str, str] | None = None
     ) -> None:
         """Write the plan directory, with `page(plan)` as its report and files `beside`; a plan that is there
@@ -121,92 +126,99 @@ class Compiled:
             self.plan.model, path=os.path.relpath(self.user.path.resolve(), directory.resolve())
         )
         plan = dataclasses.replace(self.plan, model=model)
-        write(
+        write_plan_files(
             directory,
-            plan_files(plan, self.module, self.dumps, self.constants, self.user.path.read_text(), page(plan))
+            build_plan_files(
+                plan, self.module, self.dumps, self.constants, self.user.path.read_text(), page(plan)
+            )
             | dict(beside or {}),
         )
 
     def write_sections(self, directory: Path) -> None:
         """Write only what the check needs: plan.json and sections/."""
-        write(
+        write_plan_files(
             directory,
-            {"plan.json": plan_schema.to_json(self.plan)}
-            | section_files(self.plan, self.module, self.constants),
+            {"plan.json": plan_schema.plan_to_json(self.plan)}
+            | build_section_files(self.plan, self.module, self.constants),
         )
 
 
 @dataclass(frozen=True)
-class _Known:
+class _CaptureCache:
     """What need not be found again when layers are captured: costs of blocks, also with fused operators,
     places to fuse, cuts of layers."""
 
-    costs: Costs = field(default_factory=dict)
-    fused: Costs = field(default_factory=dict)
-    looked: Looked = field(default_factory=Looked)
-    limits: Limits = field(default_factory=Limits)
+    costs: KnownCallCosts = field(default_factory=dict)
+    fused_costs: KnownCallCosts = field(default_factory=dict)
+    traced_sites: TracedSites = field(default_factory=TracedSites)
+    mappings: MappingsByLayer = field(default_factory=MappingsByLayer)
 
 
-class _Clock:
+class _StepClock:
     """Tells the user which step is running, and keeps how long each took."""
 
     def __init__(self, progress: Callable[[str], None] | None) -> None:
-        self.progress, self.seconds = progress or (lambda _: None), dict[str, float]()
+        self.report_progress, self.seconds = progress or (lambda _: None), dict[str, float]()
 
     @contextlib.contextmanager
-    def step(self, name: str):
-        self.progress(name)
+    def measure(self, name: str):
+        self.report_progress(name)
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 def compile_model(
-    path: str | Path, options: Options, progress: Callable[[str], None] | None = None
-) -> Compiled:
+    path: str | Path, options: CompileOptions, progress: Callable[[str], None] | None = None
+) -> CompiledPlan:
     """Compile a model file. Raises UserError for everything that is wrong with the model or the options."""
-    _look_at(options)
-    clock = _Clock(progress)
-    user, meta, ref, drawn, inputs, captured = front(path, options, clock.step)
-    with clock.step("build the model here"):
-        model = _real_model(user, meta, options.small)
-    with clock.step("compare widths"):
+    _validate_options(options)
+    clock = _StepClock(progress)
+    user, meta, ref, drawn, inputs, captured = load_and_capture(path, options, clock.measure)
+    with clock.measure("build the model here"):
+        model = _build_model_if_small(user, meta, options.small)
+    with clock.measure("compare widths"):
         width = (
             options.widths
             if options.widths != "auto"
-            else widths.choose(user, drawn, inputs, model, captured.draws)
+            else widths.choose_padding_policy(user, drawn, inputs, model, captured.draws)
         )
 
-    known, batches = _Known(), [user.collate([d.sample]) for d in drawn.drawn if d.sample is not None]
+    known, batches = (
+        _CaptureCache(),
+        [user.collate([d.sample]) for d in drawn.drawn_samples if d.sample is not None],
+    )
 
     def make(captured: Capture) -> ModuleOp:
-        samples = Samples(batches, captured.constants)
-        module = _module(user, meta, samples, captured, width, options, clock, known)
-        with clock.step("look how blocks can be cut"):
-            note_limits(module, meta, model, user, drawn, samples, parse(options.cluster), known.limits)
+        samples = CollatedSamples(batches, captured.constants)
+        module = _build_annotated_ir(user, meta, samples, captured, width, options, clock, known)
+        with clock.measure("look how blocks can be cut"):
+            annotate_possible_tp(
+                module, meta, model, user, drawn, samples, parse_cluster(options.cluster), known.mappings
+            )
         return module
 
     def text(**changes: tuple[str, ...]) -> str:
         return pipeline_text(dataclasses.replace(options, **changes))
 
-    source = Source(user, meta, model, drawn, inputs, batches, captured, make, text)
+    source = CapturedModel(user, meta, model, drawn, inputs, batches, captured, make, text)
     try:
-        planned = Planner(source, options.set, clock.step, clock.progress).plan()
+        planned = Planner(source, options.set, clock.measure, clock.report_progress).plan_model()
     except UserError:
-        if not captured.spare:
+        if not captured.has_fallbacks:
             raise
-        source = dataclasses.replace(source, captured=captured.without_spare())
-        planned = Planner(source, options.set, clock.step, clock.progress).plan()
-    made = plan_codegen.build(
+        source = dataclasses.replace(source, capture=captured.without_fallbacks())
+        planned = Planner(source, options.set, clock.measure, clock.report_progress).plan_model()
+    made = plan_codegen.build_plan(
         planned.module, ref, {"secc": __version__, "torch": torch.__version__.split("+")[0]}
     )
-    made = dataclasses.replace(made, checks=made.checks | _notes(planned, drawn, options))
-    model = model if model is None else compute_in(model, options.dtype)
-    return Compiled(
+    made = dataclasses.replace(made, checks=made.checks | _collect_notes(planned, drawn, options))
+    model = model if model is None else cast_model(model, options.dtype)
+    return CompiledPlan(
         made,
         planned.module,
         planned.dumps,
-        planned.captured.constants,
+        planned.capture.constants,
         user,
         drawn,
         inputs,
@@ -217,137 +229,145 @@ def compile_model(
     )
 
 
-def _look_at(options: Options) -> None:
+def _validate_options(options: CompileOptions) -> None:
     """Refuse what is wrong in the options alone, before a model is read."""
-    pass_pipeline.parse(pipeline_text(options))
-    dtype_of(options.dtype)
-    cluster = parse(options.cluster)
+    pass_pipeline.parse_pipeline(pipeline_text(options))
+    compute_dtype(options.dtype)
+    cluster = parse_cluster(options.cluster)
     if options.costs:
-        costs.read(Path(options.costs)).check(cluster)
+        costs.read_measured_costs(Path(options.costs)).check_hardware(cluster)
 
 
-def front(
-    path: str | Path, options: Options, step: Step
-) -> tuple[UserModel, nn.Module, ModelRef, Survey, Inputs, Capture]:
+def load_and_capture(
+    path: str | Path, options: CompileOptions, step: TimedStep
+) -> tuple[UserModel, nn.Module, ModelRef, DatasetSurvey, ModelInputs, Capture]:
     """The model file, the model on the meta device and as plans know it, what its samples look like, and its
     capture."""
     with step("read the model file"):
-        user = load(path)
+        user = load_model_file(path)
         if options.small:
-            user.use_small()
+            user.use_small_dataset()
     with step("build the model on the meta device"):
-        meta = meta_model(user, small=options.small)
-        ref = model_ref(user, meta)
-        check_model(meta, options.dtype)
-        compute_in(meta, options.dtype)
+        meta = build_meta_model(user, small=options.small)
+        ref = make_model_ref(user, meta)
+        check_trainable_dtype(meta, options.dtype)
+        cast_model(meta, options.dtype)
     with step("draw samples"):
-        drawn = survey(user, options.stats_samples, skip_bad=options.skip_bad_samples)
-        inputs = describe(user, drawn)
+        drawn = survey_dataset(user, options.stats_samples, skip_bad=options.skip_bad_samples)
+        inputs = describe_inputs(user, drawn)
     with step("capture"):
         try:
-            drawn, inputs, captured = _captured(user, meta, drawn, inputs)
+            drawn, inputs, captured = _capture_with_or_without_crops(user, meta, drawn, inputs)
         except UserError as error:
-            raise _plain_failure(error, user, meta, drawn, options) or error from None
-        inputs = statistics.ahead(user, drawn, captured.inputs)
-        inputs = inputs if options.stats is None else statistics.read(options.stats, inputs, drawn)
+            raise _find_eager_failure(error, user, meta, drawn, options) or error from None
+        inputs = statistics.apply_declared_sizes(user, drawn, captured.inputs)
+        inputs = inputs if options.stats is None else statistics.read_statistics(options.stats, inputs, drawn)
         captured = dataclasses.replace(captured, inputs=inputs)
     return user, meta, ref, drawn, inputs, captured
 
 
-def _module(
+def _build_annotated_ir(
     user: UserModel,
     meta: nn.Module,
-    samples: Samples,
+    samples: CollatedSamples,
     captured: Capture,
     width: str,
-    options: Options,
-    clock: _Clock,
-    known: _Known,
+    options: CompileOptions,
+    clock: _StepClock,
+    known: _CaptureCache,
 ) -> ModuleOp:
     """The IR of a capture, with what else passes need to know: what blocks cost, and what in them can be
     fused."""
-    module = to_ir.to_ir(captured)
-    note_linear(module, meta)
+    module = to_ir.capture_to_ir(captured)
+    annotate_linear_blocks(module, meta)
     graph_of(module).properties["widths"] = StringAttr(width)
     if options.dtype:
         graph_of(module).attributes["dtype"] = StringAttr(options.dtype)
-    if reason := unshardable(user, meta):
+    if reason := unshardable_reason(user, meta):
         graph_of(module).attributes["unshardable"] = StringAttr(reason)
-    with clock.step("measure blocks"):
-        if not reason_against(_when(options), options.cluster):
-            with process_map.beside(lambda: learn(module, meta, samples, known.costs)) as learnt:
-                _look_for_fusions(module, meta, options, samples, known)
-                keep(module, meta, learnt(), known.costs)
-        measure(module, meta, samples, known=known.costs)
+    with clock.measure("measure blocks"):
+        if not reason_not_to_fuse(_fusion_mode(options), options.cluster):
+            with process_map.run_in_background(
+                lambda: measure_unknown_calls(module, meta, samples, known.costs)
+            ) as learnt:
+                _declare_fusions(module, meta, options, samples, known)
+                store_call_costs(module, meta, learnt(), known.costs)
+        annotate_calls(module, meta, samples, known=known.costs)
         if options.costs:
-            costs.read(Path(options.costs)).write(module, meta)
+            costs.read_measured_costs(Path(options.costs)).annotate_module(module, meta)
     return module
 
 
-def _look_for_fusions(
-    module: ModuleOp, meta: nn.Module, options: Options, samples: Samples, known: _Known
+def _declare_fusions(
+    module: ModuleOp, meta: nn.Module, options: CompileOptions, samples: CollatedSamples, known: _CaptureCache
 ) -> None:
     """Declare what `fuse-blocks` may rewrite in the user's modules, and measure the calls with all of it
     too."""
     graph = graph_of(module)
-    declare(graph, find(meta, graph.blocks, options.without, known.looked))
+    declare_rewrites(graph, find_fusions(meta, graph.blocks, options.without, known.traced_sites))
     if graph.rewrites:
-        with installed(meta, rewrites(graph), fused_module(graph)):
-            measure(module, meta, samples, PREFIX, known.fused)
+        with installed_temporarily(meta, plan_rewrites(graph), render_fused_module(graph)):
+            annotate_calls(module, meta, samples, FUSED_PREFIX, known.fused_costs)
 
 
-def unshardable(user: UserModel, meta: nn.Module) -> str:
+def unshardable_reason(user: UserModel, meta: nn.Module) -> str:
     """Why replicas cannot share the user's optimizer between them, "" if they can."""
     trained = [(name, p) for name, p in meta.named_parameters() if p.requires_grad]
     if not trained:
         return ""
     try:
-        return refusal(user.optimizer(trained)) or ""
+        return why_not_elementwise(user.build_optimizer(trained)) or ""
     except UserError as error:
         return f"optimizer() could not be asked here: {error.message}"
 
 
-def _captured(
-    user: UserModel, meta: nn.Module, drawn: Survey, inputs: Inputs
-) -> tuple[Survey, Inputs, Capture]:
+def _capture_with_or_without_crops(
+    user: UserModel, meta: nn.Module, drawn: DatasetSurvey, inputs: ModelInputs
+) -> tuple[DatasetSurvey, ModelInputs, Capture]:
     """Capture; where the model refuses shortened samples, with the dataset's own lengths as constants."""
     try:
-        return drawn, inputs, capture(user, meta, drawn, inputs)
+        return drawn, inputs, capture_model(user, meta, drawn, inputs)
     except UserError:
-        if not drawn.cropped:
+        if not drawn.has_crops:
             raise
     whole = drawn.without_crops()
-    inputs = describe(user, whole)
-    return whole, inputs, capture(user, meta, whole, inputs)
+    inputs = describe_inputs(user, whole)
+    return whole, inputs, capture_model(user, meta, whole, inputs)
 
 
-def _plain_failure(
-    error: UserError, user: UserModel, meta: nn.Module, drawn: Survey, options: Options
+def _find_eager_failure(
+    error: UserError, user: UserModel, meta: nn.Module, drawn: DatasetSurvey, options: CompileOptions
 ) -> UserError | None:
     """What plain PyTorch says of the first samples where the user's code raised an error, if the model is
     small enough to ask it."""
-    model = _real_model(user, meta, options.small) if eager_failure.is_of_user(error) else None
+    model = _build_model_if_small(user, meta, options.small) if eager_failure.is_user_error(error) else None
     return (
         None
         if model is None
-        else eager_failure.failure(user, model, [d.sample for d in drawn.drawn if d.sample is not None][:2])
+        else eager_failure.find_eager_failure(
+            user, model, [d.sample for d in drawn.drawn_samples if d.sample is not None][:2]
+        )
     )
 
 
-def _notes(planned: Planned, drawn: Survey, options: Options) -> dict[str, list[str]]:
+def _collect_notes(
+    planned: PlannedModule, drawn: DatasetSurvey, options: CompileOptions
+) -> dict[str, list[str]]:
     """What was chosen differently than planned, for the report: one line each, with place and cause."""
-    notes = planned.captured.notes
+    notes = planned.capture.notes
     found = dict.fromkeys(
         f"{n.path + ': ' if n.path else ''}{n.reason}{f' ({n.where})' if n.where else ''}" for n in notes
     )
-    found |= dict.fromkeys(drawn.skipped)
-    found |= dict.fromkeys(f"{choice} was taken back: {why}" for choice, why in planned.refused.items())
+    found |= dict.fromkeys(drawn.skipped_samples)
+    found |= dict.fromkeys(
+        f"{choice} was taken back: {why}" for choice, why in planned.refused_choices.items()
+    )
     if options.stats is not None:
         found[f"how frequent and how large samples are is taken from {options.stats.name}"] = None
     return {"notes": list(found)} if found else {}
 
 
-def pipeline_text(options: Options) -> str:
+def pipeline_text(options: CompileOptions) -> str:
     """The pipeline string that these options ask for."""
     coarsen = {
         "max-sections": options.max_sections, "sections": options.sections,
@@ -360,26 +380,28 @@ def pipeline_text(options: Options) -> str:
         **({"run-ahead": options.run_ahead} if options.run_ahead != "auto" else {}),
         **({"objective": options.objective, "step-time": options.step_time} if options.objective != "time" or options.step_time else {}),
     }  # fmt: skip
-    text = _fusing(options).replace("normalize-loss", f"normalize-loss{_spec({'accept': options.accept})}")
+    text = _pipeline_with_fusion_options(options).replace(
+        "normalize-loss", f"normalize-loss{_format_pass_options({'accept': options.accept})}"
+    )
     for name, asked in {
         "coarsen": coarsen,
         "sink": {"cluster": options.cluster},
         "allocate": allocate,
     }.items():
-        text = text.replace(f"{{{name}}}", _spec(asked))
+        text = text.replace(f"{{{name}}}", _format_pass_options(asked))
     return text
 
 
-def _fusing(options: Options) -> str:
+def _pipeline_with_fusion_options(options: CompileOptions) -> str:
     """The pipeline with the options of its fusing passes, or without these passes. Raises UserError for a
     rule that there is not."""
-    fusion_report.check(options.without)
-    text = PASSES
-    for name in dict.fromkeys(fusion_report.RULES.values()):
-        asked = _spec(
+    fusion_report.check_rule_names(options.without)
+    text = PIPELINE_TEMPLATE
+    for name in dict.fromkeys(fusion_report.PASS_OF_RULE.values()):
+        asked = _format_pass_options(
             {
-                "without": fusion_report.of_pass(options.without, name),
-                "when": _when(options),
+                "without": fusion_report.rules_of_pass(options.without, name),
+                "when": _fusion_mode(options),
                 "cluster": options.cluster,
             }
         )
@@ -391,12 +413,12 @@ def _fusing(options: Options) -> str:
     return text
 
 
-def _when(options: Options) -> str:
+def _fusion_mode(options: CompileOptions) -> str:
     """When the fusing passes put operators in, as they take it."""
     return {None: "auto", True: "always", False: "never"}[options.fuse]
 
 
-def _spec(options: Mapping[str, object]) -> str:
+def _format_pass_options(options: Mapping[str, object]) -> str:
     """`{a=1 b="x","y"}`; options that are None or empty keep the pass's default."""
 
     def text(value: object) -> str:
@@ -410,20 +432,20 @@ def _spec(options: Mapping[str, object]) -> str:
     return f"{{{' '.join(parts)}}}" if parts else ""
 
 
-def model_ref(user: UserModel, meta: nn.Module) -> ModelRef:
+def make_model_ref(user: UserModel, meta: nn.Module) -> ModelRef:
     """What ties a plan to its model: the file, its hash, and the parameters with shapes and whether they
     train."""
-    return ModelRef(str(user.path.resolve()), user.sha256, parameter_table(meta))
+    return ModelRef(str(user.path.resolve()), user.sha256, describe_parameters(meta))
 
 
-def _real_model(user: UserModel, meta: nn.Module, small: bool) -> nn.Module | None:
+def _build_model_if_small(user: UserModel, meta: nn.Module, small: bool) -> nn.Module | None:
     """The model with random weights in float32, or None if it is too large to build here."""
     size = sum(p.numel() * 4 for p in meta.parameters())
-    if size > FITS_BYTES:
+    if size > MAX_LOCAL_MODEL_BYTES:
         return None
     torch.manual_seed(0)
     with contextlib.redirect_stdout(io.StringIO()):
-        model = user.small_model() if small else user.model()
+        model = user.build_small_model() if small else user.build_model()
     if model is None:
         raise UserError(
             "the model file has no small_model()",

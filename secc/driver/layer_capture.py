@@ -15,17 +15,17 @@ from torch import nn
 from xdsl.dialects.builtin import ModuleOp
 
 from secc.alloc.explain import plan_choices as known
-from secc.errors import Impossible, UserError
-from secc.frontend.capture.block_selection import Tree
+from secc.errors import ImpossibleChoice, UserError
+from secc.frontend.capture.block_selection import ModuleTree
 from secc.frontend.capture.capture import Capture
-from secc.ir.analysis.dataflow import number_of, texts_of
-from secc.ir.dialect.ops import CallOp, graph_of, section_of, strings
-from secc.ir.text_io.module_text import parse
-from secc.passes.sections.merge_sections import note
+from secc.ir.analysis.dataflow import get_number, get_strings
+from secc.ir.dialect.ops import CallOp, graph_of, section_of, strings_of
+from secc.ir.text_io.module_text import parse_module
+from secc.passes.sections.merge_sections import add_section_notes
 
 
 @dataclass(frozen=True)
-class Staging:
+class LayerCapturePlan:
     """The blocks to open, the sections to keep, as `coarsen` takes them ("name=path+path"), and each
     section's stages ("name.pp=2").
 
@@ -33,62 +33,77 @@ class Staging:
     made, with what was `proven` of them; `notes` says how each section was formed.
     """
 
-    cut: tuple[str, ...]
+    opened_blocks: tuple[str, ...]
     sections: tuple[str, ...]
-    stages: tuple[str, ...]
-    choices: Mapping[str, str]
-    known: tuple[str, ...]
-    proven: tuple[str, ...]
-    notes: Mapping[str, tuple[str, ...]]
+    stage_pins: tuple[str, ...]
+    choice_by_block: Mapping[str, str]
+    all_choices: tuple[str, ...]
+    solver_status: tuple[str, ...]
+    section_notes: Mapping[str, tuple[str, ...]]
 
-    def impossible(self, error: UserError, paths: Collection[str] = ()) -> Impossible:
+    def impossible_choice(self, error: UserError, paths: Collection[str] = ()) -> ImpossibleChoice:
         """What went wrong with the blocks open, as a reason against the stages that `paths`, or else all of
         them, were opened for."""
-        if isinstance(error, Impossible):
+        if isinstance(error, ImpossibleChoice):
             return error
-        cut = [path for path in self.cut if path in paths or not paths]
-        choices = sorted({self.choices[path] for path in cut})
+        cut = [path for path in self.opened_blocks if path in paths or not paths]
+        choices = sorted({self.choice_by_block[path] for path in cut})
         message = f"{' and '.join(choices)} cannot be had: with {' and '.join(cut)} cut into layers, {error.message}"
-        return Impossible(UserError(message, error.where, "leave pp out for that section"), choices)
+        return ImpossibleChoice(UserError(message, error.where, "leave pp out for that section"), choices)
 
 
-def find(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, str]) -> Staging:
+def plan_layer_capture(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, str]) -> LayerCapturePlan:
     """What to open for the stages of an allocated module. Sections are kept as they are in the dump of
     `coarsen`, before blocks moved."""
     graph = graph_of(module)
-    staged = {s.sym.data for s in graph.sections if (number_of(s, "pp") or 1) > 1}
+    staged = {s.sym.data for s in graph.sections if (get_number(s, "pp") or 1) > 1}
     calls = {
         (section_of(op), op.target.data) for case in graph.cases for op in case.ops if isinstance(op, CallOp)
     }
-    tree = Tree(meta)
-    cut = tuple(sorted({path for section, path in calls if section in staged and tree.depth(path)}))
-    coarse = graph_of(parse(dumps["coarsen"])).sections if cut else ()
-    sections = tuple(f"{s.sym.data}={'+'.join(strings(s.blocks))}" for s in coarse if strings(s.blocks))
-    stages = tuple(f"{s.sym.data}.pp={number_of(s, 'pp') or 1}" for s in graph.sections)
-    notes = {s.sym.data: texts_of(s, "notes") for s in coarse}
+    tree = ModuleTree(meta)
+    cut = tuple(sorted({path for section, path in calls if section in staged and tree.stack_depth(path)}))
+    coarse = graph_of(parse_module(dumps["coarsen"])).sections if cut else ()
+    sections = tuple(f"{s.sym.data}={'+'.join(strings_of(s.blocks))}" for s in coarse if strings_of(s.blocks))
+    stages = tuple(f"{s.sym.data}.pp={get_number(s, 'pp') or 1}" for s in graph.sections)
+    notes = {s.sym.data: get_strings(s, "notes") for s in coarse}
     choices = {path: f"{section}.pp" for section, path in calls if path in cut}
-    return Staging(cut, sections, stages, choices, known.choices(graph), known.proven(graph), notes)
+    return LayerCapturePlan(
+        cut,
+        sections,
+        stages,
+        choices,
+        known.list_plan_choices(graph),
+        known.format_solver_status(graph),
+        notes,
+    )
 
 
-def tell(staging: Staging, module: ModuleOp) -> bool:
+def copy_section_notes(staging: LayerCapturePlan, module: ModuleOp) -> bool:
     """Note at the sections of the second capture how they were formed after the first one; whether there was
     anything to note."""
     for section in graph_of(module).sections:
-        note(
+        add_section_notes(
             section,
-            *(n for n in staging.notes.get(section.sym.data, ()) if n not in texts_of(section, "notes")),
+            *(
+                n
+                for n in staging.section_notes.get(section.sym.data, ())
+                if n not in get_strings(section, "notes")
+            ),
         )
-    return any(staging.notes.values())
+    return any(staging.section_notes.values())
 
 
-def check(staging: Staging, captured: Capture) -> None:
+def check_opened_blocks(staging: LayerCapturePlan, captured: Capture) -> None:
     """Raise Impossible if blocks that were to be opened had to stay whole, against the stages that they were
     opened for alone."""
     around = {
-        path: b for path in staging.cut for b in captured.blocks if path == b or path.startswith(f"{b}.")
+        path: b
+        for path in staging.opened_blocks
+        for b in captured.blocks
+        if path == b or path.startswith(f"{b}.")
     }
     for path, block in around.items():
         note = next((n for n in captured.notes if n.path == block), None)
         reason = f": {block} is {note.reason}" if note else ""
         error = UserError(f"{path} cannot be cut into stages{reason}", note.where if note else "")
-        raise staging.impossible(error, around)
+        raise staging.impossible_choice(error, around)

@@ -17,25 +17,31 @@ from torch import nn
 from xdsl.dialects.builtin import ModuleOp
 
 from secc import pass_pipeline, process_map
-from secc.codegen.fused_module import fused_module, rewrites
-from secc.cost.counting.example_arguments import Samples
+from secc.codegen.fused_module import plan_rewrites, render_fused_module
+from secc.cost.counting.example_arguments import CollatedSamples
 from secc.driver import layer_capture
-from secc.errors import Impossible, UserError
-from secc.frontend.capture.capture import Capture, capture
-from secc.frontend.dataset.input_symbols import Inputs
-from secc.frontend.dataset.survey import Survey
-from secc.frontend.tp_search.annotate_layouts import NOTHING, Fused, Subject, annotate, seek
+from secc.errors import ImpossibleChoice, UserError
+from secc.frontend.capture.capture import Capture, capture_model
+from secc.frontend.dataset.input_symbols import ModelInputs
+from secc.frontend.dataset.survey import DatasetSurvey
+from secc.frontend.tp_search.annotate_layouts import (
+    NO_LAYOUTS,
+    FusedOperators,
+    SearchSubject,
+    annotate_layouts,
+    search_layouts,
+)
 from secc.ir.dialect.ops import graph_of
-from secc.ir.text_io.module_text import parse, print_module
+from secc.ir.text_io.module_text import parse_module, print_module
 from secc.runtime.model.user_file import UserModel
 
 # the first pass behind the choice: layers are captured for what was chosen, wherever its ranks are
-PLACED = "place"
-BEHIND = "split-stages"  # the first of the passes that carry choices out
+FIRST_PLACEMENT_PASS = "place"
+FIRST_PARTITIONING_PASS = "split-stages"  # the first of the passes that carry choices out
 
 
 @dataclass(frozen=True)
-class Source:
+class CapturedModel:
     """A captured model: `model` has weights if it fits here, `batches` are samples collated one by one.
 
     `make` gives the IR of a capture, `text` the pipeline with options changed.
@@ -44,132 +50,174 @@ class Source:
     user: UserModel
     meta: nn.Module
     model: nn.Module | None
-    drawn: Survey
-    inputs: Inputs
-    batches: Sequence[Mapping[str, Any]]
-    captured: Capture
-    make: Callable[[Capture], ModuleOp]
-    text: Callable[..., str]
+    survey: DatasetSurvey
+    inputs: ModelInputs
+    sample_batches: Sequence[Mapping[str, Any]]
+    capture: Capture
+    make_ir: Callable[[Capture], ModuleOp]
+    make_pipeline_text: Callable[..., str]
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedModule:
     """The lowered IR, the capture it was made of, the dumps on the way, and choices that were taken back,
     with the reason."""
 
     module: ModuleOp
-    captured: Capture
+    capture: Capture
     dumps: list[tuple[str, str]]
-    refused: dict[str, str]
+    refused_choices: dict[str, str]
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _AllocatedModule:
     """A module with its choices made: its text before, the capture it was made of, and the passes with what
     they dumped so far."""
 
     module: ModuleOp
-    start: str
-    captured: Capture
+    text_before: str
+    capture: Capture
     passes: tuple[pass_pipeline.ModulePass, ...]
-    run: pass_pipeline.Run
+    pipeline_run: pass_pipeline.PipelineRun
 
 
 class Planner:
     """Runs the passes on a captured model."""
 
     def __init__(
-        self, source: Source, pinned: tuple[str, ...], step: Callable[[str], contextlib.AbstractContextManager[None]],
+        self, source: CapturedModel, pinned: tuple[str, ...], step: Callable[[str], contextlib.AbstractContextManager[None]],
         progress: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self.source, self.step, self.progress = source, step, progress
-        self.asked, self.pinned = pinned, {pin.partition("=")[0] for pin in pinned}
-        self.first = print_module(source.make(source.captured))
+        self.source, self.time_step, self.report_progress = source, step, progress
+        self.pins, self.pinned_keys = pinned, {pin.partition("=")[0] for pin in pinned}
+        self.captured_text = print_module(source.make_ir(source.capture))
 
-    def plan(self) -> Planned:
+    def plan_model(self) -> PlannedModule:
         """Plan, taking back choices that cannot be carried out. Raises UserError for those that the user has
         pinned."""
         refused: dict[str, str] = {}
         while True:
             try:
-                return self._plan(refused)
-            except Impossible as error:
+                return self._plan_without(refused)
+            except ImpossibleChoice as error:
                 new = set(error.choices) - refused.keys()
-                if not new or any(choice.partition("=")[0] in self.pinned for choice in new):
+                if not new or any(choice.partition("=")[0] in self.pinned_keys for choice in new):
                     raise
                 refused |= dict.fromkeys(sorted(new), error.message)
 
-    def _plan(self, refused: dict[str, str]) -> Planned:
+    def _plan_without(self, refused: dict[str, str]) -> PlannedModule:
         options = {"refused": tuple(refused)}
-        first = parse(self.first)
-        chosen = whole = self._choose(first, self.first, self.source.captured, self.source.text(**options))
-        sought = NOTHING
-        if (staged := layer_capture.find(first, self.source.meta, dict(whole.run.dumps))).cut:
+        first = parse_module(self.captured_text)
+        chosen = whole = self._run_allocation_passes(
+            first, self.captured_text, self.source.capture, self.source.make_pipeline_text(**options)
+        )
+        sought = NO_LAYOUTS
+        if (
+            staged := layer_capture.plan_layer_capture(
+                first, self.source.meta, dict(whole.pipeline_run.dumps)
+            )
+        ).opened_blocks:
             # Layers of a tower are the same once it is opened. What is sought is wanted last, behind the
             # captured layers' own choices.
-            with process_map.beside(lambda: seek(first, *self._subject(whole)), patient=True) as seeking:
-                chosen = self._staged(staged, options)
+            with process_map.run_in_background(
+                lambda: search_layouts(first, *self._search_subject(whole)), patient=True
+            ) as seeking:
+                chosen = self._allocate_captured_layers(staged, options)
                 sought = seeking()
-        module, passes, dumps = chosen.module, chosen.passes, [("capture", chosen.start), *chosen.run.dumps]
-        dumps += self._run(module, _before(BEHIND, passes), len(_before(PLACED, passes))).dumps
-        with self.step("cut blocks over ranks"):
-            told = layer_capture.tell(staged, module)
-            if annotate(module, *self._subject(chosen), sought) or told:
-                done = [pass_pipeline.described(step) for step in _before(BEHIND, passes)]
-                dumps[-1] = (dumps[-1][0], pass_pipeline.header(done) + print_module(module))
-        dumps += self._run(module, passes, len(_before(BEHIND, passes))).dumps
-        return Planned(module, chosen.captured, dumps, refused)
+        module, passes, dumps = (
+            chosen.module,
+            chosen.passes,
+            [("capture", chosen.text_before), *chosen.pipeline_run.dumps],
+        )
+        dumps += self._run_passes(
+            module,
+            _passes_before(FIRST_PARTITIONING_PASS, passes),
+            len(_passes_before(FIRST_PLACEMENT_PASS, passes)),
+        ).dumps
+        with self.time_step("cut blocks over ranks"):
+            told = layer_capture.copy_section_notes(staged, module)
+            if annotate_layouts(module, *self._search_subject(chosen), sought) or told:
+                done = [
+                    pass_pipeline.format_pass(step)
+                    for step in _passes_before(FIRST_PARTITIONING_PASS, passes)
+                ]
+                dumps[-1] = (dumps[-1][0], pass_pipeline.format_dump_header(done) + print_module(module))
+        dumps += self._run_passes(module, passes, len(_passes_before(FIRST_PARTITIONING_PASS, passes))).dumps
+        return PlannedModule(module, chosen.capture, dumps, refused)
 
-    def _choose(self, module: ModuleOp, start: str, captured: Capture, text: str) -> _Chosen:
+    def _run_allocation_passes(
+        self, module: ModuleOp, start: str, captured: Capture, text: str
+    ) -> _AllocatedModule:
         """The passes up to the choice, on `module`."""
-        passes = pass_pipeline.parse(text)
-        return _Chosen(module, start, captured, passes, self._run(module, _before(PLACED, passes)))
+        passes = pass_pipeline.parse_pipeline(text)
+        return _AllocatedModule(
+            module,
+            start,
+            captured,
+            passes,
+            self._run_passes(module, _passes_before(FIRST_PLACEMENT_PASS, passes)),
+        )
 
-    def _run(
+    def _run_passes(
         self, module: ModuleOp, passes: tuple[pass_pipeline.ModulePass, ...], done: int = 0
-    ) -> pass_pipeline.Run:
+    ) -> pass_pipeline.PipelineRun:
         """Passes, of which so many have been `done`."""
-        with self.step("passes"):
-            made = [pass_pipeline.described(step) for step in passes[:done]]
-            return pass_pipeline.run(module, passes[done:], dump=True, progress=self.progress, made=made)
+        with self.time_step("passes"):
+            made = [pass_pipeline.format_pass(step) for step in passes[:done]]
+            return pass_pipeline.run_passes(
+                module, passes[done:], dump=True, progress=self.report_progress, made=made
+            )
 
-    def _staged(self, staged: layer_capture.Staging, options: Mapping[str, tuple[str, ...]]) -> _Chosen:
+    def _allocate_captured_layers(
+        self, staged: layer_capture.LayerCapturePlan, options: Mapping[str, tuple[str, ...]]
+    ) -> _AllocatedModule:
         """The choice again, with towers opened down to their layers."""
-        with self.step("capture layers"):
-            captured = self._layers(staged)
-        module = self.source.make(captured)
+        with self.time_step("capture layers"):
+            captured = self._capture_layers(staged)
+        module = self.source.make_ir(captured)
         start = print_module(module)
-        stages = tuple(pin for pin in staged.stages if pin.partition("=")[0] not in self.pinned)
-        text = self.source.text(
-            **options, sections=staged.sections, stages=stages, known=staged.known, proven=staged.proven
+        stages = tuple(pin for pin in staged.stage_pins if pin.partition("=")[0] not in self.pinned_keys)
+        text = self.source.make_pipeline_text(
+            **options,
+            sections=staged.sections,
+            stages=stages,
+            known=staged.all_choices,
+            proven=staged.solver_status,
         )
         try:
-            return self._choose(module, start, captured, text)
+            return self._run_allocation_passes(module, start, captured, text)
         except UserError as error:
-            raise staged.impossible(error) from error
+            raise staged.impossible_choice(error) from error
 
-    def _subject(self, chosen: _Chosen) -> tuple[Subject, Fused]:
+    def _search_subject(self, chosen: _AllocatedModule) -> tuple[SearchSubject, FusedOperators]:
         """What mappings are sought for, and the fused operators with which they are to be shown."""
         source, graph = self.source, graph_of(chosen.module)
-        samples = Samples(source.batches, chosen.captured.constants)
-        return Subject(source.meta, source.model, source.user, source.drawn, samples), (
-            rewrites(graph),
-            fused_module(graph),
+        samples = CollatedSamples(source.sample_batches, chosen.capture.constants)
+        return SearchSubject(source.meta, source.model, source.user, source.survey, samples), (
+            plan_rewrites(graph),
+            render_fused_module(graph),
         )
 
-    def _layers(self, staged: layer_capture.Staging) -> Capture:
+    def _capture_layers(self, staged: layer_capture.LayerCapturePlan) -> Capture:
         """The capture with towers opened down to their layers. Raises Impossible where they have to stay
         whole."""
         source = self.source
         try:
-            captured = capture(
-                source.user, source.meta, source.drawn, source.inputs, staged.cut, before=source.captured
+            captured = capture_model(
+                source.user,
+                source.meta,
+                source.survey,
+                source.inputs,
+                staged.opened_blocks,
+                before=source.capture,
             )
-            layer_capture.check(staged, captured)
+            layer_capture.check_opened_blocks(staged, captured)
         except UserError as error:
-            raise staged.impossible(error) from error
+            raise staged.impossible_choice(error) from error
         return captured
 
 
-def _before(name: str, passes: tuple[pass_pipeline.ModulePass, ...]) -> tuple[pass_pipeline.ModulePass, ...]:
+def _passes_before(
+    name: str, passes: tuple[pass_pipeline.ModulePass, ...]
+) -> tuple[pass_pipeline.ModulePass, ...]:
     return passes[: [step.name for step in passes].index(name)]

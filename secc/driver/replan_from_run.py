@@ -20,20 +20,20 @@ from typing import Any
 
 from xdsl.dialects.builtin import FloatAttr, StringAttr, f64
 
-from secc.alloc.problem.candidates import MOVED
+from secc.alloc.problem.candidates import MEASURED_PERMILLE_ATTRIBUTES
 from secc.codegen import plan_builder as plan_codegen
 from secc.driver import what_if
 from secc.errors import UserError
-from secc.ir.dialect.ops import GraphOp, strings
-from secc.ir.dialect.python_attributes import integer
-from secc.runtime.monitoring.section_times import FILE, LAST, WARM
-from secc.runtime.plan.schema import Plan, Section, load
+from secc.ir.dialect.ops import GraphOp, strings_of
+from secc.ir.dialect.python_attributes import int_attr
+from secc.runtime.monitoring.section_times import MAX_KEPT_STEPS, SECTION_TIMES_FILE, UNCOUNTED_STEPS
+from secc.runtime.plan.schema import Plan, Section, load_plan
 
-KINDS = ("forward_s", "backward_s")
+TIMED_DIRECTIONS = ("forward_s", "backward_s")
 
 
 @dataclass(frozen=True)
-class Moved:
+class SectionDrift:
     """A section's measured times over the predicted ones; None where nothing was predicted or timed."""
 
     forward: float | None
@@ -41,60 +41,58 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Drift:
+class DriftReport:
     """`sections` by name; `shares` and `sizes` of each pattern (keys joined by +) in the plan and in the run;
     the plan, and the one that is best by what was measured. `gain`: how much longer a step of the first
     takes, relative; `set`: the choices that make the second."""
 
     steps: int
-    sections: dict[str, Moved]
+    sections: dict[str, SectionDrift]
     mix: dict[str, tuple[float, float]]
     gain: float
     plan: Plan
-    best: Plan
-    set: tuple[str, ...]
+    best_plan: Plan
+    best_pins: tuple[str, ...]
 
 
-def drift(directory: Path, log_dir: Path) -> Drift:
+def measure_drift(directory: Path, log_dir: Path) -> DriftReport:
     """What moved in the last run that logged to `log_dir`, and what another plan would gain.
 
     Raises UserError for a log that says nothing.
     """
-    plan = load(directory)
-    steps = _read(log_dir / FILE)
-    moved = {s.name: _moved(steps, s.name) for s in plan.whole_sections}
-    passes, before = what_if.before_allocate(directory)
+    plan = load_plan(directory)
+    steps = _read_last_run(log_dir / SECTION_TIMES_FILE)
+    moved = {s.name: _section_drift(steps, s.name) for s in plan.user_sections}
+    passes, before = what_if.load_before_allocate(directory)
     allocate: Any = passes[0]
     made: list[Plan] = []
     mix: dict[str, tuple[float, float]] = {}
-    for changed in (dataclasses.replace(allocate, **_as_planned(plan)), allocate):
+    for changed in (dataclasses.replace(allocate, **_pinned_allocate_options(plan)), allocate):
 
         def adapt(graph: GraphOp) -> None:
-            what_if.note_taken(plan, graph)
-            _mark(graph, moved)
-            mix.update(_remix(graph, steps))
+            what_if.allow_plan_tp(plan, graph)
+            _set_time_ratios(graph, moved)
+            mix.update(_replace_statistics(graph, steps))
 
-        module = what_if.again(before, changed, passes[1:], adapt)
-        made.append(plan_codegen.build(module, plan.model, {}))
+        module = what_if.reallocate(before, changed, passes[1:], adapt)
+        made.append(plan_codegen.build_plan(module, plan.model, {}))
     now, best = (float(p.prediction["step_time_s"]) for p in made)
-    return Drift(len(steps), moved, mix, max(0.0, now / best - 1), made[0], made[1], choices(made[1]))
+    return DriftReport(len(steps), moved, mix, max(0.0, now / best - 1), made[0], made[1], plan_pins(made[1]))
 
 
-def choices(plan: Plan) -> tuple[str, ...]:
+def plan_pins(plan: Plan) -> tuple[str, ...]:
     """The pins, NAME.KEY=VALUE, that make a plan."""
-    return tuple(pin for s in plan.whole_sections for pin in _pins(s)) + tuple(_together(plan))
+    return tuple(pin for s in plan.user_sections for pin in _section_pins(s)) + tuple(_colocation_pins(plan))
 
 
-def _as_planned(plan: Plan) -> dict[str, Any]:
+def _pinned_allocate_options(plan: Plan) -> dict[str, Any]:
     """The options of `allocate` under which nothing but the plan's own choices is left."""
-    groups = {s.mesh.ranks for s in plan.whole_sections}
-    strategy = (
-        "auto" if 1 < len(groups) < len(plan.whole_sections) else "apart" if len(groups) > 1 else "auto"
-    )
-    return {"set": choices(plan), "strategy": strategy, "objective": "time", "step_time": 0.0}
+    groups = {s.mesh.ranks for s in plan.user_sections}
+    strategy = "auto" if 1 < len(groups) < len(plan.user_sections) else "apart" if len(groups) > 1 else "auto"
+    return {"set": plan_pins(plan), "strategy": strategy, "objective": "time", "step_time": 0.0}
 
 
-def _pins(s: Section) -> Iterator[str]:
+def _section_pins(s: Section) -> Iterator[str]:
     values = {"dp": s.mesh.dp, "tp": s.mesh.tp, "pp": s.mesh.pp, "micro_batch": s.micro_batch}
     words = {"sharding": s.sharding, "recompute": s.recompute}
     yield from (
@@ -103,9 +101,9 @@ def _pins(s: Section) -> Iterator[str]:
     )
 
 
-def _together(plan: Plan) -> Iterator[str]:
+def _colocation_pins(plan: Plan) -> Iterator[str]:
     first: dict[tuple[int, ...], str] = {}
-    for s in plan.whole_sections:
+    for s in plan.user_sections:
         if (other := first.setdefault(s.mesh.ranks, s.name)) != s.name:
             yield f"{s.name}.with={other}"
 
@@ -114,7 +112,7 @@ def _together(plan: Plan) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read_last_run(path: Path) -> list[dict[str, Any]]:
     """The steps of the last run in a log, without its first ones."""
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -129,31 +127,33 @@ def _read(path: Path) -> list[dict[str, Any]]:
         raise UserError(
             "not a log of what sections took", str(path), "name the --log-dir of a run of this plan"
         ) from None
-    steps = lines[starts[-1] + WARM if starts else 0 :][-LAST:]
+    steps = lines[starts[-1] + UNCOUNTED_STEPS if starts else 0 :][-MAX_KEPT_STEPS:]
     if not steps:
         raise UserError(
-            f"the last run has no step beyond its first {WARM}, which do not count",
+            f"the last run has no step beyond its first {UNCOUNTED_STEPS}, which do not count",
             str(path),
             "run more steps",
         )
     return steps
 
 
-def _moved(steps: Sequence[Mapping[str, Any]], section: str) -> Moved:
+def _section_drift(steps: Sequence[Mapping[str, Any]], section: str) -> SectionDrift:
     known = [step["sections"][section] for step in steps if section in step["sections"]]
     if not known:
         raise UserError(
             f"the log says nothing of section {section}", remedy="name the --log-dir of a run of this plan"
         )
-    return Moved(
+    return SectionDrift(
         *(
-            _ratio(sum(s.get(k, 0.0) for s in known), sum(s.get(f"predicted_{k}", 0.0) for s in known))
-            for k in KINDS
+            _measured_ratio(
+                sum(s.get(k, 0.0) for s in known), sum(s.get(f"predicted_{k}", 0.0) for s in known)
+            )
+            for k in TIMED_DIRECTIONS
         )
     )
 
 
-def _ratio(measured: float, predicted: float) -> float | None:
+def _measured_ratio(measured: float, predicted: float) -> float | None:
     return measured / predicted if measured > 0 and predicted > 0 else None
 
 
@@ -161,16 +161,16 @@ def _ratio(measured: float, predicted: float) -> float | None:
 # -----------------------------------------------------------------------------------------------------------------------
 
 
-def _mark(graph: GraphOp, moved: Mapping[str, Moved]) -> None:
+def _set_time_ratios(graph: GraphOp, moved: Mapping[str, SectionDrift]) -> None:
     """Tell `allocate` by how much sections' times moved."""
     for section in graph.sections:
         found = moved[section.sym.data]
-        for name, ratio in zip(MOVED, (found.forward, found.backward), strict=True):
+        for name, ratio in zip(MEASURED_PERMILLE_ATTRIBUTES, (found.forward, found.backward), strict=True):
             if ratio is not None:
-                section.attributes[name] = integer(max(1, round(1000 * ratio)))
+                section.attributes[name] = int_attr(max(1, round(1000 * ratio)))
 
 
-def _remix(graph: GraphOp, steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+def _replace_statistics(graph: GraphOp, steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
     """Replace the dataset's statistics by the run's; returns each pattern's share before and now. Patterns
     that no capture has are left out, and those that the run did not meet lose their share."""
     counts: Counter[frozenset[str]] = Counter()
@@ -178,7 +178,7 @@ def _remix(graph: GraphOp, steps: Sequence[Mapping[str, Any]]) -> dict[str, tupl
     for part in (part for step in steps for part in step["mix"]):
         counts[frozenset(part["when"])] += part["count"]
         sizes[frozenset(part["when"])].update(part["sizes"])
-    known = {frozenset(strings(op.when)): op for op in graph.patterns}
+    known = {frozenset(strings_of(op.when)): op for op in graph.patterns}
     total = sum(counts[when] for when in known)
     found: dict[str, tuple[float, float]] = {}
     for when, op in known.items() if total else ():

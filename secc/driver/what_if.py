@@ -20,17 +20,17 @@ from xdsl.passes import ModulePass
 
 from secc import pass_pipeline
 from secc.codegen import plan_builder as plan_codegen
-from secc.errors import Impossible, UserError
-from secc.ir.analysis.tp_layouts import cuttable
-from secc.ir.dialect.ops import GraphOp, graph_of, strings
-from secc.ir.dialect.python_attributes import integers
+from secc.errors import ImpossibleChoice, UserError
+from secc.ir.analysis.tp_layouts import feasible_tp
+from secc.ir.dialect.ops import GraphOp, graph_of, strings_of
+from secc.ir.dialect.python_attributes import int_list_attr
 from secc.ir.text_io import module_text
-from secc.runtime.plan.schema import Plan, Shard, load
+from secc.runtime.plan.schema import Plan, Shard, load_plan
 
-ALLOCATE, SHARD = "allocate", "shard-tensors"
-WHOLE = ".pp=1"  # ends the pin of a section whose layers were not captured
+ALLOCATE_PASS, SHARD_PASS = "allocate", "shard-tensors"
+ONE_STAGE = ".pp=1"  # ends the pin of a section whose layers were not captured
 # Options of `allocate`; everything else is a section's choice.
-OPTIONS = {
+ALLOCATE_OPTIONS = {
     "cluster": str,
     "ranks": int,
     "global_batch": int,
@@ -40,31 +40,31 @@ OPTIONS = {
 }
 
 
-def what_if(directory: Path, changes: Sequence[str]) -> tuple[Plan, Plan]:
+def replan_with_changes(directory: Path, changes: Sequence[str]) -> tuple[Plan, Plan]:
     """The plan in `directory`, and what it would be with `changes`: `SECTION.KEY=VALUE` or
     `cluster=4x8xH100`.
 
     Raises UserError for a directory without the IR of a plan, and for changes that cannot be read or done.
     """
-    plan = load(directory)
-    steps, before = before_allocate(directory)
-    asked = dataclasses.replace(steps[0], **_options(steps[0], changes))
-    module = again(before, asked, steps[1:], partial(note_taken, plan))
-    return plan, _in_parts(plan_codegen.build(module, plan.model, {}))
+    plan = load_plan(directory)
+    steps, before = load_before_allocate(directory)
+    asked = dataclasses.replace(steps[0], **_parse_changes(steps[0], changes))
+    module = reallocate(before, asked, steps[1:], partial(allow_plan_tp, plan))
+    return plan, _assume_sharded_matrices(plan_codegen.build_plan(module, plan.model, {}))
 
 
-def note_taken(plan: Plan, graph: GraphOp) -> None:
+def allow_plan_tp(plan: Plan, graph: GraphOp) -> None:
     """Note at the blocks that the plan has cut that they take its tp: for one that was asked for nobody may
     have looked before."""
-    taken = {s.name: s.mesh.tp for s in plan.whole_sections if s.mesh.tp > 1}
+    taken = {s.name: s.mesh.tp for s in plan.user_sections if s.mesh.tp > 1}
     for section in (s for s in graph.sections if s.sym.data in taken):
-        possible = {*cuttable(graph, section), taken[section.sym.data]}
-        blocks = [graph.blocks[path] for path in strings(section.blocks)]
+        possible = {*feasible_tp(graph, section), taken[section.sym.data]}
+        blocks = [graph.blocks[path] for path in strings_of(section.blocks)]
         for block in [b for b in blocks if "tp" in b.attributes] or blocks:
-            block.attributes["tp"] = integers(sorted(possible))
+            block.attributes["tp"] = int_list_attr(sorted(possible))
 
 
-def _in_parts(plan: Plan) -> Plan:
+def _assume_sharded_matrices(plan: Plan) -> Plan:
     """The plan with the matrices of sections whose tp was taken to be possible cut over it, as far as sums of
     gradients are concerned."""
     matrices = {
@@ -81,56 +81,61 @@ def _in_parts(plan: Plan) -> Plan:
     return dataclasses.replace(plan, sections=sections)
 
 
-def again(
+def reallocate(
     before: Path, allocate: Any, behind: Sequence[ModulePass], adapt: Callable[[GraphOp], None] | None = None
 ) -> ModuleOp:
     """The dump, changed by `adapt` and allocated again, without choices that its blocks cannot carry out
     (stages need layers that were captured)."""
     pinned = {pin.partition("=")[0] for pin in allocate.set}
     while True:
-        module = module_text.parse(before.read_text(), str(before))
+        module = module_text.parse_module(before.read_text(), str(before))
         if adapt is not None:
             adapt(graph_of(module))
         try:
-            pass_pipeline.run(module, [allocate, *behind])
+            pass_pipeline.run_passes(module, [allocate, *behind])
             return module
-        except Impossible as error:
+        except ImpossibleChoice as error:
             if set(error.choices) <= set(allocate.refused) or any(
                 c.partition("=")[0] in pinned for c in error.choices
             ):
-                raise _compiled(error, allocate.set) from error
+                raise _needs_compilation_error(error, allocate.set) from error
             allocate = dataclasses.replace(allocate, refused=(*allocate.refused, *error.choices))
 
 
-def before_allocate(directory: Path) -> tuple[list[ModulePass], Path]:
+def load_before_allocate(directory: Path) -> tuple[list[ModulePass], Path]:
     """`allocate` and the passes after it, free to choose other stages and tp, and the dump before them.
 
     Raises UserError for a directory without the IR of a plan.
     """
     dumps = sorted((directory / "ir").glob("*.mlir"))
-    at = next((i for i, path in enumerate(dumps) if path.stem.partition("-")[2] == ALLOCATE), 0)
+    at = next((i for i, path in enumerate(dumps) if path.stem.partition("-")[2] == ALLOCATE_PASS), 0)
     if not at:
         raise UserError(
             "the plan has no IR to allocate again", str(directory / "ir"), "compile the model again"
         )
-    steps = list(pass_pipeline.parse(",".join(pass_pipeline.made_by(dumps[-1].read_text()))))
-    first = next(i for i, step in enumerate(steps) if step.name == ALLOCATE)
+    steps = list(
+        pass_pipeline.parse_pipeline(",".join(pass_pipeline.parse_dump_header(dumps[-1].read_text())))
+    )
+    first = next(i for i, step in enumerate(steps) if step.name == ALLOCATE_PASS)
     allocate: Any = steps[first]
-    freed = _with(
-        allocate, stages=tuple(pin for pin in allocate.stages if pin.endswith(WHOLE)), known=(), proven=()
+    freed = _replace_options(
+        allocate, stages=tuple(pin for pin in allocate.stages if pin.endswith(ONE_STAGE)), known=(), proven=()
     )
     return [
         freed,
-        *(_with(step, assume=True) if step.name == SHARD else step for step in steps[first + 1 :]),
+        *(
+            _replace_options(step, assume=True) if step.name == SHARD_PASS else step
+            for step in steps[first + 1 :]
+        ),
     ], dumps[at - 1]
 
 
-def _with(step: Any, **options: Any) -> Any:
+def _replace_options(step: Any, **options: Any) -> Any:
     """A pass with other options."""
     return dataclasses.replace(step, **options)
 
 
-def _compiled(error: Impossible, pins: Sequence[str]) -> UserError:
+def _needs_compilation_error(error: ImpossibleChoice, pins: Sequence[str]) -> UserError:
     """The error for pins that the captured blocks cannot meet, which blocks captured for these pins perhaps
     can."""
     keys = {choice.partition("=")[0] for choice in error.choices}
@@ -139,7 +144,7 @@ def _compiled(error: Impossible, pins: Sequence[str]) -> UserError:
     return UserError(error.message, error.where, remedy) if asked else error
 
 
-def _options(allocate: Any, changes: Sequence[str]) -> dict[str, Any]:
+def _parse_changes(allocate: Any, changes: Sequence[str]) -> dict[str, Any]:
     """The fields of `allocate` that the changes replace. A section's choice takes the place of an earlier one
     of the same key."""
     found: dict[str, Any] = {}
@@ -151,12 +156,12 @@ def _options(allocate: Any, changes: Sequence[str]) -> dict[str, Any]:
                 f"cannot read the change {change!r}", remedy="write SECTION.KEY=VALUE, or cluster=4x8xH100"
             )
         key = name.replace("-", "_")
-        if key in OPTIONS:
-            found[key] = _value(change, value, OPTIONS[key])
+        if key in ALLOCATE_OPTIONS:
+            found[key] = _parse_value(change, value, ALLOCATE_OPTIONS[key])
         elif "." in name:
             pins[name] = change
         else:
-            known = ", ".join(OPTIONS)
+            known = ", ".join(ALLOCATE_OPTIONS)
             raise UserError(
                 f"there is no choice {name!r}",
                 remedy=f"choices are {known}, and SECTION.KEY such as language_model.dp",
@@ -164,7 +169,7 @@ def _options(allocate: Any, changes: Sequence[str]) -> dict[str, Any]:
     return found | {"set": tuple(pins.values())}
 
 
-def _value(change: str, value: str, kind: type) -> Any:
+def _parse_value(change: str, value: str, kind: type) -> Any:
     try:
         return kind(value)
     except ValueError:

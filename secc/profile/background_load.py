@@ -10,10 +10,10 @@ from secc.runtime.host.child_processes import die_with_parent
 
 
 @contextmanager
-def busy(work: Callable[[], object], processes: int) -> Iterator[None]:
+def background_load(work: Callable[[], object], processes: int) -> Iterator[None]:
     """While the body runs, so many forked processes do `work` over and over."""
     context = multiprocessing.get_context("fork")
-    others = [context.Process(target=_forever, args=(work,), daemon=True) for _ in range(processes)]
+    others = [context.Process(target=_repeat_forever, args=(work,), daemon=True) for _ in range(processes)]
     try:
         for process in others:
             process.start()
@@ -24,7 +24,7 @@ def busy(work: Callable[[], object], processes: int) -> Iterator[None]:
             process.join()
 
 
-def _forever(work: Callable[[], object]) -> None:
+def _repeat_forever(work: Callable[[], object]) -> None:
     die_with_parent()
     while True:
         work()

@@ -20,22 +20,22 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from secc.cluster import GIB, Ring
-from secc.cost.model.measured_costs import here
+from secc.cluster import GIB, MeasuredRing
+from secc.cost.model.measured_costs import local_hardware
 from secc.errors import UserError
 from secc.profile import time_collectives
 from secc.report import plan_tables
 
-SIZES = tuple(4**k for k in range(2, 13))  # bytes of messages: 16 B to 16 MiB
-LARGE = {"cpu": 1024, "cuda": 8192}
-NARROW = (16, 32, 64, 128, 256, 512)
-LIMIT_S = 60
-RANKS = (2, 4, 8)  # of collectives
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+MESSAGE_SIZES = tuple(4**k for k in range(2, 13))  # bytes of messages: 16 B to 16 MiB
+LARGE_PRODUCT_DIM = {"cpu": 1024, "cuda": 8192}
+NARROW_DIMS = (16, 32, 64, 128, 256, 512)
+PROBE_TIMEOUT_S = 60
+COLLECTIVE_RANKS = (2, 4, 8)  # of collectives
+RATE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Probed:
+class MachineProbe:
     """What was measured. `rates`: GFLOP/s of large products by dtype; `narrow`: percent of that by the
     smallest dim; bytes per second."""
 
@@ -44,24 +44,25 @@ class Probed:
     devices: int
     memory: int
     rates: Mapping[str, float]
-    narrow: Mapping[int, float]
+    narrow_percent: Mapping[int, float]
     memory_bytes_per_s: float
     latency_ns: float
     bytes_per_s: float
-    rings: Sequence[Ring] = ()
+    rings: Sequence[MeasuredRing] = ()
 
     def as_dict(self) -> dict[str, object]:
         return {
             "hardware": self.hardware, "devices": self.devices, "memory_gib": self.memory / GIB, "gflops": dict(self.rates),
-            "narrow_percent": {str(k): v for k, v in self.narrow.items()}, "memory_gb_s": self.memory_bytes_per_s / 1e9,
+            "narrow_percent": {str(k): v for k, v in self.narrow_percent.items()}, "memory_gb_s": self.memory_bytes_per_s / 1e9,
             "link_latency_us": self.latency_ns / 1e3, "link_gb_s": self.bytes_per_s / 1e9,
             "collectives": [asdict(ring) for ring in self.rings],
         }  # fmt: skip
 
-    def tables(self) -> list[plan_tables.Table]:
+    def to_tables(self) -> list[plan_tables.TextTable]:
         rows = [(f"large product, {n}", f"{r:.4g} GFLOP/s") for n, r in self.rates.items()]
         rows += [
-            (f"product with smallest dim {d}", f"{p:.0f}% of that in f32") for d, p in self.narrow.items()
+            (f"product with smallest dim {d}", f"{p:.0f}% of that in f32")
+            for d, p in self.narrow_percent.items()
         ]
         rows += [
             ("memory", f"{self.memory_bytes_per_s / 1e9:.3g} GB/s"),
@@ -76,15 +77,17 @@ class Probed:
             for r in self.rings
         ]
         return [
-            plan_tables.Table(self.hardware, ("figure", "measured"), tuple(rows), f"{self.devices} devices")
+            plan_tables.TextTable(
+                self.hardware, ("figure", "measured"), tuple(rows), f"{self.devices} devices"
+            )
         ]
 
 
-def to_yaml(probed: Probed) -> str:
+def to_cluster_yaml(probed: MachineProbe) -> str:
     """A cluster file of this machine."""
     kind = "cpu" if probed.backend == "cpu" else torch.cuda.get_device_name().split()[-1]
     like = "" if probed.backend == "cpu" else "like: L40S\n"
-    rings = "".join(f"\n  - {_entry(r)}" for r in probed.rings)
+    rings = "".join(f"\n  - {_ring_yaml(r)}" for r in probed.rings)
     latency = f"latency_us: {probed.latency_ns / 1e3:.4g}"
     link = f"\n  gb_s: {probed.bytes_per_s / 1e9:.4g}\n  {latency}\n  collectives:{rings or ' []'}"
     return (
@@ -96,37 +99,46 @@ def to_yaml(probed: Probed) -> str:
     )
 
 
-def _entry(r: Ring) -> str:
+def _ring_yaml(r: MeasuredRing) -> str:
     rates = f"gb_s: {r.bytes_per_s / 1e9:.4g}, latency_us: {r.latency_ns / 1e3:.4g}"
     return f"{{collective: {r.collective}, ranks: {r.ranks}, {rates}}}"
 
 
-def probe(progress: Callable[[str], None]) -> Probed:
+def probe_machine(progress: Callable[[str], None]) -> MachineProbe:
     """Measure this machine; a few seconds."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.device("cuda" if gpus else "cpu")
     torch.set_num_threads(1)
     progress("time products of matrices")
-    size = LARGE[device.type]
-    rates = {name: _gflops(size, size, dtype, device) for name, dtype in DTYPES.items()}
-    narrow = {d: 100 * _gflops(size, d, torch.float32, device) / rates["f32"] for d in NARROW}
+    size = LARGE_PRODUCT_DIM[device.type]
+    rates = {name: _measure_gflops(size, size, dtype, device) for name, dtype in RATE_DTYPES.items()}
+    narrow = {d: 100 * _measure_gflops(size, d, torch.float32, device) / rates["f32"] for d in NARROW_DIMS}
     progress("time memory")
-    memory = _memory_rate(device)
+    memory = _measure_memory_bandwidth(device)
     progress("time messages")
     backend, devices = "nccl" if gpus > 1 else "gloo", gpus or max(2, len(os.sched_getaffinity(0)))
-    times: dict[int, float] = _spawned(_messages, 2, backend)
-    latency, largest = times[SIZES[0]], SIZES[-1]
+    times: dict[int, float] = _run_on_ranks(_time_messages, 2, backend)
+    latency, largest = times[MESSAGE_SIZES[0]], MESSAGE_SIZES[-1]
     bandwidth = largest * 1e9 / max(times[largest] - latency, 1.0)
     progress("time collectives")
     rings = [
         r
-        for n in RANKS
+        for n in COLLECTIVE_RANKS
         if n <= max(2, devices)
-        for r in time_collectives.rings(n, collectives_over(n, backend))
+        for r in time_collectives.fit_rings(n, time_collectives_over(n, backend))
     ]
     capacity = torch.cuda.get_device_properties(0).total_memory if gpus else _host_memory() // devices
-    return Probed(
-        here(device).text, device.type, devices, capacity, rates, narrow, memory, latency, bandwidth, rings
+    return MachineProbe(
+        local_hardware(device).description,
+        device.type,
+        devices,
+        capacity,
+        rates,
+        narrow,
+        memory,
+        latency,
+        bandwidth,
+        rings,
     )
 
 
@@ -134,7 +146,7 @@ def _host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _least_ns(run: Callable[[], Any], device: torch.device, repeat: int = 8) -> float:
+def _shortest_ns(run: Callable[[], Any], device: torch.device, repeat: int = 8) -> float:
     least = float("inf")
     for _ in range(repeat):
         start = time.perf_counter_ns() if device.type == "cuda" else time.process_time_ns()
@@ -147,33 +159,33 @@ def _least_ns(run: Callable[[], Any], device: torch.device, repeat: int = 8) -> 
     return max(least, 1.0)
 
 
-def _gflops(size: int, narrow: int, dtype: torch.dtype, device: torch.device) -> float:
+def _measure_gflops(size: int, narrow: int, dtype: torch.dtype, device: torch.device) -> float:
     """Of [size, narrow] x [narrow, size], in GFLOP/s."""
     a, b = (
         torch.randn(size, narrow, device=device).to(dtype),
         torch.randn(narrow, size, device=device).to(dtype),
     )
-    return 2 * size * size * narrow / _least_ns(lambda: a @ b, device)
+    return 2 * size * size * narrow / _shortest_ns(lambda: a @ b, device)
 
 
-def _memory_rate(device: torch.device) -> float:
+def _measure_memory_bandwidth(device: torch.device) -> float:
     """Bytes read and written a second by a copy that no cache holds."""
     source = torch.empty(64 << 20, dtype=torch.float32, device=device).zero_()
     target = torch.empty_like(source)
-    return 2e9 * source.nbytes / _least_ns(lambda: target.copy_(source), device, 4)
+    return 2e9 * source.nbytes / _shortest_ns(lambda: target.copy_(source), device, 4)
 
 
-def collectives_over(ranks: int, backend: str) -> time_collectives.Times:
+def time_collectives_over(ranks: int, backend: str) -> time_collectives.CollectiveTimes:
     """What collectives take over so many processes of this machine."""
-    return _spawned(time_collectives.timed, ranks, backend)
+    return _run_on_ranks(time_collectives.time_collectives, ranks, backend)
 
 
-def _spawned(measure: Callable[[torch.device], Any], ranks: int, backend: str) -> Any:
+def _run_on_ranks(measure: Callable[[torch.device], Any], ranks: int, backend: str) -> Any:
     """What `measure` finds on rank 0 of so many processes that are in one process group."""
     queue = mp.get_context("spawn").SimpleQueue()
-    arguments = (backend, free_port(), ranks, measure, queue)
-    context: Any = mp.spawn(_rank, arguments, nprocs=ranks, join=False)  # pyright: ignore[reportPrivateImportUsage]
-    deadline = time.monotonic() + LIMIT_S
+    arguments = (backend, find_free_port(), ranks, measure, queue)
+    context: Any = mp.spawn(_run_rank, arguments, nprocs=ranks, join=False)  # pyright: ignore[reportPrivateImportUsage]
+    deadline = time.monotonic() + PROBE_TIMEOUT_S
     try:
         while not context.join(timeout=1):
             if time.monotonic() > deadline:
@@ -188,14 +200,14 @@ def _spawned(measure: Callable[[torch.device], Any], ranks: int, backend: str) -
     return queue.get()
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """A port of this machine that nothing listens on now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
 
 
-def _rank(
+def _run_rank(
     rank: int, backend: str, port: int, ranks: int, measure: Callable[[torch.device], Any], queue: Any
 ) -> None:
     """One of the processes."""
@@ -211,10 +223,10 @@ def _rank(
     dist.destroy_process_group()
 
 
-def _messages(device: torch.device) -> dict[int, float]:
+def _time_messages(device: torch.device) -> dict[int, float]:
     """On two ranks, each size to and fro; half of the shortest round is a message's time."""
     rank, found = dist.get_rank(), dict[int, float]()
-    for size in SIZES:
+    for size in MESSAGE_SIZES:
         message = torch.zeros(size, dtype=torch.uint8, device=device)
         rounds = []
         for _ in range(12 if size > 1 << 20 else 40):

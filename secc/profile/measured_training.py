@@ -11,33 +11,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from secc.errors import UserError
-from secc.profile.machine_probe import free_port
-from secc.profile.speed_gauge import at_mean_speed
-from secc.runtime.training.launch import environment
+from secc.profile.machine_probe import find_free_port
+from secc.profile.speed_gauge import time_at_mean_speed
+from secc.runtime.training.launch import rank_environment
 
-LIMIT_S = 300
+TRAINING_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
-class Trained:
+class StepTimes:
     """Seconds of each step on rank 0, and what the gauge took behind it on each rank, in ns (0 on GPUs)."""
 
     seconds: Sequence[float]
-    gauges: Sequence[Sequence[int]]
+    gauge_times: Sequence[Sequence[int]]
 
-    def gauge_ns(self, warm: int, weights: Sequence[float] = ()) -> float:
+    def mean_gauge_ns(self, warm: int, weights: Sequence[float] = ()) -> float:
         """What the gauge took at the mean speed behind the first `warm` steps, of the ranks in proportion to
         `weights` (alike without)."""
-        shares = weights or [1.0] * len(self.gauges)
+        shares = weights or [1.0] * len(self.gauge_times)
         speed = sum(
-            share / at_mean_speed(rank[warm:])
-            for share, rank in zip(shares, self.gauges, strict=True)
+            share / time_at_mean_speed(rank[warm:])
+            for share, rank in zip(shares, self.gauge_times, strict=True)
             if all(rank)
         )
         return sum(shares) / speed if speed else 0.0
 
 
-def train(plan: Path, ranks: int, steps: int, log_dir: Path, arguments: Sequence[str] = ()) -> Trained:
+def train_plan(plan: Path, ranks: int, steps: int, log_dir: Path, arguments: Sequence[str] = ()) -> StepTimes:
     """Train a plan for some steps, its ranks as processes of this one. Raises UserError where one fails.
 
     torchrun would start each in a session of its own, for which Linux forgets how nice this process is to
@@ -47,9 +47,9 @@ def train(plan: Path, ranks: int, steps: int, log_dir: Path, arguments: Sequence
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(find_free_port()),
     }
-    with environment():
+    with rank_environment():
         own = [os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     command = [
         sys.executable,
@@ -67,19 +67,21 @@ def train(plan: Path, ranks: int, steps: int, log_dir: Path, arguments: Sequence
         for env in own
     ]
     try:
-        said = [process.communicate(timeout=LIMIT_S)[1] for process in running]
+        said = [process.communicate(timeout=TRAINING_TIMEOUT_S)[1] for process in running]
     except subprocess.TimeoutExpired:
-        raise UserError(f"{steps} steps of the model took more than {LIMIT_S} s here", str(plan)) from None
+        raise UserError(
+            f"{steps} steps of the model took more than {TRAINING_TIMEOUT_S} s here", str(plan)
+        ) from None
     finally:
         for process in running:
             process.kill()
     if any(process.returncode for process in running):
         last = next((text.strip().splitlines()[-1] for text in said if text.strip()), "no message")
         raise UserError(f"the model does not train here: {last}", str(plan))
-    return trained(log_dir, ranks)
+    return read_step_times(log_dir, ranks)
 
 
-def trained(log_dir: Path, ranks: int) -> Trained:
+def read_step_times(log_dir: Path, ranks: int) -> StepTimes:
     """What the ranks of a run left among its logs."""
     found = [json.loads((log_dir / f"steps_{rank}.json").read_text()) for rank in range(ranks)]
-    return Trained([seconds for seconds, _ in found[0]], [[ns for _, ns in steps] for steps in found])
+    return StepTimes([seconds for seconds, _ in found[0]], [[ns for _, ns in steps] for steps in found])

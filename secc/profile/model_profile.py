@@ -13,89 +13,99 @@ from pathlib import Path
 
 import torch
 
-from secc.cluster import Overheads, parse
-from secc.cost.counting.annotate_calls import measure
-from secc.cost.counting.example_arguments import Samples
-from secc.cost.model.measured_costs import Table
-from secc.driver.compile import Options, front
+from secc.cluster import Overheads, parse_cluster
+from secc.cost.counting.annotate_calls import annotate_calls
+from secc.cost.counting.example_arguments import CollatedSamples
+from secc.cost.model.measured_costs import MeasuredCosts
+from secc.driver.compile import CompileOptions, load_and_capture
 from secc.errors import UserError
 from secc.frontend.capture import to_ir
-from secc.frontend.dataset.input_symbols import Inputs
-from secc.frontend.dataset.survey import Survey
-from secc.profile.time_blocks import Batch, Report, Timed, profile
-from secc.profile.trace_overheads import overheads
+from secc.frontend.dataset.input_symbols import ModelInputs
+from secc.frontend.dataset.survey import DatasetSurvey
+from secc.profile.time_blocks import BlockReport, SizedBatch, TimedCall, time_blocks
+from secc.profile.trace_overheads import measure_overheads
 from secc.report import plan_tables
 from secc.runtime.model.user_file import UserModel
-from secc.runtime.plan.batch_sizes import sizes_of
+from secc.runtime.plan.batch_sizes import read_symbol_sizes
 
-OVERHEADS = {
+OVERHEAD_DESCRIPTIONS = {
     "job": "a forward or backward", "message": "a message sent", "tensor": "a parameter's norm and update",
     "sample": "a sample's part of planning a step", "step": "a step's metadata, totals and metrics",
 }  # fmt: skip
-SAMPLES = (1, 2, 4, 8, 16, 3, 6, 12)  # in a micro-batch
+SAMPLES_PER_BATCH = (1, 2, 4, 8, 16, 3, 6, 12)  # in a micro-batch
 
 
 @dataclass(frozen=True)
-class Profile:
+class ModelProfile:
     """The table and how each block was timed."""
 
-    table: Table
-    reports: list[Report]
-    unknown: str = ""  # why overheads were not measured
+    costs: MeasuredCosts
+    reports: list[BlockReport]
+    overheads_reason: str = ""  # why overheads were not measured
 
     def as_dict(self) -> dict[str, object]:
-        found = self.table.overheads
+        found = self.costs.overheads
         known = (
-            {"overheads": asdict(found)} if found is not None else {"overheads": None, "reason": self.unknown}
+            {"overheads": asdict(found)}
+            if found is not None
+            else {"overheads": None, "reason": self.overheads_reason}
         )
-        return {"hardware": self.table.hardware.text, "blocks": [_block(r) for r in self.reports], **known}
+        return {
+            "hardware": self.costs.hardware.description,
+            "blocks": [_report_dict(r) for r in self.reports],
+            **known,
+        }
 
-    def tables(self) -> list[plan_tables.Table]:
+    def to_tables(self) -> list[plan_tables.TextTable]:
         """For people: errors on sizes that were not profiled."""
-        rows = tuple(_row(r) for r in self.reports)
-        note = (
-            f"measured on {self.table.hardware.text}; errors are medians over sizes that the fit did not see"
-        )
-        blocks = plan_tables.Table(
+        rows = tuple(_report_row(r) for r in self.reports)
+        note = f"measured on {self.costs.hardware.description}; errors are medians over sizes that the fit did not see"
+        blocks = plan_tables.TextTable(
             "Blocks", ("block", "sizes", "forward", "error", "backward", "error"), rows, note
         )
-        return [blocks, plan_tables.Table("Overheads", ("of", "time"), tuple(self._beside()), self.unknown)]
+        return [
+            blocks,
+            plan_tables.TextTable(
+                "Overheads", ("of", "time"), tuple(self._overhead_rows()), self.overheads_reason
+            ),
+        ]
 
-    def _beside(self) -> Iterator[tuple[str, str]]:
-        if (found := self.table.overheads) is not None:
-            for name, what in OVERHEADS.items():
+    def _overhead_rows(self) -> Iterator[tuple[str, str]]:
+        if (found := self.costs.overheads) is not None:
+            for name, what in OVERHEAD_DESCRIPTIONS.items():
                 yield what, f"{getattr(found, name) / 1e3:.4g} us"
 
 
 def profile_model(
     path: Path, small: bool, sizes: int, repeat: int, progress: Callable[[str], None], ranks: int = 0
-) -> Profile:
+) -> ModelProfile:
     """Time the blocks of a model file, and what its steps take beside them, on `ranks` ranks of this machine
     (0: those of `local`).
 
     Raises UserError for what is wrong with it, and where nothing can be timed. Steps of a small model say
     nothing of the whole one's, so that with `small` blocks alone are timed.
     """
-    ranks = ranks or parse("local").ranks
+    ranks = ranks or parse_cluster("local").ranks
 
     @contextlib.contextmanager
     def step(name: str) -> Iterator[None]:
         progress(name)
         yield
 
-    user, meta, _, drawn, inputs, captured = front(path, Options(small=small), step)
-    module = to_ir.to_ir(captured)
+    user, meta, _, drawn, inputs, captured = load_and_capture(path, CompileOptions(small=small), step)
+    module = to_ir.capture_to_ir(captured)
     with step("measure blocks"):
-        samples = Samples(
-            [user.collate([d.sample]) for d in drawn.drawn if d.sample is not None], captured.constants
+        samples = CollatedSamples(
+            [user.collate([d.sample]) for d in drawn.drawn_samples if d.sample is not None],
+            captured.constants,
         )
-        measure(module, meta, samples)
+        annotate_calls(module, meta, samples)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # as ranks on CPUs have
-    table, reports = profile(
+    table, reports = time_blocks(
         module,
         meta,
-        _batches(user, drawn, inputs, sizes),
+        _batches_of_patterns(user, drawn, inputs, sizes),
         captured.constants,
         device,
         repeat,
@@ -110,13 +120,15 @@ def profile_model(
             "profile with --small, or where the model fits",
         )
     found, why = (
-        (None, "steps of small_model() were not trained") if small else _overheads(path, ranks, table, step)
+        (None, "steps of small_model() were not trained")
+        if small
+        else _measure_overheads(path, ranks, table, step)
     )
-    return Profile(replace(table, overheads=found), reports, why)
+    return ModelProfile(replace(table, overheads=found), reports, why)
 
 
-def _overheads(
-    path: Path, ranks: int, table: Table, step: Callable[[str], AbstractContextManager[None]]
+def _measure_overheads(
+    path: Path, ranks: int, table: MeasuredCosts, step: Callable[[str], AbstractContextManager[None]]
 ) -> tuple[Overheads | None, str]:
     """What the model's steps take beside blocks, or why that is not known."""
     with (
@@ -126,46 +138,50 @@ def _overheads(
         costs.write(table.to_json())
         costs.flush()
         try:
-            return overheads(path, ranks, Path(costs.name), table.gauge_ns), ""
+            return measure_overheads(path, ranks, Path(costs.name), table.gauge_ns), ""
         except UserError as error:
             return None, error.message
 
 
-def _batches(user: UserModel, drawn: Survey, inputs: Inputs, count: int) -> list[Batch]:
+def _batches_of_patterns(
+    user: UserModel, drawn: DatasetSurvey, inputs: ModelInputs, count: int
+) -> list[SizedBatch]:
     """Micro-batches of up to 16 samples of each pattern, `count` of each pattern."""
-    found: list[Batch] = []
-    for pattern in drawn.patterns:
-        samples = drawn.samples(pattern)
-        for i in range(min(count, len(SAMPLES) * len(samples))):
-            size = SAMPLES[i % len(SAMPLES)]
-            chosen = [samples[(i // len(SAMPLES) + k * k) % len(samples)] for k in range(size)]
+    found: list[SizedBatch] = []
+    for pattern in drawn.pattern_counts:
+        samples = drawn.samples_of(pattern)
+        for i in range(min(count, len(SAMPLES_PER_BATCH) * len(samples))):
+            size = SAMPLES_PER_BATCH[i % len(SAMPLES_PER_BATCH)]
+            chosen = [samples[(i // len(SAMPLES_PER_BATCH) + k * k) % len(samples)] for k in range(size)]
             batch = user.collate(chosen)
-            found.append(Batch(batch, sizes_of(batch, inputs.symbols, size)))
+            found.append(SizedBatch(batch, read_symbol_sizes(batch, inputs.symbols, size)))
     return found
 
 
-def _held_out(report: Report, backward: bool) -> tuple[float, float] | None:
+def _held_out_error(report: BlockReport, backward: bool) -> tuple[float, float] | None:
     """(median milliseconds, median relative error) over the sizes that were held out."""
-    prices = None if report.entry is None else report.entry.backward if backward else report.entry.forward
-    times = [_ns(t, backward) for t in report.timed if t.held_out]
+    prices = (
+        None if report.measured is None else report.measured.backward if backward else report.measured.forward
+    )
+    times = [_timed_ns(t, backward) for t in report.timings if t.held_out]
     return None if prices is None or not times else (statistics.median(times) / 1e6, prices.error)
 
 
-def _ns(timed: Timed, backward: bool) -> float:
+def _timed_ns(timed: TimedCall, backward: bool) -> float:
     return timed.backward if backward else timed.forward
 
 
-def _row(report: Report) -> tuple[str, ...]:
-    forward, backward = _held_out(report, False), _held_out(report, True)
+def _report_row(report: BlockReport) -> tuple[str, ...]:
+    forward, backward = _held_out_error(report, False), _held_out_error(report, True)
     if forward is None:
-        return report.path, str(len(report.timed)), report.reason, "", "", ""
+        return report.path, str(len(report.timings)), report.reason, "", "", ""
     shown = ("", "") if backward is None else (f"{backward[0]:.3g} ms", f"{backward[1]:.1%}")
-    return report.path, str(len(report.timed)), f"{forward[0]:.3g} ms", f"{forward[1]:.1%}", *shown
+    return report.path, str(len(report.timings)), f"{forward[0]:.3g} ms", f"{forward[1]:.1%}", *shown
 
 
-def _block(report: Report) -> dict[str, object]:
-    forward, backward = _held_out(report, False), _held_out(report, True)
+def _report_dict(report: BlockReport) -> dict[str, object]:
+    forward, backward = _held_out_error(report, False), _held_out_error(report, True)
     return {
-        "block": report.path, "class": report.cls, "sizes": len(report.timed), "reason": report.reason,
+        "block": report.path, "class": report.class_name, "sizes": len(report.timings), "reason": report.reason,
         "forward_error": forward and forward[1], "backward_error": backward and backward[1],
     }  # fmt: skip

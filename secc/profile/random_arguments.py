@@ -9,42 +9,46 @@ from typing import Any
 import sympy
 import torch
 
-from secc.cost.counting.example_arguments import Values
+from secc.cost.counting.example_arguments import OperandValues
 from secc.ir.dialect import size_expr
-from secc.ir.dialect.argument_template import Name, Ref
+from secc.ir.dialect.argument_template import DottedName, OperandRef
 from secc.ir.dialect.ops import CallOp
-from secc.ir.dialect.tensor_type import TensorType, tensor
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.runtime.model.nested_batch import listed
 
 
-def arguments(
-    call: CallOp, sizes: Mapping[str, int], known: Values, device: torch.device
+def random_arguments(
+    call: CallOp, sizes: Mapping[str, int], known: OperandValues, device: torch.device
 ) -> tuple[list[Any], dict[str, Any]]:
     """Fresh arguments, so that a call may write into them. Integers and masks that nobody knows are 0 and
     true."""
     operands = [
-        known[o].to(device) if o in known else _drawn(tensor(o), sizes, device) for o in call.operands
+        known[o].to(device) if o in known else _random_operand(tensor_type(o), sizes, device)
+        for o in call.operands
     ]
 
     def value(leaf: Any) -> Any:
         match leaf:
-            case Ref(index=index):
+            case OperandRef(index=index):
                 return operands[index]
-            case Name(text="device"):
+            case DottedName(text="device"):
                 return device
-            case Name(text=text):
+            case DottedName(text=text):
                 return getattr(torch, text.removeprefix("torch."))
             case sympy.Expr():
-                return size_expr.evaluate(leaf, sizes)
+                return size_expr.evaluate_expr(leaf, sizes)
             case _:
                 return leaf
 
-    made = call.arguments.map(value)
+    made = call.arguments.map_leaves(value)
     return listed(made.args), listed(made.kwargs)
 
 
-def _drawn(kind: TensorType, sizes: Mapping[str, int], device: torch.device) -> torch.Tensor:
-    dims, dtype = [int(size_expr.evaluate(d, sizes)) for d in kind.shape], getattr(torch, kind.torch_dtype)
+def _random_operand(kind: TensorType, sizes: Mapping[str, int], device: torch.device) -> torch.Tensor:
+    dims, dtype = (
+        [int(size_expr.evaluate_expr(d, sizes)) for d in kind.shape],
+        getattr(torch, kind.torch_dtype),
+    )
     if dtype == torch.bool:
         return torch.ones(dims, dtype=dtype, device=device)
     if not dtype.is_floating_point:

@@ -14,11 +14,11 @@ from statistics import fmean
 import torch
 from torch import nn
 
-WIDTH, HEADS, ROWS, LENGTH = 96, 4, 4, 48
-GOES = 2  # behind one that fills the caches
+GAUGE_WIDTH, GAUGE_HEADS, GAUGE_BATCH, GAUGE_LENGTH = 96, 4, 4, 48
+GAUGE_REPEATS = 2  # behind one that fills the caches
 
 
-def at_mean_speed(found: Sequence[float]) -> float:
+def time_at_mean_speed(found: Sequence[float]) -> float:
     """What the gauge takes at the mean of the speeds at which it was found to take so long.
 
     A core that shares its hardware with others' work has two speeds, between which it changes within a
@@ -27,18 +27,22 @@ def at_mean_speed(found: Sequence[float]) -> float:
     return 1 / fmean(1 / ns for ns in found)
 
 
-class Gauge:
+class SpeedGauge:
     """The forward and backward of a small transformer layer, on one thread of a CPU: a few milliseconds."""
 
     def __init__(self) -> None:
-        self._layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True)
-        self._input = torch.linspace(-1, 1, ROWS * LENGTH * WIDTH).view(ROWS, LENGTH, WIDTH)
+        self._layer = nn.TransformerEncoderLayer(
+            GAUGE_WIDTH, GAUGE_HEADS, 4 * GAUGE_WIDTH, dropout=0.0, batch_first=True
+        )
+        self._input = torch.linspace(-1, 1, GAUGE_BATCH * GAUGE_LENGTH * GAUGE_WIDTH).view(
+            GAUGE_BATCH, GAUGE_LENGTH, GAUGE_WIDTH
+        )
 
-    def ns(self) -> int:
+    def measure_ns(self) -> int:
         """The least processor time of some goes."""
-        return min([self._go() for _ in range(1 + GOES)][1:])
+        return min([self._time_once() for _ in range(1 + GAUGE_REPEATS)][1:])
 
-    def _go(self) -> int:
+    def _time_once(self) -> int:
         start = time.thread_time_ns()
         self._layer(self._input).sum().backward()
         return time.thread_time_ns() - start

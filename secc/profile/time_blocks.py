@@ -26,26 +26,33 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 
-from secc.cost.counting.example_arguments import values
-from secc.cost.model.default_estimate import entries
-from secc.cost.model.measured_costs import PARTS, Entry, Prices, Table, here, key
+from secc.cost.counting.example_arguments import compute_operand_values
+from secc.cost.model.default_estimate import count_entries
+from secc.cost.model.measured_costs import (
+    PRICED_PARTS,
+    CallPrices,
+    MeasuredBlock,
+    MeasuredCosts,
+    call_digest,
+    local_hardware,
+)
 from secc.ir.dialect import size_expr
-from secc.ir.dialect.ops import CallOp, CaseOp, graph_of, strings
-from secc.ir.dialect.tensor_type import TensorType, tensor
-from secc.profile.background_load import busy
-from secc.profile.least_squares import nonnegative
-from secc.profile.random_arguments import arguments
-from secc.profile.speed_gauge import Gauge, at_mean_speed
-from secc.runtime.plan.expr_eval import evaluate
+from secc.ir.dialect.ops import CallOp, CaseOp, graph_of, strings_of
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
+from secc.profile.background_load import background_load
+from secc.profile.least_squares import nonnegative_least_squares
+from secc.profile.random_arguments import random_arguments
+from secc.profile.speed_gauge import SpeedGauge, time_at_mean_speed
+from secc.runtime.plan.expr_eval import evaluate_expr
 
-FITS_BYTES = 4 << 30  # of a block's parameters, and of a call's operands, that are built here
-HELD_OUT = 3  # every third size
-MOST_TURNS, SHORT_S = 40, 4.0  # for each block, where its runs are short
-A_STEP = 4  # micro-batches whose gradients add up
+MAX_BUILT_BYTES = 4 << 30  # of a block's parameters, and of a call's operands, that are built here
+HELD_OUT_EVERY = 3  # every third size
+MAX_ROUNDS, MIN_TIMING_S = 40, 4.0  # for each block, where its runs are short
+MICRO_BATCHES_PER_STEP = 4  # micro-batches whose gradients add up
 
 
 @dataclass(frozen=True)
-class Batch:
+class SizedBatch:
     """A collated micro-batch and its sizes."""
 
     batch: Mapping[str, Any]
@@ -53,7 +60,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedCall:
     """One call at one size: what it works and moves, the nanoseconds of forward and backward, and whether it
     was held out."""
 
@@ -64,98 +71,115 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Report:
+class BlockReport:
     """A block that was timed, with its points; or one that was not, and why."""
 
     path: str
-    cls: str
-    timed: Sequence[Timed]
-    entry: Entry | None
+    class_name: str
+    timings: Sequence[TimedCall]
+    measured: MeasuredBlock | None
     reason: str = ""
 
 
-def profile(
+def time_blocks(
     module: ModuleOp,
     model: nn.Module,
-    batches: Sequence[Batch],
+    batches: Sequence[SizedBatch],
     constants: Mapping[str, torch.Tensor],
     device: torch.device,
     repeat: int,
     progress: Callable[[str], None],
     ranks: int = 1,
-) -> tuple[Table, list[Report]]:
+) -> tuple[MeasuredCosts, list[BlockReport]]:
     """Time every kind of call once, as on one of `ranks` ranks of a node. `module` has counted costs; `model`
     may be on the meta device."""
-    kinds: dict[str, _Kind] = {}
+    kinds: dict[str, _CallKind] = {}
     for case in graph_of(module).cases:
         for call in (op for op in case.ops if isinstance(op, CallOp)):
             block = model.get_submodule(call.target.data)
-            name = key(call, block)
-            fitting = [b for b in batches if _is_of(module, case, b)]
+            name = call_digest(call, block)
+            fitting = [b for b in batches if _matches_case(module, case, b)]
             if name not in kinds and fitting:
-                kinds[name] = _kind(call, block, fitting, constants, device)
-    speeds = _Speeds(device)
-    for group in _groups([k for k in kinds.values() if not k.reason]):
+                kinds[name] = _prepare_call_kind(call, block, fitting, constants, device)
+    speeds = _SpeedLog(device)
+    for group in _groups_that_fit([k for k in kinds.values() if not k.reason]):
         progress(f"time {', '.join(k.path for k in group)}")
-        with busy(partial(_turn, group, 0, _Speeds(device)), ranks - 1 if device.type == "cpu" else 0):
-            _time(group, repeat, speeds)
-    reports = {name: k.report() for name, k in kinds.items()}
+        with background_load(
+            partial(_run_round, group, 0, _SpeedLog(device)), ranks - 1 if device.type == "cpu" else 0
+        ):
+            _time_kinds(group, repeat, speeds)
+    reports = {name: k.make_report() for name, k in kinds.items()}
     found = {
-        name: r.entry.stretched(speeds.mean_over_median) for name, r in reports.items() if r.entry is not None
+        name: r.measured.scale_times(speeds.mean_over_median)
+        for name, r in reports.items()
+        if r.measured is not None
     }
-    return Table(here(device), found, gauge_ns=speeds.mean), list(reports.values())
+    return MeasuredCosts(local_hardware(device), found, gauge_ns=speeds.mean_gauge_ns), list(reports.values())
 
 
-def _is_of(module: ModuleOp, case: CaseOp, batch: Batch) -> bool:
-    return set(strings(graph_of(module).optional)) & batch.batch.keys() == set(strings(case.when))
+def _matches_case(module: ModuleOp, case: CaseOp, batch: SizedBatch) -> bool:
+    return set(strings_of(graph_of(module).optional)) & batch.batch.keys() == set(strings_of(case.when))
 
 
 @dataclass
-class _Kind:
+class _CallKind:
     """One kind of call: a run for each size and the times of its turns; or `reason`, why it is not timed.
     `size`: bytes of parameters."""
 
     path: str
-    cls: str
+    class_name: str
     size: int
-    runs: list[_Run] = field(default_factory=list["_Run"])
+    runs: list[_TimedRun] = field(default_factory=list["_TimedRun"])
     reason: str = ""
 
-    def report(self) -> Report:
+    def make_report(self) -> BlockReport:
         if self.reason:
-            return Report(self.path, self.cls, (), None, self.reason)
-        timed = [Timed(run.cost, *run.medians(), i % HELD_OUT == 1) for i, run in enumerate(self.runs)]
-        if len(timed) < 2 * HELD_OUT:
-            return Report(self.path, self.cls, timed, None, f"the dataset gives it only {len(timed)} sizes")
-        backward = _fit(timed, lambda t: t.backward) if any(t.backward for t in timed) else None
-        return Report(self.path, self.cls, timed, Entry(self.cls, _fit(timed, lambda t: t.forward), backward))
+            return BlockReport(self.path, self.class_name, (), None, self.reason)
+        timed = [
+            TimedCall(run.cost, *run.median_times(), i % HELD_OUT_EVERY == 1)
+            for i, run in enumerate(self.runs)
+        ]
+        if len(timed) < 2 * HELD_OUT_EVERY:
+            return BlockReport(
+                self.path, self.class_name, timed, None, f"the dataset gives it only {len(timed)} sizes"
+            )
+        backward = _fit_prices(timed, lambda t: t.backward) if any(t.backward for t in timed) else None
+        return BlockReport(
+            self.path,
+            self.class_name,
+            timed,
+            MeasuredBlock(self.class_name, _fit_prices(timed, lambda t: t.forward), backward),
+        )
 
 
-def _kind(
+def _prepare_call_kind(
     call: CallOp,
     block: nn.Module,
-    batches: Sequence[Batch],
+    batches: Sequence[SizedBatch],
     constants: Mapping[str, torch.Tensor],
     device: torch.device,
-) -> _Kind:
+) -> _CallKind:
     size = sum(p.numel() * p.element_size() for p in block.parameters())
-    found = _Kind(call.target.data, type(block).__name__, size)
-    if size > FITS_BYTES:
+    found = _CallKind(call.target.data, type(block).__name__, size)
+    if size > MAX_BUILT_BYTES:
         found.reason = f"its {size / 2**30:.1f} GiB of parameters are not built here"
-    elif not all(isinstance(call.attributes.get(part), StringAttr) for part in PARTS[1:]):
+    elif not all(isinstance(call.attributes.get(part), StringAttr) for part in PRICED_PARTS[1:]):
         found.reason = "its costs were not counted"
     else:
-        real = _real(block, device)
-        fitting = [b for b in batches if _bytes(call, b) <= FITS_BYTES]
-        found.runs = [_Run(call, real, b, values(call, b.batch, b.sizes, constants), device) for b in fitting]
+        real = _materialize_block(block, device)
+        fitting = [b for b in batches if _call_bytes(call, b) <= MAX_BUILT_BYTES]
+        found.runs = [
+            _TimedRun(call, real, b, compute_operand_values(call, b.batch, b.sizes, constants), device)
+            for b in fitting
+        ]
     return found
 
 
-def _groups(kinds: Sequence[_Kind]) -> Iterator[list[_Kind]]:
+def _groups_that_fit(kinds: Sequence[_CallKind]) -> Iterator[list[_CallKind]]:
     """Kinds that take turns: as many in a row as fit together."""
-    group: list[_Kind] = []
+    group: list[_CallKind] = []
     for kind in kinds:
-        if group and sum(k.size for k in (*group, kind)) > FITS_BYTES:
+        if group and sum(k.size for k in (*group, kind)) > MAX_BUILT_BYTES:
             yield group
             group = []
         group.append(kind)
@@ -163,7 +187,7 @@ def _groups(kinds: Sequence[_Kind]) -> Iterator[list[_Kind]]:
         yield group
 
 
-def _real(block: nn.Module, device: torch.device) -> nn.Module:
+def _materialize_block(block: nn.Module, device: torch.device) -> nn.Module:
     """A copy with small random weights; buffers keep values that they have."""
     real = copy.deepcopy(block)
     for module in real.modules():
@@ -180,62 +204,66 @@ def _real(block: nn.Module, device: torch.device) -> nn.Module:
     return real
 
 
-def _bytes(call: CallOp, batch: Batch) -> int:
-    return sum(_size(tensor(o), batch.sizes) for o in (*call.operands, *call.results))
+def _call_bytes(call: CallOp, batch: SizedBatch) -> int:
+    return sum(_tensor_bytes(tensor_type(o), batch.sizes) for o in (*call.operands, *call.results))
 
 
-def _size(kind: TensorType, sizes: Mapping[str, int]) -> int:
-    return int(size_expr.evaluate(entries(kind), sizes)) * kind.itemsize
+def _tensor_bytes(kind: TensorType, sizes: Mapping[str, int]) -> int:
+    return int(size_expr.evaluate_expr(count_entries(kind), sizes)) * kind.itemsize
 
 
-def _cost(call: CallOp, sizes: Mapping[str, int]) -> dict[str, float]:
-    found = {part: call.attributes[part] for part in PARTS[1:]}
-    return {part: evaluate(text.data, sizes) for part, text in found.items() if isinstance(text, StringAttr)}
+def _call_parts(call: CallOp, sizes: Mapping[str, int]) -> dict[str, float]:
+    found = {part: call.attributes[part] for part in PRICED_PARTS[1:]}
+    return {
+        part: evaluate_expr(text.data, sizes) for part, text in found.items() if isinstance(text, StringAttr)
+    }
 
 
-class _Run:
+class _TimedRun:
     """One call at one size: what it works and moves, and the nanoseconds that its forwards and backwards
     took."""
 
     def __init__(
-        self, call: CallOp, block: nn.Module, batch: Batch, known: Any, device: torch.device
+        self, call: CallOp, block: nn.Module, batch: SizedBatch, known: Any, device: torch.device
     ) -> None:
-        self.sizes, self.block, self.cost = batch.sizes, block, _cost(call, batch.sizes)
-        self._call, self._known, self._device = call, known, device
-        self._owes = call.no_grad is None and any(tensor(r).requires_grad for r in call.results)
+        self.sizes, self.block, self.cost = batch.sizes, block, _call_parts(call, batch.sizes)
+        self._call, self._known_values, self._device = call, known, device
+        self._owes = call.no_grad is None and any(tensor_type(r).requires_grad for r in call.results)
         self._out: Any = None
-        self._spent: list[tuple[float, float]] = []
+        self._times: list[tuple[float, float]] = []
         self._forward = 0.0
 
     def forward(self) -> None:
-        args, kwargs = arguments(self._call, self.sizes, self._known, self._device)
+        args, kwargs = random_arguments(self._call, self.sizes, self._known_values, self._device)
         with torch.set_grad_enabled(self._owes):
-            self._forward, self._out = _timed(lambda: self.block(*args, **kwargs), self._device)
+            self._forward, self._out = _time_call(lambda: self.block(*args, **kwargs), self._device)
 
     def backward(self) -> None:
         """The backward of the last forward. Gradients stay."""
-        outs = [t for t in tree_leaves(_plain(self._out)) if isinstance(t, torch.Tensor) and t.requires_grad]
+        outs = [
+            t for t in tree_leaves(_as_pytree(self._out)) if isinstance(t, torch.Tensor) and t.requires_grad
+        ]
         self._out, spent = None, 0.0
         if outs:
             grads = [torch.ones_like(t) for t in outs]
-            spent, _ = _timed(lambda: torch.autograd.backward(outs, grads), self._device)
-        self._spent.append((self._forward, spent))
+            spent, _ = _time_call(lambda: torch.autograd.backward(outs, grads), self._device)
+        self._times.append((self._forward, spent))
 
-    def forget(self) -> None:
+    def discard_times(self) -> None:
         """Whatever came before does not count."""
-        self._spent = []
+        self._times = []
 
-    def medians(self) -> tuple[float, float]:
-        forward, backward = zip(*self._spent, strict=True)
+    def median_times(self) -> tuple[float, float]:
+        forward, backward = zip(*self._times, strict=True)
         return statistics.median(forward), statistics.median(backward)
 
 
-def _plain(out: Any) -> Any:
+def _as_pytree(out: Any) -> Any:
     """What a block returns, as a structure that can be walked."""
     return dict(out) if isinstance(out, Mapping) else out
 
 
-def _timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+def _time_call(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     if device.type != "cuda":
         start = time.process_time_ns()
         out = run()
@@ -249,28 +277,32 @@ def _timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     return begin.elapsed_time(end) * 1e6, out
 
 
-class _Speeds:
+class _SpeedLog:
     """What the gauge took from time to time; nothing on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._gauge, self._found = Gauge() if device.type == "cpu" else None, list[int]()
+        self._gauge, self._gauge_times = SpeedGauge() if device.type == "cpu" else None, list[int]()
 
-    def take(self) -> None:
+    def record_speed(self) -> None:
         """Gauge the processor's speed."""
         if self._gauge is not None:
-            self._found.append(self._gauge.ns())
+            self._gauge_times.append(self._gauge.measure_ns())
 
     @property
-    def mean(self) -> int:
+    def mean_gauge_ns(self) -> int:
         """What the gauge takes at the mean speed."""
-        return round(at_mean_speed(self._found)) if self._found else 0
+        return round(time_at_mean_speed(self._gauge_times)) if self._gauge_times else 0
 
     @property
     def mean_over_median(self) -> float:
-        return at_mean_speed(self._found) / statistics.median(self._found) if self._found else 1.0
+        return (
+            time_at_mean_speed(self._gauge_times) / statistics.median(self._gauge_times)
+            if self._gauge_times
+            else 1.0
+        )
 
 
-def _time(kinds: Sequence[_Kind], repeat: int, speeds: _Speeds) -> None:
+def _time_kinds(kinds: Sequence[_CallKind], repeat: int, speeds: _SpeedLog) -> None:
     """`repeat` turns after one to warm up, and more where they are short. What does not run on drawn values
     is left out from then on."""
     for kind in kinds:
@@ -278,7 +310,7 @@ def _time(kinds: Sequence[_Kind], repeat: int, speeds: _Speeds) -> None:
             for run in kind.runs:
                 run.forward()
                 run.backward()
-                run.forget()
+                run.discard_times()
         except (
             RuntimeError,
             ValueError,
@@ -288,28 +320,30 @@ def _time(kinds: Sequence[_Kind], repeat: int, speeds: _Speeds) -> None:
             kind.reason = f"it does not run on drawn values: {type(error).__name__}: {str(error)[:120]}"
     running = [kind for kind in kinds if not kind.reason]
     start, turn = time.process_time(), 0
-    while turn < repeat or (turn < MOST_TURNS and time.process_time() - start < SHORT_S * len(running)):
-        _turn(running, turn, speeds)
+    while turn < repeat or (turn < MAX_ROUNDS and time.process_time() - start < MIN_TIMING_S * len(running)):
+        _run_round(running, turn, speeds)
         turn += 1
 
 
-def _turn(kinds: Sequence[_Kind], turn: int, speeds: _Speeds) -> None:
+def _run_round(kinds: Sequence[_CallKind], turn: int, speeds: _SpeedLog) -> None:
     """Every size once, each as a micro-batch that passes through all blocks and back."""
     for i in range(max((len(kind.runs) for kind in kinds), default=0)):
         runs = [kind.runs[i] for kind in kinds if i < len(kind.runs)]
-        if (i + turn) % A_STEP == 0:
+        if (i + turn) % MICRO_BATCHES_PER_STEP == 0:
             for p in (p for run in runs for p in run.block.parameters()):
                 p.grad = None
-        speeds.take()
+        speeds.record_speed()
         for run in runs:
             run.forward()
         for run in reversed(runs):
             run.backward()
 
 
-def _fit(timed: Sequence[Timed], of: Callable[[Timed], float]) -> Prices:
+def _fit_prices(timed: Sequence[TimedCall], of: Callable[[TimedCall], float]) -> CallPrices:
     used = [t for t in timed if not t.held_out]
-    solved = nonnegative([[1.0, *(t.cost[part] for part in PARTS[1:])] for t in used], [of(t) for t in used])
-    prices = Prices(tuple(float(x) for x in solved), 0.0)
-    errors = [abs(prices.ns(t.cost) / of(t) - 1) for t in timed if t.held_out and of(t)]
-    return Prices(prices.values, statistics.median(errors) if errors else 0.0)
+    solved = nonnegative_least_squares(
+        [[1.0, *(t.cost[part] for part in PRICED_PARTS[1:])] for t in used], [of(t) for t in used]
+    )
+    prices = CallPrices(tuple(float(x) for x in solved), 0.0)
+    errors = [abs(prices.predict_ns(t.cost) / of(t) - 1) for t in timed if t.held_out and of(t)]
+    return CallPrices(prices.values, statistics.median(errors) if errors else 0.0)

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from secc.cluster import GIB, Cluster, Group, Link, Ring
-from secc.cluster.presets import DEVICES, LINKS, SOURCES
-from secc.report.text_table import Table
+from secc.cluster import GIB, Cluster, Link, MeasuredRing, NodeGroup
+from secc.cluster.presets import DEVICE_PRESETS, FIGURE_SOURCES, LINK_PRESETS
+from secc.report.text_table import TextTable
 
-OVERHEADS = ("job", "message", "tensor", "sample", "step")
+OVERHEAD_NAMES = ("job", "message", "tensor", "sample", "step")
 
 
-def tables(cluster: Cluster) -> list[Table]:
+def cluster_tables(cluster: Cluster) -> list[TextTable]:
     """The whole, then each kind."""
     rows = [
         (g.device.kind, str(g.nodes), str(cluster.per_node), str(g.nodes * cluster.per_node))
-        for g in cluster.kinds
+        for g in cluster.node_groups
     ]
-    note = f"{cluster.ranks} ranks; between nodes {_link(cluster.between)}"
+    note = f"{cluster.ranks} ranks; between nodes {_link_text(cluster.between)}"
     return [
-        Table(cluster.name, ("kind", "nodes", "devices each", "ranks"), tuple(rows), note),
-        *map(_figures, cluster.kinds),
+        TextTable(cluster.name, ("kind", "nodes", "devices each", "ranks"), tuple(rows), note),
+        *map(_device_table, cluster.node_groups),
     ]
 
 
-def _figures(group: Group) -> Table:
-    device, sources = group.device, SOURCES.get(group.device.kind.lower(), {})
-    known, links = DEVICES.get(device.kind.lower()), LINKS.get(device.kind.lower())
+def _device_table(group: NodeGroup) -> TextTable:
+    device, sources = group.device, FIGURE_SOURCES.get(group.device.kind.lower(), {})
+    known, links = DEVICE_PRESETS.get(device.kind.lower()), LINK_PRESETS.get(device.kind.lower())
 
     def row(name: str, value: str, key: str, preset: bool) -> tuple[str, str, str]:
         return name, value, sources[key] if preset else "given"
 
-    memory = f"{device.memory / GIB:.4g} GiB, of which tensors can have {device.usable / GIB:.4g}"
+    memory = f"{device.memory / GIB:.4g} GiB, of which tensors can have {device.usable_memory / GIB:.4g}"
     rates = [
         row(
             f"peak {name}",
@@ -44,9 +44,14 @@ def _figures(group: Group) -> Table:
         *rates,
         row("memory", memory, "memory", known is not None and device.memory == known.memory),
         row("memory rate", f"{device.memory_bytes_per_s / 1e9:g} GB/s", "memory", same),
-        row("inside a node", _link(group.inside), "inside", links is not None and group.inside == links[0]),
+        row(
+            "inside a node",
+            _link_text(group.inside),
+            "inside",
+            links is not None and group.inside == links[0],
+        ),
         *(
-            (f"{r.collective} over {r.ranks}", f"{_rates(r)} (a message of its ring)", "measured")
+            (f"{r.collective} over {r.ranks}", f"{_rates_text(r)} (a message of its ring)", "measured")
             for r in group.inside.rings
         ),
         ("issuing an operation", f"{device.op_ns / 1000:g} us", "assumed"),
@@ -56,15 +61,17 @@ def _figures(group: Group) -> Table:
                 f"{getattr(device.overheads, name) / 1000:g} us",
                 device.overheads.label,
             )
-            for name in OVERHEADS
+            for name in OVERHEAD_NAMES
         ),
     )
-    return Table(device.kind, ("figure", "value", "source"), rows, f"the rates are labelled {device.label}")
+    return TextTable(
+        device.kind, ("figure", "value", "source"), rows, f"the rates are labelled {device.label}"
+    )
 
 
-def _link(link: Link) -> str:
-    return f"{_rates(link)} (one direction, each device)"
+def _link_text(link: Link) -> str:
+    return f"{_rates_text(link)} (one direction, each device)"
 
 
-def _rates(link: Link | Ring) -> str:
+def _rates_text(link: Link | MeasuredRing) -> str:
     return f"{link.bytes_per_s / 1e9:g} GB/s, {link.latency_ns / 1000:g} us"

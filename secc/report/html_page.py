@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from secc.codegen.render import render
-from secc.report.plan_tables import summary, tables
+from secc.codegen.render import render_template
+from secc.report.plan_tables import plan_summary, plan_tables
 from secc.report.text_table import ranks_text
 from secc.runtime.plan.schema import Plan
 
 
-def page(plan: Plan, drawing: str = "") -> str:
+def report_page(plan: Plan, drawing: str = "") -> str:
     """The text of the page, with the drawing of a simulated step (HTML) if there is one."""
-    return render(
+    return render_template(
         "report.html.j2",
         plan=plan,
-        summary=summary(plan),
-        tables=tables(plan),
-        lanes=_lanes(plan),
+        summary=plan_summary(plan),
+        tables=plan_tables(plan),
+        lanes=_rank_cards(plan),
         drawing=drawing,
     )
 
 
-def _lanes(plan: Plan) -> list[tuple[str, str]]:
+def _rank_cards(plan: Plan) -> list[tuple[str, str]]:
     """(ranks, what they hold) for the drawing of the layout: a card for all ranks that hold the same
     sections, in the sections' order."""
     alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
@@ -34,8 +34,8 @@ def _lanes(plan: Plan) -> list[tuple[str, str]]:
         alike[tuple(held[rank])].append(rank)
     order = {s.name: i for i, s in enumerate(plan.sections)}
     cards = sorted(alike.items(), key=lambda card: [order[name] for name in card[0]] or [len(order)])
-    return [(_card(ranks), ", ".join(names) or "idle") for names, ranks in cards]
+    return [(_card_title(ranks), ", ".join(names) or "idle") for names, ranks in cards]
 
 
-def _card(ranks: list[int]) -> str:
+def _card_title(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks: {ranks_text(ranks)}"

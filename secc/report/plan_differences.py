@@ -11,70 +11,76 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from secc.report.text_table import Table, bytes_text, ranks_text
-from secc.runtime.plan.schema import Edge, Plan, Section, Term
+from secc.report.text_table import TextTable, bytes_text, ranks_text
+from secc.runtime.plan.schema import Edge, LossTerm, Plan, Section
 
 T = TypeVar("T")
-Fields = Mapping[str, Callable[[T], str]]
+FieldReaders = Mapping[str, Callable[[T], str]]
 ABSENT = "—"
 
 
-def differences(a: Plan, b: Plan) -> list[Table]:
+def plan_differences(a: Plan, b: Plan) -> list[TextTable]:
     """Tables of what differs from plan `a` to plan `b`; [] for plans that decide the same."""
     found = [
-        Table("Plan", ("", "first", "second", "ratio"), tuple(_headline(a, b))),
-        _table("Sections", "section", _named(a.whole_sections), _named(b.whole_sections), SECTION),
-        _table("Edges", "edge", _named(_between(a)), _named(_between(b)), EDGE),
-        _table("Loss", "term", _named(_terms(a)), _named(_terms(b)), TERM),
-        Table(
+        TextTable("Plan", ("", "first", "second", "ratio"), tuple(_headline_rows(a, b))),
+        _difference_table(
+            "Sections", "section", _by_name(a.user_sections), _by_name(b.user_sections), SECTION_FIELDS
+        ),
+        _difference_table(
+            "Edges", "edge", _by_name(_section_edges(a)), _by_name(_section_edges(b)), EDGE_FIELDS
+        ),
+        _difference_table(
+            "Loss", "term", _by_name(_section_terms(a)), _by_name(_section_terms(b)), TERM_FIELDS
+        ),
+        TextTable(
             "Parameters",
             ("parameter", "first", "second"),
-            tuple(_pairs(a.model.parameters, b.model.parameters)),
+            tuple(_mapping_rows(a.model.parameters, b.model.parameters)),
         ),
     ]
     return [t for t in found if t.rows]
 
 
-def _between(plan: Plan) -> tuple[Edge, ...]:
+def _section_edges(plan: Plan) -> tuple[Edge, ...]:
     """The edges between whole sections."""
-    whole = {s.name: s.whole for s in plan.sections}
+    whole = {s.name: s.user_section_name for s in plan.sections}
     found = (replace(e, src=whole[e.src], dst=whole[e.dst]) for e in plan.edges)
     return tuple(e for e in found if e.src != e.dst)
 
 
-def _terms(plan: Plan) -> tuple[Term, ...]:
+def _section_terms(plan: Plan) -> tuple[LossTerm, ...]:
     """The loss's terms, in whole sections."""
-    whole = {s.name: s.whole for s in plan.sections}
+    whole = {s.name: s.user_section_name for s in plan.sections}
     return tuple(replace(t, section=whole.get(t.section, t.section)) for t in plan.terms)
 
 
-def _headline(a: Plan, b: Plan) -> list[tuple[str, ...]]:
+def _headline_rows(a: Plan, b: Plan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for name, read in HEADLINE.items():
+    for name, read in HEADLINE_FIELDS.items():
         first, second = read(a), read(b)
         if first != second:
-            rows.append((name, _text(first), _text(second), _ratio(first, second)))
+            rows.append((name, _value_text(first), _value_text(second), _ratio_text(first, second)))
     return rows
 
 
-def _ratio(first: Any, second: Any) -> str:
+def _ratio_text(first: Any, second: Any) -> str:
     numbers = isinstance(first, int | float) and isinstance(second, int | float)
     return f"{second / first:.3f}" if numbers and first else ""
 
 
-def _text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if value is None:
         return ABSENT
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _named(items: tuple[Any, ...]) -> dict[str, Any]:
+def _by_name(items: tuple[Any, ...]) -> dict[str, Any]:
     return {item.name: item for item in items}
 
 
-def _table(
-    title: str, what: str, first: Mapping[str, T], second: Mapping[str, T], fields: Fields[T]
-) -> Table:
+def _difference_table(
+    title: str, what: str, first: Mapping[str, T], second: Mapping[str, T], fields: FieldReaders[T]
+) -> TextTable:
     """One row for each field that differs; what only one plan has is one row."""
     rows: list[tuple[str, ...]] = []
     for name in [*first, *(n for n in second if n not in first)]:
@@ -85,15 +91,15 @@ def _table(
             )
             continue
         rows += [(name, field, read(x), read(y)) for field, read in fields.items() if read(x) != read(y)]
-    return Table(title, (what, "", "first", "second"), tuple(rows))
+    return TextTable(title, (what, "", "first", "second"), tuple(rows))
 
 
-def _pairs(first: Mapping[str, str], second: Mapping[str, str]) -> list[tuple[str, ...]]:
+def _mapping_rows(first: Mapping[str, str], second: Mapping[str, str]) -> list[tuple[str, ...]]:
     names = [*first, *(n for n in second if n not in first)]
     return [(n, first.get(n, ABSENT), second.get(n, ABSENT)) for n in names if first.get(n) != second.get(n)]
 
 
-HEADLINE: Mapping[str, Callable[[Plan], Any]] = {
+HEADLINE_FIELDS: Mapping[str, Callable[[Plan], Any]] = {
     "predicted step, s": lambda p: p.prediction.get("step_time_s"),
     "step in the order that ranks run, s": lambda p: p.solver.get("simulated_s"),
     "predictions are": lambda p: p.prediction.get("label"),
@@ -104,7 +110,7 @@ HEADLINE: Mapping[str, Callable[[Plan], Any]] = {
     "allocation": lambda p: p.solver.get("status"),
     "model file": lambda p: p.model.sha256[:16],
 }
-SECTION: Fields[Section] = {
+SECTION_FIELDS: FieldReaders[Section] = {
     "mode": lambda s: s.mode,
     "active for": lambda s: " or ".join(s.when) or "every sample",
     "ranks": lambda s: ranks_text(s.mesh.ranks),
@@ -118,10 +124,10 @@ SECTION: Fields[Section] = {
     "blocks": lambda s: ", ".join(s.blocks),
     "costs are": lambda s: s.cost.label,
 }
-EDGE: Fields[Edge] = {
+EDGE_FIELDS: FieldReaders[Edge] = {
     "from → to": lambda e: f"{e.src} → {e.dst}",
     "tensor": lambda e: f"{e.dtype}[{', '.join(e.dims)}]",
     "bytes a sample": lambda e: bytes_text(e.bytes_per_sample),
     "gradient": lambda e: "flows back" if e.grad else "none",
 }
-TERM: Fields[Term] = {"section": lambda t: t.section, "coefficient": lambda t: t.coefficient}
+TERM_FIELDS: FieldReaders[LossTerm] = {"section": lambda t: t.section, "coefficient": lambda t: t.coefficient}

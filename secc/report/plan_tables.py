@@ -8,38 +8,38 @@ from typing import Any
 
 from secc.cluster import Cluster
 from secc.report import decision_tables, tensor_parallel_rows
-from secc.report.text_table import Table, blocks_text, bytes_text, count_text, ranks_text, seconds_text
-from secc.runtime.plan.schema import Edge, Plan, Recorded, Section
-from secc.runtime.plan.section_graph import Graph
-from secc.runtime.schedule.cross_step_prefetch import sections
+from secc.report.text_table import TextTable, blocks_text, bytes_text, count_text, ranks_text, seconds_text
+from secc.runtime.plan.schema import Edge, Plan, RerecordedCase, Section
+from secc.runtime.plan.section_graph import SectionGraph
+from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections
 
-WHAT_MODES_OWE = {
+MODE_DESCRIPTIONS = {
     "train": "forward, and backward to weights and inputs",
     "dgrad": "forward, and backward to inputs only: frozen weights, trainable part upstream",
     "forward": "forward only: nothing trainable in it or upstream",
 }
 
 
-def tables(plan: Plan) -> list[Table]:
+def plan_tables(plan: Plan) -> list[TextTable]:
     """All that a plan decides and predicts, with the reason where there is one."""
     found = [
-        _sections(plan),
-        _stages(plan),
-        _work(plan),
-        *decision_tables.tables(plan),
-        _placement(plan),
-        _edges(plan),
-        _cuts(plan),
-        _terms(plan),
-        fused(plan),
-        _recorded(plan),
-        _checks(plan),
-        _notes(plan),
+        _sections_table(plan),
+        _stages_table(plan),
+        _work_table(plan),
+        *decision_tables.decision_tables(plan),
+        _placement_table(plan),
+        _edges_table(plan),
+        _tensor_parallel_table(plan),
+        _loss_table(plan),
+        fused_table(plan),
+        _rerecorded_table(plan),
+        _checks_table(plan),
+        _notes_table(plan),
     ]
     return [t for t in found if t.rows]
 
 
-def summary(plan: Plan) -> list[tuple[str, str]]:
+def plan_summary(plan: Plan) -> list[tuple[str, str]]:
     """The headline facts."""
     step = plan.prediction.get("step_time_s")
     status, gap = plan.solver.get("status", "unknown"), plan.solver.get("gap")
@@ -50,14 +50,19 @@ def summary(plan: Plan) -> list[tuple[str, str]]:
             f"{plan.world_size} on {plan.cluster.get('text') or plan.cluster.get('name') or plan.cluster.get('kind', 'this machine')}",
         ),
         ("global batch", f"{plan.global_batch} samples"),
-        ("predicted step", f"{float(step):.4g} s{_tried(plan)}" if step is not None else "not predicted"),
-        *_simulated(plan),
+        (
+            "predicted step",
+            f"{float(step):.4g} s{_evaluated_plans_text(plan)}" if step is not None else "not predicted",
+        ),
+        *_simulated_facts(plan),
         ("allocation", f"{status}" + (f", gap {float(gap):.2%}" if gap is not None else "")),
-        ("widths", _widths(plan)),
+        ("widths", _widths_text(plan)),
         ("hash", plan.hash[:16]),
     ]
     if plan.run_ahead_gib:
-        names = ", ".join(dict.fromkeys(s.whole for s in sections(plan, Graph(plan))))
+        names = ", ".join(
+            dict.fromkeys(s.user_section_name for s in find_prefetchable_sections(plan, SectionGraph(plan)))
+        )
         facts.insert(
             -1,
             (
@@ -76,7 +81,7 @@ def summary(plan: Plan) -> list[tuple[str, str]]:
     return facts
 
 
-def _tried(plan: Plan) -> str:
+def _evaluated_plans_text(plan: Plan) -> str:
     """What the order made of the step when the plan was chosen."""
     simulated, tried = plan.solver.get("simulated_s"), plan.solver.get("tried", 1)
     others = f", the shortest of {tried} plans tried" if tried > 1 else ""
@@ -87,13 +92,13 @@ def _tried(plan: Plan) -> str:
     )
 
 
-def _widths(plan: Plan) -> str:
+def _widths_text(plan: Plan) -> str:
     if plan.widths == "own":
         return "each micro-batch has its own: padding was shown not to reach the loss"
     return "every micro-batch is padded to the global batch's: padding reaches the loss, or could not be shown not to"
 
 
-def _sections(plan: Plan) -> Table:
+def _sections_table(plan: Plan) -> TextTable:
     def row(s: Section) -> tuple[str, ...]:
         active = "samples with " + " or ".join(s.when) if s.when else "every sample"
         layout = f"dp {s.mesh.dp}, pp {s.mesh.pp}, tp {s.mesh.tp}"
@@ -101,7 +106,7 @@ def _sections(plan: Plan) -> Table:
             s.name,
             s.mode,
             active,
-            _ranks(plan, s),
+            _section_ranks_text(plan, s),
             layout,
             str(s.micro_batch),
             s.recompute,
@@ -120,15 +125,15 @@ def _sections(plan: Plan) -> Table:
         "sharding",
         "blocks",
     )
-    return Table(
+    return TextTable(
         "Sections",
         columns,
-        tuple(row(s) for s in plan.whole_sections),
+        tuple(row(s) for s in plan.user_sections),
         "Sections on the same ranks share their time and memory.",
     )
 
 
-def _simulated(plan: Plan) -> list[tuple[str, str]]:
+def _simulated_facts(plan: Plan) -> list[tuple[str, str]]:
     """What a simulated step says beside its bounds (`secc.driver.step_preview`)."""
     found: dict[str, Any] = plan.prediction.get("simulated", {})
     if not found:
@@ -147,25 +152,25 @@ def _simulated(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _ranks(plan: Plan, section: Section) -> str:
+def _section_ranks_text(plan: Plan, section: Section) -> str:
     """Ranks, with the kind of their devices where the cluster has several."""
     cluster = Cluster.from_dict(plan.cluster)
     kind = (
-        f" ({cluster.seen_by(section.mesh.ranks).device.kind})"
+        f" ({cluster.view_of_ranks(section.mesh.ranks).device.kind})"
         if cluster is not None and cluster.groups
         else ""
     )
     return ranks_text(section.mesh.ranks) + kind
 
 
-def _stages(plan: Plan) -> Table:
+def _stages_table(plan: Plan) -> TextTable:
     def row(s: Section) -> tuple[str, ...]:
         held = "any" if s.mode == "forward" or not s.in_flight else str(s.in_flight)
         return (
             s.name,
             s.mode,
             ranks_text(s.mesh.ranks),
-            _weights(plan, s),
+            _weights_text(plan, s),
             f"{s.memory_gib:.3g}",
             held,
             blocks_text(s.blocks),
@@ -173,50 +178,50 @@ def _stages(plan: Plan) -> Table:
 
     columns = ("stage", "mode", "ranks", "weights", "GiB a rank", "in flight", "blocks")
     note = "Sections that run as pipelines; in flight: how many micro-batches a stage may hold between forward and backward."
-    return Table("Stages", columns, tuple(row(s) for s in plan.sections if s.pipeline), note)
+    return TextTable("Stages", columns, tuple(row(s) for s in plan.sections if s.pipeline), note)
 
 
-def _weights(plan: Plan, section: Section) -> str:
+def _weights_text(plan: Plan, section: Section) -> str:
     """How many numbers the section's parameters hold, before they are shared between ranks."""
     table = plan.model.parameters
     shapes = (table[name].partition("[")[2].partition("]")[0] for name in section.params if name in table)
     return count_text(sum(math.prod(int(n) for n in shape.split(",") if n.strip()) for shape in shapes))
 
 
-def _work(plan: Plan) -> Table:
+def _work_table(plan: Plan) -> TextTable:
     shares: dict[str, Any] = plan.prediction.get("sections", {})
-    simulated = all("busy" in shares.get(s.name, {}) for s in plan.whole_sections)
+    simulated = all("busy" in shares.get(s.name, {}) for s in plan.user_sections)
 
     def row(s: Section) -> tuple[str, ...]:
         busy = (f"{float(shares[s.name]['busy']):.0%}",) if simulated else ()
         return (
             s.name,
-            WHAT_MODES_OWE.get(s.mode, s.mode),
-            _weights(plan, s),
+            MODE_DESCRIPTIONS.get(s.mode, s.mode),
+            _weights_text(plan, s),
             f"{s.memory_gib:.3g}",
             *busy,
             s.cost.label,
         )
 
     columns = ("section", "owes", "weights", "GiB a rank", *(("busy",) if simulated else ()), "costs are")
-    return Table(
+    return TextTable(
         "Work and memory",
         columns,
-        tuple(row(s) for s in plan.whole_sections),
+        tuple(row(s) for s in plan.user_sections),
         "Predictions rest on costs of the kind in the last column.",
     )
 
 
-def _placement(plan: Plan) -> Table:
+def _placement_table(plan: Plan) -> TextTable:
     """What `place` reached, beside ranks that are counted out section by section."""
     placed: dict[str, Any] = plan.prediction.get("placement", {})
     row: dict[str, Any] = placed.get("in_a_row", {})
-    lines = [(what, show(placed[key]), show(row[key])) for key, what, show in PLACED if row]
+    lines = [(what, show(placed[key]), show(row[key])) for key, what, show in PLACEMENT_ROWS if row]
     note = "Gradients are summed behind the last backward; the busiest device sums them and sends or receives its bytes, nothing hidden."
-    return Table("Placement on nodes", ("of a step", "as placed", "ranks in a row"), tuple(lines), note)
+    return TextTable("Placement on nodes", ("of a step", "as placed", "ranks in a row"), tuple(lines), note)
 
 
-def _edges(plan: Plan) -> Table:
+def _edges_table(plan: Plan) -> TextTable:
     def row(e: Edge) -> tuple[str, ...]:
         shape = f"{e.dtype}[{', '.join(e.dims)}]"
         return (
@@ -229,7 +234,7 @@ def _edges(plan: Plan) -> Table:
         )
 
     columns = ("edge", "from → to", "tensor of a micro-batch", "carried as", "bytes a sample", "direction")
-    return Table(
+    return TextTable(
         "Edges",
         columns,
         tuple(row(e) for e in plan.edges),
@@ -237,16 +242,16 @@ def _edges(plan: Plan) -> Table:
     )
 
 
-def _terms(plan: Plan) -> Table:
-    rows = tuple((t.name, t.section, t.coefficient, t.where) for t in plan.terms if not t.logs)
+def _loss_table(plan: Plan) -> TextTable:
+    rows = tuple((t.name, t.section, t.coefficient, t.where) for t in plan.terms if not t.logged_scalar)
     note = "The loss is the sum of coefficient × numerator; numerators add up over samples, coefficients belong to the whole global batch."
-    return Table("Loss", ("term", "section", "coefficient", "at"), rows, note)
+    return TextTable("Loss", ("term", "section", "coefficient", "at"), rows, note)
 
 
-def fused(plan: Plan) -> Table:
+def fused_table(plan: Plan) -> TextTable:
     """What fused operators took the place of."""
     rows = tuple((f.rule, f.what, f.where) for f in plan.fusions if not f.why)
-    return Table(
+    return TextTable(
         "Fused",
         ("rule", "in place of", "at"),
         rows,
@@ -254,22 +259,22 @@ def fused(plan: Plan) -> Table:
     )
 
 
-def left_unfused(plan: Plan) -> Table:
+def unfused_table(plan: Plan) -> TextTable:
     """What fusion rules looked at and left as it is."""
     rows = tuple((f.rule, f.what, f.where, f.why) for f in plan.fusions if f.why)
-    return Table("Not fused", ("rule", "looked at", "at", "why not"), rows)
+    return TextTable("Not fused", ("rule", "looked at", "at", "why not"), rows)
 
 
-def _recorded(plan: Plan) -> Table:
+def _rerecorded_table(plan: Plan) -> TextTable:
     """The cases whose glue is recorded anew."""
 
-    def row(case: Recorded) -> tuple[str, ...]:
+    def row(case: RerecordedCase) -> tuple[str, ...]:
         tensors = sum(n["kind"][0] == "recorded" for n in case.nodes)
         taken = "where no compiled case fits" if case.spare else "always"
         return (", ".join(case.when) or "no optional inputs", taken, str(tensors), case.why, case.where)
 
     note = "Recorded for each micro-batch ahead of its step, where it is loaded; see a run's metrics (recorded, recording_s, exposed_s)."
-    return Table(
+    return TextTable(
         "Glue recorded anew",
         ("pattern", "taken", "tensors", "why", "where"),
         tuple(map(row, plan.recorded)),
@@ -277,7 +282,7 @@ def _recorded(plan: Plan) -> Table:
     )
 
 
-def _checks(plan: Plan) -> Table:
+def _checks_table(plan: Plan) -> TextTable:
     rows = tuple(
         (
             ", ".join(c["pattern"]) or "no optional inputs", str(c["samples"]), "exact" if c["exact"] else "NOT EXACT",
@@ -286,7 +291,7 @@ def _checks(plan: Plan) -> Table:
         for c in plan.checks.get("patterns", ())
     )  # fmt: skip
     note = "Against the eager model; errors in units of the tolerance (1 is the limit)."
-    return Table(
+    return TextTable(
         "Checks",
         ("pattern", "samples", "result", "loss error", "gradient error", "worst gradient"),
         rows,
@@ -294,23 +299,26 @@ def _checks(plan: Plan) -> Table:
     )
 
 
-def _cuts(plan: Plan) -> Table:
+def _tensor_parallel_table(plan: Plan) -> TextTable:
     note = "Of what is cut each rank of a replica has a part; * stands for alike modules. What is whole, every rank computes."
-    return Table(
-        "Tensor parallelism", ("section", "modules", "number", "how"), tensor_parallel_rows.rows(plan), note
+    return TextTable(
+        "Tensor parallelism",
+        ("section", "modules", "number", "how"),
+        tensor_parallel_rows.tensor_parallel_rows(plan),
+        note,
     )
 
 
-def _notes(plan: Plan) -> Table:
+def _notes_table(plan: Plan) -> TextTable:
     notes: Sequence[str] = (
         *plan.checks.get("accepted", ()),
         *plan.checks.get("logged", ()),
         *plan.checks.get("notes", ()),
     )
-    return Table("Notes", ("why",), tuple((n,) for n in notes))
+    return TextTable("Notes", ("why",), tuple((n,) for n in notes))
 
 
-PLACED = (
+PLACEMENT_ROWS = (
     ("bytes_between_nodes", "bytes between nodes", bytes_text),
     ("bytes_inside_nodes", "bytes inside nodes", bytes_text),
     ("gradient_sums_s", "longest sums of gradients", seconds_text),

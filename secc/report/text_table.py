@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """A titled table; `note` says what its columns rest on."""
 
     title: str
@@ -30,7 +30,7 @@ def blocks_text(paths: Sequence[str]) -> str:
             spans[-1] = (head + dot, spans[-1][1], int(number))
         else:
             spans.append((head + dot, int(number), int(number)))
-    return braced(
+    return paths_text(
         [
             head if first < 0 else f"{head}{first}" + (f"-{last}" if last > first else "")
             for head, first, last in spans
@@ -38,7 +38,7 @@ def blocks_text(paths: Sequence[str]) -> str:
     )
 
 
-def braced(paths: Sequence[str]) -> str:
+def paths_text(paths: Sequence[str]) -> str:
     """Dotted paths in one line: `a.{b, c.d}` for `a.b` and `a.c.d`."""
     shared = 0
     if len(paths) > 1:

@@ -12,19 +12,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from secc.simulate.events import Compute, Simulated, Transfer
-from secc.simulate.step_measures import in_flight
+from secc.simulate.events import ComputeEvent, SimulatedStep, TransferEvent
+from secc.simulate.step_measures import in_flight_over_time
 
-Event = dict[str, Any]
-COMPUTE, SENDS, RECEIVES, CLOSING = range(4)
-TRACKS = {COMPUTE: "compute", SENDS: "sends", RECEIVES: "receives", CLOSING: "reductions and optimizer"}
+TraceEvent = dict[str, Any]
+COMPUTE_TRACK, SEND_TRACK, RECEIVE_TRACK, CLOSING_TRACK = range(4)
+TRACK_NAMES = {
+    COMPUTE_TRACK: "compute",
+    SEND_TRACK: "sends",
+    RECEIVE_TRACK: "receives",
+    CLOSING_TRACK: "reductions and optimizer",
+}
 
 
-def chrome(steps: list[Simulated]) -> dict[str, Any]:
+def make_chrome_trace(steps: list[SimulatedStep]) -> dict[str, Any]:
     """The trace of consecutive steps as a JSON object."""
-    events, start = list(_names(steps[0])), 0
+    events, start = list(_metadata_events(steps[0])), 0
     for step in steps:
-        for event in _events(step):
+        for event in _step_events(step):
             events.append(
                 event
                 | {"ts": (event["ts"] + start) / 1e3}
@@ -34,7 +39,7 @@ def chrome(steps: list[Simulated]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _names(step: Simulated) -> Iterator[Event]:
+def _metadata_events(step: SimulatedStep) -> Iterator[TraceEvent]:
     for rank in range(step.plan.world_size):
         label = ", ".join(s.name for s in step.plan.sections if rank in s.mesh.ranks) or "idle"
         named = {
@@ -42,44 +47,55 @@ def _names(step: Simulated) -> Iterator[Event]:
             "process_sort_index": {"sort_index": rank},
         }
         yield from (
-            {"ph": "M", "pid": rank, "tid": COMPUTE, "name": name, "args": args}
+            {"ph": "M", "pid": rank, "tid": COMPUTE_TRACK, "name": name, "args": args}
             for name, args in named.items()
         )
-        for track, name in TRACKS.items():
+        for track, name in TRACK_NAMES.items():
             yield {"ph": "M", "pid": rank, "tid": track, "name": "thread_name", "args": {"name": name}}
 
 
-def _events(step: Simulated) -> Iterator[Event]:
+def _step_events(step: SimulatedStep) -> Iterator[TraceEvent]:
     for c in step.compute:
-        yield _event(c.rank, COMPUTE, f"{c.kind} {c.section} {c.micro}", c.start, c.end, _computed(step, c))
+        yield _duration_event(
+            c.rank,
+            COMPUTE_TRACK,
+            f"{c.kind} {c.section} {c.micro}",
+            c.start,
+            c.end,
+            _computation_args(step, c),
+        )
     for t in step.transfers:
-        for kind, rank, track in (("SEND", t.src, SENDS), ("RECV", t.dst, RECEIVES)):
-            yield _event(rank, track, f"{kind} {t.edge}", t.start, t.end, {"kind": kind, **_sent(step, t)})
+        for kind, rank, track in (("SEND", t.src, SEND_TRACK), ("RECV", t.dst, RECEIVE_TRACK)):
+            yield _duration_event(
+                rank, track, f"{kind} {t.edge}", t.start, t.end, {"kind": kind, **_transfer_args(step, t)}
+            )
     for r in step.reductions:
         for rank in r.ranks:
-            yield _event(
+            yield _duration_event(
                 rank,
-                CLOSING,
+                CLOSING_TRACK,
                 f"REDUCE {', '.join(r.sections)}",
                 r.start,
                 r.end,
                 {"kind": "REDUCE", "sections": list(r.sections)},
             )
     for rank in range(step.plan.world_size):
-        if step.end > step.synced:
-            yield _event(rank, CLOSING, "STEP", step.synced, step.end, {"kind": "STEP"})
-        for time, count in in_flight(step, rank):
+        if step.end > step.gradients_summed:
+            yield _duration_event(
+                rank, CLOSING_TRACK, "STEP", step.gradients_summed, step.end, {"kind": "STEP"}
+            )
+        for time, count in in_flight_over_time(step, rank):
             yield {
                 "ph": "C",
                 "pid": rank,
-                "tid": COMPUTE,
+                "tid": COMPUTE_TRACK,
                 "name": "in flight",
                 "ts": time,
                 "args": {"micro-batches": count},
             }
 
 
-def _event(rank: int, track: int, name: str, start: int, end: int, args: Event) -> Event:
+def _duration_event(rank: int, track: int, name: str, start: int, end: int, args: TraceEvent) -> TraceEvent:
     return {
         "ph": "X",
         "pid": rank,
@@ -92,19 +108,19 @@ def _event(rank: int, track: int, name: str, start: int, end: int, args: Event) 
     }
 
 
-def _computed(step: Simulated, c: Compute) -> Event:
+def _computation_args(step: SimulatedStep, c: ComputeEvent) -> TraceEvent:
     micro = step.schedule.micro_batches[c.section][c.micro]
     args = {
         "kind": c.kind,
-        "section": step.plan.section(c.section).whole,
+        "section": step.plan.find_section(c.section).user_section_name,
         "replica": c.replica,
         "stage": c.stage,
         "microbatch": c.micro,
     }
-    ahead = {"ahead": True} if step.schedule.is_later(micro) else {}
+    ahead = {"ahead": True} if step.schedule.is_of_next_batch(micro) else {}
     return args | {"samples": [step.samples[p].id for p in micro.samples]} | ahead
 
 
-def _sent(step: Simulated, t: Transfer) -> Event:
+def _transfer_args(step: SimulatedStep, t: TransferEvent) -> TraceEvent:
     args = {"edge": t.edge, "direction": t.direction, "src": t.src, "dst": t.dst}
     return args | {"samples": [step.samples[p].id for p in t.samples], "bytes": t.size}

@@ -12,63 +12,63 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from secc.simulate.drawing_rows import NO_SECTION, WAIT, Bar, Rows, rows
-from secc.simulate.events import Simulated
-from secc.simulate.step_measures import Measures
+from secc.simulate.drawing_rows import MESSAGE_WAIT, NO_SECTION, DrawnBar, DrawnRows, build_rows
+from secc.simulate.events import SimulatedStep
+from secc.simulate.step_measures import StepMeasures
 
 COLOURS = ("#1f6fb2", "#d9741c", "#2e8b4f", "#9a4fb0", "#b23a48", "#7a6a1f", "#008a8a", "#555fbf")
-TERMINAL = ("blue", "yellow", "green", "magenta", "red", "cyan", "bright_blue", "bright_green")
-GREY, WAITING = "#9a9a9a", "#f2c4b8"
-SWATCH = "display:inline-block;width:12px;height:12px;margin:0 4px 0 12px"  # of a legend
-IN_TERMINAL, IN_PAGE = 32, 64  # rows
-LABEL = 30  # characters of a row's label
-ROW, GAP, LEFT, WIDTH, FOOT = 18, 4, 200, 1200, 40  # of the SVG, in pixels
+TERMINAL_COLOURS = ("blue", "yellow", "green", "magenta", "red", "cyan", "bright_blue", "bright_green")
+NO_SECTION_COLOUR, WAIT_COLOUR = "#9a9a9a", "#f2c4b8"
+LEGEND_SWATCH_STYLE = "display:inline-block;width:12px;height:12px;margin:0 4px 0 12px"  # of a legend
+MAX_TERMINAL_ROWS, MAX_PAGE_ROWS = 32, 64  # rows
+MAX_LABEL_LENGTH = 30  # characters of a row's label
+ROW_HEIGHT, ROW_GAP, LEFT_MARGIN, CHART_WIDTH, FOOT_HEIGHT = 18, 4, 200, 1200, 40  # of the SVG, in pixels
 
 
 # -- terminal
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def text(step: Simulated, width: int) -> list[list[tuple[str, str]]]:
+def render_terminal(step: SimulatedStep, width: int) -> list[list[tuple[str, str]]]:
     """Lines of (characters, style of rich) for a terminal of `width` columns; the last ones tell when and
     what is what."""
-    drawn = rows(step, IN_TERMINAL)
-    shown = [_short(row.label) for row in drawn.rows]
+    drawn = build_rows(step, MAX_TERMINAL_ROWS)
+    shown = [_shorten_label(row.label) for row in drawn.rows]
     labels = max(map(len, shown), default=0)
     columns = max(20, width - labels - 2)
     lines = [
-        [(label.ljust(labels) + " ", "dim"), *_cells(row.bars, columns, step.end)]
+        [(label.ljust(labels) + " ", "dim"), *_terminal_cells(row.bars, columns, step.end)]
         for label, row in zip(shown, drawn.rows, strict=True)
     ]
-    lines.append([(" " * (labels + 1) + _scale(columns, step.end), "dim")])
+    lines.append([(" " * (labels + 1) + _time_axis_text(columns, step.end), "dim")])
     if drawn.left_out:
-        lines.append([(_left_out(drawn), "dim")])
-    legend = [(f"█ {s.name}  ", _style(i)) for i, s in enumerate(step.plan.whole_sections)]
+        lines.append([(_left_out_text(drawn), "dim")])
+    legend = [(f"█ {s.name}  ", _section_style(i)) for i, s in enumerate(step.plan.user_sections)]
     return [
         *lines,
         [*legend, ("█ forward  ▒ backward  ─ reduce, optimizer  ~ message on its way  · idle", "dim")],
     ]
 
 
-def _short(label: str) -> str:
-    return label if len(label) <= LABEL else label[: LABEL - 1] + "…"
+def _shorten_label(label: str) -> str:
+    return label if len(label) <= MAX_LABEL_LENGTH else label[: MAX_LABEL_LENGTH - 1] + "…"
 
 
-def _scale(columns: int, end: int) -> str:
+def _time_axis_text(columns: int, end: int) -> str:
     """The times at both ends of the rows and in the middle."""
-    last, middle = _time(end), _time(end // 2)
+    last, middle = _format_time(end), _format_time(end // 2)
     return f"{'0':<{columns // 2}}{middle:<{columns - columns // 2 - len(last)}}{last}"
 
 
-def _time(ns: int) -> str:
+def _format_time(ns: int) -> str:
     return f"{ns / 1e9:.4g} s" if ns >= 10**9 else f"{ns / 1e6:.4g} ms"
 
 
-def _left_out(drawn: Rows) -> str:
+def _left_out_text(drawn: DrawnRows) -> str:
     return f"({drawn.left_out} more ranks, which take part in the same sections, are not drawn)"
 
 
-def _cells(bars: Sequence[Bar], columns: int, end: int) -> list[tuple[str, str]]:
+def _terminal_cells(bars: Sequence[DrawnBar], columns: int, end: int) -> list[tuple[str, str]]:
     """Each column shows what fills most of it."""
     share: list[dict[tuple[int, str], int]] = [{} for _ in range(columns)]
     for bar in bars:
@@ -82,81 +82,92 @@ def _cells(bars: Sequence[Bar], columns: int, end: int) -> list[tuple[str, str]]
     for column in share:
         idle = end - sum(column.values())
         (section, kind), most = max(column.items(), key=lambda item: item[1], default=((NO_SECTION, ""), 0))
-        cells.append(("·", "dim") if idle > most or not column else (_glyph(kind), _style(section)))
+        cells.append(
+            ("·", "dim") if idle > most or not column else (_kind_glyph(kind), _section_style(section))
+        )
     return cells
 
 
-def _glyph(kind: str) -> str:
-    return {"F": "█", "B": "▒", "W": "░", WAIT: "~"}.get(kind, "─")
+def _kind_glyph(kind: str) -> str:
+    return {"F": "█", "B": "▒", "W": "░", MESSAGE_WAIT: "~"}.get(kind, "─")
 
 
-def _style(section: int) -> str:
-    return "dim" if section == NO_SECTION else TERMINAL[section % len(TERMINAL)]
+def _section_style(section: int) -> str:
+    return "dim" if section == NO_SECTION else TERMINAL_COLOURS[section % len(TERMINAL_COLOURS)]
 
 
 # -- SVG and page
 # -----------------------------------------------------------------------------------------------------------------
 
 
-def svg(step: Simulated) -> str:
+def render_svg(step: SimulatedStep) -> str:
     """The step as an SVG element; hovering over a bar tells what it is."""
-    drawn = rows(step, IN_PAGE)
-    height = len(drawn.rows) * (ROW + GAP) + FOOT
+    drawn = build_rows(step, MAX_PAGE_ROWS)
+    height = len(drawn.rows) * (ROW_HEIGHT + ROW_GAP) + FOOT_HEIGHT
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 10} {height}" font-family="sans-serif" font-size="11">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT_MARGIN + CHART_WIDTH + 10} {height}" font-family="sans-serif" font-size="11">'
     ]
     for i, row in enumerate(drawn.rows):
-        y = i * (ROW + GAP)
+        y = i * (ROW_HEIGHT + ROW_GAP)
         parts.append(
-            f'<text x="{LEFT - 6}" y="{y + 13}" text-anchor="end">{escape(_short(row.label))}<title>{escape(row.label)}</title></text>'
+            f'<text x="{LEFT_MARGIN - 6}" y="{y + 13}" text-anchor="end">{escape(_shorten_label(row.label))}<title>{escape(row.label)}</title></text>'
         )
-        parts.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH}" height="{ROW}" fill="#f1f1f1"/>')
-        parts += [_rect(bar, y, step.end) for bar in row.bars]
-    parts += _axis(len(drawn.rows) * (ROW + GAP), step.end)
+        parts.append(
+            f'<rect x="{LEFT_MARGIN}" y="{y}" width="{CHART_WIDTH}" height="{ROW_HEIGHT}" fill="#f1f1f1"/>'
+        )
+        parts += [_svg_bar(bar, y, step.end) for bar in row.bars]
+    parts += _svg_axis(len(drawn.rows) * (ROW_HEIGHT + ROW_GAP), step.end)
     if drawn.left_out:
-        parts.append(f'<text x="{LEFT}" y="{height - 8}" fill="#5a6678">{escape(_left_out(drawn))}</text>')
+        parts.append(
+            f'<text x="{LEFT_MARGIN}" y="{height - 8}" fill="#5a6678">{escape(_left_out_text(drawn))}</text>'
+        )
     return "\n".join([*parts, "</svg>"])
 
 
-def _rect(bar: Bar, y: int, end: int) -> str:
-    x, w = LEFT + bar.start * WIDTH / max(end, 1), (bar.end - bar.start) * WIDTH / max(end, 1)
+def _svg_bar(bar: DrawnBar, y: int, end: int) -> str:
+    x, w = (
+        LEFT_MARGIN + bar.start * CHART_WIDTH / max(end, 1),
+        (bar.end - bar.start) * CHART_WIDTH / max(end, 1),
+    )
     colour = (
-        WAITING
-        if bar.kind == WAIT
-        else GREY
+        WAIT_COLOUR
+        if bar.kind == MESSAGE_WAIT
+        else NO_SECTION_COLOUR
         if bar.section == NO_SECTION
         else COLOURS[bar.section % len(COLOURS)]
     )
     opacity = {"B": "0.55", "W": "0.3"}.get(bar.kind, "1")
-    shape = (
-        f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{ROW}" fill="{colour}" fill-opacity="{opacity}"'
-    )
+    shape = f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{ROW_HEIGHT}" fill="{colour}" fill-opacity="{opacity}"'
     return f"{shape} stroke='white' stroke-width='0.3'><title>{escape(bar.title)}, {(bar.end - bar.start) / 1e6:.3f} ms</title></rect>"
 
 
-def _axis(y: int, end: int) -> list[str]:
-    ticks = [(LEFT + WIDTH * k / 5, end * k / 5) for k in range(6)]
+def _svg_axis(y: int, end: int) -> list[str]:
+    ticks = [(LEFT_MARGIN + CHART_WIDTH * k / 5, end * k / 5) for k in range(6)]
     anchors = ["start", *["middle"] * 4, "end"]
     return [
-        f'<text x="{x:.0f}" y="{y + 14}" text-anchor="{a}">{_time(int(ns))}</text>'
+        f'<text x="{x:.0f}" y="{y + 14}" text-anchor="{a}">{_format_time(int(ns))}</text>'
         for (x, ns), a in zip(ticks, anchors, strict=True)
     ]
 
 
-def figure(step: Simulated, measures: Measures) -> str:
+def render_html_figure(step: SimulatedStep, measures: StepMeasures) -> str:
     """The drawing for an HTML page, below its legend."""
     named = [
         (COLOURS[i % len(COLOURS)], f"{s.name} (busy {measures.sections[s.name].busy:.0%})")
-        for i, s in enumerate(step.plan.whole_sections)
+        for i, s in enumerate(step.plan.user_sections)
     ]
     legend = " ".join(
-        f'<span><i style="{SWATCH};background:{colour}"></i>{escape(name)}</span>'
-        for colour, name in [*named, (GREY, "reductions, optimizer"), (WAITING, "message on its way")]
+        f'<span><i style="{LEGEND_SWATCH_STYLE};background:{colour}"></i>{escape(name)}</span>'
+        for colour, name in [
+            *named,
+            (NO_SECTION_COLOUR, "reductions, optimizer"),
+            (WAIT_COLOUR, "message on its way"),
+        ]
     )
-    return f"<p>{legend}; forwards full, backwards lighter, blank is idle.</p>{svg(step)}"
+    return f"<p>{legend}; forwards full, backwards lighter, blank is idle.</p>{render_svg(step)}"
 
 
-def page(step: Simulated, measures: Measures) -> str:
+def render_html_page(step: SimulatedStep, measures: StepMeasures) -> str:
     """An HTML page with the drawing, the legend and the headline figures."""
     facts = (
         f"step {measures.step_time_s:.6g} s, schedule bound {measures.schedule_bound_s:.6g} s ({escape(measures.bound_reason)}), "
@@ -165,5 +176,5 @@ def page(step: Simulated, measures: Measures) -> str:
     style = "body{font:14px sans-serif;margin:24px}"
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Simulated step</title><style>{style}</style>'
-        f"<h1>One step</h1><p>{facts}</p>{figure(step, measures)}</html>\n"
+        f"<h1>One step</h1><p>{facts}</p>{render_html_figure(step, measures)}</html>\n"
     )

@@ -6,26 +6,28 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from secc.bounds.traffic import FREE, Traffic
+from secc.bounds.traffic import FREE_LINK, Traffic
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import SampleMeta
-from secc.runtime.training.emulation import FILE, Table
+from secc.runtime.training.emulation import EMULATION_FILE, EmulationTable
 from secc.simulate.simulator import simulate
-from secc.simulate.steady_state import consecutive
+from secc.simulate.steady_state import consecutive_steps
 
 MEBIBYTE = 1 << 20
 
 
-def table(plan: Plan, scale: float = 1.0) -> Table:
+def make_emulation_table(plan: Plan, scale: float = 1.0) -> EmulationTable:
     """The times of a plan's messages, reductions and optimizer steps."""
     traffic = Traffic(plan)
     cluster = traffic.cluster
-    links = (cluster.inside, cluster.between) if cluster is not None else (FREE, FREE)
+    links = (cluster.inside, cluster.between) if cluster is not None else (FREE_LINK, FREE_LINK)
     inside, between = ((link.latency_ns, link.message_ns(MEBIBYTE) - link.latency_ns) for link in links)
-    held = sorted(traffic.held, key=lambda h: len(h.sections) > 1)  # tied over sections: reduced at the end
+    held = sorted(
+        traffic.reduction_groups, key=lambda h: len(h.sections) > 1
+    )  # tied over sections: reduced at the end
     sums = tuple((h.sections, h.ranks, traffic.reduce_ns(h)) for h in held if len(h.ranks) > 1)
     per_node = cluster.per_node if cluster is not None else plan.world_size
-    return Table(
+    return EmulationTable(
         scale,
         per_node,
         (inside, between),
@@ -34,7 +36,7 @@ def table(plan: Plan, scale: float = 1.0) -> Table:
     )
 
 
-def compared(
+def compare_emulated_steps(
     plan: Plan, log_dir: Path, batches: Sequence[Sequence[SampleMeta]], order: str
 ) -> Iterator[tuple[int, float, float]]:
     """(step, emulated seconds of its program in modelled time, simulated seconds) of the last emulated run's
@@ -44,8 +46,10 @@ def compared(
     program starts.
     """
     overheads = Traffic(plan).overheads
-    lines = [json.loads(line) for line in (log_dir / FILE).read_text().splitlines()][-len(batches) :]
-    for told, (samples, programs) in zip(lines, consecutive(plan, batches, order), strict=True):
-        own = len(samples) if programs.own is None else programs.own
+    lines = [json.loads(line) for line in (log_dir / EMULATION_FILE).read_text().splitlines()][
+        -len(batches) :
+    ]
+    for told, (samples, programs) in zip(lines, consecutive_steps(plan, batches, order), strict=True):
+        own = len(samples) if programs.own_samples is None else programs.own_samples
         simulated = simulate(plan, samples, programs).end - overheads.step_ns(own)
         yield told["step"], told["program_s"] / told["scale"], simulated / 1e9

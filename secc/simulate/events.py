@@ -9,7 +9,7 @@ from secc.runtime.plan.step_program import SampleMeta, Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class ComputeEvent:
     """F or B of a micro-batch on a rank, which was free from `free` on; from `waited` on it waited for
     nothing but a message on its way."""
 
@@ -19,14 +19,14 @@ class Compute:
     replica: int
     stage: int
     micro: int
-    free: int
-    waited: int
+    free_at: int
+    in_transit_from: int
     start: int
     end: int
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class TransferEvent:
     """A message: posted by its sender at `sent`, on its way from `start` to `end`."""
 
     edge: str
@@ -37,13 +37,13 @@ class Transfer:
     dst: int
     samples: tuple[int, ...]
     size: int
-    sent: int
+    posted_at: int
     start: int
     end: int
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class ReductionEvent:
     """The sum of gradients that sections hold in common, over their ranks."""
 
     sections: tuple[str, ...]
@@ -53,7 +53,7 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulatedStep:
     """One simulated step.
 
     `stepped`: when each rank reached the end of its program; `synced`: when all gradients were summed; `end`:
@@ -63,9 +63,9 @@ class Simulated:
     plan: Plan
     samples: tuple[SampleMeta, ...]
     schedule: Schedule
-    compute: tuple[Compute, ...]
-    transfers: tuple[Transfer, ...]
-    reductions: tuple[Reduction, ...]
-    stepped: tuple[int, ...]
-    synced: int
+    compute: tuple[ComputeEvent, ...]
+    transfers: tuple[TransferEvent, ...]
+    reductions: tuple[ReductionEvent, ...]
+    program_ends: tuple[int, ...]
+    gradients_summed: int
     end: int

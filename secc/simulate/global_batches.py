@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from secc.runtime.data.declared_sizes import Declared
-from secc.runtime.data.epoch_order import Epochs
-from secc.runtime.data.sample_loader import Loader, Share
-from secc.runtime.data.sample_metadata import Record, Records
+from secc.runtime.data.declared_sizes import DeclaredSizes
+from secc.runtime.data.epoch_order import EpochOrder
+from secc.runtime.data.sample_loader import MetadataRequest, SampleLoader
+from secc.runtime.data.sample_metadata import RecordCodec, SampleRecord
 from secc.runtime.parameters.rank_weights import load_user_model
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import SampleMeta
 
 
-def global_batches(
+def load_global_batches(
     directory: Path, plan: Plan, seed: int = 0, shuffle: bool = False, steps: int = 1
 ) -> Iterator[tuple[SampleMeta, ...]]:
     """The samples of the first `steps` global batches, as the ranks draw them from the plan's model file, or
@@ -23,13 +23,13 @@ def global_batches(
     Raises UserError if the model file is missing or no longer the one that the plan was made from.
     """
     user = load_user_model(plan, directory)
-    user.use_inputs(plan.inputs)
-    epochs = Epochs(len(user.dataset()), plan.global_batch, seed, shuffle)
-    declared = Declared(user, plan.symbols, plan.inputs) if user.has("sizes") else None
-    loader = Loader(user, Records(plan, {}), epochs)
+    user.use_plan_inputs(plan.inputs)
+    epochs = EpochOrder(len(user.dataset()), plan.global_batch, seed, shuffle)
+    declared = DeclaredSizes(user, plan.symbols, plan.inputs) if user.defines("sizes") else None
+    loader = SampleLoader(user, RecordCodec(plan, {}), epochs)
     for step in range(steps):
         if declared is not None:
-            yield tuple(declared.meta(i) for i in epochs.indices(step))
+            yield tuple(declared.sample_metadata(i) for i in epochs.dataset_indices(step))
             continue
-        records = loader.share(Share(step, tuple(range(epochs.count(step)))))
-        yield tuple(record.meta for record in records if isinstance(record, Record))
+        records = loader.iter_records(MetadataRequest(step, tuple(range(epochs.samples_in_step(step)))))
+        yield tuple(record.meta for record in records if isinstance(record, SampleRecord))

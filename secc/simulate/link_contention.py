@@ -24,10 +24,10 @@ class Network:
         )  # (rank, whether between nodes) -> free from
         self._in: dict[tuple[int, bool], int] = defaultdict(int)
 
-    def send(self, source: int, target: int, size: int, ready: int) -> tuple[int, int]:
+    def send_message(self, source: int, target: int, size: int, ready: int) -> tuple[int, int]:
         """(start, arrival) of a message of `size` bytes that both ends are ready for at `ready`. Calls must
         not go back in time."""
-        link = self._traffic.link(source, target)
+        link = self._traffic.link_between(source, target)
         cluster = self._traffic.cluster
         between = cluster is not None and link is cluster.between
         start = max(ready, self._out[source, between], self._in[target, between])

@@ -23,38 +23,38 @@ from dataclasses import dataclass, field
 
 from secc.bounds.traffic import Traffic
 from secc.runtime.comm.edge_messages import EdgeLayout
-from secc.runtime.comm.p2p_channels import WINDOW
-from secc.runtime.host.gc_control import collector_paused
-from secc.runtime.parameters.gradient_reduction import Holders
-from secc.runtime.plan.predicted_costs import Costs
-from secc.runtime.plan.replica_routes import bounds, replicas, routes
+from secc.runtime.comm.p2p_channels import RECEIVE_WINDOW
+from secc.runtime.host.gc_control import pause_gc
+from secc.runtime.parameters.gradient_reduction import ReductionGroup
+from secc.runtime.plan.predicted_costs import PredictedCosts
+from secc.runtime.plan.replica_routes import ranks_by_replica, route_message, slice_bounds
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import (
-    COMPUTE,
+    COMPUTE_KINDS,
     Instruction,
     SampleMeta,
     Schedule,
+    gather_rounds,
     returns_gradient,
-    rounds,
-    weight_part,
+    weight_backward_ns,
 )
-from secc.runtime.validation.full_check import check
-from secc.simulate.events import Compute, Reduction, Simulated, Transfer
+from secc.runtime.validation.full_check import check_schedule
+from secc.simulate.events import ComputeEvent, ReductionEvent, SimulatedStep, TransferEvent
 from secc.simulate.link_contention import Network
 
-Key = tuple[
+MessageKey = tuple[
     str, str, int, int, int, int
 ]  # edge, direction, producer's and consumer's micro-batch, sender, receiver
-Job = tuple[str, str, int, int]  # kind, section, micro-batch, rank
+ComputeKey = tuple[str, str, int, int]  # kind, section, micro-batch, rank
 
 
 def simulate(
     plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule, traffic: Traffic | None = None
-) -> Simulated:
+) -> SimulatedStep:
     """One step under the plan's costs and cluster. Raises ScheduleError for a schedule that must not run."""
-    with collector_paused():
-        check(plan, samples, schedule)
-        return _Machine(plan, samples, schedule, traffic or Traffic(plan)).run()
+    with pause_gc():
+        check_schedule(plan, samples, schedule)
+        return _Simulator(plan, samples, schedule, traffic or Traffic(plan)).run()
 
 
 @dataclass(slots=True)
@@ -65,10 +65,10 @@ class _Message:
     receiver: int
     samples: tuple[int, ...]
     size: int
-    sent: int | None = None
-    expected: int | None = None
+    send_posted: int | None = None
+    receive_posted: int | None = None
     arrival: int | None = None
-    waiting: bool = False  # whether the receiver stands still for it
+    receiver_waits: bool = False  # whether the receiver stands still for it
 
 
 @dataclass(slots=True)
@@ -77,85 +77,91 @@ class _Rank:
     many it passed."""
 
     program: Sequence[Instruction]
-    at: int = 0
-    free: int = 0
-    receives: list[Key] = field(default_factory=list)
-    passed: int = 0
-    reduced: int = 0  # when its last reduction ends
-    sent: int = 0  # when its last message arrives
+    next_instruction: int = 0
+    free_at: int = 0
+    receives: list[MessageKey] = field(default_factory=list)
+    passed_receives: int = 0
+    last_reduction_end: int = 0  # when its last reduction ends
+    last_arrival: int = 0  # when its last message arrives
     packing: int = -1  # the SEND whose message it packs, or has packed last
-    stepped: int | None = None
+    program_end: int | None = None
 
 
-class _Machine:
+class _Simulator:
     def __init__(
         self, plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule, traffic: Traffic
     ) -> None:
         self.plan, self.samples, self.schedule, self.traffic = plan, tuple(samples), schedule, traffic
         self.network = Network(traffic)
-        costs = Costs(plan, samples, schedule.own)
+        costs = PredictedCosts(plan, samples, schedule.own_samples)
         self.durations = {
-            s.name: costs.of(s, [m.samples for m in schedule.micro_batches[s.name]]) for s in plan.sections
+            s.name: costs.micro_batch_times(s, [m.samples for m in schedule.micro_batches[s.name]])
+            for s in plan.sections
         }
         self.sections = {s.name: s for s in plan.sections}
-        self.messages, self.needs = self._messages()
-        self.ranks = [self._rank(program, rank) for rank, program in enumerate(schedule.programs)]
-        in_step = rounds(plan.sections, schedule.micro_batches)
+        self.messages, self.consumed_messages = self._list_messages()
+        self.ranks = [self._rank_state(program, rank) for rank, program in enumerate(schedule.programs)]
+        in_step = gather_rounds(plan.sections, schedule.micro_batches)
         self.rounds = {key: tuple(m.index for m in together) for key, together in in_step.items()}
         # Ranks at a job that they do together: (instruction, waited, may start).
-        self.joined: dict[tuple[str, str, int], dict[int, tuple[Instruction, int, int]]] = defaultdict(dict)
-        self.arrived: dict[Holders, list[int]] = defaultdict(list)
-        self.wakes = [(0, rank) for rank in range(len(self.ranks))]
-        self.compute: list[Compute] = []
-        self.transfers: list[Transfer] = []
-        self.reductions: list[Reduction] = []
+        self.waiting_together: dict[tuple[str, str, int], dict[int, tuple[Instruction, int, int]]] = (
+            defaultdict(dict)
+        )
+        self.reached: dict[ReductionGroup, list[int]] = defaultdict(list)
+        self.wake_times = [(0, rank) for rank in range(len(self.ranks))]
+        self.compute: list[ComputeEvent] = []
+        self.transfers: list[TransferEvent] = []
+        self.reductions: list[ReductionEvent] = []
 
-    def run(self) -> Simulated:
+    def run(self) -> SimulatedStep:
         for index in range(len(self.ranks)):
             self.post_receives(index, 0)
-        while self.wakes:
-            time, index = heapq.heappop(self.wakes)
-            self.resume(index, time)
-        stepped = tuple(self._stepped(index) for index in range(len(self.ranks)))
-        for held in self.traffic.held:
+        while self.wake_times:
+            time, index = heapq.heappop(self.wake_times)
+            self.resume_rank(index, time)
+        stepped = tuple(self._program_end(index) for index in range(len(self.ranks)))
+        for held in self.traffic.reduction_groups:
             if len(held.sections) > 1:  # tied over sections: reduced at the end
-                self.reduce(held, max(stepped[r] for r in held.ranks))
-        synced = max((max(stepped[i], r.reduced, r.sent) for i, r in enumerate(self.ranks)), default=0)
-        own = len(self.samples) if self.schedule.own is None else self.schedule.own
+                self.run_reduction(held, max(stepped[r] for r in held.ranks))
+        synced = max(
+            (max(stepped[i], r.last_reduction_end, r.last_arrival) for i, r in enumerate(self.ranks)),
+            default=0,
+        )
+        own = len(self.samples) if self.schedule.own_samples is None else self.schedule.own_samples
         updated = synced + max((self.traffic.optimizer_ns(r) for r in range(len(self.ranks))), default=0)
         end = updated + self.traffic.overheads.step_ns(own)
         parts = (tuple(self.compute), tuple(self.transfers), tuple(self.reductions))
-        return Simulated(self.plan, self.samples, self.schedule, *parts, stepped, synced, end)
+        return SimulatedStep(self.plan, self.samples, self.schedule, *parts, stepped, synced, end)
 
-    def resume(self, index: int, time: int) -> None:
+    def resume_rank(self, index: int, time: int) -> None:
         """Run a rank from `time` until it computes, waits or ends."""
         rank = self.ranks[index]
-        while rank.at < len(rank.program):
-            i = rank.program[rank.at]
-            if i.kind in COMPUTE and not self.start(index, i):
+        while rank.next_instruction < len(rank.program):
+            i = rank.program[rank.next_instruction]
+            if i.kind in COMPUTE_KINDS and not self.start_computation(index, i):
                 return
-            if i.kind == "SEND" and not self.packed(rank, index, time):
+            if i.kind == "SEND" and not self.pack_message(rank, index, time):
                 return
-            rank.at += 1
+            rank.next_instruction += 1
             match i.kind:
                 case "F" | "B" | "W":
                     return
                 case "SEND":
-                    self.post(self._key(i, index), time, sent=True)
+                    self.post_message_end(self._message_key(i, index), time, sent=True)
                 case "RECV":
-                    rank.passed += 1
+                    rank.passed_receives += 1
                     self.post_receives(index, time)
                 case "REDUCE":
-                    self.arrive(i, index, time)
+                    self.reach_reduction(i, index, time)
                 case "STEP":
-                    rank.stepped = time
+                    rank.program_end = time
                 case _:
                     raise ValueError(f"cannot simulate `{i}`")
 
     # -- computation
     # --------------------------------------------------------------------------------------------------------------
 
-    def start(self, index: int, i: Instruction) -> bool:
+    def start_computation(self, index: int, i: Instruction) -> bool:
         """Compute, if the arrival of all that is needed is known; otherwise the rank will be woken by the
         first that is not.
 
@@ -163,134 +169,138 @@ class _Machine:
         """
         rank, messages = (
             self.ranks[index],
-            [self.messages[k] for k in self.needs[i.kind, i.section, i.micro, index]],
+            [self.messages[k] for k in self.consumed_messages[i.kind, i.section, i.micro, index]],
         )
         missing = next((m for m in messages if m.arrival is None), None)
         if missing is not None:
-            missing.waiting = True
+            missing.receiver_waits = True
             return False
         last = max(messages, key=lambda m: m.arrival or 0, default=None)
         arrival = last.arrival or 0 if last is not None else 0
-        start = max(rank.free, arrival)
-        waited = start if arrival <= rank.free or last is None else max(rank.free, last.sent or 0)
+        start = max(rank.free_at, arrival)
+        waited = (
+            start if arrival <= rank.free_at or last is None else max(rank.free_at, last.send_posted or 0)
+        )
         in_step = self.rounds.get((i.section, i.micro), (i.micro,))
-        together = self.joined[i.kind, i.section, in_step[0]]
+        together = self.waiting_together[i.kind, i.section, in_step[0]]
         together[index] = i, waited, start
         if len(together) < self.sections[i.section].mesh.tp * len(in_step):
             return False
         start = max(at for _, _, at in together.values())
-        end = start + max(self.duration(i._replace(micro=m)) for m in in_step)
+        end = start + max(self.computation_ns(i._replace(micro=m)) for m in in_step)
         for member, (own, before, _) in together.items():
-            self._compute(member, own, before, start, end)
-            self.ranks[member].at += member != index  # the caller's own goes on there
+            self._record_computation(member, own, before, start, end)
+            self.ranks[member].next_instruction += member != index  # the caller's own goes on there
         return True
 
-    def _compute(self, index: int, i: Instruction, waited: int, start: int, end: int) -> None:
+    def _record_computation(self, index: int, i: Instruction, waited: int, start: int, end: int) -> None:
         rank = self.ranks[index]
         self.compute.append(
-            Compute(index, i.kind, i.section, i.replica, i.stage, i.micro, rank.free, waited, start, end)
+            ComputeEvent(
+                index, i.kind, i.section, i.replica, i.stage, i.micro, rank.free_at, waited, start, end
+            )
         )
-        rank.free = end
-        heapq.heappush(self.wakes, (end, index))
+        rank.free_at = end
+        heapq.heappush(self.wake_times, (end, index))
 
-    def duration(self, i: Instruction) -> int:
+    def computation_ns(self, i: Instruction) -> int:
         forward, backward = (column[i.micro] for column in self.durations[i.section])
-        weight = weight_part(self.sections[i.section], backward)
+        weight = weight_backward_ns(self.sections[i.section], backward)
         return {"F": forward, "B": backward - weight, "W": weight}[i.kind]
 
     # -- messages
     # -----------------------------------------------------------------------------------------------------------------
 
-    def packed(self, rank: _Rank, index: int, time: int) -> bool:
+    def pack_message(self, rank: _Rank, index: int, time: int) -> bool:
         """Whether a rank has packed the message that it sends; otherwise it starts to, and will be woken."""
-        if rank.packing == rank.at or not self.traffic.overheads.message:
+        if rank.packing == rank.next_instruction or not self.traffic.overheads.message:
             return True
-        rank.packing, rank.free = rank.at, time + self.traffic.overheads.message
-        heapq.heappush(self.wakes, (rank.free, index))
+        rank.packing, rank.free_at = rank.next_instruction, time + self.traffic.overheads.message
+        heapq.heappush(self.wake_times, (rank.free_at, index))
         return False
 
     def post_receives(self, index: int, time: int) -> None:
         """Post the receives up to a window beyond those that the program passed."""
         rank = self.ranks[index]
-        first = rank.passed + WINDOW - 1 if rank.passed else 0
-        for key in rank.receives[first : rank.passed + WINDOW]:
-            self.post(key, time, sent=False)
+        first = rank.passed_receives + RECEIVE_WINDOW - 1 if rank.passed_receives else 0
+        for key in rank.receives[first : rank.passed_receives + RECEIVE_WINDOW]:
+            self.post_message_end(key, time, sent=False)
 
-    def post(self, key: Key, time: int, sent: bool) -> None:
+    def post_message_end(self, key: MessageKey, time: int, sent: bool) -> None:
         """One end of a message is ready; if the other is, too, it moves."""
         m = self.messages[key]
         if sent:
-            m.sent = time
+            m.send_posted = time
         else:
-            m.expected = time
-        if m.sent is None or m.expected is None:
+            m.receive_posted = time
+        if m.send_posted is None or m.receive_posted is None:
             return
-        start, m.arrival = self.network.send(m.sender, m.receiver, m.size, time)
+        start, m.arrival = self.network.send_message(m.sender, m.receiver, m.size, time)
         self.transfers.append(
-            Transfer(*key[:4], m.sender, m.receiver, m.samples, m.size, m.sent, start, m.arrival)
+            TransferEvent(*key[:4], m.sender, m.receiver, m.samples, m.size, m.send_posted, start, m.arrival)
         )
-        self.ranks[m.sender].sent = max(self.ranks[m.sender].sent, m.arrival)
-        if m.waiting:
-            heapq.heappush(self.wakes, (time, m.receiver))
+        self.ranks[m.sender].last_arrival = max(self.ranks[m.sender].last_arrival, m.arrival)
+        if m.receiver_waits:
+            heapq.heappush(self.wake_times, (time, m.receiver))
 
-    def _messages(self) -> tuple[dict[Key, _Message], dict[Job, list[Key]]]:
+    def _list_messages(self) -> tuple[dict[MessageKey, _Message], dict[ComputeKey, list[MessageKey]]]:
         """Every message between ranks, and which of them each computation consumes."""
         place = {
-            (n, m.index): replicas(self.sections[n])[m.replica]
+            (n, m.index): ranks_by_replica(self.sections[n])[m.replica]
             for n, micros in self.schedule.micro_batches.items()
             for m in micros
         }
-        messages: dict[Key, _Message] = {}
-        needs: dict[Job, list[Key]] = defaultdict(list)
+        messages: dict[MessageKey, _Message] = {}
+        needs: dict[ComputeKey, list[MessageKey]] = defaultdict(list)
         for e in self.plan.edges:
             layout = EdgeLayout(e, self.plan, self.schedule, self.samples)
             flag = {"fwd": 0, "bwd": 1}  # gradients are followed by a flag
             for pair, shared in layout.pairs.items():
-                a, b, entries = place[e.src, pair[0]], place[e.dst, pair[1]], layout.numel(pair)
-                ways = [("fwd", ("F", e.dst, pair[1]), routes(a, b))]
+                a, b, entries = place[e.src, pair[0]], place[e.dst, pair[1]], layout.message_numel(pair)
+                ways = [("fwd", ("F", e.dst, pair[1]), route_message(a, b))]
                 ways += (
-                    [("bwd", ("B", e.src, pair[0]), routes(b, a))]
+                    [("bwd", ("B", e.src, pair[0]), route_message(b, a))]
                     if returns_gradient(e, self.sections)
                     else []
                 )
                 for direction, used, parts in ways:
                     for part in parts:
-                        start, stop = bounds(entries, part.index, part.count)
+                        start, stop = slice_bounds(entries, part.index, part.count)
                         key = (e.name, direction, *pair, part.sender, part.receiver)
                         size = (stop - start + flag[direction]) * layout.dtype.itemsize
                         messages[key] = _Message(part.sender, part.receiver, shared, size)
                         needs[*used, part.receiver].append(key)
         return messages, needs
 
-    def _rank(self, program: Sequence[Instruction], index: int) -> _Rank:
-        return _Rank(program, receives=[self._key(i, index) for i in program if i.kind == "RECV"])
+    def _rank_state(self, program: Sequence[Instruction], index: int) -> _Rank:
+        return _Rank(program, receives=[self._message_key(i, index) for i in program if i.kind == "RECV"])
 
-    def _key(self, i: Instruction, index: int) -> Key:
+    def _message_key(self, i: Instruction, index: int) -> MessageKey:
         ends = (index, i.peer) if i.kind == "SEND" else (i.peer, index)
         return i.edge, i.direction, i.src_micro, i.dst_micro, *ends
 
     # -- the end of the step
     # ------------------------------------------------------------------------------------------------------
 
-    def arrive(self, i: Instruction, index: int, time: int) -> None:
+    def reach_reduction(self, i: Instruction, index: int, time: int) -> None:
         """A rank reaches the reduction of a section; the last one starts it."""
-        for held in self.traffic.held:
+        for held in self.traffic.reduction_groups:
             if held.sections == (i.section,) and index in held.ranks:
-                self.arrived[held].append(time)
-                if len(self.arrived[held]) == len(held.ranks):
-                    self.reduce(held, time)
+                self.reached[held].append(time)
+                if len(self.reached[held]) == len(held.ranks):
+                    self.run_reduction(held, time)
 
-    def reduce(self, held: Holders, ready: int) -> None:
+    def run_reduction(self, held: ReductionGroup, ready: int) -> None:
         if len(held.ranks) < 2:
             return
-        start = max([ready, *(self.ranks[r].reduced for r in held.ranks)])
+        start = max([ready, *(self.ranks[r].last_reduction_end for r in held.ranks)])
         end = start + self.traffic.reduce_ns(held)
         for r in held.ranks:
-            self.ranks[r].reduced = end
-        self.reductions.append(Reduction(held.sections, held.ranks, start, end))
+            self.ranks[r].last_reduction_end = end
+        self.reductions.append(ReductionEvent(held.sections, held.ranks, start, end))
 
-    def _stepped(self, index: int) -> int:
-        stepped = self.ranks[index].stepped
+    def _program_end(self, index: int) -> int:
+        stepped = self.ranks[index].program_end
         if stepped is None:
             raise RuntimeError(f"rank {index} never ends: the check accepted a schedule that blocks")
         return stepped

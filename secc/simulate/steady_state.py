@@ -8,27 +8,36 @@ from collections.abc import Iterator, Sequence
 
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import SampleMeta, Schedule
-from secc.runtime.schedule.cross_step_prefetch import spliced
-from secc.runtime.schedule.scheduler import schedule
+from secc.runtime.schedule.cross_step_prefetch import splice_prefetch
+from secc.runtime.schedule.scheduler import schedule_batch
 
-Samples = Sequence[SampleMeta]
-Step = tuple[tuple[SampleMeta, ...], Schedule]  # the samples that the schedule speaks of
+BatchSamples = Sequence[SampleMeta]
+ScheduledBatch = tuple[tuple[SampleMeta, ...], Schedule]  # the samples that the schedule speaks of
 
 
-def steady(plan: Plan, batches: Sequence[Samples], order: str = "wavefront") -> Iterator[Step]:
+def steady_state_steps(
+    plan: Plan, batches: Sequence[BatchSamples], order: str = "wavefront"
+) -> Iterator[ScheduledBatch]:
     """A step for each batch, as if the batches came round and round: what a run does in the long run."""
-    return _steps(plan, batches, order, wraps=True)
+    return _spliced_steps(plan, batches, order, wraps=True)
 
 
-def consecutive(plan: Plan, batches: Sequence[Samples], order: str = "wavefront") -> Iterator[Step]:
+def consecutive_steps(
+    plan: Plan, batches: Sequence[BatchSamples], order: str = "wavefront"
+) -> Iterator[ScheduledBatch]:
     """The steps of a run that has these batches and no others."""
-    return _steps(plan, batches, order, wraps=False)
+    return _spliced_steps(plan, batches, order, wraps=False)
 
 
-def _steps(plan: Plan, batches: Sequence[Samples], order: str, wraps: bool) -> Iterator[Step]:
-    alone = [schedule(plan, samples, order=order) for samples in batches]
+def _spliced_steps(
+    plan: Plan, batches: Sequence[BatchSamples], order: str, wraps: bool
+) -> Iterator[ScheduledBatch]:
+    alone = [schedule_batch(plan, samples, order=order) for samples in batches]
     for k, samples in enumerate(batches):
         then = (k + 1) % len(batches)
         coming = alone[then] if wraps or then else None
-        found = spliced(plan, alone[k], len(samples), coming, warm=wraps or k > 0)
-        yield (tuple(samples) if coming is None or not coming.early else (*samples, *batches[then])), found
+        found = splice_prefetch(plan, alone[k], len(samples), coming, warm=wraps or k > 0)
+        yield (
+            (tuple(samples) if coming is None or not coming.prefetchable else (*samples, *batches[then])),
+            found,
+        )

@@ -8,25 +8,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from secc.bounds.bounds import Bound, work_bound, work_plan_bound
+from secc.bounds.bounds import LowerBound, plan_bound_of_work, schedule_bound_of_work
 from secc.bounds.traffic import Traffic
-from secc.bounds.work import Work
-from secc.runtime.plan.expr_eval import evaluate
-from secc.runtime.plan.predicted_costs import Costs
+from secc.bounds.work import BatchWork
+from secc.runtime.plan.expr_eval import evaluate_expr
+from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Section
-from secc.runtime.plan.step_program import computations
-from secc.runtime.schedule.cross_step_prefetch import result_bytes
-from secc.simulate.events import Simulated
+from secc.runtime.plan.step_program import compute_kinds
+from secc.runtime.schedule.cross_step_prefetch import edge_tensor_bytes
+from secc.simulate.events import SimulatedStep
 
-Amount = Callable[[str, int], int]  # of a section's micro-batch
-Change = tuple[int, int]  # time and how much more there is from then on
+MicroBatchAmount = Callable[[str, int], int]  # of a section's micro-batch
+TimedChange = tuple[int, int]  # time and how much more there is from then on
 
 GIB = 1 << 30
-OPTIMIZER_STATES = 2  # AdamW's, of a trained parameter
+ADAM_STATES = 2  # AdamW's, of a trained parameter
 
 
 @dataclass(frozen=True)
-class Share:
+class SectionShare:
     """A section's part of a step: how busy it keeps its `gpus` ranks, from 0 to 1."""
 
     busy: float
@@ -34,7 +34,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Measures:
+class StepMeasures:
     """One simulated step. Times in seconds; `mfu` and `peak_memory_gib` (of the fullest rank) are None where
     the plan does not say enough.
 
@@ -49,53 +49,55 @@ class Measures:
     plan_bound_s: float
     gpus: int
     mfu: float | None
-    sections: dict[str, Share]
+    sections: dict[str, SectionShare]
     exposed_communication_s: float
     waiting_s: float
     in_flight: int
     peak_memory_gib: float | None
 
 
-def measure(step: Simulated) -> Measures:
+def measure_step(step: SimulatedStep) -> StepMeasures:
     """The measures of a simulated step, with the bounds of its plan and samples."""
     traffic = Traffic(step.plan)
-    work = Work(step.plan, step.samples[: step.schedule.own], traffic)
-    bound: Bound = work_bound(work)
-    exposed, waiting = _waits(step)
+    work = BatchWork(step.plan, step.samples[: step.schedule.own_samples], traffic)
+    bound: LowerBound = schedule_bound_of_work(work)
+    exposed, waiting = _total_waits(step)
     ranks = max(1, step.plan.world_size)
     memory = [
         max((bytes_ for _, bytes_ in memory_over_time(step, rank, traffic) or ()), default=None)
         for rank in range(ranks)
     ]
     known = [m for m in memory if m is not None]
-    return Measures(
+    return StepMeasures(
         step_time_s=step.end / 1e9,
         schedule_bound_s=bound.ns / 1e9,
         bound_reason=bound.reason,
-        plan_bound_s=work_plan_bound(work) / 1e9,
+        plan_bound_s=plan_bound_of_work(work) / 1e9,
         gpus=step.plan.world_size,
-        mfu=_mfu(step, traffic),
-        sections=_shares(step),
+        mfu=_model_flops_utilization(step, traffic),
+        sections=_section_shares(step),
         exposed_communication_s=exposed / ranks / 1e9,
         waiting_s=waiting / ranks / 1e9,
-        in_flight=max((count for rank in range(ranks) for _, count in in_flight(step, rank)), default=0),
+        in_flight=max(
+            (count for rank in range(ranks) for _, count in in_flight_over_time(step, rank)), default=0
+        ),
         peak_memory_gib=max(known) / GIB if known and len(known) == ranks else None,
     )
 
 
-def mean(steps: Sequence[Measures], bound: Bound) -> Measures:
+def mean_measures(steps: Sequence[StepMeasures], bound: LowerBound) -> StepMeasures:
     """Measures over several steps: means of times, peaks of memory; `bound` is that on the mean step
     (`secc.bounds.steady_state`)."""
     n, last = len(steps), steps[-1]
     sections = {
-        name: Share(sum(m.sections[name].busy for m in steps) / n, share.gpus)
+        name: SectionShare(sum(m.sections[name].busy for m in steps) / n, share.gpus)
         for name, share in last.sections.items()
     }
     mfus, peaks = (
         [m.mfu for m in steps if m.mfu is not None],
         [m.peak_memory_gib for m in steps if m.peak_memory_gib is not None],
     )
-    return Measures(
+    return StepMeasures(
         step_time_s=sum(m.step_time_s for m in steps) / n,
         schedule_bound_s=bound.ns / 1e9,
         bound_reason=bound.reason,
@@ -110,33 +112,35 @@ def mean(steps: Sequence[Measures], bound: Bound) -> Measures:
     )
 
 
-def _shares(step: Simulated) -> dict[str, Share]:
+def _section_shares(step: SimulatedStep) -> dict[str, SectionShare]:
     busy: Counter[str] = Counter()
     for c in step.compute:
         busy[c.section] += c.end - c.start
     for s in step.plan.sections:
         if s.pipeline:
             busy[s.pipeline] += busy[s.name]
-    ranks = {s.name: len(s.mesh.ranks) for s in step.plan.whole_sections}
-    return {name: Share(busy[name] / (n * step.end) if step.end else 0.0, n) for name, n in ranks.items()}
+    ranks = {s.name: len(s.mesh.ranks) for s in step.plan.user_sections}
+    return {
+        name: SectionShare(busy[name] / (n * step.end) if step.end else 0.0, n) for name, n in ranks.items()
+    }
 
 
-def _waits(step: Simulated) -> tuple[int, int]:
+def _total_waits(step: SimulatedStep) -> tuple[int, int]:
     """(time on the way, time of others), summed over the ranks: before computations, and at the end until all
     gradients are summed."""
-    exposed = sum(c.start - c.waited for c in step.compute)
-    waiting = sum(c.waited - c.free for c in step.compute)
-    for rank, stepped in enumerate(step.stepped):
+    exposed = sum(c.start - c.in_transit_from for c in step.compute)
+    waiting = sum(c.in_transit_from - c.free_at for c in step.compute)
+    for rank, stepped in enumerate(step.program_ends):
         late = sum(
             r.end - max(stepped, r.start) for r in step.reductions if rank in r.ranks and r.end > stepped
         )
         exposed += late
-        waiting += max(0, step.synced - stepped - late)
+        waiting += max(0, step.gradients_summed - stepped - late)
     return exposed, waiting
 
 
 @dataclass(frozen=True)
-class Busiest:
+class BusiestRank:
     """The rank that computes longest, which a shorter step must relieve, and what its step consists of, in
     seconds.
 
@@ -152,7 +156,7 @@ class Busiest:
     closing_s: float
 
 
-def busiest(step: Simulated) -> Busiest | None:
+def find_busiest_rank(step: SimulatedStep) -> BusiestRank | None:
     """None for a step that computes nothing."""
     busy: Counter[int] = Counter()
     for c in step.compute:
@@ -162,24 +166,27 @@ def busiest(step: Simulated) -> Busiest | None:
     rank = max(busy, key=lambda r: (busy[r], -r))
     own = [c for c in step.compute if c.rank == rank]
     sections = ", ".join(s.name for s in step.plan.sections if rank in s.mesh.ranks)
-    waiting, exposed = sum(c.waited - c.free for c in own), sum(c.start - c.waited for c in own)
+    waiting, exposed = (
+        sum(c.in_transit_from - c.free_at for c in own),
+        sum(c.start - c.in_transit_from for c in own),
+    )
     closing = step.end - max(c.end for c in own)
-    return Busiest(rank, sections, busy[rank] / 1e9, waiting / 1e9, exposed / 1e9, closing / 1e9)
+    return BusiestRank(rank, sections, busy[rank] / 1e9, waiting / 1e9, exposed / 1e9, closing / 1e9)
 
 
-def _mfu(step: Simulated, traffic: Traffic) -> float | None:
+def _model_flops_utilization(step: SimulatedStep, traffic: Traffic) -> float | None:
     """Floating-point operations of the model over what all ranks could do at peak in the time of the step."""
     costs = [s.cost for s in step.plan.sections]
     if traffic.cluster is None or step.end == 0 or not all(c.flops and c.dtype for c in costs):
         return None
-    sizes = Costs(step.plan, step.samples, step.schedule.own)
+    sizes = PredictedCosts(step.plan, step.samples, step.schedule.own_samples)
     busy = 0.0  # ns of one rank at peak
     for s in step.plan.sections:
-        peaks = dict(traffic.cluster.seen_by(s.mesh.ranks).device.gflops)
-        for m in (m for m in step.schedule.micro_batches[s.name] if not step.schedule.is_later(m)):
-            at = sizes.together(m.samples)
-            flops = evaluate(s.cost.flops, at) + (
-                evaluate(s.cost.backward_flops or "0", at) if s.mode != "forward" else 0
+        peaks = dict(traffic.cluster.view_of_ranks(s.mesh.ranks).device.gflops)
+        for m in (m for m in step.schedule.micro_batches[s.name] if not step.schedule.is_of_next_batch(m)):
+            at = sizes.micro_batch_sizes(m.samples)
+            flops = evaluate_expr(s.cost.flops, at) + (
+                evaluate_expr(s.cost.backward_flops or "0", at) if s.mode != "forward" else 0
             )
             busy += flops / peaks.get(s.cost.dtype, peaks["f32"])
     return busy / (step.plan.world_size * step.end)
@@ -189,14 +196,14 @@ def _mfu(step: Simulated, traffic: Traffic) -> float | None:
 # -------------------------------------------------------------------------------------------------------------
 
 
-def in_flight(step: Simulated, rank: int) -> list[tuple[int, int]]:
+def in_flight_over_time(step: SimulatedStep, rank: int) -> list[tuple[int, int]]:
     """(time, micro-batches between the start of their forward and the end of their backward) of a rank, at
     each change."""
-    return _running(_changes(step, rank, lambda section, micro: 1))
+    return _running_totals(_in_flight_changes(step, rank, lambda section, micro: 1))
 
 
 def memory_over_time(
-    step: Simulated, rank: int, traffic: Traffic | None = None
+    step: SimulatedStep, rank: int, traffic: Traffic | None = None
 ) -> list[tuple[int, int]] | None:
     """(time, bytes) on a rank at each change: parameters, gradients, optimizer states, what micro-batches in
     flight keep, and results that are computed a step ahead.
@@ -207,39 +214,44 @@ def memory_over_time(
     if any(s.mode != "forward" and not s.cost.saved for s in held):
         return None
     fixed, sizes = (
-        _fixed(step, rank, traffic or Traffic(step.plan)),
-        Costs(step.plan, step.samples, step.schedule.own),
+        _fixed_bytes(step, rank, traffic or Traffic(step.plan)),
+        PredictedCosts(step.plan, step.samples, step.schedule.own_samples),
     )
     saved = {s.name: s.cost.saved for s in held}
 
     def kept(section: str, micro: int) -> int:
-        return evaluate(saved[section], sizes.together(step.schedule.micro_batches[section][micro].samples))
+        return evaluate_expr(
+            saved[section], sizes.micro_batch_sizes(step.schedule.micro_batches[section][micro].samples)
+        )
 
-    changes = [*_changes(step, rank, kept), *_results_ahead(step, rank, sizes)]
-    return [(0, fixed), *((time, fixed + bytes_) for time, bytes_ in _running(changes))]
+    changes = [*_in_flight_changes(step, rank, kept), *_prefetched_result_changes(step, rank, sizes)]
+    return [(0, fixed), *((time, fixed + bytes_) for time, bytes_ in _running_totals(changes))]
 
 
-def _fixed(step: Simulated, rank: int, traffic: Traffic) -> int:
+def _fixed_bytes(step: SimulatedStep, rank: int, traffic: Traffic) -> int:
     """Parameters, and for those that train gradients, masters and optimizer states, of which a sharded
     section's ranks have their part."""
     sections = {n: s for s in step.plan.sections if rank in s.mesh.ranks for n in s.params}
     trained = {n for n, what in step.plan.model.parameters.items() if what.endswith(" train")}
-    return sum(_fixed_of(traffic, s, name, name in trained) for name, s in sections.items())
+    return sum(_fixed_parameter_bytes(traffic, s, name, name in trained) for name, s in sections.items())
 
 
-def _fixed_of(traffic: Traffic, section: Section, name: str, trained: bool) -> int:
+def _fixed_parameter_bytes(traffic: Traffic, section: Section, name: str, trained: bool) -> int:
     """Bytes of a parameter, and of what comes with it where it trains."""
     count = section.mesh.dp if section.sharding != "none" else 1
     gathered = section.sharding == "zero3"
-    size, updated = traffic.bytes_on_rank(name) // (count if gathered else 1), traffic.updated_on_rank(name)
+    size, updated = (
+        traffic.bytes_on_rank(name) // (count if gathered else 1),
+        traffic.updated_bytes_on_rank(name),
+    )
     if not trained:
         return size
     own = updated + (updated // count if count > 1 else 0)  # gradients, and the sums of this rank's shard
-    gradients = traffic.summed_on_rank(name) // count if gathered else own
-    return size + gradients + (OPTIMIZER_STATES * updated + traffic.masters_on_rank(name)) // count
+    gradients = traffic.gradient_bytes_on_rank(name) // count if gathered else own
+    return size + gradients + (ADAM_STATES * updated + traffic.master_bytes_on_rank(name)) // count
 
 
-def _running(found: Iterable[Change]) -> list[tuple[int, int]]:
+def _running_totals(found: Iterable[TimedChange]) -> list[tuple[int, int]]:
     changes = sorted(found)
     return [
         (time, total)
@@ -247,9 +259,9 @@ def _running(found: Iterable[Change]) -> list[tuple[int, int]]:
     ]
 
 
-def _changes(step: Simulated, rank: int, amount: Amount) -> Iterator[Change]:
+def _in_flight_changes(step: SimulatedStep, rank: int, amount: MicroBatchAmount) -> Iterator[TimedChange]:
     modes = {s.name: s.mode for s in step.plan.sections}
-    last = {s.name: computations(s)[-1] for s in step.plan.sections}
+    last = {s.name: compute_kinds(s)[-1] for s in step.plan.sections}
     for c in step.compute:
         if c.rank == rank and modes[c.section] != "forward":
             size = amount(c.section, c.micro)
@@ -257,7 +269,9 @@ def _changes(step: Simulated, rank: int, amount: Amount) -> Iterator[Change]:
                 yield (c.start, size) if c.kind == "F" else (c.end, -size)
 
 
-def _results_ahead(step: Simulated, rank: int, sizes: Costs) -> Iterator[Change]:
+def _prefetched_result_changes(
+    step: SimulatedStep, rank: int, sizes: PredictedCosts
+) -> Iterator[TimedChange]:
     """What a rank keeps of results between steps: those of the step before until all are sent, those for the
     next one from their start."""
     for section in (s for s in step.plan.sections if rank in s.mesh.ranks):
@@ -269,8 +283,8 @@ def _results_ahead(step: Simulated, rank: int, sizes: Costs) -> Iterator[Change]
         starts = {c.micro: c.start for c in step.compute if (c.rank, c.section) == (rank, section.name)}
         replica = section.mesh.ranks.index(rank) // section.mesh.tp
         for m in (m for m in step.schedule.micro_batches[section.name] if m.replica == replica):
-            size = sum(result_bytes(e, sizes.together(m.samples)) for e in out.values())
-            if step.schedule.is_computed(section.name, m.index) and sent[m.index]:
+            size = sum(edge_tensor_bytes(e, sizes.micro_batch_sizes(m.samples)) for e in out.values())
+            if step.schedule.is_prefetched(section.name, m.index) and sent[m.index]:
                 yield from ((0, size), (sent[m.index], -size))
-            elif step.schedule.is_later(m):
+            elif step.schedule.is_of_next_batch(m):
                 yield starts[m.index], size

@@ -8,14 +8,22 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from secc.alloc.problem.closed_form import Value, evaluate
-from secc.alloc.problem.types import ALL, STRATEGIES, Assignment, Candidate, Edge, Pool, Problem
+from secc.alloc.problem.closed_form import PlanValue, evaluate_assignment
+from secc.alloc.problem.types import (
+    ALL_KINDS,
+    STRATEGIES,
+    AllocEdge,
+    Assignment,
+    Candidate,
+    DevicePool,
+    Problem,
+)
 
 MIB = 1 << 20
 
 
 @st.composite
-def candidates(draw: st.DrawFn, ranks: int) -> tuple[Candidate, ...]:
+def section_candidates(draw: st.DrawFn, ranks: int) -> tuple[Candidate, ...]:
     """Two to four candidates; a replica more never takes longer, as in real tables, but memory and waits are
     free."""
     number = st.integers(0, 40)
@@ -39,11 +47,13 @@ def candidates(draw: st.DrawFn, ranks: int) -> tuple[Candidate, ...]:
 
 
 @st.composite
-def edges(draw: st.DrawFn, src: str, dst: str, sections: dict[str, tuple[Candidate, ...]]) -> Edge:
+def problem_edges(
+    draw: st.DrawFn, src: str, dst: str, sections: dict[str, tuple[Candidate, ...]]
+) -> AllocEdge:
     def times(section: str, scale: int = 1) -> tuple[int, ...]:
         return tuple(draw(st.integers(0, 40)) * scale for _ in sections[section])
 
-    return Edge(
+    return AllocEdge(
         src, dst, times(src, MIB), times(dst, MIB), times(src), times(src), times(dst), times(dst), times(dst)
     )
 
@@ -53,11 +63,11 @@ def problems(draw: st.DrawFn) -> Problem:
     """One to three sections on one to five ranks, edges going forward."""
     ranks = draw(st.integers(1, 5))
     names = "abc"[: draw(st.integers(1, 3))]
-    sections = {name: draw(candidates(ranks)) for name in names}
+    sections = {name: draw(section_candidates(ranks)) for name in names}
     pairs = [(u, s) for i, u in enumerate(names) for s in names[i + 1 :] if draw(st.booleans())]
     return Problem(
         sections,
-        tuple(draw(edges(u, s, sections)) for u, s in pairs),
+        tuple(draw(problem_edges(u, s, sections)) for u, s in pairs),
         ranks,
         capacity=draw(st.integers(4, 40)) * MIB,
         strategy=draw(st.sampled_from(("auto", *STRATEGIES))),
@@ -75,26 +85,28 @@ def assignments(problem: Problem) -> Iterator[Assignment]:
                 yield Assignment(dict(zip(names, choice, strict=True)), dict(zip(names, group, strict=True)))
 
 
-def values(problem: Problem) -> Iterator[Value]:
+def feasible_values(problem: Problem) -> Iterator[PlanValue]:
     """The values of all legal assignments."""
     for assignment in assignments(problem):
         try:
-            yield evaluate(problem, assignment)
+            yield evaluate_assignment(problem, assignment)
         except ValueError:
             continue
 
 
 @st.composite
-def mixed(draw: st.DrawFn) -> Problem:
+def mixed_problems(draw: st.DrawFn) -> Problem:
     """A problem whose ranks are of two kinds; some candidates run on one of them, some on all ranks."""
     found = draw(problems())
     per_node = draw(st.integers(1, 2))
-    pools = tuple(Pool(per_node * draw(st.integers(1, 2)), draw(st.integers(4, 40)) * MIB) for _ in range(2))
+    pools = tuple(
+        DevicePool(per_node * draw(st.integers(1, 2)), draw(st.integers(4, 40)) * MIB) for _ in range(2)
+    )
     ranks = sum(p.ranks for p in pools)
 
     def on_a_kind(c: Candidate) -> Candidate:
-        kind = draw(st.sampled_from([0, 1, 0, 1, ALL]))
-        return replace(c, kind=kind, **({"dp": ranks, "tp": 1, "pp": 1} if kind == ALL else {}))
+        kind = draw(st.sampled_from([0, 1, 0, 1, ALL_KINDS]))
+        return replace(c, kind=kind, **({"dp": ranks, "tp": 1, "pp": 1} if kind == ALL_KINDS else {}))
 
     sections = {s: tuple(map(on_a_kind, cs)) for s, cs in found.sections.items()}
     capacity = max(p.capacity for p in pools)

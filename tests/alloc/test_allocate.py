@@ -10,7 +10,7 @@ import pytest
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 
 from secc import pass_pipeline
-from secc.codegen.plan_builder import attribute
+from secc.codegen.plan_builder import attribute_value
 from secc.errors import UserError
 from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io import module_text
@@ -19,21 +19,21 @@ from secc.passes.allocate import Allocate
 VLM = Path(__file__).parents[1] / "passes" / "allocate_vlm.mlir"
 
 
-def allocated(source: str = "", **options: Any) -> ModuleOp:
-    module = module_text.parse(source or VLM.read_text())
-    pass_pipeline.run(module, (Allocate(**({"cluster": "1x3xcpu", "global_batch": 16} | options)),))
+def allocate_model(source: str = "", **options: Any) -> ModuleOp:
+    module = module_text.parse_module(source or VLM.read_text())
+    pass_pipeline.run_passes(module, (Allocate(**({"cluster": "1x3xcpu", "global_batch": 16} | options)),))
     return module
 
 
-def section(module: ModuleOp, name: str, key: str) -> Any:
-    return attribute(next(s for s in graph_of(module).sections if s.sym.data == name), key, None)
+def section_attribute(module: ModuleOp, name: str, key: str) -> Any:
+    return attribute_value(next(s for s in graph_of(module).sections if s.sym.data == name), key, None)
 
 
 def prediction(module: ModuleOp) -> dict[str, Any]:
-    return json.loads(attribute(graph_of(module), "prediction", "{}"))
+    return json.loads(attribute_value(graph_of(module), "prediction", "{}"))
 
 
-def large(params: int, trainable: int = 0) -> str:
+def large_model(params: int, trainable: int = 0) -> str:
     """The example with a language model of `params` parameters."""
     return VLM.read_text().replace(
         'class "LM" params 1200000 trainable 1200000', f'class "LM" params {params} trainable {trainable}'
@@ -42,27 +42,39 @@ def large(params: int, trainable: int = 0) -> str:
 
 def test_ranks_are_disjoint_or_equal_and_in_a_row() -> None:
     for strategy in ("auto", "apart", "colocate", "uniform"):
-        module = allocated(strategy=strategy)
-        ranks = [section(module, s, "ranks") for s in ("vision", "lm")]
+        module = allocate_model(strategy=strategy)
+        ranks = [section_attribute(module, s, "ranks") for s in ("vision", "lm")]
         assert ranks[0] == ranks[1] or not set(ranks[0]) & set(ranks[1])
-        assert sorted({*ranks[0], *ranks[1]}) == list(range(attribute(graph_of(module), "world_size", 0)))
-        assert all(len(r) == section(module, s, "dp") for s, r in zip(("vision", "lm"), ranks, strict=True))
+        assert sorted({*ranks[0], *ranks[1]}) == list(
+            range(attribute_value(graph_of(module), "world_size", 0))
+        )
+        assert all(
+            len(r) == section_attribute(module, s, "dp") for s, r in zip(("vision", "lm"), ranks, strict=True)
+        )
 
 
 def test_apart_gives_the_larger_section_more_and_first() -> None:
-    module = allocated(strategy="apart")
-    assert section(module, "lm", "ranks") == (0, 1) and section(module, "vision", "ranks") == (2,)
-    assert section(module, "vision", "in_flight") >= 1 and section(module, "lm", "in_flight") == 0
+    module = allocate_model(strategy="apart")
+    assert section_attribute(module, "lm", "ranks") == (0, 1) and section_attribute(
+        module, "vision", "ranks"
+    ) == (2,)
+    assert (
+        section_attribute(module, "vision", "in_flight") >= 1
+        and section_attribute(module, "lm", "in_flight") == 0
+    )
 
 
 def test_uniform_has_one_micro_batch_size() -> None:
-    module = allocated(strategy="uniform")
-    assert section(module, "lm", "micro_batch") == section(module, "vision", "micro_batch")
+    module = allocate_model(strategy="uniform")
+    assert section_attribute(module, "lm", "micro_batch") == section_attribute(
+        module, "vision", "micro_batch"
+    )
 
 
 def test_auto_is_the_best_of_all() -> None:
     times = {
-        s: prediction(allocated(strategy=s))["step_time_s"] for s in ("auto", "apart", "colocate", "uniform")
+        s: prediction(allocate_model(strategy=s))["step_time_s"]
+        for s in ("auto", "apart", "colocate", "uniform")
     }
     assert times["auto"] == min(times.values()) and times["colocate"] <= times["uniform"]
 
@@ -75,39 +87,39 @@ def test_apart_wins_where_gradients_are_expensive_to_reduce() -> None:
     heavy = heavy.replace(
         'outs [""] in @vision', 'outs [""] in @vision {flops = "100000000*n", saved = "1000*n", ops = 20}'
     )
-    module = allocated(heavy)
-    assert section(module, "vision", "dp") == 1 and section(module, "lm", "dp") == 2
+    module = allocate_model(heavy)
+    assert section_attribute(module, "vision", "dp") == 1 and section_attribute(module, "lm", "dp") == 2
 
 
 def test_fewest_ranks_for_a_step_time() -> None:
     """The shortest step needs all ranks; twice as much takes no more than half of them and says what was
     asked."""
-    fastest = prediction(allocated(cluster="1x4xcpu"))["step_time_s"]
+    fastest = prediction(allocate_model(cluster="1x4xcpu"))["step_time_s"]
     assert (
-        attribute(
-            graph_of(allocated(cluster="1x4xcpu", objective="gpus", step_time=1.001 * fastest)),
+        attribute_value(
+            graph_of(allocate_model(cluster="1x4xcpu", objective="gpus", step_time=1.001 * fastest)),
             "world_size",
             0,
         )
         == 4
     )
-    module = allocated(cluster="1x4xcpu", objective="gpus", step_time=2.2 * fastest)
+    module = allocate_model(cluster="1x4xcpu", objective="gpus", step_time=2.2 * fastest)
     assert (
-        attribute(graph_of(module), "world_size", 0) <= 2
+        attribute_value(graph_of(module), "world_size", 0) <= 2
         and prediction(module)["step_time_s"] <= 2.2 * fastest
     )
-    solver = json.loads(attribute(graph_of(module), "solver", "{}"))
+    solver = json.loads(attribute_value(graph_of(module), "solver", "{}"))
     asked = {"status": "OPTIMAL", "gap": 0.0, "objective": "gpus", "deadline_s": pytest.approx(2.2 * fastest)}
     assert {key: solver[key] for key in asked} == asked
 
 
 def test_a_step_time_that_nothing_reaches_names_the_best() -> None:
     with pytest.raises(UserError) as error:
-        allocated(objective="gpus", step_time=1e-6)
-    best = prediction(allocated())["step_time_s"]
+        allocate_model(objective="gpus", step_time=1e-6)
+    best = prediction(allocate_model())["step_time_s"]
     assert f"the fastest on up to 3 ranks takes {best:.4g} s" in error.value.message
     least = float(error.value.remedy.split("at least ")[1].split(" s")[0])
-    assert prediction(allocated(objective="gpus", step_time=least))["step_time_s"] <= least
+    assert prediction(allocate_model(objective="gpus", step_time=least))["step_time_s"] <= least
 
 
 KINDS = "1x4xH100+1x4xA800"
@@ -116,38 +128,44 @@ KINDS = "1x4xH100+1x4xA800"
 def test_sections_on_kinds_of_devices() -> None:
     """What the mixed cluster takes is no longer than either kind alone or all ranks at the slower one's pace
     take."""
-    source = large(10**9, 10**9)
+    source = large_model(10**9, 10**9)
 
     def step(cluster: str, **options: Any) -> float:
-        return prediction(allocated(source, cluster=cluster, global_batch=64, **options))["step_time_s"]
+        return prediction(allocate_model(source, cluster=cluster, global_batch=64, **options))["step_time_s"]
 
     assert step(KINDS) <= min(step(KINDS, strategy="colocate"), step("1x4xH100"), step("1x4xA800"))
-    module = allocated(source, cluster=KINDS, global_batch=64, strategy="apart")
-    assert "//13650000" in section(module, "vision", "forward_ns")  # FLOPs in float32 per us of an A800
-    assert "//46900000" in section(module, "lm", "forward_ns")  # and of an H100
+    module = allocate_model(source, cluster=KINDS, global_batch=64, strategy="apart")
+    assert "//13650000" in section_attribute(
+        module, "vision", "forward_ns"
+    )  # FLOPs in float32 per us of an A800
+    assert "//46900000" in section_attribute(module, "lm", "forward_ns")  # and of an H100
 
 
 def test_pins_hold() -> None:
-    module = allocated(set=("vision.dp=2", "lm.dp=1", "lm.micro_batch=3"))
+    module = allocate_model(set=("vision.dp=2", "lm.dp=1", "lm.micro_batch=3"))
     assert (
-        section(module, "vision", "dp"),
-        section(module, "lm", "dp"),
-        section(module, "lm", "micro_batch"),
+        section_attribute(module, "vision", "dp"),
+        section_attribute(module, "lm", "dp"),
+        section_attribute(module, "lm", "micro_batch"),
     ) == (2, 1, 3)
-    shared = allocated(set=("vision.with=lm", "lm.dp=2"))
-    assert section(shared, "vision", "ranks") == section(shared, "lm", "ranks") == (0, 1)
+    shared = allocate_model(set=("vision.with=lm", "lm.dp=2"))
+    assert section_attribute(shared, "vision", "ranks") == section_attribute(shared, "lm", "ranks") == (0, 1)
 
 
 def test_replicas_of_several_ranks() -> None:
     """Half the work and memory on each rank of tp, and two sums a layer in each direction on the links."""
-    one, two = (allocated(cluster="1x4xH100", set=("lm.dp=1", f"lm.tp={tp}", "vision.dp=1")) for tp in (1, 2))
-    assert len(section(two, "lm", "ranks")) == 2 and section(two, "lm", "tp") == 2
-    assert section(two, "lm", "memory_gib") < section(one, "lm", "memory_gib")
-    assert section(two, "lm", "flops") == section(one, "lm", "flops")
-    assert section(two, "lm", "forward_ns").count("+") > section(one, "lm", "forward_ns").count("+")
+    one, two = (
+        allocate_model(cluster="1x4xH100", set=("lm.dp=1", f"lm.tp={tp}", "vision.dp=1")) for tp in (1, 2)
+    )
+    assert len(section_attribute(two, "lm", "ranks")) == 2 and section_attribute(two, "lm", "tp") == 2
+    assert section_attribute(two, "lm", "memory_gib") < section_attribute(one, "lm", "memory_gib")
+    assert section_attribute(two, "lm", "flops") == section_attribute(one, "lm", "flops")
+    assert section_attribute(two, "lm", "forward_ns").count("+") > section_attribute(
+        one, "lm", "forward_ns"
+    ).count("+")
 
 
-def cuttable(source: str) -> str:
+def with_cuttable_blocks(source: str) -> str:
     """With a language model of eight layers whose sizes two and four divide."""
     block = next(line for line in source.splitlines() if 'sec.block "lm"' in line)
     return source.replace(block, block + " layers 8 {tp = [2 : i64, 4 : i64]}")
@@ -155,45 +173,51 @@ def cuttable(source: str) -> str:
 
 def test_replicas_of_several_ranks_where_memory_demands_them() -> None:
     """40 GB of parameters and 120 GB of gradients and states: no device holds them, four do."""
-    module = allocated(cuttable(large(10_000_000_000, 10_000_000_000)), cluster="1x8xH100")
-    assert section(module, "lm", "tp") * section(module, "lm", "pp") >= 4 and section(module, "lm", "tp") in (
+    module = allocate_model(
+        with_cuttable_blocks(large_model(10_000_000_000, 10_000_000_000)), cluster="1x8xH100"
+    )
+    assert section_attribute(module, "lm", "tp") * section_attribute(
+        module, "lm", "pp"
+    ) >= 4 and section_attribute(module, "lm", "tp") in (
         1,
         2,
         4,
     )
-    plain = allocated(cuttable(VLM.read_text()), cluster="1x8xH100", global_batch=512)
-    assert section(plain, "lm", "tp") == section(plain, "lm", "pp") == 1
+    plain = allocate_model(with_cuttable_blocks(VLM.read_text()), cluster="1x8xH100", global_batch=512)
+    assert section_attribute(plain, "lm", "tp") == section_attribute(plain, "lm", "pp") == 1
 
 
 def test_no_more_stages_are_looked_at_than_calls_run_layers() -> None:
     """The stack has eight layers, and a forward calls two of them."""
-    source = cuttable(VLM.read_text()).replace(
+    source = with_cuttable_blocks(VLM.read_text()).replace(
         LM, LM + ' {flops = "2400000*B*S", ops = 20, layers = 2 : i64}'
     )
-    module = allocated(source, cluster="1x8xH100", set=("lm.pp=2",))
-    assert section(module, "lm", "pp") == 2  # and what else it could be was looked at, too
+    module = allocate_model(source, cluster="1x8xH100", set=("lm.pp=2",))
+    assert section_attribute(module, "lm", "pp") == 2  # and what else it could be was looked at, too
 
 
 def test_what_was_refused_is_not_chosen_again() -> None:
-    source = cuttable(large(10_000_000_000, 10_000_000_000))
-    module = allocated(source, cluster="1x8xH100", refused=("lm.pp",))
-    assert section(module, "lm", "pp") == 1 and section(module, "lm", "tp") == 4
-    module = allocated(source, cluster="1x8xH100", refused=("lm.tp=4", "lm.tp=2"))
-    assert section(module, "lm", "tp") == 1 and section(module, "lm", "pp") >= 4
+    source = with_cuttable_blocks(large_model(10_000_000_000, 10_000_000_000))
+    module = allocate_model(source, cluster="1x8xH100", refused=("lm.pp",))
+    assert section_attribute(module, "lm", "pp") == 1 and section_attribute(module, "lm", "tp") == 4
+    module = allocate_model(source, cluster="1x8xH100", refused=("lm.tp=4", "lm.tp=2"))
+    assert section_attribute(module, "lm", "tp") == 1 and section_attribute(module, "lm", "pp") >= 4
     with pytest.raises(UserError, match="lm does not fit"):
-        allocated(source, cluster="1x8xH100", refused=("lm.tp", "lm.pp"))
+        allocate_model(source, cluster="1x8xH100", refused=("lm.tp", "lm.pp"))
 
 
 def test_replicas_stay_inside_a_node() -> None:
-    module = allocated(
-        cuttable(large(10_000_000_000, 10_000_000_000)), cluster="2x4xH100", set=("lm.tp=4", "vision.dp=4")
+    module = allocate_model(
+        with_cuttable_blocks(large_model(10_000_000_000, 10_000_000_000)),
+        cluster="2x4xH100",
+        set=("lm.tp=4", "vision.dp=4"),
     )
-    ranks = section(module, "lm", "ranks")
+    ranks = section_attribute(module, "lm", "ranks")
     assert all(ranks[i] // 4 == ranks[i + 3] // 4 for i in range(0, len(ranks), 4))
 
 
 def test_same_inputs_same_text() -> None:
-    assert module_text.print_module(allocated()) == module_text.print_module(allocated())
+    assert module_text.print_module(allocate_model()) == module_text.print_module(allocate_model())
 
 
 def test_micro_batches_shrink_to_fit_memory() -> None:
@@ -202,9 +226,9 @@ def test_micro_batches_shrink_to_fit_memory() -> None:
     greedy = VLM.read_text().replace(
         'outs [""] in @lm', 'outs [""] in @lm {flops = "2400000*B*S", saved = "6000000*B*S", ops = 20}'
     )
-    module = allocated(greedy, global_batch=96)
-    assert section(module, "lm", "micro_batch") < 32
-    assert section(module, "lm", "memory_gib") <= 8
+    module = allocate_model(greedy, global_batch=96)
+    assert section_attribute(module, "lm", "micro_batch") < 32
+    assert section_attribute(module, "lm", "memory_gib") <= 8
 
 
 MIB = 1 << 20
@@ -217,41 +241,41 @@ def test_recomputation_where_memory_asks_for_it(saved: int, way: str) -> None:
     """A sample with an image has 80 positions, of each of which `saved` MiB are kept, and a device has 8
     GiB."""
     source = VLM.read_text().replace(LM, f'{LM} {{{LAYERS}, saved = "{saved * MIB}*B*S"}}')
-    module = allocated(source, set=("lm.micro_batch=1",))
-    assert section(module, "lm", "recompute") == way
-    assert section(module, "lm", "backward_ns").count("+ 1000*(") == (2 if way != "none" else 1)
+    module = allocate_model(source, set=("lm.micro_batch=1",))
+    assert section_attribute(module, "lm", "recompute") == way
+    assert section_attribute(module, "lm", "backward_ns").count("+ 1000*(") == (2 if way != "none" else 1)
     kept = {"none": saved * MIB, "selective": saved * MIB // 2 + 500, "full": 1000}[way]
-    assert section(module, "lm", "saved") == f"{kept}*B*S + 4"
+    assert section_attribute(module, "lm", "saved") == f"{kept}*B*S + 4"
 
 
 def test_larger_micro_batches_and_recomputation_are_weighed() -> None:
     """Recomputation lets a micro-batch be larger; where operations are what takes time, that is worth it."""
     source = VLM.read_text().replace(LM, f'{LM} {{{LAYERS}, saved = "{40 * MIB}*B*S"}}')
-    kept = prediction(allocated(source, set=("lm.recompute=none",)))["step_time_s"]
-    assert prediction(allocated(source))["step_time_s"] <= kept
+    kept = prediction(allocate_model(source, set=("lm.recompute=none",)))["step_time_s"]
+    assert prediction(allocate_model(source))["step_time_s"] <= kept
     costly = source.replace("ops = 20", "ops = 200000")
-    assert section(allocated(costly), "lm", "recompute") != "none"
+    assert section_attribute(allocate_model(costly), "lm", "recompute") != "none"
 
 
 def test_states_are_sharded_where_that_is_faster_or_fits() -> None:
-    assert section(allocated(cluster="1x3xH100"), "lm", "sharding") == "zero1"
-    assert section(allocated(), "lm", "sharding") == "none"  # gloo's reduce-scatter is slow
-    heavy = large(
+    assert section_attribute(allocate_model(cluster="1x3xH100"), "lm", "sharding") == "zero1"
+    assert section_attribute(allocate_model(), "lm", "sharding") == "none"  # gloo's reduce-scatter is slow
+    heavy = large_model(
         600_000_000, 600_000_000
     )  # 9.6 GB with AdamW's states, 6.4 GB with a third of them and gradients freed as they travel
-    assert section(allocated(heavy, set=("lm.dp=3",)), "lm", "sharding") == "zero2"
+    assert section_attribute(allocate_model(heavy, set=("lm.dp=3",)), "lm", "sharding") == "zero2"
     with pytest.raises(UserError, match="does not fit"):
-        allocated(heavy, set=("lm.sharding=none",))
+        allocate_model(heavy, set=("lm.sharding=none",))
 
 
 def test_an_optimizer_that_is_not_elementwise_stays_whole() -> None:
-    module = module_text.parse(VLM.read_text())
+    module = module_text.parse_module(VLM.read_text())
     graph_of(module).attributes["unshardable"] = StringAttr("Muon is not elementwise")
     source = module_text.print_module(module)
-    assert section(allocated(source, cluster="1x3xH100"), "lm", "sharding") == "none"
+    assert section_attribute(allocate_model(source, cluster="1x3xH100"), "lm", "sharding") == "none"
     for choice in ("lm.sharding=zero1", "lm.tp=2"):
         with pytest.raises(UserError, match=rf"{choice} is impossible: .*Muon is not elementwise"):
-            allocated(source, set=(choice,))
+            allocate_model(source, set=(choice,))
 
 
 def test_what_a_frozen_section_does_not_have_cannot_be_pinned() -> None:
@@ -261,19 +285,22 @@ def test_what_a_frozen_section_does_not_have_cannot_be_pinned() -> None:
     frozen = frozen.replace('"Vision" params 600000 trainable 600000', '"Vision" params 600000 trainable 0')
     for choice, reason in (("recompute=full", "no backward"), ("sharding=zero2", "trains nothing")):
         with pytest.raises(UserError, match=reason) as error:
-            allocated(frozen, set=(f"vision.{choice}",))
+            allocate_model(frozen, set=(f"vision.{choice}",))
         assert error.value.remedy
-    assert section(allocated(frozen, set=("vision.recompute=none",)), "vision", "recompute") == "none"
+    assert (
+        section_attribute(allocate_model(frozen, set=("vision.recompute=none",)), "vision", "recompute")
+        == "none"
+    )
 
 
 def test_predictions_are_labelled() -> None:
-    assert prediction(allocated())["label"] == "default"
+    assert prediction(allocate_model())["label"] == "default"
     measured = VLM.read_text()
     for s in ("vision", "lm"):
         measured = measured.replace(
             f'outs [""] in @{s}', f'outs [""] in @{s} {{flops = "100000*B*S", saved = "1000*B*S", ops = 20}}'
         )
-    assert prediction(allocated(measured, cluster="1x3xH100"))["label"] == "roofline"
+    assert prediction(allocate_model(measured, cluster="1x3xH100"))["label"] == "roofline"
 
 
 @pytest.mark.parametrize(
@@ -301,13 +328,13 @@ def test_predictions_are_labelled() -> None:
 )
 def test_impossible_requests(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        allocated(**options)
+        allocate_model(**options)
     assert error.value.remedy
 
 
 def test_too_large_names_section_memory_and_remedy() -> None:
     with pytest.raises(UserError) as error:
-        allocated(large(10_000_000_000))
+        allocate_model(large_model(10_000_000_000))
     assert (
         "section lm does not fit: its ranks need 37." in error.value.message
         and "8.00 GiB of each cpu" in error.value.message
@@ -316,11 +343,11 @@ def test_too_large_names_section_memory_and_remedy() -> None:
 
 
 def test_too_large_together_asks_for_one_more_rank() -> None:
-    source = large(1_900_000_000).replace(
+    source = large_model(1_900_000_000).replace(
         '"Vision" params 600000 trainable 600000', '"Vision" params 1900000000 trainable 0'
     )
     with pytest.raises(UserError) as error:
-        allocated(source, ranks=1)
+        allocate_model(source, ranks=1)
     assert error.value.remedy == "give 2 ranks"
 
 
@@ -329,14 +356,14 @@ def test_too_large_because_of_a_choice() -> None:
         'outs [""] in @lm', 'outs [""] in @lm {flops = "2400000*B*S", saved = "60000000*B*S", ops = 20}'
     )
     with pytest.raises(UserError) as error:
-        allocated(source, set=("lm.micro_batch=8",))
+        allocate_model(source, set=("lm.micro_batch=8",))
     assert error.value.remedy == "set lm.micro_batch=1 in place of 8"
-    allocated(source, set=("lm.micro_batch=1",))
+    allocate_model(source, set=("lm.micro_batch=1",))
 
 
 def test_too_large_says_what_takes_the_memory() -> None:
     with pytest.raises(UserError) as error:
-        allocated(large(10_000_000_000, 10_000_000_000), cluster="1x1xH100")
+        allocate_model(large_model(10_000_000_000, 10_000_000_000), cluster="1x1xH100")
     assert (
         "149.02 GiB (weights 37.25, gradients 37.25, optimizer states 74.51, other sections 0.01)"
         in error.value.message
@@ -372,16 +399,16 @@ def test_the_smallest_change_that_fits(
     params: int, trainable: int, options: dict[str, Any], remedy: str
 ) -> None:
     """Each remedy was tried by the solver: taking it gives a plan."""
-    source = cuttable(large(params * 10**9, trainable * 10**9))
+    source = with_cuttable_blocks(large_model(params * 10**9, trainable * 10**9))
     if not remedy:
-        allocated(source, **options)
+        allocate_model(source, **options)
         return
     with pytest.raises(UserError) as error:
-        allocated(source, **options)
+        allocate_model(source, **options)
     assert remedy in error.value.remedy
 
 
 def test_what_does_not_fit_can_be_planned_all_the_same() -> None:
-    module = allocated(large(10_000_000_000), fit=False)
+    module = allocate_model(large_model(10_000_000_000), fit=False)
     assert prediction(module)["missing_gib"] > 29
-    assert "missing_gib" not in prediction(allocated(fit=False))
+    assert "missing_gib" not in prediction(allocate_model(fit=False))

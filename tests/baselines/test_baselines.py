@@ -12,27 +12,42 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from secc.alloc.problem.types import Candidate
-from secc.baselines.compare import Comparison, describe, fullest, step
-from secc.baselines.layout import Layout, Part, planned
-from secc.baselines.layout_bound import least
-from secc.baselines.packing import Batch, cuts, first_fit, in_turn, largest_first, stratified
-from secc.baselines.schemes import SCHEMES, Scheme
+from secc.baselines.compare import BaselineComparison, describe_layout, peak_rank_bytes, simulate_step
+from secc.baselines.layout import BaselineLayout, SectionLayout, plan_from_layout
+from secc.baselines.layout_bound import layout_lower_bound
+from secc.baselines.packing import (
+    BaselineBatch,
+    cut_micro_batches,
+    pack_dataset_order,
+    pack_first_fit,
+    pack_largest_first,
+    pack_stratified,
+)
+from secc.baselines.schemes import SCHEMES, BaselineScheme
 from secc.bounds.bounds import schedule_bound
 from secc.cli import main
-from secc.cost.model.memory import Memory
-from secc.driver.compile import Options, compile_model
-from secc.runtime.plan.predicted_costs import Costs
-from secc.runtime.plan.schema import load
-from secc.runtime.schedule.scheduler import Arranged
-from secc.simulate.global_batches import global_batches
-from tests.runtime.schedule.plan_strategies import batches, passes_on, plan, plans, sample, section, stages
+from secc.cost.model.memory import RankMemory
+from secc.driver.compile import CompileOptions, compile_model
+from secc.runtime.plan.predicted_costs import PredictedCosts
+from secc.runtime.plan.schema import load_plan
+from secc.runtime.schedule.scheduler import FixedSchedule
+from secc.simulate.global_batches import load_global_batches
+from tests.runtime.schedule.plan_strategies import (
+    make_plan,
+    make_sample,
+    make_section,
+    make_stages,
+    random_batches,
+    random_plans,
+    stage_edges,
+)
 from tests.simulate.test_simulator import IMAGE, cluster, vlm
 
 MODEL = Path(__file__).parent.parent / "models" / "llava_tiny.py"
 
 
 def layout(samples, ahead=()):
-    return Layout({}, samples, frozenset(ahead))
+    return BaselineLayout({}, samples, frozenset(ahead))
 
 
 def packed(p):
@@ -44,56 +59,80 @@ def packed(p):
     )
 
 
-@given(plans(), batches, st.sampled_from(sorted(SCHEMES)), st.integers(1, 4), st.sets(st.integers(0, 3)))
+@given(
+    random_plans(),
+    random_batches,
+    st.sampled_from(sorted(SCHEMES)),
+    st.integers(1, 4),
+    st.sets(st.integers(0, 3)),
+)
 @settings(max_examples=100, deadline=None)
 def test_every_order_gives_a_valid_step_that_is_no_shorter_than_its_bound(p, samples, name, size, ahead):
     p = packed(p)
-    found = step(
+    found = simulate_step(
         p, samples, SCHEMES[name], layout(size, (f"s{i}" for i in ahead))
     )  # refuses a schedule that is not valid
     assert schedule_bound(p, samples).ns <= found.end
 
 
-@given(plans(), batches, st.sampled_from([in_turn, largest_first, stratified]), st.integers(1, 4))
+@given(
+    random_plans(),
+    random_batches,
+    st.sampled_from([pack_dataset_order, pack_largest_first, pack_stratified]),
+    st.integers(1, 4),
+)
 @settings(max_examples=100, deadline=None)
 def test_every_sample_passes_each_of_its_sections_once(p, samples, order, size):
     assume(samples)
-    batch = Batch(packed(p), samples)
-    for name, cut in cuts(batch, order, size).items():
-        assert sorted(position for _, lot in cut for position in lot) == batch.active(name)
-        assert all(lot and 0 <= replica < batch.replicas(name) for replica, lot in cut)
+    batch = BaselineBatch(packed(p), samples)
+    for name, cut in cut_micro_batches(batch, order, size).items():
+        assert sorted(position for _, lot in cut for position in lot) == batch.active_positions(name)
+        assert all(lot and 0 <= replica < batch.replica_count(name) for replica, lot in cut)
 
 
-@given(plans(), batches, st.sampled_from(sorted(SCHEMES)), st.integers(1, 4))
+@given(random_plans(), random_batches, st.sampled_from(sorted(SCHEMES)), st.integers(1, 4))
 @settings(max_examples=100, deadline=None)
 def test_no_order_of_micro_batches_is_shorter_than_their_least(p, samples, name, size):
     p, order = packed(p), SCHEMES[name].order
-    cut = cuts(Batch(p, samples), order, size)
-    assert least(p, Costs(p, samples), cut) <= Arranged(p, samples, cut).makespan
+    cut = cut_micro_batches(BaselineBatch(p, samples), order, size)
+    assert layout_lower_bound(p, PredictedCosts(p, samples), cut) <= FixedSchedule(p, samples, cut).makespan
 
 
 def test_the_least_counts_what_earlier_stages_take():
     """Two micro-batches of 10 and 20 in three stages: the last one waits for twice 10, and its backwards are
     followed by twice 20."""
-    lm = stages("lm", [[0], [1], [2]], forward="S", backward="2*S")
-    p, samples = packed(plan(lm, passes_on(lm), 3)), [sample(0, length=10), sample(1, length=20)]
-    assert least(p, Costs(p, samples), {"lm": [(0, (0,)), (0, (1,))]}) == 3 * (10 + 20) + 2 * 10 + 2 * 20
+    lm = make_stages("lm", [[0], [1], [2]], forward="S", backward="2*S")
+    p, samples = (
+        packed(make_plan(lm, stage_edges(lm), 3)),
+        [make_sample(0, length=10), make_sample(1, length=20)],
+    )
+    assert (
+        layout_lower_bound(p, PredictedCosts(p, samples), {"lm": [(0, (0,)), (0, (1,))]})
+        == 3 * (10 + 20) + 2 * 10 + 2 * 20
+    )
 
 
 def test_first_fit_fills_what_is_open_before_it_opens_more():
-    assert first_fit(range(5), [4, 3, 2, 9, 1], 6) == [[0, 2], [1, 4], [3]]
+    assert pack_first_fit(range(5), [4, 3, 2, 9, 1], 6) == [[0, 2], [1, 4], [3]]
 
 
 def test_the_smallest_micro_batches_come_first_and_last():
-    p = packed(plan([section("lm", [0], forward="10*S", backward="0")], [], 1))
-    lots, _ = largest_first(Batch(p, [sample(i, length=n) for i, n in enumerate((30, 10, 20))]), 1)
+    p = packed(make_plan([make_section("lm", [0], forward="10*S", backward="0")], [], 1))
+    lots, _ = pack_largest_first(
+        BaselineBatch(p, [make_sample(i, length=n) for i, n in enumerate((30, 10, 20))]), 1
+    )
     assert lots == [[[1], [2], [0]]]
 
 
 def test_what_a_micro_batch_has_too_much_of_waits_for_a_lighter_one():
-    samples = [sample(0, *IMAGE, images=4), sample(1), sample(2), sample(3, *IMAGE, images=4)]
+    samples = [
+        make_sample(0, *IMAGE, images=4),
+        make_sample(1),
+        make_sample(2),
+        make_sample(3, *IMAGE, images=4),
+    ]
     p = packed(vlm())
-    deferred, lots = stratified(Batch(p, samples), 2)
+    deferred, lots = pack_stratified(BaselineBatch(p, samples), 2)
     assert sorted(len([s for s in lot if s in (0, 3)]) for lot in lots[0]) == [1, 1]  # encoder work is level
     assert max(map(len, deferred[0])) <= 2 and sorted(s for lot in deferred[0] for s in lot) == [0, 1, 2, 3]
 
@@ -108,9 +147,9 @@ def with_room(p, space, **room):
 
 
 def test_no_micro_batch_of_several_samples_keeps_more_than_there_is_room_for():
-    p = with_room(packed(plan([section("lm", [0], forward="10*S", backward="10*S")], [], 1)), 25)
-    samples = [sample(i, length=n) for i, n in enumerate((20, 10, 20, 40))]
-    assert [lot for _, lot in cuts(Batch(p, samples), in_turn, 99)["lm"]] == [
+    p = with_room(packed(make_plan([make_section("lm", [0], forward="10*S", backward="10*S")], [], 1)), 25)
+    samples = [make_sample(i, length=n) for i, n in enumerate((20, 10, 20, 40))]
+    assert [lot for _, lot in cut_micro_batches(BaselineBatch(p, samples), pack_dataset_order, 99)["lm"]] == [
         (0, 1),
         (2,),
         (3,),
@@ -120,30 +159,34 @@ def test_no_micro_batch_of_several_samples_keeps_more_than_there_is_room_for():
 @pytest.mark.parametrize(("space", "held"), [(99, 10 + 20 + 30), (45, 10 + 20)])
 def test_the_fullest_rank_has_what_stays_and_the_most_that_is_in_flight_at_once(space, held):
     p = with_room(packed(vlm()), space, in_flight=9)
-    samples = [sample(i, *IMAGE, length=10 * (i + 1)) for i in range(3)]
+    samples = [make_sample(i, *IMAGE, length=10 * (i + 1)) for i in range(3)]
     one = on_one(p)
-    assert fullest(step(p, samples, SCHEMES["uniform"], one), one) == 1100 + held
+    assert peak_rank_bytes(simulate_step(p, samples, SCHEMES["uniform"], one), one) == 1100 + held
 
 
 @pytest.mark.parametrize(("alone", "held"), [(1, 12 + 10 + 12), (9, 40)])
 def test_a_sample_larger_than_all_listed_ones_counts_as_the_largest_of_these(alone, held):
     p = with_room(packed(vlm()), 99, in_flight=9)
-    samples = [sample(i, *IMAGE, length=n) for i, n in enumerate((40, 10, 20))]
+    samples = [make_sample(i, *IMAGE, length=n) for i, n in enumerate((40, 10, 20))]
     one = on_one(p, alone, largest=12)
-    assert fullest(step(p, samples, SCHEMES["uniform"], one), one) == 1100 + held
+    assert peak_rank_bytes(simulate_step(p, samples, SCHEMES["uniform"], one), one) == 1100 + held
 
 
 def on_one(p, samples=1, largest=0):
     """A layout of the plan's sections on their ranks."""
-    memory = Memory(parameters=1000, gradients=100, optimizer=0, activation=50, largest=largest)
-    return Layout({s.name: Part(Candidate(1, 1, 0), s.mesh.ranks, memory) for s in p.sections}, samples)
+    memory = RankMemory(parameters=1000, gradients=100, optimizer=0, activation=50, largest_sample=largest)
+    return BaselineLayout(
+        {s.name: SectionLayout(Candidate(1, 1, 0), s.mesh.ranks, memory) for s in p.sections}, samples
+    )
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan with the sections apart on four ranks."""
     path = tmp_path_factory.mktemp("plan") / "plan"
-    compile_model(MODEL, Options(cluster="local:4", strategy="apart")).write(path, lambda plan: "")
+    compile_model(MODEL, CompileOptions(cluster="local:4", strategy="apart")).write_plan(
+        path, lambda plan: ""
+    )
     return path
 
 
@@ -158,38 +201,41 @@ def bounded(p, one, rank):
 
 
 def test_every_layout_of_every_baseline_runs_on_the_same_devices(directory):
-    own, comparison = load(directory), Comparison(directory)
-    samples = next(global_batches(directory, own))
-    anchor = Batch(comparison.base.plan, samples).anchor
+    own, comparison = load_plan(directory), BaselineComparison(directory)
+    samples = next(load_global_batches(directory, own))
+    anchor = BaselineBatch(comparison.base.plan, samples).anchor
     assert anchor == "language_model"
     for name, scheme in SCHEMES.items():
         layouts = scheme.layouts(comparison.space, anchor)
         assert layouts, name
         for one in layouts:
-            p = planned(comparison.base, one)
+            p = plan_from_layout(comparison.base, one)
             assert max(bounded(p, one, rank) for rank in range(p.world_size)) <= comparison.space.capacity
-            assert p.world_size <= own.world_size and {s.whole for s in p.sections} == {
-                s.whole for s in own.sections
+            assert p.world_size <= own.world_size and {s.user_section_name for s in p.sections} == {
+                s.user_section_name for s in own.sections
             }
             assert (
                 schedule_bound(p, samples).ns
-                <= step(p, samples, Scheme(scheme.layouts, scheme.order), one).end
+                <= simulate_step(p, samples, BaselineScheme(scheme.layouts, scheme.order), one).end
             )
 
 
 def test_layouts_are_simulated_until_one_fits(directory, monkeypatch):
-    comparison, samples = Comparison(directory), next(global_batches(directory, load(directory)))
-    scheme, real = SCHEMES["uniform"], Comparison._step
-    layouts = scheme.layouts(comparison.space, Batch(comparison.base.plan, samples).anchor)
+    comparison, samples = (
+        BaselineComparison(directory),
+        next(load_global_batches(directory, load_plan(directory))),
+    )
+    scheme, real = SCHEMES["uniform"], BaselineComparison._simulate_if_fits
+    layouts = scheme.layouts(comparison.space, BaselineBatch(comparison.base.plan, samples).anchor)
     monkeypatch.setattr("secc.baselines.compare.SIMULATED", 1)
-    shortest = layouts[comparison._ranked(layouts, scheme, samples)[0]]
+    shortest = layouts[comparison._rank_by_order(layouts, scheme, samples)[0]]
     monkeypatch.setattr(
-        Comparison,
+        BaselineComparison,
         "_step",
         lambda self, layout, *rest: None if layout == shortest else real(self, layout, *rest),
     )
-    found = comparison.best("uniform", [samples])
-    assert found.step_time_s is not None and found.layout != describe(shortest)
+    found = comparison.find_best("uniform", [samples])
+    assert found.step_time_s is not None and found.layout != describe_layout(shortest)
 
 
 def test_the_command_prints_each_baseline(directory, capsys):

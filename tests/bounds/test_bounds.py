@@ -9,24 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from secc.alloc.exact.optimal_schedule import solve
-from secc.bounds.additive import parts
+from secc.alloc.exact.optimal_schedule import solve_schedule
+from secc.bounds.additive import split_additive
 from secc.bounds.bounds import plan_bound, schedule_bound
-from secc.bounds.work import Work
-from secc.runtime.plan.expr_eval import evaluate
+from secc.bounds.work import BatchWork
+from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.schema import Cost, ModelRef
-from secc.runtime.schedule.scheduler import timed_schedule
+from secc.runtime.schedule.scheduler import schedule_with_makespan
 from secc.simulate.simulator import simulate
 from tests.runtime.schedule.plan_strategies import (
     SYMBOLS,
-    batches,
-    edge,
-    passes_on,
-    plan,
-    plans,
-    sample,
-    section,
-    stages,
+    make_edge,
+    make_plan,
+    make_sample,
+    make_section,
+    make_stages,
+    random_batches,
+    random_plans,
+    stage_edges,
 )
 
 IMAGE = ("images",)
@@ -40,64 +40,66 @@ CLUSTER = {
 }  # fmt: skip
 
 
-def vlm(encoders=1, replicas=1, image="10*I", text="B*S", mode="train"):
-    vision = section("vision", range(encoders), when=IMAGE, mode=mode, forward=image, backward=f"2*({image})")
-    lm = section("lm", range(encoders, encoders + replicas), forward=text, backward=f"2*({text})")
-    return plan([vision, lm], [edge("vision", "lm", grad=mode == "train")], encoders + replicas)
+def vlm_plan(encoders=1, replicas=1, image="10*I", text="B*S", mode="train"):
+    vision = make_section(
+        "vision", range(encoders), when=IMAGE, mode=mode, forward=image, backward=f"2*({image})"
+    )
+    lm = make_section("lm", range(encoders, encoders + replicas), forward=text, backward=f"2*({text})")
+    return make_plan([vision, lm], [make_edge("vision", "lm", grad=mode == "train")], encoders + replicas)
 
 
-@given(plans(), batches, st.sampled_from(["wavefront", "dataset"]))
+@given(random_plans(), random_batches, st.sampled_from(["wavefront", "dataset"]))
 @settings(max_examples=200)
 def test_no_schedule_of_any_plan_is_shorter_than_the_bound(p, samples, order):
-    step, time = timed_schedule(p, samples, order=order)
+    step, time = schedule_with_makespan(p, samples, order=order)
     assert schedule_bound(p, samples).ns <= min(time, simulate(p, samples, step).end)
 
 
-@given(plans(), batches)
+@given(random_plans(), random_batches)
 @settings(max_examples=50)
 def test_the_plan_bound_is_below_the_schedule_bound(p, samples):
     """A plan that leaves ranks idle cannot beat one that shares all work evenly."""
     assert plan_bound(p, samples) <= schedule_bound(p, samples).ns
 
 
-single = plans().map(
+single = random_plans().map(
     lambda p: dataclasses.replace(
         p, sections=tuple(dataclasses.replace(s, micro_batch=1) for s in p.sections)
     )
 )
-small = batches.map(lambda samples: samples[:5])
+small = random_batches.map(lambda samples: samples[:5])
 
 
 @given(single, small)
 @settings(max_examples=40)
 def test_the_optimum_lies_between_the_bound_and_the_order(p, samples):
-    work, order = Work(p, samples), timed_schedule(p, samples)[1]
-    exact = solve(work, limit=1.0, hint_ns=order)
+    work, order = BatchWork(p, samples), schedule_with_makespan(p, samples)[1]
+    exact = solve_schedule(work, limit=1.0, hint_ns=order)
     assert exact is not None
-    assert schedule_bound(p, samples).ns <= exact.ns <= order
-    assert schedule_bound(p, samples).ns <= exact.bound_ns or not exact.optimal
+    assert schedule_bound(p, samples).ns <= exact.step_ns <= order
+    assert schedule_bound(p, samples).ns <= exact.bound_ns or not exact.is_optimal
 
 
 def test_an_exact_schedule_keeps_all_ranks_of_a_replica_busy():
     """Two sections on rank 1, one of which needs rank 0 as well."""
-    p = plan(
+    p = make_plan(
         [
-            section("narrow", [1], forward="7*B", backward="0"),
-            section("wide", [0, 1], tp=2, forward="5*B", backward="0"),
+            make_section("narrow", [1], forward="7*B", backward="0"),
+            make_section("wide", [0, 1], tp=2, forward="5*B", backward="0"),
         ],
         [],
         2,
     )
-    exact = solve(Work(p, [sample(0)]))
-    assert exact is not None and exact.ns == exact.bound_ns == 12
+    exact = solve_schedule(BatchWork(p, [make_sample(0)]))
+    assert exact is not None and exact.step_ns == exact.bound_ns == 12
 
 
 @st.composite
-def staged(draw):
+def random_staged_plans(draw):
     """A pipeline with stages as long as each other or not, perhaps behind an encoder, with room for any
     number, in one piece or split."""
     parts, replicas, encoder = draw(st.integers(2, 4)), draw(st.integers(1, 2)), draw(st.booleans())
-    lm = stages(
+    lm = make_stages(
         "lm",
         [[d * parts + i for d in range(replicas)] for i in range(parts)],
         in_flight=[draw(st.integers(0, 4))] * parts,
@@ -107,9 +109,9 @@ def staged(draw):
     costs = [Cost(f"{f}*S", f"{b}*S") for f, b in ([times[0]] * parts if even else times)]
     lm = [dataclasses.replace(s, cost=cost, weight_permille=split) for s, cost in zip(lm, costs, strict=True)]
     if not encoder:
-        return plan(lm, passes_on(lm), parts * replicas)
-    vision = section("vision", [parts * replicas], when=IMAGE, forward="10*I", backward="20*I")
-    return plan([vision, *lm], [edge("vision", "lm_0"), *passes_on(lm)], parts * replicas + 1)
+        return make_plan(lm, stage_edges(lm), parts * replicas)
+    vision = make_section("vision", [parts * replicas], when=IMAGE, forward="10*I", backward="20*I")
+    return make_plan([vision, *lm], [make_edge("vision", "lm_0"), *stage_edges(lm)], parts * replicas + 1)
 
 
 lengths = st.lists(
@@ -119,32 +121,32 @@ lengths = st.lists(
 )
 
 
-@given(staged(), lengths)
+@given(random_staged_plans(), lengths)
 @settings(max_examples=40)
 def test_no_schedule_of_a_pipeline_is_shorter_than_the_bound(p, rows):
     """The solver's schedules are schedules whether or not it proves them the shortest."""
     samples = [
-        sample(i, *(IMAGE if image else ()), images=n, length=length)
+        make_sample(i, *(IMAGE if image else ()), images=n, length=length)
         for i, (image, n, length) in enumerate(rows)
     ]
-    order, bound = timed_schedule(p, samples)[1], schedule_bound(p, samples).ns
-    exact = solve(Work(p, samples), limit=0.3, hint_ns=order)
-    assert bound <= order if exact is None else bound <= exact.ns <= order
+    order, bound = schedule_with_makespan(p, samples)[1], schedule_bound(p, samples).ns
+    exact = solve_schedule(BatchWork(p, samples), limit=0.3, hint_ns=order)
+    assert bound <= order if exact is None else bound <= exact.step_ns <= order
 
 
 def test_a_long_sample_leaves_the_last_stages_of_its_replica_idle():
     """Four stages, one sample of 100 and eight of 10: the last stage waits for the long one, and then for
     nothing else."""
-    lm = stages("lm", [[0], [1], [2], [3]], forward="S", backward="2*S")
-    samples = [sample(i, length=100 if i == 0 else 10) for i in range(9)]
-    bound = schedule_bound(plan(lm, passes_on(lm), 4), samples)
+    lm = make_stages("lm", [[0], [1], [2], [3]], forward="S", backward="2*S")
+    samples = [make_sample(i, length=100 if i == 0 else 10) for i in range(9)]
+    bound = schedule_bound(make_plan(lm, stage_edges(lm), 4), samples)
     assert bound.reason == "the longest samples on the ranks of lm"
     assert bound.ns > 4 * 300
 
 
 def test_room_for_one_makes_a_pipeline_take_one_sample_after_another():
-    lm = stages("lm", [[0], [1], [2]], in_flight=(1, 1, 1), forward="S", backward="2*S")
-    bound = schedule_bound(plan(lm, passes_on(lm), 3), [sample(i) for i in range(4)])
+    lm = make_stages("lm", [[0], [1], [2]], in_flight=(1, 1, 1), forward="S", backward="2*S")
+    bound = schedule_bound(make_plan(lm, stage_edges(lm), 3), [make_sample(i) for i in range(4)])
     assert (bound.ns, bound.reason) == (4 * 3 * 30, "what lm_0 has room for")
 
 
@@ -160,7 +162,7 @@ TIMES = [
 IN_PARTS = ["20*((7*I)//2)*21//80", "(max(B*I + 9, 3*I + 7) - (7))*8//17"]
 
 
-@given(st.sampled_from(TIMES + IN_PARTS), batches)
+@given(st.sampled_from(TIMES + IN_PARTS), random_batches)
 def test_a_micro_batch_takes_at_least_the_sum_of_its_samples_weights(text, samples):
     sizes = [s.sizes for s in samples]
     together = {
@@ -168,72 +170,75 @@ def test_a_micro_batch_takes_at_least_the_sum_of_its_samples_weights(text, sampl
         "I": sum(s["I"] for s in sizes),
         "S": max((s["S"] for s in sizes), default=0),
     }
-    for branch in parts(text, SYMBOLS):
+    for branch in split_additive(text, SYMBOLS):
         weights = sum(
-            evaluate(branch.additive, s) + Fraction(evaluate(branch.rest, s), len(samples)) for s in sizes
+            evaluate_expr(branch.additive, s) + Fraction(evaluate_expr(branch.rest, s), len(samples))
+            for s in sizes
         )
-        assert weights <= evaluate(text, together)
+        assert weights <= evaluate_expr(text, together)
 
 
 @pytest.mark.parametrize("text", IN_PARTS)
 def test_what_adds_up_is_found_in_products_and_differences(text):
-    assert any("I" in branch.additive for branch in parts(text, SYMBOLS))
+    assert any("I" in branch.additive for branch in split_additive(text, SYMBOLS))
 
 
 def test_work_spread_over_replicas_bounds_a_step():
-    bound = schedule_bound(vlm(replicas=4), [sample(i, length=10) for i in range(8)])
+    bound = schedule_bound(vlm_plan(replicas=4), [make_sample(i, length=10) for i in range(8)])
     assert bound.ns == 60
     assert "lm" in bound.reason
 
 
 def test_a_sample_more_than_replicas_costs_a_whole_sample():
-    assert schedule_bound(vlm(replicas=4), [sample(i, length=10) for i in range(9)]).ns == 90
+    assert schedule_bound(vlm_plan(replicas=4), [make_sample(i, length=10) for i in range(9)]).ns == 90
 
 
 def test_the_encoder_must_fill_before_and_drain_after():
     """Two images on one encoder, one replica: a round trip of one image, then the encoder's backward of
     both."""
-    samples = [sample(0, *IMAGE, images=2, length=10), sample(1, *IMAGE, images=2, length=10)]
-    assert schedule_bound(vlm(), samples).ns == 20 + 30 + 2 * 40
-    assert schedule_bound(vlm(mode="forward"), samples).ns == 20 + 60
-    text_too = [*samples, sample(2, length=100)]
-    assert schedule_bound(vlm(), text_too).ns == 300 + 60
+    samples = [make_sample(0, *IMAGE, images=2, length=10), make_sample(1, *IMAGE, images=2, length=10)]
+    assert schedule_bound(vlm_plan(), samples).ns == 20 + 30 + 2 * 40
+    assert schedule_bound(vlm_plan(mode="forward"), samples).ns == 20 + 60
+    text_too = [*samples, make_sample(2, length=100)]
+    assert schedule_bound(vlm_plan(), text_too).ns == 300 + 60
 
 
 def test_one_long_sample_is_a_chain():
-    bound = schedule_bound(vlm(encoders=3, replicas=3), [sample(0, *IMAGE, images=5, length=50)])
+    bound = schedule_bound(vlm_plan(encoders=3, replicas=3), [make_sample(0, *IMAGE, images=5, length=50)])
     assert bound.ns == 50 + 150 + 100
     assert bound.reason == "the longest way of one sample"
 
 
 def test_sections_on_the_same_ranks_share_their_time():
-    vision, lm = section("vision", [0, 1], when=IMAGE, forward="10*I"), section("lm", [0, 1])
-    samples = [sample(i, *IMAGE) for i in range(4)]
-    assert schedule_bound(plan([vision, lm], [edge("vision", "lm")], 2), samples).ns == 2 * (10 + 200 + 300)
+    vision, lm = make_section("vision", [0, 1], when=IMAGE, forward="10*I"), make_section("lm", [0, 1])
+    samples = [make_sample(i, *IMAGE) for i in range(4)]
+    assert schedule_bound(make_plan([vision, lm], [make_edge("vision", "lm")], 2), samples).ns == 2 * (
+        10 + 200 + 300
+    )
 
 
 def test_micro_batches_of_several_samples_amortise_what_is_constant():
-    p = plan([section("lm", [0], micro_batch=4, forward="100 + B*S", backward="0")], [], 1)
-    samples = [sample(i, length=10) for i in range(8)]
+    p = make_plan([make_section("lm", [0], micro_batch=4, forward="100 + B*S", backward="0")], [], 1)
+    samples = [make_sample(i, length=10) for i in range(8)]
     assert schedule_bound(p, samples).ns == 2 * 100 + 80
-    assert timed_schedule(p, samples)[1] == 280
+    assert schedule_with_makespan(p, samples)[1] == 280
 
 
 def test_messages_reductions_and_the_optimizer_count():
-    p = dataclasses.replace(vlm(replicas=2), cluster=CLUSTER)
-    images = [sample(0, *IMAGE, images=1, length=10)]
+    p = dataclasses.replace(vlm_plan(replicas=2), cluster=CLUSTER)
+    images = [make_sample(0, *IMAGE, images=1, length=10)]
     wait = 10 + 32  # a row of eight float32
     assert schedule_bound(p, images).ns == 10 + wait + 30 + wait + 20
     lm = dataclasses.replace(p.sections[1], params=("w",))
     trained = dataclasses.replace(
         p, sections=(p.sections[0], lm), model=ModelRef("", "", {"w": "float32[10, 10] train"})
     )
-    assert schedule_bound(trained, [sample(0, length=10)]).ns == 30 + 2 * (10 + 200) + 7 * 400
+    assert schedule_bound(trained, [make_sample(0, length=10)]).ns == 30 + 2 * (10 + 200) + 7 * 400
 
 
 def test_the_plan_bound_shares_all_work_evenly():
-    samples = [sample(0, *IMAGE, images=3, length=10), sample(1, length=20)]
-    p = vlm(encoders=1, replicas=2)
+    samples = [make_sample(0, *IMAGE, images=3, length=10), make_sample(1, length=20)]
+    p = vlm_plan(encoders=1, replicas=2)
     assert plan_bound(p, samples) == (3 * 30 + 90) // 3
     vision, lm = p.sections
     whole = dataclasses.replace(lm, mesh=dataclasses.replace(lm.mesh, dp=1, tp=2))
@@ -242,32 +247,35 @@ def test_the_plan_bound_shares_all_work_evenly():
 
 def test_the_exact_schedule_finds_what_a_greedy_order_misses():
     """Three jobs of 2 and two of 3 on two ranks: largest first gives 7, the best is 6."""
-    samples = [sample(i, length=n) for i, n in enumerate([3, 3, 2, 2, 2])]
-    p = plan([section("lm", [0, 1], forward="B*S", backward="0")], [], 2)
-    exact = solve(Work(p, samples))
-    assert exact is not None and exact.optimal and exact.ns == 6
-    assert {rank for rank, _, _ in exact.placed.values()} == {0, 1}
+    samples = [make_sample(i, length=n) for i, n in enumerate([3, 3, 2, 2, 2])]
+    p = make_plan([make_section("lm", [0, 1], forward="B*S", backward="0")], [], 2)
+    exact = solve_schedule(BatchWork(p, samples))
+    assert exact is not None and exact.is_optimal and exact.step_ns == 6
+    assert {rank for rank, _, _ in exact.placements.values()} == {0, 1}
 
 
 def test_the_exact_schedule_of_a_pipeline_fills_with_weight_gradients_and_keeps_to_the_room():
     """Two stages, two samples, all parts 10: 60 of work and a forward before on the last one; with room for
     one, two whole rounds."""
-    lm = stages("lm", [[0], [1]], forward="S", backward="2*S")
+    lm = make_stages("lm", [[0], [1]], forward="S", backward="2*S")
     split = [dataclasses.replace(s, weight_permille=500) for s in lm]
     tight = [dataclasses.replace(s, in_flight=1) for s in split]
     found = [
-        solve(Work(plan(some, passes_on(some), 2), [sample(0), sample(1)])) for some in (lm, split, tight)
+        solve_schedule(BatchWork(make_plan(some, stage_edges(some), 2), [make_sample(0), make_sample(1)]))
+        for some in (lm, split, tight)
     ]
-    assert [exact.ns for exact in found if exact is not None] == [90, 70, 100]
+    assert [exact.step_ns for exact in found if exact is not None] == [90, 70, 100]
 
 
 def test_an_exact_schedule_of_larger_micro_batches_is_refused():
     with pytest.raises(ValueError, match="one sample"):
-        solve(Work(plan([section("lm", [0], micro_batch=2)], [], 1), [sample(0)]))
+        solve_schedule(
+            BatchWork(make_plan([make_section("lm", [0], micro_batch=2)], [], 1), [make_sample(0)])
+        )
 
 
 def test_a_replica_of_several_ranks_holds_them_all():
     """Neither section's own ranks say so: the second has one rank's work on two ranks, the first both for as
     long as it takes."""
-    alone, wide = section("alone", [0, 1], backward="100*B"), section("wide", [0, 1], tp=2)
-    assert schedule_bound(plan([alone, wide], [], 2), [sample(0)]).ns == 300 + 100
+    alone, wide = make_section("alone", [0, 1], backward="100*B"), make_section("wide", [0, 1], tp=2)
+    assert schedule_bound(make_plan([alone, wide], [], 2), [make_sample(0)]).ns == 300 + 100

@@ -13,10 +13,10 @@ from secc import pass_pipeline
 from secc.bounds.traffic import Traffic
 from secc.cli import main
 from secc.driver import what_if
-from secc.driver.compile import Options, compile_model
+from secc.driver.compile import CompileOptions, compile_model
 from secc.errors import UserError
-from secc.report.plan_differences import differences
-from secc.runtime.plan.schema import Plan, load
+from secc.report.plan_differences import plan_differences
+from secc.runtime.plan.schema import Plan, load_plan
 
 MODEL = Path(__file__).parent.parent / "models" / "llava_tiny.py"
 
@@ -25,7 +25,9 @@ MODEL = Path(__file__).parent.parent / "models" / "llava_tiny.py"
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan with the sections apart on three ranks."""
     path = tmp_path_factory.mktemp("plan") / "plan"
-    compile_model(MODEL, Options(cluster="local:3", strategy="apart")).write(path, lambda plan: "")
+    compile_model(MODEL, CompileOptions(cluster="local:3", strategy="apart")).write_plan(
+        path, lambda plan: ""
+    )
     return path
 
 
@@ -33,66 +35,66 @@ def rows(a: Plan, b: Plan) -> dict[tuple[str, ...], tuple[str, ...]]:
     """(title, first two columns) -> the rest of each row."""
     return {
         (t.title, *row[:2]) if t.title != "Plan" else (t.title, row[0]): row[-2:]
-        for t in differences(a, b)
+        for t in plan_differences(a, b)
         for row in t.rows
     }
 
 
 def test_a_plan_does_not_differ_from_itself(directory: Path) -> None:
-    assert differences(load(directory), load(directory)) == []
+    assert plan_differences(load_plan(directory), load_plan(directory)) == []
 
 
 def test_what_a_pin_changes(directory: Path) -> None:
-    changed = rows(*what_if.what_if(directory, ["language_model.dp=1"]))
+    changed = rows(*what_if.replan_with_changes(directory, ["language_model.dp=1"]))
     assert changed["Sections", "language_model", "dp"] == ("2", "1")
     assert ("Plan", "predicted step, s") in changed
     assert not any(key[0] in {"Edges", "Loss", "Parameters"} for key in changed)
 
 
 def test_what_another_cluster_changes(directory: Path) -> None:
-    _, other = what_if.what_if(directory, ["cluster=local:2"])
+    _, other = what_if.replan_with_changes(directory, ["cluster=local:2"])
     assert (other.world_size, other.cluster["name"]) == (2, "local:2")
 
 
 def test_the_same_choice_again_changes_nothing(directory: Path) -> None:
-    assert differences(*what_if.what_if(directory, ["cluster=local:3"])) == []
+    assert plan_differences(*what_if.replan_with_changes(directory, ["cluster=local:3"])) == []
 
 
 def test_a_plan_with_stages_may_have_others(tmp_path: Path) -> None:
     """The layers are there, whatever number of stages they were captured for."""
-    compile_model(MODEL.parent / "skips.py", Options(cluster="local:4", stages=("model.pp=2",))).write(
-        tmp_path / "plan", lambda plan: ""
-    )
-    steps, _ = what_if.before_allocate(tmp_path / "plan")
-    assert "stages" not in pass_pipeline.described(steps[0])
-    first, other = what_if.what_if(tmp_path / "plan", ["model.pp=4"])
-    assert [s.mesh.pp for s in (*first.whole_sections, *other.whole_sections)] == [2, 4]
+    compile_model(
+        MODEL.parent / "skips.py", CompileOptions(cluster="local:4", stages=("model.pp=2",))
+    ).write_plan(tmp_path / "plan", lambda plan: "")
+    steps, _ = what_if.load_before_allocate(tmp_path / "plan")
+    assert "stages" not in pass_pipeline.format_pass(steps[0])
+    first, other = what_if.replan_with_changes(tmp_path / "plan", ["model.pp=4"])
+    assert [s.mesh.pp for s in (*first.user_sections, *other.user_sections)] == [2, 4]
     assert not any(title in {"Edges", "Loss"} for title, *_ in rows(first, other))
 
 
 def test_a_tp_that_is_taken_to_be_possible_halves_what_is_summed(directory: Path) -> None:
-    plan = load(directory)
+    plan = load_plan(directory)
     asked = replace(plan, sections=tuple(replace(s, mesh=replace(s.mesh, tp=2)) for s in plan.sections))
-    found = what_if._in_parts(asked)  # pyright: ignore[reportPrivateUsage]
+    found = what_if._assume_sharded_matrices(asked)  # pyright: ignore[reportPrivateUsage]
     name = found.sections[0].shards[0].name
     assert 2 * Traffic(found).bytes_on_rank(name) == Traffic(asked).bytes_on_rank(name) > 0
 
 
 def test_what_nobody_looked_at_needs_another_compilation(directory: Path) -> None:
     with pytest.raises(UserError, match="nobody looked") as error:
-        what_if.what_if(directory, ["language_model.tp=2"])
+        what_if.replan_with_changes(directory, ["language_model.tp=2"])
     assert "compile with --set language_model.tp=2" in error.value.remedy
 
 
 def test_a_plan_with_a_tp_that_was_asked_for_keeps_it_under_other_choices(tmp_path: Path) -> None:
     """On CPUs nobody looks how blocks can be cut but for a tp that is asked for."""
-    compile_model(MODEL.with_name("nano.py"), Options(cluster="local:2", set=("model.tp=2",))).write(
-        tmp_path, lambda plan: ""
-    )
-    _, other = what_if.what_if(tmp_path, ["model.micro_batch=1"])
+    compile_model(
+        MODEL.with_name("nano.py"), CompileOptions(cluster="local:2", set=("model.tp=2",))
+    ).write_plan(tmp_path, lambda plan: "")
+    _, other = what_if.replan_with_changes(tmp_path, ["model.micro_batch=1"])
     assert (other.sections[0].mesh.tp, other.sections[0].micro_batch) == (2, 1)
     with pytest.raises(UserError, match="nobody looked") as error:
-        what_if.what_if(tmp_path, ["model.tp=1", "model.tp=4", "cluster=local:4"])
+        what_if.replan_with_changes(tmp_path, ["model.tp=1", "model.tp=4", "cluster=local:4"])
     assert (
         error.value.remedy
         == "compile with --set model.tp=4, which captures the model for it, or set model.tp to 2"
@@ -111,7 +113,7 @@ def test_a_plan_with_a_tp_that_was_asked_for_keeps_it_under_other_choices(tmp_pa
 )
 def test_a_change_that_cannot_be(directory: Path, change: str, part: str) -> None:
     with pytest.raises(UserError, match=part):
-        what_if.what_if(directory, [change])
+        what_if.replan_with_changes(directory, [change])
 
 
 def test_the_commands_print_json(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

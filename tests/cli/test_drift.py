@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from secc.cli import main
-from secc.driver.compile import Options, compile_model
-from secc.driver.replan_from_run import drift
+from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.replan_from_run import measure_drift
 from secc.errors import UserError
-from secc.runtime.monitoring.section_times import FILE, columns
-from secc.runtime.plan.schema import Plan, load
+from secc.runtime.monitoring.section_times import SECTION_TIMES_FILE, section_time_columns
+from secc.runtime.plan.schema import Plan, load_plan
 
 MODEL = Path(__file__).parent.parent / "models" / "llava_tiny.py"
 IMAGES = ("pixel_values",)
@@ -23,7 +23,7 @@ IMAGES = ("pixel_values",)
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vision tower and a language model on four ranks."""
     path = tmp_path_factory.mktemp("plan") / "plan"
-    compile_model(MODEL, Options(cluster="local:4", strategy="apart", global_batch=32)).write(
+    compile_model(MODEL, CompileOptions(cluster="local:4", strategy="apart", global_batch=32)).write_plan(
         path, lambda plan: ""
     )
     return path
@@ -33,7 +33,7 @@ def log(directory: Path, of: Plan, moved: dict[str, float], images: int = 16, st
     """The log of a run in which sections took `moved` times as long as predicted and so many of 32 samples
     had images."""
     sections: dict[str, dict[str, float]] = {}
-    for name, kind, _ in columns(of):
+    for name, kind, _ in section_time_columns(of):
         word = {"F": "forward_s", "B": "backward_s"}[kind]
         sections.setdefault(name, {}).update({word: 0.5 * moved.get(name, 1.0), f"predicted_{word}": 0.5})
     sizes = {"B": 1, "S": 80, "n_pixel_values": 1}
@@ -41,22 +41,27 @@ def log(directory: Path, of: Plan, moved: dict[str, float], images: int = 16, st
     mix = [{"when": w, "count": n, "sizes": {k: v * n for k, v in each.items()}} for w, n, each in parts if n]
     directory.mkdir()
     lines = [json.dumps({"step": 1 + step, "sections": sections, "mix": mix}) for step in range(steps)]
-    (directory / FILE).write_text("\n".join(lines) + "\n")
+    (directory / SECTION_TIMES_FILE).write_text("\n".join(lines) + "\n")
     return directory
 
 
 def test_a_section_that_became_slower_gets_more_ranks(plan: Path, tmp_path: Path) -> None:
-    found = drift(plan, log(tmp_path / "logs", load(plan), {"vision_tower": 12.0}))
+    found = measure_drift(plan, log(tmp_path / "logs", load_plan(plan), {"vision_tower": 12.0}))
     assert found.steps == 4 and found.sections["vision_tower"].forward == pytest.approx(12.0)
     assert found.sections["language_model"].backward == pytest.approx(1.0)
     assert found.gain > 0.3
-    assert found.plan.section("vision_tower").mesh.dp == 1 and found.best.section("vision_tower").mesh.dp > 1
-    assert f"vision_tower.dp={found.best.section('vision_tower').mesh.dp}" in found.set
+    assert (
+        found.plan.find_section("vision_tower").mesh.dp == 1
+        and found.best_plan.find_section("vision_tower").mesh.dp > 1
+    )
+    assert f"vision_tower.dp={found.best_plan.find_section('vision_tower').mesh.dp}" in found.best_pins
 
 
 def test_what_moves_alike_gains_nothing(plan: Path, tmp_path: Path) -> None:
-    same = drift(plan, log(tmp_path / "same", load(plan), {}))
-    alike = drift(plan, log(tmp_path / "alike", load(plan), {"vision_tower": 3.0, "language_model": 3.0}))
+    same = measure_drift(plan, log(tmp_path / "same", load_plan(plan), {}))
+    alike = measure_drift(
+        plan, log(tmp_path / "alike", load_plan(plan), {"vision_tower": 3.0, "language_model": 3.0})
+    )
     assert alike.gain == pytest.approx(same.gain, abs=0.02)
     assert alike.plan.prediction["step_time_s"] == pytest.approx(
         3 * same.plan.prediction["step_time_s"], rel=0.02
@@ -65,7 +70,8 @@ def test_what_moves_alike_gains_nothing(plan: Path, tmp_path: Path) -> None:
 
 def test_another_mix_of_samples_counts(plan: Path, tmp_path: Path) -> None:
     few, many = (
-        drift(plan, log(tmp_path / str(n), load(plan), {"vision_tower": 6.0}, images=n)) for n in (4, 32)
+        measure_drift(plan, log(tmp_path / str(n), load_plan(plan), {"vision_tower": 6.0}, images=n))
+        for n in (4, 32)
     )
     assert few.mix["pixel_values"][1] == pytest.approx(0.125) and many.mix["none"][1] == 0
     assert many.gain > few.gain
@@ -74,7 +80,7 @@ def test_another_mix_of_samples_counts(plan: Path, tmp_path: Path) -> None:
 def test_the_command_names_the_gain_and_the_choices(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logs = log(tmp_path / "logs", load(plan), {"vision_tower": 12.0})
+    logs = log(tmp_path / "logs", load_plan(plan), {"vision_tower": 12.0})
     with pytest.raises(SystemExit, match="0"):
         main(["drift", str(plan), str(logs)])
     text = " ".join(capsys.readouterr().out.split())
@@ -83,9 +89,9 @@ def test_the_command_names_the_gain_and_the_choices(
 
 def test_logs_that_say_nothing_are_refused(plan: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read what a run took"):
-        drift(plan, tmp_path)
+        measure_drift(plan, tmp_path)
     with pytest.raises(UserError, match="no step beyond its first 2"):
-        drift(plan, log(tmp_path / "logs", load(plan), {}, steps=2))
-    (tmp_path / "logs" / FILE).write_text("one\n")
+        measure_drift(plan, log(tmp_path / "logs", load_plan(plan), {}, steps=2))
+    (tmp_path / "logs" / SECTION_TIMES_FILE).write_text("one\n")
     with pytest.raises(UserError, match="not a log"):
-        drift(plan, tmp_path / "logs")
+        measure_drift(plan, tmp_path / "logs")

@@ -7,52 +7,55 @@ from pathlib import Path
 
 import pytest
 
-from secc.cluster import GIB, Cluster, Link, parse
-from secc.cluster.presets import DEVICES, LINKS, SOURCES
+from secc.cluster import GIB, Cluster, Link, parse_cluster
+from secc.cluster.presets import DEVICE_PRESETS, FIGURE_SOURCES, LINK_PRESETS
 from secc.errors import UserError
 
 
 @pytest.fixture
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("secc.cluster.description.local_gpus", list)
+    monkeypatch.setattr("secc.cluster.description.list_local_gpus", list)
 
 
 def test_shorthand() -> None:
-    cluster = parse("4x8xH100")
+    cluster = parse_cluster("4x8xH100")
     assert (cluster.nodes, cluster.per_node, cluster.ranks, cluster.device.kind) == (4, 8, 32, "H100")
-    assert cluster.link(8) == cluster.inside and cluster.link(9) == cluster.between
-    assert parse("8xa100").ranks == 8
+    assert cluster.slowest_link(8) == cluster.inside and cluster.slowest_link(9) == cluster.between
+    assert parse_cluster("8xa100").ranks == 8
 
 
 def test_every_preset_has_links_and_sane_figures() -> None:
-    assert DEVICES.keys() == LINKS.keys() == SOURCES.keys()
-    assert all(set(s) == {"rates", "memory", "inside", "between"} for s in SOURCES.values())
-    for device in DEVICES.values():
-        assert device.rate("bf16") > 0 and device.rate("c64") == device.rate("f32")
-        assert 0 < device.usable < device.memory
+    assert DEVICE_PRESETS.keys() == LINK_PRESETS.keys() == FIGURE_SOURCES.keys()
+    assert all(set(s) == {"rates", "memory", "inside", "between"} for s in FIGURE_SOURCES.values())
+    for device in DEVICE_PRESETS.values():
+        assert device.flops_per_us("bf16") > 0 and device.flops_per_us("c64") == device.flops_per_us("f32")
+        assert 0 < device.usable_memory < device.memory
         assert dict(device.gflops)["f64"] <= dict(device.gflops)["f32"] / 1.9  # Ada's is a 64-th
 
 
 @pytest.mark.usefixtures("no_gpus")
 def test_local_without_gpus_is_cpu_processes() -> None:
-    cluster = parse("local")
+    cluster = parse_cluster("local")
     assert cluster.device.backend == "cpu" and cluster.ranks >= 2
-    assert parse("local:5").ranks == 5
+    assert parse_cluster("local:5").ranks == 5
 
 
 def test_local_takes_the_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "secc.cluster.description.local_gpus", lambda: [("NVIDIA H100 80GB HBM3", 79 * GIB)] * 2
+        "secc.cluster.description.list_local_gpus", lambda: [("NVIDIA H100 80GB HBM3", 79 * GIB)] * 2
     )
-    cluster = parse("local")
+    cluster = parse_cluster("local")
     assert (cluster.ranks, cluster.device.kind, cluster.device.memory) == (2, "H100", 79 * GIB)
     with pytest.raises(UserError, match="2 GPUs"):
-        parse("local:3")
+        parse_cluster("local:3")
 
 
 def test_local_labels_a_gpu_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("secc.cluster.description.local_gpus", lambda: [("Someone's X1", 16 * GIB)])
-    assert (parse("local").device.kind, parse("local").device.label) == ("Someone's X1", "default")
+    monkeypatch.setattr("secc.cluster.description.list_local_gpus", lambda: [("Someone's X1", 16 * GIB)])
+    assert (parse_cluster("local").device.kind, parse_cluster("local").device.label) == (
+        "Someone's X1",
+        "default",
+    )
 
 
 def test_file(tmp_path: Path) -> None:
@@ -60,70 +63,72 @@ def test_file(tmp_path: Path) -> None:
     path.write_text(
         "nodes: 2\ndevices: 4\nkind: A100\nmemory_gib: 40\nbf16_tflops: 300\nbetween: {gb_s: 12.5, latency_us: 20}\n"
     )
-    cluster = parse(str(path))
+    cluster = parse_cluster(str(path))
     assert (cluster.name, cluster.ranks, cluster.device.memory) == ("lab", 8, 40 * GIB)
     assert dict(cluster.device.gflops)["bf16"] == 300_000
     assert (cluster.between.bytes_per_s, cluster.between.latency_ns) == (125 * 10**8, 20_000)
-    assert cluster.inside == parse("8xA100").inside
+    assert cluster.inside == parse_cluster("8xA100").inside
 
 
 def test_a_files_collectives_stay_with_the_plan(tmp_path: Path) -> None:
     path = tmp_path / "here.yaml"
     entry = "{collective: all_reduce, ranks: 2, gb_s: 1.5, latency_us: 90}"
     path.write_text(f"kind: cpu\ndevices: 2\ninside: {{gb_s: 4, latency_us: 30, collectives: [{entry}]}}\n")
-    cluster = parse(str(path))
+    cluster = parse_cluster(str(path))
     assert (
-        cluster.inside.ring("all_reduce", 4) == Link(90_000, 15 * 10**8)
-        and cluster.inside.ring("all_gather", 2) is None
+        cluster.inside.measured_link("all_reduce", 4) == Link(90_000, 15 * 10**8)
+        and cluster.inside.measured_link("all_gather", 2) is None
     )
     assert Cluster.from_dict(json.loads(cluster.to_json())) == cluster
 
 
 def test_ranks_of_a_kind() -> None:
-    cluster = parse("1x8xH100+2x8xA800")
-    assert [(p.name, p.ranks, p.device.kind) for p in cluster.parts] == [
+    cluster = parse_cluster("1x8xH100+2x8xA800")
+    assert [(p.name, p.ranks, p.device.kind) for p in cluster.parts_by_kind] == [
         ("1x8xH100", 8, "H100"),
         ("2x8xA800", 16, "A800"),
     ]
     assert (
-        cluster.seen_by(range(8)).device.kind == "H100"
-        and cluster.seen_by(range(8, 24)).device.kind == "A800"
+        cluster.view_of_ranks(range(8)).device.kind == "H100"
+        and cluster.view_of_ranks(range(8, 24)).device.kind == "A800"
     )
-    assert cluster.seen_by(range(24)) == cluster and parse("2x8xH100").seen_by([3]) == parse("2x8xH100")
-    assert [g.nodes for g in cluster.used([8, 8]).kinds] == [1, 1]
-    alone = cluster.used([0, 16])
+    assert cluster.view_of_ranks(range(24)) == cluster and parse_cluster("2x8xH100").view_of_ranks(
+        [3]
+    ) == parse_cluster("2x8xH100")
+    assert [g.nodes for g in cluster.trim_to_ranks([8, 8]).node_groups] == [1, 1]
+    alone = cluster.trim_to_ranks([0, 16])
     assert (alone.device.kind, alone.nodes, alone.groups, alone.name) == ("A800", 2, (), cluster.name)
 
 
 def test_mixed_kinds(tmp_path: Path) -> None:
-    cluster = parse("4x8xH100+4x8xA800")
+    cluster = parse_cluster("4x8xH100+4x8xA800")
     assert (cluster.ranks, cluster.nodes, [g.device.kind for g in cluster.groups]) == (
         64,
         8,
         ["H100", "A800"],
     )
-    assert (cluster.device_of(31).kind, cluster.device_of(32).kind) == ("H100", "A800")
+    assert (cluster.device_of_rank(31).kind, cluster.device_of_rank(32).kind) == ("H100", "A800")
     assert dict(cluster.device.gflops)["bf16"] == 312_000 and cluster.between.bytes_per_s == 25 * 10**9
     path = tmp_path / "mixed.yaml"
     path.write_text("groups:\n- {nodes: 4, devices: 8, kind: H100}\n- {nodes: 4, devices: 8, kind: A800}\n")
-    assert parse(str(path)).groups == cluster.groups
+    assert parse_cluster(str(path)).groups == cluster.groups
 
 
 def test_a_kind_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text("devices: 8\nkind: X1\nlike: H100\nbf16_tflops: 500.5\n")
-    device = parse(str(path)).device
+    device = parse_cluster(str(path)).device
     assert (device.kind, dict(device.gflops)["bf16"], device.memory) == ("X1", 500_500, 80 * GIB)
 
 
 @pytest.mark.parametrize("text", ["2x8xH100", "1x8xH100+1x8xA800"])
 def test_a_plan_holds_the_whole_cluster(text: str) -> None:
-    cluster = parse(text)
+    cluster = parse_cluster(text)
     assert Cluster.from_dict(json.loads(cluster.to_json())) == cluster
 
 
 def test_json_has_what_a_launcher_needs() -> None:
-    data = json.loads(parse("2x8xH100").to_json())
+    data = json.loads(parse_cluster("2x8xH100").to_json())
     assert (data["nodes"], data["per_node"], data["device"]["backend"], data["ranks"]) == (2, 8, "cuda", 16)
 
 
@@ -141,7 +146,7 @@ def test_json_has_what_a_launcher_needs() -> None:
 )
 def test_bad_descriptions(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        parse(text)
+        parse_cluster(text)
     assert error.value.remedy
 
 
@@ -175,4 +180,4 @@ def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
-        parse(str(path))
+        parse_cluster(str(path))

@@ -10,9 +10,9 @@ import pytest
 
 from secc import pass_pipeline
 from secc.codegen import plan_builder as plan_codegen
-from secc.codegen.plan_files import Files, plan_files
-from secc.driver.compile import Options, pipeline_text
-from secc.ir.text_io.module_text import parse
+from secc.codegen.plan_files import PlanFiles, build_plan_files
+from secc.driver.compile import CompileOptions, pipeline_text
+from secc.ir.text_io.module_text import parse_module
 from secc.runtime.plan.schema import ModelRef
 
 HERE = Path(__file__).parent
@@ -20,25 +20,25 @@ GOLDEN = HERE / "golden"
 PINNED = ("plan.json", "sections/", "ranks/", "run.py", "launch.sh", "slurm.sbatch")
 
 
-def planned() -> Files:
+def planned() -> PlanFiles:
     """The files of tests/models/llava_tiny.py on three ranks, from its captured IR."""
-    module = parse((HERE / "llava.mlir").read_text())
-    options = Options(cluster="local:3", global_batch=12, strategy="apart")
-    pass_pipeline.run(module, pass_pipeline.parse(pipeline_text(options)))
+    module = parse_module((HERE / "llava.mlir").read_text())
+    options = CompileOptions(cluster="local:3", global_batch=12, strategy="apart")
+    pass_pipeline.run_passes(module, pass_pipeline.parse_pipeline(pipeline_text(options)))
     parameters = {
         f"{path}.weight": "float32[4, 4] train"
         for path in ("model.vision_tower", "model.language_model", "lm_head")
     }
-    plan = plan_codegen.build(module, ModelRef("model.py", "0" * 64, parameters), {"secc": "golden"})
-    return plan_files(plan, module, [], {}, source="", report="")
+    plan = plan_codegen.build_plan(module, ModelRef("model.py", "0" * 64, parameters), {"secc": "golden"})
+    return build_plan_files(plan, module, [], {}, source="", report="")
 
 
 @pytest.fixture(scope="module")
-def files() -> Files:
+def files() -> PlanFiles:
     return planned()
 
 
-def test_files_equal_goldens(files: Files, update_goldens: bool) -> None:
+def test_files_equal_goldens(files: PlanFiles, update_goldens: bool) -> None:
     pinned = {name: text for name, text in files.items() if name.startswith(PINNED) and isinstance(text, str)}
     if update_goldens:
         for name, text in pinned.items():
@@ -51,17 +51,17 @@ def test_files_equal_goldens(files: Files, update_goldens: bool) -> None:
     assert pinned == found
 
 
-def test_planning_twice_gives_the_same_bytes(files: Files) -> None:
+def test_planning_twice_gives_the_same_bytes(files: PlanFiles) -> None:
     assert planned() == files
 
 
-def test_generated_python_compiles(files: Files) -> None:
+def test_generated_python_compiles(files: PlanFiles) -> None:
     for name, text in files.items():
         if name.endswith(".py"):
             assert ast.parse(text, name).body
 
 
-def test_rank_files_name_their_sections(files: Files) -> None:
+def test_rank_files_name_their_sections(files: PlanFiles) -> None:
     ranks = [text for name, text in files.items() if name.startswith("ranks/")]
     assert len(ranks) == 3
     assert sum("VisionTower(model)" in str(t) for t in ranks) >= 1

@@ -22,7 +22,7 @@ def graph(model: nn.Module, calls: str, declared: str = "") -> ModuleOp:
     S, 8] and %m [B, S]."""
     blocks = "".join(_block(name, module) for name, module in model.named_children())
     inputs = '    %x = sec.input "x" : !sec.tensor<[B, S, 8], f32>\n    %m = sec.input "m" : !sec.tensor<[B, S], i64>\n'
-    return module_text.parse(
+    return module_text.parse_module(
         f'{HEAD}{blocks}{declared}  sec.case "c" when [] {{\n{inputs}{calls}    sec.return (%y)\n  }}\n}}\n'
     )
 

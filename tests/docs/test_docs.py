@@ -11,7 +11,7 @@ import torch
 import typer
 
 from secc import cli
-from secc.runtime.model.user_file import load, loss_of
+from secc.runtime.model.user_file import extract_loss, load_model_file
 from secc.runtime.training import options as run_options
 
 PAGES = (
@@ -52,9 +52,9 @@ def test_quoted_messages_are_in_the_code(root: Path, code: str):
 def options(root: Path) -> set[str]:
     """The options of every command of secc, of runs, of the tests, and of the scripts beside it."""
     commands = typer.main.get_command(cli.app)
-    assert isinstance(commands, cli.Commands)
+    assert isinstance(commands, cli.LazyCommands)
     context = commands.make_context("secc", [], resilient_parsing=True)
-    found = [commands.get_command(context, name) for name in cli.COMMANDS]
+    found = [commands.get_command(context, name) for name in cli.COMMAND_NAMES]
     known = {
         option
         for command in found
@@ -62,7 +62,7 @@ def options(root: Path) -> set[str]:
         for parameter in command.params
         for option in (*parameter.opts, *parameter.secondary_opts)
     }
-    known |= set(run_options.parser()._option_string_actions)
+    known |= set(run_options.make_parser()._option_string_actions)
     known |= {"--hypothesis-seed"}  # a plugin's
     scripts = [
         root / "tests/conftest.py",
@@ -91,9 +91,9 @@ def test_the_model_of_the_readme_trains(root: Path, tmp_path: Path):
     source = re.search(r"## A model.py.*?```python\n(.*?)```", (root / "README.md").read_text(), re.S)
     assert source is not None and source[1].count("\n") <= 42
     (tmp_path / "model.py").write_text(source[1])
-    user = load(tmp_path / "model.py")
-    model = user.model()
-    loss = loss_of(model(**user.collate([user.sample(i) for i in range(4)])))
+    user = load_model_file(tmp_path / "model.py")
+    model = user.build_model()
+    loss = extract_loss(model(**user.collate([user.load_sample(i) for i in range(4)])))
     loss.backward()
     assert torch.isfinite(loss)
-    user.optimizer(list(model.named_parameters())).step()
+    user.build_optimizer(list(model.named_parameters())).step()

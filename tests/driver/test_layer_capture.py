@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from secc.driver.layer_capture import Staging, check
-from secc.errors import Impossible
+from secc.driver.layer_capture import LayerCapturePlan, check_opened_blocks
+from secc.errors import ImpossibleChoice
 
 CUT = {"model.vision": "vision.pp", "model.lm": "lm.pp", "model.lm.more": "lm.pp"}
 
 
-def staging() -> Staging:
-    return Staging(tuple(CUT), (), (), CUT, (), (), {})
+def staging() -> LayerCapturePlan:
+    return LayerCapturePlan(tuple(CUT), (), (), CUT, (), (), {})
 
 
 def captured(*blocks: str) -> Any:
@@ -23,7 +23,7 @@ def captured(*blocks: str) -> Any:
 
 
 def test_what_could_be_opened_is_not_refused() -> None:
-    check(staging(), captured("model.vision.layers.0", "model.lm.layers.0"))
+    check_opened_blocks(staging(), captured("model.vision.layers.0", "model.lm.layers.0"))
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,6 @@ def test_what_could_be_opened_is_not_refused() -> None:
 def test_stages_of_a_block_that_stays_whole_are_refused(
     blocks: tuple[str, ...], choices: tuple[str, ...]
 ) -> None:
-    with pytest.raises(Impossible, match="cannot be cut into stages") as error:
-        check(staging(), captured(*blocks))
+    with pytest.raises(ImpossibleChoice, match="cannot be cut into stages") as error:
+        check_opened_blocks(staging(), captured(*blocks))
     assert error.value.choices == choices and error.value.where == "model.py:7"

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from secc.cli import main
-from secc.driver.compile import Compiled, Options, compile_model
-from secc.driver.step_preview import MOST, computations, preview
-from secc.report.plan_tables import summary
-from secc.runtime.monitoring.run_summary import MIX
+from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.driver.step_preview import MAX_SIMULATED_COMPUTATIONS, count_computations, preview_step
+from secc.report.plan_tables import plan_summary
+from secc.runtime.monitoring.run_summary import SAMPLE_SECONDS_KEY
 
 MODELS = Path(__file__).parents[1] / "models"
 
 
-def compiled(name: str, **options: str | int) -> Compiled:
-    return compile_model(MODELS / name, Options(cluster="local:2", **{"global_batch": 8, **options}))  # pyright: ignore[reportArgumentType]
+def compiled(name: str, **options: str | int) -> CompiledPlan:
+    return compile_model(MODELS / name, CompileOptions(cluster="local:2", **{"global_batch": 8, **options}))  # pyright: ignore[reportArgumentType]
 
 
 def test_a_plan_directory_has_a_drawn_step_and_its_trace(tmp_path: Path):
@@ -37,7 +37,9 @@ def test_a_plan_directory_has_a_drawn_step_and_its_trace(tmp_path: Path):
     prediction = json.loads((tmp_path / "plan" / "plan.json").read_text())["prediction"]
     busy = {name: share["busy"] for name, share in prediction["sections"].items()}
     assert all(0 < b <= 1 for b in busy.values())
-    assert prediction[MIX].keys() == busy.keys() and all(seconds > 0 for seconds in prediction[MIX].values())
+    assert prediction[SAMPLE_SECONDS_KEY].keys() == busy.keys() and all(
+        seconds > 0 for seconds in prediction[SAMPLE_SECONDS_KEY].values()
+    )
     assert prediction["simulated"]["step_time_s"] >= prediction["simulated"]["schedule_bound_s"] > 0
     events = json.loads((tmp_path / "plan" / "trace.json").read_text())["traceEvents"]
     assert {e["args"]["section"] for e in events if e["ph"] == "X" and e["args"]["kind"] in "FB"} == set(busy)
@@ -45,14 +47,14 @@ def test_a_plan_directory_has_a_drawn_step_and_its_trace(tmp_path: Path):
 
 
 def test_sizes_that_values_decide_are_taken_as_they_were_captured():
-    seen = preview(compiled("counts_rows.py"))
-    assert seen.drawing and any(name == "simulated step" for name, _ in summary(seen.plan))
+    seen = preview_step(compiled("counts_rows.py"))
+    assert seen.drawing and any(name == "simulated step" for name, _ in plan_summary(seen.plan))
 
 
 def test_steps_of_very_many_computations_are_left_to_simulate(monkeypatch: pytest.MonkeyPatch):
     made = compiled("vocabulary.py")
-    assert 0 < sum(computations(made.plan, s) for s in made.plan.sections) < MOST
-    monkeypatch.setattr("secc.driver.step_preview.MOST", 1)
-    seen = preview(made)
+    assert 0 < sum(count_computations(made.plan, s) for s in made.plan.sections) < MAX_SIMULATED_COMPUTATIONS
+    monkeypatch.setattr("secc.driver.step_preview.MAX_SIMULATED_COMPUTATIONS", 1)
+    seen = preview_step(made)
     assert (seen.drawing, seen.files) == ("", {})
-    assert seen.plan.prediction.keys() - made.plan.prediction.keys() == {MIX}
+    assert seen.plan.prediction.keys() - made.plan.prediction.keys() == {SAMPLE_SECONDS_KEY}

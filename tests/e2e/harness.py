@@ -12,90 +12,96 @@ from pathlib import Path
 from xdsl.dialects.builtin import ModuleOp
 
 from secc.codegen import plan_builder as plan_codegen
-from secc.driver.compile import Compiled, Options, compile_model, pipeline_text
-from secc.driver.exactness_check import checked
-from secc.driver.layer_capture import Staging
-from secc.driver.pass_driver import Planner, Source
+from secc.driver.compile import CompiledPlan, CompileOptions, compile_model, pipeline_text
+from secc.driver.exactness_check import check_exactness
+from secc.driver.layer_capture import LayerCapturePlan
+from secc.driver.pass_driver import CapturedModel, Planner
 from secc.frontend.capture.capture import Capture
-from secc.ir.text_io.module_text import parse, print_module
-from secc.report.html_page import page
+from secc.ir.text_io.module_text import parse_module, print_module
+from secc.report.html_page import report_page
 from tools.compare_training import (
     LEARNING_RATE,
-    Trained,
-    differences,
-    distributed,
-    metrics,
-    plain,
-    recording_model,
-    run,
+    TrainingResult,
+    find_differences,
+    read_metrics,
+    run_plan_ranks,
+    train_distributed,
+    train_in_one_process,
+    write_recording_model,
 )
 
 __all__ = [
     "LEARNING_RATE",
-    "Layered",
-    "Trained",
-    "compile_to",
-    "differences",
-    "distributed",
-    "metrics",
-    "plain",
-    "recording_model",
-    "replanned",
-    "run",
+    "LayerCaptureCache",
+    "TrainingResult",
+    "compile_and_write",
+    "find_differences",
+    "read_metrics",
+    "replan",
+    "run_plan_ranks",
+    "train_distributed",
+    "train_in_one_process",
+    "write_recording_model",
 ]
 
 
-def compile_to(path: Path, output: Path, check: bool = True, **options: object) -> Compiled:
+def compile_and_write(path: Path, output: Path, check: bool = True, **options: object) -> CompiledPlan:
     """Compile, check against the eager model, and write the plan."""
-    compiled = compile_model(path, Options(**options))  # pyright: ignore[reportArgumentType]
+    compiled = compile_model(path, CompileOptions(**options))  # pyright: ignore[reportArgumentType]
     if check:
-        compiled = checked(compiled)
-    compiled.write(output, page)
+        compiled = check_exactness(compiled)
+    compiled.write_plan(output, report_page)
     return compiled
 
 
-class Layered:
+class LayerCaptureCache:
     """What is learnt for one plan and holds for others of the model: its captures in layers, and the IR of
     each capture."""
 
     def __init__(self) -> None:
-        self.captures: dict[tuple[str, ...], Capture] = {}
-        self.texts: list[tuple[Capture, str]] = []
+        self.capture_by_blocks: dict[tuple[str, ...], Capture] = {}
+        self.ir_texts: list[tuple[Capture, str]] = []
 
-    def made(self, make: Callable[[Capture], ModuleOp], captured: Capture) -> ModuleOp:
+    def ir_of(self, make: Callable[[Capture], ModuleOp], captured: Capture) -> ModuleOp:
         """The IR of a capture, made when it is first asked for."""
-        known = next((text for own, text in self.texts if own is captured), None)
+        known = next((text for own, text in self.ir_texts if own is captured), None)
         if known is None:
             known = print_module(make(captured))
-            self.texts.append((captured, known))
-        return parse(known)
+            self.ir_texts.append((captured, known))
+        return parse_module(known)
 
 
-class _Planner(Planner):
+class _CachingPlanner(Planner):
     """A planner that captures a model in the same layers once."""
 
-    def __init__(self, source: Source, pinned: tuple[str, ...], layered: Layered) -> None:
+    def __init__(self, source: CapturedModel, pinned: tuple[str, ...], layered: LayerCaptureCache) -> None:
         super().__init__(source, pinned, lambda _: nullcontext(), lambda _: None)
-        self._layered = layered
+        self._cache = layered
 
-    def _layers(self, staged: Staging) -> Capture:
-        known = self._layered.captures
-        if staged.cut not in known:
-            known[staged.cut] = super()._layers(staged)
-        return known[staged.cut]
+    def _capture_layers(self, staged: LayerCapturePlan) -> Capture:
+        known = self._cache.capture_by_blocks
+        if staged.opened_blocks not in known:
+            known[staged.opened_blocks] = super()._capture_layers(staged)
+        return known[staged.opened_blocks]
 
 
-def replanned(compiled: Compiled, options: Options, layered: Layered | None = None) -> Compiled:
+def replan(
+    compiled: CompiledPlan, options: CompileOptions, layered: LayerCaptureCache | None = None
+) -> CompiledPlan:
     """The model that was captured for one plan under another one."""
 
     def text(**changes: tuple[str, ...]) -> str:
         return pipeline_text(dataclasses.replace(options, **changes))
 
-    layered = Layered() if layered is None else layered
-    source = dataclasses.replace(compiled.source, text=text, make=partial(layered.made, compiled.source.make))
-    planned = _Planner(source, options.set, layered).plan()
-    made = plan_codegen.build(planned.module, compiled.plan.model, {})
+    layered = LayerCaptureCache() if layered is None else layered
+    source = dataclasses.replace(
+        compiled.captured_model,
+        make_pipeline_text=text,
+        make_ir=partial(layered.ir_of, compiled.captured_model.make_ir),
+    )
+    planned = _CachingPlanner(source, options.set, layered).plan_model()
+    made = plan_codegen.build_plan(planned.module, compiled.plan.model, {})
     made = dataclasses.replace(made, checks=compiled.plan.checks)
     return dataclasses.replace(
-        compiled, plan=made, module=planned.module, dumps=planned.dumps, constants=planned.captured.constants
+        compiled, plan=made, module=planned.module, dumps=planned.dumps, constants=planned.capture.constants
     )

@@ -27,181 +27,191 @@ from tests.e2e.random_model_parts import (
 
 ENCODERS = ("camera", "sonar", "radar")
 TEACHERS = ("sage", "mentor")
-FREEZING = ("", ".requires_grad_(False)")
+FREEZING_CALLS = ("", ".requires_grad_(False)")
 
 
 @dataclass
-class Model:
+class ModelDraft:
     """A model file in the making: lines of `__init__` and `forward`, terms of the loss, lines that make a
     sample."""
 
     rng: random.Random
     arguments: list[str] = field(default_factory=lambda: ["input_ids", "labels"])
     optional: list[str] = field(default_factory=list[str])
-    init: list[str] = field(default_factory=list[str])
-    forward: list[str] = field(default_factory=list[str])
-    terms: list[str] = field(default_factory=list[str])
-    sample: list[str] = field(default_factory=list[str])
+    init_lines: list[str] = field(default_factory=list[str])
+    forward_lines: list[str] = field(default_factory=list[str])
+    loss_terms: list[str] = field(default_factory=list[str])
+    sample_lines: list[str] = field(default_factory=list[str])
     width: int = 8
     dropout: float = 0.0
     attention: str = "causal"
-    shared: list[str] = field(
+    steering_expressions: list[str] = field(
         default_factory=list[str]
     )  # [B, width] expressions that any component may be steered by
-    trains: bool = False
+    has_trained: bool = False
 
-    def chance(self, share: float) -> bool:
+    def flip(self, share: float) -> bool:
         return self.rng.random() < share
 
-    def add(self, term: str) -> None:
+    def add_loss(self, term: str) -> None:
         factor = self.rng.choice(("", "", "0.5 * ", "2 / 3 * "))
-        self.terms.append(f"{factor}{term}" if factor == "" or term.startswith("F.") else f"{factor}({term})")
+        self.loss_terms.append(
+            f"{factor}{term}" if factor == "" or term.startswith("F.") else f"{factor}({term})"
+        )
 
 
-def random_model(seed: int) -> str:
+def write_random_model(seed: int) -> str:
     """The text of the model file of a seed."""
-    m = Model(random.Random(seed))
+    m = ModelDraft(random.Random(seed))
     m.width = m.rng.choice((8, 12, 16))
-    m.dropout = 0.1 if m.chance(0.2) else 0.0
+    m.dropout = 0.1 if m.flip(0.2) else 0.0
     m.attention = m.rng.choice(("causal", "causal", "causal", "masked", "open"))
-    m.forward.append("keep = (labels[:, 1:] != -100).float()")
-    features = _encoders(m)
-    _language(m, features)
-    _branches(m, features)
-    _teachers(m)
-    if m.chance(0.15):
-        m.terms.append("1e-3 * self.text.head.weight.square().sum()")
-    return _written(m, seed)
+    m.forward_lines.append("keep = (labels[:, 1:] != -100).float()")
+    features = _add_encoders(m)
+    _add_language(m, features)
+    _add_branches(m, features)
+    _add_teachers(m)
+    if m.flip(0.15):
+        m.loss_terms.append("1e-3 * self.text.head.weight.square().sum()")
+    return _format_model(m, seed)
 
 
-def _encoders(m: Model) -> list[tuple[str, str]]:
+def _add_encoders(m: ModelDraft) -> list[tuple[str, str]]:
     """Components that see other inputs than text, each (name, how its features join the text)."""
     found: list[tuple[str, str]] = []
     for i, name in enumerate(ENCODERS[: m.rng.choice((0, 1, 1, 2, 2, 3))]):
         join = m.rng.choice(("places", "places", "before", "added"))
         same = next((other for other, how in found if how == join), "")
-        encoder = same if same and m.chance(0.25) else name
+        encoder = same if same and m.flip(0.25) else name
         if encoder == name:
-            frozen = m.rng.choice(("", "", *FREEZING))
-            m.trains |= not frozen
-            m.init.append(
+            frozen = m.rng.choice(("", "", *FREEZING_CALLS))
+            m.has_trained |= not frozen
+            m.init_lines.append(
                 f"self.{name} = Encoder({FEATURES}, {m.width}, {m.rng.choice((1, 2, 3))}, {m.dropout}){frozen}"
             )
         line = f"{name}_seen = self.{encoder}({name})"
-        if m.chance(0.3):
-            m.init.append(
+        if m.flip(0.3):
+            m.init_lines.append(
                 f"self.{name}_adapter = nn.Sequential(nn.Linear({m.width}, {m.width}), nn.GELU(), nn.Linear({m.width}, {m.width}))"
             )
             line = f"{name}_seen = self.{name}_adapter(self.{encoder}({name}))"
-            m.trains = True
-        _input(m, name, i, join, line)
+            m.has_trained = True
+        _add_input(m, name, i, join, line)
         found.append((name, join))
     return found
 
 
-def _input(m: Model, name: str, i: int, join: str, line: str) -> None:
+def _add_input(m: ModelDraft, name: str, i: int, join: str, line: str) -> None:
     """The key of an encoder: rows in the places of placeholders, which samples may lack, or one entry for
     each sample."""
     if join != "places":
         m.arguments.append(name)
-        m.sample.append(f'sample["{name}"] = torch.randn({PATCHES}, {FEATURES}, generator=g)')
-        m.forward.append(line)
+        m.sample_lines.append(f'sample["{name}"] = torch.randn({PATCHES}, {FEATURES}, generator=g)')
+        m.forward_lines.append(line)
         if join == "added":
-            m.shared.append(f"{name}_seen.mean(1)")
+            m.steering_expressions.append(f"{name}_seen.mean(1)")
         return
     m.optional.append(name)
-    m.forward += [f"if {name} is not None:", f"    {line}"]
+    m.forward_lines += [f"if {name} is not None:", f"    {line}"]
     most, share = m.rng.choice(((1, 0.5), (3, 0.5), (3, 0.8)))
-    m.sample.append(f'place(sample, "{name}", {i + 1}, most={most}, share={share}, g=g)')
+    m.sample_lines.append(f'place(sample, "{name}", {i + 1}, most={most}, share={share}, g=g)')
 
 
-def _language(m: Model, features: Sequence[tuple[str, str]]) -> None:
+def _add_language(m: ModelDraft, features: Sequence[tuple[str, str]]) -> None:
     """The text component: embedding, features, layers, head, and its losses."""
-    frozen = m.chance(0.2) and m.trains
-    m.trains |= not frozen
-    m.init.append(
+    frozen = m.flip(0.2) and m.has_trained
+    m.has_trained |= not frozen
+    m.init_lines.append(
         f"self.text = Text({m.width}, {m.rng.choice((1, 2, 3))}, {m.attention!r}, {m.dropout}){'.requires_grad_(False)' if frozen else ''}"
     )
-    tie = m.chance(0.3)
+    tie = m.flip(0.3)
     if tie:
-        m.init.append("self.text.head.weight = self.text.embed.weight")
-    elif frozen or m.chance(0.2):
-        m.init.append("self.text.head.requires_grad_(True)")
-    m.forward.append("x = self.text.embed(input_ids)")
+        m.init_lines.append("self.text.head.weight = self.text.embed.weight")
+    elif frozen or m.flip(0.2):
+        m.init_lines.append("self.text.head.requires_grad_(True)")
+    m.forward_lines.append("x = self.text.embed(input_ids)")
     for i, (name, join) in enumerate(features):
         if join == "places":
             scatter = f"x = x.masked_scatter((input_ids == {i + 1})[..., None], {name}_seen.flatten(0, 1))"
-            m.forward += [f"if {name} is not None:", f"    {scatter}"]
-        elif join == "added" and m.chance(0.8):
-            m.forward.append(f"x = x + {name}_seen.mean(1)[:, None]")
+            m.forward_lines += [f"if {name} is not None:", f"    {scatter}"]
+        elif join == "added" and m.flip(0.8):
+            m.forward_lines.append(f"x = x + {name}_seen.mean(1)[:, None]")
     before = [name for name, join in features if join == "before"]
-    m.forward.append("mask = input_ids > 0")
+    m.forward_lines.append("mask = input_ids > 0")
     if before:
-        m.forward.append(f"x = torch.cat([{', '.join(f'{n}_seen' for n in before)}, x], dim=1)")
-        m.forward.append(
+        m.forward_lines.append(f"x = torch.cat([{', '.join(f'{n}_seen' for n in before)}, x], dim=1)")
+        m.forward_lines.append(
             f"mask = torch.cat([mask.new_ones(len(mask), {PATCHES * len(before)}), mask], dim=1)"
         )
     cut = f"[:, {PATCHES * len(before)}:]" if before else ""
-    m.forward += [f"h = self.text.states(x, mask){cut}", "logits = self.text.head(h)"]
+    m.forward_lines += [f"h = self.text.states(x, mask){cut}", "logits = self.text.head(h)"]
     for loss in m.rng.sample(LANGUAGE, m.rng.choice((1, 1, 2))):
-        m.add(loss)
-    if any("weight" in t.replace(".weight", "") for t in m.terms):
-        _require(m, "weight", "torch.rand((), generator=g) + 0.5")
+        m.add_loss(loss)
+    if any("weight" in t.replace(".weight", "") for t in m.loss_terms):
+        _add_required_key(m, "weight", "torch.rand((), generator=g) + 0.5")
 
 
-def _branches(m: Model, features: Sequence[tuple[str, str]]) -> None:
+def _add_branches(m: ModelDraft, features: Sequence[tuple[str, str]]) -> None:
     """A second consumer of an encoder's features or of the text's states, with a loss of its own."""
-    if m.chance(0.35):
-        source = m.rng.choice(["pooled", *m.shared])
+    if m.flip(0.35):
+        source = m.rng.choice(["pooled", *m.steering_expressions])
         if source == "pooled":
-            m.forward.append(
+            m.forward_lines.append(
                 "pooled = (h * mask[:, -h.shape[1]:, None]).sum(1) / mask[:, -h.shape[1]:].sum(1, keepdim=True)"
             )
-        m.init.append(f"self.judge = nn.Sequential(nn.Linear({m.width}, 12), nn.GELU(), nn.Linear(12, 3))")
-        m.forward.append(f"judged = self.judge({source})")
+        m.init_lines.append(
+            f"self.judge = nn.Sequential(nn.Linear({m.width}, 12), nn.GELU(), nn.Linear(12, 3))"
+        )
+        m.forward_lines.append(f"judged = self.judge({source})")
         loss = m.rng.choice(JUDGING)
-        m.add(loss)
+        m.add_loss(loss)
         if "kind" in loss:
-            _require(m, "kind", "torch.randint(0, 3, (), generator=g)")
+            _add_required_key(m, "kind", "torch.randint(0, 3, (), generator=g)")
         if "target" in loss:
-            _require(m, "target", "torch.rand(3, generator=g)")
+            _add_required_key(m, "target", "torch.rand(3, generator=g)")
     rows = [name for name, join in features if join == "places"]
-    if rows and m.chance(0.35):
+    if rows and m.flip(0.35):
         name = m.rng.choice(rows)
-        m.init.append(f"self.{name}_back = nn.Linear({m.width}, {FEATURES})")
-        m.forward += [
+        m.init_lines.append(f"self.{name}_back = nn.Linear({m.width}, {FEATURES})")
+        m.forward_lines += [
             "loss = 0.0",
             f"if {name} is not None:",
             f"    loss = {m.rng.choice(STEERING).format(name=name)}",
         ]
-        m.terms.append("loss")
+        m.loss_terms.append("loss")
 
 
-def _teachers(m: Model) -> None:
+def _add_teachers(m: ModelDraft) -> None:
     """Frozen models whose logits or states the text component follows."""
     for name in TEACHERS[: m.rng.choice((0, 0, 1, 1, 2))]:
         width = m.rng.choice((m.width, 20))
-        m.init.append(
+        m.init_lines.append(
             f"self.{name} = Text({width}, {m.rng.choice((1, 2))}, {m.attention!r}).requires_grad_(False)"
         )
         text_mask = "mask[:, -input_ids.shape[1]:]"
-        steer = m.rng.choice(m.shared) if m.shared and width == m.width and m.chance(0.4) else ""
+        steer = (
+            m.rng.choice(m.steering_expressions)
+            if m.steering_expressions and width == m.width and m.flip(0.4)
+            else ""
+        )
         put = f" + {steer}[:, None]" if steer else ""
-        m.forward.append("with torch.no_grad():")
-        m.forward.append(f"    {name}_h = self.{name}.states(self.{name}.embed(input_ids){put}, {text_mask})")
-        m.forward.append(f"    {name}_logits = self.{name}.head({name}_h)")
+        m.forward_lines.append("with torch.no_grad():")
+        m.forward_lines.append(
+            f"    {name}_h = self.{name}.states(self.{name}.embed(input_ids){put}, {text_mask})"
+        )
+        m.forward_lines.append(f"    {name}_logits = self.{name}.head({name}_h)")
         loss = m.rng.choice(DISTILLING)
         if "project" in loss:
-            m.init.append(f"self.{name}_project = nn.Linear({m.width}, {width})")
-        m.add(loss.format(name=name))
+            m.init_lines.append(f"self.{name}_project = nn.Linear({m.width}, {width})")
+        m.add_loss(loss.format(name=name))
 
 
-def _require(m: Model, key: str, value: str) -> None:
+def _add_required_key(m: ModelDraft, key: str, value: str) -> None:
     m.arguments.append(key)
-    m.sample.append(f'sample["{key}"] = {value}')
+    m.sample_lines.append(f'sample["{key}"] = {value}')
 
 
-def _written(m: Model, seed: int) -> str:
+def _format_model(m: ModelDraft, seed: int) -> str:
     signature = ", ".join(["self", *m.arguments, *(f"{name}=None" for name in m.optional)])
     lines = [
         f'"""The random model of seed {seed}."""',
@@ -210,13 +220,15 @@ def _written(m: Model, seed: int) -> str:
         "    def __init__(self):",
         "        super().__init__()",
     ]
-    lines += [f"        {line}" for line in m.init]
+    lines += [f"        {line}" for line in m.init_lines]
     lines += ["", f"    def forward({signature}):"]
-    lines += [f"        {line}" for line in m.forward]
-    lines += [f"        {'total = total +' if i else 'total ='} {term}" for i, term in enumerate(m.terms)]
+    lines += [f"        {line}" for line in m.forward_lines]
+    lines += [
+        f"        {'total = total +' if i else 'total ='} {term}" for i, term in enumerate(m.loss_terms)
+    ]
     lines += ["        return total"]
-    return "\n".join(lines) + DATASET.replace("# inputs", "\n        ".join(m.sample or ["pass"]))
+    return "\n".join(lines) + DATASET.replace("# inputs", "\n        ".join(m.sample_lines or ["pass"]))
 
 
 if __name__ == "__main__":
-    print(random_model(int(sys.argv[1])))
+    print(write_random_model(int(sys.argv[1])))

@@ -13,17 +13,17 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from secc.driver.compile import Compiled, Options
+from secc.driver.compile import CompiledPlan, CompileOptions
 from secc.errors import UserError
 from secc.runtime.plan.schema import Section
-from secc.runtime.plan.section_graph import Graph
+from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.schedule import cross_step_prefetch
-from tests.e2e.reference_runs import Captured
+from tests.e2e.reference_runs import ReferencedModel
 
 MOST_RANKS = 6
 GLOBAL_BATCHES = (12, 7)
-TP, PP = (1, 2, 4), (1, 2, 3)
-FLOWS = (
+TP_CHOICES, PP_CHOICES = (1, 2, 4), (1, 2, 3)
+RUN_OPTION_CHOICES = (
     (),
     (),
     ("--comm", "rounds"),
@@ -35,7 +35,7 @@ FLOWS = (
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedPlan:
     """A way to distribute a model: processes, samples of a step, pins by section, the dtype, and options of
     the run."""
 
@@ -43,37 +43,47 @@ class Wanted:
     global_batch: int
     pins: tuple[str, ...]
     dtype: str = ""
-    run: tuple[str, ...] = ()
+    run_options: tuple[str, ...] = ()
 
     @property
-    def options(self) -> Options:
+    def options(self) -> CompileOptions:
         """What `secc compile` is asked."""
-        return Options(
+        return CompileOptions(
             cluster=f"local:{self.ranks}", global_batch=self.global_batch, set=self.pins, dtype=self.dtype
         )
 
     def __str__(self) -> str:
-        words = [f"{self.ranks} ranks", f"{self.global_batch} samples", *self.pins, self.dtype, *self.run]
+        words = [
+            f"{self.ranks} ranks",
+            f"{self.global_batch} samples",
+            *self.pins,
+            self.dtype,
+            *self.run_options,
+        ]
         return " ".join(w for w in words if w)
 
 
-def random_plan(rng: random.Random, sections: Sequence[Section], dtypes: Sequence[str] = ("",)) -> Wanted:
+def draw_random_plan(
+    rng: random.Random, sections: Sequence[Section], dtypes: Sequence[str] = ("",)
+) -> WantedPlan:
     """A plan of two to six ranks for a model with these sections."""
-    groups = _groups(rng, [s.name for s in sections])
+    groups = _draw_groups(rng, [s.name for s in sections])
     rng.shuffle(groups)  # who is cut first has most ranks to choose from
     pins, ranks = list[str](), 0
     for left, names in zip(reversed(range(len(groups))), groups, strict=True):
         least = 2 if len(groups) == 1 else 1
-        tp, pp, dp = _shape(rng, range(least, MOST_RANKS - ranks - left + 1))
+        tp, pp, dp = _draw_shape(rng, range(least, MOST_RANKS - ranks - left + 1))
         ranks += tp * pp * dp
         pins += [f"{name}.with={names[0]}" for name in names[1:]]
         for section in (s for s in sections if s.name in names):
-            shape = (tp, pp, dp) if section.name == names[0] else _shape(rng, (tp * pp * dp,))
-            pins += _section(rng, section, *shape)
-    return Wanted(ranks, rng.choice(GLOBAL_BATCHES), tuple(pins), rng.choice(dtypes), rng.choice(FLOWS))
+            shape = (tp, pp, dp) if section.name == names[0] else _draw_shape(rng, (tp * pp * dp,))
+            pins += _draw_section_pins(rng, section, *shape)
+    return WantedPlan(
+        ranks, rng.choice(GLOBAL_BATCHES), tuple(pins), rng.choice(dtypes), rng.choice(RUN_OPTION_CHOICES)
+    )
 
 
-def _groups(rng: random.Random, names: Sequence[str]) -> list[list[str]]:
+def _draw_groups(rng: random.Random, names: Sequence[str]) -> list[list[str]]:
     """Sections by the devices they share: mostly each has its own."""
     found: list[list[str]] = []
     for name in names:
@@ -84,16 +94,20 @@ def _groups(rng: random.Random, names: Sequence[str]) -> list[list[str]]:
     return found
 
 
-def _shape(rng: random.Random, sizes: Container[int]) -> tuple[int, int, int]:
+def _draw_shape(rng: random.Random, sizes: Container[int]) -> tuple[int, int, int]:
     """tp, pp and dp for as many ranks as one of `sizes`; each way to cut is as likely as any other."""
     found = [
-        (tp, pp, dp) for tp in TP for pp in PP for dp in range(1, MOST_RANKS + 1) if tp * pp * dp in sizes
+        (tp, pp, dp)
+        for tp in TP_CHOICES
+        for pp in PP_CHOICES
+        for dp in range(1, MOST_RANKS + 1)
+        if tp * pp * dp in sizes
     ]
     tp, pp = rng.choice(list(dict.fromkeys((tp, pp) for tp, pp, _ in found)))
     return rng.choice([shape for shape in found if shape[:2] == (tp, pp)])
 
 
-def _section(rng: random.Random, section: Section, tp: int, pp: int, dp: int) -> Iterator[str]:
+def _draw_section_pins(rng: random.Random, section: Section, tp: int, pp: int, dp: int) -> Iterator[str]:
     chosen: dict[str, object] = {
         key: n for key, n in (("tp", tp), ("pp", pp), ("dp", dp)) if n > 1 or key == "dp"
     }
@@ -105,41 +119,44 @@ def _section(rng: random.Random, section: Section, tp: int, pp: int, dp: int) ->
     elif section.mode != "forward":
         chosen["recompute"] = rng.choice(("none", "selective", "full"))
     chosen["sharding"] = rng.choice(
-        [s for s in ("none", "zero1", "zero2", "zero3") if _shards(section, s, split)]
+        [s for s in ("none", "zero1", "zero2", "zero3") if _may_shard(section, s, split)]
     )
     if tp > 1 and rng.random() < 0.25:
         chosen["norms"] = "sequence"
     yield from (f"{section.name}.{key}={value}" for key, value in chosen.items())
 
 
-def _shards(section: Section, sharding: str, split: bool) -> bool:
+def _may_shard(section: Section, sharding: str, split: bool) -> bool:
     return sharding in (
         ("none", "zero3") if section.mode != "train" else ("none", "zero1", "zero2", "zero3")
     ) and not (split and sharding == "zero3")
 
 
-def grant(wanted: Wanted, planned: Callable[[Options], Compiled]) -> tuple[Wanted, Compiled]:
+def plan_without_refused_pins(
+    wanted: WantedPlan, planned: Callable[[CompileOptions], CompiledPlan]
+) -> tuple[WantedPlan, CompiledPlan]:
     """The wish without what is refused, pin by pin, and its plan. Raises UserError if nothing is left to
     leave out."""
     try:
         made = planned(wanted.options)
-        if wanted.run[:1] == ("--run-ahead",) and not cross_step_prefetch.sections(
-            made.plan, Graph(made.plan)
+        if wanted.run_options[:1] == ("--run-ahead",) and not cross_step_prefetch.find_prefetchable_sections(
+            made.plan, SectionGraph(made.plan)
         ):
-            wanted = replace(wanted, run=())
+            wanted = replace(wanted, run_options=())
         return wanted, made
     except UserError as refusal:
         if not wanted.pins:
             raise
-        return grant(
+        return plan_without_refused_pins(
             replace(
-                wanted, pins=tuple(pin for pin in wanted.pins if pin not in _refused(wanted.pins, refusal))
+                wanted,
+                pins=tuple(pin for pin in wanted.pins if pin not in _find_refused_pins(wanted.pins, refusal)),
             ),
             planned,
         )
 
 
-def _refused(pins: Sequence[str], refusal: UserError) -> list[str]:
+def _find_refused_pins(pins: Sequence[str], refusal: UserError) -> list[str]:
     """The pin that the message or its remedy names, else the last one; how many replicas there are, too,
     where that changes their size."""
     named = next((pin for pin in pins if pin in refusal.message), "")
@@ -153,30 +170,34 @@ def _refused(pins: Sequence[str], refusal: UserError) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """A plan as it was granted, what it has, and what went wrong with its run, "" where it is exact."""
 
-    granted: Wanted
-    has: tuple[str, ...] = ()
+    granted: WantedPlan
+    plan_features: tuple[str, ...] = ()
     error: str = ""
 
 
-def trial(model: Captured, wanted: Wanted, folder: Path) -> Outcome:
+def try_plan(model: ReferencedModel, wanted: WantedPlan, folder: Path) -> RunOutcome:
     """A run of the model under a plan as wanted, compared with its reference."""
     granted, has = wanted, tuple[str, ...]()
     try:
-        granted, made = grant(wanted, model.planned)
-        has = (*features(made), " ".join(granted.run)) if granted.run else features(made)
-        wrong = model.differences(made, folder, *granted.run)
+        granted, made = plan_without_refused_pins(wanted, model.plan_with)
+        has = (
+            (*list_features(made), " ".join(granted.run_options))
+            if granted.run_options
+            else list_features(made)
+        )
+        wrong = model.list_differences(made, folder, *granted.run_options)
     except Exception as defect:  # a plan that fails is a finding, and the others are still to be tried
-        return Outcome(granted, has, f"{granted}: {type(defect).__name__}: {defect}")
-    return Outcome(granted, has, f"{granted}: {wrong[0]}" if wrong else "")
+        return RunOutcome(granted, has, f"{granted}: {type(defect).__name__}: {defect}")
+    return RunOutcome(granted, has, f"{granted}: {wrong[0]}" if wrong else "")
 
 
-def features(made: Compiled) -> tuple[str, ...]:
+def list_features(made: CompiledPlan) -> tuple[str, ...]:
     """What a plan has beside replicas: "tp=2", "zero1", "recompute=full" and their like."""
     found = {made.plan.dtype, f"ranks={made.plan.world_size}"} - {""}
-    for s in made.plan.whole_sections:
+    for s in made.plan.user_sections:
         found |= {
             f"{axis}={n}" for axis, n in (("tp", s.mesh.tp), ("pp", s.mesh.pp), ("dp", s.mesh.dp)) if n > 1
         }

@@ -19,49 +19,65 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from secc.driver.compile import Compiled, Options, compile_model
-from secc.driver.exactness_check import checked
+from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
-from secc.report.html_page import page
-from tests.e2e.harness import replanned
-from tests.e2e.random_models import random_model
-from tests.e2e.random_plans import Outcome, Wanted, features, grant, random_plan
-from tools.compare_training import Trained, differences, distributed, plain, recording_model
+from secc.report.html_page import report_page
+from tests.e2e.harness import replan
+from tests.e2e.random_models import write_random_model
+from tests.e2e.random_plans import (
+    RunOutcome,
+    WantedPlan,
+    draw_random_plan,
+    list_features,
+    plan_without_refused_pins,
+)
+from tools.compare_training import (
+    TrainingResult,
+    find_differences,
+    train_distributed,
+    train_in_one_process,
+    write_recording_model,
+)
 
 STEPS = 2
 
 
-def trial(seed: int, folder: Path, plans: int = 1) -> list[Outcome]:
+def try_model(seed: int, folder: Path, plans: int = 1) -> list[RunOutcome]:
     """The runs of the model of a seed under each of its plans. `folder` keeps the files."""
-    (folder / f"seed{seed}.py").write_text(random_model(seed))
-    model = recording_model(f"seed{seed}", folder, folder)
+    (folder / f"seed{seed}.py").write_text(write_random_model(seed))
+    model = write_recording_model(f"seed{seed}", folder, folder)
     try:
-        first = checked(compile_model(model, Options(cluster="local:1")), required=True)
+        first = check_exactness(compile_model(model, CompileOptions(cluster="local:1")), required=True)
     except UserError as error:
-        return [Outcome(Wanted(1, 0, ()), (), f"compile: {error}")] * plans
-    wanted = [random_plan(random.Random(f"plan {seed} {n}"), first.plan.whole_sections) for n in range(plans)]
-    return [_run(first, model, plan, folder / str(n)) for n, plan in enumerate(wanted)]
+        return [RunOutcome(WantedPlan(1, 0, ()), (), f"compile: {error}")] * plans
+    wanted = [
+        draw_random_plan(random.Random(f"plan {seed} {n}"), first.plan.user_sections) for n in range(plans)
+    ]
+    return [_try_one_plan(first, model, plan, folder / str(n)) for n, plan in enumerate(wanted)]
 
 
-def _run(first: Compiled, model: Path, wanted: Wanted, folder: Path) -> Outcome:
+def _try_one_plan(first: CompiledPlan, model: Path, wanted: WantedPlan, folder: Path) -> RunOutcome:
     folder.mkdir()
-    granted, planned = grant(wanted, lambda options: replanned(first, options))
-    has = features(planned)
-    planned.write(folder / "plan", page)
+    granted, planned = plan_without_refused_pins(wanted, lambda options: replan(first, options))
+    has = list_features(planned)
+    planned.write_plan(folder / "plan", report_page)
     try:
-        reference = _reference(first, model, granted, folder)
-        found = distributed(folder / "plan", planned.plan.world_size, STEPS, folder / "run", *granted.run)
+        reference = _run_reference(first, model, granted, folder)
+        found = train_distributed(
+            folder / "plan", planned.plan.world_size, STEPS, folder / "run", *granted.run_options
+        )
     except AssertionError as error:
-        return Outcome(granted, has, f"run of {granted}: {error}")
-    return Outcome(granted, has, next((f"{granted}: {d}" for d in differences(found, reference)), ""))
+        return RunOutcome(granted, has, f"run of {granted}: {error}")
+    return RunOutcome(granted, has, next((f"{granted}: {d}" for d in find_differences(found, reference)), ""))
 
 
-def _reference(first: Compiled, model: Path, wanted: Wanted, folder: Path) -> Trained:
+def _run_reference(first: CompiledPlan, model: Path, wanted: WantedPlan, folder: Path) -> TrainingResult:
     if not first.plan.draws:
-        return plain(model, wanted.global_batch, STEPS, folder / "plain")
-    alone = replanned(first, dataclasses.replace(wanted, ranks=1, pins=()).options)
-    alone.write(folder / "plan_of_one", page)
-    return distributed(folder / "plan_of_one", 1, STEPS, folder / "run_of_one")
+        return train_in_one_process(model, wanted.global_batch, STEPS, folder / "plain")
+    alone = replan(first, dataclasses.replace(wanted, ranks=1, pins=()).options)
+    alone.write_plan(folder / "plan_of_one", report_page)
+    return train_distributed(folder / "plan_of_one", 1, STEPS, folder / "run_of_one")
 
 
 def main() -> int:
@@ -78,18 +94,18 @@ def main() -> int:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as name:
             try:
-                outcomes = trial(seed, Path(name), arguments.plans)
+                outcomes = try_model(seed, Path(name), arguments.plans)
             except Exception as unexpected:
                 outcomes = [
-                    Outcome(Wanted(1, 0, ()), (), f"defect: {type(unexpected).__name__}: {unexpected}")
+                    RunOutcome(WantedPlan(1, 0, ()), (), f"defect: {type(unexpected).__name__}: {unexpected}")
                 ]
             if any(o.error for o in outcomes) and arguments.output:
                 arguments.output.mkdir(parents=True, exist_ok=True)
                 shutil.copy(Path(name) / f"seed{seed}.py", arguments.output)
         done, failures = done + len(outcomes), failures + sum(bool(o.error) for o in outcomes)
-        had.update(feature for o in outcomes for feature in o.has)
+        had.update(feature for o in outcomes for feature in o.plan_features)
         print(
-            f"seed {seed}: {', '.join(o.error or ' '.join(('exact', *o.has)) for o in outcomes)} ({time.perf_counter() - start:.1f} s)",
+            f"seed {seed}: {', '.join(o.error or ' '.join(('exact', *o.plan_features)) for o in outcomes)} ({time.perf_counter() - start:.1f} s)",
             flush=True,
         )
     print(

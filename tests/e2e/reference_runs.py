@@ -13,39 +13,39 @@ from pathlib import Path
 
 import torch
 
-from secc.driver.compile import Compiled, Options, compile_model
-from secc.frontend.dataset.eager_reference import ROUNDED, Result, compare
-from secc.report.html_page import page
-from secc.runtime.model.user_file import load, loss_of
+from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.frontend.dataset.eager_reference import TOLERANCES_BY_DTYPE, LossAndGradients, compare_results
+from secc.report.html_page import report_page
+from secc.runtime.model.user_file import extract_loss, load_model_file
 from tests.e2e.harness import (
     LEARNING_RATE,
-    Layered,
-    Trained,
-    differences,
-    distributed,
-    plain,
-    recording_model,
-    replanned,
+    LayerCaptureCache,
+    TrainingResult,
+    find_differences,
+    replan,
+    train_distributed,
+    train_in_one_process,
+    write_recording_model,
 )
 from tools.zoo_models import entry
 
-MODELS = Path(__file__).parent.parent / "models"
+MODELS_FOLDER = Path(__file__).parent.parent / "models"
 
 
-def model_file(name: str, directory: Path) -> Path:
+def write_named_recording_model(name: str, directory: Path) -> Path:
     """A model of the tests or of the zoo, recording gradients."""
-    if (MODELS / f"{name}.py").exists():
-        return recording_model(name, directory, MODELS)
+    if (MODELS_FOLDER / f"{name}.py").exists():
+        return write_recording_model(name, directory, MODELS_FOLDER)
     (directory / f"{name}.py").write_text(entry(name).source())
-    return recording_model(name, directory, directory)
+    return write_recording_model(name, directory, directory)
 
 
-def by_hand(path: Path, global_batch: int, steps: int) -> Trained:
+def train_mixed_by_hand(path: Path, global_batch: int, steps: int) -> TrainingResult:
     """bfloat16 parameters with float32 masters, the whole batch in one process; gradients are those of the
     first step."""
-    user = load(path)
+    user = load_model_file(path)
     torch.manual_seed(0)
-    model = user.model()
+    model = user.build_model()
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     masters = {n: torch.nn.Parameter(p.detach().clone()) for n, p in trained.items()}
     for p in model.parameters():
@@ -55,12 +55,14 @@ def by_hand(path: Path, global_batch: int, steps: int) -> Trained:
     for step in range(steps):
         batch = user.collate(
             [
-                user.sample(i % len(user.dataset()))
+                user.load_sample(i % len(user.dataset()))
                 for i in range(step * global_batch, (step + 1) * global_batch)
             ]
         )
         model.zero_grad()
-        loss = loss_of(model(**{k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}))
+        loss = extract_loss(
+            model(**{k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()})
+        )
         loss.backward()
         for n, p in trained.items():
             masters[n].grad = None if p.grad is None else p.grad.float()
@@ -69,20 +71,22 @@ def by_hand(path: Path, global_batch: int, steps: int) -> Trained:
         for n, p in trained.items():
             p.data.copy_(masters[n].data)
         losses.append(loss.item())
-    return Trained(losses, first, {n: m.detach() for n, m in masters.items()})
+    return TrainingResult(losses, first, {n: m.detach() for n, m in masters.items()})
 
 
-def rounded_differences(found: Trained, reference: Trained, dtype: str) -> Iterator[str]:
+def list_rounded_differences(found: TrainingResult, reference: TrainingResult, dtype: str) -> Iterator[str]:
     """What `differences` says of float32, under the tolerances of a plan's dtype."""
-    difference = compare(
-        Result(found.losses[0], found.gradients), Result(reference.losses[0], reference.gradients), dtype
+    difference = compare_results(
+        LossAndGradients(found.losses[0], found.gradients),
+        LossAndGradients(reference.losses[0], reference.gradients),
+        dtype,
     )
-    if not difference.exact:
+    if not difference.is_exact:
         yield f"first step: {difference}"
     if len(found.losses) != len(reference.losses):
         yield f"{len(found.losses)} steps instead of {len(reference.losses)}"
     for step, (got, expected) in enumerate(zip(found.losses, reference.losses, strict=False)):
-        if abs(got - expected) > ROUNDED[dtype][0] * abs(expected):
+        if abs(got - expected) > TOLERANCES_BY_DTYPE[dtype][0] * abs(expected):
             yield f"loss of step {step + 1}: {got!r} instead of {expected!r}"
     for name, expected in reference.parameters.items():
         value = found.parameters[name]
@@ -92,36 +96,38 @@ def rounded_differences(found: Trained, reference: Trained, dtype: str) -> Itera
             yield f"parameter {name} after {len(reference.losses)} steps: off by {off:.3g}"
 
 
-class Captured:
+class ReferencedModel:
     """A model file, captured once for each dtype, and what it is compared with."""
 
     def __init__(self, name: str, folder: Path, steps: int) -> None:
         self.folder, self.steps = folder, steps
-        self.path = model_file(name, folder)
+        self.path = write_named_recording_model(name, folder)
         self.compiled = cache(self._compiled)
-        self._layered = cache(lambda dtype: Layered())
+        self._layer_cache = cache(lambda dtype: LayerCaptureCache())
         self.reference = cache(self._reference)
 
-    def _compiled(self, dtype: str) -> Compiled:
-        return compile_model(self.path, Options(cluster="local:2", dtype=dtype))
+    def _compiled(self, dtype: str) -> CompiledPlan:
+        return compile_model(self.path, CompileOptions(cluster="local:2", dtype=dtype))
 
-    def _reference(self, dtype: str, global_batch: int) -> Trained:
+    def _reference(self, dtype: str, global_batch: int) -> TrainingResult:
         if dtype:
-            return by_hand(self.path, global_batch, self.steps)
-        return plain(self.path, global_batch, self.steps, self.folder / f"plain{global_batch}")
+            return train_mixed_by_hand(self.path, global_batch, self.steps)
+        return train_in_one_process(self.path, global_batch, self.steps, self.folder / f"plain{global_batch}")
 
-    def planned(self, options: Options) -> Compiled:
+    def plan_with(self, options: CompileOptions) -> CompiledPlan:
         """The model under a plan with these options, the dtype among them."""
-        return replanned(self.compiled(options.dtype), options, self._layered(options.dtype))
+        return replan(self.compiled(options.dtype), options, self._layer_cache(options.dtype))
 
-    def differences(self, made: Compiled, folder: Path, *run_options: str) -> list[str]:
+    def list_differences(self, made: CompiledPlan, folder: Path, *run_options: str) -> list[str]:
         """In what a run of the plan differs from the reference. Raises AssertionError for one that does not
         end well."""
-        made.write(folder / "plan", page)
-        found = distributed(folder / "plan", made.plan.world_size, self.steps, folder / "run", *run_options)
+        made.write_plan(folder / "plan", report_page)
+        found = train_distributed(
+            folder / "plan", made.plan.world_size, self.steps, folder / "run", *run_options
+        )
         reference = self.reference(made.plan.dtype, made.plan.global_batch)
         return list(
-            rounded_differences(found, reference, made.plan.dtype)
+            list_rounded_differences(found, reference, made.plan.dtype)
             if made.plan.dtype
-            else differences(found, reference)
+            else find_differences(found, reference)
         )

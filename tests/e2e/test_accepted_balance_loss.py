@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from secc import pass_pipeline
-from secc.driver.compile import Options, compile_model
-from secc.driver.exactness_check import OneRank, checked
+from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.exactness_check import OneRankPlan, check_exactness
 from secc.errors import UserError
-from secc.frontend.dataset.eager_reference import Result, compare, gradients
+from secc.frontend.dataset.eager_reference import LossAndGradients, compare_results, copy_gradients
 
 MODELS = Path(__file__).parent.parent / "models"
 MIXTRAL = """
@@ -45,10 +45,10 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_a_balance_loss_is_computed_by_micro_batches_only_if_that_is_accepted(path: Path) -> None:
     with pytest.raises(UserError, match="multiplies two sums over samples") as refused:
-        compile_model(path, Options())
+        compile_model(path, CompileOptions())
     assert "--accept balance-loss computes it for each micro-batch alone" in refused.value.remedy
 
-    compiled = checked(compile_model(path, Options(accept=("balance-loss",))))
+    compiled = check_exactness(compile_model(path, CompileOptions(accept=("balance-loss",))))
     accepted = compiled.plan.checks["accepted"]
     assert accepted and all(
         "is computed for each micro-batch alone, weighted by its samples" in a and ".py:" in a
@@ -58,19 +58,19 @@ def test_a_balance_loss_is_computed_by_micro_batches_only_if_that_is_accepted(pa
 
 
 def test_a_micro_batch_counts_by_its_share_of_the_samples() -> None:
-    compiled = compile_model(MODELS / "experts.py", Options(accept=("balance-loss",), widths="own"))
+    compiled = compile_model(MODELS / "experts.py", CompileOptions(accept=("balance-loss",), widths="own"))
     assert compiled.model is not None
     model, user = compiled.model, compiled.user
     samples = [user.dataset()[i] for i in (0, 2, 4, 6, 8)]  # of one length, so that nothing is padded
     with tempfile.TemporaryDirectory() as directory:
         compiled.write_sections(Path(directory) / "plan")
-        found = OneRank(compiled.plan, Path(directory) / "plan", user, model).step(samples, 2)
+        found = OneRankPlan(compiled.plan, Path(directory) / "plan", user, model).run_step(samples, 2)
     wanted = sum(
         len(part) / 5 * model(**user.collate(part)) for part in (samples[:2], samples[2:4], samples[4:])
     )
     assert isinstance(wanted, torch.Tensor)
     wanted.backward()
-    assert compare(found, Result(float(wanted.detach()), gradients(model))).exact
+    assert compare_results(found, LossAndGradients(float(wanted.detach()), copy_gradients(model))).is_exact
 
 
 def test_nothing_else_is_accepted_by_that_name(tmp_path: Path) -> None:
@@ -82,11 +82,11 @@ def test_nothing_else_is_accepted_by_that_name(tmp_path: Path) -> None:
         .replace("labels.flatten())", "labels.flatten()).sqrt()")
     )
     with pytest.raises(UserError, match=r"aten\.sqrt\.default is applied to a sum over samples") as refused:
-        compile_model(path, Options(accept=("balance-loss",)))
+        compile_model(path, CompileOptions(accept=("balance-loss",)))
     assert "--accept" not in refused.value.remedy
 
 
 def test_only_known_approximations_have_names() -> None:
     with pytest.raises(UserError, match="there is no approximation 'batch-norm' to accept"):
-        for step in pass_pipeline.parse('normalize-loss{accept="batch-norm"}'):
+        for step in pass_pipeline.parse_pipeline('normalize-loss{accept="batch-norm"}'):
             step.apply(None, None)  # type: ignore[arg-type, attr-defined]

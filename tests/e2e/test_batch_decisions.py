@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from secc.driver.compile import Compiled, Options, compile_model
-from secc.driver.exactness_check import checked
+from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
 
 MODEL = """
@@ -44,10 +44,10 @@ def dataset():
 PLACE = "model.py:13"
 
 
-def compiled(branch: str, tmp_path: Path, global_batch: int = 12) -> Compiled:
+def compiled(branch: str, tmp_path: Path, global_batch: int = 12) -> CompiledPlan:
     (tmp_path / "model.py").write_text(MODEL.replace("BRANCH", branch))
-    return checked(
-        compile_model(tmp_path / "model.py", Options(cluster="local:2", global_batch=global_batch)),
+    return check_exactness(
+        compile_model(tmp_path / "model.py", CompileOptions(cluster="local:2", global_batch=global_batch)),
         required=True,
     )
 
@@ -95,12 +95,12 @@ def test_what_a_block_decides_by_the_whole_batch_is_compared_at_its_size(
             "mid(x)", "mid(x, keep)"
         )
     )
-    made = compile_model(tmp_path / "model.py", Options(cluster="local:2", global_batch=12))
+    made = compile_model(tmp_path / "model.py", CompileOptions(cluster="local:2", global_batch=12))
     if not refused:
-        assert checked(made, required=True).plan.checks["patterns"]
+        assert check_exactness(made, required=True).plan.checks["patterns"]
         return
     with pytest.raises(UserError, match="the loss depends on what Python reads of the whole batch") as error:
-        checked(made, required=True)
+        check_exactness(made, required=True)
     assert error.value.where.endswith("model.py:12")
 
 

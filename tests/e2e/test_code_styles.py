@@ -7,19 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from secc.driver.compile import Compiled, Options, compile_model
-from secc.driver.exactness_check import checked
+from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
-from secc.report.html_page import page
-from tools.compare_training import differences, distributed, plain, recording_model
+from secc.report.html_page import report_page
+from tools.compare_training import (
+    find_differences,
+    train_distributed,
+    train_in_one_process,
+    write_recording_model,
+)
 
 MODELS = Path(__file__).parent.parent / "models"
 
 
-def compiled(name: str) -> Compiled:
+def compiled(name: str) -> CompiledPlan:
     """The plan of a model for two ranks, shown to be exact for every pattern."""
-    return checked(
-        compile_model(MODELS / f"{name}.py", Options(cluster="local:2", global_batch=12)), required=True
+    return check_exactness(
+        compile_model(MODELS / f"{name}.py", CompileOptions(cluster="local:2", global_batch=12)),
+        required=True,
     )
 
 
@@ -98,11 +104,12 @@ def test_a_block_that_takes_lengths_has_its_shapes_from_their_values() -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", ["listed", "boxes", "per_sample", "kept"])
 def test_ranks_train_as_plain_pytorch_does(name: str, tmp_path: Path) -> None:
-    model = recording_model(name, tmp_path, MODELS)
-    made = checked(
-        compile_model(model, Options(cluster="local:3", global_batch=12, strategy="apart")), required=True
+    model = write_recording_model(name, tmp_path, MODELS)
+    made = check_exactness(
+        compile_model(model, CompileOptions(cluster="local:3", global_batch=12, strategy="apart")),
+        required=True,
     )
-    made.write(tmp_path / "plan", page)
-    reference = plain(model, 12, 3, tmp_path / "plain")
-    found = distributed(tmp_path / "plan", made.plan.world_size, 3, tmp_path / "run")
-    assert not list(differences(found, reference))
+    made.write_plan(tmp_path / "plan", report_page)
+    reference = train_in_one_process(model, 12, 3, tmp_path / "plain")
+    found = train_distributed(tmp_path / "plan", made.plan.world_size, 3, tmp_path / "run")
+    assert not list(find_differences(found, reference))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import compile_to, metrics, run
+from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks
 
 MODELS = Path(__file__).parent.parent / "models"
 STEPS, GLOBAL_BATCH = 4, 12
@@ -25,7 +25,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tower on one rank, the rest on two, micro-batches of unlike sizes."""
     path = tmp_path_factory.mktemp("plan") / "plan"
     pins = ("model.dp=1", "model.micro_batch=3", "model_train.dp=2", "model_train.micro_batch=2")
-    made = compile_to(
+    made = compile_and_write(
         MODELS / "frozen_tower.py",
         path,
         cluster="local:3",
@@ -39,11 +39,13 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_dropout_ahead_of_the_step_draws_what_one_rank_draws(apart: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone"
-    compile_to(MODELS / "frozen_tower.py", alone, cluster="local:1", global_batch=GLOBAL_BATCH)
+    compile_and_write(MODELS / "frozen_tower.py", alone, cluster="local:1", global_batch=GLOBAL_BATCH)
     for plan, ranks, name in ((alone, 1, "one"), (apart, 3, "apart")):
         trace = ["--trace", str(tmp_path / f"{name}.json")]
-        run(plan, ranks, ["--steps", str(STEPS), "--workers", "0", "--log-dir", str(tmp_path / name), *trace])
-    one, found = (metrics(tmp_path / name) for name in ("one", "apart"))
+        run_plan_ranks(
+            plan, ranks, ["--steps", str(STEPS), "--workers", "0", "--log-dir", str(tmp_path / name), *trace]
+        )
+    one, found = (read_metrics(tmp_path / name) for name in ("one", "apart"))
     assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in one], rel=1e-5)
     assert [m["grad_norm"] for m in found] == pytest.approx([m["grad_norm"] for m in one], rel=1e-4)
     assert ahead(tmp_path / "apart.json") and not ahead(tmp_path / "one.json")
@@ -62,7 +64,7 @@ def test_samples_of_the_next_step_that_do_not_load_are_left_out(apart: Path, tmp
             str(tmp_path / name),
             *options,
         ]
-        run(apart, 3, arguments, {"FROZEN_TOWER_BAD": "14"})
-    found, expected = (metrics(tmp_path / name) for name in ("ahead", "not"))
+        run_plan_ranks(apart, 3, arguments, {"FROZEN_TOWER_BAD": "14"})
+    found, expected = (read_metrics(tmp_path / name) for name in ("ahead", "not"))
     assert [m["skipped"] for m in found] == [0, 1, 0]
     assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in expected], rel=1e-6)

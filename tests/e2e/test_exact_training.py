@@ -12,10 +12,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from secc.driver.compile import Options, compile_model
-from secc.driver.exactness_check import checked
-from secc.runtime.model.user_file import load
-from tests.e2e.harness import compile_to, differences, distributed, plain, recording_model
+from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.exactness_check import check_exactness
+from secc.runtime.model.user_file import load_model_file
+from tests.e2e.harness import (
+    compile_and_write,
+    find_differences,
+    train_distributed,
+    train_in_one_process,
+    write_recording_model,
+)
 
 MODELS = Path(__file__).parent.parent / "models"
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -38,9 +44,9 @@ SLOW = [
     ("name", "ranks", "strategy"), CASES + [pytest.param(*c, marks=pytest.mark.slow) for c in SLOW]
 )
 def test_plan_trains_as_plain_pytorch(name: str, ranks: int, strategy: str, tmp_path: Path) -> None:
-    model = recording_model(name, tmp_path, EXAMPLES if (EXAMPLES / f"{name}.py").exists() else MODELS)
-    reference = plain(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
-    compile_to(
+    model = write_recording_model(name, tmp_path, EXAMPLES if (EXAMPLES / f"{name}.py").exists() else MODELS)
+    reference = train_in_one_process(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
+    compile_and_write(
         model,
         tmp_path / "plan",
         cluster=f"local:{ranks}",
@@ -48,8 +54,8 @@ def test_plan_trains_as_plain_pytorch(name: str, ranks: int, strategy: str, tmp_
         strategy=strategy,
         fuse=True,
     )
-    found = distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run")
-    assert list(differences(found, reference)) == []
+    found = train_distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run")
+    assert list(find_differences(found, reference)) == []
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +63,10 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """examples/distill_text.py with a teacher of random weights."""
     directory = tmp_path_factory.mktemp("taught")
     teacher = directory / "teacher.safetensors"
-    model = recording_model("distill_text", directory, EXAMPLES)
+    model = write_recording_model("distill_text", directory, EXAMPLES)
     model.write_text(f"import os\n\nos.environ['DISTILL_TEACHER'] = {str(teacher)!r}\n" + model.read_text())
     torch.manual_seed(1)
-    save_file(dict(load(model).module.teacher().named_parameters()), teacher)
+    save_file(dict(load_model_file(model).module.teacher().named_parameters()), teacher)
     return model
 
 
@@ -69,8 +75,8 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "ranks", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
 )
 def test_distillation_trains_as_plain_pytorch(taught: Path, ranks: int, tmp_path: Path) -> None:
-    reference = plain(taught, GLOBAL_BATCH, STEPS, tmp_path / "plain")
-    compile_to(
+    reference = train_in_one_process(taught, GLOBAL_BATCH, STEPS, tmp_path / "plain")
+    compile_and_write(
         taught,
         tmp_path / "plan",
         cluster=f"local:{ranks}",
@@ -78,7 +84,12 @@ def test_distillation_trains_as_plain_pytorch(taught: Path, ranks: int, tmp_path
         strategy="apart",
         fuse=True,
     )
-    assert list(differences(distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run"), reference)) == []
+    assert (
+        list(
+            find_differences(train_distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run"), reference)
+        )
+        == []
+    )
 
 
 CANCELS = """
@@ -113,6 +124,7 @@ def dataset():
 def test_a_loss_whose_terms_cancel_is_compared_in_float64(tmp_path: Path) -> None:
     """Advantages of a group add up to 0, and so does the loss, but for rounding."""
     (tmp_path / "model.py").write_text(CANCELS)
-    assert checked(
-        compile_model(tmp_path / "model.py", Options(cluster="local:2", global_batch=12)), required=True
+    assert check_exactness(
+        compile_model(tmp_path / "model.py", CompileOptions(cluster="local:2", global_batch=12)),
+        required=True,
     )

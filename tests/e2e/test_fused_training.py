@@ -9,9 +9,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from secc.report.plan_tables import fused
-from secc.runtime.model.user_file import load
-from tests.e2e.harness import compile_to, differences, distributed, plain, recording_model
+from secc.report.plan_tables import fused_table
+from secc.runtime.model.user_file import load_model_file
+from tests.e2e.harness import (
+    compile_and_write,
+    find_differences,
+    train_distributed,
+    train_in_one_process,
+    write_recording_model,
+)
 from tools.zoo import EXACT, look
 from tools.zoo_models import entry
 
@@ -36,29 +42,32 @@ CASES = [
 def test_fused_plans_train_as_plain_pytorch(
     name: str, ranks: int, choices: tuple[str, ...], rules: set[str], tmp_path: Path
 ) -> None:
-    model = recording_model(name, tmp_path, EXAMPLES if (EXAMPLES / f"{name}.py").exists() else MODELS)
-    reference = plain(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
+    model = write_recording_model(name, tmp_path, EXAMPLES if (EXAMPLES / f"{name}.py").exists() else MODELS)
+    reference = train_in_one_process(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
     options = dict(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=choices, fuse=True)
-    plan = compile_to(model, tmp_path / "plan", **options).plan
-    assert {row[0] for row in fused(plan).rows} >= rules
-    found = distributed(tmp_path / "plan", plan.world_size, STEPS, tmp_path / "run")
-    assert list(differences(found, reference)) == []
+    plan = compile_and_write(model, tmp_path / "plan", **options).plan
+    assert {row[0] for row in fused_table(plan).rows} >= rules
+    found = train_distributed(tmp_path / "plan", plan.world_size, STEPS, tmp_path / "run")
+    assert list(find_differences(found, reference)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_the_distillation_example_trains_as_plain_pytorch(tmp_path: Path) -> None:
     teacher = tmp_path / "teacher.safetensors"
-    model = recording_model("distill_text", tmp_path, EXAMPLES)
+    model = write_recording_model("distill_text", tmp_path, EXAMPLES)
     model.write_text(f"import os\n\nos.environ['DISTILL_TEACHER'] = {str(teacher)!r}\n" + model.read_text())
     torch.manual_seed(1)
-    save_file(dict(load(model).module.teacher().named_parameters()), teacher)
-    reference = plain(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
-    plan = compile_to(
+    save_file(dict(load_model_file(model).module.teacher().named_parameters()), teacher)
+    reference = train_in_one_process(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
+    plan = compile_and_write(
         model, tmp_path / "plan", cluster="local:2", global_batch=GLOBAL_BATCH, strategy="apart", fuse=True
     ).plan
     assert plan.rewrites
-    assert list(differences(distributed(tmp_path / "plan", 2, STEPS, tmp_path / "run"), reference)) == []
+    assert (
+        list(find_differences(train_distributed(tmp_path / "plan", 2, STEPS, tmp_path / "run"), reference))
+        == []
+    )
 
 
 @pytest.mark.slow
@@ -70,27 +79,27 @@ def test_glue_that_is_recorded_anew_meets_fused_heads() -> None:
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_random_ops_inside_rewritten_modules_draw_as_before(tmp_path: Path) -> None:
-    model = recording_model("gated_dropout", tmp_path, MODELS)
-    compile_to(model, tmp_path / "plan1", cluster="local:1", global_batch=GLOBAL_BATCH)
-    reference = distributed(tmp_path / "plan1", 1, STEPS, tmp_path / "run1")
+    model = write_recording_model("gated_dropout", tmp_path, MODELS)
+    compile_and_write(model, tmp_path / "plan1", cluster="local:1", global_batch=GLOBAL_BATCH)
+    reference = train_distributed(tmp_path / "plan1", 1, STEPS, tmp_path / "run1")
     again = ("decoder.dp=2", "decoder.recompute=full")
-    plan = compile_to(
+    plan = compile_and_write(
         model, tmp_path / "plan2", cluster="local:2", global_batch=GLOBAL_BATCH, set=again, fuse=True
     ).plan
     gated = next(r for r in plan.rewrites if r.cls == "T5DenseGatedActDense")
     text = (tmp_path / "plan2" / "sections" / "fused.py").read_text()
     assert len(gated.modules) == 4 and "self.dropout(geglu)" in text
-    found = distributed(tmp_path / "plan2", plan.world_size, STEPS, tmp_path / "run2")
-    assert list(differences(found, reference)) == []
+    found = train_distributed(tmp_path / "plan2", plan.world_size, STEPS, tmp_path / "run2")
+    assert list(find_differences(found, reference)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_checkpoints_pass_between_fused_and_other_plans(tmp_path: Path) -> None:
-    model = recording_model("llava_tiny", tmp_path, MODELS)
-    reference = plain(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
+    model = write_recording_model("llava_tiny", tmp_path, MODELS)
+    reference = train_in_one_process(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
     for name, fuse in (("fused", True), ("own", False)):
-        compile_to(
+        compile_and_write(
             model,
             tmp_path / name,
             check=False,
@@ -99,8 +108,8 @@ def test_checkpoints_pass_between_fused_and_other_plans(tmp_path: Path) -> None:
             fuse=fuse,
             strategy="colocate",
         )
-    distributed(tmp_path / "fused", 2, 2, tmp_path / "first")
-    found = distributed(
+    train_distributed(tmp_path / "fused", 2, 2, tmp_path / "first")
+    found = train_distributed(
         tmp_path / "own", 2, STEPS, tmp_path / "second", "--resume", str(tmp_path / "first" / "saved")
     )
     assert found.losses[-2:] == pytest.approx(reference.losses[2:], rel=1e-4)

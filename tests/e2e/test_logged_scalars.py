@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from secc.driver.compile import Options, compile_model
+from secc.driver.compile import CompileOptions, compile_model
 from secc.errors import UserError
-from secc.runtime.model.user_file import load
-from tests.e2e.harness import compile_to, metrics, run
+from secc.runtime.model.user_file import load_model_file
+from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks
 
 PATH = Path(__file__).parent.parent / "models" / "logged.py"
 EXACT = {"ce", "mse", "sum", "right", "accuracy", "weight", "bias"}
@@ -20,15 +20,15 @@ EXACT = {"ce", "mse", "sum", "right", "accuracy", "weight", "bias"}
 @pytest.mark.gloo
 def test_a_run_logs_the_scalars_of_the_whole_batch(tmp_path: Path) -> None:
     pins = ("teacher.micro_batch=2", "student.micro_batch=3")
-    compiled = compile_to(
+    compiled = compile_and_write(
         PATH, tmp_path / "plan", cluster="local:2", global_batch=7, strategy="apart", set=pins
     )
-    run(tmp_path / "plan", 2, ["--steps", "1", "--log-dir", str(tmp_path), "--workers", "0"])
-    (found,) = metrics(tmp_path)
+    run_plan_ranks(tmp_path / "plan", 2, ["--steps", "1", "--log-dir", str(tmp_path), "--workers", "0"])
+    (found,) = read_metrics(tmp_path)
 
-    user = load(PATH)
-    batch = user.collate([user.sample(i) for i in range(7)])
-    wanted = user.model()(**batch)
+    user = load_model_file(PATH)
+    batch = user.collate([user.load_sample(i) for i in range(7)])
+    wanted = user.build_model()(**batch)
     assert set(found) - {"spread"} == EXACT | {
         "step",
         "loss",
@@ -41,7 +41,7 @@ def test_a_run_logs_the_scalars_of_the_whole_batch(tmp_path: Path) -> None:
         assert found[name] == pytest.approx(float(torch.as_tensor(wanted[name]).detach()), rel=1e-6, abs=1e-6)
 
     spread = [
-        user.model()(**{k: v[part] for k, v in batch.items()})["spread"].item()
+        user.build_model()(**{k: v[part] for k, v in batch.items()})["spread"].item()
         for part in (slice(0, 3), slice(3, 6))
     ]
     assert min(spread) / 2 < found["spread"] < 2 * max(spread)
@@ -55,7 +55,7 @@ def test_a_scalar_that_no_plan_can_hold_is_not_logged_and_joins_no_blocks(tmp_pa
     path = tmp_path / "model.py"
     text = PATH.read_text().replace('"spread": hidden.std()', '"spread": sum(row.norm() for row in hidden)')
     path.write_text(text)
-    plan = compile_model(path, Options()).plan
+    plan = compile_model(path, CompileOptions()).plan
     (note,) = plan.checks["notes"]
     assert (
         note.startswith("what forward returns beside the loss is not logged, because") and "model.py:" in note
@@ -77,5 +77,5 @@ def test_a_number_that_only_a_run_knows_is_logged_and_nothing_else(use: str, tmp
     path = tmp_path / "model.py"
     path.write_text(PATH.read_text().replace('"loss": ce + 0.5 * mse', f'"loss": {use}'))
     with pytest.raises(UserError, match="Python reads a value") as refused:
-        compile_model(path, Options())
+        compile_model(path, CompileOptions())
     assert "model.py:" in refused.value.where and "for checks or the log" in refused.value.remedy

@@ -9,8 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from secc.runtime.model.user_file import load
-from tests.e2e.harness import compile_to, differences, distributed, plain, recording_model
+from secc.runtime.model.user_file import load_model_file
+from tests.e2e.harness import (
+    compile_and_write,
+    find_differences,
+    train_distributed,
+    train_in_one_process,
+    write_recording_model,
+)
 
 MODELS = Path(__file__).parent.parent / "models"
 STEPS, GLOBAL_BATCH = 5, 12
@@ -42,24 +48,26 @@ CASES = [
 @pytest.mark.gloo
 @pytest.mark.parametrize(("name", "choices"), CASES)
 def test_plan_trains_as_plain_pytorch(name: str, choices: tuple[str, ...], tmp_path: Path) -> None:
-    model = recording_model(name, tmp_path, MODELS)
-    reference = plain(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
-    compiled = compile_to(model, tmp_path / "plan", cluster="local:3", global_batch=GLOBAL_BATCH, set=choices)
+    model = write_recording_model(name, tmp_path, MODELS)
+    reference = train_in_one_process(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
+    compiled = compile_and_write(
+        model, tmp_path / "plan", cluster="local:3", global_batch=GLOBAL_BATCH, set=choices
+    )
     for choice in choices:
         section, _, text = choice.rpartition(".")
         key, _, value = text.partition("=")
-        assert key == "dp" or getattr(compiled.plan.section(section), key) == value
-    found = distributed(tmp_path / "plan", compiled.plan.world_size, STEPS, tmp_path / "run")
-    assert list(differences(found, reference)) == []
+        assert key == "dp" or getattr(compiled.plan.find_section(section), key) == value
+    found = train_distributed(tmp_path / "plan", compiled.plan.world_size, STEPS, tmp_path / "run")
+    assert list(find_differences(found, reference)) == []
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("choices", [("model.dp=2",), ("model.dp=2", "model.tp=2")])
 def test_shards_are_read_from_files_a_layer_at_a_time(choices: tuple[str, ...], tmp_path: Path) -> None:
     """The weights that `model()` makes of a seed, once made and once read."""
-    model = recording_model("nano", tmp_path, MODELS)
+    model = write_recording_model("nano", tmp_path, MODELS)
     torch.manual_seed(7)
-    state = load(model).model().state_dict()
+    state = load_model_file(model).build_model().state_dict()
     (tmp_path / "weights").mkdir()
     save_file(
         {name: t for name, t in state.items() if name != "head.weight"},
@@ -70,9 +78,11 @@ def test_shards_are_read_from_files_a_layer_at_a_time(choices: tuple[str, ...], 
         "global_batch": GLOBAL_BATCH,
         "set": (*choices, "model.sharding=zero3"),
     }
-    made = compile_to(model, tmp_path / "plan", check=False, **options)
-    made_of_seed = distributed(tmp_path / "plan", made.plan.world_size, 2, tmp_path / "made", "--seed", "7")
-    found = distributed(
+    made = compile_and_write(model, tmp_path / "plan", check=False, **options)
+    made_of_seed = train_distributed(
+        tmp_path / "plan", made.plan.world_size, 2, tmp_path / "made", "--seed", "7"
+    )
+    found = train_distributed(
         tmp_path / "plan", made.plan.world_size, 2, tmp_path / "read", "--init", str(tmp_path / "weights")
     )
     assert found.losses == made_of_seed.losses

@@ -8,10 +8,21 @@ import pytest
 import torch
 
 from secc.errors import UserError
-from secc.frontend.dataset.eager_reference import Result, compare
-from secc.runtime.parameters.checkpoint import load_full
-from tests.e2e.harness import Trained, compile_to, distributed, recording_model, run
-from tests.e2e.reference_runs import MODELS, by_hand, model_file, rounded_differences
+from secc.frontend.dataset.eager_reference import LossAndGradients, compare_results
+from secc.runtime.parameters.checkpoint import load_full_state_dict
+from tests.e2e.harness import (
+    TrainingResult,
+    compile_and_write,
+    run_plan_ranks,
+    train_distributed,
+    write_recording_model,
+)
+from tests.e2e.reference_runs import (
+    MODELS_FOLDER,
+    list_rounded_differences,
+    train_mixed_by_hand,
+    write_named_recording_model,
+)
 
 GLOBAL_BATCH = 8
 HALF = """
@@ -56,8 +67,8 @@ SLOW = [
 def test_a_plan_trains_as_the_recipe_by_hand(
     name: str, ranks: int, choices: tuple[str, ...], tmp_path: Path
 ) -> None:
-    model = model_file(name, tmp_path)
-    reference = by_hand(model, GLOBAL_BATCH, 3)
+    model = write_named_recording_model(name, tmp_path)
+    reference = train_mixed_by_hand(model, GLOBAL_BATCH, 3)
     pins = tuple(c for c in choices if not c.startswith("--"))
     options = {
         "cluster": f"local:{ranks}",
@@ -66,23 +77,23 @@ def test_a_plan_trains_as_the_recipe_by_hand(
         "dtype": "bf16",
         "fuse": "--fuse" in choices,
     }
-    compiled = compile_to(
+    compiled = compile_and_write(
         model, tmp_path / "plan", accept=("balance-loss",) if "--accept" in choices else (), **options
     )
     assert all(e.dtype == "bfloat16" for e in compiled.plan.edges if e.grad)
-    found = distributed(tmp_path / "plan", compiled.plan.world_size, 3, tmp_path / "run")
-    assert list(rounded_differences(found, reference, "bf16")) == []
+    found = train_distributed(tmp_path / "plan", compiled.plan.world_size, 3, tmp_path / "run")
+    assert list(list_rounded_differences(found, reference, "bf16")) == []
 
 
 @pytest.mark.gloo
 def test_gradients_are_summed_in_float32(tmp_path: Path) -> None:
     """Samples one by one round alike on one rank and on two: what is left is the order of float32 sums."""
-    model = recording_model("nano", tmp_path, MODELS)
-    runs: list[Trained] = []
+    model = write_recording_model("nano", tmp_path, MODELS_FOLDER)
+    runs: list[TrainingResult] = []
     for ranks, sharding in ((1, "none"), (2, "zero2")):
         plan = tmp_path / f"plan{ranks}"
         choices = ("model.micro_batch=1", f"model.sharding={sharding}")
-        compile_to(
+        compile_and_write(
             model,
             plan,
             False,
@@ -92,15 +103,15 @@ def test_gradients_are_summed_in_float32(tmp_path: Path) -> None:
             set=choices,
             dtype="bf16",
         )
-        runs.append(distributed(plan, ranks, 2, tmp_path / f"run{ranks}"))
-    one, two = (Result(r.losses[0], r.gradients) for r in runs)
+        runs.append(train_distributed(plan, ranks, 2, tmp_path / f"run{ranks}"))
+    one, two = (LossAndGradients(r.losses[0], r.gradients) for r in runs)
     assert all(g is None or g.dtype == torch.float32 for g in two.gradients.values())
-    difference = compare(two, one)
-    assert difference.exact, difference
+    difference = compare_results(two, one)
+    assert difference.is_exact, difference
 
     # Masters are what is saved: resumed, the run goes on as if it had not stopped.
     plan, saved = tmp_path / "plan2", tmp_path / "again"
-    run(
+    run_plan_ranks(
         plan,
         2,
         ["--steps", "1", "--log-dir", str(saved / "a"), "--save", str(saved), "--workers", "0"],
@@ -118,15 +129,15 @@ def test_gradients_are_summed_in_float32(tmp_path: Path) -> None:
         "--workers",
         "0",
     ]
-    run(plan, 2, resumed, {"GRADIENTS": str(tmp_path)})
-    for name, value in load_full(saved).items():
+    run_plan_ranks(plan, 2, resumed, {"GRADIENTS": str(tmp_path)})
+    for name, value in load_full_state_dict(saved).items():
         assert torch.equal(value, runs[1].parameters[name]), name
 
 
 def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot compute in 'fp8'"):
-        compile_to(MODELS / "nano.py", tmp_path / "plan", dtype="fp8")
+        compile_and_write(MODELS_FOLDER / "nano.py", tmp_path / "plan", dtype="fp8")
     model = tmp_path / "half.py"
-    model.write_text(f"import sys\nsys.path.insert(0, {str(MODELS)!r})\n{HALF}")
+    model.write_text(f"import sys\nsys.path.insert(0, {str(MODELS_FOLDER)!r})\n{HALF}")
     with pytest.raises(UserError, match="are bfloat16 already"):
-        compile_to(model, tmp_path / "plan", dtype="bf16")
+        compile_and_write(model, tmp_path / "plan", dtype="bf16")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from secc.driver.compile import Options, compile_model
+from secc.driver.compile import CompileOptions, compile_model
 from secc.errors import UserError
-from tests.e2e.harness import compile_to
+from tests.e2e.harness import compile_and_write
 
 MODEL = """
 import torch
@@ -107,13 +107,13 @@ def written(tmp_path: Path, part: str) -> Path:
 def test_what_couples_micro_batches_is_refused_by_place(tmp_path: Path, name: str) -> None:
     part, message = COUPLED[name]
     with pytest.raises(UserError, match=message) as found:
-        compile_model(written(tmp_path, part), Options(cluster="local:2", global_batch=4))
+        compile_model(written(tmp_path, part), CompileOptions(cluster="local:2", global_batch=4))
     assert found.value.where.startswith("model.py:") and found.value.remedy
 
 
 @pytest.mark.parametrize("part", [COUNTED, FROZEN_IN_16_BITS, WEIGHT_NORM])
 def test_what_does_not_is_exact(tmp_path: Path, part: str) -> None:
-    compiled = compile_to(
+    compiled = compile_and_write(
         written(tmp_path, part),
         tmp_path / "plan",
         cluster="local:2",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from secc.driver.compile import Options, compile_model
-from secc.driver.exactness_check import checked
+from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.exactness_check import check_exactness
 
 DATA = """
 import torch
@@ -160,7 +160,7 @@ def test_padding_and_packing_are_exact(name: str, tmp_path: Path) -> None:
     text, widths, sections = CASES[name]
     path = tmp_path / "model.py"
     path.write_text(DATA + text)
-    plan = checked(compile_model(path, Options())).plan  # raises where the plan is not exact
+    plan = check_exactness(compile_model(path, CompileOptions())).plan  # raises where the plan is not exact
     assert (plan.widths, len(plan.sections)) == (widths, sections)
     if plan.edges:
         assert all(edge.extents for edge in plan.edges)  # samples travel as long as they are

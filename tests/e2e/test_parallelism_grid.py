@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from secc.driver.compile import Options
-from tests.e2e.reference_runs import Captured
+from secc.driver.compile import CompileOptions
+from tests.e2e.reference_runs import ReferencedModel
 
 STEPS, GLOBAL_BATCH = 3, 12
 
@@ -124,8 +124,8 @@ EXPERTS = ("qwen3_moe", "gpt_oss")  # which tp cuts by their inner width
 
 
 @pytest.fixture(scope="module")
-def captured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Captured]:
-    return cache(lambda name: Captured(name, tmp_path_factory.mktemp(name), STEPS))
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ReferencedModel]:
+    return cache(lambda name: ReferencedModel(name, tmp_path_factory.mktemp(name), STEPS))
 
 
 def _rows(table: dict[str, list[tuple[int, str]]]) -> list[tuple[str, int, str]]:
@@ -142,13 +142,13 @@ def _pins(text: str) -> tuple[str, ...]:
     [*_rows(FAST), *(pytest.param(*row, marks=pytest.mark.slow) for row in _rows(SLOW))],
 )
 def test_a_plan_trains_as_plain_pytorch(
-    captured: Callable[[str], Captured], name: str, ranks: int, pins: str, tmp_path: Path
+    captured: Callable[[str], ReferencedModel], name: str, ranks: int, pins: str, tmp_path: Path
 ) -> None:
     model, dtype = captured(name), "bf16" if "bf16" in pins.split() else ""
-    made = model.planned(
-        Options(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=_pins(pins), dtype=dtype)
+    made = model.plan_with(
+        CompileOptions(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=_pins(pins), dtype=dtype)
     )
-    held = {s.name: s for s in made.plan.whole_sections}
+    held = {s.name: s for s in made.plan.user_sections}
     for section, key, value in ((*pin.split("=")[0].split("."), pin.split("=")[1]) for pin in _pins(pins)):
         if key in ("tp", "pp", "dp"):
             assert getattr(held[section].mesh, key) == int(value)
@@ -156,4 +156,4 @@ def test_a_plan_trains_as_plain_pytorch(
             assert getattr(held[section], key) == value
     cut = any(style.kind == "experts" for s in made.plan.sections for style in s.styles)
     assert cut == (name in EXPERTS and any(s.mesh.tp > 1 for s in made.plan.sections))
-    assert model.differences(made, tmp_path) == []
+    assert model.list_differences(made, tmp_path) == []

@@ -10,8 +10,8 @@ import torch
 
 from secc.frontend.dataset.eager_reference import LOSS_TOLERANCE
 from secc.runtime.errors import UserError
-from secc.runtime.model.user_file import UserModel, load
-from tests.e2e.harness import compile_to, metrics, run
+from secc.runtime.model.user_file import UserModel, load_model_file
+from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks
 
 MODEL = """
 import torch
@@ -60,13 +60,13 @@ GLOBAL_BATCH, EPOCHS, RANKS = 4, 2, 3
 def plain(user: UserModel) -> list[float]:
     """The losses of plain PyTorch; samples that do not load are left out of their batch."""
     torch.manual_seed(0)
-    model = user.model()
-    optimizer, losses = user.optimizer(list(model.named_parameters())), list[float]()
+    model = user.build_model()
+    optimizer, losses = user.build_optimizer(list(model.named_parameters())), list[float]()
     for start in range(0, EPOCHS * 7, GLOBAL_BATCH):
         samples = []
         for n in range(start, min(start + GLOBAL_BATCH, EPOCHS * 7)):
             try:
-                samples.append(user.sample(n % 7, 0, n // 7))
+                samples.append(user.load_sample(n % 7, 0, n // 7))
             except UserError:
                 continue
         optimizer.zero_grad()
@@ -82,7 +82,7 @@ def test_partial_batches_and_missing_samples_are_exact(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     pins = ("model.dp=3", "model.micro_batch=1")
     plan = tmp_path / "plan"
-    compile_to(
+    compile_and_write(
         tmp_path / "model.py",
         plan,
         cluster="local:3",
@@ -90,12 +90,12 @@ def test_partial_batches_and_missing_samples_are_exact(tmp_path: Path) -> None:
         set=pins,
         skip_bad_samples=True,
     )
-    run(
+    run_plan_ranks(
         plan,
         RANKS,
         ["--epochs", str(EPOCHS), "--skip-bad-samples", "--log-dir", str(tmp_path), "--workers", "2"],
     )
-    found, user = metrics(tmp_path), load(tmp_path / "model.py")
-    user.fit_collate([user.sample(i) for i in (0, 1, 2)])
+    found, user = read_metrics(tmp_path), load_model_file(tmp_path / "model.py")
+    user.fit_default_collate([user.load_sample(i) for i in (0, 1, 2)])
     assert [(m["samples"], m["skipped"]) for m in found] == [(4, 0), (3, 1), (4, 0), (1, 1)]
     assert [m["loss"] for m in found] == pytest.approx(plain(user), rel=10 * LOSS_TOLERANCE)

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from secc.errors import UserError
-from tests.e2e.harness import Trained, compile_to, differences, distributed, plain, recording_model
+from tests.e2e.harness import (
+    TrainingResult,
+    compile_and_write,
+    find_differences,
+    train_distributed,
+    train_in_one_process,
+    write_recording_model,
+)
 
 MODELS = Path(__file__).parent.parent / "models"
 STEPS, GLOBAL_BATCH = 4, 12
@@ -42,9 +49,9 @@ SLOW = [
 def test_stages_train_as_plain_pytorch(
     name: str, ranks: int, choices: tuple[str, ...], tmp_path: Path
 ) -> None:
-    model = recording_model(name, tmp_path, MODELS)
-    reference = plain(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
-    compiled = compile_to(
+    model = write_recording_model(name, tmp_path, MODELS)
+    reference = train_in_one_process(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
+    compiled = compile_and_write(
         model, tmp_path / "plan", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=choices
     )
     sections = json.loads((tmp_path / "plan" / "plan.json").read_text())["sections"]
@@ -56,16 +63,16 @@ def test_stages_train_as_plain_pytorch(
         assert any(
             "multi_modal_projector joined" in n for n in compiled.plan.reasons["vision_tower"]["formed"]
         )
-    found = distributed(tmp_path / "plan", compiled.plan.world_size, STEPS, tmp_path / "run")
-    assert list(differences(found, reference)) == []
+    found = train_distributed(tmp_path / "plan", compiled.plan.world_size, STEPS, tmp_path / "run")
+    assert list(find_differences(found, reference)) == []
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_a_checkpoint_may_change_its_stages(tmp_path: Path) -> None:
-    model = recording_model("skips", tmp_path, MODELS)
+    model = write_recording_model("skips", tmp_path, MODELS)
     reference, losses, options = (
-        plain(model, GLOBAL_BATCH, 6, tmp_path / "plain"),
+        train_in_one_process(model, GLOBAL_BATCH, 6, tmp_path / "plain"),
         list[float](),
         tuple[str, ...](),
     )
@@ -76,25 +83,27 @@ def test_a_checkpoint_may_change_its_stages(tmp_path: Path) -> None:
     ):
         plan, work = tmp_path / f"plan{steps}", tmp_path / f"run{steps}"
         pins = tuple(f"model.{choice}" for choice in choices)
-        compiled = compile_to(
+        compiled = compile_and_write(
             model, plan, check=False, cluster="local:3", global_batch=GLOBAL_BATCH, set=pins
         )
-        found = distributed(plan, compiled.plan.world_size, steps, work, *options)
+        found = train_distributed(plan, compiled.plan.world_size, steps, work, *options)
         losses += found.losses
         options = ("--resume", str(work / "saved"))
-    assert list(differences(replace(found, losses=losses, gradients=reference.gradients), reference)) == []
+    assert (
+        list(find_differences(replace(found, losses=losses, gradients=reference.gradients), reference)) == []
+    )
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_random_ops_and_clipping_do_not_see_stages(tmp_path: Path) -> None:
-    model = recording_model("gpt2_dropout", tmp_path, MODELS)
-    runs: list[Trained] = []
+    model = write_recording_model("gpt2_dropout", tmp_path, MODELS)
+    runs: list[TrainingResult] = []
     for ranks, pins in ((1, ()), (4, ("model.pp=2", "model.dp=2", "model.micro_batch=2"))):
         plan = tmp_path / f"plan{ranks}"
-        compile_to(model, plan, cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=pins)
-        runs.append(distributed(plan, ranks, STEPS, tmp_path / f"run{ranks}", "--clip", "0.5"))
-    assert list(differences(runs[1], runs[0])) == []
+        compile_and_write(model, plan, cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=pins)
+        runs.append(train_distributed(plan, ranks, STEPS, tmp_path / f"run{ranks}", "--clip", "0.5"))
+    assert list(find_differences(runs[1], runs[0])) == []
 
 
 REFUSED = [
@@ -114,7 +123,7 @@ def test_stages_that_cannot_be_are_refused(
     name: str, choice: str, message: str, remedy: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as error:
-        compile_to(
+        compile_and_write(
             MODELS / f"{name}.py",
             tmp_path / "plan",
             cluster="local:8",
@@ -132,11 +141,13 @@ def test_stages_whose_replicas_are_neighbours(choices: tuple[str, ...], tmp_path
     not in a row."""
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text("{nodes: 2, devices: 2, kind: cpu, between: {latency_us: 100000}}")
-    model = recording_model("skips", tmp_path, MODELS)
-    reference = plain(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
+    model = write_recording_model("skips", tmp_path, MODELS)
+    reference = train_in_one_process(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
     pins = ("model.pp=2", "model.dp=2", *choices)
-    compiled = compile_to(model, tmp_path / "plan", cluster=str(cluster), global_batch=GLOBAL_BATCH, set=pins)
-    assert compiled.plan.whole_sections[0].mesh.ranks == (0, 2, 1, 3)
+    compiled = compile_and_write(
+        model, tmp_path / "plan", cluster=str(cluster), global_batch=GLOBAL_BATCH, set=pins
+    )
+    assert compiled.plan.user_sections[0].mesh.ranks == (0, 2, 1, 3)
     assert [s.mesh.ranks for s in compiled.plan.sections] == [(0, 1), (2, 3)]
-    found = distributed(tmp_path / "plan", compiled.plan.world_size, STEPS, tmp_path / "run")
-    assert list(differences(found, reference)) == []
+    found = train_distributed(tmp_path / "plan", compiled.plan.world_size, STEPS, tmp_path / "run")
+    assert list(find_differences(found, reference)) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.random_runs import trial
+from tests.e2e.random_runs import try_model
 
 QUICK = (2, 39, 1003)
 MANY = tuple(s for s in range(1000, 1030) if s not in QUICK)
@@ -16,4 +16,4 @@ MANY = tuple(s for s in range(1000, 1030) if s not in QUICK)
 @pytest.mark.gloo
 @pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(s, marks=pytest.mark.slow) for s in MANY)])
 def test_a_random_model_under_a_random_plan_is_exact(seed: int, tmp_path: Path) -> None:
-    assert [outcome.error for outcome in trial(seed, tmp_path)] == [""]
+    assert [outcome.error for outcome in try_model(seed, tmp_path)] == [""]

@@ -13,7 +13,7 @@ import pytest
 
 from secc.errors import UserError
 from secc.frontend.dataset.eager_reference import LOSS_TOLERANCE
-from tests.e2e.harness import compile_to, differences, distributed, recording_model
+from tests.e2e.harness import compile_and_write, find_differences, train_distributed, write_recording_model
 
 MODELS = Path(__file__).parent.parent / "models"
 STEPS, GLOBAL_BATCH = 3, 12
@@ -33,12 +33,14 @@ WAYS = {
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", WAYS)
 def test_random_ops_draw_the_same_under_any_plan(name: str, tmp_path: Path) -> None:
-    model = recording_model(name, tmp_path, MODELS)
-    assert compile_to(model, tmp_path / "plan1", cluster="local:1", global_batch=GLOBAL_BATCH).plan.draws
-    reference = distributed(tmp_path / "plan1", 1, STEPS, tmp_path / "run1")
+    model = write_recording_model(name, tmp_path, MODELS)
+    assert compile_and_write(
+        model, tmp_path / "plan1", cluster="local:1", global_batch=GLOBAL_BATCH
+    ).plan.draws
+    reference = train_distributed(tmp_path / "plan1", 1, STEPS, tmp_path / "run1")
     for ranks, strategy, pins in WAYS[name]:
         plan = tmp_path / f"plan{ranks}"
-        compile_to(
+        compile_and_write(
             model,
             plan,
             check=False,
@@ -47,19 +49,19 @@ def test_random_ops_draw_the_same_under_any_plan(name: str, tmp_path: Path) -> N
             strategy=strategy,
             set=pins,
         )
-        found = distributed(
+        found = train_distributed(
             plan, ranks, STEPS, tmp_path / f"run{ranks}", *(("--order", "dataset") if ranks == 3 else ())
         )
-        assert list(differences(found, reference)) == []
+        assert list(find_differences(found, reference)) == []
         assert found.losses == pytest.approx(reference.losses, rel=10 * LOSS_TOLERANCE)
 
 
 @pytest.mark.gloo
 def test_steps_and_seeds_draw_other_numbers(tmp_path: Path) -> None:
     (tmp_path / "still.py").write_text(STILL)
-    compile_to(tmp_path / "still.py", tmp_path / "plan", cluster="local:1", global_batch=4)
+    compile_and_write(tmp_path / "still.py", tmp_path / "plan", cluster="local:1", global_batch=4)
     losses = [
-        distributed(tmp_path / "plan", 1, 3, tmp_path / f"run{i}", "--seed", str(seed)).losses
+        train_distributed(tmp_path / "plan", 1, 3, tmp_path / f"run{i}", "--seed", str(seed)).losses
         for i, seed in enumerate((0, 0, 1))
     ]
     assert losses[0] == losses[1]
@@ -88,7 +90,7 @@ def test_random_numbers_that_cannot_be_tied_to_samples_are_refused(
     source = MODEL.replace("HIDDEN", expression)
     (tmp_path / "model.py").write_text(source)
     with pytest.raises(UserError) as error:
-        compile_to(tmp_path / "model.py", tmp_path / "plan", cluster="local:1", global_batch=4)
+        compile_and_write(tmp_path / "model.py", tmp_path / "plan", cluster="local:1", global_batch=4)
     assert message in error.value.message and remedy in error.value.remedy
     assert "model.py" in error.value.where
 

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.e2e.random_plans import Outcome, random_plan, trial
-from tests.e2e.reference_runs import Captured
+from tests.e2e.random_plans import RunOutcome, draw_random_plan, try_plan
+from tests.e2e.reference_runs import ReferencedModel
 
 NAMES = ("nano", "llava_tiny", "qwen_distil", "whisper_tiny", "video_llava", "blip2")
 STEPS = 2
@@ -32,13 +32,13 @@ SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)  # a run takes seconds
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("name", NAMES)
 def test_many_random_plans_train_exactly(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    model = Captured(name, tmp_path, STEPS)
-    sections = model.compiled("").plan.whole_sections
+    model = ReferencedModel(name, tmp_path, STEPS)
+    sections = model.compiled("").plan.user_sections
     count, first = (
         request.config.getoption("plans") // len(NAMES),
         request.config.getoption("hypothesis_seed") or 0,
     )
-    tried, had = list[Outcome](), Counter[str]()
+    tried, had = list[RunOutcome](), Counter[str]()
 
     @seed(first)
     @settings(max_examples=count, phases=[Phase.generate], database=None, suppress_health_check=SLOW)
@@ -49,9 +49,9 @@ def test_many_random_plans_train_exactly(name: str, request: pytest.FixtureReque
         own = random.Random(
             f"{name} {first} {rng.getrandbits(64)}"
         )  # hypothesis begins with the same draw whatever the seed
-        outcome = trial(model, random_plan(own, sections, DTYPES), folder)
+        outcome = try_plan(model, draw_random_plan(own, sections, DTYPES), folder)
         tried.append(outcome)
-        had.update(outcome.has)
+        had.update(outcome.plan_features)
         print(
             f"{name}: {outcome.error or 'exact'}: {outcome.granted} ({time.perf_counter() - start:.1f} s)",
             flush=True,

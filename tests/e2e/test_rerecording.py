@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from secc.driver.compile import Compiled, Options, compile_model
-from secc.driver.exactness_check import OneRank
-from secc.frontend.dataset.eager_reference import compare, eager
-from tests.e2e.harness import compile_to, differences, distributed, metrics, plain, recording_model
+from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.driver.exactness_check import OneRankPlan
+from secc.frontend.dataset.eager_reference import compare_results, run_eager
+from tests.e2e.harness import (
+    compile_and_write,
+    find_differences,
+    read_metrics,
+    train_distributed,
+    train_in_one_process,
+    write_recording_model,
+)
 from tests.runtime.rerecording import reader_model
 
 RARE = 777  # an index that no survey of this dataset draws
@@ -66,18 +73,19 @@ READS = {
 }
 
 
-def compiled(folder: Path, read: str, branch: str = BRANCH.format("rare")) -> Compiled:
+def compiled(folder: Path, read: str, branch: str = BRANCH.format("rare")) -> CompiledPlan:
     path = folder / "reader.py"
     path.write_text(SOURCE.replace("{read}", read).replace("{branch}", branch))
     return compile_model(
-        path, Options(cluster="local:2", global_batch=4, sections=("front=encoder", "back=decoder+head"))
+        path,
+        CompileOptions(cluster="local:2", global_batch=4, sections=("front=encoder", "back=decoder+head")),
     )
 
 
-def rank_of(made: Compiled, folder: Path) -> OneRank:
+def rank_of(made: CompiledPlan, folder: Path) -> OneRankPlan:
     made.write_sections(folder / "plan")
     assert made.model is not None
-    return OneRank(made.plan, folder / "plan", made.user, made.model)
+    return OneRankPlan(made.plan, folder / "plan", made.user, made.model)
 
 
 @pytest.mark.parametrize("kind", READS)
@@ -86,9 +94,11 @@ def test_a_branch_that_no_capture_took_is_recorded_anew(tmp_path: Path, kind: st
     rank = rank_of(made, tmp_path)
     assert [s.name for s in made.plan.sections] == ["front", "back"]
     for indices in ([1, 2, 3, 4], [1, RARE, 3, 4]):
-        samples = [made.user.sample(i) for i in indices]
-        difference = compare(rank.step(samples), eager(made.model, made.user.collate(samples)))
-        assert difference.exact, (indices, difference)
+        samples = [made.user.load_sample(i) for i in indices]
+        difference = compare_results(
+            rank.run_step(samples), run_eager(made.model, made.user.collate(samples))
+        )
+        assert difference.is_exact, (indices, difference)
     branches = torch.tensor([float(s["flag"] == 5) for s in samples])
     assert branches.sum() == 1
 
@@ -102,19 +112,19 @@ def test_ranks_train_a_micro_batch_that_no_capture_saw(tmp_path: Path) -> None:
         .replace("777", str(UNDRAWN))
     )
     (tmp_path / "reader.py").write_text(source)
-    model = recording_model("reader", tmp_path, tmp_path)
+    model = write_recording_model("reader", tmp_path, tmp_path)
     options = {
         "cluster": "local:2",
         "global_batch": 16,
         "strategy": "apart",
         "sections": ("front=encoder", "back=decoder+head"),
     }
-    made = compile_to(model, tmp_path / "plan", **options)
+    made = compile_and_write(model, tmp_path / "plan", **options)
     assert made.plan.world_size == 2 and [case.spare for case in made.plan.recorded] == [True]
-    assert UNDRAWN not in [d.index for d in made.survey.drawn]
+    assert UNDRAWN not in [d.index for d in made.survey.drawn_samples]
     trace = ("--trace", str(tmp_path / "trace.json"))
-    found = distributed(tmp_path / "plan", 2, 3, tmp_path / "run", "--workers", "1", *trace)
-    assert list(differences(found, plain(model, 16, 3, tmp_path / "plain"))) == []
+    found = train_distributed(tmp_path / "plan", 2, 3, tmp_path / "run", "--workers", "1", *trace)
+    assert list(find_differences(found, train_in_one_process(model, 16, 3, tmp_path / "plain"))) == []
     assert_traced(json.loads((tmp_path / "trace.json").read_text())["traceEvents"], UNDRAWN)
 
 
@@ -123,18 +133,18 @@ def test_ranks_train_what_several_processes_record(tmp_path: Path) -> None:
     """A section of few inputs, whose recordings end early and are often known, and one that wants the whole
     forward."""
     (tmp_path / "rows_reader.py").write_text(reader_model.SOURCE)
-    model = recording_model("rows_reader", tmp_path, tmp_path)
+    model = write_recording_model("rows_reader", tmp_path, tmp_path)
     options = {
         "cluster": "local:2",
         "global_batch": 8,
         "strategy": "apart",
         "sections": ("front=body", "back=decoder"),
     }
-    made = compile_to(model, tmp_path / "plan", **options)
+    made = compile_and_write(model, tmp_path / "plan", **options)
     assert [case.spare for case in made.plan.recorded] == [False]
-    found = distributed(tmp_path / "plan", 2, 4, tmp_path / "run", "--workers", "1", "--recorders", "2")
-    assert list(differences(found, plain(model, 8, 4, tmp_path / "plain"))) == []
-    steps = metrics(tmp_path / "run")
+    found = train_distributed(tmp_path / "plan", 2, 4, tmp_path / "run", "--workers", "1", "--recorders", "2")
+    assert list(find_differences(found, train_in_one_process(model, 8, 4, tmp_path / "plain"))) == []
+    steps = read_metrics(tmp_path / "run")
     micros = steps[0]["recorded"] + steps[0]["kept"]
     assert micros >= 2 and all(m["recorded"] + m["kept"] == micros for m in steps)
     assert all(m["exposed_s"] >= 0 for m in steps) and steps[0]["recording_s"] > 0

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from secc.driver.compile import Compiled, Options, compile_model
-from secc.driver.exactness_check import checked
+from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
 from tools.zoo import EXACT, look
 from tools.zoo_models import entry
@@ -48,9 +48,9 @@ def dataset():
 """
 
 
-def compiled(tmp_path: Path, joined: str = "torch.cat([first, second])") -> Compiled:
+def compiled(tmp_path: Path, joined: str = "torch.cat([first, second])") -> CompiledPlan:
     (tmp_path / "model.py").write_text(MODEL.replace("JOINED", joined))
-    return compile_model(tmp_path / "model.py", Options(cluster="local:2", global_batch=12))
+    return compile_model(tmp_path / "model.py", CompileOptions(cluster="local:2", global_batch=12))
 
 
 def test_halves_of_a_batch_cross_with_a_dim_of_their_own() -> None:
@@ -61,5 +61,7 @@ def test_halves_of_a_batch_cross_with_a_dim_of_their_own() -> None:
 
 def test_rows_that_a_block_puts_out_of_order_are_noticed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not compute what plain PyTorch computes"):
-        checked(compiled(tmp_path), required=True)
-    assert checked(compiled(tmp_path, joined="torch.stack([first, second], 1).flatten(0, 1)"), required=True)
+        check_exactness(compiled(tmp_path), required=True)
+    assert check_exactness(
+        compiled(tmp_path, joined="torch.stack([first, second], 1).flatten(0, 1)"), required=True
+    )

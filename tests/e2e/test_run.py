@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from secc.cli import main
-from secc.runtime.model.user_file import load
-from secc.runtime.parameters.checkpoint import load_full
-from tests.e2e.harness import compile_to, metrics, run
+from secc.runtime.model.user_file import load_model_file
+from secc.runtime.parameters.checkpoint import load_full_state_dict
+from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks
 
 MODELS = Path(__file__).parent.parent / "models"
 
@@ -28,7 +28,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "vision_tower.micro_batch=2",
         "language_model.micro_batch=2",
     )
-    compile_to(
+    compile_and_write(
         MODELS / "llava_tiny.py",
         path,
         check=False,
@@ -43,7 +43,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.gloo
 def test_encoder_forward_overlaps_language_model_work(plan: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    run(plan, 3, ["--steps", "3", "--log-dir", str(tmp_path), "--workers", "0", "--trace", str(trace)])
+    run_plan_ranks(
+        plan, 3, ["--steps", "3", "--log-dir", str(tmp_path), "--workers", "0", "--trace", str(trace)]
+    )
     computed = [e for e in _events(trace) if e["args"].get("kind") in {"F", "B"}]
     encoder = [e for e in computed if e["args"]["section"] == "vision_tower" and e["args"]["kind"] == "F"]
     language = [e for e in computed if e["args"]["section"] == "language_model"]
@@ -57,7 +59,7 @@ def test_encoder_forward_overlaps_language_model_work(plan: Path, tmp_path: Path
 @pytest.mark.gloo
 def test_resuming_is_bit_equal_to_an_unbroken_run(plan: Path, tmp_path: Path) -> None:
     common = ["--workers", "0", "--save-every", "5"]
-    run(
+    run_plan_ranks(
         plan,
         3,
         [
@@ -70,7 +72,7 @@ def test_resuming_is_bit_equal_to_an_unbroken_run(plan: Path, tmp_path: Path) ->
             *common,
         ],
     )
-    run(
+    run_plan_ranks(
         plan,
         3,
         ["--steps", "5", "--log-dir", str(tmp_path / "first"), "--save", str(tmp_path / "saved"), *common],
@@ -83,25 +85,28 @@ def test_resuming_is_bit_equal_to_an_unbroken_run(plan: Path, tmp_path: Path) ->
         "--save",
         str(tmp_path / "saved"),
     ]
-    run(plan, 3, ["--steps", "10", *rest, *common])
-    whole, found = metrics(tmp_path / "whole"), metrics(tmp_path / "rest")
+    run_plan_ranks(plan, 3, ["--steps", "10", *rest, *common])
+    whole, found = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "rest")
     assert [(m["step"], m["loss"], m["grad_norm"]) for m in found] == [
         (m["step"], m["loss"], m["grad_norm"]) for m in whole[5:]
     ]
-    expected, weights = load_full(tmp_path / "whole_saved"), load_full(tmp_path / "saved")
+    expected, weights = (
+        load_full_state_dict(tmp_path / "whole_saved"),
+        load_full_state_dict(tmp_path / "saved"),
+    )
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.gloo
 def test_exported_weights_load_into_the_users_model(plan: Path, tmp_path: Path) -> None:
-    run(
+    run_plan_ranks(
         plan,
         3,
         ["--steps", "1", "--log-dir", str(tmp_path), "--save", str(tmp_path / "saved"), "--workers", "0"],
     )
     with pytest.raises(SystemExit, match="0"):
         main(["export", str(tmp_path / "saved"), "-o", str(tmp_path / "weights.safetensors"), "--json"])
-    model = load(MODELS / "llava_tiny.py").model()
+    model = load_model_file(MODELS / "llava_tiny.py").build_model()
     weights = load_file(tmp_path / "weights.safetensors")
     model.load_state_dict(weights)
     assert weights.keys() == model.state_dict().keys()

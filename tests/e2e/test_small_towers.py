@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import compile_to, differences, distributed, plain, recording_model
+from tests.e2e.harness import (
+    compile_and_write,
+    find_differences,
+    train_distributed,
+    train_in_one_process,
+    write_recording_model,
+)
 
 MODELS = Path(__file__).parent.parent / "models"
 STEPS = re.compile(r"a step of ([\d.e-]+) s .*, ([\d.e-]+) s (.*)")
@@ -17,11 +23,11 @@ GLOBAL_BATCH = 12
 
 @pytest.mark.gloo
 def test_a_small_tower_stays_a_section_where_the_step_is_shorter_for_it(tmp_path: Path) -> None:
-    model = recording_model("looked_up", tmp_path, MODELS)
-    plan = compile_to(model, tmp_path / "plan", cluster="1x3xcpu", global_batch=GLOBAL_BATCH).plan
+    model = write_recording_model("looked_up", tmp_path, MODELS)
+    plan = compile_and_write(model, tmp_path / "plan", cluster="1x3xcpu", global_batch=GLOBAL_BATCH).plan
     told = [n for reasons in plan.reasons.values() for n in reasons.get("formed", ())]
     steps = next(found for n in told if (found := STEPS.search(n)))
     assert float(steps[1]) < float(steps[2]) and steps[3] == "in another section"
-    assert [s.name for s in plan.whole_sections] == ["body", "tower"]
-    found = distributed(tmp_path / "plan", plan.world_size, 2, tmp_path / "run")
-    assert not list(differences(found, plain(model, GLOBAL_BATCH, 2, tmp_path / "plain")))
+    assert [s.name for s in plan.user_sections] == ["body", "tower"]
+    found = train_distributed(tmp_path / "plan", plan.world_size, 2, tmp_path / "run")
+    assert not list(find_differences(found, train_in_one_process(model, GLOBAL_BATCH, 2, tmp_path / "plain")))

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from secc.errors import UserError
-from tests.e2e.harness import Trained, compile_to, differences, distributed, metrics, plain, recording_model
+from tests.e2e.harness import (
+    TrainingResult,
+    compile_and_write,
+    find_differences,
+    read_metrics,
+    train_distributed,
+    train_in_one_process,
+    write_recording_model,
+)
 
 MODELS = Path(__file__).parent.parent / "models"
 STEPS, GLOBAL_BATCH = 5, 12
@@ -73,7 +81,7 @@ SLOW = [
 ]
 
 
-def norm(trained: Trained) -> float:
+def norm(trained: TrainingResult) -> float:
     return math.sqrt(
         sum(float(g.double().square().sum()) for g in trained.gradients.values() if g is not None)
     )
@@ -86,19 +94,19 @@ def norm(trained: Trained) -> float:
 def test_plan_trains_as_plain_pytorch(
     name: str, ranks: int, strategy: str, choices: str, tmp_path: Path
 ) -> None:
-    model = recording_model(name, tmp_path, MODELS)
-    reference = plain(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
+    model = write_recording_model(name, tmp_path, MODELS)
+    reference = train_in_one_process(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
     pins = tuple(c for c in choices.split() if not c.startswith("--"))
     options = {"cluster": f"local:{ranks}", "global_batch": GLOBAL_BATCH, "strategy": strategy, "set": pins}
-    made = compile_to(model, tmp_path / "plan", fuse="--fuse" in choices, **options)
+    made = compile_and_write(model, tmp_path / "plan", fuse="--fuse" in choices, **options)
     assert all(s.shards and s.styles for s in made.plan.sections if s.mesh.tp > 1)
     assert ("norms=sequence" in choices) == any(
         style.kind == "sequence" for s in made.plan.sections for style in s.styles
     )
     flags = [c for c in choices.split() if c.startswith("--") and c != "--fuse"]
-    found = distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run", *flags)
-    assert list(differences(found, reference)) == []
-    assert metrics(tmp_path / "run")[0]["grad_norm"] == pytest.approx(norm(reference), rel=1e-5)
+    found = train_distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run", *flags)
+    assert list(find_differences(found, reference)) == []
+    assert read_metrics(tmp_path / "run")[0]["grad_norm"] == pytest.approx(norm(reference), rel=1e-5)
 
 
 @pytest.mark.gloo
@@ -106,14 +114,14 @@ def test_plan_trains_as_plain_pytorch(
 def test_dropout_on_parts_draws_what_one_rank_draws(tmp_path: Path) -> None:
     """GPT-2 with dropout in its attention, its layers recomputed by the user, and a vocabulary that two ranks
     cannot share evenly."""
-    model = recording_model("gpt2_dropout", tmp_path, MODELS)
-    runs: list[Trained] = []
+    model = write_recording_model("gpt2_dropout", tmp_path, MODELS)
+    runs: list[TrainingResult] = []
     for ranks, pins in ((1, ()), (2, ("model.tp=2",))):
-        compile_to(
+        compile_and_write(
             model, tmp_path / f"plan{ranks}", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=pins
         )
-        runs.append(distributed(tmp_path / f"plan{ranks}", ranks, STEPS, tmp_path / f"run{ranks}"))
-    assert list(differences(runs[1], runs[0])) == []
+        runs.append(train_distributed(tmp_path / f"plan{ranks}", ranks, STEPS, tmp_path / f"run{ranks}"))
+    assert list(find_differences(runs[1], runs[0])) == []
 
 
 @pytest.mark.gloo
@@ -121,8 +129,8 @@ def test_dropout_on_parts_draws_what_one_rank_draws(tmp_path: Path) -> None:
 def test_checkpoints_pass_between_cuts(tmp_path: Path) -> None:
     """Two steps in two parts of every matrix and a sharded optimizer, one in four parts, the rest whole: as
     plain PyTorch does all five."""
-    model = recording_model("nano", tmp_path, MODELS)
-    reference = plain(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
+    model = write_recording_model("nano", tmp_path, MODELS)
+    reference = train_in_one_process(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
     saved, losses = None, list[float]()
     found = None
     for until, ranks, pins in (
@@ -130,7 +138,7 @@ def test_checkpoints_pass_between_cuts(tmp_path: Path) -> None:
         (3, 4, "model.tp=4"),
         (STEPS, 2, "model.dp=2"),
     ):
-        compile_to(
+        compile_and_write(
             model,
             tmp_path / f"plan{until}",
             cluster=f"local:{ranks}",
@@ -138,19 +146,19 @@ def test_checkpoints_pass_between_cuts(tmp_path: Path) -> None:
             set=tuple(pins.split()),
         )
         resume = ("--resume", str(saved)) if saved else ()
-        found = distributed(tmp_path / f"plan{until}", ranks, until, tmp_path / f"run{until}", *resume)
+        found = train_distributed(tmp_path / f"plan{until}", ranks, until, tmp_path / f"run{until}", *resume)
         saved = tmp_path / f"run{until}" / "saved"
         losses += found.losses
     assert found is not None
-    first = distributed(tmp_path / "plan2", 4, 2, tmp_path / "again")
-    assert list(differences(Trained(losses, first.gradients, found.parameters), reference)) == []
+    first = train_distributed(tmp_path / "plan2", 4, 2, tmp_path / "again")
+    assert list(find_differences(TrainingResult(losses, first.gradients, found.parameters), reference)) == []
 
 
 def test_norms_on_parts_of_the_sequence_are_refused_where_no_layer_was_shown_exact(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"model\.norms=sequence is impossible: no layer of it was shown exact"
     ):
-        compile_to(
+        compile_and_write(
             MODELS / "nano.py",
             tmp_path / "plan",
             cluster="local:2",
@@ -164,7 +172,7 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(tmp_path: Path) -> None:
         ("student.tp=3", 3, "tp=3 does not divide"),
     ):
         with pytest.raises(UserError, match=reason) as error:
-            compile_to(
+            compile_and_write(
                 MODELS / "qwen_distil.py",
                 tmp_path / "plan",
                 cluster=f"local:{ranks}",

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from secc.runtime.model.user_file import load, loss_of
+from secc.runtime.model.user_file import extract_loss, load_model_file
 
 
 @pytest.fixture
@@ -42,10 +42,10 @@ def small_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Any)
 
 
 def test_digits_train_in_plain_pytorch(examples: Path):
-    user = load(examples / "vlm_digits.py")
-    model = user.model()
-    batch = user.collate([user.sample(i) for i in range(8)])
-    loss_of(model(**batch)).backward()
+    user = load_model_file(examples / "vlm_digits.py")
+    model = user.build_model()
+    batch = user.collate([user.load_sample(i) for i in range(8)])
+    extract_loss(model(**batch)).backward()
     assert 500_000 < sum(p.numel() for p in model.parameters()) < 700_000
     assert {"input_ids", "labels", "attention_mask", "pixel_values"} == set(batch)
 

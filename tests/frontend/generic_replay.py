@@ -10,22 +10,22 @@ import sympy
 import torch
 from torch import fx, nn
 
-from secc.frontend.capture.capture import Capture, capture
-from secc.frontend.capture.generalize import Generic
-from secc.frontend.dataset.eager_reference import Result, compare, eager, gradients
-from secc.frontend.dataset.input_symbols import describe
-from secc.frontend.dataset.sampling import survey
-from secc.ir.dialect.size_expr import evaluate
-from secc.runtime.model.meta_build import meta_model
+from secc.frontend.capture.capture import Capture, capture_model
+from secc.frontend.capture.generalize import GenericGraph
+from secc.frontend.dataset.eager_reference import LossAndGradients, compare_results, copy_gradients, run_eager
+from secc.frontend.dataset.input_symbols import describe_inputs
+from secc.frontend.dataset.sampling import survey_dataset
+from secc.ir.dialect.size_expr import evaluate_expr
+from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.user_file import UserModel
-from secc.runtime.plan.batch_sizes import sizes_of
+from secc.runtime.plan.batch_sizes import read_symbol_sizes
 from secc.runtime.recorder import Replay
 
 
 class GenericReplay(Replay):
     """Evaluates the expressions in a generic graph's arguments at `sizes`."""
 
-    def __init__(self, model: nn.Module, generic: Generic, sizes: Mapping[str, int]) -> None:
+    def __init__(self, model: nn.Module, generic: GenericGraph, sizes: Mapping[str, int]) -> None:
         super().__init__(model, generic.graph, generic.constants)
         self.sizes = sizes
 
@@ -39,7 +39,7 @@ class GenericReplay(Replay):
             case fx.Node():
                 return self.env[value]
             case sympy.Expr():
-                return evaluate(value, self.sizes)
+                return evaluate_expr(value, self.sizes)
             case list() | tuple():
                 return type(value)(self._value(v) for v in value)
             case dict():
@@ -48,27 +48,29 @@ class GenericReplay(Replay):
                 return value
 
 
-def captured(user: UserModel, **options: Any) -> Capture:
+def capture_user_model(user: UserModel, **options: Any) -> Capture:
     """The capture of a model file as `secc compile` makes it."""
-    drawn = survey(user)
-    return capture(user, meta_model(user), drawn, describe(user, drawn), **options)
+    drawn = survey_dataset(user)
+    return capture_model(user, build_meta_model(user), drawn, describe_inputs(user, drawn), **options)
 
 
-def real_model(user: UserModel) -> nn.Module:
+def build_real_model(user: UserModel) -> nn.Module:
     """The model with random weights."""
     torch.manual_seed(0)
-    return user.model()
+    return user.build_model()
 
 
-def assert_exact(user: UserModel, found: Capture, samples: list[dict[str, Any]], model: nn.Module) -> None:
+def assert_equals_eager(
+    user: UserModel, found: Capture, samples: list[dict[str, Any]], model: nn.Module
+) -> None:
     """The generic graph of the samples' pattern gives eager's loss and gradients."""
     batch = user.collate(samples)
-    pattern = found.optional & batch.keys()
+    pattern = found.optional_keys & batch.keys()
     case = next(c for c in found.cases if c.pattern == pattern)
-    reference = eager(model, batch)
-    sizes = sizes_of(batch, found.inputs.symbols, len(samples))
-    loss = GenericReplay(model, case.generic, sizes).loss(batch)
+    reference = run_eager(model, batch)
+    sizes = read_symbol_sizes(batch, found.inputs.symbols, len(samples))
+    loss = GenericReplay(model, case.generic, sizes).compute_loss(batch)
     loss.backward()
-    difference = compare(Result(float(loss.detach()), gradients(model)), reference)
+    difference = compare_results(LossAndGradients(float(loss.detach()), copy_gradients(model)), reference)
     model.zero_grad()
-    assert difference.exact, difference
+    assert difference.is_exact, difference

@@ -7,38 +7,38 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from secc.codegen.fused_module import fused_module, rewrites
-from secc.frontend.fusion.declare_rewrites import declare
-from secc.frontend.fusion.find_fusions import Fusions, find
+from secc.codegen.fused_module import plan_rewrites, render_fused_module
+from secc.frontend.fusion.declare_rewrites import declare_rewrites
+from secc.frontend.fusion.find_fusions import FoundFusions, find_fusions
 from secc.ir.dialect.ops import CaseOp, GraphOp, graph_of
-from secc.ir.text_io.module_text import parse
-from secc.runtime.fusion.install import installed
+from secc.ir.text_io.module_text import parse_module
+from secc.runtime.fusion.install import installed_temporarily
 
 GRAPH = 'builtin.module {\n  sec.graph "g" {\n    sec.case "all" when [] {\n      sec.return\n    }\n  }\n}\n'
 
 
-def declared(found: Fusions) -> GraphOp:
+def declare_fusions(found: FoundFusions) -> GraphOp:
     """A graph that declares what was found."""
-    graph = graph_of(parse(GRAPH))
+    graph = graph_of(parse_module(GRAPH))
     assert any(isinstance(op, CaseOp) for op in graph.body.block.ops)
-    declare(graph, found)
+    declare_rewrites(graph, found)
     return graph
 
 
-def blocks(model: nn.Module) -> list[str]:
+def block_names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_children()]
 
 
 @contextmanager
-def fused(model: nn.Module) -> Iterator[Fusions]:
+def fuse_model(model: nn.Module) -> Iterator[FoundFusions]:
     """`model` with fused operators inside."""
-    found = find(model, blocks(model))
-    graph = declared(found)
-    with installed(model, rewrites(graph), fused_module(graph)):
+    found = find_fusions(model, block_names(model))
+    graph = declare_fusions(found)
+    with installed_temporarily(model, plan_rewrites(graph), render_fused_module(graph)):
         yield found
 
 
-def matched(found: Fusions) -> dict[str, set[str]]:
+def rules_by_class(found: FoundFusions) -> dict[str, set[str]]:
     """The rules applied in each class."""
     rules: dict[str, set[str]] = {}
     for form in found.forms:
@@ -46,6 +46,6 @@ def matched(found: Fusions) -> dict[str, set[str]]:
     return rules
 
 
-def reasons(found: Fusions) -> str:
+def describe_misses(found: FoundFusions) -> str:
     """Why rules did not apply, one line each."""
     return "\n".join(f"{m.site} {m.rule}: {m.reason} ({m.where})" for m in found.misses)

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from secc.frontend.dataset.eager_reference import Result, compare
+from secc.frontend.dataset.eager_reference import LossAndGradients, compare_results
 from secc.frontend.fusion import find_fusions as finding
-from tests.fusion.fuse_model import fused, matched, reasons
+from tests.fusion.fuse_model import describe_misses, fuse_model, rules_by_class
 
 WIDTH = 12
 
@@ -113,13 +113,13 @@ FUSED = [
 ]  # fmt: skip
 
 
-def step(model: nn.Module, x: torch.Tensor) -> Result:
+def step(model: nn.Module, x: torch.Tensor) -> LossAndGradients:
     model.zero_grad(set_to_none=True)
     x = x.detach().requires_grad_()
     loss = model(x).square().sum()
     loss.backward()
     gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-    return Result(float(loss.detach()), gradients | {"x": x.grad})
+    return LossAndGradients(float(loss.detach()), gradients | {"x": x.grad})
 
 
 @pytest.mark.parametrize(("cls", "rules"), FUSED, ids=[c.__name__ for c, _ in FUSED])
@@ -129,9 +129,9 @@ def test_spellings_are_found_and_computed_exactly(cls: type[nn.Module], rules: s
     for shape in ((3, 5, WIDTH), (1, 1, WIDTH), (2, 7, WIDTH)):
         x = torch.randn(shape)
         own = step(model, x)
-        with fused(model) as found:
-            assert matched(found) == {cls.__name__: rules}, reasons(found)
-            assert compare(step(model, x), own).exact
+        with fuse_model(model) as found:
+            assert rules_by_class(found) == {cls.__name__: rules}, describe_misses(found)
+            assert compare_results(step(model, x), own).is_exact
 
 
 class Clamped(Holder):
@@ -219,12 +219,12 @@ REFUSED = [
 @pytest.mark.parametrize(("cls", "reason"), REFUSED, ids=[c.__name__ for c, _ in REFUSED])
 def test_a_module_that_stays_as_it_is_says_why(cls: type[nn.Module], reason: str) -> None:
     model = nn.Sequential(cls())
-    with fused(model) as found:
+    with fuse_model(model) as found:
         assert not found.forms
         assert (
-            reason in reasons(found)
-            and f"{cls.__name__}.forward" in reasons(found)
-            and "test_rules.py:" in reasons(found)
+            reason in describe_misses(found)
+            and f"{cls.__name__}.forward" in describe_misses(found)
+            and "test_rules.py:" in describe_misses(found)
         )
 
 
@@ -242,7 +242,7 @@ def test_modules_with_hooks_on_what_would_go_keep_them() -> None:
     model = nn.Sequential(Gated(), Gated())
     called: list[nn.Module] = []
     model[0].act.register_forward_hook(lambda module, *_: called.append(module))
-    with fused(model) as found:
+    with fuse_model(model) as found:
         assert [f.modules for f in found.forms] == [["1"]]
         model(torch.randn(2, 3, WIDTH))
     assert called == [model[0].act]
@@ -279,6 +279,6 @@ def test_layers_are_traced_once_unless_they_read_what_they_differ_in(
 
     monkeypatch.setattr(finding, "trace_method", counted)
     model = nn.Sequential(*(layer(i) for i in range(3)))
-    found = finding.find(model, ["0", "1", "2"])
+    found = finding.find_fusions(model, ["0", "1", "2"])
     assert count == traces
     assert [f.modules for f in found.forms] == ([["0", "1", "2"]] if traces == 1 else [["0"]])

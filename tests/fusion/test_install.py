@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from secc.codegen.fused_module import fused_module, rewrites
+from secc.codegen.fused_module import plan_rewrites, render_fused_module
 from secc.errors import UserError
-from secc.frontend.fusion.find_fusions import find
+from secc.frontend.fusion.find_fusions import find_fusions
 from secc.runtime.fusion import install as install_module
-from secc.runtime.fusion.install import install, installed, rebound
-from secc.runtime.model.source_lines import call_name, drawer, paths_of
-from tests.fusion.fuse_model import blocks, declared, fused
+from secc.runtime.fusion.install import install_fused, installed_temporarily, rebind_globals
+from secc.runtime.model.source_lines import module_paths_by_id, random_call_name, running_module_and_lines
+from tests.fusion.fuse_model import block_names, declare_fusions, fuse_model
 
 WIDTH = 8
 
@@ -65,7 +65,7 @@ def test_parameters_names_and_hooks_stay(model: nn.Module) -> None:
     model[0].register_forward_hook(lambda m, args, out: seen.append("after"))
     model[0].gate.register_forward_hook(lambda m, args, out: seen.append("gate"))
     model[0].register_full_backward_hook(lambda m, *_: seen.append("backward"))
-    with fused(model):
+    with fuse_model(model):
         model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
         assert {k: v.data_ptr() for k, v in model.state_dict().items()} == before
         assert list(inspect.signature(model[0].forward).parameters) == ["x", "scale"]
@@ -75,7 +75,7 @@ def test_parameters_names_and_hooks_stay(model: nn.Module) -> None:
 
 def test_what_the_trace_did_not_see_takes_the_users_own_code(model: nn.Module) -> None:
     x = torch.randn(3, WIDTH)
-    with fused(model):
+    with fuse_model(model):
         assert ran(model, x) and ran(model, x=x)
         assert not ran(model, x, 2.0) and not ran(model, x, scale=2.0)
         assert not ran(model, x.as_subclass(Marked))
@@ -87,11 +87,11 @@ def test_random_ops_and_tracebacks_keep_the_users_lines(model: nn.Module) -> Non
     names = list[str]()
 
     def hook(module: nn.Module, args: Any) -> None:
-        names.append(call_name(*drawer(paths_of(model))))
+        names.append(random_call_name(*running_module_and_lines(module_paths_by_id(model))))
 
     model[0].dropout.register_forward_pre_hook(hook)
     model[0](torch.randn(2, WIDTH))
-    with fused(model):
+    with fuse_model(model):
         model[0](torch.randn(2, WIDTH))
         try:
             model[0](torch.randn(2, WIDTH + 1))
@@ -102,23 +102,23 @@ def test_random_ops_and_tracebacks_keep_the_users_lines(model: nn.Module) -> Non
 
 
 def test_a_model_that_is_not_the_plans_is_refused(model: nn.Module) -> None:
-    graph = declared(find(model, blocks(model)))
-    made, text = rewrites(graph), fused_module(graph)
+    graph = declare_fusions(find_fusions(model, block_names(model)))
+    made, text = plan_rewrites(graph), render_fused_module(graph)
     other = nn.Sequential(nn.Linear(WIDTH, WIDTH), *list(model)[1:])
     with pytest.raises(UserError, match="0 is of class Linear, the plan was made with MLP"):
-        install(other, made, text)
-    install(model, made, text)
+        install_fused(other, made, text)
+    install_fused(model, made, text)
     with pytest.raises(UserError, match="has a forward of its own"):
-        install(model, [replace(r, modules=r.modules[:1]) for r in made], text)
+        install_fused(model, [replace(r, modules=r.modules[:1]) for r in made], text)
 
 
 def test_code_is_compiled_once_for_each_line(model: nn.Module) -> None:
-    graph = declared(find(model, blocks(model)))
-    text = fused_module(graph)
-    mlp = next(r for r in rewrites(graph) if r.cls == "MLP")
+    graph = declare_fusions(find_fusions(model, block_names(model)))
+    text = render_fused_module(graph)
+    mlp = next(r for r in plan_rewrites(graph) if r.cls == "MLP")
     assert mlp.modules == ("0", "1") and "swiglu = fused.swiglu(gate, up)" in text
     compile(text, "fused.py", "exec")
-    with installed(model, rewrites(graph), text):
+    with installed_temporarily(model, plan_rewrites(graph), text):
         assert model[0].forward.__wrapped__.__func__ is MLP.forward
 
 
@@ -140,8 +140,8 @@ def wrapped(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_global_is_found_through_decorators() -> None:
-    again = rebound(wrapped, {"twice": lambda x: 3 * x})
+    again = rebind_globals(wrapped, {"twice": lambda x: 3 * x})
     assert again(torch.ones(())) == 4 and wrapped(torch.ones(())) == 3
     hidden = decorated(print)
     with pytest.raises(ValueError, match="hides its code"):
-        rebound(hidden, {})
+        rebind_globals(hidden, {})

@@ -10,10 +10,10 @@ import torch
 import transformers as T
 from torch import nn
 
-from secc.frontend.dataset.eager_reference import compare, eager
+from secc.frontend.dataset.eager_reference import compare_results, run_eager
 from secc.runtime.model.default_collate import DefaultCollate
-from secc.runtime.model.user_file import loss_of
-from tests.fusion.fuse_model import fused, matched, reasons
+from secc.runtime.model.user_file import extract_loss
+from tests.fusion.fuse_model import describe_misses, fuse_model, rules_by_class
 from tools.zoo_models import entry
 
 STEPS, LOSSES = 6, 1e-4
@@ -61,7 +61,7 @@ def losses(model: nn.Module, batch: dict[str, Any]) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found: list[float] = []
     for _ in range(STEPS):
-        loss = loss_of(model(**batch))
+        loss = extract_loss(model(**batch))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
@@ -74,11 +74,11 @@ def check(model: nn.Module, batch: dict[str, Any], rules: set[str]) -> None:
     weights."""
     model.train()
     weights = {k: v.clone() for k, v in model.state_dict().items()}
-    own = eager(model, batch)
-    with fused(model) as found:
-        assert set[str]().union(*matched(found).values()) == rules, reasons(found)
-        difference = compare(eager(model, batch), own)
-        assert difference.exact, difference
+    own = run_eager(model, batch)
+    with fuse_model(model) as found:
+        assert set[str]().union(*rules_by_class(found).values()) == rules, describe_misses(found)
+        difference = compare_results(run_eager(model, batch), own)
+        assert difference.is_exact, difference
         with_kernels = losses(model, batch)
         assert weights.keys() == model.state_dict().keys()
     model.load_state_dict(weights)

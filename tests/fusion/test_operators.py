@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from secc.runtime.fusion import operators
-from secc.runtime.tensor_parallel.rules.mark import Mark, Refused, mark, set_mark
-from secc.runtime.tensor_parallel.shape_mode import Shapes
+from secc.runtime.tensor_parallel.rules.mark import ShardMark, UnshardableCode, mark_of, set_mark
+from secc.runtime.tensor_parallel.shape_mode import WholeShapeMode
 
 
 def plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -42,14 +42,14 @@ def test_rotations_broadcast_as_the_users_code(
 
 def part(x: torch.Tensor, dim: int) -> torch.Tensor:
     """The second of two ranks' parts."""
-    return set_mark(x.chunk(2, dim)[1].clone(), Mark(dim, (x.shape[dim],)))
+    return set_mark(x.chunk(2, dim)[1].clone(), ShardMark(dim, (x.shape[dim],)))
 
 
 def test_operators_on_parts_give_parts() -> None:
     torch.manual_seed(0)
     gate, up, x = torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.randn(2, 4, 5, 8)
     weight, cos, sin = torch.randn(8), torch.randn(2, 1, 5, 8), torch.randn(2, 1, 5, 8)
-    with Shapes(1, 2):
+    with WholeShapeMode(1, 2):
         gated = operators.swiglu(part(gate, 2), part(up, 2))
         normed = operators.rms_norm(part(x, 1), weight, 1e-5)
         turned = operators.rotate(part(x, 1), cos, sin)
@@ -60,11 +60,11 @@ def test_operators_on_parts_give_parts() -> None:
         turned: operators.rotate(x, cos, sin),
     }
     for got, whole in found.items():
-        known = mark(got)
-        assert known is not None and known.size == whole.shape[known.dim]
+        known = mark_of(got)
+        assert known is not None and known.whole_size == whole.shape[known.dim]
         torch.testing.assert_close(got.as_subclass(torch.Tensor), whole.chunk(2, known.dim)[1])
 
 
 def test_a_norm_over_a_dim_that_is_cut_is_left_to_plain_ops() -> None:
-    with Shapes(1, 2), pytest.raises(Refused):
+    with WholeShapeMode(1, 2), pytest.raises(UnshardableCode):
         operators.rms_norm(part(torch.randn(2, 5, 8), 2), None, 1e-5)

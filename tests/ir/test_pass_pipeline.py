@@ -56,18 +56,18 @@ def rename(monkeypatch: pytest.MonkeyPatch) -> None:
         "load_pass",
         lambda name, load=pass_pipeline.load_pass: Rename if name == "rename" else load(name),
     )
-    monkeypatch.setitem(pass_pipeline.PASSES, "rename", "rename.Rename")
+    monkeypatch.setitem(pass_pipeline.PASS_CLASSES, "rename", "rename.Rename")
 
 
-@pytest.mark.parametrize("name", pass_pipeline.PASSES)
+@pytest.mark.parametrize("name", pass_pipeline.PASS_CLASSES)
 def test_every_registered_pass_loads_under_its_name(name: str) -> None:
     assert pass_pipeline.load_pass(name).name == name
 
 
 def test_options_are_the_fields_of_the_pass(rename: None) -> None:
-    (found,) = pass_pipeline.parse('rename{to="x y" max-uses=5 keys="a","b" breaks=true}')
+    (found,) = pass_pipeline.parse_pipeline('rename{to="x y" max-uses=5 keys="a","b" breaks=true}')
     assert found == Rename("x y", 5, ("a", "b"), True)
-    assert pass_pipeline.parse("rename,dce")[0] == Rename()
+    assert pass_pipeline.parse_pipeline("rename,dce")[0] == Rename()
 
 
 @pytest.mark.parametrize(
@@ -75,47 +75,51 @@ def test_options_are_the_fields_of_the_pass(rename: None) -> None:
 )
 def test_a_bad_pipeline_is_refused_by_name(rename: None, spec: str) -> None:
     with pytest.raises(UserError) as error:
-        pass_pipeline.parse(spec)
+        pass_pipeline.parse_pipeline(spec)
     assert repr(spec) in error.value.message
     assert "dce" in error.value.remedy
 
 
 def test_a_described_pass_parses_to_itself(rename: None) -> None:
     for step in (Rename(), Rename("x", 7, ("a",), False)):
-        assert pass_pipeline.parse(pass_pipeline.described(step)) == (step,)
-    assert pass_pipeline.described(Rename(max_uses=4)) == "rename{max-uses=4}"
+        assert pass_pipeline.parse_pipeline(pass_pipeline.format_pass(step)) == (step,)
+    assert pass_pipeline.format_pass(Rename(max_uses=4)) == "rename{max-uses=4}"
 
 
 def test_dumps_hold_the_pipeline_that_made_them(rename: None) -> None:
-    module = module_text.parse(SOURCE)
-    record = pass_pipeline.run(module, pass_pipeline.parse("dce,rename{max-uses=4}"), dump=True)
+    module = module_text.parse_module(SOURCE)
+    record = pass_pipeline.run_passes(
+        module, pass_pipeline.parse_pipeline("dce,rename{max-uses=4}"), dump=True
+    )
     assert [name for name, _ in record.dumps] == ["dce", "rename"]
     last = record.dumps[-1][1]
     assert last.startswith("// secc opt -p 'dce,rename{max-uses=4}'\n")
-    assert pass_pipeline.made_by(last) == ["dce,rename{max-uses=4}"]
-    again = module_text.parse(SOURCE)
-    remade = pass_pipeline.run(again, pass_pipeline.parse(pass_pipeline.made_by(last)[0]), dump=True)
+    assert pass_pipeline.parse_dump_header(last) == ["dce,rename{max-uses=4}"]
+    again = module_text.parse_module(SOURCE)
+    remade = pass_pipeline.run_passes(
+        again, pass_pipeline.parse_pipeline(pass_pipeline.parse_dump_header(last)[0]), dump=True
+    )
     assert remade.dumps[-1][1] == last
 
 
 def test_every_dump_parses(rename: None) -> None:
-    steps = pass_pipeline.parse("canonicalize,dce,normalize-loss,dce,annotate-patterns,infer-modes")
-    record = pass_pipeline.run(module_text.parse(SOURCE), steps, dump=True)
+    steps = pass_pipeline.parse_pipeline("canonicalize,dce,normalize-loss,dce,annotate-patterns,infer-modes")
+    record = pass_pipeline.run_passes(module_text.parse_module(SOURCE), steps, dump=True)
     for _, dump in record.dumps:
-        assert module_text.print_module(module_text.parse(dump)) in dump
+        assert module_text.print_module(module_text.parse_module(dump)) in dump
 
 
 def test_a_pass_that_breaks_a_rule_is_a_defect_of_secc(rename: None) -> None:
     with pytest.raises(
         RuntimeError, match=r"pass rename left IR that breaks a rule[^@]*a case ends with sec\.return"
     ):
-        pass_pipeline.run(module_text.parse(SOURCE), [Rename(breaks=True)])
+        pass_pipeline.run_passes(module_text.parse_module(SOURCE), [Rename(breaks=True)])
 
 
 def test_progress_hears_of_each_pass_before_it_runs(rename: None) -> None:
     heard: list[str] = []
-    record = pass_pipeline.run(
-        module_text.parse(SOURCE), pass_pipeline.parse("dce,rename"), progress=heard.append
+    record = pass_pipeline.run_passes(
+        module_text.parse_module(SOURCE), pass_pipeline.parse_pipeline("dce,rename"), progress=heard.append
     )
     assert heard == ["dce", "rename"] == [name for name, _ in record.seconds]
 

@@ -8,25 +8,25 @@ from collections.abc import Callable, Sequence
 import torch
 from hypothesis import strategies as st
 
-from secc.runtime.kernels.backend import INTERPRETED
+from secc.runtime.kernels.backend import KERNELS_INTERPRETED
 
 Tensors = Sequence[torch.Tensor]
 Function = Callable[..., torch.Tensor | Tensors]
-TURNS = 8
-FLOOR = 0.05  # of a norm: below it an error counts as absolute
+NUDGED_RUNS = 8
+ABSOLUTE_NORM_FLOOR = 0.05  # of a norm: below it an error counts as absolute
 
 
-def examples(n: int) -> int:
+def example_count(n: int) -> int:
     """How many examples hypothesis draws: fewer through the interpreter, which is slow."""
-    return n // 2 if INTERPRETED else n
+    return n // 2 if KERNELS_INTERPRETED else n
 
 
-def seeds() -> st.SearchStrategy[int]:
+def tensor_seeds() -> st.SearchStrategy[int]:
     """What a test fills its tensors from, so that a failing example prints as a few integers."""
     return st.integers(0, 2**20)
 
 
-def strided(shape: Sequence[int], layout: str, seed: int, scale: float = 1.0) -> torch.Tensor:
+def strided_tensor(shape: Sequence[int], layout: str, seed: int, scale: float = 1.0) -> torch.Tensor:
     """Random float32 entries: `plain`, every other entry of a longer row (`stepped`), or with its first and
     last dims swapped in memory."""
     generator = torch.Generator().manual_seed(seed)
@@ -38,16 +38,16 @@ def strided(shape: Sequence[int], layout: str, seed: int, scale: float = 1.0) ->
     return scale * torch.randn(*shape, generator=generator)
 
 
-def check_registrations(operator: str, *inputs: object) -> None:
+def check_operator_registrations(operator: str, *inputs: object) -> None:
     """An operator's schema, fake and autograd registrations agree with what it does; without the interpreter
     (slow) also when traced."""
     parts = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
-        getattr(torch.ops.secc, operator).default, inputs, test_utils=parts if INTERPRETED else "ALL"
+        getattr(torch.ops.secc, operator).default, inputs, test_utils=parts if KERNELS_INTERPRETED else "ALL"
     )
 
 
-LAYOUTS = st.sampled_from(["plain", "stepped", "swapped"])
+TENSOR_LAYOUTS = st.sampled_from(["plain", "stepped", "swapped"])
 
 
 def outputs_and_gradients(
@@ -90,7 +90,7 @@ def assert_agree(
             assert a.shape == b.shape, f"{kind} {i}: {list(a.shape)}, not {list(b.shape)}"
             assert kind == "output" or a.dtype == inputs[i].dtype
             error, norm = float((a.double() - b).norm()), float(b.norm())
-            if error > tolerance * (norm + FLOOR):
+            if error > tolerance * (norm + ABSOLUTE_NORM_FLOOR):
                 assert error <= 3 * plain_error(reference, inputs, upstream, kind, i), (
                     f"{kind} {i}: error {error:.2e} of norm {norm:.2e}"
                 )
@@ -100,7 +100,7 @@ def plain_error(reference: Function, inputs: Tensors, upstream: Sequence[float],
     """The largest error of an output's or gradient's norm that `reference` has in the inputs' own dtype, on
     `TURNS` that hardly differ."""
     errors: list[float] = []
-    for turn in range(TURNS):
+    for turn in range(NUDGED_RUNS):
         generator = torch.Generator().manual_seed(turn)
         last = [
             torch.randint(-1, 2, x.shape, generator=generator) * min(turn, 1) * torch.finfo(x.dtype).eps

@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secc.runtime.randomness import bits_triton
-from secc.runtime.randomness.bits import mixed
-from tests.kernels.float64_comparison import examples, seeds
+from secc.runtime.randomness.bits import mix_counters
+from tests.kernels.float64_comparison import example_count, tensor_seeds
 
 
-@pytest.mark.skipif(not bits_triton.has_kernel(torch.zeros(1)), reason="runs under Triton's interpreter")
-@settings(max_examples=examples(30), deadline=None)
-@given(rows=st.integers(1, 40), width=st.integers(1, 70), seed=seeds())
+@pytest.mark.skipif(not bits_triton.has_bits_kernel(torch.zeros(1)), reason="runs under Triton's interpreter")
+@settings(max_examples=example_count(30), deadline=None)
+@given(rows=st.integers(1, 40), width=st.integers(1, 70), seed=tensor_seeds())
 def test_agrees_with_plain_pytorch(rows, width, seed):
     generator = torch.Generator().manual_seed(seed)
     counters = [torch.randint(-(2**63), 2**63 - 1, (n,), generator=generator) for n in (rows, width)]
-    assert torch.equal(bits_triton.random_bits(*counters), mixed(*counters))
+    assert torch.equal(bits_triton.random_bits(*counters), mix_counters(*counters))
 
 
 @pytest.mark.skipif(
@@ -33,5 +33,7 @@ def test_compiles_for_a_gpu(monkeypatch):
 
     monkeypatch.setattr(driver, "_active", Hopper())
     counters = torch.zeros(2, dtype=torch.int64)
-    kernel = bits_triton._mix.warmup(counters, counters, counters, 2, 4, BLOCK=bits_triton.BLOCK, grid=(1,))
+    kernel = bits_triton._mix_kernel.warmup(
+        counters, counters, counters, 2, 4, BLOCK=bits_triton.BITS_BLOCK, grid=(1,)
+    )
     assert ".target sm_90" in kernel.asm["ptx"] and len(kernel.asm["cubin"]) > 0

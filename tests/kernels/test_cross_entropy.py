@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 
 from secc.runtime.errors import UserError
 from secc.runtime.kernels import launch_tuning, linear_cross_entropy
-from secc.runtime.kernels.backend import INTERPRETED
+from secc.runtime.kernels.backend import KERNELS_INTERPRETED
 from tests.kernels.float64_comparison import (
-    LAYOUTS,
+    TENSOR_LAYOUTS,
     assert_agree,
-    check_registrations,
-    examples,
-    seeds,
-    strided,
+    check_operator_registrations,
+    example_count,
+    strided_tensor,
+    tensor_seeds,
 )
 
 
 def launch(chunk: int, block: int = 8):
-    return launch_tuning.use(
-        "linear_cross_entropy", launch_tuning.Launch(block, chunk, columns=2 * block + 3)
+    return launch_tuning.use_launch(
+        "linear_cross_entropy", launch_tuning.LaunchParameters(block, chunk, columns=2 * block + 3)
     )
 
 
@@ -41,7 +41,7 @@ def operator(hidden, weight, bias, **options):
     return loss
 
 
-@settings(max_examples=examples(20))
+@settings(max_examples=example_count(20))
 @given(
     rows=st.sampled_from([(0,), (1,), (7,), (2, 3)]),
     width=st.integers(1, 9),
@@ -49,19 +49,19 @@ def operator(hidden, weight, bias, **options):
     chunk=st.integers(1, 8),
     smoothing=st.sampled_from([0.0, 0.1, 1.0]),
     softcap=st.sampled_from([None, 2.0, 30.0]),
-    layout=LAYOUTS,
-    seed=seeds(),
+    layout=TENSOR_LAYOUTS,
+    seed=tensor_seeds(),
 )
 def test_agrees_with_float64(rows, width, vocabulary, chunk, smoothing, softcap, layout, seed):
     hidden, weight = (
-        strided([*rows, width], layout, seed, 2.0),
-        strided([vocabulary, width], layout, seed + 1),
+        strided_tensor([*rows, width], layout, seed, 2.0),
+        strided_tensor([vocabulary, width], layout, seed + 1),
     )
     target = torch.randint(vocabulary, rows, generator=torch.Generator().manual_seed(seed))
     target[target == 0] = -1
     options = {"target": target, "ignore_index": -1, "label_smoothing": smoothing, "softcap": softcap}
     with launch(chunk):
-        inputs = [hidden, weight, strided([vocabulary], "plain", seed + 2)]
+        inputs = [hidden, weight, strided_tensor([vocabulary], "plain", seed + 2)]
         assert_agree(partial(operator, **options), partial(reference, **options), inputs, 2e-5)
 
 
@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_refused(change, message):
         linear_cross_entropy(**{**fine, **change})
 
 
-@pytest.mark.skipif(INTERPRETED, reason="tracing does not depend on the kernels")
+@pytest.mark.skipif(KERNELS_INTERPRETED, reason="tracing does not depend on the kernels")
 def test_a_compiled_loss_is_the_eager_one():
     torch.manual_seed(0)
     inputs, target = [torch.randn(5, 4), torch.randn(7, 4)], torch.tensor([0, 6, -100, 3, 3])
@@ -167,4 +167,4 @@ def test_the_operator_traces_and_its_registrations_agree():
         torch.tensor([0, 5, -100]),
     )
     options = -100, 0.1, 0.0, 0, 6, ""
-    check_registrations("linear_cross_entropy", *inputs, *options)
+    check_operator_registrations("linear_cross_entropy", *inputs, *options)

@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from secc.frontend.dataset.eager_reference import compare
+from secc.frontend.dataset.eager_reference import compare_results
 from tests.fusion import test_fusion_rules
-from tests.fusion.fuse_model import fused, matched, reasons
+from tests.fusion.fuse_model import describe_misses, fuse_model, rules_by_class
 
 QUICK = [test_fusion_rules.OnePlus, test_fusion_rules.Block]
 SLOW = [test_fusion_rules.Inline, test_fusion_rules.ExactGelu, test_fusion_rules.Attention]
@@ -20,7 +20,7 @@ def test_rewritten_modules_run_the_kernels(cls: type[torch.nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = torch.nn.Sequential(cls()), torch.randn(2, 5, test_fusion_rules.WIDTH)
     own = test_fusion_rules.step(model, x)
-    with fused(model) as found:
-        assert matched(found), reasons(found)
-        difference = compare(test_fusion_rules.step(model, x), own)
-    assert difference.exact, difference
+    with fuse_model(model) as found:
+        assert rules_by_class(found), describe_misses(found)
+        difference = compare_results(test_fusion_rules.step(model, x), own)
+    assert difference.is_exact, difference

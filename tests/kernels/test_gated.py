@@ -9,26 +9,29 @@ from hypothesis import strategies as st
 from secc.runtime.errors import UserError
 from secc.runtime.kernels import geglu, launch_tuning, swiglu
 from tests.kernels.float64_comparison import (
-    LAYOUTS,
+    TENSOR_LAYOUTS,
     assert_agree,
-    check_registrations,
-    examples,
-    seeds,
-    strided,
+    check_operator_registrations,
+    example_count,
+    strided_tensor,
+    tensor_seeds,
 )
 
 FUSED = {"silu": swiglu, "tanh": lambda g, u: geglu(g, u, "tanh"), "none": lambda g, u: geglu(g, u, "none")}
 PLAIN = {"silu": F.silu, "tanh": lambda g: F.gelu(g, approximate="tanh"), "none": F.gelu}
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=example_count(40))
 @given(
     rows=st.sampled_from([(), (0,), (1,), (5,), (2, 3)]), width=st.integers(0, 20), activation=st.sampled_from(sorted(FUSED)),
-    scale=st.sampled_from([0.01, 1.0, 30.0]), layout=LAYOUTS, seed=seeds(),
+    scale=st.sampled_from([0.01, 1.0, 30.0]), layout=TENSOR_LAYOUTS, seed=tensor_seeds(),
 )  # fmt: skip
 def test_agrees_with_float64(rows, width, activation, scale, layout, seed):
-    inputs = [strided([*rows, width], layout, seed, scale), strided([*rows, width], "plain", seed + 1)]
-    with launch_tuning.use("gated", launch_tuning.Launch(8)):
+    inputs = [
+        strided_tensor([*rows, width], layout, seed, scale),
+        strided_tensor([*rows, width], "plain", seed + 1),
+    ]
+    with launch_tuning.use_launch("gated", launch_tuning.LaunchParameters(8)):
         assert_agree(FUSED[activation], lambda g, u: PLAIN[activation](g) * u, inputs, 2e-5)
 
 
@@ -54,4 +57,4 @@ def test_what_does_not_fit_is_refused():
 
 def test_the_operator_traces_and_its_registrations_agree():
     gate, up = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
-    check_registrations("gated", gate, up, "silu")
+    check_operator_registrations("gated", gate, up, "silu")

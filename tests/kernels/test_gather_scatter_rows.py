@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from secc.runtime.errors import UserError
 from secc.runtime.kernels import gather_rows, launch_tuning, ragged_index, scatter_rows
 from tests.kernels.float64_comparison import (
-    LAYOUTS,
+    TENSOR_LAYOUTS,
     assert_agree,
-    check_registrations,
-    examples,
-    seeds,
-    strided,
+    check_operator_registrations,
+    example_count,
+    strided_tensor,
+    tensor_seeds,
 )
 
 TRAILING = st.sampled_from([(), (1,), (5,), (11,), (2, 3)])
@@ -33,25 +33,28 @@ def plain_gather(x, index):
     return torch.stack(rows) if rows else x[:0]
 
 
-@settings(max_examples=examples(40))
-@given(trailing=TRAILING, index=INDEX, layout=LAYOUTS, seed=seeds())
+@settings(max_examples=example_count(40))
+@given(trailing=TRAILING, index=INDEX, layout=TENSOR_LAYOUTS, seed=tensor_seeds())
 def test_gathering_agrees_with_float64(trailing, index, layout, seed):
     picks = torch.tensor(index, dtype=torch.int64)
-    with launch_tuning.use("rows", launch_tuning.Launch(8)):
+    with launch_tuning.use_launch("rows", launch_tuning.LaunchParameters(8)):
         assert_agree(
             lambda x: gather_rows(x, picks),
             lambda x: plain_gather(x, picks),
-            [strided([6, *trailing], layout, seed)],
+            [strided_tensor([6, *trailing], layout, seed)],
             2e-5,
         )
 
 
-@settings(max_examples=examples(40))
-@given(trailing=TRAILING, index=INDEX, layout=LAYOUTS, seed=seeds())
+@settings(max_examples=example_count(40))
+@given(trailing=TRAILING, index=INDEX, layout=TENSOR_LAYOUTS, seed=tensor_seeds())
 def test_scattering_agrees_with_float64(trailing, index, layout, seed):
     places = torch.tensor(index, dtype=torch.int32)
-    inputs = [strided([6, *trailing], layout, seed), strided([len(index), *trailing], "plain", seed + 1)]
-    with launch_tuning.use("rows", launch_tuning.Launch(8)):
+    inputs = [
+        strided_tensor([6, *trailing], layout, seed),
+        strided_tensor([len(index), *trailing], "plain", seed + 1),
+    ]
+    with launch_tuning.use_launch("rows", launch_tuning.LaunchParameters(8)):
         assert_agree(
             lambda b, r: scatter_rows(b, places, r), lambda b, r: plain_scatter(b, places, r), inputs, 2e-5
         )
@@ -95,5 +98,5 @@ def test_what_does_not_fit_is_refused():
 
 def test_the_operators_trace_and_their_registrations_agree():
     x, index = torch.randn(4, 3, requires_grad=True), torch.tensor([2, 0, 2, -1])
-    check_registrations("gather_rows", x, index)
-    check_registrations("scatter_rows", x, index, torch.randn(4, 3, requires_grad=True))
+    check_operator_registrations("gather_rows", x, index)
+    check_operator_registrations("scatter_rows", x, index, torch.randn(4, 3, requires_grad=True))

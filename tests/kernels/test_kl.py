@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from secc.runtime.errors import UserError
 from secc.runtime.kernels import launch_tuning, linear_kl, linear_kl_ce
 from tests.kernels.float64_comparison import (
-    LAYOUTS,
+    TENSOR_LAYOUTS,
     assert_agree,
-    check_registrations,
-    examples,
-    seeds,
-    strided,
+    check_operator_registrations,
+    example_count,
+    strided_tensor,
+    tensor_seeds,
 )
 
 KINDS = st.sampled_from(["forward", "reverse", "js"])
@@ -24,11 +24,11 @@ ROWS = st.sampled_from([(0,), (1,), (7,), (2, 3)])
 
 
 def launch(chunk: int, block: int = 8):
-    return launch_tuning.use("linear_kl", launch_tuning.Launch(block, chunk))
+    return launch_tuning.use_launch("linear_kl", launch_tuning.LaunchParameters(block, chunk))
 
 
 def launch_both(chunk: int, block: int = 8):
-    return launch_tuning.use("linear_kl_ce", launch_tuning.Launch(block, chunk))
+    return launch_tuning.use_launch("linear_kl_ce", launch_tuning.LaunchParameters(block, chunk))
 
 
 def reference(
@@ -55,37 +55,40 @@ def random_mask(rows, seed):
     return torch.rand(rows, generator=torch.Generator().manual_seed(seed)) < 0.7
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=example_count(30))
 @given(
     rows=ROWS, width=st.integers(1, 9), teacher_width=st.integers(1, 5), vocabulary=st.integers(1, 30), chunk=st.integers(1, 8),
-    kind=KINDS, temperature=st.sampled_from([0.5, 1.0, 3.0]), beta=st.sampled_from([0.1, 0.5, 0.8]), masked=st.booleans(), layout=LAYOUTS,
-    seed=seeds(),
+    kind=KINDS, temperature=st.sampled_from([0.5, 1.0, 3.0]), beta=st.sampled_from([0.1, 0.5, 0.8]), masked=st.booleans(), layout=TENSOR_LAYOUTS,
+    seed=tensor_seeds(),
 )  # fmt: skip
 def test_agrees_with_float64(
     rows, width, teacher_width, vocabulary, chunk, kind, temperature, beta, masked, layout, seed
 ):
     options = {
-        "teacher": strided([*rows, teacher_width], layout, seed),
-        "teacher_weight": strided([vocabulary, teacher_width], layout, seed + 1),
+        "teacher": strided_tensor([*rows, teacher_width], layout, seed),
+        "teacher_weight": strided_tensor([vocabulary, teacher_width], layout, seed + 1),
         "mask": random_mask(rows, seed) if masked else None,
         "kind": kind, "temperature": temperature, "beta": beta,
     }  # fmt: skip
-    inputs = [strided([*rows, width], layout, seed + 2), strided([vocabulary, width], layout, seed + 3)]
+    inputs = [
+        strided_tensor([*rows, width], layout, seed + 2),
+        strided_tensor([vocabulary, width], layout, seed + 3),
+    ]
     with launch(chunk):
         assert_agree(partial(operator, **options), partial(reference, **options), inputs, 5e-5)
 
 
-@settings(max_examples=examples(16))
+@settings(max_examples=example_count(16))
 @given(
     rows=ROWS, vocabulary=st.integers(1, 20), chunk=st.integers(1, 8), kind=KINDS, temperature=st.sampled_from([1.0, 2.0]),
-    smoothing=st.sampled_from([0.0, 0.1]), masked=st.booleans(), layout=LAYOUTS, seed=seeds(),
+    smoothing=st.sampled_from([0.0, 0.1]), masked=st.booleans(), layout=TENSOR_LAYOUTS, seed=tensor_seeds(),
 )  # fmt: skip
 def test_with_cross_entropy_agrees_with_float64(
     rows, vocabulary, chunk, kind, temperature, smoothing, masked, layout, seed
 ):
     options = {
-        "teacher": strided([*rows, 3], layout, seed),
-        "teacher_weight": strided([vocabulary, 3], layout, seed + 1),
+        "teacher": strided_tensor([*rows, 3], layout, seed),
+        "teacher_weight": strided_tensor([vocabulary, 3], layout, seed + 1),
     }
     options |= {"mask": random_mask(rows, seed) if masked else None, "kind": kind, "temperature": temperature}
     target = torch.randint(vocabulary, rows, generator=torch.Generator().manual_seed(seed))
@@ -113,7 +116,7 @@ def test_with_cross_entropy_agrees_with_float64(
         assert_agree(
             both,
             separate,
-            [strided([*rows, 4], layout, seed + 2), strided([vocabulary, 4], layout, seed + 3)],
+            [strided_tensor([*rows, 4], layout, seed + 2), strided_tensor([vocabulary, 4], layout, seed + 3)],
             5e-5,
         )
 
@@ -213,5 +216,7 @@ def test_the_operators_trace_and_their_registrations_agree():
         torch.randn(6, 2),
     )
     mask, target = torch.tensor([True, False, True]), torch.tensor([0, 5, -100])
-    check_registrations("linear_kl", *heads, mask, 2.0, "forward", 0.5, 6, "", True, True)
-    check_registrations("linear_kl_ce", *heads, target, mask, 2.0, "reverse", 0.5, -100, 0.1, 0, 6, "")
+    check_operator_registrations("linear_kl", *heads, mask, 2.0, "forward", 0.5, 6, "", True, True)
+    check_operator_registrations(
+        "linear_kl_ce", *heads, target, mask, 2.0, "reverse", 0.5, -100, 0.1, 0, 6, ""
+    )

@@ -17,9 +17,9 @@ def cache(monkeypatch, tmp_path):
     """A cache file of this test alone."""
     path = tmp_path / "deep" / "kernels.json"
     monkeypatch.setenv("SECC_KERNEL_CACHE", str(path))
-    launch_tuning.measured.cache_clear()
+    launch_tuning.measured_launches.cache_clear()
     yield path
-    launch_tuning.measured.cache_clear()
+    launch_tuning.measured_launches.cache_clear()
 
 
 def test_the_fastest_parameters_are_kept_and_found_again(cache):
@@ -30,13 +30,14 @@ def test_the_fastest_parameters_are_kept_and_found_again(cache):
         return 1.0 if next(clock) == 12 else 5.0
 
     found = tune(4, {"gated": 1024}, torch.float32, "cpu", time=time)["gated"]
-    assert found == launch_tuning.TUNABLES["gated"].candidates(1024, torch.device("cpu"))[1]
-    key = launch_tuning.key("gated", 1000, torch.float32, torch.device("cpu"))
-    assert launch_tuning.Launch(**json.loads(cache.read_text())[key]) == found
-    launch_tuning.measured.cache_clear()
-    assert launch_tuning.measured()[key] == found
+    assert found == launch_tuning.TUNABLE_KERNELS["gated"].launch_candidates(1024, torch.device("cpu"))[1]
+    key = launch_tuning.measurement_key("gated", 1000, torch.float32, torch.device("cpu"))
+    assert launch_tuning.LaunchParameters(**json.loads(cache.read_text())[key]) == found
+    launch_tuning.measured_launches.cache_clear()
+    assert launch_tuning.measured_launches()[key] == found
     assert (
-        launch_tuning.key("gated", 1025, torch.float32, torch.device("cpu")) not in launch_tuning.measured()
+        launch_tuning.measurement_key("gated", 1025, torch.float32, torch.device("cpu"))
+        not in launch_tuning.measured_launches()
     )
 
 
@@ -44,9 +45,9 @@ def test_what_the_device_cannot_hold_is_passed_over(cache):
     def time(run):
         raise RuntimeError("out of resource: shared memory")
 
-    assert tune(4, {"gated": 64}, torch.float32, "cpu", time=time)["gated"] == launch_tuning.TUNABLES[
+    assert tune(4, {"gated": 64}, torch.float32, "cpu", time=time)["gated"] == launch_tuning.TUNABLE_KERNELS[
         "gated"
-    ].default(64, torch.device("cpu"))
+    ].default_launch(64, torch.device("cpu"))
 
 
 def test_every_kernel_has_a_trial_that_runs(cache):
@@ -59,16 +60,16 @@ def test_every_kernel_has_a_trial_that_runs(cache):
         "linear_kl": 50,
         "linear_kl_ce": 50,
     }.items():
-        launch_tuning.TUNABLES[name].trial(3, size, torch.float32, torch.device("cpu"))()
-    assert len(launch_tuning.TUNABLES) == 7
+        launch_tuning.TUNABLE_KERNELS[name].make_trial(3, size, torch.float32, torch.device("cpu"))()
+    assert len(launch_tuning.TUNABLE_KERNELS) == 7
 
 
 def test_a_broken_cache_counts_as_empty(cache):
     cache.parent.mkdir()
     for text in ("not json", "[]", '{"x": {"blocks": 3}}'):
         cache.write_text(text)
-        launch_tuning.measured.cache_clear()
-        assert launch_tuning.measured() == {}
+        launch_tuning.measured_launches.cache_clear()
+        assert launch_tuning.measured_launches() == {}
 
 
 def test_an_unknown_kernel_and_a_missing_gpu_are_refused(cache):

@@ -23,11 +23,11 @@ def test_logits_exist_for_one_chunk_of_rows_only():
         divergence, _, labels, _ = linear_kl_ce(hidden, weight, hidden, weight, target)
         (divergence + labels).backward()
 
-    launch = launch_tuning.Launch(4096, CHUNK, columns=4096)
+    launch = launch_tuning.LaunchParameters(4096, CHUNK, columns=4096)
     with (
-        launch_tuning.use("linear_cross_entropy", launch),
-        launch_tuning.use("linear_kl", launch),
-        launch_tuning.use("linear_kl_ce", launch),
+        launch_tuning.use_launch("linear_cross_entropy", launch),
+        launch_tuning.use_launch("linear_kl", launch),
+        launch_tuning.use_launch("linear_kl_ce", launch),
     ):
         for run in (
             lambda: linear_cross_entropy(hidden, weight, target)[0].backward(),

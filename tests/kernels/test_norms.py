@@ -9,37 +9,39 @@ from hypothesis import strategies as st
 from secc.runtime.errors import UserError
 from secc.runtime.kernels import launch_tuning, layer_norm, rms_norm
 from tests.kernels.float64_comparison import (
-    LAYOUTS,
+    TENSOR_LAYOUTS,
     assert_agree,
-    check_registrations,
-    examples,
-    seeds,
-    strided,
+    check_operator_registrations,
+    example_count,
+    strided_tensor,
+    tensor_seeds,
 )
 
 ROWS = st.sampled_from([(), (0,), (1,), (9,), (2, 3), (2, 2, 3)])
 
 
 def launch(width: int, rows: int = 2):
-    return launch_tuning.use("norm", launch_tuning.Launch(1 << (width - 1).bit_length(), rows))
+    return launch_tuning.use_launch(
+        "norm", launch_tuning.LaunchParameters(1 << (width - 1).bit_length(), rows)
+    )
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=example_count(40))
 @given(
     rows=ROWS,
     width=st.integers(1, 20),
     weighted=st.booleans(),
     center=st.booleans(),
     residual=st.booleans(),
-    layout=LAYOUTS,
-    seed=seeds(),
+    layout=TENSOR_LAYOUTS,
+    seed=tensor_seeds(),
 )
 @example(
     rows=(9,), width=2, weighted=False, center=True, residual=False, layout="swapped", seed=863851
 )  # gradients that cancel
 def test_agrees_with_float64(rows, width, weighted, center, residual, layout, seed):
-    inputs = [strided([*rows, width], layout, seed + i, 3.0) for i in range(1 + residual)]
-    inputs += [strided([width], "plain", seed + 2 + i) for i in range(weighted * (1 + center))]
+    inputs = [strided_tensor([*rows, width], layout, seed + i, 3.0) for i in range(1 + residual)]
+    inputs += [strided_tensor([width], "plain", seed + 2 + i) for i in range(weighted * (1 + center))]
 
     def split(tensors):
         x, *rest = tensors
@@ -96,5 +98,5 @@ def test_what_does_not_fit_is_refused():
 
 def test_the_operator_traces_and_its_registrations_agree():
     x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ([3, 8], [8], [8]))
-    check_registrations("norm", x, weight, bias, None, 1e-5, True)
-    check_registrations("norm", x, weight, None, torch.randn(3, 8), 1e-5, False)
+    check_operator_registrations("norm", x, weight, bias, None, 1e-5, True)
+    check_operator_registrations("norm", x, weight, None, torch.randn(3, 8), 1e-5, False)

@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 
 from secc.runtime.errors import UserError
 from secc.runtime.kernels import launch_tuning, rope
-from tests.kernels.float64_comparison import assert_agree, check_registrations, examples, seeds, strided
+from tests.kernels.float64_comparison import (
+    assert_agree,
+    check_operator_registrations,
+    example_count,
+    strided_tensor,
+    tensor_seeds,
+)
 
 
 def rotate_half(x):
@@ -23,10 +29,10 @@ def reference(x, cos, sin):
     return torch.cat([rotated * cos + rotate_half(rotated) * sin, rest], -1)
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=example_count(30))
 @given(
     batch=st.integers(0, 2), heads=st.integers(1, 5), key_heads=st.integers(1, 2), positions=st.integers(0, 4), half=st.integers(1, 5),
-    rest=st.integers(0, 3), tables=st.sampled_from(["shared", "own", "2-dim"]), transposed=st.booleans(), seed=seeds(),
+    rest=st.integers(0, 3), tables=st.sampled_from(["shared", "own", "2-dim"]), transposed=st.booleans(), seed=tensor_seeds(),
 )  # fmt: skip
 def test_agrees_with_float64(batch, heads, key_heads, positions, half, rest, tables, transposed, seed):
     shape = {
@@ -34,16 +40,19 @@ def test_agrees_with_float64(batch, heads, key_heads, positions, half, rest, tab
         "own": [batch, positions, 2 * half],
         "2-dim": [positions, 2 * half],
     }[tables]
-    cos, sin = strided(shape, "plain", seed), strided(shape, "stepped", seed + 1)  # halves that differ, too
+    cos, sin = (
+        strided_tensor(shape, "plain", seed),
+        strided_tensor(shape, "stepped", seed + 1),
+    )  # halves that differ, too
 
     def projected(count, number):
         width = 2 * half + rest
         if transposed:
-            return strided([batch, positions, count, width], "plain", number).transpose(1, 2)
-        return strided([batch, count, positions, width], "stepped", number)
+            return strided_tensor([batch, positions, count, width], "plain", number).transpose(1, 2)
+        return strided_tensor([batch, count, positions, width], "stepped", number)
 
     inputs = [projected(heads, seed + 2), projected(key_heads, seed + 3)]
-    with launch_tuning.use("rope", launch_tuning.Launch(0, 2)):
+    with launch_tuning.use_launch("rope", launch_tuning.LaunchParameters(0, 2)):
         assert_agree(
             lambda q, k: rope(q, k, cos, sin),
             lambda q, k: (reference(q, cos, sin), reference(k, cos, sin)),
@@ -72,4 +81,4 @@ def test_what_does_not_fit_is_refused():
 
 def test_the_operator_traces_and_its_registrations_agree():
     q, tables = torch.randn(2, 3, 4, 6, requires_grad=True), torch.randn(1, 4, 4)
-    check_registrations("rope", q, tables, tables + 1, False, torch.float32)
+    check_operator_registrations("rope", q, tables, tables + 1, False, torch.float32)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from secc.runtime.kernels import launch_tuning, linear_cross_entropy, linear_kl, linear_kl_ce
 from secc.runtime.kernels.vocab_parallel import (
-    combine,
+    combine_softmax_partials,
     vocab_parallel_linear_cross_entropy,
     vocab_parallel_linear_kl,
     vocab_parallel_linear_kl_ce,
@@ -41,7 +41,7 @@ def sharded(rank: int):
     dist.init_process_group("gloo")
     place = {"group": dist.group.WORLD, "first": BOUNDS[rank], "vocabulary": 11}
     found = {}
-    with launch_tuning.use("linear_cross_entropy", launch_tuning.Launch(4, 2, columns=5)):
+    with launch_tuning.use_launch("linear_cross_entropy", launch_tuning.LaunchParameters(4, 2, columns=5)):
         hidden, weight, _, _, bias = slices(rank)
         loss, _ = vocab_parallel_linear_cross_entropy(
             hidden, weight, TARGET, bias=bias, label_smoothing=0.1, softcap=3.0, **place
@@ -49,7 +49,7 @@ def sharded(rank: int):
         found["ce"] = loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))
     for kind in ("forward", "reverse", "js"):
         hidden, weight, teacher, teacher_weight, _ = slices(rank)
-        with launch_tuning.use("linear_kl", launch_tuning.Launch(4, 2)):
+        with launch_tuning.use_launch("linear_kl", launch_tuning.LaunchParameters(4, 2)):
             loss, _ = vocab_parallel_linear_kl(
                 hidden,
                 weight,
@@ -104,5 +104,5 @@ def test_combining_shards_normalises_the_whole_row():
     logits[1] = -torch.inf  # a shard without any logits
     maxima = logits.amax(2)
     sums = (logits - maxima.clamp(min=-1e30).unsqueeze(2)).exp().sum(2)
-    norms = combine(maxima, sums)
+    norms = combine_softmax_partials(maxima, sums)
     torch.testing.assert_close(norms.sum(0), logits.transpose(0, 1).reshape(4, -1).logsumexp(1))

@@ -23,7 +23,7 @@ from secc.ir.dialect.ops import (
     ReturnOp,
     SizeOp,
     TermOp,
-    strings,
+    strings_of,
 )
 from secc.runtime import kernels
 from secc.runtime.plan import expr_eval
@@ -66,7 +66,7 @@ def _run(op: CallOp | GlueOp, env: Env, source: Source) -> Sequence[Any]:
     with torch.set_grad_enabled("no_grad" not in op.properties):
         if isinstance(op, CallOp):
             value = source.model.get_submodule(op.target.data)(*args, **kwargs)
-            return [eval(f"value{path}", {"value": value}) for path in strings(op.outs)]
+            return [eval(f"value{path}", {"value": value}) for path in strings_of(op.outs)]
         value = function(op.target.data)(*args, **kwargs)
     return value if isinstance(value, tuple | list) else [value]
 
@@ -83,7 +83,7 @@ def function(target: str) -> Callable[..., Any]:
 
 
 def _arguments(op: CallOp | GlueOp, env: Env, sizes: Mapping[str, int]) -> tuple[list[Any], dict[str, Any]]:
-    text = argument_template.format(op.arguments, lambda ref: f"_values[{ref.index}]")
+    text = argument_template.format_arguments(op.arguments, lambda ref: f"_values[{ref.index}]")
     known = {"torch": torch, "device": torch.device("cpu"), "float": float, "slice": slice}
     return eval(
         f"(lambda *args, **kwargs: (list(args), kwargs))({text})",
@@ -104,7 +104,7 @@ def distributed_loss(
                 known[op.result] = sum(e[op.value].double() for e in each)
             case SizeOp():
                 known[op.result] = torch.tensor(
-                    float(expr_eval.evaluate(op.value.data, whole)), dtype=torch.float64
+                    float(expr_eval.evaluate_expr(op.value.data, whole)), dtype=torch.float64
                 )
             case GlueOp() if op.results[0] not in runs[0] or not op.operands:
                 known.setdefault(op.results[0], None)

@@ -15,14 +15,14 @@ from xdsl.dialects.builtin import ModuleOp
 
 from secc import pass_pipeline
 from secc.errors import UserError
-from secc.frontend.capture.capture import Capture, capture
-from secc.frontend.capture.to_ir import to_ir
-from secc.frontend.dataset.input_symbols import describe
-from secc.frontend.dataset.sampling import survey
+from secc.frontend.capture.capture import Capture, capture_model
+from secc.frontend.capture.to_ir import capture_to_ir
+from secc.frontend.dataset.input_symbols import describe_inputs
+from secc.frontend.dataset.sampling import survey_dataset
 from secc.ir.dialect.ops import graph_of
-from secc.runtime.model.meta_build import meta_model
-from secc.runtime.model.user_file import UserModel, load
-from secc.runtime.plan.batch_sizes import pad_batch, sizes_of
+from secc.runtime.model.meta_build import build_meta_model
+from secc.runtime.model.user_file import UserModel, load_model_file
+from secc.runtime.plan.batch_sizes import pad_batch, read_symbol_sizes
 from tests.passes.case_interpreter import Source, distributed_loss
 from tests.passes.loss_examples import GROUPS, MODEL, REFUSED
 
@@ -38,27 +38,27 @@ def captured(tmp_path: Path, losses: list[str]) -> tuple[UserModel, Capture, Mod
     )
     path = tmp_path / "model.py"
     path.write_text(MODEL.replace("{body}", "\n".join("        " + line for line in lines)))
-    user = load(path)
-    drawn = survey(user, 24)
-    found = capture(user, meta_model(user), drawn, describe(user, drawn))
-    return user, found, to_ir(found)
+    user = load_model_file(path)
+    drawn = survey_dataset(user, 24)
+    found = capture_model(user, build_meta_model(user), drawn, describe_inputs(user, drawn))
+    return user, found, capture_to_ir(found)
 
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_micro_batches_give_the_loss_and_gradients_of_the_whole_batch(name: str, tmp_path: Path) -> None:
     user, found, module = captured(tmp_path, GROUPS[name])
-    pass_pipeline.run(module, pass_pipeline.parse(PASSES))
+    pass_pipeline.run_passes(module, pass_pipeline.parse_pipeline(PASSES))
     (case,) = graph_of(module).cases
     torch.manual_seed(0)
-    model, dataset = user.model(), user.dataset()
+    model, dataset = user.build_model(), user.dataset()
     samples = [dataset[i] for i in range(7)]
     inputs = found.inputs
-    whole = sizes_of(user.collate(samples), inputs.symbols, len(samples))
+    whole = read_symbol_sizes(user.collate(samples), inputs.symbols, len(samples))
 
     def source(part: list[Any], padded: bool) -> Source:
         batch = user.collate(part)
         batch = pad_batch(batch, inputs.inputs, {"S": whole["S"]}) if padded else batch
-        return Source(batch, model, found.constants, sizes_of(batch, inputs.symbols, len(part)))
+        return Source(batch, model, found.constants, read_symbol_sizes(batch, inputs.symbols, len(part)))
 
     micro_batches = [source(samples[s], padded=True) for s in SPLIT]
     loss = distributed_loss(case, micro_batches, [source([s], padded=False) for s in samples], whole)
@@ -82,7 +82,7 @@ def same(loss: torch.Tensor, wanted: torch.Tensor, parameters: list[torch.nn.Par
 def test_a_loss_that_mixes_samples_is_refused_with_op_and_line(loss: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
         _, _, module = captured(tmp_path, [loss])
-        pass_pipeline.run(module, pass_pipeline.parse(PASSES))
+        pass_pipeline.run_passes(module, pass_pipeline.parse_pipeline(PASSES))
     assert REFUSED[loss] in refused.value.message
     assert refused.value.where.startswith("model.py:21")
     assert refused.value.remedy

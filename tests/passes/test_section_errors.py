@@ -8,8 +8,8 @@ import pytest
 
 from secc import pass_pipeline
 from secc.errors import UserError
-from secc.ir.analysis.dataflow import texts_of
-from secc.ir.dialect.ops import graph_of, strings
+from secc.ir.analysis.dataflow import get_strings
+from secc.ir.dialect.ops import graph_of, strings_of
 from secc.ir.text_io import module_text
 
 HEAD = """
@@ -46,7 +46,9 @@ CHAIN = case(call("y", "a", "x"), call("h", "b", "y"), END)
 
 def refusal(source: str, passes: str) -> UserError:
     with pytest.raises(UserError) as caught:
-        pass_pipeline.run(module_text.parse(HEAD + source + "}"), pass_pipeline.parse(passes))
+        pass_pipeline.run_passes(
+            module_text.parse_module(HEAD + source + "}"), pass_pipeline.parse_pipeline(passes)
+        )
     assert caught.value.remedy
     return caught.value
 
@@ -89,11 +91,11 @@ def test_an_edge_that_some_cases_lack_must_have_no_rows_there() -> None:
 
 
 def test_sink_boundaries_merges_what_insert_transfers_would_refuse() -> None:
-    module = module_text.parse(HEAD + SECTIONS + ALONE + "\n" + BOTH + "}")
-    pass_pipeline.run(module, pass_pipeline.parse("sink-boundaries,insert-transfers,lower"))
+    module = module_text.parse_module(HEAD + SECTIONS + ALONE + "\n" + BOTH + "}")
+    pass_pipeline.run_passes(module, pass_pipeline.parse_pipeline("sink-boundaries,insert-transfers,lower"))
     (section,) = graph_of(module).sections
-    assert strings(section.blocks) == ("a", "b")
-    assert "case 'text' computes without it" in texts_of(section, "notes")[0]
+    assert strings_of(section.blocks) == ("a", "b")
+    assert "case 'text' computes without it" in get_strings(section, "notes")[0]
 
 
 def test_lower_wants_transfers() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from secc import pass_pipeline
-from secc.codegen.plan_builder import attribute
-from secc.errors import Impossible, UserError
+from secc.codegen.plan_builder import attribute_value
+from secc.errors import ImpossibleChoice, UserError
 from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io import module_text
 
@@ -17,8 +17,8 @@ SOURCE = (Path(__file__).parent / "shard_tensors.mlir").read_text()
 
 
 def sharded(source: str, passes: str = "shard-tensors"):
-    module = module_text.parse(source)
-    pass_pipeline.run(module, pass_pipeline.parse(passes))
+    module = module_text.parse_module(source)
+    pass_pipeline.run_passes(module, pass_pipeline.parse_pipeline(passes))
     return graph_of(module).sections
 
 
@@ -42,17 +42,17 @@ def test_a_section_of_which_nothing_can_be_cut_is_refused() -> None:
 
 def test_a_stage_is_refused_by_the_name_of_its_section() -> None:
     stage = SOURCE.replace("{tp = 2 : i64}", '{tp = 3 : i64, pipeline = "whole", stage = 0 : i64}')
-    with pytest.raises(Impossible, match=r"whole\.tp=3 is impossible") as error:
+    with pytest.raises(ImpossibleChoice, match=r"whole\.tp=3 is impossible") as error:
         sharded(stage)
     assert error.value.choices == ("whole.tp",)
 
 
 def test_a_plan_to_compare_may_have_a_tp_that_blocks_were_found_to_take() -> None:
     three = SOURCE.replace("{tp = 2 : i64}", "{tp = 3 : i64}")
-    with pytest.raises(Impossible):
+    with pytest.raises(ImpossibleChoice):
         sharded(three, "shard-tensors{assume=true}")
     known = re.sub(r'(sec.block "tower".*)', r"\1 {tp = [2 : i64, 3 : i64]}", three)
-    assert attribute(sharded(known, "shard-tensors{assume=true}")[0], "tp", 1) == 3
+    assert attribute_value(sharded(known, "shard-tensors{assume=true}")[0], "tp", 1) == 3
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_tp_to_compare_that_nobody_looked_at_may_divide_what_ranks_share() -> 
     three = SOURCE.replace("{tp = 2 : i64}", "{tp = 3 : i64}")
     known = re.sub(r'(sec.block "tower".*)', r'\1 {tp = [], shared = ["9 heads"]}', three)
     with pytest.raises(
-        Impossible,
+        ImpossibleChoice,
         match="nobody looked how its blocks could be cut; 3 divides what its ranks would share: 9 heads",
     ):
         sharded(known, "shard-tensors{assume=true}")
@@ -104,5 +104,5 @@ def test_a_parameter_of_two_sections_stays_whole() -> None:
         'blocks ["embed", "tower", "extra"] {tp = 2 : i64}\n  sec.section "top" mode "train" when [] blocks ["head"]',
     )
     lm = sharded(two)[0]
-    assert not any("embed" in s for s in attribute(lm, "shards", ()))
-    assert "embed: a parameter of it belongs to several sections" in attribute(lm, "whole", ())
+    assert not any("embed" in s for s in attribute_value(lm, "shards", ()))
+    assert "embed: a parameter of it belongs to several sections" in attribute_value(lm, "whole", ())

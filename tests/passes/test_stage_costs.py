@@ -5,11 +5,11 @@ from __future__ import annotations
 from xdsl.dialects.builtin import StringAttr
 
 from secc import pass_pipeline
-from secc.cluster import parse
-from secc.ir.analysis.dataflow import text_of
+from secc.cluster import parse_cluster
+from secc.ir.analysis.dataflow import get_string
 from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io import module_text
-from secc.runtime.plan.expr_eval import evaluate
+from secc.runtime.plan.expr_eval import evaluate_expr
 
 SOURCE = """
 sec.graph "lm" widths "own" {
@@ -34,11 +34,11 @@ sec.graph "lm" widths "own" {
 def forward_ns(ranks: list[int]) -> int:
     """Of the first stage's micro-batch, on two nodes of four GPUs."""
     listed = ", ".join(f"{r} : i64" for r in ranks)
-    module = module_text.parse(SOURCE.replace("RANKS", f"[{listed}]"))
+    module = module_text.parse_module(SOURCE.replace("RANKS", f"[{listed}]"))
     graph = graph_of(module)
-    graph.attributes["cluster"] = StringAttr(parse("2x4xH100").to_json())
-    pass_pipeline.run(module, pass_pipeline.parse("split-stages"))
-    return evaluate(text_of(graph_of(module).sections[0], "forward_ns") or "", {"B": 1})
+    graph.attributes["cluster"] = StringAttr(parse_cluster("2x4xH100").to_json())
+    pass_pipeline.run_passes(module, pass_pipeline.parse_pipeline("split-stages"))
+    return evaluate_expr(get_string(graph_of(module).sections[0], "forward_ns") or "", {"B": 1})
 
 
 def test_a_stage_gathers_over_the_nodes_that_its_ranks_are_on() -> None:

@@ -6,28 +6,28 @@ from pathlib import Path
 
 import pytest
 
-from secc.cluster import COLLECTIVES, Ring, parse
-from secc.profile.machine_probe import Probed, collectives_over, to_yaml
-from secc.profile.time_collectives import rings
+from secc.cluster import COLLECTIVES, MeasuredRing, parse_cluster
+from secc.profile.machine_probe import MachineProbe, time_collectives_over, to_cluster_yaml
+from secc.profile.time_collectives import fit_rings
 
-PROBED = Probed("a processor", "cpu", 2, 8 << 30, {"f32": 100.0, "bf16": 50.0}, {}, 1e10, 30_000, 4e9)
+PROBED = MachineProbe("a processor", "cpu", 2, 8 << 30, {"f32": 100.0, "bf16": 50.0}, {}, 1e10, 30_000, 4e9)
 
 
 def test_a_cluster_file_without_collectives_is_one(tmp_path: Path) -> None:
     path = tmp_path / "here.yaml"
-    path.write_text(to_yaml(PROBED))
-    assert parse(str(path)).inside.rings == ()
+    path.write_text(to_cluster_yaml(PROBED))
+    assert parse_cluster(str(path)).inside.rings == ()
 
 
 def test_the_cluster_file_holds_what_was_measured(tmp_path: Path) -> None:
-    path, ring = tmp_path / "here.yaml", Ring("all_reduce", 2, 120_000, 17 * 10**8)
-    path.write_text(to_yaml(Probed(**{**vars(PROBED), "rings": [ring]})))
-    cluster = parse(str(path))
+    path, ring = tmp_path / "here.yaml", MeasuredRing("all_reduce", 2, 120_000, 17 * 10**8)
+    path.write_text(to_cluster_yaml(MachineProbe(**{**vars(PROBED), "rings": [ring]})))
+    cluster = parse_cluster(str(path))
     assert cluster.inside.rings == cluster.between.rings == (ring,)
 
 
 @pytest.mark.slow
 def test_real_processes_take_time_for_collectives() -> None:
-    found = collectives_over(2, "gloo")
-    assert [r.collective for r in rings(2, found)] == list(COLLECTIVES)
+    found = time_collectives_over(2, "gloo")
+    assert [r.collective for r in fit_rings(2, found)] == list(COLLECTIVES)
     assert all(0 < times[min(times)] < times[max(times)] for times in found.values())

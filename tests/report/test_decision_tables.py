@@ -12,13 +12,13 @@ from xdsl.dialects.builtin import ModuleOp
 
 from secc import pass_pipeline
 from secc.codegen import plan_builder as plan_codegen
-from secc.codegen.plan_builder import attribute
-from secc.driver.compile import Options, pipeline_text
+from secc.codegen.plan_builder import attribute_value
+from secc.driver.compile import CompileOptions, pipeline_text
 from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io import module_text
 from secc.passes.allocate import Allocate
-from secc.report.html_page import page
-from secc.report.plan_tables import tables
+from secc.report.html_page import report_page
+from secc.report.plan_tables import plan_tables
 from secc.report.text_table import bytes_text
 from secc.runtime.plan.schema import ModelRef, Plan
 
@@ -30,21 +30,23 @@ LAYERS = 'flops = "2400000*B*S", ops = 20, units = 12, kept = "1000*B*S", workin
 
 
 def allocated(source: str = VLM, **options: Any) -> ModuleOp:
-    module = module_text.parse(source)
-    pass_pipeline.run(module, (Allocate(**({"cluster": "1x3xcpu", "global_batch": 16} | options)),))
+    module = module_text.parse_module(source)
+    pass_pipeline.run_passes(module, (Allocate(**({"cluster": "1x3xcpu", "global_batch": 16} | options)),))
     return module
 
 
 def said(module: ModuleOp) -> dict[str, Any]:
-    return json.loads(attribute(graph_of(module), "reasons", "{}"))
+    return json.loads(attribute_value(graph_of(module), "reasons", "{}"))
 
 
 def step_time(module: ModuleOp) -> float:
-    return json.loads(attribute(graph_of(module), "prediction", "{}"))["step_time_s"]
+    return json.loads(attribute_value(graph_of(module), "prediction", "{}"))["step_time_s"]
 
 
 def layouts(module: ModuleOp) -> dict[str, dict[str, Any]]:
-    return {s.sym.data: {key: attribute(s, key, None) for key in KEYS} for s in graph_of(module).sections}
+    return {
+        s.sym.data: {key: attribute_value(s, key, None) for key in KEYS} for s in graph_of(module).sections
+    }
 
 
 FROZEN = VLM.replace("trainable 600000", "trainable 0").replace(
@@ -67,7 +69,7 @@ def test_alternatives_cost_what_plans_with_them_cost(source: str, strategy: str,
     assert {a["choice"].partition("=")[0] for a in found} >= (
         {"micro_batch", "sharding", "recompute"} if source == VLM else {"micro_batch"}
     )
-    assert bool(attribute(graph_of(module), "run_ahead_gib", 0.0)) == (source == FROZEN)
+    assert bool(attribute_value(graph_of(module), "run_ahead_gib", 0.0)) == (source == FROZEN)
     for alternative in found:
         taken = layouts(module) | {section: alternative["layout"]}
         pins = tuple(f"{s}.{key}={value}" for s, layout in taken.items() for key, value in layout.items())
@@ -89,7 +91,9 @@ def test_parts_add_up() -> None:
     for name, found in said(module).items():
         section = next(s for s in graph_of(module).sections if s.sym.data == name)
         assert sum(found["memory"]["parts"].values()) == found["memory"]["used"]
-        assert found["memory"]["used"] / GIB == pytest.approx(attribute(section, "memory_gib", 0.0), abs=1e-3)
+        assert found["memory"]["used"] / GIB == pytest.approx(
+            attribute_value(section, "memory_gib", 0.0), abs=1e-3
+        )
     assert said(module)["lm"]["memory"]["largest_tensor"]["tensor"] == "f32[B, S, 64] of lm"
 
 
@@ -105,20 +109,22 @@ def test_what_does_not_fit_is_said_with_its_memory() -> None:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    module = module_text.parse((TESTS / "codegen" / "llava.mlir").read_text())
-    pass_pipeline.run(
+    module = module_text.parse_module((TESTS / "codegen" / "llava.mlir").read_text())
+    pass_pipeline.run_passes(
         module,
-        pass_pipeline.parse(pipeline_text(Options(cluster="1x3xH100", global_batch=12, strategy="apart"))),
+        pass_pipeline.parse_pipeline(
+            pipeline_text(CompileOptions(cluster="1x3xH100", global_batch=12, strategy="apart"))
+        ),
     )
     parameters = {
         f"{path}.weight": "float32[4, 4] train"
         for path in ("model.vision_tower", "model.language_model", "lm_head")
     }
-    return plan_codegen.build(module, ModelRef("model.py", "0" * 64, parameters), {})
+    return plan_codegen.build_plan(module, ModelRef("model.py", "0" * 64, parameters), {})
 
 
 def test_the_report_says_why(plan: Plan) -> None:
-    found = {t.title: t for t in tables(plan)}
+    found = {t.title: t for t in plan_tables(plan)}
     choices = found["What else could be"].rows
     assert [r[0] for r in choices].count("language_model") >= 3 and any(
         r[1].startswith("sharding=") and r[4] for r in choices
@@ -144,4 +150,4 @@ def test_the_report_says_why(plan: Plan) -> None:
     assert any(part.startswith("largest tensor between blocks: ") for part in parts)
     assert {r[0] for r in found["What bounds sections"].rows} == {"vision_tower", "language_model"}
     for title in ("What else could be", "What bounds sections", "Where memory goes", "Where costs come from"):
-        assert f"<h2>{title}</h2>" in page(plan)
+        assert f"<h2>{title}</h2>" in report_page(plan)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from secc.report.html_page import page
-from tests.runtime.schedule.plan_strategies import plan, section, stages
+from secc.report.html_page import report_page
+from tests.runtime.schedule.plan_strategies import make_plan, make_section, make_stages
 
 
 def test_ranks_that_hold_the_same_share_a_card() -> None:
-    some = [section("vision", [6]), *stages("lm", [[0, 1, 4], [2, 3, 5]]), section("head", [4, 5])]
-    text = page(plan(some, [], 9))
+    some = [
+        make_section("vision", [6]),
+        *make_stages("lm", [[0, 1, 4], [2, 3, 5]]),
+        make_section("head", [4, 5]),
+    ]
+    text = report_page(make_plan(some, [], 9))
     cards = [
         line.split("<b>")[1].removesuffix("</div>").split("</b>")
         for line in text.splitlines()

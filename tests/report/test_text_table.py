@@ -7,8 +7,8 @@ import pytest
 
 from secc.cli import console
 from secc.report import tensor_parallel_rows
-from secc.report.text_table import Table, blocks_text, braced
-from secc.runtime.plan.schema import VERSION, Mesh, ModelRef, Plan, Section, Style
+from secc.report.text_table import TextTable, blocks_text, paths_text
+from secc.runtime.plan.schema import PLAN_VERSION, Mesh, ModelRef, ModuleStyle, Plan, Section
 
 
 def test_layers_in_a_row_are_one() -> None:
@@ -27,13 +27,13 @@ def test_layers_in_a_row_are_one() -> None:
     ],
 )
 def test_what_all_paths_begin_with_is_said_once(paths: list[str], line: str) -> None:
-    assert braced(paths) == line
+    assert paths_text(paths) == line
 
 
 def stage(i: int, layers: range) -> Section:
     """A stage of `lm` whose layers are cut alike."""
     styles = tuple(
-        Style(f"lm.layers.{n}.{name}", kind)
+        ModuleStyle(f"lm.layers.{n}.{name}", kind)
         for n in layers
         for name, kind in (("up", "colwise"), ("gate", "colwise"), ("down", "rowwise"))
     )
@@ -45,8 +45,8 @@ def stage(i: int, layers: range) -> Section:
 
 def test_stages_count_as_the_section_that_they_are_of() -> None:
     sections = (stage(0, range(0, 3)), stage(1, range(3, 5)))
-    plan = Plan(VERSION, "", ModelRef("", ""), 4, 4, "own", (), (), sections, (), (), (), {}, {}, {})
-    assert tensor_parallel_rows.rows(plan) == (
+    plan = Plan(PLAN_VERSION, "", ModelRef("", ""), 4, 4, "own", (), (), sections, (), (), (), {}, {}, {})
+    assert tensor_parallel_rows.tensor_parallel_rows(plan) == (
         ("lm", "lm.layers.*.{up, gate}", "5", "cut by outputs"),
         ("lm", "lm.layers.*.down", "5", "cut by inputs"),
     )
@@ -55,7 +55,7 @@ def test_stages_count_as_the_section_that_they_are_of() -> None:
 def test_short_columns_stay_whole_while_long_ones_have_room(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = Table(
+    table = TextTable(
         "T", ("section", "recompute", "blocks"), (("language_model", "selective", "model." + 100 * "x"),)
     )
     for width, whole in ((80, True), (24, False)):

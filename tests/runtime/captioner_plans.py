@@ -15,20 +15,20 @@ import torch
 from torch import nn
 
 from secc.runtime.model import user_file
-from secc.runtime.parameters.rank_weights import parameter_table
+from secc.runtime.parameters.rank_weights import describe_parameters
 from secc.runtime.plan.schema import (
-    VERSION,
+    PLAN_VERSION,
     Cost,
     Edge,
     Input,
+    LossTerm,
     Mesh,
     ModelRef,
     Plan,
     Section,
     Symbol,
-    Term,
-    Tie,
-    to_json,
+    TiedParameter,
+    plan_to_json,
 )
 
 FIXTURE = Path(__file__).parent / "fixtures" / "captioner"
@@ -46,7 +46,7 @@ def make_plan(layout: Layout, widths: str = "own", micro_batch: int = 2, source:
     """The captioner's plan with each section's replicas on the ranks of `layout`; `source` stands in for the
     text of its model file."""
     source = (FIXTURE / "model.py").read_text() if source is None else source
-    table = parameter_table(user_file.load(FIXTURE / "model.py").model())
+    table = describe_parameters(user_file.load_model_file(FIXTURE / "model.py").build_model())
 
     def section(name: str, mode: str, blocks: tuple[str, ...], when: tuple[str, ...] = ()) -> Section:
         params = tuple(n for n in table if n.startswith(tuple(f"{b}." for b in blocks)))
@@ -69,7 +69,7 @@ def make_plan(layout: Layout, widths: str = "own", micro_batch: int = 2, source:
         for key, fill in (("input_ids", 0.0), ("labels", -100.0))
     ]
     return Plan(
-        version=VERSION,
+        version=PLAN_VERSION,
         hash="",
         model=ModelRef("model.py", hashlib.sha256(source.encode()).hexdigest(), table),
         world_size=1 + max(r for ranks in layout.values() for r in ranks),
@@ -111,13 +111,13 @@ def make_plan(layout: Layout, widths: str = "own", micro_batch: int = 2, source:
             ),
         ),
         terms=(
-            Term("penalty", "encoder", "0.01 / n_images"),
-            Term("cross_entropy", "decoder", "1 / labels"),
-            Term("imitation", "decoder", "0.1 / labels"),
+            LossTerm("penalty", "encoder", "0.01 / n_images"),
+            LossTerm("cross_entropy", "decoder", "1 / labels"),
+            LossTerm("imitation", "decoder", "0.1 / labels"),
         ),
         ties=(
-            Tie(("encoder.gate", "decoder.gate"), ("encoder", "decoder")),
-            Tie(("embed.weight", "head.weight"), ("decoder",)),
+            TiedParameter(("encoder.gate", "decoder.gate"), ("encoder", "decoder")),
+            TiedParameter(("embed.weight", "head.weight"), ("decoder",)),
         ),
         cluster={},
         solver={},
@@ -152,7 +152,7 @@ def write_plan(
     if source is not None:
         (directory / "model.py").write_text(source)
     shutil.copy(directory / "model.py", directory / "model.py.txt")
-    (directory / "plan.json").write_text(to_json(plan))
+    (directory / "plan.json").write_text(plan_to_json(plan))
     pattern = (FIXTURE / "ranks" / "rank_00001.py").read_text()
     for rank in range(plan.world_size):
         held = [name for name, ranks in layout.items() if rank in ranks]
@@ -178,7 +178,7 @@ class Reference:
 
 def reference(steps: int, clip: float | None = None, seed: int = 0) -> Reference:
     """Train the captioner with whole global batches in this process."""
-    user = user_file.load(FIXTURE / "model.py")
+    user = user_file.load_model_file(FIXTURE / "model.py")
     module: ModuleType = user.module
     torch.manual_seed(seed)
     model: nn.Module = module.model()

@@ -19,8 +19,8 @@ def train(directory: Path, layout: Layout, steps: int, *arguments: str) -> list[
     def target(rank: int) -> dict[str, Any]:
         enter_plan(directory)
         terms: Any = importlib.import_module("sections.terms")
-        from secc.runtime.training.options import parse
-        from secc.runtime.training.rank_context import Run
+        from secc.runtime.training.options import parse_options
+        from secc.runtime.training.rank_context import RankContext
         from secc.runtime.training.trainer import Trainer
 
         held = [
@@ -28,12 +28,14 @@ def train(directory: Path, layout: Layout, steps: int, *arguments: str) -> list[
             for n, ranks in layout.items()
             if rank in ranks
         ]
-        with Run(directory, parse(["--steps", str(steps), "--workers", "0", *arguments]), terms) as run:
-            model = run.model()
+        with RankContext(
+            directory, parse_options(["--steps", str(steps), "--workers", "0", *arguments]), terms
+        ) as run:
+            model = run.load_model()
             trainer = Trainer(run, model, [section(model) for section in held])
             gradients = []
-            for batch in trainer.batches():
-                trainer.step(batch)
+            for batch in trainer.plan_steps():
+                trainer.train_step(batch)
                 here = [(n, p) for n, p in model.named_parameters() if not p.is_meta]
                 gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in here})
             return {

@@ -9,22 +9,32 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from secc.cli import main
-from secc.runtime.schedule.scheduler import schedule
-from secc.simulate.chrome_trace import chrome
-from secc.simulate.drawing import page, svg, text
-from secc.simulate.drawing_rows import WAIT, rows
-from secc.simulate.global_batches import global_batches
+from secc.runtime.schedule.scheduler import schedule_batch
+from secc.simulate.chrome_trace import make_chrome_trace
+from secc.simulate.drawing import render_html_page, render_svg, render_terminal
+from secc.simulate.drawing_rows import MESSAGE_WAIT, build_rows
+from secc.simulate.global_batches import load_global_batches
 from secc.simulate.simulator import simulate
-from secc.simulate.step_measures import measure
+from secc.simulate.step_measures import measure_step
 from tests.runtime.captioner_plans import APART, UNEVEN, write_plan
-from tests.runtime.schedule.plan_strategies import edge, passes_on, plan, sample, section, stages
+from tests.runtime.schedule.plan_strategies import (
+    make_edge,
+    make_plan,
+    make_sample,
+    make_section,
+    make_stages,
+    stage_edges,
+)
 from tests.simulate.test_simulator import IMAGE, cluster, run, trained, vlm
 
-STEP = run(trained(vlm(replicas=2, cluster=cluster()), lm=10), [sample(7, *IMAGE), sample(8), sample(9)])
+STEP = run(
+    trained(vlm(replicas=2, cluster=cluster()), lm=10),
+    [make_sample(7, *IMAGE), make_sample(8), make_sample(9)],
+)
 
 
 def test_a_trace_has_an_event_for_each_computation_and_both_ends_of_each_message():
-    events = chrome([STEP])["traceEvents"]
+    events = make_chrome_trace([STEP])["traceEvents"]
     compute = [e["args"] for e in events if e["ph"] == "X" and e["args"]["kind"] in "FB"]
     assert {
         "kind": "F",
@@ -43,26 +53,28 @@ def test_a_trace_has_an_event_for_each_computation_and_both_ends_of_each_message
 
 
 def test_steps_follow_each_other_in_a_trace():
-    one, two = (chrome([STEP] * n)["traceEvents"] for n in (1, 2))
+    one, two = (make_chrome_trace([STEP] * n)["traceEvents"] for n in (1, 2))
     ends = [max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") for events in (one, two)]
     assert ends == [pytest.approx(STEP.end / 1e3), pytest.approx(2 * STEP.end / 1e3)]
 
 
 def test_a_terminal_shows_a_line_for_each_rank_and_what_is_idle():
-    lines = ["".join(part for part, _ in line) for line in text(STEP, 60)]
+    lines = ["".join(part for part, _ in line) for line in render_terminal(STEP, 60)]
     assert len(lines) == 5 and all(len(line) <= 60 for line in lines[:4])
     assert lines[0].startswith("0 vision") and "█" in lines[0] and "▒" in lines[0] and "·" in lines[0]
     assert lines[3].split() == ["0", *f"{STEP.end / 2e6:.4g} ms".split(), *f"{STEP.end / 1e6:.4g} ms".split()]
 
 
 def test_the_ranks_of_a_replica_share_a_row_and_stages_stand_below_each_other():
-    vision = section("vision", [8, 9], when=IMAGE)
-    made = plan(
-        [vision, *stages("lm", [[0, 1, 4, 5], [2, 3, 6, 7]], tp=2)],
-        [edge("vision", "lm_0"), *passes_on(stages("lm", [[0], [1]]))],
+    vision = make_section("vision", [8, 9], when=IMAGE)
+    made = make_plan(
+        [vision, *make_stages("lm", [[0, 1, 4, 5], [2, 3, 6, 7]], tp=2)],
+        [make_edge("vision", "lm_0"), *stage_edges(make_stages("lm", [[0], [1]]))],
         11,
     )
-    found = rows(simulate(made, some := [sample(i, *IMAGE) for i in range(4)], schedule(made, some)), 64)
+    found = build_rows(
+        simulate(made, some := [make_sample(i, *IMAGE) for i in range(4)], schedule_batch(made, some)), 64
+    )
     assert [r.label for r in found.rows] == [
         "8 vision",
         "9 vision",
@@ -78,26 +90,30 @@ def test_the_ranks_of_a_replica_share_a_row_and_stages_stand_below_each_other():
 
 
 def test_of_many_ranks_every_section_keeps_some_rows():
-    made = plan([section("vision", [0], when=IMAGE), section("lm", range(1, 40))], [edge("vision", "lm")], 40)
-    step = simulate(made, some := [sample(i, *IMAGE) for i in range(40)], schedule(made, some))
-    found = rows(step, 8)
+    made = make_plan(
+        [make_section("vision", [0], when=IMAGE), make_section("lm", range(1, 40))],
+        [make_edge("vision", "lm")],
+        40,
+    )
+    step = simulate(made, some := [make_sample(i, *IMAGE) for i in range(40)], schedule_batch(made, some))
+    found = build_rows(step, 8)
     assert [r.label for r in found.rows] == [
         "0 vision",
         *(f"{1 + k * 38 // 6} lm" for k in range(7)),
     ] and found.left_out == 32
-    assert "(8 more ranks" in "".join(part for line in text(step, 80) for part, _ in line)
+    assert "(8 more ranks" in "".join(part for line in render_terminal(step, 80) for part, _ in line)
 
 
 def test_waits_for_messages_are_drawn_apart_from_idle_time():
-    kinds = [(b.kind, b.end - b.start) for b in rows(STEP, 8).rows[0].bars]
-    assert kinds[:3] == [("F", 100), (WAIT, 10 + 32 + 4), ("B", 200)]
+    kinds = [(b.kind, b.end - b.start) for b in build_rows(STEP, 8).rows[0].bars]
+    assert kinds[:3] == [("F", 100), (MESSAGE_WAIT, 10 + 32 + 4), ("B", 200)]
 
 
 def test_a_drawing_is_well_formed_and_names_samples():
-    root = ET.fromstring(svg(STEP))
+    root = ET.fromstring(render_svg(STEP))
     titles = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]
     assert any(re.fullmatch(r"F vision 0: samples 7, 0\.000 ms", t) for t in titles)
-    html = page(STEP, measure(STEP))
+    html = render_html_page(STEP, measure_step(STEP))
     assert (
         html.startswith("<!doctype html>")
         and "language" not in html
@@ -108,13 +124,13 @@ def test_a_drawing_is_well_formed_and_names_samples():
 
 def test_batches_are_those_that_ranks_train_on(tmp_path):
     plan = write_plan(tmp_path / "plan", APART)
-    first, second = global_batches(tmp_path / "plan", plan, steps=2)
+    first, second = load_global_batches(tmp_path / "plan", plan, steps=2)
     assert [s.id for s in first] == list(range(8))
     assert [s.id for s in second][:2] == [8, 9]
     assert all((s.sizes["n_images"] > 0) == bool(s.pattern) for s in second) and any(
         s.pattern for s in second
     )
-    shuffled = next(global_batches(tmp_path / "plan", plan, seed=1, shuffle=True))
+    shuffled = next(load_global_batches(tmp_path / "plan", plan, seed=1, shuffle=True))
     assert [s.id for s in shuffled] != [s.id for s in first]
 
 
@@ -181,11 +197,11 @@ def test_a_changed_model_file_is_refused(tmp_path):
     model = tmp_path / "plan" / "model.py"
     model.write_text(model.read_text() + "\n# changed\n")
     with pytest.raises(Exception, match="has changed"):
-        next(global_batches(tmp_path / "plan", plan))
+        next(load_global_batches(tmp_path / "plan", plan))
 
 
 def test_a_plan_of_the_fixture_simulates_with_every_section_busy(tmp_path):
     plan = write_plan(tmp_path / "plan", UNEVEN)
-    _, samples = global_batches(tmp_path / "plan", plan, steps=2)
-    m = measure(simulate(plan, samples, schedule(plan, samples)))
+    _, samples = load_global_batches(tmp_path / "plan", plan, steps=2)
+    m = measure_step(simulate(plan, samples, schedule_batch(plan, samples)))
     assert all(0 < share.busy <= 1 for share in m.sections.values())

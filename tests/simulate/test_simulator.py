@@ -12,13 +12,20 @@ from hypothesis import strategies as st
 
 from secc.bounds.bounds import schedule_bound
 from secc.bounds.traffic import Traffic
-from secc.cost.model.roofline import OPTIMIZER_PASSES
+from secc.cost.model.roofline import OPTIMIZER_MEMORY_PASSES
 from secc.runtime.plan.schema import ModelRef
-from secc.runtime.schedule.scheduler import schedule, timed_schedule
+from secc.runtime.schedule.scheduler import schedule_batch, schedule_with_makespan
 from secc.runtime.validation.full_check import ScheduleError
 from secc.simulate.simulator import simulate
-from secc.simulate.step_measures import busiest, in_flight, measure, memory_over_time
-from tests.runtime.schedule.plan_strategies import batches, edge, plan, plans, sample, section
+from secc.simulate.step_measures import find_busiest_rank, in_flight_over_time, measure_step, memory_over_time
+from tests.runtime.schedule.plan_strategies import (
+    make_edge,
+    make_plan,
+    make_sample,
+    make_section,
+    random_batches,
+    random_plans,
+)
 
 IMAGE = ("images",)
 ROW = 32  # bytes of a sample's row on the edges of these plans
@@ -45,10 +52,11 @@ def cluster(latency=10, gb_s=1, per_node=8, **overheads):
 def vlm(encoders=1, replicas=1, mode="train", **kwargs):
     """An encoder of 100 ns forward an image, and a language model of 50 ns forward a sample; backwards take
     twice as long."""
-    vision = section("vision", range(encoders), when=IMAGE, mode=mode, forward="100*B", backward="200*B")
-    lm = section("lm", range(encoders, encoders + replicas), forward="50*B", backward="100*B")
+    vision = make_section("vision", range(encoders), when=IMAGE, mode=mode, forward="100*B", backward="200*B")
+    lm = make_section("lm", range(encoders, encoders + replicas), forward="50*B", backward="100*B")
     return dataclasses.replace(
-        plan([vision, lm], [edge("vision", "lm", grad=mode == "train")], encoders + replicas), **kwargs
+        make_plan([vision, lm], [make_edge("vision", "lm", grad=mode == "train")], encoders + replicas),
+        **kwargs,
     )
 
 
@@ -62,7 +70,7 @@ def trained(p, **params):
 
 
 def run(p, samples, order="wavefront"):
-    return simulate(p, samples, schedule(p, samples, order=order))
+    return simulate(p, samples, schedule_batch(p, samples, order=order))
 
 
 @pytest.mark.parametrize(
@@ -78,9 +86,9 @@ def test_sharded_optimizers_sum_gather_and_update_their_parts(sharding, messages
             dataclasses.replace(s, sharding=sharding) if s.name == "lm" else s for s in p.sections
         ),
     )
-    traffic, (held,) = Traffic(p), Traffic(p).held
+    traffic, (held,) = Traffic(p), Traffic(p).reduction_groups
     assert traffic.reduce_ns(held) == messages * traffic.cluster.inside.message_ns(2000)
-    assert traffic.optimizer_ns(1) == OPTIMIZER_PASSES * 4 * updated
+    assert traffic.optimizer_ns(1) == OPTIMIZER_MEMORY_PASSES * 4 * updated
 
 
 @pytest.mark.parametrize(
@@ -95,7 +103,7 @@ def test_gradients_are_summed_in_float32_and_parameters_gathered_as_modules_have
     p = dataclasses.replace(vlm(replicas=2, cluster=cluster(tensor=0)), dtype=computes_in)
     p = dataclasses.replace(trained(p, lm=1000), model=ModelRef("", "", {"lm.w": f"{stored}[1000] train"}))
     traffic = Traffic(p)
-    (held,), message = traffic.held, traffic.cluster.inside.message_ns
+    (held,), message = traffic.reduction_groups, traffic.cluster.inside.message_ns
     assert traffic.reduce_ns(held) == 2 * message(2000)
     assert traffic.reduce_ns(dataclasses.replace(held, sharding="zero1")) == 4 * message(2000) + message(
         500 * gathered
@@ -103,10 +111,10 @@ def test_gradients_are_summed_in_float32_and_parameters_gathered_as_modules_have
     assert traffic.optimizer_ns(1) == 1000 * moved
 
 
-@given(plans(), batches, st.sampled_from(["wavefront", "dataset"]))
+@given(random_plans(), random_batches, st.sampled_from(["wavefront", "dataset"]))
 @settings(max_examples=100)
 def test_without_a_cluster_a_step_takes_what_the_order_predicts(p, samples, order):
-    programs, makespan = timed_schedule(p, samples, order=order)
+    programs, makespan = schedule_with_makespan(p, samples, order=order)
     end = simulate(p, samples, programs).end
     # A forward that got room only because nothing else could run starts sooner than the order thinks:
     # programs do not wait for room.
@@ -115,29 +123,31 @@ def test_without_a_cluster_a_step_takes_what_the_order_predicts(p, samples, orde
 
 def test_replicas_in_step_take_the_longest_forward_and_the_longest_backward():
     """One job does both in the last section, and no micro-batch is the longest in both."""
-    p = plan(
-        [section("lm", [0, 1], micro_batch=2, sharding="zero3", forward="7*B", backward="5*I + 3*S")], [], 2
+    p = make_plan(
+        [make_section("lm", [0, 1], micro_batch=2, sharding="zero3", forward="7*B", backward="5*I + 3*S")],
+        [],
+        2,
     )
-    samples = [sample(0, length=1), sample(1, length=1), sample(2, *IMAGE, length=1)]
-    programs, makespan = timed_schedule(p, samples)
+    samples = [make_sample(0, length=1), make_sample(1, length=1), make_sample(2, *IMAGE, length=1)]
+    programs, makespan = schedule_with_makespan(p, samples)
     assert simulate(p, samples, programs).end == makespan == 14 + 8
 
 
-@given(plans(), batches, st.sampled_from(["wavefront", "dataset"]), st.integers(1, 5))
+@given(random_plans(), random_batches, st.sampled_from(["wavefront", "dataset"]), st.integers(1, 5))
 @settings(max_examples=100)
 def test_no_step_with_messages_is_shorter_than_its_bound(p, samples, order, per_node):
     p = dataclasses.replace(p, cluster=cluster(latency=30, per_node=per_node))
     assert schedule_bound(p, samples).ns <= run(p, samples, order).end
 
 
-@given(plans(), batches)
+@given(random_plans(), random_batches)
 @settings(max_examples=50)
 def test_a_rank_does_one_thing_at_a_time_and_everything_once(p, samples):
     step = run(dataclasses.replace(p, cluster=cluster()), samples)
     for rank in range(p.world_size):
         mine = sorted((c for c in step.compute if c.rank == rank), key=lambda c: (c.start, c.end))
         assert all(a.end <= b.start for a, b in pairwise(mine))
-        assert all(c.free <= c.waited <= c.start <= c.end for c in mine)
+        assert all(c.free_at <= c.in_transit_from <= c.start <= c.end for c in mine)
     done = [(c.rank, c.kind, c.section, c.micro) for c in step.compute]
     assert (
         len(set(done))
@@ -147,7 +157,7 @@ def test_a_rank_does_one_thing_at_a_time_and_everything_once(p, samples):
 
 
 def test_a_message_takes_its_latency_and_its_bytes():
-    step = run(vlm(cluster=cluster()), [sample(0, *IMAGE)])
+    step = run(vlm(cluster=cluster()), [make_sample(0, *IMAGE)])
     wait, back = 10 + ROW, 10 + ROW + 4  # a gradient is followed by a flag
     assert [(c.kind, c.section, c.start) for c in step.compute] == [
         ("F", "vision", 0), ("F", "lm", 100 + wait), ("B", "lm", 150 + wait), ("B", "vision", 250 + wait + back),
@@ -164,7 +174,7 @@ def test_messages_of_one_sender_share_its_link():
     sender."""
     p = vlm(replicas=2, mode="forward", cluster=cluster())
     p = dataclasses.replace(p, sections=(dataclasses.replace(p.sections[0], micro_batch=2), p.sections[1]))
-    step = run(p, [sample(0, *IMAGE), sample(1, *IMAGE)])
+    step = run(p, [make_sample(0, *IMAGE), make_sample(1, *IMAGE)])
     assert sorted((t.start, t.end) for t in step.transfers) == [
         (100 * 2, 210 + ROW),
         (200 + ROW, 210 + 2 * ROW),
@@ -174,7 +184,7 @@ def test_messages_of_one_sender_share_its_link():
 def test_what_ranks_do_beside_computing_takes_time():
     """A sender is busy with its message before it moves, the optimizer with each tensor, a step with each
     sample of its batch."""
-    samples = [sample(0, *IMAGE)]
+    samples = [make_sample(0, *IMAGE)]
     p = trained(vlm(cluster=cluster()), lm=4)
     plain = run(p, samples).end
     assert (
@@ -187,29 +197,29 @@ def test_what_ranks_do_beside_computing_takes_time():
 
 
 def test_ranks_of_other_nodes_are_further_away():
-    near, far = (run(vlm(cluster=cluster(per_node=n)), [sample(0, *IMAGE)]).end for n in (2, 1))
+    near, far = (run(vlm(cluster=cluster(per_node=n)), [make_sample(0, *IMAGE)]).end for n in (2, 1))
     assert far - near == 2 * 90
 
 
 def test_gradients_are_reduced_and_the_optimizer_waits_for_all():
     p = trained(vlm(replicas=2, cluster=cluster()), lm=100)
-    step = run(p, [sample(0), sample(1), sample(2)])
+    step = run(p, [make_sample(0), make_sample(1), make_sample(2)])
     reduce = 2 * (10 + 200)  # 400 bytes over two ranks
     assert [(r.sections, r.start, r.end) for r in step.reductions] == [(("lm",), 300, 300 + reduce)]
-    assert (step.synced, step.end) == (300 + reduce, 300 + reduce + 7 * 400)
+    assert (step.gradients_summed, step.end) == (300 + reduce, 300 + reduce + 7 * 400)
 
 
 def test_parameters_tied_over_sections_are_reduced_at_the_end():
     p = vlm(cluster=cluster())
     sections = tuple(dataclasses.replace(s, params=("w",)) for s in p.sections)
     p = dataclasses.replace(p, sections=sections, model=ModelRef("", "", {"w": "float32[100] train"}))
-    step = run(p, [sample(0)])
+    step = run(p, [make_sample(0)])
     assert [(set(r.sections), r.ranks, r.start) for r in step.reductions] == [({"vision", "lm"}, (0, 1), 150)]
 
 
 def test_an_invalid_schedule_is_not_simulated():
-    p, samples = vlm(), [sample(0, *IMAGE)]
-    programs = schedule(p, samples)
+    p, samples = vlm(), [make_sample(0, *IMAGE)]
+    programs = schedule_batch(p, samples)
     lost = dataclasses.replace(programs, programs=(programs.programs[0][1:], programs.programs[1]))
     with pytest.raises(ScheduleError):
         simulate(p, samples, lost)
@@ -218,8 +228,8 @@ def test_an_invalid_schedule_is_not_simulated():
 def test_waits_are_told_apart():
     """The language model waits for the encoder's forward, then for the message; the encoder for both ways and
     the round trip."""
-    step = run(vlm(cluster=cluster()), [sample(0, *IMAGE)])
-    m = measure(step)
+    step = run(vlm(cluster=cluster()), [make_sample(0, *IMAGE)])
+    m = measure_step(step)
     wait, back = 10 + ROW, 10 + ROW + 4
     assert m.exposed_communication_s == pytest.approx((wait + back) / 2 / 1e9)
     lm, vision = 100 + (back + 200), wait + 150
@@ -230,14 +240,14 @@ def test_waits_are_told_apart():
 
 def test_the_busiest_rank_is_told_apart_from_those_that_wait_for_it():
     p = trained(vlm(replicas=2, cluster=cluster(tensor=5)), lm=100)
-    b = busiest(run(p, [sample(0, *IMAGE)]))
+    b = find_busiest_rank(run(p, [make_sample(0, *IMAGE)]))
     wait, back = 10 + ROW, 10 + ROW + 4
     assert b is not None and (b.rank, b.sections) == (0, "vision")
     assert (b.computing_s, b.exposed_s, b.waiting_s) == pytest.approx(
         (300e-9, back / 1e9, (wait + 150) / 1e9)
     )
     assert b.closing_s == pytest.approx((7 * 400 + 5 + max(0, 2 * (10 + 200) - back - 200)) / 1e9)
-    assert busiest(run(vlm(), [])) is None
+    assert find_busiest_rank(run(vlm(), [])) is None
 
 
 def test_memory_follows_what_is_in_flight():
@@ -246,13 +256,13 @@ def test_memory_follows_what_is_in_flight():
     p = dataclasses.replace(
         p, sections=tuple(dataclasses.replace(s, cost=c) for s, c in zip(p.sections, costs, strict=True))
     )
-    step = run(p, [sample(i, *IMAGE) for i in range(3)])
-    assert max(n for _, n in in_flight(step, 0)) == 3  # the encoder runs ahead
-    assert max(n for _, n in in_flight(step, 1)) == 1
+    step = run(p, [make_sample(i, *IMAGE) for i in range(3)])
+    assert max(n for _, n in in_flight_over_time(step, 0)) == 3  # the encoder runs ahead
+    assert max(n for _, n in in_flight_over_time(step, 1)) == 1
     assert max(b for _, b in memory_over_time(step, 0) or ()) == 10 * 4 * 4 + 3 * 7
     assert (memory_over_time(step, 1) or [])[-1][1] == 10 * 4 * 4
-    assert measure(step).peak_memory_gib == pytest.approx((160 + 21) / 2**30)
-    assert measure(run(vlm(), [sample(0)])).peak_memory_gib is None
+    assert measure_step(step).peak_memory_gib == pytest.approx((160 + 21) / 2**30)
+    assert measure_step(run(vlm(), [make_sample(0)])).peak_memory_gib is None
 
 
 @pytest.mark.parametrize(
@@ -271,20 +281,20 @@ def test_replicas_share_what_they_shard(sharding, computes_in, bytes_of_an_entry
     lm = dataclasses.replace(
         p.sections[1], sharding=sharding, cost=dataclasses.replace(p.sections[1].cost, saved="B")
     )
-    step = run(dataclasses.replace(p, sections=(p.sections[0], lm)), [sample(0)])
+    step = run(dataclasses.replace(p, sections=(p.sections[0], lm)), [make_sample(0)])
     assert min(b for _, b in memory_over_time(step, 1) or ()) == 100 * bytes_of_an_entry
 
 
 def test_use_of_the_hardware_counts_the_models_operations():
-    lm = section("lm", [0], forward="100*B", backward="200*B")
+    lm = make_section("lm", [0], forward="100*B", backward="200*B")
     lm = dataclasses.replace(
         lm, cost=dataclasses.replace(lm.cost, flops="1000*B", backward_flops="2000*B", dtype="f32")
     )
-    p = dataclasses.replace(plan([lm], [], 1), cluster=cluster())
-    assert measure(run(p, [sample(0), sample(1)])).mfu == pytest.approx(6000 / 20 / 600)
-    assert measure(run(vlm(cluster=cluster()), [sample(0)])).mfu is None
+    p = dataclasses.replace(make_plan([lm], [], 1), cluster=cluster())
+    assert measure_step(run(p, [make_sample(0), make_sample(1)])).mfu == pytest.approx(6000 / 20 / 600)
+    assert measure_step(run(vlm(cluster=cluster()), [make_sample(0)])).mfu is None
 
 
 def test_an_empty_batch_takes_no_time():
-    m = measure(run(vlm(), []))
+    m = measure_step(run(vlm(), []))
     assert (m.step_time_s, m.schedule_bound_s, m.in_flight) == (0, 0, 0)

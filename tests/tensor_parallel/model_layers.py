@@ -8,14 +8,14 @@ import torch
 import transformers as T
 from torch import nn
 
-from secc.runtime.sections.recompute import units
+from secc.runtime.sections.recompute import recompute_units
 
 
-def layer(config: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+def first_layer(config: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """The first layer of a model, and what it is called with."""
     torch.manual_seed(0)
     model = T.AutoModelForCausalLM.from_config(config).train()
-    first, calls = units(model)[0], list[tuple[Any, Any]]()
+    first, calls = recompute_units(model)[0], list[tuple[Any, Any]]()
     first.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     model(input_ids=torch.randint(0, 60, (2, 6)), use_cache=False)
     first._forward_pre_hooks.clear()

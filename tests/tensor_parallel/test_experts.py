@@ -11,11 +11,11 @@ import torch.nn.functional as F
 import transformers as T
 from torch import nn
 
-from secc.frontend.tp_search.expert_cuts import find_experts
+from secc.frontend.tp_search.expert_cuts import find_expert_cuts
 from secc.frontend.tp_search.find_mapping import expert_shards
-from secc.frontend.tp_search.verify_mapping import Whole
-from secc.runtime.plan.schema import Style
-from tests.tensor_parallel.model_layers import layer
+from secc.frontend.tp_search.verify_mapping import UnsplitModule
+from secc.runtime.plan.schema import ModuleStyle
+from tests.tensor_parallel.model_layers import first_layer
 
 WIDTH, INNER, EXPERTS = 32, 64, 4
 SMALL = {
@@ -47,14 +47,16 @@ GPT_OSS = T.GptOssConfig(
 def test_experts_of_models_are_cut(config: Any, halves: tuple[int, ...], count: int) -> None:
     """Gate and up side by side or entry by entry, `[experts, out, in]` and `[experts, in, out]`, square
     matrices, biases."""
-    module, args, kwargs = layer(config)
-    ((path, way),) = find_experts(module, (args, kwargs), count).items()
+    module, args, kwargs = first_layer(config)
+    ((path, way),) = find_expert_cuts(module, (args, kwargs), count).items()
     cut = expert_shards(module.get_submodule(path), way, path)
     parts = {s.name.rpartition(".")[2]: s.parts for s in cut}
     assert parts["gate_up_proj"] == halves and sum(parts["down_proj"]) * 2 == sum(halves)
-    verdict = Whole(module, (args, kwargs)).compare(count, [Style(path, "experts")], cut)
+    verdict = UnsplitModule(module, (args, kwargs)).compare_mapping(
+        count, [ModuleStyle(path, "experts")], cut
+    )
     assert verdict.reason == ""
-    assert verdict.partial == ((f"{path}.down_proj_bias",) if config is GPT_OSS else ())
+    assert verdict.partial_parameters == ((f"{path}.down_proj_bias",) if config is GPT_OSS else ())
 
 
 class Experts(nn.Module):
@@ -87,20 +89,20 @@ class Layer(nn.Module):
 def test_plain_experts_are_cut_and_routers_get_whole_gradients() -> None:
     torch.manual_seed(0)
     module, call = Layer(mixed=False), ((torch.randn(6, WIDTH, requires_grad=True),), {})
-    way = find_experts(module, call, 2)["experts"]
+    way = find_expert_cuts(module, call, 2)["experts"]
     assert way == {"gate": (2, 1), "up": (2, 1), "down": (1, 1)}
-    verdict = Whole(module, call).compare(
-        2, [Style("experts", "experts")], expert_shards(module.experts, way, "experts")
+    verdict = UnsplitModule(module, call).compare_mapping(
+        2, [ModuleStyle("experts", "experts")], expert_shards(module.experts, way, "experts")
     )
-    assert (verdict.reason, verdict.partial) == ("", ())
+    assert (verdict.reason, verdict.partial_parameters) == ("", ())
 
 
 def test_experts_that_mix_their_inner_width_stay_whole() -> None:
     torch.manual_seed(0)
-    assert find_experts(Layer(mixed=True), ((torch.randn(6, WIDTH),), {}), 2) == {}
+    assert find_expert_cuts(Layer(mixed=True), ((torch.randn(6, WIDTH),), {}), 2) == {}
 
 
 @pytest.mark.parametrize("count", [3, 16])
 def test_an_inner_width_that_ranks_cannot_share_in_whole_rows_of_kernels_stays_whole(count: int) -> None:
     torch.manual_seed(0)
-    assert find_experts(Layer(mixed=False), ((torch.randn(6, WIDTH),), {}), count) == {}
+    assert find_expert_cuts(Layer(mixed=False), ((torch.randn(6, WIDTH),), {}), count) == {}

@@ -14,25 +14,29 @@ import torch.nn.functional as F
 import transformers as T
 from torch import nn
 
-from secc.frontend.tp_search.find_mapping import Found, find, shards
-from secc.frontend.tp_search.hf_tp_plan import columns
-from secc.frontend.tp_search.thread_ranks import ThreadGroup, run_ranks
-from secc.frontend.tp_search.verify_mapping import Verdict, Whole
-from secc.runtime.plan.schema import Style
-from secc.runtime.tensor_parallel.parameter_cuts import Cut, cut_parameters
-from secc.runtime.tensor_parallel.styles import apply
-from tests.tensor_parallel.model_layers import layer
+from secc.frontend.tp_search.find_mapping import TpMapping, find_mapping, mapping_shards
+from secc.frontend.tp_search.hf_tp_plan import hf_column_parallel
+from secc.frontend.tp_search.thread_ranks import ThreadGroup, run_thread_ranks
+from secc.frontend.tp_search.verify_mapping import MappingVerdict, UnsplitModule
+from secc.runtime.plan.schema import ModuleStyle
+from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut, cut_parameters
+from secc.runtime.tensor_parallel.styles import apply_styles
+from tests.tensor_parallel.model_layers import first_layer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 WIDTH = 32
 
 
-def shown(module: nn.Module, *args: Any, count: int = 2, **kwargs: Any) -> tuple[Found, Verdict, Verdict]:
+def shown(
+    module: nn.Module, *args: Any, count: int = 2, **kwargs: Any
+) -> tuple[TpMapping, MappingVerdict, MappingVerdict]:
     """The mapping, and what the comparison says of it without and with whole sizes."""
     call = (args, kwargs)
-    found = find(module, call, count)
+    found = find_mapping(module, call, count)
     plain, shapes = (
-        Whole(module, call).compare(count, found.styles(with_shapes), shards(module, found))
+        UnsplitModule(module, call).compare_mapping(
+            count, found.layer_styles(with_shapes), mapping_shards(module, found)
+        )
         for with_shapes in (False, True)
     )
     return found, plain, shapes
@@ -56,32 +60,34 @@ NEOX = T.GPTNeoXConfig(**SMALL)
 def test_layers_of_models_are_cut_everywhere(config: Any) -> None:
     """Separate and fused projections, `nn.Linear` and `Conv1D`, queries and keys side by side or head by
     head, dropout."""
-    module, args, kwargs = layer(config)
+    module, args, kwargs = first_layer(config)
     found, _, shapes = shown(module, *args, **kwargs)
-    assert shapes.reason == "" and not found.whole
-    assert len(found.rows) == 2
-    assert set(shapes.partial) == {n for n, _ in module.named_parameters() if "q_norm" in n or "k_norm" in n}
+    assert shapes.reason == "" and not found.unsplit_reasons
+    assert len(found.row_parallel) == 2
+    assert set(shapes.partial_parameters) == {
+        n for n, _ in module.named_parameters() if "q_norm" in n or "k_norm" in n
+    }
 
 
 def test_parts_of_fused_projections_are_found() -> None:
-    module, args, kwargs = layer(PHI3)
+    module, args, kwargs = first_layer(PHI3)
     found, *_ = shown(module, *args, **kwargs)
-    assert found.columns["self_attn.qkv_proj"] == (WIDTH, WIDTH, WIDTH) and found.columns[
+    assert found.column_parallel["self_attn.qkv_proj"] == (WIDTH, WIDTH, WIDTH) and found.column_parallel[
         "mlp.gate_up_proj"
     ] == (48, 48)
-    assert found.shared == ["4 heads", f"{WIDTH} outputs", "48 outputs"]
+    assert found.shared_sizes == ["4 heads", f"{WIDTH} outputs", "48 outputs"]
 
 
 def test_code_that_follows_its_sizes_needs_no_help() -> None:
-    module, args, kwargs = layer(LLAMA)
+    module, args, kwargs = first_layer(LLAMA)
     assert shown(module, *args, **kwargs)[1].reason == ""
 
 
 def test_heads_that_do_not_divide_stay_whole_with_the_reason() -> None:
-    module, args, kwargs = layer(LLAMA)
+    module, args, kwargs = first_layer(LLAMA)
     found, _, shapes = shown(module, *args, count=4, **kwargs)
-    assert found.whole["self_attn.k_proj"] == "tp=4 does not divide 2 heads"
-    assert set(found.rows) == {"mlp.down_proj"} and shapes.reason == ""
+    assert found.unsplit_reasons["self_attn.k_proj"] == "tp=4 does not divide 2 heads"
+    assert set(found.row_parallel) == {"mlp.down_proj"} and shapes.reason == ""
 
 
 def test_plain_pytorch_with_sizes_spelt_out() -> None:
@@ -89,11 +95,11 @@ def test_plain_pytorch_with_sizes_spelt_out() -> None:
 
     torch.manual_seed(0)
     found, plain, shapes = shown(Block(), torch.randn(2, 7, WIDTH, requires_grad=True))
-    assert found.columns["attn.c_attn"] == (WIDTH, WIDTH, WIDTH) and set(found.rows) == {
+    assert found.column_parallel["attn.c_attn"] == (WIDTH, WIDTH, WIDTH) and set(found.row_parallel) == {
         "attn.c_proj",
         "down",
     }
-    assert plain.reason and shapes == Verdict("", ("scale",))
+    assert plain.reason and shapes == MappingVerdict("", ("scale",))
 
 
 class Mixture(nn.Module):
@@ -111,7 +117,7 @@ class Mixture(nn.Module):
 def test_a_whole_activation_that_meets_parts_gets_its_whole_gradient() -> None:
     torch.manual_seed(0)
     found, plain, shapes = shown(Mixture(), torch.randn(2, 3, WIDTH, requires_grad=True))
-    assert set(found.columns) == {"up"} and "softmax" in found.whole["router"]
+    assert set(found.column_parallel) == {"up"} and "softmax" in found.unsplit_reasons["router"]
     assert (
         plain.reason and shapes.reason == ""
     )  # without marks the router's gradient would be a part of the sum
@@ -143,15 +149,15 @@ def test_adapters_are_cut_with_their_layer() -> None:
         model["mlp"], peft.LoraConfig(target_modules=["0"], r=8, lora_alpha=8, init_lora_weights=False)
     )
     found, _, shapes = shown(adapted, torch.randn(2, 3, WIDTH, requires_grad=True))
-    assert shapes.reason == "" and len(found.rows) >= 1
+    assert shapes.reason == "" and len(found.row_parallel) >= 1
 
 
 def test_what_a_model_says_of_itself_is_tried_first() -> None:
     model = T.AutoModelForCausalLM.from_config(QWEN3)
-    assert columns(model, "model.layers.1") == [
+    assert hf_column_parallel(model, "model.layers.1") == [
         "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj",
     ]  # fmt: skip
-    assert columns(model, "lm_head") == [] and columns(Mixture(), "up") == []
+    assert hf_column_parallel(model, "lm_head") == [] and hf_column_parallel(Mixture(), "up") == []
 
 
 def kept(module: nn.Module, *args: Any, **kwargs: Any) -> int:
@@ -175,28 +181,32 @@ def test_norms_on_parts_of_the_sequence_are_exact_and_keep_less(config: Any, cou
     """Six positions on four ranks: some have one, some two. Four ranks need as many heads."""
     wide = copy.deepcopy(config)
     wide.num_key_value_heads = 4
-    module, args, kwargs = layer(wide)
-    found = find(module, (args, kwargs), count)
-    cut = shards(module, found)
-    verdict = Whole(module, (args, kwargs)).compare(count, found.on_positions(False), cut)
+    module, args, kwargs = first_layer(wide)
+    found = find_mapping(module, (args, kwargs), count)
+    cut = mapping_shards(module, found)
+    verdict = UnsplitModule(module, (args, kwargs)).compare_mapping(count, found.sequence_styles(False), cut)
     assert verdict.reason == "" and {"input_layernorm.weight", "post_attention_layernorm.weight"} <= set(
-        verdict.partial
+        verdict.partial_parameters
     )
 
-    def bytes_of(styles: list[Style]) -> int:
+    def bytes_of(styles: list[ModuleStyle]) -> int:
         def rank(group: ThreadGroup) -> int:
             part = copy.deepcopy(module)
             cut_parameters(
                 part,
                 {
-                    s.name: Cut(module.get_parameter(s.name).shape, s.dim, s.parts, group.index, count)
+                    s.name: ParameterCut(
+                        module.get_parameter(s.name).shape, s.dim, s.parts, group.index, count
+                    )
                     for s in cut
                 },
             )
-            apply(part, styles, group, {s.name: s.parts for s in cut})
+            apply_styles(part, styles, group, {s.name: s.parts for s in cut})
             inputs = [a.detach().clone().requires_grad_() for a in args]
             return kept(part, *inputs, **kwargs)
 
-        return sum(run_ranks(count, rank))
+        return sum(run_thread_ranks(count, rank))
 
-    assert bytes_of(found.on_positions(False)) < (0.9, 0.75)[count == 4] * bytes_of(found.styles(False))
+    assert bytes_of(found.sequence_styles(False)) < (0.9, 0.75)[count == 4] * bytes_of(
+        found.layer_styles(False)
+    )

@@ -9,28 +9,28 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secc.runtime.parameters.sliced_tensor_store import Slice
-from secc.runtime.plan.replica_routes import bounds, gathered, routes
-from secc.runtime.tensor_parallel.parameter_cuts import Cut
+from secc.runtime.parameters.sliced_tensor_store import TensorSlice
+from secc.runtime.plan.replica_routes import gather_counts, route_message, slice_bounds
+from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut
 
 ranks = st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True).map(tuple)
 
 
 @given(ranks, ranks, st.integers(0, 40))
 def test_every_rank_of_the_consumer_gets_the_whole_message(sources, targets, size):
-    parts = routes(sources, targets)
+    parts = route_message(sources, targets)
     assert all(p.sender in sources and p.receiver in targets and p.receiver not in sources for p in parts)
     lacking = [r for r in targets if r not in sources]
     if len(lacking) < len(targets):
         assert sorted(p.receiver for p in parts) == sorted(lacking) and all(p.count == 1 for p in parts)
     else:  # parts side by side, in the order of the receivers, who gather them
-        ends = [bounds(size, p.index, p.count) for p in parts]
+        ends = [slice_bounds(size, p.index, p.count) for p in parts]
         assert ends[0][0] == 0 and ends[-1][1] == size and all(a[1] == b[0] for a, b in pairwise(ends))
         assert [targets.index(p.receiver) for p in parts] == sorted(targets.index(p.receiver) for p in parts)
         lengths = [
             sum(b - a for p, (a, b) in zip(parts, ends, strict=True) if p.receiver == r) for r in targets
         ]
-        assert gathered(sources, targets, size) == (lengths if len(targets) > 1 else [])
+        assert gather_counts(sources, targets, size) == (lengths if len(targets) > 1 else [])
         assert len({(p.sender, p.receiver) for p in parts}) == len(parts)  # two ranks exchange one message
 
 
@@ -44,12 +44,14 @@ def test_parts_of_a_parameter_are_the_parameter(shape, data):
     shape[dim] = sum(parts)
     whole, back = torch.randn(shape), torch.zeros(shape)
     for index in range(count):
-        cut = Cut(whole.shape, dim, parts, index, count)
-        own = cut.take(whole)
-        assert own.shape == cut.local
+        cut = ParameterCut(whole.shape, dim, parts, index, count)
+        own = cut.take_shard(whole)
+        assert own.shape == cut.local_shape
         start = data.draw(st.integers(0, own.numel()))
         for a, b in ((0, start), (start, own.numel())):  # as an optimizer sharded over replicas has it
-            for (offsets, sizes), memory in Slice(own.view(-1)[a:b], own.shape, a, cut)._boxes():
+            for (offsets, sizes), memory in TensorSlice(
+                own.view(-1)[a:b], own.shape, a, cut
+            )._boxes_with_memory():
                 place = back
                 for d, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
                     place = place.narrow(d, offset, size)

@@ -7,32 +7,33 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secc.runtime.tensor_parallel.rules.mark import Mark, Refused, mark, set_mark
-from secc.runtime.tensor_parallel.shape_mode import Shapes
+from secc.runtime.tensor_parallel.rules.mark import ShardMark, UnshardableCode, mark_of, set_mark
+from secc.runtime.tensor_parallel.shape_mode import WholeShapeMode
 
 RANKS = 2
 
 
-def part(whole: torch.Tensor, dim: int, parts: tuple[int, ...], rank: int) -> torch.Tensor:
+def take_part(whole: torch.Tensor, dim: int, parts: tuple[int, ...], rank: int) -> torch.Tensor:
     return set_mark(
-        Shapes(rank, RANKS).part_of(whole, dim, parts).clone(), Mark(dim, parts, frozenset({"m"}))
+        WholeShapeMode(rank, RANKS).take_shard(whole, dim, parts).clone(),
+        ShardMark(dim, parts, frozenset({"m"})),
     )
 
 
-def same(code, whole: torch.Tensor, dim: int, parts: tuple[int, ...]) -> bool:
+def agrees_with_whole(code, whole: torch.Tensor, dim: int, parts: tuple[int, ...]) -> bool:
     """Whether `code` gives on each rank the rank's part of what it gives for the whole tensor."""
     expected = code(whole)
     for rank in range(RANKS):
-        with Shapes(rank, RANKS) as mode:
-            found = code(part(whole, dim, parts, rank))
-        m = mark(found)
+        with WholeShapeMode(rank, RANKS) as mode:
+            found = code(take_part(whole, dim, parts, rank))
+        m = mark_of(found)
         assert m is not None
-        if not torch.equal(found, mode.part_of(expected, m.dim, m.parts)):
+        if not torch.equal(found, mode.take_shard(expected, m.dim, m.parts)):
             return False
     return True
 
 
-WAYS = {
+RESHAPINGS = {
     "heads": lambda t: t.view(t.shape[0], t.shape[1], 4, t.shape[2] // 4).transpose(1, 2),
     "heads by -1": lambda t: t.reshape(*t.shape[:-1], -1, 4).permute(0, 2, 1, 3).contiguous(),
     "there and back": lambda t: t.view(*t.shape[:2], 4, 4).transpose(1, 2).transpose(1, 2).flatten(2) * 2,
@@ -47,9 +48,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", RESHAPINGS)
 def test_code_on_parts_gives_parts(way: str) -> None:
-    assert same(WAYS[way], torch.randn(2, 3, 16), 2, (16,))
+    assert agrees_with_whole(RESHAPINGS[way], torch.randn(2, 3, 16), 2, (16,))
 
 
 PIECES = {
@@ -62,15 +63,15 @@ PIECES = {
 
 @pytest.mark.parametrize("way", PIECES)
 def test_several_parts_side_by_side(way: str) -> None:
-    assert same(PIECES[way], torch.randn(2, 3, 24), 2, (8, 8, 8))
+    assert agrees_with_whole(PIECES[way], torch.randn(2, 3, 24), 2, (8, 8, 8))
 
 
 @given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 3))
 def test_views_there_and_back(before: list[int], inner: int, rows: int) -> None:
     """[..., 4 * inner] to [..., 4, inner] with any dims before, sizes given whole."""
     whole = torch.randn(*before, rows, 4 * inner)
-    assert same(lambda t: t.view(*before, rows, 4, inner), whole, whole.ndim - 1, (4 * inner,))
-    assert same(
+    assert agrees_with_whole(lambda t: t.view(*before, rows, 4, inner), whole, whole.ndim - 1, (4 * inner,))
+    assert agrees_with_whole(
         lambda t: t.view(*before, rows, 4, inner).reshape(t.shape), whole, whole.ndim - 1, (4 * inner,)
     )
 
@@ -91,12 +92,12 @@ REFUSED = {
 @pytest.mark.parametrize("way", REFUSED)
 def test_what_mixes_parts_is_refused(way: str) -> None:
     code, reason = REFUSED[way]
-    with pytest.raises(Refused, match=reason) as error, Shapes(0, RANKS):
-        code(part(torch.randn(2, 3, 16), 2, (16,), 0))
+    with pytest.raises(UnshardableCode, match=reason) as error, WholeShapeMode(0, RANKS):
+        code(take_part(torch.randn(2, 3, 16), 2, (16,), 0))
     assert error.value.sources == {"m"}
 
 
 def test_where_an_edge_would_help() -> None:
-    with pytest.raises(Refused) as error, Shapes(0, RANKS):
-        part(torch.randn(2, 3, 24), 2, (24,), 0).split([8, 16], dim=-1)
-    assert error.value.edges == ((8, 24),)
+    with pytest.raises(UnshardableCode) as error, WholeShapeMode(0, RANKS):
+        take_part(torch.randn(2, 3, 24), 2, (24,), 0).split([8, 16], dim=-1)
+    assert error.value.split_points == ((8, 24),)

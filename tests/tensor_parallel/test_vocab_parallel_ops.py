@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from secc.frontend.tp_search.thread_ranks import run_ranks
+from secc.frontend.tp_search.thread_ranks import run_thread_ranks
 from secc.runtime.errors import UserError
-from secc.runtime.tensor_parallel.vocab_parallel_ops import Parts
+from secc.runtime.tensor_parallel.vocab_parallel_ops import VocabShards
 
 TOKENS = 11  # which neither two nor four ranks share evenly
 LABELS = torch.tensor([0, 10, 4, -100, 5])
@@ -78,12 +78,12 @@ def test_parts_give_what_the_whole_gives(name: str, count: int) -> None:
     wanted = on_whole(whole)
 
     def rank(group):
-        parts = Parts(TOKENS, group if count > 1 else None)
+        parts = VocabShards(TOKENS, group if count > 1 else None)
         own = logits()[:, parts.start : parts.stop].clone().requires_grad_()
         out = on_parts(parts, own)
         return out.detach(), derived(out, own)
 
-    ranks = run_ranks(count, rank)
+    ranks = run_thread_ranks(count, rank)
     rtol, atol = (2e-2, 1e-2) if name == "bfloat16" else (1e-7, 1e-7)
     for out, _ in ranks:
         assert torch.equal(out, ranks[0][0]), "all ranks have the same values, bit for bit"
@@ -94,6 +94,6 @@ def test_parts_give_what_the_whole_gives(name: str, count: int) -> None:
 
 
 def test_a_label_that_is_no_token_is_refused() -> None:
-    x = Parts(TOKENS).log_softmax(logits(), 1)
+    x = VocabShards(TOKENS).log_softmax(logits(), 1)
     with pytest.raises(UserError, match="target 11 is not in a vocabulary of 11"):
-        Parts(TOKENS).nll_loss(x, torch.full((5,), 11), None, 2, -100)
+        VocabShards(TOKENS).nll_loss(x, torch.full((5,), 11), None, 2, -100)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from secc.driver.compile import Options, compile_model
-from secc.driver.exactness_check import checked
-from secc.runtime.model.user_file import UserModel, load
+from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.exactness_check import check_exactness
+from secc.runtime.model.user_file import UserModel, load_model_file
 
 FOLDER = Path(__file__).parents[2] / "tools" / "workloads"
 FILES = sorted(FOLDER.glob("*.py"))
@@ -19,7 +19,7 @@ IMAGE, AUDIO = 1, 2
 
 @pytest.fixture(params=FILES, ids=lambda path: path.stem)
 def user(request: pytest.FixtureRequest) -> UserModel:
-    return load(request.param)
+    return load_model_file(request.param)
 
 
 def test_there_are_ten() -> None:
@@ -29,7 +29,7 @@ def test_there_are_ten() -> None:
 def test_sizes_are_told_without_loading(user: UserModel) -> None:
     data = user.module.dataset()
     for i in range(12):
-        assert user.sizes(i) == {key: len(value) for key, value in data[i].items()}
+        assert user.declared_sizes(i) == {key: len(value) for key, value in data[i].items()}
 
 
 def test_samples_are_packed(user: UserModel) -> None:
@@ -59,9 +59,9 @@ def test_every_placeholder_has_a_feature(user: UserModel) -> None:
 def test_small_ones_are_exact(user: UserModel) -> None:
     """Each within a minute of one core."""
     compiled = compile_model(
-        user.path, Options(cluster="local:2", global_batch=16, stats_samples=64, small=True)
+        user.path, CompileOptions(cluster="local:2", global_batch=16, stats_samples=64, small=True)
     )
-    patterns = checked(compiled, required=True).plan.checks["patterns"]
+    patterns = check_exactness(compiled, required=True).plan.checks["patterns"]
     assert patterns and all(p["exact"] for p in patterns)
 
 

@@ -8,71 +8,90 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from secc.runtime.tensor_parallel.rules.common import Args, entered, like, own_mark
-from secc.runtime.tensor_parallel.rules.mark import Mark, Refused, mark, set_mark, sources_of
+from secc.runtime.tensor_parallel.rules.common import (
+    FunctionArguments,
+    copy_whole_operands,
+    first_mark,
+    match_shard,
+)
+from secc.runtime.tensor_parallel.rules.mark import ShardMark, UnshardableCode, mark_of, set_mark, sources_of
 
 if TYPE_CHECKING:
-    from secc.runtime.tensor_parallel.shape_mode import Shapes
+    from secc.runtime.tensor_parallel.shape_mode import WholeShapeMode
 
 
-def along(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
+def along_dim_rule(
+    mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
+) -> Any:
     """Functions that mix or reduce along one or some dims, given as the second argument or as `dim`."""
-    own, names = own_mark(found, args), ("dim", "axis")
+    own, names = first_mark(found, args), ("dim", "axis")
     given = next((kwargs[n] for n in names if n in kwargs), args[1] if len(args) > 1 else None)
     dims = [given] if isinstance(given, int) else list(given) if isinstance(given, tuple | list) else None
     if dims is None or own.dim in [d % args[0].ndim for d in dims]:
-        raise Refused(f"{func.__name__} mixes entries of which ranks have parts", sources_of(found))
+        raise UnshardableCode(f"{func.__name__} mixes entries of which ranks have parts", sources_of(found))
     out = func(*args, **kwargs)
     gone = sum(d % args[0].ndim < own.dim for d in dims)
 
     def marked(t: Any) -> Any:
         if not isinstance(t, torch.Tensor):
             return t
-        return set_mark(t, own if t.ndim == args[0].ndim else own.at(own.dim - gone))
+        return set_mark(t, own if t.ndim == args[0].ndim else own.at_dim(own.dim - gone))
 
     return tree_map(marked, out)
 
 
-def normalized(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
+def normalization_rule(
+    mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
+) -> Any:
     """layer_norm and rms_norm: the last dims are mixed."""
-    own, shape = own_mark(found, args), args[1] if len(args) > 1 else kwargs["normalized_shape"]
+    own, shape = first_mark(found, args), args[1] if len(args) > 1 else kwargs["normalized_shape"]
     if own.dim >= args[0].ndim - len(shape):
-        raise Refused(f"{func.__name__} mixes entries of which ranks have parts", sources_of(found))
-    return set_mark(func(*entered(mode, args), **entered(mode, kwargs)), own)
+        raise UnshardableCode(f"{func.__name__} mixes entries of which ranks have parts", sources_of(found))
+    return set_mark(func(*copy_whole_operands(mode, args), **copy_whole_operands(mode, kwargs)), own)
 
 
-def dropout(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
+def dropout_rule(
+    mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
+) -> Any:
     """Dropout draws the rank's part of the whole numbers."""
-    own = own_mark(found, args)
+    own = first_mark(found, args)
     p, training = (
         args[i] if len(args) > i else kwargs.get(k, d) for i, k, d in ((1, "p", 0.5), (2, "training", True))
     )
-    with mode.drawing(own) if p and training else nullcontext():
+    with mode.draw_shard(own) if p and training else nullcontext():
         out = func(*args, **kwargs)
     return set_mark(out, own)
 
 
-def refused(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
-    raise Refused(f"{func.__name__} on parts", sources_of(found))
+def refusing_rule(
+    mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
+) -> Any:
+    raise UnshardableCode(f"{func.__name__} on parts", sources_of(found))
 
 
-def elementwise(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
+def elementwise_rule(
+    mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
+) -> Any:
     """Entry by entry, operands broadcast from the right; a whole operand gives its part."""
     operands = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
     most = max(t.ndim for t in operands)
-    first = next(m for m in map(mark, operands) if m is not None) if any(map(mark, operands)) else None
+    first = next(m for m in map(mark_of, operands) if m is not None) if any(map(mark_of, operands)) else None
     if first is None:
-        raise Refused(f"{getattr(func, '__name__', func)} on parts", sources_of(found))
-    owner = next(t for t in operands if mark(t) is first)
-    common = first.at(first.dim + most - owner.ndim)
-    local = [like(mode, a, common, most) if isinstance(a, torch.Tensor) else a for a in args]
-    named = {k: like(mode, a, common, most) if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
+        raise UnshardableCode(f"{getattr(func, '__name__', func)} on parts", sources_of(found))
+    owner = next(t for t in operands if mark_of(t) is first)
+    common = first.at_dim(first.dim + most - owner.ndim)
+    local = [match_shard(mode, a, common, most) if isinstance(a, torch.Tensor) else a for a in args]
+    named = {
+        k: match_shard(mode, a, common, most) if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()
+    }
     out = func(*local, **named)
     if not isinstance(out, torch.Tensor):
         if isinstance(out, bool | int | float | tuple):
-            raise Refused(f"{getattr(func, '__name__', func)} reads values of a part", sources_of(found))
+            raise UnshardableCode(
+                f"{getattr(func, '__name__', func)} reads values of a part", sources_of(found)
+            )
         return out
     shapes = [t.shape for t in (*local, *named.values()) if isinstance(t, torch.Tensor)]
     if out.shape != torch.broadcast_shapes(*shapes):
-        raise Refused(f"{getattr(func, '__name__', func)} on parts", sources_of(found))
-    return set_mark(out, Mark(common.dim, common.parts, sources_of(found)))
+        raise UnshardableCode(f"{getattr(func, '__name__', func)} on parts", sources_of(found))
+    return set_mark(out, ShardMark(common.dim, common.parts, sources_of(found)))

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-_ATTRIBUTE = "_secc_mark"
+_MARK_ATTRIBUTE = "_secc_mark"
 
 
 @dataclass(frozen=True)
-class Mark:
+class ShardMark:
     """A tensor is this rank's part of a whole one along `dim`, where the whole one has `parts` entries side
     by side.
 
@@ -28,16 +28,16 @@ class Mark:
     sources: frozenset[str] = frozenset()
 
     @property
-    def size(self) -> int:
+    def whole_size(self) -> int:
         """The entries of the whole tensor along `dim`."""
         return sum(self.parts)
 
-    def at(self, dim: int, parts: Sequence[int] | None = None) -> Mark:
+    def at_dim(self, dim: int, parts: Sequence[int] | None = None) -> ShardMark:
         """The mark on another dim."""
         return replace(self, dim=dim, parts=self.parts if parts is None else tuple(parts))
 
 
-class Refused(Exception):
+class UnshardableCode(Exception):
     """Code that cannot run on parts: why, and the modules whose outputs it was given parts of.
 
     `edges` are the places, as fractions of the outputs, at which those would have to be cut into parts for
@@ -46,26 +46,26 @@ class Refused(Exception):
 
     def __init__(self, reason: str, sources: frozenset[str], edges: tuple[tuple[int, int], ...] = ()) -> None:
         super().__init__(reason)
-        self.reason, self.sources, self.edges = reason, sources, edges
+        self.reason, self.sources, self.split_points = reason, sources, edges
 
 
-def mark(value: Any) -> Mark | None:
+def mark_of(value: Any) -> ShardMark | None:
     """The mark of a tensor, None for anything else."""
-    return getattr(value, _ATTRIBUTE, None) if isinstance(value, torch.Tensor) else None
+    return getattr(value, _MARK_ATTRIBUTE, None) if isinstance(value, torch.Tensor) else None
 
 
-def set_mark(value: Any, found: Mark | None) -> Any:
+def set_mark(value: Any, found: ShardMark | None) -> Any:
     """`value` with a mark."""
-    if isinstance(value, torch.Tensor) and (found is not None or hasattr(value, _ATTRIBUTE)):
-        setattr(value, _ATTRIBUTE, found)
+    if isinstance(value, torch.Tensor) and (found is not None or hasattr(value, _MARK_ATTRIBUTE)):
+        setattr(value, _MARK_ATTRIBUTE, found)
     return value
 
 
-def marks_in(values: Any) -> list[Mark]:
+def collect_marks(values: Any) -> list[ShardMark]:
     """The marks of the tensors in nested values."""
-    return [m for m in map(mark, tree_leaves(values)) if m is not None]
+    return [m for m in map(mark_of, tree_leaves(values)) if m is not None]
 
 
-def sources_of(marks: Sequence[Mark]) -> frozenset[str]:
+def sources_of(marks: Sequence[ShardMark]) -> frozenset[str]:
     """All modules that marked values come from."""
     return frozenset[str]().union(*(m.sources for m in marks))

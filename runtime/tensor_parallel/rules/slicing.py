@@ -7,16 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from secc.runtime.tensor_parallel.rules.common import Args, all_marked, like, own_mark, places
-from secc.runtime.tensor_parallel.rules.mark import Mark, Refused, mark, set_mark, sources_of
-from secc.runtime.tensor_parallel.rules.views import FEW
+from secc.runtime.tensor_parallel.rules.common import (
+    FunctionArguments,
+    first_mark,
+    match_shard,
+    set_marks,
+    split_fractions,
+)
+from secc.runtime.tensor_parallel.rules.mark import ShardMark, UnshardableCode, mark_of, set_mark, sources_of
+from secc.runtime.tensor_parallel.rules.views import MAX_KINDS
 
 if TYPE_CHECKING:
-    from secc.runtime.tensor_parallel.shape_mode import Shapes
+    from secc.runtime.tensor_parallel.shape_mode import WholeShapeMode
 
 
-def split(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
-    own, name = own_mark(found, args), func.__name__
+def split_rule(
+    mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
+) -> Any:
+    own, name = first_mark(found, args), func.__name__
     how = (
         args[1]
         if len(args) > 1
@@ -28,65 +36,80 @@ def split(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: li
     )
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % args[0].ndim
     if dim != own.dim:
-        return all_marked(func(*args, **kwargs), own)
-    size = -(-own.size // how) if name == "chunk" else how
+        return set_marks(func(*args, **kwargs), own)
+    size = -(-own.whole_size // how) if name == "chunk" else how
     sizes = (
-        [min(size, own.size - i) for i in range(0, own.size, size)] if isinstance(size, int) else list(size)
+        [min(size, own.whole_size - i) for i in range(0, own.whole_size, size)]
+        if isinstance(size, int)
+        else list(size)
     )
     return tuple(
-        _piece(mode, args[0], own, end - n, end) for n, end in zip(sizes, accumulate(sizes), strict=True)
+        _take_whole_parts(mode, args[0], own, end - n, end)
+        for n, end in zip(sizes, accumulate(sizes), strict=True)
     )
 
 
-def narrow(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
-    own = own_mark(found, args)
+def narrow_rule(
+    mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
+) -> Any:
+    own = first_mark(found, args)
     dim, start, count = (
         args[i] if len(args) > i else kwargs[k] for i, k in ((1, "dim"), (2, "start"), (3, "length"))
     )
     if dim % args[0].ndim != own.dim:
         return set_mark(func(*args, **kwargs), own)
-    return _piece(mode, args[0], own, start, start + count)
+    return _take_whole_parts(mode, args[0], own, start, start + count)
 
 
-def _piece(mode: Shapes, tensor: torch.Tensor, own: Mark, start: int, stop: int) -> torch.Tensor:
+def _take_whole_parts(
+    mode: WholeShapeMode, tensor: torch.Tensor, own: ShardMark, start: int, stop: int
+) -> torch.Tensor:
     """Entries `start` to `stop` of the whole marked dim, which must be whole parts."""
-    if start == 0 and stop >= own.size:
+    if start == 0 and stop >= own.whole_size:
         return tensor
     edges = [0, *accumulate(own.parts)]
     if start not in edges or stop not in edges:
-        raise Refused(
-            "a piece of a dim of which ranks have parts is taken", own.sources, places(own, start, stop)
+        raise UnshardableCode(
+            "a piece of a dim of which ranks have parts is taken",
+            own.sources,
+            split_fractions(own, start, stop),
         )
     first, last = edges.index(start), edges.index(stop)
-    offset = mode.length(own.parts[:first])
-    piece = tensor.narrow(own.dim, offset, mode.length(own.parts[first:last]))
-    return set_mark(piece, own.at(own.dim, own.parts[first:last]))
+    offset = mode.local_length(own.parts[:first])
+    piece = tensor.narrow(own.dim, offset, mode.local_length(own.parts[first:last]))
+    return set_mark(piece, own.at_dim(own.dim, own.parts[first:last]))
 
 
-def select(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
-    own, dim = own_mark(found, args), (args[1] if len(args) > 1 else kwargs["dim"]) % args[0].ndim
-    _unless_few(own, dim)
-    return set_mark(func(*args, **kwargs), own.at(own.dim - (dim < own.dim)))
+def select_rule(
+    mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
+) -> Any:
+    own, dim = first_mark(found, args), (args[1] if len(args) > 1 else kwargs["dim"]) % args[0].ndim
+    _refuse_single_entry(own, dim)
+    return set_mark(func(*args, **kwargs), own.at_dim(own.dim - (dim < own.dim)))
 
 
-def unbind(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
-    own, dim = own_mark(found, args), (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % args[0].ndim
-    _unless_few(own, dim)
-    return all_marked(func(*args, **kwargs), own.at(own.dim - (dim < own.dim)))
+def unbind_rule(
+    mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
+) -> Any:
+    own, dim = first_mark(found, args), (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % args[0].ndim
+    _refuse_single_entry(own, dim)
+    return set_marks(func(*args, **kwargs), own.at_dim(own.dim - (dim < own.dim)))
 
 
-def _unless_few(own: Mark, dim: int) -> None:
+def _refuse_single_entry(own: ShardMark, dim: int) -> None:
     """Refuse to take single entries of the cut dim; where there are few, cutting each of them would help."""
     if dim == own.dim:
-        edges = places(own, *range(own.size)) if own.size <= FEW else ()
-        raise Refused("one entry of a dim of which ranks have parts is taken", own.sources, edges)
+        edges = split_fractions(own, *range(own.whole_size)) if own.whole_size <= MAX_KINDS else ()
+        raise UnshardableCode("one entry of a dim of which ranks have parts is taken", own.sources, edges)
 
 
-def getitem(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
+def getitem_rule(
+    mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
+) -> Any:
     tensor, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
-    own = own_mark(found, args)
+    own = first_mark(found, args)
     if any(isinstance(i, torch.Tensor | list) for i in index):
-        raise Refused("a part is indexed by a tensor", own.sources)
+        raise UnshardableCode("a part is indexed by a tensor", own.sources)
     taken = sum(i is not None and i is not Ellipsis for i in index)
     rest = [slice(None)] * (tensor.ndim - taken)
     where = index.index(Ellipsis) if Ellipsis in index else len(index)
@@ -100,44 +123,51 @@ def getitem(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: 
         dim += 1
     own_index = index[place]
     if not isinstance(own_index, slice):
-        _unless_few(own, own.dim)
-    start, stop, step = own_index.indices(own.size)
+        _refuse_single_entry(own, own.dim)
+    start, stop, step = own_index.indices(own.whole_size)
     if step != 1:
-        raise Refused("every second entry of a part is taken", own.sources)
+        raise UnshardableCode("every second entry of a part is taken", own.sources)
     if stop <= start:
-        raise Refused("no entry of a part is taken", own.sources)
-    tensor = _piece(mode, tensor, own, start, stop)
+        raise UnshardableCode("no entry of a part is taken", own.sources)
+    tensor = _take_whole_parts(mode, tensor, own, start, stop)
     local[place] = slice(None)
-    kept = mark(tensor) or own
+    kept = mark_of(tensor) or own
     before = sum(not isinstance(i, int) for i in index[:place])
-    return set_mark(tensor[tuple(local)], kept.at(before))
+    return set_mark(tensor[tuple(local)], kept.at_dim(before))
 
 
-def cat(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
+def cat_rule(
+    mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
+) -> Any:
     tensors = list(args[0] if args else kwargs["tensors"])
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % tensors[0].ndim
     first = found[0]
     if dim == first.dim:
-        if any(mark(t) is None or mark(t).dim != dim for t in tensors):  # pyright: ignore[reportOptionalMemberAccess]
-            raise Refused("parts are joined with whole tensors", sources_of(found))
+        if any(mark_of(t) is None or mark_of(t).dim != dim for t in tensors):  # pyright: ignore[reportOptionalMemberAccess]
+            raise UnshardableCode("parts are joined with whole tensors", sources_of(found))
         return set_mark(
-            torch.cat(tensors, dim), Mark(dim, tuple(p for m in found for p in m.parts), sources_of(found))
+            torch.cat(tensors, dim),
+            ShardMark(dim, tuple(p for m in found for p in m.parts), sources_of(found)),
         )
-    tensors = [like(mode, t, first) for t in tensors]
-    return set_mark(torch.cat(tensors, dim), Mark(first.dim, first.parts, sources_of(found)))
+    tensors = [match_shard(mode, t, first) for t in tensors]
+    return set_mark(torch.cat(tensors, dim), ShardMark(first.dim, first.parts, sources_of(found)))
 
 
-def stack(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
+def stack_rule(
+    mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
+) -> Any:
     tensors, first = list(args[0] if args else kwargs["tensors"]), found[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % (tensors[0].ndim + 1)
-    out = torch.stack([like(mode, t, first) for t in tensors], dim)
-    return set_mark(out, Mark(first.dim + (dim <= first.dim), first.parts, sources_of(found)))
+    out = torch.stack([match_shard(mode, t, first) for t in tensors], dim)
+    return set_mark(out, ShardMark(first.dim + (dim <= first.dim), first.parts, sources_of(found)))
 
 
-def repeat_interleave(mode: Shapes, func: Any, args: Args, kwargs: dict[str, Any], found: list[Mark]) -> Any:
-    own = own_mark(found, args)
+def repeat_interleave_rule(
+    mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
+) -> Any:
+    own = first_mark(found, args)
     times, dim = (args[i] if len(args) > i else kwargs.get(k) for i, k in ((1, "repeats"), (2, "dim")))
     if not isinstance(times, int) or not isinstance(dim, int):
-        raise Refused("a part is repeated by a tensor or as a whole", own.sources)
+        raise UnshardableCode("a part is repeated by a tensor or as a whole", own.sources)
     parts = [p * times for p in own.parts] if dim % args[0].ndim == own.dim else own.parts
-    return set_mark(func(*args, **kwargs), own.at(own.dim, parts))
+    return set_mark(func(*args, **kwargs), own.at_dim(own.dim, parts))

@@ -30,31 +30,33 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from secc.bounds.pipeline_bounds import has_slots
-from secc.bounds.work import Unit, Work
-from secc.runtime.plan.replica_routes import replicas
-from secc.runtime.plan.step_program import computations, owes_backward
+from secc.bounds.pipeline_bounds import has_in_flight_slots
+from secc.bounds.work import BatchWork, SampleVisit
+from secc.runtime.plan.replica_routes import ranks_by_replica
+from secc.runtime.plan.step_program import compute_kinds, owes_backward
 
-SEED = 7
+SOLVER_SEED = 7
 
 
 @dataclass(frozen=True)
-class Exact:
+class OptimalSchedule:
     """The best schedule found: its time in ns, the proven lower bound, and each unit's rank and starts, by
     (section, sample)."""
 
-    ns: int
+    step_ns: int
     bound_ns: int
-    placed: dict[
+    placements: dict[
         tuple[str, int], tuple[int, int, int]
     ]  # rank, start of forward, start of backward (of the forward where none is owed)
 
     @property
-    def optimal(self) -> bool:
-        return self.ns == self.bound_ns
+    def is_optimal(self) -> bool:
+        return self.step_ns == self.bound_ns
 
 
-def solve(work: Work, limit: float = 10.0, hint_ns: int | None = None) -> Exact | None:
+def solve_schedule(
+    work: BatchWork, limit: float = 10.0, hint_ns: int | None = None
+) -> OptimalSchedule | None:
     """The shortest schedule, within `limit` units of deterministic time (about seconds). None where no
     schedule was found in that time.
 
@@ -63,44 +65,55 @@ def solve(work: Work, limit: float = 10.0, hint_ns: int | None = None) -> Exact 
     """
     if any(s.micro_batch != 1 for s in work.sections):
         raise ValueError("an exact schedule needs micro-batches of one sample")
-    model = _Model(work, hint_ns)
+    model = _ScheduleModel(work, hint_ns)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    solver.parameters.random_seed = SEED
+    solver.parameters.random_seed = SOLVER_SEED
     solver.parameters.max_deterministic_time = limit
     status = solver.solve(model.cp)
     if status not in {cp_model.OPTIMAL, cp_model.FEASIBLE}:
         return None
-    return Exact(round(solver.objective_value), round(solver.best_objective_bound), model.placed(solver))
+    return OptimalSchedule(
+        round(solver.objective_value), round(solver.best_objective_bound), model.read_placements(solver)
+    )
 
 
-class _Model:
+class _ScheduleModel:
     """The CP-SAT model of a batch's work."""
 
-    def __init__(self, work: Work, hint_ns: int | None) -> None:
+    def __init__(self, work: BatchWork, hint_ns: int | None) -> None:
         self.work, self.cp = work, cp_model.CpModel()
-        self.horizon = hint_ns if hint_ns is not None else _serial(work)
-        self.units = {(u.section, u.sample): u for units in work.units.values() for u in units}
-        self.late = {s.name for s in work.sections if owes_backward(s)}
-        self.x = {k: {r: self.cp.new_bool_var(f"x{k}{r}") for r in work.ranks[k[0]]} for k in self.units}
+        self.horizon = hint_ns if hint_ns is not None else _serial_ns(work)
+        self.units = {(u.section, u.sample): u for units in work.visits.values() for u in units}
+        self.owing_backward = {s.name for s in work.sections if owes_backward(s)}
+        self.x = {
+            k: {r: self.cp.new_bool_var(f"x{k}{r}") for r in work.replica_ranks[k[0]]} for k in self.units
+        }
         self.forward = {
             k: self.cp.new_int_var(u.forward_head, self.horizon, f"f{k}") for k, u in self.units.items()
         }
         self.backward = {
             k: self.cp.new_int_var(u.backward_head or 0, self.horizon, f"b{k}")
             for k, u in self.units.items()
-            if k[0] in self.late
+            if k[0] in self.owing_backward
         }
-        split = {s.name for s in work.sections if computations(s)[-1] == "W"}
+        split = {s.name for s in work.sections if compute_kinds(s)[-1] == "W"}
         self.weight = {k: self.cp.new_int_var(0, self.horizon, f"w{k}") for k in self.units if k[0] in split}
-        self.time = self.cp.new_int_var(0, self.horizon, "T")
-        self.replicas = {s.name: {ranks[0]: ranks for ranks in replicas(s)} for s in work.sections}
+        self.step_time = self.cp.new_int_var(0, self.horizon, "T")
+        self.replicas = {s.name: {ranks[0]: ranks for ranks in ranks_by_replica(s)} for s in work.sections}
         self.pipelines = [stages for stages in work.plan.pipelines.values() if len(stages) > 1]
-        for family in (self._place, self._order, self._end, self._stages, self._room, self._symmetry):
+        for family in (
+            self._add_replica_choice,
+            self._add_precedences,
+            self._add_step_end,
+            self._add_stage_replicas,
+            self._add_in_flight_limits,
+            self._break_symmetry,
+        ):
             family()
-        self.cp.minimize(self.time)
+        self.cp.minimize(self.step_time)
 
-    def placed(self, solver: cp_model.CpSolver) -> dict[tuple[str, int], tuple[int, int, int]]:
+    def read_placements(self, solver: cp_model.CpSolver) -> dict[tuple[str, int], tuple[int, int, int]]:
         """Each unit's rank and starts in the solver's schedule."""
         found: dict[tuple[str, int], tuple[int, int, int]] = {}
         for k, choice in self.x.items():
@@ -109,12 +122,12 @@ class _Model:
             found[k] = rank, start, solver.value(self.backward[k]) if k in self.backward else start
         return found
 
-    def _place(self) -> None:
+    def _add_replica_choice(self) -> None:
         jobs: dict[int, list[cp_model.IntervalVar]] = {}
         for k, u in self.units.items():
             self.cp.add_exactly_one(self.x[k].values())
             for rank, chosen in self.x[k].items():
-                for start, duration in self._jobs(k, u):
+                for start, duration in self._visit_jobs(k, u):
                     interval = self.cp.new_optional_fixed_size_interval_var(
                         start, duration, chosen, f"i{k}{rank}"
                     )
@@ -123,44 +136,46 @@ class _Model:
         for intervals in jobs.values():
             self.cp.add_no_overlap(intervals)
 
-    def _jobs(self, k: tuple[str, int], u: Unit) -> list[tuple[cp_model.IntVar, int]]:
+    def _visit_jobs(self, k: tuple[str, int], u: SampleVisit) -> list[tuple[cp_model.IntVar, int]]:
         """(start, duration) of each job of a unit, in their order."""
         starts = (self.forward, self.backward, self.weight)
         return [
             (start[k], ns)
-            for start, ns in zip(starts, (u.forward, u.backward, u.last), strict=True)
+            for start, ns in zip(starts, (u.forward, u.backward, u.second_part), strict=True)
             if k in start
         ]
 
-    def _order(self) -> None:
+    def _add_precedences(self) -> None:
         for k, start in self.backward.items():
             self.cp.add(start >= self.forward[k] + self.units[k].forward)
-        for arc in self.work.arcs:
-            for p, wait in arc.wait.items():
+        for arc in self.work.edges:
+            for p, wait in arc.message_ns.items():
                 src, dst = (arc.src, p), (arc.dst, p)
                 self.cp.add(self.forward[dst] >= self.forward[src] + self.units[src].forward + wait)
-                if arc.gradient:
+                if arc.returns_gradient:
                     self.cp.add(self.backward[src] >= self.backward[dst] + self.units[dst].backward + wait)
 
         for k, start in self.weight.items():
             self.cp.add(start >= self.backward[k] + self.units[k].backward)
 
-    def _end(self) -> None:
+    def _add_step_end(self) -> None:
         for k, u in self.units.items():
-            for start, duration in self._jobs(k, u):
-                self.cp.add(self.time >= start + duration + self.work.closing[k[0]])
+            for start, duration in self._visit_jobs(k, u):
+                self.cp.add(self.step_time >= start + duration + self.work.closing_ns[k[0]])
 
-    def _stages(self) -> None:
+    def _add_stage_replicas(self) -> None:
         for first, *others in self.pipelines:
             for stage in others:
-                for p in self.work.active[stage.name]:
-                    for a, b in zip(self.work.ranks[first.name], self.work.ranks[stage.name], strict=True):
+                for p in self.work.active_samples[stage.name]:
+                    for a, b in zip(
+                        self.work.replica_ranks[first.name], self.work.replica_ranks[stage.name], strict=True
+                    ):
                         self.cp.add(self.x[first.name, p][a] == self.x[stage.name, p][b])
 
-    def _room(self) -> None:
-        for section in (s for s in self.work.sections if has_slots(self.work, s)):
-            held = [(k, self._jobs(k, u)) for k, u in self.units.items() if k[0] == section.name]
-            for rank in self.work.ranks[section.name]:
+    def _add_in_flight_limits(self) -> None:
+        for section in (s for s in self.work.sections if has_in_flight_slots(self.work, s)):
+            held = [(k, self._visit_jobs(k, u)) for k, u in self.units.items() if k[0] == section.name]
+            for rank in self.work.replica_ranks[section.name]:
                 intervals = [
                     self.cp.new_optional_interval_var(
                         jobs[0][0], self.cp.new_int_var(0, self.horizon, ""), end, self.x[k][rank], ""
@@ -170,36 +185,42 @@ class _Model:
                 ]
                 self.cp.add_cumulative(intervals, [1] * len(intervals), section.in_flight)
 
-    def _symmetry(self) -> None:
+    def _break_symmetry(self) -> None:
         """Where no two sections share some ranks only, replicas of a section can be renamed, so its first
         unit may go to its first one.
 
         Stages of a pipeline are renamed together.
         """
         staged = {s.name for stages in self.pipelines for s in stages}
-        sets = [frozenset(self.work.ranks[s.name]) for s in self.work.sections]
-        alone = {frozenset(self.work.ranks[s.name]) for s in self.work.sections if s.name not in staged}
+        sets = [frozenset(self.work.replica_ranks[s.name]) for s in self.work.sections]
+        alone = {
+            frozenset(self.work.replica_ranks[s.name]) for s in self.work.sections if s.name not in staged
+        }
         if (
-            self._mixed()
+            self._shares_ranks_unevenly()
             or any(a & b for a in set(sets) for b in set(sets) if a != b)
             or len(set(sets)) < len(alone) + len(staged)
         ):
             return
         for ranks in alone:
-            first = next((k for k in self.units if frozenset(self.work.ranks[k[0]]) == ranks), None)
+            first = next((k for k in self.units if frozenset(self.work.replica_ranks[k[0]]) == ranks), None)
             if first is not None:
                 self.cp.add(self.x[first][min(ranks)] == 1)
         for stages in self.pipelines:
-            for p in self.work.active[stages[0].name][:1]:
-                self.cp.add(self.x[stages[0].name, p][self.work.ranks[stages[0].name][0]] == 1)
+            for p in self.work.active_samples[stages[0].name][:1]:
+                self.cp.add(self.x[stages[0].name, p][self.work.replica_ranks[stages[0].name][0]] == 1)
 
-    def _mixed(self) -> bool:
+    def _shares_ranks_unevenly(self) -> bool:
         """Whether sections share ranks in replicas that are not the same."""
         groups = {frozenset(ranks) for found in self.replicas.values() for ranks in found.values()}
         return any(a & b for a in groups for b in groups if a != b)
 
 
-def _serial(work: Work) -> int:
+def _serial_ns(work: BatchWork) -> int:
     """More than any schedule needs: all work and all waits one after the other."""
-    jobs = sum(u.forward + u.backward + u.last for units in work.units.values() for u in units)
-    return jobs + 2 * sum(sum(a.wait.values()) for a in work.arcs) + max(work.closing.values(), default=0)
+    jobs = sum(u.forward + u.backward + u.second_part for units in work.visits.values() for u in units)
+    return (
+        jobs
+        + 2 * sum(sum(a.message_ns.values()) for a in work.edges)
+        + max(work.closing_ns.values(), default=0)
+    )

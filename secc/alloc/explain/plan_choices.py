@@ -14,46 +14,54 @@ from itertools import product
 from xdsl.dialects.builtin import StringAttr
 
 from secc.alloc.problem import pins
-from secc.alloc.problem.closed_form import evaluate
+from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.types import Assignment, Candidate, Problem
-from secc.ir.analysis.dataflow import number_of
+from secc.ir.analysis.dataflow import get_number
 from secc.ir.dialect.ops import GraphOp, SectionOp
 
-PROOF = {"status": "FEASIBLE", "gap": "1.0", "tried": "1"}  # of a plan of which nothing is told
-NUMBERS, WORDS = ("dp", "tp", "pp", "micro_batch"), ("sharding", "recompute")
+DEFAULT_SOLVER_STATUS = {
+    "status": "FEASIBLE",
+    "gap": "1.0",
+    "tried": "1",
+}  # of a plan of which nothing is told
+NUMBER_KEYS, WORD_KEYS = ("dp", "tp", "pp", "micro_batch"), ("sharding", "recompute")
 
 
-def choices(graph: GraphOp) -> tuple[str, ...]:
+def list_plan_choices(graph: GraphOp) -> tuple[str, ...]:
     """What `allocate` has chosen for each section; `with` names the first one on the same ranks."""
     first: dict[str, str] = {}
     found: list[str] = []
     for section in graph.sections:
         name, ranks = section.sym.data, str(section.attributes.get("ranks"))
-        found += [f"{name}.{key}={value}" for key in (*NUMBERS, *WORDS) if (value := _value(section, key))]
+        found += [
+            f"{name}.{key}={value}"
+            for key in (*NUMBER_KEYS, *WORD_KEYS)
+            if (value := _choice_text(section, key))
+        ]
         found += [f"{name}.with={first[ranks]}"] if ranks in first else []
         first.setdefault(ranks, name)
     return tuple(found)
 
 
-def proven(graph: GraphOp) -> tuple[str, ...]:
+def format_solver_status(graph: GraphOp) -> tuple[str, ...]:
     """What is told of these choices."""
     solver = graph.attributes.get("solver")
     told = json.loads(solver.data) if isinstance(solver, StringAttr) else {}
-    return tuple(f"{key}={told[key]}" for key in PROOF if key in told)
+    return tuple(f"{key}={told[key]}" for key in DEFAULT_SOLVER_STATUS if key in told)
 
 
-def proof(texts: Sequence[str]) -> tuple[str, float, int]:
+def parse_solver_status(texts: Sequence[str]) -> tuple[str, float, int]:
     """Status, gap and the number of plans that were tried."""
-    told = PROOF | dict(text.split("=", 1) for text in texts)
+    told = DEFAULT_SOLVER_STATUS | dict(text.split("=", 1) for text in texts)
     return told["status"], float(told["gap"]), int(told["tried"])
 
 
-def _value(section: SectionOp, key: str) -> str:
+def _choice_text(section: SectionOp, key: str) -> str:
     word = section.attributes.get(key)
-    return word.data if isinstance(word, StringAttr) else str(number_of(section, key) or "")
+    return word.data if isinstance(word, StringAttr) else str(get_number(section, key) or "")
 
 
-def assignment(problem: Problem, texts: Sequence[str]) -> Assignment | None:
+def assignment_from_choices(problem: Problem, texts: Sequence[str]) -> Assignment | None:
     """The assignment with these choices; of several, which differ in what is in flight, the fastest by closed
     forms.
 
@@ -61,23 +69,25 @@ def assignment(problem: Problem, texts: Sequence[str]) -> Assignment | None:
     """
     if not texts or problem.pools:
         return None
-    asked = pins.parse(texts, problem.sections)
+    asked = pins.parse_pins(texts, problem.sections)
     wanted = {
-        s: {key: value for section, key, value in asked.listed if section == s} for s in problem.sections
+        s: {key: value for section, key, value in asked.list_pins if section == s} for s in problem.sections
     }
-    alike = [[i for i, c in enumerate(cs) if _matches(c, wanted[s])] for s, cs in problem.sections.items()]
-    group = {s: s for s in problem.sections} | _groups(asked.together, list(problem.sections))
+    alike = [
+        [i for i, c in enumerate(cs) if _matches_choices(c, wanted[s])] for s, cs in problem.sections.items()
+    ]
+    group = {s: s for s in problem.sections} | _groups_by_leader(asked.together, list(problem.sections))
     timed: list[tuple[int, tuple[int, ...], Assignment]] = []
     for places in product(*alike):
         found = Assignment(dict(zip(problem.sections, places, strict=True)), group)
         try:
-            timed.append((evaluate(problem, found).time_ns, places, found))
+            timed.append((evaluate_assignment(problem, found).time_ns, places, found))
         except ValueError:
             continue
     return min(timed, key=lambda t: t[:2])[2] if timed else None
 
 
-def _groups(pairs: Sequence[tuple[str, str]], order: list[str]) -> dict[str, str]:
+def _groups_by_leader(pairs: Sequence[tuple[str, str]], order: list[str]) -> dict[str, str]:
     """The first section, in the problem's order, of those that share ranks with the same one."""
     shared: dict[str, list[str]] = {}
     for section, leader in pairs:
@@ -85,5 +95,5 @@ def _groups(pairs: Sequence[tuple[str, str]], order: list[str]) -> dict[str, str
     return {s: min(some, key=order.index) for some in shared.values() for s in some}
 
 
-def _matches(c: Candidate, wanted: dict[str, int | str]) -> bool:
+def _matches_choices(c: Candidate, wanted: dict[str, int | str]) -> bool:
     return all(getattr(c, key) == value for key, value in wanted.items())

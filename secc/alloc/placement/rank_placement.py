@@ -26,27 +26,29 @@ from dataclasses import dataclass
 from itertools import combinations, permutations, product
 
 from secc.cluster import Cluster
-from secc.cost.model.collectives import all_gather_ns, all_reduce_ns, of_ranks, reduce_scatter_ns
+from secc.cost.model.collectives import all_gather_ns, all_reduce_ns, reduce_scatter_ns, span_of_ranks
 
-TRIES = 600  # placements that swaps may look at; a thousand ranks take about a millisecond each
-STARTS = 8  # of which swaps begin
-ALL_ORDERS = 4  # groups, up to which every order of them is tried
+MAX_SWAP_EVALUATIONS = (
+    600  # placements that swaps may look at; a thousand ranks take about a millisecond each
+)
+IMPROVED_STARTS = 8  # of which swaps begin
+MAX_PERMUTED_GROUPS = 4  # groups, up to which every order of them is tried
 
 
 @dataclass(frozen=True)
-class Group:
+class PlacementGroup:
     """`units` units of `unit` ranks; `stages` of them make a replica where stages may be the outer axis, else
     1. `nodes` are those it may be on, any if empty."""
 
     name: str
     units: int
-    unit: int = 1
+    ranks_per_unit: int = 1
     stages: int = 1
     nodes: range = range(0)
 
 
 @dataclass(frozen=True)
-class Sum:
+class GradientSum:
     """Gradients of a section: `size` bytes on each rank, summed over dp for each stage and place of tp. Ranks
     stand as (dp, pp, tp)."""
 
@@ -58,7 +60,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Flow:
+class EdgeTraffic:
     """What an edge between groups moves in a step: bytes forward and back, over all ranks."""
 
     src: str
@@ -68,7 +70,7 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Chain:
+class PipelineTraffic:
     """What each stage of a pipeline hands to the next in a step, over all replicas: bytes forward and
     back."""
 
@@ -80,23 +82,23 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Places:
+class PlacementProblem:
     """The groups, in the order in which they take ranks by default, and what they move."""
 
     cluster: Cluster
-    groups: tuple[Group, ...]
-    sums: tuple[Sum, ...] = ()
-    flows: tuple[Flow, ...] = ()
-    chains: tuple[Chain, ...] = ()
+    groups: tuple[PlacementGroup, ...]
+    sums: tuple[GradientSum, ...] = ()
+    flows: tuple[EdgeTraffic, ...] = ()
+    chains: tuple[PipelineTraffic, ...] = ()
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """How many ranks there are."""
-        return sum(g.units * g.unit for g in self.groups)
+        return sum(g.units * g.ranks_per_unit for g in self.groups)
 
 
 @dataclass(frozen=True, order=True)
-class Cost:
+class PlacementCost:
     """Nanoseconds of the slowest group (its sums, and its busiest device's bytes one after the other), bytes
     of a step between nodes and inside them, nanoseconds of the longest sums."""
 
@@ -107,75 +109,82 @@ class Cost:
 
 
 Placement = Mapping[str, tuple[int, ...]]  # the ranks of each group, ordered (dp, pp, tp)
-Order = tuple[str, ...]  # the group of each unit, in the order of slots
+UnitOrder = tuple[str, ...]  # the group of each unit, in the order of slots
 
 
-def search(problem: Places) -> tuple[Placement, Cost]:
+def search_placement(problem: PlacementProblem) -> tuple[Placement, PlacementCost]:
     """The best placement found, never worse than the groups one after the other."""
-    row = in_a_row(problem, [g.name for g in problem.groups], frozenset())
-    starts = {(order, outer): None for order in _starts(problem) for outer in _axes(problem)}
+    row = place_consecutively(problem, [g.name for g in problem.groups], frozenset())
+    starts = {(order, outer): None for order in _start_orders(problem) for outer in _axis_choices(problem)}
     found = [
-        (cost(problem, placed), *start)
+        (placement_cost(problem, placed), *start)
         for start in starts
-        if (placed := placement(problem, *start)) is not None
+        if (placed := place_units(problem, *start)) is not None
     ]
-    budget = _Budget(TRIES)
-    improved = [_improved(problem, *start, budget) for start in sorted(found, key=lambda f: f[0])[:STARTS]]
+    budget = _SwapBudget(MAX_SWAP_EVALUATIONS)
+    improved = [
+        _improve_by_swaps(problem, *start, budget)
+        for start in sorted(found, key=lambda f: f[0])[:IMPROVED_STARTS]
+    ]
     value, order, outer = min(
-        improved, key=lambda f: f[0], default=(cost(problem, row), (), frozenset[str]())
+        improved, key=lambda f: f[0], default=(placement_cost(problem, row), (), frozenset[str]())
     )
-    placed = placement(problem, order, outer) if value < cost(problem, row) else None
-    return (placed, value) if placed is not None else (row, cost(problem, row))
+    placed = place_units(problem, order, outer) if value < placement_cost(problem, row) else None
+    return (placed, value) if placed is not None else (row, placement_cost(problem, row))
 
 
 @dataclass
-class _Budget:
+class _SwapBudget:
     left: int
 
 
-def _improved(
-    problem: Places, value: Cost, order: Order, outer: frozenset[str], budget: _Budget
-) -> tuple[Cost, Order, frozenset[str]]:
+def _improve_by_swaps(
+    problem: PlacementProblem,
+    value: PlacementCost,
+    order: UnitOrder,
+    outer: frozenset[str],
+    budget: _SwapBudget,
+) -> tuple[PlacementCost, UnitOrder, frozenset[str]]:
     """Swap units of different groups on different nodes while that helps."""
     better = True
     while better:
         better = False
-        for swapped in _swaps(problem, order):
-            placed = placement(problem, swapped, outer)
+        for swapped in _swapped_orders(problem, order):
+            placed = place_units(problem, swapped, outer)
             if placed is None:
                 continue
             budget.left -= 1
             if budget.left < 0:
                 return value, order, outer
-            if (new := cost(problem, placed)) < value:
+            if (new := placement_cost(problem, placed)) < value:
                 order, value, better = swapped, new, True
                 break
     return value, order, outer
 
 
-def _starts(problem: Places) -> Iterator[Order]:
+def _start_orders(problem: PlacementProblem) -> Iterator[UnitOrder]:
     names = [g.name for g in problem.groups]
-    for row in permutations(names) if len(names) <= ALL_ORDERS else [names]:
-        yield _row(problem, row)
-        yield _spread(problem, row)
+    for row in permutations(names) if len(names) <= MAX_PERMUTED_GROUPS else [names]:
+        yield _consecutive_order(problem, row)
+        yield _interleaved_order(problem, row)
 
 
-def _axes(problem: Places) -> Iterator[frozenset[str]]:
+def _axis_choices(problem: PlacementProblem) -> Iterator[frozenset[str]]:
     """Every choice of groups whose stages are the outer axis."""
     free = [g.name for g in problem.groups if 1 < g.stages < g.units]
     for chosen in product((False, True), repeat=len(free)):
         yield frozenset(name for name, yes in zip(free, chosen, strict=True) if yes)
 
 
-def _row(problem: Places, names: Iterable[str]) -> Order:
+def _consecutive_order(problem: PlacementProblem, names: Iterable[str]) -> UnitOrder:
     units = {g.name: g.units for g in problem.groups}
     return tuple(name for name in names for _ in range(units[name]))
 
 
-def _spread(problem: Places, names: Sequence[str]) -> Order:
+def _interleaved_order(problem: PlacementProblem, names: Sequence[str]) -> UnitOrder:
     """Each node with its share of every group, groups side by side within it."""
     groups = {g.name: g for g in problem.groups}
-    nodes = -(-problem.world // problem.cluster.per_node)
+    nodes = -(-problem.world_size // problem.cluster.per_node)
     taken = dict.fromkeys(names, 0)
     order: list[str] = []
     for node in range(1, nodes + 1):
@@ -186,8 +195,8 @@ def _spread(problem: Places, names: Sequence[str]) -> Order:
     return tuple(order)
 
 
-def _swaps(problem: Places, order: Order) -> Iterator[Order]:
-    nodes = _nodes(problem, order)
+def _swapped_orders(problem: PlacementProblem, order: UnitOrder) -> Iterator[UnitOrder]:
+    nodes = _unit_nodes(problem, order)
     for i, j in combinations(range(len(order)), 2):
         if order[i] != order[j] and nodes[i] != nodes[j]:
             swapped = list(order)
@@ -195,9 +204,9 @@ def _swaps(problem: Places, order: Order) -> Iterator[Order]:
             yield tuple(swapped)
 
 
-def _nodes(problem: Places, order: Order) -> list[int]:
+def _unit_nodes(problem: PlacementProblem, order: UnitOrder) -> list[int]:
     """The node on which each unit begins."""
-    sizes = {g.name: g.unit for g in problem.groups}
+    sizes = {g.name: g.ranks_per_unit for g in problem.groups}
     start, found = 0, list[int]()
     for name in order:
         found.append(start // problem.cluster.per_node)
@@ -205,26 +214,26 @@ def _nodes(problem: Places, order: Order) -> list[int]:
     return found
 
 
-def in_a_row(problem: Places, names: Iterable[str], outer: frozenset[str]) -> Placement:
+def place_consecutively(problem: PlacementProblem, names: Iterable[str], outer: frozenset[str]) -> Placement:
     """The groups one after the other, even where units then lie across nodes."""
-    return _ranks(problem, _row(problem, names), outer)
+    return _ranks_of_order(problem, _consecutive_order(problem, names), outer)
 
 
-def placement(problem: Places, order: Order, outer: frozenset[str]) -> Placement | None:
+def place_units(problem: PlacementProblem, order: UnitOrder, outer: frozenset[str]) -> Placement | None:
     """The ranks of each group for an order of units; `outer` groups have stages as their outer axis. None if
     a unit lies across nodes, or on one where its group may not be."""
     groups, per_node, start = {g.name: g for g in problem.groups}, problem.cluster.per_node, 0
     for name in order:
         group, node = groups[name], start // per_node
-        start += group.unit
+        start += group.ranks_per_unit
         if node != (start - 1) // per_node or (group.nodes and node not in group.nodes):
             return None
-    return _ranks(problem, order, outer)
+    return _ranks_of_order(problem, order, outer)
 
 
-def _ranks(problem: Places, order: Order, outer: frozenset[str]) -> Placement:
+def _ranks_of_order(problem: PlacementProblem, order: UnitOrder, outer: frozenset[str]) -> Placement:
     units: dict[str, list[range]] = {g.name: [] for g in problem.groups}
-    sizes, start = {g.name: g.unit for g in problem.groups}, 0
+    sizes, start = {g.name: g.ranks_per_unit for g in problem.groups}, 0
     for name in order:
         units[name].append(range(start, start + sizes[name]))
         start += sizes[name]
@@ -241,24 +250,26 @@ def _ranks(problem: Places, order: Order, outer: frozenset[str]) -> Placement:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def cost(problem: Places, placed: Placement) -> Cost:
+def placement_cost(problem: PlacementProblem, placed: Placement) -> PlacementCost:
     """What a placement costs."""
-    ways = _Ways(problem.cluster, placed)
+    ways = _LinkTraffic(problem.cluster, placed)
     for flow in problem.flows:
-        ways.add_flow(flow)
+        ways.add_edge_traffic(flow)
     for chain in problem.chains:
-        ways.add_chain(chain)
+        ways.add_pipeline_traffic(chain)
     sums = dict.fromkeys(placed, 0)
     for s in problem.sums:
-        sums[s.group] += _sum_ns(problem.cluster, placed[s.group], s)
-    slowest = max(sums[name] + max(ways.busy_ns(r) for r in ranks) for name, ranks in placed.items())
-    return Cost(slowest, sum(ways.out[True].values()), sum(ways.out[False].values()), max(sums.values()))
+        sums[s.group] += _gradient_sum_ns(problem.cluster, placed[s.group], s)
+    slowest = max(sums[name] + max(ways.busiest_link_ns(r) for r in ranks) for name, ranks in placed.items())
+    return PlacementCost(
+        slowest, sum(ways.outgoing[True].values()), sum(ways.outgoing[False].values()), max(sums.values())
+    )
 
 
-def _sum_ns(cluster: Cluster, ranks: Sequence[int], s: Sum) -> int:
+def _gradient_sum_ns(cluster: Cluster, ranks: Sequence[int], s: GradientSum) -> int:
     """The longest of the stages' sums; the places of tp sum side by side."""
     step = s.pp * s.tp
-    spans = {of_ranks(ranks[stage * s.tp :: step], cluster) for stage in range(s.pp)}
+    spans = {span_of_ranks(ranks[stage * s.tp :: step], cluster) for stage in range(s.pp)}
     if s.sharded:
         return max(
             reduce_scatter_ns(s.size, span, cluster) + all_gather_ns(s.size, span, cluster) for span in spans
@@ -266,54 +277,56 @@ def _sum_ns(cluster: Cluster, ranks: Sequence[int], s: Sum) -> int:
     return max(all_reduce_ns(s.size, span, cluster) for span in spans)
 
 
-class _Ways:
+class _LinkTraffic:
     """Bytes that leave and enter each rank in a step, by whether they cross nodes (True) or stay inside
     one."""
 
     def __init__(self, cluster: Cluster, placed: Placement) -> None:
         self.cluster, self.placed = cluster, placed
-        self.out: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
-        self.into: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
-        self.held = {name: Counter(self._node(r) for r in ranks) for name, ranks in placed.items()}
+        self.outgoing: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
+        self.incoming: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
+        self.ranks_per_node = {
+            name: Counter(self._node_of(r) for r in ranks) for name, ranks in placed.items()
+        }
 
-    def _node(self, rank: int) -> int:
+    def _node_of(self, rank: int) -> int:
         return rank // self.cluster.per_node
 
-    def add_flow(self, flow: Flow) -> None:
+    def add_edge_traffic(self, flow: EdgeTraffic) -> None:
         """Bytes from any rank of one group to any of another, and back."""
         for src, dst, size in ((flow.src, flow.dst, flow.forward), (flow.dst, flow.src, flow.back)):
-            self._spread(src, dst, size, self.out)
-            self._spread(dst, src, size, self.into)
+            self._spread_bytes(src, dst, size, self.outgoing)
+            self._spread_bytes(dst, src, size, self.incoming)
 
-    def _spread(self, here: str, there: str, size: int, ways: dict[bool, Counter[int]]) -> None:
+    def _spread_bytes(self, here: str, there: str, size: int, ways: dict[bool, Counter[int]]) -> None:
         """A rank's share of the bytes, of which those to or from its own node stay inside."""
         ranks, every, per_node = self.placed[here], len(self.placed[there]), self.cluster.per_node
         each = size // len(ranks)
-        near = {node: each * count // every for node, count in self.held[there].items()}
+        near = {node: each * count // every for node, count in self.ranks_per_node[there].items()}
         inside, between = ways[False], ways[True]
         for rank in ranks:
             stay = near.get(rank // per_node, 0)
             inside[rank] += stay
             between[rank] += each - stay
 
-    def add_chain(self, chain: Chain) -> None:
+    def add_pipeline_traffic(self, chain: PipelineTraffic) -> None:
         """Bytes from each stage to the next of its replica, and back."""
         ranks, step = self.placed[chain.group], chain.pp * chain.tp
         for i, rank in enumerate(ranks):
             if i % step < step - chain.tp:
                 behind = ranks[i + chain.tp]
-                self._message(rank, behind, chain.forward * chain.pp // len(ranks))
-                self._message(behind, rank, chain.back * chain.pp // len(ranks))
+                self._add_message(rank, behind, chain.forward * chain.pp // len(ranks))
+                self._add_message(behind, rank, chain.back * chain.pp // len(ranks))
 
-    def _message(self, src: int, dst: int, size: int) -> None:
-        crosses = self._node(src) != self._node(dst)
-        self.out[crosses][src] += size
-        self.into[crosses][dst] += size
+    def _add_message(self, src: int, dst: int, size: int) -> None:
+        crosses = self._node_of(src) != self._node_of(dst)
+        self.outgoing[crosses][src] += size
+        self.incoming[crosses][dst] += size
 
-    def busy_ns(self, rank: int) -> int:
+    def busiest_link_ns(self, rank: int) -> int:
         """How long a rank's busier way takes for its bytes."""
         between, inside = self.cluster.between.bytes_per_s, self.cluster.inside.bytes_per_s
         return max(
             10**9 * way[True][rank] // between + 10**9 * way[False][rank] // inside
-            for way in (self.out, self.into)
+            for way in (self.outgoing, self.incoming)
         )

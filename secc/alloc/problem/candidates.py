@@ -18,48 +18,48 @@ from math import ceil, lcm
 
 from xdsl.dialects.builtin import StringAttr
 
-from secc.alloc.problem.pins import WORDS, Pins
-from secc.alloc.problem.size_spread import WHOLE, Spread, spread
-from secc.alloc.problem.stackable_layers import places
+from secc.alloc.problem.pins import PIN_WORDS, Pins
+from secc.alloc.problem.size_spread import PERMILLE, SizeSpread, measure_spread
+from secc.alloc.problem.stackable_layers import count_stackable_layers
 from secc.alloc.problem.types import Candidate
 from secc.cluster import Cluster
 from secc.cost.model import roofline, tp_pp_scaling
-from secc.cost.model.collectives import Span, in_a_row
-from secc.cost.model.memory import Memory, memory
+from secc.cost.model.collectives import RankSpan, span_of_consecutive_ranks
+from secc.cost.model.memory import RankMemory, rank_memory
 from secc.cost.model.patterns_and_transfers import (
-    Crossing,
-    Pattern,
-    crossings,
-    is_active,
-    micro_batch,
-    patterns,
+    InputPattern,
+    SectionTransfer,
+    input_patterns,
+    micro_batch_sizes,
+    section_handles_pattern,
+    section_transfers,
 )
 from secc.cost.model.section_cost import SectionCost, section_cost
-from secc.cost.model.zero3_cost import Passing, passing
+from secc.cost.model.zero3_cost import Zero3Collectives, zero3_collectives
 from secc.errors import UserError
 from secc.ir.analysis import sample_sizes as samples
-from secc.ir.analysis.dataflow import number_of
+from secc.ir.analysis.dataflow import get_number
 from secc.ir.dialect.ops import GraphOp, SectionOp
-from secc.runtime.plan.expr_eval import evaluate, evaluate_columns
+from secc.runtime.plan.expr_eval import evaluate_expr, evaluate_expr_columns
 
-MOVED = (
+MEASURED_PERMILLE_ATTRIBUTES = (
     "forward_permille",
     "backward_permille",
 )  # of a section: its measured times over the modelled ones (`secc.driver.replan_from_run`)
 # micro-batches in flight of a section whose consumers share its ranks: one waits for them while the next runs
-IN_TURN = 2
-AHEAD = 2  # times as many micro-batches in flight as a pipeline has stages, where memory allows
-PARTS = (
+IN_FLIGHT_FOR_LOCAL_CONSUMERS = 2
+IN_FLIGHT_PER_STAGE = 2  # times as many micro-batches in flight as a pipeline has stages, where memory allows
+IN_FLIGHT_MEMORY_DIVISORS = (
     1,
     2,
 )  # of a rank's memory, the parts that a section may fill with what it holds for consumers elsewhere
 
-Dealt = tuple[int, int, list[tuple[Pattern, int, int]]]
-Busy = tuple[int, int, int, int]
+ExpectedMicroBatches = tuple[int, int, list[tuple[InputPattern, int, int]]]
+BusiestReplica = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
-class Load:
+class SectionLoad:
     """A section as the cost model sees it: its cost, times as texts, and the patterns it is active for.
 
     `backward_ns` has a text for each way to recompute. With `tp` and `pp`, cost and times are those of one
@@ -74,21 +74,21 @@ class Load:
     forward_ns: str
     backward_ns: Mapping[str, str]
     label: str
-    active: tuple[Pattern, ...]
-    spread: Spread = field(default_factory=Spread)
+    active_patterns: tuple[InputPattern, ...]
+    spread: SizeSpread = field(default_factory=SizeSpread)
     tp: int = 1
     pp: int = 1
-    memo: dict[object, tuple[int, int]] = field(
+    cached_numbers: dict[object, tuple[int, int]] = field(
         init=False, repr=False, compare=False, default_factory=dict[object, tuple[int, int]]
     )
-    dealt: dict[tuple[int, int], Dealt] = field(
-        init=False, repr=False, compare=False, default_factory=dict[tuple[int, int], Dealt]
+    cached_micro_batches: dict[tuple[int, int], ExpectedMicroBatches] = field(
+        init=False, repr=False, compare=False, default_factory=dict[tuple[int, int], ExpectedMicroBatches]
     )
-    busy: dict[tuple[int, int, str], Busy] = field(
-        init=False, repr=False, compare=False, default_factory=dict[tuple[int, int, str], Busy]
+    cached_busiest: dict[tuple[int, int, str], BusiestReplica] = field(
+        init=False, repr=False, compare=False, default_factory=dict[tuple[int, int, str], BusiestReplica]
     )
-    gathers: dict[int, Passing | None] = field(
-        init=False, repr=False, compare=False, default_factory=dict[int, "Passing | None"]
+    cached_gathers: dict[int, Zero3Collectives | None] = field(
+        init=False, repr=False, compare=False, default_factory=dict[int, "Zero3Collectives | None"]
     )
 
     @cached_property
@@ -96,13 +96,13 @@ class Load:
         return self.section.sym.data
 
     @cached_property
-    def share(self) -> Fraction:
+    def sample_share(self) -> Fraction:
         """The share of samples for which the section is active."""
-        return sum((p.share for p in self.active), Fraction(0))
+        return sum((p.share for p in self.active_patterns), Fraction(0))
 
-    def under(self, recompute: str) -> SectionCost:
+    def cost_under_recompute(self, recompute: str) -> SectionCost:
         """The cost with what is saved where some of it is recomputed."""
-        again = self.cost.again.get(recompute)
+        again = self.cost.recompute.get(recompute)
         return self.cost if again is None else replace(self.cost, saved=again.saved)
 
 
@@ -118,16 +118,20 @@ class Workload:
     graph: GraphOp
     cluster: Cluster
     global_batch: int
-    loads: dict[str, Load]
-    crossings: tuple[Crossing, ...]
+    loads: dict[str, SectionLoad]
+    crossings: tuple[SectionTransfer, ...]
     unshardable: str = ""
-    kinds: tuple[Workload, ...] = ()
-    active: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict[str, int])
-    layered: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict[str, int])
-    split: dict[tuple[str, int, int], Load] = field(
-        init=False, repr=False, compare=False, default_factory=dict[tuple[str, int, int], Load]
+    by_kind: tuple[Workload, ...] = ()
+    cached_active_samples: dict[str, int] = field(
+        init=False, repr=False, compare=False, default_factory=dict[str, int]
     )
-    sized: dict[tuple[frozenset[str], int], dict[str, int]] = field(
+    cached_layers: dict[str, int] = field(
+        init=False, repr=False, compare=False, default_factory=dict[str, int]
+    )
+    cached_rank_loads: dict[tuple[str, int, int], SectionLoad] = field(
+        init=False, repr=False, compare=False, default_factory=dict[tuple[str, int, int], SectionLoad]
+    )
+    cached_sizes: dict[tuple[frozenset[str], int], dict[str, int]] = field(
         init=False,
         repr=False,
         compare=False,
@@ -135,16 +139,16 @@ class Workload:
     )
 
     @cached_property
-    def sources(self) -> frozenset[str]:
+    def producing_sections(self) -> frozenset[str]:
         """The sections that feed others."""
         return frozenset(c.src for c in self.crossings)
 
     @cached_property
-    def listed(self) -> dict[frozenset[str], dict[str, list[int]]]:
+    def listed_sizes(self) -> dict[frozenset[str], dict[str, list[int]]]:
         """Sizes of the samples that memory must have room for, a column for each symbol, by pattern; where
         micro-batches are padded to the global batch's widths, with the largest of these."""
         found: dict[frozenset[str], dict[str, list[int]]] = {}
-        for pattern, sizes in samples.all_known(self.graph):
+        for pattern, sizes in samples.read_all_samples(self.graph):
             columns = found.setdefault(pattern, {name: [] for name in sizes})
             for name, size in sizes.items():
                 columns[name].append(size)
@@ -156,96 +160,109 @@ class Workload:
                 }
         return found
 
-    def sizes(self, pattern: Pattern, samples: int) -> dict[str, int]:
+    def mean_micro_batch_sizes(self, pattern: InputPattern, samples: int) -> dict[str, int]:
         """Of a micro-batch of so many samples of a pattern."""
         key = pattern.when, samples
-        if key not in self.sized:
-            self.sized[key] = micro_batch(self.graph, pattern.sizes, samples)
-        return self.sized[key]
+        if key not in self.cached_sizes:
+            self.cached_sizes[key] = micro_batch_sizes(self.graph, pattern.sizes, samples)
+        return self.cached_sizes[key]
 
-    def on(self, kind: int) -> Workload:
+    def for_kind(self, kind: int) -> Workload:
         """The workload as a candidate of this kind sees it."""
-        return self.kinds[kind] if self.kinds and kind >= 0 else self
+        return self.by_kind[kind] if self.by_kind and kind >= 0 else self
 
-    def alone(self, cluster: Cluster) -> Workload:
+    def with_cluster(self, cluster: Cluster) -> Workload:
         """The same on another cluster."""
         return replace(
             self,
             cluster=cluster,
-            kinds=(),
-            loads={name: on_rank(load, 1, 1, cluster) for name, load in self.loads.items()},
+            by_kind=(),
+            loads={name: compute_rank_load(load, 1, 1, cluster) for name, load in self.loads.items()},
         )
 
-    def on_rank(self, load: Load, tp: int, pp: int) -> Load:
+    def rank_load(self, load: SectionLoad, tp: int, pp: int) -> SectionLoad:
         """A section's load as one rank of its replicas has it, which remembers what it was asked."""
         key = load.name, tp, pp
-        if key not in self.split:
-            self.split[key] = on_rank(load, tp, pp, self.cluster)
-        return self.split[key]
+        if key not in self.cached_rank_loads:
+            self.cached_rank_loads[key] = compute_rank_load(load, tp, pp, self.cluster)
+        return self.cached_rank_loads[key]
 
-    def places(self, load: Load) -> int:
+    def stackable_layers(self, load: SectionLoad) -> int:
         """How many layers stages of a section can share."""
-        if load.name not in self.layered:
-            self.layered[load.name] = places(self.graph, load.section, load.cost.layers)
-        return self.layered[load.name]
+        if load.name not in self.cached_layers:
+            self.cached_layers[load.name] = count_stackable_layers(self.graph, load.section, load.cost.layers)
+        return self.cached_layers[load.name]
 
-    def samples(self, load: Load) -> int:
+    def active_sample_count(self, load: SectionLoad) -> int:
         """Active samples of a section in a global batch, as expected and rounded up; at least 1."""
-        if load.name not in self.active:
-            self.active[load.name] = max(1, ceil(self.global_batch * load.share))
-        return self.active[load.name]
+        if load.name not in self.cached_active_samples:
+            self.cached_active_samples[load.name] = max(1, ceil(self.global_batch * load.sample_share))
+        return self.cached_active_samples[load.name]
 
 
-def workload(graph: GraphOp, cluster: Cluster, global_batch: int) -> Workload:
+def build_workload(graph: GraphOp, cluster: Cluster, global_batch: int) -> Workload:
     """Costs and expected loads of the graph's sections, producers first."""
-    found = tuple(crossings(graph))
-    seen = patterns(graph)
-    loads = {name: _load(graph, section, cluster, seen) for name, section in _ordered(graph, found)}
+    found = tuple(section_transfers(graph))
+    seen = input_patterns(graph)
+    loads = {
+        name: _build_section_load(graph, section, cluster, seen)
+        for name, section in _order_sections(graph, found)
+    }
     reason = graph.attributes.get("unshardable")
     work = Workload(
         graph, cluster, global_batch, loads, found, reason.data if isinstance(reason, StringAttr) else ""
     )
-    return replace(work, kinds=tuple(map(work.alone, cluster.parts))) if cluster.groups else work
+    return (
+        replace(work, by_kind=tuple(map(work.with_cluster, cluster.parts_by_kind)))
+        if cluster.groups
+        else work
+    )
 
 
-def _load(graph: GraphOp, section: SectionOp, cluster: Cluster, seen: list[Pattern]) -> Load:
+def _build_section_load(
+    graph: GraphOp, section: SectionOp, cluster: Cluster, seen: list[InputPattern]
+) -> SectionLoad:
     mode = section.mode.data if section.mode is not None else "train"
-    active = tuple(p for p in seen if is_active(section, p))
-    whole = Load(section, mode, section_cost(graph, section), "0", {}, "", active)
-    load = on_rank(whole, 1, 1, cluster)
-    return replace(load, spread=spread(graph, active, f"{load.forward_ns} + {load.backward_ns['none']}"))
+    active = tuple(p for p in seen if section_handles_pattern(section, p))
+    whole = SectionLoad(section, mode, section_cost(graph, section), "0", {}, "", active)
+    load = compute_rank_load(whole, 1, 1, cluster)
+    return replace(
+        load, spread=measure_spread(graph, active, f"{load.forward_ns} + {load.backward_ns['none']}")
+    )
 
 
-def on_rank(whole: Load, tp: int, pp: int, cluster: Cluster) -> Load:
+def compute_rank_load(whole: SectionLoad, tp: int, pp: int, cluster: Cluster) -> SectionLoad:
     """A whole section's load as one rank of its replicas has it."""
-    cost, device, mode = tp_pp_scaling.on_rank(whole.cost, tp, pp), cluster.device, whole.mode
-    sums = tp_pp_scaling.sums_ns(cost, tp, cluster)
-    moved = [int(number_of(whole.section, name) or 1000) for name in MOVED]
-    forward = _times_permille(_plus(roofline.forward_ns(cost, device), sums), moved[0])
+    cost, device, mode = tp_pp_scaling.cost_on_rank(whole.cost, tp, pp), cluster.device, whole.mode
+    sums = tp_pp_scaling.tp_all_reduce_ns(cost, tp, cluster)
+    moved = [int(get_number(whole.section, name) or 1000) for name in MEASURED_PERMILLE_ATTRIBUTES]
+    forward = _scale_permille(_add_times(roofline.forward_ns_expression(cost, device), sums), moved[0])
     backward = {
-        way: _times_permille(_plus(roofline.backward_ns(cost, mode, device, way), sums), moved[1])
-        for way in WORDS["recompute"]
+        way: _scale_permille(
+            _add_times(roofline.backward_ns_expression(cost, mode, device, way), sums), moved[1]
+        )
+        for way in PIN_WORDS["recompute"]
     }
     return replace(
         whole,
         cost=cost,
         forward_ns=forward,
         backward_ns=backward,
-        label=roofline.label(cost, device),
+        label=roofline.time_label(cost, device),
         tp=tp,
         pp=pp,
     )
 
 
-def _times_permille(time_ns: str, permille: int) -> str:
+def _scale_permille(time_ns: str, permille: int) -> str:
     return time_ns if permille == 1000 or time_ns == "0" else f"({time_ns})*{permille}//1000"
 
 
-def _plus(time_ns: str, sums: str) -> str:
+def _add_times(time_ns: str, sums: str) -> str:
     return time_ns if "0" in (time_ns, sums) else f"{time_ns} + {sums}"
 
 
-def _ordered(graph: GraphOp, edges: Iterable[Crossing]) -> list[tuple[str, SectionOp]]:
+def _order_sections(graph: GraphOp, edges: Iterable[SectionTransfer]) -> list[tuple[str, SectionOp]]:
     left = {s.sym.data: s for s in graph.sections}
     placed: list[tuple[str, SectionOp]] = []
     while left:
@@ -259,7 +276,7 @@ def _ordered(graph: GraphOp, edges: Iterable[Crossing]) -> list[tuple[str, Secti
     return placed
 
 
-def replica_of(work: Workload, load: Load, tp: int, pp: int, ranks: int) -> Load:
+def require_rank_load(work: Workload, load: SectionLoad, tp: int, pp: int, ranks: int) -> SectionLoad:
     """The section on one rank of its replicas. Raises UserError for a tp or pp that cannot be had."""
     if tp * pp > ranks:
         message = f"{load.name}.tp={tp} with pp={pp} is impossible: a replica would need {tp * pp} ranks, and there are {ranks}"
@@ -269,37 +286,39 @@ def replica_of(work: Workload, load: Load, tp: int, pp: int, ranks: int) -> Load
             f"{load.name}.tp={tp} is impossible: ranks would have parts of parameters, but {work.unshardable}"
         )
         raise UserError(message, remedy=f"leave it out, or set {load.name}.tp=1")
-    layers = work.places(load)
+    layers = work.stackable_layers(load)
     if pp > max(1, layers):
         message = f"{load.name}.pp={pp} is impossible: the section has {layers} layers to cut between"
         raise UserError(message, remedy=f"set {load.name}.pp to at most {max(1, layers)}")
-    return work.on_rank(load, tp, pp)
+    return work.rank_load(load, tp, pp)
 
 
-def ways_to_run(work: Workload, load: Load, pins: Pins) -> list[tuple[str, str]]:
+def list_sharding_and_recompute(work: Workload, load: SectionLoad, pins: Pins) -> list[tuple[str, str]]:
     """The ways to shard and to recompute a section. Raises UserError for a pin that asks for what the section
     does not have."""
-    sharding, recompute = (pins.word(load.name, key) for key in ("sharding", "recompute"))
+    sharding, recompute = (pins.word_choices(load.name, key) for key in ("sharding", "recompute"))
     if load.mode == "forward":
-        _only_none(load, "recompute", pins, "it has no backward")
+        _require_none_pinned(load, "recompute", pins, "it has no backward")
         recompute = ("none",)
     if pins.splits_backward(load.name):
-        _only_none(load, "recompute", pins, "each part of a split backward would run it again")
+        _require_none_pinned(load, "recompute", pins, "each part of a split backward would run it again")
         recompute = ("none",)
         if sharding == ("zero3",):
-            _only_none(load, "sharding", pins, "each part of a split backward would gather parameters again")
+            _require_none_pinned(
+                load, "sharding", pins, "each part of a split backward would gather parameters again"
+            )
         sharding = tuple(s for s in sharding if s != "zero3")
     if not load.cost.trainable:
-        if sharding not in (("zero3",), WORDS["sharding"]):
-            _only_none(load, "sharding", pins, "it trains nothing")
+        if sharding not in (("zero3",), PIN_WORDS["sharding"]):
+            _require_none_pinned(load, "sharding", pins, "it trains nothing")
         sharding = tuple(s for s in sharding if s in ("none", "zero3"))
     elif work.unshardable:
-        _only_none(load, "sharding", pins, work.unshardable)
+        _require_none_pinned(load, "sharding", pins, work.unshardable)
         sharding = ("none",)
     return [(s, r) for s in sharding for r in recompute]
 
 
-def _only_none(load: Load, key: str, pins: Pins, reason: str) -> None:
+def _require_none_pinned(load: SectionLoad, key: str, pins: Pins, reason: str) -> None:
     choice = pins.words.get(load.name, {}).get(key, "none")
     if choice != "none":
         raise UserError(
@@ -308,12 +327,12 @@ def _only_none(load: Load, key: str, pins: Pins, reason: str) -> None:
         )
 
 
-def candidate(
-    work: Workload, load: Load, dp: int, size: int, sharding: str = "none", recompute: str = "none"
+def price_candidate(
+    work: Workload, load: SectionLoad, dp: int, size: int, sharding: str = "none", recompute: str = "none"
 ) -> Candidate:
     """The times and memory of a section in `dp` replicas with micro-batches of `size` samples."""
-    busy = busy_ns(work, load, dp, size, sharding, recompute)
-    return _candidate(
+    busy = busiest_replica_ns(work, load, dp, size, sharding, recompute)
+    return _make_candidate(
         work,
         load,
         dp,
@@ -321,45 +340,59 @@ def candidate(
         sharding,
         recompute,
         busy,
-        room(work, load, dp, size, sharding, recompute, busy[1]),
+        memory_on_rank(work, load, dp, size, sharding, recompute, busy[1]),
     )
 
 
-def stays(load: Load, dp: int, sharding: str, capacity: int) -> bool:
+def fixed_memory_fits(load: SectionLoad, dp: int, sharding: str, capacity: int) -> bool:
     """Whether what stays on a rank fits into `capacity` bytes, whatever micro-batches there are."""
     return any(
-        memory(load.cost, 0, dp=dp, sharding=sharding, micro_batches=n).total(1) <= capacity for n in (1, 2)
+        rank_memory(load.cost, 0, dp=dp, sharding=sharding, micro_batches=n).total_bytes(1) <= capacity
+        for n in (1, 2)
     )
 
 
-def fitting(
-    work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str, capacity: int | None
+def price_fitting_candidates(
+    work: Workload, load: SectionLoad, dp: int, size: int, sharding: str, recompute: str, capacity: int | None
 ) -> list[Candidate]:
     """The candidate, and what it holds for consumers elsewhere varied (`held`); none if it needs more than
     `capacity` bytes."""
-    _, count, _ = _dealt(load, -(-work.samples(load) // dp), size)
-    rank = room(work, load, dp, size, sharding, recompute, count)
-    if capacity is not None and rank.total(in_turn(work, load, count)) > capacity:
+    _, count, _ = _expect_micro_batches(load, -(-work.active_sample_count(load) // dp), size)
+    rank = memory_on_rank(work, load, dp, size, sharding, recompute, count)
+    if capacity is not None and rank.total_bytes(in_flight_alternating(work, load, count)) > capacity:
         return []
-    busy = busy_ns(work, load, dp, size, sharding, recompute)
-    return _held(work, load, _candidate(work, load, dp, size, sharding, recompute, busy, rank), rank)
+    busy = busiest_replica_ns(work, load, dp, size, sharding, recompute)
+    return _vary_in_flight(
+        work, load, _make_candidate(work, load, dp, size, sharding, recompute, busy, rank), rank
+    )
 
 
-def _candidate(
-    work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str, busy: Busy, rank: Memory
+def _make_candidate(
+    work: Workload,
+    load: SectionLoad,
+    dp: int,
+    size: int,
+    sharding: str,
+    recompute: str,
+    busy: BusiestReplica,
+    rank: RankMemory,
 ) -> Candidate:
     total, micro_batches, fill, drain = busy
-    turn = in_turn(work, load, micro_batches)
-    own = rank.total(turn)
+    turn = in_flight_alternating(work, load, micro_batches)
+    own = rank.total_bytes(turn)
     return Candidate(
         dp=dp,
         micro_batch=size,
-        time_ns=total + bubbles_ns(load, size, busy) + update_ns(work, load, dp, sharding),
+        time_ns=total
+        + pipeline_bubble_ns(load, size, busy)
+        + gradient_and_optimizer_ns(work, load, dp, sharding),
         fill_ns=load.pp * fill,
         drain_ns=load.pp * drain,
         micro_batches=micro_batches,
         memory=own,
-        memory_ahead=own if load.mode == "forward" or turn == micro_batches else rank.total(micro_batches),
+        memory_ahead=own
+        if load.mode == "forward" or turn == micro_batches
+        else rank.total_bytes(micro_batches),
         in_flight=0 if load.mode == "forward" else micro_batches,
         recompute=recompute,
         tp=load.tp,
@@ -368,12 +401,15 @@ def _candidate(
     )
 
 
-def in_turn(work: Workload, load: Load, micro_batches: int) -> int:
+def in_flight_alternating(work: Workload, load: SectionLoad, micro_batches: int) -> int:
     """Micro-batches in flight where backward follows forward."""
-    return min(micro_batches, max(load.pp, IN_TURN if load.name in work.sources else 1))
+    return min(
+        micro_batches,
+        max(load.pp, IN_FLIGHT_FOR_LOCAL_CONSUMERS if load.name in work.producing_sections else 1),
+    )
 
 
-def bubbles_ns(load: Load, size: int, busy: Busy) -> int:
+def pipeline_bubble_ns(load: SectionLoad, size: int, busy: BusiestReplica) -> int:
     """What stages wait: until the last one has work, after the first one has none, and where long
     micro-batches follow short ones.
 
@@ -387,223 +423,271 @@ def bubbles_ns(load: Load, size: int, busy: Busy) -> int:
         return (load.pp - 1) * fill // 2
     return (
         (load.pp - 1)
-        * (fill + drain + max(fill + drain, load.spread.longest(size) * total // (WHOLE * micro_batches)))
+        * (
+            fill
+            + drain
+            + max(fill + drain, load.spread.longest_micro_batch(size) * total // (PERMILLE * micro_batches))
+        )
         // 2
     )
 
 
-def held(work: Workload, load: Load, c: Candidate) -> list[Candidate]:
+def in_flight_variants(work: Workload, load: SectionLoad, c: Candidate) -> list[Candidate]:
     """The candidate with all its micro-batches in flight, and with as many as fit into all and half of a
     rank's memory.
 
     Each place in flight is then taken in rounds, for which consumers elsewhere have to return gradients.
     """
-    return _held(work, load, c, room_of(work, load, c))
+    return _vary_in_flight(work, load, c, candidate_memory(work, load, c))
 
 
-def _held(work: Workload, load: Load, c: Candidate, rank: Memory) -> list[Candidate]:
-    if not c.in_flight or load.name not in work.sources:
+def _vary_in_flight(work: Workload, load: SectionLoad, c: Candidate, rank: RankMemory) -> list[Candidate]:
+    if not c.in_flight or load.name not in work.producing_sections:
         return [c]
-    least, capacity = min(c.micro_batches, max(load.pp, IN_TURN)), work.cluster.device.usable
+    least, capacity = (
+        min(c.micro_batches, max(load.pp, IN_FLIGHT_FOR_LOCAL_CONSUMERS)),
+        work.cluster.device.usable_memory,
+    )
     found = {c.micro_batches: c}
-    for part in PARTS:
+    for part in IN_FLIGHT_MEMORY_DIVISORS:
         rounds, count, size = 1, c.micro_batches, c.memory_ahead
         while size > capacity // part and count > least:
             rounds *= 2
             count = max(least, -(-c.micro_batches // rounds))
-            size = rank.total(count)
+            size = rank.total_bytes(count)
         if count < c.micro_batches:
             found[count] = replace(c, in_flight=count, memory_ahead=size, rounds=-(-c.micro_batches // count))
     return list(found.values())
 
 
-def update_ns(work: Workload, load: Load, dp: int, sharding: str) -> int:
+def gradient_and_optimizer_ns(work: Workload, load: SectionLoad, dp: int, sharding: str) -> int:
     """From the last backward to the end of the step: gradients summed, the optimizer's step."""
     key = "update", dp, sharding
-    if key not in load.memo:
-        load.memo[key] = _update_ns(work, load, dp, sharding), 0
-    return load.memo[key][0]
+    if key not in load.cached_numbers:
+        load.cached_numbers[key] = _price_update(work, load, dp, sharding), 0
+    return load.cached_numbers[key][0]
 
 
-def _update_ns(work: Workload, load: Load, dp: int, sharding: str) -> int:
+def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> int:
     cost, cluster = load.cost, work.cluster
     if load.mode != "train":
         return 0
     if sharding == "zero3" and dp > 1:
-        return roofline.optimizer_ns(cost, cluster.device, dp)  # every backward has summed its gradients
+        return roofline.optimizer_step_ns(cost, cluster.device, dp)  # every backward has summed its gradients
     if sharding == "none":
-        return roofline.reduce_ns(cost.wide_bytes, dp, cluster, load.tp * load.pp) + roofline.optimizer_ns(
-            cost, cluster.device
-        )
+        return roofline.gradient_all_reduce_ns(
+            cost.gradient_sum_bytes, dp, cluster, load.tp * load.pp
+        ) + roofline.optimizer_step_ns(cost, cluster.device)
     travels = (
-        cost.wide_bytes + cost.trainable_bytes
+        cost.gradient_sum_bytes + cost.trainable_bytes
     ) // 2  # the mean of gradients one way and weights the other
-    return roofline.sharded_reduce_ns(travels, dp, cluster, load.tp * load.pp) + roofline.optimizer_ns(
-        cost, cluster.device, dp
-    )
+    return roofline.sharded_gradient_reduce_ns(
+        travels, dp, cluster, load.tp * load.pp
+    ) + roofline.optimizer_step_ns(cost, cluster.device, dp)
 
 
-def times_of(
-    work: Workload, load: Load, dp: int, sharding: str, recompute: str, span: Span | None = None
+def micro_batch_time_expressions(
+    work: Workload, load: SectionLoad, dp: int, sharding: str, recompute: str, span: RankSpan | None = None
 ) -> tuple[str, str]:
     """Nanoseconds of a micro-batch's forward and backward on a rank, over its symbols.
 
     `span` is where the ranks are that share a place in their replicas, if that is known.
     """
-    own, span = (load.forward_ns, load.backward_ns[recompute]), span or _span(work, load, dp)
-    gathers = passing(load.cost, sharding, work.cluster, span)
-    return own if gathers is None else gathers.texts(*own)
+    own, span = (load.forward_ns, load.backward_ns[recompute]), span or _replica_span(work, load, dp)
+    gathers = zero3_collectives(load.cost, sharding, work.cluster, span)
+    return own if gathers is None else gathers.add_to_expressions(*own)
 
 
-def _span(work: Workload, load: Load, dp: int) -> Span:
+def _replica_span(work: Workload, load: SectionLoad, dp: int) -> RankSpan:
     """Of the ranks that share a place in their replicas, which stand in a row."""
-    return in_a_row(dp, work.cluster, load.tp * load.pp)
+    return span_of_consecutive_ranks(dp, work.cluster, load.tp * load.pp)
 
 
-def busy_ns(work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str) -> Busy:
+def busiest_replica_ns(
+    work: Workload, load: SectionLoad, dp: int, size: int, sharding: str, recompute: str
+) -> BusiestReplica:
     """Of the busiest of `dp` replicas: ns of its micro-batches, their number, ns of the longest forward and
     of the longest backward."""
-    gathers = _gathers(work, load, dp) if sharding == "zero3" else None
-    busiest = -(-work.samples(load) // dp)
+    gathers = _zero3_gathers(work, load, dp) if sharding == "zero3" else None
+    busiest = -(-work.active_sample_count(load) // dp)
     key = busiest, size, recompute
-    if gathers is None and key in load.busy:
-        return load.busy[key]
-    parts, count, dealt = _dealt(load, busiest, size)
-    waits = _in_rounds(load, count, dp, size) if gathers is not None else load.spread.uneven(busiest, count)
+    if gathers is None and key in load.cached_busiest:
+        return load.cached_busiest[key]
+    parts, count, dealt = _expect_micro_batches(load, busiest, size)
+    waits = (
+        _round_slowdown(load, count, dp, size)
+        if gathers is not None
+        else load.spread.replica_imbalance(busiest, count)
+    )
     total, fill, drain = 0, 0, 0
     for pattern, alike, number in dealt:
-        forward, backward = _times(work, load, pattern, alike, recompute)
+        forward, backward = _micro_batch_times(work, load, pattern, alike, recompute)
         if gathers is not None:
             forward, backward = (
-                gathers.forward_ns(forward * waits // WHOLE),
-                gathers.backward_ns(backward * waits // WHOLE),
+                gathers.forward_ns(forward * waits // PERMILLE),
+                gathers.backward_ns(backward * waits // PERMILLE),
             )
         total += number * (forward + backward)
         fill, drain = max(fill, forward), max(drain, backward)
-    found = -(-total * (WHOLE if gathers else waits) // (parts * WHOLE)), count, fill, drain
+    found = -(-total * (PERMILLE if gathers else waits) // (parts * PERMILLE)), count, fill, drain
     if gathers is None:
-        load.busy[key] = found
+        load.cached_busiest[key] = found
     return found
 
 
-def _in_rounds(load: Load, rounds: int, dp: int, size: int) -> int:
+def _round_slowdown(load: SectionLoad, rounds: int, dp: int, size: int) -> int:
     key = "rounds", rounds, dp, size
-    if key not in load.memo:
-        load.memo[key] = load.spread.in_rounds(rounds, dp, size), 0
-    return load.memo[key][0]
+    if key not in load.cached_numbers:
+        load.cached_numbers[key] = load.spread.mean_round_maximum(rounds, dp, size), 0
+    return load.cached_numbers[key][0]
 
 
-def _gathers(work: Workload, load: Load, dp: int) -> Passing | None:
+def _zero3_gathers(work: Workload, load: SectionLoad, dp: int) -> Zero3Collectives | None:
     """The collectives of passes under `zero3`."""
-    if dp not in load.gathers:
-        load.gathers[dp] = passing(load.cost, "zero3", work.cluster, _span(work, load, dp))
-    return load.gathers[dp]
+    if dp not in load.cached_gathers:
+        load.cached_gathers[dp] = zero3_collectives(
+            load.cost, "zero3", work.cluster, _replica_span(work, load, dp)
+        )
+    return load.cached_gathers[dp]
 
 
-def _dealt(load: Load, busiest: int, size: int) -> Dealt:
+def _expect_micro_batches(load: SectionLoad, busiest: int, size: int) -> ExpectedMicroBatches:
     """How a replica's samples are expected to be cut: for each pattern the samples in a micro-batch, and how
     many of these there are, in parts of which the first number makes a whole one; the second is how many
     there are in all."""
-    if (busiest, size) not in load.dealt:
-        samples = [(pattern, busiest * pattern.share / load.share) for pattern in load.active]
+    if (busiest, size) not in load.cached_micro_batches:
+        samples = [(pattern, busiest * pattern.share / load.sample_share) for pattern in load.active_patterns]
         numbers = [(pattern, min(size, ceil(n)), n / min(size, ceil(n))) for pattern, n in samples]
         parts = lcm(*(n.denominator for *_, n in numbers))
         dealt = [(p, alike, int(n * parts)) for p, alike, n in numbers]
-        load.dealt[busiest, size] = parts, max(1, -(-sum(number for *_, number in dealt) // parts)), dealt
-    return load.dealt[busiest, size]
+        load.cached_micro_batches[busiest, size] = (
+            parts,
+            max(1, -(-sum(number for *_, number in dealt) // parts)),
+            dealt,
+        )
+    return load.cached_micro_batches[busiest, size]
 
 
-def _times(work: Workload, load: Load, pattern: Pattern, samples: int, recompute: str) -> tuple[int, int]:
+def _micro_batch_times(
+    work: Workload, load: SectionLoad, pattern: InputPattern, samples: int, recompute: str
+) -> tuple[int, int]:
     key = (pattern.when, samples, recompute)
-    if key not in load.memo:
-        sizes = work.sizes(pattern, samples)
-        both = evaluate(load.forward_ns, sizes), evaluate(load.backward_ns[recompute], sizes)
-        load.memo[key] = load.spread.mean(pattern.when, both[0]), load.spread.mean(pattern.when, both[1])
-    return load.memo[key]
+    if key not in load.cached_numbers:
+        sizes = work.mean_micro_batch_sizes(pattern, samples)
+        both = evaluate_expr(load.forward_ns, sizes), evaluate_expr(load.backward_ns[recompute], sizes)
+        load.cached_numbers[key] = (
+            load.spread.mean_ns(pattern.when, both[0]),
+            load.spread.mean_ns(pattern.when, both[1]),
+        )
+    return load.cached_numbers[key]
 
 
-def room(
-    work: Workload, load: Load, dp: int, size: int, sharding: str, recompute: str, micro_batches: int
-) -> Memory:
+def memory_on_rank(
+    work: Workload, load: SectionLoad, dp: int, size: int, sharding: str, recompute: str, micro_batches: int
+) -> RankMemory:
     """Bytes on a rank; a micro-batch keeps what backward needs, and the tensors that come in and go out. The
     largest pattern counts."""
-    return memory(
+    return rank_memory(
         load.cost,
-        *_kept(work, load, size, recompute),
+        *_activation_bytes(work, load, size, recompute),
         dp,
         sharding,
         micro_batches,
-        _largest(work, load, recompute),
+        _largest_sample_bytes(work, load, recompute),
     )
 
 
-def room_of(work: Workload, load: Load, c: Candidate) -> Memory:
+def candidate_memory(work: Workload, load: SectionLoad, c: Candidate) -> RankMemory:
     """The same of a candidate; `load` is that of a rank."""
-    return room(work, load, c.dp, c.micro_batch, c.sharding, c.recompute, c.micro_batches)
+    return memory_on_rank(work, load, c.dp, c.micro_batch, c.sharding, c.recompute, c.micro_batches)
 
 
-def stage_room(work: Workload, load: Load, c: Candidate, stage: int) -> int:
+def stage_in_flight_limit(work: Workload, load: SectionLoad, c: Candidate, stage: int) -> int:
     """How many micro-batches a stage may hold: as many as help and memory allows, at least one for itself and
     each stage behind it.
 
     `load` is that of a rank of the stage.
     """
-    least, most = c.pp - stage, AHEAD * c.pp
-    rank = room_of(work, load, c)
-    return next((n for n in range(most, least, -1) if rank.total(n) <= work.cluster.device.usable), least)
+    least, most = c.pp - stage, IN_FLIGHT_PER_STAGE * c.pp
+    rank = candidate_memory(work, load, c)
+    return next(
+        (n for n in range(most, least, -1) if rank.total_bytes(n) <= work.cluster.device.usable_memory), least
+    )
 
 
-def _kept(work: Workload, load: Load, size: int, recompute: str) -> tuple[int, int]:
+def _activation_bytes(work: Workload, load: SectionLoad, size: int, recompute: str) -> tuple[int, int]:
     """Bytes that a micro-batch keeps, and what a forward without backward, gradients in glue or recomputation
     add for a time."""
-    if (size, recompute) not in load.memo:
+    if (size, recompute) not in load.cached_numbers:
         activation = working = 0
-        again, saved = load.cost.again.get(recompute), load.under(recompute).saved
-        for pattern in load.active:
-            sizes = work.sizes(pattern, size)
-            activation = max(activation, sum(evaluate(text, sizes) for text in (saved, *_ends(work, load))))
+        again, saved = load.cost.recompute.get(recompute), load.cost_under_recompute(recompute).saved
+        for pattern in load.active_patterns:
+            sizes = work.mean_micro_batch_sizes(pattern, size)
+            activation = max(
+                activation,
+                sum(evaluate_expr(text, sizes) for text in (saved, *_edge_size_expressions(work, load))),
+            )
             passing = (
-                (load.cost.passing, load.cost.logits_passing, again.working if again else "0")
+                (
+                    load.cost.backward_transient,
+                    load.cost.logits_backward_transient,
+                    again.working if again else "0",
+                )
                 if load.mode != "forward"
                 else ()
             )
-            working = max(working, *(evaluate(text, sizes) for text in (load.cost.transient, *passing)))
+            working = max(
+                working, *(evaluate_expr(text, sizes) for text in (load.cost.forward_transient, *passing))
+            )
         if load.mode == "forward":
-            working = max(working, *(max(held) for _, held in _alone(work, load, (load.cost.transient,))), 0)
-        load.memo[size, recompute] = activation, working
-    return load.memo[size, recompute]
+            working = max(
+                working,
+                *(max(held) for _, held in _sample_bytes(work, load, (load.cost.forward_transient,))),
+                0,
+            )
+        load.cached_numbers[size, recompute] = activation, working
+    return load.cached_numbers[size, recompute]
 
 
-def _largest(work: Workload, load: Load, recompute: str) -> int:
+def _largest_sample_bytes(work: Workload, load: SectionLoad, recompute: str) -> int:
     """Bytes that the largest of the listed samples keeps as a micro-batch of its own."""
     key = "largest", recompute
-    if key not in load.memo:
-        load.memo[key] = max((max(kept) for _, kept in kept_alone(work, load, recompute)), default=0), 0
-    return load.memo[key][0]
+    if key not in load.cached_numbers:
+        load.cached_numbers[key] = (
+            max((max(kept) for _, kept in sample_activation_bytes(work, load, recompute)), default=0),
+            0,
+        )
+    return load.cached_numbers[key][0]
 
 
-def kept_alone(
-    work: Workload, load: Load, recompute: str
+def sample_activation_bytes(
+    work: Workload, load: SectionLoad, recompute: str
 ) -> Iterator[tuple[Mapping[str, Sequence[int]], list[int]]]:
     """What each listed sample keeps as a micro-batch of its own, for each pattern with the samples' sizes.
     `load` is that of a rank."""
-    return _alone(work, load, (load.under(recompute).saved, *_ends(work, load)))
+    return _sample_bytes(
+        work, load, (load.cost_under_recompute(recompute).saved, *_edge_size_expressions(work, load))
+    )
 
 
-def _alone(
-    work: Workload, load: Load, texts: Sequence[str]
+def _sample_bytes(
+    work: Workload, load: SectionLoad, texts: Sequence[str]
 ) -> Iterator[tuple[Mapping[str, Sequence[int]], list[int]]]:
     """The sum of the texts for each listed sample as a micro-batch of its own."""
-    for pattern in load.active:
-        if columns := work.listed.get(pattern.when):
+    for pattern in load.active_patterns:
+        if columns := work.listed_sizes.get(pattern.when):
             count = len(next(iter(columns.values())))
-            every = {name: [size] * count for name, size in work.sizes(pattern, 1).items()} | columns
+            every = {
+                name: [size] * count for name, size in work.mean_micro_batch_sizes(pattern, 1).items()
+            } | columns
             yield (
                 columns,
-                list(map(sum, zip(*(evaluate_columns(text, every, count) for text in texts), strict=True))),
+                list(
+                    map(sum, zip(*(evaluate_expr_columns(text, every, count) for text in texts), strict=True))
+                ),
             )
 
 
-def _ends(work: Workload, load: Load) -> list[str]:
+def _edge_size_expressions(work: Workload, load: SectionLoad) -> list[str]:
     """Bytes of the tensors that come in and go out, as texts."""
     return [c.size for c in work.crossings if load.name in (c.src, c.dst)]

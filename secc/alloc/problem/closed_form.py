@@ -11,7 +11,7 @@ from secc.alloc.problem.types import Assignment, Candidate, Problem
 
 
 @dataclass(frozen=True)
-class Value:
+class PlanValue:
     """Step time, ranks used, and bytes on a rank of each group."""
 
     time_ns: int
@@ -19,10 +19,10 @@ class Value:
     memory: dict[str, int]
 
 
-def evaluate(problem: Problem, assignment: Assignment) -> Value:
+def evaluate_assignment(problem: Problem, assignment: Assignment) -> PlanValue:
     """The value of an assignment. Raises ValueError for one that breaks a rule."""
     chosen = {s: candidates[assignment.choice[s]] for s, candidates in problem.sections.items()}
-    _check(problem, assignment, chosen)
+    _check_rules(problem, assignment, chosen)
     group = assignment.group
     work, memory, ranks = (
         dict.fromkeys(group.values(), 0),
@@ -31,7 +31,7 @@ def evaluate(problem: Problem, assignment: Assignment) -> Value:
     )
     for s, c in chosen.items():
         work[group[s]] += c.time_ns
-        memory[group[s]] += _memory(problem, assignment, s, c)
+        memory[group[s]] += _section_bytes(problem, assignment, s, c)
         ranks[group[s]] = c.ranks
     used = sum(ranks.values())
     if used > problem.per_node and used % problem.per_node:
@@ -39,18 +39,18 @@ def evaluate(problem: Problem, assignment: Assignment) -> Value:
     if used > problem.ranks or max(memory.values()) > problem.capacity:
         raise ValueError("the assignment needs more ranks or memory than there is")
     _check_pools(problem, {g: chosen[g] for g in group.values()}, memory)
-    time_ns = _time(problem, assignment, work)
+    time_ns = _step_time(problem, assignment, work)
     if problem.deadline is not None and time_ns > problem.deadline:
         raise ValueError("a step takes longer than the deadline")
-    return Value(time_ns, used, memory)
+    return PlanValue(time_ns, used, memory)
 
 
 def _check_pools(problem: Problem, groups: dict[str, Candidate], memory: dict[str, int]) -> None:
     """Each kind of device has ranks and memory enough, and is used by whole nodes where there are several."""
-    taken = [sum(problem.on(c, k) for c in groups.values()) for k in range(len(problem.pools))]
+    taken = [sum(problem.ranks_in_pool(c, k) for c in groups.values()) for k in range(len(problem.pools))]
     for k, pool in enumerate(problem.pools):
         if taken[k] > pool.ranks or any(
-            problem.on(c, k) and memory[g] > pool.capacity for g, c in groups.items()
+            problem.ranks_in_pool(c, k) and memory[g] > pool.capacity for g, c in groups.items()
         ):
             raise ValueError("the assignment needs more ranks or memory of a kind than there is")
     if any(n % problem.per_node for n in taken) and (
@@ -59,16 +59,16 @@ def _check_pools(problem: Problem, groups: dict[str, Candidate], memory: dict[st
         raise ValueError(f"ranks of a kind are not whole nodes of {problem.per_node}")
 
 
-def _memory(problem: Problem, assignment: Assignment, section: str, chosen: Candidate) -> int:
+def _section_bytes(problem: Problem, assignment: Assignment, section: str, chosen: Candidate) -> int:
     apart = [e for e in problem.edges if assignment.group[e.src] != assignment.group[e.dst]]
     own = assignment.choice[section]
-    messages = sum(e.sent[own] for e in apart if e.src == section) + sum(
-        e.returned[own] for e in apart if e.dst == section
+    messages = sum(e.sent_bytes[own] for e in apart if e.src == section) + sum(
+        e.returned_bytes[own] for e in apart if e.dst == section
     )
     return messages + (chosen.memory_ahead if any(e.src == section for e in apart) else chosen.memory)
 
 
-def _time(problem: Problem, assignment: Assignment, work: dict[str, int]) -> int:
+def _step_time(problem: Problem, assignment: Assignment, work: dict[str, int]) -> int:
     group, choice = assignment.group, assignment.choice
     delay = dict.fromkeys(problem.sections, 0)
     total = max(work.values())
@@ -76,20 +76,21 @@ def _time(problem: Problem, assignment: Assignment, work: dict[str, int]) -> int
         for e in (e for e in problem.edges if e.dst == s):
             passed = delay[e.src]
             if group[e.src] != group[s]:
-                passed += e.latency[choice[e.src]] - e.free[choice[s]] + e.messages[choice[s]]
-                hidden = e.round[choice[s]] - e.slack[choice[e.src]]
+                passed += e.latency_ns[choice[e.src]] - e.independent_ns[choice[s]] + e.message_ns[choice[s]]
+                hidden = e.round_trip_ns[choice[s]] - e.slack_ns[choice[e.src]]
                 total = max(total, work[group[e.src]] + delay[e.src] + hidden)
                 if (rounds := problem.sections[e.src][choice[e.src]].rounds) > 1:
                     total = max(
                         total,
-                        delay[e.src] + rounds * (e.latency[choice[e.src]] + e.returned_after[choice[s]]),
+                        delay[e.src]
+                        + rounds * (e.latency_ns[choice[e.src]] + e.gradient_return_ns[choice[s]]),
                     )
             delay[s] = max(delay[s], passed)
         total = max(total, work[group[s]] + delay[s])
     return total
 
 
-def _check(problem: Problem, assignment: Assignment, chosen: dict[str, Candidate]) -> None:
+def _check_rules(problem: Problem, assignment: Assignment, chosen: dict[str, Candidate]) -> None:
     group = assignment.group
     for s, c in chosen.items():
         if (c.ranks, c.kind) != (chosen[group[s]].ranks, chosen[group[s]].kind):

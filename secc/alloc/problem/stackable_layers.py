@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from secc.cost.model.section_cost import ops_in
-from secc.ir.analysis.dataflow import number_of
-from secc.ir.dialect.ops import CallOp, GraphOp, SectionOp, strings
+from secc.cost.model.section_cost import ops_in_section
+from secc.ir.analysis.dataflow import get_number
+from secc.ir.dialect.ops import CallOp, GraphOp, SectionOp, strings_of
 
 
-def places(graph: GraphOp, section: SectionOp, measured: int) -> int:
+def count_stackable_layers(graph: GraphOp, section: SectionOp, measured: int) -> int:
     """How many layers stages of a section can share, given how many were measured. What else it calls goes
     along with them, unless it calls no layers at all."""
     most = Counter[str]()  # runs of layers by block, in the case with most of them
     for case in graph.cases:
-        most |= _layers_called(graph, [op for op in ops_in(case, section.sym.data) if isinstance(op, CallOp)])
-    return most.total() or max(measured, declared_layers(graph, section))
+        most |= _count_called_layers(
+            graph, [op for op in ops_in_section(case, section.sym.data) if isinstance(op, CallOp)]
+        )
+    return most.total() or max(measured, count_declared_layers(graph, section))
 
 
-def _layers_called(graph: GraphOp, calls: Sequence[CallOp]) -> Counter[str]:
+def _count_called_layers(graph: GraphOp, calls: Sequence[CallOp]) -> Counter[str]:
     """The layers that run in some calls, by block: those of stacks, and numbered blocks beside others of
     their kind."""
     paths = {op.target.data for op in calls}
@@ -29,7 +31,7 @@ def _layers_called(graph: GraphOp, calls: Sequence[CallOp]) -> Counter[str]:
     }
     open_stacks, found = {graph.blocks[path].component for path in layers}, Counter[str]()
     for op in calls:
-        path, block, runs = op.target.data, graph.blocks[op.target.data], int(number_of(op, "layers") or 1)
+        path, block, runs = op.target.data, graph.blocks[op.target.data], int(get_number(op, "layers") or 1)
         if "flops" not in op.attributes and block.component not in open_stacks and block.layers is not None:
             runs = block.layers.data  # nobody could measure it: it may hold its component's stack
         if runs > 1 or path in layers:
@@ -37,8 +39,8 @@ def _layers_called(graph: GraphOp, calls: Sequence[CallOp]) -> Counter[str]:
     return found
 
 
-def declared_layers(graph: GraphOp, section: SectionOp) -> int:
+def count_declared_layers(graph: GraphOp, section: SectionOp) -> int:
     """The layers of the stacks that the section's blocks belong to, also where they could not be measured."""
     declared = graph.blocks
-    blocks = [declared[path] for path in strings(section.blocks)]
+    blocks = [declared[path] for path in strings_of(section.blocks)]
     return sum({b.component: b.layers.data for b in blocks if b.layers is not None}.values())

@@ -56,7 +56,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Edge:
+class AllocEdge:
     """Section `src` feeds `dst`; times and bytes count only where the two run on different ranks.
 
     `sent` and `returned` are the bytes of messages that a rank of `src` and of `dst` holds until they are
@@ -68,26 +68,26 @@ class Edge:
 
     src: str
     dst: str
-    sent: tuple[int, ...]
-    returned: tuple[int, ...]
-    latency: tuple[int, ...]
-    slack: tuple[int, ...]
-    free: tuple[int, ...]
-    messages: tuple[int, ...]
-    round: tuple[int, ...]
+    sent_bytes: tuple[int, ...]
+    returned_bytes: tuple[int, ...]
+    latency_ns: tuple[int, ...]
+    slack_ns: tuple[int, ...]
+    independent_ns: tuple[int, ...]
+    message_ns: tuple[int, ...]
+    round_trip_ns: tuple[int, ...]
 
     @property
-    def returned_after(self) -> tuple[int, ...]:
+    def gradient_return_ns(self) -> tuple[int, ...]:
         """How long a sample in flight is gone, for each candidate of `dst`: its round, and half of one for
         which it waits."""
-        return tuple(r * 3 // 2 for r in self.round)
+        return tuple(r * 3 // 2 for r in self.round_trip_ns)
 
 
-ALL = -1  # as a candidate's kind: it runs on all ranks of all kinds, as fast as the slowest
+ALL_KINDS = -1  # as a candidate's kind: it runs on all ranks of all kinds, as fast as the slowest
 
 
 @dataclass(frozen=True)
-class Pool:
+class DevicePool:
     """`ranks` devices of one kind, of `capacity` bytes each."""
 
     ranks: int
@@ -108,24 +108,25 @@ class Problem:
     """
 
     sections: Mapping[str, tuple[Candidate, ...]]
-    edges: tuple[Edge, ...]
+    edges: tuple[AllocEdge, ...]
     ranks: int
     capacity: int
     strategy: str = "auto"
     together: tuple[tuple[str, str], ...] = ()
     per_node: int = 1
     deadline: int | None = None
-    pools: tuple[Pool, ...] = ()
+    pools: tuple[DevicePool, ...] = ()
 
-    def usable(self, c: Candidate) -> int:
+    def usable_bytes(self, c: Candidate) -> int:
         """Bytes that a rank of a candidate has."""
         return min(
-            (pool.capacity for k, pool in enumerate(self.pools) if self.on(c, k)), default=self.capacity
+            (pool.capacity for k, pool in enumerate(self.pools) if self.ranks_in_pool(c, k)),
+            default=self.capacity,
         )
 
-    def on(self, c: Candidate, pool: int) -> int:
+    def ranks_in_pool(self, c: Candidate, pool: int) -> int:
         """How many ranks of a pool a candidate takes."""
-        return self.pools[pool].ranks if c.kind == ALL else c.ranks if c.kind == pool else 0
+        return self.pools[pool].ranks if c.kind == ALL_KINDS else c.ranks if c.kind == pool else 0
 
 
 @dataclass(frozen=True)

@@ -17,20 +17,20 @@ from dataclasses import replace
 from math import ceil
 
 from secc.alloc.problem.candidates import Workload
-from secc.alloc.problem.closed_form import Value
-from secc.alloc.problem.types import Assignment, Candidate, Edge, Problem
-from secc.cost.model.patterns_and_transfers import micro_batch
+from secc.alloc.problem.closed_form import PlanValue
+from secc.alloc.problem.types import AllocEdge, Assignment, Candidate, Problem
+from secc.cost.model.patterns_and_transfers import micro_batch_sizes
 from secc.errors import UserError
-from secc.runtime.plan.expr_eval import evaluate
+from secc.runtime.plan.expr_eval import evaluate_expr
 
-AUTO = "auto"
-LEAD = 4
+RUN_AHEAD_AUTO = "auto"
+PREFETCHED_PER_CONSUMER = 4
 
 
-def parse(text: str, work: Workload, gib: int) -> int | None:
+def parse_run_ahead(text: str, work: Workload, gib: int) -> int | None:
     """Bytes on a rank, None for `auto`. Raises UserError for what is neither, or for a model without a
     section that could use them."""
-    if text == AUTO:
+    if text == RUN_AHEAD_AUTO:
         return None
     try:
         size = int(float(text) * gib)
@@ -40,13 +40,13 @@ def parse(text: str, work: Workload, gib: int) -> int | None:
         raise UserError(
             f"{text!r} is no memory to run ahead with", remedy="give --run-ahead GIB, 0 for none, or auto"
         )
-    if size and not able(work):
+    if size and not prefetchable_sections(work):
         message = "no section can run ahead: each has a backward, or needs what trains"
         raise UserError(message, remedy="leave --run-ahead out")
     return size
 
 
-def able(work: Workload) -> set[str]:
+def prefetchable_sections(work: Workload) -> set[str]:
     """The sections that may run ahead if they get ranks of their own: forward only, without trained
     parameters, as is all upstream."""
     found: set[str] = set()
@@ -60,34 +60,35 @@ def able(work: Workload) -> set[str]:
     return found
 
 
-def priced(asked: Problem, work: Workload, size: int | None) -> Problem:
+def with_prefetch_buffers(asked: Problem, work: Workload, size: int | None) -> Problem:
     """The problem in which sections that run ahead hold `size` bytes more, and nothing waits for their first
     micro-batch."""
     if size == 0:
         return asked
-    ahead = able(work)
+    ahead = prefetchable_sections(work)
     return replace(
         asked,
         edges=tuple(
-            _priced(e, asked.sections[e.src], size or 0) if e.src in ahead else e for e in asked.edges
+            _edge_with_buffer(e, asked.sections[e.src], size or 0) if e.src in ahead else e
+            for e in asked.edges
         ),
     )
 
 
-def _priced(edge: Edge, candidates: tuple[Candidate, ...], size: int) -> Edge:
-    latency = (ns - c.fill_ns for ns, c in zip(edge.latency, candidates, strict=True))
-    return replace(edge, sent=tuple(b + size for b in edge.sent), latency=tuple(latency))
+def _edge_with_buffer(edge: AllocEdge, candidates: tuple[Candidate, ...], size: int) -> AllocEdge:
+    latency = (ns - c.fill_ns for ns, c in zip(edge.latency_ns, candidates, strict=True))
+    return replace(edge, sent_bytes=tuple(b + size for b in edge.sent_bytes), latency_ns=tuple(latency))
 
 
-def room(
-    work: Workload, asked: Problem, assignment: Assignment, value: Value, size: int | None
+def choose_prefetch_memory(
+    work: Workload, asked: Problem, assignment: Assignment, value: PlanValue, size: int | None
 ) -> tuple[int, set[str]]:
     """Bytes on a rank, given (`size`) or chosen, and the sections that run ahead with them under an
     assignment: (0, none) where none does.
 
     Raises UserError where bytes are given and none can.
     """
-    group, ahead = assignment.group, able(work)
+    group, ahead = assignment.group, prefetchable_sections(work)
     shared = {group[s] for s in group if s not in ahead}
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
     shared |= {group[s] for s in ahead if chosen[s].sharding != "none"}  # replicas gather parameters together
@@ -104,12 +105,15 @@ def room(
     if not running:
         return 0, set()
     if size is None:
-        left = min(work.on(chosen[s].kind).cluster.device.usable - value.memory[group[s]] for s in running)
-        size = max(0, min(left, max(_wanted(work, asked, assignment, s) for s in running)))
+        left = min(
+            work.for_kind(chosen[s].kind).cluster.device.usable_memory - value.memory[group[s]]
+            for s in running
+        )
+        size = max(0, min(left, max(_useful_prefetch_bytes(work, asked, assignment, s) for s in running)))
     return size, running if size else set()
 
 
-def _wanted(work: Workload, asked: Problem, assignment: Assignment, section: str) -> int:
+def _useful_prefetch_bytes(work: Workload, asked: Problem, assignment: Assignment, section: str) -> int:
     """Bytes of the micro-batches that a replica of `section` should have ready for all its consumers
     elsewhere."""
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
@@ -117,9 +121,11 @@ def _wanted(work: Workload, asked: Problem, assignment: Assignment, section: str
     for c in work.crossings:
         if c.src == section and group[c.dst] != group[section]:
             dst = chosen[c.dst]
-            samples = (LEAD + dst.pp) * max(own.micro_batch, ceil(dst.dp * dst.micro_batch / own.dp))
+            samples = (PREFETCHED_PER_CONSUMER + dst.pp) * max(
+                own.micro_batch, ceil(dst.dp * dst.micro_batch / own.dp)
+            )
             total += max(
-                evaluate(c.size, micro_batch(work.graph, p.sizes, samples))
-                for p in work.loads[section].active
+                evaluate_expr(c.size, micro_batch_sizes(work.graph, p.sizes, samples))
+                for p in work.loads[section].active_patterns
             )
     return total

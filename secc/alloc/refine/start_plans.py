@@ -20,28 +20,32 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
-from secc.alloc.problem.closed_form import evaluate
+from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.types import Assignment, Candidate, Problem
 from secc.alloc.solver import subproblem
-from secc.alloc.solver.cpsat_model import solve
-from secc.process_map import beside
+from secc.alloc.solver.cpsat_model import solve_allocation
+from secc.process_map import run_in_background
 
-FAR = 2  # times the best plan's step by closed forms: what takes longer by them is no start
+MAX_START_RATIO = 2  # times the best plan's step by closed forms: what takes longer by them is no start
 
 
-def starts(problem: Problem, best: Assignment, margin: float) -> list[Assignment]:
+def start_plans(problem: Problem, best: Assignment, margin: float) -> list[Assignment]:
     """The plans; `best` is the problem's best one. As in the solver, replicas of several ranks have to be
     faster by a margin."""
-    most = FAR * evaluate(replace(problem, capacity=1 << 62, pools=()), best).time_ns
-    kinds = _Kinds(margin, most)
+    most = MAX_START_RATIO * evaluate_assignment(replace(problem, capacity=1 << 62, pools=()), best).time_ns
+    kinds = _StartSolver(margin, most)
     if not any(problem.sections[s][i].rounds > 1 for s, i in best.choice.items()):
-        return [*kinds.by_strategy(problem, best)]
-    with beside(lambda: kinds.solved(without(problem, lambda c: c.rounds > 1))) as roomy:
-        found = [*kinds.by_strategy(problem, best), roomy()]
+        return [*kinds.plans_by_strategy(problem, best)]
+    with run_in_background(
+        lambda: kinds.solve_within_limit(exclude_candidates(problem, lambda c: c.rounds > 1))
+    ) as roomy:
+        found = [*kinds.plans_by_strategy(problem, best), roomy()]
     return [a for a in found if a is not None]
 
 
-def without(problem: Problem, test: Callable[[Candidate], bool], among: Collection[str] = ()) -> Problem:
+def exclude_candidates(
+    problem: Problem, test: Callable[[Candidate], bool], among: Collection[str] = ()
+) -> Problem:
     """The problem in which no candidate fits of which the test holds, of these sections or of all."""
     full, sections = 2 * problem.capacity, dict(problem.sections)
     for s in among or problem.sections:
@@ -49,23 +53,23 @@ def without(problem: Problem, test: Callable[[Candidate], bool], among: Collecti
     return replace(problem, sections=sections)
 
 
-class _Kinds:
+class _StartSolver:
     """Plans that take at most `most` ns by closed forms."""
 
     def __init__(self, margin: float, most: int) -> None:
-        self._margin, self._most = margin, most
+        self._margin, self._time_limit = margin, most
 
-    def solved(self, problem: Problem) -> Assignment | None:
-        found = solve(problem, margin=self._margin, most=self._most)
+    def solve_within_limit(self, problem: Problem) -> Assignment | None:
+        found = solve_allocation(problem, margin=self._margin, most=self._time_limit)
         return None if found is None else found.assignment
 
-    def by_strategy(self, problem: Problem, best: Assignment) -> Iterator[Assignment]:
+    def plans_by_strategy(self, problem: Problem, best: Assignment) -> Iterator[Assignment]:
         if problem.strategy != "auto" or len(problem.sections) < 2:
             return
         groups = len(set(best.group.values()))
         for strategy, count in ("apart", len(best.group)), ("colocate", 1):
             free = replace(problem, strategy=strategy)
-            found = best if groups == count else self.solved(free)
+            found = best if groups == count else self.solve_within_limit(free)
             if found is not None:
                 yield found
             if (
@@ -73,26 +77,28 @@ class _Kinds:
                 and groups != count
                 and any(free.sections[s][i].rounds > 1 for s, i in found.choice.items())
             ):
-                roomy = self.solved(without(free, lambda c: c.rounds > 1))
+                roomy = self.solve_within_limit(exclude_candidates(free, lambda c: c.rounds > 1))
                 yield from () if roomy is None else (roomy,)
             if found is not None and any(free.sections[s][i].width for s, i in found.choice.items()):
-                narrow = self.solved(without(free, lambda c: c.width > 0))
+                narrow = self.solve_within_limit(exclude_candidates(free, lambda c: c.width > 0))
                 yield from () if narrow is None else (narrow,)
-        yield from self._level(replace(problem, strategy="colocate"))
-        yield from self._staged(problem, best)
+        yield from self._equal_replica_plans(replace(problem, strategy="colocate"))
+        yield from self._plans_with_more_stages(problem, best)
 
-    def _staged(self, problem: Problem, best: Assignment) -> Iterator[Assignment]:
+    def _plans_with_more_stages(self, problem: Problem, best: Assignment) -> Iterator[Assignment]:
         """The plans in which the pipeline on most ranks is cut into more stages, and other sections run as in
         the best one."""
         chosen = {s: problem.sections[s][i] for s, i in best.choice.items()}
         section = max((s for s, c in chosen.items() if c.pp > 1), key=lambda s: chosen[s].ranks, default="")
         for s in chosen.keys() - {section}:
-            problem = without(problem, lambda o, c=chosen[s]: o != c, (s,))
+            problem = exclude_candidates(problem, lambda o, c=chosen[s]: o != c, (s,))
         for stages in (2 * chosen[section].pp, 4 * chosen[section].pp) if section else ():
-            found = self.solved(without(problem, lambda o, n=stages: o.pp != n, (section,)))
+            found = self.solve_within_limit(
+                exclude_candidates(problem, lambda o, n=stages: o.pp != n, (section,))
+            )
             yield from () if found is None else (found,)
 
-    def _level(self, together: Problem) -> Iterator[Assignment]:
+    def _equal_replica_plans(self, together: Problem) -> Iterator[Assignment]:
         """The best plan with equally many replicas of all sections on all devices."""
         counts = (
             Counter({c.dp for c in cs if c.ranks == together.ranks}) for cs in together.sections.values()
@@ -100,7 +106,9 @@ class _Kinds:
         common = sum(counts, Counter[int]())
         found: list[Assignment] = []
         for n in sorted(n for n, sections in common.items() if sections == len(together.sections)):
-            part = subproblem.kept(together, lambda c, n=n: c.dp == n and c.ranks == together.ranks)
-            level = None if part is None else self.solved(part.problem)
-            found += [] if part is None or level is None else [part.whole(level)]
-        yield from sorted(found, key=lambda a: evaluate(together, a).time_ns)[:1]
+            part = subproblem.keep_candidates(
+                together, lambda c, n=n: c.dp == n and c.ranks == together.ranks
+            )
+            level = None if part is None else self.solve_within_limit(part.problem)
+            found += [] if part is None or level is None else [part.to_whole(level)]
+        yield from sorted(found, key=lambda a: evaluate_assignment(together, a).time_ns)[:1]

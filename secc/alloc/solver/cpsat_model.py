@@ -45,19 +45,23 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-from secc.alloc.problem.closed_form import evaluate
-from secc.alloc.problem.types import Assignment, Candidate, Edge, Problem, Solution
+from secc.alloc.problem.closed_form import evaluate_assignment
+from secc.alloc.problem.types import AllocEdge, Assignment, Candidate, Problem, Solution
 from secc.alloc.solver import subproblem as parts
-from secc.alloc.solver.greedy_start import guess
+from secc.alloc.solver.greedy_start import greedy_assignment
 
 DETERMINISTIC_LIMIT = 20.0  # CP-SAT's unit, about a second on a fast machine
-RESOLUTION = 10**8  # times above it are solved in coarser units, so that sums stay far from CP-SAT's 64 bits
-SEED = 7
-MANY = 1000  # candidates of all sections, from which on a search starts from a solution among few of them
-PLAINEST = 1 << 12  # more than `extras` summed over sections
+TIME_RESOLUTION = (
+    10**8
+)  # times above it are solved in coarser units, so that sums stay far from CP-SAT's 64 bits
+SOLVER_SEED = 7
+WARM_START_CANDIDATES = (
+    1000  # candidates of all sections, from which on a search starts from a solution among few of them
+)
+EXTRAS_RANGE = 1 << 12  # more than `extras` summed over sections
 
 
-def solve(
+def solve_allocation(
     problem: Problem,
     limit: float = DETERMINISTIC_LIMIT,
     margin: float = 0.0,
@@ -73,31 +77,37 @@ def solve(
     With a `margin`, replicas of several ranks are taken only where that is faster by more: the assignment
     with the fewest doublings among those that are slower than the fastest by at most this share.
     """
-    coarse = _coarsened(problem)
-    longest = _horizon(coarse) if coarse.deadline is None else coarse.deadline
-    most = longest if most is None else min(longest, -(-most // _unit(problem)))
-    if start is None and coarse.deadline is None and sum(map(len, coarse.sections.values())) >= MANY:
-        start = guess(coarse, most)
+    coarse = _coarsen_problem(problem)
+    longest = _time_horizon(coarse) if coarse.deadline is None else coarse.deadline
+    most = longest if most is None else min(longest, -(-most // _time_unit(problem)))
+    if (
+        start is None
+        and coarse.deadline is None
+        and sum(map(len, coarse.sections.values())) >= WARM_START_CANDIDATES
+    ):
+        start = greedy_assignment(coarse, most)
     if start is not None and coarse.deadline is None:
-        most = min(most, evaluate(coarse, start).time_ns)
-    if (part := parts.within(coarse, most)) is None:
+        most = min(most, evaluate_assignment(coarse, start).time_ns)
+    if (part := parts.prune_by_step_time(coarse, most)) is None:
         return None
-    model = Model(part.problem, most)
+    model = AllocationModel(part.problem, most)
     if start is not None:
-        model.hint(part.places_of(start), start.group)
-    model.cp.minimize(model.objective())
-    solver, status = _run(model, limit)
+        model.add_hint(part.indices_of(start), start.group)
+    model.cp.minimize(model.lexicographic_objective())
+    solver, status = _run_solver(model, limit)
     if status == cp_model.INFEASIBLE:
         return None
-    assignment, first = part.whole(model.assignment(solver)), model.first(solver)
-    bound = first if status == cp_model.OPTIMAL else int(solver.best_objective_bound) // model.weight
+    assignment, first = part.to_whole(model.read_assignment(solver)), model.read_first_objective(solver)
+    bound = first if status == cp_model.OPTIMAL else int(solver.best_objective_bound) // model.first_weight
     if margin and any(problem.sections[s][i].width for s, i in assignment.choice.items()):
-        assignment, first = _plainer(coarse, assignment, solver.value(model.time), first, margin, limit)
-    value, gap = evaluate(problem, assignment), max(0.0, (first - bound) / max(first, 1))
+        assignment, first = _prefer_narrow_replicas(
+            coarse, assignment, solver.value(model.step_time), first, margin, limit
+        )
+    value, gap = evaluate_assignment(problem, assignment), max(0.0, (first - bound) / max(first, 1))
     return Solution(assignment, value.time_ns, solver.status_name(status), round(gap, 6), value.ranks)
 
 
-def _plainer(
+def _prefer_narrow_replicas(
     problem: Problem, best: Assignment, time: int, first: int, margin: float, limit: float
 ) -> tuple[Assignment, int]:
     """The assignment with the fewest doublings that takes at most a margin more than the best, and its first
@@ -106,47 +116,54 @@ def _plainer(
         int(time * (1 + margin)),
         int(time * margin),
     )  # of times, where the objective's second part counts less than a doubling
-    part = parts.within(problem, most)
+    part = parts.prune_by_step_time(problem, most)
     assert part is not None, "the best assignment is among these"
-    model = Model(part.problem, most)
-    model.hint(part.places_of(best), best.group)
-    model.cp.add(model.total("width") <= sum(problem.sections[s][i].width for s, i in best.choice.items()))
+    model = AllocationModel(part.problem, most)
+    model.add_hint(part.indices_of(best), best.group)
+    model.cp.add(
+        model.sum_over_sections("width") <= sum(problem.sections[s][i].width for s, i in best.choice.items())
+    )
     if problem.deadline is not None:
-        model.cp.add(model.used == first)
+        model.cp.add(model.used_ranks == first)
         spread = most
     model.cp.minimize(
-        model.objective() + model.total("width") * (PLAINEST * (problem.ranks + 1) * (spread + 2))
+        model.lexicographic_objective()
+        + model.sum_over_sections("width") * (EXTRAS_RANGE * (problem.ranks + 1) * (spread + 2))
     )
-    solver, _ = _run(model, limit)
-    return part.whole(model.assignment(solver)), model.first(solver)
+    solver, _ = _run_solver(model, limit)
+    return part.to_whole(model.read_assignment(solver)), model.read_first_objective(solver)
 
 
-def least_memory(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> int | None:
+def solve_least_memory(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> int | None:
     """The bytes a rank needs at least, whatever the time, or None if no assignment meets the other
     constraints."""
     total = _total_memory(problem)
     pools = tuple(replace(pool, capacity=total) for pool in problem.pools)
-    asked = _coarsened(replace(problem, capacity=total, pools=pools))
-    model = Model(asked, _horizon(asked) if asked.deadline is None else asked.deadline)
-    model.cp.minimize(model.capacity)
-    solver, status = _run(model, limit)
-    return None if status == cp_model.INFEASIBLE else solver.value(model.capacity) << 20
+    asked = _coarsen_problem(replace(problem, capacity=total, pools=pools))
+    model = AllocationModel(asked, _time_horizon(asked) if asked.deadline is None else asked.deadline)
+    model.cp.minimize(model.capacity_mib)
+    solver, status = _run_solver(model, limit)
+    return None if status == cp_model.INFEASIBLE else solver.value(model.capacity_mib) << 20
 
 
-def least_time(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> int | None:
+def solve_least_time(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> int | None:
     """The shortest step on any of the ranks, in ns, or None if nothing fits them."""
-    free = replace(problem, deadline=_horizon(problem))
-    coarse = _coarsened(free)
-    model = Model(coarse, _horizon(coarse))
-    model.cp.minimize(model.time)
-    solver, status = _run(model, limit)
-    return None if status == cp_model.INFEASIBLE else evaluate(free, model.assignment(solver)).time_ns
+    free = replace(problem, deadline=_time_horizon(problem))
+    coarse = _coarsen_problem(free)
+    model = AllocationModel(coarse, _time_horizon(coarse))
+    model.cp.minimize(model.step_time)
+    solver, status = _run_solver(model, limit)
+    return (
+        None
+        if status == cp_model.INFEASIBLE
+        else evaluate_assignment(free, model.read_assignment(solver)).time_ns
+    )
 
 
-def _run(model: Model, limit: float) -> tuple[cp_model.CpSolver, Any]:
+def _run_solver(model: AllocationModel, limit: float) -> tuple[cp_model.CpSolver, Any]:
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    solver.parameters.random_seed = SEED
+    solver.parameters.random_seed = SOLVER_SEED
     solver.parameters.max_deterministic_time = limit
     solver.parameters.cp_model_probing_level = (
         0  # fixing each of thousands of candidates in turn takes longer than the search
@@ -161,34 +178,37 @@ def _run(model: Model, limit: float) -> tuple[cp_model.CpSolver, Any]:
     return solver, status
 
 
-def _unit(problem: Problem) -> int:
+def _time_unit(problem: Problem) -> int:
     """Ns in a unit of what is solved."""
-    return max(1, -(-max(c.time_ns for cs in problem.sections.values() for c in cs) // RESOLUTION))
+    return max(1, -(-max(c.time_ns for cs in problem.sections.values() for c in cs) // TIME_RESOLUTION))
 
 
-def _coarsened(problem: Problem) -> Problem:
+def _coarsen_problem(problem: Problem) -> Problem:
     """The problem in units in which the largest work is at most `RESOLUTION`, times rounded up, and bytes
     rounded up to whole MiB."""
-    unit = _unit(problem)
+    unit = _time_unit(problem)
 
     def up(ns: int) -> int:
         return -(-ns // unit)
 
-    def ups(e: Edge, *names: str) -> dict[str, tuple[int, ...]]:
+    def ups(e: AllocEdge, *names: str) -> dict[str, tuple[int, ...]]:
         return {name: tuple(map(up, getattr(e, name))) for name in names}
 
     def of(c: Candidate) -> Candidate:
         return replace(
-            c, time_ns=up(c.time_ns), memory=_mib(c.memory) << 20, memory_ahead=_mib(c.memory_ahead) << 20
+            c,
+            time_ns=up(c.time_ns),
+            memory=_mebibytes(c.memory) << 20,
+            memory_ahead=_mebibytes(c.memory_ahead) << 20,
         )
 
     sections = {s: tuple(map(of, cs)) for s, cs in problem.sections.items()}
     edges = tuple(
         replace(
             e,
-            sent=_whole(e.sent),
-            returned=_whole(e.returned),
-            **ups(e, "latency", "slack", "free", "messages", "round"),
+            sent_bytes=_round_up_to_mebibytes(e.sent_bytes),
+            returned_bytes=_round_up_to_mebibytes(e.returned_bytes),
+            **ups(e, "latency_ns", "slack_ns", "independent_ns", "message_ns", "round_trip_ns"),
         )
         for e in problem.edges
     )
@@ -196,14 +216,14 @@ def _coarsened(problem: Problem) -> Problem:
     return replace(problem, sections=sections, edges=edges, deadline=deadline)
 
 
-class Model:
+class AllocationModel:
     """The constraints of a problem, in which a step takes at most `most`; `time` is its step time, `capacity`
     the MiB on the fullest rank. Objectives are the callers'."""
 
     def __init__(self, problem: Problem, most: int | None = None) -> None:
         self.problem, self.cp = problem, cp_model.CpModel()
         self.names = list(problem.sections)
-        self.horizon = _horizon(problem)
+        self.horizon = _time_horizon(problem)
         self.x = {
             s: [self.cp.new_bool_var(f"x[{s},{c}]") for c in range(len(cs))]
             for s, cs in problem.sections.items()
@@ -217,26 +237,26 @@ class Model:
         self.ranks = {g: self.cp.new_int_var(0, problem.ranks, f"R[{g}]") for g in self.names}
         self.work = {g: self.cp.new_int_var(0, self.horizon, f"W[{g}]") for g in self.names}
         self.delay = {s: self.cp.new_int_var(0, self.horizon, f"D[{s}]") for s in self.names}
-        self.time = self.cp.new_int_var(
+        self.step_time = self.cp.new_int_var(
             0, min(n for n in (self.horizon, most, problem.deadline) if n is not None), "T"
         )
-        self.used = sum(self.ranks.values())
-        self.capacity = self.cp.new_int_var(0, problem.capacity >> 20, "K")
+        self.used_ranks = sum(self.ranks.values())
+        self.capacity_mib = self.cp.new_int_var(0, problem.capacity >> 20, "K")
         for family in (
-            self._choose,
-            self._ranks,
-            self._work,
-            self._apart,
-            self._memory,
-            self._pools,
-            self._delays,
-            self._step_time,
-            self._rounds,
-            self._strategy,
+            self._add_choice,
+            self._add_ranks,
+            self._add_work,
+            self._add_separation,
+            self._add_memory,
+            self._add_pools,
+            self._add_delays,
+            self._add_step_time,
+            self._add_rounds,
+            self._add_strategy,
         ):
             family()
 
-    def hint(self, choice: Mapping[str, int], group: Mapping[str, str]) -> None:
+    def add_hint(self, choice: Mapping[str, int], group: Mapping[str, str]) -> None:
         """Let the search begin with an assignment."""
         for s, chosen in choice.items():
             for i, x in enumerate(self.x[s]):
@@ -244,81 +264,85 @@ class Model:
         for (s, g), y in self.y.items():
             self.cp.add_hint(y, group[s] == g)
 
-    def assignment(self, solver: cp_model.CpSolver) -> Assignment:
+    def read_assignment(self, solver: cp_model.CpSolver) -> Assignment:
         """The assignment that a solver found."""
         choice = {s: next(i for i, v in enumerate(xs) if solver.boolean_value(v)) for s, xs in self.x.items()}
         group = {s: g for (s, g), v in self.y.items() if solver.boolean_value(v)}
         return Assignment(choice, group)
 
     @property
-    def weight(self) -> int:
+    def first_weight(self) -> int:
         """What the objective's first part is multiplied with."""
-        return (self.problem.ranks + 1 if self.problem.deadline is None else self.horizon + 1) * PLAINEST
+        return (self.problem.ranks + 1 if self.problem.deadline is None else self.horizon + 1) * EXTRAS_RANGE
 
-    def first(self, solver: cp_model.CpSolver) -> int:
+    def read_first_objective(self, solver: cp_model.CpSolver) -> int:
         """The objective's first part in a solution: the time, or with a deadline the ranks."""
-        return solver.value(self.time if self.problem.deadline is None else self.used)
+        return solver.value(self.step_time if self.problem.deadline is None else self.used_ranks)
 
-    def objective(self) -> Any:
+    def lexicographic_objective(self) -> Any:
         """Time, then ranks (with a deadline the other way round), then how much in the choice could be left
         out."""
-        first, second = (self.time, self.used) if self.problem.deadline is None else (self.used, self.time)
-        return first * self.weight + second * PLAINEST + self.total("extras")
+        first, second = (
+            (self.step_time, self.used_ranks)
+            if self.problem.deadline is None
+            else (self.used_ranks, self.step_time)
+        )
+        return first * self.first_weight + second * EXTRAS_RANGE + self.sum_over_sections("extras")
 
-    def total(self, name: str) -> Any:
+    def sum_over_sections(self, name: str) -> Any:
         """The sum of a number of candidates over all sections."""
-        return sum(self._field(s, name) for s in self.names)
+        return sum(self._chosen_field(s, name) for s in self.names)
 
-    def _of(self, section: str, values: Sequence[int]) -> Any:
+    def _chosen_value(self, section: str, values: Sequence[int]) -> Any:
         """The value of the chosen candidate."""
         return cp_model.LinearExpr.weighted_sum(self.x[section], values)
 
-    def _field(self, section: str, name: str) -> Any:
-        return self._of(section, [getattr(c, name) for c in self.problem.sections[section]])
+    def _chosen_field(self, section: str, name: str) -> Any:
+        return self._chosen_value(section, [getattr(c, name) for c in self.problem.sections[section]])
 
-    def _choose(self) -> None:
+    def _add_choice(self) -> None:
         for i, s in enumerate(self.names):
             self.cp.add_exactly_one(self.x[s])
             self.cp.add_exactly_one(self.y[s, g] for g in self.names[: i + 1])
             for g in self.names[:i]:
                 self.cp.add_implication(self.y[s, g], self.y[g, g])
 
-    def _ranks(self) -> None:
+    def _add_ranks(self) -> None:
         for (s, g), member in self.y.items():
-            self.cp.add(self.ranks[g] == self._field(s, "ranks")).only_enforce_if(member)
+            self.cp.add(self.ranks[g] == self._chosen_field(s, "ranks")).only_enforce_if(member)
         for g in self.names:
             self.cp.add(self.ranks[g] == 0).only_enforce_if(self.y[g, g].negated())
-        used, per_node = self.used, self.problem.per_node
+        used, per_node = self.used_ranks, self.problem.per_node
         self.cp.add(used <= self.problem.ranks)
         several = self.several = self.cp.new_bool_var("several nodes")
         nodes = self.cp.new_int_var(0, self.problem.ranks // per_node, "nodes")
         self.cp.add(used <= per_node).only_enforce_if(several.negated())
         self.cp.add(used == per_node * nodes).only_enforce_if(several)
 
-    def _work(self) -> None:
+    def _add_work(self) -> None:
         self._sum_over_groups("time_ns", self.work)
-        self.cp.add(self.total("work") <= self.problem.ranks * self.time)
+        self.cp.add(self.sum_over_sections("work") <= self.problem.ranks * self.step_time)
 
-    def _memory(self) -> None:
+    def _add_memory(self) -> None:
         """Bytes as MiB, rounded up for each candidate."""
         parts: dict[str, list[Any]] = {g: [] for g in self.names}
         for s in self.names:
-            need, most = self._need(s)
+            need, most = self._section_mebibytes(s)
             for g in self.names[: self.names.index(s) + 1]:
                 part = self.cp.new_int_var(0, most, f"m[{s},{g}]")
                 self.cp.add(part >= need).only_enforce_if(self.y[s, g])
                 parts[g].append(part)
         self.held = {g: sum(parts[g]) for g in self.names}
         for held in self.held.values():
-            self.cp.add(held <= self.capacity)
+            self.cp.add(held <= self.capacity_mib)
 
-    def _pools(self) -> None:
+    def _add_pools(self) -> None:
         used: list[cp_model.IntVar] = []
         for k, pool in enumerate(self.problem.pools):
             on = {g: self.cp.new_int_var(0, pool.ranks, f"R[{g},{k}]") for g in self.names}
             for (s, g), member in self.y.items():
-                taken = [self.problem.on(c, k) for c in self.problem.sections[s]]
-                self.cp.add(on[g] == self._of(s, taken)).only_enforce_if(member)
+                taken = [self.problem.ranks_in_pool(c, k) for c in self.problem.sections[s]]
+                self.cp.add(on[g] == self._chosen_value(s, taken)).only_enforce_if(member)
             for g in self.names:
                 self.cp.add(on[g] == 0).only_enforce_if(self.y[g, g].negated())
                 some = self.cp.new_bool_var(f"some of {k} in {g}")
@@ -332,24 +356,24 @@ class Model:
         if used:
             self.cp.add(sum(used) <= 1).only_enforce_if(self.several.negated())
 
-    def _need(self, section: str) -> tuple[Any, int]:
+    def _section_mebibytes(self, section: str) -> tuple[Any, int]:
         """MiB of a section on a rank, and the most it can be: its own, more where it runs ahead, and messages
         to other ranks."""
         candidates = self.problem.sections[section]
-        most = max(_mib(max(c.memory, c.memory_ahead)) for c in candidates)
+        most = max(_mebibytes(max(c.memory, c.memory_ahead)) for c in candidates)
         own = self.cp.new_int_var(0, most, f"m[{section}]")
-        self.cp.add(own >= self._of(section, [_mib(c.memory) for c in candidates]))
+        self.cp.add(own >= self._chosen_value(section, [_mebibytes(c.memory) for c in candidates]))
         total = own
         for e in self.problem.edges:
             if section not in (e.src, e.dst):
                 continue
             apart = self.a[e.src, e.dst]
-            held = [_mib(b) for b in (e.sent if section == e.src else e.returned)]
+            held = [_mebibytes(b) for b in (e.sent_bytes if section == e.src else e.returned_bytes)]
             messages = self.cp.new_int_var(0, max(held), f"messages[{section},{e.src},{e.dst}]")
-            self.cp.add(messages >= self._of(section, held)).only_enforce_if(apart)
+            self.cp.add(messages >= self._chosen_value(section, held)).only_enforce_if(apart)
             if section == e.src:
                 self.cp.add(
-                    own >= self._of(section, [_mib(c.memory_ahead) for c in candidates])
+                    own >= self._chosen_value(section, [_mebibytes(c.memory_ahead) for c in candidates])
                 ).only_enforce_if(apart)
             total, most = total + messages, most + max(held)
         return total, most
@@ -360,13 +384,13 @@ class Model:
             part = self.cp.new_int_var(
                 0, max(getattr(c, name) for c in self.problem.sections[s]), f"{name}[{s},{g}]"
             )
-            self.cp.add(part == self._field(s, name)).only_enforce_if(member)
+            self.cp.add(part == self._chosen_field(s, name)).only_enforce_if(member)
             self.cp.add(part == 0).only_enforce_if(member.negated())
             parts[g].append(part)
         for g, total in totals.items():
             self.cp.add(total == sum(parts[g]))
 
-    def _apart(self) -> None:
+    def _add_separation(self) -> None:
         for (u, s), apart in self.a.items():
             both: list[cp_model.IntVar] = []
             for g in self.names[: min(self.names.index(u), self.names.index(s)) + 1]:
@@ -375,45 +399,46 @@ class Model:
                 both.append(b)
             self.cp.add(sum(both) + apart == 1)
 
-    def _delays(self) -> None:
+    def _add_delays(self) -> None:
         for e in self.problem.edges:
             apart = self.a[e.src, e.dst]
             self.cp.add(self.delay[e.dst] >= self.delay[e.src]).only_enforce_if(apart.negated())
-            wait = self._of(e.src, e.latency) + self._of(
-                e.dst, [m - f for m, f in zip(e.messages, e.free, strict=True)]
+            wait = self._chosen_value(e.src, e.latency_ns) + self._chosen_value(
+                e.dst, [m - f for m, f in zip(e.message_ns, e.independent_ns, strict=True)]
             )
             self.cp.add(self.delay[e.dst] >= self.delay[e.src] + wait).only_enforce_if(apart)
 
-    def _step_time(self) -> None:
+    def _add_step_time(self) -> None:
         for (s, g), member in self.y.items():
-            self.cp.add(self.time >= self.work[g] + self.delay[s]).only_enforce_if(member)
+            self.cp.add(self.step_time >= self.work[g] + self.delay[s]).only_enforce_if(member)
         for e in self.problem.edges:
-            exposed = self._of(e.dst, e.round) - self._of(e.src, e.slack)
+            exposed = self._chosen_value(e.dst, e.round_trip_ns) - self._chosen_value(e.src, e.slack_ns)
             for g in self.names[: self.names.index(e.src) + 1]:
                 condition = [self.a[e.src, e.dst], self.y[e.src, g]]
-                self.cp.add(self.time >= self.work[g] + self.delay[e.src] + exposed).only_enforce_if(
+                self.cp.add(self.step_time >= self.work[g] + self.delay[e.src] + exposed).only_enforce_if(
                     condition
                 )
 
-    def _rounds(self) -> None:
+    def _add_rounds(self) -> None:
         """For each number of rounds that a source's candidates need. Other candidates, and shared devices,
         take it away again."""
         for e in self.problem.edges:
-            sources, back = self.problem.sections[e.src], e.returned_after
+            sources, back = self.problem.sections[e.src], e.gradient_return_ns
             for count in sorted({c.rounds for c in sources} - {1}):
-                most = count * (max(e.latency) + max(back))
+                most = count * (max(e.latency_ns) + max(back))
                 trips = [
-                    count * n if c.rounds == count else -most for n, c in zip(e.latency, sources, strict=True)
+                    count * n if c.rounds == count else -most
+                    for n, c in zip(e.latency_ns, sources, strict=True)
                 ]
                 away = most * (1 - self.a[e.src, e.dst])
-                trip = self._of(e.src, trips) + self._of(e.dst, [count * n for n in back])
-                self.cp.add(self.time >= self.delay[e.src] + trip - away)
+                trip = self._chosen_value(e.src, trips) + self._chosen_value(e.dst, [count * n for n in back])
+                self.cp.add(self.step_time >= self.delay[e.src] + trip - away)
 
-    def _strategy(self) -> None:
+    def _add_strategy(self) -> None:
         first = self.names[0]
         for a, b in self.problem.together:
             for g in self.names:
-                self.cp.add(self._member(a, g) == self._member(b, g))
+                self.cp.add(self._membership(a, g) == self._membership(b, g))
         if self.problem.strategy == "apart":
             for s in self.names:
                 self.cp.add(self.y[s, s] == 1)
@@ -431,18 +456,18 @@ class Model:
                     self.cp.add(sum(others) == 0)
         if self.problem.strategy == "uniform":
             for s in self.names[1:]:
-                self.cp.add(self._field(s, "micro_batch") == self._field(first, "micro_batch"))
+                self.cp.add(self._chosen_field(s, "micro_batch") == self._chosen_field(first, "micro_batch"))
 
-    def _member(self, section: str, group: str) -> Any:
+    def _membership(self, section: str, group: str) -> Any:
         return self.y.get((section, group), 0)
 
 
-def _horizon(problem: Problem) -> int:
+def _time_horizon(problem: Problem) -> int:
     """More than any step time: all work and all waits one after the other."""
     work = sum(max(c.time_ns for c in cs) for cs in problem.sections.values())
     rounds = {s: max(c.rounds for c in cs) for s, cs in problem.sections.items()}
     trips = (
-        (1 + rounds[e.src]) * (max(e.latency) + max(e.returned_after)) + max(e.messages)
+        (1 + rounds[e.src]) * (max(e.latency_ns) + max(e.gradient_return_ns)) + max(e.message_ns)
         for e in problem.edges
     )
     return 2 * work + sum(trips) + 1
@@ -450,14 +475,14 @@ def _horizon(problem: Problem) -> int:
 
 def _total_memory(problem: Problem) -> int:
     """More bytes than any assignment needs."""
-    held = sum(max(e.sent) + max(e.returned) for e in problem.edges)
+    held = sum(max(e.sent_bytes) + max(e.returned_bytes) for e in problem.edges)
     own = sum(max(max(c.memory, c.memory_ahead) for c in cs) for cs in problem.sections.values())
     return held + own + (len(problem.sections) + 2 * len(problem.edges) + 1 << 20)
 
 
-def _whole(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(_mib(size) << 20 for size in sizes)
+def _round_up_to_mebibytes(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(_mebibytes(size) << 20 for size in sizes)
 
 
-def _mib(size: int) -> int:
+def _mebibytes(size: int) -> int:
     return -(-size >> 20)

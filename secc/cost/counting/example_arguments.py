@@ -17,57 +17,57 @@ import torch
 from xdsl.ir import Operation, SSAValue
 
 from secc.ir.dialect import size_expr
-from secc.ir.dialect.argument_template import Name, Ref
-from secc.ir.dialect.ops import CallOp, CaseOp, ConstOp, GlueOp, GraphOp, InputOp, strings
+from secc.ir.dialect.argument_template import DottedName, OperandRef
+from secc.ir.dialect.ops import CallOp, CaseOp, ConstOp, GlueOp, GraphOp, InputOp, strings_of
 
-Values = Mapping[SSAValue, torch.Tensor]
-NO_VALUES: Values = MappingProxyType({})
-MOST = 5  # samples that a block is tried at
+OperandValues = Mapping[SSAValue, torch.Tensor]
+NO_VALUES: OperandValues = MappingProxyType({})
+MAX_EXAMPLES = 5  # samples that a block is tried at
 
 
 @dataclass(frozen=True)
-class Samples:
+class CollatedSamples:
     """Samples of the dataset, collated one by one, and the tensors that forward makes of Python data."""
 
     batches: Sequence[Mapping[str, Any]]
     constants: Mapping[str, torch.Tensor]
 
 
-NO_SAMPLES = Samples((), MappingProxyType({}))
+NO_SAMPLES = CollatedSamples((), MappingProxyType({}))
 
 
 @dataclass(frozen=True)
-class Example:
+class CallExample:
     """The sizes of one sample, and the values that its inputs decide."""
 
     sizes: Mapping[str, int]
-    values: Values
+    values: OperandValues
 
 
-class Examples:
+class CallExamples:
     """Samples, collated one by one, as arguments of calls."""
 
-    def __init__(self, graph: GraphOp, samples: Samples) -> None:
+    def __init__(self, graph: GraphOp, samples: CollatedSamples) -> None:
         self._graph, self._batches, self._constants = graph, samples.batches, samples.constants
-        self._optional = set(strings(graph.optional))
+        self._optional = set(strings_of(graph.optional))
 
-    def of(self, case: CaseOp, call: CallOp) -> Iterator[Example]:
+    def examples_of_call(self, case: CaseOp, call: CallOp) -> Iterator[CallExample]:
         """The call's integer arguments at samples of the case's pattern."""
-        for batch in [b for b in self._batches if self._optional & b.keys() == set(strings(case.when))][
-            :MOST
+        for batch in [b for b in self._batches if self._optional & b.keys() == set(strings_of(case.when))][
+            :MAX_EXAMPLES
         ]:
-            sizes = {name: self._size(batch, name) for name in self._graph.symbols}
-            yield Example(sizes, values(call, batch, sizes, self._constants))
+            sizes = {name: self._symbol_value(batch, name) for name in self._graph.symbols}
+            yield CallExample(sizes, compute_operand_values(call, batch, sizes, self._constants))
 
-    def _size(self, batch: Mapping[str, Any], name: str) -> int:
+    def _symbol_value(self, batch: Mapping[str, Any], name: str) -> int:
         symbol = self._graph.symbols[name]
         key = symbol.key.data
         return (batch[key].shape[symbol.dim.data] if key in batch else 0) if key else 1
 
 
-def values(
+def compute_operand_values(
     call: CallOp, batch: Mapping[str, Any], sizes: Mapping[str, int], constants: Mapping[str, torch.Tensor]
-) -> Values:
+) -> OperandValues:
     """Computed backwards from the call, so that nothing else runs."""
     known: dict[SSAValue, torch.Tensor | None] = {}
 
@@ -87,7 +87,7 @@ def values(
                 return [constants.get(op.key.data)]
             case GlueOp():
                 operands = [value(o) for o in op.operands]
-                return [] if any(o is None for o in operands) else _result(op, operands, sizes)
+                return [] if any(o is None for o in operands) else _run_glue(op, operands, sizes)
             case _:
                 return []
 
@@ -95,21 +95,21 @@ def values(
     return {o: v for o, v in found.items() if v is not None and not v.is_floating_point()}
 
 
-def _result(op: GlueOp, operands: Sequence[Any], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
+def _run_glue(op: GlueOp, operands: Sequence[Any], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
     def leaf(found: Any) -> Any:
         match found:
-            case Ref(index=index):
+            case OperandRef(index=index):
                 return operands[index]
-            case Name(text="device"):
+            case DottedName(text="device"):
                 return torch.device("cpu")
-            case Name(text=text):
+            case DottedName(text=text):
                 return getattr(torch, text.removeprefix("torch."))
             case sympy.Expr():
-                return size_expr.evaluate(found, sizes)
+                return size_expr.evaluate_expr(found, sizes)
             case _:
                 return found
 
-    made = op.arguments.map(leaf)
+    made = op.arguments.map_leaves(leaf)
     function: Any = torch.ops
     for part in op.target.data.split("."):
         function = getattr(function, part)

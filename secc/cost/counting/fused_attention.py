@@ -15,21 +15,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-Empty = Callable[[Sequence[int], torch.dtype], torch.Tensor]  # makes a tensor without values
+MakeEmpty = Callable[[Sequence[int], torch.dtype], torch.Tensor]  # makes a tensor without values
 
 
-def valueless(tensor: torch.Tensor) -> bool:
+def has_no_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no values: it is fake, or on the meta device."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta  # properties pass through the modes
 
 
-class FusedAttention(TorchFunctionMode):
+class FusedAttentionMode(TorchFunctionMode):
     """Takes `scaled_dot_product_attention` as one kernel, and truth values of tensors without values as
     true."""
 
-    def __init__(self, attend: Callable[[int], None], empty: Empty) -> None:
+    def __init__(self, attend: Callable[[int], None], empty: MakeEmpty) -> None:
         super().__init__()
-        self._attend, self._empty = attend, empty
+        self._count_flops, self._make_empty = attend, empty
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -38,14 +38,16 @@ class FusedAttention(TorchFunctionMode):
                 args[i] if i < len(args) else kwargs[n] for i, n in enumerate(("query", "key", "value"))
             )
             causal = kwargs.get("is_causal", args[5] if len(args) > 5 else False)
-            self._attend(2 * _pairs(query, key, causal) * (query.shape[-1] + value.shape[-1]))
-            return _Attention.apply(self._empty, query, key, value)
-        if func is torch.Tensor.__bool__ and valueless(args[0]):
+            self._count_flops(
+                2 * _count_attending_pairs(query, key, causal) * (query.shape[-1] + value.shape[-1])
+            )
+            return _FusedAttentionFunction.apply(self._make_empty, query, key, value)
+        if func is torch.Tensor.__bool__ and has_no_values(args[0]):
             return True
         return func(*args, **kwargs)
 
 
-def _pairs(query: torch.Tensor, key: torch.Tensor, causal: bool) -> int:
+def _count_attending_pairs(query: torch.Tensor, key: torch.Tensor, causal: bool) -> int:
     """Pairs that attend to each other, over batch and heads: with a causal mask, a query sees its own and
     earlier places."""
     rows, columns = query.shape[-2], key.shape[-2]
@@ -56,12 +58,12 @@ def _pairs(query: torch.Tensor, key: torch.Tensor, causal: bool) -> int:
     return over * (seen * (seen + 1) // 2 + (rows - seen) * columns)
 
 
-class _Attention(torch.autograd.Function):
+class _FusedAttentionFunction(torch.autograd.Function):
     """The shapes of a fused attention, and what it saves."""
 
     @staticmethod
     def forward(
-        ctx: Any, empty: Empty, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ctx: Any, empty: MakeEmpty, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         out = empty((*query.shape[:-1], value.shape[-1]), query.dtype)
         ctx.save_for_backward(query, key, value, out, empty(query.shape[:-1], torch.float32))

@@ -9,34 +9,34 @@ from typing import Any
 
 import torch
 
-from secc.cost.counting.saved_tensors import storage
+from secc.cost.counting.saved_tensors import storage_key
 
 
-class Live:
+class LiveBytesTracker:
     """Counts storages from where they are made to where the last tensor of them goes. `bytes` has what was
     alive after each operation."""
 
     def __init__(self, given: Iterable[torch.Tensor]) -> None:
-        self.bytes: list[int] = []
-        self._given = [*given]  # keeps addresses from being used again
-        self._known = {storage(t) for t in self._given}
-        self._alive = 0
+        self.bytes_after_op: list[int] = []
+        self._arguments = [*given]  # keeps addresses from being used again
+        self._counted_storages = {storage_key(t) for t in self._arguments}
+        self._live_bytes = 0
         self._watched: dict[int, weakref.ref[Any]] = {}
 
-    def add(self, made: Iterable[torch.Tensor]) -> None:
+    def record_results(self, made: Iterable[torch.Tensor]) -> None:
         """Count what an operation returned, but for what it was given."""
         for tensor in made:
-            key, held = storage(tensor), tensor.untyped_storage()
-            if key not in self._known:
-                self._known.add(key)
-                self._alive += held.nbytes()
-                self._watched[key] = weakref.ref(held, self._gone(key, held.nbytes()))
-        self.bytes.append(self._alive)
+            key, held = storage_key(tensor), tensor.untyped_storage()
+            if key not in self._counted_storages:
+                self._counted_storages.add(key)
+                self._live_bytes += held.nbytes()
+                self._watched[key] = weakref.ref(held, self._on_release(key, held.nbytes()))
+        self.bytes_after_op.append(self._live_bytes)
 
-    def _gone(self, key: int, size: int) -> Any:
+    def _on_release(self, key: int, size: int) -> Any:
         def gone(_: object) -> None:
-            self._known.discard(key)
-            self._alive -= size
+            self._counted_storages.discard(key)
+            self._live_bytes -= size
             del self._watched[key]
 
         return gone

@@ -17,18 +17,18 @@ import sympy
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.size_expr import Expr
 
-BASE, STEP, HELD_OUT = (
+FIRST_SIZE, SIZE_STEP, HELD_OUT_SIZE = (
     16,
     8,
     72,
 )  # sizes of measurements: BASE + k * STEP; the polynomial must also hold at HELD_OUT + STEP * place
 
-Sizes = Mapping[str, int]
+SymbolSizes = Mapping[str, int]
 Exponents = tuple[int, ...]
-Measure = Callable[[dict[str, int]], Sequence[int]]
+MeasureAt = Callable[[dict[str, int]], Sequence[int]]
 
 
-def fit(measure: Measure, kinds: Mapping[str, str]) -> tuple[Expr, ...] | None:
+def fit_polynomials(measure: MeasureAt, kinds: Mapping[str, str]) -> tuple[Expr, ...] | None:
     """Polynomials over symbols (name -> "rows" or "width") that give what `measure` gives, or None if none of
     the bases holds."""
     names = sorted(kinds)
@@ -39,17 +39,17 @@ def fit(measure: Measure, kinds: Mapping[str, str]) -> tuple[Expr, ...] | None:
             known[point] = measure(dict(zip(names, point, strict=True)))
         return known[point]
 
-    held_out = tuple(HELD_OUT + STEP * i for i in range(len(names)))
-    for basis in _bases(names, kinds):
-        points = [tuple(BASE + STEP * e for e in exponents) for exponents in basis]
-        found = _solve(names, basis, points, [at(p) for p in points])
+    held_out = tuple(HELD_OUT_SIZE + SIZE_STEP * i for i in range(len(names)))
+    for basis in _candidate_bases(names, kinds):
+        points = [tuple(FIRST_SIZE + SIZE_STEP * e for e in exponents) for exponents in basis]
+        found = _solve_coefficients(names, basis, points, [at(p) for p in points])
         sizes = dict(zip(names, held_out, strict=True))
-        if [size_expr.evaluate(f, sizes) for f in found] == list(at(held_out)):
+        if [size_expr.evaluate_expr(f, sizes) for f in found] == list(at(held_out)):
             return found
     return None
 
 
-def means(terms: Sequence[Expr], points: Sequence[Sequence[int]], values: Sequence[int]) -> Expr:
+def fit_mean_cost(terms: Sequence[Expr], points: Sequence[Sequence[int]], values: Sequence[int]) -> Expr:
     """The cost of each row in the mean: `values` measured at `points`, values of `terms`, as whole multiples
     of these, none negative.
 
@@ -72,7 +72,7 @@ def means(terms: Sequence[Expr], points: Sequence[Sequence[int]], values: Sequen
     return sympy.Add(*(round(x) * term for term, x in zip(terms, found, strict=True)))
 
 
-def _bases(names: list[str], kinds: Mapping[str, str]) -> Iterator[list[Exponents]]:
+def _candidate_bases(names: list[str], kinds: Mapping[str, str]) -> Iterator[list[Exponents]]:
     """Sets of exponents closed under division, for which measurements at BASE + STEP * exponents determine
     the polynomial."""
     rows, widths = (
@@ -86,7 +86,7 @@ def _bases(names: list[str], kinds: Mapping[str, str]) -> Iterator[list[Exponent
         yield second
 
 
-def _solve(
+def _solve_coefficients(
     names: list[str], basis: list[Exponents], points: list[tuple[int, ...]], values: list[Sequence[int]]
 ) -> tuple[Expr, ...]:
     def monomial(base: Sequence[int | Expr], exponents: Exponents) -> Expr:
@@ -94,7 +94,7 @@ def _solve(
 
     matrix = sympy.Matrix([[monomial(p, e) for e in basis] for p in points])
     solution = matrix.LUsolve(sympy.Matrix([list(v) for v in values]))
-    symbols = [size_expr.symbol(n) for n in names]
+    symbols = [size_expr.size_symbol(n) for n in names]
     terms = [monomial(symbols, e) for e in basis]
     return tuple(
         sympy.Add(*(solution[i, j] * t for i, t in enumerate(terms))) for j in range(solution.shape[1])

@@ -18,63 +18,69 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from secc.cost.counting.fused_attention import valueless
-from secc.runtime.recorder.block_results import Digests
+from secc.cost.counting.fused_attention import has_no_values
+from secc.runtime.recorder.block_results import TensorDigests
 
 
 @dataclass(frozen=True)
-class Counted:
+class OpCounts:
     """FLOPs by the narrowest dim, those of units, and whatever else is counted."""
 
     flops: Counter[int]
-    again: Counter[int]
-    flat: tuple[int, ...]
+    recomputed_flops: Counter[int]
+    totals: tuple[int, ...]
 
-    def since(self, before: Counted) -> Counted:
+    def counts_since(self, before: OpCounts) -> OpCounts:
         """What came after `before`."""
-        flat = tuple(a - b for a, b in zip(self.flat, before.flat, strict=True))
-        return Counted(self.flops - before.flops, self.again - before.again, flat)
+        flat = tuple(a - b for a, b in zip(self.totals, before.totals, strict=True))
+        return OpCounts(self.flops - before.flops, self.recomputed_flops - before.recomputed_flops, flat)
 
 
-class Counts(Protocol):
+class OpCounterProtocol(Protocol):
     """What counts."""
 
-    def state(self) -> Counted: ...
-    def add(self, more: Counted) -> None: ...
+    def snapshot_counts(self) -> OpCounts: ...
+    def add_counts(self, more: OpCounts) -> None: ...
 
 
-Makes = Callable[[Sequence[int], Sequence[int], torch.dtype, bool], torch.Tensor]
+MakeTensor = Callable[[Sequence[int], Sequence[int], torch.dtype, bool], torch.Tensor]
 
 
 @contextmanager
-def alike(units: Sequence[nn.Module], counter: Counts, makes: Makes) -> Iterator[None]:
+def skip_repeated_layers(
+    units: Sequence[nn.Module], counter: OpCounterProtocol, makes: MakeTensor
+) -> Iterator[None]:
     """Run two of alike units and count the others."""
     runs: Counter[object] = Counter()
-    known: dict[object, tuple[Counted, Any]] = {}
-    digests = Digests()
+    known: dict[object, tuple[OpCounts, Any]] = {}
+    digests = TensorDigests()
 
     def wrapped(unit: nn.Module) -> Callable[..., Any]:
-        plain, kind = unit.forward, _kind(unit)
+        plain, kind = unit.forward, _module_signature(unit)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            key = (kind, _shown((args, kwargs), digests))
+            key = (kind, _arguments_signature((args, kwargs), digests))
             if key in known:
                 more, result = known[key]
-                counter.add(more)
+                counter.add_counts(more)
                 return tree_map(made, result)
             runs[key] += 1
-            before = counter.state()
+            before = counter.snapshot_counts()
             out = plain(*args, **kwargs)
             if runs[key] == 2 and all(
-                valueless(t) for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)
+                has_no_values(t) for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)
             ):
-                known[key] = counter.state().since(before), tree_map(_layout, out)
+                known[key] = counter.snapshot_counts().counts_since(before), tree_map(_layout_of_leaf, out)
             return out
 
         return forward
 
     def made(leaf: Any) -> Any:
-        return makes(leaf.size, leaf.stride, leaf.dtype, leaf.grad) if isinstance(leaf, _Layout) else leaf
+        return (
+            makes(leaf.size, leaf.stride, leaf.dtype, leaf.requires_grad)
+            if isinstance(leaf, _TensorLayout)
+            else leaf
+        )
 
     changed = [u for u in units if "forward" not in vars(u)] if len(units) > 2 else []
     try:
@@ -87,24 +93,24 @@ def alike(units: Sequence[nn.Module], counter: Counts, makes: Makes) -> Iterator
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _TensorLayout:
     """What a tensor is like, for which it need not live on."""
 
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    grad: bool
+    requires_grad: bool
 
 
-def _layout(leaf: Any) -> Any:
+def _layout_of_leaf(leaf: Any) -> Any:
     return (
-        _Layout(leaf.size(), leaf.stride(), leaf.dtype, leaf.requires_grad)
+        _TensorLayout(leaf.size(), leaf.stride(), leaf.dtype, leaf.requires_grad)
         if isinstance(leaf, torch.Tensor)
         else leaf
     )
 
 
-def _kind(unit: nn.Module) -> object:
+def _module_signature(unit: nn.Module) -> object:
     """What tells a unit from others, its parameters' values left out."""
     return (
         type(unit),
@@ -113,14 +119,14 @@ def _kind(unit: nn.Module) -> object:
     )
 
 
-def _shown(arguments: Any, digests: Digests) -> object:
+def _arguments_signature(arguments: Any, digests: TensorDigests) -> object:
     leaves, structure = tree_flatten(arguments)
     with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-        return str(structure), tuple(_leaf(leaf, digests) for leaf in leaves)
+        return str(structure), tuple(_leaf_signature(leaf, digests) for leaf in leaves)
 
 
-def _leaf(leaf: Any, digests: Digests) -> object:
+def _leaf_signature(leaf: Any, digests: TensorDigests) -> object:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
     layout = leaf.size(), leaf.stride(), leaf.dtype, leaf.requires_grad
-    return layout if valueless(leaf) else (layout, digests.of(leaf))
+    return layout if has_no_values(leaf) else (layout, digests.digest_of(leaf))

@@ -14,92 +14,94 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 
-class Saved:
+class SavedTensorsTracker:
     """Counts each storage once that autograd keeps, except those of parameters and buffers, and knows in
     which unit's run that was. Without `grad` it only sees in which order units run."""
 
     def __init__(self, state: Mapping[str, torch.Tensor], grad: bool = True) -> None:
         self._grad = grad
-        self._alive = list(state.values())  # keeps addresses from being used again
-        self._state = {storage(t) for t in self._alive}
+        self._kept_alive = list(state.values())  # keeps addresses from being used again
+        self._state_storages = {storage_key(t) for t in self._kept_alive}
         self._sizes: dict[int, int] = {}  # of each storage that is saved
         self._outside: dict[int, int] = {}  # of each that is saved outside of units or goes into one
         self._inside: list[dict[int, int]] = []  # of each that a run of a unit saves
         self._depth = 0
-        self._turns: list[nn.Module] = []  # the units as they ran
-        self._alike = self._alike_outside = 0  # bytes of layers that did not run because they are like others
+        self._units_run: list[nn.Module] = []  # the units as they ran
+        self._repeated_bytes = self._repeated_outside_bytes = (
+            0  # bytes of layers that did not run because they are like others
+        )
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._note(tensor, self._sizes, self._inside[-1] if self.inside else self._outside)
+    def pack_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._record_storage(tensor, self._sizes, self._inside[-1] if self.is_inside_unit else self._outside)
         return tensor
 
     @property
-    def inside(self) -> bool:
+    def is_inside_unit(self) -> bool:
         """Whether a unit is running."""
         return self._depth > 0
 
-    def is_state(self, tensor: torch.Tensor) -> bool:
+    def is_parameter_or_buffer(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a parameter or buffer, or a view of one."""
-        return storage(tensor) in self._state
+        return storage_key(tensor) in self._state_storages
 
     @property
-    def bytes(self) -> int:
-        return sum(self._sizes.values()) + self._alike
+    def saved_bytes(self) -> int:
+        return sum(self._sizes.values()) + self._repeated_bytes
 
-    def kept(self) -> int:
+    def bytes_kept_outside_units(self) -> int:
         """Bytes kept where every unit runs again."""
-        return sum(self._outside.values()) + self._alike_outside
+        return sum(self._outside.values()) + self._repeated_outside_bytes
 
-    def in_turn(self, units: Sequence[nn.Module]) -> bool:
+    def ran_in_order(self, units: Sequence[nn.Module]) -> bool:
         """Whether each unit ran once at most, in the order in which they stand."""
         places = {unit: k for k, unit in enumerate(units)}
-        turns = [places[unit] for unit in self._turns]
+        turns = [places[unit] for unit in self._units_run]
         return all(before < after for before, after in pairwise(turns))
 
-    def add_alike(self, size: int, outside: int) -> None:
+    def add_repeated_layer(self, size: int, outside: int) -> None:
         """Count what a layer keeps, and what of it outside of units, that is like one that ran."""
-        self._alike += size
-        self._alike_outside += outside
+        self._repeated_bytes += size
+        self._repeated_outside_bytes += outside
 
-    def working(self) -> int:
+    def largest_unit_bytes(self) -> int:
         """The most bytes that the second run of a unit adds to them."""
         return max(
             (sum(n for s, n in sizes.items() if s not in self._outside) for sizes in self._inside), default=0
         )
 
     @contextmanager
-    def watching(self, units: Sequence[nn.Module]) -> Iterator[None]:
+    def watch_units(self, units: Sequence[nn.Module]) -> Iterator[None]:
         """Notice when the units run."""
         hooks: list[RemovableHandle] = []
         for unit in units:
-            hooks.append(unit.register_forward_pre_hook(self._enter, with_kwargs=True))
-            hooks.append(unit.register_forward_hook(self._leave, always_call=True))
+            hooks.append(unit.register_forward_pre_hook(self._enter_unit, with_kwargs=True))
+            hooks.append(unit.register_forward_hook(self._leave_unit, always_call=True))
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self.inside:
+    def _enter_unit(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self.is_inside_unit:
             for tensor in tree_leaves((args, kwargs)) if self._grad else ():
                 if isinstance(tensor, torch.Tensor):
-                    self._note(tensor, self._outside)
+                    self._record_storage(tensor, self._outside)
             self._inside.append({})
-            self._turns.append(module)
+            self._units_run.append(module)
         self._depth += 1
 
-    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+    def _leave_unit(self, module: nn.Module, args: Any, result: Any) -> None:
         self._depth -= 1
 
-    def _note(self, tensor: torch.Tensor, *sizes: dict[int, int]) -> None:
-        key = storage(tensor)
-        if key not in self._state:
-            self._alive.append(tensor)
+    def _record_storage(self, tensor: torch.Tensor, *sizes: dict[int, int]) -> None:
+        key = storage_key(tensor)
+        if key not in self._state_storages:
+            self._kept_alive.append(tensor)
             for table in sizes:
                 table[key] = tensor.untyped_storage().nbytes()
 
 
-def storage(tensor: torch.Tensor) -> int:
+def storage_key(tensor: torch.Tensor) -> int:
     """What tells storages apart."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  # torch has no public name for it

@@ -12,58 +12,62 @@ from secc.ir.dialect import size_expr
 from secc.ir.dialect.size_expr import Expr
 
 
-def largest(texts: Iterable[str]) -> str:
+def max_expr(texts: Iterable[str]) -> str:
     """An expression that is the maximum of others, without those that another one always exceeds."""
-    return _largest(tuple(sorted(set(texts))))
+    return _max_of_sorted(tuple(sorted(set(texts))))
 
 
 @cache
-def _largest(texts: tuple[str, ...]) -> str:
+def _max_of_sorted(texts: tuple[str, ...]) -> str:
     kept: list[str] = []
     for text in texts:
-        if not any(_exceeds(other, text) for other in kept):
-            kept = [other for other in kept if not _exceeds(text, other)] + [text]
+        if not any(_always_exceeds(other, text) for other in kept):
+            kept = [other for other in kept if not _always_exceeds(text, other)] + [text]
     return kept[0] if len(kept) == 1 else f"max({', '.join(kept)})" if kept else "0"
 
 
-def _exceeds(more: str, less: str) -> bool:
+def _always_exceeds(more: str, less: str) -> bool:
     """Whether a polynomial is at least another one for all sizes, because no coefficient of the difference is
     negative."""
-    difference = sympy.expand(size_expr.parse(more) - size_expr.parse(less))
+    difference = sympy.expand(size_expr.parse_expr(more) - size_expr.parse_expr(less))
     return all(c.is_nonnegative for c in difference.as_coefficients_dict().values())
 
 
-def estimated(text: str, abouts: Mapping[str, Expr]) -> str:
+def substitute_estimates(text: str, abouts: Mapping[str, Expr]) -> str:
     """A text of costs with what some of its symbols are about in their place, in whole units."""
-    found = size_expr.parse(text)
-    if not size_expr.symbols(found) & abouts.keys():
+    found = size_expr.parse_expr(text)
+    if not size_expr.symbol_names(found) & abouts.keys():
         return text
-    replaced = sympy.expand(found.subs({size_expr.symbol(name): about for name, about in abouts.items()}))
+    replaced = sympy.expand(
+        found.subs({size_expr.size_symbol(name): about for name, about in abouts.items()})
+    )
     if replaced.has(sympy.floor) or any(about.has(sympy.Max) for about in abouts.values()):
-        return size_expr.text(
-            found.subs({size_expr.symbol(name): _whole(about) for name, about in abouts.items()})
+        return size_expr.format_expr(
+            found.subs({size_expr.size_symbol(name): _round_down(about) for name, about in abouts.items()})
         )
-    return size_expr.text(
+    return size_expr.format_expr(
         replaced.replace(
             lambda part: part.is_Rational and not part.is_Integer, lambda part: sympy.Integer(round(part))
         )
     )
 
 
-def _whole(about: Expr) -> Expr:
+def _round_down(about: Expr) -> Expr:
     """What a symbol is about, rounded down: the largest of others branch by branch."""
     return (
-        sympy.Max(*(_whole(part) for part in about.args if isinstance(part, Expr)))
+        sympy.Max(*(_round_down(part) for part in about.args if isinstance(part, Expr)))
         if isinstance(about, sympy.Max)
         else sympy.floor(about)
     )
 
 
-def total(counts: Mapping[str, int]) -> str:
+def sum_counted_exprs(counts: Mapping[str, int]) -> str:
     """The sum of texts, each as often as it is counted."""
-    return _total(tuple(sorted(counts.items())))
+    return _sum_of_sorted(tuple(sorted(counts.items())))
 
 
 @cache
-def _total(counts: tuple[tuple[str, int], ...]) -> str:
-    return size_expr.text(sympy.expand(sum((n * size_expr.parse(t) for t, n in counts), sympy.Integer(0))))
+def _sum_of_sorted(counts: tuple[tuple[str, int], ...]) -> str:
+    return size_expr.format_expr(
+        sympy.expand(sum((n * size_expr.parse_expr(t) for t, n in counts), sympy.Integer(0)))
+    )

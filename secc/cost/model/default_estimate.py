@@ -13,11 +13,13 @@ from functools import cache
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import BlockOp, CallOp
 from secc.ir.dialect.size_expr import Expr
-from secc.ir.dialect.tensor_type import TensorType, tensor
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
 
-SAVED_PER_RESULT = 16  # a transformer layer keeps about this many tensors of its result's size for backward
-OPS = 20  # operations that a call issues
-ZERO: Expr = size_expr.parse("0")
+SAVED_TENSORS_PER_RESULT = (
+    16  # a transformer layer keeps about this many tensors of its result's size for backward
+)
+DEFAULT_OPS_PER_CALL = 20  # operations that a call issues
+ZERO: Expr = size_expr.parse_expr("0")
 
 
 @dataclass(frozen=True)
@@ -47,38 +49,46 @@ class CallCost:
     attention: Expr = ZERO
     attention_work: Expr = ZERO
     moved: Expr = ZERO
-    narrow: int = 0
-    in_turn: bool = True
+    narrowest_dim: int = 0
+    units_in_order: bool = True
     peak: Expr = ZERO
 
 
-def default(call: CallOp, block: BlockOp) -> CallCost:
+def default_call_cost(call: CallOp, block: BlockOp) -> CallCost:
     """The estimate from the block's parameters and the call's types."""
-    return _of(_widest(call), block.params.data)
+    return _cost_from_result_type(_widest_type(call), block.params.data)
 
 
 @cache
-def _of(result: TensorType | None, params: int) -> CallCost:
+def _cost_from_result_type(result: TensorType | None, params: int) -> CallCost:
     if result is None:
-        return CallCost(ZERO, ZERO, ZERO, OPS, "default")
-    rows = size_expr.parse("1")
+        return CallCost(ZERO, ZERO, ZERO, DEFAULT_OPS_PER_CALL, "default")
+    rows = size_expr.parse_expr("1")
     for dim in result.shape[:-1] or result.shape:
         rows = rows * dim
-    flops, one = 2 * params * rows, entries(result) * result.itemsize
+    flops, one = 2 * params * rows, count_entries(result) * result.itemsize
     return CallCost(
-        flops, flops, one * SAVED_PER_RESULT, OPS, "default", 1, one, one * (SAVED_PER_RESULT - 1), flops
+        flops,
+        flops,
+        one * SAVED_TENSORS_PER_RESULT,
+        DEFAULT_OPS_PER_CALL,
+        "default",
+        1,
+        one,
+        one * (SAVED_TENSORS_PER_RESULT - 1),
+        flops,
     )
 
 
-def entries(kind: TensorType) -> Expr:
+def count_entries(kind: TensorType) -> Expr:
     """The number of entries of a tensor."""
-    total = size_expr.parse("1")
+    total = size_expr.parse_expr("1")
     for dim in kind.shape:
         total = total * dim
     return total
 
 
-def _widest(call: CallOp) -> TensorType | None:
+def _widest_type(call: CallOp) -> TensorType | None:
     """The result (else operand) with the most dims, which tells the rows that pass through the block."""
-    found = [tensor(v) for v in (call.results or call.operands)]
+    found = [tensor_type(v) for v in (call.results or call.operands)]
     return max(found, key=lambda kind: len(kind.dims), default=None)

@@ -19,38 +19,48 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # (smallest dim, percent of a large product's rate)
-NARROW = ((16, 4), (32, 8), (64, 16), (128, 32), (256, 55), (512, 75), (1024, 88), (2048, 95), (4096, 100))
-ATTENTION = 60
+PERCENT_BY_SMALLEST_DIM = (
+    (16, 4),
+    (32, 8),
+    (64, 16),
+    (128, 32),
+    (256, 55),
+    (512, 75),
+    (1024, 88),
+    (2048, 95),
+    (4096, 100),
+)
+ATTENTION_PERCENT = 60
 
 
 @dataclass(frozen=True)
-class Efficiency:
+class GemmEfficiency:
     """Percent of a large product's rate: `narrow` by the smallest dim, `attention` for attention in one
     kernel. `label` says where from."""
 
-    narrow: Sequence[tuple[int, int]] = NARROW
-    attention: int = ATTENTION
+    percent_by_dim: Sequence[tuple[int, int]] = PERCENT_BY_SMALLEST_DIM
+    attention_percent: int = ATTENTION_PERCENT
     label: str = "default"
 
-    def percent(self, dim: int) -> float:
+    def percent_of_rate(self, dim: int) -> float:
         """For a product whose smallest fixed dim is `dim`, between the table's entries by straight lines."""
-        dims = [d for d, _ in self.narrow]
+        dims = [d for d, _ in self.percent_by_dim]
         i = bisect_right(dims, dim)
         if i == len(dims):
-            return self.narrow[-1][1]
+            return self.percent_by_dim[-1][1]
         if i == 0:
-            return max(1.0, self.narrow[0][1] * dim / dims[0])
-        (a, low), (b, high) = self.narrow[i - 1], self.narrow[i]
+            return max(1.0, self.percent_by_dim[0][1] * dim / dims[0])
+        (a, low), (b, high) = self.percent_by_dim[i - 1], self.percent_by_dim[i]
         return low + (high - low) * (dim - a) / (b - a)
 
-    def work(self, flops: int, dim: int) -> int:
+    def equivalent_work(self, flops: int, dim: int) -> int:
         """Hundredths of FLOPs of a large product that take as long; a whole multiple of `flops`, so that fits
         stay exact."""
-        return flops * round(100 * 100 / self.percent(dim))
+        return flops * round(100 * 100 / self.percent_of_rate(dim))
 
-    def attention_work(self, flops: int) -> int:
+    def equivalent_attention_work(self, flops: int) -> int:
         """Hundredths of FLOPs of a large product that take as long as attention's `flops`."""
-        return flops * round(100 * 100 / self.attention)
+        return flops * round(100 * 100 / self.attention_percent)
 
 
-DEFAULT = Efficiency()
+DEFAULT_EFFICIENCY = GemmEfficiency()

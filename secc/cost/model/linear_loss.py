@@ -12,19 +12,27 @@ from dataclasses import dataclass
 
 import sympy
 
-from secc.cost.model.default_estimate import entries
+from secc.cost.model.default_estimate import count_entries
 from secc.ir.dialect.ops import GlueOp
 from secc.ir.dialect.size_expr import Expr
-from secc.ir.dialect.tensor_type import tensor
+from secc.ir.dialect.tensor_type import tensor_type
 
-CROSS_ENTROPY, KL, BOTH = "secc.linear_cross_entropy", "secc.linear_kl", "secc.linear_kl_ce"
-TILE_BYTES = 640 << 20  # of one model's logits that exist at a time
-_NUMBERS = {CROSS_ENTROPY: 2, KL: 0, BOTH: 7}  # float32 numbers that are kept for each row
-_OPS = 20  # operations issued for a few tiles
+LINEAR_CROSS_ENTROPY, LINEAR_KL, LINEAR_KL_CE = (
+    "secc.linear_cross_entropy",
+    "secc.linear_kl",
+    "secc.linear_kl_ce",
+)
+LOGITS_TILE_BYTES = 640 << 20  # of one model's logits that exist at a time
+_SAVED_FLOATS_PER_ROW = {
+    LINEAR_CROSS_ENTROPY: 2,
+    LINEAR_KL: 0,
+    LINEAR_KL_CE: 7,
+}  # float32 numbers that are kept for each row
+_OPS_ISSUED = 20  # operations issued for a few tiles
 
 
 @dataclass(frozen=True)
-class FusedCost:
+class FusedLossCost:
     """Of one fused loss: `flops` and `backward` FLOPs, bytes `saved` for backward, bytes `moved` in forward,
     operations issued."""
 
@@ -32,35 +40,43 @@ class FusedCost:
     backward: Expr
     saved: Expr
     moved: Expr
-    ops: int = _OPS
+    ops: int = _OPS_ISSUED
 
 
-def fused_cost(op: GlueOp) -> FusedCost | None:
+def fused_loss_cost(op: GlueOp) -> FusedLossCost | None:
     """The cost of a fused loss on a head, None for any other op."""
     name = op.target.data
-    if name not in _NUMBERS:
+    if name not in _SAVED_FLOATS_PER_ROW:
         return None
-    hidden, weight = tensor(op.operands[0]), tensor(op.operands[1])
-    rows, tokens = entries(hidden) / hidden.shape[-1], weight.shape[0]
+    hidden, weight = tensor_type(op.operands[0]), tensor_type(op.operands[1])
+    rows, tokens = count_entries(hidden) / hidden.shape[-1], weight.shape[0]
     wanted = hidden.requires_grad + weight.requires_grad
     logits, item = rows * tokens, hidden.itemsize
-    student = 2 * entries(hidden) * tokens
-    both = student if name == CROSS_ENTROPY else student + 2 * entries(tensor(op.operands[2])) * tokens
+    student = 2 * count_entries(hidden) * tokens
+    both = (
+        student
+        if name == LINEAR_CROSS_ENTROPY
+        else student + 2 * count_entries(tensor_type(op.operands[2])) * tokens
+    )
     gradients = wanted * student
-    tile = sympy.Min(item * logits, TILE_BYTES) * (1 if name == CROSS_ENTROPY else 2)
-    kept = item * entries(hidden) + 4 * _NUMBERS[name] * rows + tile
-    if name == KL:  # gradients are made with the loss and wait for backward
-        return FusedCost(
+    tile = sympy.Min(item * logits, LOGITS_TILE_BYTES) * (1 if name == LINEAR_CROSS_ENTROPY else 2)
+    kept = item * count_entries(hidden) + 4 * _SAVED_FLOATS_PER_ROW[name] * rows + tile
+    if name == LINEAR_KL:  # gradients are made with the loss and wait for backward
+        return FusedLossCost(
             both + gradients,
             sympy.Integer(0),
-            kept + item * entries(weight) * weight.requires_grad,
-            _moved(op, logits),
+            kept + item * count_entries(weight) * weight.requires_grad,
+            _moved_bytes(op, logits),
         )
-    return FusedCost(both, both + gradients if wanted else sympy.Integer(0), kept, _moved(op, logits))
+    return FusedLossCost(
+        both, both + gradients if wanted else sympy.Integer(0), kept, _moved_bytes(op, logits)
+    )
 
 
-def _moved(op: GlueOp, logits: Expr) -> Expr:
+def _moved_bytes(op: GlueOp, logits: Expr) -> Expr:
     """Operands are read, and each model's logits written and read, tile by tile."""
-    read = sum((entries(tensor(o)) * tensor(o).itemsize for o in op.operands), sympy.Integer(0))
-    models = 1 if op.target.data == CROSS_ENTROPY else 2
-    return read + 2 * models * tensor(op.operands[0]).itemsize * logits
+    read = sum(
+        (count_entries(tensor_type(o)) * tensor_type(o).itemsize for o in op.operands), sympy.Integer(0)
+    )
+    models = 1 if op.target.data == LINEAR_CROSS_ENTROPY else 2
+    return read + 2 * models * tensor_type(op.operands[0]).itemsize * logits

@@ -24,13 +24,13 @@ from torch import nn
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 
 from secc.cluster import Cluster, Overheads
-from secc.cost.model.step_overheads import note_overheads
+from secc.cost.model.step_overheads import annotate_overheads
 from secc.errors import UserError
 from secc.ir.dialect.ops import CallOp, graph_of
 
-VERSION = 2
-PARTS = ("base", "work", "attention_work", "moved")  # what prices are of
-_UNIT = 10**6  # prices are texts of whole numbers: millionths of a nanosecond
+COSTS_VERSION = 2
+PRICED_PARTS = ("base", "work", "attention_work", "moved")  # what prices are of
+_PRICE_UNITS_PER_NS = 10**6  # prices are texts of whole numbers: millionths of a nanosecond
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ class Hardware:
     threads: int
 
     @property
-    def text(self) -> str:
+    def description(self) -> str:
         return f"{self.name} ({self.backend}{f', {self.threads} threads' if self.threads > 1 else ''})"
 
 
-def here(device: torch.device) -> Hardware:
+def local_hardware(device: torch.device) -> Hardware:
     """The hardware of this machine."""
     if device.type == "cuda":
         return Hardware("cuda", torch.cuda.get_device_name(device), 0)
-    return Hardware("cpu", _processor(), torch.get_num_threads())
+    return Hardware("cpu", _processor_name(), torch.get_num_threads())
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -63,52 +63,54 @@ def _processor() -> str:
 
 
 @dataclass(frozen=True)
-class Prices:
+class CallPrices:
     """Nanoseconds for a call (`base`), and for each FLOP and byte, in the order of PARTS; the median relative
     error on held-out sizes."""
 
     values: tuple[float, ...]
     error: float
 
-    def stretched(self, factor: float) -> Prices:
+    def scale_times(self, factor: float) -> CallPrices:
         """The same where everything takes so many times as long."""
-        return Prices(tuple(factor * v for v in self.values), self.error)
+        return CallPrices(tuple(factor * v for v in self.values), self.error)
 
-    def ns(self, cost: Mapping[str, float]) -> float:
+    def predict_ns(self, cost: Mapping[str, float]) -> float:
         """The time of a call that works and moves this much."""
         return self.values[0] + sum(
-            v * cost[part] for v, part in zip(self.values[1:], PARTS[1:], strict=True)
+            v * cost[part] for v, part in zip(self.values[1:], PRICED_PARTS[1:], strict=True)
         )
 
-    def text(self, call: CallOp) -> str:
+    def time_expression(self, call: CallOp) -> str:
         """The time as an expression over the micro-batch's symbols."""
         terms = [
-            f"{round(v * _UNIT)}*({found.data})"
-            for v, part in zip(self.values[1:], PARTS[1:], strict=True)
+            f"{round(v * _PRICE_UNITS_PER_NS)}*({found.data})"
+            for v, part in zip(self.values[1:], PRICED_PARTS[1:], strict=True)
             if isinstance(found := call.attributes.get(part), StringAttr)
             and found.data != "0"
-            and round(v * _UNIT)
+            and round(v * _PRICE_UNITS_PER_NS)
         ]
-        return f"{round(self.values[0])}" + (f" + ({' + '.join(terms)})//{_UNIT}" if terms else "")
+        return f"{round(self.values[0])}" + (
+            f" + ({' + '.join(terms)})//{_PRICE_UNITS_PER_NS}" if terms else ""
+        )
 
 
 @dataclass(frozen=True)
-class Entry:
+class MeasuredBlock:
     """One kind of call: the block's class, prices of its forward, and of its backward where it owes one."""
 
     block: str
-    forward: Prices
-    backward: Prices | None
+    forward: CallPrices
+    backward: CallPrices | None
 
-    def stretched(self, factor: float) -> Entry:
+    def scale_times(self, factor: float) -> MeasuredBlock:
         """The same where everything takes so many times as long."""
-        return Entry(
-            self.block, self.forward.stretched(factor), self.backward and self.backward.stretched(factor)
+        return MeasuredBlock(
+            self.block, self.forward.scale_times(factor), self.backward and self.backward.scale_times(factor)
         )
 
 
 @dataclass(frozen=True)
-class Table:
+class MeasuredCosts:
     """Entries by `key`, the hardware, and what a step took beside its blocks, where that was measured.
 
     All times are of a processor on which the gauge (`secc.profile.speed_gauge`) takes `gauge_ns`; 0 where it was
@@ -116,24 +118,24 @@ class Table:
     """
 
     hardware: Hardware
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, MeasuredBlock]
     overheads: Overheads | None = None
     gauge_ns: int = 0
 
     def to_json(self) -> str:
         blocks = {k: asdict(e) for k, e in self.entries.items()}
         found = {
-            "version": VERSION,
+            "version": COSTS_VERSION,
             "hardware": asdict(self.hardware),
             "gauge_ns": self.gauge_ns,
             "blocks": blocks,
         }
         return json.dumps(found | ({"overheads": asdict(self.overheads)} if self.overheads else {}), indent=1)
 
-    def check(self, cluster: Cluster) -> None:
+    def check_hardware(self, cluster: Cluster) -> None:
         """Raise UserError where the table is not of the cluster's hardware."""
         mine, device = self.hardware, cluster.device
-        local = here(torch.device("cpu"))
+        local = local_hardware(torch.device("cpu"))
         words = mine.name.lower().replace("-", " ").split()
         fits = (
             device.kind.lower() in words
@@ -141,26 +143,26 @@ class Table:
             else (mine.backend, mine.name) == (local.backend, local.name)
         )
         if mine.backend != device.backend or not fits:
-            wanted = device.kind if device.backend == "cuda" else local.text
+            wanted = device.kind if device.backend == "cuda" else local.description
             raise UserError(
-                f"the costs were measured on {mine.text}, and the cluster {cluster.name} has {wanted}",
+                f"the costs were measured on {mine.description}, and the cluster {cluster.name} has {wanted}",
                 remedy="profile the model there (secc profile MODEL.py -o FILE), or leave --costs out",
             )
 
-    def write(self, module: ModuleOp, model: nn.Module) -> None:
+    def annotate_module(self, module: ModuleOp, model: nn.Module) -> None:
         """Note measured times on the calls that the table knows, and measured overheads on the graph."""
         if self.overheads is not None:
-            note_overheads(graph_of(module), self.overheads, self.hardware.backend)
+            annotate_overheads(graph_of(module), self.overheads, self.hardware.backend)
         for case in graph_of(module).cases:
             for call in (op for op in case.ops if isinstance(op, CallOp)):
-                entry = self.entries.get(key(call, model.get_submodule(call.target.data)))
+                entry = self.entries.get(call_digest(call, model.get_submodule(call.target.data)))
                 if entry is not None:
-                    call.attributes["forward_ns"] = StringAttr(entry.forward.text(call))
+                    call.attributes["forward_ns"] = StringAttr(entry.forward.time_expression(call))
                     if entry.backward is not None:
-                        call.attributes["backward_ns"] = StringAttr(entry.backward.text(call))
+                        call.attributes["backward_ns"] = StringAttr(entry.backward.time_expression(call))
 
 
-def key(call: CallOp, block: nn.Module) -> str:
+def call_digest(call: CallOp, block: nn.Module) -> str:
     """What calls with equal costs have in common: the block's structure, its parameters, what the call
     passes."""
     parameters = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in block.named_parameters()]
@@ -171,19 +173,19 @@ def key(call: CallOp, block: nn.Module) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def read(path: Path) -> Table:
+def read_measured_costs(path: Path) -> MeasuredCosts:
     """A table from its file. Raises UserError for what is none."""
     try:
         data = json.loads(path.read_text())
-        if data["version"] != VERSION:
+        if data["version"] != COSTS_VERSION:
             raise UserError(
-                f"the costs are of version {data['version']}, not {VERSION}",
+                f"the costs are of version {data['version']}, not {COSTS_VERSION}",
                 str(path),
                 "profile the model again",
             )
         overheads = Overheads(**data["overheads"]) if "overheads" in data else None
-        entries = {k: _entry(e) for k, e in data["blocks"].items()}
-        return Table(Hardware(**data["hardware"]), entries, overheads, int(data.get("gauge_ns", 0)))
+        entries = {k: _block_from_json(e) for k, e in data["blocks"].items()}
+        return MeasuredCosts(Hardware(**data["hardware"]), entries, overheads, int(data.get("gauge_ns", 0)))
     except OSError as error:
         raise UserError(
             f"cannot read the costs: {error.strerror}",
@@ -197,15 +199,17 @@ def read(path: Path) -> Table:
         ) from None
 
 
-def _entry(data: Mapping[str, Any]) -> Entry:
+def _block_from_json(data: Mapping[str, Any]) -> MeasuredBlock:
     backward = data["backward"]
-    return Entry(
-        str(data["block"]), _prices(data["forward"]), None if backward is None else _prices(backward)
+    return MeasuredBlock(
+        str(data["block"]),
+        _prices_from_json(data["forward"]),
+        None if backward is None else _prices_from_json(backward),
     )
 
 
-def _prices(data: Mapping[str, Any]) -> Prices:
+def _prices_from_json(data: Mapping[str, Any]) -> CallPrices:
     values = tuple(float(v) for v in data["values"])
-    if len(values) != len(PARTS) or not all(0 <= v < float("inf") for v in values):
+    if len(values) != len(PRICED_PARTS) or not all(0 <= v < float("inf") for v in values):
         raise ValueError("prices")
-    return Prices(values, float(data["error"]))
+    return CallPrices(values, float(data["error"]))

@@ -10,26 +10,26 @@ from fractions import Fraction
 from xdsl.dialects.builtin import FloatAttr, IntegerAttr
 from xdsl.ir import Operation, SSAValue
 
-from secc.cost.model.cost_expressions import largest
-from secc.cost.model.default_estimate import entries
+from secc.cost.model.cost_expressions import max_expr
+from secc.cost.model.default_estimate import count_entries
 from secc.ir.dialect import size_expr
-from secc.ir.dialect.ops import GraphOp, PatternOp, SectionOp, section_of, strings
-from secc.ir.dialect.tensor_type import tensor
+from secc.ir.dialect.ops import GraphOp, PatternOp, SectionOp, section_of, strings_of
+from secc.ir.dialect.tensor_type import tensor_type
 
-Sizes = Mapping[str, float]  # means, so not whole
+MeanSizes = Mapping[str, float]  # means, so not whole
 
 
 @dataclass(frozen=True)
-class Pattern:
+class InputPattern:
     """Samples with the optional keys `when`: their share of the dataset and the mean sizes of one of them."""
 
     when: frozenset[str]
     share: Fraction
-    sizes: Sizes
+    sizes: MeanSizes
 
 
 @dataclass(frozen=True)
-class Crossing:
+class SectionTransfer:
     """All tensors that section `src` hands to section `dst`: bytes of a micro-batch as text, and whether
     gradients flow back."""
 
@@ -39,35 +39,38 @@ class Crossing:
     grad: bool
 
 
-def patterns(graph: GraphOp) -> list[Pattern]:
+def input_patterns(graph: GraphOp) -> list[InputPattern]:
     """The dataset's patterns, shares adding up to 1; without statistics each captured pattern counts alike,
     with sizes of 1."""
     found = [
-        Pattern(frozenset(strings(op.when)), Fraction(op.share.data), _sizes(graph, op))
+        InputPattern(frozenset(strings_of(op.when)), Fraction(op.share.data), _mean_sizes(graph, op))
         for op in graph.patterns
     ]
     if not found:
-        whens = sorted({strings(case.when) for case in graph.cases})
-        found = [Pattern(frozenset(w), Fraction(1, len(whens)), _ones(graph, frozenset(w))) for w in whens]
+        whens = sorted({strings_of(case.when) for case in graph.cases})
+        found = [
+            InputPattern(frozenset(w), Fraction(1, len(whens)), _unit_sizes(graph, frozenset(w)))
+            for w in whens
+        ]
     total = sum(p.share for p in found)
-    return [Pattern(p.when, p.share / total, p.sizes) for p in found if p.share > 0]
+    return [InputPattern(p.when, p.share / total, p.sizes) for p in found if p.share > 0]
 
 
-def _sizes(graph: GraphOp, op: PatternOp) -> dict[str, float]:
-    return {name: _mean(op, name) for name in graph.symbols}
+def _mean_sizes(graph: GraphOp, op: PatternOp) -> dict[str, float]:
+    return {name: _mean_of_symbol(op, name) for name in graph.symbols}
 
 
-def _mean(op: PatternOp, name: str) -> float:
+def _mean_of_symbol(op: PatternOp, name: str) -> float:
     found = op.attributes.get(name)
     return float(found.value.data) if isinstance(found, FloatAttr | IntegerAttr) else 0.0
 
 
-def _ones(graph: GraphOp, when: frozenset[str]) -> dict[str, int]:
-    optional = set(strings(graph.optional))
+def _unit_sizes(graph: GraphOp, when: frozenset[str]) -> dict[str, int]:
+    optional = set(strings_of(graph.optional))
     return {name: int(op.key.data not in optional - when) for name, op in graph.symbols.items()}
 
 
-def micro_batch(graph: GraphOp, sizes: Sizes, samples: int) -> dict[str, int]:
+def micro_batch_sizes(graph: GraphOp, sizes: MeanSizes, samples: int) -> dict[str, int]:
     """The sizes of `samples` alike samples together: rows add up, widths stay; whole numbers, 0 only where a
     mean is."""
     means = {
@@ -76,34 +79,37 @@ def micro_batch(graph: GraphOp, sizes: Sizes, samples: int) -> dict[str, int]:
     return {name: max(1, round(mean)) if mean else 0 for name, mean in means.items()}
 
 
-def is_active(section: SectionOp, pattern: Pattern) -> bool:
+def section_handles_pattern(section: SectionOp, pattern: InputPattern) -> bool:
     """Whether a section processes samples of a pattern."""
-    when = strings(section.when)
+    when = strings_of(section.when)
     return not when or not pattern.when.isdisjoint(when)
 
 
-def crossings(graph: GraphOp) -> list[Crossing]:
+def section_transfers(graph: GraphOp) -> list[SectionTransfer]:
     """What crosses sections, for each pair in the order of the text; the largest case counts."""
     sizes: dict[tuple[str, str], list[str]] = {}
     grads: dict[tuple[str, str], bool] = {}
     for case in graph.cases:
-        for pair, values in _crossing(case.ops).items():
-            total = sum((entries(tensor(v)) * tensor(v).itemsize for v in values), size_expr.parse("0"))
-            sizes.setdefault(pair, []).append(size_expr.text(total))
-            grads[pair] = grads.get(pair, False) or any(tensor(v).requires_grad for v in values)
-    return [Crossing(*pair, largest(texts), grads[pair]) for pair, texts in sizes.items()]
+        for pair, values in _values_between_sections(case.ops).items():
+            total = sum(
+                (count_entries(tensor_type(v)) * tensor_type(v).itemsize for v in values),
+                size_expr.parse_expr("0"),
+            )
+            sizes.setdefault(pair, []).append(size_expr.format_expr(total))
+            grads[pair] = grads.get(pair, False) or any(tensor_type(v).requires_grad for v in values)
+    return [SectionTransfer(*pair, max_expr(texts), grads[pair]) for pair, texts in sizes.items()]
 
 
-def _crossing(ops: list[Operation]) -> dict[tuple[str, str], list[SSAValue]]:
+def _values_between_sections(ops: list[Operation]) -> dict[tuple[str, str], list[SSAValue]]:
     found: dict[tuple[str, str], list[SSAValue]] = {}
-    for src, dst, value in _uses(ops):
+    for src, dst, value in _cross_section_uses(ops):
         values = found.setdefault((src, dst), [])
         if not any(value is v for v in values):
             values.append(value)
     return found
 
 
-def _uses(ops: list[Operation]) -> Iterator[tuple[str, str, SSAValue]]:
+def _cross_section_uses(ops: list[Operation]) -> Iterator[tuple[str, str, SSAValue]]:
     for op in ops:
         dst = section_of(op)
         for operand in op.operands:

@@ -13,12 +13,12 @@ from secc.cluster import Cluster, Overheads
 from secc.ir.dialect.ops import GraphOp
 
 
-def note_overheads(graph: GraphOp, overheads: Overheads, backend: str) -> None:
+def annotate_overheads(graph: GraphOp, overheads: Overheads, backend: str) -> None:
     """Note overheads that were measured on devices of torch's type `backend`."""
     graph.attributes["overheads"] = StringAttr(json.dumps({"backend": backend, **asdict(overheads)}))
 
 
-def with_overheads(graph: GraphOp, cluster: Cluster) -> Cluster:
+def cluster_with_overheads(graph: GraphOp, cluster: Cluster) -> Cluster:
     """The cluster with the overheads that were measured on its backend, if any were."""
     noted = graph.attributes.get("overheads")
     if not isinstance(noted, StringAttr):

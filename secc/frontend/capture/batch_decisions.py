@@ -17,29 +17,29 @@ from typing import Any
 from torch import nn
 
 from secc.frontend.capture.capture import Capture
-from secc.frontend.dataset.survey import Pattern, Survey
+from secc.frontend.dataset.survey import DatasetSurvey, InputPattern
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.schema import Plan
-from secc.runtime.plan.step_program import active
+from secc.runtime.plan.step_program import is_active
 from secc.runtime.recorder import Recorder
-from secc.runtime.sections.base import Section
+from secc.runtime.sections.base import SectionModule
 
-MOST = 64  # samples of a batch at most, and RECORDED of them where the whole glue is recorded
-RECORDED = 16
+MAX_BATCH_SAMPLES = 64  # samples of a batch at most, and RECORDED of them where the whole glue is recorded
+MAX_RECORDED_SAMPLES = 16
 
-Samples = list[dict[str, Any]]
-Read = Callable[[Mapping[str, Any]], object]
+SampleList = list[dict[str, Any]]
+ReadValue = Callable[[Mapping[str, Any]], object]
 
 
-class Decisions:
+class BatchDecisions:
     """Finds samples that decide alone otherwise than together, for the patterns of a plan's micro-batches."""
 
     def __init__(
         self,
         plan: Plan,
         user: UserModel,
-        survey: Survey,
-        sections: Sequence[Section],
+        survey: DatasetSurvey,
+        sections: Sequence[SectionModule],
         meta: nn.Module,
         captured: Capture,
     ) -> None:
@@ -47,20 +47,22 @@ class Decisions:
         self._captured = captured
         self._optional = {i.key for i in plan.inputs if i.optional}
 
-    def split(self, pattern: Pattern) -> Iterator[tuple[str, Samples]]:
+    def find_differing_batches(self, pattern: InputPattern) -> Iterator[tuple[str, SampleList]]:
         """For each place at which Python decides by the whole batch: `file:line`, and samples that tell."""
-        samples = self._samples(pattern)
-        for where, read in self._guards(pattern):
+        samples = self._make_large_batches(pattern)
+        for where, read in self._plan_guards(pattern):
             if (
-                found := next((some for pool in samples if (some := self._fewest(pool, read))), None)
+                found := next(
+                    (some for pool in samples if (some := self._find_fewest_differing(pool, read))), None
+                )
             ) is not None:
                 yield where, found
         if samples[0] and any(frozenset(c.when) == pattern and not c.spare for c in self._plan.recorded):
-            yield from self._recorded(samples[0][:RECORDED])
-        if samples[0] and (place := self._looking(pattern)):
+            yield from self._find_in_recordings(samples[0][:MAX_RECORDED_SAMPLES])
+        if samples[0] and (place := self._find_value_reading_block(pattern)):
             yield place, samples[0]
 
-    def _looking(self, pattern: Pattern) -> str:
+    def _find_value_reading_block(self, pattern: InputPattern) -> str:
         """The place of the first block that looks at values of its arguments: what it decides by them nobody
         sees. "" if none does."""
         calls = (
@@ -72,53 +74,55 @@ class Decisions:
         )
         return next((self._captured.blocks[str(n.target)].where for n in calls), "")
 
-    def _samples(self, pattern: Pattern) -> list[Samples]:
+    def _make_large_batches(self, pattern: InputPattern) -> list[SampleList]:
         """Batches of as many samples as the global batch: those that captures cropped, then whole ones."""
-        cropped = [s for batch in self._survey.batches(pattern) for s in batch]
-        count = max(2, min(self._plan.global_batch, MOST))
+        cropped = [s for batch in self._survey.compose_batches(pattern) for s in batch]
+        count = max(2, min(self._plan.global_batch, MAX_BATCH_SAMPLES))
         pools = (
-            [s for s in pool if self._pattern(self._user.collate([s])) == pattern]
-            for pool in (cropped, self._survey.kept(pattern))
+            [s for s in pool if self._pattern_of(self._user.collate([s])) == pattern]
+            for pool in (cropped, self._survey.kept_samples(pattern))
         )
         return [list(itertools.islice(itertools.cycle(pool), count)) for pool in pools]
 
-    def _pattern(self, batch: Mapping[str, Any]) -> Pattern:
+    def _pattern_of(self, batch: Mapping[str, Any]) -> InputPattern:
         return frozenset(self._optional & batch.keys())
 
-    def _guards(self, pattern: Pattern) -> Iterator[tuple[str, Read]]:
+    def _plan_guards(self, pattern: InputPattern) -> Iterator[tuple[str, ReadValue]]:
         """The conditions under which compiled cases hold, each place once."""
         met: set[str] = set()
-        working = [s for s in self._sections if active(self._plan.section(s.name).when, pattern)]
+        working = [s for s in self._sections if is_active(self._plan.find_section(s.name).when, pattern)]
         for section in working:
             for case in section.cases:
                 for name in case.guards if case.when == section.optional & pattern else ():
-                    read: Read = getattr(section, name)
+                    read: ReadValue = getattr(section, name)
                     if (where := (read.__doc__ or "").strip()) not in met:
                         met.add(where)
                         yield where, read
 
-    def _fewest(self, samples: Samples, read: Read) -> Samples | None:
+    def _find_fewest_differing(self, samples: SampleList, read: ReadValue) -> SampleList | None:
         """The first few samples of which one alone has another value than all together, None if there are
         none."""
         alone = [read(self._user.collate([s])) for s in samples]
-        for count in (n for n in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST) if n < 2 * len(samples)):
+        for count in (
+            n for n in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MAX_BATCH_SAMPLES) if n < 2 * len(samples)
+        ):
             if any(value != read(self._user.collate(samples[:count])) for value in alone[:count]):
                 return samples[:count]
         return None
 
-    def _recorded(self, samples: Samples) -> Iterator[tuple[str, Samples]]:
+    def _find_in_recordings(self, samples: SampleList) -> Iterator[tuple[str, SampleList]]:
         """The same for glue that is recorded anew: conditions, and numbers that are sums over the samples."""
         recorder = Recorder(
             self._meta, {*self._plan.fused, *(b for s in self._plan.sections for b in s.blocks)}
         )
-        together, *alone = (self._reads(recorder, some) for some in (samples, *([s] for s in samples)))
+        together, *alone = (self._record_reads(recorder, some) for some in (samples, *([s] for s in samples)))
         for where, value in together.items():
             parts = [reads[where] for reads in alone if where in reads]
             conditions = all(isinstance(v, bool) for v in (value, *parts))
             if any(p != value for p in parts) if conditions else len(parts) > 1 and value == sum(parts):
                 yield where, samples
 
-    def _reads(self, recorder: Recorder, samples: Samples) -> dict[str, Any]:
+    def _record_reads(self, recorder: Recorder, samples: SampleList) -> dict[str, Any]:
         """What Python reads of a batch at places where it reads one number."""
         found: dict[str, list[Any]] = {}
         for read in recorder.record(self._user.collate(samples)).reads:

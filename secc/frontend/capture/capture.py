@@ -15,45 +15,52 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx, nn
 
-from secc.frontend.capture.block_selection import Frontier, Note, Seen, Tree, choose, coarsen
-from secc.frontend.capture.control_flow_paths import Diagnostic, GlueError, Observed
-from secc.frontend.capture.generalize import Generic, generalise
-from secc.frontend.capture.probe_batches import Batches, shapes_alone
-from secc.frontend.capture.random_op_rows import find
-from secc.frontend.capture.rerecorded_cases import Outlines, Rows, counted
-from secc.frontend.capture.shared_explanations import Known
-from secc.frontend.dataset.input_symbols import Inputs
-from secc.frontend.dataset.survey import Pattern, Survey
-from secc.ir.dialect.readable_names import BUFFER
-from secc.runtime.model.source_lines import class_place
+from secc.frontend.capture.block_selection import (
+    BlockSelection,
+    CaptureNote,
+    ModuleCalls,
+    ModuleTree,
+    replace_with_parent,
+    select_blocks,
+)
+from secc.frontend.capture.control_flow_paths import GlueDiagnostic, GlueError, ObservedRecording
+from secc.frontend.capture.generalize import GenericGraph, generalize_captures
+from secc.frontend.capture.probe_batches import ProbeBatches, record_sample_shapes
+from secc.frontend.capture.random_op_rows import find_random_ops
+from secc.frontend.capture.rerecorded_cases import OutlinedCaptures, RowSymbols, add_row_symbols
+from secc.frontend.capture.shared_explanations import SharedExplanations
+from secc.frontend.dataset.input_symbols import ModelInputs
+from secc.frontend.dataset.survey import DatasetSurvey, InputPattern
+from secc.ir.dialect.readable_names import BUFFER_CONSTANT_PREFIX
+from secc.runtime.model.source_lines import forward_source_line
 from secc.runtime.model.user_file import UserModel
-from secc.runtime.plan.schema import Draw
+from secc.runtime.plan.schema import RandomOp
 from secc.runtime.recorder import BlockError, Hazard, Recorder
-from secc.runtime.recorder.loss_loops import loops as loops_in
-from secc.runtime.recorder.loss_loops import of_samples, rolled
-from secc.runtime.recorder.match_outline import digest
-from secc.runtime.recorder.recording import is_read
+from secc.runtime.recorder.loss_loops import find_loss_loops as loops_in
+from secc.runtime.recorder.loss_loops import reads_per_sample, roll_loss_loops
+from secc.runtime.recorder.match_outline import constant_digest
+from secc.runtime.recorder.recording import is_read_node
 
-_IDLE = "autocast for CUDA does nothing on this machine, so the plan's ranks compute without it: compile on a machine with a GPU"
+_IDLE_AUTOCAST_NOTE = "autocast for CUDA does nothing on this machine, so the plan's ranks compute without it: compile on a machine with a GPU"
 
 
 @dataclass(frozen=True)
-class Block:
+class CapturedBlock:
     """One of the user's modules that is called whole. `params` and `trainable` count entries, `layers` those
     of its component's stack."""
 
     path: str
-    cls: str
+    class_name: str
     where: str
-    parameters: tuple[str, ...]
-    params: int
-    trainable: int
+    parameter_names: tuple[str, ...]
+    parameter_count: int
+    trainable_count: int
     component: str
-    layers: int
+    layer_count: int
 
 
 @dataclass(frozen=True)
-class Parameter:
+class CapturedParameter:
     """A parameter of the model."""
 
     shape: tuple[int, ...]
@@ -62,7 +69,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Case:
+class CapturedCase:
     """A way through forward: the optional keys of the batch, and the generic graph.
 
     `anew`: why its glue is recorded anew for each micro-batch, None for glue that holds at every size. A
@@ -70,10 +77,10 @@ class Case:
     """
 
     name: str
-    pattern: Pattern
-    generic: Generic
-    anew: Diagnostic | None = None
-    spare: bool = False
+    pattern: InputPattern
+    generic: GenericGraph
+    rerecord_reason: GlueDiagnostic | None = None
+    is_fallback: bool = False
 
 
 @dataclass
@@ -85,38 +92,38 @@ class Capture:
     with, and knows what blocks return; `seen` is what calls of modules showed.
     """
 
-    inputs: Inputs
-    optional: frozenset[str]
-    cases: list[Case]
-    blocks: dict[str, Block]
-    parameters: dict[str, Parameter]
+    inputs: ModelInputs
+    optional_keys: frozenset[str]
+    cases: list[CapturedCase]
+    blocks: dict[str, CapturedBlock]
+    parameters: dict[str, CapturedParameter]
     ties: list[tuple[str, ...]]
     hazards: list[Hazard]
-    draws: list[Draw]
-    notes: list[Note]
+    draws: list[RandomOp]
+    notes: list[CaptureNote]
     buffers: dict[str, torch.Tensor]
     recorder: Recorder
-    seen: Mapping[str, Seen]
+    module_calls: Mapping[str, ModuleCalls]
 
     @property
-    def spare(self) -> bool:
+    def has_fallbacks(self) -> bool:
         """Whether there are cases that a plan can do without."""
-        return any(c.spare for c in self.cases)
+        return any(c.is_fallback for c in self.cases)
 
-    def without_spare(self) -> Capture:
+    def without_fallbacks(self) -> Capture:
         """The capture without them."""
-        return replace(self, cases=[c for c in self.cases if not c.spare])
+        return replace(self, cases=[c for c in self.cases if not c.is_fallback])
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
         """The tensors that forward makes of Python data, of all cases, and what buffers hold that glue
         reads."""
         made = {name: tensor for case in self.cases for name, tensor in case.generic.constants.items()}
-        return made | {BUFFER + name: tensor for name, tensor in self.buffers.items()}
+        return made | {BUFFER_CONSTANT_PREFIX + name: tensor for name, tensor in self.buffers.items()}
 
 
-def capture(
-    user: UserModel, model: nn.Module, survey: Survey, inputs: Inputs, cut: Collection[str] = (), blocks: Sequence[str] = (),
+def capture_model(
+    user: UserModel, model: nn.Module, survey: DatasetSurvey, inputs: ModelInputs, cut: Collection[str] = (), blocks: Sequence[str] = (),
     before: Capture | None = None,
 ) -> Capture:  # fmt: skip
     """Capture `model` (meta or real) for every pattern that the survey's samples can form.
@@ -126,41 +133,50 @@ def capture(
     remedy, for what cannot be captured.
     """
     recorder = Recorder(model, ()) if before is None else before.recorder
-    recorder.logs = True
-    batches = {p: Batches(user, survey, inputs, p, recorder) for p in survey.unions()}
-    frontier = choose(
-        model, [b.ragged[0].batch for b in batches.values()], cut, blocks, recorder, before and before.seen
+    recorder.keeps_scalars = True
+    batches = {p: ProbeBatches(user, survey, inputs, p, recorder) for p in survey.micro_batch_patterns()}
+    frontier = select_blocks(
+        model,
+        [b.ragged_batches[0].batch for b in batches.values()],
+        cut,
+        blocks,
+        recorder,
+        before and before.module_calls,
     )
-    rows = Rows({s.name for s in inputs.symbols})
-    cases, observed = _Cases(model, frontier, frozenset(survey.patterns), batches, cut, rows).found(recorder)
-    inputs = counted(inputs, rows, survey, lambda sample: shapes_alone(recorder, user, sample))
+    rows = RowSymbols({s.name for s in inputs.symbols})
+    cases, observed = _CaseFinder(
+        model, frontier, frozenset(survey.pattern_counts), batches, cut, rows
+    ).find_cases(recorder)
+    inputs = add_row_symbols(
+        inputs, rows, survey, lambda sample: record_sample_shapes(recorder, user, sample)
+    )
     hazards = list(dict.fromkeys(h for o in observed for h in o.recording.hazards))
-    frontier.notes += [Note("", _IDLE, h.where) for h in hazards if h.kind == "autocast"]
-    draws = find(observed, inputs)
+    frontier.notes += [CaptureNote("", _IDLE_AUTOCAST_NOTE, h.where) for h in hazards if h.kind == "autocast"]
+    draws = find_random_ops(observed, inputs)
     called = {
         str(n.target): n
         for case in reversed(cases)
         for n in case.generic.graph.nodes
         if n.op == "call_module"
     }
-    tree = Tree(model)
-    blocks_called = {path: _block(tree, path, call) for path, call in called.items()}
-    buffers = _buffers(model, cases, blocks_called)
-    parameters, tied = _parameters(model), ties(model)
+    tree = ModuleTree(model)
+    blocks_called = {path: _describe_block(tree, path, call) for path, call in called.items()}
+    buffers = _readable_buffers(model, cases, blocks_called)
+    parameters, tied = _describe_parameters(model), find_tied_parameters(model)
     return Capture(
-        inputs, survey.optional, cases, blocks_called, parameters, tied, hazards, draws, frontier.notes, buffers, recorder,
-        frontier.seen,
+        inputs, survey.optional_keys, cases, blocks_called, parameters, tied, hazards, draws, frontier.notes, buffers, recorder,
+        frontier.module_calls,
     )  # fmt: skip
 
 
-class _Cases:
+class _CaseFinder:
     """Finds the cases of all patterns, and for that the blocks with which there are some."""
 
     def __init__(
-        self, model: nn.Module, frontier: Frontier, needed: Collection[Pattern], batches: Mapping[Pattern, Batches], cut: Collection[str],
-        rows: Rows,
+        self, model: nn.Module, frontier: BlockSelection, needed: Collection[InputPattern], batches: Mapping[InputPattern, ProbeBatches], cut: Collection[str],
+        rows: RowSymbols,
     ) -> None:  # fmt: skip
-        self.model, self.frontier, self.needed, self.batches, self.cut, self.rows = (
+        self.model, self.frontier, self.required_patterns, self.batches, self.opened_components, self.rows = (
             model,
             frontier,
             needed,
@@ -168,107 +184,118 @@ class _Cases:
             cut,
             rows,
         )
-        self.tried = set[frozenset[str]]()
+        self.tried_blocks = set[frozenset[str]]()
 
-    def found(self, recorder: Recorder) -> tuple[list[Case], list[Observed]]:
+    def find_cases(self, recorder: Recorder) -> tuple[list[CapturedCase], list[ObservedRecording]]:
         """Record every pattern and make it generic. What cannot be, in a module that is no block, is hidden
         in a block: that module."""
         frontier = self.frontier
         while True:
-            self.tried.add(frozenset(frontier.blocks))
-            recorder.use(frontier.blocks)
-            self.rows.names.clear()
+            self.tried_blocks.add(frozenset(frontier.blocks))
+            recorder.use_blocks(frontier.blocks)
+            self.rows.name_by_dim.clear()
             try:
-                observed = {p: b.record() for p, b in self.batches.items()}
-                return self._generic(observed), [o for seen in observed.values() for o in seen]
+                observed = {p: b.record_paths() for p, b in self.batches.items()}
+                return self._generalize_patterns(observed), [o for seen in observed.values() for o in seen]
             except (BlockError, GlueError) as error:
-                if recorder.logs and recorder.logged:
-                    recorder.logs = False
+                if recorder.keeps_scalars and recorder.found_scalars:
+                    recorder.keeps_scalars = False
                     frontier.notes.append(
-                        Note(
+                        CaptureNote(
                             "",
                             f"what forward returns beside the loss is not logged, because {error.message}",
                             error.where,
                         )
                     )
                     continue
-                frontier.blocks = self._other_blocks(error)
+                frontier.blocks = self._replace_failing_block(error)
                 if (
-                    frozenset(frontier.blocks) in self.tried
+                    frozenset(frontier.blocks) in self.tried_blocks
                 ):  # larger blocks want smaller ones, and these the larger ones
                     raise error from None
 
-    def _other_blocks(self, error: BlockError | GlueError) -> list[str]:
+    def _replace_failing_block(self, error: BlockError | GlueError) -> list[str]:
         """Blocks with which a capture may succeed where it failed, with a note. Raises the error where there
         are none."""
         blocks = self.frontier.blocks
         around = error.coarser if isinstance(error, BlockError) else error.module or None
         if isinstance(error, BlockError) and error.parts:
             self.frontier.notes.append(
-                Note(error.path, f"its parts are blocks, because {error.message}", error.where)
+                CaptureNote(error.path, f"its parts are blocks, because {error.message}", error.where)
             )
-            return error.blocks(blocks) or []
+            return error.suggest_blocks(blocks) or []
         if around is None or around in blocks:
             raise error
-        self.frontier.notes.append(Note(around, f"one block, because {error.message}", error.where))
-        return coarsen(blocks, around)
+        self.frontier.notes.append(CaptureNote(around, f"one block, because {error.message}", error.where))
+        return replace_with_parent(blocks, around)
 
-    def _generic(self, observed: Mapping[Pattern, Sequence[Observed]]) -> list[Case]:
+    def _generalize_patterns(
+        self, observed: Mapping[InputPattern, Sequence[ObservedRecording]]
+    ) -> list[CapturedCase]:
         """The cases of all patterns. A pattern that no sample alone has may be left out, with a note."""
-        cases: list[Case] = []
-        notes: list[Note] = []
-        known = Known()
+        cases: list[CapturedCase] = []
+        notes: list[CaptureNote] = []
+        known = SharedExplanations()
         for pattern, seen in observed.items():
-            self.batches[pattern].known = known
-            anew, outlines = None, Outlines(seen)
+            self.batches[pattern].explanations = known
+            anew, outlines = None, OutlinedCaptures(seen)
             try:
-                found, problems = generalise(seen, self.batches[pattern])
+                found, problems = generalize_captures(seen, self.batches[pattern])
             except GlueError as error:
                 if any("log" in n.meta for o in seen for n in o.recording.graph.nodes):
                     raise
-                again = self._anew(pattern, error, seen)
-                if again is None and (pattern in self.needed or error.module):
+                again = self._build_rerecorded_case(pattern, error, seen)
+                if again is None and (pattern in self.required_patterns or error.module):
                     raise
-                anew = Diagnostic(error.message, error.where, (), error.module)
-                found, problems = ([again], [_recorded(pattern, anew)]) if again is not None else ([], [anew])
-            notes += [Note("", p.message, p.where) for p in problems]
-            cases += [_named(Case(f"c{len(cases) + i}", pattern, g, anew)) for i, g in enumerate(found)]
-            if anew is None and (read := _undecided(found)) is not None:
-                spare = outlines.cases(self.rows, self.batches[pattern])
+                anew = GlueDiagnostic(error.message, error.where, (), error.module)
+                found, problems = (
+                    ([again], [_rerecording_note(pattern, anew)]) if again is not None else ([], [anew])
+                )
+            notes += [CaptureNote("", p.message, p.where) for p in problems]
+            cases += [
+                _name_constants(CapturedCase(f"c{len(cases) + i}", pattern, g, anew))
+                for i, g in enumerate(found)
+            ]
+            if anew is None and (read := _find_one_sided_read(found)) is not None:
+                spare = outlines.build_cases_by_path(self.rows, self.batches[pattern])
                 cases += [
-                    _named(Case(f"c{len(cases) + i}", pattern, g, read, spare=True))
+                    _name_constants(CapturedCase(f"c{len(cases) + i}", pattern, g, read, is_fallback=True))
                     for i, g in enumerate(spare)
                 ]
         self.frontier.notes += notes
         return cases
 
-    def _anew(self, pattern: Pattern, error: GlueError, before: Sequence[Observed]) -> Generic | None:
+    def _build_rerecorded_case(
+        self, pattern: InputPattern, error: GlueError, before: Sequence[ObservedRecording]
+    ) -> GenericGraph | None:
         """The pattern's case with glue that is recorded anew, where a larger block would join what can train
         apart, or hide a loop over samples in the loss; else None. Those of `before` are used up."""
-        ways = [False] if self._joins(error.module) else []
-        for loops in [*ways, True] if all(loops_in(rolled(o.recording)) for o in before) else ways:
-            seen = self.batches[pattern].record_with_parts()
-            if _decides_loss(seen, loops):
+        ways = [False] if self._would_join_components(error.module) else []
+        for loops in [*ways, True] if all(loops_in(roll_loss_loops(o.recording)) for o in before) else ways:
+            seen = self.batches[pattern].record_with_sample_shapes()
+            if _loss_reads_vary(seen, loops):
                 continue
             with suppress(GlueError):
-                outlines = Outlines(seen, loops)
-                found = outlines.case(self.rows, self.batches[pattern])
+                outlines = OutlinedCaptures(seen, loops)
+                found = outlines.build_case(self.rows, self.batches[pattern])
                 if loops:
-                    outlines.check(found, self.batches[pattern].alone(), self.rows)
+                    outlines.check_other_batches(
+                        found, self.batches[pattern].record_samples_alone(), self.rows
+                    )
                 return found
         return None
 
-    def _joins(self, path: str) -> bool:
+    def _would_join_components(self, path: str) -> bool:
         """Whether a module as one block would hold blocks of several components, or of one that is to be cut;
         the model itself is none."""
         if not path:
             return True
-        inside, tree = [b for b in self.frontier.blocks if b.startswith(f"{path}.")], Tree(self.model)
-        cut = any(path == c or path.startswith(f"{c}.") for c in self.cut)
-        return len({tree.component(b) for b in inside}) > 1 or (cut and len(inside) > 1)
+        inside, tree = [b for b in self.frontier.blocks if b.startswith(f"{path}.")], ModuleTree(self.model)
+        cut = any(path == c or path.startswith(f"{c}.") for c in self.opened_components)
+        return len({tree.component_of(b) for b in inside}) > 1 or (cut and len(inside) > 1)
 
 
-def _decides_loss(seen: Sequence[Observed], loops: bool) -> bool:
+def _loss_reads_vary(seen: Sequence[ObservedRecording], loops: bool) -> bool:
     """Whether Python reads a number behind the last block that moves with the batch: no glue for a block
     hangs on it, the loss may.
 
@@ -279,13 +306,13 @@ def _decides_loss(seen: Sequence[Observed], loops: bool) -> bool:
     for observed in seen:
         nodes = list(observed.recording.graph.nodes)
         last = max((i for i, n in enumerate(nodes) if n.op == "call_module"), default=0)
-        reads = [n for n in nodes[last:] if is_read(n) and not isinstance(n.meta["read"][1], bool)]
-        for node in (n for n in reads if not (loops and of_samples(n, observed.sizes["B"]))):
+        reads = [n for n in nodes[last:] if is_read_node(n) and not isinstance(n.meta["read"][1], bool)]
+        for node in (n for n in reads if not (loops and reads_per_sample(n, observed.sizes["B"]))):
             values.setdefault(node.meta["where"], set()).add(repr(node.meta["read"][1]))
     return any(len(seen) > 1 for seen in values.values())
 
 
-def _undecided(cases: Sequence[Generic]) -> Diagnostic | None:
+def _find_one_sided_read(cases: Sequence[GenericGraph]) -> GlueDiagnostic | None:
     """A value that Python reads of inputs and that another batch may have otherwise than all captures; None
     if there is none."""
     values: dict[tuple[str, int], set[str]] = {}
@@ -293,25 +320,25 @@ def _undecided(cases: Sequence[Generic]) -> Diagnostic | None:
         values.setdefault((guard.meta["where"], guard.meta["order"]), set()).add(repr(guard.meta["read"][1]))
     for (where, _), seen in values.items():
         if seen != {"True", "False"}:
-            return Diagnostic(
+            return GlueDiagnostic(
                 f"Python reads a value of the inputs, of which captures saw {' and '.join(sorted(seen))[:60]}",
                 where,
             )
     return None
 
 
-def _recorded(pattern: Pattern, why: Diagnostic) -> Diagnostic:
+def _rerecording_note(pattern: InputPattern, why: GlueDiagnostic) -> GlueDiagnostic:
     """Says that a pattern's glue is recorded anew."""
     samples = f"samples with {', '.join(sorted(pattern))}" if pattern else "samples without optional inputs"
-    return Diagnostic(
+    return GlueDiagnostic(
         f"glue is recorded anew for each micro-batch of {samples}, because {why.message}", why.where
     )
 
 
-def _named(case: Case) -> Case:
+def _name_constants(case: CapturedCase) -> CapturedCase:
     """Name the case's constants after what they hold, so that equal ones of several cases are one."""
     generic = case.generic
-    names = {old: digest(tensor) for old, tensor in generic.constants.items()}
+    names = {old: constant_digest(tensor) for old, tensor in generic.constants.items()}
     for node in generic.graph.nodes:
         if node.op == "get_attr" and node.target in names:
             node.target = names[str(node.target)]
@@ -319,34 +346,38 @@ def _named(case: Case) -> Case:
     return case
 
 
-def _block(tree: Tree, path: str, call: fx.Node) -> Block:
+def _describe_block(tree: ModuleTree, path: str, call: fx.Node) -> CapturedBlock:
     """A block from its module and a call of it, whose place stands for a class that is torch's own."""
     module = tree.modules[path]
     parameters = dict(module.named_parameters(prefix=path))
-    around = tree.component(path)
-    return Block(
+    around = tree.component_of(path)
+    return CapturedBlock(
         path,
         type(module).__name__,
-        call.meta["where"] if type(module).__module__.startswith("torch.") else class_place(type(module)),
+        call.meta["where"]
+        if type(module).__module__.startswith("torch.")
+        else forward_source_line(type(module)),
         tuple(parameters),
         sum(p.numel() for p in parameters.values()),
         sum(p.numel() for p in parameters.values() if p.requires_grad),
         around,
-        tree.depth(around),
+        tree.stack_depth(around),
     )
 
 
-def _parameters(model: nn.Module) -> dict[str, Parameter]:
+def _describe_parameters(model: nn.Module) -> dict[str, CapturedParameter]:
     return {
-        n: Parameter(tuple(p.shape), p.dtype, p.requires_grad)
+        n: CapturedParameter(tuple(p.shape), p.dtype, p.requires_grad)
         for n, p in model.named_parameters(remove_duplicate=False)
     }
 
 
-def _buffers(model: nn.Module, cases: Iterable[Case], blocks: Collection[str]) -> dict[str, torch.Tensor]:
+def _readable_buffers(
+    model: nn.Module, cases: Iterable[CapturedCase], blocks: Collection[str]
+) -> dict[str, torch.Tensor]:
     """The buffers that glue reads and that no block can change, as far as they have values."""
     read = {str(n.target) for case in cases for n in case.generic.graph.nodes if n.op == "get_attr"}
-    inside = lambda name: any(name.startswith(f"{path}.") for path in blocks)  # noqa: E731
+    inside = lambda name: any(name.startswith(f"{path}.") for path in blocks)
     return {
         name: b.detach()
         for name, b in model.named_buffers()
@@ -354,7 +385,7 @@ def _buffers(model: nn.Module, cases: Iterable[Case], blocks: Collection[str]) -
     }
 
 
-def ties(model: nn.Module) -> list[tuple[str, ...]]:
+def find_tied_parameters(model: nn.Module) -> list[tuple[str, ...]]:
     """The names of parameters that have several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

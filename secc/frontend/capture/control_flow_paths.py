@@ -13,25 +13,25 @@ from typing import Any
 from torch import fx
 
 from secc.errors import UserError
-from secc.runtime.recorder import Recording, is_read
+from secc.runtime.recorder import Recording, is_read_node
 
-Shapes = Mapping[str, tuple[int, ...]]
+LabelledShapes = Mapping[str, tuple[int, ...]]
 
-_REMEDY = (
+_GLUE_REMEDY = (
     "put it into an nn.Module of its own that returns rows of the samples, which is called as it is; "
     "in the loss, add up scalars of one sample's rows each, or work on the padded batch with a mask"
 )
-FEWEST = 3  # captures that a case needs, so that sizes can be explained and checked
+MIN_CAPTURES = 3  # captures that a case needs, so that sizes can be explained and checked
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedRecording:
     """A recording and the sizes of its batch. `parts`: the labelled shapes (`Outline.shapes`) of each of its
     samples, where asked for."""
 
     recording: Recording
     sizes: Mapping[str, int]
-    parts: tuple[Shapes, ...] = ()
+    sample_shapes: tuple[LabelledShapes, ...] = ()
 
 
 class GlueError(UserError):
@@ -44,7 +44,7 @@ class GlueError(UserError):
 
 
 @dataclass(frozen=True)
-class Diagnostic:
+class GlueDiagnostic:
     """Glue that no expression over sizes explains: what it is, where, and the values it had."""
 
     message: str
@@ -52,29 +52,29 @@ class Diagnostic:
     values: tuple[Any, ...] = ()
     module: str = ""
 
-    def error(self) -> GlueError:
+    def to_error(self) -> GlueError:
         """The diagnostic as bad input."""
         shown = ", ".join(str(v)[:60] for v in self.values[:6])
         return GlueError(
-            self.module, self.message + (f" (it was {shown})" if shown else ""), self.where, _REMEDY
+            self.module, self.message + (f" (it was {shown})" if shown else ""), self.where, _GLUE_REMEDY
         )
 
 
-def signature(graph: fx.Graph) -> Any:
+def graph_signature(graph: fx.Graph) -> Any:
     """What must agree between captures to be aligned: ops, structure of arguments, modes; no numbers and no
     values read."""
     index = {n: i for i, n in enumerate(graph.nodes)}
-    constant = lambda n: n.op == "get_attr" and str(n.target).startswith("_constant")  # noqa: E731
+    constant = lambda n: n.op == "get_attr" and str(n.target).startswith("_constant")
     return tuple(
         (
             n.op,
             "constant" if constant(n) else n.target,
-            _skeleton((n.args, n.kwargs), index),
+            _argument_skeleton((n.args, n.kwargs), index),
             n.meta.get("grad"),
             n.meta.get("autocast"),
             n.meta.get("site"),
             repr(n.meta.get("settings") or ()),
-            n.meta["read"][0] if is_read(n) else None,
+            n.meta["read"][0] if is_read_node(n) else None,
             len(n.meta.get("shape") or ()),
             n.meta.get("dtype"),
         )
@@ -82,21 +82,23 @@ def signature(graph: fx.Graph) -> Any:
     )
 
 
-def way(recording: Recording) -> Any:
+def path_signature(recording: Recording) -> Any:
     """The way that Python took through forward: the structure of the glue and the conditions that it read."""
-    return signature(recording.graph), tuple(r.value for r in recording.reads if isinstance(r.value, bool))
+    return graph_signature(recording.graph), tuple(
+        r.value for r in recording.reads if isinstance(r.value, bool)
+    )
 
 
-def _skeleton(value: Any, index: Mapping[fx.Node, int]) -> Any:
+def _argument_skeleton(value: Any, index: Mapping[fx.Node, int]) -> Any:
     match value:
         case fx.Node():
             return ("node", index[value])
         case list() | tuple():
-            return tuple(_skeleton(v, index) for v in value)
+            return tuple(_argument_skeleton(v, index) for v in value)
         case dict():
-            return tuple((k, _skeleton(v, index)) for k, v in value.items())
+            return tuple((k, _argument_skeleton(v, index)) for k, v in value.items())
         case slice():
-            return ("slice", *(_skeleton(v, index) for v in (value.start, value.stop, value.step)))
+            return ("slice", *(_argument_skeleton(v, index) for v in (value.start, value.stop, value.step)))
         case bool() | None | str():
             return value
         case int():
@@ -107,21 +109,28 @@ def _skeleton(value: Any, index: Mapping[fx.Node, int]) -> Any:
             return str(value)
 
 
-def difference(groups: list[list[Observed]]) -> Diagnostic | None:
+def find_first_difference(groups: list[list[ObservedRecording]]) -> GlueDiagnostic | None:
     """Where the two most common ways differ first, if there are two."""
     if len(groups) < 2:
         return None
     a, b = (g[0].recording.graph for g in sorted(groups, key=len, reverse=True)[:2])
-    for x, y, s, t in zip(a.nodes, b.nodes, signature(a), signature(b), strict=False):
+    for x, y, s, t in zip(a.nodes, b.nodes, graph_signature(a), graph_signature(b), strict=False):
         if s != t:
             message = "the glue's ops change with the batch in a way that no capture explains: they differ first here"
             place = x if x.meta.get("where") else y
-            return Diagnostic(
-                message, place.meta.get("where", ""), (_shown(x), _shown(y)), place.meta.get("module", "")
+            return GlueDiagnostic(
+                message,
+                place.meta.get("where", ""),
+                (_format_node(x), _format_node(y)),
+                place.meta.get("module", ""),
             )
     return None
 
 
-def _shown(node: fx.Node) -> str:
-    name = f"read {node.meta['read'][0]}" if is_read(node) else getattr(node.target, "__name__", node.target)
+def _format_node(node: fx.Node) -> str:
+    name = (
+        f"read {node.meta['read'][0]}"
+        if is_read_node(node)
+        else getattr(node.target, "__name__", node.target)
+    )
     return f"{name}{node.args}"

@@ -15,10 +15,10 @@ import sympy
 import torch
 from torch import fx
 
-from secc.ir.dialect.size_expr import Expr, symbols
+from secc.ir.dialect.size_expr import Expr, symbol_names
 
 aten = torch.ops.aten
-_SCALED = (
+_TENSOR_OR_NUMBER_OPS = (
     aten.mul.Tensor,
     aten.div.Tensor,
     aten.add.Tensor,
@@ -27,7 +27,7 @@ _SCALED = (
 
 
 @dataclass(frozen=True)
-class Source:
+class NumberSource:
     """Where a symbol's number comes from: the size of `dim` of the node's tensor, or the tensor's own value
     if there is no dim."""
 
@@ -35,100 +35,108 @@ class Source:
     dim: int | None
 
 
-class Counts:
+class DataNumbers:
     """The symbols that values decide, by name, with their sources."""
 
     def __init__(self) -> None:
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, NumberSource] = {}
 
-    def takes(self, node: fx.Node, args: Sequence[Any]) -> bool:
+    def accepts_tensor(self, node: fx.Node, args: Sequence[Any]) -> bool:
         """Whether the numbers in an op's arguments may be such symbols, because a tensor can stand in their
         place."""
-        return node.target in _SCALED and not _of(self, args[0]) and not any(_of(self, a) for a in args[2:])
+        return (
+            node.target in _TENSOR_OR_NUMBER_OPS
+            and not _uses_sources(self, args[0])
+            and not any(_uses_sources(self, a) for a in args[2:])
+        )
 
-    def put(self, node: fx.Node) -> None:
+    def replace_number(self, node: fx.Node) -> None:
         """Put a tensor in the place of the number in a node's arguments, if it is one that values decide."""
         args: Any = node.meta.get("args", ())
-        if node.target not in _SCALED or len(args) < 2 or not _of(self, args[1]):
+        if node.target not in _TENSOR_OR_NUMBER_OPS or len(args) < 2 or not _uses_sources(self, args[1]):
             return
         with node.graph.inserting_before(node):
-            made = _Emitter(node, self.sources).tensor(args[1])
+            made = _ExpressionEmitter(node, self.sources).emit(args[1])
         node.meta["args"] = (args[0], made, *args[2:])
         node.args = (node.args[0], made, *node.args[2:])
 
 
-def _of(counts: Counts, value: Any) -> bool:
-    return isinstance(value, sympy.Expr) and bool(symbols(value) & counts.sources.keys())
+def _uses_sources(counts: DataNumbers, value: Any) -> bool:
+    return isinstance(value, sympy.Expr) and bool(symbol_names(value) & counts.sources.keys())
 
 
-class _Emitter:
+class _ExpressionEmitter:
     """Emits nodes that compute an expression, at the place of the node that wants it."""
 
-    def __init__(self, user: fx.Node, sources: dict[str, Source]) -> None:
+    def __init__(self, user: fx.Node, sources: dict[str, NumberSource]) -> None:
         self._user, self._sources = user, sources
 
-    def tensor(self, expr: Expr) -> fx.Node:
+    def emit(self, expr: Expr) -> fx.Node:
         """The node of an expression in which some symbol has a source."""
         if isinstance(expr, sympy.Symbol):
-            return self._count(self._sources[str(expr)])
+            return self._emit_source(self._sources[str(expr)])
         if isinstance(expr, sympy.Max):
             parts = [cast(Expr, part) for part in expr.args]
-            (moving,), (least,) = ([p for p in parts if self._moves(p) == moves] for moves in (True, False))
-            inner = self.tensor(moving)
-            return self._node(aten.clamp_min.default, (inner, least), inner.meta["dtype"])
+            (moving,), (least,) = (
+                [p for p in parts if self._has_source(p) == moves] for moves in (True, False)
+            )
+            inner = self.emit(moving)
+            return self._add_node(aten.clamp_min.default, (inner, least), inner.meta["dtype"])
         if isinstance(expr, sympy.Add):
-            return self._chain(aten.add.Tensor, expr.args)
+            return self._emit_chain(aten.add.Tensor, expr.args)
         above, below = sympy.fraction(expr)
         if below == 1:
-            factors = [base for f in sympy.Mul.make_args(expr) for base in _repeated(f)]
-            return self._chain(aten.mul.Tensor, factors)
-        if not self._moves(below):
-            return self._node(aten.div.Tensor, (self.tensor(above), below), torch.float32)
-        bottom = self.tensor(below)
-        if self._moves(above):
-            return self._node(aten.div.Tensor, (self.tensor(above), bottom), torch.float32)
-        return self._node(
+            factors = [base for f in sympy.Mul.make_args(expr) for base in _expand_power(f)]
+            return self._emit_chain(aten.mul.Tensor, factors)
+        if not self._has_source(below):
+            return self._add_node(aten.div.Tensor, (self.emit(above), below), torch.float32)
+        bottom = self.emit(below)
+        if self._has_source(above):
+            return self._add_node(aten.div.Tensor, (self.emit(above), bottom), torch.float32)
+        return self._add_node(
             aten.mul.Tensor,
-            (self._node(aten.reciprocal.default, (bottom,), torch.float32), above),
+            (self._add_node(aten.reciprocal.default, (bottom,), torch.float32), above),
             torch.float32,
         )
 
-    def _chain(self, target: Any, parts: Sequence[Expr]) -> fx.Node:
+    def _emit_chain(self, target: Any, parts: Sequence[Expr]) -> fx.Node:
         """The sum or product of parts, those that move first."""
-        moving = [self.tensor(p) for p in parts if self._moves(p)]
+        moving = [self.emit(p) for p in parts if self._has_source(p)]
         found = moving[0]
-        for other in [*moving[1:], *(p for p in parts if not self._moves(p))]:
+        for other in [*moving[1:], *(p for p in parts if not self._has_source(p))]:
             whole = found.meta["dtype"] is torch.int64 and (
                 isinstance(other, fx.Node) or bool(other.is_integer)
             )
-            found = self._node(target, (found, other), torch.int64 if whole else torch.float32)
+            found = self._add_node(target, (found, other), torch.int64 if whole else torch.float32)
         return found
 
-    def _moves(self, expr: Expr) -> bool:
-        return bool(symbols(expr) & self._sources.keys())
+    def _has_source(self, expr: Expr) -> bool:
+        return bool(symbol_names(expr) & self._sources.keys())
 
-    def _count(self, source: Source) -> fx.Node:
+    def _emit_source(self, source: NumberSource) -> fx.Node:
         """A symbol's number as a tensor without dims."""
         node = source.node
         if source.dim is None:
             return (
                 node
                 if not node.meta["shape"]
-                else self._node(aten.reshape.default, (node, []), node.meta["dtype"])
+                else self._add_node(aten.reshape.default, (node, []), node.meta["dtype"])
             )
         indices: Any = node.args[1] if node.target is aten.index.Tensor else ()
         masks = [i for i in indices if isinstance(i, fx.Node) and i.meta["dtype"] is torch.bool]
         if len(masks) == 1:
-            return self._node(aten.sum.default, (masks[0],), torch.int64)
+            return self._add_node(aten.sum.default, (masks[0],), torch.int64)
         shape = list(node.meta["shape"])
         line = node
         for dim in reversed([d for d in range(len(shape)) if d != source.dim]):
             del shape[dim]
-            line = self._node(aten.select.int, (line, dim, 0), node.meta["dtype"], tuple(shape))
-        ones = self._node(aten.ones_like.default, (line,), torch.int64, tuple(shape), {"dtype": torch.int64})
-        return self._node(aten.sum.default, (ones,), torch.int64)
+            line = self._add_node(aten.select.int, (line, dim, 0), node.meta["dtype"], tuple(shape))
+        ones = self._add_node(
+            aten.ones_like.default, (line,), torch.int64, tuple(shape), {"dtype": torch.int64}
+        )
+        return self._add_node(aten.sum.default, (ones,), torch.int64)
 
-    def _node(
+    def _add_node(
         self, target: Any, args: tuple[Any, ...], dtype: torch.dtype, shape: Any = (), kwargs: Any = None
     ) -> fx.Node:
         node = self._user.graph.call_function(target, tuple(a for a in args), kwargs or {})
@@ -144,7 +152,7 @@ class _Emitter:
         return node
 
 
-def _repeated(factor: Expr) -> list[Expr]:
+def _expand_power(factor: Expr) -> list[Expr]:
     """A factor as often as its power says."""
     base, power = factor.as_base_exp()
     return [base] * int(power) if power.is_Integer and power > 0 else [factor]

@@ -13,17 +13,17 @@ from xdsl.dialects.builtin import ModuleOp
 from secc.ir.dialect.ops import graph_of
 from secc.ir.dialect.tensor_type import TensorType
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def note_linear(module: ModuleOp, model: nn.Module) -> None:
+def annotate_linear_blocks(module: ModuleOp, model: nn.Module) -> None:
     """Put the types of `weight` and `bias` on each block that is a plain `nn.Linear`. `model` is the user's,
     on any device."""
     for path, block in graph_of(module).blocks.items():
         layer = model.get_submodule(path)
-        if _plain(layer):
+        if _is_plain_linear(layer):
             for name, parameter in layer.named_parameters():
-                kind = TensorType.of(
+                kind = TensorType.from_dims(
                     list(parameter.shape),
                     str(parameter.dtype).removeprefix("torch."),
                     parameter.requires_grad,
@@ -31,7 +31,11 @@ def note_linear(module: ModuleOp, model: nn.Module) -> None:
                 block.attributes[name] = kind
 
 
-def _plain(layer: nn.Module) -> bool:
+def _is_plain_linear(layer: nn.Module) -> bool:
     own = vars(layer)
-    changed = any(own.get(name) for name in _HOOKS) or "forward" in own or parametrize.is_parametrized(layer)
+    changed = (
+        any(own.get(name) for name in _HOOK_ATTRIBUTES)
+        or "forward" in own
+        or parametrize.is_parametrized(layer)
+    )
     return type(layer) is nn.Linear and not changed

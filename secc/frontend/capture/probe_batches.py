@@ -14,24 +14,29 @@ import torch
 
 from secc import process_map
 from secc.errors import UserError
-from secc.frontend.capture.control_flow_paths import FEWEST, Observed, Shapes, way
-from secc.frontend.capture.shared_explanations import Known
-from secc.frontend.dataset.input_symbols import IGNORED, Inputs
-from secc.frontend.dataset.survey import Pattern, Sample, Survey, by_volume
+from secc.frontend.capture.control_flow_paths import (
+    MIN_CAPTURES,
+    LabelledShapes,
+    ObservedRecording,
+    path_signature,
+)
+from secc.frontend.capture.shared_explanations import SharedExplanations
+from secc.frontend.dataset.input_symbols import IGNORED_LABEL, ModelInputs
+from secc.frontend.dataset.survey import DatasetSurvey, InputPattern, Sample, sort_by_volume
 from secc.runtime.model.user_file import UserModel
-from secc.runtime.plan.batch_sizes import pad_batch, sizes_of
+from secc.runtime.plan.batch_sizes import pad_batch, read_symbol_sizes
 from secc.runtime.recorder import Recorder
-from secc.runtime.recorder.fold_joins import fold
+from secc.runtime.recorder.fold_joins import fold_joins
 from secc.runtime.recorder.outline import Outline
-from secc.runtime.recorder.serialization import pack, unpack
+from secc.runtime.recorder.serialization import dump_recording, load_recording
 
-_TURNS = 3  # choices of samples that are tried for micro-batches whose sizes move independently
-LONG = 0.1  # seconds of recordings beside which a copy of this process is cheap
-_BEYOND = (2, 5, 3, 7, 4)  # by how much one width is padded beyond another
+_ROTATIONS = 3  # choices of samples that are tried for micro-batches whose sizes move independently
+SLOW_RECORDING_SECONDS = 0.1  # seconds of recordings beside which a copy of this process is cheap
+_EXTRA_WIDTHS = (2, 5, 3, 7, 4)  # by how much one width is padded beyond another
 
 
 @dataclass(frozen=True)
-class Batch:
+class ProbeBatch:
     """A collated micro-batch, its sizes and its samples."""
 
     batch: Mapping[str, Any]
@@ -39,15 +44,20 @@ class Batch:
     samples: Sequence[Sample]
 
 
-class Batches:
+class ProbeBatches:
     """The micro-batches of a pattern."""
 
     def __init__(
-        self, user: UserModel, survey: Survey, inputs: Inputs, pattern: Pattern, recorder: Recorder
+        self,
+        user: UserModel,
+        survey: DatasetSurvey,
+        inputs: ModelInputs,
+        pattern: InputPattern,
+        recorder: Recorder,
     ) -> None:
-        def collated(samples: list[Any]) -> Batch:
+        def collated(samples: list[Any]) -> ProbeBatch:
             batch = user.collate(samples)
-            return Batch(batch, sizes_of(batch, inputs.symbols, len(samples)), samples)
+            return ProbeBatch(batch, read_symbol_sizes(batch, inputs.symbols, len(samples)), samples)
 
         self._user, self._inputs, self._recorder, self._survey, self._pattern = (
             user,
@@ -56,169 +66,188 @@ class Batches:
             survey,
             pattern,
         )
-        self._collated = collated
-        self.known = Known()
-        self.free = frozenset(s.name for s in inputs.symbols if s.is_padded)
-        turns = ((turn, [collated(s) for s in survey.batches(pattern, turn=turn)]) for turn in range(_TURNS))
-        self._turn, self.ragged = _most_independent(turns)
-        self.even = [collated(s) for s in survey.batches(pattern, even=True, turn=self._turn)]
-        self.crossed = list(self._crossed())
+        self._collate = collated
+        self.explanations = SharedExplanations()
+        self.padded_symbols = frozenset(s.name for s in inputs.symbols if s.is_padded)
+        turns = (
+            (turn, [collated(s) for s in survey.compose_batches(pattern, turn=turn)])
+            for turn in range(_ROTATIONS)
+        )
+        self._rotation, self.ragged_batches = _pick_most_independent(turns)
+        self.even_batches = [
+            collated(s) for s in survey.compose_batches(pattern, even=True, turn=self._rotation)
+        ]
+        self.crossed_batches = list(self._cross_widths())
 
-    def record(self) -> list[Observed]:
+    def record_paths(self) -> list[ObservedRecording]:
         """Ragged and even micro-batches recorded; of the even ones only the first if ragged ones enough take
         the same way.
 
         Conditions on the inputs that were the same in all of them are looked for in single samples.
         Micro-batches of one for which they are others (a clip without padding) are recorded as well.
         """
-        found = self._recorded(self.ragged, self.even) + [
-            o for b in self.crossed if (o := self._tried(b)) is not None
+        found = self._record_ragged_then_even(self.ragged_batches, self.even_batches) + [
+            o for b in self.crossed_batches if (o := self._record_if_accepted(b)) is not None
         ]
-        for sample in self._others(found):
+        for sample in self._samples_with_new_conditions(found):
             ragged, even = (
-                [self._collated(s) for s in self._survey.batches(self._pattern, even, of=sample)]
+                [self._collate(s) for s in self._survey.compose_batches(self._pattern, even, of=sample)]
                 for even in (False, True)
             )
-            found += self._recorded(ragged, even)
+            found += self._record_ragged_then_even(ragged, even)
         return found
 
-    def _recorded(self, ragged: Sequence[Batch], even: Sequence[Batch]) -> list[Observed]:
-        found = self._observed([*ragged, even[0]])
-        if [way(o.recording) for o in found].count(way(found[-1].recording)) < FEWEST:
-            found += self._observed(even[1:])
+    def _record_ragged_then_even(
+        self, ragged: Sequence[ProbeBatch], even: Sequence[ProbeBatch]
+    ) -> list[ObservedRecording]:
+        found = self._record_in_parallel([*ragged, even[0]])
+        if [path_signature(o.recording) for o in found].count(
+            path_signature(found[-1].recording)
+        ) < MIN_CAPTURES:
+            found += self._record_in_parallel(even[1:])
         return found
 
-    def _observed(self, batches: Sequence[Batch]) -> list[Observed]:
+    def _record_in_parallel(self, batches: Sequence[ProbeBatch]) -> list[ObservedRecording]:
         """Recordings of micro-batches. Where they take long, a copy of this process makes every second of
         those that are left, as far as they can be made and travel."""
-        start, first = time.perf_counter(), list[Observed]()
-        while len(first) < len(batches) and time.perf_counter() - start < LONG:
-            first.append(self._observe(batches[len(first)]))
+        start, first = time.perf_counter(), list[ObservedRecording]()
+        while len(first) < len(batches) and time.perf_counter() - start < SLOW_RECORDING_SECONDS:
+            first.append(self._record_batch(batches[len(first)]))
         left = batches[len(first) :]
         if len(left) < 2:
-            return first + [self._observe(b) for b in left]
-        with process_map.beside(lambda: list(self._packed(left[1::2]))) as packed:
-            made = dict(zip(count(0, 2), list(self._made(left[::2])), strict=False))
+            return first + [self._record_batch(b) for b in left]
+        with process_map.run_in_background(lambda: list(self._record_serialized(left[1::2]))) as packed:
+            made = dict(zip(count(0, 2), list(self._record_until_error(left[::2])), strict=False))
             others = [
-                Observed(self._recorder.taken(unpack(data)), b.sizes)
+                ObservedRecording(self._recorder.adopt_recording(load_recording(data)), b.sizes)
                 for data, b in zip(packed(), left[1::2], strict=False)
             ]
         made |= dict(zip(count(1, 2), others, strict=False))
-        return first + [made.get(i) or self._observe(b) for i, b in enumerate(left)]
+        return first + [made.get(i) or self._record_batch(b) for i, b in enumerate(left)]
 
-    def _made(self, batches: Sequence[Batch]) -> Iterator[Observed]:
+    def _record_until_error(self, batches: Sequence[ProbeBatch]) -> Iterator[ObservedRecording]:
         """Recordings up to the first that cannot be made: which error counts hangs on none of the others."""
         with suppress(Exception):
             for b in batches:
-                yield self._observe(b)
+                yield self._record_batch(b)
 
-    def _packed(self, batches: Sequence[Batch]) -> Iterator[bytes]:
+    def _record_serialized(self, batches: Sequence[ProbeBatch]) -> Iterator[bytes]:
         """The same to travel."""
         with suppress(Exception):
-            for observed in self._made(batches):
-                yield pack(observed.recording)
+            for observed in self._record_until_error(batches):
+                yield dump_recording(observed.recording)
 
-    def _others(self, found: Sequence[Observed]) -> list[Sample]:
+    def _samples_with_new_conditions(self, found: Sequence[ObservedRecording]) -> list[Sample]:
         """Samples that alone meet conditions which `found` never met, where there are conditions that were
         the same in all of it."""
-        known = {condition for o in found for condition in _conditions(o)}
+        known = {condition for o in found for condition in _read_conditions(o)}
         others: list[Sample] = []
-        for sample in by_volume(self._survey.kept(self._pattern)):
+        for sample in sort_by_volume(self._survey.kept_samples(self._pattern)):
             if len(known) == 2 * len({where for where, _ in known}):
                 break
             batch = self._user.collate([sample])
-            if batch.keys() != self.ragged[0].batch.keys():
+            if batch.keys() != self.ragged_batches[0].batch.keys():
                 continue  # only several samples together have this pattern
-            alone = _conditions(
-                self._observe(Batch(batch, sizes_of(batch, self._inputs.symbols, 1), [sample]))
+            alone = _read_conditions(
+                self._record_batch(
+                    ProbeBatch(batch, read_symbol_sizes(batch, self._inputs.symbols, 1), [sample])
+                )
             )
             if not alone <= known:
                 known |= alone
                 others.append(sample)
         return others
 
-    def record_with_parts(self) -> list[Observed]:
+    def record_with_sample_shapes(self) -> list[ObservedRecording]:
         """All micro-batches recorded, with the labelled shapes of their samples alone."""
-        known: dict[int, Shapes] = {}
+        known: dict[int, LabelledShapes] = {}
 
-        def alone(sample: Sample) -> Shapes:
+        def alone(sample: Sample) -> LabelledShapes:
             if id(sample) not in known:
-                known[id(sample)] = shapes_alone(self._recorder, self._user, sample)
+                known[id(sample)] = record_sample_shapes(self._recorder, self._user, sample)
             return known[id(sample)]
 
-        seen = [(b, self._observe(b)) for b in (*self.ragged, *self.even)]
-        seen += [(b, o) for b in self.crossed if (o := self._tried(b)) is not None]
-        return [replace(o, parts=tuple(map(alone, b.samples))) for b, o in seen]
+        seen = [(b, self._record_batch(b)) for b in (*self.ragged_batches, *self.even_batches)]
+        seen += [(b, o) for b in self.crossed_batches if (o := self._record_if_accepted(b)) is not None]
+        return [replace(o, sample_shapes=tuple(map(alone, b.samples))) for b, o in seen]
 
-    def _observe(self, b: Batch) -> Observed:
-        return Observed(fold(self._recorder.record(b.batch)), b.sizes)
+    def _record_batch(self, b: ProbeBatch) -> ObservedRecording:
+        return ObservedRecording(fold_joins(self._recorder.record(b.batch)), b.sizes)
 
-    def __call__(self, name: str, size: int) -> Observed | None:
+    def __call__(self, name: str, size: int) -> ObservedRecording | None:
         """A probe: the ragged micro-batch that is narrowest along the width symbol `name`, padded to
         `size`."""
-        b = min(self.ragged, key=lambda b: b.sizes[name])
-        wider = self._padded(b, name, size)
-        found = None if wider is None else self._tried(wider)
+        b = min(self.ragged_batches, key=lambda b: b.sizes[name])
+        wider = self._pad_batch(b, name, size)
+        found = None if wider is None else self._record_if_accepted(wider)
         return (
             None
             if found is None
-            else replace(found, parts=tuple(shapes_alone(self._recorder, self._user, s) for s in b.samples))
+            else replace(
+                found,
+                sample_shapes=tuple(record_sample_shapes(self._recorder, self._user, s) for s in b.samples),
+            )
         )
 
-    def _crossed(self) -> Iterator[Batch]:
+    def _cross_widths(self) -> Iterator[ProbeBatch]:
         """The ragged micro-batches with one width padded beyond another, for each two that samples have in an
         order which these never have.
 
         What depends on the wider one of both (chosen and rejected answers that are padded alike) would look
         like a function of either.
         """
-        for wide, narrow in permutations(sorted(self.free), 2):
-            met = any(b.sizes[wide] > b.sizes[narrow] for b in self.ragged)
-            if not met and any(sizes[wide] > sizes[narrow] for sizes in self._inputs.sizes):
+        for wide, narrow in permutations(sorted(self.padded_symbols), 2):
+            met = any(b.sizes[wide] > b.sizes[narrow] for b in self.ragged_batches)
+            if not met and any(sizes[wide] > sizes[narrow] for sizes in self._inputs.sample_sizes):
                 wider = (
-                    self._padded(b, wide, b.sizes[narrow] + more)
-                    for b, more in zip(self.ragged, _BEYOND, strict=False)
+                    self._pad_batch(b, wide, b.sizes[narrow] + more)
+                    for b, more in zip(self.ragged_batches, _EXTRA_WIDTHS, strict=False)
                 )
                 yield from (b for b in wider if b is not None)
 
-    def _padded(self, b: Batch, name: str, size: int) -> Batch | None:
+    def _pad_batch(self, b: ProbeBatch, name: str, size: int) -> ProbeBatch | None:
         """A micro-batch padded to a width; None where collate's padding does not tell how."""
         try:
-            return Batch(
+            return ProbeBatch(
                 pad_batch(b.batch, self._inputs.inputs, {name: size}), {**b.sizes, name: size}, b.samples
             )
         except (UserError, ValueError):
             return None
 
-    def _tried(self, b: Batch) -> Observed | None:
+    def _record_if_accepted(self, b: ProbeBatch) -> ObservedRecording | None:
         """A padded micro-batch recorded; None where the model refuses its width."""
         try:
-            return self._observe(b)
+            return self._record_batch(b)
         except (UserError, ValueError):
             return None
 
-    def held_out(self) -> Iterator[Observed]:
+    def record_held_out(self) -> Iterator[ObservedRecording]:
         """Ragged micro-batches of a turn that was not captured: in the place of each, other samples."""
-        for samples in self._survey.batches(self._pattern, turn=self._turn + 1):
-            found = self._observe(self._collated(samples))
-            yield replace(found, parts=tuple(shapes_alone(self._recorder, self._user, s) for s in samples))
+        for samples in self._survey.compose_batches(self._pattern, turn=self._rotation + 1):
+            found = self._record_batch(self._collate(samples))
+            yield replace(
+                found,
+                sample_shapes=tuple(record_sample_shapes(self._recorder, self._user, s) for s in samples),
+            )
 
-    def alone(self) -> Iterator[Observed]:
+    def record_samples_alone(self) -> Iterator[ObservedRecording]:
         """The samples of the first ragged micro-batch, each in a micro-batch of its own."""
-        return (self._observe(self._collated([s])) for s in self.ragged[0].samples)
+        return (self._record_batch(self._collate([s])) for s in self.ragged_batches[0].samples)
 
-    def empty(self) -> Iterator[Observed]:
+    def record_without_rows(self) -> Iterator[ObservedRecording]:
         """The first ragged micro-batch with all labels ignored, or with one of its masks empty, which may
         leave no rows to count."""
-        first, labels = self.ragged[0], self._inputs.labels_key
-        changed = {labels: torch.full_like(first.batch[labels], IGNORED)} if labels in first.batch else {}
+        first, labels = self.ragged_batches[0], self._inputs.labels_key
+        changed = (
+            {labels: torch.full_like(first.batch[labels], IGNORED_LABEL)} if labels in first.batch else {}
+        )
         changed |= {
             key: torch.zeros_like(value)
             for key, value in first.batch.items()
             if key != labels and _is_mask(value)
         }
         for key, value in changed.items():
-            yield self._observe(replace(first, batch={**first.batch, key: value}))
+            yield self._record_batch(replace(first, batch={**first.batch, key: value}))
 
 
 def _is_mask(value: Any) -> bool:
@@ -229,20 +258,20 @@ def _is_mask(value: Any) -> bool:
     )
 
 
-def _conditions(observed: Observed) -> set[tuple[str, bool]]:
+def _read_conditions(observed: ObservedRecording) -> set[tuple[str, bool]]:
     """The conditions that Python read: where, and what they were."""
     return {(r.where, r.value) for r in observed.recording.reads if isinstance(r.value, bool)}
 
 
-def shapes_alone(recorder: Recorder, user: UserModel, sample: Sample) -> Shapes:
+def record_sample_shapes(recorder: Recorder, user: UserModel, sample: Sample) -> LabelledShapes:
     """The labelled shapes of a sample's own recording."""
-    return Outline.of(fold(recorder.record(user.collate([sample])))).shapes()
+    return Outline.of_recording(fold_joins(recorder.record(user.collate([sample])))).known_shapes()
 
 
-def _most_independent(turns: Iterable[tuple[int, list[Batch]]]) -> tuple[int, list[Batch]]:
+def _pick_most_independent(turns: Iterable[tuple[int, list[ProbeBatch]]]) -> tuple[int, list[ProbeBatch]]:
     """The micro-batches in which the fewest sizes follow from others by chance (26 tokens less one for each
     sample)."""
-    best, most = (0, list[Batch]()), 0
+    best, most = (0, list[ProbeBatch]()), 0
     for turn, batches in turns:
         rows = torch.tensor([[1, *b.sizes.values()] for b in batches], dtype=torch.float64)
         moving = 1 + sum(len(set(column)) > 1 for column in rows.T.tolist())

@@ -12,30 +12,37 @@ from collections.abc import Sequence
 import sympy
 from torch import fx
 
-from secc.frontend.capture.size_fit import Fitter
+from secc.frontend.capture.size_fit import SizeFitter
 from secc.ir.dialect import argument_template
 from secc.ir.dialect.size_expr import Expr
 
 
-class Known:
+class SharedExplanations:
     """Expressions by the place in the user's code and the op that they were found at, in the order in which
     they were found."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str], dict[Expr, None]] = {}
+        self._by_place: dict[tuple[str, str], dict[Expr, None]] = {}
 
-    def note(self, node: fx.Node) -> None:
+    def record_node(self, node: fx.Node) -> None:
         """Keep the expressions in what was found of a node."""
         arguments = (node.meta.get(part) for part in ("args", "kwargs", "shape"))
-        for leaf in (leaf for a in arguments for leaf in argument_template.Arguments([a]).leaves()):
+        for leaf in (leaf for a in arguments for leaf in argument_template.CallArguments([a]).leaves()):
             if isinstance(leaf, sympy.Expr) and leaf.free_symbols:
-                self._found.setdefault(_place(node), {})[leaf] = None
+                self._by_place.setdefault(_node_place(node), {})[leaf] = None
 
-    def fitting(self, node: fx.Node, values: Sequence[int], fitter: Fitter) -> Expr | None:
+    def find_fitting(self, node: fx.Node, values: Sequence[int], fitter: SizeFitter) -> Expr | None:
         """An expression known at a node's place that has these values at the observations of `fitter`, in
         which all its sizes move."""
-        return next((e for e in self._found.get(_place(node), ()) if fitter.column(e) == tuple(values)), None)
+        return next(
+            (
+                e
+                for e in self._by_place.get(_node_place(node), ())
+                if fitter.evaluate_column(e) == tuple(values)
+            ),
+            None,
+        )
 
 
-def _place(node: fx.Node) -> tuple[str, str]:
+def _node_place(node: fx.Node) -> tuple[str, str]:
     return node.meta.get("where", ""), str(node.target)

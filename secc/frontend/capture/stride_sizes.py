@@ -17,76 +17,78 @@ from math import gcd, prod
 import sympy
 import torch
 
-from secc.ir.dialect.size_expr import Expr, symbol
+from secc.ir.dialect.size_expr import Expr, size_symbol
 
-MOST = 1024  # the largest divisor that is looked for: raw sound has strides of 320 and 384
-NATURAL = frozenset(
+MAX_DIVISOR = 1024  # the largest divisor that is looked for: raw sound has strides of 320 and 384
+NATURAL_DIVISORS = frozenset(
     {*range(2, 17), 20, 24, 28, 32, 48, 64}
 )  # divisors that need no proof where lengths cannot be chosen
-_SAMPLE, _LENGTHS = 300, 256  # how many strides are compared, and at how many lengths
+_COMPARED_STRIDES, _COMPARED_LENGTHS = 300, 256  # how many strides are compared, and at how many lengths
 
-Row = Mapping[str, int]
+SizeRow = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Stride:
+class StrideSize:
     """`factors * (times * ((name + offset)//divisor) + rest)` for every offset from `low` to `high`."""
 
     factors: tuple[str, ...]
     name: str
-    times: int
-    rest: int
+    multiplier: int
+    remainder: int
     divisor: int
-    low: int
-    high: int
+    min_offset: int
+    max_offset: int
 
     @property
     def offset(self) -> int:
         """The offset nearest to none."""
-        return max(self.low, min(self.high, 0))
+        return max(self.min_offset, min(self.max_offset, 0))
 
-    def along(self, row: Row, name: str, lengths: Sequence[int], offset: int) -> torch.Tensor:
+    def values_along(self, row: SizeRow, name: str, lengths: Sequence[int], offset: int) -> torch.Tensor:
         """The values at these sizes with each of `lengths` for the symbol `name`, [lengths]."""
         moved: dict[str, torch.Tensor] = {n: torch.tensor(x) for n, x in row.items()} | {
             name: torch.tensor(lengths)
         }
-        inner = self.times * ((moved[self.name] + offset) // self.divisor) + self.rest
+        inner = self.multiplier * ((moved[self.name] + offset) // self.divisor) + self.remainder
         return prod((moved[n] for n in self.factors), start=inner).expand(len(lengths))
 
-    def expr(self) -> Expr:
+    def to_expr(self) -> Expr:
         """The expression, with the offset nearest to none."""
-        quotient = sympy.floor((symbol(self.name) + self.offset) / sympy.Integer(self.divisor))
-        return sympy.Mul(*(symbol(n) for n in self.factors), self.times * quotient + self.rest)
+        quotient = sympy.floor((size_symbol(self.name) + self.offset) / sympy.Integer(self.divisor))
+        return sympy.Mul(*(size_symbol(n) for n in self.factors), self.multiplier * quotient + self.remainder)
 
 
-def strides(
-    rows: Sequence[Row], values: Sequence[int], moving: Sequence[str], free: Collection[str]
-) -> list[Stride]:
+def find_strides(
+    rows: Sequence[SizeRow], values: Sequence[int], moving: Sequence[str], free: Collection[str]
+) -> list[StrideSize]:
     """All strides with these values, simple ones first. Where lengths are not `free` to be chosen, only
     natural ones."""
     found = [
-        s for factors in ((), *((n,) for n in moving)) for s in _scaled(rows, values, factors, moving, free)
+        s
+        for factors in ((), *((n,) for n in moving))
+        for s in _strides_with_factors(rows, values, factors, moving, free)
     ]
     return sorted(
         found,
         key=lambda s: (
-            s.divisor not in NATURAL,
+            s.divisor not in NATURAL_DIVISORS,
             len(s.factors),
-            s.times,
-            abs(s.rest),
+            s.multiplier,
+            abs(s.remainder),
             s.divisor,
             abs(s.offset),
         ),
     )
 
 
-def _scaled(
-    rows: Sequence[Row],
+def _strides_with_factors(
+    rows: Sequence[SizeRow],
     values: Sequence[int],
     factors: tuple[str, ...],
     moving: Sequence[str],
     free: Collection[str],
-) -> Iterator[Stride]:
+) -> Iterator[StrideSize]:
     scales = [prod(row[n] for n in factors) for row in rows]
     if 0 in scales or any(v % s for v, s in zip(values, scales, strict=True)):
         return
@@ -97,12 +99,18 @@ def _scaled(
         counts = [(v - rest) // times for v in inner]
         for name in moving:
             lengths = [row[name] for row in rows]
-            for divisor, low, high in _divisors(lengths, counts, MOST if name in free else max(NATURAL)):
-                if name in free or (divisor in NATURAL and low < 2 * divisor and high > -2 * divisor):
-                    yield Stride(factors, name, times, rest, divisor, low, high)
+            for divisor, low, high in _fitting_divisors(
+                lengths, counts, MAX_DIVISOR if name in free else max(NATURAL_DIVISORS)
+            ):
+                if name in free or (
+                    divisor in NATURAL_DIVISORS and low < 2 * divisor and high > -2 * divisor
+                ):
+                    yield StrideSize(factors, name, times, rest, divisor, low, high)
 
 
-def _divisors(lengths: Sequence[int], counts: Sequence[int], most: int) -> Iterator[tuple[int, int, int]]:
+def _fitting_divisors(
+    lengths: Sequence[int], counts: Sequence[int], most: int
+) -> Iterator[tuple[int, int, int]]:
     """(d, least a, greatest a) with `(length + a)//d == count` for all."""
     for d in range(2, most + 1):
         low = max(d * c - x for x, c in zip(lengths, counts, strict=True))
@@ -111,21 +119,27 @@ def _divisors(lengths: Sequence[int], counts: Sequence[int], most: int) -> Itera
             yield d, low, high
 
 
-def telling(found: Sequence[Stride], rows: Sequence[Row], free: Collection[str]) -> tuple[str, int] | None:
+def find_telling_length(
+    found: Sequence[StrideSize], rows: Sequence[SizeRow], free: Collection[str]
+) -> tuple[str, int] | None:
     """A symbol and a length of it, above the shortest observed, that tells most strides apart. None if it is
     not free or all agree."""
     name = found[0].name
     if name not in free:
         return None
     shortest, longest = min(rows, key=lambda row: row[name]), max(row[name] for row in rows)
-    chosen = [found[0], *random.Random(0).sample(found, min(len(found), _SAMPLE))]
+    chosen = [found[0], *random.Random(0).sample(found, min(len(found), _COMPARED_STRIDES))]
     first, last = shortest[name] + 1, 2 * longest
     # Where the count of a stride goes up for the upper half of its offsets, and lengths in between.
-    lengths = {first + (-first - (s.low + s.high + 1) // 2) % s.divisor for s in chosen}
-    lengths |= {*range(first, last, -(-(last - first) // _LENGTHS))}
+    lengths = {first + (-first - (s.min_offset + s.max_offset + 1) // 2) % s.divisor for s in chosen}
+    lengths |= {*range(first, last, -(-(last - first) // _COMPARED_LENGTHS))}
     tried = sorted(x for x in lengths if x <= last)
     values = torch.stack(
-        [s.along(shortest, name, tried, offset) for s in chosen for offset in (s.low, s.high)]
+        [
+            s.values_along(shortest, name, tried, offset)
+            for s in chosen
+            for offset in (s.min_offset, s.max_offset)
+        ]
     )
     agreeing = (values == values.mode(dim=0).values).sum(dim=0)
     best = int(agreeing.argmin())

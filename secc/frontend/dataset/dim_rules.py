@@ -12,33 +12,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from secc.errors import UserError
-from secc.runtime.model.default_collate import TEXT
-from secc.runtime.model.nested_batch import SEPARATOR
+from secc.runtime.model.default_collate import TEXT_KEY
+from secc.runtime.model.nested_batch import KEY_SEPARATOR
 from secc.runtime.plan import schema
 
-Shapes = Mapping[str, tuple[int, ...]]
-Vector = tuple[int, ...]
-Dim = tuple[str, int]
+KeyShapes = Mapping[str, tuple[int, ...]]
+ObservedExtents = tuple[int, ...]
+KeyDim = tuple[str, int]
 
-REMEDY = "write collate() so that each dim of a key is constant, adds up over the samples, or is the longest of the samples"
+COLLATE_REMEDY = "write collate() so that each dim of a key is constant, adds up over the samples, or is the longest of the samples"
 
 
 @dataclass(frozen=True)
-class Observation:
+class ShapeObservation:
     """The shapes of `collate(samples)` and of `collate([sample])` for each of the samples."""
 
-    shapes: Shapes
-    singles: tuple[Shapes, ...]
+    shapes: KeyShapes
+    singles: tuple[KeyShapes, ...]
 
 
 @dataclass
-class Extents:
+class DimRules:
     """The symbols found, and for each dim of each key its expression and its kind: "constant", "rows" or
     "width"."""
 
     symbols: list[schema.Symbol] = field(default_factory=list)
-    expressions: dict[Dim, str] = field(default_factory=dict)
-    kinds: dict[Dim, str] = field(default_factory=dict)
+    expressions: dict[KeyDim, str] = field(default_factory=dict)
+    kinds: dict[KeyDim, str] = field(default_factory=dict)
 
     def dims_of(self, key: str) -> tuple[str, ...]:
         """The expressions of a key's dims, in order."""
@@ -48,40 +48,40 @@ class Extents:
 
 
 @dataclass
-class _Table:
+class _ObservedDims:
     """The value of each symbol, and the extent of each dim that is not constant, in every observation; 0
     where a key is missing."""
 
-    counts: Vector
-    rows: dict[Dim, Vector]
-    widths: dict[Dim, Vector]
-    others: dict[Dim, Vector]
-    found: dict[str, Vector] = field(default_factory=dict)
+    counts: ObservedExtents
+    rows: dict[KeyDim, ObservedExtents]
+    widths: dict[KeyDim, ObservedExtents]
+    others: dict[KeyDim, ObservedExtents]
+    values_by_symbol: dict[str, ObservedExtents] = field(default_factory=dict)
 
 
-def explain(observations: Sequence[Observation], integral: Iterable[str], where: str) -> Extents:
+def explain_dims(observations: Sequence[ShapeObservation], integral: Iterable[str], where: str) -> DimRules:
     """Symbols and expressions for all dims. `integral` are the keys of integers, which may be text; `where`
     is collate's place.
 
     Raises UserError, naming key and dim, for a dim that follows no rule, and for a key whose number of dims
     changes.
     """
-    extents = Extents()
-    table = _sort(observations, extents, where)
+    extents = DimRules()
+    table = _classify_dims(observations, extents, where)
     _name_rows(table, extents)
     _name_widths(table, extents, set(integral))
     for dim, vector in table.others.items():
-        _follow(dim, vector, table, extents, where)
+        _explain_derived_dim(dim, vector, table, extents, where)
     return extents
 
 
-def _sort(observations: Sequence[Observation], extents: Extents, where: str) -> _Table:
-    table = _Table(tuple(len(o.singles) for o in observations), {}, {}, {})
-    for key, ndim in _ranks(observations, where).items():
+def _classify_dims(observations: Sequence[ShapeObservation], extents: DimRules, where: str) -> _ObservedDims:
+    table = _ObservedDims(tuple(len(o.singles) for o in observations), {}, {}, {})
+    for key, ndim in _check_ranks(observations, where).items():
         for dim in range(ndim):
-            vector = tuple(_extent(o.shapes, key, dim) for o in observations)
+            vector = tuple(_dim_extent(o.shapes, key, dim) for o in observations)
             present = {v for v, o in zip(vector, observations, strict=True) if key in o.shapes}
-            parts = [[_extent(s, key, dim) for s in o.singles if key in s] for o in observations]
+            parts = [[_dim_extent(s, key, dim) for s in o.singles if key in s] for o in observations]
             if len(present) == 1:
                 extents.expressions[key, dim], extents.kinds[key, dim] = str(present.pop()), "constant"
             elif vector == tuple(sum(p) for p in parts):
@@ -93,16 +93,16 @@ def _sort(observations: Sequence[Observation], extents: Extents, where: str) -> 
     return table
 
 
-def _ranks(observations: Sequence[Observation], where: str) -> dict[str, int]:
+def _check_ranks(observations: Sequence[ShapeObservation], where: str) -> dict[str, int]:
     """The number of dims of each key, in the order of the batches' keys."""
     ranks: dict[str, int] = {}
     for o in observations:
         united = frozenset[str]().union(*o.singles)
         if united != frozenset(o.shapes):
             key = min(united ^ frozenset(o.shapes))
-            steps = key.split(SEPARATOR)
+            steps = key.split(KEY_SEPARATOR)
             if (number := next((i for i, step in enumerate(steps) if step.isdecimal()), 0)) > 0:
-                listed = SEPARATOR.join(steps[:number])
+                listed = KEY_SEPARATOR.join(steps[:number])
                 message = (
                     f"the list {listed!r} has another number of tensors for several samples than for one"
                 )
@@ -114,59 +114,70 @@ def _ranks(observations: Sequence[Observation], where: str) -> dict[str, int]:
             raise UserError(
                 f"collate() gives {key!r} for a set of samples by another rule than for its samples alone",
                 where,
-                REMEDY,
+                COLLATE_REMEDY,
             )
         for key, shape in o.shapes.items():
             if ranks.setdefault(key, len(shape)) != len(shape):
                 raise UserError(
-                    f"{key!r} has {ranks[key]} dims in one batch and {len(shape)} in another", where, REMEDY
+                    f"{key!r} has {ranks[key]} dims in one batch and {len(shape)} in another",
+                    where,
+                    COLLATE_REMEDY,
                 )
     return ranks
 
 
-def _extent(shapes: Shapes, key: str, dim: int) -> int:
+def _dim_extent(shapes: KeyShapes, key: str, dim: int) -> int:
     return shapes[key][dim] if key in shapes else 0
 
 
-def _name_rows(table: _Table, extents: Extents) -> None:
+def _name_rows(table: _ObservedDims, extents: DimRules) -> None:
     """`B` and the other rows, the smallest first, so that larger ones are multiples of them."""
     equal = [dim for dim, vector in table.rows.items() if vector == table.counts]
-    first = next((dim for dim in equal if dim[0] == TEXT), equal[0] if equal else ("", 0))
-    _add(schema.Symbol("B", "rows", *first), table.counts, table, extents)
+    first = next((dim for dim in equal if dim[0] == TEXT_KEY), equal[0] if equal else ("", 0))
+    _add_symbol(schema.Symbol("B", "rows", *first), table.counts, table, extents)
     for dim, vector in sorted(table.rows.items(), key=lambda item: sum(item[1])):
-        text = next((t for name in table.found if (t := _multiple(vector, table.found[name], name))), "")
-        if not text:
-            text = _fresh("n_", dim, table)
-            _add(schema.Symbol(text, "rows", *dim), vector, table, extents)
-        extents.expressions[dim], extents.kinds[dim] = text, "rows"
-
-
-def _name_widths(table: _Table, extents: Extents, integral: set[str]) -> None:
-    """`S` for text, and the other widths; one that moves with another by a constant is written with it."""
-    texts = [dim for dim in table.widths if dim[0] in integral]
-    leading = next((dim for dim in texts if dim[0] == TEXT), texts[0] if texts else None)
-    for dim in sorted(table.widths, key=lambda d: d != leading):
-        vector = table.widths[dim]
-        bases = {s.name: table.found[s.name] for s in extents.symbols if s.kind == "width"}
         text = next(
             (
                 t
-                for name, base in bases.items()
-                if _missing(base) == _missing(vector) and (t := _affine(vector, base, name))
+                for name in table.values_by_symbol
+                if (t := _as_multiple(vector, table.values_by_symbol[name], name))
             ),
             "",
         )
         if not text:
-            text = "S" if dim == leading else _fresh("S_", dim, table)
-            _add(schema.Symbol(text, "width", *dim), vector, table, extents)
+            text = _new_symbol_name("n_", dim, table)
+            _add_symbol(schema.Symbol(text, "rows", *dim), vector, table, extents)
+        extents.expressions[dim], extents.kinds[dim] = text, "rows"
+
+
+def _name_widths(table: _ObservedDims, extents: DimRules, integral: set[str]) -> None:
+    """`S` for text, and the other widths; one that moves with another by a constant is written with it."""
+    texts = [dim for dim in table.widths if dim[0] in integral]
+    leading = next((dim for dim in texts if dim[0] == TEXT_KEY), texts[0] if texts else None)
+    for dim in sorted(table.widths, key=lambda d: d != leading):
+        vector = table.widths[dim]
+        bases = {s.name: table.values_by_symbol[s.name] for s in extents.symbols if s.kind == "width"}
+        text = next(
+            (
+                t
+                for name, base in bases.items()
+                if _zero_mask(base) == _zero_mask(vector) and (t := _as_affine(vector, base, name))
+            ),
+            "",
+        )
+        if not text:
+            text = "S" if dim == leading else _new_symbol_name("S_", dim, table)
+            _add_symbol(schema.Symbol(text, "width", *dim), vector, table, extents)
         extents.expressions[dim], extents.kinds[dim] = text, "width"
 
 
-def _follow(dim: Dim, vector: Vector, table: _Table, extents: Extents, where: str) -> None:
+def _explain_derived_dim(
+    dim: KeyDim, vector: ObservedExtents, table: _ObservedDims, extents: DimRules, where: str
+) -> None:
     """A dim that is neither additive nor a maximum itself but computed from one that is: `B + 1` offsets,
     labels padded like the text."""
     for symbol in sorted(extents.symbols, key=lambda s: s.kind, reverse=True):
-        text = _affine(vector, table.found[symbol.name], symbol.name)
+        text = _as_affine(vector, table.values_by_symbol[symbol.name], symbol.name)
         if text:
             extents.expressions[dim], extents.kinds[dim] = (
                 text,
@@ -178,20 +189,22 @@ def _follow(dim: Dim, vector: Vector, table: _Table, extents: Extents, where: st
     raise UserError(
         f"dim {number} of {key!r} is neither constant nor additive nor a maximum over samples: {seen}, …",
         where,
-        REMEDY,
+        COLLATE_REMEDY,
     )
 
 
-def _add(symbol: schema.Symbol, vector: Vector, table: _Table, extents: Extents) -> None:
+def _add_symbol(
+    symbol: schema.Symbol, vector: ObservedExtents, table: _ObservedDims, extents: DimRules
+) -> None:
     extents.symbols.append(symbol)
-    table.found[symbol.name] = vector
+    table.values_by_symbol[symbol.name] = vector
 
 
-def _missing(vector: Vector) -> tuple[bool, ...]:
+def _zero_mask(vector: ObservedExtents) -> tuple[bool, ...]:
     return tuple(v == 0 for v in vector)
 
 
-def _multiple(vector: Vector, base: Vector, name: str) -> str:
+def _as_multiple(vector: ObservedExtents, base: ObservedExtents, name: str) -> str:
     """`vector` as a multiple of `base`, "" if it is none."""
     factor = next((v // b for v, b in zip(vector, base, strict=True) if b), 0)
     if factor < 1 or any(v != factor * b for v, b in zip(vector, base, strict=True)):
@@ -199,7 +212,7 @@ def _multiple(vector: Vector, base: Vector, name: str) -> str:
     return name if factor == 1 else f"{factor}*{name}"
 
 
-def _affine(vector: Vector, base: Vector, name: str) -> str:
+def _as_affine(vector: ObservedExtents, base: ObservedExtents, name: str) -> str:
     """`vector` as a multiple of `base` plus a constant wherever it is not 0, "" if it is not."""
     points = sorted({(b, v) for v, b in zip(vector, base, strict=True) if v})
     if len(points) < 2 or points[0][0] == 0:
@@ -211,13 +224,13 @@ def _affine(vector: Vector, base: Vector, name: str) -> str:
     offset = v0 - factor * b0
     if factor < 1 or any(v != factor * b + offset for b, v in points):
         return ""
-    return _multiple((factor,), (1,), name) + (
+    return _as_multiple((factor,), (1,), name) + (
         f" {'+' if offset > 0 else '-'} {abs(offset)}" if offset else ""
     )
 
 
-def _fresh(prefix: str, dim: Dim, table: _Table) -> str:
+def _new_symbol_name(prefix: str, dim: KeyDim, table: _ObservedDims) -> str:
     """A symbol named after a key, with the dim's number where the key has two."""
     key, number = dim
-    name = prefix + re.sub(r"\W", "_", key.partition(f"{SEPARATOR}{schema.EACH}")[0])
-    return name if name not in table.found else f"{name}_{number}"
+    name = prefix + re.sub(r"\W", "_", key.partition(f"{KEY_SEPARATOR}{schema.EACH_SUFFIX}")[0])
+    return name if name not in table.values_by_symbol else f"{name}_{number}"

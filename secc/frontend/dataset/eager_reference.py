@@ -12,12 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from secc.runtime.model.nested_batch import nested
-from secc.runtime.model.user_file import UserModel, loss_of
-from secc.runtime.plan.batch_sizes import sizes_of
-from secc.runtime.plan.schema import Draw, Symbol
+from secc.runtime.model.nested_batch import unflatten_batch
+from secc.runtime.model.user_file import UserModel, extract_loss
+from secc.runtime.plan.batch_sizes import read_symbol_sizes
+from secc.runtime.plan.schema import RandomOp, Symbol
 from secc.runtime.plan.step_program import SampleMeta
-from secc.runtime.randomness.micro_batch_draws import Draws, Randomness, backward_of, forward_of, sample_keys
+from secc.runtime.randomness.micro_batch_draws import (
+    MicroBatchDraws,
+    ModelRandomness,
+    backward_context,
+    forward_context,
+    make_sample_keys,
+)
 
 LOSS_TOLERANCE = 1e-6  # relative
 GRADIENT_TOLERANCE = 1e-5  # of the parameter's own gradient norm, plus
@@ -25,15 +31,15 @@ GRADIENT_FLOOR = 1e-8  # of the norm of all gradients: some gradients, such as a
 # The same where modules compute in bfloat16, whose unit roundoff is 4e-3: a batch that is cut otherwise
 # rounds otherwise. A loss that plain PyTorch computes in bfloat16 was seen 1 % off its value in float32 at
 # the same weights.
-ROUNDED = {"": (LOSS_TOLERANCE, GRADIENT_TOLERANCE, GRADIENT_FLOOR), "bf16": (2e-2, 5e-2, 2e-3)}
+TOLERANCES_BY_DTYPE = {"": (LOSS_TOLERANCE, GRADIENT_TOLERANCE, GRADIENT_FLOOR), "bf16": (2e-2, 5e-2, 2e-3)}
 
-SEED = 0  # of the step that a comparison stands for
+REFERENCE_SEED = 0  # of the step that a comparison stands for
 
 Gradients = dict[str, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class Result:
+class LossAndGradients:
     """The loss and every trainable parameter's gradient (None where the loss does not reach it), tied names
     once."""
 
@@ -41,44 +47,48 @@ class Result:
     gradients: Gradients
 
 
-def eager(model: nn.Module, batch: Mapping[str, Any], draws: Draws | None = None) -> Result:
+def run_eager(
+    model: nn.Module, batch: Mapping[str, Any], draws: MicroBatchDraws | None = None
+) -> LossAndGradients:
     """One forward and backward of the model. Gradients that the model has are dropped first and left cleared.
 
     `draws` are the random numbers of the batch's samples, for a model that draws any.
     """
     model.zero_grad(set_to_none=True)
-    with forward_of(draws):
-        loss = loss_of(model(**nested(batch)))
+    with forward_context(draws):
+        loss = extract_loss(model(**unflatten_batch(batch)))
     if loss.requires_grad:  # not if what trains is what only other samples reach
-        with backward_of(draws):
+        with backward_context(draws):
             loss.backward()
-    found = Result(float(loss.detach().double()), gradients(model))
+    found = LossAndGradients(float(loss.detach().double()), copy_gradients(model))
     model.zero_grad(set_to_none=True)
     return found
 
 
-class Keyed:
+class PlanRandomness:
     """The random numbers of a model's batches, as plans draw them: those of a whole batch that runs as one
     micro-batch."""
 
-    def __init__(self, model: nn.Module, draws: Sequence[Draw], symbols: Sequence[Symbol]) -> None:
-        self._randomness = Randomness(model, draws, symbols) if draws else None
+    def __init__(self, model: nn.Module, draws: Sequence[RandomOp], symbols: Sequence[Symbol]) -> None:
+        self._randomness = ModelRandomness(model, draws, symbols) if draws else None
         self._symbols = symbols
 
-    def of(
+    def draws_for(
         self, user: UserModel, samples: Sequence[Mapping[str, Any]], widths: Mapping[str, int] | None = None
-    ) -> Draws | None:
+    ) -> MicroBatchDraws | None:
         """The numbers of these samples in one batch, padded to `widths`; None for a model that draws none."""
         if self._randomness is None:
             return None
-        sizes = [sizes_of(user.collate([s]), self._symbols) for s in samples]
+        sizes = [read_symbol_sizes(user.collate([s]), self._symbols) for s in samples]
         metas = [SampleMeta(i, frozenset(), s) for i, s in enumerate(sizes)]
-        return self._randomness.micro_batch(
-            SEED, sample_keys(SEED, metas), [{**own, **(widths or {})} for own in sizes]
+        return self._randomness.make_draws(
+            REFERENCE_SEED,
+            make_sample_keys(REFERENCE_SEED, metas),
+            [{**own, **(widths or {})} for own in sizes],
         )
 
 
-def gradients(model: nn.Module) -> Gradients:
+def copy_gradients(model: nn.Module) -> Gradients:
     """A copy of every trainable parameter's gradient."""
     return {
         n: None if p.grad is None else p.grad.detach().clone()
@@ -88,7 +98,7 @@ def gradients(model: nn.Module) -> Gradients:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ResultDifference:
     """How far a result is from the reference: 1 is the tolerance. `worst` names the parameter, or what else
     differs."""
 
@@ -97,37 +107,39 @@ class Difference:
     worst: str
 
     @property
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         return self.loss <= 1 and self.gradient <= 1
 
 
-def compare(found: Result, reference: Result, dtype: str = "") -> Difference:
+def compare_results(
+    found: LossAndGradients, reference: LossAndGradients, dtype: str = ""
+) -> ResultDifference:
     """The differences in units of the tolerances, those of float32 or of a plan's `dtype`. A gradient that is
     None on one side only is infinitely far."""
-    of_loss, *of_gradients = ROUNDED[dtype]
+    of_loss, *of_gradients = TOLERANCES_BY_DTYPE[dtype]
     loss = abs(found.loss - reference.loss) / (of_loss * max(abs(reference.loss), 1e-12))
-    total = sum(_norm(g) ** 2 for g in reference.gradients.values() if g is not None) ** 0.5
+    total = sum(_double_norm(g) ** 2 for g in reference.gradients.values() if g is not None) ** 0.5
     worst, gradient = "", 0.0
     for name, expected in reference.gradients.items():
-        distance = _distance(found.gradients.get(name), expected, total, *of_gradients)
+        distance = _gradient_distance(found.gradients.get(name), expected, total, *of_gradients)
         if distance > gradient or not worst:
             worst, gradient = name, distance
-    return Difference(loss, gradient, worst)
+    return ResultDifference(loss, gradient, worst)
 
 
-def _double(gradient: torch.Tensor) -> torch.Tensor:
+def _to_double(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to(torch.complex128 if gradient.is_complex() else torch.float64)
 
 
-def _norm(gradient: torch.Tensor) -> float:
-    return float(_double(gradient).norm())
+def _double_norm(gradient: torch.Tensor) -> float:
+    return float(_to_double(gradient).norm())
 
 
-def _distance(
+def _gradient_distance(
     found: torch.Tensor | None, expected: torch.Tensor | None, total: float, share: float, floor: float
 ) -> float:
     if found is None or expected is None:
         return 0.0 if found is expected else float("inf")
-    allowed = share * _norm(expected) + floor * total
-    error = _norm(_double(found) - _double(expected))
+    allowed = share * _double_norm(expected) + floor * total
+    error = _double_norm(_to_double(found) - _to_double(expected))
     return error / allowed if allowed else (0.0 if error == 0 else float("inf"))

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 
 from secc.errors import UserError
-from secc.frontend.dataset.dim_rules import Extents, Observation, explain
+from secc.frontend.dataset.dim_rules import DimRules, ShapeObservation, explain_dims
 from secc.frontend.dataset.padding_rules import find_pads
-from secc.frontend.dataset.survey import Sample, Survey
+from secc.frontend.dataset.survey import DatasetSurvey, Sample
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan import schema
 
-LABELS = "labels"
-IGNORED = -100
+LABELS_KEY = "labels"
+IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
-class Inputs:
+class ModelInputs:
     """The symbols, `B` first, the tensors of a batch, and the key whose entries other than -100 count as
     tokens ("" without labels).
 
@@ -39,50 +39,64 @@ class Inputs:
     symbols: tuple[schema.Symbol, ...]
     inputs: tuple[schema.Input, ...]
     labels_key: str
-    sizes: tuple[Mapping[str, int], ...]
-    patterns: tuple[frozenset[str], ...]
-    given: tuple[tuple[frozenset[str], float, tuple[tuple[str, float], ...]], ...] = ()
+    sample_sizes: tuple[Mapping[str, int], ...]
+    sample_patterns: tuple[frozenset[str], ...]
+    given_statistics: tuple[tuple[frozenset[str], float, tuple[tuple[str, float], ...]], ...] = ()
 
 
-def describe(user: UserModel, survey: Survey) -> Inputs:
+def describe_inputs(user: UserModel, survey: DatasetSurvey) -> ModelInputs:
     """Symbols and inputs of the model, from the survey's samples and micro-batches.
 
     Raises UserError, naming key and dim, for values that are not tensors but change, for dims that follow no
     rule, and for a collate that does not keep its samples in order.
     """
-    where = user.place("collate") if user.has("collate") else user.place("dataset")
-    batches = [batch for pattern in survey.unions() for batch in survey.batches(pattern)]
-    values = _Values(where)
+    where = (
+        user.function_source_line("collate")
+        if user.defines("collate")
+        else user.function_source_line("dataset")
+    )
+    batches = [
+        batch for pattern in survey.micro_batch_patterns() for batch in survey.compose_batches(pattern)
+    ]
+    values = _BatchValues(where)
     observations = [
-        Observation(values.shapes(b), tuple(values.shapes(s) for s in singles))
-        for b, singles in _collated(user, batches)
+        ShapeObservation(
+            values.check_and_get_shapes(b), tuple(values.check_and_get_shapes(s) for s in singles)
+        )
+        for b, singles in _collate_batches(user, batches)
     ]
     tensors = values.dtypes
-    for d in survey.drawn:
+    for d in survey.drawn_samples:
         shapes = {key: shape for key, shape in d.shapes.items() if key in tensors}
-        observations.append(Observation(shapes, (shapes,)))
-    extents = explain(
+        observations.append(ShapeObservation(shapes, (shapes,)))
+    extents = explain_dims(
         observations, [key for key, dtype in tensors.items() if not dtype.is_floating_point], where
     )
-    pads = find_pads(extents, _collated(user, batches), where)
+    pads = find_pads(extents, _collate_batches(user, batches), where)
     inputs = tuple(
-        schema.Input(key, _name(dtype), extents.dims_of(key), key in survey.optional, pads.get(key, ()))
+        schema.Input(
+            key, _type_name(dtype), extents.dims_of(key), key in survey.optional_keys, pads.get(key, ())
+        )
         for key, dtype in tensors.items()
     )
-    sizes = tuple(_sizes(extents, d.shapes) for d in survey.drawn)
-    return Inputs(
-        tuple(extents.symbols), inputs, _labels_key(inputs), sizes, tuple(d.pattern for d in survey.drawn)
+    sizes = tuple(_symbol_sizes(extents, d.shapes) for d in survey.drawn_samples)
+    return ModelInputs(
+        tuple(extents.symbols),
+        inputs,
+        _labels_key(inputs),
+        sizes,
+        tuple(d.pattern for d in survey.drawn_samples),
     )
 
 
 def _labels_key(inputs: Sequence[schema.Input]) -> str:
     """`labels`, else the first key that collate pads with the index that losses ignore."""
-    if any(i.key == LABELS for i in inputs):
-        return LABELS
-    return next((i.key for i in inputs if any(value == IGNORED for _, _, value in i.pads)), "")
+    if any(i.key == LABELS_KEY for i in inputs):
+        return LABELS_KEY
+    return next((i.key for i in inputs if any(value == IGNORED_LABEL for _, _, value in i.pads)), "")
 
 
-class _Values:
+class _BatchValues:
     """The dtypes of a batch's tensors, and what else batches hold, which must never change."""
 
     def __init__(self, where: str) -> None:
@@ -90,19 +104,19 @@ class _Values:
         self.dtypes: dict[str, torch.dtype] = {}
         self.constants: dict[str, Any] = {}
 
-    def shapes(self, batch: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def check_and_get_shapes(self, batch: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """The shapes of a batch's tensors. Raises UserError for a change of dtype or of a value that is no
         tensor."""
         for key, value in batch.items():
             known: dict[str, Any] = self.dtypes if isinstance(value, torch.Tensor) else self.constants
             now = value.dtype if isinstance(value, torch.Tensor) else value
             if (key in self.dtypes or key in self.constants) and (
-                key not in known or not _equal(known[key], now)
+                key not in known or not _is_same_value(known[key], now)
             ):
-                was = _name(self.dtypes[key] if key in self.dtypes else self.constants[key])
+                was = _type_name(self.dtypes[key] if key in self.dtypes else self.constants[key])
                 what = (
-                    f"is {was} in one batch and {_name(now)} in another"
-                    if was != _name(now)
+                    f"is {was} in one batch and {_type_name(now)} in another"
+                    if was != _type_name(now)
                     else "changes and is no tensor"
                 )
                 raise UserError(
@@ -114,11 +128,11 @@ class _Values:
         return {key: tuple(value.shape) for key, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _is_same_value(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def _collated(
+def _collate_batches(
     user: UserModel, batches: Sequence[Sequence[Sample]]
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Each batch collated, and its samples collated alone, one batch at a time, since images take memory."""
@@ -126,10 +140,10 @@ def _collated(
         yield user.collate(samples), [user.collate([s]) for s in samples]
 
 
-def _sizes(extents: Extents, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+def _symbol_sizes(extents: DimRules, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """The symbols of one sample; a symbol without a key is the number of samples, 1."""
     return {s.name: (shapes[s.key][s.dim] if s.key in shapes else 0) if s.key else 1 for s in extents.symbols}
 
 
-def _name(dtype: Any) -> str:
+def _type_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else type(dtype).__name__

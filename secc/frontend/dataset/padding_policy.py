@@ -13,25 +13,29 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from secc.frontend.dataset.eager_reference import Keyed, compare, eager
-from secc.frontend.dataset.input_symbols import Inputs
-from secc.frontend.dataset.survey import Survey
+from secc.frontend.dataset.eager_reference import PlanRandomness, compare_results, run_eager
+from secc.frontend.dataset.input_symbols import ModelInputs
+from secc.frontend.dataset.survey import DatasetSurvey
 from secc.runtime.errors import UserError
 from secc.runtime.model.user_file import UserModel
-from secc.runtime.plan.batch_sizes import combine, pad_batch, sizes_of
-from secc.runtime.plan.schema import Draw
+from secc.runtime.plan.batch_sizes import combine_sizes, pad_batch, read_symbol_sizes
+from secc.runtime.plan.schema import RandomOp
 
-_SMALL = (
+_SMALL_MODEL_PARAMETERS = (
     1 << 22
 )  # parameters of a model whose every micro-batch of a survey is probed, of others two of each pattern
-_WIDER = 3  # positions of extra padding, odd so that it shows in patch and pooling sizes
+_EXTRA_PADDING = 3  # positions of extra padding, odd so that it shows in patch and pooling sizes
 # times its own width: so far a micro-batch is padded, if the dataset has samples as wide, since convolutions
 # swallow a few positions
-_FAR = 4
+_MAX_WIDENING = 4
 
 
-def choose(
-    user: UserModel, survey: Survey, inputs: Inputs, model: nn.Module | None, draws: Sequence[Draw] = ()
+def choose_padding_policy(
+    user: UserModel,
+    survey: DatasetSurvey,
+    inputs: ModelInputs,
+    model: nn.Module | None,
+    draws: Sequence[RandomOp] = (),
 ) -> str:
     """Say "own" if padding provably does not reach the loss in any pattern, else "global".
 
@@ -42,39 +46,41 @@ def choose(
         return "own"
     if model is None:
         return "global"
-    keyed = Keyed(model, draws, inputs.symbols)
-    probed = None if sum(p.numel() for p in model.parameters()) < _SMALL else 2
+    keyed = PlanRandomness(model, draws, inputs.symbols)
+    probed = None if sum(p.numel() for p in model.parameters()) < _SMALL_MODEL_PARAMETERS else 2
     batches = (
-        (i, batch) for pattern in survey.unions() for i, batch in enumerate(survey.batches(pattern)[:probed])
+        (i, batch)
+        for pattern in survey.micro_batch_patterns()
+        for i, batch in enumerate(survey.compose_batches(pattern)[:probed])
     )
-    shown = all(_indifferent(user, inputs, model, keyed, batch, far=i % 2 > 0) for i, batch in batches)
+    shown = all(_is_padding_unseen(user, inputs, model, keyed, batch, far=i % 2 > 0) for i, batch in batches)
     return "own" if shown else "global"
 
 
-def _indifferent(
+def _is_padding_unseen(
     user: UserModel,
-    inputs: Inputs,
+    inputs: ModelInputs,
     model: nn.Module,
-    keyed: Keyed,
+    keyed: PlanRandomness,
     samples: list[dict[str, object]],
     far: bool,
 ) -> bool:
     batch = user.collate(samples)
-    sizes = combine([sizes_of(batch, inputs.symbols)], inputs.symbols)
+    sizes = combine_sizes([read_symbol_sizes(batch, inputs.symbols)], inputs.symbols)
     wider = {
-        s.name: _wider(inputs, s.name, sizes[s.name], far)
+        s.name: _padded_width(inputs, s.name, sizes[s.name], far)
         for s in inputs.symbols
         if s.is_padded and sizes[s.name]
     }
     try:
         padded = pad_batch(batch, inputs.inputs, wider)
-        moved = eager(model, padded, keyed.of(user, samples, wider))
-        return compare(moved, eager(model, batch, keyed.of(user, samples))).exact
+        moved = run_eager(model, padded, keyed.draws_for(user, samples, wider))
+        return compare_results(moved, run_eager(model, batch, keyed.draws_for(user, samples))).is_exact
     except (UserError, RuntimeError, ValueError, IndexError):
         return False  # the model or collate refuses other widths
 
 
-def _wider(inputs: Inputs, name: str, own: int, far: bool) -> int:
+def _padded_width(inputs: ModelInputs, name: str, own: int, far: bool) -> int:
     """A width to pad to: a little more, or as wide as the widest sample that was drawn."""
-    widest = min(max(s[name] for s in inputs.sizes), _FAR * own) if far else 0
-    return max(own + _WIDER, widest)
+    widest = min(max(s[name] for s in inputs.sample_sizes), _MAX_WIDENING * own) if far else 0
+    return max(own + _EXTRA_PADDING, widest)

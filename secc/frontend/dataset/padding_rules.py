@@ -16,25 +16,25 @@ from typing import Any
 import torch
 
 from secc.errors import UserError
-from secc.frontend.dataset.dim_rules import Extents
+from secc.frontend.dataset.dim_rules import DimRules
 
-Batch = Mapping[str, Any]
-Pads = tuple[tuple[int, str, float], ...]
-Sides = tuple[str, ...]
+CollatedBatch = Mapping[str, Any]
+KeyPads = tuple[tuple[int, str, float], ...]
+DimSides = tuple[str, ...]
 
-SIDES = ("right", "left")
+PAD_SIDES = ("right", "left")
 
 
-class Padding:
+class PaddingEvidence:
     """The evidence for one key: `sides` that explain all samples seen, for its width dims together, and what
     fills the rest."""
 
     def __init__(self, key: str, row_dim: int, width_dims: Sequence[int]) -> None:
         self.key, self.row_dim, self.width_dims = key, row_dim, tuple(width_dims)
-        self.sides: list[Sides] = list(itertools.product(SIDES, repeat=len(self.width_dims)))
+        self.sides: list[DimSides] = list(itertools.product(PAD_SIDES, repeat=len(self.width_dims)))
         self.fills: dict[tuple[int, str], set[float]] = {}
 
-    def compare(self, batch: Batch, singles: Sequence[Batch]) -> bool:
+    def compare_batch(self, batch: CollatedBatch, singles: Sequence[CollatedBatch]) -> bool:
         """Learn from a batch and its samples collated alone; whether some sides still explain every
         sample."""
         offset = 0
@@ -50,8 +50,10 @@ class Padding:
         if rows.ndim != part.ndim or any(rows.shape[d] < part.shape[d] for d in self.width_dims):
             self.sides = []
             return
-        self.sides = [sides for sides in self.sides if _same(self._own(rows, part, sides), part)]
-        for dim, side in itertools.product(self.width_dims, SIDES):
+        self.sides = [
+            sides for sides in self.sides if _is_same_tensor(self._narrow_to_sample(rows, part, sides), part)
+        ]
+        for dim, side in itertools.product(self.width_dims, PAD_SIDES):
             missing = rows.shape[dim] - part.shape[dim]
             if missing and rows.numel():
                 outside = rows.narrow(dim, 0 if side == "left" else part.shape[dim], missing)
@@ -59,14 +61,14 @@ class Padding:
                     float(v) for v in outside.unique().tolist()[:2]
                 )
 
-    def _own(self, rows: torch.Tensor, part: torch.Tensor, sides: Sides) -> torch.Tensor:
+    def _narrow_to_sample(self, rows: torch.Tensor, part: torch.Tensor, sides: DimSides) -> torch.Tensor:
         """The sample's own extent in its padded rows."""
         for dim, side in zip(self.width_dims, sides, strict=True):
             extent = part.shape[dim]
             rows = rows.narrow(dim, rows.shape[dim] - extent if side == "left" else 0, extent)
         return rows
 
-    def pads(self, preferred: Mapping[int, str]) -> Pads:
+    def choose_pads(self, preferred: Mapping[int, str]) -> KeyPads:
         """(dim, side, value) of each width dim that is filled with one value; `preferred` decides where both
         sides fit."""
         liked = tuple(preferred.get(d, "right") for d in self.width_dims)
@@ -80,19 +82,21 @@ class Padding:
 
 
 def find_pads(
-    extents: Extents, collated: Iterable[tuple[Batch, Sequence[Batch]]], where: str
-) -> dict[str, Pads]:
+    extents: DimRules, collated: Iterable[tuple[CollatedBatch, Sequence[CollatedBatch]]], where: str
+) -> dict[str, KeyPads]:
     """The pads of every key that has padded widths, from batches and their samples collated alone.
 
     Raises UserError for a key whose rows are not those of the samples in order.
     """
-    found = {p.key: p for key in dict.fromkeys(k for k, _ in extents.kinds) if (p := _start(key, extents))}
+    found = {
+        p.key: p for key in dict.fromkeys(k for k, _ in extents.kinds) if (p := _start_evidence(key, extents))
+    }
     others: dict[str, torch.dtype] = {}
     for batch, singles in collated:
         others |= {
             p.key: batch[p.key].dtype
             for p in found.values()
-            if p.key in batch and not p.compare(batch, singles)
+            if p.key in batch and not p.compare_batch(batch, singles)
         }
     kept = {extents.dims_of(p.key)[p.row_dim] for p in found.values() if p.key not in others}
     for key, dtype in others.items():
@@ -104,19 +108,19 @@ def find_pads(
             )
     known = _known_sides(extents, found.values())
     prefer = {key: {d: known[t] for d, t in enumerate(extents.dims_of(key)) if t in known} for key in found}
-    return {key: padding.pads(prefer[key]) for key, padding in found.items()}
+    return {key: padding.choose_pads(prefer[key]) for key, padding in found.items()}
 
 
-def _start(key: str, extents: Extents) -> Padding | None:
+def _start_evidence(key: str, extents: DimRules) -> PaddingEvidence | None:
     """A key to compare: one with exactly one dim of rows. Others (a mask between all tokens of a packed
     batch) have no rows of a sample."""
     kinds = [extents.kinds[key, d] for d in range(len(extents.dims_of(key)))]
     if kinds.count("rows") != 1 or "derived" in kinds:
         return None
-    return Padding(key, kinds.index("rows"), [d for d, kind in enumerate(kinds) if kind == "width"])
+    return PaddingEvidence(key, kinds.index("rows"), [d for d, kind in enumerate(kinds) if kind == "width"])
 
 
-def _known_sides(extents: Extents, paddings: Iterable[Padding]) -> dict[str, str]:
+def _known_sides(extents: DimRules, paddings: Iterable[PaddingEvidence]) -> dict[str, str]:
     """The side of each width that some key's content decides: keys that are all alike, such as masks of ones,
     do not."""
     known: dict[str, str] = {}
@@ -128,7 +132,7 @@ def _known_sides(extents: Extents, paddings: Iterable[Padding]) -> dict[str, str
     return known
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a, b) or (

@@ -10,15 +10,22 @@ from typing import Any
 import torch
 
 from secc.errors import UserError
-from secc.frontend.dataset.survey import KEPT, MORE_KEPT, Drawn, Sample, Shapes, Survey
-from secc.runtime.model.item_seeds import survey_indices
+from secc.frontend.dataset.survey import (
+    KEPT_MASK_SETS,
+    KEPT_PER_PATTERN,
+    DatasetSurvey,
+    DrawnSample,
+    KeyShapes,
+    Sample,
+)
+from secc.runtime.model.item_seeds import choose_survey_indices
 from secc.runtime.model.user_file import UserModel
 
-MOST_ASKED = 4096  # samples of which sizes(i) is asked
-RARE = 4  # samples to draw of each pattern that sizes(i) knows
+MAX_SCANNED_SAMPLES = 4096  # samples of which sizes(i) is asked
+RARE_PATTERN_SAMPLES = 4  # samples to draw of each pattern that sizes(i) knows
 
 
-def survey(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bool = False) -> Survey:
+def survey_dataset(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bool = False) -> DatasetSurvey:
     """Draw the first samples of the dataset and as many random others, `count` in all, and collate each
     alone.
 
@@ -26,18 +33,18 @@ def survey(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bool = Fal
     wrong with dataset(), its items, collate() or the keys of a batch; with `skip_bad`, samples that do not
     load or cannot be collated alone are left out.
     """
-    own = user.has("collate")
-    shapes: dict[int, Shapes] = {}
+    own = user.defines("collate")
+    shapes: dict[int, KeyShapes] = {}
     samples: dict[int, Sample] = {}
     met: Counter[frozenset[str]] = Counter()
     full: dict[frozenset[str], set[frozenset[str]]] = {}
     kept: set[int] = set()
     skipped: list[str] = []
-    for i in _indices(user, count, seed):
+    for i in _choose_indices(user, count, seed):
         try:
-            sample = user.sample(i, seed)
+            sample = user.load_sample(i, seed)
             if own:
-                shapes[i] = _shapes(user.collate([sample]))
+                shapes[i] = _batch_shapes(user.collate([sample]))
         except UserError as error:
             if not skip_bad:
                 raise
@@ -48,44 +55,51 @@ def survey(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bool = Fal
         keys = frozenset(shapes[i] if own else sample)
         met[keys] += 1
         known = full.setdefault(keys, set())
-        if met[keys] <= KEPT or (len(known) <= MORE_KEPT and _full(sample) not in known):
+        if met[keys] <= KEPT_PER_PATTERN or (
+            len(known) <= KEPT_MASK_SETS and _full_masks(sample) not in known
+        ):
             kept.add(i)
-            known.add(_full(sample))
-        samples[i] = sample if i in kept else _outline(sample)
+            known.add(_full_masks(sample))
+        samples[i] = sample if i in kept else _drop_data(sample)
     if not samples:
         raise UserError(
-            f"none of the {len(skipped)} samples that were drawn loads", user.place("dataset"), skipped[0]
+            f"none of the {len(skipped)} samples that were drawn loads",
+            user.function_source_line("dataset"),
+            skipped[0],
         )
     if not own:
-        user.fit_collate(list(samples.values()))
-        shapes = {i: _shapes(user.collate([s])) for i, s in samples.items()}
+        user.fit_default_collate(list(samples.values()))
+        shapes = {i: _batch_shapes(user.collate([s])) for i, s in samples.items()}
     every = frozenset[str]().union(*shapes.values())
     required = every.intersection(*shapes.values())
-    user.check_keys(every, required)
+    user.check_batch_keys(every, required)
     drawn = (
-        Drawn(i, shapes[i], frozenset(shapes[i]) - required, samples[i] if i in kept else None)
+        DrawnSample(i, shapes[i], frozenset(shapes[i]) - required, samples[i] if i in kept else None)
         for i in samples
     )
-    return Survey(tuple(drawn), required, every - required, skipped=tuple(skipped))
+    return DatasetSurvey(tuple(drawn), required, every - required, skipped_samples=tuple(skipped))
 
 
-def _indices(user: UserModel, count: int, seed: int) -> list[int]:
+def _choose_indices(user: UserModel, count: int, seed: int) -> list[int]:
     """The samples to draw. What `sizes(i)` says finds patterns that chance would miss."""
     length = len(user.dataset())
-    chosen = survey_indices(length, count, seed)
-    if not user.has("sizes"):
+    chosen = choose_survey_indices(length, count, seed)
+    if not user.defines("sizes"):
         return chosen
-    asked = min(length, MOST_ASKED)
+    asked = min(length, MAX_SCANNED_SAMPLES)
     by_keys: dict[frozenset[str], list[int]] = {}
     for i in sorted({k * length // asked for k in range(asked)} | set(chosen)):
-        by_keys.setdefault(frozenset(user.sizes(i) or ()), []).append(i)
-    rare = [i for found in by_keys.values() if len(set(found) & set(chosen)) < RARE for i in found[:RARE]][
-        :count
-    ]
+        by_keys.setdefault(frozenset(user.declared_sizes(i) or ()), []).append(i)
+    rare = [
+        i
+        for found in by_keys.values()
+        if len(set(found) & set(chosen)) < RARE_PATTERN_SAMPLES
+        for i in found[:RARE_PATTERN_SAMPLES]
+    ][:count]
     return sorted(rare + [i for i in chosen if i not in rare][: count - len(rare)])
 
 
-def _full(sample: Sample) -> frozenset[str]:
+def _full_masks(sample: Sample) -> frozenset[str]:
     """The masks of a sample that leave nothing out: models often go another way where all masks of a batch
     are full."""
     tensors = {
@@ -96,7 +110,7 @@ def _full(sample: Sample) -> frozenset[str]:
     return frozenset(k for k, v in tensors.items() if not v.is_complex() and bool((v == 1).all()))
 
 
-def _outline(sample: Sample) -> Sample:
+def _drop_data(sample: Sample) -> Sample:
     """A sample without its data: the shapes of many samples are wanted, their images would fill the
     memory."""
     return {
@@ -104,7 +118,7 @@ def _outline(sample: Sample) -> Sample:
     }
 
 
-def _shapes(batch: Mapping[str, Any]) -> Shapes:
+def _batch_shapes(batch: Mapping[str, Any]) -> KeyShapes:
     return {
         key: tuple(value.shape) if isinstance(value, torch.Tensor) else () for key, value in batch.items()
     }

@@ -21,19 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from secc.errors import UserError
-from secc.frontend.dataset.input_symbols import Inputs
-from secc.frontend.dataset.survey import Survey
-from secc.runtime.data.declared_sizes import Declared
+from secc.frontend.dataset.input_symbols import ModelInputs
+from secc.frontend.dataset.survey import DatasetSurvey
+from secc.runtime.data.declared_sizes import DeclaredSizes
 from secc.runtime.model.user_file import UserModel
-from secc.runtime.plan.schema import is_label
+from secc.runtime.plan.schema import is_tensor_label
 from secc.runtime.plan.step_program import SampleMeta
 
-MOST_DECLARED = 4096  # samples of which sizes(i) is asked
-_REMEDY = "write the file with `secc stats MODEL.py -o FILE` and change the numbers in it"
+MAX_DECLARED_SAMPLES = 4096  # samples of which sizes(i) is asked
+_STATISTICS_REMEDY = "write the file with `secc stats MODEL.py -o FILE` and change the numbers in it"
 
 
 @dataclass(frozen=True)
-class Mean:
+class PatternMean:
     """Samples of one pattern: their share of all, and the mean of each symbol."""
 
     when: frozenset[str]
@@ -41,58 +41,62 @@ class Mean:
     sizes: Mapping[str, float]
 
 
-def means(inputs: Inputs) -> list[Mean]:
+def pattern_means(inputs: ModelInputs) -> list[PatternMean]:
     """The patterns, most frequent first: those of a file if there is one, else those of the samples that are
     known."""
-    if inputs.given:
-        return [Mean(when, share, dict(sizes)) for when, share, sizes in inputs.given]
-    found: list[Mean] = []
-    for pattern, count in Counter(inputs.patterns).most_common():
-        sizes = [s for s, p in zip(inputs.sizes, inputs.patterns, strict=True) if p == pattern]
+    if inputs.given_statistics:
+        return [PatternMean(when, share, dict(sizes)) for when, share, sizes in inputs.given_statistics]
+    found: list[PatternMean] = []
+    for pattern, count in Counter(inputs.sample_patterns).most_common():
+        sizes = [s for s, p in zip(inputs.sample_sizes, inputs.sample_patterns, strict=True) if p == pattern]
         mean = {s.name: sum(one[s.name] for one in sizes) / len(sizes) for s in inputs.symbols}
-        found.append(Mean(pattern, count / len(inputs.patterns), mean))
+        found.append(PatternMean(pattern, count / len(inputs.sample_patterns), mean))
     return found
 
 
-def ahead(user: UserModel, survey: Survey, inputs: Inputs) -> Inputs:
+def apply_declared_sizes(user: UserModel, survey: DatasetSurvey, inputs: ModelInputs) -> ModelInputs:
     """The inputs with the sizes and patterns of up to 4096 samples by the user's `sizes(i)`, if the model
     file has it.
 
     Raises UserError where it is wrong about a sample that was drawn.
     """
-    if not user.has("sizes") or any(
-        is_label(s.key) for s in inputs.symbols
+    if not user.defines("sizes") or any(
+        is_tensor_label(s.key) for s in inputs.symbols
     ):  # what only a recording counts cannot be declared
         return inputs
-    declared = Declared(user, inputs.symbols, inputs.inputs)
-    for d, sizes in zip(survey.drawn, inputs.sizes, strict=True):
-        declared.check(SampleMeta(d.index, d.pattern, sizes), declared.meta(d.index))
+    declared = DeclaredSizes(user, inputs.symbols, inputs.inputs)
+    for d, sizes in zip(survey.drawn_samples, inputs.sample_sizes, strict=True):
+        declared.check_sample(SampleMeta(d.index, d.pattern, sizes), declared.sample_metadata(d.index))
     length = len(user.dataset())
-    count = min(length, MOST_DECLARED)
-    said = [declared.meta(k * length // count) for k in range(count)]
+    count = min(length, MAX_DECLARED_SAMPLES)
+    said = [declared.sample_metadata(k * length // count) for k in range(count)]
     return dataclasses.replace(
-        inputs, sizes=tuple(s.sizes for s in said), patterns=tuple(s.pattern for s in said)
+        inputs, sample_sizes=tuple(s.sizes for s in said), sample_patterns=tuple(s.pattern for s in said)
     )
 
 
-def read(path: Path, inputs: Inputs, survey: Survey) -> Inputs:
+def read_statistics(path: Path, inputs: ModelInputs, survey: DatasetSurvey) -> ModelInputs:
     """The inputs with the statistics of a file. Raises UserError for a file that is none, or does not fit the
     model."""
     try:
         data = json.loads(path.read_text())
-        given = tuple(_pattern(p, inputs, str(path)) for p in data["patterns"])
+        given = tuple(_parse_pattern(p, inputs, str(path)) for p in data["patterns"])
     except OSError as error:
-        raise UserError(f"cannot read the statistics: {error.strerror}", str(path), _REMEDY) from None
+        raise UserError(
+            f"cannot read the statistics: {error.strerror}", str(path), _STATISTICS_REMEDY
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"not statistics of a dataset: {type(error).__name__}: {error}", str(path), _REMEDY
+            f"not statistics of a dataset: {type(error).__name__}: {error}", str(path), _STATISTICS_REMEDY
         ) from None
     total = sum(share for _, share, _ in given)
     if not total > 0 or len({when for when, _, _ in given}) < len(given):
         raise UserError(
-            "each pattern must be there once, and the shares must not add up to 0", str(path), _REMEDY
+            "each pattern must be there once, and the shares must not add up to 0",
+            str(path),
+            _STATISTICS_REMEDY,
         )
-    unknown = next((when for when, _, _ in given if when not in survey.unions()), None)
+    unknown = next((when for when, _, _ in given if when not in survey.micro_batch_patterns()), None)
     if unknown is not None:
         message = f"the statistics have samples with {sorted(unknown) or 'no optional inputs'}, but none of those that were drawn is like that"
         raise UserError(
@@ -101,12 +105,12 @@ def read(path: Path, inputs: Inputs, survey: Survey) -> Inputs:
             "draw more samples (--stats-samples), or let dataset() show such samples earlier",
         )
     return dataclasses.replace(
-        inputs, given=tuple((when, share / total, sizes) for when, share, sizes in given)
+        inputs, given_statistics=tuple((when, share / total, sizes) for when, share, sizes in given)
     )
 
 
-def _pattern(
-    entry: Any, inputs: Inputs, where: str
+def _parse_pattern(
+    entry: Any, inputs: ModelInputs, where: str
 ) -> tuple[frozenset[str], float, tuple[tuple[str, float], ...]]:
     """One entry of the file."""
     when, share, sizes = (
@@ -125,14 +129,14 @@ def _pattern(
         raise UserError(
             f"the statistics of samples with {sorted(when) or 'no optional inputs'} lack the size {lacking[0]!r}",
             where,
-            _REMEDY,
+            _STATISTICS_REMEDY,
         )
     if share < 0 or min(sizes.values()) < 0:
-        raise UserError("shares and sizes cannot be negative", where, _REMEDY)
+        raise UserError("shares and sizes cannot be negative", where, _STATISTICS_REMEDY)
     return when, share, tuple((n, sizes[n]) for n in names)
 
 
-def to_json(inputs: Inputs) -> str:
+def statistics_to_json(inputs: ModelInputs) -> str:
     """The text of a file of statistics, with the meaning of each symbol for people."""
     meaning = {s.name: f"{s.kind} of {s.key}, dim {s.dim}" if s.key else "samples" for s in inputs.symbols}
     patterns = [
@@ -141,9 +145,11 @@ def to_json(inputs: Inputs) -> str:
             "share": round(m.share, 6),
             "sizes": {n: round(v, 3) for n, v in m.sizes.items()},
         }
-        for m in means(inputs)
+        for m in pattern_means(inputs)
     ]
     return (
-        json.dumps({"symbols": meaning, "samples": len(inputs.patterns), "patterns": patterns}, indent=2)
+        json.dumps(
+            {"symbols": meaning, "samples": len(inputs.sample_patterns), "patterns": patterns}, indent=2
+        )
         + "\n"
     )

@@ -9,16 +9,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from secc.frontend.fusion.equivalence import Part, difference
-from secc.frontend.fusion.fusion_rules import NUMBERS, PARAMETERS, RULES, Rule
-from secc.frontend.fusion.graph_algebra import Algebra, Expr
-from secc.frontend.fusion.pattern_match import Attempt, Bound, Name, Op, Pattern, canonical, match, parse
+from secc.frontend.fusion.equivalence import MatchedPart, find_difference
+from secc.frontend.fusion.fusion_rules import FUSION_RULES, NUMBER_NAMES, PARAMETER_NAMES, FusionRule
+from secc.frontend.fusion.graph_algebra import GraphAlgebra, GraphExpr
+from secc.frontend.fusion.pattern_match import (
+    Bindings,
+    MatchAttempt,
+    PatternCall,
+    PatternExpr,
+    PatternVariable,
+    canonicalize_spelling,
+    match_pattern,
+    parse_pattern,
+)
 from secc.runtime.fusion import operators
-from secc.runtime.recorder.recording import behind
+from secc.runtime.recorder.recording import iter_nodes_behind
 
 
 @dataclass(frozen=True)
-class Found:
+class AppliedRule:
     """A rule that was applied, and the node whose place it took."""
 
     rule: str
@@ -26,7 +35,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Missed:
+class MissedRule:
     """A rule that does not apply, and why; `node` is where."""
 
     rule: str
@@ -34,75 +43,85 @@ class Missed:
     node: fx.Node | None
 
 
-def rewrite(
+def rewrite_graph(
     graph: fx.Graph, tensors: Mapping[str, torch.Tensor], skip: Collection[str]
-) -> tuple[list[Found], list[Missed]]:
+) -> tuple[list[AppliedRule], list[MissedRule]]:
     """Put fused operators into `graph` by all rules but those in `skip`. `tensors` are the site's parameters
     and buffers by name."""
-    algebra = Algebra(canonical)
-    algebra.read(graph)
-    rules = [r for r in RULES if r.name not in skip]
-    found: list[Found] = []
-    missed: list[Missed] = []
-    for node in reversed(list(algebra.of)):
+    algebra = GraphAlgebra(canonicalize_spelling)
+    algebra.read_graph(graph)
+    rules = [r for r in FUSION_RULES if r.name not in skip]
+    found: list[AppliedRule] = []
+    missed: list[MissedRule] = []
+    for node in reversed(list(algebra.expression_by_node)):
         if not node.users or algebra.is_cast(node):
             continue
         for rule in rules:
-            bound = match(parse(rule.pattern), algebra.of[node])
+            bound = match_pattern(parse_pattern(rule.pattern), algebra.expression_by_node[node])
             if bound is None:
                 continue
-            reason = _apply(graph, algebra, node, rule, bound, tensors)
+            reason = _apply_rule(graph, algebra, node, rule, bound, tensors)
             if reason:
-                missed.append(Missed(rule.name, reason, node))
+                missed.append(MissedRule(rule.name, reason, node))
                 continue
-            found.append(Found(rule.name, node))
+            found.append(AppliedRule(rule.name, node))
             break
-    signs = {r.sign for r in rules if r.name in {f.rule for f in found}}
-    missed = [m for m in missed if not any(r.sign in signs for r in rules if r.name == m.rule)]
+    signs = {r.required_op for r in rules if r.name in {f.rule for f in found}}
+    missed = [m for m in missed if not any(r.required_op in signs for r in rules if r.name == m.rule)]
     tried = {m.rule for m in missed}
-    missed += _near(algebra, [r for r in rules if r.sign not in signs and r.name not in tried])
+    missed += _explain_near_misses(
+        algebra, [r for r in rules if r.required_op not in signs and r.name not in tried]
+    )
     return found[::-1], missed
 
 
-def _apply(
+def _apply_rule(
     graph: fx.Graph,
-    algebra: Algebra,
+    algebra: GraphAlgebra,
     node: fx.Node,
-    rule: Rule,
-    bound: Bound,
+    rule: FusionRule,
+    bound: Bindings,
     tensors: Mapping[str, torch.Tensor],
 ) -> str:
     """Replace what computes `node`. Returns why not, "" if it was done."""
-    new = _insert(graph, parse(rule.replacement), bound, node.meta.get("line", 0))
+    new = _insert_replacement(graph, parse_pattern(rule.replacement), bound, node.meta.get("line", 0))
     leaves = {
-        n: _nodes(algebra, v)
+        n: _nodes_computing(algebra, v)
         for n, v in bound.items()
-        if isinstance(v, Expr) and n not in PARAMETERS | NUMBERS
+        if isinstance(v, GraphExpr) and n not in PARAMETER_NAMES | NUMBER_NAMES
     }
-    reason = difference(Part(node, _end(algebra, node), leaves, _parameters(node, tensors)), new, rule.trials)
+    reason = find_difference(
+        MatchedPart(node, _last_cast(algebra, node), leaves, _used_parameters(node, tensors)),
+        new,
+        rule.trials,
+    )
     if not reason:
         node.replace_all_uses_with(new)
-    _sweep(graph)
+    _erase_unused(graph)
     return reason
 
 
-def _nodes(algebra: Algebra, value: Expr) -> list[fx.Node]:
+def _nodes_computing(algebra: GraphAlgebra, value: GraphExpr) -> list[fx.Node]:
     """The nodes that compute an expression, casts of it left out."""
     return [
         value.node,
-        *(n for n, e in algebra.of.items() if e is value and n is not value.node and not algebra.is_cast(n)),
+        *(
+            n
+            for n, e in algebra.expression_by_node.items()
+            if e is value and n is not value.node and not algebra.is_cast(n)
+        ),
     ]
 
 
-def _insert(graph: fx.Graph, pattern: Pattern, bound: Bound, line: int) -> fx.Node:
+def _insert_replacement(graph: fx.Graph, pattern: PatternExpr, bound: Bindings, line: int) -> fx.Node:
     """The node for a replacement, right after its last argument; one that is there is used again."""
-    assert isinstance(pattern, Op)
+    assert isinstance(pattern, PatternCall)
 
-    def argument(value: Pattern) -> Any:
-        if isinstance(value, Op):
-            return _insert(graph, value, bound, line)
-        given = bound[value.text] if isinstance(value, Name) else value
-        return given.node if isinstance(given, Expr) else given
+    def argument(value: PatternExpr) -> Any:
+        if isinstance(value, PatternCall):
+            return _insert_replacement(graph, value, bound, line)
+        given = bound[value.text] if isinstance(value, PatternVariable) else value
+        return given.node if isinstance(given, GraphExpr) else given
 
     target, args = getattr(operators, pattern.name), tuple(argument(a) for a in pattern.args)
     order = {n: i for i, n in enumerate(graph.nodes)}
@@ -115,21 +134,22 @@ def _insert(graph: fx.Graph, pattern: Pattern, bound: Bound, line: int) -> fx.No
     return new
 
 
-def _end(algebra: Algebra, node: fx.Node) -> fx.Node:
+def _last_cast(algebra: GraphAlgebra, node: fx.Node) -> fx.Node:
     """The last of the casts that follow a node, as long as there is nothing else."""
     while len(node.users) == 1 and algebra.is_cast(user := next(iter(node.users))) and user.args[0] is node:
         node = user
     return node
 
 
-def _parameters(node: fx.Node, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _used_parameters(node: fx.Node, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The parameters and buffers that a node depends on without a module's call between."""
     return {
-        name: tensors[name] for name in sorted(str(n.target) for n in behind([node]) if n.op == "get_attr")
+        name: tensors[name]
+        for name in sorted(str(n.target) for n in iter_nodes_behind([node]) if n.op == "get_attr")
     }
 
 
-def _sweep(graph: fx.Graph) -> None:
+def _erase_unused(graph: fx.Graph) -> None:
     """Erase what nothing uses; calls of the user's modules stay."""
     for node in reversed(list(graph.nodes)):
         if (
@@ -140,22 +160,26 @@ def _sweep(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _near(algebra: Algebra, rules: list[Rule]) -> list[Missed]:
+def _explain_near_misses(algebra: GraphAlgebra, rules: list[FusionRule]) -> list[MissedRule]:
     """For each rule whose sign is in the graph, why its best pattern does not match."""
-    missed: list[Missed] = []
-    output = next(n for n in next(iter(algebra.of)).graph.nodes if n.op == "output").all_input_nodes
-    signs = {e.op for e in algebra.of.values()} - {algebra.of[n].op for n in output if n in algebra.of}
+    missed: list[MissedRule] = []
+    output = next(
+        n for n in next(iter(algebra.expression_by_node)).graph.nodes if n.op == "output"
+    ).all_input_nodes
+    signs = {e.op for e in algebra.expression_by_node.values()} - {
+        algebra.expression_by_node[n].op for n in output if n in algebra.expression_by_node
+    }
     for name in dict.fromkeys(r.name for r in rules):
-        attempt = Attempt()
+        attempt = MatchAttempt()
         pattern = ""
         for rule in rules:
-            if rule.name != name or rule.sign not in signs:
+            if rule.name != name or rule.required_op not in signs:
                 continue
-            for expr in algebra.of.values():
+            for expr in algebra.expression_by_node.values():
                 before = attempt.reason
                 attempt.restart()
-                match(parse(rule.pattern), expr, attempt)
+                match_pattern(parse_pattern(rule.pattern), expr, attempt)
                 pattern = rule.pattern if attempt.reason != before else pattern
         if attempt.reason:
-            missed.append(Missed(name, f"`{pattern}` does not fit: {attempt.reason}", attempt.node))
+            missed.append(MissedRule(name, f"`{pattern}` does not fit: {attempt.reason}", attempt.node))
     return missed

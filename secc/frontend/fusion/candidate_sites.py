@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from secc.frontend.fusion.site_trace import has_hooks
-from secc.runtime.model.source_lines import is_internal
+from secc.runtime.model.source_lines import is_internal_file
 
-_NORMS = frozenset({"layer_norm", "rms_norm"})
-_SIGNS = _NORMS | {
+_TORCH_NORMS = frozenset({"layer_norm", "rms_norm"})
+_PROMISING_NAMES = _TORCH_NORMS | {
     "silu",
     "gelu",
     "sigmoid",
@@ -35,56 +35,56 @@ _SIGNS = _NORMS | {
     "concatenate",
     "stack",
 }
-_ACTIVATION = re.compile(r"act|gate|silu|gelu")
+_ACTIVATION_NAME = re.compile(r"act|gate|silu|gelu")
 
 
-def methods(cls: type) -> Iterator[str]:
+def candidate_methods(cls: type) -> Iterator[str]:
     """`forward` first, then the other methods of a class that may compute what a kernel can, the class's own
     first."""
     if getattr(cls.forward, "__name__", "") == "_forward_unimplemented":
         return
     yield "forward"
-    for base in _bases(cls):
+    for base in _model_classes(cls):
         for name, value in vars(base).items():
             if (
                 isinstance(value, FunctionType)
                 and name != "forward"
                 and not name.startswith("__")
-                and promising(value)
+                and may_compute_kernel(value)
             ):
                 yield name
 
 
-def functions(cls: type) -> dict[tuple[str, str], FunctionType]:
+def candidate_functions(cls: type) -> dict[tuple[str, str], FunctionType]:
     """The functions of tensors that a class's methods call by a global name, by (method, name)."""
     found: dict[tuple[str, str], FunctionType] = {}
-    for base in reversed(_bases(cls)):
+    for base in reversed(_model_classes(cls)):
         for method, value in vars(base).items():
             inner = inspect.unwrap(value) if isinstance(value, FunctionType) else None
             if isinstance(inner, FunctionType):
-                found |= {(method, name): function for name, function in _called(inner)}
+                found |= {(method, name): function for name, function in _called_functions(inner)}
     return found
 
 
-def _bases(cls: type) -> list[type]:
+def _model_classes(cls: type) -> list[type]:
     """The classes whose code computes the model: a framework's base class of all models does not."""
     modules = [b for b in cls.__mro__ if issubclass(b, nn.Module) and not b.__module__.startswith("torch.")]
     return [b for b in modules if b.__name__ != "PreTrainedModel"]
 
 
-def _called(function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
+def _called_functions(function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
         if (
             isinstance(value, FunctionType)
-            and not is_internal(value.__code__.co_filename)
-            and promising(value)
+            and not is_internal_file(value.__code__.co_filename)
+            and may_compute_kernel(value)
         ):
             yield name, value
 
 
 @cache
-def promising(function: FunctionType) -> bool:
+def may_compute_kernel(function: FunctionType) -> bool:
     """Whether a function may compute what a kernel can: it, or a function that it calls, multiplies and names
     an operation of a rule."""
     inner = (function.__globals__.get(n) for n in function.__code__.co_names)
@@ -93,43 +93,45 @@ def promising(function: FunctionType) -> bool:
         *(
             f.__code__
             for f in inner
-            if isinstance(f, FunctionType) and not is_internal(f.__code__.co_filename)
+            if isinstance(f, FunctionType) and not is_internal_file(f.__code__.co_filename)
         ),
     ]
-    return any(map(_multiplies, codes)) and any(
-        n in _SIGNS or _ACTIVATION.search(n) for code in codes for n in code.co_names
+    return any(map(_has_product, codes)) and any(
+        n in _PROMISING_NAMES or _ACTIVATION_NAME.search(n) for code in codes for n in code.co_names
     )
 
 
-def _multiplies(code: CodeType) -> bool:
+def _has_product(code: CodeType) -> bool:
     """Whether code has a product or calls one of torch's norms."""
-    if _NORMS & set(code.co_names):
+    if _TORCH_NORMS & set(code.co_names):
         return True
     return any(i.opname == "BINARY_OP" and i.argrepr in ("*", "*=") for i in dis.get_instructions(code))
 
 
-def signature(module: nn.Module) -> Any:
+def module_signature(module: nn.Module) -> Any:
     """What decides a module's graphs beside its plain attributes: class, tensors, the modules directly
     inside. Equal for alike layers."""
     held = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     tensors = tuple((n, tuple(t.shape), t.dtype) for n, t in held)
-    inside = tuple((n, type(m), _numbers(m), has_hooks(m)) for n, m in module.named_children())
+    inside = tuple((n, type(m), _constant_attributes(m), has_hooks(m)) for n, m in module.named_children())
     return type(module), tensors, inside, frozenset(p.dtype for p in module.parameters())
 
 
-def attributes(module: nn.Module, names: Iterable[str] | None = None) -> frozenset[tuple[str, Any]]:
+def plain_attributes(module: nn.Module, names: Iterable[str] | None = None) -> frozenset[tuple[str, Any]]:
     """Those of a module's plain attributes that have one of the names; all of them for None."""
     plain = {k: v for k, v in vars(module).items() if not k.startswith("_")}
-    return frozenset((k, _plain(v)) for k, v in plain.items() if names is None or k in names)
+    return frozenset((k, _comparable_value(v)) for k, v in plain.items() if names is None or k in names)
 
 
-def _plain(value: Any) -> Any:
+def _comparable_value(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(map(_plain, value))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return tuple(map(_comparable_value, value))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     return value if isinstance(value, bool | int | float | str | None | torch.dtype) else id(value)
 
 
-def _numbers(module: nn.Module) -> Any:
+def _constant_attributes(module: nn.Module) -> Any:
     return tuple(
-        (k, _plain(v)) for k, v in sorted(vars(module).items()) if isinstance(v, bool | int | float | str)
+        (k, _comparable_value(v))
+        for k, v in sorted(vars(module).items())
+        if isinstance(v, bool | int | float | str)
     )

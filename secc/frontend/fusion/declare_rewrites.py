@@ -5,29 +5,31 @@ from __future__ import annotations
 from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Attribute
 
-from secc.frontend.fusion.find_fusions import Form, Fusions
+from secc.frontend.fusion.find_fusions import FoundFusions, FusedForm
 from secc.ir.analysis import fusion_report
-from secc.ir.dialect.ops import CaseOp, GraphOp, RewriteOp, texts
-from secc.runtime.plan.schema import Fusion
+from secc.ir.dialect.ops import CaseOp, GraphOp, RewriteOp, strings_attr
+from secc.runtime.plan.schema import FusionRecord
 
-ANY = "fuse-blocks"  # in the record, where no rule could be tried
+ANY_RULE = "fuse-blocks"  # in the record, where no rule could be tried
 
 
-def declare(graph: GraphOp, found: Fusions) -> None:
+def declare_rewrites(graph: GraphOp, found: FoundFusions) -> None:
     """Put the forms before the graph's first case."""
     first = next(op for op in graph.body.block.ops if isinstance(op, CaseOp))
-    graph.body.block.insert_ops_before([_rewrite(form) for form in found.forms], first)
-    fusion_report.note(graph, [Fusion(m.rule or ANY, m.site, m.where, m.reason) for m in found.misses])
+    graph.body.block.insert_ops_before([_rewrite_op(form) for form in found.forms], first)
+    fusion_report.record_fusions(
+        graph, [FusionRecord(m.rule or ANY_RULE, m.site, m.where, m.reason) for m in found.misses]
+    )
 
 
-def _rewrite(form: Form) -> RewriteOp:
+def _rewrite_op(form: FusedForm) -> RewriteOp:
     properties: dict[str, Attribute] = {
         "sym": StringAttr(form.name),
         "cls": StringAttr(form.cls),
         "method": StringAttr(form.method),
-        "rules": texts(form.rules),
-        "modules": texts(form.modules),
-        "code": texts(f"{line} {text}" for line, text in zip(form.lines, form.code, strict=True)),
+        "rules": strings_attr(form.rules),
+        "modules": strings_attr(form.modules),
+        "code": strings_attr(f"{line} {text}" for line, text in zip(form.lines, form.code, strict=True)),
     }
     if form.function:
         properties["function"] = StringAttr(form.function)

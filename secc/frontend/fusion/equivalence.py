@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from secc.frontend.fusion.fusion_rules import H, Trial
+from secc.frontend.fusion.fusion_rules import H, TrialSizes
 
-Values = dict[fx.Node, torch.Tensor]
-Results = tuple[torch.Tensor, ...]
-_WIDTH = 24  # of rows where no parameter decides it
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
-_SLACK = 1.5  # times the error of the user's own code
-_SCALES = (1.0, 1e-2)  # of inputs: an eps in another place shows where entries are small
+LeafValues = dict[fx.Node, torch.Tensor]
+RunResults = tuple[torch.Tensor, ...]
+_DEFAULT_WIDTH = 24  # of rows where no parameter decides it
+_TESTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROUNDING_BY_DTYPE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
+_ERROR_SLACK = 1.5  # times the error of the user's own code
+_INPUT_SCALES = (1.0, 1e-2)  # of inputs: an eps in another place shows where entries are small
 
 
 @dataclass(frozen=True)
-class Part:
+class MatchedPart:
     """What a rule found: `root` is computed from `leaves` (pattern name to the nodes that are it) and
     parameters; casts end at `end`."""
 
@@ -35,121 +35,127 @@ class Part:
     leaves: Mapping[str, Sequence[fx.Node]]
     parameters: Mapping[str, torch.Tensor]
 
-    def dtypes(self) -> list[tuple[torch.dtype, torch.dtype]]:
+    def tested_dtypes(self) -> list[tuple[torch.dtype, torch.dtype]]:
         """Of leaves and parameters: all in one dtype, and leaves of fewer bits than the parameters, which
         stay what they are."""
         own = next(iter({p.dtype for p in self.parameters.values() if p.is_floating_point()}), None)
         if own is None:
-            return [(d, d) for d in _DTYPES]
+            return [(d, d) for d in _TESTED_DTYPES]
         return list(
             dict.fromkeys(
                 [
                     (torch.float32, torch.float32),
                     (own, own),
-                    *((d, own) for d in _DTYPES if own is torch.float32),
+                    *((d, own) for d in _TESTED_DTYPES if own is torch.float32),
                 ]
             )
         )
 
 
-def difference(part: Part, new: fx.Node, trials: Sequence[Trial]) -> str:
+def find_difference(part: MatchedPart, new: fx.Node, trials: Sequence[TrialSizes]) -> str:
     """Why `new` may not stand for the part's root, "" if it may."""
     ran = False
     for trial in trials:
-        truths = _truths(part, trial)
+        truths = _float64_results(part, trial)
         if truths is None:
             continue
         ran = True
-        for dtype, of_parameters in part.dtypes():
-            for scale, truth in zip(_SCALES, truths, strict=True):
-                values = _values(part, trial, dtype, of_parameters, scale)
-                reason = _compare(part, new, values, truth, _ROUNDING[dtype])
+        for dtype, of_parameters in part.tested_dtypes():
+            for scale, truth in zip(_INPUT_SCALES, truths, strict=True):
+                values = _random_values(part, trial, dtype, of_parameters, scale)
+                reason = _compare_replacement(part, new, values, truth, _ROUNDING_BY_DTYPE[dtype])
                 if reason:
-                    return (
-                        f"{reason} ({_text(dtype)}, {', '.join(f'{k} {list(v)}' for k, v in trial.items())})"
-                    )
+                    return f"{reason} ({_dtype_text(dtype)}, {', '.join(f'{k} {list(v)}' for k, v in trial.items())})"
     return "" if ran else "none of the sizes that it is tried at runs"
 
 
-def _truths(part: Part, trial: Trial) -> list[Results] | None:
+def _float64_results(part: MatchedPart, trial: TrialSizes) -> list[RunResults] | None:
     """What is computed in float64 at each scale, None where the user's code may not take this shape."""
     try:
         return [
-            _results(part, part.root, _values(part, trial, torch.float64, torch.float64, scale))
-            for scale in _SCALES
+            _compute_results(
+                part, part.root, _random_values(part, trial, torch.float64, torch.float64, scale)
+            )
+            for scale in _INPUT_SCALES
         ]
     except Exception:
         return None
 
 
-def _compare(
-    part: Part, new: fx.Node, values: tuple[Values, dict[str, torch.Tensor]], truth: Results, rounding: float
+def _compare_replacement(
+    part: MatchedPart,
+    new: fx.Node,
+    values: tuple[LeafValues, dict[str, torch.Tensor]],
+    truth: RunResults,
+    rounding: float,
 ) -> str:
     try:
-        own = _results(part, part.root, values)
+        own = _compute_results(part, part.root, values)
     except Exception:  # dtypes that the user's code does not take
         return ""
     try:
-        found = _results(part, new, values)
+        found = _compute_results(part, new, values)
     except Exception as error:
         return f"the replacement raises {type(error).__name__}: {error}"
-    for what, f, o, t in zip(_names(part), found, own, truth, strict=True):
+    for what, f, o, t in zip(_result_names(part), found, own, truth, strict=True):
         if f.shape != o.shape or f.dtype != o.dtype:
-            return f"{what} is {_text(f.dtype)}{list(f.shape)} instead of {_text(o.dtype)}{list(o.shape)}"
-        error, allowed = _error(f, t), _SLACK * _error(o, t) + rounding
+            return f"{what} is {_dtype_text(f.dtype)}{list(f.shape)} instead of {_dtype_text(o.dtype)}{list(o.shape)}"
+        error, allowed = _relative_error(f, t), _ERROR_SLACK * _relative_error(o, t) + rounding
         if not error <= allowed:
-            return f"{what} errs by {error:.2g}, the module's own code by {_error(o, t):.2g}"
+            return f"{what} errs by {error:.2g}, the module's own code by {_relative_error(o, t):.2g}"
     return ""
 
 
-def _names(part: Part) -> Iterator[str]:
+def _result_names(part: MatchedPart) -> Iterator[str]:
     yield "the value"
     for name in (*part.leaves, *part.parameters):
         if name not in ("cos", "sin"):
             yield f"the gradient of {name}"
 
 
-def _text(dtype: torch.dtype) -> str:
+def _dtype_text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _error(found: torch.Tensor, truth: torch.Tensor) -> float:
+def _relative_error(found: torch.Tensor, truth: torch.Tensor) -> float:
     norm = float(truth.double().norm())
     return float((found.double() - truth.double()).norm()) / norm if norm else float(found.double().norm())
 
 
-def _values(
-    part: Part, trial: Trial, dtype: torch.dtype, of_parameters: torch.dtype, scale: float
-) -> tuple[Values, dict[str, torch.Tensor]]:
+def _random_values(
+    part: MatchedPart, trial: TrialSizes, dtype: torch.dtype, of_parameters: torch.dtype, scale: float
+) -> tuple[LeafValues, dict[str, torch.Tensor]]:
     """Random values for leaves and parameters, the same numbers whatever the dtype; tables (cos, sin) have no
     gradient."""
     draw = torch.Generator().manual_seed(0)  # torch's own generator is everybody's, and slow to seed
-    width = next((p.shape[-1] for p in part.parameters.values() if p.dim()), _WIDTH)
-    leaves: Values = {}
+    width = next((p.shape[-1] for p in part.parameters.values() if p.dim()), _DEFAULT_WIDTH)
+    leaves: LeafValues = {}
     for name, nodes in part.leaves.items():
         shape = [width if n == H else n for n in trial[name]]
         table = name in ("cos", "sin")
         numbers = (torch.rand if table else torch.randn)(shape, generator=draw, dtype=torch.float64)
         value = numbers if table else scale * numbers
-        leaf = _rounded(value).to(dtype).requires_grad_(not table)
+        leaf = _round_to_all_dtypes(value).to(dtype).requires_grad_(not table)
         leaves |= dict.fromkeys(nodes, leaf)
     made = {n: torch.randn(p.shape, generator=draw, dtype=torch.float64) for n, p in part.parameters.items()}
-    parameters = {n: _rounded(p).to(of_parameters) for n, p in made.items()}
+    parameters = {n: _round_to_all_dtypes(p).to(of_parameters) for n, p in made.items()}
     return leaves, {n: p.requires_grad_() for n, p in parameters.items()}
 
 
-def _rounded(value: torch.Tensor) -> torch.Tensor:
+def _round_to_all_dtypes(value: torch.Tensor) -> torch.Tensor:
     """Numbers that every dtype has, so that all dtypes compute from the same ones."""
     return value.to(torch.bfloat16).to(torch.float16).double()
 
 
-def _results(part: Part, root: fx.Node, values: tuple[Values, dict[str, torch.Tensor]]) -> Results:
+def _compute_results(
+    part: MatchedPart, root: fx.Node, values: tuple[LeafValues, dict[str, torch.Tensor]]
+) -> RunResults:
     """The value at the part's end with `root` in its place, and the gradients of leaves and parameters for a
     fixed upstream."""
     leaves, parameters = values
     known: dict[fx.Node, Any] = dict(leaves)
-    known[part.root] = evaluate(root, known, parameters)
-    out = evaluate(part.end, known, parameters)
+    known[part.root] = evaluate_node(root, known, parameters)
+    out = evaluate_node(part.end, known, parameters)
     wanted = [
         t
         for t in (*(leaves[nodes[0]] for nodes in part.leaves.values()), *parameters.values())
@@ -164,10 +170,10 @@ def _results(part: Part, root: fx.Node, values: tuple[Values, dict[str, torch.Te
     return (out.detach(), *gradients)
 
 
-def evaluate(node: fx.Node, known: dict[fx.Node, Any], parameters: Mapping[str, torch.Tensor]) -> Any:
+def evaluate_node(node: fx.Node, known: dict[fx.Node, Any], parameters: Mapping[str, torch.Tensor]) -> Any:
     """The value of a node from those that are known. Raises KeyError where it depends on anything else."""
     if node not in known:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: evaluate(n, known, parameters))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: evaluate_node(n, known, parameters))
         if node.op == "get_attr":
             known[node] = parameters[str(node.target)]
         elif node.op == "call_function":

@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-Shape = tuple[int, ...]
-Trial = Mapping[str, Shape]
+TrialShape = tuple[int, ...]
+TrialSizes = Mapping[str, TrialShape]
 
-PARAMETERS = frozenset(
+PARAMETER_NAMES = frozenset(
     {"weight", "bias"}
 )  # names in patterns that stand for what depends on parameters alone, [H]
-NUMBERS = frozenset({"eps"})  # names that stand for numbers
+NUMBER_NAMES = frozenset({"eps"})  # names that stand for numbers
 H = -1  # a dim of a trial that the site's parameters decide
 
 
 @dataclass(frozen=True)
-class Rule:
+class FusionRule:
     """`pattern` may be computed as `replacement`, whose functions are those of
     `secc.runtime.fusion.operators`.
 
@@ -33,15 +33,17 @@ class Rule:
     name: str
     pattern: str
     replacement: str
-    sign: str
-    trials: tuple[Trial, ...]
+    required_op: str
+    trials: tuple[TrialSizes, ...]
 
 
-_ROWS: tuple[Trial, ...] = ({"x": (3, 7, H)}, {"x": (1, H)}, {"x": (2, 3, 5, H)})
-_GATED: tuple[Trial, ...] = tuple({"gate": shape, "up": shape} for shape in ((3, 5, 24), (1, 8), (4, 33)))
+_NORM_TRIALS: tuple[TrialSizes, ...] = ({"x": (3, 7, H)}, {"x": (1, H)}, {"x": (2, 3, 5, H)})
+_GATED_TRIALS: tuple[TrialSizes, ...] = tuple(
+    {"gate": shape, "up": shape} for shape in ((3, 5, 24), (1, 8), (4, 33))
+)
 
 
-def _rotary(width: int) -> tuple[Trial, ...]:
+def _rotary_trials(width: int) -> tuple[TrialSizes, ...]:
     """Heads before positions, after them, and packed positions without a batch; tables for each sample and
     for all."""
     shapes = (
@@ -53,8 +55,9 @@ def _rotary(width: int) -> tuple[Trial, ...]:
     return tuple({"x": x, "cos": (*table, width), "sin": (*table, width)} for x, table in shapes)
 
 
-_PARTS: tuple[Trial, ...] = tuple(
-    {"a": (*t["x"][:-1], 4), "b": (*t["x"][:-1], 4), "cos": t["cos"], "sin": t["sin"]} for t in _rotary(4)
+_ROTARY_PARTS_TRIALS: tuple[TrialSizes, ...] = tuple(
+    {"a": (*t["x"][:-1], 4), "b": (*t["x"][:-1], 4), "cos": t["cos"], "sin": t["sin"]}
+    for t in _rotary_trials(4)
 )
 
 SPELLINGS = (
@@ -72,29 +75,29 @@ SPELLINGS = (
     ("cat(-high(x), low(x))", "rotate_half(x)"),
 )
 
-RULES = (
-    Rule(
+FUSION_RULES = (
+    FusionRule(
         "layer-norm", "(x - mean(x)) * rsqrt(mean(square(x - mean(x))) + eps) * weight + bias", "layer_norm(x, weight, bias, eps)",
-        "rsqrt", _ROWS,
+        "rsqrt", _NORM_TRIALS,
     ),
-    Rule(
+    FusionRule(
         "layer-norm", "(x - mean(x)) * rsqrt(mean(square(x - mean(x))) + eps) * weight", "layer_norm(x, weight, None, eps)",
-        "rsqrt", _ROWS,
+        "rsqrt", _NORM_TRIALS,
     ),
-    Rule("layer-norm", "(x - mean(x)) * rsqrt(mean(square(x - mean(x))) + eps)", "layer_norm(x, None, None, eps)", "rsqrt", _ROWS),
-    Rule("layer-norm", "layer_norm(x, weight, bias, eps)", "torch_layer_norm(x, weight, bias, eps)", "layer_norm", _ROWS),
-    Rule("rms-norm", "x * rsqrt(mean(square(x)) + eps) * weight", "rms_norm(x, weight, eps)", "rsqrt", _ROWS),
-    Rule("rms-norm", "x * rsqrt(mean(square(x)) + eps)", "rms_norm(x, None, eps)", "rsqrt", _ROWS),
-    Rule("rms-norm", "rms_norm(x, weight, eps)", "torch_rms_norm(x, weight, eps)", "rms_norm", _ROWS),
-    Rule("swiglu", "silu(gate) * up", "swiglu(gate, up)", "silu", _GATED),
-    Rule("geglu", "gelu_tanh(gate) * up", "geglu(gate, up, 'tanh')", "gelu_tanh", _GATED),
-    Rule("geglu", "gelu(gate) * up", "geglu(gate, up, 'none')", "gelu", _GATED),
-    Rule("rope", "x * cos + rotate_half(x) * sin", "rotate(x, cos, sin)", "rotate_half", _rotary(8)),
-    Rule(
+    FusionRule("layer-norm", "(x - mean(x)) * rsqrt(mean(square(x - mean(x))) + eps)", "layer_norm(x, None, None, eps)", "rsqrt", _NORM_TRIALS),
+    FusionRule("layer-norm", "layer_norm(x, weight, bias, eps)", "torch_layer_norm(x, weight, bias, eps)", "layer_norm", _NORM_TRIALS),
+    FusionRule("rms-norm", "x * rsqrt(mean(square(x)) + eps) * weight", "rms_norm(x, weight, eps)", "rsqrt", _NORM_TRIALS),
+    FusionRule("rms-norm", "x * rsqrt(mean(square(x)) + eps)", "rms_norm(x, None, eps)", "rsqrt", _NORM_TRIALS),
+    FusionRule("rms-norm", "rms_norm(x, weight, eps)", "torch_rms_norm(x, weight, eps)", "rms_norm", _NORM_TRIALS),
+    FusionRule("swiglu", "silu(gate) * up", "swiglu(gate, up)", "silu", _GATED_TRIALS),
+    FusionRule("geglu", "gelu_tanh(gate) * up", "geglu(gate, up, 'tanh')", "gelu_tanh", _GATED_TRIALS),
+    FusionRule("geglu", "gelu(gate) * up", "geglu(gate, up, 'none')", "gelu", _GATED_TRIALS),
+    FusionRule("rope", "x * cos + rotate_half(x) * sin", "rotate(x, cos, sin)", "rotate_half", _rotary_trials(8)),
+    FusionRule(
         "rope", "cat(low(x) * cos - high(x) * sin, high(x) * cos + low(x) * sin)", "rotate(x, twice(cos), twice(sin))",
-        "high", _rotary(4),
+        "high", _rotary_trials(4),
     ),
-    Rule("rope", "cat(a * cos - b * sin, b * cos + a * sin)", "rotate_parts(a, b, cos, sin)", "cat", _PARTS),
+    FusionRule("rope", "cat(a * cos - b * sin, b * cos + a * sin)", "rotate_parts(a, b, cos, sin)", "cat", _ROTARY_PARTS_TRIALS),
 )  # fmt: skip
 
-NAMES = tuple(dict.fromkeys(rule.name for rule in RULES))
+RULE_NAMES = tuple(dict.fromkeys(rule.name for rule in FUSION_RULES))

@@ -15,81 +15,85 @@ from torch import fx
 
 Atom = float | str | None
 
-_CASTS = frozenset({"to", "float", "half", "bfloat16", "double", "type_as", "type"})
-_PLAIN = {
+_CAST_METHODS = frozenset({"to", "float", "half", "bfloat16", "double", "type_as", "type"})
+_ELEMENTWISE_OPS = {
     "mul": "mul", "multiply": "mul", "add": "add", "sub": "sub", "subtract": "sub", "truediv": "div", "div": "div", "neg": "neg",
     "pow": "pow", "square": "square", "sqrt": "sqrt", "rsqrt": "rsqrt", "tanh": "tanh", "erf": "erf", "sigmoid": "sigmoid", "silu": "silu",
 }  # fmt: skip
-COMMUTATIVE = frozenset({"mul", "add"})
+COMMUTATIVE_OPS = frozenset({"mul", "add"})
 
 
 @dataclass(eq=False)
-class Expr:
+class GraphExpr:
     """An operation on expressions and atoms; `node` computes it. Leaves are operations "node" and
     "parameter"."""
 
     op: str
-    args: tuple[Expr | Atom, ...]
+    args: tuple[GraphExpr | Atom, ...]
     node: fx.Node
 
-    def walk(self) -> Iterator[Expr]:
+    def walk_expressions(self) -> Iterator[GraphExpr]:
         """This expression and all inside it; shared ones each time."""
         yield self
         for arg in self.args:
-            if isinstance(arg, Expr):
-                yield from arg.walk()
+            if isinstance(arg, GraphExpr):
+                yield from arg.walk_expressions()
 
 
 @dataclass
-class Algebra:
+class GraphAlgebra:
     """The expressions of one graph. `rewrite` turns a new expression into the one that stands for it
     (spellings)."""
 
-    rewrite: Callable[[Algebra, Expr], Expr] = lambda _, e: e
-    of: dict[fx.Node, Expr] = field(default_factory=dict[fx.Node, Expr])
-    _made: dict[Any, Expr] = field(default_factory=dict[Any, Expr])
+    canonicalize: Callable[[GraphAlgebra, GraphExpr], GraphExpr] = lambda _, e: e
+    expression_by_node: dict[fx.Node, GraphExpr] = field(default_factory=dict[fx.Node, GraphExpr])
+    _interned: dict[Any, GraphExpr] = field(default_factory=dict[Any, GraphExpr])
 
-    def read(self, graph: fx.Graph) -> None:
+    def read_graph(self, graph: fx.Graph) -> None:
         """Give every node of a graph its expression."""
         for node in graph.nodes:
             if node.op != "output":
-                self.of[node] = self._read(node)
+                self.expression_by_node[node] = self._read_node(node)
 
-    def make(self, op: str, args: tuple[Expr | Atom, ...], node: fx.Node) -> Expr:
+    def make_expression(self, op: str, args: tuple[GraphExpr | Atom, ...], node: fx.Node) -> GraphExpr:
         """The expression for an operation; `node` is what computes it if it is new."""
-        key = op, tuple(id(a) if isinstance(a, Expr) else ("atom", a) for a in args)
-        if key not in self._made:
-            new = Expr(op, args, node)
-            self._made[key] = new
-            self._made[key] = self.rewrite(self, new)
-        return self._made[key]
+        key = op, tuple(id(a) if isinstance(a, GraphExpr) else ("atom", a) for a in args)
+        if key not in self._interned:
+            new = GraphExpr(op, args, node)
+            self._interned[key] = new
+            self._interned[key] = self.canonicalize(self, new)
+        return self._interned[key]
 
     def is_cast(self, node: fx.Node) -> bool:
         """Whether a node only changes the dtype of its first argument."""
-        return node.op == "call_method" and node.target in _CASTS and bool(node.args)
+        return node.op == "call_method" and node.target in _CAST_METHODS and bool(node.args)
 
-    def _read(self, node: fx.Node) -> Expr:
+    def _read_node(self, node: fx.Node) -> GraphExpr:
         if node.op == "get_attr":
-            return self.make("parameter", (str(node.target),), node)
+            return self.make_expression("parameter", (str(node.target),), node)
         if self.is_cast(node):
-            return self.of[node.args[0]]  # pyright: ignore[reportArgumentType]
-        name = name_of(node)
-        if name in _PLAIN and len(node.args) in (1, 2) and set(node.kwargs) <= {"exponent"}:
-            args = tuple(self._argument(a) for a in (*node.args, *node.kwargs.values()))
+            return self.expression_by_node[node.args[0]]  # pyright: ignore[reportArgumentType]
+        name = called_name(node)
+        if name in _ELEMENTWISE_OPS and len(node.args) in (1, 2) and set(node.kwargs) <= {"exponent"}:
+            args = tuple(self._read_argument(a) for a in (*node.args, *node.kwargs.values()))
             if _OPAQUE not in args:
-                return self.make(_PLAIN[name], args, node)
+                return self.make_expression(_ELEMENTWISE_OPS[name], args, node)
         reader = _READERS.get(name)
         found = reader(self, node) if reader is not None else None
-        return self.make("node", (node.name,), node) if found is None else self.make(*found, node)
+        return (
+            self.make_expression("node", (node.name,), node)
+            if found is None
+            else self.make_expression(*found, node)
+        )
 
-    def _argument(self, value: Any) -> Expr | Atom:
+    def _read_argument(self, value: Any) -> GraphExpr | Atom:
         if isinstance(value, fx.Node):
-            return self.of[value]
+            return self.expression_by_node[value]
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
             return value
         return _OPAQUE
 
-    def given(self, node: fx.Node, *names: str) -> list[Any] | None:
+    def bind_arguments(self, node: fx.Node, *names: str) -> list[Any] | None:
         """The arguments of a call by position or name (None where they are left out); None if there are
         others."""
         if len(node.args) > len(names) or not set(node.kwargs) <= set(names):
@@ -97,28 +101,28 @@ class Algebra:
         found = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         return [found.get(n) for n in names]
 
-    def argument(self, value: Any) -> Expr | Atom:
+    def read_argument(self, value: Any) -> GraphExpr | Atom:
         """The expression or atom of a node's argument."""
-        return self._argument(value)
+        return self._read_argument(value)
 
 
 _OPAQUE = "\0opaque"
-Read = tuple[str, tuple[Expr | Atom, ...]] | None
+ReadResult = tuple[str, tuple[GraphExpr | Atom, ...]] | None
 
 
-def name_of(node: fx.Node) -> str:
+def called_name(node: fx.Node) -> str:
     """The short name of what a node calls: `silu`, `mean`, `getitem`."""
     if node.op == "call_method":
         return str(node.target)
     return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
 
 
-def _is_last(value: Any) -> bool:
+def _is_last_dim(value: Any) -> bool:
     return value == -1 or (isinstance(value, list | tuple) and list(value) == [-1])
 
 
-def _reduction(op: str) -> Callable[[Algebra, fx.Node], Read]:
-    def read(algebra: Algebra, node: fx.Node) -> Read:
+def _reduction_reader(op: str) -> Callable[[GraphAlgebra, fx.Node], ReadResult]:
+    def read(algebra: GraphAlgebra, node: fx.Node) -> ReadResult:
         """Over the last dim, which is kept; a variance without Bessel's correction."""
         known = {"var": ("input", "dim", "unbiased", "keepdim"), "mean": ("input", "dim", "keepdim")}[op]
         extra = node.kwargs.get("correction") if op == "var" else None
@@ -128,41 +132,41 @@ def _reduction(op: str) -> Callable[[Algebra, fx.Node], Read]:
         given = dict(zip(known, node.args, strict=False)) | trimmed
         biased = op == "mean" or given.get("unbiased") is False or extra == 0
         return (
-            (op, (algebra.argument(given["input"]),))
-            if _is_last(given.get("dim")) and given.get("keepdim") is True and biased
+            (op, (algebra.read_argument(given["input"]),))
+            if _is_last_dim(given.get("dim")) and given.get("keepdim") is True and biased
             else None
         )
 
     return read
 
 
-def _gelu(algebra: Algebra, node: fx.Node) -> Read:
-    given = algebra.given(node, "input", "approximate")
+def _read_gelu(algebra: GraphAlgebra, node: fx.Node) -> ReadResult:
+    given = algebra.bind_arguments(node, "input", "approximate")
     if given is None or given[1] not in (None, "none", "tanh"):
         return None
-    return "gelu_tanh" if given[1] == "tanh" else "gelu", (algebra.argument(given[0]),)
+    return "gelu_tanh" if given[1] == "tanh" else "gelu", (algebra.read_argument(given[0]),)
 
 
-def _silu(algebra: Algebra, node: fx.Node) -> Read:
-    given = algebra.given(node, "input", "inplace")
-    return None if given is None or given[1] else ("silu", (algebra.argument(given[0]),))
+def _read_silu(algebra: GraphAlgebra, node: fx.Node) -> ReadResult:
+    given = algebra.bind_arguments(node, "input", "inplace")
+    return None if given is None or given[1] else ("silu", (algebra.read_argument(given[0]),))
 
 
-def _norm(op: str) -> Callable[[Algebra, fx.Node], Read]:
-    def read(algebra: Algebra, node: fx.Node) -> Read:
+def _norm_reader(op: str) -> Callable[[GraphAlgebra, fx.Node], ReadResult]:
+    def read(algebra: GraphAlgebra, node: fx.Node) -> ReadResult:
         """torch's own norm over one dim; its eps must be given."""
         names = (
             ("input", "shape", "weight", "bias", "eps")
             if op == "layer_norm"
             else ("input", "shape", "weight", "eps")
         )
-        given = algebra.given(
+        given = algebra.bind_arguments(
             node, *names, *(("normalized_shape",) if "normalized_shape" in node.kwargs else ())
         )
         if given is None:
             return None
         shape = node.kwargs.get("normalized_shape", given[1])
-        args = [algebra.argument(v) for v in (given[0], *given[2 : len(names)])]
+        args = [algebra.read_argument(v) for v in (given[0], *given[2 : len(names)])]
         return (
             (op, tuple(args))
             if isinstance(shape, list | tuple) and len(shape) == 1 and args[-1] is not None
@@ -172,25 +176,25 @@ def _norm(op: str) -> Callable[[Algebra, fx.Node], Read]:
     return read
 
 
-def _cat(algebra: Algebra, node: fx.Node) -> Read:
+def _read_cat(algebra: GraphAlgebra, node: fx.Node) -> ReadResult:
     """Two tensors side by side along the last dim."""
-    given = algebra.given(node, "tensors", "dim")
+    given = algebra.bind_arguments(node, "tensors", "dim")
     if given is None or not isinstance(given[0], list | tuple) or len(given[0]) != 2 or given[1] != -1:
         return None
-    return "cat", tuple(algebra.argument(t) for t in given[0])
+    return "cat", tuple(algebra.read_argument(t) for t in given[0])
 
 
-def _getitem(algebra: Algebra, node: fx.Node) -> Read:
+def _read_half(algebra: GraphAlgebra, node: fx.Node) -> ReadResult:
     """The halves of the last dim: by slices or by chunks."""
     source, index = node.args
     if not isinstance(source, fx.Node):
         return None
-    if isinstance(index, int) and index in (0, 1) and name_of(source) == "chunk":
-        given = algebra.given(source, "input", "chunks", "dim")
+    if isinstance(index, int) and index in (0, 1) and called_name(source) == "chunk":
+        given = algebra.bind_arguments(source, "input", "chunks", "dim")
         return (
             None
             if given is None or given[1:] != [2, -1]
-            else ("high" if index else "low", (algebra.argument(given[0]),))
+            else ("high" if index else "low", (algebra.read_argument(given[0]),))
         )
     if (
         isinstance(index, tuple)
@@ -200,27 +204,27 @@ def _getitem(algebra: Algebra, node: fx.Node) -> Read:
         and index[1].step is None
     ):
         start, stop = index[1].start, index[1].stop
-        if start is None and _is_half(stop, source):
-            return "low", (algebra.argument(source),)
-        if stop is None and _is_half(start, source):
-            return "high", (algebra.argument(source),)
+        if start is None and _is_half_width(stop, source):
+            return "low", (algebra.read_argument(source),)
+        if stop is None and _is_half_width(start, source):
+            return "high", (algebra.read_argument(source),)
     return None
 
 
-def _is_half(value: Any, of: fx.Node) -> bool:
+def _is_half_width(value: Any, of: fx.Node) -> bool:
     """Whether a value is `of.shape[-1] // 2`."""
-    if not isinstance(value, fx.Node) or name_of(value) != "floordiv" or value.args[1] != 2:
+    if not isinstance(value, fx.Node) or called_name(value) != "floordiv" or value.args[1] != 2:
         return False
     width = value.args[0]
     if not isinstance(width, fx.Node):
         return False
-    if name_of(width) == "size":
+    if called_name(width) == "size":
         return width.args == (of, -1)
-    shape = width.args[0] if name_of(width) == "getitem" and width.args[1] == -1 else None
-    return isinstance(shape, fx.Node) and name_of(shape) == "getattr" and shape.args == (of, "shape")
+    shape = width.args[0] if called_name(width) == "getitem" and width.args[1] == -1 else None
+    return isinstance(shape, fx.Node) and called_name(shape) == "getattr" and shape.args == (of, "shape")
 
 
-_READERS: dict[str, Callable[[Algebra, fx.Node], Read]] = {
-    "mean": _reduction("mean"), "var": _reduction("var"), "gelu": _gelu, "silu": _silu, "layer_norm": _norm("layer_norm"),
-    "rms_norm": _norm("rms_norm"), "cat": _cat, "concat": _cat, "concatenate": _cat, "getitem": _getitem,
+_READERS: dict[str, Callable[[GraphAlgebra, fx.Node], ReadResult]] = {
+    "mean": _reduction_reader("mean"), "var": _reduction_reader("var"), "gelu": _read_gelu, "silu": _read_silu, "layer_norm": _norm_reader("layer_norm"),
+    "rms_norm": _norm_reader("rms_norm"), "cat": _read_cat, "concat": _read_cat, "concatenate": _read_cat, "getitem": _read_half,
 }  # fmt: skip

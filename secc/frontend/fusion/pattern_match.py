@@ -13,8 +13,8 @@ from functools import cache
 
 from torch import fx
 
-from secc.frontend.fusion.fusion_rules import NUMBERS, PARAMETERS, SPELLINGS
-from secc.frontend.fusion.graph_algebra import COMMUTATIVE, Algebra, Atom, Expr
+from secc.frontend.fusion.fusion_rules import NUMBER_NAMES, PARAMETER_NAMES, SPELLINGS
+from secc.frontend.fusion.graph_algebra import COMMUTATIVE_OPS, Atom, GraphAlgebra, GraphExpr
 
 _OPERATORS: Mapping[type[ast.operator], str] = {
     ast.Add: "add",
@@ -22,46 +22,46 @@ _OPERATORS: Mapping[type[ast.operator], str] = {
     ast.Mult: "mul",
     ast.Div: "div",
 }
-_CLOSE = 1e-5  # relative: codes write constants with seven digits or more
+_CONSTANT_TOLERANCE = 1e-5  # relative: codes write constants with seven digits or more
 
 
 @dataclass(frozen=True)
-class Op:
+class PatternCall:
     """A pattern's operation."""
 
     name: str
-    args: tuple[Op | Name | float | str | None, ...]
+    args: tuple[PatternCall | PatternVariable | float | str | None, ...]
 
 
 @dataclass(frozen=True)
-class Name:
+class PatternVariable:
     """A pattern's variable."""
 
     text: str
 
 
-Pattern = Op | Name | float | str | None
-Bound = dict[str, Expr | Atom]
+PatternExpr = PatternCall | PatternVariable | float | str | None
+Bindings = dict[str, GraphExpr | Atom]
 
 
 @cache
-def parse(text: str) -> Pattern:
+def parse_pattern(text: str) -> PatternExpr:
     """A pattern from its text."""
-    return _pattern(ast.parse(text, mode="eval").body)
+    return _parse_node(ast.parse(text, mode="eval").body)
 
 
-def _pattern(node: ast.expr) -> Pattern:
+def _parse_node(node: ast.expr) -> PatternExpr:
     match node:
         case ast.BinOp():
-            return Op(_OPERATORS[type(node.op)], (_pattern(node.left), _pattern(node.right)))
+            return PatternCall(_OPERATORS[type(node.op)], (_parse_node(node.left), _parse_node(node.right)))
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -float(value)
         case ast.UnaryOp(op=ast.USub()):
-            return Op("neg", (_pattern(node.operand),))
+            return PatternCall("neg", (_parse_node(node.operand),))
         case ast.Call(func=ast.Name(id=name)):
-            return Op(name, tuple(_pattern(a) for a in node.args))
+            return PatternCall(name, tuple(_parse_node(a) for a in node.args))
         case ast.Name(id=name):
-            return Name(name)
+            return PatternVariable(name)
         case ast.Constant(value=None | str() | int() | float() as value):
             return float(value) if isinstance(value, int) else value
         case _:
@@ -69,10 +69,10 @@ def _pattern(node: ast.expr) -> Pattern:
 
 
 @dataclass
-class Attempt:
+class MatchAttempt:
     """A try to match: `steps` operations matched before it failed because of `reason` at `node`."""
 
-    steps: int = 0
+    matched_steps: int = 0
     reason: str = ""
     node: fx.Node | None = None
     _count: int = field(default=0, repr=False)
@@ -81,76 +81,96 @@ class Attempt:
         """Begin at another expression."""
         self._count = 0
 
-    def matched(self) -> None:
+    def count_step(self) -> None:
         self._count += 1
 
-    def failed(self, reason: str, node: fx.Node | None) -> None:
+    def record_failure(self, reason: str, node: fx.Node | None) -> None:
         """Keep the failure that got furthest."""
-        if self._count > self.steps:
-            self.steps, self.reason, self.node = self._count, reason, node
+        if self._count > self.matched_steps:
+            self.matched_steps, self.reason, self.node = self._count, reason, node
 
 
-def match(pattern: Pattern, value: Expr | Atom, attempt: Attempt | None = None) -> Bound | None:
+def match_pattern(
+    pattern: PatternExpr, value: GraphExpr | Atom, attempt: MatchAttempt | None = None
+) -> Bindings | None:
     """What the pattern's names stand for in `value`, or None."""
-    return _match(pattern, value, {}, attempt or Attempt())
+    return _match_node(pattern, value, {}, attempt or MatchAttempt())
 
 
-def _match(pattern: Pattern, value: Expr | Atom, bound: Bound, attempt: Attempt) -> Bound | None:
+def _match_node(
+    pattern: PatternExpr, value: GraphExpr | Atom, bound: Bindings, attempt: MatchAttempt
+) -> Bindings | None:
     match pattern:
-        case Name():
-            return _bind(pattern.text, value, bound, attempt)
-        case Op():
+        case PatternVariable():
+            return _bind_variable(pattern.text, value, bound, attempt)
+        case PatternCall():
             if (
-                not isinstance(value, Expr)
+                not isinstance(value, GraphExpr)
                 or value.op != pattern.name
                 or len(value.args) != len(pattern.args)
             ):
-                found = f"{_shown(value)} stands where {pattern.name}(…) is expected"
-                attempt.failed(found, value.node if isinstance(value, Expr) else None)
+                found = f"{_format_value(value)} stands where {pattern.name}(…) is expected"
+                attempt.record_failure(found, value.node if isinstance(value, GraphExpr) else None)
                 return None
-            attempt.matched()
+            attempt.count_step()
             return _match_args(pattern, value, bound, attempt)
         case _:
-            return bound if _same(pattern, value) else None
+            return bound if _is_same_constant(pattern, value) else None
 
 
-def _match_args(pattern: Op, value: Expr, bound: Bound, attempt: Attempt) -> Bound | None:
-    orders = [value.args, value.args[::-1]] if value.op in COMMUTATIVE else [value.args]
+def _match_args(
+    pattern: PatternCall, value: GraphExpr, bound: Bindings, attempt: MatchAttempt
+) -> Bindings | None:
+    orders = [value.args, value.args[::-1]] if value.op in COMMUTATIVE_OPS else [value.args]
     for args in orders:
-        found: Bound | None = bound
+        found: Bindings | None = bound
         for p, v in zip(pattern.args, args, strict=True):
-            found = None if found is None else _match(p, v, found, attempt)
+            found = None if found is None else _match_node(p, v, found, attempt)
         if found is not None:
             return found
     return None
 
 
-def _bind(name: str, value: Expr | Atom, bound: Bound, attempt: Attempt) -> Bound | None:
-    node = value.node if isinstance(value, Expr) else None
+def _bind_variable(
+    name: str, value: GraphExpr | Atom, bound: Bindings, attempt: MatchAttempt
+) -> Bindings | None:
+    node = value.node if isinstance(value, GraphExpr) else None
     if name in bound:
-        if bound[name] is value or (not isinstance(value, Expr) and _same(bound[name], value)):
+        if bound[name] is value or (
+            not isinstance(value, GraphExpr) and _is_same_constant(bound[name], value)
+        ):
             return bound
-        attempt.failed(f"{_shown(value)} stands where {_shown(bound[name])} is expected again", node)
+        attempt.record_failure(
+            f"{_format_value(value)} stands where {_format_value(bound[name])} is expected again", node
+        )
         return None
-    if name in NUMBERS and isinstance(value, Expr):
-        attempt.failed(f"{name} is {_shown(value)}, not a number", node)
+    if name in NUMBER_NAMES and isinstance(value, GraphExpr):
+        attempt.record_failure(f"{name} is {_format_value(value)}, not a number", node)
         return None
-    if name not in NUMBERS and not isinstance(value, Expr) and not (name in PARAMETERS and value is None):
+    if (
+        name not in NUMBER_NAMES
+        and not isinstance(value, GraphExpr)
+        and not (name in PARAMETER_NAMES and value is None)
+    ):
         return None
-    if name in PARAMETERS and isinstance(value, Expr) and any(e.op == "node" for e in value.walk()):
-        attempt.failed(f"{name} is {_shown(value)}, which is no parameter", node)
+    if (
+        name in PARAMETER_NAMES
+        and isinstance(value, GraphExpr)
+        and any(e.op == "node" for e in value.walk_expressions())
+    ):
+        attempt.record_failure(f"{name} is {_format_value(value)}, which is no parameter", node)
         return None
     return bound | {name: value}
 
 
-def _same(a: object, b: object) -> bool:
+def _is_same_constant(a: object, b: object) -> bool:
     if isinstance(a, int | float) and isinstance(b, int | float):
-        return abs(a - b) <= _CLOSE * abs(a)
+        return abs(a - b) <= _CONSTANT_TOLERANCE * abs(a)
     return type(a) is type(b) and a == b
 
 
-def _shown(value: object) -> str:
-    if not isinstance(value, Expr):
+def _format_value(value: object) -> str:
+    if not isinstance(value, GraphExpr):
         return repr(value)
     return (
         f"`{value.node.name}`"
@@ -161,29 +181,31 @@ def _shown(value: object) -> str:
     )
 
 
-def build(algebra: Algebra, pattern: Pattern, bound: Bound, node: fx.Node) -> Expr | Atom:
+def build_expression(
+    algebra: GraphAlgebra, pattern: PatternExpr, bound: Bindings, node: fx.Node
+) -> GraphExpr | Atom:
     """The expression that a spelling's right side stands for."""
     match pattern:
-        case Op():
-            return algebra.make(
-                pattern.name, tuple(build(algebra, a, bound, node) for a in pattern.args), node
+        case PatternCall():
+            return algebra.make_expression(
+                pattern.name, tuple(build_expression(algebra, a, bound, node) for a in pattern.args), node
             )
-        case Name():
+        case PatternVariable():
             return bound[pattern.text]
         case _:
             return pattern
 
 
-def canonical(algebra: Algebra, value: Expr) -> Expr:
+def canonicalize_spelling(algebra: GraphAlgebra, value: GraphExpr) -> GraphExpr:
     """The expression that stands for `value` by the spellings."""
     for left, right in SPELLINGS:
-        pattern = parse(left)
+        pattern = parse_pattern(left)
         if (
-            isinstance(pattern, Op)
+            isinstance(pattern, PatternCall)
             and pattern.name == value.op
-            and (bound := match(pattern, value)) is not None
+            and (bound := match_pattern(pattern, value)) is not None
         ):
-            found = build(algebra, parse(right), bound, value.node)
-            assert isinstance(found, Expr)
+            found = build_expression(algebra, parse_pattern(right), bound, value.node)
+            assert isinstance(found, GraphExpr)
             return found
     return value

@@ -8,21 +8,21 @@ import re
 
 from torch import fx
 
-from secc.frontend.fusion.site_trace import Refused
+from secc.frontend.fusion.site_trace import SiteRefused
 from secc.runtime.fusion import operators
 
-_OPERATOR = re.compile(rf"\bsecc_runtime_\w+?_(?=(?:{'|'.join(operators.__all__)})\b)")
-_KNOWN = frozenset({"torch", "device", "inf", "nan", "NoneType"})
+_OPERATOR_PREFIX = re.compile(rf"\bsecc_runtime_\w+?_(?=(?:{'|'.join(operators.__all__)})\b)")
+_KNOWN_GLOBALS = frozenset({"torch", "device", "inf", "nan", "NoneType"})
 
 
-def source(graph: fx.Graph, name: str, method: bool, first: int) -> tuple[list[str], list[int]]:
+def write_source(graph: fx.Graph, name: str, method: bool, first: int) -> tuple[list[str], list[int]]:
     """The lines of a function `name` that computes `graph`, with `self` first for a method, and for each the
     user's line.
 
     Raises Refused for what text cannot name.
     """
     made = graph.python_code("self")
-    text = _OPERATOR.sub("fused.", re.sub(r";  \w+(?: = \w+)* = None.*$", "", made.src, flags=re.M))
+    text = _OPERATOR_PREFIX.sub("fused.", re.sub(r";  \w+(?: = \w+)* = None.*$", "", made.src, flags=re.M))
     lines = {node.name: node.meta.get("line", first) for node in graph.nodes}
     function = ast.parse(text.strip()).body[-1]
     assert isinstance(function, ast.FunctionDef)
@@ -32,16 +32,16 @@ def source(graph: fx.Graph, name: str, method: bool, first: int) -> tuple[list[s
         function.args.args = function.args.args[1:]
     body = [s for s in function.body if not isinstance(s, ast.AnnAssign)]
     used = {n.id for s in body for n in ast.walk(s) if isinstance(n, ast.Name)}
-    strange = sorted(n for n in used & made.globals.keys() if n not in _KNOWN)
+    strange = sorted(n for n in used & made.globals.keys() if n not in _KNOWN_GLOBALS)
     if strange:
-        raise Refused(f"it uses {strange[0]}, which a plan cannot name")
+        raise SiteRefused(f"it uses {strange[0]}, which a plan cannot name")
     head = ast.unparse(ast.FunctionDef(name, function.args, [ast.Pass()], [], lineno=0)).splitlines()[0]
     code = [head] + [f"    {ast.unparse(statement)}" for statement in body]
-    places = [first] + [_line(statement, lines, graph, first) for statement in body]
+    places = [first] + [_user_line(statement, lines, graph, first) for statement in body]
     return code, places
 
 
-def _line(statement: ast.stmt, lines: dict[str, int], graph: fx.Graph, first: int) -> int:
+def _user_line(statement: ast.stmt, lines: dict[str, int], graph: fx.Graph, first: int) -> int:
     """The user's line of a statement: that of the node whose name it assigns; of the return, that of what it
     returns."""
     if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from secc.runtime.model.source_lines import is_internal, short_place
+from secc.runtime.model.source_lines import format_source_line, is_internal_file
 
-_RANDOM = ("Dropout", "RReLU")
+_RANDOM_CLASSES = ("Dropout", "RReLU")
 
 
-class Refused(Exception):
+class SiteRefused(Exception):
     """A site that cannot be traced or rewritten, and why."""
 
 
-class _Known(fx.Proxy):
+class _ParameterProxy(fx.Proxy):
     """A parameter: its dtype and shape are what they are."""
 
     def __init__(self, node: fx.Node, tracer: fx.Tracer, tensor: torch.Tensor) -> None:
@@ -47,12 +47,16 @@ class _Known(fx.Proxy):
         return self._tensor.ndim
 
 
-class _Tracer(fx.Tracer):
+class _SiteTracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self, code: CodeType, method: str, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self._file, self._first, self.traced_func_name = code.co_filename, code.co_firstlineno, method
+        self._file, self._first_line_number, self.traced_func_name = (
+            code.co_filename,
+            code.co_firstlineno,
+            method,
+        )
         self._tensors = tensors
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -60,25 +64,25 @@ class _Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         if node.op == "get_attr":
-            return _Known(node, self, self._tensors[str(node.target)])
+            return _ParameterProxy(node, self, self._tensors[str(node.target)])
         return super().proxy(node)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """With the line of the site's own file that asks for the node."""
         node = super().create_node(*args, **kwargs)
-        node.meta["line"] = self._line()
+        node.meta["line"] = self._current_line()
         return node
 
-    def _line(self) -> int:
+    def _current_line(self) -> int:
         frame = inspect.currentframe()
         while frame is not None:
             if frame.f_code.co_filename == self._file:
                 return frame.f_lineno
             frame = frame.f_back
-        return self._first
+        return self._first_line_number
 
 
-def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by every name that they have."""
     return dict(
         [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -87,7 +91,7 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _is_activation(module: nn.Module) -> bool:
     """Whether a module is a function of its input: nothing inside it, no hooks, nothing random."""
-    if type(module).__name__.startswith(_RANDOM) or has_hooks(module):
+    if type(module).__name__.startswith(_RANDOM_CLASSES) or has_hooks(module):
         return False
     return not (module._parameters or module._buffers or module._modules)  # pyright: ignore[reportPrivateUsage]
 
@@ -100,7 +104,7 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def code_of(function: Any) -> CodeType | None:
+def plain_code(function: Any) -> CodeType | None:
     """The code of a plain Python function, None for anything else, also for a decorated one."""
     function = getattr(function, "__func__", function)
     return (
@@ -117,25 +121,25 @@ def trace_method(module: nn.Module, method: str, reads: set[str]) -> fx.Graph:
     The names of the module's attributes that it looks up go to `reads`.
     """
     function = getattr(type(module), method)
-    code = code_of(function)
+    code = plain_code(function)
     reads.add(method)
     if code is None or method in vars(module):
-        raise Refused(f"its {method} is wrapped or replaced, so its own code does not show what runs")
+        raise SiteRefused(f"its {method} is wrapped or replaced, so its own code does not show what runs")
     _check_code(code)
-    twin = _watched(module, reads)
+    twin = _watch_reads(module, reads)
     before = dict(vars(twin))
-    graph = _traced(function, twin, _Tracer(code, method, tensors_of(module)))
+    graph = _trace_with_defaults(function, twin, _SiteTracer(code, method, named_tensors(module)))
     if any(vars(twin).get(k) is not v for k, v in before.items()) or len(before) != len(vars(twin)):
-        raise Refused(f"its {method} writes attributes of the module")
+        raise SiteRefused(f"its {method} writes attributes of the module")
     return graph
 
 
-def _watched(module: nn.Module, reads: set[str]) -> nn.Module:
+def _watch_reads(module: nn.Module, reads: set[str]) -> nn.Module:
     """A copy that shares everything, tells what is read of it, and refuses to say whether it trains: that may
     change after the trace."""
 
     def training(self: nn.Module) -> bool:
-        raise Refused("it reads self.training, which may change")
+        raise SiteRefused("it reads self.training, which may change")
 
     def looked_up(self: nn.Module, name: str) -> Any:
         if name != "__dict__" or not _asked_by_torch():  # torch.fx goes through it for tensors
@@ -153,25 +157,25 @@ def _asked_by_torch() -> bool:
     """Whether torch asks for what the caller looks up."""
     frame = inspect.currentframe()
     asking = frame and frame.f_back and frame.f_back.f_back
-    return asking is not None and is_internal(asking.f_code.co_filename)
+    return asking is not None and is_internal_file(asking.f_code.co_filename)
 
 
 def trace_function(function: FunctionType) -> fx.Graph:
     """The graph of a function of tensors. Raises Refused."""
-    code = code_of(function)
+    code = plain_code(function)
     if code is None:
-        raise Refused("it is wrapped")
+        raise SiteRefused("it is wrapped")
     _check_code(code)
-    return _traced(function, function, _Tracer(code, "forward", {}))
+    return _trace_with_defaults(function, function, _SiteTracer(code, "forward", {}))
 
 
-def _traced(function: Any, root: nn.Module | FunctionType, tracer: _Tracer) -> fx.Graph:
+def _trace_with_defaults(function: Any, root: nn.Module | FunctionType, tracer: _SiteTracer) -> fx.Graph:
     """Trace with flags (None, bool, text) at their defaults, and, where that does not work, with numbers at
     theirs too."""
     parameters = list(inspect.signature(function).parameters.values())[isinstance(root, nn.Module) :]
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
-        raise Refused("it takes any number of arguments")
+        raise SiteRefused("it takes any number of arguments")
     flags = {k: v for k, v in defaults.items() if v is None or isinstance(v, bool | str)}
     error: Exception | None = None
     for fixed in (flags, defaults) if flags != defaults else (flags,):
@@ -180,13 +184,13 @@ def _traced(function: Any, root: nn.Module | FunctionType, tracer: _Tracer) -> f
         except Exception as raised:  # whatever the user's code does with values that are not there
             error = error or raised
             continue
-        _drop(graph, fixed)
-        _check(graph)
+        _drop_fixed_arguments(graph, fixed)
+        _check_graph(graph)
         return graph
-    raise Refused(f"it cannot be traced: {_first_line(error)}")
+    raise SiteRefused(f"it cannot be traced: {_first_error_line(error)}")
 
 
-def _drop(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
+def _drop_fixed_arguments(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
     """Take out the arguments that are left at their defaults, the checks that torch.fx makes of them, and
     unused variable ones."""
     for node in reversed(list(graph.nodes)):
@@ -203,33 +207,33 @@ def _drop(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
             graph.erase_node(node)
 
 
-def _check(graph: fx.Graph) -> None:
+def _check_graph(graph: fx.Graph) -> None:
     for node in graph.nodes:
         name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
         if node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__"):
-            raise Refused(f"it changes a tensor in place ({name})")
+            raise SiteRefused(f"it changes a tensor in place ({name})")
         if node.op == "get_attr" and str(node.target).startswith("_tensor_constant"):
-            raise Refused("it uses a tensor that is neither a parameter nor a buffer")
+            raise SiteRefused("it uses a tensor that is neither a parameter nor a buffer")
         if node.op == "placeholder" and str(node.target).startswith("*"):
-            raise Refused("it takes any number of arguments")
+            raise SiteRefused("it takes any number of arguments")
 
 
 def _check_code(code: CodeType) -> None:
     """A trace would turn `x *= y` into a new tensor, where the user's code writes to the old one."""
     for i in dis.get_instructions(code):
         if i.opname in ("STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR"):
-            raise Refused(f"it writes to {i.argrepr or 'a container'}")
+            raise SiteRefused(f"it writes to {i.argrepr or 'a container'}")
         if i.opname == "BINARY_OP" and i.argrepr.endswith("="):
-            raise Refused(f"it changes a tensor in place ({i.argrepr})")
+            raise SiteRefused(f"it changes a tensor in place ({i.argrepr})")
 
 
-def _first_line(error: Exception | None) -> str:
+def _first_error_line(error: Exception | None) -> str:
     text = str(error).strip().splitlines()
     return text[0] if text else type(error).__name__
 
 
-def place_of(code: CodeType, node: fx.Node | None = None) -> str:
+def site_place(code: CodeType, node: fx.Node | None = None) -> str:
     """file:line of a site, or of a node in it."""
-    return short_place(
+    return format_source_line(
         code, node.meta.get("line", code.co_firstlineno) if node is not None else code.co_firstlineno
     )

@@ -18,138 +18,169 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from xdsl.dialects.builtin import ModuleOp
 
-from secc.cost.counting.example_arguments import Samples
-from secc.frontend.dataset.survey import Survey
-from secc.frontend.tp_search.call_collector import Observer, made_up, with_values
-from secc.frontend.tp_search.expert_cuts import ALIGNED, divides, find_experts, sizes_of
-from secc.frontend.tp_search.find_mapping import Call, Found, Way, find, shards
-from secc.frontend.tp_search.hf_tp_plan import columns
-from secc.frontend.tp_search.small_model_layers import SmallModel
-from secc.frontend.tp_search.verify_mapping import Verdict, Whole
-from secc.ir.analysis.dataflow import number_of, text_of
-from secc.ir.analysis.tp_layouts import cut_op
-from secc.ir.analysis.vocab_sharding import wide
-from secc.ir.dialect.ops import CallOp, GraphOp, TieOp, graph_of, strings, texts
-from secc.ir.dialect.readable_names import SETTINGS
-from secc.runtime.fusion.install import install
+from secc.cost.counting.example_arguments import CollatedSamples
+from secc.frontend.dataset.survey import DatasetSurvey
+from secc.frontend.tp_search.call_collector import CallCollector, materialize_argument, materialize_module
+from secc.frontend.tp_search.expert_cuts import (
+    ALIGNED_ENTRIES,
+    divides_experts,
+    expert_sizes,
+    find_expert_cuts,
+)
+from secc.frontend.tp_search.find_mapping import (
+    ExpertCut,
+    ModuleCall,
+    TpMapping,
+    find_mapping,
+    mapping_shards,
+)
+from secc.frontend.tp_search.hf_tp_plan import hf_column_parallel
+from secc.frontend.tp_search.small_model_layers import SmallModelLayers
+from secc.frontend.tp_search.verify_mapping import MappingVerdict, UnsplitModule
+from secc.ir.analysis.dataflow import get_number, get_string
+from secc.ir.analysis.tp_layouts import make_cut_op
+from secc.ir.analysis.vocab_sharding import is_wide
+from secc.ir.dialect.ops import CallOp, GraphOp, TieOp, graph_of, strings_attr, strings_of
+from secc.ir.dialect.readable_names import SETTINGS_ATTRIBUTE
+from secc.runtime.fusion.install import install_fused
 from secc.runtime.model.user_file import UserModel
-from secc.runtime.plan.schema import Rewrite, Shard, Style
-from secc.runtime.sections.recompute import units
-from secc.runtime.tensor_parallel.linear_modules import Linear, embedding, linear
+from secc.runtime.plan.schema import CodeRewrite, ModuleStyle, Shard
+from secc.runtime.sections.recompute import recompute_units
+from secc.runtime.tensor_parallel.linear_modules import LinearModule, as_embedding, as_linear
 
-LARGEST = 1 << 29  # entries of a module that is run here
-LARGE = 1 << 26  # entries of one in whose place one of the user's small model is run, if there is one
-MEDIUM = 1 << 22  # and of one that takes seconds, which is run itself where the small one does not show it
-SHARE = 8  # a wide linear map is a head if it has at least one in so many of its block's parameters
+MAX_RUN_ENTRIES = 1 << 29  # entries of a module that is run here
+LARGE_MODULE_ENTRIES = (
+    1 << 26
+)  # entries of one in whose place one of the user's small model is run, if there is one
+MEDIUM_MODULE_ENTRIES = (
+    1 << 22
+)  # and of one that takes seconds, which is run itself where the small one does not show it
+HEAD_SHARE_DIVISOR = (
+    8  # a wide linear map is a head if it has at least one in so many of its block's parameters
+)
 
 
-Fused = tuple[Sequence[Rewrite], str]
-OnPositions = tuple[list[Style], tuple[str, ...]]
+FusedOperators = tuple[Sequence[CodeRewrite], str]
+SequenceStyles = tuple[list[ModuleStyle], tuple[str, ...]]
 LayerKey = tuple[type[nn.Module], tuple[tuple[str, tuple[int, ...]], ...]]
-ANY = ["*"]  # linear map may be cut by outputs
+ANY_LINEAR = ["*"]  # linear map may be cut by outputs
 
 
 @dataclass
-class Cutting:
+class ModuleLayout:
     """How a module is cut, its paths counted from it."""
 
-    styles: list[Style] = field(default_factory=list[Style])
+    styles: list[ModuleStyle] = field(default_factory=list[ModuleStyle])
     shards: list[Shard] = field(default_factory=list[Shard])
-    partial: tuple[str, ...] = ()
-    whole: dict[str, str] = field(default_factory=dict[str, str])
-    positions: OnPositions = ([], ())  # styles with the sequence in parts, and what is partial then
+    partial_parameters: tuple[str, ...] = ()
+    unsplit_reasons: dict[str, str] = field(default_factory=dict[str, str])
+    sequence_styles: SequenceStyles = ([], ())  # styles with the sequence in parts, and what is partial then
 
 
 @dataclass(frozen=True)
-class Sought:
+class LayoutSearch:
     """Mappings of layers by path and count, and what they were shown with: fused operators, and whether norms
     work on positions."""
 
-    fused: Fused = ((), "")
-    sequence: bool = False
-    found: Mapping[tuple[str, int], Cutting] = field(default_factory=dict[tuple[str, int], Cutting])
+    fused: FusedOperators = ((), "")
+    sequence_norms: bool = False
+    layouts: Mapping[tuple[str, int], ModuleLayout] = field(
+        default_factory=dict[tuple[str, int], ModuleLayout]
+    )
 
 
-NOTHING = Sought()
+NO_LAYOUTS = LayoutSearch()
 
 
 @dataclass(frozen=True)
-class Subject:
+class SearchSubject:
     """What mappings are sought for: the user's model without weights (`meta`), and with them (`model`) if it
     fits here."""
 
     meta: nn.Module
     model: nn.Module | None
     user: UserModel
-    survey: Survey
-    samples: Samples
+    survey: DatasetSurvey
+    samples: CollatedSamples
 
 
-def annotate(module: ModuleOp, subject: Subject, fused: Fused, sought: Sought = NOTHING) -> bool:
+def annotate_layouts(
+    module: ModuleOp, subject: SearchSubject, fused: FusedOperators, sought: LayoutSearch = NO_LAYOUTS
+) -> bool:
     """Add the cuts of sections with a tp above 1; whether there are any such.
 
     `fused` has the fused operators that ranks will put into the model, and their code; `sought` what `seek`
     found for another graph of it.
     """
     graph = graph_of(module)
-    found = seek(module, subject, fused, sought).found
-    ties = [strings(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
-    wanted = _wanted(graph)
+    found = search_layouts(module, subject, fused, sought).layouts
+    ties = [strings_of(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
+    wanted = _blocks_with_tp(graph)
     for block, count in wanted:
-        for path, _ in layers_of(subject.meta, block):
-            _add(graph, block, path, count, found[path, count])
-        for path, cutting in _alone(subject.meta, block, ties, count):
-            _add(graph, block, path, count, cutting)
+        for path, _ in layers_to_split(subject.meta, block):
+            _add_layout_op(graph, block, path, count, found[path, count])
+        for path, cutting in _embedding_and_head_layouts(subject.meta, block, ties, count):
+            _add_layout_op(graph, block, path, count, cutting)
     return bool(wanted)
 
 
-def seek(module: ModuleOp, subject: Subject, fused: Fused, known: Sought = NOTHING) -> Sought:
+def search_layouts(
+    module: ModuleOp, subject: SearchSubject, fused: FusedOperators, known: LayoutSearch = NO_LAYOUTS
+) -> LayoutSearch:
     """Mappings of all layers in sections with a tp above 1. Those in `known` are taken if they were shown
     with the same operators."""
     graph, meta = graph_of(module), subject.meta
-    sequence = any(text_of(s, "norms") == "sequence" for s in graph.sections)
-    wanted = [(path, m, count) for block, count in _wanted(graph) for path, m in layers_of(meta, block)]
-    same = (known.fused, known.sequence) == (fused, sequence)
-    found = {(path, n): known.found[path, n] for path, _, n in wanted if same and (path, n) in known.found}
+    sequence = any(get_string(s, "norms") == "sequence" for s in graph.sections)
+    wanted = [
+        (path, m, count)
+        for block, count in _blocks_with_tp(graph)
+        for path, m in layers_to_split(meta, block)
+    ]
+    same = (known.fused, known.sequence_norms) == (fused, sequence)
+    found = {
+        (path, n): known.layouts[path, n] for path, _, n in wanted if same and (path, n) in known.layouts
+    }
     layers = {path: m for path, m, count in wanted if (path, count) not in found}
     if layers:
-        observer = Observer(
+        observer = CallCollector(
             {p: layers[p] for p in {layer_key(m): p for p, m in reversed(layers.items())}.values()}
         )
         if subject.model is not None:
-            observer.real(subject.model, subject.user, subject.survey)
-        observer.meta(graph, meta, subject.samples)
-        seeker = _Seeker(
-            meta, subject.model, observer, SmallModel(subject.user, subject.survey), fused, sequence
+            observer.run_model(subject.model, subject.user, subject.survey)
+        observer.run_blocks_on_meta(graph, meta, subject.samples)
+        seeker = _LayoutSearcher(
+            meta, subject.model, observer, SmallModelLayers(subject.user, subject.survey), fused, sequence
         )
-        found |= {(path, count): seeker.layer(path, count) for path, _, count in wanted if path in layers}
-    return Sought(fused, sequence, found)
+        found |= {
+            (path, count): seeker.find_layout(path, count) for path, _, count in wanted if path in layers
+        }
+    return LayoutSearch(fused, sequence, found)
 
 
-def _wanted(graph: GraphOp) -> list[tuple[str, int]]:
+def _blocks_with_tp(graph: GraphOp) -> list[tuple[str, int]]:
     """The blocks of sections with a tp above 1, and that."""
-    whole = changed(graph)
+    whole = blocks_with_settings(graph)
     return [
         (block, tp)
         for s in graph.sections
-        if (tp := int(number_of(s, "tp") or 1)) > 1
-        for block in strings(s.blocks)
+        if (tp := int(get_number(s, "tp") or 1)) > 1
+        for block in strings_of(s.blocks)
         if block not in whole
     ]
 
 
-def changed(graph: GraphOp) -> set[str]:
+def blocks_with_settings(graph: GraphOp) -> set[str]:
     """The blocks that forward sets otherwise for some call (an adapter switched off), for which nothing is
     shown."""
     calls = (op for case in graph.cases for op in case.ops if isinstance(op, CallOp))
-    return {call.target.data for call in calls if SETTINGS in call.attributes}
+    return {call.target.data for call in calls if SETTINGS_ATTRIBUTE in call.attributes}
 
 
-def layers_of(model: nn.Module, block: str) -> Iterator[tuple[str, nn.Module]]:
+def layers_to_split(model: nn.Module, block: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a block that are cut each by itself."""
     root = model.get_submodule(block)
     names = {m: n for n, m in root.named_modules(prefix=block, remove_duplicate=False)}
-    for unit in units(root):
+    for unit in recompute_units(root):
         yield names[unit], unit
 
 
@@ -158,22 +189,22 @@ def layer_key(layer: nn.Module) -> LayerKey:
     return type(layer), tuple((n, tuple(p.shape)) for n, p in layer.named_parameters(remove_duplicate=False))
 
 
-def bared(layer: nn.Module, call: Call) -> nn.Module:
+def strip_values(layer: nn.Module, call: ModuleCall) -> nn.Module:
     """A layer without values, if what it is called with has none."""
     bare = any(isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves(call))
     return copy.deepcopy(layer).to("meta") if bare else layer
 
 
-class _Seeker:
+class _LayoutSearcher:
     """Seeks and shows mappings; those of alike modules once."""
 
     def __init__(
         self,
         meta: nn.Module,
         model: nn.Module | None,
-        observer: Observer,
-        small: SmallModel,
-        fused: Fused,
+        observer: CallCollector,
+        small: SmallModelLayers,
+        fused: FusedOperators,
         sequence: bool,
     ) -> None:
         self.meta, self.source, self.observer, self.small, self.fused = (
@@ -183,143 +214,170 @@ class _Seeker:
             small,
             fused,
         )
-        self._known: dict[object, Cutting] = {}
+        self._layouts_by_kind: dict[object, ModuleLayout] = {}
         self.sequence = sequence
 
-    def layer(self, path: str, count: int) -> Cutting:
+    def find_layout(self, path: str, count: int) -> ModuleLayout:
         module = self.source.get_submodule(path)
         key = (layer_key(module), count)
-        if key not in self._known:
-            self._known[key] = self._sought(path, module, count)
-        return self._known[key]
+        if key not in self._layouts_by_kind:
+            self._layouts_by_kind[key] = self._search_layout(path, module, count)
+        return self._layouts_by_kind[key]
 
-    def _sought(self, path: str, module: nn.Module, count: int) -> Cutting:
-        size, experts = sum(p.numel() for p in module.parameters()), any(map(sizes_of, module.modules()))
+    def _search_layout(self, path: str, module: nn.Module, count: int) -> ModuleLayout:
+        size, experts = sum(p.numel() for p in module.parameters()), any(map(expert_sizes, module.modules()))
         like = (
-            self.small.like(module)
-            if size > (LARGE if experts else MEDIUM) and path in self.observer.calls
+            self.small.find_like(module)
+            if size > (LARGE_MODULE_ENTRIES if experts else MEDIUM_MODULE_ENTRIES)
+            and path in self.observer.calls
             else None
         )
-        if path not in self.observer.calls or (size > LARGEST and like is None):
+        if path not in self.observer.calls or (size > MAX_RUN_ENTRIES and like is None):
             why = (
                 "it was not called here"
-                if size <= LARGEST
+                if size <= MAX_RUN_ENTRIES
                 else "it is too large to be shown exact here: define small_model()"
             )
-            return Cutting(
-                whole={p: why for p, m in module.named_modules() if linear(m) is not None or sizes_of(m)}
+            return ModuleLayout(
+                unsplit_reasons={
+                    p: why for p, m in module.named_modules() if as_linear(m) is not None or expert_sizes(m)
+                }
             )
-        cutting = self._tried(path, module, like, count)
+        cutting = self._find_exact_layout(path, module, like, count)
         return (
             cutting
-            if cutting.styles or like is None or size > LARGE
-            else self._tried(path, module, None, count)
+            if cutting.styles or like is None or size > LARGE_MODULE_ENTRIES
+            else self._find_exact_layout(path, module, None, count)
         )
 
-    def _tried(
-        self, path: str, module: nn.Module, like: tuple[nn.Module, Call] | None, count: int
-    ) -> Cutting:
+    def _find_exact_layout(
+        self, path: str, module: nn.Module, like: tuple[nn.Module, ModuleCall] | None, count: int
+    ) -> ModuleLayout:
         """A mapping that is exact: shown on `like`, a small layer with its call, or on the layer itself."""
         call = self.observer.calls[path]
-        layer, cutting = bared(module, call), Cutting()
-        experts, why = self._experts(module, *(like or (module, call)), count)
+        layer, cutting = strip_values(module, call), ModuleLayout()
+        experts, why = self._find_expert_cuts(module, *(like or (module, call)), count)
         for names, cut in product(
-            filter(None, (columns(self.meta, path), ANY)), (experts, {}) if experts else ({},)
+            filter(None, (hf_column_parallel(self.meta, path), ANY_LINEAR)),
+            (experts, {}) if experts else ({},),
         ):
-            mapping = find(layer, call, count, None if names is ANY else names)
-            left = {p: cutting.whole[p] for p in experts if p not in cut}  # as they were tried with
-            mapping = replace(mapping, experts=cut, whole={**mapping.whole, **why, **left})
-            if not mapping.columns and not cut:
-                cutting = Cutting(whole=dict(mapping.whole))
+            mapping = find_mapping(layer, call, count, None if names is ANY_LINEAR else names)
+            left = {p: cutting.unsplit_reasons[p] for p in experts if p not in cut}  # as they were tried with
+            mapping = replace(
+                mapping, expert_cuts=cut, unsplit_reasons={**mapping.unsplit_reasons, **why, **left}
+            )
+            if not mapping.column_parallel and not cut:
+                cutting = ModuleLayout(unsplit_reasons=dict(mapping.unsplit_reasons))
             elif like is not None:
-                cutting = self._shown_on(like, path, module, count, mapping)
+                cutting = self._verify_on_small_layer(like, path, module, count, mapping)
             else:
-                cutting = self._shown(path, module, call, count, mapping)
+                cutting = self._verify_mapping(path, module, call, count, mapping)
             if cutting.styles:
                 break
         return cutting
 
-    def _experts(
-        self, module: nn.Module, like: nn.Module, call: Call, count: int
-    ) -> tuple[dict[str, Way], dict[str, str]]:
+    def _find_expert_cuts(
+        self, module: nn.Module, like: nn.Module, call: ModuleCall, count: int
+    ) -> tuple[dict[str, ExpertCut], dict[str, str]]:
         """How experts inside a layer are cut, and why others stay whole: found out by `like`, the layer or a
         small one like it."""
-        found = [path for path, m in module.named_modules() if sizes_of(m)]
+        found = [path for path, m in module.named_modules() if expert_sizes(m)]
         if not found or self.sequence:
             return {}, dict.fromkeys(found, "with norms=sequence experts get all positions of some ranks")
-        like, call = with_values(like), tree_map(made_up, call)
-        ways = find_experts(like, call, count) or find_experts(like, call, 2)
-        cut = {path: way for path, way in ways.items() if divides(module.get_submodule(path), way, count)}
-        uneven = f"tp={count} does not divide the inner width of its experts into parts of {ALIGNED}"
+        like, call = materialize_module(like), tree_map(materialize_argument, call)
+        ways = find_expert_cuts(like, call, count) or find_expert_cuts(like, call, 2)
+        cut = {
+            path: way for path, way in ways.items() if divides_experts(module.get_submodule(path), way, count)
+        }
+        uneven = f"tp={count} does not divide the inner width of its experts into parts of {ALIGNED_ENTRIES}"
         return cut, {
             path: uneven if path in ways else "no way to cut its experts was shown exact"
             for path in found
             if path not in cut
         }
 
-    def _shown_on(
-        self, like: tuple[nn.Module, Call], path: str, module: nn.Module, count: int, mapping: Found
-    ) -> Cutting:
+    def _verify_on_small_layer(
+        self, like: tuple[nn.Module, ModuleCall], path: str, module: nn.Module, count: int, mapping: TpMapping
+    ) -> ModuleLayout:
         """The mapping of a large layer, if a small one like it has the same one, over as many ranks or two,
         and that is exact."""
         why = "the layer of small_model() that is like it is cut otherwise"
         for ranks in dict.fromkeys((count, 2)):
-            same = replace(find(like[0], like[1], ranks, mapping.columns), experts=mapping.experts)
-            if same.columns.keys() != mapping.columns.keys() or same.rows.keys() != mapping.rows.keys():
+            same = replace(
+                find_mapping(like[0], like[1], ranks, mapping.column_parallel),
+                expert_cuts=mapping.expert_cuts,
+            )
+            if (
+                same.column_parallel.keys() != mapping.column_parallel.keys()
+                or same.row_parallel.keys() != mapping.row_parallel.keys()
+            ):
                 continue
-            shown = self._shown(path, like[0], like[1], ranks, same)
+            shown = self._verify_mapping(path, like[0], like[1], ranks, same)
             if shown.styles:
                 shapes = any(s.kind == "shapes" for s in shown.styles)
                 positions = (
-                    (mapping.on_positions(shapes), shown.positions[1]) if shown.positions[0] else ([], ())
+                    (mapping.sequence_styles(shapes), shown.sequence_styles[1])
+                    if shown.sequence_styles[0]
+                    else ([], ())
                 )
-                return Cutting(
-                    mapping.styles(shapes),
-                    shards(module, mapping),
-                    shown.partial,
-                    dict(mapping.whole),
+                return ModuleLayout(
+                    mapping.layer_styles(shapes),
+                    mapping_shards(module, mapping),
+                    shown.partial_parameters,
+                    dict(mapping.unsplit_reasons),
                     positions,
                 )
-            why = next((w for p, w in shown.whole.items() if p in same.columns), why)
-        return Cutting(whole=dict(mapping.whole) | dict.fromkeys(mapping.cut, why))
+            why = next((w for p, w in shown.unsplit_reasons.items() if p in same.column_parallel), why)
+        return ModuleLayout(
+            unsplit_reasons=dict(mapping.unsplit_reasons) | dict.fromkeys(mapping.split_modules, why)
+        )
 
-    def _fuse(self, path: str, module: nn.Module) -> None:
+    def _install_fused(self, path: str, module: nn.Module) -> None:
         """Put fused operators into a copy of the module at `path`."""
         rewrites, source = self.fused
         own = [
             (r, tuple(m.removeprefix(path).lstrip(".") for m in r.modules if f"{m}.".startswith(f"{path}.")))
             for r in rewrites
         ]
-        install(module, [replace(r, modules=modules) for r, modules in own if modules], source)
+        install_fused(module, [replace(r, modules=modules) for r, modules in own if modules], source)
 
-    def _positions(
-        self, path: str, module: nn.Module, whole: Whole, count: int, mapping: Found, shapes: bool
-    ) -> OnPositions:
+    def _verify_sequence_styles(
+        self, path: str, module: nn.Module, whole: UnsplitModule, count: int, mapping: TpMapping, shapes: bool
+    ) -> SequenceStyles:
         """The mapping with the sequence in parts between scopes, if it is asked for and exact."""
-        styles = mapping.on_positions(shapes) if self.sequence else []
+        styles = mapping.sequence_styles(shapes) if self.sequence else []
         if not styles:
             return [], ()
-        verdict = whole.compare(count, styles, shards(module, mapping), partial(self._fuse, path))
-        return ([], ()) if verdict.reason else (styles, verdict.partial)
+        verdict = whole.compare_mapping(
+            count, styles, mapping_shards(module, mapping), partial(self._install_fused, path)
+        )
+        return ([], ()) if verdict.reason else (styles, verdict.partial_parameters)
 
-    def _shown(self, path: str, module: nn.Module, call: Call, count: int, mapping: Found) -> Cutting:
+    def _verify_mapping(
+        self, path: str, module: nn.Module, call: ModuleCall, count: int, mapping: TpMapping
+    ) -> ModuleLayout:
         """The mapping as the code runs it on parts, with whole sizes only if it must."""
-        module, call = with_values(module), tree_map(made_up, call)
-        cut, verdict, whole = shards(module, mapping), Verdict(""), Whole(module, call)
-        for shapes in (True,) if mapping.draws else (False, True):
-            styles = mapping.styles(shapes)
-            verdict = whole.compare(count, styles, cut, partial(self._fuse, path))
+        module, call = materialize_module(module), tree_map(materialize_argument, call)
+        cut, verdict, whole = mapping_shards(module, mapping), MappingVerdict(""), UnsplitModule(module, call)
+        for shapes in (True,) if mapping.draws_random else (False, True):
+            styles = mapping.layer_styles(shapes)
+            verdict = whole.compare_mapping(count, styles, cut, partial(self._install_fused, path))
             if not verdict.reason:
-                positions = self._positions(path, module, whole, count, mapping, shapes)
-                return Cutting(styles, cut, verdict.partial, dict(mapping.whole), positions)
-        return Cutting(whole=dict(mapping.whole) | dict.fromkeys(mapping.cut, verdict.reason))
+                positions = self._verify_sequence_styles(path, module, whole, count, mapping, shapes)
+                return ModuleLayout(
+                    styles, cut, verdict.partial_parameters, dict(mapping.unsplit_reasons), positions
+                )
+        return ModuleLayout(
+            unsplit_reasons=dict(mapping.unsplit_reasons)
+            | dict.fromkeys(mapping.split_modules, verdict.reason)
+        )
 
 
-def _alone(
+def _embedding_and_head_layouts(
     model: nn.Module, block: str, ties: list[tuple[str, ...]], count: int
-) -> Iterator[tuple[str, Cutting]]:
+) -> Iterator[tuple[str, ModuleLayout]]:
     """Embeddings and linear maps of a block that are in none of its layers."""
-    inside = tuple(f"{path}." for path, _ in layers_of(model, block))
+    inside = tuple(f"{path}." for path, _ in layers_to_split(model, block))
     root = model.get_submodule(block)
     size = sum(p.numel() for p in root.parameters())
     for name, module in root.named_modules():
@@ -327,42 +385,45 @@ def _alone(
         if f"{path}.".startswith(inside) or any(True for _ in module.children()):
             continue
         tied = any(f"{path}.weight" in names for names in ties)
-        table, head = embedding(module), linear(module)
-        tokens, width = _sizes(table, head)
-        large = tokens >= count and (tied or wide(tokens, width))
+        table, head = as_embedding(module), as_linear(module)
+        tokens, width = _vocabulary_and_width(table, head)
+        large = tokens >= count and (tied or is_wide(tokens, width))
         if table is not None and type(module).forward is nn.Embedding.forward and large:
-            yield path, Cutting([Style("", "vocab")], [Shard("weight", 0, (table.num_embeddings,))])
-        elif head is not None and large and (tied or SHARE * head.weight.numel() >= size):
-            cut = [Shard("weight", head.out_dim, (head.outputs,))] + (
-                [Shard("bias", 0, (head.outputs,))] if head.bias is not None else []
+            yield (
+                path,
+                ModuleLayout([ModuleStyle("", "vocab")], [Shard("weight", 0, (table.num_embeddings,))]),
             )
-            yield path, Cutting([Style("", "gather")], cut)
+        elif head is not None and large and (tied or HEAD_SHARE_DIVISOR * head.weight.numel() >= size):
+            cut = [Shard("weight", head.out_dim, (head.out_features,))] + (
+                [Shard("bias", 0, (head.out_features,))] if head.bias is not None else []
+            )
+            yield path, ModuleLayout([ModuleStyle("", "gather")], cut)
         elif table is not None or head is not None:
-            yield path, Cutting(whole={"": "it is small"})
+            yield path, ModuleLayout(unsplit_reasons={"": "it is small"})
 
 
-def _sizes(table: nn.Embedding | None, head: Linear | None) -> tuple[int, int]:
+def _vocabulary_and_width(table: nn.Embedding | None, head: LinearModule | None) -> tuple[int, int]:
     """Tokens, and numbers for each."""
     if table is not None:
         return table.num_embeddings, table.embedding_dim
-    return (0, 0) if head is None else (head.outputs, head.inputs)
+    return (0, 0) if head is None else (head.out_features, head.in_features)
 
 
-def _add(graph: GraphOp, block: str, path: str, count: int, cutting: Cutting) -> None:
+def _add_layout_op(graph: GraphOp, block: str, path: str, count: int, cutting: ModuleLayout) -> None:
     def at(name: str) -> str:
         return ".".join(n for n in (path, name) if n)
 
-    op = cut_op(
+    op = make_cut_op(
         path,
         block,
         count,
         [replace(s, name=at(s.name)) for s in cutting.shards],
         [f"{at(s.module)} {s.kind}" for s in cutting.styles],
-        [at(n) for n in cutting.partial],
-        [f"{at(p)}: {why}" for p, why in cutting.whole.items()],
+        [at(n) for n in cutting.partial_parameters],
+        [f"{at(p)}: {why}" for p, why in cutting.unsplit_reasons.items()],
     )
-    styles, partial = cutting.positions
+    styles, partial = cutting.sequence_styles
     if styles:
-        op.attributes["positions"] = texts(f"{at(s.module)} {s.kind}" for s in styles)
-        op.attributes["positions_partial"] = texts(at(n) for n in partial)
+        op.attributes["positions"] = strings_attr(f"{at(s.module)} {s.kind}" for s in styles)
+        op.attributes["positions_partial"] = strings_attr(at(n) for n in partial)
     graph.body.block.insert_op_before(op, graph.cases[0])

@@ -20,40 +20,45 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from secc.cost.counting.annotate_calls import arguments
-from secc.cost.counting.example_arguments import NO_SAMPLES, Example, Examples, Samples
-from secc.cost.counting.meta_run import Makes, run
-from secc.frontend.dataset.survey import Survey
-from secc.frontend.tp_search.find_mapping import Call
+from secc.cost.counting.annotate_calls import meta_arguments
+from secc.cost.counting.example_arguments import NO_SAMPLES, CallExample, CallExamples, CollatedSamples
+from secc.cost.counting.meta_run import ValuelessTensors, run_on_meta
+from secc.frontend.dataset.survey import DatasetSurvey
+from secc.frontend.tp_search.find_mapping import ModuleCall
 from secc.ir.dialect.ops import CallOp, GraphOp
 from secc.runtime.model.user_file import UserModel
 
-ROWS, WIDTH = 2, 8  # sizes of what is made up
+EXAMPLE_ROWS, EXAMPLE_WIDTH = 2, 8  # sizes of what is made up
 
 
-class Observer:
+class CallCollector:
     """Collects the first call of each of some modules."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self.modules, self.calls = modules, dict[str, Call]()
+        self.modules, self.calls = modules, dict[str, ModuleCall]()
 
-    def real(self, model: nn.Module, user: UserModel, survey: Survey) -> None:
+    def run_model(self, model: nn.Module, user: UserModel, survey: DatasetSurvey) -> None:
         """Run the model on a small batch of each pattern until every module was called."""
-        for pattern in survey.unions():
+        for pattern in survey.micro_batch_patterns():
             if self.calls.keys() >= self.modules.keys():
                 return
             with ExitStack() as stack:
-                self._watch(stack, model, self.modules)
-                model(**min(map(user.collate, survey.batches(pattern)), key=_volume))
+                self._watch_modules(stack, model, self.modules)
+                model(**min(map(user.collate, survey.compose_batches(pattern)), key=_batch_entries))
 
-    def meta(self, graph: GraphOp, model: nn.Module, samples: Samples = NO_SAMPLES) -> None:
+    def run_blocks_on_meta(
+        self, graph: GraphOp, model: nn.Module, samples: CollatedSamples = NO_SAMPLES
+    ) -> None:
         """Run each block without values, where its code lets it, until the modules inside it were called."""
-        sizes = {name: WIDTH if s.kind.data == "width" else ROWS for name, s in graph.symbols.items()}
-        shortest = sorted(samples.batches, key=_volume)
-        examples = Examples(graph, Samples(shortest, samples.constants))
+        sizes = {
+            name: EXAMPLE_WIDTH if s.kind.data == "width" else EXAMPLE_ROWS
+            for name, s in graph.symbols.items()
+        }
+        shortest = sorted(samples.batches, key=_batch_entries)
+        examples = CallExamples(graph, CollatedSamples(shortest, samples.constants))
         for case in graph.cases:
             for op in (op for op in case.ops if isinstance(op, CallOp)):
-                for example in chain([None], islice(examples.of(case, op), 1)):
+                for example in chain([None], islice(examples.examples_of_call(case, op), 1)):
                     inside = {
                         p: m
                         for p, m in self.modules.items()
@@ -69,18 +74,20 @@ class Observer:
         model: nn.Module,
         sizes: Mapping[str, int],
         inside: Mapping[str, nn.Module],
-        example: Example | None,
+        example: CallExample | None,
     ) -> None:
         """One run; what it noted counts if it got as far as the last of the modules."""
-        seen, known = Observer(inside), partial(arguments, op, sizes)
+        seen, known = CallCollector(inside), partial(meta_arguments, op, sizes)
         if example is not None:
-            known = partial(arguments, op, example.sizes, values=example.values)
+            known = partial(meta_arguments, op, example.sizes, values=example.values)
         block = model.get_submodule(op.target.data)
         with ExitStack() as stack:
-            seen._watch(stack, model, inside, _Seen)
+            seen._watch_modules(stack, model, inside, _AllCalled)
             try:
-                run(block, known, op.no_grad is None, makes=Makes(real=example is not None))
-            except _Seen:
+                run_on_meta(
+                    block, known, op.no_grad is None, makes=ValuelessTensors(real=example is not None)
+                )
+            except _AllCalled:
                 pass
             except (
                 Exception
@@ -88,7 +95,7 @@ class Observer:
                 return
         self.calls |= seen.calls
 
-    def _watch(
+    def _watch_modules(
         self,
         stack: ExitStack,
         model: nn.Module,
@@ -100,31 +107,32 @@ class Observer:
         for path in wanted:
             module = model.get_submodule(path)
             hook = module.register_forward_pre_hook(
-                lambda module, args, kwargs, path=path: self._note(path, (args, kwargs)), with_kwargs=True
+                lambda module, args, kwargs, path=path: self._record_call(path, (args, kwargs)),
+                with_kwargs=True,
             )
             stack.callback(hook.remove)
             if done is not None:
-                stack.callback(module.register_forward_hook(lambda *_: self._stop(done)).remove)
+                stack.callback(module.register_forward_hook(lambda *_: self._stop_if_complete(done)).remove)
 
-    def _stop(self, done: type[BaseException]) -> None:
+    def _stop_if_complete(self, done: type[BaseException]) -> None:
         if self.calls.keys() >= self.modules.keys():
             raise done
 
-    def _note(self, path: str, call: Call) -> None:
+    def _record_call(self, path: str, call: ModuleCall) -> None:
         fake = any(isinstance(t, FakeTensor) for t in tree_leaves(call))
-        self.calls.setdefault(path, tree_map(partial(_kept, bare=fake), call))
+        self.calls.setdefault(path, tree_map(partial(_copy_argument, bare=fake), call))
 
 
-def _volume(batch: Mapping[str, Any]) -> int:
+def _batch_entries(batch: Mapping[str, Any]) -> int:
     """The entries of a collated batch."""
     return sum(t.numel() for t in batch.values() if isinstance(t, torch.Tensor))
 
 
-class _Seen(BaseException):
+class _AllCalled(BaseException):
     """Everything was called."""
 
 
-def _kept(value: Any, bare: bool) -> Any:
+def _copy_argument(value: Any, bare: bool) -> Any:
     """A copy of an argument; floats keep whether gradients flow to them, and no values where they are
     `bare`."""
     if not isinstance(value, torch.Tensor):
@@ -135,7 +143,7 @@ def _kept(value: Any, bare: bool) -> Any:
     return value.detach().clone().requires_grad_(value.requires_grad)
 
 
-def made_up(value: Any) -> Any:
+def materialize_argument(value: Any) -> Any:
     """An argument with values, for one that has none."""
     if not isinstance(value, torch.Tensor) or not value.is_meta:
         return value
@@ -151,7 +159,7 @@ def made_up(value: Any) -> Any:
     )
 
 
-def with_values(module: nn.Module) -> nn.Module:
+def materialize_module(module: nn.Module) -> nn.Module:
     """A copy of a module on the CPU in which everything has values, made up where it had none."""
     import copy
 
@@ -164,5 +172,5 @@ def with_values(module: nn.Module) -> nn.Module:
                 setattr(owner, key, nn.Parameter(values, requires_grad=p.requires_grad))
         for key, b in list(owner.named_buffers(recurse=False)):
             if b.is_meta:
-                setattr(owner, key, made_up(b))
+                setattr(owner, key, materialize_argument(b))
     return made

@@ -17,41 +17,45 @@ from itertools import product
 import torch
 from torch import nn
 
-from secc.frontend.tp_search.find_mapping import Call, Way, expert_shards
-from secc.frontend.tp_search.verify_mapping import Whole
-from secc.runtime.plan.schema import Style
+from secc.frontend.tp_search.find_mapping import ExpertCut, ModuleCall, expert_shards
+from secc.frontend.tp_search.verify_mapping import UnsplitModule
+from secc.runtime.plan.schema import ModuleStyle
 
-Sizes = Mapping[str, Sequence[int]]
-STYLE = Style("", "experts")
-ALIGNED = 8  # numbers of 16 bits: grouped kernels want rows of 16 bytes
+ExpertSizes = Mapping[str, Sequence[int]]
+EXPERTS_STYLE = ModuleStyle("", "experts")
+ALIGNED_ENTRIES = 8  # numbers of 16 bits: grouped kernels want rows of 16 bytes
 
 
-def sizes_of(module: nn.Module) -> Sizes:
+def expert_sizes(module: nn.Module) -> ExpertSizes:
     """The sizes of a module's own parameters if they hold several matrices of several experts, else {}."""
     found = {n: tuple(p.shape) for n, p in module.named_parameters(recurse=False)}
     matrices = [s for s in found.values() if len(s) == 3]
     return found if len(matrices) > 1 and len({s[0] for s in matrices}) == 1 else {}
 
 
-def find_experts(layer: nn.Module, call: Call, count: int) -> dict[str, Way]:
+def find_expert_cuts(layer: nn.Module, call: ModuleCall, count: int) -> dict[str, ExpertCut]:
     """Ways to cut the experts inside `layer`, by the path of their module. Everything needs values; `call` is
     the layer's."""
-    modules = {path: m for path, m in layer.named_modules() if sizes_of(m)}
+    modules = {path: m for path, m in layer.named_modules() if expert_sizes(m)}
     return {
         path: way
-        for path, inner in _calls(layer, call, modules).items()
-        if (way := _way(modules[path], inner, count))
+        for path, inner in _record_first_calls(layer, call, modules).items()
+        if (way := _find_exact_cut(modules[path], inner, count))
     }
 
 
-def divides(module: nn.Module, way: Way, count: int) -> bool:
+def divides_experts(module: nn.Module, way: ExpertCut, count: int) -> bool:
     """Whether `count` ranks have equal shares of the experts that kernels take."""
-    return all(part % (ALIGNED * count) == 0 for shard in expert_shards(module, way) for part in shard.parts)
+    return all(
+        part % (ALIGNED_ENTRIES * count) == 0 for shard in expert_shards(module, way) for part in shard.parts
+    )
 
 
-def _calls(layer: nn.Module, call: Call, modules: Mapping[str, nn.Module]) -> dict[str, Call]:
+def _record_first_calls(
+    layer: nn.Module, call: ModuleCall, modules: Mapping[str, nn.Module]
+) -> dict[str, ModuleCall]:
     """What each of some modules is called with first."""
-    found: dict[str, Call] = {}
+    found: dict[str, ModuleCall] = {}
 
     def watch(path: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
         return module.register_forward_pre_hook(
@@ -71,27 +75,32 @@ def _calls(layer: nn.Module, call: Call, modules: Mapping[str, nn.Module]) -> di
     return found
 
 
-def _way(module: nn.Module, call: Call, count: int) -> Way:
+def _find_exact_cut(module: nn.Module, call: ModuleCall, count: int) -> ExpertCut:
     """The first way that is exact, {} if none is."""
-    whole = Whole(module, call)
-    even = (way for way in _ways(sizes_of(module)) if divides(module, way, count))
+    whole = UnsplitModule(module, call)
+    even = (way for way in _candidate_cuts(expert_sizes(module)) if divides_experts(module, way, count))
     return next(
-        (way for way in even if not whole.compare(count, [STYLE], expert_shards(module, way)).reason), {}
+        (
+            way
+            for way in even
+            if not whole.compare_mapping(count, [EXPERTS_STYLE], expert_shards(module, way)).reason
+        ),
+        {},
     )
 
 
-def _ways(sizes: Sizes) -> Iterator[Way]:
+def _candidate_cuts(sizes: ExpertSizes) -> Iterator[ExpertCut]:
     """What sizes allow: an inner width, which each expert's matrix has once or twice, and its bias
     perhaps."""
     for inner in sorted({n for shape in sizes.values() if len(shape) == 3 for n in shape[1:]}, reverse=True):
         cuts = {
-            name: [*_dims(shape, inner), *([] if len(shape) == 3 else [None])]
+            name: [*_inner_dims(shape, inner), *([] if len(shape) == 3 else [None])]
             for name, shape in sizes.items()
         }
         for chosen in product(*cuts.values()):
             yield {name: cut for name, cut in zip(cuts, chosen, strict=True) if cut is not None}
 
 
-def _dims(shape: Sequence[int], inner: int) -> Iterator[tuple[int, int]]:
+def _inner_dims(shape: Sequence[int], inner: int) -> Iterator[tuple[int, int]]:
     for dim, size in enumerate(shape[1:], 1):
         yield from ((dim, parts) for parts in {inner: (1,), 2 * inner: (2, 1)}.get(size, ()))

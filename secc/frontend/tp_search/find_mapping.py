@@ -22,20 +22,27 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from secc.runtime.plan.schema import Shard, Style
-from secc.runtime.tensor_parallel.linear_modules import Linear, linear
-from secc.runtime.tensor_parallel.rules.mark import Mark, Refused, mark, marks_in, set_mark, sources_of
-from secc.runtime.tensor_parallel.shape_mode import Shapes
+from secc.runtime.plan.schema import ModuleStyle, Shard
+from secc.runtime.tensor_parallel.linear_modules import LinearModule, as_linear
+from secc.runtime.tensor_parallel.rules.mark import (
+    ShardMark,
+    UnshardableCode,
+    collect_marks,
+    mark_of,
+    set_mark,
+    sources_of,
+)
+from secc.runtime.tensor_parallel.shape_mode import WholeShapeMode
 
-Parts = tuple[int, ...]
-Way = Mapping[
+PartSizes = tuple[int, ...]
+ExpertCut = Mapping[
     str, tuple[int, int]
 ]  # of each parameter of experts that is cut: the dim, and how many parts lie side by side along it
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
+ModuleCall = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
 
 
 @dataclass(frozen=True)
-class Found:
+class TpMapping:
     """How a module is cut: the parts of what is cut by outputs and by inputs, and why other linear maps stay
     whole.
 
@@ -43,95 +50,107 @@ class Found:
     `heads` the numbers of heads that ranks share.
     """
 
-    columns: Mapping[str, Parts]
-    rows: Mapping[str, Parts]
-    whole: Mapping[str, str]
+    column_parallel: Mapping[str, PartSizes]
+    row_parallel: Mapping[str, PartSizes]
+    unsplit_reasons: Mapping[str, str]
     scopes: tuple[str, ...] = ()  # the smallest modules inside which everything that is in parts stays
-    draws: bool = False  # whether its code draws random numbers for parts
-    experts: Mapping[str, Way] = field(default_factory=dict[str, Way])
-    heads: frozenset[int] = frozenset()
+    draws_random: bool = False  # whether its code draws random numbers for parts
+    expert_cuts: Mapping[str, ExpertCut] = field(default_factory=dict[str, ExpertCut])
+    head_counts: frozenset[int] = frozenset()
 
     @property
-    def shared(self) -> list[str]:
+    def shared_sizes(self) -> list[str]:
         """What ranks share evenly, as text."""
-        outputs = {part for parts in self.columns.values() for part in parts}
-        return [f"{n} heads" for n in sorted(self.heads)] + [f"{n} outputs" for n in sorted(outputs)]
+        outputs = {part for parts in self.column_parallel.values() for part in parts}
+        return [f"{n} heads" for n in sorted(self.head_counts)] + [f"{n} outputs" for n in sorted(outputs)]
 
     @property
-    def cut(self) -> tuple[str, ...]:
+    def split_modules(self) -> tuple[str, ...]:
         """The modules that are cut."""
-        return (*self.columns, *self.rows, *self.experts)
+        return (*self.column_parallel, *self.row_parallel, *self.expert_cuts)
 
-    def styles(self, shapes: bool) -> list[Style]:
+    def layer_styles(self, shapes: bool) -> list[ModuleStyle]:
         """How the cut modules work on their parts; with `shapes`, their code sees whole sizes."""
-        around = [Style(p, "shapes") for p in self.scopes if shapes]
-        linears = [Style(p, "colwise") for p in self.columns] + [Style(p, "rowwise") for p in self.rows]
-        return around + linears + [Style(p, "experts") for p in self.experts]
+        around = [ModuleStyle(p, "shapes") for p in self.scopes if shapes]
+        linears = [ModuleStyle(p, "colwise") for p in self.column_parallel] + [
+            ModuleStyle(p, "rowwise") for p in self.row_parallel
+        ]
+        return around + linears + [ModuleStyle(p, "experts") for p in self.expert_cuts]
 
-    def on_positions(self, shapes: bool) -> list[Style]:
+    def sequence_styles(self, shapes: bool) -> list[ModuleStyle]:
         """The same with the sequence in parts between the scopes; [] where the module itself is the scope, or
         experts are cut."""
-        if not self.scopes or "" in self.scopes or self.experts:
+        if not self.scopes or "" in self.scopes or self.expert_cuts:
             return []
         around = [
-            Style(p, kind) for p in self.scopes for kind in (("shapes", "join") if shapes else ("join",))
+            ModuleStyle(p, kind)
+            for p in self.scopes
+            for kind in (("shapes", "join") if shapes else ("join",))
         ]
-        inside = [Style(p, "columns") for p in self.columns] + [Style(p, "scatter") for p in self.rows]
-        return [Style("", "sequence"), *around, *inside]
+        inside = [ModuleStyle(p, "columns") for p in self.column_parallel] + [
+            ModuleStyle(p, "scatter") for p in self.row_parallel
+        ]
+        return [ModuleStyle("", "sequence"), *around, *inside]
 
 
 @dataclass
-class _Search:
+class _MappingSearch:
     """The state of the search: `columns` are cut by outputs now, `reasons` say why others are not."""
 
-    columns: dict[str, Parts]
-    reasons: dict[str, str] = field(default_factory=dict[str, str])
-    rows: dict[str, tuple[Parts, frozenset[str]]] = field(
-        default_factory=dict[str, tuple[Parts, frozenset[str]]]
+    column_parallel: dict[str, PartSizes]
+    unsplit_reasons: dict[str, str] = field(default_factory=dict[str, str])
+    row_parallel: dict[str, tuple[PartSizes, frozenset[str]]] = field(
+        default_factory=dict[str, tuple[PartSizes, frozenset[str]]]
     )
-    reached: set[str] = field(default_factory=set[str])
-    draws: bool = False
-    heads: frozenset[int] = frozenset()
+    reached_linears: set[str] = field(default_factory=set[str])
+    draws_random: bool = False
+    head_counts: frozenset[int] = frozenset()
     hints: dict[str, str] = field(default_factory=dict[str, str])  # why outputs were cut at more places
 
-    def drop(self, paths: Iterable[str], reason: str) -> None:
+    def keep_whole(self, paths: Iterable[str], reason: str) -> None:
         for path in paths:
-            if self.columns.pop(path, None) is not None:
-                self.reasons[path] = self.hints.get(path, reason)
+            if self.column_parallel.pop(path, None) is not None:
+                self.unsplit_reasons[path] = self.hints.get(path, reason)
 
 
-def find(module: nn.Module, call: Call, count: int, preferred: Iterable[str] | None = None) -> Found:
+def find_mapping(
+    module: nn.Module, call: ModuleCall, count: int, preferred: Iterable[str] | None = None
+) -> TpMapping:
     """A mapping of `module` over `count` ranks. `preferred` are the only maps that may be cut by outputs,
     where that is known."""
-    found = {path: cut for path, m in module.named_modules() if (cut := linear(m)) is not None}
+    found = {path: cut for path, m in module.named_modules() if (cut := as_linear(m)) is not None}
     allowed = set(found if preferred is None else preferred)
-    search = _Search({path: (m.outputs,) for path, m in found.items() if path in allowed})
-    for path, (outputs,) in list(search.columns.items()):
+    search = _MappingSearch({path: (m.out_features,) for path, m in found.items() if path in allowed})
+    for path, (outputs,) in list(search.column_parallel.items()):
         if outputs % count:
-            search.drop([path], f"tp={count} does not divide its {outputs} outputs")
-    while search.columns:
-        search.rows, search.reached = {}, set()
-        if _try(module, call, count, search, found):
+            search.keep_whole([path], f"tp={count} does not divide its {outputs} outputs")
+    while search.column_parallel:
+        search.row_parallel, search.reached_linears = {}, set()
+        if _try_mapping(module, call, count, search, found):
             break
-    useful = sources_of([Mark(0, parts, sources) for parts, sources in search.rows.values()])
-    search.drop([p for p in search.columns if p not in useful], "nothing takes parts of its outputs")
-    rows = {p: parts for p, (parts, _) in search.rows.items()} if search.columns else {}
+    useful = sources_of([ShardMark(0, parts, sources) for parts, sources in search.row_parallel.values()])
+    search.keep_whole(
+        [p for p in search.column_parallel if p not in useful], "nothing takes parts of its outputs"
+    )
+    rows = {p: parts for p, (parts, _) in search.row_parallel.items()} if search.column_parallel else {}
     whole = {
-        p: search.reasons.get(p, "it gets whole activations")
+        p: search.unsplit_reasons.get(p, "it gets whole activations")
         for p in found
-        if p not in search.columns and p not in rows
+        if p not in search.column_parallel and p not in rows
     }
-    scopes = _outermost(_common([path, *search.rows[path][1]]) for path in rows)
-    return Found(search.columns, rows, whole, scopes, search.draws, heads=search.heads)
+    scopes = _outermost_paths(_common_parent([path, *search.row_parallel[path][1]]) for path in rows)
+    return TpMapping(
+        search.column_parallel, rows, whole, scopes, search.draws_random, head_counts=search.head_counts
+    )
 
 
-def _common(paths: Iterable[str]) -> str:
+def _common_parent(paths: Iterable[str]) -> str:
     """The module that holds all of these."""
     names = zip(*(p.split(".")[:-1] for p in paths), strict=False)
     return ".".join(some[0] for some in takewhile(lambda some: len(set(some)) == 1, names))
 
 
-def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
+def _outermost_paths(paths: Iterable[str]) -> tuple[str, ...]:
     """Paths without those that lie inside others."""
     kept: list[str] = []
     for path in sorted(set(paths), key=len):
@@ -140,105 +159,111 @@ def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def _try(module: nn.Module, call: Call, count: int, search: _Search, found: Mapping[str, Linear]) -> bool:
+def _try_mapping(
+    module: nn.Module, call: ModuleCall, count: int, search: _MappingSearch, found: Mapping[str, LinearModule]
+) -> bool:
     """One run of the module's code; whether it went through. Else the search has changed."""
     trial = copy.deepcopy(module)
     for path in found:
         inner = trial.get_submodule(path)
-        inner.forward = _on_parts(path, inner, count, search)
+        inner.forward = _partial_forward(path, inner, count, search)
     try:
-        args, kwargs = tree_map(_fresh, call)
-        with torch.enable_grad(), Shapes(0, count) as mode:
+        args, kwargs = tree_map(_fresh_argument, call)
+        with torch.enable_grad(), WholeShapeMode(0, count) as mode:
             out = trial(*args, **kwargs)
-        search.draws, search.heads = mode.drew, frozenset(mode.heads)
-        if leaked := marks_in(out):
-            raise Refused("its outputs leave the module in parts", sources_of(leaked))
+        search.draws_random, search.head_counts = mode.drew_random_numbers, frozenset(mode.head_counts)
+        if leaked := collect_marks(out):
+            raise UnshardableCode("its outputs leave the module in parts", sources_of(leaked))
         return True
-    except Refused as refused:
-        _learn(search, refused, found)
+    except UnshardableCode as refused:
+        _adjust_search(search, refused, found)
     except Exception as error:  # whatever the user's code does with sizes it did not expect
-        search.drop(
-            search.reached & search.columns.keys() or list(search.columns),
+        search.keep_whole(
+            search.reached_linears & search.column_parallel.keys() or list(search.column_parallel),
             f"its code fails on parts: {str(error).splitlines()[0]}",
         )
     return False
 
 
-def _fresh(value: Any) -> Any:
+def _fresh_argument(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)
 
 
-def _on_parts(path: str, module: nn.Module, count: int, search: _Search) -> Callable[..., Any]:
+def _partial_forward(path: str, module: nn.Module, count: int, search: _MappingSearch) -> Callable[..., Any]:
     """The forward of a linear map while a mapping is sought."""
     inner = module.forward
 
     @functools.wraps(inner)
     def forward(x: torch.Tensor) -> torch.Tensor:
-        known = linear(module)
+        known = as_linear(module)
         assert known is not None
-        found, mode = mark(x), Shapes(0, count)
-        search.reached.add(path)
+        found, mode = mark_of(x), WholeShapeMode(0, count)
+        search.reached_linears.add(path)
         if found is not None and found.dim == torch.Tensor.dim(x) - 1:
-            search.rows[path] = found.parts, found.sources
-            return _product(x, known, mode, 1 - known.out_dim, found.parts)
-        if found is not None or path not in search.columns:
+            search.row_parallel[path] = found.parts, found.sources
+            return _partial_product(x, known, mode, 1 - known.out_dim, found.parts)
+        if found is not None or path not in search.column_parallel:
             return inner(x)
-        parts = search.columns[path]
-        out = _product(x, known, mode, known.out_dim, parts)
-        return set_mark(out, Mark(out.ndim - 1, parts, frozenset({path})))
+        parts = search.column_parallel[path]
+        out = _partial_product(x, known, mode, known.out_dim, parts)
+        return set_mark(out, ShardMark(out.ndim - 1, parts, frozenset({path})))
 
     return forward
 
 
-def _product(x: torch.Tensor, known: Linear, mode: Shapes, dim: int, parts: Parts) -> torch.Tensor:
-    weight = mode.part_of(known.weight, dim, parts)
+def _partial_product(
+    x: torch.Tensor, known: LinearModule, mode: WholeShapeMode, dim: int, parts: PartSizes
+) -> torch.Tensor:
+    weight = mode.take_shard(known.weight, dim, parts)
     return torch.nn.functional.linear(x, weight if known.out_dim == 0 else weight.t())
 
 
-def _learn(search: _Search, refused: Refused, found: Mapping[str, Linear]) -> None:
+def _adjust_search(
+    search: _MappingSearch, refused: UnshardableCode, found: Mapping[str, LinearModule]
+) -> None:
     """Cut the outputs of the one map that parts came from at more places, or leave whole those that they came
     from."""
-    sources = refused.sources & search.columns.keys()
-    if refused.edges and len(sources) == 1:
+    sources = refused.sources & search.column_parallel.keys()
+    if refused.split_points and len(sources) == 1:
         path = next(iter(sources))
-        parts = search.columns[path]
+        parts = search.column_parallel[path]
         edges = {sum(parts[:i]) for i in range(len(parts) + 1)}
-        wanted = {place * found[path].outputs // size for place, size in refused.edges}
+        wanted = {place * found[path].out_features // size for place, size in refused.split_points}
         if not wanted <= edges:
-            search.columns[path] = tuple(b - a for a, b in pairwise(sorted(edges | wanted)))
+            search.column_parallel[path] = tuple(b - a for a, b in pairwise(sorted(edges | wanted)))
             search.hints[path] = refused.reason
             return
-    search.drop(sources or list(search.columns), refused.reason)
+    search.keep_whole(sources or list(search.column_parallel), refused.reason)
 
 
-def shards(module: nn.Module, mapping: Found, prefix: str = "") -> list[Shard]:
+def mapping_shards(module: nn.Module, mapping: TpMapping, prefix: str = "") -> list[Shard]:
     """The parameters that a mapping cuts, under names that start with `prefix`."""
     found: list[Shard] = []
-    for path, parts in mapping.columns.items():
-        known = linear(module.get_submodule(path))
+    for path, parts in mapping.column_parallel.items():
+        known = as_linear(module.get_submodule(path))
         assert known is not None
-        found.append(Shard(_joined(prefix, path, "weight"), known.out_dim, parts))
+        found.append(Shard(_join_path(prefix, path, "weight"), known.out_dim, parts))
         if known.bias is not None:
-            found.append(Shard(_joined(prefix, path, "bias"), 0, parts))
-    for path, parts in mapping.rows.items():
-        known = linear(module.get_submodule(path))
+            found.append(Shard(_join_path(prefix, path, "bias"), 0, parts))
+    for path, parts in mapping.row_parallel.items():
+        known = as_linear(module.get_submodule(path))
         assert known is not None
-        found.append(Shard(_joined(prefix, path, "weight"), 1 - known.out_dim, parts))
-    for path, way in mapping.experts.items():
-        found += expert_shards(module.get_submodule(path), way, _joined(prefix, path))
+        found.append(Shard(_join_path(prefix, path, "weight"), 1 - known.out_dim, parts))
+    for path, way in mapping.expert_cuts.items():
+        found += expert_shards(module.get_submodule(path), way, _join_path(prefix, path))
     return found
 
 
-def expert_shards(module: nn.Module, way: Way, prefix: str = "") -> list[Shard]:
+def expert_shards(module: nn.Module, way: ExpertCut, prefix: str = "") -> list[Shard]:
     """The parameters of a module of experts that a way cuts."""
     sizes = {name: module.get_parameter(name).shape[dim] for name, (dim, _) in way.items()}
     return [
-        Shard(_joined(prefix, name), dim, (sizes[name] // parts,) * parts)
+        Shard(_join_path(prefix, name), dim, (sizes[name] // parts,) * parts)
         for name, (dim, parts) in way.items()
     ]
 
 
-def _joined(*names: str) -> str:
+def _join_path(*names: str) -> str:
     return ".".join(n for n in names if n)

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 
-def columns(model: nn.Module, path: str) -> list[str]:
+def hf_column_parallel(model: nn.Module, path: str) -> list[str]:
     """The modules inside the one at `path` that the model's plan cuts by outputs, their paths counted from
     it; [] for no plan."""
     names = path.split(".")

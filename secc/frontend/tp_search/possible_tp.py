@@ -13,26 +13,32 @@ from torch import nn
 from xdsl.dialects.builtin import ModuleOp
 
 from secc.cluster import Cluster
-from secc.cost.counting.example_arguments import Samples
-from secc.frontend.dataset.survey import Survey
-from secc.frontend.tp_search.annotate_layouts import LayerKey, bared, changed, layer_key, layers_of
-from secc.frontend.tp_search.call_collector import Observer
-from secc.frontend.tp_search.find_mapping import Found, find
-from secc.frontend.tp_search.hf_tp_plan import columns
-from secc.ir.analysis.tp_layouts import undivided
-from secc.ir.dialect.ops import graph_of, texts
-from secc.ir.dialect.python_attributes import integers
+from secc.cost.counting.example_arguments import CollatedSamples
+from secc.frontend.dataset.survey import DatasetSurvey
+from secc.frontend.tp_search.annotate_layouts import (
+    LayerKey,
+    blocks_with_settings,
+    layer_key,
+    layers_to_split,
+    strip_values,
+)
+from secc.frontend.tp_search.call_collector import CallCollector
+from secc.frontend.tp_search.find_mapping import TpMapping, find_mapping
+from secc.frontend.tp_search.hf_tp_plan import hf_column_parallel
+from secc.ir.analysis.tp_layouts import undivided_sizes
+from secc.ir.dialect.ops import graph_of, strings_attr
+from secc.ir.dialect.python_attributes import int_list_attr
 from secc.runtime.model.user_file import UserModel
 
-DIVIDES = "does not divide"  # in the reasons of sizes that a tp does not divide
-HEADS = "heads"  # ends the reason of a tp that does not divide them
+INDIVISIBLE_REASON = "does not divide"  # in the reasons of sizes that a tp does not divide
+INDIVISIBLE_HEADS_ENDING = "heads"  # ends the reason of a tp that does not divide them
 
-Limits = dict[LayerKey, list[Found]]  # mappings of a kind of layer, for each tp
+MappingsByLayer = dict[LayerKey, list[TpMapping]]  # mappings of a kind of layer, for each tp
 
 
-def note_limits(
-    module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: UserModel, survey: Survey, samples: Samples, cluster: Cluster,
-    known: Limits,
+def annotate_possible_tp(
+    module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: UserModel, survey: DatasetSurvey, samples: CollatedSamples, cluster: Cluster,
+    known: MappingsByLayer,
 ) -> None:  # fmt: skip
     """Write `tp` on each block of `module` with anything to cut: the powers of two, up to the devices of a
     node, that cut it. `shared` are the numbers of heads and outputs that a tp has to divide, as far as those
@@ -53,22 +59,22 @@ def note_limits(
         [
             b
             for b, op in graph.blocks.items()
-            if op.layers is not None and op.layers.data and b not in changed(graph)
+            if op.layers is not None and op.layers.data and b not in blocks_with_settings(graph)
         ],
     )
-    wanted = {block: dict(layers_of(source, block)) for block in stacks}
+    wanted = {block: dict(layers_to_split(source, block)) for block in stacks}
     layers = {path: m for block in wanted.values() for path, m in block.items()}
     firsts = {layer_key(m): path for path, m in reversed(layers.items())}
     if not counts or not firsts:
         return
-    found: dict[LayerKey, Sequence[Found | None]] = {key: known[key] for key in firsts if key in known}
+    found: dict[LayerKey, Sequence[TpMapping | None]] = {key: known[key] for key in firsts if key in known}
     if left := {key: path for key, path in firsts.items() if key not in known}:
-        observer = Observer({path: layers[path] for path in left.values()})
+        observer = CallCollector({path: layers[path] for path in left.values()})
         if model is not None:
-            observer.real(model, user, survey)
-        observer.meta(graph, meta, samples)
+            observer.run_model(model, user, survey)
+        observer.run_blocks_on_meta(graph, meta, samples)
         found |= {
-            key: [_mapping(meta, layers[path], observer, path, tp) for tp in counts]
+            key: [_find_mapping_for_tp(meta, layers[path], observer, path, tp) for tp in counts]
             for key, path in left.items()
         }
         known |= {
@@ -76,44 +82,48 @@ def note_limits(
         }
     for block, inside in wanted.items():
         kinds = [found[key] for key in dict.fromkeys(map(layer_key, inside.values()))]
-        verdicts = [[_cuts(mapping) for mapping in kind] for kind in kinds]
+        verdicts = [[_mapping_verdict(mapping) for mapping in kind] for kind in kinds]
         taken = [
             tp
             for i, tp in enumerate(counts)
             if any(v[i] for v in verdicts) and not any(v[i] is None for v in verdicts)
         ]
         if taken or any(v is None for verdict in verdicts for v in verdict):
-            graph.blocks[block].attributes["tp"] = integers(taken)
-        if shared := list(dict.fromkeys(size for kind in kinds for size in _shared(kind))):
-            graph.blocks[block].attributes["shared"] = texts(shared)
+            graph.blocks[block].attributes["tp"] = int_list_attr(taken)
+        if shared := list(dict.fromkeys(size for kind in kinds for size in _shared_sizes(kind))):
+            graph.blocks[block].attributes["shared"] = strings_attr(shared)
 
 
-def _mapping(meta: nn.Module, layer: nn.Module, observer: Observer, path: str, tp: int) -> Found | None:
+def _find_mapping_for_tp(
+    meta: nn.Module, layer: nn.Module, observer: CallCollector, path: str, tp: int
+) -> TpMapping | None:
     """How `tp` cuts a layer; None for one that did not run here."""
     if path not in observer.calls:
         return None
-    call, names = observer.calls[path], columns(meta, path)
-    mapping = find(bared(layer, call), call, tp, names or None)
-    if not mapping.columns and names:
-        mapping = find(bared(layer, call), call, tp)
+    call, names = observer.calls[path], hf_column_parallel(meta, path)
+    mapping = find_mapping(strip_values(layer, call), call, tp, names or None)
+    if not mapping.column_parallel and names:
+        mapping = find_mapping(strip_values(layer, call), call, tp)
     return mapping
 
 
-def _cuts(mapping: Found | None) -> bool | None:
+def _mapping_verdict(mapping: TpMapping | None) -> bool | None:
     """Whether it cuts anything; None if sizes forbid it."""
     if mapping is None:
         return False
-    if any(reason.endswith(HEADS) for reason in mapping.whole.values()):
+    if any(reason.endswith(INDIVISIBLE_HEADS_ENDING) for reason in mapping.unsplit_reasons.values()):
         return None
-    uneven = not mapping.columns and any(DIVIDES in reason for reason in mapping.whole.values())
-    return None if uneven else bool(mapping.columns)
+    uneven = not mapping.column_parallel and any(
+        INDIVISIBLE_REASON in reason for reason in mapping.unsplit_reasons.values()
+    )
+    return None if uneven else bool(mapping.column_parallel)
 
 
-def _shared(mappings: Sequence[Found | None]) -> list[str]:
+def _shared_sizes(mappings: Sequence[TpMapping | None]) -> list[str]:
     """What ranks share under the first tp that the layer takes; where it takes none, what those do not
     divide."""
     known = [mapping for mapping in mappings if mapping is not None]
-    taken = next((mapping for mapping in known if _cuts(mapping)), None)
+    taken = next((mapping for mapping in known if _mapping_verdict(mapping)), None)
     if taken is not None:
-        return taken.shared
-    return undivided(reason for mapping in known for reason in mapping.whole.values())
+        return taken.shared_sizes
+    return undivided_sizes(reason for mapping in known for reason in mapping.unsplit_reasons.values())

@@ -12,44 +12,44 @@ from typing import Any
 
 import torch
 
-TIMEOUT = 60.0  # seconds that a rank waits for the others
+RANK_TIMEOUT_SECONDS = 60.0  # seconds that a rank waits for the others
 
 
-class _Meeting:
+class _ThreadExchange:
     """Where all ranks bring a tensor and see those of the others."""
 
     def __init__(self, size: int) -> None:
-        self.brought: list[torch.Tensor] = [torch.empty(0)] * size
-        self.barrier = threading.Barrier(size, timeout=TIMEOUT)
+        self.tensors: list[torch.Tensor] = [torch.empty(0)] * size
+        self.barrier = threading.Barrier(size, timeout=RANK_TIMEOUT_SECONDS)
 
-    def exchange(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def exchange_tensors(self, index: int, tensor: torch.Tensor) -> list[torch.Tensor]:
         self.barrier.wait()
-        self.brought[index] = tensor.detach().clone()
+        self.tensors[index] = tensor.detach().clone()
         self.barrier.wait()
-        return list(self.brought)
+        return list(self.tensors)
 
 
 class ThreadGroup:
     """A `secc.runtime.tensor_parallel.replica_group.Group` of threads."""
 
-    def __init__(self, index: int, size: int, meeting: _Meeting) -> None:
-        self.index, self.size, self._meeting = index, size, meeting
+    def __init__(self, index: int, size: int, meeting: _ThreadExchange) -> None:
+        self.index, self.size, self._exchange = index, size, meeting
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            total = torch.stack(self._meeting.exchange(self.index, tensor)).sum(0)
+            total = torch.stack(self._exchange.exchange_tensors(self.index, tensor)).sum(0)
             return tensor.copy_(total)
 
-    def gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        return torch.cat(self._meeting.exchange(self.index, tensor))
+    def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        return torch.cat(self._exchange.exchange_tensors(self.index, tensor))
 
-    def scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        return self.sum(tensor.clone()).split(list(lengths))[self.index].clone()
+    def reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        return self.all_reduce(tensor.clone()).split(list(lengths))[self.index].clone()
 
 
-def run_ranks(count: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
+def run_thread_ranks(count: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
     """`work(group)` on `count` ranks; their results in order. Raises what the first failing rank raised."""
-    meeting = _Meeting(count)
+    meeting = _ThreadExchange(count)
     results: list[Any] = [None] * count
     errors: list[BaseException] = []
 

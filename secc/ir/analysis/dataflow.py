@@ -10,7 +10,7 @@ from functools import lru_cache
 from xdsl.dialects.builtin import ArrayAttr, FloatAttr, IntAttr, IntegerAttr, StringAttr
 from xdsl.ir import Operation, OpResult, SSAValue
 
-from secc.ir.analysis.recorded_glue import SPARE
+from secc.ir.analysis.recorded_glue import FALLBACK_ATTRIBUTE
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import (  # fmt: skip
     CallOp,
@@ -26,20 +26,20 @@ from secc.ir.dialect.ops import (  # fmt: skip
     SizeOp,
     TermOp,
     TransferOp,
-    strings,
+    strings_of,
 )
 from secc.ir.dialect.size_expr import Expr
-from secc.ir.dialect.tensor_type import TensorType, tensor
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
 
-MODES = ("forward", "dgrad", "train")
-_STOPS = ("aten.detach.default", "aten.detach_copy.default")
-_RANDOM = (
+SECTION_MODES = ("forward", "dgrad", "train")
+_GRADIENT_STOPS = ("aten.detach.default", "aten.detach_copy.default")
+_RANDOM_OPS = (
     "rand", "bernoulli", "native_dropout", "dropout", "normal", "uniform", "multinomial", "exponential", "poisson", "cauchy", "geometric",
     "log_normal",
 )  # fmt: skip
 
 
-class Origin(Enum):
+class ValueOrigin(Enum):
     """Where a value comes from: the batch and constants alone, the whole global batch (leaves, sizes), or the
     model."""
 
@@ -48,26 +48,26 @@ class Origin(Enum):
     MODEL = "model"
 
 
-def origins(case: CaseOp) -> dict[SSAValue, Origin]:
+def classify_origins(case: CaseOp) -> dict[SSAValue, ValueOrigin]:
     """The origin of every value of a case. Random glue counts as the model's: no leaf or guard is made of
     it."""
-    found: dict[SSAValue, Origin] = {}
+    found: dict[SSAValue, ValueOrigin] = {}
     for op in case.ops:
         operands = {found[o] for o in op.operands}
         match op:
             case InputOp() | ConstOp():
-                origin = Origin.INPUT
+                origin = ValueOrigin.INPUT
             case LeafOp() | SizeOp():
-                origin = Origin.GLOBAL
-            case GlueOp() | TransferOp() if not is_random(op) and Origin.MODEL not in operands:
-                origin = Origin.GLOBAL if Origin.GLOBAL in operands else Origin.INPUT
+                origin = ValueOrigin.GLOBAL
+            case GlueOp() | TransferOp() if not is_random_op(op) and ValueOrigin.MODEL not in operands:
+                origin = ValueOrigin.GLOBAL if ValueOrigin.GLOBAL in operands else ValueOrigin.INPUT
             case _:
-                origin = Origin.MODEL
+                origin = ValueOrigin.MODEL
         found |= dict.fromkeys(op.results, origin)
     return found
 
 
-def with_gradient(case: CaseOp) -> set[SSAValue]:
+def find_gradient_values(case: CaseOp) -> set[SSAValue]:
     """The values of a case that a gradient of the loss reaches."""
     wanted: set[SSAValue] = set()
     for op in reversed(case.ops):
@@ -76,25 +76,29 @@ def with_gradient(case: CaseOp) -> set[SSAValue]:
                 taken = list(op.operands)
             case Computation() if "no_grad" not in op.properties and any(r in wanted for r in op.results):
                 target = op.properties["target"]
-                taken = [] if isinstance(target, StringAttr) and target.data in _STOPS else list(op.operands)
+                taken = (
+                    []
+                    if isinstance(target, StringAttr) and target.data in _GRADIENT_STOPS
+                    else list(op.operands)
+                )
             case _:
                 continue
-        wanted.update(value for value in taken if tensor(value).requires_grad)
+        wanted.update(value for value in taken if tensor_type(value).requires_grad)
     return wanted
 
 
-def is_random(op: Operation) -> bool:
+def is_random_op(op: Operation) -> bool:
     """Whether an op draws random numbers."""
-    return isinstance(op, GlueOp) and op.target.data.removeprefix("aten.").startswith(_RANDOM)
+    return isinstance(op, GlueOp) and op.target.data.removeprefix("aten.").startswith(_RANDOM_OPS)
 
 
-def producer(value: SSAValue) -> Operation:
+def producer_of(value: SSAValue) -> Operation:
     """The op that makes a value; cases have no block arguments."""
     assert isinstance(value, OpResult)
     return value.owner
 
 
-def users(op: Operation) -> list[Operation]:
+def users_of(op: Operation) -> list[Operation]:
     """The ops that use a result of `op`, each once, in the order of the case."""
     found = {use.operation for result in op.results for use in result.uses}
     block = op.parent_block()
@@ -102,19 +106,19 @@ def users(op: Operation) -> list[Operation]:
     return [o for o in block.ops if o in found] if len(found) > 1 else list(found)
 
 
-def texts_of(op: Operation, name: str) -> tuple[str, ...]:
+def get_strings(op: Operation, name: str) -> tuple[str, ...]:
     """A list of texts kept as property or attribute `name`, () where there is none."""
     found = op.get_attr_or_prop(name)
     return tuple(a.data for a in found if isinstance(a, StringAttr)) if isinstance(found, ArrayAttr) else ()
 
 
-def text_of(op: Operation, name: str) -> str | None:
+def get_string(op: Operation, name: str) -> str | None:
     """A text kept as property or attribute `name`."""
     found = op.get_attr_or_prop(name)
     return found.data if isinstance(found, StringAttr) else None
 
 
-def number_of(op: Operation, name: str) -> float | None:
+def get_number(op: Operation, name: str) -> float | None:
     """A number kept as property or attribute `name`."""
     match op.get_attr_or_prop(name):
         case IntAttr(data=number):
@@ -125,84 +129,84 @@ def number_of(op: Operation, name: str) -> float | None:
             return None
 
 
-def active(when: Sequence[str], pattern: Sequence[str]) -> bool:
+def is_active_for(when: Sequence[str], pattern: Sequence[str]) -> bool:
     """Whether something with predicate `when` takes part in a case or sample with the optional keys
     `pattern`."""
     return not when or bool(set(when) & set(pattern))
 
 
-def strongest(modes: Iterable[str]) -> str:
+def strongest_mode(modes: Iterable[str]) -> str:
     """The mode that covers all: train, then dgrad, then forward."""
-    return max(modes, key=MODES.index, default="forward")
+    return max(modes, key=SECTION_MODES.index, default="forward")
 
 
-def mode_of(op: Operation) -> str:
+def call_mode(op: Operation) -> str:
     """The mode of a call; "train" before `infer-modes` has run."""
-    return text_of(op, "mode") or "train"
+    return get_string(op, "mode") or "train"
 
 
-class Statistics:
+class SampleStatistics:
     """Expectations over the dataset's samples: what `sec.pattern` ops say. Without any, every captured case
     counts alike, at sizes of 1."""
 
     def __init__(self, graph: GraphOp) -> None:
-        self._symbols, self._abouts = list(graph.symbols), abouts(graph)
+        self._symbols, self._abouts = list(graph.symbols), size_estimates(graph)
         self._weights: list[tuple[CaseOp, float, dict[str, float]]] = []
         self._means: dict[tuple[CaseOp, Expr | int], float] = {}  # most values are of few types
-        cases = [c for c in graph.cases if SPARE not in c.attributes]
+        cases = [c for c in graph.cases if FALLBACK_ATTRIBUTE not in c.attributes]
         for case in cases:
-            alike = sum(set(strings(c.when)) == set(strings(case.when)) for c in cases)
-            for share, sizes in self._samples(graph, case):
+            alike = sum(set(strings_of(c.when)) == set(strings_of(case.when)) for c in cases)
+            for share, sizes in self._samples_of_case(graph, case):
                 self._weights.append((case, share / alike, sizes))
 
-    def _samples(self, graph: GraphOp, case: CaseOp) -> list[tuple[float, dict[str, float]]]:
+    def _samples_of_case(self, graph: GraphOp, case: CaseOp) -> list[tuple[float, dict[str, float]]]:
         if not graph.patterns:
             return [(1 / len(graph.cases), dict.fromkeys(self._symbols, 1.0))]
-        same = [p for p in graph.patterns if set(strings(p.when)) == set(strings(case.when))]
-        return [(float(p.share.data), self._sizes(p)) for p in same]
+        same = [p for p in graph.patterns if set(strings_of(p.when)) == set(strings_of(case.when))]
+        return [(float(p.share.data), self._pattern_sizes(p)) for p in same]
 
-    def _sizes(self, pattern: PatternOp) -> dict[str, float]:
-        sizes = {name: number_of(pattern, name) or 0.0 for name in self._symbols}
-        return sizes | {name: evaluate(about, sizes) for name, about in self._abouts.items()}
+    def _pattern_sizes(self, pattern: PatternOp) -> dict[str, float]:
+        sizes = {name: get_number(pattern, name) or 0.0 for name in self._symbols}
+        return sizes | {name: evaluate_at_means(about, sizes) for name, about in self._abouts.items()}
 
     def mean(self, size: Callable[[CaseOp], Expr | int]) -> float:
         """The mean over samples of a size that a case gives as an expression for one sample."""
-        return sum(share * evaluate(size(case), sizes) for case, share, sizes in self._weights)
+        return sum(share * evaluate_at_means(size(case), sizes) for case, share, sizes in self._weights)
 
-    def mean_in(self, case: CaseOp, size: Expr | int) -> float:
+    def mean_in_case(self, case: CaseOp, size: Expr | int) -> float:
         """The part of the mean that samples of one case bring: their share times the size."""
         if (case, size) not in self._means:
             self._means[case, size] = sum(
-                share * evaluate(size, sizes) for c, share, sizes in self._weights if c is case
+                share * evaluate_at_means(size, sizes) for c, share, sizes in self._weights if c is case
             )
         return self._means[case, size]
 
 
-def abouts(graph: GraphOp) -> dict[str, Expr]:
+def size_estimates(graph: GraphOp) -> dict[str, Expr]:
     """What the sizes that inputs' values decide are about, as expressions that need not be whole."""
     found = {name: s.about.data for name, s in graph.symbols.items() if s.about is not None}
-    return {name: size_expr.unrounded(size_expr.parse(text)) for name, text in found.items()}
+    return {name: size_expr.remove_rounding(size_expr.parse_expr(text)) for name, text in found.items()}
 
 
-def evaluate(size: Expr | int, sizes: Mapping[str, float]) -> float:
+def evaluate_at_means(size: Expr | int, sizes: Mapping[str, float]) -> float:
     """The number of an expression at sizes that need not be whole: statistics are means."""
-    return float(size_expr.evaluate(size, sizes))  # pyright: ignore[reportArgumentType]
+    return float(size_expr.evaluate_expr(size, sizes))  # pyright: ignore[reportArgumentType]
 
 
-def nbytes(value: SSAValue) -> Expr:
+def value_bytes(value: SSAValue) -> Expr:
     """The bytes of a value as an expression."""
-    return _nbytes(tensor(value))
+    return _tensor_bytes(tensor_type(value))
 
 
 @lru_cache(1 << 12)
-def _nbytes(kind: TensorType) -> Expr:
-    total = size_expr.parse(str(kind.itemsize))
+def _tensor_bytes(kind: TensorType) -> Expr:
+    total = size_expr.parse_expr(str(kind.itemsize))
     for dim in kind.shape:
         total = total * dim
     return total
 
 
-def flops_of(call: CallOp) -> Expr | None:
+def call_flops(call: CallOp) -> Expr | None:
     """Forward FLOPs of a call as an expression, None before they are measured."""
-    text = text_of(call, "flops")
-    return None if text is None else size_expr.parse(text)
+    text = get_string(call, "flops")
+    return None if text is None else size_expr.parse_expr(text)

@@ -13,12 +13,14 @@ from collections.abc import Iterable
 from xdsl.dialects.builtin import ArrayAttr, StringAttr
 
 from secc.errors import UserError
-from secc.ir.dialect.ops import GraphOp, texts
-from secc.runtime.plan.schema import Fusion
+from secc.ir.dialect.ops import GraphOp, strings_attr
+from secc.runtime.plan.schema import FusionRecord
 
-ATTRIBUTE = "fusions"  # of a graph
-FUSED = "fused"  # of a block that no case calls any more, because fused operators read its parameters
-RULES = {
+FUSIONS_ATTRIBUTE = "fusions"  # of a graph
+FUSED_ATTRIBUTE = (
+    "fused"  # of a block that no case calls any more, because fused operators read its parameters
+)
+PASS_OF_RULE = {
     "linear-cross-entropy": "fuse-linear-loss",
     "linear-kl": "fuse-linear-loss",
     "linear-kl-ce": "fuse-linear-loss",
@@ -30,28 +32,32 @@ RULES = {
 }  # each rule's pass; `docs/fusion.md` says what the rules match
 
 
-def check(rules: Iterable[str]) -> None:
+def check_rule_names(rules: Iterable[str]) -> None:
     """Raise UserError for a name that is no rule's."""
     for rule in rules:
-        if rule not in RULES:
-            raise UserError(f"there is no fusion rule {rule!r}", remedy=f"rules are {', '.join(RULES)}")
+        if rule not in PASS_OF_RULE:
+            raise UserError(
+                f"there is no fusion rule {rule!r}", remedy=f"rules are {', '.join(PASS_OF_RULE)}"
+            )
 
 
-def of_pass(rules: Iterable[str], name: str) -> tuple[str, ...]:
+def rules_of_pass(rules: Iterable[str], name: str) -> tuple[str, ...]:
     """Those of the rules that belong to a pass."""
-    return tuple(rule for rule in rules if RULES.get(rule) == name)
+    return tuple(rule for rule in rules if PASS_OF_RULE.get(rule) == name)
 
 
-def note(graph: GraphOp, found: Iterable[Fusion]) -> None:
+def record_fusions(graph: GraphOp, found: Iterable[FusionRecord]) -> None:
     """Add to the record what a pass found, each once: cases have most of it in common."""
-    known = list(fusions(graph))
+    known = list(read_fusions(graph))
     known += [f for f in dict.fromkeys(found) if f not in known]
     if known:
-        graph.attributes[ATTRIBUTE] = texts("; ".join((f.rule, f.what, f.where, f.why)) for f in known)
+        graph.attributes[FUSIONS_ATTRIBUTE] = strings_attr(
+            "; ".join((f.rule, f.what, f.where, f.why)) for f in known
+        )
 
 
-def fusions(graph: GraphOp) -> tuple[Fusion, ...]:
+def read_fusions(graph: GraphOp) -> tuple[FusionRecord, ...]:
     """The record, () for none."""
-    found = graph.attributes.get(ATTRIBUTE)
+    found = graph.attributes.get(FUSIONS_ATTRIBUTE)
     lines = [a.data for a in found if isinstance(a, StringAttr)] if isinstance(found, ArrayAttr) else []
-    return tuple(Fusion(*line.split("; ", 3)) for line in lines)
+    return tuple(FusionRecord(*line.split("; ", 3)) for line in lines)

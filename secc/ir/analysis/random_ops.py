@@ -13,38 +13,38 @@ from collections.abc import Iterable
 from xdsl.dialects.builtin import ArrayAttr, StringAttr
 from xdsl.ir import Attribute, Operation
 
-from secc.runtime.plan.schema import Draw
+from secc.runtime.plan.schema import RandomOp
 
-ATTRIBUTE = "draws"  # of a graph
-NAME = "draw"  # of a glue op
-SITE = "site"  # of a call
+RANDOM_OPS_ATTRIBUTE = "draws"  # of a graph
+RANDOM_OP_ATTRIBUTE = "draw"  # of a glue op
+CALL_SITE_ATTRIBUTE = "site"  # of a call
 
 
-def text(draw: Draw) -> str:
+def format_random_op(draw: RandomOp) -> str:
     """A random op as a text that `parse` reads back."""
     return "; ".join((",".join(map(str, draw.dims)) or "-", draw.rows, draw.call, draw.where))
 
 
-def parse(line: str) -> Draw:
+def parse_random_op(line: str) -> RandomOp:
     """The random op of a text. Raises ValueError where it is none."""
     dims, rows, call, where = line.split("; ")
-    return Draw(call, () if dims == "-" else tuple(map(int, dims.split(","))), rows, where)
+    return RandomOp(call, () if dims == "-" else tuple(map(int, dims.split(","))), rows, where)
 
 
-def draws(attribute: Attribute | None) -> tuple[Draw, ...]:
+def read_random_ops(attribute: Attribute | None) -> tuple[RandomOp, ...]:
     """The random ops of a graph's attribute, () for none."""
     if not isinstance(attribute, ArrayAttr):
         return ()
-    return tuple(parse(line.data) for line in attribute if isinstance(line, StringAttr))
+    return tuple(parse_random_op(line.data) for line in attribute if isinstance(line, StringAttr))
 
 
-def in_block(known: Iterable[Draw], path: str) -> bool:
+def has_random_op_in(known: Iterable[RandomOp], path: str) -> bool:
     """Whether any of the random ops is inside the block at `path`."""
     return any(d.call.startswith(path) and d.call[len(path)] in ".@#" for d in known)
 
 
-def site(op: Operation) -> str:
+def call_site(op: Operation) -> str:
     """The user's lines that lead to a call, innermost first, with `<` between them; "" where they do not
     matter."""
-    found = op.attributes.get(SITE)
+    found = op.attributes.get(CALL_SITE_ATTRIBUTE)
     return found.data if isinstance(found, StringAttr) else ""

@@ -13,20 +13,22 @@ from typing import Any
 from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Attribute, Operation
 
-ATTRIBUTE = "recorded"  # of a graph
-ANEW = "anew"  # of a case, and of a body that lower cuts out of one
-SPARE = "spare"  # of a case for micro-batches of which Python reads what no capture saw; it may be dropped
-PREFIX = "recorded."  # of the target of a glue op
+RECORDED_ATTRIBUTE = "recorded"  # of a graph
+RERECORD_ATTRIBUTE = "anew"  # of a case, and of a body that lower cuts out of one
+FALLBACK_ATTRIBUTE = (
+    "spare"  # of a case for micro-batches of which Python reads what no capture saw; it may be dropped
+)
+RECORDED_PREFIX = "recorded."  # of the target of a glue op
 
 
-def label(op: Operation) -> str | None:
+def recorded_label(op: Operation) -> str | None:
     """The label of the tensor that a glue op with recorded ops makes, None for every other op."""
     target = op.properties.get("target")
-    if not isinstance(target, StringAttr) or not target.data.startswith(PREFIX):
+    if not isinstance(target, StringAttr) or not target.data.startswith(RECORDED_PREFIX):
         return None
-    return target.data.removeprefix(PREFIX)
+    return target.data.removeprefix(RECORDED_PREFIX)
 
 
-def cases(attribute: Attribute | None) -> list[dict[str, Any]]:
+def read_recorded_cases(attribute: Attribute | None) -> list[dict[str, Any]]:
     """The entries of a graph's attribute, none for none."""
     return json.loads(attribute.data) if isinstance(attribute, StringAttr) else []

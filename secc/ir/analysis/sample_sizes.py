@@ -13,20 +13,20 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from xdsl.dialects.builtin import ArrayAttr, StringAttr
 
-from secc.ir.dialect.ops import GraphOp, texts
+from secc.ir.dialect.ops import GraphOp, strings_attr
 from secc.runtime.plan.step_program import SampleMeta
 
-ATTRIBUTE = "samples"  # of a graph
-LARGEST = "largest"  # of a graph
-MOST = 1024  # that a graph lists
-KINDS = ("rows", "width")
-SEED = 0
+SAMPLES_ATTRIBUTE = "samples"  # of a graph
+LARGEST_ATTRIBUTE = "largest"  # of a graph
+MAX_LISTED_SAMPLES = 1024  # that a graph lists
+SIZE_KINDS = ("rows", "width")
+BATCH_SEED = 0
 
-Sizes = Mapping[str, int]
+SampleSizes = Mapping[str, int]
 
 
-def attribute(
-    symbols: Sequence[str], samples: Iterable[tuple[frozenset[str], Sizes]]
+def samples_attr(
+    symbols: Sequence[str], samples: Iterable[tuple[frozenset[str], SampleSizes]]
 ) -> ArrayAttr[StringAttr]:
     """The attribute for samples given by pattern and sizes."""
     lines: dict[frozenset[str], list[str]] = {}
@@ -35,15 +35,15 @@ def attribute(
     by_pattern = (
         " | ".join((" ".join(sorted(pattern)), " ".join(found))) for pattern, found in lines.items()
     )
-    return texts([" ".join(symbols), *by_pattern])
+    return strings_attr([" ".join(symbols), *by_pattern])
 
 
-def taken(known: Sequence[tuple[frozenset[str], Sizes]]) -> tuple[list[int], list[int]]:
+def select_listed(known: Sequence[tuple[frozenset[str], SampleSizes]]) -> tuple[list[int], list[int]]:
     """The places of `MOST` samples, evenly taken from those that are known, and of others with the most of a
     size in their pattern."""
-    if len(known) <= MOST:
+    if len(known) <= MAX_LISTED_SAMPLES:
         return list(range(len(known))), []
-    even = [k * len(known) // MOST for k in range(MOST)]
+    even = [k * len(known) // MAX_LISTED_SAMPLES for k in range(MAX_LISTED_SAMPLES)]
     most: dict[tuple[frozenset[str], str], int] = {}
     for k, (pattern, sizes) in enumerate(known):
         for name, size in sizes.items():
@@ -52,12 +52,12 @@ def taken(known: Sequence[tuple[frozenset[str], Sizes]]) -> tuple[list[int], lis
     return even, sorted({*most.values()} - {*even})
 
 
-def drawn(graph: GraphOp, count: int, batches: int) -> list[tuple[SampleMeta, ...]]:
+def draw_batches(graph: GraphOp, count: int, batches: int) -> list[tuple[SampleMeta, ...]]:
     """Batches of `count` samples, drawn with a fixed seed: each of the graph's once before any is there
     again, none where it lists none."""
-    known = _known(graph, ATTRIBUTE)
-    order: list[tuple[frozenset[str], Sizes]] = []
-    rng = random.Random(SEED)
+    known = _read_samples(graph, SAMPLES_ATTRIBUTE)
+    order: list[tuple[frozenset[str], SampleSizes]] = []
+    rng = random.Random(BATCH_SEED)
     while known and len(order) < batches * count:
         rng.shuffle(known)
         order += known
@@ -67,21 +67,21 @@ def drawn(graph: GraphOp, count: int, batches: int) -> list[tuple[SampleMeta, ..
     ]
 
 
-def all_known(graph: GraphOp) -> list[tuple[frozenset[str], Sizes]]:
+def read_all_samples(graph: GraphOp) -> list[tuple[frozenset[str], SampleSizes]]:
     """Patterns and sizes of the samples that memory must have room for: those that the graph lists, and
     larger ones that it does not."""
-    return _known(graph, ATTRIBUTE) + _known(graph, LARGEST)
+    return _read_samples(graph, SAMPLES_ATTRIBUTE) + _read_samples(graph, LARGEST_ATTRIBUTE)
 
 
-def _known(graph: GraphOp, attribute: str) -> list[tuple[frozenset[str], Sizes]]:
+def _read_samples(graph: GraphOp, attribute: str) -> list[tuple[frozenset[str], SampleSizes]]:
     found = graph.attributes.get(attribute)
     if not isinstance(found, ArrayAttr):
         return []
     names, *lines = [line.data for line in found if isinstance(line, StringAttr)]
-    return [sample for line in lines for sample in _parse(line, names.split())]
+    return [sample for line in lines for sample in _parse_samples(line, names.split())]
 
 
-def _parse(line: str, names: Sequence[str]) -> list[tuple[frozenset[str], Sizes]]:
+def _parse_samples(line: str, names: Sequence[str]) -> list[tuple[frozenset[str], SampleSizes]]:
     keys, _, samples = line.partition("|")
     pattern = frozenset(keys.split())
     return [(pattern, dict(zip(names, map(int, sizes.split(",")), strict=True))) for sizes in samples.split()]

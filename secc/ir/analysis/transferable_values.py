@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import sympy
 from xdsl.dialects.builtin import StringAttr
 
-from secc.ir.analysis.dataflow import number_of
+from secc.ir.analysis.dataflow import get_number
 from secc.ir.dialect import size_expr
-from secc.ir.dialect.ops import GraphOp, KeyOp, SectionOp, SymbolOp, strings
+from secc.ir.dialect.ops import GraphOp, KeyOp, SectionOp, SymbolOp, strings_of
 from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import TensorType
-from secc.runtime.plan.schema import is_label
+from secc.runtime.plan.schema import is_tensor_label
 
 
 @dataclass(frozen=True)
-class Carry:
+class TransferLayout:
     """How a tensor travels: its sample dim, the rows of one sample, and "dim expression side" for dims cut to
     the sample's own extent.
 
@@ -34,10 +34,10 @@ class Carry:
     extents: tuple[str, ...] = ()
 
 
-WHOLE = Carry(-1, "")
+WHOLE_TENSOR = TransferLayout(-1, "")
 
 
-class NotCarriable(Exception):
+class NotTransferable(Exception):
     """Why an edge cannot carry a tensor, as a sentence for people."""
 
 
@@ -47,83 +47,89 @@ def pipeline_of(section: SectionOp) -> str:
     return found.data if isinstance(found, StringAttr) else ""
 
 
-def carry_between(
+def layout_between(
     graph: GraphOp, kind: TensorType, src: SectionOp, dst: SectionOp, mixed: bool = False
-) -> Carry:
+) -> TransferLayout:
     """How an edge carries a tensor of this type from one section to another. `mixed`: its rows are out of
     order (`secc.ir.analysis.row_order`). Raises NotCarriable."""
     if pipeline_of(src) and pipeline_of(src) == pipeline_of(dst):
-        return carry_whole(graph, kind)
+        return whole_layout(graph, kind)
     if mixed:
-        raise NotCarriable(f"the rows of {_shape(kind)} do not stand sample after sample")
-    how = carry(graph, kind)
-    check_reach(graph, how, strings(src.when), strings(dst.when))
+        raise NotTransferable(f"the rows of {_format_shape(kind)} do not stand sample after sample")
+    how = row_layout(graph, kind)
+    require_rows_covered(graph, how, strings_of(src.when), strings_of(dst.when))
     return how
 
 
-def can_send(graph: GraphOp, kind: TensorType, src: SectionOp, dst: SectionOp, mixed: bool = False) -> bool:
+def can_transfer(
+    graph: GraphOp, kind: TensorType, src: SectionOp, dst: SectionOp, mixed: bool = False
+) -> bool:
     """Whether an edge can carry a tensor of this type from one section to another."""
     try:
-        carry_between(graph, kind, src, dst, mixed)
-    except NotCarriable:
+        layout_between(graph, kind, src, dst, mixed)
+    except NotTransferable:
         return False
     return True
 
 
-def carry_whole(graph: GraphOp, kind: TensorType) -> Carry:
+def whole_layout(graph: GraphOp, kind: TensorType) -> TransferLayout:
     """How a tensor of this type travels between stages of a pipeline. Raises NotCarriable."""
-    _check_known(graph, kind)
-    return WHOLE
+    _require_known_shape(graph, kind)
+    return WHOLE_TENSOR
 
 
-def _check_known(graph: GraphOp, kind: TensorType) -> None:
+def _require_known_shape(graph: GraphOp, kind: TensorType) -> None:
     """Raise NotCarriable for a shape that sizes do not tell."""
     known = {name for name, s in graph.symbols.items() if s.kind.data != "data"}
-    if any(size_expr.symbols(d) - known for d in kind.shape):
-        raise NotCarriable(f"values of the inputs decide the shape {_shape(kind)}")
+    if any(size_expr.symbol_names(d) - known for d in kind.shape):
+        raise NotTransferable(f"values of the inputs decide the shape {_format_shape(kind)}")
 
 
-def carry(graph: GraphOp, kind: TensorType) -> Carry:
+def row_layout(graph: GraphOp, kind: TensorType) -> TransferLayout:
     """How an edge carries a tensor of this type by rows.
 
     One dim adds up over samples (`B`, `576*n_pixel_values`); the others are constant or, where micro-batches
     have their own widths (`widths "own"`), plain width symbols that can be cut, or the widest of several.
     Raises NotCarriable.
     """
-    _check_known(graph, kind)
+    _require_known_shape(graph, kind)
     rows = {name for name, s in graph.symbols.items() if s.kind.data == "rows"}
     shape = kind.shape
-    sample_dims = [i for i, d in enumerate(shape) if size_expr.symbols(d) & rows]
+    sample_dims = [i for i, d in enumerate(shape) if size_expr.symbol_names(d) & rows]
     if len(sample_dims) != 1:
-        raise NotCarriable(
-            f"{'no dim' if not sample_dims else 'more than one dim'} of {_shape(kind)} counts samples"
+        raise NotTransferable(
+            f"{'no dim' if not sample_dims else 'more than one dim'} of {_format_shape(kind)} counts samples"
         )
     dim, own = sample_dims[0], graph.widths is None or graph.widths.data == "own"
-    if not _adds_up(shape[dim], rows, set(graph.symbols) if own else rows):
-        raise NotCarriable(
-            f"the rows {size_expr.text(shape[dim])} do not add up over samples{' of different widths' if own else ''}"
+    if not _is_additive(shape[dim], rows, set(graph.symbols) if own else rows):
+        raise NotTransferable(
+            f"the rows {size_expr.format_expr(shape[dim])} do not add up over samples{' of different widths' if own else ''}"
         )
     extents = (
-        tuple(_extent(graph, i, d) for i, d in enumerate(shape) if i != dim and size_expr.symbols(d))
+        tuple(
+            _format_extent(graph, i, d) for i, d in enumerate(shape) if i != dim and size_expr.symbol_names(d)
+        )
         if own
         else ()
     )
-    return Carry(dim, size_expr.text(shape[dim]), extents)
+    return TransferLayout(dim, size_expr.format_expr(shape[dim]), extents)
 
 
-def check_reach(graph: GraphOp, how: Carry, src_when: Sequence[str], dst_when: Sequence[str]) -> None:
+def require_rows_covered(
+    graph: GraphOp, how: TransferLayout, src_when: Sequence[str], dst_when: Sequence[str]
+) -> None:
     """Every sample for which the consumer wants rows must be one of the producer's. Raises NotCarriable."""
     covered = bool(dst_when) and set(dst_when) <= set(src_when)
-    if src_when and not covered and not vanishes(graph, how.rows, src_when):
-        raise NotCarriable(
+    if src_when and not covered and not has_no_rows(graph, how.rows, src_when):
+        raise NotTransferable(
             f"samples without {' and '.join(src_when)}, which the first does not see, have rows of it too"
         )
 
 
-def vanishes(graph: GraphOp, rows: str, absent: Sequence[str]) -> bool:
+def has_no_rows(graph: GraphOp, rows: str, absent: Sequence[str]) -> bool:
     """Whether a sample without the optional keys `absent` has no rows: what counts them has, or never lacks,
     one of these keys."""
-    patterns = [set(strings(p.when)) for p in graph.patterns]
+    patterns = [set(strings_of(p.when)) for p in graph.patterns]
 
     def accompanied(key: str) -> bool:
         having = [p for p in patterns if key in p]
@@ -131,52 +137,54 @@ def vanishes(graph: GraphOp, rows: str, absent: Sequence[str]) -> bool:
 
     def counted(name: str, symbol: SymbolOp) -> bool:
         """Whether only samples with one of these keys have rows that a recording counts."""
-        having = [set(strings(p.when)) for p in graph.patterns if number_of(p, name)]
-        return is_label(symbol.key.data) and bool(having) and all(p & set(absent) for p in having)
+        having = [set(strings_of(p.when)) for p in graph.patterns if get_number(p, name)]
+        return is_tensor_label(symbol.key.data) and bool(having) and all(p & set(absent) for p in having)
 
     gone = [
-        (size_expr.symbol(name), 0)
+        (size_expr.size_symbol(name), 0)
         for name, s in graph.symbols.items()
         if s.key.data in absent or accompanied(s.key.data) or counted(name, s)
     ]
-    return size_expr.parse(rows).subs(gone) == 0
+    return size_expr.parse_expr(rows).subs(gone) == 0
 
 
-def _adds_up(size: Expr, rows: set[str], banned: set[str]) -> bool:
+def _is_additive(size: Expr, rows: set[str], banned: set[str]) -> bool:
     """Whether a size is a sum of rows symbols with factors in which no banned symbol occurs.
 
     A quotient such as `n//4` counts as one: ranks refuse samples whose own rows it does not divide
     (`secc.runtime.data.sample_metadata`).
     """
-    rest = sympy.expand(size.replace(sympy.floor, _exact))
+    rest = sympy.expand(size.replace(sympy.floor, _exact_quotient))
     for name in rows:
-        factor = rest.coeff(size_expr.symbol(name))
-        if size_expr.symbols(factor) & (banned | rows):
+        factor = rest.coeff(size_expr.size_symbol(name))
+        if size_expr.symbol_names(factor) & (banned | rows):
             return False
-        rest = sympy.expand(rest - factor * size_expr.symbol(name))
+        rest = sympy.expand(rest - factor * size_expr.size_symbol(name))
     return rest == 0
 
 
-def _exact(quotient: Expr) -> Expr:
+def _exact_quotient(quotient: Expr) -> Expr:
     """What is rounded down, where that is a multiple of rows."""
     whole, over = sympy.fraction(sympy.together(quotient))
     return quotient if not over.is_Integer or whole.as_coeff_Add()[0] != 0 else whole / over
 
 
-def _extent(graph: GraphOp, dim: int, size: Expr) -> str:
+def _format_extent(graph: GraphOp, dim: int, size: Expr) -> str:
     widths = size.args if isinstance(size, sympy.Max) else (size,)  # the wider of two: what was padded alike
-    sides = {_side(graph, graph.symbols[w.name]) for w in widths if isinstance(w, sympy.Symbol)}
+    sides = {_padding_side(graph, graph.symbols[w.name]) for w in widths if isinstance(w, sympy.Symbol)}
     if not all(isinstance(w, sympy.Symbol) for w in widths) or len(sides) != 1:
-        raise NotCarriable(f"dim {dim}, {size_expr.text(size)}, cannot be cut to a sample's own width")
-    return f"{dim} {size_expr.text(size)} {sides.pop()}"
+        raise NotTransferable(
+            f"dim {dim}, {size_expr.format_expr(size)}, cannot be cut to a sample's own width"
+        )
+    return f"{dim} {size_expr.format_expr(size)} {sides.pop()}"
 
 
-def _side(graph: GraphOp, symbol: SymbolOp) -> str:
+def _padding_side(graph: GraphOp, symbol: SymbolOp) -> str:
     """The side on which `collate` pads a width: that of the key it is read from."""
     keys = [op for op in graph.body.block.ops if isinstance(op, KeyOp) and op.key == symbol.key]
-    pads = [p.split(" ") for op in keys for p in strings(op.pads)]
+    pads = [p.split(" ") for op in keys for p in strings_of(op.pads)]
     return next((side for dim, side, _ in pads if int(dim) == symbol.dim.data), "right")
 
 
-def _shape(kind: TensorType) -> str:
-    return f"[{', '.join(size_expr.text(d) for d in kind.shape)}]"
+def _format_shape(kind: TensorType) -> str:
+    return f"[{', '.join(size_expr.format_expr(d) for d in kind.shape)}]"

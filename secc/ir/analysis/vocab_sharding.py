@@ -19,20 +19,22 @@ from xdsl.ir import Operation, SSAValue
 
 from secc.ir.analysis import random_ops
 from secc.ir.dialect import argument_template
-from secc.ir.dialect.argument_template import Name, Ref
-from secc.ir.dialect.ops import CallOp, GlueOp, GraphOp, ParamOp, TieOp, strings
+from secc.ir.dialect.argument_template import DottedName, OperandRef
+from secc.ir.dialect.ops import CallOp, GlueOp, GraphOp, ParamOp, TieOp, strings_of
 from secc.ir.dialect.size_expr import Expr
-from secc.ir.dialect.tensor_type import TensorType, tensor
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
 
-PREFIX = "parts."  # of glue that `secc.runtime.tensor_parallel.vocab_parallel_ops` computes
-SIZE = "parts"  # the attribute of glue that works on parts: the entries of the whole
-LENGTH = Name("parts.length")  # in arguments: this rank's entries
-WIDE = 2  # a linear map with more outputs than so many times its inputs is a head, an embedding alike
-NO_MEAN = (0, 2)  # reductions of torch's losses: none and sum
+VOCAB_OP_PREFIX = "parts."  # of glue that `secc.runtime.tensor_parallel.vocab_parallel_ops` computes
+VOCAB_SIZE_ATTRIBUTE = "parts"  # the attribute of glue that works on parts: the entries of the whole
+SHARD_LENGTH = DottedName("parts.length")  # in arguments: this rank's entries
+HEAD_WIDTH_RATIO = (
+    2  # a linear map with more outputs than so many times its inputs is a head, an embedding alike
+)
+UNAVERAGED_REDUCTIONS = (0, 2)  # reductions of torch's losses: none and sum
 
 
 @dataclass(frozen=True)
-class Part:
+class VocabPart:
     """Ranks have parts of a value along `axis`, where the whole one has `size` entries."""
 
     axis: int
@@ -40,14 +42,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Step:
+class VocabOp:
     """An op on parts: the part that each result is (None: whole), the op and its arguments.
 
     `enter`: whole operands whose gradient is a sum over ranks. `cut`: whole operands of which each rank takes
     its part, with the axis. `summed`: the ranks' results are addends.
     """
 
-    results: tuple[Part | None, ...]
+    results: tuple[VocabPart | None, ...]
     target: str
     args: str
     enter: tuple[int, ...] = ()
@@ -55,50 +57,54 @@ class Step:
     summed: bool = False
 
 
-def wide(tokens: int, width: int) -> bool:
+def is_wide(tokens: int, width: int) -> bool:
     """Whether a matrix [tokens, width] is worth being cut by tokens."""
-    return tokens > WIDE * width
+    return tokens > HEAD_WIDTH_RATIO * width
 
 
-def heads(graph: GraphOp, ops: Sequence[Operation]) -> dict[SSAValue, Part]:
+def find_sharded_heads(graph: GraphOp, ops: Sequence[Operation]) -> dict[SSAValue, VocabPart]:
     """What tensor parallelism cuts by tokens: results of those of `ops` that call wide linear maps, wide
     matrices that they read."""
-    tied = {name for op in graph.body.block.ops if isinstance(op, TieOp) for name in strings(op.names)}
-    found, blocks = dict[SSAValue, Part](), graph.blocks
+    tied = {name for op in graph.body.block.ops if isinstance(op, TieOp) for name in strings_of(op.names)}
+    found, blocks = dict[SSAValue, VocabPart](), graph.blocks
     for op in ops:
         weight = blocks[op.target.data].attributes.get("weight") if isinstance(op, CallOp) else None
         if (
             isinstance(op, CallOp)
             and isinstance(weight, TensorType)
-            and _cut(weight, f"{op.target.data}.weight" in tied)
+            and _is_cut(weight, f"{op.target.data}.weight" in tied)
         ):
-            found[op.results[0]] = Part(len(tensor(op.results[0]).dims) - 1, int(weight.shape[0]))
+            found[op.results[0]] = VocabPart(len(tensor_type(op.results[0]).dims) - 1, int(weight.shape[0]))
         for value in op.operands if isinstance(op, GlueOp) else ():
-            if isinstance(value.owner, ParamOp) and _cut(tensor(value), value.owner.path.data in tied):
-                found[value] = Part(0, int(tensor(value).shape[0]))
+            if isinstance(value.owner, ParamOp) and _is_cut(
+                tensor_type(value), value.owner.path.data in tied
+            ):
+                found[value] = VocabPart(0, int(tensor_type(value).shape[0]))
     return found
 
 
-def _cut(weight: TensorType, tied: bool) -> bool:
+def _is_cut(weight: TensorType, tied: bool) -> bool:
     sizes = weight.shape
-    return len(sizes) == 2 and (tied or wide(int(sizes[0]), int(sizes[1])))
+    return len(sizes) == 2 and (tied or is_wide(int(sizes[0]), int(sizes[1])))
 
 
-class Spread:
+class VocabSpread:
     """What becomes of ops on parts. `steps` are those that work on parts; every other op that reads one of
     `parts` needs it whole."""
 
-    def __init__(self, ops: Iterable[Operation], sources: Mapping[SSAValue, Part]) -> None:
-        self.parts, self.steps = dict(sources), dict[Operation, Step]()
+    def __init__(self, ops: Iterable[Operation], sources: Mapping[SSAValue, VocabPart]) -> None:
+        self.parts, self.steps = dict(sources), dict[Operation, VocabOp]()
         for op in ops:
             if (
                 isinstance(op, GlueOp)
                 and any(o in self.parts for o in op.operands)
-                and random_ops.NAME not in op.attributes
+                and random_ops.RANDOM_OP_ATTRIBUTE not in op.attributes
             ):
-                rule = RULES.get(op.base)
+                rule = VOCAB_RULES.get(op.base_name)
                 step = (
-                    rule(_Reading(op, [self.parts.get(o) for o in op.operands])) if rule is not None else None
+                    rule(_OpReader(op, [self.parts.get(o) for o in op.operands]))
+                    if rule is not None
+                    else None
                 )
                 if step is not None:
                     self.steps[op] = step
@@ -106,20 +112,20 @@ class Spread:
                         r: p for r, p in zip(op.results, step.results, strict=False) if p is not None
                     }
 
-    def size(self, op: Operation) -> int:
+    def vocabulary_size(self, op: Operation) -> int:
         """The entries of the vocabulary that an op of `steps` works on."""
         return next(self.parts[o].size for o in op.operands if o in self.parts)
 
 
 @dataclass
-class _Reading:
+class _OpReader:
     """An op, and the parts that its operands are."""
 
     op: GlueOp
-    parts: list[Part | None]
+    parts: list[VocabPart | None]
 
     def __post_init__(self) -> None:
-        self.types = [tensor(o) for o in self.op.operands]
+        self.types = [tensor_type(o) for o in self.op.operands]
         self.arguments = self.op.arguments
         self.shapes = [t.shape for t in self.types]
 
@@ -133,34 +139,36 @@ class _Reading:
     def rank(self) -> int:
         return len(self.shapes[0])
 
-    def only_first(self) -> bool:
+    def has_only_first_part(self) -> bool:
         return self.parts[0] is not None and not any(self.parts[1:])
 
-    def dim(self, position: int = 1, name: str = "dim", default: Any = None, rank: int = 0) -> int | None:
+    def read_dim(
+        self, position: int = 1, name: str = "dim", default: Any = None, rank: int = 0
+    ) -> int | None:
         """An argument as a dim of operand 0, counted from the front."""
         value = self.arguments.get(position, name, default)
         return None if not isinstance(value, int) else value % (rank or self.rank)
 
-    def step(self, *results: Part | None, target: str = "", args: str = "", **more: Any) -> Step:
-        return Step(results, target or self.op.target.data, args or self.op.args.data, **more)
+    def make_step(self, *results: VocabPart | None, target: str = "", args: str = "", **more: Any) -> VocabOp:
+        return VocabOp(results, target or self.op.target.data, args or self.op.args.data, **more)
 
-    def along(self, axis: int | None, **more: Any) -> Step | None:
+    def shard_along(self, axis: int | None, **more: Any) -> VocabOp | None:
         """Every result is a part along `axis`."""
         first = self.parts[0]
         if axis is None or first is None:
             return None
-        return self.step(*[Part(axis, first.size) for _ in self.op.results], **more)
+        return self.make_step(*[VocabPart(axis, first.size) for _ in self.op.results], **more)
 
-    def whole(self, name: str, **more: Any) -> Step:
+    def make_whole(self, name: str, **more: Any) -> VocabOp:
         """An op of the runtime that makes whole results of parts."""
-        return self.step(*[None for _ in self.op.results], target=PREFIX + name, **more)
+        return self.make_step(*[None for _ in self.op.results], target=VOCAB_OP_PREFIX + name, **more)
 
-    def entering(self, *places: int) -> tuple[int, ...]:
+    def operands_entering(self, *places: int) -> tuple[int, ...]:
         """Those of some operands that are whole and have a gradient."""
         return tuple(i for i in places if self.parts[i] is None and self.types[i].requires_grad)
 
 
-def _elementwise(r: _Reading) -> Step | None:
+def _shard_elementwise(r: _OpReader) -> VocabOp | None:
     """Operands are aligned at their last dims; a whole one that runs along the vocabulary is cut, too."""
     back = {p.axis - len(shape) for p, shape in zip(r.parts, r.shapes, strict=True) if p is not None}
     sizes = {p.size for p in r.parts if p is not None}
@@ -173,93 +181,101 @@ def _elementwise(r: _Reading) -> Step | None:
         for i in whole
         if len(r.shapes[i]) >= -place and r.shapes[i][place] == size and size != 1
     }
-    enter = r.entering(*(i for i in whole if i not in cut))
-    return r.step(*[Part(len(tensor(v).dims) + place, size) for v in r.op.results], enter=enter, cut=cut)
+    enter = r.operands_entering(*(i for i in whole if i not in cut))
+    return r.make_step(
+        *[VocabPart(len(tensor_type(v).dims) + place, size) for v in r.op.results], enter=enter, cut=cut
+    )
 
 
-def _made(r: _Reading) -> Step | None:
+def _shard_factory(r: _OpReader) -> VocabOp | None:
     """`new_zeros(x, size)`: of `x` only the dtype counts."""
-    return r.step(*[None for _ in r.op.results])
+    return r.make_step(*[None for _ in r.op.results])
 
 
-def _reshaped(r: _Reading) -> Step | None:
-    before, after = r.shapes[0], tensor(r.op.results[0]).shape
+def _shard_reshape(r: _OpReader) -> VocabOp | None:
+    before, after = r.shapes[0], tensor_type(r.op.results[0]).shape
     sizes = r.arguments.get(1, "size", r.arguments.kwargs.get("shape"))
-    if not r.only_first() or not isinstance(sizes, list):
+    if not r.has_only_first_part() or not isinstance(sizes, list):
         return None
-    front = _product(before[: r.axis])
-    new = next((i for i, n in enumerate(after) if n == before[r.axis] and _product(after[:i]) == front), None)
+    front = _product_of_dims(before[: r.axis])
+    new = next(
+        (i for i, n in enumerate(after) if n == before[r.axis] and _product_of_dims(after[:i]) == front), None
+    )
     if new is None:
         return None
-    return r.along(new, args=_with_size(r, sizes, new, LENGTH))
+    return r.shard_along(new, args=_with_size(r, sizes, new, SHARD_LENGTH))
 
 
-def _expanded(r: _Reading) -> Step | None:
+def _shard_expand(r: _OpReader) -> VocabOp | None:
     sizes = r.arguments.get(1, "size")
-    if not r.only_first() or not isinstance(sizes, list):
+    if not r.has_only_first_part() or not isinstance(sizes, list):
         return None
     new = r.axis + len(sizes) - r.rank
-    return r.along(new, args=_with_size(r, sizes, new, -1))
+    return r.shard_along(new, args=_with_size(r, sizes, new, -1))
 
 
-def _with_size(r: _Reading, sizes: list[Any], place: int, value: object) -> str:
+def _with_size(r: _OpReader, sizes: list[Any], place: int, value: object) -> str:
     """The arguments with one of the sizes replaced; one that torch finds out itself stays."""
     if sizes[place] != -1:
         sizes[place] = value
-    return argument_template.format(r.arguments)
+    return argument_template.format_arguments(r.arguments)
 
 
-def _product(dims: Sequence[Expr]) -> Expr:
+def _product_of_dims(dims: Sequence[Expr]) -> Expr:
     return sympy.expand(sympy.Mul(*dims))
 
 
-def _permuted(r: _Reading) -> Step | None:
-    if not r.only_first():
+def _shard_permute(r: _OpReader) -> VocabOp | None:
+    if not r.has_only_first_part():
         return None
-    if r.op.base in {"t", "numpy_T"}:
-        return r.along(r.rank - 1 - r.axis)
-    if r.op.base == "permute":
+    if r.op.base_name in {"t", "numpy_T"}:
+        return r.shard_along(r.rank - 1 - r.axis)
+    if r.op.base_name == "permute":
         dims = r.arguments.get(1, "dims")
-        return r.along([d % r.rank for d in dims].index(r.axis)) if isinstance(dims, list) else None
-    a, b = r.dim(1, "dim0"), r.dim(2, "dim1")
-    return r.along({a: b, b: a}.get(r.axis, r.axis))
+        return r.shard_along([d % r.rank for d in dims].index(r.axis)) if isinstance(dims, list) else None
+    a, b = r.read_dim(1, "dim0"), r.read_dim(2, "dim1")
+    return r.shard_along({a: b, b: a}.get(r.axis, r.axis))
 
 
-def _unsqueezed(r: _Reading) -> Step | None:
-    dim = r.dim(rank=r.rank + 1)
-    return r.along(r.axis + (dim <= r.axis)) if dim is not None else None
+def _shard_unsqueeze(r: _OpReader) -> VocabOp | None:
+    dim = r.read_dim(rank=r.rank + 1)
+    return r.shard_along(r.axis + (dim <= r.axis)) if dim is not None else None
 
 
-def _squeezed(r: _Reading) -> Step | None:
+def _shard_squeeze(r: _OpReader) -> VocabOp | None:
     value = r.arguments.get(1, "dim", [i for i, n in enumerate(r.shapes[0]) if n == 1])
     gone = [d % r.rank for d in (value if isinstance(value, list | tuple) else [value])]
     return (
-        r.along(r.axis - sum(d < r.axis and r.shapes[0][d] == 1 for d in gone))
+        r.shard_along(r.axis - sum(d < r.axis and r.shapes[0][d] == 1 for d in gone))
         if r.axis not in gone
         else None
     )
 
 
-def _beside(r: _Reading) -> Step | None:
+def _shard_row_selection(r: _OpReader) -> VocabOp | None:
     """Some rows are taken: `slice`, `split`, … along another dim than the vocabulary's; `select` and `unbind`
     take the dim away."""
-    dim = r.dim(*((2, "dim", 0) if r.op.base in {"split", "split_with_sizes", "chunk"} else (1, "dim", 0)))
-    if dim is None or dim == r.axis or not r.only_first():
+    dim = r.read_dim(
+        *((2, "dim", 0) if r.op.base_name in {"split", "split_with_sizes", "chunk"} else (1, "dim", 0))
+    )
+    if dim is None or dim == r.axis or not r.has_only_first_part():
         return None
-    return r.along(r.axis - (r.op.base in {"select", "unbind"} and dim < r.axis))
+    return r.shard_along(r.axis - (r.op.base_name in {"select", "unbind"} and dim < r.axis))
 
 
-def _indexed(r: _Reading) -> Step | None:
+def _shard_index(r: _OpReader) -> VocabOp | None:
     """Rows picked by masks or indices of the leading dims."""
     indices = r.arguments.args[1]
-    if not r.only_first() or not all(isinstance(i, Ref) for i in indices):
+    if not r.has_only_first_part() or not all(isinstance(i, OperandRef) for i in indices):
         return None
     kinds = [r.types[i.index] for i in indices]
     taken = sum(len(kind.dims) if kind.dtype.data == "bool" else 1 for kind in kinds)
-    return r.along(r.axis - r.rank + len(tensor(r.op.results[0]).dims)) if taken <= r.axis else None
+    return (
+        r.shard_along(r.axis - r.rank + len(tensor_type(r.op.results[0]).dims)) if taken <= r.axis else None
+    )
 
 
-def _reduced(r: _Reading) -> Step | None:
+def _shard_reduction(r: _OpReader) -> VocabOp | None:
     """A reduction over other dims works on parts as it is; over the vocabulary, sums are summed over ranks,
     and some ops know how."""
     given = (
@@ -272,94 +288,96 @@ def _reduced(r: _Reading) -> Step | None:
         if given not in (None, [])
         else list(range(r.rank))
     )
-    if not r.only_first():
+    if not r.has_only_first_part():
         return None
     if r.axis not in dims:
-        kept = len(tensor(r.op.results[0]).dims) == r.rank
-        return r.along(r.axis if kept else r.axis - sum(d < r.axis for d in dims))
-    if r.op.base == "sum":
-        return r.step(None, summed=True)
-    if r.op.base == "mean":
-        return r.whole("mean")
+        kept = len(tensor_type(r.op.results[0]).dims) == r.rank
+        return r.shard_along(r.axis if kept else r.axis - sum(d < r.axis for d in dims))
+    if r.op.base_name == "sum":
+        return r.make_step(None, summed=True)
+    if r.op.base_name == "mean":
+        return r.make_whole("mean")
     if (
         dims != [r.axis]
         or given is None
-        or (r.op.base != "logsumexp" and tensor(r.op.results[0]).requires_grad)
+        or (r.op.base_name != "logsumexp" and tensor_type(r.op.results[0]).requires_grad)
     ):
         return None
-    return r.whole(r.op.base) if r.op.base in {"logsumexp", "amax", "argmax"} else None
+    return r.make_whole(r.op.base_name) if r.op.base_name in {"logsumexp", "amax", "argmax"} else None
 
 
-def _softmax(r: _Reading) -> Step | None:
-    if not r.only_first() or (
-        not r.op.base.startswith("_") and len(r.arguments.args) + len(r.arguments.kwargs) > 2
+def _shard_softmax(r: _OpReader) -> VocabOp | None:
+    if not r.has_only_first_part() or (
+        not r.op.base_name.startswith("_") and len(r.arguments.args) + len(r.arguments.kwargs) > 2
     ):
         return None
-    return r.along(r.axis, target=PREFIX + r.op.base.lstrip("_") if r.dim() == r.axis else "")
+    return r.shard_along(
+        r.axis, target=VOCAB_OP_PREFIX + r.op.base_name.lstrip("_") if r.read_dim() == r.axis else ""
+    )
 
 
-def _nll(r: _Reading) -> Step | None:
+def _shard_nll_loss(r: _OpReader) -> VocabOp | None:
     """`nll_loss`: the label's entry of each row; the tokens' dim is 1, or 0 of one row. What is left out is
     counted by nobody."""
-    spatial, weight = "2d" in r.op.base, r.arguments.get(2, "weight")
+    spatial, weight = "2d" in r.op.base_name, r.arguments.get(2, "weight")
     unread = not any(True for v in r.op.results[1:] for _ in v.uses)
     if (
-        not r.only_first()
+        not r.has_only_first_part()
         or r.axis != min(1, r.rank - 1)
-        or r.arguments.get(3, "reduction", 1) not in NO_MEAN
+        or r.arguments.get(3, "reduction", 1) not in UNAVERAGED_REDUCTIONS
         or not unread
     ):
         return None
-    cut = {weight.index: 0} if isinstance(weight, Ref) else {}
-    return r.step(None, target=f"{PREFIX}nll_loss{'2d' if spatial else ''}", cut=cut)
+    cut = {weight.index: 0} if isinstance(weight, OperandRef) else {}
+    return r.make_step(None, target=f"{VOCAB_OP_PREFIX}nll_loss{'2d' if spatial else ''}", cut=cut)
 
 
-def _picked(r: _Reading) -> Step | None:
+def _shard_gather(r: _OpReader) -> VocabOp | None:
     """`gather` and `topk` along the vocabulary."""
-    position = 1 if r.op.base == "gather" else 2
+    position = 1 if r.op.base_name == "gather" else 2
     if (
-        not r.only_first()
-        or r.dim(position, "dim", -1) != r.axis
+        not r.has_only_first_part()
+        or r.read_dim(position, "dim", -1) != r.axis
         or r.arguments.get(3, "largest", True) is False
     ):
         return None
-    return r.whole(r.op.base)
+    return r.make_whole(r.op.base_name)
 
 
-def _linear(r: _Reading) -> Step | None:
+def _shard_linear(r: _OpReader) -> VocabOp | None:
     """`linear(hidden, weight, bias)` with a weight cut by outputs."""
-    places = _places(r)
+    places = _direct_operands(r)
     if len(places) < 2 or r.parts[places[0]] is not None:
         return None
-    return _head(r, places[0], places[1], 0, places[2] if len(places) > 2 else None)
+    return _shard_head(r, places[0], places[1], 0, places[2] if len(places) > 2 else None)
 
 
-def _mm(r: _Reading) -> Step | None:
+def _shard_matmul(r: _OpReader) -> VocabOp | None:
     """`mm(hidden, weight.T)`, `addmm(bias, hidden, weight.T)`."""
-    places = _places(r)
+    places = _direct_operands(r)
     if len(places) < 2 or len(r.shapes[places[-1]]) != 2 or r.arguments.kwargs:
         return None
-    return _head(r, places[-2], places[-1], 1, places[0] if r.op.base == "addmm" else None)
+    return _shard_head(r, places[-2], places[-1], 1, places[0] if r.op.base_name == "addmm" else None)
 
 
-def _places(r: _Reading) -> list[int]:
+def _direct_operands(r: _OpReader) -> list[int]:
     """The operands that are arguments themselves, in order."""
-    return [a.index for a in r.arguments.args if isinstance(a, Ref)]
+    return [a.index for a in r.arguments.args if isinstance(a, OperandRef)]
 
 
-def _head(r: _Reading, hidden: int, weight: int, out: int, bias: int | None) -> Step | None:
+def _shard_head(r: _OpReader, hidden: int, weight: int, out: int, bias: int | None) -> VocabOp | None:
     part = r.parts[weight]
     if part is None or part.axis != out or r.parts[hidden] is not None:
         return None
     cut = {bias: 0} if bias is not None and r.parts[bias] is None else {}
-    last = len(tensor(r.op.results[0]).dims) - 1
-    return r.step(Part(last, part.size), enter=r.entering(hidden), cut=cut)
+    last = len(tensor_type(r.op.results[0]).dims) - 1
+    return r.make_step(VocabPart(last, part.size), enter=r.operands_entering(hidden), cut=cut)
 
 
-def _fused(r: _Reading) -> Step | None:
+def _shard_fused_loss(r: _OpReader) -> VocabOp | None:
     """The losses on linear heads; their operators sum the hidden states' gradient over the ranks."""
-    places, bias = _places(r), r.arguments.kwargs.get("bias")
-    first, *weights = [places[i] for i in ((1,) if r.op.base.endswith("cross_entropy") else (1, 3))]
+    places, bias = _direct_operands(r), r.arguments.kwargs.get("bias")
+    first, *weights = [places[i] for i in ((1,) if r.op.base_name.endswith("cross_entropy") else (1, 3))]
     part = r.parts[first]
     if (
         part is None
@@ -367,12 +385,12 @@ def _fused(r: _Reading) -> Step | None:
         or part.axis != 0
     ):
         return None
-    others = [*weights, *([bias.index] if isinstance(bias, Ref) else [])]
+    others = [*weights, *([bias.index] if isinstance(bias, OperandRef) else [])]
     cut = {w: 0 for w in others if r.parts[w] is None}
-    return r.whole(r.op.target.data.removeprefix("secc."), cut=cut)
+    return r.make_whole(r.op.target.data.removeprefix("secc."), cut=cut)
 
 
-ELEMENTWISE = frozenset({
+ELEMENTWISE_OPS = frozenset({
     "add", "sub", "rsub", "mul", "div", "neg", "exp", "exp2", "expm1", "log", "log2", "log1p", "tanh", "sigmoid", "relu", "square",
     "sqrt", "rsqrt", "reciprocal", "pow", "abs", "sign", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "where",
     "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "isfinite", "isnan", "isinf", "logical_and", "logical_or", "logical_not",
@@ -381,27 +399,29 @@ ELEMENTWISE = frozenset({
     "atan", "floor", "ceil", "round", "lerp", "addcmul", "addcdiv", "logaddexp", "special_xlog1py",
 })  # fmt: skip
 
-RULES: dict[str, Callable[[_Reading], Step | None]] = (
-    dict.fromkeys(ELEMENTWISE, _elementwise)
-    | dict.fromkeys(["new_zeros", "new_ones", "new_full", "new_empty"], _made)
-    | dict.fromkeys(["view", "_unsafe_view", "reshape"], _reshaped)
-    | dict.fromkeys(["t", "numpy_T", "transpose", "permute"], _permuted)
+VOCAB_RULES: dict[str, Callable[[_OpReader], VocabOp | None]] = (
+    dict.fromkeys(ELEMENTWISE_OPS, _shard_elementwise)
+    | dict.fromkeys(["new_zeros", "new_ones", "new_full", "new_empty"], _shard_factory)
+    | dict.fromkeys(["view", "_unsafe_view", "reshape"], _shard_reshape)
+    | dict.fromkeys(["t", "numpy_T", "transpose", "permute"], _shard_permute)
     | dict.fromkeys(
-        ["slice", "select", "narrow", "unbind", "split", "split_with_sizes", "chunk", "index_select"], _beside
+        ["slice", "select", "narrow", "unbind", "split", "split_with_sizes", "chunk", "index_select"],
+        _shard_row_selection,
     )
     | dict.fromkeys(
-        ["sum", "mean", "logsumexp", "amax", "amin", "argmax", "argmin", "prod", "any", "all"], _reduced
+        ["sum", "mean", "logsumexp", "amax", "amin", "argmax", "argmin", "prod", "any", "all"],
+        _shard_reduction,
     )
-    | dict.fromkeys(["_softmax", "_log_softmax", "softmax", "log_softmax"], _softmax)
-    | dict.fromkeys(["nll_loss_forward", "nll_loss2d_forward"], _nll)
-    | dict.fromkeys(["gather", "topk"], _picked)
-    | dict.fromkeys(["mm", "addmm", "matmul"], _mm)
-    | dict.fromkeys(["secc.linear_cross_entropy", "secc.linear_kl", "secc.linear_kl_ce"], _fused)
+    | dict.fromkeys(["_softmax", "_log_softmax", "softmax", "log_softmax"], _shard_softmax)
+    | dict.fromkeys(["nll_loss_forward", "nll_loss2d_forward"], _shard_nll_loss)
+    | dict.fromkeys(["gather", "topk"], _shard_gather)
+    | dict.fromkeys(["mm", "addmm", "matmul"], _shard_matmul)
+    | dict.fromkeys(["secc.linear_cross_entropy", "secc.linear_kl", "secc.linear_kl_ce"], _shard_fused_loss)
     | {
-        "expand": _expanded,
-        "unsqueeze": _unsqueezed,
-        "squeeze": _squeezed,
-        "index": _indexed,
-        "linear": _linear,
+        "expand": _shard_expand,
+        "unsqueeze": _shard_unsqueeze,
+        "squeeze": _shard_squeeze,
+        "index": _shard_index,
+        "linear": _shard_linear,
     }
 )

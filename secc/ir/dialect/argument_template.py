@@ -19,40 +19,41 @@ from typing import Any
 import sympy
 
 from secc.ir.dialect import size_expr
-from secc.runtime.plan.schema import CLASS, EACH
+from secc.runtime.plan.schema import CLASS_KEY, EACH_SUFFIX
 
-_REF = "_operand_"
-_REFERENCE = re.compile(
+_OPERAND_PREFIX = "_operand_"
+_OPERAND_PATTERN = re.compile(
     r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|[$]([0-9]+)"""
 )  # a text as it is, or an operand
 
 
 @dataclass(frozen=True)
-class Ref:
+class OperandRef:
     """Operand `index` of the op."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class Name:
+class DottedName:
     """A dotted name with a meaning of its own: `torch.float32`, `torch.contiguous_format`, `device`."""
 
     text: str
 
 
 @dataclass
-class Arguments:
+class CallArguments:
     """Positional and keyword arguments: nested lists, tuples, dicts of Ref, Name, sympy expressions and
     literals."""
 
     args: list[Any] = field(default_factory=list[Any])
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
 
-    def map(self, function: Callable[[Any], Any]) -> Arguments:
+    def map_leaves(self, function: Callable[[Any], Any]) -> CallArguments:
         """The same structure with `function` applied to every leaf."""
-        return Arguments(
-            [_map(a, function) for a in self.args], {k: _map(v, function) for k, v in self.kwargs.items()}
+        return CallArguments(
+            [_map_value(a, function) for a in self.args],
+            {k: _map_value(v, function) for k, v in self.kwargs.items()},
         )
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
@@ -62,113 +63,117 @@ class Arguments:
     def leaves(self) -> list[Any]:
         """All leaves in order."""
         found: list[Any] = []
-        self.map(lambda leaf: found.append(leaf) or leaf)
+        self.map_leaves(lambda leaf: found.append(leaf) or leaf)
         return found
 
 
-def _map(value: Any, function: Callable[[Any], Any]) -> Any:
+def _map_value(value: Any, function: Callable[[Any], Any]) -> Any:
     match value:
         case list():
-            return [_map(v, function) for v in value]  # pyright: ignore[reportUnknownVariableType]
+            return [_map_value(v, function) for v in value]  # pyright: ignore[reportUnknownVariableType]
         case tuple():
-            return tuple(_map(v, function) for v in value)  # pyright: ignore[reportUnknownVariableType]
+            return tuple(_map_value(v, function) for v in value)  # pyright: ignore[reportUnknownVariableType]
         case dict():
-            return {k: _map(v, function) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType]
+            return {k: _map_value(v, function) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType]
         case slice():
-            return slice(*(_map(v, function) for v in (value.start, value.stop, value.step)))
+            return slice(*(_map_value(v, function) for v in (value.start, value.stop, value.step)))
         case _:
             return function(value)
 
 
-def parse(text: str) -> Arguments:
+def parse_arguments(text: str) -> CallArguments:
     """Read a template. Raises ValueError if it is not one."""
-    return _parsed(text).map(lambda leaf: leaf)
+    return _parse_cached(text).map_leaves(lambda leaf: leaf)
 
 
 @cache  # alike blocks are called alike
-def _parsed(text: str) -> Arguments:
-    named = _REFERENCE.sub(lambda found: found[1] or f"{_REF}{found[2]}", text)
+def _parse_cached(text: str) -> CallArguments:
+    named = _OPERAND_PATTERN.sub(lambda found: found[1] or f"{_OPERAND_PREFIX}{found[2]}", text)
     try:
         call = ast.parse(f"f({named})", mode="eval").body
     except SyntaxError:
         raise ValueError(f"not an argument list: {text!r}") from None
     if not isinstance(call, ast.Call):
         raise ValueError(f"not an argument list: {text!r}")
-    return Arguments([_read(a) for a in call.args], {k.arg or "**": _read(k.value) for k in call.keywords})
+    return CallArguments(
+        [_read_node(a) for a in call.args], {k.arg or "**": _read_node(k.value) for k in call.keywords}
+    )
 
 
-def _read(node: ast.expr) -> Any:
+def _read_node(node: ast.expr) -> Any:
     match node:
         case ast.Constant(value=value):
             return value
-        case ast.Name(id=name) if name.startswith(_REF):
-            return Ref(int(name.removeprefix(_REF)))
+        case ast.Name(id=name) if name.startswith(_OPERAND_PREFIX):
+            return OperandRef(int(name.removeprefix(_OPERAND_PREFIX)))
         case ast.Name(id="device"):
-            return Name("device")
+            return DottedName("device")
         case ast.Attribute():
-            return Name(ast.unparse(node))
+            return DottedName(ast.unparse(node))
         case ast.List(elts=items):
-            return [_read(i) for i in items]
+            return [_read_node(i) for i in items]
         case ast.Tuple(elts=items):
-            return tuple(_read(i) for i in items)
+            return tuple(_read_node(i) for i in items)
         case ast.Dict(keys=keys, values=values):
-            return {_read(k): _read(v) for k, v in zip(keys, values, strict=True) if k is not None}
+            return {_read_node(k): _read_node(v) for k, v in zip(keys, values, strict=True) if k is not None}
         case ast.Call(func=ast.Name(id="listed"), args=[given]):
-            return _read(given)
+            return _read_node(given)
         case ast.Call(func=ast.Name(id="built"), args=[ast.Constant(value=name), fields]):
-            return {CLASS: name} | _read(fields)
+            return {CLASS_KEY: name} | _read_node(fields)
         case ast.Call(func=ast.Name(id="slice"), args=args):
-            return slice(*(_read(a) for a in args))
+            return slice(*(_read_node(a) for a in args))
         case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str(value))]):
             return float(value)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            value = _read(operand)
+            value = _read_node(operand)
             return -value
         case _:
-            value = size_expr.from_ast(node)
+            value = size_expr.expr_from_ast(node)
             return int(value) if value.is_Integer else value
 
 
-def format(arguments: Arguments, name: Callable[[Ref], str] = lambda ref: f"${ref.index}") -> str:
+def format_arguments(
+    arguments: CallArguments, name: Callable[[OperandRef], str] = lambda ref: f"${ref.index}"
+) -> str:
     """The text of an argument list, with `name` giving the text of an operand."""
-    positional = [_write(a, name) for a in arguments.args]
-    keywords = [f"{k}={_write(v, name)}" for k, v in arguments.kwargs.items()]
+    positional = [_write_value(a, name) for a in arguments.args]
+    keywords = [f"{k}={_write_value(v, name)}" for k, v in arguments.kwargs.items()]
     return ", ".join(positional + keywords)
 
 
-def _write(value: Any, name: Callable[[Ref], str]) -> str:
+def _write_value(value: Any, name: Callable[[OperandRef], str]) -> str:
     match value:
-        case Ref():
+        case OperandRef():
             return name(value)
-        case Name(text=text):
+        case DottedName(text=text):
             return text
         case sympy.Expr():
-            return _number(value)
+            return _write_expr(value)
         case float() if not math.isfinite(value):
             return f"float('{value}')"
         case list():
-            return f"[{', '.join(_write(v, name) for v in value)}]"  # pyright: ignore[reportUnknownVariableType]
+            return f"[{', '.join(_write_value(v, name) for v in value)}]"  # pyright: ignore[reportUnknownVariableType]
         case tuple():
-            inner = ", ".join(_write(v, name) for v in value)  # pyright: ignore[reportUnknownVariableType]
+            inner = ", ".join(_write_value(v, name) for v in value)  # pyright: ignore[reportUnknownVariableType]
             return f"({inner},)" if len(value) == 1 else f"({inner})"  # pyright: ignore[reportUnknownArgumentType]
         case {"*class": str() as cls}:
-            fields = {k: v for k, v in value.items() if k != CLASS}  # pyright: ignore[reportUnknownVariableType]
-            return f"built({cls!r}, {_write(fields, name)})"
+            fields = {k: v for k, v in value.items() if k != CLASS_KEY}  # pyright: ignore[reportUnknownVariableType]
+            return f"built({cls!r}, {_write_value(fields, name)})"
         case dict():
-            text = "{" + ", ".join(f"{k!r}: {_write(v, name)}" for k, v in value.items()) + "}"  # pyright: ignore[reportUnknownVariableType]
-            return f"listed({text})" if EACH in value else text
+            text = "{" + ", ".join(f"{k!r}: {_write_value(v, name)}" for k, v in value.items()) + "}"  # pyright: ignore[reportUnknownVariableType]
+            return f"listed({text})" if EACH_SUFFIX in value else text
         case slice():
-            return f"slice({', '.join(_write(v, name) for v in (value.start, value.stop, value.step))})"
+            return f"slice({', '.join(_write_value(v, name) for v in (value.start, value.stop, value.step))})"
         case None | bool() | int() | float() | str():
             return repr(value)
         case _:
             raise ValueError(f"an argument of type {type(value).__name__} cannot be printed")
 
 
-def _number(value: sympy.Expr) -> str:
+def _write_expr(value: sympy.Expr) -> str:
     """A size prints over `//`; a quotient that need not be whole (a moved float such as 1/B) prints over
     `/`."""
     numerator, denominator = sympy.fraction(sympy.together(value))
     if denominator.free_symbols:
-        return f"({size_expr.text(numerator)})/({size_expr.text(denominator)})"
-    return size_expr.text(value)
+        return f"({size_expr.format_expr(numerator)})/({size_expr.format_expr(denominator)})"
+    return size_expr.format_expr(value)

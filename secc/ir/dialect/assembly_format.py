@@ -20,7 +20,7 @@ from xdsl.parser import Parser
 from xdsl.printer import Printer
 from xdsl.utils.mlir_lexer import MLIRLexer
 
-TEXT, TEXTS, NUMBER, SECTION, FLAG = "text", "texts", "number", "section", "flag"
+TEXT_KIND, TEXTS_KIND, NUMBER_KIND, SECTION_KIND, FLAG_KIND = "text", "texts", "number", "section", "flag"
 Keywords = tuple[tuple[str, str, str], ...]
 
 
@@ -35,14 +35,14 @@ class LineOp(IRDLOperation):
         if self.HEADLINE is not None:
             headline = self.properties[self.HEADLINE]
             assert isinstance(headline, StringAttr)
-            printer.print_string(f" {quoted(headline.data)}")
+            printer.print_string(f" {quote_text(headline.data)}")
         if self.operands:
             printer.print_string(" ")
             with printer.in_parens():
                 printer.print_list(self.operands, printer.print_operand)
         found = ((keyword, self.properties.get(name)) for name, keyword, _ in self.KEYWORDS)
         printer.print_string(
-            "".join(f" {keyword}{_text(value)}" for keyword, value in found if value is not None)
+            "".join(f" {keyword}{_format_value(value)}" for keyword, value in found if value is not None)
         )
         if self.attributes:
             # A region opens with a brace, too, so the dictionary of such an op needs a keyword.
@@ -72,10 +72,10 @@ class LineOp(IRDLOperation):
         if parser.parse_optional_punctuation(":"):
             results = parser.parse_comma_separated_list(parser.Delimiter.NONE, parser.parse_type)
         regions = [parser.parse_region() for _ in regions_expected]
-        return cls.make(operands, results, properties, attributes, regions)
+        return cls.create_from_parts(operands, results, properties, attributes, regions)
 
     @classmethod
-    def make(
+    def create_from_parts(
         cls,
         operands: Sequence[SSAValue],
         results: Sequence[Attribute],
@@ -111,7 +111,7 @@ def _parse_attributes(parser: Parser, keyword: bool) -> dict[str, Attribute]:
     return dict(found.data) if found is not None else {}
 
 
-def quoted(string: str) -> str:
+def quote_text(string: str) -> str:
     """A text as a literal, with letters beyond ASCII as they are."""
     if string.isprintable() and "\\" not in string and '"' not in string:
         return f'"{string}"'
@@ -122,31 +122,31 @@ def quoted(string: str) -> str:
     return f'"{"".join(kept)}"'
 
 
-def _text(value: Attribute) -> str:
+def _format_value(value: Attribute) -> str:
     """What prints behind the keyword of a property."""
     match value:
         case UnitAttr():
             return ""
         case StringAttr(data=text):
-            return f" {quoted(text)}"
+            return f" {quote_text(text)}"
         case IntAttr(data=number):
             return f" {number}"
         case SymbolRefAttr(root_reference=root):
-            return f" @{root.data if MLIRLexer.bare_identifier_regex.fullmatch(root.data) else quoted(root.data)}"
+            return f" @{root.data if MLIRLexer.bare_identifier_regex.fullmatch(root.data) else quote_text(root.data)}"
         case _:
             assert isinstance(value, ArrayAttr), value
-            return f" [{', '.join(quoted(text.data) for text in value if isinstance(text, StringAttr))}]"
+            return f" [{', '.join(quote_text(text.data) for text in value if isinstance(text, StringAttr))}]"
 
 
 def _parse_value(parser: Parser, kind: str) -> Attribute:
     match kind:
-        case _ if kind == TEXT:
+        case _ if kind == TEXT_KIND:
             return StringAttr(parser.parse_str_literal())
-        case _ if kind == NUMBER:
+        case _ if kind == NUMBER_KIND:
             return IntAttr(parser.parse_integer())
-        case _ if kind == SECTION:
+        case _ if kind == SECTION_KIND:
             return SymbolRefAttr(parser.parse_symbol_name())
-        case _ if kind == TEXTS:
+        case _ if kind == TEXTS_KIND:
             texts = parser.parse_comma_separated_list(parser.Delimiter.SQUARE, parser.parse_str_literal)
             return ArrayAttr([StringAttr(t) for t in texts])
         case _:

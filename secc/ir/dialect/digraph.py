@@ -14,43 +14,43 @@ T = TypeVar("T", bound=Hashable)
 Arcs = Iterable[tuple[T, T]]
 
 
-def _graph(nodes: Iterable[T], arcs: Arcs[T]) -> Any:
+def _build_graph(nodes: Iterable[T], arcs: Arcs[T]) -> Any:
     graph = _nx.DiGraph()
     graph.add_nodes_from(nodes)
     graph.add_edges_from((a, b) for a, b in arcs if a != b)
     return graph
 
 
-def acyclic(nodes: Iterable[T], arcs: Arcs[T]) -> bool:
+def is_acyclic(nodes: Iterable[T], arcs: Arcs[T]) -> bool:
     """Whether no node reaches itself through another."""
-    return cast(bool, _nx.is_directed_acyclic_graph(_graph(nodes, arcs)))
+    return cast(bool, _nx.is_directed_acyclic_graph(_build_graph(nodes, arcs)))
 
 
-def cycles(nodes: Iterable[T], arcs: Arcs[T]) -> list[set[T]]:
+def find_cycles(nodes: Iterable[T], arcs: Arcs[T]) -> list[set[T]]:
     """The sets of two or more nodes that reach each other."""
-    found = cast("list[set[T]]", list(_nx.strongly_connected_components(_graph(nodes, arcs))))
+    found = cast("list[set[T]]", list(_nx.strongly_connected_components(_build_graph(nodes, arcs))))
     return [component for component in found if len(component) > 1]
 
 
-def order(nodes: Iterable[T], arcs: Arcs[T], key: Callable[[T], Any]) -> list[T]:
+def topological_order(nodes: Iterable[T], arcs: Arcs[T], key: Callable[[T], Any]) -> list[T]:
     """The nodes of an acyclic graph, each behind those that point to it; free choices go by `key`."""
-    return cast("list[T]", list(_nx.lexicographical_topological_sort(_graph(nodes, arcs), key=key)))
+    return cast("list[T]", list(_nx.lexicographical_topological_sort(_build_graph(nodes, arcs), key=key)))
 
 
-def between(arcs: Arcs[T], a: T, b: T) -> set[T]:
+def nodes_between(arcs: Arcs[T], a: T, b: T) -> set[T]:
     """The nodes on paths from `a` to `b`, both included."""
-    graph = _graph((a, b), arcs)
+    graph = _build_graph((a, b), arcs)
     return cast("set[T]", {a, b} | (_nx.descendants(graph, a) & _nx.ancestors(graph, b)))
 
 
-class Cut:
+class MinCutNetwork:
     """A network between a source and a sink, whose nodes the cheapest cut divides into two sides."""
 
     def __init__(self) -> None:
         self._graph: Any = _nx.DiGraph()
         self._graph.add_nodes_from((_SOURCE, _SINK))
 
-    def arc(self, a: Hashable, b: Hashable, cost: float | None) -> None:
+    def add_arc(self, a: Hashable, b: Hashable, cost: float | None) -> None:
         """What it costs to have `a` on the source's side and `b` on the sink's; None forbids it. Costs of
         equal arcs add up."""
         known = self._graph.get_edge_data(a, b)
@@ -62,15 +62,15 @@ class Cut:
         else:
             self._graph.add_edge(a, b, capacity=round(cost) + (known["capacity"] if known else 0))
 
-    def source(self, node: Hashable, cost: float | None) -> None:
+    def tie_to_source(self, node: Hashable, cost: float | None) -> None:
         """What it costs to have `node` on the sink's side; None keeps it on the source's."""
-        self.arc(_SOURCE, node, cost)
+        self.add_arc(_SOURCE, node, cost)
 
-    def sink(self, node: Hashable, cost: float | None) -> None:
+    def tie_to_sink(self, node: Hashable, cost: float | None) -> None:
         """What it costs to have `node` on the source's side; None keeps it on the sink's."""
-        self.arc(node, _SINK, cost)
+        self.add_arc(node, _SINK, cost)
 
-    def sink_side(self) -> set[Hashable] | None:
+    def min_cut_sink_side(self) -> set[Hashable] | None:
         """The nodes on the sink's side of a cheapest cut, as few as possible; None if every cut is
         forbidden."""
         try:

@@ -27,19 +27,27 @@ from xdsl.irdl.operations import operand_def
 from xdsl.traits import IsTerminator, NoTerminator, Pure
 
 from secc.ir.dialect import argument_template
-from secc.ir.dialect.assembly_format import FLAG, NUMBER, SECTION, TEXT, TEXTS, Keywords, LineOp
+from secc.ir.dialect.assembly_format import (
+    FLAG_KIND,
+    NUMBER_KIND,
+    SECTION_KIND,
+    TEXT_KIND,
+    TEXTS_KIND,
+    Keywords,
+    LineOp,
+)
 from secc.ir.dialect.tensor_type import TensorType
 
-_IN = ("section", "in", SECTION)
-_AT = ("where", "at", TEXT)
+_IN_SECTION = ("section", "in", SECTION_KIND)
+_AT_SOURCE_LINE = ("where", "at", TEXT_KIND)
 
 
-def texts(values: Iterable[str]) -> ArrayAttr[StringAttr]:
+def strings_attr(values: Iterable[str]) -> ArrayAttr[StringAttr]:
     """An attribute that lists texts."""
     return ArrayAttr([StringAttr(v) for v in values])
 
 
-def strings(attribute: ArrayAttr[StringAttr] | None) -> tuple[str, ...]:
+def strings_of(attribute: ArrayAttr[StringAttr] | None) -> tuple[str, ...]:
     """The texts of a list attribute, () for none."""
     return tuple(a.data for a in attribute) if attribute is not None else ()
 
@@ -57,9 +65,9 @@ class GraphOp(LineOp):
     traits = traits_def(NoTerminator())
     HEADLINE: ClassVar[str | None] = "sym"
     KEYWORDS: ClassVar[Keywords] = (
-        ("optional", "optional", TEXTS),
-        ("labels", "labels", TEXT),
-        ("widths", "widths", TEXT),
+        ("optional", "optional", TEXTS_KIND),
+        ("labels", "labels", TEXT_KIND),
+        ("widths", "widths", TEXT_KIND),
     )
 
     @property
@@ -107,10 +115,10 @@ class SymbolOp(LineOp):
     dim, about = prop_def(IntAttr), opt_prop_def(StringAttr)
     HEADLINE: ClassVar[str | None] = "sym"
     KEYWORDS: ClassVar[Keywords] = (
-        ("kind", "kind", TEXT),
-        ("key", "key", TEXT),
-        ("dim", "dim", NUMBER),
-        ("about", "about", TEXT),
+        ("kind", "kind", TEXT_KIND),
+        ("key", "key", TEXT_KIND),
+        ("dim", "dim", NUMBER_KIND),
+        ("about", "about", TEXT_KIND),
     )
 
 
@@ -121,7 +129,7 @@ class PatternOp(LineOp):
 
     name = "sec.pattern"
     when, share = prop_def(ArrayAttr[StringAttr]), prop_def(StringAttr)
-    KEYWORDS: ClassVar[Keywords] = (("when", "when", TEXTS), ("share", "share", TEXT))
+    KEYWORDS: ClassVar[Keywords] = (("when", "when", TEXTS_KIND), ("share", "share", TEXT_KIND))
 
 
 @irdl_op_definition
@@ -134,7 +142,7 @@ class KeyOp(LineOp):
     optional, pads = opt_prop_def(UnitAttr), opt_prop_def(ArrayAttr[StringAttr])
     result = result_def(TensorType)
     HEADLINE: ClassVar[str | None] = "key"
-    KEYWORDS: ClassVar[Keywords] = (("optional", "optional", FLAG), ("pads", "pads", TEXTS))
+    KEYWORDS: ClassVar[Keywords] = (("optional", "optional", FLAG_KIND), ("pads", "pads", TEXTS_KIND))
 
 
 @irdl_op_definition
@@ -156,8 +164,8 @@ class BlockOp(LineOp):
     when, couples = opt_prop_def(ArrayAttr[StringAttr]), opt_prop_def(StringAttr)
     HEADLINE: ClassVar[str | None] = "path"
     KEYWORDS: ClassVar[Keywords] = (
-        ("cls", "class", TEXT), ("params", "params", NUMBER), ("trainable", "trainable", NUMBER), ("component", "component", TEXT),
-        ("layers", "layers", NUMBER), ("when", "when", TEXTS), ("couples", "couples", TEXT), _AT,
+        ("cls", "class", TEXT_KIND), ("params", "params", NUMBER_KIND), ("trainable", "trainable", NUMBER_KIND), ("component", "component", TEXT_KIND),
+        ("layers", "layers", NUMBER_KIND), ("when", "when", TEXTS_KIND), ("couples", "couples", TEXT_KIND), _AT_SOURCE_LINE,
     )  # fmt: skip
 
 
@@ -176,8 +184,8 @@ class CutOp(LineOp):
     partial, whole = prop_def(ArrayAttr[StringAttr]), prop_def(ArrayAttr[StringAttr])
     HEADLINE: ClassVar[str | None] = "path"
     KEYWORDS: ClassVar[Keywords] = (
-        ("block", "block", TEXT), ("tp", "tp", NUMBER), ("styles", "styles", TEXTS), ("shards", "shards", TEXTS),
-        ("partial", "partial", TEXTS), ("whole", "whole", TEXTS),
+        ("block", "block", TEXT_KIND), ("tp", "tp", NUMBER_KIND), ("styles", "styles", TEXTS_KIND), ("shards", "shards", TEXTS_KIND),
+        ("partial", "partial", TEXTS_KIND), ("whole", "whole", TEXTS_KIND),
     )  # fmt: skip
 
 
@@ -187,7 +195,7 @@ class TieOp(LineOp):
 
     name = "sec.tie"
     names = prop_def(ArrayAttr[StringAttr])
-    KEYWORDS: ClassVar[Keywords] = (("names", "names", TEXTS),)
+    KEYWORDS: ClassVar[Keywords] = (("names", "names", TEXTS_KIND),)
 
 
 @irdl_op_definition
@@ -209,8 +217,8 @@ class RewriteOp(LineOp):
     )
     HEADLINE: ClassVar[str | None] = "sym"
     KEYWORDS: ClassVar[Keywords] = (
-        ("rules", "rules", TEXTS), ("cls", "class", TEXT), ("method", "method", TEXT), ("function", "function", TEXT),
-        ("modules", "modules", TEXTS), ("code", "code", TEXTS), _AT,
+        ("rules", "rules", TEXTS_KIND), ("cls", "class", TEXT_KIND), ("method", "method", TEXT_KIND), ("function", "function", TEXT_KIND),
+        ("modules", "modules", TEXTS_KIND), ("code", "code", TEXTS_KIND), _AT_SOURCE_LINE,
     )  # fmt: skip
 
 
@@ -229,9 +237,9 @@ class SectionOp(LineOp):
     when, blocks = opt_prop_def(ArrayAttr[StringAttr]), opt_prop_def(ArrayAttr[StringAttr])
     HEADLINE: ClassVar[str | None] = "sym"
     KEYWORDS: ClassVar[Keywords] = (
-        ("mode", "mode", TEXT),
-        ("when", "when", TEXTS),
-        ("blocks", "blocks", TEXTS),
+        ("mode", "mode", TEXT_KIND),
+        ("when", "when", TEXTS_KIND),
+        ("blocks", "blocks", TEXTS_KIND),
     )
 
 
@@ -243,7 +251,7 @@ class CaseOp(LineOp):
     sym, when = prop_def(StringAttr), prop_def(ArrayAttr[StringAttr])
     body = region_def("single_block")
     HEADLINE: ClassVar[str | None] = "sym"
-    KEYWORDS: ClassVar[Keywords] = (("when", "when", TEXTS),)
+    KEYWORDS: ClassVar[Keywords] = (("when", "when", TEXTS_KIND),)
 
     @property
     def ops(self) -> list[Operation]:
@@ -266,22 +274,22 @@ class BodyOp(LineOp):
     body = region_def("single_block")
     traits = traits_def(NoTerminator())
     HEADLINE: ClassVar[str | None] = "sym"
-    KEYWORDS: ClassVar[Keywords] = (_IN, ("when", "when", TEXTS), ("also", "also", TEXTS))
+    KEYWORDS: ClassVar[Keywords] = (_IN_SECTION, ("when", "when", TEXTS_KIND), ("also", "also", TEXTS_KIND))
 
 
-class _Source(LineOp):
+class _SourceOp(LineOp):
     """An op without operands whose value comes from outside the case."""
 
     result = result_def(TensorType)
 
     @classmethod
-    def of(cls, name: str, type: TensorType) -> _Source:
+    def create_source(cls, name: str, type: TensorType) -> _SourceOp:
         assert cls.HEADLINE is not None
         return cls.create(result_types=[type], properties={cls.HEADLINE: StringAttr(name)})
 
 
 @irdl_op_definition
-class InputOp(_Source):
+class InputOp(_SourceOp):
     """A tensor of the batch: `key` is its key, with a path behind it where the batch nests (`images[0]`)."""
 
     name = "sec.input"
@@ -291,7 +299,7 @@ class InputOp(_Source):
 
 
 @irdl_op_definition
-class ParamOp(_Source):
+class ParamOp(_SourceOp):
     """A parameter or buffer of the user's model that glue reads, by its name."""
 
     name = "sec.param"
@@ -301,7 +309,7 @@ class ParamOp(_Source):
 
 
 @irdl_op_definition
-class ConstOp(_Source):
+class ConstOp(_SourceOp):
     """A tensor made from Python data while the model ran; it belongs to the graph, never to the model.
 
     Where it holds one number, attribute `value` has its text.
@@ -336,15 +344,15 @@ class Computation(LineOp):
     where = opt_prop_def(StringAttr)
     HEADLINE: ClassVar[str | None] = "target"
     KEYWORDS: ClassVar[Keywords] = (
-        ("args", "args", TEXT), ("outs", "outs", TEXTS), ("no_grad", "no_grad", FLAG), ("autocast", "autocast", TEXT), _IN, _AT,
+        ("args", "args", TEXT_KIND), ("outs", "outs", TEXTS_KIND), ("no_grad", "no_grad", FLAG_KIND), ("autocast", "autocast", TEXT_KIND), _IN_SECTION, _AT_SOURCE_LINE,
     )  # fmt: skip
 
     @property
-    def arguments(self) -> argument_template.Arguments:
+    def arguments(self) -> argument_template.CallArguments:
         """The argument list as a structure; `template.Ref(i)` is operand i."""
         properties = self.properties["args"]
         assert isinstance(properties, StringAttr)
-        return argument_template.parse(properties.data)
+        return argument_template.parse_arguments(properties.data)
 
     @property
     def callee(self) -> str:
@@ -354,13 +362,13 @@ class Computation(LineOp):
         return target.data
 
     @property
-    def base(self) -> str:
+    def base_name(self) -> str:
         """The name of an ATen op without overload, `sum` for `aten.sum.dim_IntList`; any other target as it
         is."""
         return self.callee.split(".")[1] if self.callee.startswith("aten.") else self.callee
 
     @classmethod
-    def of(
+    def create_call(
         cls,
         target: str,
         operands: Sequence[SSAValue],
@@ -408,7 +416,7 @@ class GuardOp(LineOp):
     value = operand_def(TensorType)
     equals = prop_def(StringAttr)
     section, where = opt_prop_def(SymbolRefAttr), opt_prop_def(StringAttr)
-    KEYWORDS: ClassVar[Keywords] = (("equals", "equals", TEXT), _IN, _AT)
+    KEYWORDS: ClassVar[Keywords] = (("equals", "equals", TEXT_KIND), _IN_SECTION, _AT_SOURCE_LINE)
 
 
 @irdl_op_definition
@@ -436,7 +444,7 @@ class TermOp(LineOp):
     values = var_operand_def(TensorType)
     section, where = opt_prop_def(SymbolRefAttr), opt_prop_def(StringAttr)
     HEADLINE: ClassVar[str | None] = "sym"
-    KEYWORDS: ClassVar[Keywords] = (_IN, _AT)
+    KEYWORDS: ClassVar[Keywords] = (_IN_SECTION, _AT_SOURCE_LINE)
 
     @property
     def numerator(self) -> SSAValue:
@@ -447,7 +455,7 @@ class TermOp(LineOp):
         return self.operands[1] if len(self.operands) > 1 else None
 
 
-class _Edge(LineOp):
+class _EdgeBase(LineOp):
     """A tensor that `src` produces and `dst` consumes, carried by rows: `rows` entries of `dim` belong to a
     sample.
 
@@ -461,12 +469,12 @@ class _Edge(LineOp):
     extents = opt_prop_def(ArrayAttr[StringAttr])
     HEADLINE: ClassVar[str | None] = "sym"
     KEYWORDS: ClassVar[Keywords] = (
-        ("src", "from", SECTION), ("dst", "to", SECTION), ("dim", "dim", NUMBER), ("rows", "rows", TEXT), ("extents", "extents", TEXTS),
+        ("src", "from", SECTION_KIND), ("dst", "to", SECTION_KIND), ("dim", "dim", NUMBER_KIND), ("rows", "rows", TEXT_KIND), ("extents", "extents", TEXTS_KIND),
     )  # fmt: skip
 
 
 @irdl_op_definition
-class TransferOp(_Edge):
+class TransferOp(_EdgeBase):
     """In a case: the operand of one section as a value of another."""
 
     name = "sec.transfer"
@@ -474,7 +482,7 @@ class TransferOp(_Edge):
 
 
 @irdl_op_definition
-class EdgeOp(_Edge):
+class EdgeOp(_EdgeBase):
     """Declares an edge after `lower`, when transfers have become sends and receives; the result type is the
     tensor's."""
 
@@ -482,7 +490,7 @@ class EdgeOp(_Edge):
 
 
 @irdl_op_definition
-class ReceiveOp(_Source):
+class ReceiveOp(_SourceOp):
     """In a body: the rows of an edge for this micro-batch's samples."""
 
     name = "sec.receive"
@@ -511,10 +519,10 @@ class ReturnOp(LineOp):
     values = var_operand_def(TensorType)
     constant, logs = opt_prop_def(StringAttr), opt_prop_def(ArrayAttr[StringAttr])
     traits = traits_def(IsTerminator())
-    KEYWORDS: ClassVar[Keywords] = (("constant", "constant", TEXT), ("logs", "logs", TEXTS))
+    KEYWORDS: ClassVar[Keywords] = (("constant", "constant", TEXT_KIND), ("logs", "logs", TEXTS_KIND))
 
 
-Sec = Dialect(
+SecDialect = Dialect(
     "sec",
     [
         GraphOp, SymbolOp, PatternOp, KeyOp, BlockOp, CutOp, TieOp, RewriteOp, SectionOp, CaseOp, BodyOp, InputOp, ParamOp, ConstOp,
@@ -544,6 +552,6 @@ def set_section(op: Operation, name: str | None) -> None:
         op.properties["section"] = SymbolRefAttr(name)
 
 
-def new_block(ops: Sequence[Operation]) -> Region:
+def make_region(ops: Sequence[Operation]) -> Region:
     """A region of one block that holds `ops`."""
     return Region(Block(ops))

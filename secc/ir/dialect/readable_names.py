@@ -6,45 +6,45 @@ import keyword
 import re
 from collections.abc import Collection, Iterable
 
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_RESERVED = {"terms"}  # the bodies of the loss's bookkeeping live under this name
+_WRAPPER_NAMES = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_RESERVED_NAMES = {"terms"}  # the bodies of the loss's bookkeeping live under this name
 
-KNOWN_BUFFER = (
+KNOWN_BUFFER_ATTRIBUTE = (
     "buffer"  # the attribute of a `sec.param` that is a buffer whose values are known when the plan is made
 )
-ACCEPTED = (
+ACCEPTED_ATTRIBUTE = (
     "accepted"  # the attribute of a graph that says which approximations of the loss were taken, and where
 )
-LOGGED = "logged"  # the attribute of a graph that says of what is logged what is no exact sum
+LOGGED_ATTRIBUTE = "logged"  # the attribute of a graph that says of what is logged what is no exact sum
 # the attribute of a call whose layers were seen to run twice, or not in the order in which they stand
-OUT_OF_TURN = "out_of_turn"
+OUT_OF_TURN_ATTRIBUTE = "out_of_turn"
 # the attribute of a call that lists, of `outs`, what holds the same whatever the block is called with
-ALONE = "alone"
+BATCH_INDEPENDENT_ATTRIBUTE = "alone"
 # the attribute of a call with what forward had set on its modules: arguments of
 # `secc.runtime.sections.module_settings.applied`
-SETTINGS = "settings"
-BUFFER = "buffer:"  # and its name: a constant of a plan that holds the values of a buffer
-DATA = "rows_"  # and a number: a size that inputs' values decide, counted within a case
+SETTINGS_ATTRIBUTE = "settings"
+BUFFER_CONSTANT_PREFIX = "buffer:"  # and its name: a constant of a plan that holds the values of a buffer
+DATA_SYMBOL_PREFIX = "rows_"  # and a number: a size that inputs' values decide, counted within a case
 
 
-def identifier(text: str) -> str:
+def to_identifier(text: str) -> str:
     """The nearest Python identifier to a text."""
     name = re.sub(r"\W+", "_", text).strip("_") or "model"
     if name[0].isdigit():
         name = f"n{name}"
-    return f"{name}_" if keyword.iskeyword(name) or name in _RESERVED else name
+    return f"{name}_" if keyword.iskeyword(name) or name in _RESERVED_NAMES else name
 
 
-def unwrapped(path: str) -> str:
+def strip_wrappers(path: str) -> str:
     """A module path without the steps of wrappers (torch.compile's, FSDP's, checkpointing's), unless it has
     no others."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS) or path
+    return ".".join(part for part in path.split(".") if part not in _WRAPPER_NAMES) or path
 
 
-def tail(path: str, others: Collection[str]) -> str:
+def shortest_tail(path: str, others: Collection[str]) -> str:
     """The shortest tail of a module path, starting at a name and not at a number, that no other path ends
     with."""
-    path, others = unwrapped(path), {unwrapped(o) for o in others}
+    path, others = strip_wrappers(path), {strip_wrappers(o) for o in others}
     parts = path.split(".")
     for start in reversed(range(len(parts))):
         short = ".".join(parts[start:])
@@ -55,7 +55,7 @@ def tail(path: str, others: Collection[str]) -> str:
     return path
 
 
-def unique(wish: str, taken: Iterable[str]) -> str:
+def make_unique(wish: str, taken: Iterable[str]) -> str:
     """`wish`, with a number behind it where it is taken."""
     used, name, number = set(taken), wish, 1
     while name in used:

@@ -23,7 +23,7 @@ Expr = sympy.Expr
 
 
 @cache
-def symbol(name: str) -> sympy.Symbol:
+def size_symbol(name: str) -> sympy.Symbol:
     """The symbol of a size: an integer that is not negative, one object for each name. A micro-batch may have
     no image."""
     return sympy.Symbol(name, integer=True, nonnegative=True)
@@ -33,7 +33,7 @@ def _floordiv(a: Any, b: Any) -> Any:
     return sympy.floor(a / b)
 
 
-_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+_BINARY_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
     ast.Mult: lambda a, b: a * b,
@@ -42,20 +42,20 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: lambda a, b: a / b,
     ast.Pow: lambda a, b: a**b,
 }
-_CALLS: dict[str, Callable[..., Any]] = {"min": sympy.Min, "max": sympy.Max}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"min": sympy.Min, "max": sympy.Max}
 
 
 @cache
-def parse(text: str) -> Expr:
+def parse_expr(text: str) -> Expr:
     """Read an expression. Raises ValueError for anything outside the grammar."""
     try:
         body = ast.parse(text.strip(), mode="eval").body
     except SyntaxError:
         raise ValueError(f"not a size expression: {text!r}") from None
-    return from_ast(body)
+    return expr_from_ast(body)
 
 
-def from_ast(node: ast.expr) -> Expr:
+def expr_from_ast(node: ast.expr) -> Expr:
     """The expression of a Python syntax tree; `/` and `**` are accepted for costs and moved floats."""
     match node:
         case ast.Constant(value=bool()):
@@ -65,42 +65,44 @@ def from_ast(node: ast.expr) -> Expr:
         case ast.Constant(value=float(value)):
             return sympy.Float(value)
         case ast.Name(id=name):
-            return symbol(name)
+            return size_symbol(name)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -from_ast(operand)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return _BINARY[type(op)](from_ast(left), from_ast(right))
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS:
-            return _CALLS[name](*(from_ast(a) for a in args))
+            return -expr_from_ast(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY_OPERATORS:
+            return _BINARY_OPERATORS[type(op)](expr_from_ast(left), expr_from_ast(right))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
+            return _FUNCTIONS[name](*(expr_from_ast(a) for a in args))
         case _:
             pass
     raise ValueError(f"not a size expression: {ast.unparse(node)!r}")
 
 
-_ATOM = 1000  # sympy's precedence of names and calls
-_DIVISION = 45  # of `//` and `%` here: between a sum and a product, because `2*a//b` is not `2*(a//b)`
+_ATOM_PRECEDENCE = 1000  # sympy's precedence of names and calls
+_DIVISION_PRECEDENCE = (
+    45  # of `//` and `%` here: between a sum and a product, because `2*a//b` is not `2*(a//b)`
+)
 
 
-class _Printer(StrPrinter):
+class _ExprPrinter(StrPrinter):
     """Prints in the grammar that `parse` and `secc.runtime.plan.expr_eval` read: floor divisions as `//`, no
     rational numbers."""
 
     def parenthesize(self, item: Any, level: int, strict: bool = False) -> str:
         if isinstance(item, sympy.floor | sympy.Mod):
-            return f"({self._print(item)})" if level > _DIVISION else self._print(item)
+            return f"({self._print(item)})" if level > _DIVISION_PRECEDENCE else self._print(item)
         return super().parenthesize(item, level, strict)
 
     def _print_floor(self, expr: Any) -> str:
-        return self.quotient(expr.args[0])
+        return self.print_quotient(expr.args[0])
 
-    def quotient(self, expr: Any) -> str:
+    def print_quotient(self, expr: Any) -> str:
         """A fraction over `//`."""
         numerator, denominator = sympy.fraction(sympy.together(expr))
-        return f"{self._factor(sympy.expand(numerator))}//{self._factor(denominator)}"
+        return f"{self._print_factor(sympy.expand(numerator))}//{self._print_factor(denominator)}"
 
-    def _factor(self, expr: Any) -> str:
+    def _print_factor(self, expr: Any) -> str:
         """In parentheses unless it is a name, a number or a call."""
-        return self.parenthesize(expr, _ATOM, strict=True)
+        return self.parenthesize(expr, _ATOM_PRECEDENCE, strict=True)
 
     def _print_Mul(self, expr: Any) -> str:
         if expr.as_coeff_Mul()[0].is_negative:
@@ -111,13 +113,13 @@ class _Printer(StrPrinter):
         base, exponent = expr.args
         if not (exponent.is_Integer and exponent > 0):
             return super()._print_Pow(expr, rational)
-        return "*".join([self._factor(base)] * int(exponent))  # ranks know no powers
+        return "*".join([self._print_factor(base)] * int(exponent))  # ranks know no powers
 
     def _print_Float(self, expr: Any) -> str:
         return repr(float(expr))  # all digits
 
     def _print_Mod(self, expr: Any) -> str:
-        return f"{self._factor(expr.args[0])} % {self._factor(expr.args[1])}"
+        return f"{self._print_factor(expr.args[0])} % {self._print_factor(expr.args[1])}"
 
     def _print_Min(self, expr: Any) -> str:
         return f"min({', '.join(sorted(self._print(a) for a in expr.args))})"
@@ -127,28 +129,28 @@ class _Printer(StrPrinter):
 
 
 @cache  # costs of alike blocks are printed again and again
-def text(expr: Expr | int) -> str:
+def format_expr(expr: Expr | int) -> str:
     """The expression as text that `parse` reads back to the same expression; integer valued polynomials over
     `//`."""
     expr = sympy.sympify(expr) if isinstance(expr, int) else expr
     denominator = sympy.fraction(sympy.together(expr))[1]
     if denominator.is_Integer and denominator != 1:
-        return _Printer().quotient(
+        return _ExprPrinter().print_quotient(
             expr
         )  # a size is an integer, so an exact quotient and a floor division agree
-    return _Printer().doprint(expr)
+    return _ExprPrinter().doprint(expr)
 
 
-def evaluate(expr: Expr | int, sizes: Mapping[str, int]) -> int | float:
+def evaluate_expr(expr: Expr | int, sizes: Mapping[str, int]) -> int | float:
     """The number that an expression has at given sizes; an int where it is whole."""
     if isinstance(expr, int):
         return expr
     with suppress(_NotRational, ZeroDivisionError):
-        exact = _rational(expr, sizes)
+        exact = _evaluate_exactly(expr, sizes)
         return int(exact) if exact.denominator == 1 else float(exact)
-    value = expr.subs({symbol(name): size for name, size in sizes.items()})
+    value = expr.subs({size_symbol(name): size for name, size in sizes.items()})
     if value.free_symbols:
-        raise ValueError(f"{text(expr)} needs sizes of {sorted(str(s) for s in value.free_symbols)}")
+        raise ValueError(f"{format_expr(expr)} needs sizes of {sorted(str(s) for s in value.free_symbols)}")
     return int(value) if value.is_Integer else float(value)
 
 
@@ -156,7 +158,7 @@ class _NotRational(Exception):
     """Not only whole sizes, fractions and what makes fractions of them."""
 
 
-def _rational(expr: Any, sizes: Mapping[str, int]) -> int | Fraction:
+def _evaluate_exactly(expr: Any, sizes: Mapping[str, int]) -> int | Fraction:
     """The exact value; sympy would take hundreds of microseconds for it."""
     if expr.is_Integer:
         return int(expr)
@@ -166,14 +168,14 @@ def _rational(expr: Any, sizes: Mapping[str, int]) -> int | Fraction:
             return size
     elif expr.is_Rational:
         return Fraction(int(expr.p), int(expr.q))
-    elif expr.func in _EXACT:
-        return _EXACT[expr.func]([_rational(a, sizes) for a in expr.args])
+    elif expr.func in _EXACT_FUNCTIONS:
+        return _EXACT_FUNCTIONS[expr.func]([_evaluate_exactly(a, sizes) for a in expr.args])
     elif expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
-        return _rational(expr.base, sizes) ** int(expr.exp)
+        return _evaluate_exactly(expr.base, sizes) ** int(expr.exp)
     raise _NotRational
 
 
-_EXACT: dict[Any, Callable[[list[int | Fraction]], int | Fraction]] = {
+_EXACT_FUNCTIONS: dict[Any, Callable[[list[int | Fraction]], int | Fraction]] = {
     sympy.Add: sum,
     sympy.Mul: math.prod,
     sympy.Min: min,
@@ -183,11 +185,11 @@ _EXACT: dict[Any, Callable[[list[int | Fraction]], int | Fraction]] = {
 }
 
 
-def unrounded(expr: Expr) -> Expr:
+def remove_rounding(expr: Expr) -> Expr:
     """The expression without its roundings, as means want it."""
     return cast(Expr, expr.replace(sympy.floor, lambda whole: whole))
 
 
-def symbols(expr: Expr | int) -> set[str]:
+def symbol_names(expr: Expr | int) -> set[str]:
     """The names of the symbols in an expression."""
     return set() if isinstance(expr, int) else {s.name for s in expr.free_symbols}  # pyright: ignore[reportAttributeAccessIssue]

@@ -16,12 +16,12 @@ from xdsl.utils.exceptions import VerifyException
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.size_expr import Expr
 
-DTYPES = {
+LONG_DTYPES = {
     "f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "i64": "int64", "i32": "int32", "i16": "int16",
     "i8": "int8", "u8": "uint8", "bool": "bool", "c64": "complex64", "c128": "complex128",
 }  # fmt: skip
-SHORT = {long: short for short, long in DTYPES.items()}
-BYTES = {
+SHORT_DTYPES = {long: short for short, long in LONG_DTYPES.items()}
+DTYPE_BYTES = {
     "f64": 8,
     "f32": 4,
     "f16": 2,
@@ -48,15 +48,17 @@ class TensorType(ParametrizedAttribute, TypeAttribute):
     grad: BoolAttr = param_def()
 
     @staticmethod
-    def of(dims: Iterable[Expr | int | str], dtype: str, grad: bool = False) -> TensorType:
+    def from_dims(dims: Iterable[Expr | int | str], dtype: str, grad: bool = False) -> TensorType:
         """From expressions (or their texts) and a dtype, short (`f32`) or long (`float32`)."""
-        texts = [StringAttr(d if isinstance(d, str) else size_expr.text(d)) for d in dims]
-        return TensorType(ArrayAttr(texts), StringAttr(SHORT.get(dtype, dtype)), BoolAttr.from_bool(grad))
+        texts = [StringAttr(d if isinstance(d, str) else size_expr.format_expr(d)) for d in dims]
+        return TensorType(
+            ArrayAttr(texts), StringAttr(SHORT_DTYPES.get(dtype, dtype)), BoolAttr.from_bool(grad)
+        )
 
     @property
     def shape(self) -> tuple[Expr, ...]:
         """The dims as sympy expressions."""
-        return tuple(size_expr.parse(d.data) for d in self.dims)
+        return tuple(size_expr.parse_expr(d.data) for d in self.dims)
 
     @property
     def requires_grad(self) -> bool:
@@ -65,15 +67,15 @@ class TensorType(ParametrizedAttribute, TypeAttribute):
     @property
     def itemsize(self) -> int:
         """Bytes of one entry."""
-        return BYTES[self.dtype.data]
+        return DTYPE_BYTES[self.dtype.data]
 
     @property
     def torch_dtype(self) -> str:
         """The dtype as torch names it, such as `float32`."""
-        return DTYPES[self.dtype.data]
+        return LONG_DTYPES[self.dtype.data]
 
     def verify(self) -> None:
-        if (problem := _problem(self.dims, self.dtype.data)) is not None:
+        if (problem := _find_problem(self.dims, self.dtype.data)) is not None:
             raise VerifyException(problem)
 
     @classmethod
@@ -86,7 +88,7 @@ class TensorType(ParametrizedAttribute, TypeAttribute):
             if parser.parse_optional_punctuation(","):
                 parser.parse_keyword("grad")
                 grad = True
-            if (problem := _problem(dims, dtype)) is not None:
+            if (problem := _find_problem(dims, dtype)) is not None:
                 parser.raise_error(problem)
         return ArrayAttr(dims), StringAttr(dtype), BoolAttr.from_bool(grad)
 
@@ -95,13 +97,13 @@ class TensorType(ParametrizedAttribute, TypeAttribute):
         printer.print_string(f"<[{dims}], {self.dtype.data}{', grad' if self.requires_grad else ''}>")
 
 
-def _problem(dims: Iterable[StringAttr], dtype: str) -> str | None:
+def _find_problem(dims: Iterable[StringAttr], dtype: str) -> str | None:
     """What is wrong with a type, None if nothing is."""
-    if dtype not in DTYPES:
-        return f"unknown dtype {dtype}; known are {', '.join(DTYPES)}"
+    if dtype not in LONG_DTYPES:
+        return f"unknown dtype {dtype}; known are {', '.join(LONG_DTYPES)}"
     for dim in dims:
         try:
-            size_expr.parse(dim.data)
+            size_expr.parse_expr(dim.data)
         except ValueError as error:
             return str(error)
     return None
@@ -113,7 +115,7 @@ def _parse_dim(parser: AttrParser) -> StringAttr:
     return StringAttr(parser.parse_identifier_or_str_literal())
 
 
-def tensor(value: SSAValue) -> TensorType:
+def tensor_type(value: SSAValue) -> TensorType:
     """The type of a value of the dialect."""
     assert isinstance(value.type, TensorType)
     return value.type

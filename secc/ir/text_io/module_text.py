@@ -16,17 +16,17 @@ from xdsl.utils.diagnostic import Diagnostic
 from xdsl.utils.exceptions import ParseError, VerifyException
 
 from secc.errors import UserError
-from secc.ir.dialect.assembly_format import quoted
-from secc.ir.dialect.ops import Sec
-from secc.ir.text_io.verifier import problems
+from secc.ir.dialect.assembly_format import quote_text
+from secc.ir.dialect.ops import SecDialect
+from secc.ir.text_io.verifier import find_violations
 
 _CONTEXT_LINES = 2
-_KEPT = (
+_CACHED_TEXTS = (
     1 << 17
 )  # texts of attributes: a compilation prints one module some thirty times, and little of it changes
 
 
-class _Parser(Parser):
+class _TextParser(Parser):
     """xDSL's parser, for which a text with escapes and letters beyond ASCII is bytes; here it is a text (a
     path, a key)."""
 
@@ -40,7 +40,7 @@ class _Parser(Parser):
         return found
 
 
-class _Printer(Printer):
+class _TextPrinter(Printer):
     """xDSL's printer, with letters beyond ASCII as they are. Attributes never change, so their texts are
     kept."""
 
@@ -68,57 +68,57 @@ class _Printer(Printer):
         return name
 
     def print_string_literal(self, string: str) -> None:
-        self.print_string(quoted(string))
+        self.print_string(quote_text(string))
 
     def print_attribute(self, attribute: Attribute) -> None:
-        self.print_string(_attribute(attribute))
+        self.print_string(_format_attribute(attribute))
 
     def print_attr_dict(self, attr_dict: Mapping[str, Attribute]) -> None:
         self.print_string(
-            f"{{{', '.join(_named(name, attribute) for name, attribute in attr_dict.items())}}}"
+            f"{{{', '.join(_format_entry(name, attribute) for name, attribute in attr_dict.items())}}}"
         )
 
 
 class _AttributePrinter(Printer):
     """The same for one attribute, whole."""
 
-    print_string_literal = _Printer.print_string_literal
+    print_string_literal = _TextPrinter.print_string_literal
 
 
-@lru_cache(_KEPT)
-def _attribute(attribute: Attribute) -> str:
+@lru_cache(_CACHED_TEXTS)
+def _format_attribute(attribute: Attribute) -> str:
     stream = StringIO()
     _AttributePrinter(stream=stream).print_attribute(attribute)
     return stream.getvalue()
 
 
-@lru_cache(_KEPT)
-def _named(name: str, attribute: Attribute) -> str:
+@lru_cache(_CACHED_TEXTS)
+def _format_entry(name: str, attribute: Attribute) -> str:
     """An entry of a dictionary of attributes."""
     stream = StringIO()
     _AttributePrinter(stream=stream).print_attr_dict({name: attribute})
     return stream.getvalue()[1:-1]
 
 
-def context() -> Context:
+def make_context() -> Context:
     """A context that knows the dialects of secc."""
     found = Context()
     found.load_dialect(Builtin)
-    found.load_dialect(Sec)
+    found.load_dialect(SecDialect)
     return found
 
 
-def parse(text: str, name: str = "<text>") -> ModuleOp:
+def parse_module(text: str, name: str = "<text>") -> ModuleOp:
     """Read and verify a module. Raises UserError with the place drawn into the text."""
     try:
-        module = _Parser(context(), text, name).parse_module()
+        module = _TextParser(make_context(), text, name).parse_module()
     except ParseError as error:
         raise UserError(f"cannot read the IR\n{error}", name) from None
-    verify(module, name)
+    verify_module(module, name)
     return module
 
 
-def load(path: str | Path) -> str:
+def read_text(path: str | Path) -> str:
     """The text of a file. Raises UserError if it cannot be read."""
     try:
         return Path(path).read_text()
@@ -128,35 +128,35 @@ def load(path: str | Path) -> str:
         raise UserError("cannot read the file: it is not text", str(path)) from None
 
 
-def read(path: str | Path) -> ModuleOp:
+def read_module(path: str | Path) -> ModuleOp:
     """Read and verify a file."""
-    return parse(load(path), str(path))
+    return parse_module(read_text(path), str(path))
 
 
 def print_module(module: Operation) -> str:
     """The text of a module; `parse` reads it back to an equal one."""
     stream = StringIO()
-    _Printer(stream=stream).print_op(module)
+    _TextPrinter(stream=stream).print_op(module)
     return stream.getvalue().rstrip() + "\n"
 
 
-def verify(module: ModuleOp, name: str = "<text>") -> None:
+def verify_module(module: ModuleOp, name: str = "<text>") -> None:
     """Check the rules of xDSL and of the dialect. Raises UserError with the first broken one drawn under its
     op."""
-    for op, message in problems(module):
-        raise UserError(f"the IR breaks a rule\n{excerpt(module, op, message)}", name)
+    for op, message in find_violations(module):
+        raise UserError(f"the IR breaks a rule\n{draw_excerpt(module, op, message)}", name)
     try:
         module.verify()
     except VerifyException as error:
         raise UserError(f"the IR breaks a rule\n{error}", name) from None
 
 
-def excerpt(module: ModuleOp, op: Operation, message: str) -> str:
+def draw_excerpt(module: ModuleOp, op: Operation, message: str) -> str:
     """The lines around `op` with `message` and a caret below it."""
     diagnostic = Diagnostic()
     diagnostic.add_message(op, message)
     stream = StringIO()
-    _Printer(stream=stream, diagnostic=diagnostic).print_op(module)
+    _TextPrinter(stream=stream, diagnostic=diagnostic).print_op(module)
     lines = stream.getvalue().splitlines()
     first = next((i for i, line in enumerate(lines) if line.lstrip().startswith("^")), len(lines) - 1)
     return "\n".join(lines[max(0, first - 1 - _CONTEXT_LINES) : first + 2 + _CONTEXT_LINES])

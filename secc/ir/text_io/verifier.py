@@ -25,15 +25,15 @@ from secc.ir.dialect.ops import (
     TermOp,
     TransferOp,
     section_of,
-    strings,
+    strings_of,
 )
-from secc.ir.dialect.tensor_type import TensorType, tensor
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
 
-Problem = tuple[Operation, str]
+RuleViolation = tuple[Operation, str]
 
 
 @dataclass(frozen=True)
-class Declared:
+class GraphDeclarations:
     """What a graph declares: blocks and symbols by name, and sections with the pipeline that they are a stage
     of."""
 
@@ -42,7 +42,7 @@ class Declared:
     sections: dict[str, str]
 
     @classmethod
-    def by(cls, graph: GraphOp) -> Declared:
+    def from_graph(cls, graph: GraphOp) -> GraphDeclarations:
         """The declarations of a graph."""
         return cls(
             frozenset(graph.blocks),
@@ -51,24 +51,35 @@ class Declared:
         )
 
 
-def problems(module: ModuleOp) -> Iterator[Problem]:
+def find_violations(module: ModuleOp) -> Iterator[RuleViolation]:
     """Every broken rule, in the order of the text."""
     for graph in module.ops:
         if not isinstance(graph, GraphOp):
             yield graph, "only sec.graph may stand in a module"
             continue
-        declared = Declared.by(graph)
+        declared = GraphDeclarations.from_graph(graph)
         for op in graph.walk():
-            for rule in (arguments, no_mutation, outputs, section, sizes, terminator, term, transfer):
+            for rule in (
+                check_arguments,
+                check_no_mutation,
+                check_outputs,
+                check_section,
+                check_sizes,
+                check_terminator,
+                check_term,
+                check_transfer,
+            ):
                 yield from rule(declared, op)
 
 
-def arguments(declared: Declared, op: Operation) -> Iterator[Problem]:
+def check_arguments(declared: GraphDeclarations, op: Operation) -> Iterator[RuleViolation]:
     """An argument template reads, and uses each operand and no other."""
     if not isinstance(op, Computation):
         return
     try:
-        used = {leaf.index for leaf in op.arguments.leaves() if isinstance(leaf, argument_template.Ref)}
+        used = {
+            leaf.index for leaf in op.arguments.leaves() if isinstance(leaf, argument_template.OperandRef)
+        }
     except ValueError as error:
         yield op, str(error)
         return
@@ -76,7 +87,7 @@ def arguments(declared: Declared, op: Operation) -> Iterator[Problem]:
         yield op, f"the arguments use operands {sorted(used)}, but the op has {len(op.operands)}"
 
 
-def no_mutation(declared: Declared, op: Operation) -> Iterator[Problem]:
+def check_no_mutation(declared: GraphDeclarations, op: Operation) -> Iterator[RuleViolation]:
     """Glue is functional: slicing a graph that mutates would lose writes silently."""
     if isinstance(op, GlueOp) and not op.target.data.startswith("function."):
         name = op.target.data.split(".")[1] if "." in op.target.data else op.target.data
@@ -84,48 +95,48 @@ def no_mutation(declared: Declared, op: Operation) -> Iterator[Problem]:
             yield op, f"{op.target.data} mutates its argument"
 
 
-def outputs(declared: Declared, op: Operation) -> Iterator[Problem]:
+def check_outputs(declared: GraphDeclarations, op: Operation) -> Iterator[RuleViolation]:
     """A call has an access path for each result, and its block is declared."""
     if not isinstance(op, CallOp):
         return
-    if len(strings(op.outs)) != len(op.results):
-        yield op, f"{len(strings(op.outs))} access paths for {len(op.results)} results"
+    if len(strings_of(op.outs)) != len(op.results):
+        yield op, f"{len(strings_of(op.outs))} access paths for {len(op.results)} results"
     if op.target.data not in declared.blocks:
         yield op, f"block {op.target.data} is not declared"
 
 
-def section(declared: Declared, op: Operation) -> Iterator[Problem]:
+def check_section(declared: GraphDeclarations, op: Operation) -> Iterator[RuleViolation]:
     """An op is in a section that is declared."""
     name = section_of(op)
     if name not in {None, "terms"} and name not in declared.sections:
         yield op, f"section @{name} is not declared"
 
 
-def sizes(declared: Declared, op: Operation) -> Iterator[Problem]:
+def check_sizes(declared: GraphDeclarations, op: Operation) -> Iterator[RuleViolation]:
     """Types use declared symbols only."""
     for result in op.results:
         if isinstance(result.type, TensorType):
-            used = set[str]().union(*(size_expr.symbols(d) for d in result.type.shape))
+            used = set[str]().union(*(size_expr.symbol_names(d) for d in result.type.shape))
             if unknown := used - declared.symbols:
                 yield op, f"symbols {sorted(unknown)} are not declared"
 
 
-def terminator(declared: Declared, op: Operation) -> Iterator[Problem]:
+def check_terminator(declared: GraphDeclarations, op: Operation) -> Iterator[RuleViolation]:
     """A case ends with sec.return."""
     if isinstance(op, CaseOp) and (not op.ops or not isinstance(op.ops[-1], ReturnOp)):
         yield op, "a case ends with sec.return"
 
 
-def term(declared: Declared, op: Operation) -> Iterator[Problem]:
+def check_term(declared: GraphDeclarations, op: Operation) -> Iterator[RuleViolation]:
     """A term has a scalar numerator and at most one, scalar, coefficient."""
     if isinstance(op, TermOp):
         if len(op.operands) not in {1, 2}:
             yield op, "a term has a numerator and at most one coefficient"
-        elif any(len(tensor(o).dims) for o in op.operands):
+        elif any(len(tensor_type(o).dims) for o in op.operands):
             yield op, "numerator and coefficient are scalars"
 
 
-def transfer(declared: Declared, op: Operation) -> Iterator[Problem]:
+def check_transfer(declared: GraphDeclarations, op: Operation) -> Iterator[RuleViolation]:
     """An edge joins two declared sections along a dim that the tensor has, or stages of one pipeline."""
     if not isinstance(op, (TransferOp, EdgeOp)):
         return
@@ -135,11 +146,11 @@ def transfer(declared: Declared, op: Operation) -> Iterator[Problem]:
         ends = {declared.sections.get(name, "") for name in names}
         if op.dim is not op.rows or "" in ends or len(ends) > 1:
             yield op, "an edge has a dim and rows, or neither of them between stages of a pipeline"
-    elif not 0 <= op.dim.data < len(tensor(op.result).dims):
-        yield op, f"dim {op.dim.data} of a tensor with {len(tensor(op.result).dims)} dims"
+    elif not 0 <= op.dim.data < len(tensor_type(op.result).dims):
+        yield op, f"dim {op.dim.data} of a tensor with {len(tensor_type(op.result).dims)} dims"
 
 
-def where(op: Operation) -> str:
+def source_line(op: Operation) -> str:
     """The user's file:line of an op, "" if it has none."""
     place = op.properties.get("where")
     return place.data if isinstance(place, StringAttr) else ""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from secc.alloc.problem.candidate_pruning import powers, replicas, unbeaten
+from secc.alloc.problem.candidate_pruning import powers_of_two, prune_dominated, replica_counts
 from secc.alloc.problem.types import Candidate
 
 
 def test_counts_of_replicas() -> None:
-    assert powers(1) == [1] and powers(80) == [1, 2, 4, 8, 16, 32, 64]
-    assert list(replicas(2, 16, 8, 5)) == [1, 2, 3, 4, 5]  # small clusters rank by rank
-    assert [4 * n for n in replicas(4, 64, 8, 64)] == [
+    assert powers_of_two(1) == [1] and powers_of_two(80) == [1, 2, 4, 8, 16, 32, 64]
+    assert list(replica_counts(2, 16, 8, 5)) == [1, 2, 3, 4, 5]  # small clusters rank by rank
+    assert [4 * n for n in replica_counts(4, 64, 8, 64)] == [
         4,
         8,
         16,
@@ -28,32 +28,32 @@ def test_only_what_is_better_in_something_is_left() -> None:
     smaller = Candidate(dp=1, micro_batch=1, time_ns=130, fill_ns=40, memory=10)
     beaten = Candidate(dp=1, micro_batch=2, time_ns=140, fill_ns=40, memory=100)
     elsewhere = Candidate(dp=2, micro_batch=2, time_ns=140, fill_ns=40, memory=100)
-    assert set(unbeaten([fast, waits_less, smaller, beaten, elsewhere], 1000)) == {
+    assert set(prune_dominated([fast, waits_less, smaller, beaten, elsewhere], 1000)) == {
         fast,
         waits_less,
         smaller,
         elsewhere,
     }
-    assert beaten in unbeaten(
+    assert beaten in prune_dominated(
         [fast, smaller, beaten], 1000, alike=True
     )  # where sections must have one micro-batch size
 
 
 def test_of_equals_the_plainest_is_left() -> None:
     plain, again = (Candidate(dp=2, micro_batch=1, time_ns=5, recompute=way) for way in ("none", "full"))
-    assert unbeaten([again, plain], 1000) == (plain,)
+    assert prune_dominated([again, plain], 1000) == (plain,)
     wide = Candidate(dp=1, tp=2, micro_batch=1, time_ns=5)
-    assert unbeaten([wide, plain], 1000) == (plain,)
+    assert prune_dominated([wide, plain], 1000) == (plain,)
 
 
 def test_stages_beat_stages_only() -> None:
     staged, slower = (Candidate(dp=1, pp=2, micro_batch=1, time_ns=ns) for ns in (5, 6))
     wide = Candidate(dp=1, tp=2, micro_batch=1, time_ns=6)
-    assert set(unbeaten([staged, slower, wide], 1000)) == {staged, wide}
+    assert set(prune_dominated([staged, slower, wide], 1000)) == {staged, wide}
 
 
 def test_what_does_not_fit_stays_only_to_say_what_is_missing() -> None:
     large, larger = (Candidate(dp=1, micro_batch=1, time_ns=1, memory=size) for size in (2000, 3000))
     fits = Candidate(dp=1, micro_batch=1, time_ns=9, memory=900)
-    assert unbeaten([large, larger, fits], 1000) == (fits,)
-    assert unbeaten([large, larger], 1000) == (large,)
+    assert prune_dominated([large, larger, fits], 1000) == (fits,)
+    assert prune_dominated([large, larger], 1000) == (large,)

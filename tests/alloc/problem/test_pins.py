@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import pytest
 
-from secc.alloc.problem.pins import parse
+from secc.alloc.problem.pins import parse_pins
 from secc.errors import UserError
 
 SECTIONS = ["model.vision", "lm"]
 
 
 def test_pins_narrow_the_candidates() -> None:
-    pins = parse(
+    pins = parse_pins(
         ["lm.dp=2", "lm.micro_batch=3", "model.vision.with=lm", "lm.tp=2", "lm.sharding=zero1"], SECTIONS
     )
-    assert pins.dp("lm", 4, [1, 2, 4]) == [2] and pins.micro_batch("lm", 8) == [3]
-    assert pins.choices("lm", "tp", [1, 4]) == [2] and pins.choices("lm", "pp", [1, 4]) == [1, 4]
-    assert pins.dp("model.vision", 3, [1, 2, 3]) == [1, 2, 3] and pins.micro_batch("model.vision", 6) == [
+    assert pins.dp_choices("lm", 4, [1, 2, 4]) == [2] and pins.micro_batch_choices("lm", 8) == [3]
+    assert pins.number_choices("lm", "tp", [1, 4]) == [2] and pins.number_choices("lm", "pp", [1, 4]) == [
+        1,
+        4,
+    ]
+    assert pins.dp_choices("model.vision", 3, [1, 2, 3]) == [1, 2, 3] and pins.micro_batch_choices(
+        "model.vision", 6
+    ) == [
         1,
         2,
         4,
         6,
     ]
     assert pins.together == (("model.vision", "lm"),)
-    assert pins.word("lm", "sharding") == ("zero1",) and pins.word("lm", "recompute") == (
+    assert pins.word_choices("lm", "sharding") == ("zero1",) and pins.word_choices("lm", "recompute") == (
         "none",
         "selective",
         "full",
     )
-    assert pins.text == "lm.dp=2, lm.micro_batch=3, lm.tp=2, lm.sharding=zero1, model.vision.with=lm"
+    assert pins.as_text == "lm.dp=2, lm.micro_batch=3, lm.tp=2, lm.sharding=zero1, model.vision.with=lm"
 
 
 @pytest.mark.parametrize(
@@ -50,18 +55,20 @@ def test_pins_narrow_the_candidates() -> None:
 )
 def test_impossible_pins_are_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        parse([text], SECTIONS)
+        parse_pins([text], SECTIONS)
     assert error.value.remedy
 
 
 def test_more_replicas_than_ranks_are_refused() -> None:
     with pytest.raises(UserError, match="at most 4"):
-        parse(["lm.dp=5"], SECTIONS).dp("lm", 4, [1, 2, 3, 4])
+        parse_pins(["lm.dp=5"], SECTIONS).dp_choices("lm", 4, [1, 2, 3, 4])
 
 
 def test_refused_choices_are_not_considered_again() -> None:
-    pins = parse([], SECTIONS, ["lm.pp=4"])
-    assert pins.choices("lm", "pp", [1, 2, 4]) == [1, 2] and pins.choices("model.vision", "pp", [1, 4]) == [
+    pins = parse_pins([], SECTIONS, ["lm.pp=4"])
+    assert pins.number_choices("lm", "pp", [1, 2, 4]) == [1, 2] and pins.number_choices(
+        "model.vision", "pp", [1, 4]
+    ) == [
         1,
         4,
     ]

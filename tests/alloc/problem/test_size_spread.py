@@ -5,77 +5,89 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from secc.alloc.problem.build_problem import problem
-from secc.alloc.problem.candidates import Load, Workload, bubbles_ns, candidate, on_rank
-from secc.alloc.problem.pins import parse
-from secc.alloc.problem.size_spread import WHOLE, Spread, spread
-from secc.alloc.refine.schedule_evaluation import Trial
-from secc.alloc.solver.cpsat_model import solve
-from secc.runtime.schedule.load_balance import balance_rounds
-from secc.runtime.schedule.scheduler import ordered
-from tests.alloc.refine.test_local_search import handed, vlm
+from secc.alloc.problem.build_problem import build_problem
+from secc.alloc.problem.candidates import (
+    SectionLoad,
+    Workload,
+    compute_rank_load,
+    pipeline_bubble_ns,
+    price_candidate,
+)
+from secc.alloc.problem.pins import parse_pins
+from secc.alloc.problem.size_spread import PERMILLE, SizeSpread, measure_spread
+from secc.alloc.refine.schedule_evaluation import PlanEvaluator
+from secc.alloc.solver.cpsat_model import solve_allocation
+from secc.runtime.schedule.load_balance import assign_in_rounds
+from secc.runtime.schedule.scheduler import find_candidate
+from tests.alloc.refine.test_local_search import hand_out_ranks, vlm_problem
 
 
-def language_model() -> tuple[Workload, Load]:
-    work = vlm()[2].work
+def language_model() -> tuple[Workload, SectionLoad]:
+    work = vlm_problem()[2].work
     return work, work.loads["lm"]
 
 
 def test_alike_samples_have_no_spread() -> None:
-    even = Spread((WHOLE,) * 8)
-    assert (even.longest(2), even.in_rounds(4, 2, 1), even.uneven(4, 2)) == (WHOLE, WHOLE, WHOLE)
-    assert Spread().longest(1) == 0 and Spread().in_rounds(2, 2, 2) == WHOLE
+    even = SizeSpread((PERMILLE,) * 8)
+    assert (even.longest_micro_batch(2), even.mean_round_maximum(4, 2, 1), even.replica_imbalance(4, 2)) == (
+        PERMILLE,
+        PERMILLE,
+        PERMILLE,
+    )
+    assert SizeSpread().longest_micro_batch(1) == 0 and SizeSpread().mean_round_maximum(2, 2, 2) == PERMILLE
 
 
 def test_rounds_take_as_long_as_their_longest() -> None:
     """Samples of 4, 2, 1, 1 on two replicas: rounds of (4, 2) and (1, 1)."""
-    four = Spread((2000, 1000, 500, 500))
-    assert four.in_rounds(2, 2, 1) == (2000 + 500) // 2
-    assert four.longest(1) == 2000 and four.longest(2) == 1500
+    four = SizeSpread((2000, 1000, 500, 500))
+    assert four.mean_round_maximum(2, 2, 1) == (2000 + 500) // 2
+    assert four.longest_micro_batch(1) == 2000 and four.longest_micro_batch(2) == 1500
 
 
 def test_the_mean_of_samples_is_more_than_the_mean_sample_where_time_grows_faster_than_size() -> None:
     work, own = language_model()
-    assert own.spread.sorted[0] > WHOLE > own.spread.sorted[-1]
-    squares = spread(work.graph, own.active, "S*S")
-    assert all(squares.means[when] > own.spread.means[when] for when in squares.means)
+    assert own.spread.relative_times[0] > PERMILLE > own.spread.relative_times[-1]
+    squares = measure_spread(work.graph, own.active_patterns, "S*S")
+    assert all(squares.pattern_means[when] > own.spread.pattern_means[when] for when in squares.pattern_means)
 
 
 def test_stages_wait_for_the_longest_micro_batch() -> None:
     work, own = language_model()
-    staged = on_rank(own, 1, 2, work.cluster)
-    even = replace(staged, spread=Spread((WHOLE,), own.spread.means))
+    staged = compute_rank_load(own, 1, 2, work.cluster)
+    even = replace(staged, spread=SizeSpread((PERMILLE,), own.spread.pattern_means))
     busy = (1000, 10, 40, 60)
     assert (
-        bubbles_ns(even, 1, busy)
+        pipeline_bubble_ns(even, 1, busy)
         == 100
-        < bubbles_ns(staged, 1, busy)
-        < 100 * staged.spread.sorted[0] // WHOLE
+        < pipeline_bubble_ns(staged, 1, busy)
+        < 100 * staged.spread.relative_times[0] // PERMILLE
     )
 
 
 def test_replicas_that_gather_wait_for_each_other() -> None:
     work, own = language_model()
-    even = replace(own, spread=Spread((WHOLE,), own.spread.means))
-    ragged, alike = (candidate(work, each, 4, 1, "zero3") for each in (own, even))
+    even = replace(own, spread=SizeSpread((PERMILLE,), own.spread.pattern_means))
+    ragged, alike = (price_candidate(work, each, 4, 1, "zero3") for each in (own, even))
     assert ragged.time_ns > alike.time_ns
 
 
 def test_a_trial_waits_for_the_longest_of_a_round() -> None:
-    work = vlm()[2].work
-    asked = problem(work, 4, "colocate", parse(["lm.sharding=zero3", "lm.micro_batch=1"], work.loads))
-    solution, trial = solve(asked), Trial(work, asked)
+    work = vlm_problem()[2].work
+    asked = build_problem(
+        work, 4, "colocate", parse_pins(["lm.sharding=zero3", "lm.micro_batch=1"], work.loads)
+    )
+    solution, trial = solve_allocation(asked), PlanEvaluator(work, asked)
     assert solution is not None
     ranks, chosen = (
-        handed(asked, solution.assignment),
+        hand_out_ranks(asked, solution.assignment),
         {s: cs[solution.assignment.choice[s]] for s, cs in asked.sections.items()},
     )
-    plan = trial._plan(solution.assignment, chosen, ranks)  # pyright: ignore[reportPrivateUsage]
-    ends = [ordered(plan, batch).makespan for batch in trial.batches]
-    assert trial.run(solution.assignment, ranks).time_ns >= sum(ends) // len(ends)
+    plan = trial._build_plan(solution.assignment, chosen, ranks)  # pyright: ignore[reportPrivateUsage]
+    ends = [find_candidate(plan, batch).makespan for batch in trial.batches]
+    assert trial.evaluate(solution.assignment, ranks).time_ns >= sum(ends) // len(ends)
 
 
 def test_rounds_are_dealt_alike_pieces() -> None:
     load: dict[int, int] = {0: 5}
-    assert balance_rounds([9, 8, 3, 2], (0, 1), load) == [1, 0, 1, 0]
+    assert assign_in_rounds([9, 8, 3, 2], (0, 1), load) == [1, 0, 1, 0]
     assert load == {0: 5 + 8 + 2, 1: 9 + 3}

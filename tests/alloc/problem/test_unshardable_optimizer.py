@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from secc.driver.compile import unshardable
-from secc.runtime.model.meta_build import meta_model
-from secc.runtime.model.user_file import load
+from secc.driver.compile import unshardable_reason
+from secc.runtime.model.meta_build import build_meta_model
+from secc.runtime.model.user_file import load_model_file
 
 MODEL = """
 import torch
@@ -44,6 +44,6 @@ def test_the_users_optimizer_is_tried_without_weights(
 ) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL.format(optimizer=optimizer, frozen=frozen))
-    user = load(path)
-    found = unshardable(user, meta_model(user))
+    user = load_model_file(path)
+    found = unshardable_reason(user, build_meta_model(user))
     assert found.startswith(reason) and bool(found) == bool(reason)

@@ -11,17 +11,17 @@ import pytest
 
 from secc.alloc.explain import plan_choices
 from secc.alloc.problem import build_problem as problems
-from secc.alloc.problem.build_problem import problem
-from secc.alloc.problem.candidate_pruning import IN_STEP
-from secc.alloc.problem.candidates import room, workload
-from secc.alloc.problem.closed_form import evaluate
+from secc.alloc.problem.build_problem import build_problem
+from secc.alloc.problem.candidate_pruning import LOCKSTEP_SHARDING
+from secc.alloc.problem.candidates import build_workload, memory_on_rank
+from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Assignment, Problem
 from secc.alloc.refine import schedule_evaluation as trials
-from secc.alloc.refine.local_search import Winner, contest
-from secc.alloc.refine.schedule_evaluation import Ranks, Samples, Trial, Tried
-from secc.alloc.solver.cpsat_model import solve
-from secc.cluster import parse
+from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
+from secc.alloc.refine.schedule_evaluation import BatchSamples, Evaluation, GroupRanks, PlanEvaluator
+from secc.alloc.solver.cpsat_model import solve_allocation
+from secc.cluster import parse_cluster
 from secc.ir.analysis import sample_sizes
 from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io import module_text
@@ -30,23 +30,25 @@ from secc.passes.allocate import Allocate
 VLM = Path(__file__).parents[2] / "passes" / "allocate_vlm.mlir"
 
 
-def vlm(ragged: bool = True, ranks: int = 4):
+def vlm_problem(ragged: bool = True, ranks: int = 4):
     """The example on CPUs: its module, problem and trial; half of the samples have images, of one to four
     times their mean size."""
-    module = module_text.parse(
+    module = module_text.parse_module(
         VLM.read_text().replace('optional ["pixel_values"]', 'optional ["pixel_values"] widths "own"')
     )
     graph = graph_of(module)
     if ragged:
         images = [(frozenset({"pixel_values"}), {"B": 1, "S": 40 + 20 * k, "n": 1 + k % 4}) for k in range(8)]
         texts = [(frozenset[str](), {"B": 1, "S": 20 + 20 * k, "n": 0}) for k in range(8)]
-        graph.attributes[sample_sizes.ATTRIBUTE] = sample_sizes.attribute(["B", "S", "n"], images + texts)
-    work = workload(graph, parse(f"1x{ranks}xcpu"), 32)
-    asked = problem(work, ranks, "auto", Pins())
-    return module, asked, Trial(work, asked)
+        graph.attributes[sample_sizes.SAMPLES_ATTRIBUTE] = sample_sizes.samples_attr(
+            ["B", "S", "n"], images + texts
+        )
+    work = build_workload(graph, parse_cluster(f"1x{ranks}xcpu"), 32)
+    asked = build_problem(work, ranks, "auto", Pins())
+    return module, asked, PlanEvaluator(work, asked)
 
 
-def handed(asked: Problem, a: Assignment) -> dict[str, list[int]]:
+def hand_out_ranks(asked: Problem, a: Assignment) -> dict[str, list[int]]:
     """The ranks of the groups, one after the other."""
     found: dict[str, list[int]] = {}
     for g in dict.fromkeys(a.group.values()):
@@ -56,167 +58,194 @@ def handed(asked: Problem, a: Assignment) -> dict[str, list[int]]:
 
 
 def test_samples_print_and_parse_with_the_graph() -> None:
-    module, _, trial = vlm()
-    graph = graph_of(module_text.parse(module_text.print_module(module)))
-    assert sample_sizes.drawn(graph, 32, 4) == trial.batches and len(trial.batches) == 4
+    module, _, trial = vlm_problem()
+    graph = graph_of(module_text.parse_module(module_text.print_module(module)))
+    assert sample_sizes.draw_batches(graph, 32, 4) == trial.batches and len(trial.batches) == 4
     for batch in trial.batches:
         assert sorted(s.sizes["n"] for s in batch) == sorted(
             2 * [0] * 8 + 4 * [1, 2, 3, 4]
         )  # all of them, twice
-    assert sample_sizes.drawn(graph_of(module_text.parse(VLM.read_text())), 32, 4) == []
+    assert sample_sizes.draw_batches(graph_of(module_text.parse_module(VLM.read_text())), 32, 4) == []
 
 
 def test_a_plan_without_anything_to_wait_for_takes_what_the_closed_form_says() -> None:
     """All on one device, of mean samples: work is all there is."""
-    _, asked, trial = vlm(ragged=False, ranks=1)
-    solution = solve(asked)
+    _, asked, trial = vlm_problem(ragged=False, ranks=1)
+    solution = solve_allocation(asked)
     assert solution is not None
-    tried = trial.run(solution.assignment, handed(asked, solution.assignment))
+    tried = trial.evaluate(solution.assignment, hand_out_ranks(asked, solution.assignment))
     assert tried.fits and tried.time_ns == pytest.approx(solution.time_ns, rel=0.01)
 
 
 def test_what_is_in_flight_must_fit() -> None:
-    _, asked, trial = vlm()
-    solution = solve(asked)
+    _, asked, trial = vlm_problem()
+    solution = solve_allocation(asked)
     assert solution is not None
-    ranks = handed(asked, solution.assignment)
-    assert trial.run(solution.assignment, ranks).fits
-    assert not Trial(trial.work, replace(asked, capacity=1 << 20)).run(solution.assignment, ranks).fits
+    ranks = hand_out_ranks(asked, solution.assignment)
+    assert trial.evaluate(solution.assignment, ranks).fits
+    assert (
+        not PlanEvaluator(trial.work, replace(asked, capacity=1 << 20))
+        .evaluate(solution.assignment, ranks)
+        .fits
+    )
 
 
 def test_memory_holds_the_largest_listed_sample() -> None:
     """It has four images, the mean one has one."""
     mean, largest = (
-        room(w, w.loads["vision"], 1, 1, "none", "none", 16)
-        for w in (vlm(ragged=False)[2].work, vlm()[2].work)
+        memory_on_rank(w, w.loads["vision"], 1, 1, "none", "none", 16)
+        for w in (vlm_problem(ragged=False)[2].work, vlm_problem()[2].work)
     )
-    assert mean.largest == 0 < largest.activation == mean.activation
-    assert largest.largest == 4 * largest.activation and largest.kept(2) == largest.kept(4) == largest.largest
+    assert mean.largest_sample == 0 < largest.activation == mean.activation
+    assert (
+        largest.largest_sample == 4 * largest.activation
+        and largest.activation_bytes(2) == largest.activation_bytes(4) == largest.largest_sample
+    )
 
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_the_winner_is_no_longer_than_the_solver_s_plan(ragged: bool) -> None:
-    _, asked, trial = vlm(ragged)
-    solution = solve(asked)
+    _, asked, trial = vlm_problem(ragged)
+    solution = solve_allocation(asked)
     assert solution is not None
 
     def hand_out(a: Assignment) -> dict[str, list[int]]:
-        return handed(asked, a)
+        return hand_out_ranks(asked, a)
 
-    first = trial.run(solution.assignment, hand_out(solution.assignment))
-    won = contest(trial, asked, solution.assignment, hand_out, 0.0)
-    assert won.tried.time_ns <= first.time_ns * 1.002 and won.tried.fits and won.trials > 1
-    assert won.closed_ns == evaluate(asked, won.assignment).time_ns
-    assert won == contest(Trial(trial.work, asked), asked, solution.assignment, hand_out, 0.0)
+    first = trial.evaluate(solution.assignment, hand_out(solution.assignment))
+    won = refine_by_simulation(trial, asked, solution.assignment, hand_out, 0.0)
+    assert won.evaluation.time_ns <= first.time_ns * 1.002 and won.evaluation.fits and won.evaluated_plans > 1
+    assert won.closed_form_ns == evaluate_assignment(asked, won.assignment).time_ns
+    assert won == refine_by_simulation(
+        PlanEvaluator(trial.work, asked), asked, solution.assignment, hand_out, 0.0
+    )
 
 
 def test_looks_and_trials_in_other_processes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, asked, trial = vlm()
-    solution = solve(asked)
+    _, asked, trial = vlm_problem()
+    solution = solve_allocation(asked)
     assert solution is not None
-    alone = contest(trial, asked, solution.assignment, lambda a: handed(asked, a), 0.0)
-    monkeypatch.setattr(trials, "FEW_JOBS", 0)
+    alone = refine_by_simulation(trial, asked, solution.assignment, lambda a: hand_out_ranks(asked, a), 0.0)
+    monkeypatch.setattr(trials, "MIN_PARALLEL_TASKS", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    assert contest(trial, asked, solution.assignment, lambda a: handed(asked, a), 0.0) == alone
+    assert (
+        refine_by_simulation(trial, asked, solution.assignment, lambda a: hand_out_ranks(asked, a), 0.0)
+        == alone
+    )
 
 
 def test_plans_far_behind_at_a_look_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, asked, trial = vlm()
-    solution = solve(asked)
+    _, asked, trial = vlm_problem()
+    solution = solve_allocation(asked)
     assert solution is not None
     runs: list[int] = []
-    step = Trial.step
+    step = PlanEvaluator.evaluate_batch
 
-    def counted(*args: Any, soon: bool = False) -> Tried:
+    def counted(*args: Any, soon: bool = False) -> Evaluation:
         runs.append(soon)
         return step(*args, soon=soon)
 
-    monkeypatch.setattr(Trial, "step", counted)
-    won = contest(trial, asked, solution.assignment, lambda a: handed(asked, a), 0.0)
+    monkeypatch.setattr(PlanEvaluator, "evaluate_batch", counted)
+    won = refine_by_simulation(trial, asked, solution.assignment, lambda a: hand_out_ranks(asked, a), 0.0)
     assert (
-        runs.count(True) == won.trials
-        and len(trial.batches) <= runs.count(False) < len(trial.batches) * won.trials
+        runs.count(True) == won.evaluated_plans
+        and len(trial.batches) <= runs.count(False) < len(trial.batches) * won.evaluated_plans
     )
 
 
 def test_a_plan_that_does_not_fit_on_later_batches_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, asked, trial = vlm()
-    solution = solve(asked)
+    _, asked, trial = vlm_problem()
+    solution = solve_allocation(asked)
     assert solution is not None
 
-    def won() -> Winner:
-        return contest(trial, asked, solution.assignment, lambda a: handed(asked, a), 0.0)
+    def won() -> RefinedPlan:
+        return refine_by_simulation(
+            trial, asked, solution.assignment, lambda a: hand_out_ranks(asked, a), 0.0
+        )
 
-    first, step = won(), Trial.step
+    first, step = won(), PlanEvaluator.evaluate_batch
 
-    def fuller(self: Trial, a: Assignment, ranks: Ranks, batch: Samples, *, soon: bool = False) -> Tried:
+    def fuller(
+        self: PlanEvaluator, a: Assignment, ranks: GroupRanks, batch: BatchSamples, *, soon: bool = False
+    ) -> Evaluation:
         found = step(self, a, ranks, batch, soon=soon)
         return replace(found, fits=a != first.assignment or batch is self.batches[0])
 
-    monkeypatch.setattr(Trial, "step", fuller)
+    monkeypatch.setattr(PlanEvaluator, "evaluate_batch", fuller)
     second = won()
-    assert second.tried.fits and second.assignment != first.assignment
+    assert second.evaluation.fits and second.assignment != first.assignment
 
 
 def test_devices_that_nobody_uses_are_handed_out() -> None:
     """A plan on two of four devices, where sections are apart, is near plans on more."""
-    _, asked, trial = vlm()
+    _, asked, trial = vlm_problem()
     asked = replace(asked, strategy="apart")
     single = {s: next(i for i, c in enumerate(cs) if c.ranks == 1) for s, cs in asked.sections.items()}
     small = Assignment(single, {s: s for s in single})
-    won = contest(trial, asked, small, lambda a: handed(asked, a), 0.0)
+    won = refine_by_simulation(trial, asked, small, lambda a: hand_out_ranks(asked, a), 0.0)
     assert sum(asked.sections[s][i].ranks for s, i in won.assignment.choice.items()) == 4
 
 
 def test_replicas_in_step_win_only_where_the_order_says_so() -> None:
     """Closed forms that promise too much of zero3 have it tried; what it takes is what counts."""
-    _, asked, trial = vlm()
+    _, asked, trial = vlm_problem()
     cheap = {
-        s: tuple(replace(c, sharding=IN_STEP, time_ns=c.time_ns // 2) for c in cs)
+        s: tuple(replace(c, sharding=LOCKSTEP_SHARDING, time_ns=c.time_ns // 2) for c in cs)
         for s, cs in asked.sections.items()
     }
     both = {s: (*cs, *cheap[s]) for s, cs in asked.sections.items()}
-    asked = replace(asked, sections=both, edges=problems.edges(trial.work, both))
-    trial, solution = Trial(trial.work, asked), solve(asked)
-    assert solution is not None and in_step(asked, solution.assignment)
+    asked = replace(asked, sections=both, edges=problems.price_edges(trial.work, both))
+    trial, solution = PlanEvaluator(trial.work, asked), solve_allocation(asked)
+    assert solution is not None and uses_zero3(asked, solution.assignment)
     looked: list[Assignment] = []
 
     def hand_out(a: Assignment) -> dict[str, list[int]]:
         looked.append(a)
-        return handed(asked, a)
+        return hand_out_ranks(asked, a)
 
-    won = contest(trial, asked, solution.assignment, hand_out, 0.0)
-    assert any(in_step(asked, a) for a in looked) and not in_step(asked, won.assignment)
-    assert won.tried.time_ns <= trial.run(solution.assignment, handed(asked, solution.assignment)).time_ns
+    won = refine_by_simulation(trial, asked, solution.assignment, hand_out, 0.0)
+    assert any(uses_zero3(asked, a) for a in looked) and not uses_zero3(asked, won.assignment)
+    assert (
+        won.evaluation.time_ns
+        <= trial.evaluate(solution.assignment, hand_out_ranks(asked, solution.assignment)).time_ns
+    )
 
 
-def in_step(asked: Problem, a: Assignment) -> bool:
-    return any(asked.sections[s][i].sharding == IN_STEP for s, i in a.choice.items())
+def uses_zero3(asked: Problem, a: Assignment) -> bool:
+    return any(asked.sections[s][i].sharding == LOCKSTEP_SHARDING for s, i in a.choice.items())
 
 
 def test_candidates_made_in_other_processes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, asked, trial = vlm()
+    _, asked, trial = vlm_problem()
     monkeypatch.setattr(problems, "MANY_RANKS", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    assert problem(trial.work, 4, "auto", Pins()) == asked
+    assert build_problem(trial.work, 4, "auto", Pins()) == asked
 
 
 def test_a_known_plan_is_taken_again() -> None:
-    module, asked, _ = vlm()
-    Allocate(cluster="1x4xcpu", global_batch=32).apply(module_text.context(), module)
-    texts = plan_choices.choices(graph_of(module))
-    found = plan_choices.assignment(asked, texts)
+    module, asked, _ = vlm_problem()
+    Allocate(cluster="1x4xcpu", global_batch=32).apply(module_text.make_context(), module)
+    texts = plan_choices.list_plan_choices(graph_of(module))
+    found = plan_choices.assignment_from_choices(asked, texts)
     assert found is not None
-    again, _, _ = vlm()
+    again, _, _ = vlm_problem()
     other, proven = (
         tuple(t.replace("sharding=none", "sharding=zero1") for t in texts),
         ("status=OPTIMAL", "gap=0.25", "tried=9"),
     )
     assert other != texts
     Allocate(cluster="1x4xcpu", global_batch=32, known=other, proven=proven).apply(
-        module_text.context(), again
+        module_text.make_context(), again
     )
-    assert plan_choices.choices(graph_of(again)) == other and plan_choices.proven(graph_of(again)) == proven
-    assert plan_choices.assignment(asked, [t.replace("micro_batch=", "micro_batch=7") for t in texts]) is None
+    assert (
+        plan_choices.list_plan_choices(graph_of(again)) == other
+        and plan_choices.format_solver_status(graph_of(again)) == proven
+    )
+    assert (
+        plan_choices.assignment_from_choices(
+            asked, [t.replace("micro_batch=", "micro_batch=7") for t in texts]
+        )
+        is None
+    )
     small = replace(asked, capacity=1 << 20)
-    assert plan_choices.assignment(small, texts) is None
+    assert plan_choices.assignment_from_choices(small, texts) is None

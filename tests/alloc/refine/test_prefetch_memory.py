@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from secc.alloc.refine.prefetch_memory import LEAD
-from secc.codegen.plan_builder import attribute
+from secc.alloc.refine.prefetch_memory import PREFETCHED_PER_CONSUMER
+from secc.codegen.plan_builder import attribute_value
 from secc.errors import UserError
 from secc.ir.dialect.ops import graph_of
-from tests.alloc.test_allocate import VLM, allocated, prediction, section
+from tests.alloc.test_allocate import VLM, allocate_model, prediction, section_attribute
 
 FROZEN = (
     VLM.read_text()
@@ -20,18 +20,18 @@ FROZEN = (
 GIB = 1 << 30
 
 
-def given(module) -> float:
-    return attribute(graph_of(module), "run_ahead_gib", 0.0)
+def run_ahead_gib(module) -> float:
+    return attribute_value(graph_of(module), "run_ahead_gib", 0.0)
 
 
 def test_a_frozen_section_on_its_own_ranks_gets_room_for_what_its_consumers_want_first() -> None:
     pins = ("vision.dp=1", "lm.dp=2", "vision.micro_batch=1", "lm.micro_batch=2")
-    module = allocated(FROZEN, strategy="apart", set=pins)
+    module = allocate_model(FROZEN, strategy="apart", set=pins)
     features = 16 * 64 * 4  # of a sample, which has one image
-    assert given(module) == (LEAD + 1) * 2 * 2 * features / GIB
-    assert given(allocated(FROZEN, strategy="apart", set=pins, run_ahead="0")) == 0
-    assert given(allocated(FROZEN, strategy="colocate")) == 0
-    assert given(allocated(strategy="apart")) == 0
+    assert run_ahead_gib(module) == (PREFETCHED_PER_CONSUMER + 1) * 2 * 2 * features / GIB
+    assert run_ahead_gib(allocate_model(FROZEN, strategy="apart", set=pins, run_ahead="0")) == 0
+    assert run_ahead_gib(allocate_model(FROZEN, strategy="colocate")) == 0
+    assert run_ahead_gib(allocate_model(strategy="apart")) == 0
 
 
 def test_nothing_waits_for_what_was_computed_before() -> None:
@@ -39,19 +39,21 @@ def test_nothing_waits_for_what_was_computed_before() -> None:
         'when [] share "0.5"', 'when [] share "0.0"'
     )  # no text to train on until the first images are encoded
     pins = ("vision.dp=1", "lm.dp=2", "vision.micro_batch=1", "lm.micro_batch=2")
-    found = [allocated(always, strategy="apart", run_ahead=text, set=pins) for text in ("auto", "0")]
+    found = [allocate_model(always, strategy="apart", run_ahead=text, set=pins) for text in ("auto", "0")]
     times = [prediction(module)["step_time_s"] for module in found]
-    simulated = [json.loads(attribute(graph_of(module), "solver", "{}"))["simulated_s"] for module in found]
+    simulated = [
+        json.loads(attribute_value(graph_of(module), "solver", "{}"))["simulated_s"] for module in found
+    ]
     assert simulated[0] < simulated[1]
     assert times[0] < times[1]
 
 
 def test_memory_that_is_asked_for_is_part_of_the_sections() -> None:
-    plain, more = (allocated(FROZEN, strategy="apart", run_ahead=text) for text in ("0", "0.5"))
-    assert section(more, "vision", "memory_gib") == pytest.approx(
-        section(plain, "vision", "memory_gib") + 0.5, abs=1e-3
+    plain, more = (allocate_model(FROZEN, strategy="apart", run_ahead=text) for text in ("0", "0.5"))
+    assert section_attribute(more, "vision", "memory_gib") == pytest.approx(
+        section_attribute(plain, "vision", "memory_gib") + 0.5, abs=1e-3
     )
-    assert section(more, "lm", "memory_gib") == section(plain, "lm", "memory_gib")
+    assert section_attribute(more, "lm", "memory_gib") == section_attribute(plain, "lm", "memory_gib")
 
 
 @pytest.mark.parametrize(
@@ -65,4 +67,4 @@ def test_memory_that_is_asked_for_is_part_of_the_sections() -> None:
 )
 def test_what_cannot_run_ahead_is_refused(source: str, options: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        allocated(source, **options)
+        allocate_model(source, **options)

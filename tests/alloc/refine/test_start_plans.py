@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from hypothesis import assume, given, settings
 
-from secc.alloc.problem.closed_form import evaluate
+from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.types import Assignment, Candidate, Problem
-from secc.alloc.refine.start_plans import FAR, starts
-from secc.alloc.solver.cpsat_model import solve
+from secc.alloc.refine.start_plans import MAX_START_RATIO, start_plans
+from secc.alloc.solver.cpsat_model import solve_allocation
 from tests.alloc.problem_instances import assignments, problems
 
 
@@ -23,7 +23,7 @@ def fastest(problem: Problem, test: Callable[[Assignment], bool]) -> int | None:
     found: list[int] = []
     for a in assignments(problem):
         try:
-            found += [evaluate(problem, a).time_ns] if test(a) else []
+            found += [evaluate_assignment(problem, a).time_ns] if test(a) else []
         except ValueError:
             continue
     return min(found, default=None)
@@ -33,7 +33,7 @@ def fastest(problem: Problem, test: Callable[[Assignment], bool]) -> int | None:
 @settings(max_examples=60, deadline=None)
 def test_the_best_plan_of_each_kind_is_among_the_starts(problem: Problem) -> None:
     problem = replace(problem, strategy="auto")
-    assume(len(problem.sections) > 1 and (best := solve(problem)) is not None)
+    assume(len(problem.sections) > 1 and (best := solve_allocation(problem)) is not None)
     assert best is not None
 
     def level(a: Assignment) -> bool:
@@ -49,13 +49,13 @@ def test_the_best_plan_of_each_kind_is_among_the_starts(problem: Problem) -> Non
     def apart(a: Assignment) -> bool:
         return len(set(a.group.values())) == len(a.group)
 
-    found = starts(problem, best.assignment, 0.0)
+    found = start_plans(problem, best.assignment, 0.0)
     kinds = [level] if plain(best.assignment) else [level, plain]
     kinds += [] if apart(best.assignment) else [lambda a: apart(a) and plain(a)]
     for kind in kinds:
         wanted = fastest(problem, kind)
-        if wanted is not None and wanted <= FAR * best.time_ns:
-            assert wanted in {evaluate(problem, a).time_ns for a in found if kind(a)}
+        if wanted is not None and wanted <= MAX_START_RATIO * best.time_ns:
+            assert wanted in {evaluate_assignment(problem, a).time_ns for a in found if kind(a)}
 
 
 def test_equally_many_replicas_are_a_start_although_others_are_faster() -> None:
@@ -68,10 +68,12 @@ def test_equally_many_replicas_are_a_start_although_others_are_faster() -> None:
         )
 
     problem = Problem({"a": ways(1), "b": ways(2)}, (), 4, capacity=1 << 20)
-    best = solve(problem)
+    best = solve_allocation(problem)
     assert best is not None
     assert {c.dp for c in chosen(problem, best.assignment)} == {1, 2}
-    assert any(len({c.dp for c in chosen(problem, a)}) == 1 for a in starts(problem, best.assignment, 0.0))
+    assert any(
+        len({c.dp for c in chosen(problem, a)}) == 1 for a in start_plans(problem, best.assignment, 0.0)
+    )
 
 
 def test_more_stages_are_a_start_although_fewer_are_faster() -> None:
@@ -83,9 +85,9 @@ def test_more_stages_are_a_start_although_fewer_are_faster() -> None:
     )
     small = (Candidate(dp=1, micro_batch=1, time_ns=50, micro_batches=1, memory=0),)
     problem = Problem({"large": large, "small": small}, (), 17, capacity=1 << 20)
-    best = solve(problem)
+    best = solve_allocation(problem)
     assert best is not None
     assert problem.sections["large"][best.assignment.choice["large"]].pp == 2
     assert {4, 8} <= {
-        problem.sections["large"][a.choice["large"]].pp for a in starts(problem, best.assignment, 0.0)
+        problem.sections["large"][a.choice["large"]].pp for a in start_plans(problem, best.assignment, 0.0)
     }

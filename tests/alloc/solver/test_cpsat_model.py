@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from secc.alloc.problem.closed_form import evaluate
-from secc.alloc.problem.types import Assignment, Candidate, Edge, Problem, Solution
+from secc.alloc.problem.closed_form import evaluate_assignment
+from secc.alloc.problem.types import AllocEdge, Assignment, Candidate, Problem, Solution
 from secc.alloc.solver import cpsat_model as model
 from secc.alloc.solver import subproblem
-from secc.alloc.solver.cpsat_model import least_memory, least_time, solve
-from secc.alloc.solver.greedy_start import guess
+from secc.alloc.solver.cpsat_model import solve_allocation, solve_least_memory, solve_least_time
+from secc.alloc.solver.greedy_start import greedy_assignment
 from tests.alloc import problem_instances
 
 GIB = 1 << 30
@@ -23,8 +23,8 @@ GIB = 1 << 30
 @settings(max_examples=250, deadline=None)
 @given(problem_instances.problems())
 def test_solver_agrees_with_brute_force(problem: Problem) -> None:
-    best = min(((v.time_ns, v.ranks) for v in problem_instances.values(problem)), default=None)
-    solution = solve(problem)
+    best = min(((v.time_ns, v.ranks) for v in problem_instances.feasible_values(problem)), default=None)
+    solution = solve_allocation(problem)
     if solution is None or best is None:
         assert solution is None and best is None
         return
@@ -33,36 +33,43 @@ def test_solver_agrees_with_brute_force(problem: Problem) -> None:
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.one_of(problem_instances.problems(), problem_instances.mixed()), st.none() | st.integers(20, 200))
+@given(
+    st.one_of(problem_instances.problems(), problem_instances.mixed_problems()),
+    st.none() | st.integers(20, 200),
+)
 def test_what_a_large_problem_rules_out_is_not_missed(problem: Problem, deadline: int | None) -> None:
     asked = replace(problem, deadline=deadline)
     with patch.object(model, "MANY", 0):
-        found, plain = solve(asked), solve(asked, margin=0.25)
-    known, plainer = solve(asked), solve(asked, margin=0.25)
+        found, plain = solve_allocation(asked), solve_allocation(asked, margin=0.25)
+    known, plainer = solve_allocation(asked), solve_allocation(asked, margin=0.25)
     assert _figures(found) == _figures(known)
     assert _figures(plain) == _figures(plainer)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.one_of(problem_instances.problems(), problem_instances.mixed()), st.integers(10, 200))
+@given(st.one_of(problem_instances.problems(), problem_instances.mixed_problems()), st.integers(10, 200))
 def test_a_bound_leaves_every_assignment_within_it(problem: Problem, most: int) -> None:
     left, whole = (
-        subproblem.within(problem, most),
-        [(v.time_ns, v.ranks) for v in problem_instances.values(problem)],
+        subproblem.prune_by_step_time(problem, most),
+        [(v.time_ns, v.ranks) for v in problem_instances.feasible_values(problem)],
     )
-    found = [] if left is None else [(v.time_ns, v.ranks) for v in problem_instances.values(left.problem)]
+    found = (
+        []
+        if left is None
+        else [(v.time_ns, v.ranks) for v in problem_instances.feasible_values(left.problem)]
+    )
     assert sorted(v for v in found if v[0] <= most) == sorted(v for v in whole if v[0] <= most)
     if left is not None:
         for a in problem_instances.assignments(left.problem):
-            for s, i in left.whole(a).choice.items():
+            for s, i in left.to_whole(a).choice.items():
                 assert problem.sections[s][i] == left.problem.sections[s][a.choice[s]]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.one_of(problem_instances.problems(), problem_instances.mixed()), st.integers(10, 400))
+@given(st.one_of(problem_instances.problems(), problem_instances.mixed_problems()), st.integers(10, 400))
 def test_a_guess_is_an_assignment_within_the_bound(problem: Problem, most: int) -> None:
-    if (found := guess(problem, most)) is not None:
-        assert evaluate(problem, found).time_ns <= most
+    if (found := greedy_assignment(problem, most)) is not None:
+        assert evaluate_assignment(problem, found).time_ns <= most
 
 
 def test_a_guess_shares_out_the_ranks() -> None:
@@ -71,8 +78,8 @@ def test_a_guess_shares_out_the_ranks() -> None:
     few = [Candidate(n, 1, 1200 // n, memory=3 * GIB) for n in (2, 4, 8)]
     many = [Candidate(n, 1, 2400 // n, memory=3 * GIB) for n in (2, 4, 8)]
     problem = Problem({"a": tuple(few), "b": tuple(many)}, (), 12, 4 * GIB)
-    assert guess(problem, 10**6) == Assignment({"a": 1, "b": 2}, {"a": "a", "b": "b"})
-    assert guess(problem, 299) is None
+    assert greedy_assignment(problem, 10**6) == Assignment({"a": 1, "b": 2}, {"a": "a", "b": "b"})
+    assert greedy_assignment(problem, 299) is None
 
 
 def test_a_guess_fills_whole_nodes() -> None:
@@ -82,7 +89,7 @@ def test_a_guess_fills_whole_nodes() -> None:
         return tuple(Candidate(dp=n, micro_batch=1, time_ns=work // n) for n in (1, 2, 4))
 
     problem = Problem({"a": ways(100), "b": ways(400)}, (), 8, capacity=1, strategy="apart", per_node=4)
-    assert guess(problem, 10**6) == Assignment({"a": 2, "b": 2}, {"a": "a", "b": "b"})
+    assert greedy_assignment(problem, 10**6) == Assignment({"a": 2, "b": 2}, {"a": "a", "b": "b"})
 
 
 def _figures(solution: Solution | None) -> tuple[int, int] | None:
@@ -90,10 +97,10 @@ def _figures(solution: Solution | None) -> tuple[int, int] | None:
 
 
 @settings(max_examples=120, deadline=None)
-@given(problem_instances.mixed())
+@given(problem_instances.mixed_problems())
 def test_kinds_of_devices_agree_with_brute_force(problem: Problem) -> None:
-    best = min(((v.time_ns, v.ranks) for v in problem_instances.values(problem)), default=None)
-    solution = solve(problem)
+    best = min(((v.time_ns, v.ranks) for v in problem_instances.feasible_values(problem)), default=None)
+    solution = solve_allocation(problem)
     assert best == (None if solution is None else (solution.time_ns, solution.ranks))
 
 
@@ -101,13 +108,13 @@ def test_kinds_of_devices_agree_with_brute_force(problem: Problem) -> None:
 @given(problem_instances.problems(), st.integers(20, 200))
 def test_fewest_ranks_for_a_time_agree_with_brute_force(problem: Problem, deadline: int) -> None:
     asked = replace(problem, deadline=deadline)
-    best = min(((v.ranks, v.time_ns) for v in problem_instances.values(asked)), default=None)
-    solution = solve(asked)
+    best = min(((v.ranks, v.time_ns) for v in problem_instances.feasible_values(asked)), default=None)
+    solution = solve_allocation(asked)
     if solution is None or best is None:
         assert solution is None and best is None
         least, fits = (
-            least_time(asked),
-            [v.time_ns for v in problem_instances.values(replace(asked, deadline=1 << 40))],
+            solve_least_time(asked),
+            [v.time_ns for v in problem_instances.feasible_values(replace(asked, deadline=1 << 40))],
         )
         assert least == min(fits, default=None) and (least is None or least > deadline)
         return
@@ -118,7 +125,7 @@ def test_fewest_ranks_for_a_time_agree_with_brute_force(problem: Problem, deadli
 @settings(max_examples=60, deadline=None)
 @given(problem_instances.problems())
 def test_a_margin_buys_plainer_replicas_and_no_more(problem: Problem) -> None:
-    fastest, plain = solve(problem), solve(problem, margin=0.25)
+    fastest, plain = solve_allocation(problem), solve_allocation(problem, margin=0.25)
     if fastest is None or plain is None:
         assert plain is None and fastest is None
         return
@@ -132,19 +139,41 @@ def test_a_margin_buys_plainer_replicas_and_no_more(problem: Problem) -> None:
 @settings(max_examples=60, deadline=None)
 @given(problem_instances.problems())
 def test_least_memory_is_where_plans_begin(problem: Problem) -> None:
-    need = least_memory(problem)
+    need = solve_least_memory(problem)
     unlimited = replace(problem, capacity=1 << 40)
-    assert (need is None) == (next(problem_instances.values(unlimited), None) is None)
+    assert (need is None) == (next(problem_instances.feasible_values(unlimited), None) is None)
     if need:
-        assert solve(replace(problem, capacity=need)) is not None
-        assert solve(replace(problem, capacity=need - (1 << 20))) is None
+        assert solve_allocation(replace(problem, capacity=need)) is not None
+        assert solve_allocation(replace(problem, capacity=need - (1 << 20))) is None
 
 
 def _pair(**edge: int) -> Problem:
     """An encoder of 100 ns on one rank that feeds a model of 300 ns on one rank or 150 on two, with one
     edge."""
-    values = dict.fromkeys(("sent", "returned", "latency", "slack", "free", "messages", "round"), 0) | edge
-    counts = {"sent": 1, "latency": 1, "slack": 1, "returned": 2, "free": 2, "messages": 2, "round": 2}
+    values = (
+        dict.fromkeys(
+            (
+                "sent_bytes",
+                "returned_bytes",
+                "latency_ns",
+                "slack_ns",
+                "independent_ns",
+                "message_ns",
+                "round_trip_ns",
+            ),
+            0,
+        )
+        | edge
+    )
+    counts = {
+        "sent_bytes": 1,
+        "latency_ns": 1,
+        "slack_ns": 1,
+        "returned_bytes": 2,
+        "independent_ns": 2,
+        "message_ns": 2,
+        "round_trip_ns": 2,
+    }
     encoder = (Candidate(dp=1, micro_batch=1, time_ns=100, memory=GIB, memory_ahead=3 * GIB),)
     model = (
         Candidate(dp=1, micro_batch=1, time_ns=300, memory=4 * GIB),
@@ -152,7 +181,10 @@ def _pair(**edge: int) -> Problem:
     )
     sections = {"encoder": encoder, "model": model}
     return Problem(
-        sections, (Edge("encoder", "model", **{k: (v,) * counts[k] for k, v in values.items()}),), 3, 16 * GIB
+        sections,
+        (AllocEdge("encoder", "model", **{k: (v,) * counts[k] for k, v in values.items()}),),
+        3,
+        16 * GIB,
     )
 
 
@@ -161,58 +193,64 @@ SHARED = Assignment({"encoder": 0, "model": 0}, {"encoder": "encoder", "model": 
 
 
 def test_sharing_adds_times_and_memory() -> None:
-    value = evaluate(_pair(latency=1000), SHARED)
+    value = evaluate_assignment(_pair(latency=1000), SHARED)
     assert (value.time_ns, value.ranks, value.memory) == (400, 1, {"encoder": 5 * GIB})
 
 
 def test_apart_takes_the_longest_with_what_is_not_hidden() -> None:
     assert (
-        evaluate(_pair(latency=30, free=40), APART).time_ns == 150
+        evaluate_assignment(_pair(latency=30, free=40), APART).time_ns == 150
     )  # hidden behind work that needs no encoder
-    assert evaluate(_pair(latency=30, free=10), APART).time_ns == 170
-    assert evaluate(_pair(latency=30, free=40, messages=15), APART).time_ns == 155
+    assert evaluate_assignment(_pair(latency=30, free=10), APART).time_ns == 170
+    assert evaluate_assignment(_pair(latency=30, free=40, messages=15), APART).time_ns == 155
     assert (
-        evaluate(_pair(round=90, slack=20), APART).time_ns == 170
+        evaluate_assignment(_pair(round=90, slack=20), APART).time_ns == 170
     )  # the encoder waits for its last gradients
 
 
 def test_apart_runs_ahead_and_holds_messages() -> None:
-    assert evaluate(_pair(sent=GIB, returned=2 * GIB), APART).memory == {"encoder": 4 * GIB, "model": 6 * GIB}
+    assert evaluate_assignment(_pair(sent=GIB, returned=2 * GIB), APART).memory == {
+        "encoder": 4 * GIB,
+        "model": 6 * GIB,
+    }
 
 
 def test_a_deadline_frees_ranks() -> None:
-    assert (solve(_pair()).ranks, solve(replace(_pair(), deadline=400)).ranks) == (3, 1)  # pyright: ignore[reportOptionalMemberAccess]
-    assert solve(replace(_pair(), deadline=399)).ranks == 2  # pyright: ignore[reportOptionalMemberAccess]
-    assert solve(replace(_pair(), deadline=149)) is None and least_time(replace(_pair(), deadline=149)) == 150
+    assert (solve_allocation(_pair()).ranks, solve_allocation(replace(_pair(), deadline=400)).ranks) == (3, 1)  # pyright: ignore[reportOptionalMemberAccess]
+    assert solve_allocation(replace(_pair(), deadline=399)).ranks == 2  # pyright: ignore[reportOptionalMemberAccess]
+    assert (
+        solve_allocation(replace(_pair(), deadline=149)) is None
+        and solve_least_time(replace(_pair(), deadline=149)) == 150
+    )
 
 
 def test_few_places_in_flight_are_taken_round_after_round() -> None:
     problem = _pair(latency=30, round=90)
     encoder = replace(problem.sections["encoder"][0], rounds=3, memory_ahead=2 * GIB)
     capped = replace(problem, sections={**problem.sections, "encoder": (encoder,)})
-    assert evaluate(capped, APART).time_ns == 3 * (30 + 90 + 45)
-    assert evaluate(capped, SHARED).time_ns == evaluate(problem, SHARED).time_ns == 400
+    assert evaluate_assignment(capped, APART).time_ns == 3 * (30 + 90 + 45)
+    assert evaluate_assignment(capped, SHARED).time_ns == evaluate_assignment(problem, SHARED).time_ns == 400
     both = replace(
         problem,
         sections={**problem.sections, "encoder": (problem.sections["encoder"][0], encoder)},
         capacity=9 * GIB,
     )
-    edges = tuple(replace(e, sent=(0, 0), latency=(30, 30), slack=(0, 0)) for e in both.edges)
-    solution = solve(replace(both, edges=edges, strategy="apart"))
+    edges = tuple(replace(e, sent_bytes=(0, 0), latency_ns=(30, 30), slack_ns=(0, 0)) for e in both.edges)
+    solution = solve_allocation(replace(both, edges=edges, strategy="apart"))
     assert solution is not None and solution.assignment.choice["encoder"] == 0
 
 
 @pytest.mark.parametrize(("latency", "groups"), [(0, 2), (1000, 1)])
 def test_solver_weighs_waiting_against_sharing(latency: int, groups: int) -> None:
-    solution = solve(_pair(latency=latency))
+    solution = solve_allocation(_pair(latency=latency))
     assert solution is not None and len(set(solution.assignment.group.values())) == groups
 
 
 def test_coarse_units_stay_exact_enough() -> None:
     small, scale = _pair(latency=30, free=10), 10**9
-    edges = tuple(replace(e, latency=(30 * scale,), free=(10 * scale,) * 2) for e in small.edges)
+    edges = tuple(replace(e, latency_ns=(30 * scale,), independent_ns=(10 * scale,) * 2) for e in small.edges)
     sections = {
         s: tuple(replace(c, time_ns=c.time_ns * scale) for c in cs) for s, cs in small.sections.items()
     }
-    solution = solve(replace(small, sections=sections, edges=edges))
+    solution = solve_allocation(replace(small, sections=sections, edges=edges))
     assert solution is not None and solution.time_ns == 170 * scale

@@ -14,11 +14,11 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from secc.cost.counting import meta_run
-from secc.cost.counting.annotate_calls import measure
-from secc.cost.counting.example_arguments import Samples
-from secc.cost.model.section_cost import number
+from secc.cost.counting.annotate_calls import annotate_calls
+from secc.cost.counting.example_arguments import CollatedSamples
+from secc.cost.model.section_cost import integer_attribute
 from secc.ir.dialect.ops import BlockOp, TieOp, graph_of
-from secc.runtime.sections.recompute import install, units
+from secc.runtime.sections.recompute import install_recompute, recompute_units
 from tests.cost.call_graphs import attributes, graph
 
 CALL = '    %y = sec.call "f" (%x) args "$0" outs [""] : !sec.tensor<[B, S, 8], f32, grad>\n'
@@ -76,7 +76,7 @@ class Experts(nn.Module):
 def measured(block: nn.Module, calls: str = CALL) -> Any:
     model = nn.ModuleDict({"f": block})
     module = graph(model, calls)
-    measure(module, model)
+    annotate_calls(module, model)
     return attributes(module)[0]
 
 
@@ -89,25 +89,25 @@ def test_a_frozen_block_holds_what_its_largest_layer_needs_at_once(depth: int) -
     assert "peak" not in measured(Stack(depth))
 
 
-def on_meta(block: nn.Module, again: Sequence[nn.Module] = ()) -> meta_run.Trial:
-    return meta_run.run(
+def on_meta(block: nn.Module, again: Sequence[nn.Module] = ()) -> meta_run.BlockCounts:
+    return meta_run.run_on_meta(
         block, lambda makes: ([makes((3, 5, 8), (40, 8, 1), torch.float32)], {}), grad=True, units=again
     )
 
 
 def test_trials_that_share_what_stands_for_parameters_count_alike() -> None:
-    block, makes = Stack(3), meta_run.Makes()
+    block, makes = Stack(3), meta_run.ValuelessTensors()
     shared = [
-        meta_run.run(
+        meta_run.run_on_meta(
             block,
             lambda makes: ([makes((3, 5, 8), (40, 8, 1), torch.float32)], {}),
             True,
-            units(block),
+            recompute_units(block),
             makes,
         )
         for _ in range(2)
     ]
-    assert shared == [on_meta(block, units(block))] * 2
+    assert shared == [on_meta(block, recompute_units(block))] * 2
 
 
 def test_linear() -> None:
@@ -225,10 +225,10 @@ def test_a_block_that_reads_integers_costs_what_samples_do() -> None:
 """
     model = nn.ModuleDict({"f": PerSample()})
     module = graph(model, packed, '  sec.symbol "T" kind "rows" key "t" dim 1\n')
-    measure(
+    annotate_calls(
         module,
         model,
-        Samples([{"lengths": torch.tensor([n]), "t": torch.zeros(1, n, 8)} for n in (10, 30)], {}),
+        CollatedSamples([{"lengths": torch.tensor([n]), "t": torch.zeros(1, n, 8)} for n in (10, 30)], {}),
     )
     found = attributes(module)[0]
     assert (found["attention"], found["cost"]) == (f"{25 * 32}*T", "sampled")
@@ -249,10 +249,10 @@ def test_padded_samples_that_were_tried_alone_cost_their_rows_together() -> None
     masked = CALL.replace("(%x)", "(%x, %m)").replace('"$0"', '"$0, $1"')
     model = nn.ModuleDict({"f": ReadsMask()})
     module = graph(model, masked)
-    measure(
+    annotate_calls(
         module,
         model,
-        Samples(
+        CollatedSamples(
             [{"x": torch.zeros(1, n, 8), "m": torch.ones(1, n, dtype=torch.int64)} for n in (10, 30)], {}
         ),
     )
@@ -276,8 +276,8 @@ def test_kept_bytes_are_what_recomputation_keeps(mode: str) -> None:
     """Against a real run under the wrappers that ranks use; of selective, the share of layers that the cost
     model takes."""
     model, depth = nn.ModuleDict({"f": Stack(6)}), 6
-    found = on_meta(model["f"], units(model["f"]))
-    install(model, ["f"], mode)
+    found = on_meta(model["f"], recompute_units(model["f"]))
+    install_recompute(model, ["f"], mode)
     kept: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -303,7 +303,7 @@ def test_what_a_whole_block_keeps_includes_its_inputs() -> None:
 def test_layers_like_others_are_counted_without_running() -> None:
     """Of every depth, the counts with and without it agree."""
     block = Stack(6)
-    whole, short = on_meta(block), on_meta(block, units(block))
+    whole, short = on_meta(block), on_meta(block, recompute_units(block))
     for key in ("flops", "work", "moved", "saved", "ops"):
         assert getattr(whole, key) == getattr(short, key), key
     assert not any("forward" in vars(m) for m in block.modules())
@@ -328,7 +328,7 @@ class Turned(Stack):
 )
 def test_layers_that_run_twice_or_out_of_turn_are_marked(order: tuple[int, ...], turned: bool) -> None:
     block = Turned(*order)
-    assert on_meta(block, units(block)).in_turn != turned
+    assert on_meta(block, recompute_units(block)).units_in_order != turned
     assert ("noted" in measured(block).get("out_of_turn", "")) == turned
 
 
@@ -359,15 +359,15 @@ def test_saved_bytes_are_what_autograd_keeps(depth: int) -> None:
 def test_alike_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[nn.Module] = []
 
-    def counted(module: nn.Module, *rest: Any, **options: Any) -> meta_run.Trial:
+    def counted(module: nn.Module, *rest: Any, **options: Any) -> meta_run.BlockCounts:
         runs.append(module)
-        return meta_run.run(module, *rest, **options)
+        return meta_run.run_on_meta(module, *rest, **options)
 
-    monkeypatch.setattr("secc.cost.counting.annotate_calls.run", counted)
+    monkeypatch.setattr("secc.cost.counting.annotate_calls.run_on_meta", counted)
     model = nn.ModuleDict({"f": nn.Linear(8, 8), "g": nn.Linear(8, 8)})
     second = CALL.replace("%y", "%z").replace('"f"', '"g"')
     module = graph(model, CALL + second)
-    measure(module, model)
+    annotate_calls(module, model)
     assert attributes(module)[0] == attributes(module)[1]
     assert set(runs) == {model["f"]}
 
@@ -378,12 +378,14 @@ def test_bytes_of_blocks_and_ties() -> None:
     )
     model["g"].weight = model["f"].weight
     module = graph(model, CALL, '  sec.tie names ["f.weight", "g.weight"]\n')
-    measure(module, model)
+    annotate_calls(module, model)
     ops = list(graph_of(module).body.block.ops)
-    assert [number(op, "bytes", 0) for op in ops if isinstance(op, BlockOp)] == [128, 128]
-    assert [(number(op, "params", 0), number(op, "bytes", 0)) for op in ops if isinstance(op, TieOp)] == [
-        (64, 128)
-    ]
+    assert [integer_attribute(op, "bytes", 0) for op in ops if isinstance(op, BlockOp)] == [128, 128]
+    assert [
+        (integer_attribute(op, "params", 0), integer_attribute(op, "bytes", 0))
+        for op in ops
+        if isinstance(op, TieOp)
+    ] == [(64, 128)]
 
 
 def test_the_users_modules_are_left_alone() -> None:

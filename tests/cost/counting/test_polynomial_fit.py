@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secc.cost.counting.polynomial_fit import fit
+from secc.cost.counting.polynomial_fit import fit_polynomials
 from secc.ir.dialect import size_expr
-from secc.runtime.plan.expr_eval import evaluate
+from secc.runtime.plan.expr_eval import evaluate_expr
 
 KINDS = {"B": "rows", "n": "rows", "S": "width"}
 MONOMIALS = ("1", "B", "n", "S", "S*S", "B*S", "B*S*S", "n*S", "n*S*S")
@@ -15,32 +15,39 @@ MONOMIALS = ("1", "B", "n", "S", "S*S", "B*S", "B*S*S", "n*S", "n*S*S")
 
 @given(st.lists(st.integers(0, 10**9), min_size=len(MONOMIALS), max_size=len(MONOMIALS)))
 def test_recovers_any_polynomial_of_its_basis(coefficients: list[int]) -> None:
-    wanted = size_expr.parse(" + ".join(f"{c}*{m}" for c, m in zip(coefficients, MONOMIALS, strict=True)))
-    assert fit(lambda sizes: [size_expr.evaluate(wanted, sizes), 7], KINDS) == (wanted, size_expr.parse("7"))
+    wanted = size_expr.parse_expr(
+        " + ".join(f"{c}*{m}" for c, m in zip(coefficients, MONOMIALS, strict=True))
+    )
+    assert fit_polynomials(lambda sizes: [size_expr.evaluate_expr(wanted, sizes), 7], KINDS) == (
+        wanted,
+        size_expr.parse_expr("7"),
+    )
 
 
 def test_packed_attention_is_quadratic_in_rows() -> None:
-    wanted = size_expr.parse("3*T*T + 5*T")
-    assert fit(lambda sizes: [size_expr.evaluate(wanted, sizes)], {"T": "rows"}) == (wanted,)
+    wanted = size_expr.parse_expr("3*T*T + 5*T")
+    assert fit_polynomials(lambda sizes: [size_expr.evaluate_expr(wanted, sizes)], {"T": "rows"}) == (wanted,)
 
 
 def test_floor_divisions_are_fitted_where_they_are_whole() -> None:
-    found = fit(lambda sizes: [3 * sizes["B"] * ((sizes["S"] + 3) // 4)], {"B": "rows", "S": "width"})
-    assert found is not None and size_expr.text(found[0]) == "(3*B*S)//4"
+    found = fit_polynomials(
+        lambda sizes: [3 * sizes["B"] * ((sizes["S"] + 3) // 4)], {"B": "rows", "S": "width"}
+    )
+    assert found is not None and size_expr.format_expr(found[0]) == "(3*B*S)//4"
 
 
 def test_ranks_read_powers_as_products() -> None:
     """`secc.runtime.plan.expr_eval` knows no powers."""
-    assert size_expr.text(size_expr.parse("B*S**2 - (S + 1)**2")) == "B*S*S - (S + 1)*(S + 1)"
-    assert evaluate(size_expr.text(size_expr.parse("5*B*S**2//2")), {"B": 3, "S": 7}) == 367
+    assert size_expr.format_expr(size_expr.parse_expr("B*S**2 - (S + 1)**2")) == "B*S*S - (S + 1)*(S + 1)"
+    assert evaluate_expr(size_expr.format_expr(size_expr.parse_expr("5*B*S**2//2")), {"B": 3, "S": 7}) == 367
 
 
 def test_a_constant_needs_no_symbols() -> None:
-    assert fit(lambda sizes: [11], {}) == (size_expr.parse("11"),)
+    assert fit_polynomials(lambda sizes: [11], {}) == (size_expr.parse_expr("11"),)
 
 
 def test_refuses_what_no_polynomial_gives() -> None:
-    assert fit(lambda sizes: [2 ** sizes["S"]], {"S": "width"}) is None
+    assert fit_polynomials(lambda sizes: [2 ** sizes["S"]], {"S": "width"}) is None
 
 
 def test_measures_each_size_once() -> None:
@@ -50,5 +57,5 @@ def test_measures_each_size_once() -> None:
         seen.append(tuple(sizes.values()))
         return [sizes["B"] * sizes["S"]]
 
-    fit(measure, {"B": "rows", "S": "width"})
+    fit_polynomials(measure, {"B": "rows", "S": "width"})
     assert len(seen) == len(set(seen)) == 7

@@ -37,11 +37,11 @@ def resnet(depths: list[int]) -> Any:
     return T.ResNetForImageClassification(T.ResNetConfig(depths=depths, num_labels=1000)).eval()
 
 
-def picture(makes: meta_run.Makes) -> Any:
+def picture(makes: meta_run.ValuelessTensors) -> Any:
     return [makes((1, 3, 224, 224), (3 * 224 * 224, 224 * 224, 224, 1), torch.float32)], {}
 
 
-def words(makes: meta_run.Makes) -> Any:
+def words(makes: meta_run.ValuelessTensors) -> Any:
     return [makes((1, 128), (128, 1), torch.int64)], {}
 
 
@@ -61,7 +61,7 @@ def test_parameters_and_flops_are_the_published_ones(
     with torch.device("meta"):
         model = make()
     assert sum(p.numel() for p in model.parameters()) == parameters
-    assert meta_run.run(model, arguments, grad=False).flops == pytest.approx(flops, rel=0.01)
+    assert meta_run.run_on_meta(model, arguments, grad=False).flops == pytest.approx(flops, rel=0.01)
 
 
 @pytest.mark.parametrize(("config", "parameters"), [

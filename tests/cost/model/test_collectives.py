@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from secc.cluster import Link, Ring, parse
+from secc.cluster import Link, MeasuredRing, parse_cluster
 from secc.cost.model.collectives import (
-    Span,
+    RankSpan,
     all_gather_ns,
     all_reduce_ns,
-    in_a_row,
-    of_ranks,
     reduce_scatter_ns,
+    span_of_consecutive_ranks,
+    span_of_ranks,
 )
-from secc.profile.time_collectives import SIZES, rings
+from secc.profile.time_collectives import COLLECTIVE_SIZES, fit_rings
 
-GPUS, CPUS = parse("4x8xH100"), parse("4x8xcpu")
+GPUS, CPUS = parse_cluster("4x8xH100"), parse_cluster("4x8xcpu")
 GIB = 1 << 30
 
 
@@ -26,12 +26,16 @@ GIB = 1 << 30
     [(8, 1, (8, 1)), (16, 1, (8, 2)), (4, 8, (1, 4)), (8, 4, (2, 4)), (1, 1, (1, 1))],
 )
 def test_ranks_in_a_row(ranks: int, stride: int, span: tuple[int, int]) -> None:
-    assert in_a_row(ranks, GPUS, stride) == of_ranks(range(0, ranks * stride, stride), GPUS) == Span(*span)
+    assert (
+        span_of_consecutive_ranks(ranks, GPUS, stride)
+        == span_of_ranks(range(0, ranks * stride, stride), GPUS)
+        == RankSpan(*span)
+    )
 
 
 def test_large_sums_take_rings_and_small_ones_over_many_nodes_trees() -> None:
-    many = parse("64x8xH100")
-    wide = Span(1, 64)
+    many = parse_cluster("64x8xH100")
+    wide = RankSpan(1, 64)
     ring = 2 * 63 * many.between.message_ns(8 * GIB // 64)
     assert all_reduce_ns(8 * GIB, wide, many) == ring
     assert all_reduce_ns(1024, wide, many) < 2 * 63 * many.between.latency_ns / 5
@@ -40,40 +44,40 @@ def test_large_sums_take_rings_and_small_ones_over_many_nodes_trees() -> None:
 def test_nodes_sum_their_parts_at_the_same_time() -> None:
     """Eight links between nodes carry an eighth each; one ring through all ranks would carry all on each
     link."""
-    two_levels = all_reduce_ns(GIB, Span(8, 4), GPUS)
+    two_levels = all_reduce_ns(GIB, RankSpan(8, 4), GPUS)
     assert two_levels < 0.5 * 2 * 31 * GPUS.between.message_ns(GIB // 32)
-    assert two_levels > all_reduce_ns(GIB, Span(8, 1), GPUS)
+    assert two_levels > all_reduce_ns(GIB, RankSpan(8, 1), GPUS)
 
 
 def test_gloo_has_rings_alone() -> None:
-    assert all_reduce_ns(GIB, Span(8, 4), CPUS) == 2 * 31 * CPUS.between.message_ns(GIB // 32)
+    assert all_reduce_ns(GIB, RankSpan(8, 4), CPUS) == 2 * 31 * CPUS.between.message_ns(GIB // 32)
 
 
 def test_halves_make_a_whole() -> None:
-    span = Span(8, 1)
+    span = RankSpan(8, 1)
     assert reduce_scatter_ns(GIB, span, GPUS) + all_gather_ns(GIB, span, GPUS) == all_reduce_ns(
         GIB, span, GPUS
     )
-    assert all_gather_ns(GIB, Span(1, 1), GPUS) == all_reduce_ns(0, Span(8, 4), GPUS) == 0
+    assert all_gather_ns(GIB, RankSpan(1, 1), GPUS) == all_reduce_ns(0, RankSpan(8, 4), GPUS) == 0
 
 
 def test_what_was_measured_counts() -> None:
     """Rings of the nearest number of ranks, each collective's own; what was not measured is as the link's
     messages say."""
     measured = (
-        Ring("all_reduce", 2, 1000, 10**9),
-        Ring("all_reduce", 8, 3000, 10**9),
-        Ring("all_gather", 2, 500, 2 * 10**9),
+        MeasuredRing("all_reduce", 2, 1000, 10**9),
+        MeasuredRing("all_reduce", 8, 3000, 10**9),
+        MeasuredRing("all_gather", 2, 500, 2 * 10**9),
     )
-    cluster = replace(parse("local:8"), inside=Link(10, 10**12, measured))
-    assert all_reduce_ns(1 << 20, Span(2, 1), cluster) == 2 * (1000 + (1 << 19))
-    assert all_reduce_ns(1 << 20, Span(6, 1), cluster) == 10 * (3000 + (1 << 20) // 6)
-    assert all_gather_ns(1 << 20, Span(2, 1), cluster) == 500 + (1 << 18)
-    assert reduce_scatter_ns(1 << 20, Span(2, 1), cluster) == 4 * cluster.inside.message_ns(1 << 19)
+    cluster = replace(parse_cluster("local:8"), inside=Link(10, 10**12, measured))
+    assert all_reduce_ns(1 << 20, RankSpan(2, 1), cluster) == 2 * (1000 + (1 << 19))
+    assert all_reduce_ns(1 << 20, RankSpan(6, 1), cluster) == 10 * (3000 + (1 << 20) // 6)
+    assert all_gather_ns(1 << 20, RankSpan(2, 1), cluster) == 500 + (1 << 18)
+    assert reduce_scatter_ns(1 << 20, RankSpan(2, 1), cluster) == 4 * cluster.inside.message_ns(1 << 19)
 
 
 def test_measured_times_become_messages_of_a_ring() -> None:
     times = {
-        size: 6 * (20_000 + size / 4 * 0.5) for size in SIZES
+        size: 6 * (20_000 + size / 4 * 0.5) for size in COLLECTIVE_SIZES
     }  # four ranks send six messages of a fourth of the bytes
-    assert rings(4, {"all_reduce": times}) == [Ring("all_reduce", 4, 20_000, 2 * 10**9)]
+    assert fit_rings(4, {"all_reduce": times}) == [MeasuredRing("all_reduce", 4, 20_000, 2 * 10**9)]

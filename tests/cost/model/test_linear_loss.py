@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from secc.cost.model.linear_loss import fused_cost
+from secc.cost.model.linear_loss import fused_loss_cost
 from secc.cost.model.section_cost import section_cost
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import GlueOp, graph_of
-from secc.ir.text_io.module_text import parse
+from secc.ir.text_io.module_text import parse_module
 
 TEXT = """
 sec.graph "g" {
@@ -31,7 +31,7 @@ sec.graph "g" {
 
 @pytest.fixture(scope="module")
 def ops() -> dict[str, GlueOp]:
-    (case,) = graph_of(parse(TEXT)).cases
+    (case,) = graph_of(parse_module(TEXT)).cases
     return {op.callee: op for op in case.ops if isinstance(op, GlueOp)}
 
 
@@ -39,22 +39,22 @@ def ops() -> dict[str, GlueOp]:
     ("name", "flops", "backward"), [("cross_entropy", 2 * 64, 6 * 64), ("kl", 6 * 64 + 2 * 128, 0)]
 )
 def test_flops_are_those_of_the_tilings(ops: dict[str, GlueOp], name: str, flops: int, backward: int) -> None:
-    cost = fused_cost(ops[f"secc.linear_{name}"])
+    cost = fused_loss_cost(ops[f"secc.linear_{name}"])
     assert cost is not None
-    assert size_expr.evaluate(cost.flops, {"N": 10}) == 10 * 1000 * flops
-    assert size_expr.evaluate(cost.backward, {"N": 10}) == 10 * 1000 * backward
+    assert size_expr.evaluate_expr(cost.flops, {"N": 10}) == 10 * 1000 * flops
+    assert size_expr.evaluate_expr(cost.backward, {"N": 10}) == 10 * 1000 * backward
 
 
 def test_many_rows_keep_hidden_states_and_one_tile(ops: dict[str, GlueOp]) -> None:
-    cost = fused_cost(ops["secc.linear_cross_entropy"])
+    cost = fused_loss_cost(ops["secc.linear_cross_entropy"])
     assert cost is not None
     rows = 1 << 22
-    assert size_expr.evaluate(cost.saved, {"N": rows}) == rows * (2 * 64 + 8) + (640 << 20)
+    assert size_expr.evaluate_expr(cost.saved, {"N": rows}) == rows * (2 * 64 + 8) + (640 << 20)
 
 
 def test_a_section_counts_them(ops: dict[str, GlueOp]) -> None:
-    graph = graph_of(parse(TEXT))
+    graph = graph_of(parse_module(TEXT))
     cost = section_cost(graph, graph.sections[0])
     sizes = {"N": 10}
-    assert size_expr.evaluate(size_expr.parse(cost.flops), sizes) == 10 * 1000 * (8 * 64 + 2 * 128)
-    assert size_expr.evaluate(size_expr.parse(cost.backward_flops), sizes) == 10 * 1000 * 6 * 64
+    assert size_expr.evaluate_expr(size_expr.parse_expr(cost.flops), sizes) == 10 * 1000 * (8 * 64 + 2 * 128)
+    assert size_expr.evaluate_expr(size_expr.parse_expr(cost.backward_flops), sizes) == 10 * 1000 * 6 * 64

@@ -12,16 +12,24 @@ import pytest
 import torch
 from torch import nn
 
-from secc.cluster import Overheads, parse
-from secc.cost.counting.annotate_calls import measure
+from secc.cluster import Overheads, parse_cluster
+from secc.cost.counting.annotate_calls import annotate_calls
 from secc.cost.model import roofline
-from secc.cost.model.measured_costs import Entry, Hardware, Prices, Table, here, key, read
+from secc.cost.model.measured_costs import (
+    CallPrices,
+    Hardware,
+    MeasuredBlock,
+    MeasuredCosts,
+    call_digest,
+    local_hardware,
+    read_measured_costs,
+)
 from secc.cost.model.section_cost import section_cost
-from secc.cost.model.step_overheads import with_overheads
+from secc.cost.model.step_overheads import cluster_with_overheads
 from secc.errors import UserError
 from secc.ir.dialect.ops import CallOp, graph_of
-from secc.profile.time_blocks import Batch, profile
-from secc.runtime.plan.expr_eval import evaluate
+from secc.profile.time_blocks import SizedBatch, time_blocks
+from secc.runtime.plan.expr_eval import evaluate_expr
 from tests.cost.call_graphs import graph
 
 CALL = '    %y = sec.call "f" (%x) args "$0" outs [""] in @s : !sec.tensor<[B, S, 8], f32, grad>\n'
@@ -32,33 +40,36 @@ MEASURED = Overheads(1, 2, 3, 4, 5, "measured")
 
 def module_of(model: nn.Module) -> Any:
     module = graph(model, CALL, SECTION)
-    measure(module, model)
+    annotate_calls(module, model)
     return module
 
 
-def table(model: nn.Module, module: Any, hardware: Hardware | None = None) -> Table:
+def table(model: nn.Module, module: Any, hardware: Hardware | None = None) -> MeasuredCosts:
     call = next(op for case in graph_of(module).cases for op in case.ops if isinstance(op, CallOp))
-    prices = Prices((1000.0, 0.5, 0.0, 0.25), 0.01)
-    return Table(hardware or here(CPU), {key(call, model["f"]): Entry("Linear", prices, prices)})
+    prices = CallPrices((1000.0, 0.5, 0.0, 0.25), 0.01)
+    return MeasuredCosts(
+        hardware or local_hardware(CPU),
+        {call_digest(call, model["f"]): MeasuredBlock("Linear", prices, prices)},
+    )
 
 
 def test_a_section_of_timed_blocks_is_measured() -> None:
     model = nn.ModuleDict({"f": nn.Linear(8, 8)})
     module = module_of(model)
-    table(model, module).write(module, model)
+    table(model, module).annotate_module(module, model)
     cost = section_cost(graph_of(module), next(iter(graph_of(module).sections)))
-    device = parse("local:2").device
-    assert roofline.label(cost, device) == "measured" and (cost.work, cost.flops) == ("0", "128*B*S")
+    device = parse_cluster("local:2").device
+    assert roofline.time_label(cost, device) == "measured" and (cost.work, cost.flops) == ("0", "128*B*S")
     sizes = {"B": 2, "S": 16}
     counted = 6400 * 32 * 0.5 + 0.25 * 0  # work counts fifty times over 8 features; nothing else moves bytes
-    assert evaluate(roofline.forward_ns(cost, device), sizes) == pytest.approx(
+    assert evaluate_expr(roofline.forward_ns_expression(cost, device), sizes) == pytest.approx(
         device.overheads.job + 1000 + counted, rel=1e-6
     )
 
 
 def test_a_stretched_entry_takes_so_many_times_as_long() -> None:
-    entry = Entry("Linear", Prices((1000.0, 0.5, 0.0, 0.25), 0.01), None).stretched(2.0)
-    assert entry == Entry("Linear", Prices((2000.0, 1.0, 0.0, 0.5), 0.01), None)
+    entry = MeasuredBlock("Linear", CallPrices((1000.0, 0.5, 0.0, 0.25), 0.01), None).scale_times(2.0)
+    assert entry == MeasuredBlock("Linear", CallPrices((2000.0, 1.0, 0.0, 0.5), 0.01), None)
 
 
 def test_the_file_holds_the_table(tmp_path: Path) -> None:
@@ -67,14 +78,17 @@ def test_the_file_holds_the_table(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     for table_ in (made, replace(made, overheads=MEASURED)):
         path.write_text(table_.to_json())
-        assert read(path) == table_
+        assert read_measured_costs(path) == table_
 
 
 def test_measured_overheads_replace_what_clusters_of_that_backend_assume() -> None:
     model = nn.ModuleDict({"f": nn.Linear(8, 8)})
     module = module_of(model)
-    Table(here(CPU), {}, MEASURED).write(module, model)
-    cpus, gpus = (with_overheads(graph_of(module), parse(text)).device for text in ("1x2xcpu", "1x8xH100"))
+    MeasuredCosts(local_hardware(CPU), {}, MEASURED).annotate_module(module, model)
+    cpus, gpus = (
+        cluster_with_overheads(graph_of(module), parse_cluster(text)).device
+        for text in ("1x2xcpu", "1x8xH100")
+    )
     assert cpus.overheads == MEASURED and gpus.overheads.label == "default"
 
 
@@ -85,12 +99,12 @@ def test_measured_overheads_replace_what_clusters_of_that_backend_assume() -> No
 ])  # fmt: skip
 def test_a_table_of_other_hardware_is_refused(hardware: Hardware, cluster: str) -> None:
     with pytest.raises(UserError, match="measured on"):
-        Table(hardware, {}).check(parse(cluster))
+        MeasuredCosts(hardware, {}).check_hardware(parse_cluster(cluster))
 
 
 def test_a_table_of_the_clusters_hardware_is_taken() -> None:
-    Table(Hardware("cuda", "NVIDIA H100 80GB HBM3", 0), {}).check(parse("2x8xH100"))
-    Table(here(CPU), {}).check(parse("1x2xcpu"))
+    MeasuredCosts(Hardware("cuda", "NVIDIA H100 80GB HBM3", 0), {}).check_hardware(parse_cluster("2x8xH100"))
+    MeasuredCosts(local_hardware(CPU), {}).check_hardware(parse_cluster("1x2xcpu"))
 
 
 @pytest.mark.parametrize(
@@ -100,15 +114,15 @@ def test_what_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)
     with pytest.raises(UserError, match="no file of measured costs"):
-        read(path)
+        read_measured_costs(path)
 
 
 def test_real_blocks_are_timed_and_fitted() -> None:
     model = nn.ModuleDict({"f": nn.Linear(8, 8)})
     module = module_of(model)
     sizes = [{"B": b, "S": s} for b in (1, 2) for s in (64, 256, 1024, 4096)]
-    batches = [Batch({"x": torch.zeros(n["B"], n["S"], 8)}, n) for n in sizes]
-    found, (report,) = profile(module, model, batches, {}, CPU, 2, lambda _: None, ranks=2)
+    batches = [SizedBatch({"x": torch.zeros(n["B"], n["S"], 8)}, n) for n in sizes]
+    found, (report,) = time_blocks(module, model, batches, {}, CPU, 2, lambda _: None, ranks=2)
     assert not multiprocessing.active_children()
-    assert len(found.entries) == 1 and len(report.timed) == 8 and report.entry is not None
-    assert all(v >= 0 for v in report.entry.forward.values) and report.entry.backward is not None
+    assert len(found.entries) == 1 and len(report.timings) == 8 and report.measured is not None
+    assert all(v >= 0 for v in report.measured.forward.values) and report.measured.backward is not None

@@ -7,20 +7,20 @@ from fractions import Fraction
 
 import pytest
 
-from secc.cluster import parse
+from secc.cluster import parse_cluster
 from secc.cost.model import roofline
-from secc.cost.model.collectives import Span
-from secc.cost.model.cost_expressions import largest
-from secc.cost.model.memory import memory
-from secc.cost.model.patterns_and_transfers import crossings, patterns
-from secc.cost.model.recompute_cost import Again
+from secc.cost.model.collectives import RankSpan
+from secc.cost.model.cost_expressions import max_expr
+from secc.cost.model.memory import rank_memory
+from secc.cost.model.patterns_and_transfers import input_patterns, section_transfers
+from secc.cost.model.recompute_cost import RecomputeCost
 from secc.cost.model.section_cost import SectionCost, section_cost
-from secc.cost.model.tp_pp_scaling import on_rank, sums_ns
-from secc.cost.model.zero3_cost import passing
+from secc.cost.model.tp_pp_scaling import cost_on_rank, tp_all_reduce_ns
+from secc.cost.model.zero3_cost import zero3_collectives
 from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.ir.text_io import module_text as text
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
-from secc.runtime.plan.expr_eval import evaluate
+from secc.runtime.plan.expr_eval import evaluate_expr
 
 HEAD = """sec.graph "g" optional ["px"] {
   sec.symbol "B" kind "rows" key "x" dim 0
@@ -50,7 +50,7 @@ def graph(*cases: str, declared: str = "") -> GraphOp:
         f'  sec.case "c{i}" when {whens[i]} {{\n{ops}    sec.return (%f)\n  }}\n'
         for i, ops in enumerate(cases)
     )
-    return graph_of(text.parse(HEAD + declared + bodies + "}\n"))
+    return graph_of(text.parse_module(HEAD + declared + bodies + "}\n"))
 
 
 def cost(found: GraphOp, name: str = "lm") -> SectionCost:
@@ -61,7 +61,7 @@ def test_sizes_that_values_decide_cost_what_they_are_about() -> None:
     decided = '  sec.symbol "rows_0" kind "data" key "" dim 0 about "(3*B*S)//4"\n'
     rows = '    %f = sec.call "f" (%x) args "$0" outs [""] in @lm {flops = "10*rows_0 + B", saved = "3*rows_0", ops = 3} : '
     found = cost(graph(X + rows + "!sec.tensor<[rows_0, 8], bf16, grad>\n", declared=decided))
-    assert (found.flops, found.saved, found.again["full"].saved) == ("8*B*S + B", "2*B*S", "2*B*S")
+    assert (found.flops, found.saved, found.recompute["full"].saved) == ("8*B*S + B", "2*B*S", "2*B*S")
 
 
 def test_calls_and_glue_add_up() -> None:
@@ -88,11 +88,13 @@ def test_recomputation_keeps_less_and_runs_again() -> None:
         )
     )
     assert found.saved == "116*B*S"
-    assert found.again["full"] == Again("26*B*S", "30*B*S", "9*B*S", 8)
-    assert found.again["selective"] == Again("86*B*S", "0", "3*B*S", 2)
-    device = parse("1x8xH100").device
+    assert found.recompute["full"] == RecomputeCost("26*B*S", "30*B*S", "9*B*S", 8)
+    assert found.recompute["selective"] == RecomputeCost("86*B*S", "0", "3*B*S", 2)
+    device = parse_cluster("1x8xH100").device
     once, again = (
-        evaluate(roofline.backward_ns(found, "train", device, way), {"B": 1, "S": 10**6, "n": 0})
+        evaluate_expr(
+            roofline.backward_ns_expression(found, "train", device, way), {"B": 1, "S": 10**6, "n": 0}
+        )
         for way in ("none", "full")
     )
     assert again - once == 8 * device.op_ns + 1000 * 9 * 10**6 // (989_000 * 700)
@@ -103,8 +105,8 @@ def test_selective_recomputation_takes_every_second_of_alike_blocks() -> None:
     second = F.replace('"f" (%x)', '"g" (%f)').replace("%f =", "%h =")
     whole = (X + F + second).replace('saved = "4*B*S", ops = 3', UNITS.replace("units = 3", "units = 1"))
     found = cost(graph(whole))
-    assert found.again["selective"] == Again("110*B*S", "0", "9*B*S", 8)
-    assert found.again["full"].saved == "20*B*S"
+    assert found.recompute["selective"] == RecomputeCost("110*B*S", "0", "9*B*S", 8)
+    assert found.recompute["full"].saved == "20*B*S"
 
 
 def test_a_frozen_section_owes_nothing_backward() -> None:
@@ -135,7 +137,7 @@ def test_a_block_called_beside_the_one_that_holds_it_counts_once_and_is_no_layer
     block = '  sec.block "f.embed" class "E" params 400 trainable 400\n'
     found = cost(graph(X + inner + F.replace('saved = "4*B*S", ops = 3', UNITS), declared=block))
     assert (found.params, found.trainable, found.param_bytes) == (1000, 1000, 4000)
-    assert (found.unit_bytes, found.rest_bytes) == (-(-4 * 600 // 3), 4 * 400)
+    assert (found.largest_layer_bytes, found.outside_layers_bytes) == (-(-4 * 600 // 3), 4 * 400)
 
 
 def test_a_forward_without_backward_holds_what_its_glue_makes_and_what_a_call_needs() -> None:
@@ -143,10 +145,10 @@ def test_a_forward_without_backward_holds_what_its_glue_makes_and_what_a_call_ne
     glue makes of it."""
     made = '    %t = sec.glue "aten.tanh.default" (%e) args "$0" in @enc : !sec.tensor<[n, 8], f32>\n'
     frozen = graph(X + F + ENC.replace("ops = 5", 'ops = 5, peak = "100*n"') + made)
-    assert cost(frozen, "enc").transient == "132*n"
-    assert cost(frozen, "enc").saved == "0" and cost(frozen, "lm").transient == "0"
+    assert cost(frozen, "enc").forward_transient == "132*n"
+    assert cost(frozen, "enc").saved == "0" and cost(frozen, "lm").forward_transient == "0"
     among = graph(X + F + ENC.replace("ops = 5", 'ops = 5, peak = "100*n"').replace("in @enc", "in @lm"))
-    assert cost(among, "lm").transient == "100*n"
+    assert cost(among, "lm").forward_transient == "100*n"
 
 
 def test_matrix_products_in_glue_count() -> None:
@@ -170,121 +172,143 @@ def test_ranks_of_tp_hold_the_logits_of_their_tokens() -> None:
         "262*B*S",
         "256*B*S",
     )  # 4 of the call, 2 of the sums, and logits twice
-    assert (whole.passing, whole.logits_passing) == (
+    assert (whole.backward_transient, whole.logits_backward_transient) == (
         "0",
         "256*B*S",
     )  # gradients of the logits and of their logarithms
-    rank = on_rank(whole, 4, 1)
-    assert evaluate(rank.logits_passing, {"B": 1, "S": 1}) == 64
+    rank = cost_on_rank(whole, 4, 1)
+    assert evaluate_expr(rank.logits_backward_transient, {"B": 1, "S": 1}) == 64
     kept = 6 * 16 // 34  # of what tp does not cut by tokens (10 + 24/4) parts in 34
-    assert evaluate(rank.saved, {"B": 1, "S": 1}) == kept + 64
-    assert sums_ns(replace(whole, layers=1, summed="8*B*S"), 4, parse("1x4xH100")) != sums_ns(
-        replace(whole, layers=1, summed="8*B*S", logits_moved="0"), 4, parse("1x4xH100")
+    assert evaluate_expr(rank.saved, {"B": 1, "S": 1}) == kept + 64
+    assert tp_all_reduce_ns(
+        replace(whole, layers=1, layer_input_bytes="8*B*S"), 4, parse_cluster("1x4xH100")
+    ) != tp_all_reduce_ns(
+        replace(whole, layers=1, layer_input_bytes="8*B*S", logits_moved="0"), 4, parse_cluster("1x4xH100")
     )
 
 
 def test_parts_of_the_sequence_keep_less_and_send_more() -> None:
-    whole = replace(cost(graph(X + F)), saved="3400", layers=2, summed="8*B*S")
-    cut = replace(whole, sequence=True)
-    assert (evaluate(on_rank(whole, 4, 1).saved, {}), evaluate(on_rank(cut, 4, 1).saved, {})) == (1600, 1150)
-    cluster = parse("1x4xH100")
-    times = [evaluate(sums_ns(c, 4, cluster), {"B": 1000, "S": 1000}) for c in (whole, cut)]
+    whole = replace(cost(graph(X + F)), saved="3400", layers=2, layer_input_bytes="8*B*S")
+    cut = replace(whole, sequence_parallel=True)
+    assert (
+        evaluate_expr(cost_on_rank(whole, 4, 1).saved, {}),
+        evaluate_expr(cost_on_rank(cut, 4, 1).saved, {}),
+    ) == (1600, 1150)
+    cluster = parse_cluster("1x4xH100")
+    times = [evaluate_expr(tp_all_reduce_ns(c, 4, cluster), {"B": 1000, "S": 1000}) for c in (whole, cut)]
     assert times[1] == pytest.approx(1.25 * times[0], rel=1e-4)
 
 
 def test_the_largest_case_counts() -> None:
-    assert largest(["B*S", "B*S + n", "2*B*S"]) == "max(2*B*S, B*S + n)"
-    assert largest(["B", "B"]) == "B" and largest([]) == "0"
+    assert max_expr(["B*S", "B*S + n", "2*B*S"]) == "max(2*B*S, B*S + n)"
+    assert max_expr(["B", "B"]) == "B" and max_expr([]) == "0"
 
 
 def test_what_crosses_sections() -> None:
-    (found,) = crossings(graph(X + F, X + F + ENC))
+    (found,) = section_transfers(graph(X + F, X + F + ENC))
     assert (found.src, found.dst, found.size, found.grad) == ("enc", "lm", "32*n", False)
 
 
 def test_shares_add_up_to_one() -> None:
     declared = '  sec.pattern when [] share "0.3" {B = 1, S = 5}\n  sec.pattern when ["px"] share "0.1" {B = 1, S = 9, n = 2}\n'
-    found = patterns(graph(X + F, declared=declared))
+    found = input_patterns(graph(X + F, declared=declared))
     assert [p.share for p in found] == [Fraction(3, 4), Fraction(1, 4)]
     assert found[1].sizes == {"B": 1, "S": 9, "n": 2}
 
 
 def test_times_are_a_roofline_in_whole_nanoseconds() -> None:
-    device = parse("1x8xH100").device
-    text = roofline.forward_ns(cost(graph(X + F, X + F + ENC)), device)
+    device = parse_cluster("1x8xH100").device
+    text = roofline.forward_ns_expression(cost(graph(X + F, X + F + ENC)), device)
     sizes = {"B": 2, "S": 10**6, "n": 1}
     compute = 1000 * (30 * 2 * 10**6 + 1) // (989_000 * 700)
-    assert evaluate(text, sizes) == device.overheads.job + 9 * device.op_ns + compute + 1000 * (
+    assert evaluate_expr(text, sizes) == device.overheads.job + 9 * device.op_ns + compute + 1000 * (
         32 * 2 * 10**6 + 32
     ) // (3350 * 1000)
-    assert roofline.backward_ns(cost(graph(X + F)), "forward", device) == "0"
+    assert roofline.backward_ns_expression(cost(graph(X + F)), "forward", device) == "0"
 
 
 @pytest.mark.parametrize(("ranks", "messages"), [(1, 0), (2, 2), (8, 14)])
 def test_ring_all_reduce(ranks: int, messages: int) -> None:
-    cluster = parse("2x8xH100")
-    assert roofline.reduce_ns(1 << 30, ranks, cluster) == messages * cluster.inside.message_ns(
+    cluster = parse_cluster("2x8xH100")
+    assert roofline.gradient_all_reduce_ns(1 << 30, ranks, cluster) == messages * cluster.inside.message_ns(
         (1 << 30) // ranks
     )
 
 
 def test_sharding_sends_as_much_and_steps_on_less() -> None:
-    cluster, found = parse("2x8xH100"), cost(graph(X + F))
-    assert roofline.sharded_reduce_ns(1 << 30, 8, cluster) == roofline.reduce_ns(1 << 30, 8, cluster)
-    assert roofline.sharded_reduce_ns(1 << 30, 1, cluster) == 0
-    cpus = parse("local:4")
-    assert roofline.sharded_reduce_ns(1 << 20, 4, cpus) > 2 * roofline.reduce_ns(1 << 20, 4, cpus)
-    assert roofline.optimizer_ns(found, cpus.device, 4) == roofline.optimizer_ns(found, cpus.device) // 4
+    cluster, found = parse_cluster("2x8xH100"), cost(graph(X + F))
+    assert roofline.sharded_gradient_reduce_ns(1 << 30, 8, cluster) == roofline.gradient_all_reduce_ns(
+        1 << 30, 8, cluster
+    )
+    assert roofline.sharded_gradient_reduce_ns(1 << 30, 1, cluster) == 0
+    cpus = parse_cluster("local:4")
+    assert roofline.sharded_gradient_reduce_ns(1 << 20, 4, cpus) > 2 * roofline.gradient_all_reduce_ns(
+        1 << 20, 4, cpus
+    )
+    assert (
+        roofline.optimizer_step_ns(found, cpus.device, 4)
+        == roofline.optimizer_step_ns(found, cpus.device) // 4
+    )
 
 
 def test_all_reduce_over_nodes_is_slower() -> None:
-    cluster = parse("2x8xH100")
-    assert roofline.reduce_ns(1 << 30, 16, cluster) > 1.5 * roofline.reduce_ns(1 << 30, 8, cluster)
+    cluster = parse_cluster("2x8xH100")
+    assert roofline.gradient_all_reduce_ns(1 << 30, 16, cluster) > 1.5 * roofline.gradient_all_reduce_ns(
+        1 << 30, 8, cluster
+    )
 
 
 def test_memory_grows_with_what_is_in_flight() -> None:
-    room = memory(cost(graph(X + F, X + F + ENC)), activation=1000)
-    assert room.total(3) - room.total(1) == 2000
+    room = rank_memory(cost(graph(X + F, X + F + ENC)), activation=1000)
+    assert room.total_bytes(3) - room.total_bytes(1) == 2000
     assert (room.parameters, room.gradients, room.optimizer) == (8000, 6000, 12000)
 
 
 def test_gradients_and_what_all_micro_batches_keep_are_not_there_at_once() -> None:
     found = cost(graph(X + F, X + F + ENC))
-    small, large = (memory(found, activation=size, micro_batches=2) for size in (1000, 9000))
-    assert small.total(1) == small.fixed + 1000 + 6000
-    assert small.total(2) == small.fixed + 1000 + 6000 and large.total(2) == large.fixed + 2 * 9000
+    small, large = (rank_memory(found, activation=size, micro_batches=2) for size in (1000, 9000))
+    assert small.total_bytes(1) == small.fixed + 1000 + 6000
+    assert (
+        small.total_bytes(2) == small.fixed + 1000 + 6000 and large.total_bytes(2) == large.fixed + 2 * 9000
+    )
 
 
 def test_the_largest_sample_may_take_more_than_several_mean_micro_batches() -> None:
-    room = memory(cost(graph(X + F, X + F + ENC)), activation=1000, largest=2500)
-    assert [room.total(n) - room.total(0) for n in (1, 2, 3)] == [2500, 2500, 3000]
-    alone = memory(cost(graph(X + F, X + F + ENC)), activation=1000, micro_batches=1, largest=9000)
-    assert alone.total(1) == alone.fixed + 9000
+    room = rank_memory(cost(graph(X + F, X + F + ENC)), activation=1000, largest=2500)
+    assert [room.total_bytes(n) - room.total_bytes(0) for n in (1, 2, 3)] == [2500, 2500, 3000]
+    alone = rank_memory(cost(graph(X + F, X + F + ENC)), activation=1000, micro_batches=1, largest=9000)
+    assert alone.total_bytes(1) == alone.fixed + 9000
 
 
 def test_memory_of_sharded_states() -> None:
     found = cost(graph(X + F, X + F + ENC))
     size = found.trainable_bytes
     plain, zero1, zero2 = (
-        memory(found, 0, dp=4, sharding=s, micro_batches=2) for s in ("none", "zero1", "zero2")
+        rank_memory(found, 0, dp=4, sharding=s, micro_batches=2) for s in ("none", "zero1", "zero2")
     )
     assert plain.optimizer == 2 * size and zero1.optimizer == 2 * size // 4
-    assert plain.gradients == zero1.gradients == size and (plain.sums.shard, zero1.sums.shard) == (
+    assert plain.gradients == zero1.gradients == size and (
+        plain.reduced.shard_bytes,
+        zero1.reduced.shard_bytes,
+    ) == (
         0,
         size // 4,
     )
     assert (
-        zero2.sums == zero1.sums._replace(freed=True)
-        and plain.sums.window == zero1.sums.window == 4 * found.trainable
+        zero2.reduced == zero1.reduced._replace(own_freed=True)
+        and plain.reduced.in_flight_bytes == zero1.reduced.in_flight_bytes == 4 * found.trainable
     )
-    assert memory(found, 0, dp=1, sharding="zero1") == memory(found, 0)
+    assert rank_memory(found, 0, dp=1, sharding="zero1") == rank_memory(found, 0)
 
 
 def test_zero2_holds_no_whole_gradients_where_a_replica_has_one_micro_batch() -> None:
     large = replace(cost(graph(X + F)), trainable=2 * 10**9, trainable_bytes=4 * 10**9)
-    zero1, zero2 = (memory(large, 0, dp=4, sharding=s, micro_batches=1) for s in ("zero1", "zero2"))
+    zero1, zero2 = (rank_memory(large, 0, dp=4, sharding=s, micro_batches=1) for s in ("zero1", "zero2"))
     window = 4 * 2 * BUCKET_BYTES  # bf16, summed in float32
-    assert zero1.beside(1) == 4 * 10**9 + window + 10**9 and zero2.beside(1) == BUCKET_BYTES + window + 10**9
+    assert (
+        zero1.extra_gradient_bytes(1) == 4 * 10**9 + window + 10**9
+        and zero2.extra_gradient_bytes(1) == BUCKET_BYTES + window + 10**9
+    )
 
 
 def test_gradients_on_their_way_take_the_place_of_what_the_last_backward_frees() -> None:
@@ -292,15 +316,15 @@ def test_gradients_on_their_way_take_the_place_of_what_the_last_backward_frees()
     it where it keeps nothing."""
     found = cost(graph(X + F, X + F + ENC))
     kept = {
-        size: memory(found, size, dp=4).total(1) - memory(found, size).total(1)
+        size: rank_memory(found, size, dp=4).total_bytes(1) - rank_memory(found, size).total_bytes(1)
         for size in (0, 4000, 6000, 20_000)
     }
     assert kept == {0: 6000, 4000: 2000, 6000: 0, 20_000: 0}
-    shards = memory(found, 4000, dp=4, sharding="zero1")
-    assert shards.beside(1) == 6000 + 6000 + 1500 - 4000
+    shards = rank_memory(found, 4000, dp=4, sharding="zero1")
+    assert shards.extra_gradient_bytes(1) == 6000 + 6000 + 1500 - 4000
     assert (
-        memory(found, 4000, dp=4, sharding="zero2").beside(1) == 6000
-        and memory(found, 0, dp=4, sharding="zero2").beside(1) == 7500
+        rank_memory(found, 4000, dp=4, sharding="zero2").extra_gradient_bytes(1) == 6000
+        and rank_memory(found, 0, dp=4, sharding="zero2").extra_gradient_bytes(1) == 7500
     )
 
 
@@ -308,32 +332,32 @@ def test_memory_and_passes_of_sharded_parameters() -> None:
     """A rank has a fourth of everything, two layers and what is in none; a backward gathers again and sums
     gradients in float32."""
     layered = cost(graph(X + F.replace('saved = "4*B*S", ops = 3', UNITS)))
-    assert (layered.unit_bytes, layered.rest_bytes) == (-(-4000 // 3), 0)
+    assert (layered.largest_layer_bytes, layered.outside_layers_bytes) == (-(-4000 // 3), 0)
     large = replace(
         layered,
         param_bytes=24 * 10**9,
         trainable=12 * 10**9,
         trainable_bytes=24 * 10**9,
-        unit_bytes=10**9,
-        rest_bytes=10**9,
+        largest_layer_bytes=10**9,
+        outside_layers_bytes=10**9,
     )
-    room = memory(large, 0, dp=4, sharding="zero3")
+    room = rank_memory(large, 0, dp=4, sharding="zero3")
     assert (room.parameters, room.gradients, room.optimizer) == (6 * 10**9, 12 * 10**9, 12 * 10**9)
     assert room.buffers == (2 + 1) * 10**9 + (2 + 1) * 2 * 10**9
-    cluster = parse("1x8xH100")
-    gathers = passing(large, "zero3", cluster, Span(8, 1))
+    cluster = parse_cluster("1x8xH100")
+    gathers = zero3_collectives(large, "zero3", cluster, RankSpan(8, 1))
     assert (
         gathers is not None
-        and passing(large, "zero3", cluster, Span(1, 1)) is None
-        and passing(large, "zero2", cluster, Span(8, 1)) is None
+        and zero3_collectives(large, "zero3", cluster, RankSpan(1, 1)) is None
+        and zero3_collectives(large, "zero2", cluster, RankSpan(8, 1)) is None
     )
     assert (
-        gathers.forward == (layered.layers + 1) * gathers.unit
+        gathers.forward == (layered.layers + 1) * gathers.one_unit
         and 2.9 < gathers.backward / gathers.forward < 3.1
     )
-    assert gathers.forward_ns(10**12) == 10**12 + gathers.unit and gathers.backward_ns(0) == 0
-    texts = gathers.texts("5*B", "7*B")
-    assert [evaluate(t, {"B": 10**12}) for t in texts] == [
+    assert gathers.forward_ns(10**12) == 10**12 + gathers.one_unit and gathers.backward_ns(0) == 0
+    texts = gathers.add_to_expressions("5*B", "7*B")
+    assert [evaluate_expr(t, {"B": 10**12}) for t in texts] == [
         gathers.forward_ns(5 * 10**12),
         gathers.backward_ns(7 * 10**12),
     ]
@@ -341,12 +365,12 @@ def test_memory_and_passes_of_sharded_parameters() -> None:
 
 def test_layers_that_run_out_of_turn_are_gathered_with_the_rest() -> None:
     turned = cost(graph(X + F.replace('saved = "4*B*S", ops = 3', UNITS + ', out_of_turn = "noted"')))
-    assert (turned.unit_bytes, turned.rest_bytes) == (0, 4000)
+    assert (turned.largest_layer_bytes, turned.outside_layers_bytes) == (0, 4000)
 
 
 def test_recomputation_adds_its_work_once() -> None:
     assert (
-        memory(cost(graph(X + F)), activation=1000, working=50).total(3)
-        - memory(cost(graph(X + F)), 1000).total(3)
+        rank_memory(cost(graph(X + F)), activation=1000, working=50).total_bytes(3)
+        - rank_memory(cost(graph(X + F)), 1000).total_bytes(3)
         == 50
     )

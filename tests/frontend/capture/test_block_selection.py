@@ -12,7 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from secc.errors import UserError
-from secc.frontend.capture.block_selection import Tree, choose, coarsen, is_stack
+from secc.frontend.capture.block_selection import (
+    ModuleTree,
+    is_layer_stack,
+    replace_with_parent,
+    select_blocks,
+)
 
 WIDTH, VOCABULARY = 8, 40
 TOKENS = {"tokens": torch.randint(0, VOCABULARY, (3, 7)), "labels": torch.randint(0, VOCABULARY, (3, 7))}
@@ -80,7 +85,7 @@ class Pair(nn.Module):
 
 
 def chosen(model: nn.Module, **options: Any) -> list[str]:
-    return choose(model, [TOKENS], **options).blocks
+    return select_blocks(model, [TOKENS], **options).blocks
 
 
 def test_a_component_with_one_stack_is_one_block() -> None:
@@ -158,23 +163,25 @@ def test_a_path_that_is_no_module_is_refused(option: dict[str, Sequence[str]]) -
 
 
 def test_layers_that_cannot_be_called_from_text_stay_inside_their_component() -> None:
-    found = choose(Pair(Wrapped(thing=True), Stack()), [TOKENS])
+    found = select_blocks(Pair(Wrapped(thing=True), Stack()), [TOKENS])
     assert found.blocks == ["first", "second"]
 
 
 def test_the_component_is_the_largest_module_without_another_stack() -> None:
     model = Pair(Wrapped(), Language())
-    assert Tree(model).component("first.tower") == "first"
-    assert Tree(model).component("second.head") == "second"
-    assert Tree(Language()).component("head") == ""
+    assert ModuleTree(model).component_of("first.tower") == "first"
+    assert ModuleTree(model).component_of("second.head") == "second"
+    assert ModuleTree(Language()).component_of("head") == ""
 
 
 def test_stacks_are_lists_of_alike_layers_with_weights() -> None:
-    assert is_stack(nn.ModuleList([Layer(), Layer()])) and is_stack(nn.Sequential(Layer(), Layer(), Layer()))
-    assert not is_stack(nn.ModuleList([Layer()]))
-    assert not is_stack(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)))
-    assert not is_stack(nn.Sequential(Layer(), nn.LayerNorm(WIDTH)))
-    assert not is_stack(nn.ModuleList([nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())]))
+    assert is_layer_stack(nn.ModuleList([Layer(), Layer()])) and is_layer_stack(
+        nn.Sequential(Layer(), Layer(), Layer())
+    )
+    assert not is_layer_stack(nn.ModuleList([Layer()]))
+    assert not is_layer_stack(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)))
+    assert not is_layer_stack(nn.Sequential(Layer(), nn.LayerNorm(WIDTH)))
+    assert not is_layer_stack(nn.ModuleList([nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())]))
 
 
 class Crossing(Layer):
@@ -192,10 +199,10 @@ class DeepCrossing(Deep):
 
 
 def test_a_stack_may_mix_layers_of_one_file_that_have_parts() -> None:
-    assert is_stack(nn.ModuleList([Deep(), DeepCrossing(), Deep()]))
-    assert not is_stack(nn.ModuleList([Layer(), Crossing()]))
-    assert not is_stack(nn.ModuleList([Deep(Layer(), Layer()), DeepCrossing(Layer(), Layer())]))
+    assert is_layer_stack(nn.ModuleList([Deep(), DeepCrossing(), Deep()]))
+    assert not is_layer_stack(nn.ModuleList([Layer(), Crossing()]))
+    assert not is_layer_stack(nn.ModuleList([Deep(Layer(), Layer()), DeepCrossing(Layer(), Layer())]))
 
 
 def test_coarser_blocks_take_the_place_of_those_inside() -> None:
-    assert coarsen(["a.b.0", "a.b.1", "a.c", "ab"], "a.b") == ["a.b", "a.c", "ab"]
+    assert replace_with_parent(["a.b.0", "a.b.1", "a.c", "ab"], "a.b") == ["a.b", "a.c", "ab"]

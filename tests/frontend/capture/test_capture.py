@@ -12,18 +12,18 @@ import torch
 from secc.errors import UserError
 from secc.frontend.capture import probe_batches
 from secc.frontend.capture.capture import Capture
-from secc.frontend.capture.to_ir import to_ir
+from secc.frontend.capture.to_ir import capture_to_ir
 from secc.ir.text_io.module_text import print_module
-from secc.runtime.model.user_file import UserModel, load
-from secc.runtime.plan.schema import Draw
+from secc.runtime.model.user_file import UserModel, load_model_file
+from secc.runtime.plan.schema import RandomOp
 from secc.runtime.recorder import Recorder, Recording
-from tests.frontend.generic_replay import assert_exact, captured, real_model
+from tests.frontend.generic_replay import assert_equals_eager, build_real_model, capture_user_model
 
 
 @cache
 def _capture(models: Path, name: str) -> tuple[UserModel, Capture]:
-    user = load(models / f"{name}.py")
-    return user, captured(user)
+    user = load_model_file(models / f"{name}.py")
+    return user, capture_user_model(user)
 
 
 MODELS = ["llava_tiny", "qwen_distil", "two_modalities", "whisper_tiny", "voxtral_tiny", "internvl_tiny"]
@@ -32,14 +32,14 @@ MODELS = ["llava_tiny", "qwen_distil", "two_modalities", "whisper_tiny", "voxtra
 @pytest.mark.parametrize("name", MODELS)
 def test_a_generic_graph_is_exact_at_an_unseen_size(models: Path, name: str) -> None:
     user, found = _capture(models, name)
-    model = real_model(user)
-    samples = [user.sample(i) for i in range(20, 52)]
+    model = build_real_model(user)
+    samples = [user.load_sample(i) for i in range(20, 52)]
     patterns = {c.pattern for c in found.cases}
     for pattern in patterns:
-        fitting = [s for s in samples if found.optional & user.collate([s]).keys() <= pattern]
-        union = frozenset[str]().union(*(found.optional & user.collate([s]).keys() for s in fitting))
+        fitting = [s for s in samples if found.optional_keys & user.collate([s]).keys() <= pattern]
+        union = frozenset[str]().union(*(found.optional_keys & user.collate([s]).keys() for s in fitting))
         if union == pattern:
-            assert_exact(user, found, fitting[:13] if len(fitting) > 13 else fitting, model)
+            assert_equals_eager(user, found, fitting[:13] if len(fitting) > 13 else fitting, model)
 
 
 @pytest.mark.parametrize(
@@ -51,16 +51,16 @@ def test_a_generic_graph_is_exact_at_an_unseen_size(models: Path, name: str) -> 
     ],
 )
 def test_a_component_cut_at_its_layers_is_exact(models: Path, name: str, cut: str) -> None:
-    user = load(models / f"{name}.py")
-    found = captured(user, cut={cut})
+    user = load_model_file(models / f"{name}.py")
+    found = capture_user_model(user, cut={cut})
     layers = [p for p in found.blocks if p.startswith(cut) and ".layers." in p]
     assert len(layers) == 2
-    assert_exact(user, found, [user.sample(i) for i in range(9)], real_model(user))
+    assert_equals_eager(user, found, [user.load_sample(i) for i in range(9)], build_real_model(user))
 
 
 def test_llava_has_a_case_for_each_pattern_and_its_blocks(models: Path) -> None:
     found = _capture(models, "llava_tiny")[1]
-    assert [sorted(c.pattern) for c in found.cases if not c.spare] == [[], ["pixel_values"]]
+    assert [sorted(c.pattern) for c in found.cases if not c.is_fallback] == [[], ["pixel_values"]]
     # The language model's embedding is called from outside of it, and is a block of its own.
     assert sorted(found.blocks) == [
         "lm_head",
@@ -70,13 +70,17 @@ def test_llava_has_a_case_for_each_pattern_and_its_blocks(models: Path) -> None:
         "model.vision_tower",
     ]
     tower = found.blocks["model.vision_tower"]
-    assert (tower.cls, tower.layers, tower.component) == ("CLIPVisionModel", 2, "model.vision_tower")
-    assert tower.trainable == tower.params > 0 and tower.where.startswith("modeling_clip.py:")
+    assert (tower.class_name, tower.layer_count, tower.component) == (
+        "CLIPVisionModel",
+        2,
+        "model.vision_tower",
+    )
+    assert tower.trainable_count == tower.parameter_count > 0 and tower.where.startswith("modeling_clip.py:")
 
 
 def test_frozen_parts_and_ties_are_seen(models: Path) -> None:
     found = _capture(models, "internvl_tiny")[1]
-    assert found.blocks["model.vision_tower"].trainable == 0
+    assert found.blocks["model.vision_tower"].trainable_count == 0
     assert ("model.language_model.embed_tokens.weight", "lm_head.weight") in [tuple(t) for t in found.ties]
     assert not any(p.trainable for n, p in found.parameters.items() if n.startswith("model.vision_tower."))
 
@@ -107,58 +111,58 @@ def dataset(): return [{"x": torch.full((4,), float(i)), "labels": torch.tensor(
 def test_glue_that_no_size_explains_is_hidden_in_a_block_with_a_note(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(LOOPING)
-    user = load(path)
-    found = captured(user)
+    user = load_model_file(path)
+    found = capture_user_model(user)
     assert sorted(found.blocks) == ["head", "joined"]
     (note,) = found.notes
     assert note.path == "joined" and note.where == "model.py:10"
-    assert_exact(user, found, [user.sample(i) for i in range(11)], real_model(user))
+    assert_equals_eager(user, found, [user.load_sample(i) for i in range(11)], build_real_model(user))
 
 
 def test_what_couples_samples_inside_a_block_is_told_by_place(models: Path) -> None:
-    found = captured(load(models / "batchnorm.py"))
+    found = capture_user_model(load_model_file(models / "batchnorm.py"))
     assert [(h.path, h.kind, h.where) for h in found.hazards] == [("norm", "batch_norm", "batchnorm.py:19")]
 
 
 def test_random_ops_are_found_with_the_dim_of_their_samples(models: Path) -> None:
-    assert captured(load(models / "dropout.py")).draws == [
-        Draw("@dropout.py:18#0", (0,), "B", "dropout.py:18")
+    assert capture_user_model(load_model_file(models / "dropout.py")).draws == [
+        RandomOp("@dropout.py:18#0", (0,), "B", "dropout.py:18")
     ]
 
 
 def test_what_mixes_samples_at_random_is_refused_by_place(models: Path) -> None:
     with pytest.raises(UserError, match="mixes the samples") as error:
-        captured(load(models / "mixup.py"))
+        capture_user_model(load_model_file(models / "mixup.py"))
     assert error.value.where == "mixup.py:19" and error.value.remedy
 
 
 def test_a_branch_on_a_blocks_value_is_refused_by_place(models: Path) -> None:
     with pytest.raises(UserError) as error:
-        captured(load(models / "reads_block_value.py"))
+        capture_user_model(load_model_file(models / "reads_block_value.py"))
     assert error.value.where == "reads_block_value.py:19"
     assert "encoder" in error.value.message and error.value.remedy
 
 
 def test_a_way_that_only_samples_without_padding_take_is_captured(models: Path) -> None:
-    user = load(models / "rare_full_mask.py")
-    found = captured(user)
-    assert [c.anew for c in found.cases] == [None, None]
-    assert_exact(user, found, [user.sample(i) for i in range(5)], real_model(user))
-    assert_exact(user, found, [user.sample(50)] * 3, real_model(user))
+    user = load_model_file(models / "rare_full_mask.py")
+    found = capture_user_model(user)
+    assert [c.rerecord_reason for c in found.cases] == [None, None]
+    assert_equals_eager(user, found, [user.load_sample(i) for i in range(5)], build_real_model(user))
+    assert_equals_eager(user, found, [user.load_sample(50)] * 3, build_real_model(user))
 
 
 def test_a_count_that_is_1_where_nothing_counts_is_so_in_the_graph(models: Path) -> None:
-    user = load(models / "counts_rows.py")
-    found = captured(user)
-    assert_exact(user, found, [user.sample(i) for i in range(5)], real_model(user))
-    ignored = [{**(s := user.sample(i)), "labels": torch.full_like(s["labels"], -100)} for i in range(3)]
-    assert_exact(user, found, ignored, real_model(user))
+    user = load_model_file(models / "counts_rows.py")
+    found = capture_user_model(user)
+    assert_equals_eager(user, found, [user.load_sample(i) for i in range(5)], build_real_model(user))
+    ignored = [{**(s := user.load_sample(i)), "labels": torch.full_like(s["labels"], -100)} for i in range(3)]
+    assert_equals_eager(user, found, ignored, build_real_model(user))
 
 
 def test_a_count_that_is_0_where_nothing_counts_stays_so(models: Path, tmp_path: Path) -> None:
     file = tmp_path / "plain_count.py"
     file.write_text((models / "counts_rows.py").read_text().replace("max(len(y), 1)", "len(y)"))
-    (case,) = captured(load(file)).cases
+    (case,) = capture_user_model(load_model_file(file)).cases
     assert "aten.clamp_min.default" not in [str(n.target) for n in case.generic.graph.nodes]
 
 
@@ -196,9 +200,9 @@ def test_a_width_that_all_captures_of_a_way_share_is_no_constant(tmp_path: Path)
     """Whatever is padded at all is padded to 7 in the captures, and the model's own table has as many entries
     and two."""
     (tmp_path / "model.py").write_text(ONE_WIDTH)
-    user = load(tmp_path / "model.py")
-    found = captured(user)
-    assert_exact(user, found, [user.sample(i) for i in range(12, 17)], real_model(user))
+    user = load_model_file(tmp_path / "model.py")
+    found = capture_user_model(user)
+    assert_equals_eager(user, found, [user.load_sample(i) for i in range(12, 17)], build_real_model(user))
 
 
 JOINED = """
@@ -234,11 +238,11 @@ def dataset():
 def test_widths_are_captured_in_both_orders_that_samples_have(tmp_path: Path) -> None:
     """Every micro-batch of several samples has the one wider; there are samples that have the other."""
     (tmp_path / "model.py").write_text(JOINED)
-    user = load(tmp_path / "model.py")
-    found, samples = captured(user), [user.sample(i) for i in range(64)]
+    user = load_model_file(tmp_path / "model.py")
+    found, samples = capture_user_model(user), [user.load_sample(i) for i in range(64)]
     other = [s for s in samples if len(s["a"]) <= len(s["b"])]
     for some in (samples[:5], other[:1], other[1:3]):
-        assert_exact(user, found, some, real_model(user))
+        assert_equals_eager(user, found, some, build_real_model(user))
 
 
 LATE = """
@@ -262,15 +266,15 @@ def dataset():
 def _split(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Have a copy of this process make recordings from the first on; the list grows with each that came from
     it."""
-    taken, original = list[object](), Recorder.taken
+    taken, original = list[object](), Recorder.adopt_recording
 
     def noted(self: Recorder, recording: Recording) -> Recording:
         taken.append(recording)
         return original(self, recording)
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(probe_batches, "LONG", 0.0)
-    monkeypatch.setattr(Recorder, "taken", noted)
+    monkeypatch.setattr(probe_batches, "SLOW_RECORDING_SECONDS", 0.0)
+    monkeypatch.setattr(Recorder, "adopt_recording", noted)
     return taken
 
 
@@ -278,8 +282,10 @@ def _split(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_recordings_made_by_a_copy_of_the_process_give_the_same_capture(
     models: Path, monkeypatch: pytest.MonkeyPatch, name: str, cut: str
 ) -> None:
-    text = lambda: print_module(to_ir(captured(load(models / f"{name}.py"), cut={cut} - {""})))  # noqa: E731
-    monkeypatch.setattr(probe_batches, "LONG", float("inf"))
+    text = lambda: print_module(
+        capture_to_ir(capture_user_model(load_model_file(models / f"{name}.py"), cut={cut} - {""}))
+    )
+    monkeypatch.setattr(probe_batches, "SLOW_RECORDING_SECONDS", float("inf"))
     alone = text()
     taken = _split(monkeypatch)
     assert text() == alone and taken
@@ -293,4 +299,4 @@ def test_a_late_micro_batch_that_is_refused_tells_the_same_in_a_copy_of_the_proc
     path.write_text(LATE.format(refused=refused))
     _split(monkeypatch)
     with pytest.raises(UserError, match="ValueError: too many"):
-        captured(load(path))
+        capture_user_model(load_model_file(path))

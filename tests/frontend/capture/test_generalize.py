@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from secc.errors import UserError
-from secc.frontend.capture.control_flow_paths import Observed
-from secc.frontend.capture.generalize import Generic, generalise
-from secc.frontend.capture.shared_explanations import Known
-from secc.frontend.capture.size_fit import Fitter
-from secc.ir.dialect.size_expr import evaluate, parse, symbol, text
+from secc.frontend.capture.control_flow_paths import ObservedRecording
+from secc.frontend.capture.generalize import GenericGraph, generalize_captures
+from secc.frontend.capture.shared_explanations import SharedExplanations
+from secc.frontend.capture.size_fit import SizeFitter
+from secc.ir.dialect.size_expr import evaluate_expr, format_expr, parse_expr, size_symbol
 from secc.runtime.recorder import Recorder
-from secc.runtime.recorder.fold_joins import fold
+from secc.runtime.recorder.fold_joins import fold_joins
 from tests.frontend.generic_replay import GenericReplay
 
 ROWS = [
@@ -35,48 +35,50 @@ EXPRESSIONS = [
 
 @pytest.mark.parametrize("source", EXPRESSIONS)
 def test_a_size_is_explained_by_the_expression_it_came_from(source: str) -> None:
-    wanted = parse(source)
-    found = Fitter(ROWS).integer([int(evaluate(wanted, row)) for row in ROWS])
+    wanted = parse_expr(source)
+    found = SizeFitter(ROWS).fit_integer([int(evaluate_expr(wanted, row)) for row in ROWS])
     assert found is not None
     elsewhere = {"B": 11, "S": 38, "I": 5}
-    assert evaluate(found, elsewhere) == evaluate(wanted, elsewhere)
-    assert evaluate(parse(text(found)), elsewhere) == evaluate(wanted, elsewhere)
+    assert evaluate_expr(found, elsewhere) == evaluate_expr(wanted, elsewhere)
+    assert evaluate_expr(parse_expr(format_expr(found)), elsewhere) == evaluate_expr(wanted, elsewhere)
 
 
 @given(st.integers(-9, 9), st.integers(-9, 9), st.integers(-50, 50))
 @settings(max_examples=40, deadline=None)
 def test_linear_sizes_are_explained(a: int, b: int, c: int) -> None:
-    wanted = a * symbol("B") + b * symbol("S") + c
-    found = Fitter(ROWS).integer([int(evaluate(sympy.sympify(wanted), row)) for row in ROWS])
+    wanted = a * size_symbol("B") + b * size_symbol("S") + c
+    found = SizeFitter(ROWS).fit_integer([int(evaluate_expr(sympy.sympify(wanted), row)) for row in ROWS])
     assert found is not None and sympy.simplify(found - wanted) == 0
 
 
 @given(st.lists(st.integers(0, 10_000), min_size=5, max_size=5, unique=True))
 @settings(max_examples=15, deadline=None)
 def test_an_explanation_fits_every_observation(values: list[int]) -> None:
-    found = Fitter(ROWS).integer(values)
-    assert found is None or [evaluate(found, row) for row in ROWS] == values
+    found = SizeFitter(ROWS).fit_integer(values)
+    assert found is None or [evaluate_expr(found, row) for row in ROWS] == values
 
 
 @pytest.mark.parametrize("source", ["max(S, T)", "max(S, T) - S", "2*B*max(S, T)", "B*max(S, T) - B"])
 def test_the_wider_of_two_widths_is_found_where_both_orders_were_met(source: str) -> None:
     rows = [{**row, "T": t} for row, t in zip(ROWS, (14, 12, 19, 21, 23), strict=True)]
-    wanted = parse(source)
-    found = Fitter(rows, free={"S", "T"}).integer([int(evaluate(wanted, row)) for row in rows])
-    assert found is not None and text(found) == text(wanted)
+    wanted = parse_expr(source)
+    found = SizeFitter(rows, free={"S", "T"}).fit_integer([int(evaluate_expr(wanted, row)) for row in rows])
+    assert found is not None and format_expr(found) == format_expr(wanted)
 
 
 def test_numbers_without_a_reason_stay_unexplained() -> None:
-    assert Fitter(ROWS).integer([914, 13, 577, 2, 86]) is None
-    assert Fitter(ROWS).real([0.5, 0.1, 0.77, 0.3, 0.9]) is None
+    assert SizeFitter(ROWS).fit_integer([914, 13, 577, 2, 86]) is None
+    assert SizeFitter(ROWS).fit_real([0.5, 0.1, 0.77, 0.3, 0.9]) is None
 
 
 @pytest.mark.parametrize("source", ["1/B", "0.5/B", "0.25", "1/(B*(S - 1))", "0.1*S"])
 def test_moved_floats_are_multiples_or_quotients(source: str) -> None:
-    wanted = parse(source)
-    found = Fitter(ROWS).real([float(wanted.subs({symbol(k): v for k, v in row.items()})) for row in ROWS])
+    wanted = parse_expr(source)
+    found = SizeFitter(ROWS).fit_real(
+        [float(wanted.subs({size_symbol(k): v for k, v in row.items()})) for row in ROWS]
+    )
     assert found is not None
-    at = {symbol("B"): 11, symbol("S"): 38}
+    at = {size_symbol("B"): 11, size_symbol("S"): 38}
     assert float(sympy.sympify(found).subs(at)) == pytest.approx(float(wanted.subs(at)), rel=1e-12)
 
 
@@ -96,10 +98,10 @@ def batch(rows: int, width: int, seed: int = 0, full: bool = False) -> dict[str,
     return {"x": torch.randn(rows, width, 4, generator=g), "mask": mask}
 
 
-def observe(model: nn.Module, sizes: list[tuple[int, int]], full: bool = False) -> list[Observed]:
+def observe(model: nn.Module, sizes: list[tuple[int, int]], full: bool = False) -> list[ObservedRecording]:
     recorder = Recorder(model, ["body", "head"])
     return [
-        Observed(fold(recorder.record(batch(b, s, i, full))), {"B": b, "S": s})
+        ObservedRecording(fold_joins(recorder.record(batch(b, s, i, full))), {"B": b, "S": s})
         for i, (b, s) in enumerate(sizes)
     ]
 
@@ -107,9 +109,9 @@ def observe(model: nn.Module, sizes: list[tuple[int, int]], full: bool = False) 
 SIZES = [(2, 11), (3, 17), (4, 13), (5, 24), (7, 19)]
 
 
-def assert_exact(model: nn.Module, generic: Generic, at: dict[str, torch.Tensor]) -> None:
+def assert_exact(model: nn.Module, generic: GenericGraph, at: dict[str, torch.Tensor]) -> None:
     b, s = at["mask"].shape
-    eager, found = model(**at), GenericReplay(model, generic, {"B": b, "S": s}).loss(at)
+    eager, found = model(**at), GenericReplay(model, generic, {"B": b, "S": s}).compute_loss(at)
     torch.testing.assert_close(found, eager)
     parameters = list(model.parameters())
     torch.testing.assert_close(
@@ -118,16 +120,16 @@ def assert_exact(model: nn.Module, generic: Generic, at: dict[str, torch.Tensor]
     )
 
 
-def generic(glue: Callable[..., Any]) -> tuple[Generic, Model]:
+def generic(glue: Callable[..., Any]) -> tuple[GenericGraph, Model]:
     """The one case of a glue, shown to be exact at a size that was not observed."""
     model = Model(glue)
-    (case,), problems = generalise(observe(model, SIZES))
+    (case,), problems = generalize_captures(observe(model, SIZES))
     assert problems == []
     assert_exact(model, case, batch(9, 31, 99))
     return case, model
 
 
-def expressions(case: Generic) -> set[str]:
+def expressions(case: GenericGraph) -> set[str]:
     found: set[str] = set()
 
     def visit(value: Any) -> Any:
@@ -135,7 +137,7 @@ def expressions(case: Generic) -> set[str]:
             for v in value:
                 visit(v)
         elif isinstance(value, sympy.Expr):
-            found.add(text(value))
+            found.add(format_expr(value))
 
     for n in case.graph.nodes:
         visit(list(n.meta.get("args", ())))
@@ -162,7 +164,7 @@ def test_kl_divergence_over_the_batch_is_divided_by_the_number_of_samples() -> N
 
     case, _ = generic(glue)
     (div,) = [n for n in case.graph.nodes if str(n.target) == "aten.div.Tensor"]
-    assert text(div.meta["args"][1]) == "B"
+    assert format_expr(div.meta["args"][1]) == "B"
 
 
 def test_taking_apart_and_joining_reads_as_a_reshape() -> None:
@@ -181,9 +183,11 @@ def test_taking_apart_and_joining_reads_as_a_reshape() -> None:
 
 def test_rows_chosen_by_a_mask_have_a_size_of_their_own() -> None:
     case, _ = generic(lambda m, h, mask: m.head(h[mask]).square().mean())
-    assert list(case.data) == ["rows_0"] and {str(s) for s in case.data["rows_0"].free_symbols} == {"B", "S"}
+    assert list(case.data_symbols) == ["rows_0"] and {
+        str(s) for s in case.data_symbols["rows_0"].free_symbols
+    } == {"B", "S"}
     (index,) = [n for n in case.graph.nodes if str(n.target) == "aten.index.Tensor"]
-    assert [text(d) for d in index.meta["shape"]] == ["rows_0", "6"]
+    assert [format_expr(d) for d in index.meta["shape"]] == ["rows_0", "6"]
 
 
 def test_a_size_that_values_decide_is_about_what_it_follows() -> None:
@@ -191,10 +195,10 @@ def test_a_size_that_values_decide_is_about_what_it_follows() -> None:
         {**row, "rows_0": row["I"] * 25 // 10, "rows_1": row["B"] * row["S"] * 3 // 4, "rows_2": 0}
         for row in ROWS
     ]
-    fitter = Fitter(rows, free="S")
-    found = [fitter.about(f"rows_{i}", [f"rows_{i}" for i in range(3)]) for i in range(3)]
+    fitter = SizeFitter(rows, free="S")
+    found = [fitter.estimate_data_size(f"rows_{i}", [f"rows_{i}" for i in range(3)]) for i in range(3)]
     assert [{str(s) for s in f.free_symbols} for f in found] == [{"I"}, {"B", "S"}, set()]
-    assert evaluate(found[1], {"B": 10, "S": 100}) == pytest.approx(750, rel=0.02) and found[2] == 0
+    assert evaluate_expr(found[1], {"B": 10, "S": 100}) == pytest.approx(750, rel=0.02) and found[2] == 0
 
 
 def test_constants_made_of_sizes_are_made_anew() -> None:
@@ -216,7 +220,7 @@ def _branch(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def test_a_branch_on_inputs_gives_a_case_for_each_outcome() -> None:
     model = Model(_branch)
-    cases, _ = generalise(observe(model, SIZES) + observe(model, SIZES, full=True))
+    cases, _ = generalize_captures(observe(model, SIZES) + observe(model, SIZES, full=True))
     assert [[g.meta["read"] for g in c.guards] for c in cases] == [[("item", False)], [("item", True)]]
     assert_exact(model, cases[0], batch(6, 15, 3))
     assert_exact(model, cases[1], batch(6, 15, 3, full=True))
@@ -230,7 +234,7 @@ def test_a_read_that_changes_nothing_is_dropped_and_one_that_never_moved_guards(
         return h[:, : int(mask.new_ones(mask.shape).sum(1)[0])].mean()
 
     model = Model(glue)
-    (case,), _ = generalise(observe(model, SIZES) + observe(model, SIZES, full=True))
+    (case,), _ = generalize_captures(observe(model, SIZES) + observe(model, SIZES, full=True))
     assert [g.meta["read"] for g in case.guards] == [("item", True)]
     assert_exact(model, case, batch(6, 15, 3))
 
@@ -240,16 +244,16 @@ class HeldOut:
 
     free = frozenset[str]()
 
-    def __init__(self, observed: list[Observed]) -> None:
-        self.observed, self.known = observed, Known()
+    def __init__(self, observed: list[ObservedRecording]) -> None:
+        self.observed, self.known = observed, SharedExplanations()
 
     def __call__(self, name: str, size: int) -> None:
         return None
 
-    def held_out(self) -> Iterator[Observed]:
+    def record_held_out(self) -> Iterator[ObservedRecording]:
         yield from self.observed
 
-    def empty(self) -> Iterator[Observed]:
+    def record_without_rows(self) -> Iterator[ObservedRecording]:
         yield from ()
 
 
@@ -261,14 +265,17 @@ def test_a_count_that_is_a_floor_division_by_chance_is_not_taken_for_one() -> No
         found["mask"][:, 0] = torch.arange(samples) < counted
         return found
 
-    def observed(*sizes: tuple[int, int, int]) -> list[Observed]:
+    def observed(*sizes: tuple[int, int, int]) -> list[ObservedRecording]:
         recorder = Recorder(model, ["body", "head"])
-        return [Observed(fold(recorder.record(counting(*s))), {"B": s[0], "S": s[2]}) for s in sizes]
+        return [
+            ObservedRecording(fold_joins(recorder.record(counting(*s))), {"B": s[0], "S": s[2]})
+            for s in sizes
+        ]
 
     captures = [(2, 1, 11), (3, 1, 17), (4, 2, 13), (5, 2, 24), (7, 3, 19)]
-    (by_chance,), _ = generalise(observed(*captures))
+    (by_chance,), _ = generalize_captures(observed(*captures))
     assert "B//2" in expressions(by_chance)
-    (case,), _ = generalise(observed(*captures), HeldOut(observed((4, 4, 12), (6, 2, 15))))
+    (case,), _ = generalize_captures(observed(*captures), HeldOut(observed((4, 4, 12), (6, 2, 15))))
     assert_exact(model, case, counting(6, 5, 14))
 
 
@@ -277,14 +284,14 @@ def test_what_values_of_inputs_decide_is_refused_by_place_and_value() -> None:
         return h[:, : int(mask.sum(1).max())].mean()
 
     with pytest.raises(UserError) as error:
-        generalise(observe(Model(glue), SIZES))
+        generalize_captures(observe(Model(glue), SIZES))
     assert error.value.where.startswith("test_compare.py:") and "(it was " in error.value.message
 
 
 def test_ways_that_only_sizes_tell_apart_are_refused() -> None:
     """No guard could choose between them at run time."""
     with pytest.raises(UserError):
-        generalise(
+        generalize_captures(
             observe(
                 Model(lambda m, h, mask: h.mean() if h.shape[1] > 15 else h.sum() / h.numel() * 2),
                 [*SIZES, (6, 12)],
@@ -302,7 +309,7 @@ def test_ops_that_move_with_the_batch_are_refused_by_place() -> None:
         return torch.stack([m.head(row).mean() for row in h]).sum()
 
     with pytest.raises(UserError) as error:
-        generalise(observe(Model(glue), SIZES))
+        generalize_captures(observe(Model(glue), SIZES))
     assert error.value.where.startswith("test_compare.py:")
 
 
@@ -312,16 +319,16 @@ def test_counts_that_values_decide_are_left_to_torch_or_refused() -> None:
     case, model = generic(lambda m, h, mask: h[mask].sum() / (h[mask].shape[0] * h.shape[1] + 1))
     assert_exact(model, case, batch(6, 15, 3))
     with pytest.raises(UserError, match="rows that values of the inputs decide"):
-        generalise(
+        generalize_captures(
             observe(Model(lambda m, h, mask: h[mask].mean() * torch.ones(h[mask].shape[0]).sum()), SIZES)
         )
 
 
 def test_sizes_are_whole_multiples_where_the_samples_allow_it() -> None:
     rows = [{"B": b, "I": 3 * b} for b in (2, 3, 4, 5, 7)]
-    assert [Fitter(rows).integer([k * b for b in (2, 3, 4, 5, 7)]) for k in (1, 3)] == [
-        symbol("B"),
-        symbol("I"),
+    assert [SizeFitter(rows).fit_integer([k * b for b in (2, 3, 4, 5, 7)]) for k in (1, 3)] == [
+        size_symbol("B"),
+        size_symbol("I"),
     ]
 
 
@@ -329,12 +336,14 @@ def test_other_patterns_tell_what_a_pattern_leaves_open() -> None:
     """Samples of the second pattern have one image each, so that images and samples are as many."""
     model = Model(lambda m, h, mask: (h.sum(1) * torch.ones(len(h), 1)).mean())
 
-    def observed(images: Sequence[int]) -> list[Observed]:
+    def observed(images: Sequence[int]) -> list[ObservedRecording]:
         recorder = Recorder(model, ["body", "head"])
         sizes = zip((2, 3, 4, 5, 7), images, strict=True)
-        return [Observed(fold(recorder.record(batch(n, 9, n))), {"B": b, "I": n}) for b, n in sizes]
+        return [
+            ObservedRecording(fold_joins(recorder.record(batch(n, 9, n))), {"B": b, "I": n}) for b, n in sizes
+        ]
 
     probe = HeldOut([])
     for images in ((3, 1, 6, 2, 9), (2, 3, 4, 5, 7)):
-        (case,), _ = generalise(observed(images), probe)
+        (case,), _ = generalize_captures(observed(images), probe)
         assert "I" in expressions(case) and "B" not in expressions(case)

@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from xdsl.dialects.builtin import ModuleOp
 
-from secc.frontend.capture.linear_blocks import note_linear
+from secc.frontend.capture.linear_blocks import annotate_linear_blocks
 from secc.ir.dialect.ops import graph_of
 from secc.ir.dialect.tensor_type import TensorType
-from secc.ir.text_io.module_text import parse
+from secc.ir.text_io.module_text import parse_module
 
 TEXT = 'sec.graph "g" { sec.block "head" class "Linear" params 6 trainable 6 }'
 
@@ -33,17 +33,17 @@ def wrapped() -> nn.Module:
 
 
 def noted(layer: nn.Module) -> ModuleOp:
-    module, model = parse(TEXT), nn.Module()
+    module, model = parse_module(TEXT), nn.Module()
     model.head = layer
-    note_linear(module, model)
+    annotate_linear_blocks(module, model)
     return module
 
 
 def test_a_plain_layer_is_noted_with_the_types_of_its_parameters() -> None:
     attributes = graph_of(noted(nn.Linear(2, 3, dtype=torch.bfloat16))).blocks["head"].attributes
     assert attributes == {
-        "weight": TensorType.of([3, 2], "bf16", True),
-        "bias": TensorType.of([3], "bf16", True),
+        "weight": TensorType.from_dims([3, 2], "bf16", True),
+        "bias": TensorType.from_dims([3], "bf16", True),
     }
 
 

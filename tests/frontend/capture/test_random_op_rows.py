@@ -9,13 +9,13 @@ import pytest
 from torch import fx
 
 from secc.errors import UserError
-from secc.frontend.capture.generalize import Observed
-from secc.frontend.capture.random_op_rows import find
-from secc.frontend.dataset.input_symbols import Inputs
+from secc.frontend.capture.generalize import ObservedRecording
+from secc.frontend.capture.random_op_rows import find_random_ops
+from secc.frontend.dataset.input_symbols import ModelInputs
 from secc.ir.analysis import random_ops as texts
-from secc.runtime.plan.schema import Draw, Symbol
+from secc.runtime.plan.schema import RandomOp, Symbol
 from secc.runtime.recorder import Recording
-from secc.runtime.recorder.recording import Drawn
+from secc.runtime.recorder.recording import RandomOpCall
 
 SYMBOLS = (Symbol("B", "rows", "x", 0), Symbol("S", "width", "x", 1), Symbol("images", "rows", "pixels", 0))
 SIZES = [(2, 29, 3), (3, 43, 4), (4, 23, 9), (5, 37, 6), (7, 31, 8), (2, 20, 2)]
@@ -26,19 +26,22 @@ def found(
     op: str = "aten.bernoulli_.float",
     known: bool = True,
     repeat: Sequence[int] = (1,) * 6,
-) -> list[Draw]:
+) -> list[RandomOp]:
     """The rule for an op whose result had these shapes in the captures, and was drawn `repeat` times in
     each."""
-    observed: list[Observed] = []
+    observed: list[ObservedRecording] = []
     for shape, times, (b, s, n) in zip(shapes, repeat, SIZES, strict=True):
         drawn = [
-            Drawn("drop", ("model.py:7",), op, "model.py:7", tuple(shape), known, i) for i in range(times)
+            RandomOpCall("drop", ("model.py:7",), op, "model.py:7", tuple(shape), known, i)
+            for i in range(times)
         ]
         placeholders = {"x": fx.Graph().placeholder("x")}
         observed.append(
-            Observed(Recording(fx.Graph(), placeholders, {}, [], drawn), {"B": b, "S": s, "images": n})
+            ObservedRecording(
+                Recording(fx.Graph(), placeholders, {}, [], drawn), {"B": b, "S": s, "images": n}
+            )
         )
-    return find(observed, Inputs(SYMBOLS, (), "", (), ()))
+    return find_random_ops(observed, ModelInputs(SYMBOLS, (), "", (), ()))
 
 
 CASES = [
@@ -56,9 +59,9 @@ CASES = [
 
 @pytest.mark.parametrize(("shapes", "dims", "rows"), CASES, ids=[rows + str(dims) for _, dims, rows in CASES])
 def test_the_dim_of_the_samples(shapes: list[tuple[int, ...]], dims: tuple[int, ...], rows: str) -> None:
-    draw = Draw("drop@model.py:7#0", dims, rows, "model.py:7")
+    draw = RandomOp("drop@model.py:7#0", dims, rows, "model.py:7")
     assert found(*shapes) == [draw]
-    assert texts.parse(texts.text(draw)) == draw
+    assert texts.parse_random_op(texts.format_random_op(draw)) == draw
 
 
 REFUSED = [
@@ -86,5 +89,5 @@ def test_what_cannot_be_told_is_refused_by_place(
 
 def test_a_part_that_is_skipped_at_times_keeps_its_numbers() -> None:
     assert found(*[(b, 3) for b, _, _ in SIZES], repeat=(1, 0, 1, 1, 0, 1)) == [
-        Draw("drop@model.py:7#0", (0,), "B", "model.py:7")
+        RandomOp("drop@model.py:7#0", (0,), "B", "model.py:7")
     ]

@@ -10,22 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from secc.frontend.capture.size_fit import Fitter
-from secc.frontend.capture.stride_sizes import strides, telling
-from secc.ir.dialect.size_expr import evaluate, text
+from secc.frontend.capture.size_fit import SizeFitter
+from secc.frontend.capture.stride_sizes import find_strides, find_telling_length
+from secc.ir.dialect.size_expr import evaluate_expr, format_expr
 from secc.runtime.model.user_file import UserModel
-from tests.frontend.generic_replay import captured
+from tests.frontend.generic_replay import capture_user_model
 
 LENGTHS = (911, 1310, 1204, 1750, 1033)
 ROWS = [{"B": b, "S": s} for b, s in zip((2, 3, 4, 5, 7), LENGTHS, strict=True)]
 
 
-def probed(value: Callable[[dict[str, int]], int]) -> Fitter:
+def probed(value: Callable[[dict[str, int]], int]) -> SizeFitter:
     """A fitter that has asked for all the observations it wanted."""
     rows = list(ROWS)
     for _ in range(24):
-        fitter = Fitter(rows, free={"S"})
-        fitter.integer([value(r) for r in rows])
+        fitter = SizeFitter(rows, free={"S"})
+        fitter.fit_integer([value(r) for r in rows])
         if fitter.doubt is None:
             return fitter
         name, size = fitter.doubt
@@ -40,10 +40,10 @@ def test_a_chain_of_convolutions_is_one_division(divisor: int, offset: int) -> N
         return (row["S"] + offset) // divisor
 
     fitter = probed(value)
-    found = fitter.integer([value(r) for r in fitter.rows])
+    found = fitter.fit_integer([value(r) for r in fitter.size_rows])
     assert found is not None
     for length in range(911, 3000, 37):
-        assert evaluate(found, {"B": 2, "S": length}) == value({"S": length})
+        assert evaluate_expr(found, {"B": 2, "S": length}) == value({"S": length})
 
 
 def test_a_stride_may_be_scaled_by_other_sizes() -> None:
@@ -51,16 +51,16 @@ def test_a_stride_may_be_scaled_by_other_sizes() -> None:
         return row["B"] * (2 * ((row["S"] + 3) // 4) + 1)
 
     fitter = probed(value)
-    found = fitter.integer([value(r) for r in fitter.rows])
-    assert found is not None and text(found) in {"B*(2*((S + 3)//4) + 1)", "2*B*((S + 3)//4) + B"}
+    found = fitter.fit_integer([value(r) for r in fitter.size_rows])
+    assert found is not None and format_expr(found) in {"B*(2*((S + 3)//4) + 1)", "2*B*((S + 3)//4) + B"}
 
 
 def test_lengths_that_cannot_be_chosen_have_natural_divisors_only() -> None:
     wanted = [(s - 511) // 384 for s in LENGTHS]
-    assert {s.divisor for s in strides(ROWS, wanted, ["S"], free=())} == set()
-    assert strides(ROWS, wanted, ["S"], free={"S"})
-    found = strides(ROWS, [s // 16 for s in LENGTHS], ["S"], free=())
-    assert found[0].divisor == 16 and telling(found, ROWS, free=()) is None
+    assert {s.divisor for s in find_strides(ROWS, wanted, ["S"], free=())} == set()
+    assert find_strides(ROWS, wanted, ["S"], free={"S"})
+    found = find_strides(ROWS, [s // 16 for s in LENGTHS], ["S"], free=())
+    assert found[0].divisor == 16 and find_telling_length(found, ROWS, free=()) is None
 
 
 class Listener(nn.Module):
@@ -81,6 +81,6 @@ class Listener(nn.Module):
 
 def test_a_capture_asks_for_the_widths_it_needs(user_of: Callable[..., UserModel]) -> None:
     samples = [{"sound": torch.randn(120 + 37 * i % 211), "labels": torch.tensor(i % 2)} for i in range(40)]
-    found = captured(user_of(samples, model=Listener))
+    found = capture_user_model(user_of(samples, model=Listener))
     lengths = [n.meta["args"] for n in found.cases[0].generic.graph.nodes if "arange" in str(n.target)]
-    assert [text(args[-1]) for args in lengths] == ["(S_sound - 18)//21"]
+    assert [format_expr(args[-1]) for args in lengths] == ["(S_sound - 18)//21"]

@@ -13,11 +13,11 @@ from filecheck.options import Options
 from filecheck.parser import Parser, pattern_for_opts
 from xdsl.dialects.builtin import ModuleOp
 
-from secc.frontend.capture.to_ir import to_ir
+from secc.frontend.capture.to_ir import capture_to_ir
 from secc.ir.dialect.ops import GlueOp, GuardOp, graph_of
-from secc.ir.text_io.module_text import parse, print_module, verify
-from secc.runtime.model.user_file import load
-from tests.frontend.generic_replay import captured
+from secc.ir.text_io.module_text import parse_module, print_module, verify_module
+from secc.runtime.model.user_file import load_model_file
+from tests.frontend.generic_replay import capture_user_model
 
 LLAVA = """
 // CHECK: sec.graph "model" optional ["pixel_values"] labels "labels"
@@ -61,7 +61,7 @@ DISTILLATION = """
 
 @cache
 def _module(models: Path, name: str) -> ModuleOp:
-    return to_ir(captured(load(models / f"{name}.py")))
+    return capture_to_ir(capture_user_model(load_model_file(models / f"{name}.py")))
 
 
 @pytest.mark.parametrize(("name", "checks"), [("llava_tiny", LLAVA), ("qwen_distil", DISTILLATION)])
@@ -77,9 +77,9 @@ def test_the_ir_says_what_was_captured(models: Path, name: str, checks: str) -> 
 @pytest.mark.parametrize("name", ["llava_tiny", "qwen_distil", "two_modalities", "batchnorm"])
 def test_the_ir_verifies_and_reads_back(models: Path, name: str) -> None:
     module = _module(models, name)
-    verify(module)
+    verify_module(module)
     text = print_module(module)
-    assert print_module(parse(text)) == text
+    assert print_module(parse_module(text)) == text
 
 
 def test_ties_and_couplings_are_declared(models: Path) -> None:

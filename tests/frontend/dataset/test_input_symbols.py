@@ -11,10 +11,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from secc.errors import UserError
-from secc.frontend.dataset.input_symbols import Inputs, describe
-from secc.frontend.dataset.sampling import survey
-from secc.runtime.model.user_file import UserModel, load
-from secc.runtime.plan.batch_sizes import check_batch, combine, pad_batch, sizes_of
+from secc.frontend.dataset.input_symbols import ModelInputs, describe_inputs
+from secc.frontend.dataset.sampling import survey_dataset
+from secc.runtime.model.user_file import UserModel, load_model_file
+from secc.runtime.plan.batch_sizes import check_batch_shapes, combine_sizes, pad_batch, read_symbol_sizes
 from secc.runtime.plan.schema import Symbol
 
 Sample = dict[str, Any]
@@ -24,15 +24,15 @@ TEXTS = [{"input_ids": torch.arange(1, 4 + i % 7), "labels": torch.arange(1, 4 +
 IMAGES = [t | ({"x": torch.randn(1 + i % 3, 3, 4, 4)} if i % 2 else {}) for i, t in enumerate(TEXTS)]
 
 
-def described(user: UserModel) -> Inputs:
-    return describe(user, survey(user))
+def described(user: UserModel) -> ModelInputs:
+    return describe_inputs(user, survey_dataset(user))
 
 
-def dims(found: Inputs) -> dict[str, tuple[str, ...]]:
+def dims(found: ModelInputs) -> dict[str, tuple[str, ...]]:
     return {i.key: i.dims for i in found.inputs}
 
 
-def pads(found: Inputs) -> dict[str, tuple[tuple[int, str, float], ...]]:
+def pads(found: ModelInputs) -> dict[str, tuple[tuple[int, str, float], ...]]:
     return {i.key: i.pads for i in found.inputs}
 
 
@@ -42,15 +42,15 @@ def test_text_alone(user_of: UserOf):
     assert dims(found) == {"input_ids": ("B", "S"), "labels": ("B", "S")}
     assert pads(found) == {"input_ids": ((1, "right", 0.0),), "labels": ((1, "right", -100.0),)}
     assert found.labels_key == "labels"
-    assert found.sizes[0] == {"B": 1, "S": 3}
+    assert found.sample_sizes[0] == {"B": 1, "S": 3}
 
 
 def test_ragged_optional_images(user_of: UserOf):
     found = described(user_of(IMAGES))
     assert dims(found)["x"] == ("n_x", "3", "4", "4")
     assert [i.optional for i in found.inputs] == [False, False, True]
-    assert [s["n_x"] for s in found.sizes[:4]] == [0, 2, 0, 1]
-    assert found.patterns[1] == frozenset("x")
+    assert [s["n_x"] for s in found.sample_sizes[:4]] == [0, 2, 0, 1]
+    assert found.sample_patterns[1] == frozenset("x")
 
 
 def test_one_image_in_some_samples_is_not_the_number_of_samples(user_of: UserOf):
@@ -110,7 +110,7 @@ def test_sides_that_a_keys_content_leaves_open_follow_another_key(user_of: UserO
         sides = {"constant": torch.ones_like, "input_ids": torch.Tensor.clone}
         make = lambda f: pad_sequence(
             [f(s["input_ids"]) for s in samples], batch_first=True, padding_value=1, padding_side="left"
-        )  # noqa: E731
+        )
         return {key: make(f) for key, f in sides.items()}
 
     assert pads(described(user_of(TEXTS, collate=collate)))["constant"] == ((1, "left", 1.0),)
@@ -147,7 +147,7 @@ def test_a_packed_batch_has_rows_along_dim_1(user_of: UserOf):
     found = described(user_of(TEXTS, collate=collate))
     assert found.symbols[0] == Symbol("B", "rows", "", 0)
     assert dims(found) == {"input_ids": ("1", "n_input_ids"), "ends": ("B + 1",)}
-    assert found.sizes[0] == {"B": 1, "n_input_ids": 3}
+    assert found.sample_sizes[0] == {"B": 1, "n_input_ids": 3}
 
 
 def test_a_width_of_an_optional_key_is_its_own(user_of: UserOf):
@@ -175,25 +175,30 @@ def test_an_optional_key_padded_like_the_text_follows_it(user_of: UserOf):
 
 def test_constant_lengths_are_a_width_while_samples_may_be_cropped(user_of: UserOf):
     user = user_of([{"input_ids": torch.arange(3000), "labels": torch.arange(3000)} for _ in range(6)])
-    found = survey(user)
-    assert dims(describe(user, found))["labels"] == ("B", "S") and describe(user, found).sizes[0]["S"] == 3000
-    assert dims(describe(user, found.without_crops()))["labels"] == ("B", "3000")
+    found = survey_dataset(user)
+    assert (
+        dims(describe_inputs(user, found))["labels"] == ("B", "S")
+        and describe_inputs(user, found).sample_sizes[0]["S"] == 3000
+    )
+    assert dims(describe_inputs(user, found.without_crops()))["labels"] == ("B", "3000")
 
 
 @pytest.mark.parametrize(
     "name", ["llava_tiny", "internvl_tiny", "voxtral_tiny", "two_modalities", "whisper_tiny"]
 )
 def test_every_batch_of_a_model_has_the_described_dims(models: Path, name: str):
-    user = load(models / f"{name}.py")
+    user = load_model_file(models / f"{name}.py")
     found = described(user)
-    samples = [user.sample(i) for i in range(12)]
-    sizes = [sizes_of(user.collate([s]), found.symbols) for s in samples]
+    samples = [user.load_sample(i) for i in range(12)]
+    sizes = [read_symbol_sizes(user.collate([s]), found.symbols) for s in samples]
     for start, end in [(0, 1), (0, 3), (2, 7), (0, 12)]:
-        check_batch(user.collate(samples[start:end]), found.inputs, combine(sizes[start:end], found.symbols))
+        check_batch_shapes(
+            user.collate(samples[start:end]), found.inputs, combine_sizes(sizes[start:end], found.symbols)
+        )
 
 
 def test_labels_are_known_by_their_padding(models: Path):
-    assert described(load(models / "two_modalities.py")).labels_key == "targets"
+    assert described(load_model_file(models / "two_modalities.py")).labels_key == "targets"
 
 
 # -- what cannot be split
@@ -258,7 +263,7 @@ def test_a_list_that_some_samples_leave_empty_is_optional(user_of: UserOf):
     collate: Callable[[list[Sample]], Sample] = lambda some: {
         "x": stacked(some),
         "pictures": [p for s in some for p in s["pictures"]],
-    }  # noqa: E731
+    }
     found = described(user_of(samples, collate=collate))
     assert {i.key: i.dims for i in found.inputs if i.optional} == {
         "pictures.*": ("n_pictures_0", "4"), "pictures.*sizes": ("n_pictures", "2"), "pictures.*most": ("0", "3", "S_pictures")

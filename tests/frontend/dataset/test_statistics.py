@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from secc.cli import main
-from secc.driver.compile import Options, compile_model
+from secc.driver.compile import CompileOptions, compile_model
 from secc.errors import UserError
-from secc.frontend.dataset.sampling import survey
-from secc.runtime.model.user_file import load
+from secc.frontend.dataset.sampling import survey_dataset
+from secc.runtime.model.user_file import load_model_file
 
 MODEL = """
 import torch
@@ -89,14 +89,14 @@ def test_a_survey_counts_what_it_draws(tmp_path: Path) -> None:
 
 def test_sizes_tell_of_the_whole_dataset_and_find_rare_patterns(tmp_path: Path) -> None:
     path = model_file(tmp_path, rare="i % 250 == 77", sizes=True)
-    assert len(load(path).dataset()) == 1000
+    assert len(load_model_file(path).dataset()) == 1000
     found = {tuple(p["when"]): p for p in stats_of(path)["patterns"]}
     assert found["rows",]["share"] == 0.004 and found["rows",]["sizes"]["n_rows"] == pytest.approx(
         sum(1 + i % 3 for i in (77, 327, 577, 827)) / 4
     )
-    user = load(path)
-    drawn = survey(user)
-    assert {77, 327, 577, 827} <= {d.index for d in drawn.drawn} and len(drawn.drawn) == 64
+    user = load_model_file(path)
+    drawn = survey_dataset(user)
+    assert {77, 327, 577, 827} <= {d.index for d in drawn.drawn_samples} and len(drawn.drawn_samples) == 64
     assert len(user.module.LOADED) == 64
 
 
@@ -116,7 +116,7 @@ def test_a_file_gives_what_the_allocation_reckons_with(tmp_path: Path) -> None:
     for pattern in stats["patterns"]:
         pattern["share"] = 9 if pattern["when"] else 1
     (tmp_path / "stats.json").write_text(json.dumps(stats))
-    compiled = compile_model(path, Options(cluster="local:1", stats=tmp_path / "stats.json"))
+    compiled = compile_model(path, CompileOptions(cluster="local:1", stats=tmp_path / "stats.json"))
     assert shares(compiled) == {'"rows"': "0.9", "": "0.1"}
     assert compiled.plan.checks["notes"] == [
         "how frequent and how large samples are is taken from stats.json"
@@ -128,7 +128,7 @@ def test_a_pattern_may_have_no_share_at_all(tmp_path: Path) -> None:
     stats = stats_of(path)
     stats["patterns"] = [p for p in stats["patterns"] if not p["when"]]
     (tmp_path / "stats.json").write_text(json.dumps(stats))
-    compiled = compile_model(path, Options(cluster="local:2", stats=tmp_path / "stats.json"))
+    compiled = compile_model(path, CompileOptions(cluster="local:2", stats=tmp_path / "stats.json"))
     assert shares(compiled) == {"": "1"}
 
 
@@ -154,26 +154,26 @@ def test_a_file_that_is_wrong_is_refused(text: str, message: str, tmp_path: Path
     path = model_file(tmp_path)
     (tmp_path / "stats.json").write_text(text)
     with pytest.raises(UserError, match=message) as caught:
-        compile_model(path, Options(cluster="local:1", stats=tmp_path / "stats.json"))
+        compile_model(path, CompileOptions(cluster="local:1", stats=tmp_path / "stats.json"))
     assert caught.value.where.endswith("stats.json") and caught.value.remedy
 
 
 def test_samples_that_do_not_load_can_be_left_out_of_a_plan(tmp_path: Path) -> None:
     path = model_file(tmp_path, broken="if i == 3: raise OSError('no such image')")
     with pytest.raises(UserError, match=r"dataset\(\)\[3\] raises OSError: no such image"):
-        compile_model(path, Options(cluster="local:1"))
-    notes = compile_model(path, Options(cluster="local:1", skip_bad_samples=True)).plan.checks["notes"]
+        compile_model(path, CompileOptions(cluster="local:1"))
+    notes = compile_model(path, CompileOptions(cluster="local:1", skip_bad_samples=True)).plan.checks["notes"]
     assert len(notes) == 1 and "a sample was left out: dataset()[3] raises OSError" in notes[0]
 
 
 def test_a_dataset_of_which_nothing_loads_is_refused(tmp_path: Path) -> None:
-    user = load(model_file(tmp_path, broken="raise OSError('no disk')"))
+    user = load_model_file(model_file(tmp_path, broken="raise OSError('no disk')"))
     with pytest.raises(UserError, match="none of the 8 samples that were drawn loads"):
-        survey(user, 8, skip_bad=True)
+        survey_dataset(user, 8, skip_bad=True)
 
 
 def test_the_random_stream_is_left_alone(tmp_path: Path) -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    survey(load(model_file(tmp_path)), 8)
+    survey_dataset(load_model_file(model_file(tmp_path)), 8)
     assert torch.equal(torch.get_rng_state(), before)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from secc.errors import UserError
-from secc.frontend.dataset.sampling import survey
-from secc.frontend.dataset.survey import COUNTS, KEPT, Survey, length
-from secc.runtime.model.user_file import UserModel, load
+from secc.frontend.dataset.sampling import survey_dataset
+from secc.frontend.dataset.survey import BATCH_SAMPLE_COUNTS, KEPT_PER_PATTERN, DatasetSurvey, sequence_length
+from secc.runtime.model.user_file import UserModel, load_model_file
 
 Sample = dict[str, Any]
 UserOf = Callable[..., UserModel]
@@ -36,37 +36,42 @@ MIXED = [
 ]
 
 
-def pattern_of(found: Survey, batch: list[Sample]) -> frozenset[str]:
-    return frozenset(k for s in batch for k in s) & found.optional
+def pattern_of(found: DatasetSurvey, batch: list[Sample]) -> frozenset[str]:
+    return frozenset(k for s in batch for k in s) & found.optional_keys
 
 
 def test_keys_and_patterns_are_counted(user_of: UserOf):
-    found = survey(user_of(MIXED), count=64)
-    assert found.required == {"input_ids", "labels"} and found.optional == {"x", "y"}
-    assert found.patterns == {frozenset(): 20, frozenset("x"): 20, frozenset("xy"): 10, frozenset("y"): 10}
-    assert set(found.unions()[:2]) == {frozenset(), frozenset("x")}
+    found = survey_dataset(user_of(MIXED), count=64)
+    assert found.required_keys == {"input_ids", "labels"} and found.optional_keys == {"x", "y"}
+    assert found.pattern_counts == {
+        frozenset(): 20,
+        frozenset("x"): 20,
+        frozenset("xy"): 10,
+        frozenset("y"): 10,
+    }
+    assert set(found.micro_batch_patterns()[:2]) == {frozenset(), frozenset("x")}
 
 
 def test_patterns_that_only_micro_batches_have_follow_the_observed(user_of: UserOf):
-    found = survey(user_of([text(4, x=image()), text(5, y=image()), text(6)]))
-    assert found.unions()[3:] == [frozenset("xy")]
-    for batch in found.batches(frozenset("xy")):
+    found = survey_dataset(user_of([text(4, x=image()), text(5, y=image()), text(6)]))
+    assert found.micro_batch_patterns()[3:] == [frozenset("xy")]
+    for batch in found.compose_batches(frozenset("xy")):
         assert pattern_of(found, batch) == frozenset("xy")
 
 
 def test_unions_are_bounded(user_of: UserOf):
     samples = [text(4, **{f"k{i}": image()}) for i in range(12)]
-    assert len(survey(user_of(samples)).unions()) == 12 + 16
+    assert len(survey_dataset(user_of(samples)).micro_batch_patterns()) == 12 + 16
 
 
 @pytest.mark.parametrize("pattern", [frozenset(), frozenset("x"), frozenset("y"), frozenset("xy")])
 def test_micro_batches_have_their_pattern_and_move_in_every_size(user_of: UserOf, pattern: frozenset[str]):
-    found = survey(user_of(MIXED))
-    batches = found.batches(pattern)
-    assert tuple(len(b) for b in batches) == COUNTS
+    found = survey_dataset(user_of(MIXED))
+    batches = found.compose_batches(pattern)
+    assert tuple(len(b) for b in batches) == BATCH_SAMPLE_COUNTS
     assert all(pattern_of(found, b) == pattern for b in batches)
-    assert len({max(length(s) for s in b) for b in batches}) >= 3
-    assert all(len({length(s) for s in b}) > 1 for b in batches)
+    assert len({max(sequence_length(s) for s in b) for b in batches}) >= 3
+    assert all(len({sequence_length(s) for s in b}) > 1 for b in batches)
     for key in pattern:  # how many samples lack the key is no function of how many there are
         assert len({len(b) - sum(key in s for s in b) for b in batches}) >= 3
 
@@ -79,72 +84,80 @@ def test_no_two_keys_have_as_many_samples_in_all_micro_batches(user_of: UserOf, 
     samples = [
         text(rng.randint(3, 12), **{k: image() for k in "xyz" if rng.random() < 0.6}) for _ in range(40)
     ]
-    found = survey(user_of(samples))
-    for pattern in found.unions():
+    found = survey_dataset(user_of(samples))
+    for pattern in found.micro_batch_patterns():
         counts = {
-            k: [sum(k in s for s in b) for b in found.batches(pattern)]
+            k: [sum(k in s for s in b) for b in found.compose_batches(pattern)]
             for k in [*sorted(pattern), "input_ids"]
         }
         for a, b in combinations(counts, 2):
-            told = any((a in p) != (b in p or b == "input_ids") for p in found.patterns if p < pattern)
+            told = any((a in p) != (b in p or b == "input_ids") for p in found.pattern_counts if p < pattern)
             assert counts[a] != counts[b] or not told, (pattern, counts)
 
 
 def test_one_sample_of_a_pattern_is_cropped_to_several_lengths(user_of: UserOf):
-    found = survey(user_of([text(12, x=image())] + [text(3 + i % 7) for i in range(20)]))
-    assert len({max(length(s) for s in b) for b in found.batches(frozenset("x"))}) >= 3
+    found = survey_dataset(user_of([text(12, x=image())] + [text(3 + i % 7) for i in range(20)]))
+    assert len({max(sequence_length(s) for s in b) for b in found.compose_batches(frozenset("x"))}) >= 3
 
 
 def test_even_micro_batches_need_no_padding(user_of: UserOf):
-    found = survey(user_of(MIXED))
-    for pattern in found.unions():
-        for batch in found.batches(pattern, even=True):
-            assert len({length(s) for s in batch}) == 1
+    found = survey_dataset(user_of(MIXED))
+    for pattern in found.micro_batch_patterns():
+        for batch in found.compose_batches(pattern, even=True):
+            assert len({sequence_length(s) for s in batch}) == 1
             assert pattern_of(found, batch) == pattern
 
 
 def test_long_texts_are_cropped_to_where_their_labels_are(user_of: UserOf):
     labels = torch.cat([torch.full((2000,), -100), torch.arange(1000)])
-    found = survey(
+    found = survey_dataset(
         user_of([{"input_ids": torch.arange(3000), "labels": labels.clone(), "kind": 3} for _ in range(5)])
     )
-    assert found.cropped
+    assert found.has_crops
     widths = set()
-    for batch in found.batches(frozenset()):
-        widths.add(max(length(s) for s in batch))
+    for batch in found.compose_batches(frozenset()):
+        widths.add(max(sequence_length(s) for s in batch))
         for sample in batch:
-            assert len(sample["labels"]) == length(sample) < 50 and (sample["labels"] >= 0).any()
+            assert len(sample["labels"]) == sequence_length(sample) < 50 and (sample["labels"] >= 0).any()
             assert torch.equal(sample["labels"][-5:], sample["input_ids"][-5:] - 2000)
-    assert len(widths) == len(COUNTS)
+    assert len(widths) == len(BATCH_SAMPLE_COUNTS)
 
 
 def test_a_text_with_an_image_loses_only_its_end(user_of: UserOf):
-    found = survey(user_of([text(200, x=image()) for _ in range(5)]))
-    batches = found.batches(frozenset())
-    assert {max(length(s) for s in b) for b in batches} == {200, 199, 198, 197, 196}
+    found = survey_dataset(user_of([text(200, x=image()) for _ in range(5)]))
+    batches = found.compose_batches(frozenset())
+    assert {max(sequence_length(s) for s in b) for b in batches} == {200, 199, 198, 197, 196}
     assert all(s["input_ids"][0] == 1 and s["x"].shape == (1, 3, 4, 4) for b in batches for s in b)
 
 
 def test_heavy_samples_are_in_no_micro_batch(user_of: UserOf):
     pictures = [torch.zeros(1200 if i % 6 == 0 else 300 + i, 3, 32, 32) for i in range(12)]
-    found = survey(user_of([text(5 + i) | {"x": picture} for i, picture in enumerate(pictures)]))
+    found = survey_dataset(user_of([text(5 + i) | {"x": picture} for i, picture in enumerate(pictures)]))
     used = {
-        s["x"].shape[0] for turn in range(3) for batch in found.batches(frozenset(), turn=turn) for s in batch
+        s["x"].shape[0]
+        for turn in range(3)
+        for batch in found.compose_batches(frozenset(), turn=turn)
+        for s in batch
     }
-    assert used <= set(range(301, 312)) and len(used) > 3 and len(found.samples(frozenset())) == 12
+    assert used <= set(range(301, 312)) and len(used) > 3 and len(found.samples_of(frozenset())) == 12
 
 
 def test_without_crops_only_the_datasets_own_samples_remain(user_of: UserOf):
-    found = survey(user_of([text(200) for _ in range(5)])).without_crops()
-    assert not found.cropped
+    found = survey_dataset(user_of([text(200) for _ in range(5)])).without_crops()
+    assert not found.has_crops
     assert all(
-        length(s) == 200 for even in (False, True) for b in found.batches(frozenset(), even) for s in b
+        sequence_length(s) == 200
+        for even in (False, True)
+        for b in found.compose_batches(frozenset(), even)
+        for s in b
     )
 
 
 def test_lists_are_cropped_as_tensors_are(user_of: UserOf):
-    found = survey(user_of([{"input_ids": list(range(300)), "labels": list(range(300))} for _ in range(3)]))
-    sample = found.batches(frozenset())[0][0]
+    found = survey_dataset(
+        user_of([{"input_ids": list(range(300)), "labels": list(range(300))} for _ in range(3)])
+    )
+    sample = found.compose_batches(frozenset())[0][0]
     assert (
         isinstance(sample["input_ids"], list)
         and sample["input_ids"] == sample["labels"]
@@ -161,40 +174,42 @@ def test_the_pattern_is_that_of_the_batch_and_none_is_a_missing_key(user_of: Use
         }
 
     samples = [{"ids": torch.arange(3), "picture": image() if i % 2 else None} for i in range(40)]
-    found = survey(user_of(samples, collate=collate))
-    assert found.optional == {"pixels"} and found.patterns[frozenset({"pixels"})] == 20
-    assert len(found.samples(frozenset())) == KEPT
+    found = survey_dataset(user_of(samples, collate=collate))
+    assert found.optional_keys == {"pixels"} and found.pattern_counts[frozenset({"pixels"})] == 20
+    assert len(found.samples_of(frozenset())) == KEPT_PER_PATTERN
 
 
 def test_a_survey_holds_few_samples_in_memory(user_of: UserOf):
-    found = survey(user_of(MIXED))
-    assert all(1 <= len(found.samples(p)) <= KEPT for p in found.patterns)
-    assert all(d.shapes["input_ids"][1] == length(MIXED[d.index]) for d in found.drawn)
+    found = survey_dataset(user_of(MIXED))
+    assert all(1 <= len(found.samples_of(p)) <= KEPT_PER_PATTERN for p in found.pattern_counts)
+    assert all(d.shapes["input_ids"][1] == sequence_length(MIXED[d.index]) for d in found.drawn_samples)
 
 
 def test_a_survey_is_deterministic_and_looks_beyond_the_first_samples(user_of: UserOf):
     samples = [text(4)] * 900 + [text(5, x=image())] * 100
-    first, second = (survey(user_of(samples)) for _ in range(2))
-    assert [d.index for d in first.drawn] == [d.index for d in second.drawn]
-    assert first.optional == {"x"}
+    first, second = (survey_dataset(user_of(samples)) for _ in range(2))
+    assert [d.index for d in first.drawn_samples] == [d.index for d in second.drawn_samples]
+    assert first.optional_keys == {"x"}
 
 
 def test_a_pattern_of_no_samples_is_a_defect(user_of: UserOf):
     with pytest.raises(ValueError, match="no samples unite"):
-        survey(user_of(MIXED)).batches(frozenset({"nothing"}))
+        survey_dataset(user_of(MIXED)).compose_batches(frozenset({"nothing"}))
 
 
 def test_an_unknown_key_is_refused(models: Path):
     with pytest.raises(UserError, match="forward does not take"):
-        survey(load(models / "unknown_key.py"))
+        survey_dataset(load_model_file(models / "unknown_key.py"))
 
 
 def test_a_sample_with_full_masks_is_kept_and_stands_for_its_pattern(user_of: UserOf):
     mask = torch.ones(8, dtype=torch.long)
     samples = [text(5 + i % 9, x=image(), seen=(torch.arange(8) < 3 + i % 5).long()) for i in range(40)]
     samples[37] = text(7, x=image(), seen=mask)
-    found = survey(user_of(samples))
-    (full,) = [s for s in found.kept(frozenset()) if bool(s["seen"].all())]
-    for batch in found.batches(frozenset(), of=full):
+    found = survey_dataset(user_of(samples))
+    (full,) = [s for s in found.kept_samples(frozenset()) if bool(s["seen"].all())]
+    for batch in found.compose_batches(frozenset(), of=full):
         assert all(torch.equal(s["seen"], mask) for s in batch)
-    assert len({length(s) for batch in found.batches(frozenset(), of=full) for s in batch}) > 2
+    assert (
+        len({sequence_length(s) for batch in found.compose_batches(frozenset(), of=full) for s in batch}) > 2
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from secc.ir.analysis.row_order import Order
+from secc.ir.analysis.row_order import RowOrder
 from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io import module_text
 
@@ -47,10 +47,10 @@ OUT_OF_ORDER = [
 
 @pytest.mark.parametrize(("line", "result"), IN_ORDER + OUT_OF_ORDER)
 def test_results_of_blocks_have_their_arguments_order(line: str, result: str) -> None:
-    graph = graph_of(module_text.parse(GRAPH.replace("LINE", line).replace("RESULT", result)))
+    graph = graph_of(module_text.parse_module(GRAPH.replace("LINE", line).replace("RESULT", result)))
     (case,) = graph.cases
     call = next(op for op in case.ops if op.name == "sec.call")
-    assert (call.results[0] in Order(graph, case).mixed) == ((line, result) in OUT_OF_ORDER[:3])
+    assert (call.results[0] in RowOrder(graph, case).out_of_order) == ((line, result) in OUT_OF_ORDER[:3])
 
 
 def test_merging_a_dim_in_front_of_the_samples_mixes_them() -> None:
@@ -60,9 +60,9 @@ def test_merging_a_dim_in_front_of_the_samples_mixes_them() -> None:
         + glue("reshape.default", "%y", "$0, [B*S]", '["B*S"]')
     )
     graph = graph_of(
-        module_text.parse(
+        module_text.parse_module(
             GRAPH.replace("LINE", turned).replace('"net" (%y)', '"net" (%w)').replace("RESULT", '["B*S"]')
         )
     )
     (case,) = graph.cases
-    assert len(Order(graph, case).mixed) == 2
+    assert len(RowOrder(graph, case).out_of_order) == 2

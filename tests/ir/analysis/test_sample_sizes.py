@@ -8,8 +8,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secc.alloc.problem.candidates import kept_alone, workload
-from secc.cluster import parse
+from secc.alloc.problem.candidates import build_workload, sample_activation_bytes
+from secc.cluster import parse_cluster
 from secc.ir.analysis import sample_sizes
 from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.ir.text_io import module_text
@@ -30,11 +30,11 @@ def test_what_is_known_of_each_pattern_is_no_larger_than_what_is_taken(
     drawn: list[tuple[frozenset[str], int, int]], most: int
 ) -> None:
     known = [(pattern, {"S": s, "n": n}) for pattern, s, n in drawn]
-    before, sample_sizes.MOST = sample_sizes.MOST, most
+    before, sample_sizes.MAX_LISTED_SAMPLES = sample_sizes.MAX_LISTED_SAMPLES, most
     try:
-        listed, larger = sample_sizes.taken(known)
+        listed, larger = sample_sizes.select_listed(known)
     finally:
-        sample_sizes.MOST = before
+        sample_sizes.MAX_LISTED_SAMPLES = before
     assert len(listed) == min(most, len(known)) and not {*listed} & {*larger} and len(larger) <= 4
     for pattern, sizes in known:
         for name, size in sizes.items():
@@ -43,23 +43,25 @@ def test_what_is_known_of_each_pattern_is_no_larger_than_what_is_taken(
 
 def graph(larger: list[tuple[frozenset[str], dict[str, int]]]) -> GraphOp:
     """The example, of whose samples some are known but not listed."""
-    module = module_text.parse(
+    module = module_text.parse_module(
         VLM.read_text().replace('optional ["pixel_values"]', 'optional ["pixel_values"] widths "own"')
     )
     found = graph_of(module)
     listed = [(IMAGE, {"B": 1, "S": 40, "n": 1}), (TEXT, {"B": 1, "S": 20, "n": 0})]
-    found.attributes[sample_sizes.ATTRIBUTE] = sample_sizes.attribute(["B", "S", "n"], listed)
-    found.attributes[sample_sizes.LARGEST] = sample_sizes.attribute(["B", "S", "n"], larger)
-    return graph_of(module_text.parse(module_text.print_module(module)))
+    found.attributes[sample_sizes.SAMPLES_ATTRIBUTE] = sample_sizes.samples_attr(["B", "S", "n"], listed)
+    found.attributes[sample_sizes.LARGEST_ATTRIBUTE] = sample_sizes.samples_attr(["B", "S", "n"], larger)
+    return graph_of(module_text.parse_module(module_text.print_module(module)))
 
 
 def test_memory_has_room_for_samples_that_are_not_drawn() -> None:
     def most(larger: list[tuple[frozenset[str], dict[str, int]]]) -> int:
-        work = workload(graph(larger), parse("1x4xcpu"), 8)
-        return max(max(kept) for _, kept in kept_alone(work, work.loads["lm"], "none"))
+        work = build_workload(graph(larger), parse_cluster("1x4xcpu"), 8)
+        return max(max(kept) for _, kept in sample_activation_bytes(work, work.loads["lm"], "none"))
 
     assert most([(TEXT, {"B": 1, "S": 400, "n": 0})]) > 9 * most([])
     drawn = [
-        s for batch in sample_sizes.drawn(graph([(TEXT, {"B": 1, "S": 400, "n": 0})]), 8, 4) for s in batch
+        s
+        for batch in sample_sizes.draw_batches(graph([(TEXT, {"B": 1, "S": 400, "n": 0})]), 8, 4)
+        for s in batch
     ]
     assert {s.sizes["S"] for s in drawn} == {20, 40}

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from secc.ir.analysis.transferable_values import Carry, NotCarriable, carry, check_reach
+from secc.ir.analysis.transferable_values import (
+    NotTransferable,
+    TransferLayout,
+    require_rows_covered,
+    row_layout,
+)
 from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.ir.dialect.tensor_type import TensorType
 from secc.ir.text_io import module_text
@@ -20,43 +25,43 @@ sec.graph "g" optional ["px"] widths "WIDTHS" {
 
 
 def graph(widths: str = "own") -> GraphOp:
-    return graph_of(module_text.parse(GRAPH.replace("WIDTHS", widths)))
+    return graph_of(module_text.parse_module(GRAPH.replace("WIDTHS", widths)))
 
 
 def kind(*dims: str) -> TensorType:
-    return TensorType.of(dims, "f32")
+    return TensorType.from_dims(dims, "f32")
 
 
 @pytest.mark.parametrize(
     ("dims", "expected"),
     [
-        (("B", "8"), Carry(0, "B")),
-        (("576*n", "8"), Carry(0, "576*n")),
-        (("1", "2*n + B", "8"), Carry(1, "B + 2*n")),
-        (("B", "S", "8"), Carry(0, "B", ("1 S left",))),
+        (("B", "8"), TransferLayout(0, "B")),
+        (("576*n", "8"), TransferLayout(0, "576*n")),
+        (("1", "2*n + B", "8"), TransferLayout(1, "B + 2*n")),
+        (("B", "S", "8"), TransferLayout(0, "B", ("1 S left",))),
     ],
 )
-def test_rows_and_extents(dims: tuple[str, ...], expected: Carry) -> None:
-    assert carry(graph(), kind(*dims)) == expected
+def test_rows_and_extents(dims: tuple[str, ...], expected: TransferLayout) -> None:
+    assert row_layout(graph(), kind(*dims)) == expected
 
 
 @pytest.mark.parametrize(
     "dims", [(), ("S", "8"), ("B", "n"), ("B*n",), ("B + 1",), ("(n + 1)//2",), ("B*S", "8"), ("B", "S - 1")]
 )
 def test_what_does_not_add_up_or_cannot_be_cut_is_refused(dims: tuple[str, ...]) -> None:
-    with pytest.raises(NotCarriable):
-        carry(graph(), kind(*dims))
+    with pytest.raises(NotTransferable):
+        row_layout(graph(), kind(*dims))
 
 
 @pytest.mark.parametrize(("dims", "rows"), [(("B*S", "8"), "B*S"), (("B", "S - 1"), "B")])
 def test_with_the_global_width_nothing_is_cut(dims: tuple[str, ...], rows: str) -> None:
-    assert carry(graph("global"), kind(*dims)) == Carry(0, rows)
+    assert row_layout(graph("global"), kind(*dims)) == TransferLayout(0, rows)
 
 
 def test_a_conditional_section_has_no_rows_of_other_samples() -> None:
     g = graph()
-    check_reach(g, Carry(0, "4*n"), ["px"], [])
-    check_reach(g, Carry(0, "B"), ["px"], ["px"])
-    check_reach(g, Carry(0, "B"), [], ["px"])
-    with pytest.raises(NotCarriable, match="samples without px"):
-        check_reach(g, Carry(0, "B"), ["px"], [])
+    require_rows_covered(g, TransferLayout(0, "4*n"), ["px"], [])
+    require_rows_covered(g, TransferLayout(0, "B"), ["px"], ["px"])
+    require_rows_covered(g, TransferLayout(0, "B"), [], ["px"])
+    with pytest.raises(NotTransferable, match="samples without px"):
+        require_rows_covered(g, TransferLayout(0, "B"), ["px"], [])

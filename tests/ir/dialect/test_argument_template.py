@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from secc.ir.dialect import argument_template, size_expr
-from secc.ir.dialect.argument_template import Arguments, Name, Ref
+from secc.ir.dialect.argument_template import CallArguments, DottedName, OperandRef
 
 sizes = st.sampled_from(["B", "S - 1", "B*S", "(S + 3)//4", "max(1, n)", "B % 2", "-B", "0.5*B", "1/B"]).map(
-    size_expr.parse
+    size_expr.parse_expr
 )
 plain = st.one_of(
     st.none(), st.booleans(), st.integers(-9, 2**63 - 1), st.floats(allow_nan=False), st.text(max_size=6), sizes,
-    st.builds(Ref, st.integers(0, 12)), st.sampled_from([Name("torch.float32"), Name("device"), Name("torch.contiguous_format")]),
+    st.builds(OperandRef, st.integers(0, 12)), st.sampled_from([DottedName("torch.float32"), DottedName("device"), DottedName("torch.contiguous_format")]),
 )  # fmt: skip
 
 
@@ -37,48 +37,58 @@ names = st.sampled_from(["dtype", "dim", "keepdim", "attention_mask"])
 
 @given(st.lists(values, max_size=4), st.dictionaries(names, values, max_size=3))
 def test_arguments_survive_being_written_and_read(args: list[Any], kwargs: dict[str, Any]) -> None:
-    found = argument_template.parse(argument_template.format(Arguments(args, kwargs)))
-    assert found == Arguments(args, kwargs)
+    found = argument_template.parse_arguments(argument_template.format_arguments(CallArguments(args, kwargs)))
+    assert found == CallArguments(args, kwargs)
     assert [type(a) for a in found.args if not isinstance(a, sympy.Expr)] == [
         type(a) for a in args if not isinstance(a, sympy.Expr)
     ]
 
 
 def test_the_structure_of_a_call() -> None:
-    found = argument_template.parse(
+    found = argument_template.parse_arguments(
         "$0, [B, S - 1, 64], '$1', dtype=torch.float32, other=$2, scale=float('-inf')"
     )
-    assert found.args == [Ref(0), [size_expr.parse("B"), size_expr.parse("S - 1"), 64], "$1"]
-    assert found.kwargs == {"dtype": Name("torch.float32"), "other": Ref(2), "scale": float("-inf")}
+    assert found.args == [OperandRef(0), [size_expr.parse_expr("B"), size_expr.parse_expr("S - 1"), 64], "$1"]
+    assert found.kwargs == {
+        "dtype": DottedName("torch.float32"),
+        "other": OperandRef(2),
+        "scale": float("-inf"),
+    }
 
 
 def test_an_object_is_a_dict_with_its_class() -> None:
     text = "encoder_outputs=built('package.module:Output', {'state': $0, 'more': ($1, listed({'*': $2}))})"
-    found = argument_template.parse(text)
+    found = argument_template.parse_arguments(text)
     assert found.kwargs == {
         "encoder_outputs": {
             "*class": "package.module:Output",
-            "state": Ref(0),
-            "more": (Ref(1), {"*": Ref(2)}),
+            "state": OperandRef(0),
+            "more": (OperandRef(1), {"*": OperandRef(2)}),
         }
     }
-    assert argument_template.format(found) == text
+    assert argument_template.format_arguments(found) == text
 
 
 def test_operands_are_named_by_the_caller() -> None:
     assert (
-        argument_template.format(
-            argument_template.parse("$1, [$0, None], dim=-1"), lambda ref: "xy"[ref.index]
+        argument_template.format_arguments(
+            argument_template.parse_arguments("$1, [$0, None], dim=-1"), lambda ref: "xy"[ref.index]
         )
         == "y, [x, None], dim=-1"
     )
 
 
 def test_map_visits_every_leaf() -> None:
-    found = argument_template.parse("[$0, ($1, 2)], {'a': slice($2, None)}, k=B")
-    assert [leaf for leaf in found.leaves() if isinstance(leaf, Ref)] == [Ref(0), Ref(1), Ref(2)]
-    doubled = found.map(lambda leaf: Ref(2 * leaf.index) if isinstance(leaf, Ref) else leaf)
-    assert argument_template.format(doubled) == "[$0, ($2, 2)], {'a': slice($4, None, None)}, k=B"
+    found = argument_template.parse_arguments("[$0, ($1, 2)], {'a': slice($2, None)}, k=B")
+    assert [leaf for leaf in found.leaves() if isinstance(leaf, OperandRef)] == [
+        OperandRef(0),
+        OperandRef(1),
+        OperandRef(2),
+    ]
+    doubled = found.map_leaves(
+        lambda leaf: OperandRef(2 * leaf.index) if isinstance(leaf, OperandRef) else leaf
+    )
+    assert argument_template.format_arguments(doubled) == "[$0, ($2, 2)], {'a': slice($4, None, None)}, k=B"
 
 
 @pytest.mark.parametrize(
@@ -86,9 +96,9 @@ def test_map_visits_every_leaf() -> None:
 )
 def test_what_is_no_argument_list_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        argument_template.parse(text)
+        argument_template.parse_arguments(text)
 
 
 def test_a_value_without_a_text_is_refused() -> None:
     with pytest.raises(ValueError, match="object"):
-        argument_template.format(Arguments([object()]))
+        argument_template.format_arguments(CallArguments([object()]))

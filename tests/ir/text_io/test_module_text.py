@@ -11,28 +11,38 @@ from hypothesis import strategies as st
 from xdsl.dialects.builtin import IntAttr, ModuleOp, StringAttr
 
 from secc.errors import UserError
-from secc.ir.dialect.ops import BlockOp, CaseOp, GlueOp, GraphOp, InputOp, ReturnOp, Sec, new_block, texts
-from secc.ir.dialect.tensor_type import DTYPES, TensorType
+from secc.ir.dialect.ops import (
+    BlockOp,
+    CaseOp,
+    GlueOp,
+    GraphOp,
+    InputOp,
+    ReturnOp,
+    SecDialect,
+    make_region,
+    strings_attr,
+)
+from secc.ir.dialect.tensor_type import LONG_DTYPES, TensorType
 from secc.ir.text_io import module_text
 
 EVERY_OP = (Path(__file__).parent / "every_op.mlir").read_text()
 
 
 def test_every_op_of_the_dialect_survives_printing_and_parsing() -> None:
-    module = module_text.parse(EVERY_OP)
+    module = module_text.parse_module(EVERY_OP)
     assert module_text.print_module(module) == EVERY_OP
-    assert {op.name for op in module.walk()} - {"builtin.module"} == {op.name for op in Sec.operations}
+    assert {op.name for op in module.walk()} - {"builtin.module"} == {op.name for op in SecDialect.operations}
 
 
 @given(st.text(max_size=20), st.lists(st.text(max_size=8), max_size=3))
 def test_any_text_survives(name: str, keys: list[str]) -> None:
     numbers = {"params": IntAttr(3), "trainable": IntAttr(0)}
     block = BlockOp.create(
-        properties={"path": StringAttr(name), "cls": StringAttr("A"), "when": texts(keys), **numbers}
+        properties={"path": StringAttr(name), "cls": StringAttr("A"), "when": strings_attr(keys), **numbers}
     )
     block.attributes["note"] = StringAttr(name)
-    module = ModuleOp([GraphOp.create(properties={"sym": StringAttr(name)}, regions=[new_block([block])])])
-    assert module.is_structurally_equivalent(module_text.parse(module_text.print_module(module)))
+    module = ModuleOp([GraphOp.create(properties={"sym": StringAttr(name)}, regions=[make_region([block])])])
+    assert module.is_structurally_equivalent(module_text.parse_module(module_text.print_module(module)))
 
 
 @given(
@@ -40,16 +50,16 @@ def test_any_text_survives(name: str, keys: list[str]) -> None:
         st.one_of(st.integers(0, 9), st.sampled_from(["B", "S - 1", "B*(S + 1)", "(S + 3)//4", "max(1, n)"])),
         max_size=4,
     ),
-    st.sampled_from(list(DTYPES)),
+    st.sampled_from(list(LONG_DTYPES)),
     st.booleans(),
 )
 def test_any_type_survives(dims: list[int | str], dtype: str, grad: bool) -> None:
-    x = InputOp.of("x", TensorType.of(dims, dtype, grad))
-    body = new_block([x, ReturnOp.create(operands=[x.result])])
-    case = CaseOp.create(properties={"sym": StringAttr("c"), "when": texts([])}, regions=[body])
-    module = ModuleOp([GraphOp.create(properties={"sym": StringAttr("g")}, regions=[new_block([case])])])
+    x = InputOp.create_source("x", TensorType.from_dims(dims, dtype, grad))
+    body = make_region([x, ReturnOp.create(operands=[x.result])])
+    case = CaseOp.create(properties={"sym": StringAttr("c"), "when": strings_attr([])}, regions=[body])
+    module = ModuleOp([GraphOp.create(properties={"sym": StringAttr("g")}, regions=[make_region([case])])])
     symbols = "".join(f'sec.symbol "{s}" kind "rows" key "x" dim 0\n' for s in "BSn")
-    again = module_text.parse(
+    again = module_text.parse_module(
         module_text.print_module(module).replace('sec.graph "g" {', 'sec.graph "g" {\n' + symbols)
     )
     found = next(op for op in again.walk() if isinstance(op, InputOp))
@@ -58,20 +68,20 @@ def test_any_type_survives(dims: list[int | str], dtype: str, grad: bool) -> Non
 
 def test_names_of_values_are_kept() -> None:
     graph = 'sec.graph "g" {\n sec.case "a" when [] {\n %loss = sec.input "l" : !sec.tensor<[], f32>\n sec.return (%loss)\n }\n}'
-    assert "%loss = sec.input" in module_text.print_module(module_text.parse(graph))
+    assert "%loss = sec.input" in module_text.print_module(module_text.parse_module(graph))
 
 
 @pytest.mark.parametrize(
     "hints", [["x", "x", "x", "x_2_2"], ["x_2_2", "x", "x", "x"], ["x", "x_1_1", "x", "x_1_1"]]
 )
 def test_values_whose_names_would_meet_survive(hints: list[str]) -> None:
-    inputs = [InputOp.of(f"k{i}", TensorType.of([], "f32")) for i in range(len(hints))]
+    inputs = [InputOp.create_source(f"k{i}", TensorType.from_dims([], "f32")) for i in range(len(hints))]
     for op, hint in zip(inputs, hints, strict=True):
         op.result.name_hint = hint
-    body = new_block([*inputs, ReturnOp.create(operands=[op.result for op in inputs])])
-    case = CaseOp.create(properties={"sym": StringAttr("c"), "when": texts([])}, regions=[body])
-    module = ModuleOp([GraphOp.create(properties={"sym": StringAttr("g")}, regions=[new_block([case])])])
-    assert module.is_structurally_equivalent(module_text.parse(module_text.print_module(module)))
+    body = make_region([*inputs, ReturnOp.create(operands=[op.result for op in inputs])])
+    case = CaseOp.create(properties={"sym": StringAttr("c"), "when": strings_attr([])}, regions=[body])
+    module = ModuleOp([GraphOp.create(properties={"sym": StringAttr("g")}, regions=[make_region([case])])])
+    assert module.is_structurally_equivalent(module_text.parse_module(module_text.print_module(module)))
 
 
 @pytest.mark.parametrize(
@@ -87,19 +97,19 @@ def test_values_whose_names_would_meet_survive(hints: list[str]) -> None:
 )
 def test_text_that_does_not_parse_is_drawn_with_a_caret(body: str, message: str) -> None:
     with pytest.raises(UserError) as error:
-        module_text.parse(f'sec.graph "g" {{\n  {body}\n}}', "graph.mlir")
+        module_text.parse_module(f'sec.graph "g" {{\n  {body}\n}}', "graph.mlir")
     assert "^" in str(error.value) and message in str(error.value)
     assert str(error.value).startswith("graph.mlir: cannot read the IR")
 
 
 def test_a_file_that_is_missing_or_no_text(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file"):
-        module_text.read(tmp_path / "missing.mlir")
+        module_text.read_module(tmp_path / "missing.mlir")
     (tmp_path / "binary.mlir").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not text"):
-        module_text.read(tmp_path / "binary.mlir")
+        module_text.read_module(tmp_path / "binary.mlir")
 
 
 def test_a_glue_op_knows_its_base_name() -> None:
-    assert GlueOp.of("aten.sum.dim_IntList", [], "", []).base == "sum"
-    assert GlueOp.of("operator.neg", [], "", []).base == "operator.neg"
+    assert GlueOp.create_call("aten.sum.dim_IntList", [], "", []).base_name == "sum"
+    assert GlueOp.create_call("operator.neg", [], "", []).base_name == "operator.neg"

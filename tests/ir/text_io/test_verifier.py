@@ -56,7 +56,7 @@ BROKEN = {
 def test_a_broken_rule_is_drawn_under_its_op(name: str) -> None:
     source, message = BROKEN[name]
     with pytest.raises(UserError) as error:
-        module_text.parse(source, "graph.mlir")
+        module_text.parse_module(source, "graph.mlir")
     shown = str(error.value).splitlines()
     assert shown[0] == "graph.mlir: the IR breaks a rule"
     marked = next(i for i, line in enumerate(shown) if message in line)
@@ -65,15 +65,15 @@ def test_a_broken_rule_is_drawn_under_its_op(name: str) -> None:
 
 def test_the_excerpt_shows_the_lines_around_the_op() -> None:
     with pytest.raises(UserError) as error:
-        module_text.parse(graph(CALL.replace("@one", "@two"), RETURN))
+        module_text.parse_module(graph(CALL.replace("@one", "@two"), RETURN))
     assert 'sec.input "x"' in str(error.value) and 'sec.call "net"' in str(error.value)
     assert len(str(error.value).splitlines()) < 10
 
 
 def test_a_graph_alone_may_stand_in_a_module() -> None:
     with pytest.raises(UserError, match=r"only sec\.graph may stand in a module"):
-        module_text.parse('sec.symbol "B" kind "rows" key "x" dim 0')
+        module_text.parse_module('sec.symbol "B" kind "rows" key "x" dim 0')
 
 
 def test_what_keeps_the_rules_parses() -> None:
-    assert len(list(module_text.parse(graph(CALL, RETURN)).ops)) == 1
+    assert len(list(module_text.parse_module(graph(CALL, RETURN)).ops)) == 1

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from secc.ir.analysis.dataflow import texts_of
+from secc.ir.analysis.dataflow import get_strings
 from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.ir.text_io import module_text
-from secc.passes.boundaries.fallback_cases import drop, drop_misfits, spare_cases
+from secc.passes.boundaries.fallback_cases import (
+    drop_fallbacks,
+    drop_incompatible_fallbacks,
+    find_fallback_cases,
+)
 
 CASE = """
   sec.case "{name}" when [] {marked} {{
@@ -40,7 +44,7 @@ def graph(*glue: str) -> GraphOp:
     cases += "".join(
         CASE.format(name=f"c{i}", glue=g, marked="attributes {anew, spare}") for i, g in enumerate(glue, 1)
     )
-    return graph_of(module_text.parse(GRAPH.format(cases=cases)))
+    return graph_of(module_text.parse_module(GRAPH.format(cases=cases)))
 
 
 @pytest.mark.parametrize(
@@ -48,22 +52,22 @@ def graph(*glue: str) -> GraphOp:
 )
 def test_a_spare_case_has_the_edges_of_the_others(glue: str, kept: bool) -> None:
     found = graph(glue)
-    drop_misfits(found)
-    assert [c.sym.data for c in spare_cases(found)] == (["c1"] if kept else [])
-    assert ["is refused" in note for s in found.sections for note in texts_of(s, "notes")] == (
+    drop_incompatible_fallbacks(found)
+    assert [c.sym.data for c in find_fallback_cases(found)] == (["c1"] if kept else [])
+    assert ["is refused" in note for s in found.sections for note in get_strings(s, "notes")] == (
         [] if kept else [True]
     )
 
 
 def test_one_misfit_does_not_drop_the_others() -> None:
     found = graph(OTHER_ROWS, FITTING)
-    drop_misfits(found)
+    drop_incompatible_fallbacks(found)
     assert [c.sym.data for c in found.cases] == ["c0", "c2"]
 
 
 def test_dropping_says_so_once() -> None:
     found = graph(FITTING, FITTING)
-    drop(found, spare_cases(found))
-    assert spare_cases(found) == [] and len(texts_of(found.sections[-1], "notes")) == 1
-    drop(found, [])
-    assert len(texts_of(found.sections[-1], "notes")) == 1
+    drop_fallbacks(found, find_fallback_cases(found))
+    assert find_fallback_cases(found) == [] and len(get_strings(found.sections[-1], "notes")) == 1
+    drop_fallbacks(found, [])
+    assert len(get_strings(found.sections[-1], "notes")) == 1

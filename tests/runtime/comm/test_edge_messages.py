@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secc.runtime.comm.edge_messages import EdgeLayout
-from secc.runtime.plan.batch_sizes import combine
+from secc.runtime.plan.batch_sizes import combine_sizes
 from secc.runtime.plan.schema import Edge, Plan, Symbol
-from secc.runtime.plan.step_program import MicroBatch, SampleMeta, Schedule, active
+from secc.runtime.plan.step_program import MicroBatch, SampleMeta, Schedule, is_active
 from tests.runtime.captioner_plans import APART, make_plan
 
 PLAN = dataclasses.replace(
@@ -52,7 +52,8 @@ def steps(draw: st.DrawFn, edge: Edge) -> tuple[Schedule, list[SampleMeta]]:
     micros: dict[str, tuple[MicroBatch, ...]] = {}
     for section, when in ((edge.src, edge.when), (edge.dst, ())):
         parts = [
-            [s for s in part if active(when, samples[s].pattern)] for part in draw(partitions(len(samples)))
+            [s for s in part if is_active(when, samples[s].pattern)]
+            for part in draw(partitions(len(samples)))
         ]
         micros[section] = tuple(
             MicroBatch(i, section, 0, tuple(p)) for i, p in enumerate(filter(None, parts))
@@ -65,13 +66,13 @@ def rows_of(edge: Edge, sample: SampleMeta) -> torch.Tensor:
     plan = Schedule(
         {edge.src: (MicroBatch(0, edge.src, 0, (0,)),), edge.dst: (MicroBatch(0, edge.dst, 0, (0,)),)}, ()
     )
-    shape = EdgeLayout(edge, PLAN, plan, [sample]).shape("src", 0)
+    shape = EdgeLayout(edge, PLAN, plan, [sample]).tensor_shape("src", 0)
     return 100.0 * (1 + sample.id) + torch.arange(float(torch.Size(shape).numel())).view(shape)
 
 
 def whole(edge: Edge, plan: Plan, samples: list[SampleMeta], members: list[int]) -> torch.Tensor:
     """A micro-batch's tensor: its samples' pieces along the sample dim, padded with zeros to the widest."""
-    width = combine([samples[s].sizes for s in members], plan.symbols)["S"] + 1
+    width = combine_sizes([samples[s].sizes for s in members], plan.symbols)["S"] + 1
     parts = []
     for s in members:
         part = rows_of(edge, samples[s])
@@ -86,17 +87,17 @@ def carry(edge: Edge, schedule: Schedule, samples: list[SampleMeta]) -> None:
     layout = EdgeLayout(edge, PLAN, schedule, samples)
     sources = {m.index: whole(edge, PLAN, samples, list(m.samples)) for m in schedule.micro_batches[edge.src]}
     for micro, tensor in sources.items():
-        assert layout.shape("src", micro) == tuple(tensor.shape)
+        assert layout.tensor_shape("src", micro) == tuple(tensor.shape)
     for consumer in schedule.micro_batches[edge.dst]:
-        incoming = layout.of("dst", consumer.index)
+        incoming = layout.pairs_of_micro_batch("dst", consumer.index)
         if not incoming:
             continue
-        found = torch.zeros(layout.shape("dst", consumer.index))
+        found = torch.zeros(layout.tensor_shape("dst", consumer.index))
         for pair in incoming:
-            message = layout.pack(sources[pair[0]], "src", pair)
-            assert message.numel() == layout.numel(pair)
-            layout.unpack(message, found, "dst", pair)
-        members = [s for s in consumer.samples if active(edge.when, samples[s].pattern)]
+            message = layout.pack_message(sources[pair[0]], "src", pair)
+            assert message.numel() == layout.message_numel(pair)
+            layout.unpack_message(message, found, "dst", pair)
+        members = [s for s in consumer.samples if is_active(edge.when, samples[s].pattern)]
         expected = whole(edge, PLAN, samples, members)
         if edge.extents:  # the consumer is as wide as all its samples
             assert found.shape[1] >= expected.shape[1]
@@ -117,10 +118,10 @@ def test_a_gradient_takes_the_same_way_back(data: st.DataObject) -> None:
     schedule, samples = data.draw(steps(edge))
     layout = EdgeLayout(edge, PLAN, schedule, samples)
     for pair in layout.pairs:
-        tensor = torch.randn(layout.shape("dst", pair[1]))
-        back = torch.zeros(layout.shape("src", pair[0]))
-        layout.unpack(layout.pack(tensor, "dst", pair), back, "src", pair)
-        assert torch.equal(layout.pack(back, "src", pair), layout.pack(tensor, "dst", pair))
+        tensor = torch.randn(layout.tensor_shape("dst", pair[1]))
+        back = torch.zeros(layout.tensor_shape("src", pair[0]))
+        layout.unpack_message(layout.pack_message(tensor, "dst", pair), back, "src", pair)
+        assert torch.equal(layout.pack_message(back, "src", pair), layout.pack_message(tensor, "dst", pair))
 
 
 @settings(max_examples=30, deadline=None)
@@ -128,7 +129,7 @@ def test_a_gradient_takes_the_same_way_back(data: st.DataObject) -> None:
 def test_tags_tell_messages_apart(data: st.DataObject) -> None:
     schedule, samples = data.draw(steps(PACKED))
     layout = EdgeLayout(PACKED, PLAN, schedule, samples)
-    tags = {layout.tag(pair) for pair in layout.pairs}
+    tags = {layout.pair_tag(pair) for pair in layout.pairs}
     assert len(tags) == len(layout.pairs) and all(0 <= t < 2**30 for t in tags)
 
 
@@ -136,5 +137,5 @@ def test_global_widths_need_no_cuts() -> None:
     samples = [SampleMeta(i, frozenset(), {"B": 1, "S": s, "n": 0}) for i, s in enumerate((2, 5))]
     micros = {name: tuple(MicroBatch(i, name, 0, (i,)) for i in range(2)) for name in ("teacher", "decoder")}
     layout = EdgeLayout(HIDDEN, dataclasses.replace(PLAN, widths="global"), Schedule(micros, ()), samples)
-    assert layout.shape("src", 0) == layout.shape("dst", 0) == (1, 6, 2)
-    assert layout.numel((0, 0)) == 12
+    assert layout.tensor_shape("src", 0) == layout.tensor_shape("dst", 0) == (1, 6, 2)
+    assert layout.message_numel((0, 0)) == 12

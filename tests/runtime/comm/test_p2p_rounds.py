@@ -7,14 +7,14 @@ import dataclasses
 
 from hypothesis import given, settings
 
-from secc.runtime.comm.p2p_rounds import Entries, exchanges
+from secc.runtime.comm.p2p_rounds import RoundsByInstruction, plan_rounds
 from secc.runtime.plan.step_program import Instruction, Schedule
-from secc.runtime.schedule.scheduler import schedule
-from secc.runtime.validation.full_check import check
-from tests.runtime.schedule.plan_strategies import batches, plans
+from secc.runtime.schedule.scheduler import schedule_batch
+from secc.runtime.validation.full_check import check_schedule
+from tests.runtime.schedule.plan_strategies import random_batches, random_plans
 
 
-def as_messages(step: Schedule, entries: list[Entries]) -> Schedule:
+def as_messages(step: Schedule, entries: list[RoundsByInstruction]) -> Schedule:
     """The programs with sends and receives where ranks enter exchanges, so that the check for blocking sends
     can be asked."""
     programs: list[tuple[Instruction, ...]] = []
@@ -35,12 +35,12 @@ def as_messages(step: Schedule, entries: list[Entries]) -> Schedule:
     return dataclasses.replace(step, programs=tuple(programs))
 
 
-@given(plans(), batches)
+@given(random_plans(), random_batches)
 @settings(max_examples=60)
 def test_exchanges_are_entered_in_one_order_and_a_valid_step(p, samples):
-    step = schedule(p, samples)
-    found = exchanges(step, p.sections)
-    check(p, samples, as_messages(step, found))
+    step = schedule_batch(p, samples)
+    found = plan_rounds(step, p.sections)
+    check_schedule(p, samples, as_messages(step, found))
     numbers = [
         [n for index in sorted(e) for x in e[index] for n, _ in (*x.sends, *x.receives)] for e in found
     ]

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from secc.runtime.data.data_plane import DataPlane, GlobalBatch
-from secc.runtime.data.declared_sizes import Declared
+from secc.runtime.data.declared_sizes import DeclaredSizes
 from secc.runtime.errors import UserError
-from secc.runtime.model.item_seeds import borrowed
-from secc.runtime.model.user_file import load
-from secc.runtime.plan.schema import VERSION, Input, ModelRef, Plan, Symbol
+from secc.runtime.model.item_seeds import shared_rng_restore
+from secc.runtime.model.user_file import load_model_file
+from secc.runtime.plan.schema import PLAN_VERSION, Input, ModelRef, Plan, Symbol
 from secc.runtime.plan.step_program import Instruction, MicroBatch, SampleMeta, Schedule
 from tests.runtime.gloo_ranks import run_ranks
 
@@ -68,7 +68,7 @@ LEAVES = {
 
 def plan_of(global_batch=4, widths="own", inputs=INPUTS, labels_key="labels"):
     return Plan(
-        VERSION,
+        PLAN_VERSION,
         "",
         ModelRef("", ""),
         1,
@@ -104,7 +104,9 @@ def plane(model_file):
 
     def make(plan=None, broken="", sizes="", **options):
         made.append(
-            DataPlane(load(model_file(broken, sizes)), plan or plan_of(), 0, 1, leaves=LEAVES, **options)
+            DataPlane(
+                load_model_file(model_file(broken, sizes)), plan or plan_of(), 0, 1, leaves=LEAVES, **options
+            )
         )
         return made[-1]
 
@@ -198,12 +200,12 @@ def test_loading_leaves_the_random_streams_alone(plane):
 
 
 def test_items_drawn_together_are_those_drawn_alone(model_file):
-    user = load(model_file())
-    alone = [user.sample(i) for i in range(3)]
+    user = load_model_file(model_file())
+    alone = [user.load_sample(i) for i in range(3)]
     torch.manual_seed(1)
     state = random.getstate(), torch.get_rng_state()
-    with borrowed():
-        together = [user.sample(i) for i in range(3)]
+    with shared_rng_restore():
+        together = [user.load_sample(i) for i in range(3)]
         assert not torch.equal(torch.get_rng_state(), state[1])
     assert random.getstate() == state[0] and torch.equal(torch.get_rng_state(), state[1])
     assert all(equal(a, b) for a, b in zip(alone, together, strict=True))
@@ -295,14 +297,16 @@ def _alone(samples) -> Schedule:
 
 def _rank(rank: int, world: int, path: Path, plan: Plan, workers: int, results) -> None:
     torch.set_num_threads(1)
-    with DataPlane(load(path), plan, rank, world, leaves=LEAVES, workers=workers, order=_backwards) as p:
+    with DataPlane(
+        load_model_file(path), plan, rank, world, leaves=LEAVES, workers=workers, order=_backwards
+    ) as p:
         dist.init_process_group(
             "gloo", init_method=f"file://{path.parent}/store{workers}", rank=rank, world_size=world
         )
         for _ in range(3):
-            batch = p.next()
-            results.put((rank, batch, {k: v.tolist() for k, v in p.batch([0, 3]).items()}))
-            told = p.exchange(
+            batch = p.next_batch()
+            results.put((rank, batch, {k: v.tolist() for k, v in p.load_micro_batch([0, 3]).items()}))
+            told = p.exchange_values(
                 torch.tensor([rank / 2, 1.0], dtype=torch.float64), steps=2
             )  # the third step's rows do not travel along
             assert told.tolist() == [[0.0, 1.0], [0.5, 1.0], [1.0, 1.0]]
@@ -345,15 +349,15 @@ def test_rows_travel_with_other_numbers_where_all_ranks_have_them(model_file):
 
     def target(rank: int) -> tuple[bool, bool, str]:
         dist.init_process_group("gloo")
-        with DataPlane(load(path), plan_of(global_batch=2), rank, 2, leaves=LEAVES) as p:
-            p.next()
-            p.exchange(torch.zeros(1, dtype=torch.float64), steps=9)
-            came = p._found is not None
-            p.next()
-            p.exchange(torch.zeros(1, dtype=torch.float64), steps=9)
-            lacks = p._found is None
+        with DataPlane(load_model_file(path), plan_of(global_batch=2), rank, 2, leaves=LEAVES) as p:
+            p.next_batch()
+            p.exchange_values(torch.zeros(1, dtype=torch.float64), steps=9)
+            came = p._next_table is not None
+            p.next_batch()
+            p.exchange_values(torch.zeros(1, dtype=torch.float64), steps=9)
+            lacks = p._next_table is None
             try:
-                return came, lacks, p._source.result(p._share(2)) and ""
+                return came, lacks, p._loader.wait_for_result(p._metadata_request(2)) and ""
             except UserError as error:
                 return came, lacks, error.message
 
@@ -365,9 +369,9 @@ def test_rows_travel_with_other_numbers_where_all_ranks_have_them(model_file):
 
 def test_with_sizes_ahead_a_rank_loads_what_it_trains(model_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    user = load(model_file("open('loaded', 'a').write(f'{i} ')", SIZES))
+    user = load_model_file(model_file("open('loaded', 'a').write(f'{i} ')", SIZES))
     plane = DataPlane(user, plan_of(), 2, 3, leaves=LEAVES, order=_backwards)
-    assert plane._source.result(plane._share(0)).table[:, 0].tolist() == [0, 2]
+    assert plane._loader.wait_for_result(plane._metadata_request(0)).table[:, 0].tolist() == [0, 2]
     assert Path("loaded").read_text().split() == ["0", "2"]
 
 
@@ -397,13 +401,13 @@ def test_sizes_that_are_wrong_are_refused(plane, said, message):
 
 def test_sizes_may_be_shapes_with_or_without_the_samples_dim(model_file):
     said = "\ndef sizes(i):\n    return {'ids': [2], 'labels': (1, 2), 'noise': 1, 'pixels': [4, 2, 2, 2]}\n"
-    declared = Declared(load(model_file(sizes=said)), SYMBOLS, INPUTS)
-    assert declared.meta(3) == SampleMeta(3, frozenset({"pixels"}), {"B": 1, "S": 2, "n": 4})
+    declared = DeclaredSizes(load_model_file(model_file(sizes=said)), SYMBOLS, INPUTS)
+    assert declared.sample_metadata(3) == SampleMeta(3, frozenset({"pixels"}), {"B": 1, "S": 2, "n": 4})
 
 
 def _abandon(path: Path, pids) -> None:
-    p = DataPlane(load(path), plan_of(), 0, 1, leaves=LEAVES, workers=1)
-    p.next()
+    p = DataPlane(load_model_file(path), plan_of(), 0, 1, leaves=LEAVES, workers=1)
+    p.next_batch()
     pids.put(multiprocessing.active_children()[0].pid)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -6,12 +6,12 @@ import gc
 
 import pytest
 
-from secc.runtime.host.gc_control import collecting_seldom
+from secc.runtime.host.gc_control import slow_gc
 
 
 def test_looks_for_garbage_are_rare_inside_and_as_before_behind() -> None:
     before = gc.get_threshold()
-    with pytest.raises(KeyError), collecting_seldom():
+    with pytest.raises(KeyError), slow_gc():
         assert gc.get_threshold()[0] > before[0] and gc.get_freeze_count()
         raise KeyError
     assert gc.get_threshold() == before and not gc.get_freeze_count()

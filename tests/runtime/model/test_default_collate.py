@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from secc.runtime.errors import UserError
 from secc.runtime.model.default_collate import DefaultCollate, default_collate
-from secc.runtime.plan.batch_sizes import check_batch, combine, pad_batch, sizes_of
+from secc.runtime.plan.batch_sizes import check_batch_shapes, combine_sizes, pad_batch, read_symbol_sizes
 from secc.runtime.plan.schema import Input, Symbol
 
 TEXT = [{"input_ids": torch.arange(n), "labels": torch.arange(n)} for n in (2, 5, 3)]
@@ -105,14 +105,18 @@ def test_sizes_of_a_batch_are_those_of_its_samples_combined(
 ):
     samples = [{"input_ids": torch.ones(s)} | ({"x": torch.zeros(n, 2)} if n else {}) for s, n in sizes]
     collate = DefaultCollate({"input_ids": 2, "x": 2}, mask=False)
-    parts = [sizes_of(collate([s]), SYMBOLS) for s in samples]
+    parts = [read_symbol_sizes(collate([s]), SYMBOLS) for s in samples]
     cut = data.draw(st.integers(0, len(parts)))
-    halves = [combine(parts[:cut], SYMBOLS), combine(parts[cut:], SYMBOLS)]
-    assert combine(parts, SYMBOLS) == sizes_of(collate(samples), SYMBOLS) == combine(halves, SYMBOLS)
+    halves = [combine_sizes(parts[:cut], SYMBOLS), combine_sizes(parts[cut:], SYMBOLS)]
+    assert (
+        combine_sizes(parts, SYMBOLS)
+        == read_symbol_sizes(collate(samples), SYMBOLS)
+        == combine_sizes(halves, SYMBOLS)
+    )
 
 
 def test_a_symbol_without_a_key_is_the_number_of_samples():
-    assert sizes_of({}, (Symbol("B", "rows", "", 0),)) == {"B": 1}
+    assert read_symbol_sizes({}, (Symbol("B", "rows", "", 0),)) == {"B": 1}
 
 
 def test_a_batch_is_padded_to_given_widths():
@@ -125,7 +129,7 @@ def test_a_batch_is_padded_to_given_widths():
     assert padded["input_ids"].tolist() == [[0, 0, 1, 2]] and padded["other"] == 3
     assert padded["mask"].shape == (1, 1, 4, 5)
     assert padded["mask"][0, 0].int().tolist() == [[0] * 5, [0] * 5, [1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
-    check_batch(padded, INPUTS, {"B": 1, "S": 4})
+    check_batch_shapes(padded, INPUTS, {"B": 1, "S": 4})
 
 
 def test_padding_without_a_value_and_unplanned_shapes_are_refused():
@@ -133,4 +137,4 @@ def test_padding_without_a_value_and_unplanned_shapes_are_refused():
     with pytest.raises(UserError, match="'positions' has to be padded along dim 1"):
         pad_batch({"positions": torch.tensor([[0, 1]])}, inputs, {"S": 3})
     with pytest.raises(UserError, match=r"shape \[1, 2\], but the plan was made for \[B, S\] = \[1, 3\]"):
-        check_batch({"positions": torch.tensor([[0, 1]])}, inputs, {"B": 1, "S": 3})
+        check_batch_shapes({"positions": torch.tensor([[0, 1]])}, inputs, {"B": 1, "S": 3})

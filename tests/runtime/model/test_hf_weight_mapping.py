@@ -14,10 +14,10 @@ import transformers as T
 from safetensors.torch import load_file, save_file
 
 from secc.runtime.errors import UserError
-from secc.runtime.model.user_file import UserModel, load
+from secc.runtime.model.user_file import UserModel, load_model_file
 from secc.runtime.parameters import rank_weights
-from secc.runtime.parameters.rank_weights import build_model, parameter_table
-from secc.runtime.plan.schema import VERSION, Mesh, ModelRef, Plan, Section
+from secc.runtime.parameters.rank_weights import build_rank_model, describe_parameters
+from secc.runtime.plan.schema import PLAN_VERSION, Mesh, ModelRef, Plan, Section
 from tests.runtime.gloo_ranks import free_port, run_ranks
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def user_of(folder: Path, seen: str, teacher: str) -> UserModel:
     (folder / "model.py").write_text(MODEL.format(seen=seen, teacher=teacher))
-    return load(folder / "model.py")
+    return load_model_file(folder / "model.py")
 
 
 def plan_of(model: torch.nn.Module) -> Plan:
@@ -82,9 +82,9 @@ def plan_of(model: torch.nn.Module) -> Plan:
         Section(part, "", "train", (), (part,), names[part], Mesh((r,)), 1) for r, part in enumerate(names)
     )
     return Plan(
-        VERSION,
+        PLAN_VERSION,
         "",
-        ModelRef("", "", parameter_table(model)),
+        ModelRef("", "", describe_parameters(model)),
         2,
         2,
         "own",
@@ -110,15 +110,15 @@ def test_from_pretrained_runs_in_one_process_of_a_node(
         f"T.LlavaForConditionalGeneration.from_pretrained({paths[0]!r})",
         f"T.AutoModelForCausalLM.from_pretrained({paths[1]!r})",
     )
-    expected, port = user.model(), free_port()
+    expected, port = user.build_model(), free_port()
     plan, state = plan_of(expected), expected.state_dict()
-    monkeypatch.setattr(rank_weights, "OWN_COPY", 0)
+    monkeypatch.setattr(rank_weights, "BUILD_EVERYWHERE_BYTES", 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
     def target(rank: int) -> dict[str, torch.Tensor]:
         os.environ["LOCAL_RANK"] = str(rank)
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-        model = build_model(plan, user, rank, CPU, seed=0).model
+        model = build_rank_model(plan, user, rank, CPU, seed=0).model
         dist.barrier()
         rotary = model.teacher.model.rotary_emb.inv_freq
         assert torch.equal(rotary, expected.teacher.model.rotary_emb.inv_freq)
@@ -140,7 +140,7 @@ def test_hub_names_are_translated_and_prefixes_found(checkpoints: Path, tmp_path
     text, vision = f"T.LlamaConfig(**{TEXT!r})", f"T.CLIPVisionConfig(**{VISION!r})"
     llava = f"T.LlavaForConditionalGeneration(T.LlavaConfig(vision_config={vision}, text_config={text}, image_token_id=3))"
     user = user_of(tmp_path, llava, f"T.{teacher}({text})")
-    model = user.model()
+    model = user.build_model()
     plan = plan_of(model)
     (tmp_path / "rest").mkdir()
     save_file(dict(model.project.state_dict()), tmp_path / "rest" / "model.safetensors")
@@ -151,9 +151,9 @@ def test_hub_names_are_translated_and_prefixes_found(checkpoints: Path, tmp_path
     )
     expected = T.LlavaForConditionalGeneration.from_pretrained(checkpoints / "llava").state_dict()
     taught = getattr(T, teacher).from_pretrained(checkpoints / "llama").state_dict()
-    found = build_model(plan, user, 0, CPU, seed=0, init=init).model.seen.state_dict()
+    found = build_rank_model(plan, user, 0, CPU, seed=0, init=init).model.seen.state_dict()
     assert all(torch.equal(found[n], t) for n, t in expected.items())
-    found = build_model(plan, user, 1, CPU, seed=0, init=init).model.teacher.state_dict()
+    found = build_rank_model(plan, user, 1, CPU, seed=0, init=init).model.teacher.state_dict()
     assert all(torch.equal(found[n], t) for n, t in taught.items())
 
 
@@ -173,12 +173,12 @@ def test_experts_in_files_of_their_own_are_joined(name: str, tmp_path: Path) -> 
     files = [*(tmp_path / "teacher").glob("*.safetensors")]
     assert any(".experts.2." in n for file in files for n in load_file(file))
     user = user_of(tmp_path, "nn.Linear(2, 2)", f"T.{name}ForCausalLM(T.{name}Config(**{MIXTURES[name]!r}))")
-    model = user.model()
+    model = user.build_model()
     for part in ("seen", "project"):
         (tmp_path / part).mkdir()
         save_file(dict(model.get_submodule(part).state_dict()), tmp_path / part / "model.safetensors")
     init = tuple((part, tmp_path / part) for part in ("seen", "teacher", "project"))
-    found = build_model(plan_of(model), user, 1, CPU, seed=0, init=init).model.teacher.state_dict()
+    found = build_rank_model(plan_of(model), user, 1, CPU, seed=0, init=init).model.teacher.state_dict()
     expected = teacher.state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
 
@@ -192,4 +192,6 @@ def test_a_mixture_that_lacks_an_expert_is_refused_by_name(tmp_path: Path) -> No
         tmp_path, "nn.Linear(2, 2)", f"T.MixtralForCausalLM(T.MixtralConfig(**{MIXTURES['Mixtral']!r}))"
     )
     with pytest.raises(UserError, match=r"tensors are missing: .*experts"):
-        build_model(plan_of(user.model()), user, 1, CPU, seed=0, init=(("teacher", tmp_path / "teacher"),))
+        build_rank_model(
+            plan_of(user.build_model()), user, 1, CPU, seed=0, init=(("teacher", tmp_path / "teacher"),)
+        )

@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from secc.runtime.errors import UserError
-from secc.runtime.model.init_weights import Init
-from secc.runtime.model.meta_build import meta_model
-from secc.runtime.model.user_file import load
+from secc.runtime.model.init_weights import InitDirectories
+from secc.runtime.model.meta_build import build_meta_model
+from secc.runtime.model.user_file import load_model_file
 from secc.runtime.parameters import rank_weights
-from secc.runtime.parameters.rank_weights import build_model, canonical_names, parameter_table
-from secc.runtime.plan.schema import VERSION, Mesh, ModelRef, Plan, Section
-from secc.runtime.training.options import parse
+from secc.runtime.parameters.rank_weights import build_rank_model, canonical_names, describe_parameters
+from secc.runtime.plan.schema import PLAN_VERSION, Mesh, ModelRef, Plan, Section
+from secc.runtime.training.options import parse_options
 from tests.runtime.gloo_ranks import free_port, run_ranks
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def model_file(folder: Path, noise: str = "torch.randn(2)", dtype: str = "float3
 
 def plan_of(path: Path, ranks: tuple[int, int]) -> Plan:
     """The tower on one rank, the text on the other."""
-    model = load(path).model()
+    model = load_model_file(path).build_model()
     names = {
         part: tuple(n for n, _ in model.named_parameters() if n.startswith(part))
         for part in ("tower", "text")
@@ -76,9 +76,9 @@ def plan_of(path: Path, ranks: tuple[int, int]) -> Plan:
         for part, rank in zip(("tower", "text"), ranks, strict=True)
     ]
     return Plan(
-        VERSION,
+        PLAN_VERSION,
         "",
-        ModelRef("", "", parameter_table(model)),
+        ModelRef("", "", describe_parameters(model)),
         2,
         2,
         "own",
@@ -96,7 +96,7 @@ def plan_of(path: Path, ranks: tuple[int, int]) -> Plan:
 
 def plain(path: Path, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return load(path).model()
+    return load_model_file(path).build_model()
 
 
 def saved(model: nn.Module, directory: Path, prefix: str = "", **changed: torch.Tensor | None) -> None:
@@ -110,8 +110,8 @@ def saved(model: nn.Module, directory: Path, prefix: str = "", **changed: torch.
     )
 
 
-def here(path: Path, init: Init, rank: int = 1) -> nn.Module:
-    return build_model(plan_of(path, (0, 1)), load(path), rank, CPU, seed=3, init=init).model
+def here(path: Path, init: InitDirectories, rank: int = 1) -> nn.Module:
+    return build_rank_model(plan_of(path, (0, 1)), load_model_file(path), rank, CPU, seed=3, init=init).model
 
 
 def same(found: nn.Module, expected: dict[str, torch.Tensor], name: str = "text") -> bool:
@@ -125,7 +125,7 @@ def test_one_process_of_a_node_builds_and_hands_out(tmp_path: Path, monkeypatch:
     process makes."""
     path = model_file(tmp_path, noise="torch.randn(400, 400)")
     plan, port = plan_of(path, (0, 2)), free_port()
-    monkeypatch.setattr(rank_weights, "OWN_COPY", 0)
+    monkeypatch.setattr(rank_weights, "BUILD_EVERYWHERE_BYTES", 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
 
     def target(rank: int) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def test_one_process_of_a_node_builds_and_hands_out(tmp_path: Path, monkeypatch:
 
         os.environ["LOCAL_RANK"] = str(rank)
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
-        model = build_model(plan, load(path), rank, CPU, seed=3).model
+        model = build_rank_model(plan, load_model_file(path), rank, CPU, seed=3).model
         assert model.head.weight is model.text.embed.weight
         dist.barrier()
         held = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta}
@@ -230,8 +230,8 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
 
 
 def test_options_name_directories_and_components(tmp_path: Path) -> None:
-    assert parse([]).init == parse(["--init", "seed"]).init == ()
-    found = parse(["--init", "a/b=c", "--init", "text.layers.0=/w"]).init
+    assert parse_options([]).init == parse_options(["--init", "seed"]).init == ()
+    found = parse_options(["--init", "a/b=c", "--init", "text.layers.0=/w"]).init
     assert found == (("", Path("a/b=c")), ("text.layers.0", Path("/w")))
 
 
@@ -242,11 +242,11 @@ def test_a_rank_never_has_room_for_what_it_does_not_hold(tmp_path: Path) -> None
     path = model_file(tmp_path, width=3000)
     saved(plain(path, 9).to(torch.float16), tmp_path / "weights")
     plan = plan_of(path, (0, 1))
-    meta_model(load(path))  # imports what it needs, once for all ranks
+    build_meta_model(load_model_file(path))  # imports what it needs, once for all ranks
 
     def target(rank: int) -> int:
         before = _peak()
-        build_model(plan, load(path), rank, CPU, seed=3, init=(("", tmp_path / "weights"),))
+        build_rank_model(plan, load_model_file(path), rank, CPU, seed=3, init=(("", tmp_path / "weights"),))
         return _peak() - before
 
     tower, text = run_ranks(2, target, limit_s=150)

@@ -10,8 +10,8 @@ import torch
 import transformers as T
 
 from secc.errors import UserError
-from secc.runtime.model.meta_build import SMALL, meta_model
-from secc.runtime.model.user_file import UserModel, load
+from secc.runtime.model.meta_build import MAX_REAL_ENTRIES, build_meta_model
+from secc.runtime.model.user_file import UserModel, load_model_file
 
 PLAIN = """
 import torch
@@ -44,13 +44,13 @@ def dataset(): return [0]
 
 def _user(folder: Path, text: str) -> UserModel:
     (folder / "model.py").write_text(text)
-    return load(folder / "model.py")
+    return load_model_file(folder / "model.py")
 
 
 def test_large_tensors_have_no_storage_and_small_ones_have_values(tmp_path: Path) -> None:
     before = torch.get_rng_state()
-    model = meta_model(_user(tmp_path, PLAIN))
-    assert model.big.weight.is_meta and model.big.weight.numel() > SMALL
+    model = build_meta_model(_user(tmp_path, PLAIN))
+    assert model.big.weight.is_meta and model.big.weight.numel() > MAX_REAL_ENTRIES
     assert model.table.tolist() == [0.5 * i for i in range(10)]
     assert not model.small.bias.is_meta and model.tied is model.big
     assert torch.equal(torch.get_rng_state(), before)
@@ -62,7 +62,7 @@ def test_from_pretrained_reads_the_configuration_alone(tmp_path: Path) -> None:
         head_dim=16, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"],
     )  # fmt: skip
     config.save_pretrained(tmp_path / "checkpoint")  # and no weights
-    model = meta_model(_user(tmp_path, CHECKPOINT.format(path=str(tmp_path / "checkpoint"))))
+    model = build_meta_model(_user(tmp_path, CHECKPOINT.format(path=str(tmp_path / "checkpoint"))))
     assert isinstance(model, T.Qwen3ForCausalLM) and not model.training
     assert model.lm_head.weight is model.model.embed_tokens.weight and model.lm_head.weight.is_meta
     assert model.lm_head.weight.dtype == torch.bfloat16
@@ -71,4 +71,4 @@ def test_from_pretrained_reads_the_configuration_alone(tmp_path: Path) -> None:
 
 def test_a_missing_small_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="small_model"):
-        meta_model(_user(tmp_path, PLAIN), small=True)
+        build_meta_model(_user(tmp_path, PLAIN), small=True)

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from secc.runtime.errors import UserError
-from secc.runtime.model.nested_batch import argument, flat, growing, lists_in, nested
+from secc.runtime.model.nested_batch import (
+    argument_of_key,
+    find_growing_lists,
+    flatten_batch,
+    growing_lists_from_dims,
+    unflatten_batch,
+)
 
 ONE, TWO = torch.ones(1), torch.ones(2)
 
@@ -21,19 +27,19 @@ def test_flat_and_nested_undo_each_other() -> None:
         "names": ["a", "b"],
         "n": 3,
     }
-    found = flat(batch)
+    found = flatten_batch(batch)
     assert list(found) == ["text.ids", "text.more.mask", "levels.0", "levels.1", "labels", "names", "n"]
-    assert nested(found) == batch and {argument(key) for key in found} == batch.keys()
+    assert unflatten_batch(found) == batch and {argument_of_key(key) for key in found} == batch.keys()
 
 
 def test_what_is_none_is_missing() -> None:
-    assert flat({"text": {"ids": ONE, "mask": None}, "images": None}) == {"text.ids": ONE}
+    assert flatten_batch({"text": {"ids": ONE, "mask": None}, "images": None}) == {"text.ids": ONE}
 
 
 @pytest.mark.parametrize("batch", [{"a.b": ONE}, {"a": {"b.c": ONE}}, {"a": {3: ONE}}, {"a": {"3": ONE}}])
 def test_keys_that_cannot_be_told_from_nested_ones_are_refused(batch: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="a batch has the key") as error:
-        flat(batch, "model.py:7")
+        flatten_batch(batch, "model.py:7")
     assert error.value.where == "model.py:7"
 
 
@@ -47,7 +53,7 @@ def picture(height: int, width: int) -> torch.Tensor:
 
 def grown(*batches: dict[str, Any]) -> dict[str, int]:
     """The lists that grow, of batches of two samples with what the two give alone."""
-    return growing(
+    return find_growing_lists(
         [(batch, [{k: _half(v, i) for k, v in batch.items()} for i in (0, 1)]) for batch in batches],
         "model.py:7",
     )
@@ -63,18 +69,18 @@ def test_lists_of_one_tensor_a_sample_are_two_tensors_and_their_widths() -> None
     batch = {"pictures": [picture(2, 4), picture(3, 4)], "text": {"words": [ONE, TWO]}, "thumbs": [TWO, TWO]}
     lists = grown(batch)
     assert lists == {"pictures": 2, "text.words": 1, "thumbs": 0}
-    found = flat(batch, lists=lists)
+    found = flatten_batch(batch, lists=lists)
     assert {k: tuple(v.shape) for k, v in found.items()} == {
         "pictures.*": (15, 4), "pictures.*sizes": (2, 2), "pictures.*most": (0, 3, 3), "text.words.*": (3,), "text.words.*sizes": (2, 1),
         "text.words.*most": (0, 2), "thumbs.*": (2, 2),
     }  # fmt: skip
-    back = nested(found)
+    back = unflatten_batch(found)
     assert (
         torch.equal(back["pictures"][1], picture(3, 4))
         and torch.equal(back["text"]["words"][0], ONE)
         and len(back["thumbs"]) == 2
     )
-    assert lists_in({k: [str(d) for d in v.shape] for k, v in found.items()}) == lists
+    assert growing_lists_from_dims({k: [str(d) for d in v.shape] for k, v in found.items()}) == lists
 
 
 def test_a_list_of_dicts_is_a_list_for_each_key() -> None:
@@ -83,22 +89,22 @@ def test_a_list_of_dicts_is_a_list_for_each_key() -> None:
     }
     lists = grown(batch)
     assert lists == {"targets.*.boxes": 1, "targets.*.kinds": 1}
-    found = flat(batch, lists=lists)
+    found = flatten_batch(batch, lists=lists)
     assert [k for k in found if not k.endswith("most")] == [
         "targets.*.boxes.*", "targets.*.boxes.*sizes", "targets.*.kinds.*", "targets.*.kinds.*sizes"
     ]  # fmt: skip
-    first, second = nested(found)["targets"]
+    first, second = unflatten_batch(found)["targets"]
     assert torch.equal(second["boxes"], torch.ones(3, 4)) and torch.equal(first["kinds"], ONE)
     assert (
-        lists_in({k: [str(d) for d in v.shape] for k, v in found.items()}) == lists
-        and flat({"targets": []}, lists=lists) == {}
+        growing_lists_from_dims({k: [str(d) for d in v.shape] for k, v in found.items()}) == lists
+        and flatten_batch({"targets": []}, lists=lists) == {}
     )
 
 
 def test_a_list_of_as_many_tensors_in_every_batch_is_none_that_grows() -> None:
     levels = [torch.zeros(2, 5), torch.zeros(2, 3)]
     assert (
-        growing(
+        find_growing_lists(
             [
                 (
                     {"levels": levels},
@@ -112,11 +118,11 @@ def test_a_list_of_as_many_tensors_in_every_batch_is_none_that_grows() -> None:
 
 
 def test_an_empty_list_is_missing() -> None:
-    assert flat({"pictures": [], "ids": ONE}, lists={"pictures": 2}) == {"ids": ONE}
+    assert flatten_batch({"pictures": [], "ids": ONE}, lists={"pictures": 2}) == {"ids": ONE}
 
 
 def test_a_list_whose_tensors_differ_elsewhere_than_in_the_samples_drawn_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"the list 'pictures' has tensors of the shapes \[3, 2, 4\], \[3, 2, 5\]"
     ):
-        flat({"pictures": [picture(2, 4), picture(2, 5)]}, "model.py:7", {"pictures": 2})
+        flatten_batch({"pictures": [picture(2, 4), picture(2, 5)]}, "model.py:7", {"pictures": 2})

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from secc.runtime.errors import UserError
-from secc.runtime.model.user_file import UserModel, load, loss_of
+from secc.runtime.model.user_file import UserModel, extract_loss, load_model_file
 
 Write = Callable[[str], Path]
 
@@ -51,7 +51,7 @@ def line_of(path: Path, text: str) -> str:
 
 def test_a_file_loads_twice_without_sharing_state(write: Write):
     path = write(MODEL + DATA + "calls = []\n")
-    first, second = load(path), load(path)
+    first, second = load_model_file(path), load_model_file(path)
     first.module.calls.append(1)
     assert second.module.calls == []
     assert first.sha256 == second.sha256
@@ -59,26 +59,32 @@ def test_a_file_loads_twice_without_sharing_state(write: Write):
 
 
 def test_defaults_of_a_file_with_a_model_and_a_dataset_only(write: Write):
-    user = load(write(MODEL + DATA))
-    model = user.model()
-    optimizer = user.optimizer(list(model.named_parameters()))
+    user = load_model_file(write(MODEL + DATA))
+    model = user.build_model()
+    optimizer = user.build_optimizer(list(model.named_parameters()))
     assert isinstance(optimizer, torch.optim.AdamW) and optimizer.param_groups[0]["lr"] == 1e-4
     assert optimizer.param_groups[0]["param_names"] == ["embed.weight"]
-    assert user.scheduler(optimizer) is None and user.sizes(0) is None and user.small_model() is None
+    assert (
+        user.build_scheduler(optimizer) is None
+        and user.declared_sizes(0) is None
+        and user.build_small_model() is None
+    )
     assert user.forward_keys == {"input_ids", "labels", "attention_mask"}
 
 
 def test_forward_with_keyword_arguments_takes_any_key(write: Write):
-    user = load(write(MODEL.replace("attention_mask=None)", "attention_mask=None, **kwargs)") + DATA))
+    user = load_model_file(
+        write(MODEL.replace("attention_mask=None)", "attention_mask=None, **kwargs)") + DATA)
+    )
     assert user.forward_keys is None and "attention_mask" in user.forward_names
-    user.check_keys(["input_ids", "anything"], ["input_ids"])
+    user.check_batch_keys(["input_ids", "anything"], ["input_ids"])
 
 
 def test_a_module_beside_the_model_file_is_imported_and_blamed(write: Write, tmp_path: Path):
     (tmp_path / "beside_the_model.py").write_text("def broken():\n    raise ValueError('not today')\n")
-    user = load(write("import beside_the_model\ndef model():\n    beside_the_model.broken()\n"))
+    user = load_model_file(write("import beside_the_model\ndef model():\n    beside_the_model.broken()\n"))
     with pytest.raises(UserError, match="model\\(\\) raises ValueError: not today") as caught:
-        user.model()
+        user.build_model()
     assert caught.value.where == f"{tmp_path / 'beside_the_model.py'}:2"
 
 
@@ -97,23 +103,23 @@ def test_a_module_beside_the_model_file_is_imported_and_blamed(write: Write, tmp
 def test_a_file_that_cannot_be_imported(write: Write, text: str, message: str, place: str):
     path = write(text)
     with pytest.raises(UserError, match=message) as caught:
-        load(path)
+        load_model_file(path)
     assert caught.value.where == line_of(path, place)
 
 
 def test_a_missing_file(tmp_path: Path):
     with pytest.raises(UserError, match="cannot read the model file: No such file"):
-        load(tmp_path / "missing.py")
+        load_model_file(tmp_path / "missing.py")
 
 
 def everything(user: UserModel) -> None:
     """What a compiler asks of a model file."""
-    model = user.model()
-    samples = [user.sample(i) for i in range(len(user.dataset()))]
+    model = user.build_model()
+    samples = [user.load_sample(i) for i in range(len(user.dataset()))]
     batch = user.collate(samples)
-    user.check_keys(batch, batch)
-    user.optimizer(list(model.named_parameters()))
-    user.scheduler(torch.optim.SGD(model.parameters()))
+    user.check_batch_keys(batch, batch)
+    user.build_optimizer(list(model.named_parameters()))
+    user.build_scheduler(torch.optim.SGD(model.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +176,7 @@ def everything(user: UserModel) -> None:
 def test_what_is_wrong_in_a_file_is_said_with_its_place(write: Write, text: str, message: str, place: str):
     path = write("import torch\n" + text)
     with pytest.raises(UserError, match=message) as caught:
-        everything(load(path))
+        everything(load_model_file(path))
     lines = [
         n
         for n, line in enumerate(path.read_text().splitlines(), 1)
@@ -183,7 +189,7 @@ def test_what_is_wrong_in_a_file_is_said_with_its_place(write: Write, text: str,
 def test_an_iterable_dataset_is_refused(write: Write):
     text = "class Stream(torch.utils.data.IterableDataset):\n    __iter__ = None\ndef dataset():\n    return Stream()\n"
     with pytest.raises(UserError, match="IterableDataset"):
-        load(write(MODEL + text)).dataset()
+        load_model_file(write(MODEL + text)).dataset()
 
 
 def test_an_optimizer_that_does_not_expect_names_is_told_what_it_gets(write: Write):
@@ -191,13 +197,13 @@ def test_an_optimizer_that_does_not_expect_names_is_told_what_it_gets(write: Wri
         MODEL + "def optimizer(params):\n    return torch.optim.SGD([p for p in params if p.ndim > 1])\n"
     )
     with pytest.raises(UserError, match="AttributeError") as caught:
-        load(path).optimizer(list(torch.nn.Linear(2, 2).named_parameters()))
+        load_model_file(path).build_optimizer(list(torch.nn.Linear(2, 2).named_parameters()))
     assert "(name, parameter) pairs" in caught.value.remedy
     assert caught.value.where == line_of(path, "return torch.optim.SGD")
 
 
 def test_samples_are_functions_of_seed_epoch_and_number(write: Write):
-    user = load(
+    user = load_model_file(
         write(
             MODEL
             + """
@@ -209,7 +215,7 @@ def dataset(): return Noise()
 """
         )
     )
-    draw = lambda *key: user.sample(*key)["x"].tolist()  # noqa: E731
+    draw = lambda *key: user.load_sample(*key)["x"].tolist()
     before = torch.get_rng_state()
     assert draw(0, 1, 0) == draw(0, 1, 0)
     assert len({tuple(draw(*key)) for key in [(0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 1, 1)]}) == 4
@@ -234,7 +240,7 @@ TUPLES = [
     "output", [torch.tensor(2.0), torch.tensor([2.0]), {"loss": torch.tensor(2.0)}, Output(), *TUPLES]
 )
 def test_the_loss_is_found(output: object):
-    assert loss_of(output).shape == () and loss_of(output).item() == 2.0
+    assert extract_loss(output).shape == () and extract_loss(output).item() == 2.0
 
 
 @pytest.mark.parametrize(
@@ -243,5 +249,5 @@ def test_the_loss_is_found(output: object):
 )
 def test_what_is_no_loss_is_refused(output: object):
     with pytest.raises(UserError, match="forward returns no loss") as caught:
-        loss_of(output, "model.py:3")
+        extract_loss(output, "model.py:3")
     assert caught.value.where == "model.py:3" and "labels" in caught.value.remedy

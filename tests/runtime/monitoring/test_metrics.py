@@ -6,7 +6,7 @@ import io
 import json
 from pathlib import Path
 
-from secc.runtime.monitoring.metrics import FILE, Metrics
+from secc.runtime.monitoring.metrics import METRICS_FILE, MetricsLog
 
 
 class Terminal(io.StringIO):
@@ -22,9 +22,9 @@ def rows(last: int) -> list[dict[str, float]]:
 
 
 def write(directory: Path, stream: io.StringIO) -> str:
-    metrics = Metrics(directory, 3, stream)
+    metrics = MetricsLog(directory, 3, stream)
     for row in rows(3):
-        metrics.log(row)
+        metrics.log_step(row)
     metrics.close()
     return stream.getvalue()
 
@@ -32,7 +32,7 @@ def write(directory: Path, stream: io.StringIO) -> str:
 def test_a_run_appends_to_the_file(tmp_path: Path) -> None:
     write(tmp_path, io.StringIO())
     write(tmp_path, io.StringIO())
-    assert [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()] == rows(3) * 2
+    assert [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()] == rows(3) * 2
 
 
 def test_a_terminal_shows_one_line_in_place(tmp_path: Path) -> None:

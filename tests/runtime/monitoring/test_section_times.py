@@ -9,18 +9,36 @@ from pathlib import Path
 
 import pytest
 
-from secc.runtime.monitoring.run_summary import MIX, cores_here, sample_seconds, summary, warning
-from secc.runtime.monitoring.section_times import FILE, WARM, Taken, Times, predicted
-from secc.runtime.schedule.scheduler import schedule
-from tests.runtime.schedule.plan_strategies import edge, plan, sample, section, stages
+from secc.runtime.monitoring.run_summary import (
+    SAMPLE_SECONDS_KEY,
+    available_cores,
+    drift_warning,
+    predict_sample_seconds,
+    summary_lines,
+)
+from secc.runtime.monitoring.section_times import (
+    SECTION_TIMES_FILE,
+    UNCOUNTED_STEPS,
+    MeasuredStep,
+    SectionTimesLog,
+    predict_section_seconds,
+)
+from secc.runtime.schedule.scheduler import schedule_batch
+from tests.runtime.schedule.plan_strategies import (
+    make_edge,
+    make_plan,
+    make_sample,
+    make_section,
+    make_stages,
+)
 
 SECTIONS = [
-    section("vision", [0], forward="100*S", backward="200*S"),
-    *stages("lm", [[1], [2]], forward="100*S", backward="200*S"),
+    make_section("vision", [0], forward="100*S", backward="200*S"),
+    *make_stages("lm", [[1], [2]], forward="100*S", backward="200*S"),
 ]
-PLAN = plan(SECTIONS, [edge("vision", "lm_0")], 3)
-SAMPLES = [sample(i, length=10 + i) for i in range(4)]
-PREDICTED = predicted(PLAN, SAMPLES, schedule(PLAN, SAMPLES))
+PLAN = make_plan(SECTIONS, [make_edge("vision", "lm_0")], 3)
+SAMPLES = [make_sample(i, length=10 + i) for i in range(4)]
+PREDICTED = predict_section_seconds(PLAN, SAMPLES, schedule_batch(PLAN, SAMPLES))
 
 
 def times(factor: float) -> dict[tuple[str, str], float]:
@@ -40,18 +58,18 @@ def test_predicted_times_are_those_of_all_stages_and_replicas() -> None:
     }
 
 
-def taken(factor: float) -> Taken:
-    return Taken(0.5, times(factor), PREDICTED, SAMPLES)
+def taken(factor: float) -> MeasuredStep:
+    return MeasuredStep(0.5, times(factor), PREDICTED, SAMPLES)
 
 
 def test_times_as_predicted_or_all_alike_are_no_news() -> None:
     for slower in (1.0, 5.0):
-        steps = [Taken(0.5, {key: slower * s for key, s in PREDICTED.items()}, PREDICTED, SAMPLES)] * 3
-        assert list(warning(PLAN, steps, Path("plan/logs"))) == []
+        steps = [MeasuredStep(0.5, {key: slower * s for key, s in PREDICTED.items()}, PREDICTED, SAMPLES)] * 3
+        assert list(drift_warning(PLAN, steps, Path("plan/logs"))) == []
 
 
 def test_a_section_that_slows_all_others_down_is_named_with_the_gain_there_may_be() -> None:
-    said = list(warning(PLAN, [taken(4.0)] * 3, Path("plan/logs")))
+    said = list(drift_warning(PLAN, [taken(4.0)] * 3, Path("plan/logs")))
     assert (
         "vision are busy 2.00 times as long" in said[0]
         and "a plan for these times could be up to 50% faster" in said[0]
@@ -60,48 +78,52 @@ def test_a_section_that_slows_all_others_down_is_named_with_the_gain_there_may_b
 
 
 def test_one_slow_step_is_no_drift() -> None:
-    assert list(warning(PLAN, [taken(9.0), taken(1.0), taken(1.0)], Path("logs"))) == []
+    assert list(drift_warning(PLAN, [taken(9.0), taken(1.0), taken(1.0)], Path("logs"))) == []
 
 
 @pytest.mark.parametrize(("with_images", "before", "said"), [(4, 4, False), (4, 1, True), (4, 3, True)])
 def test_other_samples_than_the_plan_was_made_for_are_news(with_images: int, before: int, said: bool) -> None:
     """The times are as predicted for these samples; only the plan expected fewer images."""
-    vision = section("vision", [0], when=("images",), forward="400*I", backward="800*I")
-    lm = section("lm", [1], forward="100*S", backward="200*S")
-    made = plan([vision, lm], [edge("vision", "lm")], 2)
+    vision = make_section("vision", [0], when=("images",), forward="400*I", backward="800*I")
+    lm = make_section("lm", [1], forward="100*S", backward="200*S")
+    made = make_plan([vision, lm], [make_edge("vision", "lm")], 2)
 
     def batch(count: int):
-        return [sample(i, *(["images"] if i < count else []), images=10, length=10) for i in range(4)]
+        return [make_sample(i, *(["images"] if i < count else []), images=10, length=10) for i in range(4)]
 
-    made = dataclasses.replace(made, prediction={MIX: sample_seconds(made, batch(before))})
-    expected = predicted(made, batch(with_images), schedule(made, batch(with_images)))
-    found = list(warning(made, [Taken(0.5, expected, expected, batch(with_images))] * 3, Path("logs")))
+    made = dataclasses.replace(
+        made, prediction={SAMPLE_SECONDS_KEY: predict_sample_seconds(made, batch(before))}
+    )
+    expected = predict_section_seconds(made, batch(with_images), schedule_batch(made, batch(with_images)))
+    found = list(
+        drift_warning(made, [MeasuredStep(0.5, expected, expected, batch(with_images))] * 3, Path("logs"))
+    )
     assert bool(found) is said
     assert not said or ("the ranks of vision" in found[0] and "a plan for these samples could be" in found[0])
 
 
 def test_steps_that_differ_among_themselves_do_not_make_a_drift() -> None:
     """Their median is a little above what was expected, and by no more than they scatter."""
-    assert list(warning(PLAN, [taken(1.2)] * 5, Path("logs"))) != []
-    assert list(warning(PLAN, [taken(f) for f in (0.1, 0.6, 1.2, 2.5, 4.0)], Path("logs"))) == []
+    assert list(drift_warning(PLAN, [taken(1.2)] * 5, Path("logs"))) != []
+    assert list(drift_warning(PLAN, [taken(f) for f in (0.1, 0.6, 1.2, 2.5, 4.0)], Path("logs"))) == []
 
 
 def test_a_run_ends_with_its_step_beside_the_predicted_one() -> None:
     told = dataclasses.replace(PLAN, prediction={"step_time_s": 0.4, "simulated": {"step_time_s": 0.45}})
-    assert list(summary(told, [taken(1.0)] * 3, Path("logs"))) == [
+    assert list(summary_lines(told, [taken(1.0)] * 3, Path("logs"))) == [
         "0.5 s a step, the median of the last 3; predicted 0.45 s (1.11 times as long)"
     ]
-    assert list(summary(PLAN, [taken(1.0)], Path("logs"))) == ["0.5 s a step, the median of the last 1"]
-    assert list(summary(PLAN, [], Path("logs"))) == []
+    assert list(summary_lines(PLAN, [taken(1.0)], Path("logs"))) == ["0.5 s a step, the median of the last 1"]
+    assert list(summary_lines(PLAN, [], Path("logs"))) == []
 
 
 def test_a_prediction_that_is_far_off_comes_with_what_may_be_the_reason() -> None:
     told = dataclasses.replace(PLAN, prediction={"step_time_s": 0.1})
-    first, costs, cores = summary(told, [taken(1.0)] * 3, Path("logs"), processes=cores_here() + 1)
+    first, costs, cores = summary_lines(told, [taken(1.0)] * 3, Path("logs"), processes=available_cores() + 1)
     assert (
         "5.00 times as long" in first
         and "default costs: secc profile" in costs
-        and f"share {cores_here()} cores" in cores
+        and f"share {available_cores()} cores" in cores
     )
     measured = [
         dataclasses.replace(s, cost=dataclasses.replace(s.cost, label="measured")) for s in told.sections
@@ -109,7 +131,7 @@ def test_a_prediction_that_is_far_off_comes_with_what_may_be_the_reason() -> Non
     assert (
         len(
             list(
-                summary(
+                summary_lines(
                     dataclasses.replace(told, sections=tuple(measured)),
                     [taken(1.0)] * 3,
                     Path("logs"),
@@ -122,11 +144,17 @@ def test_a_prediction_that_is_far_off_comes_with_what_may_be_the_reason() -> Non
 
 
 def test_the_first_steps_do_not_count(tmp_path: Path) -> None:
-    log = Times(tmp_path, PLAN)
-    for step in range(WARM + 2):
-        log.log(7 + step, 0.5, times(9.0 if step < WARM else 1.0), SAMPLES, schedule(PLAN, SAMPLES))
+    log = SectionTimesLog(tmp_path, PLAN)
+    for step in range(UNCOUNTED_STEPS + 2):
+        log.log_step(
+            7 + step,
+            0.5,
+            times(9.0 if step < UNCOUNTED_STEPS else 1.0),
+            SAMPLES,
+            schedule_batch(PLAN, SAMPLES),
+        )
     log.close()
-    rows = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
-    assert log.steps == (taken(1.0),) * 2 and len(rows) == WARM + 2
+    rows = [json.loads(line) for line in (tmp_path / SECTION_TIMES_FILE).read_text().splitlines()]
+    assert log.steps == (taken(1.0),) * 2 and len(rows) == UNCOUNTED_STEPS + 2
     assert rows[0]["mix"] == [{"when": [], "count": 4, "sizes": {"B": 4, "S": 46, "I": 0}}]
     assert rows[0]["sections"]["lm"]["predicted_backward_s"] == PREDICTED["lm", "B"]

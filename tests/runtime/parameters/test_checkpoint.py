@@ -11,8 +11,8 @@ import torch
 
 from secc.runtime.errors import UserError
 from secc.runtime.parameters import checkpoint, sliced_tensor_store
-from secc.runtime.training.options import parse
-from secc.runtime.training.rank_context import Run
+from secc.runtime.training.options import parse_options
+from secc.runtime.training.rank_context import RankContext
 from tests.runtime.captioner_plans import ALONE, APART, UNEVEN, reference, write_plan
 from tests.runtime.fixtures.captioner.sections import terms
 from tests.runtime.train_captioner import metrics, train
@@ -74,7 +74,7 @@ def test_the_whole_state_dict_is_the_users(tmp_path: Path) -> None:
     plain = reference(2)
     write_plan(tmp_path / "plan", UNEVEN)
     train(tmp_path / "plan", UNEVEN, 2, "--save", str(tmp_path / "saved"))
-    full = checkpoint.load_full(tmp_path / "saved")
+    full = checkpoint.load_full_state_dict(tmp_path / "saved")
     assert list(full) == list(plain.state)
     for name, value in full.items():
         torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=1e-5)
@@ -82,7 +82,7 @@ def test_the_whole_state_dict_is_the_users(tmp_path: Path) -> None:
 
 
 def test_each_tensor_is_stored_once(unbroken: Path) -> None:
-    keys = sliced_tensor_store.entries(unbroken / "saved" / "step_00000010")
+    keys = sliced_tensor_store.stored_entries(unbroken / "saved" / "step_00000010")
     assert "model/embed.weight" in keys and "model/head.weight" not in keys
     state = {
         k.removeprefix("optimizer/encoder.gate/") for k in keys if k.startswith("optimizer/encoder.gate/")
@@ -92,7 +92,7 @@ def test_each_tensor_is_stored_once(unbroken: Path) -> None:
 
 
 def test_an_unfinished_checkpoint_is_not_found(unbroken: Path, tmp_path: Path) -> None:
-    assert checkpoint.find(unbroken / "saved").name == "step_00000010"
+    assert checkpoint.find_checkpoint(unbroken / "saved").name == "step_00000010"
     assert sorted(p.name for p in (unbroken / "saved").iterdir()) == [
         "latest",
         "step_00000005",
@@ -100,13 +100,13 @@ def test_an_unfinished_checkpoint_is_not_found(unbroken: Path, tmp_path: Path) -
     ]
     (tmp_path / ".step_00000001.tmp").mkdir()
     with pytest.raises(UserError, match="there is no checkpoint"):
-        checkpoint.find(tmp_path)
+        checkpoint.find_checkpoint(tmp_path)
 
 
 def test_weights_of_another_model_are_refused(unbroken: Path, tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     with pytest.raises(UserError, match=r"does not fit the model: 0\.weight: it lacks it"):
-        checkpoint.load_model(unbroken / "saved" / "step_00000005", model, {})
+        checkpoint.load_model_state(unbroken / "saved" / "step_00000005", model, {})
 
 
 def test_nothing_left_to_do_is_refused(
@@ -115,7 +115,9 @@ def test_nothing_left_to_do_is_refused(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     write_plan(tmp_path / "plan", ALONE)
     with pytest.raises(UserError, match="step 10, so --steps 5 leaves nothing to do"):
-        Run(tmp_path / "plan", parse(["--steps", "5", "--resume", str(unbroken / "saved")]), terms)
+        RankContext(
+            tmp_path / "plan", parse_options(["--steps", "5", "--resume", str(unbroken / "saved")]), terms
+        )
 
 
 def assert_same_contents(a: Path, b: Path) -> None:
@@ -128,9 +130,9 @@ def assert_same_contents(a: Path, b: Path) -> None:
 
 
 def contents_of(directory: Path) -> dict[str, Any]:
-    stored = sliced_tensor_store.entries(directory).items()
+    stored = sliced_tensor_store.stored_entries(directory).items()
     contents: dict[str, Any] = {
         k: None if e is None else torch.empty_like(e, device="cpu") for k, e in stored
     }
-    sliced_tensor_store.read(directory, contents, alone=True)
+    sliced_tensor_store.read_entries(directory, contents, alone=True)
     return contents

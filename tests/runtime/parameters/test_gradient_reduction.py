@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from secc.runtime.parameters import gradient_reduction
-from secc.runtime.parameters.gradient_reduction import Holders, Reducer, holders
+from secc.runtime.parameters.gradient_reduction import GradientReducer, ReductionGroup, build_reduction_groups
 from tests.runtime.captioner_plans import APART, UNEVEN, make_plan
 from tests.runtime.gloo_ranks import run_ranks
 
 HELD = [
-    Holders(("a", "b", "c"), ("one",), (0, 1)),
-    Holders(("tied",), ("one", "two"), (0, 1, 2)),
-    Holders(("d",), ("two",), (2,)),
+    ReductionGroup(("a", "b", "c"), ("one",), (0, 1)),
+    ReductionGroup(("tied",), ("one", "two"), (0, 1, 2)),
+    ReductionGroup(("d",), ("two",), (2,)),
 ]
 SHAPES = {"a": (3, 2), "b": (4,), "c": (2,), "tied": (5,), "d": (3,)}
 CPU = torch.device("cpu")
@@ -33,11 +33,13 @@ def test_holders_follow_sections_and_ties() -> None:
     plan = make_plan(UNEVEN)
     names = canonical(plan.model.parameters)
     trainable = [n for n in dict.fromkeys(names.values()) if plan.model.parameters[n].endswith("train")]
-    found = {h.sections: h for h in holders(plan, trainable, names)}
+    found = {h.sections: h for h in build_reduction_groups(plan, trainable, names)}
     assert found.keys() == {("decoder",), ("encoder",), ("encoder", "decoder")}
-    assert found["encoder", "decoder"] == Holders(("encoder.gate",), ("encoder", "decoder"), (0, 1, 2))
+    assert found["encoder", "decoder"] == ReductionGroup(("encoder.gate",), ("encoder", "decoder"), (0, 1, 2))
     assert found["decoder",].ranks == (1, 2) and "embed.weight" in found["decoder",].names
-    assert holders(make_plan(APART), ["teacher.mix.weight"], names) == []  # its section has no backward
+    assert (
+        build_reduction_groups(make_plan(APART), ["teacher.mix.weight"], names) == []
+    )  # its section has no backward
 
 
 def reduce(values: Mapping[str, Mapping[int, float]], limit: float | None = None) -> list[dict[str, Any]]:
@@ -50,13 +52,13 @@ def reduce(values: Mapping[str, Mapping[int, float]], limit: float | None = None
         for name, by_rank in values.items():
             if rank in by_rank:
                 params[name].grad = torch.full(SHAPES[name], by_rank[rank])
-        reducer = Reducer(HELD, params, rank, CPU)
-        reducer.start("one")
-        reducer.finish()
+        reducer = GradientReducer(HELD, params, rank, CPU)
+        reducer.start_section("one")
+        reducer.finish_reduction()
         square = reducer.squared_norm()
         dist.all_reduce(square)
         if limit is not None:
-            reducer.clip(square.sqrt(), limit)
+            reducer.clip_gradients(square.sqrt(), limit)
         return {"norm": float(square.sqrt()), **{n: p.grad for n, p in params.items()}}
 
     return run_ranks(3, target)
@@ -76,13 +78,15 @@ def test_sums_none_and_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(r["norm"] == pytest.approx(norm, rel=1e-12) for r in ranks)
 
 
-@pytest.mark.parametrize("size", [3, gradient_reduction.BLOCK, 5 * gradient_reduction.BLOCK + 7])
+@pytest.mark.parametrize(
+    "size", [3, gradient_reduction.NORM_BLOCK_ENTRIES, 5 * gradient_reduction.NORM_BLOCK_ENTRIES + 7]
+)
 def test_the_norm_is_that_of_float64(size: int) -> None:
     """Also where a gradient's entries differ by orders of magnitude."""
     params = {n: nn.Parameter(torch.zeros(s)) for n, s in {"a": (size,), "b": (4, size)}.items()}
     for param in params.values():
         param.grad = torch.randn(param.shape) * 10 ** torch.linspace(-6, 3, size)
-    square = Reducer([Holders(("a", "b"), ("one",), (0,))], params, 0, CPU).squared_norm()
+    square = GradientReducer([ReductionGroup(("a", "b"), ("one",), (0,))], params, 0, CPU).squared_norm()
     expected = sum(p.grad.double().square().sum() for p in params.values() if p.grad is not None)
     assert square.dtype == torch.float64 and float(square) == pytest.approx(float(expected), rel=1e-7)
 

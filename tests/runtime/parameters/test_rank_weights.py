@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from secc.runtime.errors import UserError
-from secc.runtime.parameters.rank_weights import build_model, load_user_model, owners
+from secc.runtime.parameters.rank_weights import build_rank_model, load_user_model, state_dict_owners
 from tests.runtime.captioner_plans import APART, FIXTURE, UNEVEN, make_plan, write_plan
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def build(rank: int, init: Path | None = None) -> torch.nn.Module:
     plan = dataclasses.replace(make_plan(APART), labels_key="")
-    return build_model(
+    return build_rank_model(
         plan, load_user_model(plan, FIXTURE), rank, CPU, seed=3, init=(("", init),) if init else ()
     ).model
 
@@ -27,7 +27,7 @@ def build(rank: int, init: Path | None = None) -> torch.nn.Module:
 def plain_state(seed: int) -> dict[str, torch.Tensor]:
     user = load_user_model(make_plan(APART), FIXTURE)
     torch.manual_seed(seed)
-    return user.model().state_dict()
+    return user.build_model().state_dict()
 
 
 def test_a_rank_holds_its_sections_and_the_first_what_is_spare() -> None:
@@ -53,7 +53,7 @@ def test_weights_are_those_of_one_process() -> None:
 
 
 def test_owners_are_first_ranks() -> None:
-    found = owners(make_plan(UNEVEN), build(0))
+    found = state_dict_owners(make_plan(UNEVEN), build(0))
     assert found["decoder.out.weight"] == 1 and found["teacher.mix.weight"] == 0
     assert found["encoder.gate"] == found["decoder.gate"] == found["encoder.scale"] == found["spare"] == 0
 
@@ -97,7 +97,7 @@ def test_a_changed_module_beside_the_model_is_seen() -> None:
     table = {**plan.model.parameters, "spare": "float32[4] train"}
     changed = dataclasses.replace(plan, model=dataclasses.replace(plan.model, parameters=table))
     with pytest.raises(UserError) as error:
-        build_model(changed, load_user_model(changed, FIXTURE), 0, CPU, seed=0)
+        build_rank_model(changed, load_user_model(changed, FIXTURE), 0, CPU, seed=0)
     assert "-spare: float32[4] train" in str(error.value) and "+spare: float32[3] train" in str(error.value)
 
 

@@ -18,11 +18,11 @@ from torch import nn
 
 from secc.runtime.errors import UserError
 from secc.runtime.parameters import checkpoint, gradient_reduction
-from secc.runtime.parameters.elementwise_check import refusal
+from secc.runtime.parameters.elementwise_check import why_not_elementwise
 from secc.runtime.parameters.rank_weights import canonical_names
-from secc.runtime.parameters.sharded_optimizer import Flat, shard_optimizer
-from secc.runtime.parameters.sliced_tensor_store import Slice, boxes
-from secc.runtime.plan.schema import to_json
+from secc.runtime.parameters.sharded_optimizer import FlatParameters, shard_optimizer
+from secc.runtime.parameters.sliced_tensor_store import TensorSlice, row_major_boxes
+from secc.runtime.plan.schema import plan_to_json
 from tests.runtime.captioner_plans import (
     CLASSES,
     FIXTURE,
@@ -50,7 +50,7 @@ def write_sharded(
 ) -> None:
     plan = write_plan(directory, layout, micro_batch=micro_batch, source=source)
     sections = tuple(replace(s, sharding=sharding.get(s.name, "none"), units=s.blocks) for s in plan.sections)
-    (directory / "plan.json").write_text(to_json(replace(plan, sections=sections)))
+    (directory / "plan.json").write_text(plan_to_json(replace(plan, sections=sections)))
 
 
 def train(
@@ -64,8 +64,8 @@ def train(
         enter_plan(directory)
         gradient_reduction.BUCKET_BYTES = bucket
         terms: Any = importlib.import_module("sections.terms")
-        from secc.runtime.training.options import parse
-        from secc.runtime.training.rank_context import Run
+        from secc.runtime.training.options import parse_options
+        from secc.runtime.training.rank_context import RankContext
         from secc.runtime.training.trainer import Trainer
 
         held = [
@@ -73,13 +73,15 @@ def train(
             for n, ranks in layout.items()
             if rank in ranks
         ]
-        with Run(directory, parse(["--steps", str(steps), "--workers", "0", *arguments]), terms) as run:
-            model = run.model()
+        with RankContext(
+            directory, parse_options(["--steps", str(steps), "--workers", "0", *arguments]), terms
+        ) as run:
+            model = run.load_model()
             trainer = Trainer(run, model, [section(model) for section in held])
             found = []
-            for batch in trainer.batches():
-                trainer.step(batch)
-                pieces = [(q, p.grad) for p, q in trainer.reducer.pieces.items()]
+            for batch in trainer.plan_steps():
+                trainer.train_step(batch)
+                pieces = [(q, p.grad) for p, q in trainer.reducer.optimized_slices.items()]
                 found.append([(q, None if g is None else g.clone()) for q, g in pieces])
             states = (
                 0
@@ -87,11 +89,11 @@ def train(
                 else sum(s["exp_avg"].numel() for s in trainer.optimizer.state.values())
             )
             canonical = canonical_names(model)
-            parts = [(piece, part.detach().clone()) for part, piece in run.gathered.pieces.items()]
+            parts = [(piece, part.detach().clone()) for part, piece in run.zero3.parameter_slices.items()]
             state = {
                 k: v.clone()
                 for k, v in model.state_dict().items()
-                if not v.is_meta and canonical.get(k) not in run.gathered.names
+                if not v.is_meta and canonical.get(k) not in run.zero3.parameter_names
             }
             return {"gradients": found, "state": state, "parts": parts, "states": states}
 
@@ -197,8 +199,8 @@ def test_checkpoints_do_not_depend_on_sharding(tmp_path: Path) -> None:
         arguments = ["--resume", str(tmp_path / f"{first}-5"), "--save", str(tmp_path / f"{second}-10")]
         train(tmp_path / second, layout, 10, *arguments, "--log-dir", str(tmp_path / "logs"))
     for name in ("sharded-5", "sharded-10"):
-        other = checkpoint.load_full(tmp_path / name.replace("sharded", "plain"))
-        for key, value in checkpoint.load_full(tmp_path / name).items():
+        other = checkpoint.load_full_state_dict(tmp_path / name.replace("sharded", "plain"))
+        for key, value in checkpoint.load_full_state_dict(tmp_path / name).items():
             torch.testing.assert_close(value, other[key], rtol=1e-4, atol=1e-5)
 
 
@@ -219,17 +221,17 @@ def test_boxes_cover_a_slice_in_order(shape: list[int], data: st.DataObject) -> 
     start, stop = sorted((data.draw(st.integers(0, numel)), data.draw(st.integers(0, numel))))
     values = torch.arange(numel).view(shape)
     found: list[int] = []
-    for offsets, sizes in boxes(tuple(shape), start, stop):
+    for offsets, sizes in row_major_boxes(tuple(shape), start, stop):
         box = values[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
         found += box.flatten().tolist()
     assert found == list(range(start, stop))
-    assert len(list(boxes(tuple(shape), start, stop))) <= max(1, 2 * len(shape) - 1)
+    assert len(list(row_major_boxes(tuple(shape), start, stop))) <= max(1, 2 * len(shape) - 1)
 
 
 def test_a_slice_gives_out_its_own_memory() -> None:
-    part = Slice(torch.arange(7), torch.Size((3, 4)), 3)
+    part = TensorSlice(torch.arange(7), torch.Size((3, 4)), 3)
     item = part.__create_write_items__("x", part)[1]
-    part.shard(item.index).fill_(0)
+    part.box_memory(item.index).fill_(0)
     assert part.values.tolist() == [0, 0, 0, 0, 0, 5, 6]
 
 
@@ -240,13 +242,16 @@ def test_shards_share_the_parameters_memory() -> None:
         ("c", nn.Parameter(torch.randn(()))),
     ]
     before = [p.detach().clone() for _, p in named]
-    flats = [Flat([(n, nn.Parameter(p.detach().clone())) for n, p in named], rank, 3) for rank in range(3)]
+    flats = [
+        FlatParameters([(n, nn.Parameter(p.detach().clone())) for n, p in named], rank, 3)
+        for rank in range(3)
+    ]
     pieces = [(piece.name, piece.start, piece.stop) for f in flats for _, piece in f.slices.values()]
     assert pieces == [("a", 0, 4), ("a", 4, 8), ("a", 8, 9), ("b", 0, 2), ("c", 0, 1)]
-    assert all(f.values.numel() == 12 and f.shard.numel() == 4 for f in flats)
+    assert all(f.buffer.numel() == 12 and f.shard.numel() == 4 for f in flats)
     last = flats[2]
     full, (part, piece) = next((p, s) for p, s in last.slices.items() if s[1].name == "c")
-    assert piece.whole and part.shape == ()
+    assert piece.is_whole and part.shape == ()
     with torch.no_grad():
         part += 1
     torch.testing.assert_close(full.detach(), before[2] + 1)
@@ -256,7 +261,7 @@ def test_groups_are_the_users() -> None:
     """Groups made by shape keep what they have; one without a slice on this rank stays, empty."""
     matrix, bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
     optimizer = torch.optim.Adagrad([{"params": [("w", matrix)]}, {"params": [("b", bias)], "lr": 0.5}])
-    flat = Flat([("w", matrix), ("b", bias)], 0, 2)
+    flat = FlatParameters([("w", matrix), ("b", bias)], 0, 2)
     shard_optimizer(optimizer, {p: flat.slices.get(p) for p in (matrix, bias)})
     assert [[p.numel() for p in g["params"]] for g in optimizer.param_groups] == [[10], []]
     assert [g["param_names"] for g in optimizer.param_groups] == [["w"], []]
@@ -320,7 +325,7 @@ def test_elementwise_optimizers_are_told_from_others(made: Any, reason: str | No
     parameter = nn.Parameter(torch.ones(3, 2))
     optimizer = made([parameter])
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("the probe ran the user's hooks"))
-    found = refusal(optimizer)
+    found = why_not_elementwise(optimizer)
     assert found is None if reason is None else found is not None and reason in found
     assert torch.equal(parameter, torch.ones(3, 2)) and not optimizer.state
 
@@ -338,15 +343,15 @@ def test_a_plan_that_shards_what_cannot_be_is_refused(tmp_path: Path) -> None:
     def target(rank: int) -> str:
         enter_plan(tmp_path / "plan")
         terms: Any = importlib.import_module("sections.terms")
-        from secc.runtime.training.options import parse
-        from secc.runtime.training.rank_context import Run
+        from secc.runtime.training.options import parse_options
+        from secc.runtime.training.rank_context import RankContext
         from secc.runtime.training.trainer import Trainer
 
         with (
-            Run(tmp_path / "plan", parse(["--workers", "0"]), terms) as run,
+            RankContext(tmp_path / "plan", parse_options(["--workers", "0"]), terms) as run,
             pytest.raises(UserError) as error,
         ):
-            Trainer(run, run.model(), [])
+            Trainer(run, run.load_model(), [])
         return str(error.value)
 
     for message in run_ranks(2, target):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secc.runtime.plan.expr_eval import evaluate, evaluate_columns
+from secc.runtime.plan.expr_eval import evaluate_expr, evaluate_expr_columns
 
 leaves = st.one_of(st.integers(0, 50).map(str), st.sampled_from(["B", "S", "n_pixels"]))
 expressions = st.recursive(
@@ -26,13 +26,15 @@ sizes = st.fixed_dictionaries({name: st.integers(0, 1000) for name in ("B", "S",
 
 @given(expressions, sizes)
 def test_values_are_pythons(text, values):
-    assert evaluate(text, values) == eval(text, {"min": min, "max": max}, dict(values))
+    assert evaluate_expr(text, values) == eval(text, {"min": min, "max": max}, dict(values))
 
 
 @given(expressions, st.lists(sizes, max_size=4))
 def test_columns_have_the_values_of_each_place(text, places):
     columns = {name: [place[name] for place in places] for name in ("B", "S", "n_pixels")}
-    assert evaluate_columns(text, columns, len(places)) == [evaluate(text, place) for place in places]
+    assert evaluate_expr_columns(text, columns, len(places)) == [
+        evaluate_expr(text, place) for place in places
+    ]
 
 
 REFUSED = [
@@ -53,13 +55,13 @@ REFUSED = [
 @pytest.mark.parametrize("text", REFUSED)
 def test_everything_else_is_refused(text):
     with pytest.raises(ValueError, match="not a size expression"):
-        evaluate(text, {"B": 1, "S": 2})
+        evaluate_expr(text, {"B": 1, "S": 2})
     with pytest.raises(ValueError, match="not a size expression"):
-        evaluate_columns(text, {"B": [1], "S": [2]}, 1)
+        evaluate_expr_columns(text, {"B": [1], "S": [2]}, 1)
 
 
 def test_an_unknown_symbol_is_named():
     with pytest.raises(ValueError, match="'T' in B\\*T"):
-        evaluate("B*T", {"B": 1})
+        evaluate_expr("B*T", {"B": 1})
     with pytest.raises(ValueError, match="'T' in B\\*T"):
-        evaluate_columns("B*T", {"B": [1]}, 1)
+        evaluate_expr_columns("B*T", {"B": [1]}, 1)

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from secc.runtime.errors import UserError
-from secc.runtime.plan.schema import VERSION, load
+from secc.runtime.plan.schema import PLAN_VERSION, load_plan
 
 
-@pytest.mark.parametrize("version", [1, VERSION + 1, str(VERSION)])
+@pytest.mark.parametrize("version", [1, PLAN_VERSION + 1, str(PLAN_VERSION)])
 def test_a_plan_of_another_version_is_refused(version: object, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({"version": version}))
     with pytest.raises(
-        UserError, match=f"of version {version!r}, and this secc runs plans of version {VERSION}"
+        UserError, match=f"of version {version!r}, and this secc runs plans of version {PLAN_VERSION}"
     ) as refusal:
-        load(tmp_path)
+        load_plan(tmp_path)
     assert refusal.value.where == str(tmp_path / "plan.json")
     assert refusal.value.remedy == "compile the model again"
 
@@ -27,4 +27,4 @@ def test_a_plan_of_another_version_is_refused(version: object, tmp_path: Path) -
 def test_what_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(UserError, match="not a plan"):
-        load(tmp_path)
+        load_plan(tmp_path)

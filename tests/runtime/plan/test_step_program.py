@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secc.runtime.plan.program_table import Names, Programs
+from secc.runtime.plan.program_table import InstructionNames, ProgramTable
 from secc.runtime.plan.schema import Edge
 from secc.runtime.plan.step_program import (
     Instruction,
     MicroBatch,
     Schedule,
-    pairs,
+    micro_batch_pairs,
     parse_instruction,
     parse_schedule,
     print_instruction,
@@ -67,8 +67,8 @@ def test_a_schedule_reads_back(sections, programs):
 
 @given(st.lists(st.lists(instructions, max_size=5).map(tuple), max_size=3))
 def test_programs_are_made_of_columns_as_they_were_read(programs):
-    read = Programs.read(programs, Names.within(programs))
-    made = Programs(read.names, read.rows, read.ends)
+    read = ProgramTable.from_programs(programs, InstructionNames.from_programs(programs))
+    made = ProgramTable(read.names, read.columns, read.program_ends)
     assert made[1:] == tuple(programs[1:]) and made == tuple(programs)  # some by themselves, then all at once
 
 
@@ -106,4 +106,4 @@ def test_a_wrong_line_of_a_schedule_is_named():
 def test_pairs_hold_the_samples_that_both_micro_batches_have():
     edge = Edge("features", "vision", "lm", "float32", ("B",), 0, "1", True)
     schedule = schedule_of({"vision": [(0, [1, 4]), (1, [2])], "lm": [(0, [0, 1, 2]), (0, [3, 4])]}, [])
-    assert pairs(edge, schedule) == {(0, 0): (1,), (1, 0): (2,), (0, 1): (4,)}
+    assert micro_batch_pairs(edge, schedule) == {(0, 0): (1,), (1, 0): (2,), (0, 1): (4,)}

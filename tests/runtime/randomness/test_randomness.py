@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from secc.runtime.errors import UserError
-from secc.runtime.plan.schema import Draw, Symbol
+from secc.runtime.plan.schema import RandomOp, Symbol
 from secc.runtime.plan.step_program import SampleMeta
 from secc.runtime.randomness import random_op_values
-from secc.runtime.randomness.bits import bits, coordinates, key
-from secc.runtime.randomness.micro_batch_draws import Draws, Randomness, sample_keys
+from secc.runtime.randomness.bits import coordinate_offsets, generate_bits, hash_key
+from secc.runtime.randomness.micro_batch_draws import MicroBatchDraws, ModelRandomness, make_sample_keys
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -30,12 +30,14 @@ SEED = 5
 
 
 def plain_bits(shape: Sequence[int], device: torch.device = CPU) -> torch.Tensor:
-    return bits([coordinates(d, torch.arange(n)) for d, n in enumerate(shape)], key("test"), device)
+    return generate_bits(
+        [coordinate_offsets(d, torch.arange(n)) for d, n in enumerate(shape)], hash_key("test"), device
+    )
 
 
 def drawn(op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The result of an op from bits that are keyed by nothing but coordinates."""
-    return random_op_values.draw(op, args, kwargs, plain_bits)
+    return random_op_values.draw_op_result(op, args, kwargs, plain_bits)
 
 
 class Drawing:
@@ -46,13 +48,15 @@ class Drawing:
         self, *draws: tuple[tuple[int, ...], str], model: nn.Module | None = None, calls: Sequence[str] = ()
     ) -> None:
         names = calls or [f"glue#{i}" for i in range(len(draws))]
-        found = [Draw(name, dims, rows) for name, (dims, rows) in zip(names, draws, strict=True)]
-        self.randomness = Randomness(model or nn.Identity(), found, SYMBOLS)
+        found = [RandomOp(name, dims, rows) for name, (dims, rows) in zip(names, draws, strict=True)]
+        self.randomness = ModelRandomness(model or nn.Identity(), found, SYMBOLS)
 
-    def draws(self, sizes: Mapping[int, Mapping[str, int]], seed: int = SEED, total: int = 8) -> Draws:
+    def draws(
+        self, sizes: Mapping[int, Mapping[str, int]], seed: int = SEED, total: int = 8
+    ) -> MicroBatchDraws:
         """The numbers of a micro-batch of the samples `sizes` names."""
-        keys = sample_keys(seed, [SampleMeta(i, frozenset(), {}) for i in range(total)])
-        return self.randomness.micro_batch(seed, [keys[i] for i in sizes], list(sizes.values()))
+        keys = make_sample_keys(seed, [SampleMeta(i, frozenset(), {}) for i in range(total)])
+        return self.randomness.make_draws(seed, [keys[i] for i in sizes], list(sizes.values()))
 
     def one(
         self,
@@ -65,7 +69,7 @@ class Drawing:
         """The result of one random op."""
         draws = self.draws(sizes, seed)
         with draws.forward():
-            return draws.named("glue#0", function, *args, **kwargs)
+            return draws.draw_named("glue#0", function, *args, **kwargs)
 
 
 def of(samples: Sequence[int], S: int = 3, T: int = 0) -> dict[int, dict[str, int]]:
@@ -210,16 +214,16 @@ def test_steps_samples_and_calls_draw_other_numbers() -> None:
     drawing = Drawing(((0,), "B"), ((0,), "B"))
     draws = drawing.draws(of([0, 1]))
     with draws.forward():
-        first, second = (draws.named(f"glue#{i}", torch.rand, 2, 50) for i in range(2))
+        first, second = (draws.draw_named(f"glue#{i}", torch.rand, 2, 50) for i in range(2))
     other = drawing.one(of([0, 1]), torch.rand, 2, 50, seed=6)
     rows = [first[0], first[1], second[0], second[1], other[0], other[1]]
     assert all(not torch.isclose(a, b).any() for i, a in enumerate(rows) for b in rows[:i])
 
 
 def test_a_sample_that_comes_twice_draws_twice() -> None:
-    keys = sample_keys(1, [SampleMeta(i, frozenset(), {}) for i in (4, 7, 4)])
+    keys = make_sample_keys(1, [SampleMeta(i, frozenset(), {}) for i in (4, 7, 4)])
     assert len(set(keys)) == 3
-    assert keys[:2] == sample_keys(1, [SampleMeta(i, frozenset(), {}) for i in (4, 7)])
+    assert keys[:2] == make_sample_keys(1, [SampleMeta(i, frozenset(), {}) for i in (4, 7)])
 
 
 def test_numbers_that_samples_share_are_the_same_in_every_micro_batch() -> None:
@@ -298,7 +302,7 @@ def test_a_section_calls_a_block_as_the_users_forward_does() -> None:
         expected = model(x, both=False)
     draws = Drawing(*[((0,), "B")] * 8, model=model, calls=calls).draws(of([0, 1]))
     site = calls[4].partition("#")[0].partition("<")[2]
-    with draws.forward(), draws.called(site):
+    with draws.forward(), draws.at_call_site(site):
         assert torch.equal(model.net(x), expected)
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from secc.errors import UserError
 from secc.runtime.recorder import BlockError, recorder
-from secc.runtime.sections.autograd_functions import Function
+from secc.runtime.sections.autograd_functions import UserFunction
 from tests.runtime.recorder.test_recorder import assert_replays, recorded, targets
 
 
@@ -160,8 +160,8 @@ def test_a_function_that_no_plan_can_hold_is_refused_by_place(name: str) -> None
 
 
 def test_names_print_and_parse() -> None:
-    for function in (Function("", "Reverse"), Function("ops.round", "Outer.Round")):
-        assert Function.parse(str(function)) == function
+    for function in (UserFunction("", "Reverse"), UserFunction("ops.round", "Outer.Round")):
+        assert UserFunction.parse(str(function)) == function
 
 
 def test_a_hook_is_refused_by_place() -> None:

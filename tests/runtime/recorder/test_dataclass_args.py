@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from secc.driver.compile import Options, compile_model
+from secc.driver.compile import CompileOptions, compile_model
 from secc.errors import UserError
-from tests.e2e.harness import compile_to
+from tests.e2e.harness import compile_and_write
 
 MODEL = """
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ def written(tmp_path: Path, name: str) -> Path:
 def test_a_section_builds_the_object_that_it_received_in_parts(tmp_path: Path) -> None:
     sections = ("encoder=encoder", "decoder=decoder")
     plan = tmp_path / "plan"
-    compiled = compile_to(
+    compiled = compile_and_write(
         written(tmp_path, "BaseModelOutput"),
         plan,
         cluster="local:2",
@@ -80,5 +80,5 @@ def test_a_class_of_the_model_file_is_none_that_a_plan_can_name(tmp_path: Path) 
     with pytest.raises(
         UserError, match="called with a value of type Own, which cannot be written into a plan"
     ) as refused:
-        compile_model(written(tmp_path, "Own"), Options())
+        compile_model(written(tmp_path, "Own"), CompileOptions())
     assert "in a module that the model file imports" in refused.value.remedy

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from secc.driver.compile import Options, compile_model
+from secc.driver.compile import CompileOptions, compile_model
 from secc.errors import UserError
-from tests.e2e.harness import compile_to
+from tests.e2e.harness import compile_and_write
 from tests.runtime.recorder.test_recorder import assert_replays, recorded, targets
 
 CPU16 = {"device_type": "cpu", "dtype": torch.bfloat16}
@@ -53,7 +53,7 @@ def _stopped(m: Any, h: torch.Tensor, x: torch.Tensor, keep: torch.Tensor) -> to
 
 
 def _checkpointed(m: Any, h: torch.Tensor, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    step = lambda a, b: torch.relu(a) * b + m.body(x)  # noqa: E731
+    step = lambda a, b: torch.relu(a) * b + m.body(x)
     return checkpoint(step, h, m.scale, use_reentrant=False) + checkpoint(
         step, h, m.scale, use_reentrant=True
     )
@@ -90,7 +90,7 @@ GLUE: dict[str, tuple[Callable[..., Any], list[str]]] = {
 def test_glue_replays_with_its_modes(name: str) -> None:
     glue, regions = GLUE[name]
     found, model = recorded(glue)
-    assert [n.meta["autocast"] for n in found.calls] == regions
+    assert [n.meta["autocast"] for n in found.block_calls] == regions
     assert not any(t.rpartition(".")[0].endswith("_") for t in targets(found))  # nothing writes
     assert_replays(found, model)
 
@@ -133,7 +133,7 @@ SECTIONS = ("encoder=encoder", "decoder=decoder+head")
 
 def test_views_and_writes_cross_sections(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL.format(region="if True:"))
-    compiled = compile_to(
+    compiled = compile_and_write(
         tmp_path / "model.py", tmp_path / "plan", sections=SECTIONS
     )  # raises where the plan is not exact
     assert [s.name for s in compiled.plan.sections] == ["encoder", "decoder"] and compiled.plan.edges
@@ -146,7 +146,7 @@ def test_a_backward_that_fails_in_plain_pytorch_is_bad_input(tmp_path: Path) -> 
     with pytest.raises(
         UserError, match="plain PyTorch cannot train the model: one of the variables needed for gradient"
     ) as error:
-        compile_to(tmp_path / "model.py", tmp_path / "plan")
+        compile_and_write(tmp_path / "model.py", tmp_path / "plan")
     assert "model.py:" in error.value.where
 
 
@@ -156,7 +156,7 @@ def test_an_autocast_region_of_a_missing_device_is_noted_by_place(tmp_path: Path
     (tmp_path / "model.py").write_text(
         MODEL.format(region='with torch.autocast("cuda", dtype=torch.bfloat16):')
     )
-    plan = compile_model(tmp_path / "model.py", Options(sections=SECTIONS)).plan
+    plan = compile_model(tmp_path / "model.py", CompileOptions(sections=SECTIONS)).plan
     assert [
         n
         for n in plan.checks["notes"]

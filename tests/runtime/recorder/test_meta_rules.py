@@ -64,17 +64,20 @@ def calls(n: int) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
 @pytest.mark.parametrize("n", [0, 1, 2, 5])
 def test_layouts_are_torchs_also_of_what_was_learnt_at_another_size(n: int) -> None:
     for func, args, kwargs in [*calls(4), *calls(n)]:
-        assert layout(meta_rules.run(func, args, kwargs)) == layout(func(*args, **kwargs)), func
+        assert layout(meta_rules.run_with_rule(func, args, kwargs)) == layout(func(*args, **kwargs)), func
 
 
 def test_views_share_their_storage() -> None:
     x = fake(4, 6)
-    for view in (meta_rules.run(aten.t.default, (x,), {}), *meta_rules.run(aten.split.Tensor, (x, 3), {})):
+    for view in (
+        meta_rules.run_with_rule(aten.t.default, (x,), {}),
+        *meta_rules.run_with_rule(aten.split.Tensor, (x, 3), {}),
+    ):
         assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
 
 
 def test_real_tensors_keep_their_values_and_shapes_that_do_not_fit_are_refused() -> None:
-    assert meta_rules.run(aten.add.Tensor, (torch.ones(2), torch.ones(2)), {}).tolist() == [2, 2]
-    assert isinstance(meta_rules.run(aten.add.Tensor, (fake(2), fake(2)), {}), FakeTensor)
+    assert meta_rules.run_with_rule(aten.add.Tensor, (torch.ones(2), torch.ones(2)), {}).tolist() == [2, 2]
+    assert isinstance(meta_rules.run_with_rule(aten.add.Tensor, (fake(2), fake(2)), {}), FakeTensor)
     with pytest.raises(RuntimeError):
-        meta_rules.run(aten.add.Tensor, (fake(2), fake(3)), {})
+        meta_rules.run_with_rule(aten.add.Tensor, (fake(2), fake(3)), {})

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from secc.runtime.recorder import BlockError, recorder
-from secc.runtime.recorder.fold_joins import fold
+from secc.runtime.recorder.fold_joins import fold_joins
 
 BATCH = {"x": torch.arange(20.0).reshape(4, 5) / 10 - 1, "keep": torch.tensor([True, False, True, True])}
 
@@ -120,7 +120,7 @@ def test_a_tensor_that_a_block_uses_and_is_not_given_opens_the_block() -> None:
     with pytest.raises(BlockError, match="uses a tensor that is made outside of it") as error:
         recorder(Model(), BATCH, ["encoder", "layers.0", "layers.1"])
     assert error.value.where.startswith("test_blocks.py:")
-    parts = error.value.blocks(["encoder", "layers.0"])
+    parts = error.value.suggest_blocks(["encoder", "layers.0"])
     assert parts == ["encoder", "layers.0.cross", "layers.0.own"]
     assert [
         n.target
@@ -148,7 +148,7 @@ def test_lists_are_joined_as_one_tensor_and_handed_to_blocks_as_two() -> None:
             return (self.own(torch.cat(x)) * self.joins(list(x))).sum()
 
     batch = {"x.*": torch.randn(9, 5), "x.*sizes": torch.tensor([[4], [2], [3]])}
-    own, joins = fold(recorder(Model(), batch, ["own", "joins"])).calls
+    own, joins = fold_joins(recorder(Model(), batch, ["own", "joins"])).block_calls
     assert str(own.args) == "(x_,)" and str(joins.args) == "({'*': x_, '*sizes': x_sizes},)"
     assert next(iter(own.users)).meta["shape"] == (9, 3)
 
@@ -209,7 +209,7 @@ def test_a_tensor_that_blocks_keep_opens_all_blocks_of_the_class() -> None:
         BlockError, match=r"block layers\.0 keeps a tensor on a module, which forward uses"
     ) as error:
         recorder(Model(), BATCH, ["layers.0", "layers.1"])
-    assert error.value.blocks(["layers.0", "layers.1"]) == [
+    assert error.value.suggest_blocks(["layers.0", "layers.1"]) == [
         f"layers.{i}.{part}" for i in (0, 1) for part in ("other", "own")
     ]
 

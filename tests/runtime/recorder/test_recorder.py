@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from secc.errors import UserError
-from secc.runtime.model.user_file import loss_of
-from secc.runtime.recorder import BlockError, Recorder, Recording, Replay, take
+from secc.runtime.model.user_file import extract_loss
+from secc.runtime.recorder import BlockError, Recorder, Recording, Replay, take_at_path
 from secc.runtime.recorder import recorder as record
-from secc.runtime.recorder.serialization import pack, unpack
+from secc.runtime.recorder.serialization import dump_recording, load_recording
 
 BATCH = {"x": torch.arange(20.0).reshape(4, 5) / 10 - 1, "keep": torch.tensor([True, False, True, True])}
 
@@ -45,9 +45,12 @@ def recorded(glue: Callable[..., Any], batch: dict[str, torch.Tensor] = BATCH) -
 
 def assert_replays(found: Recording, model: nn.Module, batch: dict[str, torch.Tensor] = BATCH) -> None:
     """Loss and every gradient, and which parameters have one, are eager's."""
-    copies = lambda: {k: v.clone() for k, v in batch.items()}  # noqa: E731
+    copies = lambda: {k: v.clone() for k, v in batch.items()}
     parameters = list(model.parameters())
-    eager, replayed = loss_of(model(**copies())), Replay(model, found.graph, found.constants).loss(copies())
+    eager, replayed = (
+        extract_loss(model(**copies())),
+        Replay(model, found.graph, found.constants).compute_loss(copies()),
+    )
     torch.testing.assert_close(replayed, eager, rtol=1e-6, atol=0)
     wanted, given = _gradients(eager, parameters), _gradients(replayed, parameters)
     for g, w in zip(given, wanted, strict=True):
@@ -66,12 +69,14 @@ def _gradients(loss: torch.Tensor, parameters: list[nn.Parameter]) -> list[torch
 
 
 def targets(found: Recording) -> list[str]:
-    return [str(n.target) for n in found.graph.nodes if n.op == "call_function" and n.target is not take]
+    return [
+        str(n.target) for n in found.graph.nodes if n.op == "call_function" and n.target is not take_at_path
+    ]
 
 
 def test_blocks_are_opaque_and_every_op_has_its_place() -> None:
     found, model = recorded(lambda m, h, x, keep: h * m.scale + 1)
-    assert [n.target for n in found.calls] == ["body", "head"]
+    assert [n.target for n in found.block_calls] == ["body", "head"]
     assert targets(found)[:2] == ["aten.mul.Tensor", "aten.add.Tensor"]
     mul = next(n for n in found.graph.nodes if str(n.target) == "aten.mul.Tensor")
     assert mul.meta["where"].startswith("test_recorder.py:")
@@ -81,7 +86,7 @@ def test_blocks_are_opaque_and_every_op_has_its_place() -> None:
 
 
 def test_a_model_on_the_meta_device_records_alike() -> None:
-    glue = lambda m, h, x, keep: h * m.scale[keep.sum() - 1]  # noqa: E731
+    glue = lambda m, h, x, keep: h * m.scale[keep.sum() - 1]
     found, _ = recorded(glue)
     with torch.device("meta"):
         model = Model(glue)
@@ -105,7 +110,7 @@ def _no_grad(m: Model, h: torch.Tensor, x: torch.Tensor, keep: torch.Tensor) -> 
 
 def test_grad_mode_detach_and_data_cut_the_gradient() -> None:
     found, model = recorded(_no_grad)
-    assert [n.meta["grad"] for n in found.calls] == [True, False, True]
+    assert [n.meta["grad"] for n in found.block_calls] == [True, False, True]
     assert_replays(found, model)
 
 
@@ -285,7 +290,10 @@ def test_arguments_and_results_of_blocks_may_be_nested() -> None:
     found = record(model, BATCH, ["block"])
     (call,) = found.calls
     assert call.kwargs["times"] == 3 and call.kwargs["extras"]["mode"] == "plain"
-    assert sorted(n.args[1] for n in found.graph.nodes if n.target is take) == [".named['sum']", ".pair[0]"]
+    assert sorted(n.args[1] for n in found.graph.nodes if n.target is take_at_path) == [
+        ".named['sum']",
+        ".pair[0]",
+    ]
     assert_replays(found, model)
 
 
@@ -334,7 +342,7 @@ def test_what_forward_sets_on_modules_is_noted_with_the_calls_that_found_it() ->
 
     recorder = Recorder(Outer(), ["inner"])
     for _ in range(2):  # the second recording starts from the model as it was made
-        settings = [call.meta["settings"] for call in recorder.record(BATCH).calls]
+        settings = [call.meta["settings"] for call in recorder.record(BATCH).block_calls]
         assert settings == [(), (("off", True, "1"), ("training", False)), (("names", ["b"], "2"),)]
 
 
@@ -344,7 +352,7 @@ def test_autocast_is_noted_and_replayed() -> None:
             return (m.body(x) @ torch.ones(3, 3)).float() + h
 
     found, model = recorded(glue)
-    assert [n.meta["autocast"] for n in found.calls] == ["", "cpu bfloat16", ""]
+    assert [n.meta["autocast"] for n in found.block_calls] == ["", "cpu bfloat16", ""]
     assert_replays(found, model)
 
 
@@ -397,12 +405,12 @@ class _Windows(nn.Module):
 
 def test_attention_inside_blocks_is_learnt_once_for_each_layout() -> None:
     recorder, ops = Recorder(Windowed(lambda x: None), ["tower"]), list[str]()
-    see = recorder.watch
-    recorder.watch = lambda func, args, kwargs: (ops.append(str(func)), see(func, args, kwargs))[1]  # type: ignore[method-assign]
+    see = recorder.on_block_op
+    recorder.on_block_op = lambda func, args, kwargs: (ops.append(str(func)), see(func, args, kwargs))[1]  # type: ignore[method-assign]
     recorder.record({"x": torch.ones(2, 4)})
     attends = [op for op in ops if "softmax" in op or "attention" in op]
     ops.clear()
-    (result,) = [n for n in recorder.record({"x": torch.ones(8, 4)}).graph.nodes if n.target is take]
+    (result,) = [n for n in recorder.record({"x": torch.ones(8, 4)}).graph.nodes if n.target is take_at_path]
     assert attends and not set(attends) & set(ops)
     assert result.meta["requires_grad"] and result.meta["shape"] == (8, 4)
 
@@ -445,7 +453,11 @@ def test_a_mask_that_chooses_rows_inside_a_block_decides_its_shape() -> None:
 
     recorder = Recorder(Outer(), ["tower"])
     shapes = [
-        next(n.meta["shape"] for n in recorder.record(BATCH | {"keep": keep}).graph.nodes if n.target is take)
+        next(
+            n.meta["shape"]
+            for n in recorder.record(BATCH | {"keep": keep}).graph.nodes
+            if n.target is take_at_path
+        )
         for keep in (BATCH["keep"], ~BATCH["keep"])
     ]
     assert shapes == [(3, 5), (1, 5)]
@@ -470,7 +482,7 @@ def test_grouped_products_have_a_shape_in_float32() -> None:
         def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
             return self.experts(x).mean()
 
-    (result,) = [n for n in record(Mixture(), BATCH, ["experts"]).graph.nodes if n.target is take]
+    (result,) = [n for n in record(Mixture(), BATCH, ["experts"]).graph.nodes if n.target is take_at_path]
     assert (result.meta["shape"], result.meta["dtype"], result.meta["requires_grad"]) == (
         (4, 3),
         torch.float32,
@@ -504,7 +516,7 @@ def test_a_recording_travels_as_bytes() -> None:
         return (kept * torch.tensor([1.0, 2.0, 3.0])).split(2)[0] + model.scale
 
     found, model = recorded(glue)
-    there = unpack(pack(found))
+    there = load_recording(dump_recording(found))
     assert_replays(there, model)
     assert str(there.graph) == str(found.graph) and list(there.inputs) == list(found.inputs)
     assert [n.meta for n in there.graph.nodes] == [n.meta for n in found.graph.nodes]

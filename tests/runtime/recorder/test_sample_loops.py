@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from secc.runtime.recorder import Replay, recorder
-from secc.runtime.recorder.fold_joins import fold
-from secc.runtime.recorder.loss_loops import loops, rolled
+from secc.runtime.recorder.fold_joins import fold_joins
+from secc.runtime.recorder.loss_loops import find_loss_loops, roll_loss_loops
 from secc.runtime.recorder.outline import Outline
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -49,14 +49,16 @@ NONE: dict[str, Loss] = {
 @pytest.mark.parametrize("loss", LOOPS.values(), ids=LOOPS)
 def test_a_loop_over_samples_is_marked_and_computes_what_it_did(loss: Loss) -> None:
     model = Model(loss)
-    found = rolled(fold(recorder(model, BATCH, ["body"])))
-    (loop,) = loops(found)
-    assert Outline.of(found).made["loss:0"] is loop and loop.meta["shape"] == (
+    found = roll_loss_loops(fold_joins(recorder(model, BATCH, ["body"])))
+    (loop,) = find_loss_loops(found)
+    assert Outline.of_recording(found).labelled_tensors["loss:0"] is loop and loop.meta["shape"] == (
         (3,) if loop.target is torch.ops.aten.stack.default else ()
     )
-    torch.testing.assert_close(Replay(model, found.graph, found.constants).loss(BATCH), model(**BATCH))
+    torch.testing.assert_close(
+        Replay(model, found.graph, found.constants).compute_loss(BATCH), model(**BATCH)
+    )
 
 
 @pytest.mark.parametrize("loss", NONE.values(), ids=NONE)
 def test_other_sums_are_none(loss: Loss) -> None:
-    assert not loops(rolled(fold(recorder(Model(loss), BATCH, ["body"]))))
+    assert not find_loss_loops(roll_loss_loops(fold_joins(recorder(Model(loss), BATCH, ["body"]))))

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from secc.driver.compile import Compiled, Options, compile_model
-from secc.runtime.model.meta_build import meta_model
+from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.rerecording.rerecorder import Rerecorder
-from secc.runtime.sections.base import Section, load_section
+from secc.runtime.sections.base import SectionModule, load_section_module
 
 SOURCE = """
 import torch
@@ -55,27 +55,29 @@ def collate(samples):
 """
 
 
-def compiled(folder: Path, source: str = SOURCE) -> Compiled:
+def compiled(folder: Path, source: str = SOURCE) -> CompiledPlan:
     """The model's plan for one rank."""
     (folder / "reader.py").write_text(source)
     return compile_model(
         folder / "reader.py",
-        Options(cluster="local:1", global_batch=4, sections=("front=body", "back=decoder")),
+        CompileOptions(cluster="local:1", global_batch=4, sections=("front=body", "back=decoder")),
     )
 
 
-def rerecorder(made: Compiled, folder: Path, only: str = "", **changes: Any) -> Rerecorder:
+def rerecorder(made: CompiledPlan, folder: Path, only: str = "", **changes: Any) -> Rerecorder:
     """What records its micro-batches for all sections or for one, on a model with these attributes
     changed."""
     made.write_sections(folder / "plan")
 
     def model() -> torch.nn.Module:
-        found = meta_model(made.user)
+        found = build_meta_model(made.user)
         for name, value in changes.items():
             setattr(found, name, value)
         return found
 
-    def sections(model: torch.nn.Module) -> list[Section]:
-        return [load_section(folder / "plan", s, model) for s in made.plan.sections if only in ("", s.name)]
+    def sections(model: torch.nn.Module) -> list[SectionModule]:
+        return [
+            load_section_module(folder / "plan", s, model) for s in made.plan.sections if only in ("", s.name)
+        ]
 
     return Rerecorder(made.plan, model, sections)

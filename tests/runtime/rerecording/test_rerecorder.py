@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from secc.driver.compile import Compiled
-from secc.frontend.capture.control_flow_paths import signature
+from secc.driver.compile import CompiledPlan
+from secc.frontend.capture.control_flow_paths import graph_signature
 from secc.runtime.errors import UserError
-from secc.runtime.plan.batch_sizes import sizes_of
+from secc.runtime.plan.batch_sizes import read_symbol_sizes
 from secc.runtime.recorder import Recorder
-from secc.runtime.recorder.fold_joins import fold
-from secc.runtime.recorder.glue_program import programs
-from secc.runtime.recorder.match_outline import mismatch
+from secc.runtime.recorder.fold_joins import fold_joins
+from secc.runtime.recorder.glue_program import write_programs
+from secc.runtime.recorder.match_outline import find_outline_mismatch
 from secc.runtime.recorder.outline import Outline
-from secc.runtime.rerecording.rerecorder import Glue
-from secc.runtime.sections.base import RECORDED
+from secc.runtime.rerecording.rerecorder import RecordedGlue
+from secc.runtime.sections.base import RECORDING_KEY
 from tests.runtime.rerecording import reader_model
 
 Batch = dict[str, torch.Tensor]
@@ -30,35 +30,37 @@ SOURCES = {"body:0": ["input x"], "decoder:0": ["input y", "result body ", "stat
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+def made(tmp_path_factory: pytest.TempPathFactory) -> CompiledPlan:
     return reader_model.compiled(tmp_path_factory.mktemp("reader"))
 
 
-def batch(made: Compiled, *indices: int) -> Batch:
-    return made.user.collate([made.user.sample(i) for i in indices])
+def batch(made: CompiledPlan, *indices: int) -> Batch:
+    return made.user.collate([made.user.load_sample(i) for i in indices])
 
 
 def outline(model: nn.Module, batch: Mapping[str, Any]) -> Outline:
-    return Outline.of(fold(Recorder(model, ["body", "decoder"]).record(batch)))
+    return Outline.of_recording(fold_joins(Recorder(model, ["body", "decoder"]).record(batch)))
 
 
 # -- outlines
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_an_outline_has_the_blocks_and_what_they_are_made_from(made: Compiled) -> None:
-    found = outline(made.user.model(), batch(made, 1, 2))
-    assert list(found.calls.values()) == ["body", "decoder"]
-    assert found.sources() == SOURCES
-    assert found.shapes()["result body "] == (5, 6)
+def test_an_outline_has_the_blocks_and_what_they_are_made_from(made: CompiledPlan) -> None:
+    found = outline(made.user.build_model(), batch(made, 1, 2))
+    assert list(found.call_labels.values()) == ["body", "decoder"]
+    assert found.sources_by_label() == SOURCES
+    assert found.known_shapes()["result body "] == (5, 6)
 
 
-def test_outlines_are_alike_where_recordings_are_not(made: Compiled) -> None:
-    model = made.user.model()
+def test_outlines_are_alike_where_recordings_are_not(made: CompiledPlan) -> None:
+    model = made.user.build_model()
     few, many = (outline(model, batch(made, *some)) for some in ((1, 2), (1, 2, 3)))
-    sources = few.sources()
-    assert signature(few.recording.graph) != signature(many.recording.graph)
-    assert signature(few.skeleton(sources).graph) == signature(many.skeleton(sources).graph)
+    sources = few.sources_by_label()
+    assert graph_signature(few.recording.graph) != graph_signature(many.recording.graph)
+    assert graph_signature(few.make_skeleton(sources).graph) == graph_signature(
+        many.make_skeleton(sources).graph
+    )
 
 
 def test_a_block_called_twice_has_two_labels() -> None:
@@ -71,10 +73,10 @@ def test_a_block_called_twice_has_two_labels() -> None:
             return self.decoder(self.body(self.body(x) + 1)).sum()
 
     found = outline(Twice(), {"x": torch.randn(2, 4)})
-    assert list(found.calls.values()) == ["body", "body#1", "decoder"]
-    assert found.sources()["body#1:0"] == ["result body "] and found.sources()["decoder:0"] == [
-        "result body#1 "
-    ]
+    assert list(found.call_labels.values()) == ["body", "body#1", "decoder"]
+    assert found.sources_by_label()["body#1:0"] == ["result body "] and found.sources_by_label()[
+        "decoder:0"
+    ] == ["result body#1 "]
 
 
 # -- programs
@@ -93,9 +95,9 @@ class Host:
         raise AssertionError(name)
 
 
-def test_a_program_computes_what_the_glue_did_and_carries_gradients(made: Compiled) -> None:
-    model, given = made.user.model(), batch(made, 1, 4, 2)
-    found, _ = programs(outline(model, given), given)
+def test_a_program_computes_what_the_glue_did_and_carries_gradients(made: CompiledPlan) -> None:
+    model, given = made.user.build_model(), batch(made, 1, 4, 2)
+    found, _ = write_programs(outline(model, given), given)
     program = pickle.loads(pickle.dumps(found["decoder:0"]))
     h = model.body(given["x"])
     sources = {"input y": given["y"], "result body ": h, "state scale": model.scale}
@@ -108,7 +110,7 @@ def test_a_program_computes_what_the_glue_did_and_carries_gradients(made: Compil
     torch.testing.assert_close(torch.autograd.grad(again, parameters), torch.autograd.grad(loss, parameters))
 
 
-def test_integers_that_inputs_decide_travel_and_numbers_do_not(made: Compiled) -> None:
+def test_integers_that_inputs_decide_travel_and_numbers_do_not(made: CompiledPlan) -> None:
     class Positions(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -119,7 +121,7 @@ def test_integers_that_inputs_decide_travel_and_numbers_do_not(made: Compiled) -
             return self.decoder(self.body(places) * (x * 2)).sum()
 
     given = {"x": torch.randn(5, 4), "counts": torch.tensor([2, 3])}
-    found, read = programs(outline(Positions(), given), given)
+    found, read = write_programs(outline(Positions(), given), given)
     assert [v.tolist() for v in found["body:0"].values] == [[0, 1, 0, 1, 2]] and found["body:0"].steps == []
     assert found["decoder:0"].values == [] and found["decoder:0"].sources == ["input x", "result body "]
     assert [s.target for s in found["decoder:0"].steps] == [
@@ -132,28 +134,28 @@ def test_integers_that_inputs_decide_travel_and_numbers_do_not(made: Compiled) -
 # -----------------------------------------------------------------------------------------------------
 
 
-def problem(made: Compiled, model: nn.Module, given: Batch, **sizes: int) -> UserError | None:
+def problem(made: CompiledPlan, model: nn.Module, given: Batch, **sizes: int) -> UserError | None:
     """What differs from the plan, for a micro-batch that is said to have other sizes than its own."""
     (case,) = made.plan.recorded
-    known = sizes_of(given, made.plan.symbols, len(given["y"])) | sizes
-    return mismatch(outline(model, given).skeleton(SOURCES), case.nodes, known)
+    known = read_symbol_sizes(given, made.plan.symbols, len(given["y"])) | sizes
+    return find_outline_mismatch(outline(model, given).make_skeleton(SOURCES), case.nodes, known)
 
 
-def test_a_micro_batch_that_goes_the_plans_way_matches(made: Compiled) -> None:
+def test_a_micro_batch_that_goes_the_plans_way_matches(made: CompiledPlan) -> None:
     for some in ((0,), (1, 2), (4, 9, 14, 3, 8)):
-        assert problem(made, made.user.model(), batch(made, *some)) is None
+        assert problem(made, made.user.build_model(), batch(made, *some)) is None
 
 
-def test_another_way_behind_the_glue_is_named_by_its_line(made: Compiled) -> None:
-    model = made.user.model()
+def test_another_way_behind_the_glue_is_named_by_its_line(made: CompiledPlan) -> None:
+    model = made.user.build_model()
     model.twice = True
     found = problem(made, model, batch(made, 1, 2))
     assert found is not None and "the op tanh.default differs from every capture" in found.message
     assert found.where == "reader.py:21" and "--stats-samples" in found.remedy
 
 
-def test_a_tensor_of_another_size_differs(made: Compiled) -> None:
-    found = problem(made, made.user.model(), batch(made, 1, 2), B=3)
+def test_a_tensor_of_another_size_differs(made: CompiledPlan) -> None:
+    found = problem(made, made.user.build_model(), batch(made, 1, 2), B=3)
     assert found is not None and "the argument decoder:0 differs from every capture" in found.message
 
 
@@ -161,31 +163,34 @@ def test_a_tensor_of_another_size_differs(made: Compiled) -> None:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def glue(found: Mapping[str, Any]) -> Glue:
-    return found[RECORDED]
+def glue(found: Mapping[str, Any]) -> RecordedGlue:
+    return found[RECORDING_KEY]
 
 
-def test_what_decided_nothing_does_not_record_anew(made: Compiled, tmp_path: Path) -> None:
+def test_what_decided_nothing_does_not_record_anew(made: CompiledPlan, tmp_path: Path) -> None:
     recorder, given = reader_model.rerecorder(made, tmp_path), batch(made, 1, 2)
-    first = glue(recorder.with_glue(given, 2))
+    first = glue(recorder.add_recorded_glue(given, 2))
     assert (
-        first.spent is not None and 0 < first.spent.seconds < 60 and first.case == made.plan.recorded[0].name
+        first.recorded_during is not None
+        and 0 < first.recorded_during.seconds < 60
+        and first.case == made.plan.recorded[0].name
     )
-    again = glue(recorder.with_glue(given | {"x": given["x"] * 2, "y": given["y"] + 1}, 2))
-    assert again.spent is None and again.programs is first.programs
+    again = glue(recorder.add_recorded_glue(given | {"x": given["x"] * 2, "y": given["y"] + 1}, 2))
+    assert again.recorded_during is None and again.programs is first.programs
 
 
-def test_other_values_of_what_decided_are_recorded_anew(made: Compiled, tmp_path: Path) -> None:
+def test_other_values_of_what_decided_are_recorded_anew(made: CompiledPlan, tmp_path: Path) -> None:
     recorder = reader_model.rerecorder(made, tmp_path)
     some, other = batch(made, 1, 3), batch(made, 3, 1)  # 2 and 4 rows, 4 and 2 rows: alike but for the counts
-    first, second = (glue(recorder.with_glue(b, 2)) for b in (some, other))
+    first, second = (glue(recorder.add_recorded_glue(b, 2)) for b in (some, other))
     assert (
-        second.spent is not None and first.programs["decoder:0"].steps != second.programs["decoder:0"].steps
+        second.recorded_during is not None
+        and first.programs["decoder:0"].steps != second.programs["decoder:0"].steps
     )
 
 
 def test_a_micro_batch_that_goes_another_way_is_refused_before_its_step(
-    made: Compiled, tmp_path: Path
+    made: CompiledPlan, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="goes a way that the plan does not have"):
-        reader_model.rerecorder(made, tmp_path, twice=True).with_glue(batch(made, 1, 2), 2)
+        reader_model.rerecorder(made, tmp_path, twice=True).add_recorded_glue(batch(made, 1, 2), 2)

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from secc.driver.compile import Compiled
+from secc.driver.compile import CompiledPlan
 from secc.runtime.errors import UserError
 from secc.runtime.recorder import Recorder, Recording
-from secc.runtime.recorder.glue_program import programs
+from secc.runtime.recorder.glue_program import write_programs
 from secc.runtime.recorder.outline import Outline
 from secc.runtime.rerecording.outline_case import RecordedCase
-from secc.runtime.rerecording.recording_cache import Decides, Kept
-from secc.runtime.rerecording.rerecorder import Glue
-from secc.runtime.sections.base import RECORDED
+from secc.runtime.rerecording.recording_cache import RecordingCache, RecordingDependencies
+from secc.runtime.rerecording.rerecorder import RecordedGlue
+from secc.runtime.sections.base import RECORDING_KEY
 from tests.runtime.rerecording import reader_model
 
 Batch = dict[str, Any]
@@ -105,7 +105,7 @@ def test_a_block_of_known_sizes_does_not_run_and_the_recording_is_the_same() -> 
     found = recorder(Looker())
     short = found.record(batch(5), rules(5))
     assert CALLS == ["body"] and text(short) == text(found.record(batch(5)))
-    assert CALLS == ["body", "body"] and not short.ended and not short.idle
+    assert CALLS == ["body", "body"] and not short.ends_early and not short.has_idle_calls
 
 
 @pytest.mark.parametrize("model", [Looker(looks=True), Looker(counts=True)], ids=["looked at", "a number"])
@@ -118,8 +118,8 @@ def test_a_block_runs_where_more_than_the_known_sizes_counts(model: nn.Module) -
 
 def test_a_result_that_is_not_as_recorded_is_refused() -> None:
     given = batch(5)
-    made, _ = programs(Outline.of(recorder(Looker()).record(given, rules(5))), given)
-    glue = Glue("c0", made, {"head:0": ["result body .wanted"]}, None)
+    made, _ = write_programs(Outline.of_recording(recorder(Looker()).record(given, rules(5))), given)
+    glue = RecordedGlue("c0", made, {"head:0": ["result body .wanted"]}, None)
     section: Any = type("Section", (), {"device": torch.device("cpu")})()
     assert glue.run(section, given, "head:0", [torch.zeros(5, 4)]).shape == (4, 4)
     with pytest.raises(
@@ -134,32 +134,36 @@ def test_a_result_that_is_not_as_recorded_is_refused() -> None:
 
 def test_a_recording_ends_with_the_block_that_is_asked_for() -> None:
     found, given = recorder(Looker()), batch(5)
-    whole, short = (Outline.of(r) for r in (found.record(given), found.record(given, until=2)))
-    assert short.recording.ended and list(short.calls.values()) == ["words", "body", "head"]
-    assert programs(short, given, ["head:0"])[0] == programs(whole, given, ["head:0"])[0]
-    assert whole.recording.matters == {"ids", "x", "rows"} and short.recording.matters == {"x", "rows"}
-    assert list(Outline.of(found.record(given, until=1)).calls.values()) == ["words", "body"]
+    whole, short = (Outline.of_recording(r) for r in (found.record(given), found.record(given, until=2)))
+    assert short.recording.ends_early and list(short.call_labels.values()) == ["words", "body", "head"]
+    assert write_programs(short, given, ["head:0"])[0] == write_programs(whole, given, ["head:0"])[0]
+    assert whole.recording.shape_deciding_inputs == {
+        "ids",
+        "x",
+        "rows",
+    } and short.recording.shape_deciding_inputs == {"x", "rows"}
+    assert list(Outline.of_recording(found.record(given, until=1)).call_labels.values()) == ["words", "body"]
 
 
 def test_a_recording_that_ends_has_the_shapes_of_all_results_that_are_known() -> None:
     found, given = recorder(Looker()), batch(5)
-    known = Outline.of(found.record(given, until=1)).shapes()
+    known = Outline.of_recording(found.record(given, until=1)).known_shapes()
     assert known["result words "] == (3, 4)
-    guessed = Outline.of(found.record(given, {"words": {}}, until=1)).shapes()
+    guessed = Outline.of_recording(found.record(given, {"words": {}}, until=1)).known_shapes()
     assert "result words " not in guessed and guessed["body:0"] == (5, 4)
 
 
 def test_a_call_in_vain_is_told() -> None:
-    assert recorder(Looker(vain=True)).record(batch(5)).idle
+    assert recorder(Looker(vain=True)).record(batch(5)).has_idle_calls
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+def made(tmp_path_factory: pytest.TempPathFactory) -> CompiledPlan:
     return reader_model.compiled(tmp_path_factory.mktemp("reader"))
 
 
-def collated(made: Compiled, *indices: int) -> Batch:
-    return made.user.collate([made.user.sample(i) for i in indices])
+def collated(made: CompiledPlan, *indices: int) -> Batch:
+    return made.user.collate([made.user.load_sample(i) for i in indices])
 
 
 def test_rows_are_told_by_a_recording_that_ends_and_by_a_whole_one_where_it_ended_too_early(
@@ -171,30 +175,30 @@ def test_rows_are_told_by_a_recording_that_ends_and_by_a_whole_one_where_it_ende
     )
     made = reader_model.compiled(tmp_path, source)
     found = reader_model.rerecorder(made, tmp_path)
-    rows = [found.with_rows(collated(made, i))["decoder:0"].shape for i in (2, 3, 4, 2, 7)]
+    rows = [found.add_row_counts(collated(made, i))["decoder:0"].shape for i in (2, 3, 4, 2, 7)]
     assert rows == [(2, 6), (3, 6), (3, 6), (2, 6), (2, 6)]
-    monkeypatch.setattr(RecordedCase, "last", lambda *_: 0)
+    monkeypatch.setattr(RecordedCase, "last_call_number", lambda *_: 0)
     early = reader_model.rerecorder(made, tmp_path)
-    assert [early.with_rows(collated(made, i))["decoder:0"].shape for i in (2, 3, 4, 2, 7)] == rows
+    assert [early.add_row_counts(collated(made, i))["decoder:0"].shape for i in (2, 3, 4, 2, 7)] == rows
 
 
-def test_a_section_gets_what_the_whole_recording_would_give_it(made: Compiled, tmp_path: Path) -> None:
+def test_a_section_gets_what_the_whole_recording_would_give_it(made: CompiledPlan, tmp_path: Path) -> None:
     front, whole = (
         reader_model.rerecorder(made, tmp_path, only="front"),
         reader_model.rerecorder(made, tmp_path),
     )
     for some in ((1, 2), (4, 9), (3, 3), (7, 12)):
         given = collated(made, *some)
-        found, expected = (glue(r.with_glue(given, 2)) for r in (front, whole))
+        found, expected = (glue(r.add_recorded_glue(given, 2)) for r in (front, whole))
         assert (
             found.programs == expected.programs
-            and found.planned == expected.planned
+            and found.planned_sources == expected.planned_sources
             and found.case == expected.case
         )
 
 
-def glue(found: Batch) -> Glue:
-    return found[RECORDED]
+def glue(found: Batch) -> RecordedGlue:
+    return found[RECORDING_KEY]
 
 
 # -- what is kept
@@ -219,7 +223,10 @@ OTHER: list[tuple[str, Callable[[Batch], Batch]]] = [
 
 @pytest.mark.parametrize("change", [c for _, c in (*SAME, *OTHER)], ids=[name for name, _ in (*SAME, *OTHER)])
 def test_only_what_decided_tells_recordings_apart(change: Callable[[Batch], Batch]) -> None:
-    kept, decides = Kept[str](), Decides(frozenset({"x", "rows"}), frozenset({"rows"}))
+    kept, decides = (
+        RecordingCache[str](),
+        RecordingDependencies(frozenset({"x", "rows"}), frozenset({"rows"})),
+    )
     given = batch(5) | {"limit": 3, "table": numpy.arange(5000), "images": [torch.zeros(2)]}
     kept.put("kind", given, "found", decides, 0)
     same = change in [c for _, c in SAME]
@@ -231,22 +238,22 @@ def test_only_what_decided_tells_recordings_apart(change: Callable[[Batch], Batc
 
 def test_what_decides_for_the_first_time_ends_what_was_kept_without_it() -> None:
     kept, first, later = (
-        Kept[str](),
-        Decides(frozenset({"x"})),
-        Decides(frozenset({"x", "rows"}), frozenset({"rows"})),
+        RecordingCache[str](),
+        RecordingDependencies(frozenset({"x"})),
+        RecordingDependencies(frozenset({"x", "rows"}), frozenset({"rows"})),
     )
     kept.put("kind", batch(5), "found", first, 0)
     kept.put("kind", batch(6), "other", later, 0)
     assert kept.get("kind", batch(5)) is None and kept.get("kind", batch(6)) == "other"
 
 
-def test_a_section_of_few_inputs_records_less_often(made: Compiled, tmp_path: Path) -> None:
+def test_a_section_of_few_inputs_records_less_often(made: CompiledPlan, tmp_path: Path) -> None:
     both = reader_model.rerecorder(made, tmp_path)  # of a rank that has the other section too
     for i in (*range(10), *range(10)):
-        both.with_glue(collated(made, i), 1, "front")
-    assert both.recordings <= 6  # a whole one, and one for each number of rows
+        both.add_recorded_glue(collated(made, i), 1, "front")
+    assert both.recording_count <= 6  # a whole one, and one for each number of rows
     given = collated(made, 3)
     assert (
-        glue(both.with_glue(given, 1, "front")).spent is None
-        and glue(both.with_glue(given, 1, "back")).spent is not None
+        glue(both.add_recorded_glue(given, 1, "front")).recorded_during is None
+        and glue(both.add_recorded_glue(given, 1, "back")).recorded_during is not None
     )

@@ -7,14 +7,14 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from secc.runtime.plan.schema import VERSION, Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
+from secc.runtime.plan.schema import PLAN_VERSION, Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
 from secc.runtime.plan.step_program import SampleMeta, owes_backward
 
 SYMBOLS = (Symbol("B", "rows", "ids", 0), Symbol("S", "width", "ids", 1), Symbol("I", "rows", "images", 0))
 KEYS = ("images", "audio")
 
 
-def section(
+def make_section(
     name,
     ranks,
     *,
@@ -41,9 +41,9 @@ def section(
     )
 
 
-def stages(name, ranks, *, in_flight=(), **options):
+def make_stages(name, ranks, *, in_flight=(), **options):
     """A pipeline: `ranks` has those of each stage, `in_flight` what each may hold."""
-    made = [section(f"{name}_{i}", r, **options) for i, r in enumerate(ranks)]
+    made = [make_section(f"{name}_{i}", r, **options) for i, r in enumerate(ranks)]
     room = in_flight or (0,) * len(made)
     return [
         dataclasses.replace(s, pipeline=name, stage=i, in_flight=n)
@@ -51,7 +51,7 @@ def stages(name, ranks, *, in_flight=(), **options):
     ]
 
 
-def passes_on(pipeline, grad=True):
+def stage_edges(pipeline, grad=True):
     """The edges between a pipeline's stages."""
     return [
         Edge(f"{a.name}_out", a.name, b.name, "float32", ("B", "S", "8"), -1, "", grad)
@@ -59,13 +59,13 @@ def passes_on(pipeline, grad=True):
     ]
 
 
-def edge(src, dst, *, grad=True, name=""):
+def make_edge(src, dst, *, grad=True, name=""):
     return Edge(name or f"{src}_to_{dst}", src, dst, "float32", ("B", "8"), 0, "1", grad)
 
 
-def plan(sections, edges, world_size, widths="own"):
+def make_plan(sections, edges, world_size, widths="own"):
     return Plan(
-        VERSION,
+        PLAN_VERSION,
         "",
         ModelRef("", ""),
         world_size,
@@ -83,28 +83,28 @@ def plan(sections, edges, world_size, widths="own"):
     )
 
 
-def with_room(p, samples):
+def with_prefetch_memory_for(p, samples):
     """The plan with room on each rank for the results of so many samples to run ahead with, as `edge` makes
     them."""
     return dataclasses.replace(p, run_ahead_gib=samples * 32 / 2**30)
 
 
-def sample(i, *keys, images=1, length=10):
+def make_sample(i, *keys, images=1, length=10):
     return SampleMeta(i, frozenset(keys), {"B": 1, "S": length, "I": images if "images" in keys else 0})
 
 
-costs = st.sampled_from(["0", "7*B", "B*S", "5*I + 3*S", "max(B*S, 40)"])
+cost_texts = st.sampled_from(["0", "7*B", "B*S", "5*I + 3*S", "max(B*S, 40)"])
 
 
 @st.composite
-def bounded(draw, made):
+def with_memory_bound(draw, made):
     """The section, with or without a bound on the bytes that its micro-batches keep."""
     cost = dataclasses.replace(made.cost, saved="3*B + 5*I")
     return dataclasses.replace(made, cost=cost, room_bytes=draw(st.sampled_from([0, 0, 9, 40])))
 
 
 @st.composite
-def pipelines(draw, name, world):
+def random_pipelines(draw, name, world):
     """A section, or its stages on any ranks, as a list."""
     first = draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True))
     options = {
@@ -116,40 +116,46 @@ def pipelines(draw, name, world):
     count = draw(st.sampled_from([1, 1, 2, 3]))
     if count == 1:
         options["tp"] = draw(st.sampled_from([n for n in range(1, len(first) + 1) if len(first) % n == 0]))
-        made = section(name, first, **options, forward=draw(costs), backward=draw(costs))
-        return [draw(bounded(dataclasses.replace(made, in_flight=draw(st.integers(0, 3)))))]
+        made = make_section(name, first, **options, forward=draw(cost_texts), backward=draw(cost_texts))
+        return [draw(with_memory_bound(dataclasses.replace(made, in_flight=draw(st.integers(0, 3)))))]
     ranks = [first, *(draw(st.permutations(range(world)))[: len(first)] for _ in range(count - 1))]
     in_flight = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
-    made = stages(name, ranks, in_flight=in_flight, **options, forward=draw(costs), backward=draw(costs))
+    made = make_stages(
+        name, ranks, in_flight=in_flight, **options, forward=draw(cost_texts), backward=draw(cost_texts)
+    )
     split = 500 if options["mode"] == "train" and options["sharding"] == "none" and draw(st.booleans()) else 0
     parts = [draw(st.sampled_from([split, split, 0])) for _ in made]
     return [
-        draw(bounded(dataclasses.replace(s, weight_permille=part)))
+        draw(with_memory_bound(dataclasses.replace(s, weight_permille=part)))
         for s, part in zip(made, parts, strict=True)
     ]
 
 
 @st.composite
-def plans(draw):
+def random_plans(draw):
     """Any acyclic graph of sections, some in stages, with any meshes, modes, predicates, micro-batch sizes
     and costs."""
     world = draw(st.integers(1, 5))
-    parts = [draw(pipelines(f"s{i}", world)) for i in range(draw(st.integers(1, 4)))]
+    parts = [draw(random_pipelines(f"s{i}", world)) for i in range(draw(st.integers(1, 4)))]
     sections = [s for part in parts for s in part]
-    whole = [e for part in parts for e in passes_on(part, owes_backward(part[0]))]
+    whole = [e for part in parts for e in stage_edges(part, owes_backward(part[0]))]
     between = [
         (a, b) for i, part in enumerate(parts) for a in part for later in parts[i + 1 :] for b in later
     ]
     chosen = draw(st.lists(st.sampled_from(between), max_size=5)) if between else []
     edges = [
-        edge(a.name, b.name, grad=owes_backward(a) and owes_backward(b) and draw(st.booleans()), name=f"e{i}")
+        make_edge(
+            a.name, b.name, grad=owes_backward(a) and owes_backward(b) and draw(st.booleans()), name=f"e{i}"
+        )
         for i, (a, b) in enumerate(chosen)
     ]
-    return plan(
+    return make_plan(
         draw(st.permutations(sections)), whole + edges, world, draw(st.sampled_from(["own", "global"]))
     )
 
 
-batches = st.lists(
+random_batches = st.lists(
     st.tuples(st.sets(st.sampled_from(KEYS)), st.integers(1, 3), st.integers(1, 30)), max_size=9
-).map(lambda rows: [sample(i, *keys, images=n, length=length) for i, (keys, n, length) in enumerate(rows)])
+).map(
+    lambda rows: [make_sample(i, *keys, images=n, length=length) for i, (keys, n, length) in enumerate(rows)]
+)

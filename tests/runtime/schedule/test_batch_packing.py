@@ -10,12 +10,18 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secc.runtime.plan.predicted_costs import Costs
-from secc.runtime.plan.section_graph import Graph
-from secc.runtime.schedule.load_balance import balance, level
-from secc.runtime.schedule.micro_batches import Composer
-from secc.runtime.schedule.scheduler import schedule
-from tests.runtime.schedule.plan_strategies import batches, plan, plans, sample, section
+from secc.runtime.plan.predicted_costs import PredictedCosts
+from secc.runtime.plan.section_graph import SectionGraph
+from secc.runtime.schedule.load_balance import assign_least_loaded, swap_until_balanced
+from secc.runtime.schedule.micro_batches import MicroBatchComposer
+from secc.runtime.schedule.scheduler import schedule_batch
+from tests.runtime.schedule.plan_strategies import (
+    make_plan,
+    make_sample,
+    make_section,
+    random_batches,
+    random_plans,
+)
 
 pieces = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 50)), min_size=1, max_size=20)
 
@@ -25,9 +31,9 @@ def test_levelling_swaps_pieces_of_one_kind_and_the_busiest_never_gets_busier(so
     kinds, weights = [k for k, _ in some], [w for _, w in some]
     ranks = tuple(range(10, 10 + count))
     load = {rank: data.draw(st.integers(0, 100)) for rank in ranks}
-    before, first = dict(load), balance(weights, ranks, load)
+    before, first = dict(load), assign_least_loaded(weights, ranks, load)
     longest, owner = max(load.values()), first.copy()
-    level(kinds, weights, owner, ranks, load)
+    swap_until_balanced(kinds, weights, owner, ranks, load)
     assert load == {
         rank: before[rank] + sum(w for w, r in zip(weights, owner, strict=True) if ranks[r] == rank)
         for rank in ranks
@@ -38,14 +44,14 @@ def test_levelling_swaps_pieces_of_one_kind_and_the_busiest_never_gets_busier(so
 
 def test_levelling_finds_the_best_of_two_ranks_where_one_swap_makes_it():
     owner, load = [0, 0, 1, 1], {0: 17, 1: 7}
-    level([0, 0, 0, 0], [9, 8, 4, 3], owner, (0, 1), load)
+    swap_until_balanced([0, 0, 0, 0], [9, 8, 4, 3], owner, (0, 1), load)
     assert load == {0: 12, 1: 12} and owner in ([1, 0, 0, 1], [0, 1, 1, 0])
 
 
-def ends(p, samples):
+def replica_ends(p, samples):
     """What each replica of the language model works."""
-    step, costs, lm = schedule(p, samples), Costs(p, samples), p.section("lm")
-    forward, backward = costs.of(lm, [m.samples for m in step.micro_batches["lm"]])
+    step, costs, lm = schedule_batch(p, samples), PredictedCosts(p, samples), p.section("lm")
+    forward, backward = costs.micro_batch_times(lm, [m.samples for m in step.micro_batches["lm"]])
     found = Counter()
     for m, f, b in zip(step.micro_batches["lm"], forward, backward, strict=True):
         found[m.replica] += f + b
@@ -56,18 +62,18 @@ def test_replicas_are_level_in_what_micro_batches_take():
     """Ragged samples without padding, and a constant for each micro-batch, which samples alone would count
     once too often."""
     r = random.Random(1)
-    samples = [sample(i, "images", length=0, images=r.randint(10, 200)) for i in range(128)]
+    samples = [make_sample(i, "images", length=0, images=r.randint(10, 200)) for i in range(128)]
     for most in (2, 3, 4):
-        lm = section("lm", range(8), micro_batch=most, forward="40 + I", backward="80 + 2*I")
-        found = ends(plan([lm], [], 8), samples)
+        lm = make_section("lm", range(8), micro_batch=most, forward="40 + I", backward="80 + 2*I")
+        found = replica_ends(make_plan([lm], [], 8), samples)
         assert max(found.values()) <= 1.01 * sum(found.values()) / 8
 
 
 def test_large_and_small_samples_share_micro_batches_where_large_ones_have_no_room():
-    lm = section("lm", [0], micro_batch=2, forward="100 + I", backward="I")
+    lm = make_section("lm", [0], micro_batch=2, forward="100 + I", backward="I")
     lm = dataclasses.replace(lm, cost=dataclasses.replace(lm.cost, saved="I"), room_bytes=100)
-    samples = [sample(i, "images", images=n) for i, n in enumerate([90, 80, 70, 60, 40, 30, 20, 10])]
-    micros = schedule(plan([lm], [], 1), samples).micro_batches["lm"]
+    samples = [make_sample(i, "images", images=n) for i, n in enumerate([90, 80, 70, 60, 40, 30, 20, 10])]
+    micros = schedule_batch(make_plan([lm], [], 1), samples).micro_batches["lm"]
     assert sorted(sorted(samples[p].sizes["I"] for p in m.samples) for m in micros) == [
         [10, 90],
         [20, 80],
@@ -79,19 +85,21 @@ def test_large_and_small_samples_share_micro_batches_where_large_ones_have_no_ro
 def test_samples_weigh_what_they_add_to_a_micro_batch_on_shared_ranks():
     """Two replicas of both sections: 100 for each micro-batch of the tower, which holds all four images of a
     replica."""
-    tower = section("tower", [0, 1], when=("images",), micro_batch=4, forward="100 + I", backward="0")
-    lm = section("lm", [0, 1], micro_batch=2, forward="S", backward="S")
-    samples = [sample(i, *(("images",) if i < 8 else ()), length=50) for i in range(16)]
-    composer = Composer(plan([tower, lm], [], 2), samples, Graph(plan([tower, lm], [], 2)))
-    assert [composer.share["tower"][p] for p in (0, 8)] == [(100 + 4) // 4, 0]
+    tower = make_section("tower", [0, 1], when=("images",), micro_batch=4, forward="100 + I", backward="0")
+    lm = make_section("lm", [0, 1], micro_batch=2, forward="S", backward="S")
+    samples = [make_sample(i, *(("images",) if i < 8 else ()), length=50) for i in range(16)]
+    composer = MicroBatchComposer(
+        make_plan([tower, lm], [], 2), samples, SectionGraph(make_plan([tower, lm], [], 2))
+    )
+    assert [composer.shared_work["tower"][p] for p in (0, 8)] == [(100 + 4) // 4, 0]
 
 
-@given(plans(), batches)
+@given(random_plans(), random_batches)
 def test_micro_batches_take_at_least_what_their_samples_add(p, samples):
     """So work counted by `share` is a bound, which tells what a search is worth."""
-    composer = Composer(p, samples, Graph(p))
+    composer = MicroBatchComposer(p, samples, SectionGraph(p))
     for s in p.sections:
-        forward, backward = composer.costs.of(
-            s, [m.samples for m in schedule(p, samples).micro_batches[s.name]]
+        forward, backward = composer.costs.micro_batch_times(
+            s, [m.samples for m in schedule_batch(p, samples).micro_batches[s.name]]
         )
-        assert sum(forward) + sum(backward) >= sum(composer.share[s.name])
+        assert sum(forward) + sum(backward) >= sum(composer.shared_work[s.name])

@@ -11,88 +11,106 @@ import pytest
 from hypothesis import given, settings
 
 from secc.bounds.bounds import schedule_bound
-from secc.runtime.plan.schema import Cost, load, to_json
-from secc.runtime.plan.section_graph import Graph
-from secc.runtime.schedule.list_scheduler import Jobs, run
-from secc.runtime.schedule.scheduler import schedule, timed_schedule
-from secc.runtime.validation.full_check import check
+from secc.runtime.plan.schema import Cost, load_plan, plan_to_json
+from secc.runtime.plan.section_graph import SectionGraph
+from secc.runtime.schedule.list_scheduler import TaskGraph, simulate_tasks
+from secc.runtime.schedule.scheduler import schedule_batch, schedule_with_makespan
+from secc.runtime.validation.full_check import check_schedule
 from secc.simulate.simulator import simulate
-from secc.simulate.step_measures import in_flight
+from secc.simulate.step_measures import in_flight_over_time
 from tests.runtime.schedule.plan_strategies import (
     KEYS,
-    batches,
-    edge,
-    passes_on,
-    plan,
-    plans,
-    sample,
-    section,
-    stages,
+    make_edge,
+    make_plan,
+    make_sample,
+    make_section,
+    make_stages,
+    random_batches,
+    random_plans,
+    stage_edges,
 )
-from tests.runtime.schedule.test_scheduler import IMAGE, mixed
+from tests.runtime.schedule.test_scheduler import IMAGE, mixed_samples
 
 
-def pipeline(parts, replicas=1, room=(), encoder=False):
+def pipeline_plan(parts, replicas=1, room=(), encoder=False):
     """A language model in `parts` stages, fed by an encoder on a rank of its own if wanted. Ranks are ordered
     (dp, pp)."""
     ranks = [[d * parts + i for d in range(replicas)] for i in range(parts)]
-    lm, world = stages("lm", ranks, in_flight=room, forward="S", backward="2*S"), parts * replicas
+    lm, world = make_stages("lm", ranks, in_flight=room, forward="S", backward="2*S"), parts * replicas
     if not encoder:
-        return plan(lm, passes_on(lm), world)
-    vision = section("vision", [world], when=IMAGE, forward="100*I", backward="200*I")
-    return plan([vision, *lm], [edge("vision", "lm_0"), *passes_on(lm)], world + 1)
+        return make_plan(lm, stage_edges(lm), world)
+    vision = make_section("vision", [world], when=IMAGE, forward="100*I", backward="200*I")
+    return make_plan([vision, *lm], [make_edge("vision", "lm_0"), *stage_edges(lm)], world + 1)
 
 
-def works(program, section):
+def section_work(program, section):
     return [(i.kind, i.micro) for i in program if i.kind in "FB" and i.section == section]
 
 
 def test_even_micro_batches_run_as_1f1b():
-    p = pipeline(3, room=(3, 2, 1))
-    step = schedule(p, [sample(i, length=100) for i in range(5)])
-    kinds = ["".join(k for k, _ in works(program, f"lm_{i}")) for i, program in enumerate(step.programs)]
+    p = pipeline_plan(3, room=(3, 2, 1))
+    step = schedule_batch(p, [make_sample(i, length=100) for i in range(5)])
+    kinds = [
+        "".join(k for k, _ in section_work(program, f"lm_{i}")) for i, program in enumerate(step.programs)
+    ]
     assert kinds == ["FFFBFBFBBB", "FFBFBFBFBB", "FBFBFBFBFB"]
 
 
 def test_no_search_where_all_micro_batches_are_alike(monkeypatch):
-    lm = stages("lm", [[0], [1]], in_flight=(2, 1), forward="1000000*B", backward="2000000*B")
-    p = plan(lm, passes_on(lm), 2)
-    expected = timed_schedule(p, [sample(i) for i in range(8)])
-    monkeypatch.setattr("secc.runtime.schedule.order_search.critical", None)  # would be called for each try
-    assert timed_schedule(p, [sample(i) for i in range(8)]) == expected
+    lm = make_stages("lm", [[0], [1]], in_flight=(2, 1), forward="1000000*B", backward="2000000*B")
+    p = make_plan(lm, stage_edges(lm), 2)
+    expected = schedule_with_makespan(p, [make_sample(i) for i in range(8)])
+    monkeypatch.setattr(
+        "secc.runtime.schedule.order_search.simulate_with_last_rank", None
+    )  # would be called for each try
+    assert schedule_with_makespan(p, [make_sample(i) for i in range(8)]) == expected
     with pytest.raises(TypeError):
-        timed_schedule(
+        schedule_with_makespan(
             dataclasses.replace(
                 p,
-                sections=stages("lm", [[0], [1]], in_flight=(2, 1), forward="100000*S", backward="200000*S"),
+                sections=make_stages(
+                    "lm", [[0], [1]], in_flight=(2, 1), forward="100000*S", backward="200000*S"
+                ),
             ),
-            [sample(i, length=1 + i) for i in range(8)],
+            [make_sample(i, length=1 + i) for i in range(8)],
         )
 
 
 def test_stages_between_which_nothing_travels_keep_one_order():
     """A last stage may work alone for samples of another tower, as a projector does that two towers share,
     and find others most urgent."""
-    first, last = stages("image", [[1], [2]], in_flight=(1, 1), when=KEYS, forward="10*I", backward="20*I")
+    first, last = make_stages(
+        "image", [[1], [2]], in_flight=(1, 1), when=KEYS, forward="10*I", backward="20*I"
+    )
     last = dataclasses.replace(last, cost=Cost("100 - S", "10*I"))
-    towers = [section("video", [0], when=["audio"], micro_batch=2, backward="100*B"), first, last]
-    edges = [edge("video", "image_1"), edge("image_0", "lm"), edge("image_1", "lm", name="late")]
-    p = plan([*towers, section("lm", [3], micro_batch=2)], edges, 4)
-    samples = [sample(0, "audio", length=22), sample(1, *KEYS, length=26), sample(2, *KEYS, length=24)]
-    step = schedule(p, samples)
-    check(p, samples, step)
-    orders = [[m for kind, m in works(step.programs[1 + i], f"image_{i}") if kind == "F"] for i in (0, 1)]
+    towers = [make_section("video", [0], when=["audio"], micro_batch=2, backward="100*B"), first, last]
+    edges = [
+        make_edge("video", "image_1"),
+        make_edge("image_0", "lm"),
+        make_edge("image_1", "lm", name="late"),
+    ]
+    p = make_plan([*towers, make_section("lm", [3], micro_batch=2)], edges, 4)
+    samples = [
+        make_sample(0, "audio", length=22),
+        make_sample(1, *KEYS, length=26),
+        make_sample(2, *KEYS, length=24),
+    ]
+    step = schedule_batch(p, samples)
+    check_schedule(p, samples, step)
+    orders = [
+        [m for kind, m in section_work(step.programs[1 + i], f"image_{i}") if kind == "F"] for i in (0, 1)
+    ]
     assert orders[0] == orders[1]
 
 
 @pytest.mark.parametrize("room", [(3, 2, 1), (6, 6, 6), (1, 1, 1), (0, 0, 0)])
 def test_stages_take_ragged_micro_batches_in_one_order(room):
-    p, samples = pipeline(3, replicas=2, room=room, encoder=True), mixed(24, 0.4, seed=4)
-    step = schedule(p, samples)
-    check(p, samples, step)
+    p, samples = pipeline_plan(3, replicas=2, room=room, encoder=True), mixed_samples(24, 0.4, seed=4)
+    step = schedule_batch(p, samples)
+    check_schedule(p, samples, step)
     for replica in range(2):
         orders = {
-            tuple(m for k, m in works(step.programs[3 * replica + i], f"lm_{i}") if k == "F")
+            tuple(m for k, m in section_work(step.programs[3 * replica + i], f"lm_{i}") if k == "F")
             for i in range(3)
         }
         assert len(orders) == 1
@@ -101,20 +119,24 @@ def test_stages_take_ragged_micro_batches_in_one_order(room):
 
 @pytest.mark.parametrize("room", [(3, 2, 1), (6, 6, 6), (1, 1, 1)])
 def test_a_stage_holds_no_more_than_it_may(room):
-    p, samples = pipeline(3, room=room), [sample(i, length=50 + 37 * i % 200) for i in range(16)]
-    done = simulate(p, samples, schedule(p, samples))
-    assert [max(n for _, n in in_flight(done, rank)) <= room[rank] for rank in range(3)] == [True] * 3
+    p, samples = pipeline_plan(3, room=room), [make_sample(i, length=50 + 37 * i % 200) for i in range(16)]
+    done = simulate(p, samples, schedule_batch(p, samples))
+    assert [max(n for _, n in in_flight_over_time(done, rank)) <= room[rank] for rank in range(3)] == [
+        True
+    ] * 3
 
 
 @pytest.mark.parametrize("room", [1, 2, 5])
 def test_an_encoder_holds_no_more_than_it_may(room):
     vision = dataclasses.replace(
-        section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=room
+        make_section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=room
     )
-    p = plan([vision, section("lm", [1, 2], forward="S", backward="2*S")], [edge("vision", "lm")], 3)
-    samples = mixed(24, 0.6, seed=4)
-    done = simulate(p, samples, schedule(p, samples))
-    assert max(n for _, n in in_flight(done, 0)) == room
+    p = make_plan(
+        [vision, make_section("lm", [1, 2], forward="S", backward="2*S")], [make_edge("vision", "lm")], 3
+    )
+    samples = mixed_samples(24, 0.6, seed=4)
+    done = simulate(p, samples, schedule_batch(p, samples))
+    assert max(n for _, n in in_flight_over_time(done, 0)) == room
 
 
 def keeping(found, saved, room):
@@ -139,13 +161,15 @@ def held(step, rank, saved):
 def test_an_encoder_keeps_no_more_bytes_than_it_has_room_for(room):
     """Whatever their number: some samples have eight images, most have one."""
     encoder = dataclasses.replace(
-        section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=6
+        make_section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=6
     )
-    samples = [sample(i, *IMAGE, images=8 if i % 5 == 0 else 1) for i in range(30)]
+    samples = [make_sample(i, *IMAGE, images=8 if i % 5 == 0 else 1) for i in range(30)]
 
     def most(vision):
-        p = plan([vision, section("lm", [1, 2], forward="S", backward="2*S")], [edge("vision", "lm")], 3)
-        return held(simulate(p, samples, schedule(p, samples)), 0, lambda s: 5 * s.sizes["I"])
+        p = make_plan(
+            [vision, make_section("lm", [1, 2], forward="S", backward="2*S")], [make_edge("vision", "lm")], 3
+        )
+        return held(simulate(p, samples, schedule_batch(p, samples)), 0, lambda s: 5 * s.sizes["I"])
 
     assert most(keeping(encoder, "5*I", 0)) > room
     assert most(keeping(encoder, "5*I", room)) <= room
@@ -154,112 +178,122 @@ def test_an_encoder_keeps_no_more_bytes_than_it_has_room_for(room):
 def test_a_sample_larger_than_the_room_is_alone():
     encoder = keeping(
         dataclasses.replace(
-            section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=4
+            make_section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=4
         ),
         "5*I",
         20,
     )
-    p = plan([encoder, section("lm", [1], forward="S", backward="2*S")], [edge("vision", "lm")], 2)
-    samples = [sample(i, *IMAGE, images=8 if i == 3 else 1) for i in range(8)]
-    assert held(simulate(p, samples, schedule(p, samples)), 0, lambda s: 5 * s.sizes["I"]) == 40
+    p = make_plan(
+        [encoder, make_section("lm", [1], forward="S", backward="2*S")], [make_edge("vision", "lm")], 2
+    )
+    samples = [make_sample(i, *IMAGE, images=8 if i == 3 else 1) for i in range(8)]
+    assert held(simulate(p, samples, schedule_batch(p, samples)), 0, lambda s: 5 * s.sizes["I"]) == 40
 
 
 @pytest.mark.parametrize("critical", [False, True])
 def test_micro_batches_of_several_samples_fit_the_room(critical):
     """Also where the section is cut after another one's queue."""
     lm = keeping(
-        section("lm", [0, 1], micro_batch=4, forward="1000 + B*S", backward="1000 + 2*B*S"), "B*S", 100
+        make_section("lm", [0, 1], micro_batch=4, forward="1000 + B*S", backward="1000 + 2*B*S"), "B*S", 100
     )
-    other = section("head", [2], forward="1" if critical else "9000*B*S", backward="1")
-    p = plan([lm, other], [edge("lm", "head")], 3)
-    samples = [sample(i, length=60 if i % 4 == 0 else 12) for i in range(24)]
-    sizes = [[samples[p].sizes["S"] for p in m.samples] for m in schedule(p, samples).micro_batches["lm"]]
+    other = make_section("head", [2], forward="1" if critical else "9000*B*S", backward="1")
+    p = make_plan([lm, other], [make_edge("lm", "head")], 3)
+    samples = [make_sample(i, length=60 if i % 4 == 0 else 12) for i in range(24)]
+    sizes = [
+        [samples[p].sizes["S"] for p in m.samples] for m in schedule_batch(p, samples).micro_batches["lm"]
+    ]
     assert sorted(s for some in sizes for s in some) == sorted(s.sizes["S"] for s in samples)
     assert all(len(some) == 1 or len(some) * max(some) <= 100 for some in sizes) and max(map(len, sizes)) > 1
 
 
 def test_a_section_on_the_ranks_of_a_pipeline_does_backwards_as_they_come():
     """Only what feeds other ranks does all forwards first; stages list the same ranks in another order."""
-    lm = stages("lm", [[0, 2], [1, 3]])
-    vision = [section("vision", ranks, when=IMAGE) for ranks in (range(4), range(4, 8))]
-    graphs = [Graph(plan([v, *lm], [edge("vision", "lm_0"), *passes_on(lm)], 8)) for v in vision]
-    assert [g.runs_ahead(v) for g, v in zip(graphs, vision, strict=True)] == [False, True]
+    lm = make_stages("lm", [[0, 2], [1, 3]])
+    vision = [make_section("vision", ranks, when=IMAGE) for ranks in (range(4), range(4, 8))]
+    graphs = [
+        SectionGraph(make_plan([v, *lm], [make_edge("vision", "lm_0"), *stage_edges(lm)], 8)) for v in vision
+    ]
+    assert [g.runs_forwards_first(v) for g, v in zip(graphs, vision, strict=True)] == [False, True]
 
 
 def test_room_is_a_wish_where_a_consumer_needs_more_at_once():
-    lm = stages("lm", [[0], [1]], in_flight=(1, 1), forward="S", backward="2*S")
-    judge = section("judge", [2], micro_batch=4, forward="S", backward="2*S")
-    p = plan([*lm, judge], [*passes_on(lm), edge("lm_1", "judge")], 3)
-    samples = [sample(i, length=100) for i in range(8)]
-    check(p, samples, schedule(p, samples))
+    lm = make_stages("lm", [[0], [1]], in_flight=(1, 1), forward="S", backward="2*S")
+    judge = make_section("judge", [2], micro_batch=4, forward="S", backward="2*S")
+    p = make_plan([*lm, judge], [*stage_edges(lm), make_edge("lm_1", "judge")], 3)
+    samples = [make_sample(i, length=100) for i in range(8)]
+    check_schedule(p, samples, schedule_batch(p, samples))
 
 
 def test_room_beside_a_consumer_is_not_filled_with_parts_of_several_micro_batches():
     """Each replica holds two images, and wants them two by two by their text, whichever the encoder would
     have done first."""
     vision = dataclasses.replace(
-        section("vision", [0, 1], when=IMAGE, forward="10*I", backward="20*I"), in_flight=2
+        make_section("vision", [0, 1], when=IMAGE, forward="10*I", backward="20*I"), in_flight=2
     )
-    lm = section("lm", [0, 1], micro_batch=2, forward="1000 + B*S", backward="2*B*S")
-    p = plan([vision, lm], [edge("vision", "lm")], 2)
-    samples = [sample(i, *IMAGE, images=1 + i % 4, length=100 * (1 + i // 4)) for i in range(16)]
+    lm = make_section("lm", [0, 1], micro_batch=2, forward="1000 + B*S", backward="2*B*S")
+    p = make_plan([vision, lm], [make_edge("vision", "lm")], 2)
+    samples = [make_sample(i, *IMAGE, images=1 + i % 4, length=100 * (1 + i // 4)) for i in range(16)]
     work = sum(30 * s.sizes["I"] + 500 + 3 * s.sizes["S"] for s in samples)
-    assert timed_schedule(p, samples)[1] <= 1.01 * work / 2
+    assert schedule_with_makespan(p, samples)[1] <= 1.01 * work / 2
 
 
 def test_a_split_backward_fills_what_would_be_idle():
-    whole, samples = pipeline(4, room=(8, 8, 8, 8)), [sample(i, length=100) for i in range(8)]
+    whole, samples = pipeline_plan(4, room=(8, 8, 8, 8)), [make_sample(i, length=100) for i in range(8)]
     split = dataclasses.replace(
         whole, sections=tuple(dataclasses.replace(s, weight_permille=500) for s in whole.sections)
     )
-    step = schedule(split, samples)
+    step = schedule_batch(split, samples)
     kinds = ["".join(i.kind for i in program if i.kind in "FBW") for program in step.programs]
     assert all(k.count("W") == k.count("B") == k.count("F") == 8 for k in kinds)
     assert kinds[0].endswith("BWW") and not kinds[3].startswith("FBW")
-    assert simulate(split, samples, step).end < 0.9 * simulate(whole, samples, schedule(whole, samples)).end
+    assert (
+        simulate(split, samples, step).end
+        < 0.9 * simulate(whole, samples, schedule_batch(whole, samples)).end
+    )
     assert simulate(split, samples, step).end < 1.1 * schedule_bound(split, samples).ns
 
 
 @pytest.mark.parametrize("parts", [(0, 500, 500), (500, 0, 500), (500, 500, 0)])
 def test_stages_may_be_split_unlike(parts):
-    whole, samples = pipeline(3, room=(6, 6, 6)), [sample(i, length=100 + 7 * i) for i in range(8)]
+    whole, samples = pipeline_plan(3, room=(6, 6, 6)), [make_sample(i, length=100 + 7 * i) for i in range(8)]
     p = dataclasses.replace(
         whole,
         sections=tuple(
             dataclasses.replace(s, weight_permille=n) for s, n in zip(whole.sections, parts, strict=True)
         ),
     )
-    step = schedule(p, samples)
-    check(p, samples, step)
+    step = schedule_batch(p, samples)
+    check_schedule(p, samples, step)
     assert [sum(i.kind == "W" for i in program) for program in step.programs] == [8 * (n > 0) for n in parts]
 
 
-@given(plans(), batches)
+@given(random_plans(), random_batches)
 @settings(max_examples=60)
 def test_stages_have_the_same_micro_batches(p, samples):
-    step = schedule(p, samples)
-    check(p, samples, step)
+    step = schedule_batch(p, samples)
+    check_schedule(p, samples, step)
     for parts in p.pipelines.values():
         assert len({tuple((m.replica, m.samples) for m in step.micro_batches[s.name]) for s in parts}) == 1
 
 
 def test_more_in_flight_serves_ragged_micro_batches_and_all_are_near_the_bound():
-    samples = mixed(32, 0.0, seed=5)
+    samples = mixed_samples(32, 0.0, seed=5)
     times = {
-        room: timed_schedule(p, samples)[1] / schedule_bound(p, samples).ns for room, p in _rooms().items()
+        room: schedule_with_makespan(p, samples)[1] / schedule_bound(p, samples).ns
+        for room, p in _rooms().items()
     }
     assert times[8] <= times[4] <= 1.35
     assert times[8] < 1.2
 
 
 def _rooms():
-    return {n: pipeline(4, room=(n, max(n - 1, 1), max(n - 2, 1), 1)) for n in (4, 8)}
+    return {n: pipeline_plan(4, room=(n, max(n - 1, 1), max(n - 2, 1), 1)) for n in (4, 8)}
 
 
-@given(plans())
+@given(random_plans())
 @settings(max_examples=30)
 def test_plan_json_shows_whole_sections_and_keeps_their_stages(p):
-    data = json.loads(to_json(p))
+    data = json.loads(plan_to_json(p))
     assert list(data["sections"]) == list(p.pipelines)
     for name, parts in p.pipelines.items():
         mesh = data["sections"][name]["mesh"]
@@ -267,10 +301,10 @@ def test_plan_json_shows_whole_sections_and_keeps_their_stages(p):
 
 
 def test_plan_json_is_read_back(tmp_path):
-    p = pipeline(3, replicas=2, encoder=True)
-    (tmp_path / "plan.json").write_text(to_json(p))
-    assert load(tmp_path) == p
-    assert json.loads(to_json(p))["sections"]["lm"]["mesh"] == {
+    p = pipeline_plan(3, replicas=2, encoder=True)
+    (tmp_path / "plan.json").write_text(plan_to_json(p))
+    assert load_plan(tmp_path) == p
+    assert json.loads(plan_to_json(p))["sections"]["lm"]["mesh"] == {
         "ranks": [0, 1, 2, 3, 4, 5],
         "dp": 2,
         "pp": 3,
@@ -279,13 +313,13 @@ def test_plan_json_is_read_back(tmp_path):
 
 
 def test_followers_go_in_the_order_of_those_they_follow():
-    jobs = Jobs(
+    jobs = TaskGraph(
         2,
-        rank=[0, 0, 1, 1],
-        duration=[1, 1, 5, 5],
+        rank_of=[0, 0, 1, 1],
+        duration_ns=[1, 1, 5, 5],
         successors=[[2], [3], [], []],
-        waits=[0, 0, 1, 1],
+        predecessor_count=[0, 0, 1, 1],
         priority=[1, 0, 2, 3],
     )
-    jobs.follow(range(0, 2), range(2, 4))
-    assert run(jobs)[0] == [1, 0, 3, 2]
+    jobs.follow_order(range(0, 2), range(2, 4))
+    assert simulate_tasks(jobs)[0] == [1, 0, 3, 2]

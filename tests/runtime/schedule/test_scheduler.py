@@ -11,18 +11,25 @@ from hypothesis import strategies as st
 
 from secc.bounds.bounds import schedule_bound
 from secc.runtime.plan.step_program import Instruction, SampleMeta, print_schedule
-from secc.runtime.schedule.list_scheduler import critical
-from secc.runtime.schedule.scheduler import Orders, schedule, timed_schedule
-from secc.runtime.validation.full_check import check
-from tests.runtime.schedule.plan_strategies import batches, edge, plan, plans, sample, section
+from secc.runtime.schedule.list_scheduler import simulate_with_last_rank
+from secc.runtime.schedule.scheduler import ScheduleCache, schedule_batch, schedule_with_makespan
+from secc.runtime.validation.full_check import check_schedule
+from tests.runtime.schedule.plan_strategies import (
+    make_edge,
+    make_plan,
+    make_sample,
+    make_section,
+    random_batches,
+    random_plans,
+)
 from tools import schedule_mixes
 
 TEXT, IMAGE = (), ("images",)
 
 
-def vlm(encoders=1, replicas=2, micro_batch=1, image="100*I", text="S", mode="train"):
+def vlm_plan(encoders=1, replicas=2, micro_batch=1, image="100*I", text="S", mode="train"):
     """An encoder on its own ranks that feeds a language model."""
-    vision = section(
+    vision = make_section(
         "vision",
         range(encoders),
         when=IMAGE,
@@ -31,30 +38,32 @@ def vlm(encoders=1, replicas=2, micro_batch=1, image="100*I", text="S", mode="tr
         forward=image,
         backward=f"2*({image})",
     )
-    lm = section(
+    lm = make_section(
         "lm",
         range(encoders, encoders + replicas),
         micro_batch=micro_batch,
         forward=text,
         backward=f"2*({text})",
     )
-    return plan([vision, lm], [edge("vision", "lm", grad=mode != "forward")], encoders + replicas)
+    return make_plan([vision, lm], [make_edge("vision", "lm", grad=mode != "forward")], encoders + replicas)
 
 
-def mixed(count, share, seed, images=4):
+def mixed_samples(count, share, seed, images=4):
     """A batch of `count` samples of ragged lengths of which `share` have images, which lengthen them."""
     r, samples = random.Random(seed), []
     for i in range(count):
         n = r.randint(1, images) if r.random() < share else 0
-        samples.append(sample(i, *(IMAGE if n else TEXT), images=n, length=r.randint(100, 3000) + 576 * n))
+        samples.append(
+            make_sample(i, *(IMAGE if n else TEXT), images=n, length=r.randint(100, 3000) + 576 * n)
+        )
     return samples
 
 
-def compute(program):
+def compute_instructions(program):
     return [(i.kind, i.micro) for i in program if i.kind in "FB"]
 
 
-def patterns(step, samples, program, kind, name="lm"):
+def section_patterns(step, samples, program, kind, name="lm"):
     """Whether each F or B of a rank's program has images, in order."""
     micros = step.micro_batches[name]
     return [
@@ -64,62 +73,63 @@ def patterns(step, samples, program, kind, name="lm"):
     ]
 
 
-@given(plans(), batches, st.sampled_from(["wavefront", "dataset"]))
+@given(random_plans(), random_batches, st.sampled_from(["wavefront", "dataset"]))
 @settings(max_examples=25)
 def test_the_same_input_gives_the_same_schedule(p, samples, order):
-    assert print_schedule(schedule(p, samples, order=order)) == print_schedule(
-        schedule(p, list(samples), order=order)
+    assert print_schedule(schedule_batch(p, samples, order=order)) == print_schedule(
+        schedule_batch(p, list(samples), order=order)
     )
 
 
-@given(plans(), batches)
+@given(random_plans(), random_batches)
 @settings(max_examples=50)
 def test_micro_batches_hold_one_pattern_each(p, samples):
-    for micros in schedule(p, samples).micro_batches.values():
+    for micros in schedule_batch(p, samples).micro_batches.values():
         for m in micros:
             assert len({samples[s].pattern for s in m.samples}) <= 1  # none where others gather
 
 
 def test_language_model_starts_and_ends_with_text():
-    samples = mixed(24, 0.5, seed=1)
-    step = schedule(vlm(image="250*I"), samples)
+    samples = mixed_samples(24, 0.5, seed=1)
+    step = schedule_batch(vlm_plan(image="250*I"), samples)
     for program in step.programs[1:]:
-        kinds = patterns(step, samples, program, "F")
+        kinds = section_patterns(step, samples, program, "F")
         assert not kinds[0] and not kinds[-1] and any(kinds)
 
 
 def test_backward_follows_forward_on_the_critical_section():
-    step = schedule(vlm(), mixed(16, 0.3, seed=2))
+    step = schedule_batch(vlm_plan(), mixed_samples(16, 0.3, seed=2))
     for program in step.programs[1:]:
-        work = compute(program)
+        work = compute_instructions(program)
         assert work[::2] == [("F", m) for _, m in work[::2]] and work[1::2] == [
             ("B", m) for _, m in work[::2]
         ]
 
 
 def test_encoders_run_all_forwards_before_their_backwards():
-    step = schedule(vlm(), mixed(16, 0.5, seed=3))
-    kinds = "".join(k for k, _ in compute(step.programs[0]))
+    step = schedule_batch(vlm_plan(), mixed_samples(16, 0.5, seed=3))
+    kinds = "".join(k for k, _ in compute_instructions(step.programs[0]))
     assert kinds == "F" * kinds.count("F") + "B" * kinds.count("B")
 
 
 def test_a_frozen_encoder_has_no_backward_and_gets_no_gradient():
-    step = schedule(vlm(mode="forward"), mixed(12, 0.5, seed=4))
+    step = schedule_batch(vlm_plan(mode="forward"), mixed_samples(12, 0.5, seed=4))
     assert {i.kind for i in step.programs[0]} == {"F", "SEND", "REDUCE", "STEP"}
     assert not any(i.direction == "bwd" for program in step.programs for i in program)
 
 
 def test_replicas_are_balanced_by_cost_and_by_pattern():
-    samples = [sample(i, *(IMAGE if i % 4 == 0 else TEXT)) for i in range(32)]
-    step = schedule(vlm(replicas=4), samples)
+    samples = [make_sample(i, *(IMAGE if i % 4 == 0 else TEXT)) for i in range(32)]
+    step = schedule_batch(vlm_plan(replicas=4), samples)
     for replica in range(4):
         held = [s for m in step.micro_batches["lm"] if m.replica == replica for s in m.samples]
         assert len(held) == 8 and sum(bool(samples[s].pattern) for s in held) == 2
 
 
 def test_micro_batches_are_even_and_no_larger_than_asked():
-    step = schedule(
-        vlm(replicas=1, micro_batch=4, text="50 + B*S"), [sample(i, length=100 + i) for i in range(9)]
+    step = schedule_batch(
+        vlm_plan(replicas=1, micro_batch=4, text="50 + B*S"),
+        [make_sample(i, length=100 + i) for i in range(9)],
     )
     assert [len(m.samples) for m in step.micro_batches["lm"]] == [3, 3, 3]
     longest_together = max(step.micro_batches["lm"], key=lambda m: max(m.samples))
@@ -128,74 +138,77 @@ def test_micro_batches_are_even_and_no_larger_than_asked():
 
 def test_lots_hold_samples_of_like_length():
     """Long and short samples in turn: apart, nothing is padded, and both replicas get one lot of each."""
-    samples = [sample(i, length=1000 if i % 2 else 10) for i in range(16)]
-    p = vlm(replicas=2, micro_batch=4, text="500 + B*S")
-    step, makespan = timed_schedule(p, samples)
+    samples = [make_sample(i, length=1000 if i % 2 else 10) for i in range(16)]
+    p = vlm_plan(replicas=2, micro_batch=4, text="500 + B*S")
+    step, makespan = schedule_with_makespan(p, samples)
     assert {len({samples[s].sizes["S"] for s in m.samples}) for m in step.micro_batches["lm"]} == {1}
     assert makespan == 3 * (500 + 4000) + 3 * (500 + 40)
 
 
 def test_lots_are_smaller_where_that_lets_replicas_end_together():
-    samples = [sample(i, length=100) for i in range(6)]
-    step = schedule(vlm(replicas=2, micro_batch=4, text="10 + B*S"), samples)
+    samples = [make_sample(i, length=100) for i in range(6)]
+    step = schedule_batch(vlm_plan(replicas=2, micro_batch=4, text="10 + B*S"), samples)
     assert sorted(len(m.samples) for m in step.micro_batches["lm"]) == [3, 3]
 
 
 def test_a_search_closes_the_gaps_of_small_batches():
     """Three jobs of 2 and two of 3 on two ranks: largest first gives 7, the best is 6. It is only sought
     where that is worth the time."""
-    p = plan([section("lm", [0, 1], forward="1000*B*S", backward="0")], [], 2)
+    p = make_plan([make_section("lm", [0, 1], forward="1000*B*S", backward="0")], [], 2)
     lengths = [3, 3, 2, 2, 2]
-    assert timed_schedule(p, [sample(i, length=n) for i, n in enumerate(lengths)])[1] == 7 * 1000
-    assert timed_schedule(p, [sample(i, length=n * 10**6) for i, n in enumerate(lengths)])[1] == 6 * 10**9
+    assert schedule_with_makespan(p, [make_sample(i, length=n) for i, n in enumerate(lengths)])[1] == 7 * 1000
+    assert (
+        schedule_with_makespan(p, [make_sample(i, length=n * 10**6) for i, n in enumerate(lengths)])[1]
+        == 6 * 10**9
+    )
 
 
 def test_a_search_tries_no_step_in_which_a_rank_has_too_much_to_do(monkeypatch):
-    p = plan([section("lm", [0, 1], forward="1000*B*S", backward="0")], [], 2)
+    p = make_plan([make_section("lm", [0, 1], forward="1000*B*S", backward="0")], [], 2)
     tried: list[int] = []
 
     def watched(jobs):
         tried.append(
             max(sum(d for d, r in zip(jobs.duration, jobs.rank, strict=True) if r == rank) for rank in (0, 1))
         )
-        return critical(jobs)
+        return simulate_with_last_rank(jobs)
 
-    monkeypatch.setattr("secc.runtime.schedule.order_search.critical", watched)
-    timed_schedule(p, [sample(i, length=n * 10**6) for i, n in enumerate([3, 3, 2, 2, 2])])
+    monkeypatch.setattr("secc.runtime.schedule.order_search.simulate_with_last_rank", watched)
+    schedule_with_makespan(p, [make_sample(i, length=n * 10**6) for i, n in enumerate([3, 3, 2, 2, 2])])
     assert set(tried) == {6 * 10**9, 7 * 10**9}
 
 
 def test_small_batches_end_soon_after_no_order_could_end_sooner():
     ratios: list[float] = []
     for seed in range(10):
-        samples = schedule_mixes.multimodal(64, 0.33, seed)
-        p = schedule_mixes.vlm(samples, 4, 8, 0.8)
-        ratios.append(timed_schedule(p, samples)[1] / schedule_bound(p, samples).ns)
+        samples = schedule_mixes.multimodal_batch(64, 0.33, seed)
+        p = schedule_mixes.vlm_plan(samples, 4, 8, 0.8)
+        ratios.append(schedule_with_makespan(p, samples)[1] / schedule_bound(p, samples).ns)
     assert sum(ratios) / 10 < 1.035
 
 
 def test_what_is_searched_is_still_valid_and_keeps_samples_on_their_rank():
     vision, lm = (
-        section("vision", [0, 1, 2], when=IMAGE, forward="10000000*I"),
-        section("lm", [0, 1, 2], forward="90000*B*S"),
+        make_section("vision", [0, 1, 2], when=IMAGE, forward="10000000*I"),
+        make_section("lm", [0, 1, 2], forward="90000*B*S"),
     )
-    p, samples = plan([vision, lm], [edge("vision", "lm")], 3), mixed(10, 0.5, seed=8)
-    step = schedule(p, samples)
-    check(p, samples, step)
+    p, samples = make_plan([vision, lm], [make_edge("vision", "lm")], 3), mixed_samples(10, 0.5, seed=8)
+    step = schedule_batch(p, samples)
+    check_schedule(p, samples, step)
     assert not any(i.kind == "SEND" for program in step.programs for i in program)
 
 
 @pytest.mark.parametrize(("mode", "load"), [("forward", 100), ("train", 100), ("forward", 30), ("train", 30)])
 def test_without_text_a_ramp_keeps_the_language_model_busy(mode, load):
     """Every sample needs the encoder, so nothing hides the first ones but that they are small."""
-    samples = mixed(128, 1.0, seed=9)
-    p = vlm(encoders=4, replicas=4, image=f"{load}*I", mode=mode)
-    assert timed_schedule(p, samples)[1] <= 1.03 * schedule_bound(p, samples).ns
+    samples = mixed_samples(128, 1.0, seed=9)
+    p = vlm_plan(encoders=4, replicas=4, image=f"{load}*I", mode=mode)
+    assert schedule_with_makespan(p, samples)[1] <= 1.03 * schedule_bound(p, samples).ns
 
 
 def test_replicas_get_even_shares_of_what_needs_upstream():
-    samples = mixed(128, 0.3, seed=10)
-    step = schedule(vlm(encoders=2, replicas=4, mode="forward"), samples)
+    samples = mixed_samples(128, 0.3, seed=10)
+    step = schedule_batch(vlm_plan(encoders=2, replicas=4, mode="forward"), samples)
     shares = [0] * 4
     for m in step.micro_batches["lm"]:
         shares[m.replica] += sum(samples[s].sizes["S"] for s in m.samples if samples[s].pattern)
@@ -203,38 +216,42 @@ def test_replicas_get_even_shares_of_what_needs_upstream():
 
 
 def test_ranks_without_work_still_reduce_and_step():
-    step = schedule(vlm(replicas=3), [sample(0)])
+    step = schedule_batch(vlm_plan(replicas=3), [make_sample(0)])
     closing = [Instruction("REDUCE", "lm", 2), Instruction("STEP")]
     assert list(step.programs[3]) == closing
     assert [i.kind for i in step.programs[0]] == ["REDUCE", "STEP"]
 
 
 def test_a_rank_without_sections_only_steps():
-    assert schedule(plan([section("lm", [1])], [], 2), [sample(0)]).programs[0] == (Instruction("STEP"),)
+    assert schedule_batch(make_plan([make_section("lm", [1])], [], 2), [make_sample(0)]).programs[0] == (
+        Instruction("STEP"),
+    )
 
 
 def test_sections_on_the_same_ranks_keep_each_sample_on_its_rank():
-    vision, lm = section("vision", [0, 1], when=IMAGE), section("lm", [0, 1], micro_batch=2)
-    step = schedule(plan([vision, lm], [edge("vision", "lm")], 2), mixed(12, 0.5, seed=5))
+    vision, lm = make_section("vision", [0, 1], when=IMAGE), make_section("lm", [0, 1], micro_batch=2)
+    step = schedule_batch(
+        make_plan([vision, lm], [make_edge("vision", "lm")], 2), mixed_samples(12, 0.5, seed=5)
+    )
     assert {i.kind for program in step.programs for i in program} == {"F", "B", "REDUCE", "STEP"}
     for program in step.programs:
         assert [i.section for i in program if i.kind == "REDUCE"] == ["lm", "vision"]
 
 
 def test_dataset_order_takes_the_samples_as_they_come():
-    samples = mixed(12, 0.5, seed=6)
-    step = schedule(vlm(micro_batch=2), samples, order="dataset")
+    samples = mixed_samples(12, 0.5, seed=6)
+    step = schedule_batch(vlm_plan(micro_batch=2), samples, order="dataset")
     for program in step.programs:
-        forwards = [micro for kind, micro in compute(program) if kind == "F"]
+        forwards = [micro for kind, micro in compute_instructions(program) if kind == "F"]
         assert forwards == sorted(forwards)
     assert [m.samples for m in step.micro_batches["lm"]] == [(i, i + 1) for i in range(0, 12, 2)]
 
 
 def test_padding_to_the_global_width_counts_in_the_cost():
-    lm = section("lm", [0], forward="B*S", backward="0")
-    samples = [sample(0, length=10), sample(1, length=30)]
-    assert timed_schedule(plan([lm], [], 1), samples)[1] == 40
-    assert timed_schedule(plan([lm], [], 1, widths="global"), samples)[1] == 60
+    lm = make_section("lm", [0], forward="B*S", backward="0")
+    samples = [make_sample(0, length=10), make_sample(1, length=30)]
+    assert schedule_with_makespan(make_plan([lm], [], 1), samples)[1] == 40
+    assert schedule_with_makespan(make_plan([lm], [], 1, widths="global"), samples)[1] == 60
 
 
 @pytest.mark.parametrize(
@@ -243,17 +260,17 @@ def test_padding_to_the_global_width_counts_in_the_cost():
 def test_the_critical_section_hardly_waits(encoders, replicas, share):
     """Encoders loaded to 90% of the language model: within 2% of its work per replica, a lower bound of any
     order."""
-    samples = mixed(256, share, seed=7)
+    samples = mixed_samples(256, share, seed=7)
     work = sum(3 * s.sizes["S"] for s in samples) // replicas
     image = work * 9 * encoders // (30 * sum(s.sizes["I"] for s in samples))
-    p = vlm(encoders, replicas, image=f"{image}*I")
-    assert timed_schedule(p, samples)[1] <= 1.02 * work
-    assert timed_schedule(p, samples, order="dataset")[1] > 1.05 * work
+    p = vlm_plan(encoders, replicas, image=f"{image}*I")
+    assert schedule_with_makespan(p, samples)[1] <= 1.02 * work
+    assert schedule_with_makespan(p, samples, order="dataset")[1] > 1.05 * work
 
 
 @pytest.mark.parametrize(("encoder", "language"), [(1, 2), (1, 4), (2, 4), (2, 1), (4, 1)])
 def test_sections_that_share_ranks_in_other_widths_do_not_keep_each_other_waiting(encoder, language):
-    vision = section(
+    vision = make_section(
         "vision",
         range(8),
         tp=encoder,
@@ -261,23 +278,28 @@ def test_sections_that_share_ranks_in_other_widths_do_not_keep_each_other_waitin
         forward=f"{200 * encoder}*I",
         backward=f"{400 * encoder}*I",
     )
-    lm = section("lm", range(8), tp=language, forward="S", backward="2*S")
-    p, samples = plan([vision, lm], [edge("vision", "lm")], 8), mixed(32 * 8 // language, 0.33, seed=5)
-    assert timed_schedule(p, samples)[1] <= 1.08 * schedule_bound(p, samples).ns
+    lm = make_section("lm", range(8), tp=language, forward="S", backward="2*S")
+    p, samples = (
+        make_plan([vision, lm], [make_edge("vision", "lm")], 8),
+        mixed_samples(32 * 8 // language, 0.33, seed=5),
+    )
+    assert schedule_with_makespan(p, samples)[1] <= 1.08 * schedule_bound(p, samples).ns
 
 
 def test_what_cannot_be_scheduled_is_refused():
-    a, b = section("a", [0]), section("b", [0])
+    a, b = make_section("a", [0]), make_section("b", [0])
     with pytest.raises(ValueError, match="a, b form a cycle"):
-        schedule(plan([a, b], [edge("a", "b"), edge("b", "a")], 1), [sample(0)])
+        schedule_batch(make_plan([a, b], [make_edge("a", "b"), make_edge("b", "a")], 1), [make_sample(0)])
     with pytest.raises(ValueError, match="unknown order"):
-        schedule(plan([a], [], 1), [], order="random")
+        schedule_batch(make_plan([a], [], 1), [], order="random")
     with pytest.raises(ValueError, match="'T' in T"):
-        schedule(plan([section("a", [0], forward="T")], [], 1), [SampleMeta(0, frozenset(), {"B": 1})])
+        schedule_batch(
+            make_plan([make_section("a", [0], forward="T")], [], 1), [SampleMeta(0, frozenset(), {"B": 1})]
+        )
 
 
 def test_batches_that_are_alike_share_one_schedule():
-    order, samples = Orders(vlm(), "wavefront"), mixed(8, 0.5, seed=0)
+    order, samples = ScheduleCache(vlm_plan(), "wavefront"), mixed_samples(8, 0.5, seed=0)
     alike = [SampleMeta(s.id + 100, s.pattern, dict(s.sizes)) for s in samples]
     first = order(samples)
     assert order(alike) is first

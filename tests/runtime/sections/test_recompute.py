@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from secc.runtime.errors import UserError
-from secc.runtime.plan.schema import to_json
+from secc.runtime.plan.schema import plan_to_json
 from secc.runtime.sections import recompute
-from secc.runtime.sections.module_settings import applied
-from secc.runtime.sections.selective_layers import every_second
+from secc.runtime.sections.module_settings import apply_settings
+from secc.runtime.sections.selective_layers import select_alternate_blocks
 from tests.runtime.captioner_plans import TOGETHER, reference, write_plan
 from tests.runtime.train_captioner import metrics, train
 
@@ -76,7 +76,7 @@ def step(built: nn.ModuleDict) -> tuple[torch.Tensor, list[torch.Tensor | None]]
 )
 def test_the_chosen_layers_run_again_and_nothing_changes(mode: str, runs: list[int]) -> None:
     plain, again = model(), model()
-    recompute.install(again, BLOCKS, mode)
+    recompute.install_recompute(again, BLOCKS, mode)
     expected, found = step(plain), step(again)
     assert [layer.runs for layer in again["tower"].layers] == runs
     assert torch.equal(expected[0], found[0])
@@ -89,7 +89,7 @@ def test_less_is_kept() -> None:
 
     def kept(mode: str) -> int:
         built, sizes = model(depth=8), dict[int, int]()
-        recompute.install(built, BLOCKS, mode)
+        recompute.install_recompute(built, BLOCKS, mode)
 
         def pack(t: torch.Tensor) -> torch.Tensor:
             sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
@@ -106,31 +106,33 @@ def test_less_is_kept() -> None:
 def test_units_are_layers_or_whole_blocks() -> None:
     built = model(depth=4)
     tower, projector, head = (built[b] for b in BLOCKS)
-    assert recompute.units(tower) == list(tower.layers)
-    assert recompute.units(projector) == [projector] and recompute.units(head) == []
-    assert recompute.chosen(built, BLOCKS, "full") == [*tower.layers, projector]
-    assert recompute.chosen(built, BLOCKS, "selective") == [tower.layers[0], tower.layers[2]]
-    assert recompute.chosen(built, BLOCKS, "none") == []
+    assert recompute.recompute_units(tower) == list(tower.layers)
+    assert recompute.recompute_units(projector) == [projector] and recompute.recompute_units(head) == []
+    assert recompute.select_recomputed_units(built, BLOCKS, "full") == [*tower.layers, projector]
+    assert recompute.select_recomputed_units(built, BLOCKS, "selective") == [tower.layers[0], tower.layers[2]]
+    assert recompute.select_recomputed_units(built, BLOCKS, "none") == []
 
 
 def test_layers_that_are_blocks_are_a_stack_in_their_order() -> None:
     built = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(11))})
     blocks = [f"layers.{i}" for i in (*range(2, 11), 0, 1)]
-    assert every_second(blocks, dict.fromkeys(blocks, "Layer")) == [f"layers.{i}" for i in (1, 3, 5, 7, 9)]
-    found = recompute.chosen(built, blocks[:4], "selective")
+    assert select_alternate_blocks(blocks, dict.fromkeys(blocks, "Layer")) == [
+        f"layers.{i}" for i in (1, 3, 5, 7, 9)
+    ]
+    found = recompute.select_recomputed_units(built, blocks[:4], "selective")
     assert found == [built["layers"][2], built["layers"][4]]
 
 
 def test_caches_are_not_filled_twice() -> None:
     plain, again = model(caches=True), model(caches=True)
-    recompute.install(again, BLOCKS, "full")
+    recompute.install_recompute(again, BLOCKS, "full")
     assert all(torch.equal(a, b) for a, b in zip(step(plain)[1], step(again)[1], strict=True))  # pyright: ignore[reportArgumentType]
 
 
 def test_nothing_runs_again_without_gradients_and_installing_twice_is_once() -> None:
     built = model()
-    recompute.install(built, BLOCKS, "full")
-    recompute.install(built, BLOCKS, "full")
+    recompute.install_recompute(built, BLOCKS, "full")
+    recompute.install_recompute(built, BLOCKS, "full")
     with torch.no_grad():
         built["tower"](torch.randn(2, WIDTH))
     assert [layer.runs for layer in built["tower"].layers] == [1, 1, 1]
@@ -140,7 +142,7 @@ def test_nothing_runs_again_without_gradients_and_installing_twice_is_once() -> 
 
 def test_another_mode_is_refused() -> None:
     with pytest.raises(UserError, match="no recomputation 'some'"):
-        recompute.install(model(), BLOCKS, "some")
+        recompute.install_recompute(model(), BLOCKS, "some")
 
 
 @pytest.mark.gloo
@@ -148,7 +150,7 @@ def test_a_plan_that_recomputes_trains_as_plain_pytorch(tmp_path: Path) -> None:
     plan = write_plan(tmp_path / "plan", TOGETHER)
     modes = {"encoder": "full", "decoder": "full"}
     sections = tuple(replace(s, recompute=modes.get(s.name, "none"), sharding="zero2") for s in plan.sections)
-    (tmp_path / "plan" / "plan.json").write_text(to_json(replace(plan, sections=sections)))
+    (tmp_path / "plan" / "plan.json").write_text(plan_to_json(replace(plan, sections=sections)))
     ranks = train(tmp_path / "plan", TOGETHER, 3)
     plain = reference(3)
     rows = metrics(tmp_path / "plan")
@@ -173,11 +175,11 @@ def test_a_layer_runs_again_as_it_was_set_in_its_forward() -> None:
     x = torch.randn(3, WIDTH)
 
     def gradients() -> list[torch.Tensor]:
-        with applied(tower[0], ("times", 2.0, "1")):
+        with apply_settings(tower[0], ("times", 2.0, "1")):
             y = tower(x)
         assert [layer.times for layer in tower[0]] == [1.0, 1.0]
         return list(torch.autograd.grad(y.sum() + tower(x).square().sum(), list(tower.parameters())))
 
     wanted = gradients()
-    recompute.install(tower, ["0"], "full")
+    recompute.install_recompute(tower, ["0"], "full")
     torch.testing.assert_close(gradients(), wanted, rtol=0, atol=0)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from secc.runtime.errors import UserError
-from secc.runtime.model.user_file import load
-from secc.runtime.training.rank_context import check_buffers
-from tests.e2e.harness import compile_to
+from secc.runtime.model.user_file import load_model_file
+from secc.runtime.training.rank_context import check_loss_buffers
+from tests.e2e.harness import compile_and_write
 
 MODEL = """
 import torch
@@ -40,17 +40,17 @@ def dataset():
 def test_a_criterion_with_weights_of_classes_is_exact_and_its_weights_are_the_plans(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL)
-    compiled = compile_to(path, tmp_path / "plan")  # raises where the plan is not exact
+    compiled = compile_and_write(path, tmp_path / "plan")  # raises where the plan is not exact
     assert [p["exact"] for p in compiled.plan.checks["patterns"]] == [True]
     text = (tmp_path / "plan/sections/terms.py").read_text()
     assert 'BUFFERS = ("buffer:criterion.weight",)' in text
 
     kept = torch.load(tmp_path / "plan/sections/constants.pt")
     terms = SimpleNamespace(BUFFERS=tuple(kept), constants=lambda name, device: kept[name])
-    model = load(path).model()
-    check_buffers(terms, model)  # type: ignore[arg-type]
+    model = load_model_file(path).build_model()
+    check_loss_buffers(terms, model)  # type: ignore[arg-type]
     model.criterion.weight *= 2  # type: ignore[union-attr, operator]
     with pytest.raises(
         UserError, match=r"the buffer criterion\.weight, by which the loss is weighted, has other values"
     ):
-        check_buffers(terms, model)  # type: ignore[arg-type]
+        check_loss_buffers(terms, model)  # type: ignore[arg-type]

@@ -11,14 +11,14 @@ import pytest
 
 from secc.cli import main
 from secc.runtime.errors import UserError
-from secc.runtime.plan.predicted_costs import Costs
-from secc.runtime.training.emulation import FILE, durations, read, to_json
-from secc.simulate.emulation_table import table
-from secc.simulate.global_batches import global_batches
+from secc.runtime.plan.predicted_costs import PredictedCosts
+from secc.runtime.training.emulation import EMULATION_FILE, instruction_durations, read_table, table_to_json
+from secc.simulate.emulation_table import make_emulation_table
+from secc.simulate.global_batches import load_global_batches
 from secc.simulate.simulator import simulate
-from secc.simulate.steady_state import consecutive
+from secc.simulate.steady_state import consecutive_steps
 from tests.runtime.captioner_plans import UNEVEN, write_plan
-from tests.runtime.schedule.plan_strategies import plan, section
+from tests.runtime.schedule.plan_strategies import make_plan, make_section
 from tests.simulate.test_simulator import cluster, trained
 from tools import bench_emulation
 
@@ -34,13 +34,19 @@ def test_an_emulated_step_takes_what_the_simulator_says_and_then_some(tmp_path, 
     assert all(
         s["emulated_s"] > 0.999 * s["simulated_s"] > 0 for s in steps
     )  # waits are never short; how long they are is the machine's
-    lines = [json.loads(line) for line in (tmp_path / "plan" / "logs" / FILE).read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "plan" / "logs" / EMULATION_FILE).read_text().splitlines()
+    ]
     assert [line["samples"] for line in lines] == [8, 8] and all(line["step_time_s"] > 0 for line in lines)
     assert not (tmp_path / "plan" / "logs" / "metrics.jsonl").exists()
 
 
 SMALL = ["2 ranks, shared", "4 ranks, teacher → student of 2 stages, ahead"]
-LARGER = [pytest.param(name, marks=pytest.mark.slow) for name in bench_emulation.CASES if name not in SMALL]
+LARGER = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in bench_emulation.EMULATION_CASES
+    if name not in SMALL
+]
 
 
 @pytest.mark.gloo
@@ -48,45 +54,47 @@ LARGER = [pytest.param(name, marks=pytest.mark.slow) for name in bench_emulation
 def test_plans_of_all_kinds_are_emulated(tmp_path, name):
     """Stages, sections on the same ranks, and sections that run ahead: every rank comes to its end, and no
     wait is short."""
-    case = bench_emulation.CASES[name]
-    plan = bench_emulation.write(tmp_path, case, batches=2)
-    steps = bench_emulation.emulated(tmp_path, plan, steps=2, scale=0.25)
+    case = bench_emulation.EMULATION_CASES[name]
+    plan = bench_emulation.write_plan_directory(tmp_path, case, batches=2)
+    steps = bench_emulation.run_emulated(tmp_path, plan, steps=2, scale=0.25)
     assert f"{plan.world_size} ranks" == name.split(",")[0]
     assert [step for step, _, _ in steps] == [1, 2]
     assert all(took > 0.999 * expected > 0 for _, took, expected in steps)
-    lines = [json.loads(line) for line in (tmp_path / "logs" / FILE).read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "logs" / EMULATION_FILE).read_text().splitlines()]
     assert [line["samples"] for line in lines] == [case.samples] * 2
 
 
 def test_emulated_plans_run_ahead_where_they_say_so(tmp_path):
-    case = bench_emulation.CASES["3 ranks, teacher → student, ahead"]
-    plan = bench_emulation.write(tmp_path, case, batches=2)
-    first, last = consecutive(plan, list(global_batches(tmp_path, plan, steps=2)))
-    assert first[1].own == case.samples and last[1].computed["teacher"]
+    case = bench_emulation.EMULATION_CASES["3 ranks, teacher → student, ahead"]
+    plan = bench_emulation.write_plan_directory(tmp_path, case, batches=2)
+    first, last = consecutive_steps(plan, list(load_global_batches(tmp_path, plan, steps=2)))
+    assert first[1].own_samples == case.samples and last[1].prefetched["teacher"]
 
 
 def test_a_computation_waits_as_long_as_it_takes_in_the_simulator(tmp_path):
     """Also the two parts of a split backward."""
-    plan = bench_emulation.write(
-        tmp_path, bench_emulation.CASES["3 ranks, encoder → LM of 2 stages"], batches=1
+    plan = bench_emulation.write_plan_directory(
+        tmp_path, bench_emulation.EMULATION_CASES["3 ranks, encoder → LM of 2 stages"], batches=1
     )
-    ((samples, programs),) = consecutive(plan, list(global_batches(tmp_path, plan)))
-    waits = durations(plan, programs, Costs(plan, samples))
+    ((samples, programs),) = consecutive_steps(plan, list(load_global_batches(tmp_path, plan)))
+    waits = instruction_durations(plan, programs, PredictedCosts(plan, samples))
     step = simulate(plan, samples, programs)
     assert {c.kind for c in step.compute} == {"F", "B", "W"}
     assert all(c.end - c.start == waits[c.kind, c.section][c.micro] for c in step.compute)
 
 
 def test_the_table_has_the_times_of_the_cost_model(tmp_path):
-    lm = trained(plan([section("lm", range(4))], [], 4), lm=1000)
-    found = table(dataclasses.replace(lm, cluster=cluster(latency=10, gb_s=1, per_node=2)), scale=3.0)
+    lm = trained(make_plan([make_section("lm", range(4))], [], 4), lm=1000)
+    found = make_emulation_table(
+        dataclasses.replace(lm, cluster=cluster(latency=10, gb_s=1, per_node=2)), scale=3.0
+    )
     assert found.message_ns(0, 1, 1 << 20) == (10, pytest.approx((1 << 20) * 1.0, rel=0.01))
     assert found.message_ns(1, 2, 0) == (100, 0)
     ((sections, ranks, ns),) = found.sums
     assert (sections, ranks) == (("lm",), (0, 1, 2, 3)) and ns > 0 and len(found.optimizer) == 4
     path = tmp_path / "table.json"
-    path.write_text(to_json(found))
-    assert read(path) == found
+    path.write_text(table_to_json(found))
+    assert read_table(path) == found
 
 
 @pytest.mark.parametrize(
@@ -105,4 +113,4 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text("{}")
     with pytest.raises(UserError, match="cannot read the table"):
-        read(path)
+        read_table(path)

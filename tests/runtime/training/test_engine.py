@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from secc.runtime.comm.p2p_channels import Message, Transport, channels
-from secc.runtime.monitoring.chrome_trace import Trace
-from secc.runtime.plan.schema import VERSION, Edge, Mesh, ModelRef, Plan, Section, Symbol
+from secc.runtime.comm.p2p_channels import Message, Transport, plan_channels
+from secc.runtime.monitoring.chrome_trace import ChromeTrace
+from secc.runtime.plan.schema import PLAN_VERSION, Edge, Mesh, ModelRef, Plan, Section, Symbol
 from secc.runtime.plan.step_program import SampleMeta, parse_schedule
-from secc.runtime.schedule.scheduler import schedule
-from secc.runtime.sections.base import Batch, Case, Tensors
-from secc.runtime.sections.base import Section as Module
+from secc.runtime.schedule.scheduler import schedule_batch
+from secc.runtime.sections.base import Batch, SectionCase, Tensors
+from secc.runtime.sections.base import SectionModule as Module
 from secc.runtime.training.engine import Engine, StepInput
 from tests.runtime.gloo_ranks import run_ranks
 
@@ -32,7 +32,7 @@ def make_plan(src: int, dst: int) -> Plan:
     edges = (Edge("h", "front", "back", "float32", ("B", "3"), 0, "1", True),)
     symbols = (Symbol("B", "rows", "x", 0),)
     return Plan(
-        VERSION,
+        PLAN_VERSION,
         "",
         ModelRef("", ""),
         1 + max(src, dst),
@@ -52,7 +52,7 @@ def make_plan(src: int, dst: int) -> Plan:
 
 class Front(Module):
     name = "front"
-    cases = (Case("run", sends=("h",)),)
+    cases = (SectionCase("run", sends=("h",)),)
 
     def __init__(self) -> None:
         super().__init__(nn.Module())
@@ -67,7 +67,7 @@ class Back(Module):
     """`use` turns the received tensor into the numerator of the loss."""
 
     name = "back"
-    cases = (Case("run", receives=("h",), terms=("t",)),)
+    cases = (SectionCase("run", receives=("h",), terms=("t",)),)
 
     def __init__(self, use: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__(nn.Module())
@@ -95,12 +95,12 @@ def execute(
             s.name: m for s, m in zip(plan.sections, (front, back), strict=True) if rank in s.mesh.ranks
         }
         engine = Engine(
-            plan, held, Transport(plan, rank, cpu, debug), lambda section: None, Trace(None, rank, cpu)
+            plan, held, Transport(plan, rank, cpu, debug), lambda section: None, ChromeTrace(None, rank, cpu)
         )
         step = StepInput(
-            schedule(plan, SAMPLES), SAMPLES, lambda m: {"x": inputs()[list(m.samples)]}, {"t": 0.5}, 0
+            schedule_batch(plan, SAMPLES), SAMPLES, lambda m: {"x": inputs()[list(m.samples)]}, {"t": 0.5}, 0
         )
-        return float(engine.run(step)), front.layer.weight.grad
+        return float(engine.run_step(step)), front.layer.weight.grad
 
     return run_ranks(plan.world_size, target)
 
@@ -145,12 +145,14 @@ def test_headers_are_checked() -> None:
     def target(rank: int) -> str:
         dist.init_process_group("gloo")
         transport = Transport(plan, rank, torch.device("cpu"), debug=True)
-        engine = Engine(plan, {}, transport, lambda section: None, Trace(None, rank, torch.device("cpu")))
-        wrong = parse_schedule(SWAPPED) if rank else schedule(plan, SAMPLES)
+        engine = Engine(
+            plan, {}, transport, lambda section: None, ChromeTrace(None, rank, torch.device("cpu"))
+        )
+        wrong = parse_schedule(SWAPPED) if rank else schedule_batch(plan, SAMPLES)
         engine.sections = {"front": Front(), "back": Back(square)}
         step = StepInput(wrong, SAMPLES, lambda m: {"x": inputs()[list(m.samples)]}, {"t": 0.5}, 0)
         try:
-            engine.run(step)
+            engine.run_step(step)
         except RuntimeError as error:
             return str(error)
         return ""
@@ -178,6 +180,6 @@ def test_each_way_has_its_own_group() -> None:
     plan = make_plan(0, 1)
     both = Mesh((0, 1), 2)
     crossed = tuple(Section(s.name, "", "train", (), (), (), both, 2) for s in plan.sections)
-    assert channels(plan) == {("h", "fwd", True): [0, 1], ("h", "bwd", False): [0, 1]}
-    ways = channels(Plan(**{**vars(plan), "sections": crossed}))
+    assert plan_channels(plan) == {("h", "fwd", True): [0, 1], ("h", "bwd", False): [0, 1]}
+    ways = plan_channels(Plan(**{**vars(plan), "sections": crossed}))
     assert set(ways) == {("h", way, upward) for way in ("fwd", "bwd") for upward in (True, False)}

@@ -15,8 +15,8 @@ import pytest
 
 from secc.runtime.errors import UserError
 from secc.runtime.training.launch import run_plan
-from secc.runtime.training.options import parse
-from secc.runtime.training.rank_context import Run
+from secc.runtime.training.options import parse_options
+from secc.runtime.training.rank_context import RankContext
 from tests.runtime.captioner_plans import ALONE, APART, FIXTURE, UNEVEN, write_plan
 from tests.runtime.fixtures.captioner.sections import terms
 from tests.runtime.train_captioner import train
@@ -80,7 +80,7 @@ def test_trace_shows_every_compute_and_transfer(tmp_path: Path) -> None:
     sent = [e["args"] for e in events if e["cat"] == "SEND"]
     received = [e["args"] for e in events if e["cat"] == "RECV"]
     assert all(a.keys() >= {"kind", "edge", "src", "dst", "samples", "bytes"} for a in sent)
-    key = lambda a: (a["edge"], a["direction"], a["src"], a["dst"], a["samples"], a["bytes"])  # noqa: E731
+    key = lambda a: (a["edge"], a["direction"], a["src"], a["dst"], a["samples"], a["bytes"])
     assert sorted(map(key, sent)) == sorted(map(key, received)) != []
 
 
@@ -141,7 +141,7 @@ def test_unwritable_output_is_refused(tmp_path: Path, option: str, monkeypatch: 
     write_plan(tmp_path / "plan", ALONE)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write to the directory") as error:
-        Run(tmp_path / "plan", parse([option, str(tmp_path / "file" / "inside")]), terms)
+        RankContext(tmp_path / "plan", parse_options([option, str(tmp_path / "file" / "inside")]), terms)
     assert f"give another {option}" in error.value.remedy
 
 
@@ -157,7 +157,7 @@ def test_unwritable_output_is_refused(tmp_path: Path, option: str, monkeypatch: 
 )
 def test_options_are_checked(arguments: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        parse(arguments)
+        parse_options(arguments)
 
 
 def test_launcher_refuses_what_it_can_see(tmp_path: Path) -> None:

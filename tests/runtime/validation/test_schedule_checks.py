@@ -9,14 +9,23 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from secc.runtime.plan.step_program import Schedule, parse_instruction, parse_schedule
-from secc.runtime.schedule.scheduler import schedule
-from secc.runtime.validation.fast_check import accepts
-from secc.runtime.validation.full_check import Checker, ScheduleError, check
-from tests.runtime.schedule.plan_strategies import batches, edge, plan, plans, sample, section
+from secc.runtime.schedule.scheduler import schedule_batch
+from secc.runtime.validation.fast_check import is_valid_schedule
+from secc.runtime.validation.full_check import ScheduleChecker, ScheduleError, check_schedule
+from tests.runtime.schedule.plan_strategies import (
+    make_edge,
+    make_plan,
+    make_sample,
+    make_section,
+    random_batches,
+    random_plans,
+)
 
-VLM = plan([section("vision", [0], when=("images",)), section("lm", [1])], [edge("vision", "lm")], 2)
-IMAGES = [sample(0, "images"), sample(1, "images")]
-STEP = parse_schedule(
+VLM_PLAN = make_plan(
+    [make_section("vision", [0], when=("images",)), make_section("lm", [1])], [make_edge("vision", "lm")], 2
+)
+IMAGE_SAMPLES = [make_sample(0, "images"), make_sample(1, "images")]
+VLM_SCHEDULE = parse_schedule(
     """
 section vision
   micro 0 replica 0 samples 0
@@ -50,43 +59,45 @@ rank 1
 )
 
 
-def moved(step: Schedule, rank: int, text: str, to: int) -> Schedule:
+def move_instruction(step: Schedule, rank: int, text: str, to: int) -> Schedule:
     """The schedule with one instruction of a rank at another place."""
     program = [i for i in step.programs[rank] if str(i) != text]
     assert len(program) == len(step.programs[rank]) - 1
     program.insert(to, parse_instruction(text))
-    return with_program(step, rank, program)
+    return replace_program(step, rank, program)
 
 
-def with_program(step: Schedule, rank: int, program) -> Schedule:
+def replace_program(step: Schedule, rank: int, program) -> Schedule:
     programs = list(step.programs)
     programs[rank] = tuple(program)
     return dataclasses.replace(step, programs=tuple(programs))
 
 
-@given(plans(), batches, st.sampled_from(["wavefront", "dataset"]))
+@given(random_plans(), random_batches, st.sampled_from(["wavefront", "dataset"]))
 @settings(max_examples=150)
 def test_every_schedule_of_the_order_is_accepted(p, samples, order):
-    check(p, samples, schedule(p, samples, order=order))
+    check_schedule(p, samples, schedule_batch(p, samples, order=order))
 
 
-@given(plans(), batches, st.data())
+@given(random_plans(), random_batches, st.data())
 @settings(max_examples=60)
 def test_a_lost_instruction_is_caught(p, samples, data):
-    step = schedule(p, samples)
+    step = schedule_batch(p, samples)
     rank = data.draw(st.integers(0, p.world_size - 1))
     lost = data.draw(st.integers(0, len(step.programs[rank]) - 1))
     with pytest.raises(ScheduleError):
-        check(
-            p, samples, with_program(step, rank, step.programs[rank][:lost] + step.programs[rank][lost + 1 :])
+        check_schedule(
+            p,
+            samples,
+            replace_program(step, rank, step.programs[rank][:lost] + step.programs[rank][lost + 1 :]),
         )
 
 
-@given(plans(), batches, st.data())
+@given(random_plans(), random_batches, st.data())
 @settings(max_examples=150)
 def test_the_quick_pass_and_the_checks_agree(p, samples, data):
     """On schedules with an instruction changed, moved, doubled or swapped for another."""
-    step = schedule(p, samples)
+    step = schedule_batch(p, samples)
     rank = data.draw(st.integers(0, p.world_size - 1))
     program = list(step.programs[rank])
     at, to = (data.draw(st.integers(0, len(program) - 1)) for _ in range(2))
@@ -104,32 +115,32 @@ def test_the_quick_pass_and_the_checks_agree(p, samples, data):
             program.insert(to, program[at])
         case "swap":
             program[at], program[to] = program[to], program[at]
-    changed = with_program(step, rank, program)
-    assert accepts(p, samples, changed) == explained(p, samples, changed)
+    changed = replace_program(step, rank, program)
+    assert is_valid_schedule(p, samples, changed) == is_explained(p, samples, changed)
 
 
-def explained(p, samples, step) -> bool:
+def is_explained(p, samples, step) -> bool:
     """Whether the checks that say what is wrong find nothing."""
-    checker = Checker(p, samples, step)
+    checker = ScheduleChecker(p, samples, step)
     try:
         parts = (
-            checker.micro_batches,
-            checker.run_ahead,
-            checker.instructions,
-            checker.order,
-            checker.channels,
+            checker.check_micro_batches,
+            checker.check_prefetch,
+            checker.check_instructions,
+            checker.check_order,
+            checker.check_channels,
         )
-        for part in (*parts, lambda: checker.deadlock(False)):
+        for part in (*parts, lambda: checker.check_deadlock(False)):
             part()
     except ScheduleError:
         return False
     return True
 
 
-@given(plans(), batches, st.data())
+@given(random_plans(), random_batches, st.data())
 @settings(max_examples=60)
 def test_a_lost_sample_is_caught(p, samples, data):
-    step = schedule(p, samples)
+    step = schedule_batch(p, samples)
     micros = [m for ms in step.micro_batches.values() for m in ms if m.samples]
     assume(micros)
     chosen = data.draw(st.sampled_from(micros))
@@ -138,39 +149,41 @@ def test_a_lost_sample_is_caught(p, samples, data):
         name: tuple(fewer if m is chosen else m for m in ms) for name, ms in step.micro_batches.items()
     }
     with pytest.raises(ScheduleError, match=chosen.section):
-        check(p, samples, Schedule(changed, step.programs))
+        check_schedule(p, samples, Schedule(changed, step.programs))
 
 
 def test_the_example_is_valid():
-    check(VLM, IMAGES, STEP)
+    check_schedule(VLM_PLAN, IMAGE_SAMPLES, VLM_SCHEDULE)
 
 
 def test_swapped_messages_of_a_channel_are_caught():
-    swapped = moved(STEP, 1, "RECV vision_to_lm fwd 1>1 from 0", to=0)
+    swapped = move_instruction(VLM_SCHEDULE, 1, "RECV vision_to_lm fwd 1>1 from 0", to=0)
     with pytest.raises(ScheduleError, match="delivers in order"):
-        check(VLM, IMAGES, swapped)
+        check_schedule(VLM_PLAN, IMAGE_SAMPLES, swapped)
 
 
 def test_an_instruction_before_what_it_depends_on_is_caught():
     with pytest.raises(ScheduleError, match="rank 1 has `B lm 1` before `F lm 1`"):
-        check(VLM, IMAGES, moved(STEP, 1, "B lm 1", to=5))
+        check_schedule(VLM_PLAN, IMAGE_SAMPLES, move_instruction(VLM_SCHEDULE, 1, "B lm 1", to=5))
     with pytest.raises(ScheduleError, match="rank 0 has `B vision 1` before `RECV"):
-        check(VLM, IMAGES, moved(STEP, 0, "B vision 1", to=5))
+        check_schedule(VLM_PLAN, IMAGE_SAMPLES, move_instruction(VLM_SCHEDULE, 0, "B vision 1", to=5))
 
 
 def test_a_message_to_the_wrong_rank_or_twice_is_caught():
-    doubled = with_program(STEP, 0, [*STEP.programs[0][:2], *STEP.programs[0][1:]])
+    doubled = replace_program(VLM_SCHEDULE, 0, [*VLM_SCHEDULE.programs[0][:2], *VLM_SCHEDULE.programs[0][1:]])
     with pytest.raises(ScheduleError, match="twice"):
-        check(VLM, IMAGES, doubled)
-    astray = with_program(STEP, 0, [i._replace(peer=0) if i.kind == "SEND" else i for i in STEP.programs[0]])
+        check_schedule(VLM_PLAN, IMAGE_SAMPLES, doubled)
+    astray = replace_program(
+        VLM_SCHEDULE, 0, [i._replace(peer=0) if i.kind == "SEND" else i for i in VLM_SCHEDULE.programs[0]]
+    )
     with pytest.raises(ScheduleError, match="which nothing calls for"):
-        check(VLM, IMAGES, astray)
+        check_schedule(VLM_PLAN, IMAGE_SAMPLES, astray)
 
 
 def test_a_circle_of_waits_is_drawn_with_its_cells_marked():
-    circle = moved(STEP, 0, "RECV vision_to_lm bwd 0>0 from 1", to=1)
+    circle = move_instruction(VLM_SCHEDULE, 0, "RECV vision_to_lm bwd 0>0 from 1", to=1)
     with pytest.raises(ScheduleError) as caught:
-        check(VLM, IMAGES, circle)
+        check_schedule(VLM_PLAN, IMAGE_SAMPLES, circle)
     text = str(caught.value)
     assert (
         "deadlock: rank 0 at `RECV vision_to_lm bwd 0>0 from 1` waits for `SEND vision_to_lm bwd 0>0 to 0` on rank 1;"
@@ -187,42 +200,44 @@ def test_a_circle_of_waits_is_drawn_with_its_cells_marked():
 
 
 def test_reductions_in_different_orders_are_caught():
-    p = plan([section("a", [0, 1]), section("b", [0, 1])], [], 2)
-    step = schedule(p, [])
+    p = make_plan([make_section("a", [0, 1]), make_section("b", [0, 1])], [], 2)
+    step = schedule_batch(p, [])
     with pytest.raises(ScheduleError, match=r"deadlock: .*REDUCE a"):
-        check(p, [], with_program(step, 1, [step.programs[1][1], step.programs[1][0], step.programs[1][2]]))
+        check_schedule(
+            p, [], replace_program(step, 1, [step.programs[1][1], step.programs[1][0], step.programs[1][2]])
+        )
 
 
 def test_strict_sends_wait_for_their_receives():
     """The encoder's second forward is sent while the language model offers a gradient: fine with posted
     sends, a circle without."""
     with pytest.raises(ScheduleError, match="deadlock"):
-        check(VLM, IMAGES, STEP, strict=True)
-    alternating = moved(STEP, 0, "RECV vision_to_lm bwd 0>0 from 1", to=2)
-    check(VLM, IMAGES, alternating, strict=True)
+        check_schedule(VLM_PLAN, IMAGE_SAMPLES, VLM_SCHEDULE, strict=True)
+    alternating = move_instruction(VLM_SCHEDULE, 0, "RECV vision_to_lm bwd 0>0 from 1", to=2)
+    check_schedule(VLM_PLAN, IMAGE_SAMPLES, alternating, strict=True)
 
 
-GATHERING = plan([section("lm", [0, 1], sharding="zero3")], [], 2)
+ZERO3_PLAN = make_plan([make_section("lm", [0, 1], sharding="zero3")], [], 2)
 
 
 def test_replicas_that_gather_run_in_rounds():
     """Three samples on two replicas: the second one joins the last round with nothing to compute."""
-    step = schedule(GATHERING, [sample(i, length=30 - i) for i in range(3)])
+    step = schedule_batch(ZERO3_PLAN, [make_sample(i, length=30 - i) for i in range(3)])
     counts = [[len(m.samples) for m in step.micro_batches["lm"] if m.replica == r] for r in (0, 1)]
     assert sorted(counts) == [[1, 0], [1, 1]]
-    check(GATHERING, [sample(i, length=30 - i) for i in range(3)], step)
+    check_schedule(ZERO3_PLAN, [make_sample(i, length=30 - i) for i in range(3)], step)
     fewer = Schedule({"lm": tuple(m for m in step.micro_batches["lm"] if m.samples)}, step.programs)
     with pytest.raises(ScheduleError, match="must have equally many to gather parameters"):
-        check(GATHERING, [sample(i, length=30 - i) for i in range(3)], fewer)
+        check_schedule(ZERO3_PLAN, [make_sample(i, length=30 - i) for i in range(3)], fewer)
 
 
 def test_replicas_that_gather_in_different_orders_are_caught():
-    samples = [sample(i) for i in range(4)]
-    step = schedule(GATHERING, samples)
+    samples = [make_sample(i) for i in range(4)]
+    step = schedule_batch(ZERO3_PLAN, samples)
     first, second, third, fourth, *rest = step.programs[1]
     assert str(second).startswith("B") and str(third).startswith("F")
     with pytest.raises(ScheduleError) as caught:
-        check(GATHERING, samples, with_program(step, 1, [first, third, second, fourth, *rest]))
+        check_schedule(ZERO3_PLAN, samples, replace_program(step, 1, [first, third, second, fourth, *rest]))
     text = str(caught.value)
     assert (
         "deadlock: rank 0 at `B lm 0` waits for `B lm 2 replica 1` on rank 1; rank 1 at `F lm 3 replica 1` waits for"
