@@ -1,2 +1,2 @@
 """The `sec` IR: a dialect of xDSL for compound training models, its size expressions and argument templates.
-See docs/architecture.md."""
+See docs/internals/ir.md."""

@@ -1,8 +1,9 @@
-"""The documents speak of what exists: links lead somewhere, quoted messages are in the code, the README's
-model trains."""
+"""Documents name what exists: links, files, options, messages, passes, packages; the README's model trains."""
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 from pathlib import Path
 
@@ -11,46 +12,96 @@ import torch
 import typer
 
 from secc import cli
+from secc.pass_pipeline import PASS_CLASSES
 from secc.runtime.model.user_file import extract_loss, load_model_file
 from secc.runtime.training import options as run_options
 
-PAGES = (
-    "README.md",
-    "CHANGELOG.md",
-    "docs/guide.md",
-    "docs/tutorial.md",
-    "docs/troubleshooting.md",
-    "docs/architecture.md",
-    "docs/baselines.md",
-    "docs/costs.md",
-    "docs/fusion.md",
-    "docs/kernels.md",
-    "docs/zoo.md",
-)
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(str(p.relative_to(ROOT)) for p in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")))
 FOLDERS = ("secc", "passes", "runtime")
+INTERNALS_BYTES = 8192  # an internals page that needs more should be two
 
 
-@pytest.fixture(scope="module")
-def code(root: Path) -> str:
-    """All source of secc in one text."""
-    return "\n".join(p.read_text() for folder in FOLDERS for p in sorted((root / folder).rglob("*.py")))
+def prose_of(path: Path) -> str:
+    """A page without its blocks of code, which show other files' contents."""
+    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)
+
+
+def anchors_of(path: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", prose_of(path), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files(root: Path, page: str):
-    links = re.findall(r"\]\(([^)#:]+)\)", (root / page).read_text())
-    assert [link for link in links if not (root / page).parent.joinpath(link).exists()] == []
+def test_links_lead_to_files_and_headings(root: Path, page: str):
+    broken: list[str] = []
+    for link in re.findall(r"\]\(([^):\s]+)\)", prose_of(root / page)):
+        file, _, anchor = link.partition("#")
+        target = (root / page).parent / file if file else root / page
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            broken.append(link)
+    assert broken == []
 
 
-def test_quoted_messages_are_in_the_code(root: Path, code: str):
+def test_every_page_is_in_the_reading_order(root: Path):
+    index = root / "docs/README.md"
+    links = re.findall(r"\]\(([^):#\s]+)", index.read_text())
+    reached = {(index.parent / link).resolve() for link in links}
+    pages = {p.resolve() for p in (root / "docs").rglob("*.md")} - {index.resolve()}
+    assert sorted(str(p.relative_to(root)) for p in pages - reached) == []
+
+
+def test_internals_pages_are_short(root: Path):
+    sizes = {p.name: p.stat().st_size for p in (root / "docs/internals").glob("*.md")}
+    assert len(sizes) >= 8 and {name: n for name, n in sizes.items() if n > INTERNALS_BYTES} == {}
+
+
+def test_every_pass_is_documented(root: Path):
+    table = (root / "docs/internals/ir.md").read_text()
+    assert [name for name in PASS_CLASSES if f"`{name}`" not in table] == []
+
+
+def test_every_package_is_in_the_layout(root: Path):
+    text = (root / "docs/layout.md").read_text()
+    packages = [f"`{p.name}`" for p in (root / "runtime").iterdir() if (p / "__init__.py").exists()]
+    for path in (root / "secc").iterdir():
+        if (path / "__init__.py").exists() and not path.is_symlink():
+            inner = [p for p in path.iterdir() if (p / "__init__.py").exists()]
+            packages += [f"`{path.name}.{p.name}`" for p in inner] or [f"`{path.name}`"]
+    for package in packages:
+        short = package.strip("`").rpartition(".")[2]
+        assert package in text or f"`.{short}`" in text, f"docs/layout.md lacks {package}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/benchmarks").glob("*.json")), ids=lambda p: p.stem)
+def test_benchmark_tables_are_complete(root: Path, path: Path):
+    table = json.loads(path.read_text())
+    assert {"command", "about", "columns", "rows"} <= table.keys()
+    assert table["rows"] and {len(row) for row in table["rows"]} == {len(table["columns"])}
+    assert f"({path.parent.name}/{path.name})" in (root / "docs/benchmarks.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def messages(root: Path) -> str:
+    """All string literals of secc in one text, also those that stand on several lines."""
+    literals: list[str] = []
+    for path in (p for folder in FOLDERS for p in sorted((root / folder).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                literals.append(node.value)
+    return "\n".join(literals)
+
+
+def test_quoted_messages_are_in_the_code(root: Path, messages: str):
     quoted = re.findall(r"^### `(.+)`$", (root / "docs/troubleshooting.md").read_text(), re.M)
     assert len(quoted) > 10
-    assert [q for q in quoted if q not in code] == []
+    assert [q for q in quoted if q not in messages] == []
 
 
 @pytest.fixture(scope="module")
 def options(root: Path) -> set[str]:
-    """The options of every command of secc, of runs, of the tests, and of the scripts beside it."""
+    """The options of every command of secc, of runs, of the tests, and of the scripts in this repository."""
     commands = typer.main.get_command(cli.app)
     assert isinstance(commands, cli.LazyCommands)
     context = commands.make_context("secc", [], resilient_parsing=True)
@@ -83,8 +134,10 @@ def test_options_are_taken(root: Path, options: set[str], page: str):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_are_named_exist(root: Path, page: str):
-    named = re.findall(r"\b((?:examples|tools|tests|docs)/[\w/.]+\.\w+)", (root / page).read_text())
-    assert [n for n in named if not (root / n).exists()] == []
+    text = prose_of(root / page)
+    named = re.findall(r"\b((?:examples|tools|tests|docs)/[\w/.]+\.\w+)", text)
+    named += re.findall(r"`((?:secc|passes|runtime|templates)/[\w/.]+)`", text)
+    assert [n for n in named if not (root / n).exists() and "drop_clones" not in n] == []  # a how-to makes it
 
 
 def test_the_model_of_the_readme_trains(root: Path, tmp_path: Path):
