@@ -227,7 +227,7 @@ def test_layouts_are_simulated_until_one_fits(directory, monkeypatch):
     )
     scheme, real = SCHEMES["uniform"], BaselineComparison._simulate_if_fits
     layouts = scheme.layouts(comparison.space, BaselineBatch(comparison.base.plan, samples).anchor)
-    monkeypatch.setattr("secc.baselines.compare.SIMULATED", 1)
+    monkeypatch.setattr("secc.baselines.compare.SIMULATED_AT_ONCE", 1)
     shortest = layouts[comparison._rank_by_order(layouts, scheme, samples)[0]]
     monkeypatch.setattr(
         BaselineComparison,

@@ -248,12 +248,12 @@ class _CallObserver(CallObserver):
         self._seen, self._clock = seen, 0
         self._widths: list[int] = []
 
-    def entered(self, path: str, args: Any, kwargs: Any) -> None:
+    def on_enter(self, path: str, args: Any, kwargs: Any) -> None:
         found = self._seen.setdefault(path, ModuleCalls())
         found.took_labels |= kwargs.get("labels") is not None
         self._widths.append(_feature_width((args, kwargs)))
 
-    def left(self, path: str, result: Any) -> None:
+    def on_exit(self, path: str, result: Any) -> None:
         self._clock += 1
         found = self._seen[path]
         found.last_call = self._clock

@@ -217,7 +217,7 @@ def uses_zero3(asked: Problem, a: Assignment) -> bool:
 
 def test_candidates_made_in_other_processes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     _, asked, trial = vlm_problem()
-    monkeypatch.setattr(problems, "MANY_RANKS", 1)
+    monkeypatch.setattr(problems, "PARALLEL_PRICING_RANKS", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert build_problem(trial.work, 4, "auto", Pins()) == asked
 

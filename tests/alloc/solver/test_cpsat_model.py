@@ -39,7 +39,7 @@ def test_solver_agrees_with_brute_force(problem: Problem) -> None:
 )
 def test_what_a_large_problem_rules_out_is_not_missed(problem: Problem, deadline: int | None) -> None:
     asked = replace(problem, deadline=deadline)
-    with patch.object(model, "MANY", 0):
+    with patch.object(model, "WARM_START_CANDIDATES", 0):
         found, plain = solve_allocation(asked), solve_allocation(asked, margin=0.25)
     known, plainer = solve_allocation(asked), solve_allocation(asked, margin=0.25)
     assert _figures(found) == _figures(known)
@@ -193,23 +193,23 @@ SHARED = Assignment({"encoder": 0, "model": 0}, {"encoder": "encoder", "model": 
 
 
 def test_sharing_adds_times_and_memory() -> None:
-    value = evaluate_assignment(_pair(latency=1000), SHARED)
+    value = evaluate_assignment(_pair(latency_ns=1000), SHARED)
     assert (value.time_ns, value.ranks, value.memory) == (400, 1, {"encoder": 5 * GIB})
 
 
 def test_apart_takes_the_longest_with_what_is_not_hidden() -> None:
     assert (
-        evaluate_assignment(_pair(latency=30, free=40), APART).time_ns == 150
+        evaluate_assignment(_pair(latency_ns=30, independent_ns=40), APART).time_ns == 150
     )  # hidden behind work that needs no encoder
-    assert evaluate_assignment(_pair(latency=30, free=10), APART).time_ns == 170
-    assert evaluate_assignment(_pair(latency=30, free=40, messages=15), APART).time_ns == 155
+    assert evaluate_assignment(_pair(latency_ns=30, independent_ns=10), APART).time_ns == 170
+    assert evaluate_assignment(_pair(latency_ns=30, independent_ns=40, message_ns=15), APART).time_ns == 155
     assert (
-        evaluate_assignment(_pair(round=90, slack=20), APART).time_ns == 170
+        evaluate_assignment(_pair(round_trip_ns=90, slack_ns=20), APART).time_ns == 170
     )  # the encoder waits for its last gradients
 
 
 def test_apart_runs_ahead_and_holds_messages() -> None:
-    assert evaluate_assignment(_pair(sent=GIB, returned=2 * GIB), APART).memory == {
+    assert evaluate_assignment(_pair(sent_bytes=GIB, returned_bytes=2 * GIB), APART).memory == {
         "encoder": 4 * GIB,
         "model": 6 * GIB,
     }
@@ -225,7 +225,7 @@ def test_a_deadline_frees_ranks() -> None:
 
 
 def test_few_places_in_flight_are_taken_round_after_round() -> None:
-    problem = _pair(latency=30, round=90)
+    problem = _pair(latency_ns=30, round_trip_ns=90)
     encoder = replace(problem.sections["encoder"][0], rounds=3, memory_ahead=2 * GIB)
     capped = replace(problem, sections={**problem.sections, "encoder": (encoder,)})
     assert evaluate_assignment(capped, APART).time_ns == 3 * (30 + 90 + 45)
@@ -242,12 +242,12 @@ def test_few_places_in_flight_are_taken_round_after_round() -> None:
 
 @pytest.mark.parametrize(("latency", "groups"), [(0, 2), (1000, 1)])
 def test_solver_weighs_waiting_against_sharing(latency: int, groups: int) -> None:
-    solution = solve_allocation(_pair(latency=latency))
+    solution = solve_allocation(_pair(latency_ns=latency))
     assert solution is not None and len(set(solution.assignment.group.values())) == groups
 
 
 def test_coarse_units_stay_exact_enough() -> None:
-    small, scale = _pair(latency=30, free=10), 10**9
+    small, scale = _pair(latency_ns=30, independent_ns=10), 10**9
     edges = tuple(replace(e, latency_ns=(30 * scale,), independent_ns=(10 * scale,) * 2) for e in small.edges)
     sections = {
         s: tuple(replace(c, time_ns=c.time_ns * scale) for c in cs) for s, cs in small.sections.items()
