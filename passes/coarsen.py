@@ -1,20 +1,21 @@
-"""`coarsen`: blocks to sections, the units of allocation.
+"""`coarsen`: groups blocks into sections, the units of allocation.
 
-Blocks of one component, one activation predicate and one mode form a group. Groups without a stack of layers
-(a projector, a head, an embedding) join the neighbour of equal predicate and mode, a frozen head behind
-adapters the section that trains them; groups whose share of the work is below `min-share` (ten times it for
-one without a stack behind others) join the neighbour that loses least by it. Where a cluster is given, small
-groups with a stack are not judged by their share: the sections are formed with and without them and both are
-allocated; they stay sections if the step of the better plan is shorter for it, by more than a margin.
-`max-sections` merges further. No merge may close a cycle of sections. The user can name sections by module
-paths: `sections="vision=model.vision_tower+model.projector"`. Glue then goes to the section of its latest
-producer (`secc.passes.sections.assign_ops`).
+Blocks of one component, one activation predicate and one mode form a group. A group without a stack of layers
+(a projector, a head, an embedding) joins the neighbour of equal predicate and mode; a frozen head behind
+adapters joins the section that trains them. A group with less than the share `min-share` of the work (ten
+times that share if it has no stack and takes values of other groups) joins the neighbour that loses least by
+it. `max-sections` merges further. No merge may close a cycle of sections. The user can name sections by
+module paths: `sections="vision=model.vision_tower+model.projector"`. Glue then goes to the section of its
+latest producer (`secc.passes.sections.assign_ops`).
+
+Whether a small group with a stack is worth ranks of its own is a question of step time, which this pass
+cannot answer: `secc.driver.section_variants` allocates both variants and hands the answer in as
+`small-stacks`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import dataclass
 
 from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp, StringAttr
@@ -25,7 +26,6 @@ from secc.errors import UserError
 from secc.ir.analysis.row_order import insert_unstacking
 from secc.ir.dialect.ops import CaseOp, GraphOp, SectionOp, graph_of, strings_attr
 from secc.ir.dialect.readable_names import make_unique, shortest_tail, to_identifier
-from secc.passes.allocate import Allocate, SolvedAllocation
 from secc.passes.dce import DeadCodeElimination
 from secc.passes.sections.assign_ops import assign_sections
 from secc.passes.sections.block_groups import (
@@ -36,22 +36,22 @@ from secc.passes.sections.block_groups import (
     parse_section_pins,
 )
 from secc.passes.sections.merge_sections import add_section_notes
-from secc.passes.sink_boundaries import SinkBoundaries
 
 _GROUPINGS = ("component", "block")
-_DEPENDENT_SHARE_FACTOR = (
-    10  # times `min-share`: a projector or head behind other sections is seldom worth ranks of its own
-)
-_COMPARED_SHARE = 0.02  # of the work: what is above is worth ranks of its own, or shares them
-_NEGLIGIBLE_SHARE = 1e-6  # of the work: what is below does nothing that ranks could be for
-_CLOSED_FORM_DECIDES = 1 / 8  # plans that closed forms put further apart are not tried
-_SEPARATION_GAIN = 1 / 128  # a section more must make the step shorter by this share
+BY_SHARE, MERGE, KEEP = "share", "merge", "keep"  # what becomes of small groups with a stack
+# Times `min-share`: a projector or head that takes values of other groups is seldom worth ranks of its own.
+_DEPENDENT_SHARE_FACTOR = 10
+_COMPARED_SHARE = 0.02  # of the work: a group with more is a section without a comparison
+_NEGLIGIBLE_SHARE = 1e-6  # of the work: a group with less is merged without a comparison
 
 
 @dataclass(frozen=True)
 class _StackThresholds:
-    """What becomes of small groups with a stack: those below the share `limit` of the work join others. Those
-    below `weighed` were weighed, with the outcome that is `told`."""
+    """Shares of the work that decide about groups with a stack of layers.
+
+    limit: a group below it is merged. compared_below: a group below it (and not negligible) was in the
+    comparison of step times; `outcome` words the result of that comparison for the section's notes.
+    """
 
     limit: float
     compared_below: float = 0.0
@@ -60,9 +60,14 @@ class _StackThresholds:
 
 @dataclass(frozen=True)
 class Coarsen(ModulePass):
-    """`by`: "component", or "block" for a section per block. `min_share`: of the model's work, below which a
-    group is merged. `cluster` and `global_batch`: what small groups with a stack are weighed for, as
-    `allocate` takes them; "" where `min_share` decides."""
+    """Groups blocks into sections.
+
+    by: "component", or "block" for a section per block. min_share: share of the model's work below which a
+    group is merged. sections: sections that the user named, "NAME=PATH+PATH". small_stacks: "share" judges
+    groups with a stack by `min_share` too; "merge" and "keep" merge or keep those that are small for
+    `cluster`, after a comparison of the step times `step_ns` (chosen variant, other variant; empty if only
+    one of them fits), found by closed forms or, if `simulated`, by simulated steps.
+    """
 
     name = "coarsen"
     max_sections: int | None = None
@@ -70,25 +75,47 @@ class Coarsen(ModulePass):
     min_share: float = 0.005
     sections: tuple[str, ...] = ()
     cluster: str = ""
-    global_batch: int = 0
+    small_stacks: str = BY_SHARE
+    step_ns: tuple[int, ...] = ()
+    simulated: bool = False
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
-        if self.by not in _GROUPINGS:
-            raise UserError(
-                f"coarsen cannot group by {self.by!r}", remedy=f"by= is one of {', '.join(_GROUPINGS)}"
-            )
-        if self.max_sections is not None and self.max_sections < 1:
-            raise UserError("a model has at least one section", remedy="max-sections= is 1 or more")
+        self._check_options()
         DeadCodeElimination().apply(ctx, op)  # dead glue would tie sections together
-        weighed = self._compare_thresholds(ctx, op) if self.cluster and self.by == "component" else None
-        self._form_sections(graph_of(op), weighed or _StackThresholds(self.min_share))
-
-    def _form_sections(self, graph: GraphOp, stacks: _StackThresholds) -> None:
-        _declare_sections(graph, self._group_blocks(graph, stacks))
+        graph = graph_of(op)
+        _declare_sections(graph, self._group_blocks(graph))
         insert_unstacking(graph)
         assign_sections(graph)
 
-    def _group_blocks(self, graph: GraphOp, stacks: _StackThresholds) -> BlockGrouping:
+    def partition_blocks(self, ctx: Context, op: ModuleOp) -> frozenset[frozenset[str]]:
+        """Returns the sets of block paths that would become sections; `op` is not changed."""
+        clone = op.clone()
+        DeadCodeElimination().apply(ctx, clone)
+        return frozenset(frozenset(group.blocks) for group in self._group_blocks(graph_of(clone)).groups)
+
+    def _check_options(self) -> None:
+        choices = (BY_SHARE, MERGE, KEEP)
+        for option, value, known in (
+            ("by", self.by, _GROUPINGS),
+            ("small-stacks", self.small_stacks, choices),
+        ):
+            if value not in known:
+                raise UserError(
+                    f"coarsen: unknown value {value!r} for {option}=",
+                    remedy=f"{option}= is one of {', '.join(known)}",
+                )
+        if self.small_stacks != BY_SHARE and not self.cluster:
+            raise UserError(
+                f"coarsen: small-stacks={self.small_stacks} needs a cluster to tell which groups are small",
+                remedy="give cluster=",
+            )
+        if self.max_sections is not None and self.max_sections < 1:
+            raise UserError(
+                f"coarsen: expected max-sections= of 1 or more, got {self.max_sections}",
+                remedy="max-sections= is 1 or more",
+            )
+
+    def _group_blocks(self, graph: GraphOp) -> BlockGrouping:
         groups, idle = form_initial_groups(
             graph, self.by == "block", parse_section_pins(graph, self.sections)
         )
@@ -96,58 +123,31 @@ class Coarsen(ModulePass):
         _merge_cycles(grouping)
         if self.by == "component":
             _merge_stackless(grouping)
-            _merge_small(grouping, self.min_share, stacks)
+            _merge_small(grouping, self.min_share, self._stack_thresholds())
         if self.max_sections is not None:
             _merge_to_limit(grouping, self.max_sections)
         grouping.adopt_idle_blocks(idle)
         return grouping
 
-    # -- small groups with a stack
-    # ------------------------------------------------------------------------------------------------
+    def _stack_thresholds(self) -> _StackThresholds:
+        if self.small_stacks == BY_SHARE:
+            return _StackThresholds(self.min_share)
+        # A section with a rank's share of the work can fill a rank: only smaller ones are in question.
+        compared_below = max(self.min_share, min(_COMPARED_SHARE, 1 / parse_cluster(self.cluster).ranks))
+        limit = compared_below if self.small_stacks == MERGE else _NEGLIGIBLE_SHARE
+        return _StackThresholds(limit, compared_below, self._format_outcome())
 
-    def _compare_thresholds(self, ctx: Context, op: ModuleOp) -> _StackThresholds | None:
-        """Whether small groups join others, with the steps that say so; None where there is nothing to
-        weigh."""
-        most = max(self.min_share, min(_COMPARED_SHARE, 1 / parse_cluster(self.cluster).ranks))
-        joined, apart = _StackThresholds(most, most), _StackThresholds(_NEGLIGIBLE_SHARE, most)
-        if len({_partition_of(self._group_blocks(graph_of(op), way)) for way in (joined, apart)}) == 1:
-            return None
-        steps, how = self._step_times(ctx, op, joined, apart)
-        if inf in steps:
-            return None if steps == (inf, inf) else joined if steps[1] == inf else apart
-        told = "a step of {:.4g} s {}, {:.4g} s {}"
-        if steps[1] * (1 + _SEPARATION_GAIN) < steps[0]:
-            return replace(apart, outcome=told.format(steps[1], how, steps[0], "in another section"))
-        return replace(joined, outcome=told.format(steps[0], how, steps[1], "as a section of its own"))
-
-    def _step_times(
-        self, ctx: Context, op: ModuleOp, *ways: _StackThresholds
-    ) -> tuple[tuple[float, ...], str]:
-        """Seconds of a step for each way to form sections, infinite where nothing fits, and how they were
-        found: closed forms decide where they are far apart, else the order that ranks run."""
-        allocate = Allocate(cluster=self.cluster, global_batch=self.global_batch)
-        solved = [self._solve_variant(ctx, op, way, allocate) for way in ways]
-        closed = [inf if s is None else s.solution.time_ns / 10**9 for s in solved]
-        if max(closed) > (1 + _CLOSED_FORM_DECIDES) * min(closed):
-            return (*closed,), "by closed forms"
-        tried = [allocate.refine_solution(s).evaluation for s in solved if s is not None]
-        return tuple(t.time_ns / 10**9 if t.fits else inf for t in tried) or (inf, inf), "as simulated"
-
-    def _solve_variant(
-        self, ctx: Context, op: ModuleOp, stacks: _StackThresholds, allocate: Allocate
-    ) -> SolvedAllocation | None:
-        """The best plan for sections formed so, None where there is none."""
-        tried = op.clone()
-        try:
-            self._form_sections(graph_of(tried), stacks)
-            SinkBoundaries(cluster=self.cluster).apply(ctx, tried)
-            return allocate.solve_closed_form(graph_of(tried))
-        except UserError:
-            return None
+    def _format_outcome(self) -> str:
+        if not self.step_ns:
+            return ""
+        chosen, other = (ns / 10**9 for ns in self.step_ns)
+        how = "as simulated" if self.simulated else "by closed forms"
+        rejected = "as a section of its own" if self.small_stacks == MERGE else "in another section"
+        return f"a step of {chosen:.4g} s {how}, {other:.4g} s {rejected}"
 
 
 def _merge_cycles(grouping: BlockGrouping) -> None:
-    """Groups that depend on each other both ways become one: data has to flow one way between sections."""
+    """Merges groups that depend on each other both ways: data has to flow one way between sections."""
     for first, *others in grouping.find_cycles():
         for other in others:
             _refuse_pinned(first, other)
@@ -157,60 +157,59 @@ def _merge_cycles(grouping: BlockGrouping) -> None:
 def _refuse_pinned(a: BlockGroup, b: BlockGroup) -> None:
     pinned = a.pinned or b.pinned
     if pinned:
+        outside = ", ".join((a if b.pinned else b).blocks)
         raise UserError(
-            f"section {pinned!r} would depend on blocks outside of it that depend on it: {', '.join((a if b.pinned else b).blocks)}",
+            f"section {pinned!r} would depend on blocks outside of it that depend on it: {outside}",
             remedy="name sections such that data flows one way between them",
         )
 
 
 def _merge_stackless(grouping: BlockGrouping) -> None:
-    """A group without a stack of layers joins a neighbour of equal predicate and mode, or, frozen itself, one
-    that trains."""
+    """Merges each group without a stack of layers into a neighbour of equal predicate and mode; a frozen one
+    that only passes gradients on may also join a neighbour that trains."""
     for group in [g for g in grouping.groups if not g.has_stack and not g.pinned]:
         if group not in grouping.groups:
             continue
         modes = {group.mode, "train"} if group.mode == "dgrad" else {group.mode}
-        alike = [
+        candidates = [
             n
             for n in grouping.find_neighbours(group)
             if n.when == group.when and n.mode in modes and not n.pinned
         ]
         _merge_into_best(
-            grouping, group, alike, f"it has no stack of layers, {_format_share(grouping, group)} of the work"
+            grouping,
+            group,
+            candidates,
+            f"it has no stack of layers, {_format_share(grouping, group)} of the work",
         )
 
 
-def _merge_small(grouping: BlockGrouping, share: float, stacks: _StackThresholds) -> None:
-    """Groups below a share of the whole work join the neighbour that loses least by it, the smallest group
-    first."""
-    whole = sum(g.weight for g in grouping.groups)
+def _merge_small(grouping: BlockGrouping, min_share: float, stacks: _StackThresholds) -> None:
+    """Merges groups below their share of the work, the smallest first, each with the neighbour that loses
+    least by it. Groups with a stack have the share `stacks.limit`."""
+    total = sum(g.weight for g in grouping.groups)
     for group in sorted((g for g in grouping.groups if not g.pinned), key=lambda g: g.weight):
         if group not in grouping.groups:
             continue
-        least = (
-            stacks.limit
-            if group.has_stack
-            else share * (_DEPENDENT_SHARE_FACTOR if grouping.has_producers(group) else 1)
-        )
-        weighed = (
-            stacks.outcome
-            and group.has_stack
-            and _NEGLIGIBLE_SHARE * whole <= group.weight < stacks.compared_below * whole
-        )
-        part, why = (
-            f"{_format_share(grouping, group)} of the work",
-            stacks.outcome
-            if weighed
-            else f"less than the {max(least, share):.2g} that is worth ranks of its own",
-        )
-        if group.weight < least * whole:
-            _merge_into_best(grouping, group, grouping.find_neighbours(group), f"{part}, {why}")
-        elif weighed:
-            group.notes.append(f"{group.component} stays a section: {part}, {why}")
+        dependent = grouping.has_producers(group)
+        stackless_limit = min_share * (_DEPENDENT_SHARE_FACTOR if dependent else 1)
+        limit = stacks.limit if group.has_stack else stackless_limit
+        was_compared = bool(stacks.outcome) and group.has_stack
+        was_compared &= _NEGLIGIBLE_SHARE * total <= group.weight < stacks.compared_below * total
+        share = f"{_format_share(grouping, group)} of the work"
+        less = f"less than the {max(limit, min_share):.2g} that is worth ranks of its own"
+        why = stacks.outcome if was_compared else less
+        if group.weight < limit * total:
+            _merge_into_best(grouping, group, grouping.find_neighbours(group), f"{share}, {why}")
+        elif was_compared:
+            group.notes.append(f"{group.component} stays a section: {share}, {why}")
 
 
 def _merge_to_limit(grouping: BlockGrouping, sections: int) -> None:
-    """Merge the smallest group that can be merged until there are so many sections. Pinned sections stay."""
+    """Merges the smallest group that can be merged until `sections` are left. Pinned sections stay.
+
+    Raises UserError if no two of the sections can be merged.
+    """
     while len(grouping.groups) > sections:
         free = sorted((g for g in grouping.groups if not g.pinned), key=lambda g: g.weight)
         why = f"at most {sections} sections were asked for"
@@ -227,28 +226,27 @@ def _merge_to_limit(grouping: BlockGrouping, sections: int) -> None:
             )
 
 
-def _partition_of(grouping: BlockGrouping) -> frozenset[frozenset[str]]:
-    return frozenset(frozenset(g.blocks) for g in grouping.groups)
-
-
 def _format_share(grouping: BlockGrouping, group: BlockGroup) -> str:
-    """A group's part of the model's work."""
-    whole = sum(g.weight for g in grouping.groups)
-    return f"{group.weight / whole if whole else 0:.2g}"
+    """The group's share of the model's work, to two digits."""
+    total = sum(g.weight for g in grouping.groups)
+    return f"{group.weight / total if total else 0:.2g}"
 
 
 def _merge_into_best(
     grouping: BlockGrouping, group: BlockGroup, candidates: list[BlockGroup], why: str
 ) -> bool:
-    """Merge `group` into the candidate that loses least by it; False if there is none that closes no
-    cycle."""
+    """Merges `group` into the candidate that loses least by it; False if each candidate closes a cycle."""
 
     def loss(candidate: BlockGroup) -> tuple[bool, bool, bool, bool, int, float]:
         owes_more = candidate.mode == "forward" and group.mode != "forward"
         return (
-            owes_more, candidate.mode != group.mode, candidate.when != group.when, not candidate.has_stack,
-            -_common_path_length(candidate.component, group.component), candidate.weight,
-        )  # fmt: skip
+            owes_more,
+            candidate.mode != group.mode,
+            candidate.when != group.when,
+            not candidate.has_stack,
+            -_common_path_length(candidate.component, group.component),
+            candidate.weight,
+        )
 
     for candidate in sorted(candidates, key=loss):
         if grouping.may_merge(candidate, group):
@@ -264,7 +262,7 @@ def _common_path_length(a: str, b: str) -> int:
 
 
 def _declare_sections(graph: GraphOp, grouping: BlockGrouping) -> None:
-    """Put a `sec.section` for each group before the cases, producers first."""
+    """Inserts a `sec.section` for each group before the cases, producers first."""
     taken: list[str] = []
     components = {g.component for g in grouping.groups}
     for group in grouping.sort_groups():

@@ -38,7 +38,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.driver.compile import CompiledPlan, compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.report.html_page import report_page
 from secc.runtime.model.user_file import UserModel, extract_loss, load_model_file
 from secc.runtime.plan.schema import Plan

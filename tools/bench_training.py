@@ -32,7 +32,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from secc.cost.model.measured_costs import read_measured_costs
-from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.profile.machine_probe import probe_machine, to_cluster_yaml
 from secc.profile.measured_training import read_step_times, train_plan

@@ -21,7 +21,8 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers.utils.generic import ModelOutput
 
-from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.runtime.model.user_file import UserModel, load_model_file
 from secc.runtime.plan.schema import Section
 from secc.runtime.sections import recompute

@@ -28,7 +28,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.driver.compile import CompiledPlan, compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import OneRankPlan
 from secc.errors import UserError
 from secc.frontend.dataset.eager_reference import LossAndGradients, run_eager

@@ -16,7 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.report.html_page import report_page
 from tools.compare_training import run_plan_ranks
 

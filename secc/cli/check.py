@@ -19,7 +19,8 @@ def command(
     json: JSON_OPTION = False,
 ) -> None:
     """Check that a model can be compiled and that its plan computes what plain PyTorch computes."""
-    from secc.driver.compile import CompileOptions, compile_model
+    from secc.driver.compile import compile_model
+    from secc.driver.compile_options import CompileOptions
     from secc.driver.exactness_check import check_exactness
     from secc.report.plan_tables import plan_tables
 

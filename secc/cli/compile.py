@@ -94,7 +94,8 @@ def command(
 
     with pause_gc():  # imports keep what they make
         from secc.codegen.plan_writer import check_output
-        from secc.driver.compile import CompileOptions, compile_model
+        from secc.driver.compile import compile_model
+        from secc.driver.compile_options import CompileOptions
     check_output(output)
     options = CompileOptions(
         cluster, global_batch, strategy, objective, step_time, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths,

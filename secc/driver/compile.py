@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch import nn
 from xdsl.dialects.builtin import ModuleOp, StringAttr
+from xdsl.passes import ModulePass
 
-from secc import __version__, pass_pipeline, process_map
+from secc import __version__, process_map
 from secc.cluster import parse_cluster
 from secc.codegen import plan_builder as plan_codegen
 from secc.codegen.fused_module import plan_rewrites, render_fused_module
@@ -33,6 +34,8 @@ from secc.cost.counting.annotate_calls import (
 from secc.cost.counting.example_arguments import CollatedSamples
 from secc.cost.counting.fused_costs import FUSED_PREFIX
 from secc.cost.model import measured_costs as costs
+from secc.driver.compile_options import CompileOptions
+from secc.driver.default_pipeline import build_pipeline, fusion_mode
 from secc.driver.pass_driver import CapturedModel, PlannedModule, Planner
 from secc.errors import UserError
 from secc.frontend.capture import eager_failure, to_ir
@@ -46,7 +49,6 @@ from secc.frontend.dataset.survey import DatasetSurvey
 from secc.frontend.fusion.declare_rewrites import declare_rewrites
 from secc.frontend.fusion.find_fusions import TracedSites, find_fusions
 from secc.frontend.tp_search.possible_tp import MappingsByLayer, annotate_possible_tp
-from secc.ir.analysis import fusion_report
 from secc.ir.dialect.ops import graph_of
 from secc.passes.fusion.fuse_when import reason_not_to_fuse
 from secc.runtime.fusion.install import installed_temporarily
@@ -60,40 +62,6 @@ from secc.runtime.plan.schema import ModelRef, Plan
 
 TimedStep = Callable[[str], contextlib.AbstractContextManager[None]]
 MAX_LOCAL_MODEL_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
-PIPELINE_TEMPLATE = (
-    "canonicalize,dce,normalize-loss,dce,fuse-linear-loss{fuse-linear-loss},annotate-patterns,infer-modes,fuse-blocks{fuse-blocks},"
-    "coarsen{coarsen},annotate-costs,sink-boundaries{sink},allocate{allocate},place,split-stages,shard-tensors,shard-logits,"
-    "insert-transfers,lower"
-)
-
-
-@dataclass(frozen=True)
-class CompileOptions:
-    """What the user may decide about a plan; the fields are the options of `secc compile`."""
-
-    cluster: str = "local"
-    global_batch: int = 32
-    strategy: str = "auto"
-    objective: str = "time"  # or "gpus": as few ranks as a step of `step_time` seconds takes
-    step_time: float = 0.0
-    set: tuple[str, ...] = ()
-    sections: tuple[str, ...] = ()
-    max_sections: int | None = None
-    stats_samples: int = 64
-    widths: str = "auto"
-    small: bool = False
-    fuse: bool | None = None  # None: where the cluster has GPUs
-    without: tuple[str, ...] = ()
-    accept: tuple[str, ...] = ()
-    stats: Path | None = None
-    skip_bad_samples: bool = False
-    costs: str = ""  # the file of measured costs
-    dtype: str = ""  # "bf16": compute in it, with float32 masters
-    run_ahead: str = "auto"  # GiB on a rank
-    refused: tuple[str, ...] = ()  # choices that `allocate` must not make
-    stages: tuple[str, ...] = ()  # NAME.pp=N for which layers were captured
-    known: tuple[str, ...] = ()  # all choices of the plan for which they were
-    proven: tuple[str, ...] = ()  # what the solver has proven of it
 
 
 @dataclass
@@ -198,10 +166,10 @@ def compile_model(
             )
         return module
 
-    def text(**changes: tuple[str, ...]) -> str:
-        return pipeline_text(dataclasses.replace(options, **changes))
+    def make_passes(**changes: tuple[str, ...]) -> tuple[ModulePass, ...]:
+        return build_pipeline(dataclasses.replace(options, **changes))
 
-    source = CapturedModel(user, meta, model, drawn, inputs, batches, captured, make, text)
+    source = CapturedModel(user, meta, model, drawn, inputs, batches, captured, make, make_passes)
     try:
         planned = Planner(source, options.set, clock.measure, clock.report_progress).plan_model()
     except UserError:
@@ -231,7 +199,7 @@ def compile_model(
 
 def _validate_options(options: CompileOptions) -> None:
     """Refuse what is wrong in the options alone, before a model is read."""
-    pass_pipeline.parse_pipeline(pipeline_text(options))
+    build_pipeline(options)
     compute_dtype(options.dtype)
     cluster = parse_cluster(options.cluster)
     if options.costs:
@@ -286,7 +254,7 @@ def _build_annotated_ir(
     if reason := unshardable_reason(user, meta):
         graph_of(module).attributes["unshardable"] = StringAttr(reason)
     with clock.measure("measure blocks"):
-        if not reason_not_to_fuse(_fusion_mode(options), options.cluster):
+        if not reason_not_to_fuse(fusion_mode(options), options.cluster):
             with process_map.run_in_background(
                 lambda: measure_unknown_calls(module, meta, samples, known.costs)
             ) as learnt:
@@ -365,71 +333,6 @@ def _collect_notes(
     if options.stats is not None:
         found[f"how frequent and how large samples are is taken from {options.stats.name}"] = None
     return {"notes": list(found)} if found else {}
-
-
-def pipeline_text(options: CompileOptions) -> str:
-    """The pipeline string that these options ask for."""
-    coarsen = {
-        "max-sections": options.max_sections, "sections": options.sections,
-        "cluster": options.cluster, "global-batch": options.global_batch,
-    }  # fmt: skip
-    allocate = {
-        "cluster": options.cluster, "global-batch": options.global_batch, "strategy": options.strategy,
-        "set": options.set, "refused": options.refused, "stages": options.stages, "known": options.known,
-        "proven": options.proven,
-        **({"run-ahead": options.run_ahead} if options.run_ahead != "auto" else {}),
-        **({"objective": options.objective, "step-time": options.step_time} if options.objective != "time" or options.step_time else {}),
-    }  # fmt: skip
-    text = _pipeline_with_fusion_options(options).replace(
-        "normalize-loss", f"normalize-loss{_format_pass_options({'accept': options.accept})}"
-    )
-    for name, asked in {
-        "coarsen": coarsen,
-        "sink": {"cluster": options.cluster},
-        "allocate": allocate,
-    }.items():
-        text = text.replace(f"{{{name}}}", _format_pass_options(asked))
-    return text
-
-
-def _pipeline_with_fusion_options(options: CompileOptions) -> str:
-    """The pipeline with the options of its fusing passes, or without these passes. Raises UserError for a
-    rule that there is not."""
-    fusion_report.check_rule_names(options.without)
-    text = PIPELINE_TEMPLATE
-    for name in dict.fromkeys(fusion_report.PASS_OF_RULE.values()):
-        asked = _format_pass_options(
-            {
-                "without": fusion_report.rules_of_pass(options.without, name),
-                "when": _fusion_mode(options),
-                "cluster": options.cluster,
-            }
-        )
-        text = (
-            text.replace(f"{name}{{{name}}}", f"{name}{asked}")
-            if options.fuse is not False
-            else text.replace(f"{name}{{{name}}},", "")
-        )
-    return text
-
-
-def _fusion_mode(options: CompileOptions) -> str:
-    """When the fusing passes put operators in, as they take it."""
-    return {None: "auto", True: "always", False: "never"}[options.fuse]
-
-
-def _format_pass_options(options: Mapping[str, object]) -> str:
-    """`{a=1 b="x","y"}`; options that are None or empty keep the pass's default."""
-
-    def text(value: object) -> str:
-        if isinstance(value, tuple):
-            return ",".join(text(v) for v in value)  # pyright: ignore[reportUnknownVariableType]
-        if isinstance(value, float):
-            return f"{value:.9f}"  # pipeline strings know no exponents
-        return f'"{value}"' if isinstance(value, str) else str(value)
-
-    parts = [f"{name}={text(value)}" for name, value in options.items() if value is not None and value != ()]
-    return f"{{{' '.join(parts)}}}" if parts else ""
 
 
 def make_model_ref(user: UserModel, meta: nn.Module) -> ModelRef:

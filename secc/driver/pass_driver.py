@@ -15,11 +15,13 @@ from typing import Any
 
 from torch import nn
 from xdsl.dialects.builtin import ModuleOp
+from xdsl.passes import ModulePass
 
 from secc import pass_pipeline, process_map
 from secc.codegen.fused_module import plan_rewrites, render_fused_module
 from secc.cost.counting.example_arguments import CollatedSamples
 from secc.driver import layer_capture
+from secc.driver.section_variants import choose_sections, passes_before
 from secc.errors import ImpossibleChoice, UserError
 from secc.frontend.capture.capture import Capture, capture_model
 from secc.frontend.dataset.input_symbols import ModelInputs
@@ -55,7 +57,7 @@ class CapturedModel:
     sample_batches: Sequence[Mapping[str, Any]]
     capture: Capture
     make_ir: Callable[[Capture], ModuleOp]
-    make_pipeline_text: Callable[..., str]
+    make_passes: Callable[..., tuple[ModulePass, ...]]
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ class _AllocatedModule:
     module: ModuleOp
     text_before: str
     capture: Capture
-    passes: tuple[pass_pipeline.ModulePass, ...]
-    pipeline_run: pass_pipeline.PipelineRun
+    passes: tuple[ModulePass, ...]
+    dumps: list[tuple[str, str]]
 
 
 class Planner:
@@ -109,13 +111,11 @@ class Planner:
         options = {"refused": tuple(refused)}
         first = parse_module(self.captured_text)
         chosen = whole = self._run_allocation_passes(
-            first, self.captured_text, self.source.capture, self.source.make_pipeline_text(**options)
+            first, self.captured_text, self.source.capture, self.source.make_passes(**options)
         )
         sought = NO_LAYOUTS
         if (
-            staged := layer_capture.plan_layer_capture(
-                first, self.source.meta, dict(whole.pipeline_run.dumps)
-            )
+            staged := layer_capture.plan_layer_capture(first, self.source.meta, dict(whole.dumps))
         ).opened_blocks:
             # Layers of a tower are the same once it is opened. What is sought is wanted last, behind the
             # captured layers' own choices.
@@ -127,39 +127,36 @@ class Planner:
         module, passes, dumps = (
             chosen.module,
             chosen.passes,
-            [("capture", chosen.text_before), *chosen.pipeline_run.dumps],
+            [("capture", chosen.text_before), *chosen.dumps],
         )
         dumps += self._run_passes(
             module,
-            _passes_before(FIRST_PARTITIONING_PASS, passes),
-            len(_passes_before(FIRST_PLACEMENT_PASS, passes)),
+            passes_before(FIRST_PARTITIONING_PASS, passes),
+            len(passes_before(FIRST_PLACEMENT_PASS, passes)),
         ).dumps
         with self.time_step("cut blocks over ranks"):
             told = layer_capture.copy_section_notes(staged, module)
             if annotate_layouts(module, *self._search_subject(chosen), sought) or told:
                 done = [
-                    pass_pipeline.format_pass(step)
-                    for step in _passes_before(FIRST_PARTITIONING_PASS, passes)
+                    pass_pipeline.format_pass(step) for step in passes_before(FIRST_PARTITIONING_PASS, passes)
                 ]
                 dumps[-1] = (dumps[-1][0], pass_pipeline.format_dump_header(done) + print_module(module))
-        dumps += self._run_passes(module, passes, len(_passes_before(FIRST_PARTITIONING_PASS, passes))).dumps
+        dumps += self._run_passes(module, passes, len(passes_before(FIRST_PARTITIONING_PASS, passes))).dumps
         return PlannedModule(module, chosen.capture, dumps, refused)
 
     def _run_allocation_passes(
-        self, module: ModuleOp, start: str, captured: Capture, text: str
+        self, module: ModuleOp, text_before: str, capture: Capture, passes: tuple[ModulePass, ...]
     ) -> _AllocatedModule:
-        """The passes up to the choice, on `module`."""
-        passes = pass_pipeline.parse_pipeline(text)
-        return _AllocatedModule(
-            module,
-            start,
-            captured,
-            passes,
-            self._run_passes(module, _passes_before(FIRST_PLACEMENT_PASS, passes)),
-        )
+        """Applies the passes up to the allocation to `module`, with the better sections for small towers."""
+        grouped = passes_before("coarsen", passes)
+        first = self._run_passes(module, grouped)
+        with self.time_step("passes"):
+            passes = choose_sections(module, passes)
+        rest = self._run_passes(module, passes_before(FIRST_PLACEMENT_PASS, passes), len(grouped))
+        return _AllocatedModule(module, text_before, capture, passes, [*first.dumps, *rest.dumps])
 
     def _run_passes(
-        self, module: ModuleOp, passes: tuple[pass_pipeline.ModulePass, ...], done: int = 0
+        self, module: ModuleOp, passes: tuple[ModulePass, ...], done: int = 0
     ) -> pass_pipeline.PipelineRun:
         """Passes, of which so many have been `done`."""
         with self.time_step("passes"):
@@ -177,7 +174,7 @@ class Planner:
         module = self.source.make_ir(captured)
         start = print_module(module)
         stages = tuple(pin for pin in staged.stage_pins if pin.partition("=")[0] not in self.pinned_keys)
-        text = self.source.make_pipeline_text(
+        passes = self.source.make_passes(
             **options,
             sections=staged.sections,
             stages=stages,
@@ -185,7 +182,7 @@ class Planner:
             proven=staged.solver_status,
         )
         try:
-            return self._run_allocation_passes(module, start, captured, text)
+            return self._run_allocation_passes(module, start, captured, passes)
         except UserError as error:
             raise staged.impossible_choice(error) from error
 
@@ -215,9 +212,3 @@ class Planner:
         except UserError as error:
             raise staged.impossible_choice(error) from error
         return captured
-
-
-def _passes_before(
-    name: str, passes: tuple[pass_pipeline.ModulePass, ...]
-) -> tuple[pass_pipeline.ModulePass, ...]:
-    return passes[: [step.name for step in passes].index(name)]

@@ -17,7 +17,8 @@ from secc.cluster import Overheads, parse_cluster
 from secc.cost.counting.annotate_calls import annotate_calls
 from secc.cost.counting.example_arguments import CollatedSamples
 from secc.cost.model.measured_costs import MeasuredCosts
-from secc.driver.compile import CompileOptions, load_and_capture
+from secc.driver.compile import load_and_capture
+from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
 from secc.frontend.capture import to_ir
 from secc.frontend.dataset.input_symbols import ModelInputs

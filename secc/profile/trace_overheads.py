@@ -21,7 +21,8 @@ from typing import Any
 
 from secc.bounds.traffic import Traffic
 from secc.cluster import Overheads
-from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.driver.compile import CompiledPlan, compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
 from secc.profile.measured_training import train_plan
 from secc.runtime.plan.schema import Plan

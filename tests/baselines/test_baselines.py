@@ -27,7 +27,8 @@ from secc.baselines.schemes import SCHEMES, BaselineScheme
 from secc.bounds.bounds import schedule_bound
 from secc.cli import main
 from secc.cost.model.memory import RankMemory
-from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import load_plan
 from secc.runtime.schedule.scheduler import FixedSchedule

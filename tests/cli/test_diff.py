@@ -13,7 +13,8 @@ from secc import pass_pipeline
 from secc.bounds.traffic import Traffic
 from secc.cli import main
 from secc.driver import what_if
-from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
 from secc.report.plan_differences import plan_differences
 from secc.runtime.plan.schema import Plan, load_plan

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from secc.cli import main
-from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.driver.replan_from_run import measure_drift
 from secc.errors import UserError
 from secc.runtime.monitoring.section_times import SECTION_TIMES_FILE, section_time_columns

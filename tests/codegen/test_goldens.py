@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from secc import pass_pipeline
 from secc.codegen import plan_builder as plan_codegen
 from secc.codegen.plan_files import PlanFiles, build_plan_files
-from secc.driver.compile import CompileOptions, pipeline_text
+from secc.driver.compile_options import CompileOptions
+from secc.driver.default_pipeline import build_pipeline
+from secc.driver.section_variants import run_to_lowered
 from secc.ir.text_io.module_text import parse_module
 from secc.runtime.plan.schema import ModelRef
 
@@ -24,7 +25,7 @@ def planned() -> PlanFiles:
     """The files of tests/models/llava_tiny.py on three ranks, from its captured IR."""
     module = parse_module((HERE / "llava.mlir").read_text())
     options = CompileOptions(cluster="local:3", global_batch=12, strategy="apart")
-    pass_pipeline.run_passes(module, pass_pipeline.parse_pipeline(pipeline_text(options)))
+    run_to_lowered(module, build_pipeline(options))
     parameters = {
         f"{path}.weight": "float32[4, 4] train"
         for path in ("model.vision_tower", "model.language_model", "lm_head")

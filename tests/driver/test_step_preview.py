@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from secc.cli import main
-from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.driver.compile import CompiledPlan, compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.driver.step_preview import MAX_SIMULATED_COMPUTATIONS, count_computations, preview_step
 from secc.report.plan_tables import plan_summary
 from secc.runtime.monitoring.run_summary import SAMPLE_SECONDS_KEY

@@ -10,9 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from xdsl.dialects.builtin import ModuleOp
+from xdsl.passes import ModulePass
 
 from secc.codegen import plan_builder as plan_codegen
-from secc.driver.compile import CompiledPlan, CompileOptions, compile_model, pipeline_text
+from secc.driver.compile import CompiledPlan, compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.driver.default_pipeline import build_pipeline
 from secc.driver.exactness_check import check_exactness
 from secc.driver.layer_capture import LayerCapturePlan
 from secc.driver.pass_driver import CapturedModel, Planner
@@ -90,13 +93,13 @@ def replan(
 ) -> CompiledPlan:
     """The model that was captured for one plan under another one."""
 
-    def text(**changes: tuple[str, ...]) -> str:
-        return pipeline_text(dataclasses.replace(options, **changes))
+    def make_passes(**changes: tuple[str, ...]) -> tuple[ModulePass, ...]:
+        return build_pipeline(dataclasses.replace(options, **changes))
 
     layered = LayerCaptureCache() if layered is None else layered
     source = dataclasses.replace(
         compiled.captured_model,
-        make_pipeline_text=text,
+        make_passes=make_passes,
         make_ir=partial(layered.ir_of, compiled.captured_model.make_ir),
     )
     planned = _CachingPlanner(source, options.set, layered).plan_model()

@@ -13,7 +13,8 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from secc.driver.compile import CompiledPlan, CompileOptions
+from secc.driver.compile import CompiledPlan
+from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
 from secc.runtime.plan.schema import Section
 from secc.runtime.plan.section_graph import SectionGraph

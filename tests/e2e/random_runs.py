@@ -19,7 +19,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.driver.compile import CompiledPlan, compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
 from secc.report.html_page import report_page

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.driver.compile import CompiledPlan, compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.frontend.dataset.eager_reference import TOLERANCES_BY_DTYPE, LossAndGradients, compare_results
 from secc.report.html_page import report_page
 from secc.runtime.model.user_file import extract_loss, load_model_file

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from secc import pass_pipeline
-from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import OneRankPlan, check_exactness
 from secc.errors import UserError
 from secc.frontend.dataset.eager_reference import LossAndGradients, compare_results, copy_gradients

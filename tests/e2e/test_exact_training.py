@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.runtime.model.user_file import load_model_file
 from tests.e2e.harness import (

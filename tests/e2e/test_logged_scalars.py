@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
 from secc.runtime.model.user_file import load_model_file
 from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
 from tests.e2e.harness import compile_and_write
 

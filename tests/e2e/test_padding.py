@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 
 DATA = """

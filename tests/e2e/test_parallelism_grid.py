@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from secc.driver.compile import CompileOptions
+from secc.driver.compile_options import CompileOptions
 from tests.e2e.reference_runs import ReferencedModel
 
 STEPS, GLOBAL_BATCH = 3, 12

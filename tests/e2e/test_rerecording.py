@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.driver.compile import CompiledPlan, compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import OneRankPlan
 from secc.frontend.dataset.eager_reference import compare_results, run_eager
 from tests.e2e.harness import (

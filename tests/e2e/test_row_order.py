@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.driver.compile import CompiledPlan, compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
 from tools.zoo import EXACT, look

@@ -13,7 +13,9 @@ from xdsl.dialects.builtin import ModuleOp
 from secc import pass_pipeline
 from secc.codegen import plan_builder as plan_codegen
 from secc.codegen.plan_builder import attribute_value
-from secc.driver.compile import CompileOptions, pipeline_text
+from secc.driver.compile_options import CompileOptions
+from secc.driver.default_pipeline import build_pipeline
+from secc.driver.section_variants import run_to_lowered
 from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io import module_text
 from secc.passes.allocate import Allocate
@@ -110,12 +112,8 @@ def test_what_does_not_fit_is_said_with_its_memory() -> None:
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     module = module_text.parse_module((TESTS / "codegen" / "llava.mlir").read_text())
-    pass_pipeline.run_passes(
-        module,
-        pass_pipeline.parse_pipeline(
-            pipeline_text(CompileOptions(cluster="1x3xH100", global_batch=12, strategy="apart"))
-        ),
-    )
+    options = CompileOptions(cluster="1x3xH100", global_batch=12, strategy="apart")
+    run_to_lowered(module, build_pipeline(options))
     parameters = {
         f"{path}.weight": "float32[4, 4] train"
         for path in ("model.vision_tower", "model.language_model", "lm_head")

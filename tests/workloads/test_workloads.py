@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.runtime.model.user_file import UserModel, load_model_file
 

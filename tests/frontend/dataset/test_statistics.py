@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from secc.cli import main
-from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
 from secc.frontend.dataset.sampling import survey_dataset
 from secc.runtime.model.user_file import load_model_file

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from secc.driver.compile import CompileOptions, compile_model
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
 from tests.e2e.harness import compile_and_write
 from tests.runtime.recorder.test_recorder import assert_replays, recorded, targets

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from secc.driver.compile import CompiledPlan, CompileOptions, compile_model
+from secc.driver.compile import CompiledPlan, compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.rerecording.rerecorder import Rerecorder
 from secc.runtime.sections.base import SectionModule, load_section_module

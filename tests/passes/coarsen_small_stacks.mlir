@@ -1,9 +1,10 @@
-// RUN: secc opt %s -p 'coarsen{min-share=0.05 cluster="1x3xcpu" global-batch=16}' | filecheck %s
-// RUN: secc opt %s -p 'coarsen{min-share=0.05 cluster="1x1xcpu" global-batch=16}' | filecheck %s --check-prefix=ONE
-// RUN: secc opt %s -p 'coarsen{min-share=0.05}' | filecheck %s --check-prefix=SHARE
+// RUN: secc opt %s -p 'coarsen{min-share=0.05 cluster="1x3xcpu" small-stacks="keep" step-ns=1200000,1300000}' | filecheck %s
+// RUN: secc opt %s -p 'coarsen{min-share=0.05 cluster="1x1xcpu" small-stacks="merge" step-ns=1200000,1300000 simulated=true}' | filecheck %s --check-prefix=MERGE
+// RUN: secc opt %s -p 'coarsen{min-share=0.05 cluster="1x3xcpu" small-stacks="merge"}' | filecheck %s --check-prefix=ONLY
+// RUN: secc opt %s -p 'coarsen{min-share=0.05 cluster="1x3xcpu"}' | filecheck %s --check-prefix=SHARE
 
-// The audio tower does 2 % of the work with many weights. On ranks of its own fewer replicas sum its gradients, which is worth more than the
-// work that it leaves undone there, and closed forms say so clearly; on one rank the order decides, and nothing is gained. Without a cluster its share decides.
+// The audio tower does 2 % of the work. Its share decides unless `small-stacks` says to keep or to merge it; the notes then name the step
+// times of both plans, or the share where only one of the plans fits.
 
 sec.graph "listener" optional ["audio"] widths "own" {
   sec.symbol "B" kind "rows" key "ids" dim 0
@@ -13,10 +14,12 @@ sec.graph "listener" optional ["audio"] widths "own" {
   sec.block "audio" class "A" params 60000000 trainable 60000000 component "audio" layers 2 when ["audio"]
   sec.block "decoder" class "D" params 5 trainable 5 component "decoder" layers 2 when []
   // CHECK: sec.section "audio" mode "train" when ["audio"] blocks ["audio"]
-  // CHECK-SAME: notes = ["audio stays a section: 0.02 of the work, a step of {{[0-9.]+}} s by closed forms, {{[0-9.]+}} s in another section"]
+  // CHECK-SAME: notes = ["audio stays a section: 0.02 of the work, a step of 0.0012 s by closed forms, 0.0013 s in another section"]
   // CHECK-NEXT: sec.section "decoder" mode "train" when [] blocks ["decoder"]
-  // ONE: sec.section "decoder" mode "train" when [] blocks ["audio", "decoder"]
-  // ONE-SAME: notes = ["audio joined decoder: 0.02 of the work, a step of {{[0-9.]+}} s as simulated, {{[0-9.]+}} s as a section of its own"]
+  // MERGE: sec.section "decoder" mode "train" when [] blocks ["audio", "decoder"]
+  // MERGE-SAME: notes = ["audio joined decoder: 0.02 of the work, a step of 0.0012 s as simulated, 0.0013 s as a section of its own"]
+  // ONLY: sec.section "decoder" mode "train" when [] blocks ["audio", "decoder"]
+  // ONLY-SAME: notes = ["audio joined decoder: 0.02 of the work, less than the 0.05 that is worth ranks of its own"]
   // SHARE: sec.section "decoder" mode "train" when [] blocks ["audio", "decoder"]
   // SHARE-SAME: notes = ["audio joined decoder: 0.02 of the work, less than the 0.05 that is worth ranks of its own"]
   sec.case "text" when [] {

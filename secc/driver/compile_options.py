@@ -1,0 +1,41 @@
+"""The choices that a user may make about a plan. They are the options of `secc compile`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Options of a compilation; each field of the first part is an option of `secc compile`.
+
+    The fields of the second part are set by the planner when it plans a second time: `refused` are choices
+    that a pass after `allocate` could not carry out, `stages` the pipeline stages ("NAME.pp=N") that layers
+    were captured for, `known` all choices of the first plan, and `proven` the solver status of that plan.
+    """
+
+    cluster: str = "local"
+    global_batch: int = 32  # samples
+    strategy: str = "auto"
+    objective: str = "time"  # or "gpus": as few ranks as a step of `step_time` seconds takes
+    step_time: float = 0.0  # seconds
+    set: tuple[str, ...] = ()
+    sections: tuple[str, ...] = ()
+    max_sections: int | None = None
+    stats_samples: int = 64
+    widths: str = "auto"
+    small: bool = False
+    fuse: bool | None = None  # None: where the cluster has GPUs
+    without: tuple[str, ...] = ()
+    accept: tuple[str, ...] = ()
+    stats: Path | None = None
+    skip_bad_samples: bool = False
+    costs: str = ""  # path of a file of measured costs
+    dtype: str = ""  # "bf16": compute in bfloat16, with float32 master weights
+    run_ahead: str = "auto"  # GiB on a rank
+
+    refused: tuple[str, ...] = ()
+    stages: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
+    proven: tuple[str, ...] = ()
