@@ -56,8 +56,9 @@ def refusal(source: str, passes: str) -> UserError:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("by=layer", "cannot group by 'layer'"),
-        ("max-sections=0", "at least one section"),
+        ("by=layer", "unknown value 'layer' for by="),
+        ("max-sections=0", "expected max-sections= of 1 or more, got 0"),
+        ("small-stacks=keep", "needs a cluster"),
         ('sections="one"', "cannot read the section 'one'"),
         ('sections="one=nothing"', "no block at or below 'nothing'"),
         ('sections="one=a","two=a"', "a is in section 'one' already"),
