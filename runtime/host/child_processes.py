@@ -1,5 +1,6 @@
-"""What keeps processes together: a child that dies with its parent, so that nothing is left behind when a
-rank is killed."""
+"""Settings of a process: die together with its parent, start as a worker, keep freed memory. They leave no
+process behind when a rank is killed.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +13,17 @@ import torch
 
 _PR_SET_PDEATHSIG = 1
 _MALLOPT_VALUES = {
-    -1: 1 << 30,
-    -3: 1 << 25,
-}  # M_TRIM_THRESHOLD: free bytes at the end of the heap; M_MMAP_THRESHOLD: larger ones live outside it
+    -1: 1 << 30,  # M_TRIM_THRESHOLD: free bytes that may stay at the end of the heap
+    -3: 1 << 25,  # M_MMAP_THRESHOLD: blocks of more bytes are mapped outside the heap
+}
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """From now on this process is killed when the process that started it ends, however it ends. Only Linux
-    can do it.
+    """Asks the kernel to kill this process when its parent ends, however the parent ends (prctl
+    PR_SET_PDEATHSIG).
 
-    `parent` is that process's id, where it may have ended before this was called.
+    Does nothing on systems other than Linux. `parent` is the parent's process id; pass it where the parent
+    may have ended before this call.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -32,8 +34,9 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def prepare_worker_process(parent: int) -> None:
-    """What a process that loads samples does first: it ends with the rank `parent`, leaves Ctrl-C to it, and
-    computes in one thread."""
+    """Sets up a process that loads samples: it dies with the rank `parent`, leaves Ctrl-C to it and computes
+    in one thread.
+    """
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -41,13 +44,14 @@ def prepare_worker_process(parent: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """From now on this process keeps what it frees, as far as the C library lets it be told.
+    """Makes the C library keep freed memory in this process instead of returning it to the system (glibc's
+    mallopt).
 
-    A step frees its activations and gradients, and the next one wants as much again. What went back to the
-    system in between comes page by page, each with a fault: thousands in a step on CPUs. On a GPU torch's
-    allocator keeps memory by itself.
+    Each step frees its activations and gradients, and the next step allocates as much again. Memory that was
+    returned comes back page by page, with thousands of page faults per step on CPUs. On a GPU torch's
+    allocator caches memory by itself.
     """
-    tell = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
-    if tell is not None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    if mallopt is not None:
         for option, size in _MALLOPT_VALUES.items():
-            tell(option, size)
+            mallopt(option, size)

@@ -1,5 +1,6 @@
-"""Pausing Python's garbage collector where it cannot find anything, and slowing it down where it finds
-little."""
+"""Pauses Python's garbage collector where it cannot find anything, and slows it down where it finds
+little.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +8,16 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_SLOW_GC_THRESHOLD = 100_000  # between two looks for garbage
+_SLOW_GC_THRESHOLD = 100_000  # net allocations between two collections
 
 
 @contextmanager
 def pause_gc() -> Iterator[None]:
-    """For code that makes many small tuples and no cycles: looking for garbage among them would take as long
-    as the code itself."""
+    """Disables the collector inside the `with` block.
+
+    For code that makes many small tuples and no cycles, where collections would take as long as the code
+    itself.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -25,8 +29,11 @@ def pause_gc() -> Iterator[None]:
 
 @contextmanager
 def slow_gc() -> Iterator[None]:
-    """For work that keeps most of what it makes until it ends: what was there before is not looked at, and
-    the rest seldom."""
+    """Makes collections rare inside the `with` block and exempts all objects that exist before it
+    (gc.freeze).
+
+    For work that keeps most of what it allocates until it ends.
+    """
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(_SLOW_GC_THRESHOLD, *before[1:])

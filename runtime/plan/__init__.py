@@ -1,3 +1,3 @@
-"""Plain data: what plan.json and a step program say, and questions about them that need no model, device or
-process group. Imports `errors` and `host`.
+"""Plain data: the contents of plan.json and of a step program, and functions of them that need no model,
+device or process group. Imports `errors` and `host`.
 """

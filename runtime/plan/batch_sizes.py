@@ -1,8 +1,8 @@
-"""The sizes of batches: reading symbols off them, combining those of samples, and padding a batch to wider
+"""Sizes of batches: reads symbol values from a batch, combines those of samples, and pads a batch to wider
 widths.
 
-For one sample the sizes are those of `collate([sample])`; for a set of samples rows add up and widths take
-their maximum. This is what lets every rank know all shapes of a step from small integers alone.
+A single sample has the sizes of `collate([sample])`; for a set of samples, rows add up and widths take their
+maximum. So every rank knows all shapes of a step from a few integers per sample.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def read_symbol_sizes(
     batch: Mapping[str, Any], symbols: Iterable[plan.Symbol], samples: int = 1
 ) -> dict[str, int]:
-    """The value of each symbol in a batch of `samples` samples; 0 where its key is missing.
+    """Reads the value of each symbol from a batch of `samples` samples; 0 where its key is missing.
 
-    A symbol without a key (`B` of a model whose inputs are all packed) is the number of samples.
+    A symbol without a key (`B` of a model with packed inputs only) is the number of samples.
     """
     return {s.name: (_dim_size(batch, s.key, s.dim) if s.key else samples) for s in symbols}
 
@@ -36,44 +36,43 @@ def _dim_size(batch: Mapping[str, Any], key: str, dim: int) -> int:
 
 
 def combine_sizes(sizes: Iterable[Mapping[str, int]], symbols: Iterable[plan.Symbol]) -> dict[str, int]:
-    """The sizes of a set of samples from those of its parts: rows add up, widths take their maximum; all 0
-    for the empty set."""
+    """Combines the symbol values of parts of a batch: rows add up, widths take their maximum; all 0 without
+    parts.
+    """
     parts = list(sizes)
-    total = {
-        s.name: sum(p[s.name] for p in parts)
+    return {
+        s.name: sum(part[s.name] for part in parts)
         if s.kind == "rows"
-        else max((p[s.name] for p in parts), default=0)
+        else max((part[s.name] for part in parts), default=0)
         for s in symbols
     }
-    return total
 
 
 def pad_sample_sizes(
-    plan: plan.Plan, samples: Sequence[SampleMeta], own: int | None = None
+    plan: plan.Plan, samples: Sequence[SampleMeta], own_samples: int | None = None
 ) -> list[Mapping[str, int]]:
-    """Each sample's sizes in a micro-batch: its own, or where the plan pads to the global batch's widths,
-    those widths.
+    """Returns each sample's symbol values, with the global batch's widths if the plan pads to those.
 
-    From position `own` on the samples are those of the next global batch.
+    From position `own` on the samples belong to the next global batch, which has widths of its own.
     """
     if plan.widths != "global":
         return [s.sizes for s in samples]
-    found: list[Mapping[str, int]] = []
-    for part in (samples[:own], samples[len(samples) if own is None else own :]):
-        total = combine_sizes([s.sizes for s in part], plan.symbols)
-        widths = {s.name: total[s.name] for s in plan.symbols if s.is_padded}
-        found += [{**s.sizes, **widths} for s in part]
-    return found
+    padded: list[Mapping[str, int]] = []
+    for batch in (samples[:own_samples], samples[len(samples) if own_samples is None else own_samples :]):
+        combined = combine_sizes([s.sizes for s in batch], plan.symbols)
+        widths = {s.name: combined[s.name] for s in plan.symbols if s.is_padded}
+        padded += [{**s.sizes, **widths} for s in batch]
+    return padded
 
 
 def pad_batch(
     batch: Mapping[str, Any], inputs: Iterable[plan.Input], widths: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The batch with each padded dim at its extent under `widths` (width symbols only), as collate would have
-    padded it.
+    """Returns the batch with each padded dim grown to its extent under `widths` (width symbols only), filled
+    as collate fills it.
 
-    Raises UserError where a dim has to grow and collate's padding is not a constant, or where the batch is
-    wider than asked.
+    Raises UserError where a dim has to grow and collate's padding is not a constant, ValueError where the
+    batch is wider than `widths`.
     """
     padded = dict(batch)
     for i in inputs:
@@ -88,7 +87,7 @@ def pad_batch(
 
 
 def _target_width(text: str, widths: Mapping[str, int]) -> int | None:
-    """The extent that `widths` give to a dim, or None if it is a constant or made of other symbols."""
+    """Returns the extent of a dim under `widths`, or None if it is a constant or has other symbols."""
     if text.isdecimal():
         return None
     try:
@@ -104,10 +103,13 @@ def _pad_dim(
     if missing == 0:
         return tensor
     if missing < 0:
-        raise ValueError(f"{key} dim {dim} has {tensor.shape[dim]} entries, more than the {target} to pad to")
+        raise ValueError(
+            f"{key} dim {dim}: expected at most {target} entries to pad to, got {tensor.shape[dim]}"
+        )
     if fill is None:
         raise UserError(
-            f"{key!r} has to be padded along dim {dim}, but what collate puts there is not one value",
+            f"{key!r}: expected padding with one constant along dim {dim}, "
+            "but collate() fills it with varying values",
             remedy="let collate() fill the padding of this key with a constant",
         )
     side, value = fill
@@ -118,8 +120,10 @@ def _pad_dim(
 def check_batch_shapes(
     batch: Mapping[str, Any], inputs: Iterable[plan.Input], sizes: Mapping[str, int]
 ) -> None:
-    """Refuse a batch whose tensors do not have the dims that the plan was made for: a survey sees only some
-    samples of a dataset."""
+    """Raises UserError if a tensor of the batch does not have the dims of the plan's inputs.
+
+    The dataset survey sees only some samples, so others may have shapes that the plan does not cover.
+    """
     for i in inputs:
         if i.key not in batch:
             continue
@@ -127,6 +131,6 @@ def check_batch_shapes(
         if shape != expected:
             dims = ", ".join(i.dims)
             raise UserError(
-                f"{i.key!r} has the shape {list(shape)}, but the plan was made for [{dims}] = {list(expected)}",
+                f"{i.key!r}: expected the shape [{dims}] = {list(expected)} of the plan, got {list(shape)}",
                 remedy="let dataset() show such samples earlier, or compile again with more --stats-samples",
             )

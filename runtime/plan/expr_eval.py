@@ -1,9 +1,10 @@
-"""Size expressions on a rank: integer arithmetic over the symbols of the inputs, evaluated without sympy.
+"""Evaluates size and cost expressions on a rank: integer arithmetic over the symbols of the inputs, without
+sympy.
 
 The grammar is Python's for integers, names, `+ - * // %`, parentheses, `min` and `max`; everything else is
-refused, so a plan file can never run code of its own. `secc.ir.dialect.size_expr` reads the same grammar into
-sympy. A text is read once, into a function of Python's, because a step evaluates the same few expressions for
-thousands of samples, one at a time or all of them as columns.
+rejected, so a plan file cannot run code. `secc.ir.dialect.size_expr` parses the same grammar into sympy. Each
+text is compiled once into a Python function, because a step evaluates the same few expressions for thousands
+of samples, one at a time or as columns.
 """
 
 from __future__ import annotations
@@ -21,33 +22,38 @@ _ALLOWED_CALLS: dict[str, Callable[..., int]] = {"min": min, "max": max}
 
 
 def evaluate_expr(text: str | int, sizes: SymbolValues) -> int:
-    """The value of expression `text` where each symbol has its size. Raises ValueError for anything outside
-    the grammar."""
+    """Returns the value of expression `text` for the given symbol values.
+
+    Raises ValueError for text outside the grammar and for symbols that `sizes` lacks.
+    """
     try:
         return _compile_expr(str(text))(sizes)
     except KeyError as unknown:
         raise ValueError(
-            f"not a size expression over {sorted(sizes)}: {unknown.args[0]!r} in {text}"
+            f"unknown symbol {unknown.args[0]!r} in {text}; expected one of {sorted(sizes)}"
         ) from None
 
 
 def evaluate_expr_columns(text: str | int, columns: SizeColumns, count: int) -> list[int]:
-    """`evaluate` at `count` places at once: `columns` holds each symbol's sizes there. Raises ValueError as
-    it does."""
+    """Evaluates expression `text` for `count` rows at once: `columns[symbol][i]` is the symbol's value in row
+    i.
+
+    Raises ValueError like `evaluate_expr`.
+    """
     try:
         value = _compile_column_expr(str(text))(columns)
     except KeyError as unknown:
         raise ValueError(
-            f"not a size expression over {sorted(columns)}: {unknown.args[0]!r} in {text}"
+            f"unknown symbol {unknown.args[0]!r} in {text}; expected one of {sorted(columns)}"
         ) from None
     return [value] * count if isinstance(value, int) else value
 
 
 def divides_exactly(text: str, sizes: SymbolValues) -> bool:
-    """Whether no quotient in expression `text` leaves a remainder."""
+    """Returns whether every floor division in expression `text` is exact for these symbol values."""
 
-    def whole(node: ast.expr) -> bool:
-        inner = all(whole(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+    def is_exact(node: ast.expr) -> bool:
+        inner = all(is_exact(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.FloorDiv):
             return inner
         return (
@@ -56,32 +62,35 @@ def divides_exactly(text: str, sizes: SymbolValues) -> bool:
             == 0
         )
 
-    return "//" not in text or whole(ast.parse(text, mode="eval").body)
+    return "//" not in text or is_exact(ast.parse(text, mode="eval").body)
 
 
 @cache
 def _compile_expr(text: str) -> Callable[[SymbolValues], int]:
-    """Expression `text` as a function of the symbols' sizes. Raises ValueError outside the grammar; the
-    function KeyError for a name."""
-    found, names = _parse_expr(text)
+    """Compiles expression `text` into a function of the symbol values. Raises ValueError outside the grammar;
+    the function raises KeyError for an unknown symbol.
+    """
+    code, names = _parse_expr(text)
     return _eval_code(
-        f"lambda sizes: (lambda {', '.join(names.values())}: {found})({_lookup_code('sizes', names)})"
+        f"lambda sizes: (lambda {', '.join(names.values())}: {code})({_lookup_code('sizes', names)})"
     )
 
 
 @cache
 def _compile_column_expr(text: str) -> Callable[[SizeColumns], int | list[int]]:
-    """The same of columns of sizes; one number where the expression has no symbols."""
-    found, names = _parse_expr(text)
+    """Compiles expression `text` into a function of columns of symbol values, which returns a list, or one
+    number if the expression has no symbols.
+    """
+    code, names = _parse_expr(text)
     if not names:
-        return _eval_code(f"lambda columns: {found}")
+        return _eval_code(f"lambda columns: {code}")
     return _eval_code(
-        f"lambda columns: [{found} for {', '.join(names.values())}, in zip({_lookup_code('columns', names)})]"
+        f"lambda columns: [{code} for {', '.join(names.values())}, in zip({_lookup_code('columns', names)})]"
     )
 
 
 def _parse_expr(text: str) -> tuple[str, dict[str, str]]:
-    """Expression `text` in variables that nothing else is named, and these by their symbols."""
+    """Returns expression `text` with its symbols replaced by safe variable names, and {symbol: variable}."""
     try:
         body = ast.parse(text, mode="eval").body
     except SyntaxError:
@@ -91,7 +100,9 @@ def _parse_expr(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _rename_symbols(node: ast.expr, names: dict[str, str]) -> ast.expr:
-    """The expression with its symbols as variables. Raises ValueError outside the grammar."""
+    """Returns the expression with its symbols replaced by variables, which are added to `names`. Raises
+    ValueError outside the grammar.
+    """
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return node
@@ -113,5 +124,5 @@ def _lookup_code(table: str, names: Mapping[str, str]) -> str:
 
 
 def _eval_code(code: str) -> Callable[[Any], Any]:
-    """The function that `code`, made of a checked expression, defines."""
+    """Evaluates `code`, the source of a lambda made of a checked expression."""
     return eval(code, {"__builtins__": {}, "zip": zip, **_ALLOWED_CALLS})

@@ -1,5 +1,6 @@
-"""Columns: of integers as tensors, by which tens of thousands of jobs and instructions are sorted and
-compared at once, and what is made of columns, a named tuple for each row."""
+"""Integer columns as tensors, for sorting and comparing tens of thousands of tasks or instructions at once,
+and the conversion of columns into named tuples.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +16,17 @@ Row = TypeVar("Row", bound=NamedTuple)
 
 
 def int_tensor(numbers: Iterable[int]) -> Tensor:
-    """The numbers as int64; `torch.tensor` takes ten times as long for a list."""
+    """Converts integers to an int64 tensor, ten times as fast as `torch.tensor` does for a list."""
     if isinstance(numbers, range):
         return torch.arange(numbers.start, numbers.stop, numbers.step)
-    found = array("q", numbers)
-    return torch.frombuffer(found, dtype=torch.int64) if found else torch.empty(0, dtype=torch.int64)
+    values = array("q", numbers)
+    return torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
 
 
 def rows_from_columns(kind: type[Row], columns: Iterable[Iterable[object]]) -> Iterator[Row]:
-    """A named tuple for each row of its fields' columns, the shortest of which ends them; in a third of the
-    time that `_make` takes."""
+    """Yields kind(*row) for each row of `columns`, truncated to the shortest column, three times as fast as
+    `kind._make`.
+    """
     return map(
         cast("Callable[[tuple[object, ...]], Row]", partial(tuple.__new__, kind)), zip(*columns, strict=False)
     )

@@ -1,9 +1,8 @@
-"""The programs of all ranks as columns of numbers, from which a rank's instructions are made when somebody
-asks for them.
+"""The programs of all ranks as integer columns; instruction tuples are built only when a program is read.
 
-A step of many ranks has tens of thousands of instructions. Every rank orders and checks all of them before
-every step, and runs its own: as columns they are arranged and compared at once, and the others' are never
-made.
+A step of many ranks has tens of thousands of instructions. Before every step each rank orders and checks all
+of them but runs only its own: columns are sorted and compared at once, and other ranks' instructions are
+never built.
 """
 
 from __future__ import annotations
@@ -25,36 +24,37 @@ KIND_FORWARD, KIND_BACKWARD, KIND_WEIGHT, KIND_SEND, KIND_RECEIVE, KIND_REDUCE, 
     len(INSTRUCTION_KINDS)
 )
 EDGE_DIRECTIONS = ("fwd", "bwd")
-NO_NAME, UNKNOWN_NAME = -1, -2  # numbers of texts that say nothing, and of those that the plan does not have
+NO_NAME, UNKNOWN_NAME = -1, -2  # codes of the empty text and of a text that the plan does not contain
 
 
 class InstructionNames(NamedTuple):
-    """What sections and edges are called, in the order of their numbers."""
+    """Section and edge names; a name's code in the columns is its index."""
 
     sections: tuple[str, ...]
     edges: tuple[str, ...]
 
     @staticmethod
     def from_plan(plan: Plan) -> InstructionNames:
-        """A plan's."""
+        """Returns the names of a plan's sections and edges, in the plan's order."""
         return InstructionNames(tuple(s.name for s in plan.sections), tuple(e.name for e in plan.edges))
 
     @staticmethod
     def from_programs(programs: Sequence[Program]) -> InstructionNames:
-        """Those that programs speak of."""
+        """Returns the names that occur in programs, in the order of their first use."""
         sections = dict.fromkeys(i.section for program in programs for i in program if i.section)
         edges = dict.fromkeys(i.edge for program in programs for i in program if i.edge)
         return InstructionNames(tuple(sections), tuple(edges))
 
     @property
     def texts_by_field(self) -> dict[int, tuple[str, ...]]:
-        """By the places of the fields that are texts."""
+        """Texts by code, for each text field of `Instruction` by the field's index."""
         return {0: INSTRUCTION_KINDS, 1: self.sections, 5: self.edges, 6: EDGE_DIRECTIONS}
 
 
 class InstructionColumns(NamedTuple):
-    """Instructions, a column for each of their fields, in which texts are numbered; and the rank in whose
-    program each stands."""
+    """Columns of instructions: one tensor for each field of `Instruction`, with texts as codes, and `rank`,
+    the rank that runs the instruction.
+    """
 
     kind: Tensor
     section: Tensor
@@ -70,39 +70,41 @@ class InstructionColumns(NamedTuple):
     parts: Tensor
     rank: Tensor
 
-    def take_rows(self, places: Tensor) -> InstructionColumns:
-        """Those that stand at these places."""
-        return InstructionColumns(*(column[places] for column in self))
+    def take_rows(self, indices: Tensor) -> InstructionColumns:
+        """Returns the rows at these indices."""
+        return InstructionColumns(*(column[indices] for column in self))
 
 
 class ProgramTable(Sequence[Program]):
-    """One program after another; equal to the tuple of them."""
+    """A sequence of programs, one per rank, stored as columns; equal to the tuple of the programs."""
 
     def __init__(self, names: InstructionNames, rows: InstructionColumns, ends: Tensor) -> None:
-        """`ends`: behind which of the rows each program ends."""
+        """Stores the rows of all programs; program r consists of the rows before `ends[r]` and after program
+        r - 1.
+        """
         self.names, self.columns, self.program_ends = names, rows, ends
         self._row_bounds = [0, *ends.tolist()]
         self._built: dict[int, Program] = {}
 
     @staticmethod
     def from_programs(programs: Sequence[Program], names: InstructionNames) -> ProgramTable:
-        """The programs as columns in which texts have these numbers."""
+        """Converts programs into columns with the codes of `names`; unknown texts get UNKNOWN_NAME."""
         if isinstance(programs, ProgramTable) and programs.names == names:
             return programs
-        numbers = {
-            field: _TextCodes({"": NO_NAME} | {text: i for i, text in enumerate(some)})
-            for field, some in names.texts_by_field.items()
+        codes = {
+            field: _TextCodes({"": NO_NAME} | {text: i for i, text in enumerate(texts)})
+            for field, texts in names.texts_by_field.items()
         }
         fields = list(zip(*chain.from_iterable(programs), strict=True)) or [()] * len(Instruction._fields)
         columns = [
-            int_tensor(map(numbers[i].__getitem__, field) if i in numbers else field)
+            int_tensor(map(codes[i].__getitem__, field) if i in codes else field)
             for i, field in enumerate(fields)
         ]
         lengths = int_tensor(map(len, programs))
         rank = torch.arange(len(lengths)).repeat_interleave(lengths)
-        found = ProgramTable(names, InstructionColumns._make([*columns, rank]), lengths.cumsum(0))
-        found._built = dict(enumerate(programs))
-        return found
+        table = ProgramTable(names, InstructionColumns._make([*columns, rank]), lengths.cumsum(0))
+        table._built = dict(enumerate(programs))
+        return table
 
     def __len__(self) -> int:
         return len(self.program_ends)
@@ -125,12 +127,12 @@ class ProgramTable(Sequence[Program]):
         return repr(tuple(self))
 
     def __iter__(self) -> Iterator[Program]:
-        """All programs, made at once, which takes a third of making one after the other."""
+        """Yields all programs, built at once, which takes a third of the time of building them one by one."""
         if len(self._built) < len(self):
             with pause_gc():
-                every = self._build_instructions(0, self._row_bounds[-1])
+                instructions = self._build_instructions(0, self._row_bounds[-1])
                 self._built = {
-                    rank: tuple(islice(every, stop - start))
+                    rank: tuple(islice(instructions, stop - start))
                     for rank, (start, stop) in enumerate(pairwise(self._row_bounds))
                 }
         return map(self._built.__getitem__, range(len(self)))
@@ -142,14 +144,16 @@ class ProgramTable(Sequence[Program]):
 
     def _build_instructions(self, start: int, stop: int) -> Iterator[Instruction]:
         columns = [column[start:stop].tolist() for column in self.columns[: len(Instruction._fields)]]
-        words = {i: (*texts, "") for i, texts in self.names.texts_by_field.items()}  # BLANK is the last one
+        words = {
+            i: (*texts, "") for i, texts in self.names.texts_by_field.items()
+        }  # NO_NAME indexes the last one
         return rows_from_columns(
             Instruction, (map(words[i].__getitem__, c) if i in words else c for i, c in enumerate(columns))
         )
 
 
 class _TextCodes(dict[str, int]):
-    """Numbers of texts."""
+    """The code of each text; UNKNOWN_NAME for texts that are not listed."""
 
     def __missing__(self, text: str) -> int:
         return UNKNOWN_NAME

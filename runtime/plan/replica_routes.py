@@ -1,15 +1,16 @@
-"""Between which ranks the messages of an edge travel, where producers and consumers are replicas of one or
-several ranks.
+"""Routes the messages of an edge between the ranks of a producer's and a consumer's replica.
 
-Every rank of a replica has an edge's whole tensor. So each rank of the producer sends a part of the flat
-message, and the consumer's ranks gather the parts among themselves: each entry crosses once. Where the two
-replicas share ranks, those have the tensor already, and each of the others gets it whole from one of them.
+Every rank of a replica has an edge's whole tensor. So each rank of the producer sends a slice of the flat
+message, and the consumer's ranks all-gather the slices: each entry crosses the network once. If the two
+replicas share ranks, those have the tensor already, and each of the others receives all of it from one of
+them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 from secc.runtime.plan.schema import Mesh, Section
@@ -19,7 +20,7 @@ Ranks = tuple[int, ...]
 
 
 class MessageSlice(NamedTuple):
-    """Part `index` of `count` of a flat message, from rank `sender` to rank `receiver`."""
+    """Slice `index` of `count` of a flat message, from rank `sender` to rank `receiver`."""
 
     sender: int
     receiver: int
@@ -29,8 +30,8 @@ class MessageSlice(NamedTuple):
 
 @cache
 def route_message(sources: Ranks, targets: Ranks) -> tuple[MessageSlice, ...]:
-    """The parts that the ranks of two replicas exchange; none where every target is a source, too."""
-    if len(sources) == len(targets) == 1:  # by far the most
+    """Returns the slices that the ranks of two replicas exchange; none if every target is also a source."""
+    if len(sources) == len(targets) == 1:  # the common case
         return (MessageSlice(sources[0], targets[0], 0, 1),) if sources != targets else ()
     lacking = [r for r in targets if r not in sources]
     if len(lacking) < len(targets):
@@ -43,23 +44,25 @@ def route_message(sources: Ranks, targets: Ranks) -> tuple[MessageSlice, ...]:
 
 
 def slice_bounds(size: int, index: int, count: int) -> tuple[int, int]:
-    """Where part `index` of `count` of `size` entries starts and ends."""
+    """Returns [start, stop) of slice `index` of `count` in a message of `size` entries."""
     return index * size // count, (index + 1) * size // count
 
 
 def gather_counts(sources: Ranks, targets: Ranks, size: int) -> list[int]:
-    """How many of `size` entries each target receives, in order, where all of them must gather; [] where
-    nobody needs to."""
-    found = [0] * len(targets)
-    for part in route_message(sources, targets):
-        start, stop = slice_bounds(size, part.index, part.count)
-        found[targets.index(part.receiver)] += stop - start
-    return found if len(targets) > 1 and not set(sources) & set(targets) else []
+    """Returns how many of `size` entries each target receives, in order, if the targets must all-gather; else
+    [].
+    """
+    counts = [0] * len(targets)
+    for piece in route_message(sources, targets):
+        start, stop = slice_bounds(size, piece.index, piece.count)
+        counts[targets.index(piece.receiver)] += stop - start
+    return counts if len(targets) > 1 and not set(sources) & set(targets) else []
 
 
 def ranks_by_replica(section: Section) -> tuple[Ranks, ...]:
-    """The ranks of each replica, which run the same program in step. Raises ValueError for a mesh with
-    stages."""
+    """Returns the ranks of each replica, which run the same program. Raises ValueError for a mesh with
+    stages.
+    """
     return _split_replicas(replica_first_ranks(section), section.mesh)
 
 
@@ -70,22 +73,27 @@ def _split_replicas(first: Ranks, mesh: Mesh) -> tuple[Ranks, ...]:
 
 @cache
 def shared_extra_ranks(meshes: tuple[Mesh, ...]) -> dict[Mesh, dict[int, Ranks]]:
-    """The ranks that replicas keep busy besides their first, by that, where they matter: where ranks are in
-    other replicas, too, which have another first rank."""
+    """Returns for each mesh {first rank of a replica: the replica's other ranks that replicas with a
+    different first rank also use}.
+
+    The scheduler books a replica's work on its first rank alone. That is enough unless another replica uses
+    one of its other ranks; then those ranks must be booked too. Meshes and replicas without such ranks are
+    left out.
+    """
     if all(m.tp == 1 for m in meshes):
         return {}
-    firsts: dict[int, set[int]] = defaultdict(set)
-    groups = {m: _split_replicas(m.ranks[:: m.tp], m) for m in meshes}
-    for ranks in (ranks for some in groups.values() for ranks in some):
+    first_ranks: dict[int, set[int]] = defaultdict(set)
+    replicas = {m: _split_replicas(m.ranks[:: m.tp], m) for m in meshes}
+    for ranks in chain.from_iterable(replicas.values()):
         for rank in ranks:
-            firsts[rank].add(ranks[0])
-    wide = {
-        m: {ranks[0]: tuple(r for r in ranks[1:] if len(firsts[r]) > 1) for ranks in some}
-        for m, some in groups.items()
+            first_ranks[rank].add(ranks[0])
+    extra = {
+        m: {ranks[0]: tuple(r for r in ranks[1:] if len(first_ranks[r]) > 1) for ranks in mesh_replicas}
+        for m, mesh_replicas in replicas.items()
         if m.tp > 1
     }
     return {
-        m: found
-        for m, some in wide.items()
-        if (found := {first: others for first, others in some.items() if others})
+        m: shared
+        for m, by_first in extra.items()
+        if (shared := {first: others for first, others in by_first.items() if others})
     }

@@ -1,7 +1,7 @@
 """The schema of plan.json: what a plan hands to its ranks and to other tools.
 
 Plain dataclasses, so that a rank reads a plan with nothing but the standard library. Sizes are in bytes
-unless a name says GiB, times in integer nanoseconds (`_ns`) or seconds (`_s`), expressions are texts that
+unless a name says GiB, times in integer nanoseconds (`_ns`) or seconds (`_s`); expressions are texts that
 `secc.runtime.plan.expr_eval` evaluates.
 """
 
@@ -15,16 +15,14 @@ from typing import Any
 
 from secc.runtime.errors import UserError
 
-CLASS_KEY = "*class"  # the key of a dict that stands for an object: what class it is of
-EACH_SUFFIX, SIZES_SUFFIX, LARGEST_SUFFIX = (
-    "*",
-    "*sizes",
-    "*most",
-)  # what the keys of a list that grows with the samples end with (`secc.runtime.model.nested_batch`)
-# and a number: the label of what a loop over samples adds to the loss (`secc.runtime.recorder.loss_loops`)
+CLASS_KEY = "*class"  # key that marks a dict as a flattened object; its value names the class
+# Key suffixes of a list that grows with the samples: its entries joined, their sizes, their largest size
+# (`secc.runtime.model.nested_batch`).
+EACH_SUFFIX, SIZES_SUFFIX, LARGEST_SUFFIX = "*", "*sizes", "*most"
+# With a number: the label of what a loop over samples adds to the loss (`secc.runtime.recorder.loss_loops`).
 LOOP_LABEL_PREFIX = "loss:"
 _LOG_PREFIX = "log:"
-# another one wherever a plan made before would be read wrongly: in plan.json or in what section modules say
+# Raised whenever an older plan would be read wrongly: its plan.json or its section modules.
 PLAN_VERSION = 3
 
 
@@ -32,9 +30,9 @@ PLAN_VERSION = 3
 class Symbol:
     """A size of the inputs. `kind` is "rows" (adds up over samples) or "width" (maximum over samples).
 
-    It is read as `batch[key].shape[dim]`, and 0 where the key is missing; `B`, the number of samples, always
-    exists. Where values of the inputs decide it, `key` is the label of a tensor
-    (`secc.runtime.recorder.outline`), whose size a recording puts into the batch.
+    Its value is `batch[key].shape[dim]`, or 0 if the batch lacks the key; `B`, the number of samples, always
+    exists. For a size that depends on values of the inputs, `key` is the label of a recorded tensor
+    (`secc.runtime.recorder.outline`); a recording puts that tensor's size into the batch.
     """
 
     name: str
@@ -44,20 +42,20 @@ class Symbol:
 
     @property
     def is_padded(self) -> bool:
-        """Whether it is a width that collate pads to; what forward makes of a list has the list's own widths
-        always."""
+        """Whether collate pads to this width; widths of tensors that forward makes of a list never are."""
         return self.kind == "width" and not self.key.endswith(LARGEST_SUFFIX)
 
 
 def is_tensor_label(key: str) -> bool:
-    """Whether a symbol's key is the label of a tensor of a recording, not a key of the batch."""
+    """Returns whether a symbol's key is the label of a recorded tensor instead of a key of the batch."""
     return ":" in key or key.startswith("result ")
 
 
 @dataclass(frozen=True)
 class Input:
-    """A key of the collated batch. `dims` are expressions; `pads` holds (dim, side, value) for each dim that
-    is a padded width."""
+    """A key of the collated batch. `dims` are expressions; `pads` has (dim, side, value) for each
+    padded dim.
+    """
 
     key: str
     dtype: str
@@ -78,11 +76,11 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Cost:
-    """Modelled time of one micro-batch: expressions in nanoseconds over the micro-batch's symbols, and where
-    they come from.
+    """Predicted time of one micro-batch: expressions in nanoseconds over its symbols; `label` names their
+    source.
 
-    `flops` and `backward_flops` are its floating-point operations in `dtype` (a short name such as "bf16"),
-    `saved` the bytes that it keeps from forward to backward; "" where they are not known.
+    `flops` and `backward_flops` are floating-point operations in `dtype` (a short name such as "bf16"),
+    `saved` the bytes kept from forward to backward; "" where unknown.
     """
 
     forward_ns: str = "0"
@@ -96,8 +94,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Shard:
-    """A parameter that the ranks of a tensor-parallel replica have parts of: cut along `dim`, which holds
-    `parts` entries side by side."""
+    """A parameter cut along `dim` over the ranks of a tensor-parallel replica; `parts` are the sizes of
+    blocks stored one after another in that dim, each cut by itself.
+    """
 
     name: str
     dim: int
@@ -106,8 +105,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ModuleStyle:
-    """How one of the user's modules, at path `module`, works on the parts
-    (`secc.runtime.tensor_parallel.styles`)."""
+    """How the user's module at path `module` computes on its shards (`runtime.tensor_parallel.styles`)."""
 
     module: str
     kind: str
@@ -117,16 +115,16 @@ class ModuleStyle:
 class Section:
     """One section, or one stage of a section that runs as a pipeline.
 
-    `when` is the set of optional keys of which a sample needs at least one to be active ([] = always active).
-    A stage is a section of its own with `pp` 1, whose `pipeline` names the section that the user knows; its
-    samples pass through all stages in the same micro-batches. `in_flight` is how many micro-batches a rank
-    may hold between forward and backward (0: any number), `room_bytes` what these may keep together, by
-    `cost.saved` (0: not known). A section with `weight_permille` runs its backward in two parts, B for what
-    it received and W for its parameters, which takes so many thousandths of it.
+    A sample activates the section if it has at least one of the optional keys `when` ([] = always). A stage
+    is a section of its own with `pp` 1; `pipeline` names the user's section, and its samples pass through all
+    stages in the same micro-batches. `in_flight` is how many micro-batches a rank may hold between forward
+    and backward (0: any number), `room_bytes` how many bytes these may keep together, by `cost.saved` (0:
+    unknown). With `weight_permille`, the backward is split: B computes the gradients of the inputs and W
+    those of the parameters (zero-bubble pipelines), and W takes this many thousandths of the backward.
 
-    Under `zero3`, `units` are the blocks whose layers gather their parameters one by one, in the order in
-    which they are called. With tp, `shards` and `styles` say how its modules are cut; gradients of the whole
-    parameters in `partial` are parts of a sum over tp.
+    Under `zero3`, `units` are the blocks whose layers all-gather their parameters one by one, in calling
+    order. With tp, `shards` and `styles` say how its modules are sharded; the gradients of the unsharded
+    parameters in `partial` are partial sums on each tp rank.
     """
 
     name: str
@@ -154,20 +152,19 @@ class Section:
 
     @property
     def user_section_name(self) -> str:
-        """The name of the section that the user knows: of the pipeline for a stage."""
+        """The name of the section that the user knows: a stage's pipeline, else its own name."""
         return self.pipeline or self.name
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A tensor that one section produces and another consumes, carried by rows per sample, or whole between
-    stages of a pipeline.
+    """A tensor that one section produces and another consumes.
 
-    `dims` are its dims over the symbols of a micro-batch. `dim` is the sample dim; `rows` the number of its
-    entries that belong to a sample with given symbols. `extents` maps other dims to (expression, side) where
-    samples may be narrower than the micro-batch (only when widths are "own"). `grad` says whether a gradient
-    flows back. `when` is the producer's predicate. Stages of a pipeline have the same micro-batches, so
-    between them a tensor travels as it is: `dim` is -1 and `rows` empty.
+    `dims` are its dims over the symbols of a micro-batch, `dim` is the sample dim, and `rows` the number of
+    entries in it that belong to one sample. `extents` lists other dims as (dim, expression, side) in which
+    samples may be narrower than the micro-batch (only if widths are "own"). `grad` says whether a gradient
+    flows back, `when` is the producer's predicate. Stages of a pipeline have the same micro-batches, so a
+    tensor passes between them as a whole: `dim` is -1 and `rows` empty.
     """
 
     name: str
@@ -185,11 +182,11 @@ class Edge:
 
 @dataclass(frozen=True)
 class LossTerm:
-    """A term of the loss: the section that computes its numerator, and its coefficient as text for people
-    (code is in terms.py).
+    """A term of the loss: the section that computes its numerator, and its coefficient as readable text (the
+    code is in terms.py).
 
-    A term of a scalar that forward returns beside the loss, and that a run logs, is called `log:NAME:`, with
-    a number if there are several.
+    Terms of a logged scalar that forward returns in addition to the loss are named `log:NAME:`, with a number
+    if there are several.
     """
 
     name: str
@@ -199,21 +196,21 @@ class LossTerm:
 
     @property
     def logged_scalar(self) -> str:
-        """The name of the scalar that the term is a part of, "" for the loss."""
+        """The name of the logged scalar that the term belongs to, "" for the loss."""
         return logged_scalar_name(self.name)
 
 
 def logged_scalar_name(term: str) -> str:
-    """The name of the scalar that a term, by its id, is a part of; "" for the loss."""
+    """Returns the name of the logged scalar that the term named `term` belongs to, "" for the loss."""
     return term.removeprefix(_LOG_PREFIX).rpartition(":")[0] if term.startswith(_LOG_PREFIX) else ""
 
 
 @dataclass(frozen=True)
 class RandomOp:
-    """A random op: `call` is its name (`module.path@file:line#n`), `dims` the dims of its result that run
-    over the samples' rows, `rows` a sample's number of them.
+    """A random op. `call` identifies it (`module.path@file:line#n`), `dims` are the dims of its result that
+    run over the samples' rows, and `rows` is a sample's number of rows.
 
-    The first of `dims` says whose numbers they are. Without dims all samples share the numbers.
+    The first of `dims` decides which sample a number belongs to. Without dims, all samples share the numbers.
     """
 
     call: str
@@ -224,10 +221,10 @@ class RandomOp:
 
 @dataclass(frozen=True)
 class FusionRecord:
-    """Where a fused operator took the place of the user's ops (`why` is empty), or why a rule left them as
-    they are.
+    """A place where a fused operator replaced the user's ops (`why` is empty), or the reason why a rule did
+    not apply.
 
-    `what` names the modules or ops concerned, `where` is their file:line in the user's code.
+    `what` names the modules or ops, `where` is their file:line in the user's code.
     """
 
     rule: str
@@ -238,11 +235,11 @@ class FusionRecord:
 
 @dataclass(frozen=True)
 class CodeRewrite:
-    """Code with fused operators: the function `name` of sections/fused.py stands in for `method` of `modules`
+    """Code with fused operators: the function `name` of sections/fused.py replaces `method` of `modules`
     (paths, of class `cls`).
 
-    With `function` it stands in for the function that the method calls by this global name. `lines` are the
-    user's lines: that of the definition, then one for each statement.
+    With `function`, it replaces the global function of this name that the method calls. `lines` are the
+    user's lines: the definition's, then one for each statement.
     """
 
     name: str
@@ -255,8 +252,7 @@ class CodeRewrite:
 
 @dataclass(frozen=True)
 class TiedParameter:
-    """One parameter under several names or in several sections; gradients are summed over the union of their
-    ranks."""
+    """One parameter with several names or in several sections; gradients are summed over all their ranks."""
 
     names: tuple[str, ...]
     sections: tuple[str, ...]
@@ -264,13 +260,12 @@ class TiedParameter:
 
 @dataclass(frozen=True)
 class RerecordedCase:
-    """A case whose glue is recorded anew for each micro-batch: `when` is its pattern, `why` and `where` say
-    what asks for it.
+    """A capture case that needs its glue code recorded again for each micro-batch. `when` is its input
+    pattern, `why` and `where` the cause.
 
-    A pattern may have several, which differ in the blocks that are called. A `spare` case is for what no
-    compiled case holds for.
-
-    `nodes` is its outline, which every recording must have (`secc.runtime.recorder.match_outline`).
+    A pattern may have several cases, which differ in the blocks that they call. A `spare` case covers
+    micro-batches that no compiled case fits. `nodes` is the outline that every recording must match
+    (`secc.runtime.recorder.match_outline`).
     """
 
     name: str
@@ -283,7 +278,9 @@ class RerecordedCase:
 
 @dataclass(frozen=True)
 class ModelRef:
-    """The user's model file, and what shows that it is still the one the plan was made from."""
+    """The user's model file, with a hash and parameter list that show whether it has changed since
+    compilation.
+    """
 
     path: str
     sha256: str
@@ -292,6 +289,10 @@ class ModelRef:
 
 @dataclass(frozen=True)
 class Plan:
+    """The contents of plan.json: the sections of a model, their meshes and edges, and what compilation
+    found.
+    """
+
     version: int
     hash: str
     model: ModelRef
@@ -308,44 +309,42 @@ class Plan:
     solver: dict[str, Any]
     prediction: dict[str, Any]
     checks: dict[str, Any] = field(default_factory=dict)
-    reasons: dict[str, Any] = field(
-        default_factory=dict
-    )  # by section: what else it could be, what its time and memory consist of
+    # By section: its alternatives, and what its time and memory consist of.
+    reasons: dict[str, Any] = field(default_factory=dict)
     draws: tuple[RandomOp, ...] = ()
     fusions: tuple[FusionRecord, ...] = ()
     rewrites: tuple[CodeRewrite, ...] = ()
-    fused: tuple[str, ...] = ()  # blocks that no section calls, because fused operators read their parameters
+    fused: tuple[str, ...] = ()  # blocks that fused operators replace; they only provide parameters
     recorded: tuple[RerecordedCase, ...] = ()
     dtype: str = ""  # what modules compute in, with float32 masters ("bf16"); "" for the model's own
     labels_key: str = ""  # the input whose entries other than -100 are counted as tokens
-    run_ahead_gib: float = (
-        0.0  # what a rank of a section that runs ahead may keep of results for the next global batch
-    )
+    # Memory on each rank of a prefetching section for results of the next global batch.
+    run_ahead_gib: float = 0.0
 
     def find_section(self, name: str) -> Section:
-        """A section or stage by its name."""
+        """Returns the section or stage named `name`."""
         return next(s for s in self.sections if s.name == name)
 
     @property
     def pipelines(self) -> dict[str, tuple[Section, ...]]:
-        """The sections that the user knows, by name, each with its stages: itself alone where it is no
-        pipeline."""
-        found: dict[str, tuple[Section, ...]] = {}
+        """The stages of each of the user's sections, by its name; the section alone if it is no pipeline."""
+        stages_by_name: dict[str, tuple[Section, ...]] = {}
         for s in self.sections:
-            found[s.user_section_name] = (*found.get(s.user_section_name, ()), s)
-        return {name: tuple(sorted(stages, key=lambda s: s.stage)) for name, stages in found.items()}
+            stages_by_name[s.user_section_name] = (*stages_by_name.get(s.user_section_name, ()), s)
+        return {name: tuple(sorted(stages, key=lambda s: s.stage)) for name, stages in stages_by_name.items()}
 
     @property
     def user_sections(self) -> tuple[Section, ...]:
-        """The sections that the user knows: the stages of a pipeline as one section, its ranks ordered (dp,
-        pp, tp)."""
+        """The user's sections: the stages of a pipeline joined into one section, with ranks ordered (dp, pp,
+        tp).
+        """
         return tuple(
             _join_stages(stages) if stages[0].pipeline else stages[0] for stages in self.pipelines.values()
         )
 
 
 def _join_stages(stages: tuple[Section, ...]) -> Section:
-    """The stages of a pipeline as one section; memory is that of its fullest rank."""
+    """Joins the stages of a pipeline into one section; its memory is that of the fullest rank."""
     first, costs = stages[0], [s.cost for s in stages]
     dp, tp = first.mesh.dp, first.mesh.tp
     ranks = tuple(r for d in range(dp) for s in stages for r in s.mesh.ranks[d * tp : (d + 1) * tp])
@@ -374,8 +373,9 @@ def _join_stages(stages: tuple[Section, ...]) -> Section:
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """What plan.json holds: the sections that the user knows, by name, pipelines with their stages beneath;
-    the rest as it is."""
+    """Returns what plan.json holds: the user's sections by name, pipelines with their `stages`, other fields
+    as they are.
+    """
     sections = {s.name: dataclasses.asdict(s) for s in plan.user_sections}
     for s in sections.values():
         del s["pipeline"], s["stage"], s["weight_permille"]
@@ -386,12 +386,12 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def plan_to_json(plan: Plan) -> str:
-    """The text of plan.json."""
+    """Returns the text of plan.json."""
     return json.dumps(plan_to_dict(plan), indent=2) + "\n"
 
 
 def load_plan(directory: str | Path) -> Plan:
-    """Read `directory/plan.json`. Raises UserError if it is missing, not a plan, or of another version."""
+    """Reads `directory/plan.json`. Raises UserError if it is missing, not a plan, or of another version."""
     path = Path(directory) / "plan.json"
     try:
         data = json.loads(path.read_text())
@@ -406,9 +406,7 @@ def load_plan(directory: str | Path) -> Plan:
     if not isinstance(data, dict) or "version" not in data:
         raise UserError("not a plan: it has no version", str(path), "compile the model again")
     if data["version"] != PLAN_VERSION:
-        message = (
-            f"the plan is of version {data['version']!r}, and this secc runs plans of version {PLAN_VERSION}"
-        )
+        message = f"expected a plan of version {PLAN_VERSION}, got version {data['version']!r}"
         raise UserError(message, str(path), "compile the model again")
     data["sections"] = [
         part for section in data["sections"].values() for part in section.get("stages") or [section]
@@ -417,7 +415,7 @@ def load_plan(directory: str | Path) -> Plan:
 
 
 def _build_dataclass(cls: Any, data: Any) -> Any:
-    """Dataclasses from JSON data, by the type of each field."""
+    """Builds a dataclass from JSON data, its nested dataclasses included."""
     nested: dict[str, Any] = {
         "model": ModelRef,
         "symbols": Symbol,

@@ -1,8 +1,8 @@
-"""The sections of a plan as a graph: what is upstream of what, along which edges gradients come back, and
-what is dealt alike.
+"""The sections of a plan as a graph: ancestors, the edges that return gradients, and which sections must be
+scheduled together.
 
-A pipeline's stages are sections here as anywhere; a *team* is what must get the same samples on the same
-replica: the stages of a pipeline, and sections on the same ranks.
+Pipeline stages are sections like any other. *Co-scheduled* sections get the same samples on the same replica:
+the stages of a pipeline, and sections on the same ranks.
 """
 
 from __future__ import annotations
@@ -15,24 +15,22 @@ from secc.runtime.plan.step_program import owes_backward, replica_first_ranks, r
 
 @dataclass
 class SectionGraph:
-    """The sections as a graph: producers first, and for each the sections upstream of it.
+    """The graph of a plan's sections. All dicts are by section name.
 
-    `ahead` names the sections that do all their forwards first; None: those that feed sections on other
-    ranks, or with a backward of their own in replicas of other widths.
+    `forwards_first` names the user's sections that run all forwards before their first backward; None derives
+    them: sections that feed sections on other ranks, and sections with a backward that feed replicas of
+    another tp size. `topological_order` has producers first, and `depth` is the longest distance from a
+    source. `gradient_ancestors` are the ancestors over edges that return a gradient: their backwards wait for
+    this section's. `pipeline_stages` are all stages of the section's pipeline, or the section alone.
     """
 
     plan: Plan
     forwards_first: frozenset[str] | None = None
     topological_order: list[Section] = field(init=False)
     depth: dict[str, int] = field(init=False)
-    ancestors: dict[str, set[str]] = field(init=False)  # over all edges
-    gradient_ancestors: dict[str, set[str]] = field(
-        init=False
-    )  # over edges that return a gradient: whose backward waits for this section's
-
-    pipeline_stages: dict[str, tuple[Section, ...]] = field(
-        init=False
-    )  # of the pipeline that a section is a stage of; else itself alone
+    ancestors: dict[str, set[str]] = field(init=False)
+    gradient_ancestors: dict[str, set[str]] = field(init=False)
+    pipeline_stages: dict[str, tuple[Section, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.pipeline_stages = {s.name: stages for stages in self.plan.pipelines.values() for s in stages}
@@ -62,52 +60,55 @@ class SectionGraph:
             self.gradient_ancestors[dst] |= {src, *self.gradient_ancestors[src]}
 
     def exclude_own_stages(self, name: str, others: set[str]) -> set[str]:
-        """Those of `others` that are no stages of the same pipeline."""
+        """Returns `others` without the stages of section `name`'s own pipeline."""
         return others.difference(s.name for s in self.pipeline_stages[name])
 
     def runs_forwards_first(self, section: Section) -> bool:
-        """Whether a section does all its forwards first: it, or its pipeline, feeds sections on other ranks.
+        """Returns whether a section runs all its forwards before its first backward.
 
-        Or on the same ranks in replicas of other widths: whenever one rank of a wide replica does something
-        alone, the others wait. Not where nothing bounds what it would hold for them, because it has no
-        backward.
+        It does if it, or its pipeline, feeds sections on other ranks, which otherwise wait for its outputs.
+        It also does if it feeds replicas of another tp size on the same ranks: whenever one rank of a wide
+        replica computes alone, the replica's other ranks wait. The second rule does not hold without a
+        backward, because then nothing bounds the number of outputs that the section would hold.
         """
-        held = owes_backward(section)
+        has_backward = owes_backward(section)
         if self.forwards_first is not None:
             return section.user_section_name in self.forwards_first
-        fed = (
+        consumers = (
             s
             for s in self.topological_order
             if section.name in self.exclude_own_stages(s.name, self.ancestors[s.name])
         )
         return any(
-            (held and s.mesh.tp != section.mesh.tp)
+            (has_backward and s.mesh.tp != section.mesh.tp)
             or self._pipeline_ranks(s) != self._pipeline_ranks(section)
-            for s in fed
+            for s in consumers
         )
 
     def receives_gradients(self, section: Section) -> bool:
-        """Whether other sections, beside stages of its pipeline, return gradients to a section."""
+        """Returns whether sections outside its own pipeline return gradients to a section."""
         return any(
             section.name in self.exclude_own_stages(s.name, self.gradient_ancestors[s.name])
             for s in self.topological_order
         )
 
     def _pipeline_ranks(self, section: Section) -> set[int]:
-        """The ranks of a section's pipeline, whose stages list them in another order than a section beside it
-        does."""
+        """Returns the ranks of a section's pipeline as a set: stages and co-located sections list them in
+        different orders.
+        """
         return {rank for s in self.pipeline_stages[section.name] for rank in s.mesh.ranks}
 
     def co_scheduled_sections(self) -> list[list[Section]]:
-        """The sections that are dealt alike, in the plan's order."""
-        home = {s.name: i for i, s in enumerate(self.plan.sections)}
+        """Returns the groups of sections with the same samples on the same replica, in the plan's order."""
+        group_of = {s.name: i for i, s in enumerate(self.plan.sections)}
         for a in self.plan.sections:
             for b in self.plan.sections:
                 if a.user_section_name == b.user_section_name or replica_first_ranks(
                     a
                 ) == replica_first_ranks(b):
-                    old, new = home[b.name], home[a.name]
-                    home = {name: new if team == old else team for name, team in home.items()}
+                    old, new = group_of[b.name], group_of[a.name]
+                    group_of = {name: new if group == old else group for name, group in group_of.items()}
         return [
-            [s for s in self.plan.sections if home[s.name] == team] for team in sorted(set(home.values()))
+            [s for s in self.plan.sections if group_of[s.name] == group]
+            for group in sorted(set(group_of.values()))
         ]

@@ -1,10 +1,10 @@
 """Step programs: what each rank does for one global batch, as plain data and as a text that prints and
 parses.
 
-A `Schedule` is the whole plan of one step: the micro-batches of every section and one list of instructions
-for each rank. The order (`runtime/schedule/scheduler.py`) makes it, the check
-(`runtime/validation/full_check.py`) proves it, the engine and the simulator execute it; none of them knows
-more about the others than these types. The text form is one instruction a line:
+A `Schedule` describes one step: the micro-batches of every section and one list of instructions for each
+rank. The scheduler (`runtime/schedule/scheduler.py`) makes it, the check (`runtime/validation/full_check.py`)
+proves it, the engine and the simulator execute it; they share nothing but these types. In the text form each
+instruction is one line:
 
     RECV image_features fwd 3>1 from 0
     F language_model 1
@@ -14,10 +14,10 @@ more about the others than these types. The text form is one instruction a line:
     STEP
 
 `A>B` are micro-batch indices in the direction in which the data flows; ` replica R` and ` stage S` follow
-where they are not 0, and ` part I of N` where a message is one of several parts
-(`secc.runtime.plan.replica_routes`). All ranks of a replica execute its F and B in step; where parameters are
-sharded over replicas, so do all of these (`rounds`). A stage of a pipeline is a section with a name of its
-own (`language_model_1`); `stage` says which one it is.
+where they are not 0, and ` part I of N` where a message is split (`secc.runtime.plan.replica_routes`). All
+ranks of a replica execute its F and B together; where parameters are sharded over replicas (ZeRO-3), all
+replicas do (`gather_rounds`). A pipeline stage is a section with a name of its own (`language_model_1`);
+`stage` is its index.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ TRANSFER_KINDS = ("SEND", "RECV")
 class Instruction(NamedTuple):
     """One entry of a rank's program.
 
-    F, B, W: forward, backward, weight gradients of micro-batch `micro` (index into
-    `Schedule.micro_batches[section]`). SEND, RECV: the tensor of `edge` ("fwd") or its gradient ("bwd"), to
-    or from rank `peer`; `src_micro` and `dst_micro` are the micro-batches of the edge's producer and
-    consumer, the same in both directions. A RECV may stand earlier than the instruction that consumes it,
-    because receives follow the order of the sends on their channel. REDUCE: sum `section`'s gradients over
-    its replicas. STEP: the optimizer step that ends the global batch.
+    F, B, W: forward, backward and weight-gradient computation of micro-batch `micro`, an index into
+    `Schedule.micro_batches[section]`.
+
+    SEND, RECV: the tensor of `edge` ("fwd") or its gradient ("bwd"), to or from rank `peer`. `src_micro` and
+    `dst_micro` are the micro-batches of the edge's producer and consumer, the same in both directions. A RECV
+    may stand earlier than the instruction that consumes its data, because receives follow the order of the
+    sends on their channel.
+
+    REDUCE: sum `section`'s gradients over its replicas. STEP: the optimizer step that ends the global batch.
     """
 
     kind: str
@@ -65,8 +68,9 @@ Program = tuple[Instruction, ...]
 
 @dataclass(frozen=True, slots=True)
 class SampleMeta:
-    """What all ranks know of one sample: its dataset index, the optional keys it has, and its symbols when
-    collated alone."""
+    """What all ranks know about a sample: dataset index, optional keys, and symbol values when collated
+    alone.
+    """
 
     id: int
     pattern: frozenset[str]
@@ -74,10 +78,10 @@ class SampleMeta:
 
 
 class MicroBatch(NamedTuple):
-    """The samples that pass through one replica of a section together: ascending positions within the global
+    """Samples that pass through one replica of a section together, as ascending positions in the global
     batch.
 
-    Without samples it only takes part in what the replicas do together (`rounds`).
+    An empty micro-batch only takes part in the collectives of its round (`gather_rounds`).
     """
 
     index: int
@@ -86,16 +90,17 @@ class MicroBatch(NamedTuple):
     samples: tuple[int, ...]
 
 
-MicroBatchSets = Mapping[str, frozenset[int]]  # by section
+MicroBatchSets = Mapping[str, frozenset[int]]  # section name -> indices of micro-batches
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One global batch: micro-batches of each section, and one program for each rank.
+    """The micro-batches of each section and one program per rank, for one global batch.
 
-    Sections that run ahead (`secc.runtime.schedule.cross_step_prefetch`) may compute the micro-batches
-    `early` a step sooner. In a step among others those in `computed` are, so they have no F here; and from
-    position `own` on the samples are those of the next global batch.
+    With cross-step prefetch (`secc.runtime.schedule.cross_step_prefetch`): `prefetchable` are the
+    micro-batches with forwards that the previous step may compute. In a step spliced with its neighbours,
+    `prefetched` are those that the previous step did compute, so they have no F here, and sample positions
+    from `own_samples` on belong to the next global batch.
     """
 
     micro_batches: dict[str, tuple[MicroBatch, ...]]
@@ -105,63 +110,66 @@ class Schedule:
     own_samples: int | None = None
 
     def is_prefetched(self, section: str, micro: int) -> bool:
-        """Whether the step before has computed a micro-batch's forward."""
+        """Returns whether the previous step has computed a micro-batch's forward."""
         return micro in self.prefetched.get(section, ())
 
     def is_of_next_batch(self, micro: MicroBatch) -> bool:
-        """Whether a micro-batch is of the next global batch."""
+        """Returns whether a micro-batch belongs to the next global batch."""
         return self.own_samples is not None and micro.samples[:1] >= (self.own_samples,)
 
 
 def is_active(when: Sequence[str], pattern: frozenset[str]) -> bool:
-    """Whether a section with predicate `when` processes a sample that has the optional keys `pattern`."""
+    """Returns whether a section with predicate `when` processes a sample with the optional keys `pattern`."""
     return not when or not pattern.isdisjoint(when)
 
 
 def owes_backward(section: Section) -> bool:
-    """Whether every micro-batch of the section is followed by a backward."""
+    """Returns whether every forward of the section is followed by a backward."""
     return section.mode != "forward"
 
 
 def gathers_parameters(section: Section) -> bool:
-    """Whether the replicas of a section keep parts of its parameters (`zero3`), which they gather together,
-    micro-batch by micro-batch."""
+    """Returns whether a section's replicas shard its parameters (ZeRO-3) and all-gather them for every
+    micro-batch.
+    """
     return section.sharding == "zero3" and section.mesh.dp > 1
 
 
 def gather_rounds(
     sections: Iterable[Section], micro_batches: Mapping[str, Sequence[MicroBatch]]
 ) -> dict[tuple[str, int], tuple[MicroBatch, ...]]:
-    """For each micro-batch of a section that gathers, those that all replicas run in step with it, one on
-    each, by (section, index).
+    """Groups the micro-batches of ZeRO-3 sections into rounds, in each of which every replica runs one
+    micro-batch.
 
-    They are the replicas' first ones, second ones and so on. A replica that has fewer samples takes part with
-    empty micro-batches.
+    Returns (section, index) -> all micro-batches of the round. Round k consists of each replica's k-th
+    micro-batch; a replica with fewer samples takes part with empty micro-batches.
     """
-    found: dict[tuple[str, int], tuple[MicroBatch, ...]] = {}
+    rounds: dict[tuple[str, int], tuple[MicroBatch, ...]] = {}
     for name in (s.name for s in sections if gathers_parameters(s)):
-        of_replica: dict[int, list[MicroBatch]] = {}
+        by_replica: dict[int, list[MicroBatch]] = {}
         for m in micro_batches[name]:
-            of_replica.setdefault(m.replica, []).append(m)
-        for together in zip(*(some for _, some in sorted(of_replica.items())), strict=False):
-            found |= {(name, m.index): together for m in together}
-    return found
+            by_replica.setdefault(m.replica, []).append(m)
+        for round_members in zip(
+            *(replica_micros for _, replica_micros in sorted(by_replica.items())), strict=False
+        ):
+            rounds |= {(name, m.index): round_members for m in round_members}
+    return rounds
 
 
 def compute_kinds(section: Section) -> tuple[str, ...]:
-    """The kinds of instructions that each micro-batch of a section has, in their order."""
+    """Returns the kinds of compute instructions of each micro-batch of a section, in execution order."""
     if not owes_backward(section):
         return ("F",)
     return ("F", "B", "W") if section.weight_permille else ("F", "B")
 
 
 def weight_backward_ns(section: Section, backward_ns: int) -> int:
-    """The part of a backward's time that W takes."""
+    """Returns the ns of a backward that its W part takes."""
     return backward_ns * section.weight_permille // 1000 if owes_backward(section) else 0
 
 
 def weight_backward_times(section: Section, backward: Sequence[int]) -> list[int]:
-    """`weight_part` of each of these times."""
+    """Returns `weight_backward_ns` of each backward time."""
     if not section.weight_permille or not owes_backward(section):
         return [0] * len(backward)
     permille = section.weight_permille
@@ -169,40 +177,43 @@ def weight_backward_times(section: Section, backward: Sequence[int]) -> list[int
 
 
 def returns_gradient(edge: Edge, sections: Mapping[str, Section]) -> bool:
-    """Whether the consumer's backward sends a gradient back over the edge, on which the producer's backward
-    waits."""
+    """Returns whether the consumer's backward sends a gradient over the edge that the producer's backward
+    needs.
+    """
     return edge.grad and owes_backward(sections[edge.src]) and owes_backward(sections[edge.dst])
 
 
 def replica_first_ranks(section: Section) -> tuple[int, ...]:
-    """The first rank of each replica, which stands for all of it in the order of a step: they run the same
-    program (`routes.replicas`).
+    """Returns the first rank of each replica; it represents the replica in scheduling, since all ranks of a
+    replica run the same program (`replica_routes.ranks_by_replica`).
 
-    Raises ValueError for a mesh with stages, which are sections of their own.
+    Raises ValueError for a mesh with pipeline stages, which are sections of their own.
     """
     mesh = section.mesh
     if mesh.pp != 1 or len(mesh.ranks) != mesh.dp * mesh.tp:
         raise ValueError(
-            f"section {section.name} has replicas of several stages; a step program drives replicas of one"
+            f"section {section.name}: expected a mesh of one pipeline stage, got pp={mesh.pp} with "
+            f"{len(mesh.ranks)} ranks for dp={mesh.dp}, tp={mesh.tp}"
         )
     return mesh.ranks[:: mesh.tp]
 
 
 def micro_batch_pairs(edge: Edge, schedule: Schedule) -> dict[tuple[int, int], tuple[int, ...]]:
-    """The messages of an edge: (producer's micro-batch, consumer's micro-batch) -> the samples they share,
-    ascending."""
+    """Returns the messages of an edge: (producer's, consumer's micro-batch) -> the samples they share,
+    ascending.
+    """
     owner = {s: m.index for m in schedule.micro_batches[edge.src] for s in m.samples}
     shared: dict[tuple[int, int], list[int]] = {}
-    done = schedule.prefetched.get(edge.dst, frozenset())
+    prefetched = schedule.prefetched.get(edge.dst, frozenset())
     for consumer in schedule.micro_batches[edge.dst]:
-        for s in consumer.samples if consumer.index not in done else ():
+        for s in consumer.samples if consumer.index not in prefetched else ():
             if s in owner:
                 shared.setdefault((owner[s], consumer.index), []).append(s)
     return {pair: tuple(samples) for pair, samples in shared.items()}
 
 
 def print_instruction(i: Instruction) -> str:
-    """The text of an instruction; `parse_instruction` reads it back."""
+    """Returns the text of an instruction; `parse_instruction` reads it back."""
     words = [i.kind]
     if i.kind in COMPUTE_KINDS:
         words += [i.section, str(i.micro)]
@@ -223,7 +234,7 @@ def print_instruction(i: Instruction) -> str:
 
 
 def parse_instruction(text: str) -> Instruction:
-    """The instruction that prints as `text`. Raises ValueError where it is none."""
+    """Parses the text of an instruction. Raises ValueError for any other text."""
     match text.split():
         case [("F" | "B" | "W") as kind, section, micro, *rest]:
             replica, stage, *_ = _parse_suffix(rest, text)
@@ -253,24 +264,25 @@ def parse_instruction(text: str) -> Instruction:
 
 
 def _parse_suffix(words: list[str], text: str) -> tuple[int, int, int, int]:
-    """Replica, stage, part and number of parts from the words that follow them."""
-    found = dict(zip(words[::2], words[1::2], strict=False))
+    """Parses trailing `replica R`, `stage S`, `part I of N` into (replica, stage, part, parts)."""
+    values = dict(zip(words[::2], words[1::2], strict=False))
     if (
         len(words) % 2
-        or len(found) * 2 != len(words)
-        or not found.keys() <= {"replica", "stage", "part", "of"}
+        or len(values) * 2 != len(words)
+        or not values.keys() <= {"replica", "stage", "part", "of"}
     ):
         raise ValueError(f"not an instruction: {text!r}")
     replica, stage, part, parts = (
-        int(found.get(word, default))
+        int(values.get(word, default))
         for word, default in (("replica", 0), ("stage", 0), ("part", 0), ("of", 1))
     )
     return replica, stage, part, parts
 
 
 def print_schedule(schedule: Schedule) -> str:
-    """The text of a schedule: a line for each micro-batch, then each rank's program; `parse_schedule` reads
-    it back."""
+    """Returns the text of a schedule: one line per micro-batch, then each rank's program; `parse_schedule`
+    reads it back.
+    """
     lines: list[str] = [] if schedule.own_samples is None else [f"own {schedule.own_samples}"]
     for section, micros in schedule.micro_batches.items():
         lines.append(f"section {section}")
@@ -283,8 +295,8 @@ def print_schedule(schedule: Schedule) -> str:
 
 def _print_micro_batch(m: MicroBatch, schedule: Schedule) -> str:
     marks = [
-        w
-        for w, micros in (("early", schedule.prefetchable), ("computed", schedule.prefetched))
+        mark
+        for mark, micros in (("early", schedule.prefetchable), ("computed", schedule.prefetched))
         if m.index in micros.get(m.section, ())
     ]
     return " ".join(
@@ -293,18 +305,18 @@ def _print_micro_batch(m: MicroBatch, schedule: Schedule) -> str:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """The schedule that prints as `text`. Raises ValueError, naming the line, where it is none."""
+    """Parses the text of a schedule. Raises ValueError, naming the line, for any other text."""
     micros: dict[str, list[MicroBatch]] = {}
     programs: list[list[Instruction]] = []
     marked: dict[str, dict[str, set[int]]] = {"early": {}, "computed": {}}
-    section, own = "", None
+    section, own_samples = "", None
     for number, line in enumerate(text.splitlines(), 1):
         try:
             match line.split():
                 case ["section", section]:
                     micros[section] = []
                 case ["own", count]:
-                    own = int(count)
+                    own_samples = int(count)
                 case ["micro", index, "replica", replica, *rest]:
                     at = rest.index("samples")
                     for mark in rest[:at]:
@@ -318,11 +330,13 @@ def parse_schedule(text: str) -> Schedule:
                     programs[-1].append(parse_instruction(line))
         except (ValueError, KeyError, IndexError) as error:
             raise ValueError(f"line {number} is not part of a schedule: {line!r} ({error})") from None
-    early, computed = ({name: frozenset(found) for name, found in some.items()} for some in marked.values())
+    prefetchable, prefetched = (
+        {name: frozenset(indices) for name, indices in by_section.items()} for by_section in marked.values()
+    )
     return Schedule(
         {name: tuple(ms) for name, ms in micros.items()},
         tuple(tuple(p) for p in programs),
-        early,
-        computed,
-        own,
+        prefetchable,
+        prefetched,
+        own_samples,
     )

@@ -134,7 +134,7 @@ def test_a_batch_is_padded_to_given_widths():
 
 def test_padding_without_a_value_and_unplanned_shapes_are_refused():
     inputs = (Input("positions", "int64", ("B", "S")),)
-    with pytest.raises(UserError, match="'positions' has to be padded along dim 1"):
+    with pytest.raises(UserError, match="'positions': expected padding with one constant along dim 1"):
         pad_batch({"positions": torch.tensor([[0, 1]])}, inputs, {"S": 3})
-    with pytest.raises(UserError, match=r"shape \[1, 2\], but the plan was made for \[B, S\] = \[1, 3\]"):
+    with pytest.raises(UserError, match=r"expected the shape \[B, S\] = \[1, 3\] of the plan, got \[1, 2\]"):
         check_batch_shapes({"positions": torch.tensor([[0, 1]])}, inputs, {"B": 1, "S": 3})

@@ -16,7 +16,7 @@ from secc.runtime.plan.schema import PLAN_VERSION, load_plan
 def test_a_plan_of_another_version_is_refused(version: object, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({"version": version}))
     with pytest.raises(
-        UserError, match=f"of version {version!r}, and this secc runs plans of version {PLAN_VERSION}"
+        UserError, match=f"expected a plan of version {PLAN_VERSION}, got version {version!r}"
     ) as refusal:
         load_plan(tmp_path)
     assert refusal.value.where == str(tmp_path / "plan.json")
