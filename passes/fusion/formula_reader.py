@@ -142,7 +142,7 @@ def _read_move(r: FormulaReader, op: Computation) -> Formula:
     if found is None:
         raise NotAFormula(f"{op.callee} takes the tokens of the vocabulary apart or mixes them with rows")
     view, axis = found
-    return formula.map_sources(lambda s: s if view is None else s.seen(view), axis)
+    return formula.map_sources(lambda s: s if view is None else s.with_view(view), axis)
 
 
 def _read_token_slice(op: Computation, formula: Formula) -> Formula | None:
