@@ -1,8 +1,8 @@
-"""A run's Chrome trace: one track for each rank, written in parts by the ranks and joined by rank 0.
+"""A Chrome trace of a run: one track per rank, written in parts by the ranks and joined by rank 0.
 
-All times are microseconds since a moment that the ranks share: on one machine the monotonic clock itself is
-common, between machines they agree on it at a barrier. On a GPU every event waits for the device, so a traced
-run is slower than a run without a trace.
+Times are microseconds since a moment that all ranks share. On one machine the monotonic clock is common;
+ranks on different machines agree on zero at a barrier. On a GPU every event waits for the device, so a traced
+run is slower than an untraced one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 
 class ChromeTrace:
-    """The events of this rank; does nothing if `path` is None. `begin` and `close` are collective."""
+    """Collects the events of this rank; does nothing if `path` is None. `start_trace` and `close` are
+    collective."""
 
     def __init__(self, path: Path | None, rank: int, device: torch.device) -> None:
         self.path, self.rank = path, rank
@@ -30,11 +31,11 @@ class ChromeTrace:
 
     @property
     def is_active(self) -> bool:
-        """Whether events are kept."""
+        """Whether events are recorded."""
         return self.path is not None
 
     def start_trace(self, label: str) -> None:
-        """Agree on the moment zero; `label` names this rank's track."""
+        """Agrees on time zero with the other ranks; `label` names this rank's track."""
         if self.path is None:
             return
         named = {
@@ -50,7 +51,7 @@ class ChromeTrace:
 
     @contextmanager
     def record_event(self, name: str, **args: Any) -> Iterator[None]:
-        """One event around the body. `args` are shown, and read by other tools."""
+        """Records the body as one event. `args` are shown in the viewer and read by other tools."""
         if self.path is None:
             yield
             return
@@ -59,8 +60,8 @@ class ChromeTrace:
         self._append_event(name, 0, start, self._now_ns(), args)
 
     def record_background_event(self, name: str, start: int, end: int, **args: Any) -> None:
-        """An event in another process of this rank, on a track of its own; `start` and `end` are this
-        machine's monotonic nanoseconds."""
+        """Records an event of another process of this rank, on its own track; `start` and `end` are
+        nanoseconds of this machine's monotonic clock."""
         if self.path is not None:
             self._append_event(name, 1, start, end, args)
 
@@ -76,7 +77,7 @@ class ChromeTrace:
         self._events.append(event | {"ts": (start - self._zero_ns) / 1e3, "dur": (end - start) / 1e3})
 
     def close(self) -> None:
-        """Write this rank's part; rank 0 joins the parts into the file."""
+        """Writes this rank's part; rank 0 joins the parts."""
         if self.path is None:
             return
         _rank_part_path(self.path, self.rank).write_text(json.dumps(self._events))
@@ -91,7 +92,7 @@ class ChromeTrace:
 
 
 def merge_rank_parts(path: Path, world_size: int) -> None:
-    """Join the ranks' parts beside `path` into one Chrome trace and delete them."""
+    """Joins the ranks' parts next to `path` into one Chrome trace and deletes them."""
     parts = [_rank_part_path(path, rank) for rank in range(world_size)]
     events = [event for part in parts if part.exists() for event in json.loads(part.read_text())]
     scratch = path.with_name(path.name + ".tmp")
@@ -106,7 +107,8 @@ def _rank_part_path(path: Path, rank: int) -> Path:
 
 
 def _agree_on_zero(device: torch.device) -> int:
-    """This rank's monotonic time of the common moment zero, in nanoseconds. Call it right after a barrier."""
+    """Returns this rank's monotonic time in nanoseconds at the common time zero: rank 0's clock on its own
+    machine, this rank's clock on others. Call it right after a barrier."""
     now = time.monotonic_ns()
     host = _host_id()
     first = torch.tensor([host, now], dtype=torch.int64, device=device)
@@ -115,7 +117,7 @@ def _agree_on_zero(device: torch.device) -> int:
 
 
 def _host_id() -> int:
-    """A number that ranks on the same running machine share."""
+    """Returns a number that identifies the running machine (its boot)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

@@ -1,5 +1,4 @@
-"""What a run reports: one JSON object for each step in metrics.jsonl, and a progress line, both from rank
-0."""
+"""Writes metrics.jsonl, one JSON object per step, and a progress line; used by rank 0."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 METRICS_FILE = "metrics.jsonl"
-_PROGRESS_INTERVAL_S = 10.0  # seconds between progress lines where they cannot be written in place
+_PROGRESS_INTERVAL_S = 10.0  # between progress lines if the stream is not a terminal
 
 
 class MetricsLog:
@@ -25,14 +24,14 @@ class MetricsLog:
         self._shown_width = 0
 
     def log_step(self, values: dict[str, Any]) -> None:
-        """Write one step: `step, loss, grad_norm, samples, tokens, step_time_s`, and further scalars if there
-        are any."""
+        """Writes one step: `step, loss, grad_norm, samples, tokens, step_time_s`, and further scalars if
+        given."""
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
         self._show_progress(values)
 
     def close(self) -> None:
-        """End the progress line and the file."""
+        """Ends the progress line and closes the file."""
         if self._in_place and self._shown_width:
             self._stream.write("\n")
         self._file.close()
@@ -43,10 +42,12 @@ class MetricsLog:
             return
         self._shown_at = now
         rate = values["tokens"] / values["step_time_s"] if values["step_time_s"] > 0 else 0.0
-        line = f"step {values['step']}/{self._last_step}  loss {values['loss']:.4f}  grad norm {values['grad_norm']:.3g}"
+        line = f"step {values['step']}/{self._last_step}  loss {values['loss']:.4f}"
+        line += f"  grad norm {values['grad_norm']:.3g}"
         line += f"  {values['step_time_s']:.2f} s/step  {rate:,.0f} tokens/s"
         if "recorded" in values:
-            line += f"  {values['recorded']:.0f} recorded, {values['kept']:.0f} known, {values['exposed_s']:.2f} s of it waited for"
+            line += f"  {values['recorded']:.0f} recorded, {values['kept']:.0f} reused"
+            line += f", {values['exposed_s']:.2f} s waited for recordings"
         if self._in_place:
             columns = _terminal_columns()
             self._stream.write("\r" + line[:columns].ljust(min(self._shown_width, columns)))

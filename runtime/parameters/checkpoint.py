@@ -1,16 +1,17 @@
-"""Checkpoints by torch.distributed.checkpoint, keyed by the user's names and independent of the plan that
-wrote them.
+"""Checkpoints written by torch.distributed.checkpoint, keyed by the user's names and independent of the plan.
 
     DIR/step_00000005/   model/NAME, optimizer/NAME/KEY, groups/RANK, scheduler/RANK
-    (torch.distributed.checkpoint)
-                         checkpoint.json: step, seed, shuffle, global batch, the state dict's names and which
-                         of them are tied
-    DIR/latest           the name of the newest complete one
+                         (torch.distributed.checkpoint)
+                         checkpoint.json: step, seed, shuffle, global batch, names in the state dict and
+                         which of them are tied
+    DIR/latest           the name of the newest complete checkpoint
 
-Every tensor is written once, by the first rank that holds it; of states that are sharded every rank writes
-its part. A checkpoint is written under another name and renamed when it is complete. Random numbers need no
-state here: data and micro-batches are seeded by seed, step and sample. `tensor_store` is imported where it is
-used, because a rank that needs no checkpoint starts almost a second sooner without.
+Every tensor is written once, by the first rank that holds it; of a sharded state each rank writes its part. A
+checkpoint is written under a temporary name and renamed when it is complete. Random numbers need no state:
+data and micro-batches are seeded by seed, step and sample.
+
+`sliced_tensor_store` is imported inside functions, because a rank without checkpoints starts almost a second
+sooner without it.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ from secc.runtime.parameters.sharded_optimizer import ParameterSlice
 from secc.runtime.parameters.zero3 import Zero3State
 from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut
 
-OptimizedSlices = Mapping[
-    nn.Parameter, ParameterSlice
-]  # what each entry of the rank's optimizer is of the user's parameters
+# What the rank's optimizer updates -> the part of a user's parameter that it is.
+OptimizedSlices = Mapping[nn.Parameter, ParameterSlice]
 LATEST_FILE = "latest"
 _NO_CHECKPOINT_REMEDY = "give a directory that a run with --save has written"
 MANIFEST_FILE = "checkpoint.json"
@@ -43,10 +43,8 @@ MANIFEST_FILE = "checkpoint.json"
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """What a checkpoint knows beside its tensors.
-
-    `names` are the state dict's, in its order; `tied` maps some of them to the one that is stored.
-    """
+    """Metadata of a checkpoint. `names` are the keys of the state dict in its order; `tied` maps a name to
+    the name that its tensor is stored under."""
 
     step: int
     seed: int
@@ -59,7 +57,7 @@ class CheckpointManifest:
 def make_manifest(
     model: nn.Module, step: int, seed: int, shuffle: bool, global_batch: int
 ) -> CheckpointManifest:
-    """The manifest of `model` after `step` steps."""
+    """Returns the manifest of `model` after `step` steps."""
     canonical = canonical_names(model)
     names = tuple(model.state_dict())
     stored = {n: next(m for m in names if canonical.get(m, m) == canonical.get(n, n)) for n in names}
@@ -69,8 +67,8 @@ def make_manifest(
 
 
 def save_checkpoint(directory: Path, state: Mapping[str, Any], about: CheckpointManifest) -> Path:
-    """Write this rank's part of `state` as `directory/step_XXXXXXXX`. Collective. Returns the finished
-    checkpoint's path."""
+    """Writes this rank's entries `state` to `directory/step_XXXXXXXX`. Collective. Returns the path of the
+    finished checkpoint."""
     from secc.runtime.parameters import sliced_tensor_store
 
     final = directory / f"step_{about.step:08d}"
@@ -92,7 +90,8 @@ def save_checkpoint(directory: Path, state: Mapping[str, Any], about: Checkpoint
 
 
 def find_checkpoint(directory: Path) -> Path:
-    """The checkpoint that `directory` is, or the latest one in it. Raises UserError if there is none."""
+    """Returns `directory` if it is a checkpoint, else the latest checkpoint in it. Raises UserError if there
+    is none."""
     if (directory / MANIFEST_FILE).exists():
         return directory
     try:
@@ -101,11 +100,11 @@ def find_checkpoint(directory: Path) -> Path:
             return found
     except OSError:
         pass
-    raise UserError("there is no checkpoint", str(directory), _NO_CHECKPOINT_REMEDY)
+    raise UserError("no checkpoint found", str(directory), _NO_CHECKPOINT_REMEDY)
 
 
 def read_manifest(checkpoint: Path) -> CheckpointManifest:
-    """The manifest of a checkpoint. Raises UserError if it cannot be read."""
+    """Reads the manifest of a checkpoint. Raises UserError if it is missing or malformed."""
     try:
         data = json.loads((checkpoint / MANIFEST_FILE).read_text())
         return CheckpointManifest(**data | {"names": tuple(data["names"])})
@@ -116,16 +115,16 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
 def model_state(
     model: nn.Module, cuts: Mapping[str, ParameterCut], but: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """What this rank holds of the model's state dict, without the names in `but`, under `model/NAME`; it
-    shares the model's memory."""
+    """Returns this rank's part of the model's state dict under keys `model/NAME`, without the names in `but`.
+    The tensors share the model's memory."""
     from secc.runtime.parameters.sliced_tensor_store import TensorSlice
 
     tied = make_manifest(model, 0, 0, False, 0).tied
-    gone = {*tied, *but}
+    left_out = {*tied, *but}
     held = {
         n: v
         for n, v in model.state_dict().items()
-        if n not in gone and not (isinstance(v, torch.Tensor) and v.is_meta)
+        if n not in left_out and not (isinstance(v, torch.Tensor) and v.is_meta)
     }
     return {
         f"model/{n}": TensorSlice(v.view(-1), v.shape, 0, cuts[n]) if n in cuts else v
@@ -133,27 +132,27 @@ def model_state(
     }
 
 
-def slice_state(pieces: OptimizedSlices) -> dict[str, Any]:
-    """What a rank's optimizer updates, under `model/NAME`; the tensors share its memory."""
+def slice_state(slices: OptimizedSlices) -> dict[str, Any]:
+    """Returns what this rank's optimizer updates under keys `model/NAME`; the tensors share its memory."""
     from secc.runtime.parameters.sliced_tensor_store import TensorSlice
 
     return {
-        f"model/{piece.name}": TensorSlice(p.data.view(-1), piece.shape, piece.start, piece.cut)
-        for p, piece in pieces.items()
+        f"model/{part.name}": TensorSlice(p.data.view(-1), part.shape, part.start, part.cut)
+        for p, part in slices.items()
     }
 
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer,
-    pieces: OptimizedSlices,
+    slices: OptimizedSlices,
     owned: Iterable[str],
     options_owned: Iterable[str],
     rank: int,
 ) -> dict[str, Any]:
-    """The optimizer's state by the user's names: of the parameters `owned` what this rank has.
+    """Returns the optimizer's state under the user's parameter names.
 
-    Options of groups, and states that are not like their parameter, are stored for the parameters
-    `options_owned`.
+    This rank writes its part of the states of the parameters `owned`. For the parameters `options_owned` it
+    also writes group options and states that do not have their parameter's shape (step counts).
     """
     from secc.runtime.parameters.sliced_tensor_store import TensorSlice
 
@@ -161,47 +160,42 @@ def optimizer_state(
     state: dict[str, Any] = {}
     options: list[tuple[list[str], dict[str, Any]]] = []
     for group, indices in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        members = [pieces[p] for p in group["params"]]
-        kept = {k: v for k, v in indices.items() if k not in ("params", "param_names")}
-        options.append(([m.name for m in members if m.name in wanted], kept))
-        for param, piece, index in zip(group["params"], members, indices["params"], strict=True):
+        members = [slices[p] for p in group["params"]]
+        group_options = {k: v for k, v in indices.items() if k not in ("params", "param_names")}
+        options.append(([m.name for m in members if m.name in wanted], group_options))
+        for param, part, index in zip(group["params"], members, indices["params"], strict=True):
             for key, value in packed["state"].get(index, {}).items():
                 if isinstance(value, torch.Tensor) and value.shape == param.shape and value.ndim:
-                    if piece.name in written:
-                        state[f"optimizer/{piece.name}/{key}"] = TensorSlice(
-                            value.reshape(-1), piece.shape, piece.start, piece.cut
+                    if part.name in written:
+                        state[f"optimizer/{part.name}/{key}"] = TensorSlice(
+                            value.reshape(-1), part.shape, part.start, part.cut
                         )
-                elif piece.name in wanted:
-                    state[f"optimizer/{piece.name}/{key}"] = value
+                elif part.name in wanted:
+                    state[f"optimizer/{part.name}/{key}"] = value
     return state | {f"groups/{rank}": options}
 
 
 def load_model_state(
     checkpoint: Path, model: nn.Module, cuts: Mapping[str, ParameterCut], parts: Zero3State | None = None
 ) -> None:
-    """Read into `model` and `parts` what this rank holds. Collective. Raises UserError if the checkpoint is
-    of another model."""
+    """Reads what this rank holds into `model` and `parts`. Collective. Raises UserError if the checkpoint was
+    written for another model."""
     from secc.runtime.parameters import sliced_tensor_store
 
-    target, stored = (
-        model_state(model, cuts, parts.parameter_names if parts else ()),
-        sliced_tensor_store.stored_entries(checkpoint),
-    )
+    target = model_state(model, cuts, parts.parameter_names if parts else ())
+    stored = sliced_tensor_store.stored_entries(checkpoint)
     target |= slice_state(parts.parameter_slices) if parts else {}
     for key, value in target.items():
         entry = stored.get(key)
         shape = value.size() if isinstance(value, torch.Tensor | sliced_tensor_store.TensorSlice) else None
         if key not in stored or (shape is not None and (entry is None or entry.shape != shape)):
-            found = (
-                "lacks it"
-                if entry is None
-                else f"has it with shape {list(entry.shape)}, not {list(shape or ())}"
-            )
-            remedy = "resume with the model that wrote the checkpoint"
+            problem = "is missing"
+            if entry is not None:
+                problem = f"has shape {list(entry.shape)}, expected {list(shape or ())}"
             raise UserError(
-                f"the checkpoint does not fit the model: {key.removeprefix('model/')}: it {found}",
+                f"the checkpoint does not fit the model: {key.removeprefix('model/')} {problem}",
                 str(checkpoint),
-                remedy,
+                "resume with the model that wrote the checkpoint",
             )
     sliced_tensor_store.read_entries(checkpoint, target)
     objects = {
@@ -219,70 +213,70 @@ def load_optimizer_state(
     checkpoint: Path,
     optimizer: torch.optim.Optimizer | None,
     scheduler: Any,
-    pieces: OptimizedSlices,
+    slices: OptimizedSlices,
     rank: int,
 ) -> None:
-    """Read the state of this rank's parameters, their groups' options and the scheduler's state.
-    Collective."""
+    """Reads the optimizer states of this rank's parameters, the options of their groups and the scheduler's
+    state. Collective."""
     from secc.runtime.parameters import sliced_tensor_store
 
     stored = sliced_tensor_store.stored_entries(checkpoint)
-    mine = {p.name: p for p in pieces.values()} if optimizer is not None else {}
+    slice_by_name = {p.name: p for p in slices.values()} if optimizer is not None else {}
     target: dict[str, Any] = {}
     for key, entry in stored.items():
-        kind, _, rest = key.partition("/")
-        if kind == "optimizer" and rest.rpartition("/")[0] in mine:
-            target[key] = _load_target(entry, mine[rest.rpartition("/")[0]])
+        kind, _, name_and_key = key.partition("/")
+        if kind == "optimizer" and name_and_key.rpartition("/")[0] in slice_by_name:
+            target[key] = _load_target(entry, slice_by_name[name_and_key.rpartition("/")[0]])
         elif kind == "groups":
             target[key] = None
-    own = _scheduler_key(stored, rank) if scheduler is not None else None
-    target |= {own: None} if own else {}
+    scheduler_key = _scheduler_key(stored, rank) if scheduler is not None else None
+    target |= {scheduler_key: None} if scheduler_key else {}
     sliced_tensor_store.read_entries(checkpoint, target)
     if optimizer is not None:
-        optimizer.load_state_dict(_pack_optimizer_state(optimizer, target, pieces))
-    if scheduler is not None and own:
-        scheduler.load_state_dict(target[own])
+        optimizer.load_state_dict(_pack_optimizer_state(optimizer, target, slices))
+    if scheduler is not None and scheduler_key:
+        scheduler.load_state_dict(target[scheduler_key])
 
 
 def load_full_state_dict(directory: str | Path) -> dict[str, torch.Tensor]:
-    """The user's whole state dict from a checkpoint (or the latest one in `directory`), in one process, on
-    the CPU.
+    """Reads the user's whole state dict from a checkpoint (or the latest one in `directory`) onto the CPU, in
+    one process.
 
-    Frozen parameters and buffers are in it; tied parameters are one tensor under each of their names. Raises
-    UserError if there is none.
+    It includes frozen parameters and buffers; tied parameters are one tensor under each of their names.
+    Raises UserError if there is no checkpoint.
     """
     from secc.runtime.parameters import sliced_tensor_store
 
     checkpoint = find_checkpoint(Path(directory))
-    about = read_manifest(checkpoint)
+    manifest = read_manifest(checkpoint)
     target: dict[str, Any] = {
         k: _empty_on_cpu(v)
         for k, v in sliced_tensor_store.stored_entries(checkpoint).items()
         if k.startswith("model/")
     }
     sliced_tensor_store.read_entries(checkpoint, target, alone=True)
-    return {name: target[f"model/{about.tied.get(name, name)}"] for name in about.names}
+    return {name: target[f"model/{manifest.tied.get(name, name)}"] for name in manifest.names}
 
 
 def _scheduler_key(stored: Iterable[str], rank: int) -> str | None:
-    """Every rank's scheduler took the same steps: the rank's own, since its groups are the same under the
-    same plan, or any."""
+    """Returns the key of this rank's scheduler state, or of any other rank's: all schedulers took the same
+    steps, but only under the same plan does this rank's own have the same groups."""
     keys = sorted(k for k in stored if k.startswith("scheduler/"))
     return f"scheduler/{rank}" if f"scheduler/{rank}" in keys else next(iter(keys), None)
 
 
 def _pack_optimizer_state(
-    optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], pieces: OptimizedSlices
+    optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], slices: OptimizedSlices
 ) -> dict[str, Any]:
-    """An optimizer's state dict, with its indices, from what is stored under names."""
+    """Builds an optimizer's state dict, keyed by index, from entries stored under names."""
     from secc.runtime.parameters.sliced_tensor_store import TensorSlice
 
     packed = optimizer.state_dict()
     options = {
         n: o
-        for key, parts in stored.items()
+        for key, groups in stored.items()
         if key.startswith("groups/")
-        for members, o in parts
+        for members, o in groups
         for n in members
     }
     values: dict[str, dict[str, Any]] = {}
@@ -292,9 +286,9 @@ def _pack_optimizer_state(
             values.setdefault(name, {})[entry] = value
     state: dict[int, Any] = {}
     for group, indices in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        members = [pieces[p].name for p in group["params"]]
-        known = next((options[n] for n in members if n in options), {})
-        indices.update(known)
+        members = [slices[p].name for p in group["params"]]
+        group_options = next((options[n] for n in members if n in options), {})
+        indices.update(group_options)
         for param, name, index in zip(group["params"], members, indices["params"], strict=True):
             if name in values:
                 state[index] = {
@@ -304,20 +298,20 @@ def _pack_optimizer_state(
     return {"state": state, "param_groups": packed["param_groups"]}
 
 
-def _load_target(entry: torch.Tensor | None, piece: ParameterSlice) -> Any:
-    """What an entry of a parameter's state is loaded into: room for the rank's piece of it, where the entry
-    is like the parameter."""
+def _load_target(entry: torch.Tensor | None, part: ParameterSlice) -> Any:
+    """Returns where a stored optimizer state is read into: memory for this rank's slice if the state has the
+    parameter's shape, else memory for all of it."""
     from secc.runtime.parameters.sliced_tensor_store import TensorSlice
 
-    if entry is None or entry.shape != (piece.cut.shape if piece.cut else piece.shape) or not entry.ndim:
+    if entry is None or entry.shape != (part.cut.shape if part.cut else part.shape) or not entry.ndim:
         return _empty_on_cpu(entry)
     return TensorSlice(
-        torch.empty(piece.stop - piece.start, dtype=entry.dtype), piece.shape, piece.start, piece.cut
+        torch.empty(part.stop - part.start, dtype=entry.dtype), part.shape, part.start, part.cut
     )
 
 
 def _empty_on_cpu(entry: torch.Tensor | None) -> torch.Tensor | None:
-    """What a stored entry is loaded into: memory on the CPU for a tensor."""
+    """Returns CPU memory for a stored tensor; None for other objects."""
     return None if entry is None else torch.empty_like(entry, device="cpu")
 
 

@@ -1,9 +1,9 @@
-"""Whether an optimizer treats every entry of a parameter alone, so that replicas may each step on a part of
-it.
+"""Decides whether an optimizer is elementwise, that is, whether replicas may each step on a part of a
+parameter.
 
-torch's own elementwise optimizers are known by type. Any other one steps on a matrix and, from the same
-start, on the matrix in two pieces: an optimizer that looks at a tensor's norm, rows or shape then gives
-different values, or refuses, and must not be sharded.
+torch's own elementwise optimizers are known by type. Any other optimizer steps on a random matrix and, from
+the same values, on the same matrix split into two vectors. An optimizer that uses a tensor's norm, rows or
+shape gives different results, or fails, and must not be sharded.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from torch import nn, optim
 
 ELEMENTWISE_OPTIMIZERS = frozenset({
-    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adadelta, optim.Adagrad, optim.ASGD,
-    optim.RMSprop, optim.Rprop,
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adadelta, optim.Adagrad,
+    optim.ASGD, optim.RMSprop, optim.Rprop,
 })  # fmt: skip
 _PROBE_STEPS = 3
-_PROBE_SHAPE, _PROBE_SPLIT = (4, 6), 9  # the pieces have unlike lengths, rows and norms
-_PROBE_LEARNING_RATE = 1e-2  # in place of the user's, which may start at zero
+_PROBE_SHAPE, _PROBE_SPLIT = (4, 6), 9  # the two parts differ in length, rows and norm
+_PROBE_LEARNING_RATE = 1e-2  # replaces the user's, which may be zero during warm-up
 
 
 def why_not_elementwise(optimizer: optim.Optimizer) -> str | None:
-    """Why the optimizer cannot be sharded, or None if it can."""
+    """Returns the reason why the optimizer cannot be sharded, or None if it can."""
     if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
         return None
     name = type(optimizer).__name__
@@ -48,29 +48,31 @@ def why_not_elementwise(optimizer: optim.Optimizer) -> str | None:
 def _step_whole_and_split(
     optimizer: optim.Optimizer, group: dict[str, Any], like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A random matrix, what it is after some steps, and what it is after the same steps in two pieces, all
-    flat and in float32."""
+    """Steps on a random matrix and on its two parts. Returns (initial values, matrix after the steps, parts
+    after the steps), all flat and float32."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.logspace(-1, 1, 24)
     values = [torch.randn(24, generator=generator) * scale for _ in range(1 + _PROBE_STEPS)]
     device = torch.device("cpu") if like.is_meta else like.device
     start, *gradients = (v.to(device) for v in values)
     whole = nn.Parameter(start.clone().view(_PROBE_SHAPE))
-    pieces = [nn.Parameter(start[:_PROBE_SPLIT].clone()), nn.Parameter(start[_PROBE_SPLIT:].clone())]
-    probes = [_copy_optimizer(optimizer, group, params) for params in ([whole], pieces)]
+    parts = [nn.Parameter(start[:_PROBE_SPLIT].clone()), nn.Parameter(start[_PROBE_SPLIT:].clone())]
+    probes = [_copy_optimizer(optimizer, group, params) for params in ([whole], parts)]
     for gradient in gradients:
         whole.grad = gradient.clone().view(_PROBE_SHAPE)
-        for piece, part in zip(pieces, (gradient[:_PROBE_SPLIT], gradient[_PROBE_SPLIT:]), strict=True):
-            piece.grad = part.clone()
+        for part_param, part_gradient in zip(
+            parts, (gradient[:_PROBE_SPLIT], gradient[_PROBE_SPLIT:]), strict=True
+        ):
+            part_param.grad = part_gradient.clone()
         for probe in probes:
             probe.step()
-    return start.float(), whole.detach().flatten().float(), torch.cat([p.detach() for p in pieces]).float()
+    return start.float(), whole.detach().flatten().float(), torch.cat([p.detach() for p in parts]).float()
 
 
 def _copy_optimizer(
     optimizer: optim.Optimizer, group: dict[str, Any], params: list[nn.Parameter]
 ) -> optim.Optimizer:
-    """The optimizer as it is, without hooks and state, over other parameters."""
+    """Returns a copy of the optimizer with other parameters, without its state and hooks."""
     probe = object.__new__(type(optimizer))
     probe.__dict__.update(optimizer.__dict__)
     probe.state = defaultdict(dict)

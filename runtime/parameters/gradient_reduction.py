@@ -1,15 +1,18 @@
-"""Sums gradients over replicas and tied sections, and clips them by the global norm.
+"""Sums gradients over data-parallel replicas and tied sections, and clips them by their global norm.
 
-A gradient is summed over every rank that holds its parameter: the replicas of its section, or of all its
-sections where it is tied. Ranks contribute unequal shares, or none: who has no gradient adds zeros, and
-whether anybody has one travels beside the sums, because a parameter that no sample reached must keep
-`grad=None` (to AdamW a zero is not the same).
+A gradient is summed over every rank that holds its parameter: over the replicas of its section, or over all
+its sections if it is tied. Replicas receive different numbers of samples, so a rank without a gradient
+contributes zeros. The sums alone cannot tell a zero gradient from a missing one, and AdamW treats them
+differently, so a flag per parameter ("does any rank have a gradient?") is reduced along with the buckets.
 
-Gradients travel in flat buckets, in one order on all ranks and a few at a time. A bucket starts as soon as
-the last backward of its section has made its gradients, at the latest when that backward ends; without one,
-when the program says that the section is done. Where a section's optimizer is sharded, each rank gets the sum
-of its shard alone: under `zero2` a bucket's own gradients are freed when it starts, under `zero1` when all
-sums are there. Under `zero3` every backward has summed its own already (`secc.runtime.parameters.zero3`).
+Gradients are sent in flat buckets, in the same order on all ranks, with a limited number in flight (as in
+DDP: Li et al., "PyTorch Distributed", 2020). A bucket starts as soon as the last backward of its section in
+this step has accumulated all of its gradients, at the latest when that backward ends; a rank that runs no
+backward of the section starts it at the program's REDUCE instruction.
+
+If the section's optimizer is sharded (ZeRO: Rajbhandari et al., 2020), each rank receives only the sum of its
+own shard: under `zero2` a bucket releases its gradients when it starts, under `zero1` when all sums have
+arrived. Under `zero3` each backward reduces its own gradients (`secc.runtime.parameters.zero3`).
 """
 
 from __future__ import annotations
@@ -38,18 +41,21 @@ from secc.runtime.plan.schema import Plan, Section
 from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut
 
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
-NORM_BLOCK_ENTRIES = 1024  # entries of a gradient whose squares are added up in its own dtype
+NORM_BLOCK_ENTRIES = 1024  # squares of this many entries are summed in float32 before float64 takes over
 
 
 @dataclass(frozen=True)
 class ReductionGroup:
-    """Parameters that live in the same sections: names, sections, the ranks that sum their gradients, how
-    their optimizer is sharded.
+    """Parameters that the same sections hold, and the ranks that sum their gradients.
 
-    Parameters of several sections are never sharded, because their sections may be. Under tensor parallelism
-    each rank of a replica sums with the like ranks of the others. Of a parameter that is whole on all of
-    them, one of these sums counts for the norm: in the others it is `repeated`. Where ranks of one replica
-    sum together, only the first one's gradient counts: the others are `silent`.
+    Parameters of several sections are never sharded, because the sections may be sharded differently. Under
+    tensor parallelism each rank of a replica reduces with the ranks at the same position of the other
+    replicas; the norm of a parameter that every rank of a replica holds whole must be counted once, so all
+    positions but the first list it in `counted_elsewhere`. If the ranks of one replica take part in the same
+    sum, only the gradient of the replica's first rank may contribute: the others are `zeroed_ranks` and send
+    zeros.
+
+    `sharding` is "none", "zero1", "zero2" or "zero3".
     """
 
     names: tuple[str, ...]
@@ -63,73 +69,77 @@ class ReductionGroup:
 def build_reduction_groups(
     plan: Plan, names: Iterable[str], canonical: Mapping[str, str]
 ) -> list[ReductionGroup]:
-    """The parameters among `names` that get gradients, by the sections that hold them; the same list on every
-    rank.
+    """Groups the parameters `names` by the sections that hold them; all ranks build the same list.
 
-    `canonical` maps each name that plan or model use to one name of the parameter. Parameters that are held
-    by sections without backward only are left out.
+    `canonical` maps each name that the plan or the model uses to one name per parameter. Parameters that only
+    forward-only sections hold get no gradient and are left out.
     """
     sections_of: dict[str, list[str]] = {}
     for section in plan.sections:
         for name in dict.fromkeys(canonical[p] for p in section.params):
             sections_of.setdefault(name, []).append(section.name)
-    together: dict[tuple[str, ...], list[str]] = {}
+    by_sections: dict[tuple[str, ...], list[str]] = {}
     for name in names:
-        found = tuple(sections_of.get(name, ()))
-        if any(plan.find_section(s).mode != "forward" for s in found):
-            together.setdefault(found, []).append(name)
+        holders = tuple(sections_of.get(name, ()))
+        if any(plan.find_section(s).mode != "forward" for s in holders):
+            by_sections.setdefault(holders, []).append(name)
     order = {s.name: i for i, s in enumerate(plan.sections)}
-    summed: list[ReductionGroup] = []
+    groups: list[ReductionGroup] = []
     for sections, members in sorted(
-        together.items(), key=lambda item: (len(item[0]), [order[s] for s in item[0]])
+        by_sections.items(), key=lambda item: (len(item[0]), [order[s] for s in item[0]])
     ):
-        some = [plan.find_section(s) for s in sections]
-        summed += (
-            _groups_of_section(some[0], members, canonical)
-            if len(some) == 1
-            else [_tied_group(some, members, canonical)]
+        held_by = [plan.find_section(s) for s in sections]
+        groups += (
+            _groups_of_section(held_by[0], members, canonical)
+            if len(held_by) == 1
+            else [_tied_group(held_by, members, canonical)]
         )
-    return summed
+    return groups
 
 
 def _groups_of_section(
     section: Section, names: Sequence[str], canonical: Mapping[str, str]
 ) -> Iterator[ReductionGroup]:
-    """A sum for each place in a replica, and one over all ranks for what each of them has a part of the
-    gradient of."""
+    """Yields one group per tensor-parallel rank, plus one over all ranks of the section for parameters whose
+    gradient is partial on each rank (norms under sequence parallelism)."""
     mesh = section.mesh
     cut, partial = (
         {canonical[n] for n in some} for some in ((s.name for s in section.shards), section.partial)
     )
-    own = tuple(n for n in names if n not in partial)
-    for place in range(mesh.tp) if own else ():
-        repeated = frozenset(n for n in own if n not in cut) if place else frozenset[str]()
+    complete = tuple(n for n in names if n not in partial)
+    for tp_rank in range(mesh.tp) if complete else ():
+        repeated = frozenset(n for n in complete if n not in cut) if tp_rank else frozenset[str]()
         yield ReductionGroup(
-            own, (section.name,), tuple(sorted(mesh.ranks[place :: mesh.tp])), section.sharding, repeated
+            complete,
+            (section.name,),
+            tuple(sorted(mesh.ranks[tp_rank :: mesh.tp])),
+            section.sharding,
+            repeated,
         )
-    if rest := tuple(n for n in names if n in partial):
+    if summed_over_replica := tuple(n for n in names if n in partial):
         sharding = "zero2" if section.sharding == "zero3" else section.sharding  # they are few and stay whole
-        yield ReductionGroup(rest, (section.name,), tuple(sorted(mesh.ranks)), sharding)
+        yield ReductionGroup(summed_over_replica, (section.name,), tuple(sorted(mesh.ranks)), sharding)
 
 
 def _tied_group(
     sections: Sequence[Section], names: Sequence[str], canonical: Mapping[str, str]
 ) -> ReductionGroup:
-    """One sum over the ranks of all sections. Raises ValueError where a rank's gradient holds both what
-    counts and what others count."""
-    first = {r for s in sections for r in s.mesh.ranks[:: s.mesh.tp]}
-    silent = {r for s in sections for r in s.mesh.ranks} - first
+    """Returns one group over the ranks of all `sections`. Raises ValueError if a rank would have to
+    contribute to the sum for one section and send zeros for another."""
+    contributing = {r for s in sections for r in s.mesh.ranks[:: s.mesh.tp]}
+    zeroed = {r for s in sections for r in s.mesh.ranks} - contributing
     for s in sections:
         others = set(s.mesh.ranks) - set(s.mesh.ranks[:: s.mesh.tp])
-        if others & first or not {canonical[n] for n in s.partial}.isdisjoint(names):
+        if others & contributing or not {canonical[n] for n in s.partial}.isdisjoint(names):
             raise ValueError(
-                f"section {s.name} with tp={s.mesh.tp} shares {names[0]} with a section whose replicas are of another size"
+                f"section {s.name} with tp={s.mesh.tp} shares {names[0]} with a section whose replicas have"
+                " another number of ranks"
             )
     return ReductionGroup(
         tuple(names),
         tuple(s.name for s in sections),
         _ranks_of_sections(sections),
-        zeroed_ranks=frozenset(silent),
+        zeroed_ranks=frozenset(zeroed),
     )
 
 
@@ -138,43 +148,45 @@ def _ranks_of_sections(sections: Iterable[Section]) -> tuple[int, ...]:
 
 
 class _GradientBucket:
-    """Gradients of one dtype on their way through a sum over `group`; of a sharded optimizer's parameters
-    where `flat` is given."""
+    """Gradients of one dtype, summed over the process group `group` in one flat message.
+
+    `flat`: the parameters' shards if their optimizer is sharded; then the sum is a reduce-scatter. `free`:
+    release the gradients when the message starts (zero2). `silent`: send zeros, because another rank of this
+    replica contributes the same gradients.
+    """
 
     def __init__(
         self, params: list[nn.Parameter], group: Any, flat: FlatParameters | None, free: bool, silent: bool
     ) -> None:
-        self.params, self.group, self.flat, self.release_at_start, self.is_zeroed = (
-            params,
-            group,
-            flat,
-            free,
-            silent,
-        )
+        self.params, self.group, self.flat = params, group, flat
+        self.release_at_start, self.is_zeroed = free, silent
         self.has_gradient: list[bool] = []
-        self.awaited = set[nn.Parameter]()  # whose gradients the last backward has still to make
+        self.awaited = set[nn.Parameter]()  # gradients that the section's last backward has yet to accumulate
         self.is_ready = False
         self._sum = torch.empty(0)
         self._work: dist.Work | None = None
 
     def start(self) -> None:
+        """Starts the sum without waiting for it."""
         self.has_gradient = [p.grad is not None for p in self.params]
-        own = flatten_gradients(self.params, self.flat.buffer.numel() if self.flat else None)
+        local_gradients = flatten_gradients(self.params, self.flat.buffer.numel() if self.flat else None)
         if self.is_zeroed:
-            own.zero_()
+            local_gradients.zero_()
         if self.release_at_start:
             self.release()
         if self.flat is None:
-            self._sum = own
-            self._work = dist.all_reduce(own, dist.ReduceOp.SUM, group=self.group, async_op=True)
+            self._sum = local_gradients
+            self._work = dist.all_reduce(local_gradients, dist.ReduceOp.SUM, group=self.group, async_op=True)
         else:
-            self._sum = own.new_empty(self.flat.shard_size)
-            self._work = start_reduce_scatter(self._sum, own, self.group)
+            self._sum = local_gradients.new_empty(self.flat.shard_size)
+            self._work = start_reduce_scatter(self._sum, local_gradients, self.group)
 
     def is_done(self) -> bool:
+        """Whether the sum has arrived."""
         return self._work is not None and self._work.is_completed()
 
     def finish(self) -> None:
+        """Waits for the sum and makes it the gradient of the parameters, or of their slices."""
         assert self._work is not None
         self._work.wait()
         if self.flat is not None:
@@ -184,12 +196,13 @@ class _GradientBucket:
         self._sum, self._work = torch.empty(0), None
 
     def release(self) -> None:
+        """Drops the gradients of this rank."""
         for param in self.params:
             param.grad = None
 
 
 class _Zero3Gradients:
-    """Gradients that every backward has summed already (`zero3`)."""
+    """A `zero3` unit in the queue of buckets: its gradients have been summed by every backward already."""
 
     def __init__(self, flat: ShardedUnit) -> None:
         self.params, self.flat = flat.params, flat
@@ -210,8 +223,10 @@ class _Zero3Gradients:
 
 
 class _GradientPresence:
-    """Which parameters of a reduction's buckets any rank has a gradient for; the last of the reduction to
-    travel."""
+    """Finds out which parameters of a group have a gradient on any rank; reduced after the group's buckets.
+
+    Where no rank has one, the parameter keeps `grad=None`, as in a run on one process.
+    """
 
     def __init__(
         self, buckets: Sequence[_GradientBucket | _Zero3Gradients], group: Any, device: torch.device
@@ -233,10 +248,10 @@ class _GradientPresence:
     def finish(self) -> None:
         assert self._work is not None
         self._work.wait()
-        flags = iter(self._flags.tolist())
+        present = iter(self._flags.tolist())
         for bucket in self.buckets:
             for param in bucket.params:
-                if not next(flags):
+                if not next(present):
                     param.grad = None
                     if bucket.flat is not None and param in bucket.flat.slices:
                         bucket.flat.slices[param][0].grad = None
@@ -249,111 +264,118 @@ _PendingReduction = _GradientBucket | _Zero3Gradients | _GradientPresence
 
 
 class GradientReducer:
-    """Sums the gradients of this rank's parameters. Made on all ranks in the same order, because making
-    groups is collective.
+    """Sums the gradients of this rank's parameters, overlapped with the last backwards of a step.
 
-    `pieces` has everything that this rank's optimizer updates, `slices` what takes the places of sharded
-    parameters. With `dtype`, float32 parameters compute in it, and the optimizer updates `masters` (or
-    slices) in float32.
+    Construct it at the same point on all ranks, because creating process groups is collective.
+
+    `optimized_slices` maps each tensor that this rank's optimizer updates to the part of a user's parameter
+    that it holds. `sharded_slices` maps each parameter with a sharded optimizer to its slice on this rank, or
+    None. With `dtype`, modules compute in `dtype` while the optimizer updates float32 `masters` (or float32
+    slices).
     """
 
     def __init__(
         self,
-        held: list[ReductionGroup],
+        reduction_groups: list[ReductionGroup],
         params: Mapping[str, nn.Parameter],
         rank: int,
         device: torch.device,
         cuts: Mapping[str, ParameterCut] | None = None,
         dtype: torch.dtype | None = None,
-        gathered: Mapping[str, Sequence[ShardedUnit]] | None = None,
+        zero3_units: Mapping[str, Sequence[ShardedUnit]] | None = None,
     ) -> None:
         self._device, self._cuts, self._dtype = device, cuts or {}, dtype
-        self._zero3_units = [flat for flats in (gathered or {}).values() for flat in flats if flat.is_trained]
+        self._zero3_units = [
+            unit for units in (zero3_units or {}).values() for unit in units if unit.is_trained
+        ]
         self.masters: dict[nn.Parameter, tuple[nn.Parameter, ParameterSlice]] = {}
-        self.counted_elsewhere = {n for h in held if rank in h.ranks for n in h.counted_elsewhere}
-        groups: dict[tuple[int, ...], Any] = {}
-        for h in held:
-            if len(h.ranks) > 1 and h.ranks not in groups:
-                groups[h.ranks] = dist.new_group(list(h.ranks))
+        self.counted_elsewhere = {
+            n
+            for reduction in reduction_groups
+            if rank in reduction.ranks
+            for n in reduction.counted_elsewhere
+        }
+        process_groups: dict[tuple[int, ...], Any] = {}
+        for reduction in reduction_groups:
+            if len(reduction.ranks) > 1 and reduction.ranks not in process_groups:
+                process_groups[reduction.ranks] = dist.new_group(list(reduction.ranks))
         self._queue: list[_PendingReduction] = []
         self._by_sections: dict[tuple[str, ...], list[_PendingReduction]] = {}
-        self._overlapped_buckets: dict[
-            tuple[str, ...], list[_GradientBucket]
-        ] = {}  # what may start before the section's last backward ends
+        # Buckets that may start before the section's last backward ends.
+        self._overlapped_buckets: dict[tuple[str, ...], list[_GradientBucket]] = {}
         self.optimized_slices: dict[nn.Parameter, ParameterSlice] = {}
         self.sharded_slices: dict[nn.Parameter, tuple[nn.Parameter, ParameterSlice] | None] = {}
         self._norm_parameters: list[nn.Parameter] = []
-        self._params = [params[n] for h in held if rank in h.ranks for n in h.names]
-        for h in held:
-            if rank in h.ranks:
-                if h.sharding == "zero3" and h.ranks in groups:
-                    self._add_zero3_group(
-                        h, [f for f in (gathered or {})[h.sections[0]] if f.is_trained], groups[h.ranks]
-                    )
+        self._params = [
+            params[n] for reduction in reduction_groups if rank in reduction.ranks for n in reduction.names
+        ]
+        for reduction in reduction_groups:
+            if rank in reduction.ranks:
+                if reduction.sharding == "zero3" and reduction.ranks in process_groups:
+                    units = [u for u in (zero3_units or {})[reduction.sections[0]] if u.is_trained]
+                    self._add_zero3_group(reduction, units, process_groups[reduction.ranks])
                 else:
-                    self._add_group(h, params, rank, groups.get(h.ranks))
-        self._next_index, self._in_flight, self._hooks = (
-            0,
-            deque[_PendingReduction](),
-            list[RemovableHandle](),
-        )
+                    self._add_group(reduction, params, rank, process_groups.get(reduction.ranks))
+        self._next_index = 0  # in the queue: everything before it has been started
+        self._in_flight = deque[_PendingReduction]()
+        self._hooks = list[RemovableHandle]()
 
     def _add_group(
-        self, held: ReductionGroup, params: Mapping[str, nn.Parameter], rank: int, group: Any
+        self, reduction: ReductionGroup, params: Mapping[str, nn.Parameter], rank: int, group: Any
     ) -> None:
-        """Buckets for parameters that the same ranks hold, last ones first, because backward makes their
-        gradients first."""
-        named = [(n, params[n]) for n in held.names]
-        if group is None or held.sharding == "none":
-            updated = [(self._optimized_parameter(n, p), n, p) for n, p in named]
+        """Makes the buckets of one group. The last parameters come first, because a backward accumulates
+        their gradients first."""
+        named = [(n, params[n]) for n in reduction.names]
+        if group is None or reduction.sharding == "none":
+            optimized = [(self._optimized_parameter(n, p), n, p) for n, p in named]
             self.optimized_slices |= {
-                u: whole_parameter_slice(n, p, self._cuts.get(n)) for u, n, p in updated
+                u: whole_parameter_slice(n, p, self._cuts.get(n)) for u, n, p in optimized
             }
-            self._norm_parameters += _split_evenly(
-                [u for u, n, _ in updated if n not in held.counted_elsewhere], len(held.ranks)
-            )[held.ranks.index(rank)]
+            # All ranks of the group will hold the same summed gradients: each adds up the norm of a share.
+            counted = [u for u, n, _ in optimized if n not in reduction.counted_elsewhere]
+            self._norm_parameters += _split_evenly(counted, len(reduction.ranks))[reduction.ranks.index(rank)]
         if group is None:
             return
         buckets: list[_GradientBucket] = []
         for members in _group_into_buckets(reversed(named)):
-            flat = self._make_flat_parameters(members, held, rank) if held.sharding != "none" else None
-            buckets.append(
-                _GradientBucket(
-                    [p for _, p in members], group, flat, held.sharding == "zero2", rank in held.zeroed_ranks
-                )
+            flat = (
+                self._make_flat_parameters(members, reduction, rank) if reduction.sharding != "none" else None
             )
+            free, silent = reduction.sharding == "zero2", rank in reduction.zeroed_ranks
+            bucket_params = [p for _, p in members]
+            buckets.append(_GradientBucket(bucket_params, group, flat, free, silent))
             if flat is not None:
-                self._register_slices(flat, [p for _, p in members], held)
-        self._overlapped_buckets.setdefault(held.sections, []).extend(
-            buckets[:-1]
-        )  # the last one has what a backward makes last
-        self._enqueue_buckets(held, buckets, group)
+                self._register_slices(flat, bucket_params, reduction)
+        # Hooks on the last bucket gain nothing: a backward accumulates its gradients just before it ends.
+        self._overlapped_buckets.setdefault(reduction.sections, []).extend(buckets[:-1])
+        self._enqueue_buckets(reduction, buckets, group)
 
-    def _add_zero3_group(self, held: ReductionGroup, flats: Sequence[ShardedUnit], group: Any) -> None:
-        """Parameters whose gradients every backward sums: only which of them were reached is left for the
-        step's end."""
-        for flat in flats:
-            self._register_slices(flat, flat.params, held)
-        self._enqueue_buckets(held, [_Zero3Gradients(flat) for flat in flats], group)
+    def _add_zero3_group(self, reduction: ReductionGroup, units: Sequence[ShardedUnit], group: Any) -> None:
+        """Adds a group whose gradients every backward reduces; at the end of the step only their presence is
+        left to exchange."""
+        for unit in units:
+            self._register_slices(unit, unit.params, reduction)
+        self._enqueue_buckets(reduction, [_Zero3Gradients(unit) for unit in units], group)
 
     def _register_slices(
-        self, flat: FlatParameters, params: Sequence[nn.Parameter], held: ReductionGroup
+        self, flat: FlatParameters, params: Sequence[nn.Parameter], reduction: ReductionGroup
     ) -> None:
-        self.sharded_slices |= {p: flat.slices.get(p) for p in params}
+        """Records which slices of `params` this rank updates, and which of them count for the norm here."""
+        self.sharded_slices |= {param: flat.slices.get(param) for param in params}
         self.optimized_slices |= dict(flat.slices.values())
         self._norm_parameters += [
-            p for p, piece in flat.slices.values() if piece.name not in held.counted_elsewhere
+            leaf for leaf, part in flat.slices.values() if part.name not in reduction.counted_elsewhere
         ]
 
     def _enqueue_buckets(
-        self, held: ReductionGroup, buckets: Sequence[_GradientBucket | _Zero3Gradients], group: Any
+        self, reduction: ReductionGroup, buckets: Sequence[_GradientBucket | _Zero3Gradients], group: Any
     ) -> None:
-        parts = [*buckets, _GradientPresence(buckets, group, self._device)]
-        self._by_sections.setdefault(held.sections, []).extend(parts)
-        self._queue += parts
+        queued = [*buckets, _GradientPresence(buckets, group, self._device)]
+        self._by_sections.setdefault(reduction.sections, []).extend(queued)
+        self._queue += queued
 
     def _optimized_parameter(self, name: str, param: nn.Parameter) -> nn.Parameter:
-        """What the optimizer updates: the parameter, or its master."""
+        """Returns what the optimizer updates: the parameter itself, or its new float32 master."""
         if self._dtype is None or param.dtype != torch.float32:
             return param
         master = make_master(param, self._dtype)
@@ -361,25 +383,25 @@ class GradientReducer:
         return master
 
     def _make_flat_parameters(
-        self, members: Sequence[tuple[str, nn.Parameter]], held: ReductionGroup, rank: int
+        self, members: Sequence[tuple[str, nn.Parameter]], reduction: ReductionGroup, rank: int
     ) -> FlatParameters:
-        """A bucket's parameters for a sharded optimizer."""
+        """Puts the parameters of one bucket into a flat buffer, sharded over the ranks of the group."""
         dtype = self._dtype if members[0][1].dtype == torch.float32 else None
-        flat = FlatParameters(members, held.ranks.index(rank), len(held.ranks), self._cuts, dtype)
+        flat = FlatParameters(members, reduction.ranks.index(rank), len(reduction.ranks), self._cuts, dtype)
         for _, param in members if dtype is not None else ():
             accumulate_in_float32(param)
         return flat
 
     def reset_gradients(self) -> None:
-        """Forget the gradients of the last step."""
+        """Drops all gradients of the last step."""
         for param in (*self._params, *self.optimized_slices):
             param.grad = None
-        for flat in self._zero3_units:
-            flat.reset_gradients()
+        for unit in self._zero3_units:
+            unit.reset_gradients()
 
     def arm_overlap_hooks(self, section: str) -> None:
-        """The next backward is the step's last one of `section` here: its buckets may start as it makes their
-        gradients."""
+        """Call before the last backward of `section` on this rank in this step: its buckets then start while
+        the backward still accumulates other gradients."""
         for bucket in self._overlapped_buckets.get((section,), ()):
             bucket.awaited = set(bucket.params)
             self._hooks += [
@@ -394,19 +416,19 @@ class GradientReducer:
             self._start_ready_buckets()
 
     def start_section(self, section: str) -> None:
-        """The gradients that belong to `section` alone are final on this rank: start to sum them."""
+        """Starts to sum the gradients of `section`: they are final on this rank."""
         self._mark_ready((section,))
         self._start_ready_buckets()
 
     def _mark_ready(self, sections: tuple[str, ...]) -> None:
-        for part in self._by_sections.get(sections, ()):
-            part.is_ready = True
+        for reduction in self._by_sections.get(sections, ()):
+            reduction.is_ready = True
 
     def finish_reduction(self) -> None:
-        """Sum what is left and wait: afterwards every gradient is the one over the whole global batch, or
-        None.
+        """Sums the remaining gradients and waits for all sums. Afterwards every gradient is that of the whole
+        global batch, or None.
 
-        It is the `.grad` of what the optimizer updates: the parameter, its slice where the optimizer is
+        The result is the `.grad` of what the optimizer updates: the parameter, its slice if the optimizer is
         sharded, or its master.
         """
         for handle in self._hooks:
@@ -418,15 +440,19 @@ class GradientReducer:
             self._start_ready_buckets()
             if self._in_flight:
                 self._in_flight.popleft().finish()
-        for part in self._queue:
-            part.is_ready = False
+        for reduction in self._queue:
+            reduction.is_ready = False
         self._next_index = 0
         for param, (master, _) in self.masters.items():
             master.grad, param.grad = param.grad, None
 
     def _start_ready_buckets(self) -> None:
-        """Start what may start next, in the queue's order: the same on all ranks, so that nobody waits in a
-        circle."""
+        """Starts buckets that are ready, up to the limit in flight.
+
+        Collectives of overlapping groups deadlock if two ranks start them in different orders. So a bucket
+        starts only after all buckets before it in the queue, although a later one may be ready first; the
+        queue has the same order on all ranks.
+        """
         while self._in_flight and self._in_flight[0].is_done():
             self._in_flight.popleft().finish()
         while (
@@ -439,25 +465,23 @@ class GradientReducer:
             self._in_flight[-1].start()
 
     def squared_norm(self) -> torch.Tensor:
-        """This rank's share of the squared global norm (float64, 0-dim): every entry is counted on one
-        rank."""
+        """Returns this rank's share of the squared global gradient norm (float64, 0-dim). Each entry of each
+        gradient is counted on exactly one rank."""
         norms = [norm for p in self._norm_parameters if p.grad is not None for norm in _block_norms(p.grad)]
-        return (
-            torch.cat(norms).double().square().sum()
-            if norms
-            else torch.zeros((), dtype=torch.float64, device=self._device)
-        )
+        if not norms:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return torch.cat(norms).double().square().sum()
 
     def clip_gradients(self, norm: torch.Tensor, limit: float) -> None:
-        """Scale the gradients so that their global norm, now `norm`, is at most `limit`."""
+        """Scales all gradients so that their global norm, now `norm`, is at most `limit`."""
         factor = (limit / (norm + _CLIP_EPSILON)).clamp(max=1.0)
         for param in self.optimized_slices:
             if param.grad is not None:
                 param.grad.mul_(factor.to(param.grad.dtype))
 
     def gather_parameters(self) -> None:
-        """After the optimizer's step: every rank gets the parameters that the others have updated.
-        Collective."""
+        """Sends the parameters that this rank has updated to all ranks that hold them. Collective; call it
+        after the optimizer step."""
         for param, (master, _) in self.masters.items():
             param.data.copy_(master.data)
         flats = [
@@ -470,8 +494,8 @@ class GradientReducer:
 
 
 def _split_evenly(params: Iterable[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
-    """Parameters whose gradients `count` ranks have in common, dealt to them so that each has about as many
-    entries."""
+    """Distributes `params` over `count` ranks so that each gets about as many entries (greedily, the next
+    parameter to the rank with the fewest)."""
     shares, entries = [list[nn.Parameter]() for _ in range(count)], [0] * count
     for param in params:
         least = entries.index(min(entries))
@@ -481,29 +505,29 @@ def _split_evenly(params: Iterable[nn.Parameter], count: int) -> list[list[nn.Pa
 
 
 def _block_norms(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Norms [n] whose squares add up to that of a gradient.
+    """Yields norms [n]; the sum of their squares is the squared norm of `gradient`.
 
-    Adding up in float64 takes a CPU four times as long as in float32, where the norm of a short block is as
-    exact as its entries.
+    On a CPU, float64 sums take four times as long as float32 sums, and the norm of a short float32 block is
+    as exact as its entries. So long gradients are summed by blocks.
     """
     flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).reshape(-1)
     if flat.dtype == torch.float32 and flat.device.type == "cpu" and flat.numel() >= NORM_BLOCK_ENTRIES:
-        whole = flat.numel() // NORM_BLOCK_ENTRIES * NORM_BLOCK_ENTRIES
-        yield torch.linalg.vector_norm(flat[:whole].view(-1, NORM_BLOCK_ENTRIES), dim=1)
-        flat = flat[whole:]
+        in_blocks = flat.numel() // NORM_BLOCK_ENTRIES * NORM_BLOCK_ENTRIES
+        yield torch.linalg.vector_norm(flat[:in_blocks].view(-1, NORM_BLOCK_ENTRIES), dim=1)
+        flat = flat[in_blocks:]
     if flat.numel():
         yield torch.linalg.vector_norm(flat, dtype=torch.float64).view(1)
 
 
 def _assign_gradients(total: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
-    """Make the sums in a flat buffer the parameters' gradients, as views of it: each takes the place of the
-    rank's own one."""
+    """Makes views of the flat buffer `total` the gradients of `params`; they replace the gradients of this
+    rank alone."""
     for param, part in zip(params, total.split([p.numel() for p in params]), strict=True):
         param.grad = part.view(param.shape).to(param.grad_dtype or param.dtype)
 
 
 def _group_into_buckets(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
-    """Parameters of one dtype each, in order, up to `BUCKET_BYTES` together."""
+    """Splits parameters into buckets of one dtype and at most `BUCKET_BYTES`, in order."""
     buckets: list[list[tuple[str, nn.Parameter]]] = []
     open_buckets: dict[torch.dtype, tuple[list[tuple[str, nn.Parameter]], int]] = {}
     for name, param in named:

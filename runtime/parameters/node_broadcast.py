@@ -1,9 +1,9 @@
-"""One process of a node builds the user's model and hands out what the others on the node hold, so that a
-node has one copy of it.
+"""One process per node builds the user's model and sends the others what they hold, so that a node holds one
+whole copy at a time.
 
-The others build a model without values, make room for their parameters, and receive them over gloo in flat
-messages; buffers and tensors that a module keeps as plain attributes come along, since they may be random
-too. All sides walk the same names in the same order, so nothing but values is sent.
+The other processes build the model without values, allocate their parameters, and receive the values over
+gloo in flat messages. Buffers and tensors in plain attributes of modules are sent along, because they may be
+random. All processes traverse the same names in the same order, so only values are sent.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-WEIGHT_MESSAGE_BYTES = 1 << 26  # bytes; a tensor larger than that is a message of its own
+WEIGHT_MESSAGE_BYTES = 1 << 26  # a larger tensor is a message of its own
 
 
 @dataclass(frozen=True)
 class NodeRanks:
-    """The ranks of this machine, the first of which builds."""
+    """The ranks on this machine; the first one builds the model. `rank` is this process."""
 
     ranks: tuple[int, ...]
     rank: int
 
     @staticmethod
     def from_environment(rank: int) -> NodeRanks:
-        """This machine as torchrun started it: ranks in a row. Alone where there is no process group."""
+        """Reads the ranks of this machine from torchrun's environment; only `rank` if there is no process
+        group."""
         local, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if not dist.is_initialized() or size == 1:
             return NodeRanks((rank,), rank)
@@ -36,16 +37,16 @@ class NodeRanks:
 
     @property
     def is_builder(self) -> bool:
-        """Whether this rank is the one that builds."""
+        """Whether this rank builds the model."""
         return self.rank == self.ranks[0]
 
     def receiver_ranks(self) -> tuple[int, ...]:
-        """The ranks that the builder hands out to."""
+        """Returns the ranks that receive their weights."""
         return self.ranks[1:]
 
 
 def attribute_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Tensors that modules keep as plain attributes: (module, attribute, tensor)."""
+    """Yields (module, attribute, tensor) for tensors that modules keep as plain attributes."""
     for module in model.modules():
         for name, value in sorted(vars(module).items()):
             if isinstance(value, torch.Tensor):
@@ -53,8 +54,8 @@ def attribute_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.
 
 
 def broadcast_weights(node: NodeRanks, model: nn.Module, held: Mapping[int, Iterable[str]]) -> None:
-    """Send every other rank of the node its parameters, `held[rank]` by first names, and all buffers and
-    loose tensors."""
+    """Sends each other rank of the node the parameters that it holds (`held[rank]`, by canonical names), and
+    all buffers and attribute tensors."""
     with torch.no_grad():
         for rank in node.receiver_ranks():
             for tensors in _group_into_messages(_tensors_of_rank(model, held[rank])):
@@ -62,18 +63,18 @@ def broadcast_weights(node: NodeRanks, model: nn.Module, held: Mapping[int, Iter
 
 
 def receive_weights(node: NodeRanks, model: nn.Module, held: Iterable[str]) -> None:
-    """Fill what this rank holds, as `hand_out` sends it."""
+    """Receives what `broadcast_weights` sends this rank, in place."""
     with torch.no_grad():
         for tensors in _group_into_messages(_tensors_of_rank(model, held)):
             sizes = [t.numel() * t.element_size() for t in tensors]
             message = torch.empty(sum(sizes), dtype=torch.uint8)
             dist.recv(message, node.ranks[0])
-            for tensor, part in zip(tensors, message.split(sizes), strict=True):
-                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+            for tensor, values in zip(tensors, message.split(sizes), strict=True):
+                tensor.copy_(values.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _tensors_of_rank(model: nn.Module, held: Iterable[str]) -> Iterator[torch.Tensor]:
-    """What one rank is given, in an order that all ranks know."""
+    """Yields what one rank receives, in an order that all ranks agree on."""
     wanted = set(held)
     yield from (p for name, p in model.named_parameters() if name in wanted)
     yield from (b for _, b in model.named_buffers())
@@ -81,7 +82,7 @@ def _tensors_of_rank(model: nn.Module, held: Iterable[str]) -> Iterator[torch.Te
 
 
 def _group_into_messages(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors in messages of about MESSAGE bytes."""
+    """Groups tensors into messages of about WEIGHT_MESSAGE_BYTES."""
     message, size = list[torch.Tensor](), 0
     for tensor in tensors:
         message.append(tensor)

@@ -1,11 +1,11 @@
-"""The model on a rank: built as the user builds it, held only where a section of the rank needs it, and shown
-to be the plan's.
+"""The model on a rank: built by the user's code, checked against the plan, and materialised only where this
+rank's sections need it.
 
-Weights come from the seed, as `model()` makes them, or from files. Of a large model one rank of a node builds
-all and hands out what the others hold; from files, every rank reads what it holds. The parameters of other
-ranks' sections are on the meta device, where they cost nothing and cannot be read by mistake. Parameters that
-no section uses stay on rank 0, so that a checkpoint holds the user's whole state dict. Buffers stay
-everywhere: they are small, and glue may read them.
+Weights come from the seed, as `model()` makes them, or from files. A large model is built by one rank per
+node, which sends the others what they hold; from files, each rank reads its own part. Parameters of other
+ranks' sections are on the meta device, where they cost no memory and cannot be read by mistake. Parameters
+that no section uses stay on rank 0, so that a checkpoint contains the user's whole state dict. Buffers are
+present everywhere: they are small, and glue may read them.
 """
 
 from __future__ import annotations
@@ -38,16 +38,14 @@ from secc.runtime.parameters.zero3 import zero3_parameter_names
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import gathers_parameters
 
-MODEL_FILE_COPY = "model.py.txt"  # in the plan directory: the model file that the plan was made from
+MODEL_FILE_COPY = "model.py.txt"  # in the plan directory: a copy of the model file at compile time
 MAX_DIFF_LINES = 40
-BUILD_EVERYWHERE_BYTES = (
-    1 << 25
-)  # bytes: a model up to this size is built by every rank, which is quicker than to receive it
+BUILD_EVERYWHERE_BYTES = 1 << 25  # up to this size every rank builds the model: faster than receiving it
 
 
 def load_user_model(plan: Plan, directory: Path) -> UserModel:
-    """The model file of the plan in `directory`. Raises UserError with a diff if it is not the one that the
-    plan was made from."""
+    """Loads the model file of the plan in `directory`. Raises UserError, with a diff, if the file has changed
+    since the plan was made."""
     path = directory / plan.model.path
     try:
         text = path.read_bytes()
@@ -69,8 +67,8 @@ def load_user_model(plan: Plan, directory: Path) -> UserModel:
 
 @dataclass(frozen=True)
 class RankModel:
-    """A model as a rank holds it. Its parameters in `stored` have no values yet: they are read from there, a
-    layer at a time."""
+    """The model on this rank. Parameters named in `deferred_sources` have no values yet; they are read from
+    these sources one unit at a time (zero3)."""
 
     model: nn.Module
     deferred_sources: Mapping[str, WeightSource]
@@ -79,11 +77,11 @@ class RankModel:
 def build_rank_model(
     plan: Plan, user: UserModel, rank: int, device: torch.device, seed: int, init: InitDirectories = ()
 ) -> RankModel:
-    """What `model()` gives after `torch.manual_seed(seed)`, or with the weights that `init` names; held for
-    `rank`.
+    """Builds the model with the weights that `model()` makes after `torch.manual_seed(seed)`, or with those
+    that `init` names, and materialises what `rank` holds on `device`.
 
-    Collective over the ranks of a node if the model is large. Raises UserError if its parameters are not
-    those of the plan, or `init` lacks some.
+    Collective over the ranks of a node if the model is large. Raises UserError if the parameters differ from
+    the plan's, or if `init` lacks some of them.
     """
     node = NodeRanks.from_environment(rank)
     if init:
@@ -130,7 +128,8 @@ def _build_with_values(plan: Plan, user: UserModel, seed: int) -> nn.Module:
 
 
 def _build_without_values(plan: Plan, user: UserModel, seed: int) -> nn.Module:
-    """The model without weights, but with those buffers that model() computes of nothing stored or random."""
+    """Builds the model on the meta device; buffers that `model()` computes from neither stored nor random
+    values have their values."""
     with seeded_rngs(seed):
         model = build_meta_model(user, tables=True)
     check_parameters(plan, model)
@@ -138,11 +137,14 @@ def _build_without_values(plan: Plan, user: UserModel, seed: int) -> nn.Module:
 
 
 def _check_computed_buffers(model: nn.Module, user: UserModel) -> None:
-    """Refuse a model with a large buffer that no file has and whose values were not computed."""
+    """Raises UserError for a large buffer that no file has and that could not be computed."""
     stored = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
         if name not in stored and buffer.is_meta:
-            message = f"--init: the buffer {name} is not saved with the model, and model() draws it at random or fills it piece by piece"
+            message = (
+                f"--init: the buffer {name} is not saved with the model, and model() draws it at random or"
+                " fills it piece by piece"
+            )
             raise UserError(
                 message,
                 user.function_source_line("model"),
@@ -151,33 +153,35 @@ def _check_computed_buffers(model: nn.Module, user: UserModel) -> None:
 
 
 def _total_parameter_bytes(plan: Plan) -> int:
-    """The bytes of all parameters; tied ones count under each name."""
+    """Returns the bytes of all parameters; tied parameters count once per name."""
     return sum(_parameter_bytes(text) for text in plan.model.parameters.values())
 
 
 def _parameter_bytes(text: str) -> int:
-    """The bytes of a parameter from its text in the plan, "float32[64, 64] train"."""
-    dtype, _, rest = text.partition("[")
-    shape = [int(n) for n in rest.partition("]")[0].split(",") if n.strip()]
+    """Returns the bytes of a parameter described as "float32[64, 64] train"."""
+    dtype, _, shape_text = text.partition("[")
+    shape = [int(n) for n in shape_text.partition("]")[0].split(",") if n.strip()]
     return math.prod(shape) * getattr(torch, dtype).itemsize
 
 
 def describe_parameters(model: nn.Module) -> dict[str, str]:
-    """Every parameter under each of its names as "float32[64, 64] train" or "... frozen": what plan.json
-    keeps as `model.parameters`."""
-    return {
-        name: f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)} {'train' if p.requires_grad else 'frozen'}"
-        for name, p in model.named_parameters(remove_duplicate=False)
-    }
+    """Describes every parameter, under each of its names, as "float32[64, 64] train" or "... frozen": the
+    value of `model.parameters` in plan.json."""
+
+    def describe(param: nn.Parameter) -> str:
+        dtype = str(param.dtype).removeprefix("torch.")
+        return f"{dtype}{list(param.shape)} {'train' if param.requires_grad else 'frozen'}"
+
+    return {name: describe(p) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def check_parameters(plan: Plan, model: nn.Module) -> None:
-    """Refuse a model whose parameters are not those that the plan was made for, with a diff of the two
-    tables."""
-    found = describe_parameters(model)
-    if found != plan.model.parameters:
+    """Raises UserError, with a diff, if the model's parameters differ from those of the plan."""
+    described = describe_parameters(model)
+    if described != plan.model.parameters:
         tables = [
-            [f"{name}: {text}" for name, text in sorted(t.items())] for t in (plan.model.parameters, found)
+            [f"{name}: {text}" for name, text in sorted(table.items())]
+            for table in (plan.model.parameters, described)
         ]
         raise _model_changed_error(
             "the model's parameters have changed since the plan was made", Path(plan.model.path), *tables
@@ -185,14 +189,11 @@ def check_parameters(plan: Plan, model: nn.Module) -> None:
 
 
 def _model_changed_error(message: str, path: Path, before: list[str], after: list[str]) -> UserError:
-    diff = (
-        list(difflib.unified_diff(before, after, "when the plan was made", "now", lineterm="", n=1))
-        if before
-        else []
-    )
-    shown = diff[:MAX_DIFF_LINES] + (
-        [f"… {len(diff) - MAX_DIFF_LINES} more lines"] if len(diff) > MAX_DIFF_LINES else []
-    )
+    diff = list[str]()
+    if before:
+        diff += difflib.unified_diff(before, after, "when the plan was made", "now", lineterm="", n=1)
+    hidden = len(diff) - MAX_DIFF_LINES
+    shown = diff[:MAX_DIFF_LINES] + ([f"… {hidden} more lines"] if hidden > 0 else [])
     return UserError(
         "\n".join([message, *(f"    {line}" for line in shown)]),
         str(path),
@@ -201,15 +202,15 @@ def _model_changed_error(message: str, path: Path, before: list[str], after: lis
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Each name of each parameter -> the first of its names in the model's order (tied parameters have
-    several)."""
+    """Maps each name of each parameter to its first name in the model's order (tied parameters have several
+    names)."""
     first: dict[nn.Parameter, str] = {}
     return {name: first.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def parameter_names_of_rank(plan: Plan, model: nn.Module, rank: int) -> set[str]:
-    """The parameters, by their first names, that `rank` holds: those of its sections, and on rank 0 those of
-    none."""
+    """Returns the canonical names of the parameters that `rank` holds: those of its sections, and on rank 0
+    also those of no section."""
     canonical = canonical_names(model)
     used = {canonical[name] for s in plan.sections for name in s.params}
     mine = {canonical[name] for s in plan.sections if rank in s.mesh.ranks for name in s.params}
@@ -217,8 +218,8 @@ def parameter_names_of_rank(plan: Plan, model: nn.Module, rank: int) -> set[str]
 
 
 def state_dict_owners(plan: Plan, model: nn.Module) -> dict[str, int]:
-    """Each entry of the state dict -> the first rank that holds it: by its sections, for buffers by the block
-    that they are in, else 0."""
+    """Maps each entry of the state dict to the first rank that holds it: a parameter by its sections, a
+    buffer by the section that contains its module, anything else to rank 0."""
     canonical = canonical_names(model)
     ranks: dict[str, int] = {}
     for section in plan.sections:
@@ -226,17 +227,19 @@ def state_dict_owners(plan: Plan, model: nn.Module) -> dict[str, int]:
             first = canonical[name]
             ranks[first] = min(section.mesh.ranks + ((ranks[first],) if first in ranks else ()))
 
-    def of_block(name: str) -> int:
-        return next(
-            (min(s.mesh.ranks) for s in plan.sections for b in s.blocks if name.startswith(f"{b}.")), 0
-        )
+    def first_rank_of_block(name: str) -> int:
+        holders = (min(s.mesh.ranks) for s in plan.sections for b in s.blocks if name.startswith(f"{b}."))
+        return next(holders, 0)
 
-    return {n: ranks.get(canonical[n], 0) if n in canonical else of_block(n) for n in model.state_dict()}
+    return {
+        name: ranks.get(canonical[name], 0) if name in canonical else first_rank_of_block(name)
+        for name in model.state_dict()
+    }
 
 
 def all_zero3_parameter_names(plan: Plan, model: nn.Module) -> set[str]:
-    """The parameters, by their first names, that replicas gather layer by layer: a device never has room for
-    all of them."""
+    """Returns the canonical names of all parameters that are gathered layer by layer; a device may be too
+    small for all of them at once."""
     canonical = canonical_names(model)
     return {
         name
@@ -254,27 +257,27 @@ def materialize_parameters(
     host: Collection[str] = (),
     room: bool = True,
 ) -> None:
-    """Put the parameters `names` and all buffers onto `device`, and every other parameter onto meta. Ties
-    stay tied.
+    """Puts the parameters `names` and all buffers onto `device`, and all other parameters onto the meta
+    device. Tied parameters stay tied.
 
-    Those in `host` go to the CPU's memory, until they are shared out. Without `values` the parameters get
-    room for some, and so do buffers and tensors in attributes that have none; without `room` those in `host`
-    get none.
+    Parameters in `host` go to CPU memory, until zero3 shards them. Without `values`, parameters, and buffers
+    and attribute tensors on the meta device, get uninitialised memory; without `room`, parameters in `host`
+    get a placeholder instead.
     """
     wanted = set(names)
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for name, param in model.named_parameters():
-        where = torch.device("cpu") if name in host else device
+        target = torch.device("cpu") if name in host else device
         if name in wanted and values:
-            param.data = param.data.to(where)
+            param.data = param.data.to(target)
         else:
-            bare = name in wanted and name in host and not room
-            held = (
-                valueless_placeholder(param, where)
-                if bare
-                else torch.empty_like(param, device=where if name in wanted else "meta")
+            placeholder_only = name in wanted and name in host and not room
+            tensor_now = (
+                valueless_placeholder(param, target)
+                if placeholder_only
+                else torch.empty_like(param, device=target if name in wanted else "meta")
             )
-            moved[param] = nn.Parameter(held, requires_grad=param.requires_grad)
+            moved[param] = nn.Parameter(tensor_now, requires_grad=param.requires_grad)
     for module in model.modules():
         for key, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if param in moved:
@@ -287,5 +290,5 @@ def materialize_parameters(
 
 
 def _allocate_or_move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor, or room for one without values, on `device`."""
+    """Returns the tensor on `device`; uninitialised memory if it was on the meta device."""
     return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)

@@ -1,8 +1,8 @@
-"""Named tensors and objects in a directory, by torch.distributed.checkpoint: every rank writes its own, any
-rank reads what it needs.
+"""Named tensors and objects in a directory, written and read by all ranks through
+torch.distributed.checkpoint.
 
-A rank may have only some of a tensor's entries: a `Slice`, which is stored as the boxes that it covers of the
-whole tensor. So what is stored tells nothing of who wrote it, and any other slices can be read from it.
+A rank may hold only a slice of a tensor (`TensorSlice`). Slices are stored as boxes of the whole tensor, so
+the stored data does not depend on how the writing run was sharded, and any other slices can be read from it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut, TensorBoun
 
 
 class TensorSlice:
-    """Entries of a tensor of `shape`, row-major from `start` on, as 1-D `values`.
-    torch.distributed.checkpoint stores and loads it.
+    """Entries of a tensor of `shape`, row-major from `start`, as the 1-D tensor `values`; implements the
+    protocol of torch.distributed.checkpoint.
 
-    With `cut`, that tensor is itself a rank's part of a whole one.
+    With `cut`, that tensor is itself a tensor-parallel rank's part of the whole one.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class TensorSlice:
         self.values, self.shape, self.start, self.cut = values, shape, start, cut
 
     def size(self) -> torch.Size:
-        """The shape of the whole tensor."""
+        """Returns the shape of the whole tensor."""
         return self.shape if self.cut is None else self.cut.shape
 
     def box_memory(self, index: MetadataIndex) -> torch.Tensor:
-        """The memory of one of the slice's boxes, in the box's shape."""
+        """Returns the memory of the box at `index`, in the box's shape."""
         return next(
             memory
             for (offsets, _), memory in self._boxes_with_memory()
@@ -56,7 +56,7 @@ class TensorSlice:
         )
 
     def _boxes_with_memory(self) -> Iterator[tuple[TensorBounds, torch.Tensor]]:
-        """The boxes of the whole tensor that the slice covers, each with its memory."""
+        """Yields the boxes of the whole tensor that the slice covers, each with its memory."""
         position = 0
         for box in row_major_boxes(self.shape, self.start, self.start + self.values.numel()):
             count = torch.Size(box[1]).numel()
@@ -87,8 +87,8 @@ class TensorSlice:
 
 
 def row_major_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[TensorBounds]:
-    """Entries `start` to `stop`, row-major, of a tensor of `shape` as boxes: (offsets, sizes), in the order
-    of their entries."""
+    """Splits the row-major range [start, stop) of a tensor of `shape` into boxes: yields (offsets, sizes) in
+    the order of their entries. A tensor of n dims needs at most 2n - 1 boxes."""
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -112,34 +112,35 @@ def _boxes_in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> It
 
 class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self.state_dict[index.fqn]
-        return found.box_memory(index) if isinstance(found, TensorSlice) else super().lookup_object(index)
+        entry = self.state_dict[index.fqn]
+        return entry.box_memory(index) if isinstance(entry, TensorSlice) else super().lookup_object(index)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the entries as they are; torch's own walks through them and drops what is no tensor."""
+        """Keeps the entries as they are; torch's own method flattens them and drops objects that are not
+        tensors."""
         self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        found = self.state_dict[index.fqn]
-        return found.box_memory(index) if isinstance(found, TensorSlice) else super().lookup_tensor(index)
+        entry = self.state_dict[index.fqn]
+        return entry.box_memory(index) if isinstance(entry, TensorSlice) else super().lookup_tensor(index)
 
 
 def write_entries(directory: Path, state: dict[str, Any]) -> None:
-    """Write this rank's entries. Collective; no two ranks may have the same key."""
+    """Writes this rank's entries. Collective; no two ranks may write the same key."""
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     save(state, storage_writer=FileSystemWriter(directory), planner=planner)
 
 
 def stored_entries(directory: Path) -> dict[str, torch.Tensor | None]:
-    """What is stored: a meta tensor for each tensor, None for any other object. Raises UserError if that
-    cannot be read."""
+    """Returns what is stored: a meta tensor for each tensor, None for any other object. Raises UserError if
+    it cannot be read."""
     try:
-        found = FileSystemReader(directory).read_metadata().state_dict_metadata
+        metadata = FileSystemReader(directory).read_metadata().state_dict_metadata
     except OSError as error:
         remedy = "give a directory that a run with --save has written"
         raise UserError(f"not a checkpoint: {error.strerror}", str(directory), remedy) from None
@@ -147,12 +148,12 @@ def stored_entries(directory: Path) -> dict[str, torch.Tensor | None]:
         key: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         if isinstance(entry, TensorStorageMetadata)
         else None
-        for key, entry in found.items()
+        for key, entry in metadata.items()
     }
 
 
 def read_entries(directory: Path, target: dict[str, Any], alone: bool = False) -> None:
-    """Read the keys of `target`, tensors into their memory. Collective unless `alone`."""
+    """Reads the keys of `target`, tensors in place. Collective unless `alone`."""
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

@@ -1,20 +1,18 @@
-"""`zero3`: parameters of which each replica keeps a part, gathered layer by layer while a micro-batch passes
-through them.
+"""`zero3`: each replica stores a shard of every parameter and gathers whole layers while it computes them.
 
-The values of a *unit* (a layer of a stack, or a block without one, as in `secc.runtime.sections.recompute`)
-are on a rank only around its own forward and backward: each pass gathers the units one after the other, the
-next one while one computes, and a backward adds every unit's gradients to the replicas' shards as soon as it
-is done with it. What no unit has (embeddings, heads, what glue reads) is the *rest*, which is there for the
-whole of a pass. The user's optimizer sees slices, as with any sharded optimizer
-(`secc.runtime.parameters.sharded_optimizer`).
+The values of a *unit* (an FSDP unit: a layer of a stack, or a block without a stack, as in
+`secc.runtime.sections.recompute`) are present on a rank only during its own forward and backward. A pass
+through a section gathers its units one after the other, prefetching the next one during the current one; a
+backward reduce-scatters the gradients of each unit as soon as it has left it. Parameters outside of all units
+(embeddings, heads, what the glue reads) form the *remainder*, gathered for the whole pass. The user's
+optimizer holds slices, as with every sharded optimizer (`secc.runtime.parameters.sharded_optimizer`).
 
-Gathers are collectives, while replicas get unequal shares of samples, of different patterns. So a pass is the
-same row of collectives whatever a replica computes in it: every unit once, in one order (the reverse for
-backwards), also those that its samples do not need. And the schedule gives all replicas equally many passes,
-in one order: forwards and backwards run in rounds (`secc.runtime.plan.step_program.rounds`), and a replica
-without samples in a round passes through with nothing to compute. That is why it is not PyTorch's FSDP2:
-there a module gathers when it happens to be called, so that a replica that has fewer micro-batches, or none,
-hangs the others.
+Why not PyTorch's FSDP2: gathers are collectives, but replicas receive unequal numbers of samples with
+different input patterns. FSDP2 gathers when a module happens to be called, so a replica with fewer
+micro-batches hangs the others. Here every pass issues the same sequence of collectives whatever it computes:
+each unit once, in one order (reversed in backwards), including units that this replica's samples skip. And
+the schedule gives all replicas the same number of passes in the same order: forwards and backwards run in
+rounds (`secc.runtime.plan.step_program`), and a replica without samples in a round makes an empty pass.
 """
 
 from __future__ import annotations
@@ -47,33 +45,33 @@ Forward = Callable[..., Any]
 
 
 class ShardedUnit(FlatParameters):
-    """Parameters of one unit and dtype whose values are in one buffer while they are gathered; else each rank
-    has its shard alone.
+    """Parameters of one unit that share dtype and `requires_grad`. While gathered, their values are in one
+    buffer; otherwise this rank holds only its shard.
 
-    `trained` ones collect gradients: `reduce` adds those of a backward, summed over the group, to the
-    shard's.
+    Between `start_gather` and `release_values` the parameters can be used. For trained units, `start_reduce`
+    and `accumulate_reduced` add the gradients of one backward, summed over the group, to this rank's shard.
     """
 
     def __init__(
         self,
-        named: NamedParameters,
+        named_params: NamedParameters,
         group: Any,
         index: int,
         count: int,
         cuts: Mapping[str, ParameterCut],
         dtype: torch.dtype | None,
     ) -> None:
-        self.parameter_names, self.params = [n for n, _ in named], [p for _, p in named]
+        self.parameter_names, self.params = [n for n, _ in named_params], [p for _, p in named_params]
         self.is_trained = self.params[0].requires_grad
         if not self.is_trained and dtype is not None and self.params[0].dtype == torch.float32:
             for p in self.params:
                 p.data = p.data.to(dtype)
-        wide = dtype if self.is_trained and self.params[0].dtype == torch.float32 else None
-        super().__init__(named, index, count, cuts, wide, apart=True)
-        for p in self.params if wide is not None else ():
+        low_dtype = dtype if self.is_trained and self.params[0].dtype == torch.float32 else None
+        super().__init__(named_params, index, count, cuts, low_dtype, apart=True)
+        for p in self.params if low_dtype is not None else ():
             accumulate_in_float32(p)
         self.group = group
-        self.has_gradient = [False] * len(named)
+        self.has_gradient = [False] * len(named_params)
         self._buffer_views = [p.data for p in self.params]
         self._placeholders = [valueless_placeholder(p, p.device) for p in self.params]
         self._pending_gather: dist.Work | None = None
@@ -82,12 +80,14 @@ class ShardedUnit(FlatParameters):
         self.release_values()
 
     def start_gather(self) -> None:
-        """Start to gather the values. Collective, as all that follows."""
+        """Allocates the buffer and starts to gather the values. Collective, like all methods below that
+        communicate."""
+        # Resizing the storage, instead of making a new tensor, keeps the parameters' views of it valid.
         self.buffer.untyped_storage().resize_(self.buffer.nbytes)
         self._pending_gather = self.gather_values(self.group)
 
     def finish_gather(self) -> None:
-        """Let the parameters have their values."""
+        """Waits for the values and points the parameters to them."""
         assert self._pending_gather is not None
         self._pending_gather.wait()
         self._pending_gather = None
@@ -95,37 +95,38 @@ class ShardedUnit(FlatParameters):
             param.data = view
 
     def release_values(self) -> None:
-        """Forget the values; the parameters read as NaN."""
-        for param, nothing in zip(self.params, self._placeholders, strict=True):
-            param.data = nothing
+        """Frees the buffer; the parameters read as NaN."""
+        for param, placeholder in zip(self.params, self._placeholders, strict=True):
+            param.data = placeholder
         self.buffer.untyped_storage().resize_(0)
 
     def start_reduce(self) -> None:
-        """Start to sum the parameters' gradients, and forget them."""
+        """Starts the reduce-scatter of the gradients of one backward, and drops the local ones."""
         self.has_gradient = [
-            known or p.grad is not None for known, p in zip(self.has_gradient, self.params, strict=True)
+            before or p.grad is not None for before, p in zip(self.has_gradient, self.params, strict=True)
         ]
-        own = flatten_gradients(self.params, self.buffer.numel())
+        local_gradients = flatten_gradients(self.params, self.buffer.numel())
         for param in self.params:
             param.grad = None
-        part = own.new_empty(self.shard_size)
-        self._pending_reduce = start_reduce_scatter(part, own, self.group), part
+        shard_sum = local_gradients.new_empty(self.shard_size)
+        self._pending_reduce = start_reduce_scatter(shard_sum, local_gradients, self.group), shard_sum
 
     def accumulate_reduced(self) -> None:
-        """Wait for the sum that was started, and add it to those before."""
+        """Waits for the reduce-scatter that was started and adds its result to the gradients of earlier
+        backwards."""
         if self._pending_reduce is None:
             return
-        work, part = self._pending_reduce
+        work, shard_sum = self._pending_reduce
         work.wait()
-        self._gradient_sum = part if self._gradient_sum is None else self._gradient_sum.add_(part)
+        self._gradient_sum = shard_sum if self._gradient_sum is None else self._gradient_sum.add_(shard_sum)
         self._pending_reduce = None
 
     def reset_gradients(self) -> None:
-        """Forget all gradients."""
+        """Drops the accumulated gradients."""
         self._gradient_sum, self.has_gradient = None, [False] * len(self.params)
 
     def finish_gradients(self) -> None:
-        """Make the sums the slices' gradients."""
+        """Makes the accumulated sums the gradients of the slices."""
         self.set_gradients(
             self._gradient_sum if self._gradient_sum is not None else torch.zeros_like(self.masters)
         )
@@ -133,10 +134,15 @@ class ShardedUnit(FlatParameters):
 
 
 class UnitGatherer:
-    """The passes of a section's micro-batches through its units on this rank.
+    """Gathers, releases and reduces the units of one section during the passes of its micro-batches on this
+    rank.
 
-    The first of `units` is the rest. Each other one is needed once in a pass, in the order in which they
-    stand: what computes says so.
+    `units[0]` is the remainder, gathered for the whole pass. Every other unit is used at most once per pass,
+    in the order of the list; the units' wrapped forwards report when one is used (`require_unit`).
+
+    Each pass has a position in a fixed order of units. Using a unit advances the position to it, which
+    gathers and leaves every unit in between, so that all replicas issue the same collectives in the same
+    order.
     """
 
     def __init__(self, section: str, units: Sequence[Sequence[ShardedUnit]]) -> None:
@@ -147,7 +153,7 @@ class UnitGatherer:
         self._reducing_units: Sequence[ShardedUnit] = ()
 
     def begin_pass(self, backward: bool) -> None:
-        """A pass begins: what every unit needs is there."""
+        """Starts a pass: gathers the remainder, and starts to gather the first unit."""
         count = len(self.units)
         self._is_backward, self._position = backward, -1
         self._unit_order = range(count - 1, 0, -1) if backward else range(1, count)
@@ -156,20 +162,20 @@ class UnitGatherer:
         _finish_gathers(self.units[0])
 
     def require_unit(self, unit: int) -> None:
-        """Let a unit have its values; those before it are done with theirs. Raises RuntimeError where it
-        comes out of turn."""
+        """Ensures that the values of `unit` are present, after releasing the units before it. Raises
+        RuntimeError if the pass is already beyond it."""
         if self._position >= 0 and self._unit_order[self._position] == unit:
             return
         if unit not in self._unit_order[self._position + 1 :]:
             raise RuntimeError(
-                f"section {self.section}: a layer whose parameters are sharded runs twice or out of turn; compile again with "
-                f"--set {self.section}.sharding=zero2"
+                f"section {self.section}: a layer with sharded parameters runs twice or out of turn; compile"
+                f" again with --set {self.section}.sharding=zero2"
             )
         while self._position < 0 or self._unit_order[self._position] != unit:
             self._advance_to_next()
 
     def end_pass(self) -> None:
-        """The pass is over: this rank takes part in what is left of it."""
+        """Ends the pass: issues the remaining collectives, in which other replicas may need this rank."""
         while self._position + 1 < len(self._unit_order):
             self._advance_to_next()
         if self._position >= 0:
@@ -179,6 +185,11 @@ class UnitGatherer:
         self._unit_order = ()
 
     def _advance_to_next(self) -> None:
+        """Moves to the next unit of the pass.
+
+        The gather of the unit after it starts before this one is waited for, so it overlaps with the
+        computation of this unit; at most two units are present at a time.
+        """
         self._position += 1
         self._prefetch_next()
         if self._position:
@@ -190,6 +201,8 @@ class UnitGatherer:
             _start_gathers(self.units[self._unit_order[self._position + 1]])
 
     def _leave_unit(self, unit: int) -> None:
+        """Releases a unit; in a backward, first starts to reduce its gradients. Waits for the reduction of
+        the unit before it, so that at most one is in flight."""
         if self._is_backward:
             self._accumulate_pending()
             self._reducing_units = [flat for flat in self.units[unit] if flat.is_trained]
@@ -204,7 +217,8 @@ class UnitGatherer:
         self._reducing_units = ()
 
     def wrap_unit(self, unit: int, module: nn.Module) -> None:
-        """Let the module's forward, and the backward of what it returns, ask for the unit."""
+        """Wraps the module's forward so that it requires the unit before it runs, and so that the backward
+        through its outputs requires it, too."""
         inner = module.forward
 
         @functools.wraps(inner)
@@ -213,44 +227,46 @@ class UnitGatherer:
             out = inner(*args, **kwargs)
             for tensor in tensors_in(out) if torch.is_grad_enabled() else ():
                 if tensor.grad_fn is not None:
+                    # Runs when the gradient of an output is known, before the module's own backward.
                     tensor.register_hook(lambda _: self.require_unit(unit))
             return out
 
         module.forward = forward
 
 
-def _start_gathers(flats: Sequence[ShardedUnit]) -> None:
-    for flat in flats:
-        flat.start_gather()
+def _start_gathers(parts_of_unit: Sequence[ShardedUnit]) -> None:
+    for part in parts_of_unit:
+        part.start_gather()
 
 
-def _finish_gathers(flats: Sequence[ShardedUnit]) -> None:
-    for flat in flats:
-        flat.finish_gather()
+def _finish_gathers(parts_of_unit: Sequence[ShardedUnit]) -> None:
+    for part in parts_of_unit:
+        part.finish_gather()
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returns: also in containers, and in attributes of objects."""
+    """Yields the tensors in what a module returns, also inside containers and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_in(part)
+        for entry in value.values():
+            yield from tensors_in(entry)
     elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_in(part)
+        for entry in value:
+            yield from tensors_in(entry)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for part in vars(value).values():
-            yield from tensors_in(part)
+        for entry in vars(value).values():
+            yield from tensors_in(entry)
 
 
 class Zero3State:
-    """Everything on a rank whose parameters are sharded over replicas; empty under plans without `zero3`.
+    """All parameters of this rank that are sharded over replicas; empty under plans without `zero3`.
 
-    `passes` by section, `flats` by section, `names` of all these parameters, `pieces`: what the rank has of
-    them, by leaves that share the shards' memory. Values that are still in files (`stored`) are read for one
-    unit after the other, so that no rank holds more than one. Made on all ranks in the same order, because
-    making groups is collective.
+    `gatherers` and `sharded_units` are keyed by section. Values that are still in files (`stored`) are read
+    one unit at a time, so that no rank ever holds a whole model. Construct it at the same point on all ranks,
+    because creating process groups is collective.
+
+    `cuts`: the parameters that tensor parallelism cuts; `canonical`: one name for each name of a parameter.
     """
 
     def __init__(
@@ -266,17 +282,17 @@ class Zero3State:
         self.gatherers: dict[str, UnitGatherer] = {}
         self.sharded_units: dict[str, list[ShardedUnit]] = {}
         self._unit_modules: dict[str, list[nn.Module]] = {}
-        self._first_replica_sections = set[str]()  # sections in whose replicas this rank is the first
+        self._first_replica_sections = set[str]()  # where this rank has tp rank 0
         params = dict(model.named_parameters())
         for section in filter(gathers_parameters, plan.sections):
-            for place in range(section.mesh.tp):
-                ranks = sorted(section.mesh.ranks[place :: section.mesh.tp])  # as a group numbers them
+            for tp_rank in range(section.mesh.tp):
+                ranks = sorted(section.mesh.ranks[tp_rank :: section.mesh.tp])  # as a group numbers them
                 group = dist.new_group(ranks)
                 if rank in ranks:
-                    self._first_replica_sections |= {section.name} if place == 0 else set()
-                    own = {n: params[n] for n in zero3_parameter_names(plan, section, canonical)}
+                    self._first_replica_sections |= {section.name} if tp_rank == 0 else set()
+                    sharded_params = {n: params[n] for n in zero3_parameter_names(plan, section, canonical)}
                     self._add_section(
-                        plan, model, section, own, group, ranks.index(rank), device, cuts, stored
+                        plan, model, section, sharded_params, group, ranks.index(rank), device, cuts, stored
                     )
 
     def _add_section(
@@ -291,6 +307,7 @@ class Zero3State:
         cuts: Mapping[str, ParameterCut],
         stored: Mapping[str, WeightSource],
     ) -> None:
+        """Shards the parameters `own` of one section over the process group, unit by unit."""
         modules = [
             unit for path in section.units for unit in recompute.recompute_units(model.get_submodule(path))
         ]
@@ -298,70 +315,77 @@ class Zero3State:
         dtype = compute_dtype(plan.dtype)
         units: list[list[ShardedUnit]] = []
         for k in range(len(modules) + 1):
-            alike: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+            by_kind: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
             for name, param in own.items():
                 if of_unit[name] == k:
-                    alike.setdefault((param.dtype, param.requires_grad), []).append((name, param))
-            for name, param in (pair for some in alike.values() for pair in some):
+                    by_kind.setdefault((param.dtype, param.requires_grad), []).append((name, param))
+            for name, param in (pair for members in by_kind.values() for pair in members):
                 value = read_parameter(stored[name], param, cuts.get(name)) if name in stored else param.data
                 param.data = value.to(device)
             units.append(
-                [ShardedUnit(some, group, index, section.mesh.dp, cuts, dtype) for some in alike.values()]
+                [
+                    ShardedUnit(members, group, index, section.mesh.dp, cuts, dtype)
+                    for members in by_kind.values()
+                ]
             )
         self.gatherers[section.name] = UnitGatherer(section.name, units)
-        self.sharded_units[section.name] = [flat for some in units for flat in some]
+        self.sharded_units[section.name] = [part for unit in units for part in unit]
         self._unit_modules[section.name] = modules
 
     def wrap_units(self) -> None:
-        """Wrap the units' forwards; around those that recompute."""
+        """Wraps the forwards of all units. Call it after recomputation is installed, so that the wrapper is
+        outermost."""
         for name, modules in self._unit_modules.items():
             for k, module in enumerate(modules, 1):
                 self.gatherers[name].wrap_unit(k, module)
 
     @property
     def parameter_names(self) -> set[str]:
+        """The names of all sharded parameters."""
         return {
-            name for some in self.sharded_units.values() for flat in some for name in flat.parameter_names
+            name for units in self.sharded_units.values() for unit in units for name in unit.parameter_names
         }
 
     @property
     def parameter_slices(self) -> dict[nn.Parameter, ParameterSlice]:
-        """This rank's piece of each parameter."""
+        """This rank's slice of each sharded parameter: leaf tensor -> which part it is."""
         return {
-            part: piece
-            for some in self.sharded_units.values()
-            for flat in some
-            for part, piece in flat.slices.values()
+            leaf: part
+            for units in self.sharded_units.values()
+            for unit in units
+            for leaf, part in unit.slices.values()
         }
 
     def slices_to_save(self, cuts: Mapping[str, ParameterCut]) -> dict[nn.Parameter, ParameterSlice]:
-        """The pieces that this rank writes into a checkpoint: what other ranks of its replica have, too, the
-        first of them writes."""
-        found: dict[nn.Parameter, ParameterSlice] = {}
-        for name, flats in self.sharded_units.items():
-            for part, piece in (found for flat in flats for found in flat.slices.values()):
-                if name in self._first_replica_sections or piece.name in cuts:
-                    found[part] = piece
-        return found
+        """Returns the slices that this rank writes into a checkpoint. What all ranks of a replica hold alike,
+        its first rank writes."""
+        saved: dict[nn.Parameter, ParameterSlice] = {}
+        for section, units in self.sharded_units.items():
+            for leaf, part in (pair for unit in units for pair in unit.slices.values()):
+                if section in self._first_replica_sections or part.name in cuts:
+                    saved[leaf] = part
+        return saved
 
     def copy_masters_to_shards(self) -> None:
-        """The shards that are gathered get the values of their masters."""
-        for flat in (flat for some in self.sharded_units.values() for flat in some):
-            flat.copy_masters_to_shard()
+        """Copies the masters into the shards that are gathered, rounding them to the compute dtype."""
+        for units in self.sharded_units.values():
+            for unit in units:
+                unit.copy_masters_to_shard()
 
 
 def read_parameter(source: WeightSource, param: nn.Parameter, cut: ParameterCut | None) -> torch.Tensor:
-    """What this rank has of a stored parameter."""
+    """Reads this rank's part of a stored parameter."""
     value = torch.empty(param.shape if cut is None else cut.shape, dtype=param.dtype)
     source.read_into(value)
     return value if cut is None else cut.take_shard(value)
 
 
 def zero3_parameter_names(plan: Plan, section: Section, canonical: Mapping[str, str]) -> list[str]:
-    """The parameters, by their first names, that the replicas of a section that gathers share out: those that
-    are its own alone.
+    """Returns the canonical names of the parameters that the replicas of `section` shard: those that no other
+    section holds.
 
-    Those whose gradient is spread over a replica's ranks are few and small (norms), and stay.
+    Parameters with partial gradients on the ranks of a replica (norms under sequence parallelism) are few and
+    small, and stay whole.
     """
     others = {canonical[p] for s in plan.sections if s.name != section.name for p in s.params}
     stay = others | {canonical[p] for p in section.partial}
@@ -369,13 +393,15 @@ def zero3_parameter_names(plan: Plan, section: Section, canonical: Mapping[str, 
 
 
 def _assign_to_units(
-    model: nn.Module, modules: Sequence[nn.Module], own: Mapping[str, nn.Parameter]
+    model: nn.Module, modules: Sequence[nn.Module], params: Mapping[str, nn.Parameter]
 ) -> dict[str, int]:
-    """The unit of each parameter: number k + 1 for what is in `modules[k]` and nowhere else, else 0, the
-    rest."""
-    inside: dict[nn.Parameter, set[int]] = {}
-    within: dict[nn.Module, int] = {m: k for k, unit in enumerate(modules, 1) for m in unit.modules()}
+    """Returns the unit of each parameter: k + 1 if only `modules[k]` contains it, else 0, the remainder."""
+    units_of_param: dict[nn.Parameter, set[int]] = {}
+    unit_of_module: dict[nn.Module, int] = {m: k for k, unit in enumerate(modules, 1) for m in unit.modules()}
     for module in model.modules():
         for param in module.parameters(recurse=False):
-            inside.setdefault(param, set()).add(within.get(module, 0))
-    return {name: next(iter(inside[p])) if len(inside.get(p, ())) == 1 else 0 for name, p in own.items()}
+            units_of_param.setdefault(param, set()).add(unit_of_module.get(module, 0))
+    return {
+        name: next(iter(units_of_param[p])) if len(units_of_param.get(p, ())) == 1 else 0
+        for name, p in params.items()
+    }

@@ -29,17 +29,17 @@ def write(directory: Path, stream: io.StringIO) -> str:
     return stream.getvalue()
 
 
-def test_a_run_appends_to_the_file(tmp_path: Path) -> None:
+def test_runs_append_to_the_file(tmp_path: Path) -> None:
     write(tmp_path, io.StringIO())
     write(tmp_path, io.StringIO())
     assert [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()] == rows(3) * 2
 
 
-def test_a_terminal_shows_one_line_in_place(tmp_path: Path) -> None:
+def test_terminal_shows_one_line_in_place(tmp_path: Path) -> None:
     shown = write(tmp_path, Terminal())
     assert shown.count("\r") == 3 and shown.count("\n") == 1
     assert "\rstep 3/3  loss 1.5000  grad norm 0.25  0.50 s/step  200 tokens/s" in shown
 
 
-def test_a_log_gets_few_lines_and_the_last(tmp_path: Path) -> None:
+def test_log_file_gets_few_lines_and_the_last(tmp_path: Path) -> None:
     assert [line.split()[1] for line in write(tmp_path, io.StringIO()).splitlines()] == ["1/3", "3/3"]

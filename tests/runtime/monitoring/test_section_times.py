@@ -1,5 +1,4 @@
-"""What a run says at its end: the step beside the predicted one, and that its plan no longer fits, for its
-times or its samples."""
+"""The closing lines of a run: measured and predicted step time, and warnings that the plan no longer fits."""
 
 from __future__ import annotations
 
@@ -42,14 +41,14 @@ PREDICTED = predict_section_seconds(PLAN, SAMPLES, schedule_batch(PLAN, SAMPLES)
 
 
 def times(factor: float) -> dict[tuple[str, str], float]:
-    """What the plan predicts, the encoder's times `factor`."""
+    """Returns the predicted times, with those of the encoder scaled by `factor`."""
     return {
         (name, kind): seconds * (factor if name == "vision" else 1.0)
         for (name, kind), seconds in PREDICTED.items()
     }
 
 
-def test_predicted_times_are_those_of_all_stages_and_replicas() -> None:
+def test_predicted_times_include_all_stages_and_replicas() -> None:
     assert PREDICTED == {
         ("vision", "F"): 4600e-9,
         ("vision", "B"): 9200e-9,
@@ -62,19 +61,17 @@ def taken(factor: float) -> MeasuredStep:
     return MeasuredStep(0.5, times(factor), PREDICTED, SAMPLES)
 
 
-def test_times_as_predicted_or_all_alike_are_no_news() -> None:
+def test_no_warning_if_all_sections_scale_together() -> None:
     for slower in (1.0, 5.0):
         steps = [MeasuredStep(0.5, {key: slower * s for key, s in PREDICTED.items()}, PREDICTED, SAMPLES)] * 3
         assert list(drift_warning(PLAN, steps, Path("plan/logs"))) == []
 
 
-def test_a_section_that_slows_all_others_down_is_named_with_the_gain_there_may_be() -> None:
-    said = list(drift_warning(PLAN, [taken(4.0)] * 3, Path("plan/logs")))
-    assert (
-        "vision are busy 2.00 times as long" in said[0]
-        and "a plan for these times could be up to 50% faster" in said[0]
-    )
-    assert said[1].endswith("secc drift plan plan/logs")
+def test_slow_section_is_named_with_the_possible_gain() -> None:
+    lines = list(drift_warning(PLAN, [taken(4.0)] * 3, Path("plan/logs")))
+    assert "vision are busy 2.00 times as long" in lines[0]
+    assert "a plan for these times could be up to 50% faster" in lines[0]
+    assert lines[1].endswith("secc drift plan plan/logs")
 
 
 def test_one_slow_step_is_no_drift() -> None:
@@ -82,8 +79,8 @@ def test_one_slow_step_is_no_drift() -> None:
 
 
 @pytest.mark.parametrize(("with_images", "before", "said"), [(4, 4, False), (4, 1, True), (4, 3, True)])
-def test_other_samples_than_the_plan_was_made_for_are_news(with_images: int, before: int, said: bool) -> None:
-    """The times are as predicted for these samples; only the plan expected fewer images."""
+def test_another_mix_of_samples_is_reported(with_images: int, before: int, said: bool) -> None:
+    """Times are as predicted for these samples, but the plan expected fewer images."""
     vision = make_section("vision", [0], when=("images",), forward="400*I", backward="800*I")
     lm = make_section("lm", [1], forward="100*S", backward="200*S")
     made = make_plan([vision, lm], [make_edge("vision", "lm")], 2)
@@ -102,48 +99,34 @@ def test_other_samples_than_the_plan_was_made_for_are_news(with_images: int, bef
     assert not said or ("the ranks of vision" in found[0] and "a plan for these samples could be" in found[0])
 
 
-def test_steps_that_differ_among_themselves_do_not_make_a_drift() -> None:
-    """Their median is a little above what was expected, and by no more than they scatter."""
+def test_noisy_steps_are_no_drift() -> None:
+    """The median is slightly above the prediction, but by less than the steps scatter."""
     assert list(drift_warning(PLAN, [taken(1.2)] * 5, Path("logs"))) != []
     assert list(drift_warning(PLAN, [taken(f) for f in (0.1, 0.6, 1.2, 2.5, 4.0)], Path("logs"))) == []
 
 
-def test_a_run_ends_with_its_step_beside_the_predicted_one() -> None:
-    told = dataclasses.replace(PLAN, prediction={"step_time_s": 0.4, "simulated": {"step_time_s": 0.45}})
-    assert list(summary_lines(told, [taken(1.0)] * 3, Path("logs"))) == [
+def test_summary_has_measured_and_predicted_step_time() -> None:
+    plan = dataclasses.replace(PLAN, prediction={"step_time_s": 0.4, "simulated": {"step_time_s": 0.45}})
+    assert list(summary_lines(plan, [taken(1.0)] * 3, Path("logs"))) == [
         "0.5 s a step, the median of the last 3; predicted 0.45 s (1.11 times as long)"
     ]
     assert list(summary_lines(PLAN, [taken(1.0)], Path("logs"))) == ["0.5 s a step, the median of the last 1"]
     assert list(summary_lines(PLAN, [], Path("logs"))) == []
 
 
-def test_a_prediction_that_is_far_off_comes_with_what_may_be_the_reason() -> None:
-    told = dataclasses.replace(PLAN, prediction={"step_time_s": 0.1})
-    first, costs, cores = summary_lines(told, [taken(1.0)] * 3, Path("logs"), processes=available_cores() + 1)
-    assert (
-        "5.00 times as long" in first
-        and "default costs: secc profile" in costs
-        and f"share {available_cores()} cores" in cores
+def test_a_wrong_prediction_is_explained() -> None:
+    plan = dataclasses.replace(PLAN, prediction={"step_time_s": 0.1})
+    first, costs, cores = summary_lines(plan, [taken(1.0)] * 3, Path("logs"), processes=available_cores() + 1)
+    assert "5.00 times as long" in first and "default costs: secc profile" in costs
+    assert f"share {available_cores()} cores" in cores
+    measured = tuple(
+        dataclasses.replace(s, cost=dataclasses.replace(s.cost, label="measured")) for s in plan.sections
     )
-    measured = [
-        dataclasses.replace(s, cost=dataclasses.replace(s.cost, label="measured")) for s in told.sections
-    ]
-    assert (
-        len(
-            list(
-                summary_lines(
-                    dataclasses.replace(told, sections=tuple(measured)),
-                    [taken(1.0)] * 3,
-                    Path("logs"),
-                    processes=1,
-                )
-            )
-        )
-        == 1
-    )
+    plan = dataclasses.replace(plan, sections=measured)
+    assert len(list(summary_lines(plan, [taken(1.0)] * 3, Path("logs"), processes=1))) == 1
 
 
-def test_the_first_steps_do_not_count(tmp_path: Path) -> None:
+def test_first_steps_are_not_counted(tmp_path: Path) -> None:
     log = SectionTimesLog(tmp_path, PLAN)
     for step in range(UNCOUNTED_STEPS + 2):
         log.log_step(

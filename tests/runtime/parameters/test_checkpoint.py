@@ -1,5 +1,5 @@
-"""Checkpoints: resuming goes on bit by bit, under another plan too, and the whole state dict can be read in
-one process."""
+"""Checkpoints: resuming is bit-equal, works under another plan, and one process can read the whole state
+dict."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+def without_times(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if k != "step_time_s"} for row in rows]
 
 
@@ -59,18 +59,18 @@ def test_resuming_is_bit_equal(unbroken: Path, tmp_path: Path) -> None:
     train(unbroken / "plan", UNEVEN, 10, *arguments)
     resumed = metrics(tmp_path)
     assert [row["step"] for row in resumed] == [6, 7, 8, 9, 10]
-    assert timeless(resumed) == timeless(metrics(unbroken / "plan")[5:])
+    assert without_times(resumed) == without_times(metrics(unbroken / "plan")[5:])
     assert_same_contents(unbroken / "saved" / "step_00000010", tmp_path / "again" / "step_00000010")
 
 
-def test_another_plan_can_resume(unbroken: Path, tmp_path: Path) -> None:
+def test_resuming_under_another_plan(unbroken: Path, tmp_path: Path) -> None:
     write_plan(tmp_path / "plan", APART)
     train(tmp_path / "plan", APART, 10, "--resume", str(unbroken / "saved" / "step_00000005"), "--clip", "1")
     expected = [row["loss"] for row in metrics(unbroken / "plan")[5:]]
     assert [row["loss"] for row in metrics(tmp_path / "plan")] == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_whole_state_dict_is_the_users(tmp_path: Path) -> None:
+def test_full_state_dict_equals_plain_pytorch(tmp_path: Path) -> None:
     plain = reference(2)
     write_plan(tmp_path / "plan", UNEVEN)
     train(tmp_path / "plan", UNEVEN, 2, "--save", str(tmp_path / "saved"))
@@ -81,7 +81,7 @@ def test_the_whole_state_dict_is_the_users(tmp_path: Path) -> None:
     assert full["head.weight"] is full["embed.weight"]
 
 
-def test_each_tensor_is_stored_once(unbroken: Path) -> None:
+def test_tied_tensors_are_stored_once(unbroken: Path) -> None:
     keys = sliced_tensor_store.stored_entries(unbroken / "saved" / "step_00000010")
     assert "model/embed.weight" in keys and "model/head.weight" not in keys
     state = {
@@ -99,17 +99,17 @@ def test_an_unfinished_checkpoint_is_not_found(unbroken: Path, tmp_path: Path) -
         "step_00000010",
     ]
     (tmp_path / ".step_00000001.tmp").mkdir()
-    with pytest.raises(UserError, match="there is no checkpoint"):
+    with pytest.raises(UserError, match="no checkpoint found"):
         checkpoint.find_checkpoint(tmp_path)
 
 
-def test_weights_of_another_model_are_refused(unbroken: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_rejected(unbroken: Path, tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    with pytest.raises(UserError, match=r"does not fit the model: 0\.weight: it lacks it"):
+    with pytest.raises(UserError, match=r"does not fit the model: 0\.weight is missing"):
         checkpoint.load_model_state(unbroken / "saved" / "step_00000005", model, {})
 
 
-def test_nothing_left_to_do_is_refused(
+def test_resuming_a_finished_run_is_rejected(
     unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -121,7 +121,7 @@ def test_nothing_left_to_do_is_refused(
 
 
 def assert_same_contents(a: Path, b: Path) -> None:
-    """Every tensor and object of two checkpoints is the same."""
+    """Asserts that two checkpoints have equal tensors and objects."""
     contents = [contents_of(a), contents_of(b)]
     assert contents[0].keys() == contents[1].keys()
     for key, value in contents[0].items():

@@ -1,4 +1,4 @@
-"""Reducing gradients over replicas and ties, and the global norm."""
+"""Reducing gradients over replicas and tied sections, and the global norm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from secc.runtime.parameters.gradient_reduction import GradientReducer, Reductio
 from tests.runtime.captioner_plans import APART, UNEVEN, make_plan
 from tests.runtime.gloo_ranks import run_ranks
 
-HELD = [
+GROUPS = [
     ReductionGroup(("a", "b", "c"), ("one",), (0, 1)),
     ReductionGroup(("tied",), ("one", "two"), (0, 1, 2)),
     ReductionGroup(("d",), ("two",), (2,)),
@@ -29,22 +29,23 @@ def canonical(names: Mapping[str, str]) -> dict[str, str]:
     return {n: {"decoder.gate": "encoder.gate", "head.weight": "embed.weight"}.get(n, n) for n in names}
 
 
-def test_holders_follow_sections_and_ties() -> None:
+def test_reduction_groups_follow_sections_and_ties() -> None:
     plan = make_plan(UNEVEN)
     names = canonical(plan.model.parameters)
     trainable = [n for n in dict.fromkeys(names.values()) if plan.model.parameters[n].endswith("train")]
-    found = {h.sections: h for h in build_reduction_groups(plan, trainable, names)}
-    assert found.keys() == {("decoder",), ("encoder",), ("encoder", "decoder")}
-    assert found["encoder", "decoder"] == ReductionGroup(("encoder.gate",), ("encoder", "decoder"), (0, 1, 2))
-    assert found["decoder",].ranks == (1, 2) and "embed.weight" in found["decoder",].names
-    assert (
-        build_reduction_groups(make_plan(APART), ["teacher.mix.weight"], names) == []
-    )  # its section has no backward
+    groups = {group.sections: group for group in build_reduction_groups(plan, trainable, names)}
+    assert groups.keys() == {("decoder",), ("encoder",), ("encoder", "decoder")}
+    assert groups["encoder", "decoder"] == ReductionGroup(
+        ("encoder.gate",), ("encoder", "decoder"), (0, 1, 2)
+    )
+    assert groups["decoder",].ranks == (1, 2) and "embed.weight" in groups["decoder",].names
+    # The teacher's section has no backward.
+    assert build_reduction_groups(make_plan(APART), ["teacher.mix.weight"], names) == []
 
 
 def reduce(values: Mapping[str, Mapping[int, float]], limit: float | None = None) -> list[dict[str, Any]]:
-    """Fill each gradient with its value on each rank, None where there is none; what all have after
-    reducing."""
+    """Sets the given gradients on each rank (none where no value is given), reduces them, and returns what
+    each rank has."""
 
     def target(rank: int) -> dict[str, Any]:
         dist.init_process_group("gloo")
@@ -52,7 +53,7 @@ def reduce(values: Mapping[str, Mapping[int, float]], limit: float | None = None
         for name, by_rank in values.items():
             if rank in by_rank:
                 params[name].grad = torch.full(SHAPES[name], by_rank[rank])
-        reducer = GradientReducer(HELD, params, rank, CPU)
+        reducer = GradientReducer(GROUPS, params, rank, CPU)
         reducer.start_section("one")
         reducer.finish_reduction()
         square = reducer.squared_norm()
@@ -65,13 +66,13 @@ def reduce(values: Mapping[str, Mapping[int, float]], limit: float | None = None
 
 
 @pytest.mark.gloo
-def test_sums_none_and_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_missing_gradients_and_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_reduction, "BUCKET_BYTES", 30)  # several buckets
     ranks = reduce({"a": {0: 1.0, 1: 2.0}, "b": {1: 5.0}, "tied": {0: 1.0, 2: 3.0}, "d": {2: 7.0}})
     for rank in (0, 1):
         assert torch.equal(ranks[rank]["a"], torch.full((3, 2), 3.0))
         assert torch.equal(ranks[rank]["b"], torch.full((4,), 5.0))
-        assert ranks[rank]["c"] is None  # nobody reached it
+        assert ranks[rank]["c"] is None  # no rank has a gradient
     assert all(torch.equal(r["tied"], torch.full((5,), 4.0)) for r in ranks)
     assert torch.equal(ranks[2]["d"], torch.full((3,), 7.0))
     norm = math.sqrt(6 * 9 + 4 * 25 + 5 * 16 + 3 * 49)
@@ -81,8 +82,8 @@ def test_sums_none_and_norm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "size", [3, gradient_reduction.NORM_BLOCK_ENTRIES, 5 * gradient_reduction.NORM_BLOCK_ENTRIES + 7]
 )
-def test_the_norm_is_that_of_float64(size: int) -> None:
-    """Also where a gradient's entries differ by orders of magnitude."""
+def test_norm_equals_float64_norm(size: int) -> None:
+    """Also if the entries of one gradient differ by orders of magnitude."""
     params = {n: nn.Parameter(torch.zeros(s)) for n, s in {"a": (size,), "b": (4, size)}.items()}
     for param in params.values():
         param.grad = torch.randn(param.shape) * 10 ** torch.linspace(-6, 3, size)
@@ -92,7 +93,7 @@ def test_the_norm_is_that_of_float64(size: int) -> None:
 
 
 @pytest.mark.gloo
-def test_clipping_scales_all_to_one_norm() -> None:
+def test_clipping_scales_all_gradients_by_one_factor() -> None:
     ranks = reduce({"a": {0: 3.0}, "tied": {1: 4.0}, "d": {2: 1.0}}, limit=1.0)
     norm = math.sqrt(6 * 9 + 5 * 16 + 3)
     assert float(ranks[1]["a"][0, 0]) == pytest.approx(3 / norm, rel=1e-5)

@@ -1,5 +1,4 @@
-"""The model on a rank: what it holds, weights from safetensors files, and the refusal of a model that has
-changed."""
+"""The model on a rank: what it holds, weights from safetensors files, and rejection of a changed model."""
 
 from __future__ import annotations
 
@@ -30,14 +29,14 @@ def plain_state(seed: int) -> dict[str, torch.Tensor]:
     return user.build_model().state_dict()
 
 
-def test_a_rank_holds_its_sections_and_the_first_what_is_spare() -> None:
+def test_rank_holds_its_sections_and_rank_0_unused_parameters() -> None:
     held = [{n for n, p in build(rank).named_parameters() if not p.is_meta} for rank in (0, 1)]
     assert "spare" in held[0] and "spare" not in held[1]
     assert {n.split(".")[0] for n in held[0]} == {"encoder", "teacher", "spare"}
     assert held[1] == {"embed.weight", "encoder.gate"} | {n for n in held[1] if n.startswith("decoder.")}
 
 
-def test_ties_stay_tied_and_buffers_stay() -> None:
+def test_ties_and_buffers_are_kept() -> None:
     for rank in (0, 1):
         model = build(rank)
         assert model.get_parameter("head.weight") is model.get_parameter("embed.weight")
@@ -45,17 +44,17 @@ def test_ties_stay_tied_and_buffers_stay() -> None:
         assert not model.get_buffer("encoder.scale").is_meta
 
 
-def test_weights_are_those_of_one_process() -> None:
+def test_weights_equal_those_of_one_process() -> None:
     plain = plain_state(seed=3)
     for rank in (0, 1):
         for name, value in build(rank).state_dict().items():
             assert value.is_meta or torch.equal(value, plain[name])
 
 
-def test_owners_are_first_ranks() -> None:
-    found = state_dict_owners(make_plan(UNEVEN), build(0))
-    assert found["decoder.out.weight"] == 1 and found["teacher.mix.weight"] == 0
-    assert found["encoder.gate"] == found["decoder.gate"] == found["encoder.scale"] == found["spare"] == 0
+def test_owners_are_the_first_ranks_that_hold_an_entry() -> None:
+    owners = state_dict_owners(make_plan(UNEVEN), build(0))
+    assert owners["decoder.out.weight"] == 1 and owners["teacher.mix.weight"] == 0
+    assert {owners[n] for n in ("encoder.gate", "decoder.gate", "encoder.scale", "spare")} == {0}
 
 
 def test_init_reads_safetensors(tmp_path: Path) -> None:
@@ -76,7 +75,7 @@ def test_init_reads_safetensors(tmp_path: Path) -> None:
         ({"spare": torch.zeros(7)}, "spare has shape \\[7\\], not \\[3\\]"),
     ],
 )
-def test_init_refuses_other_weights(
+def test_init_rejects_other_weights(
     tmp_path: Path, tensors: dict[str, torch.Tensor] | None, message: str
 ) -> None:
     if tensors is not None:
@@ -85,14 +84,14 @@ def test_init_refuses_other_weights(
         build(0, tmp_path)
 
 
-def test_init_refuses_a_broken_file(tmp_path: Path) -> None:
+def test_init_rejects_a_broken_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"not a header")
     with pytest.raises(UserError, match="not a safetensors file"):
         build(0, tmp_path)
 
 
-def test_a_changed_module_beside_the_model_is_seen() -> None:
-    """The file is the same, but what it imports makes other parameters."""
+def test_changed_import_of_the_model_file_is_detected() -> None:
+    """The model file is unchanged, but a module that it imports makes other parameters."""
     plan = make_plan(APART)
     table = {**plan.model.parameters, "spare": "float32[4] train"}
     changed = dataclasses.replace(plan, model=dataclasses.replace(plan.model, parameters=table))
@@ -101,7 +100,7 @@ def test_a_changed_module_beside_the_model_is_seen() -> None:
     assert "-spare: float32[4] train" in str(error.value) and "+spare: float32[3] train" in str(error.value)
 
 
-def test_a_missing_model_file_is_refused(tmp_path: Path) -> None:
+def test_missing_model_file_is_rejected(tmp_path: Path) -> None:
     plan = write_plan(tmp_path / "plan", APART)
     (tmp_path / "plan" / "model.py").unlink()
     with pytest.raises(UserError, match="cannot read the plan's model file: No such file"):

@@ -1,5 +1,5 @@
-"""Sharded optimizer states: training equals plain PyTorch, checkpoints fit any plan, and what is not
-elementwise is refused."""
+"""Sharded optimizers: training equals plain PyTorch, checkpoints fit any plan, non-elementwise optimizers are
+rejected."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def write_sharded(
 def train(
     directory: Path, layout: Layout, steps: int, *arguments: str, bucket: int = 600
 ) -> list[dict[str, Any]]:
-    """Train with small buckets; each rank returns its pieces' gradients of each step, its state dict, and its
-    optimizer's entries."""
+    """Trains with small buckets. Returns for each rank its slices' gradients per step, state dict and
+    optimizer entries."""
     world_size = 1 + max(r for ranks in layout.values() for r in ranks)
 
     def target(rank: int) -> dict[str, Any]:
@@ -106,8 +106,7 @@ def plain() -> Reference:
 
 
 def assert_equals_plain(ranks: list[dict[str, Any]], plain: Reference) -> None:
-    """Every piece of a gradient is that of plain PyTorch, None included; the pieces make up every parameter;
-    so do weights."""
+    """Asserts that slices of gradients (or None) and weights equal plain PyTorch and cover all parameters."""
     for step, expected in enumerate(plain.gradients):
         whole = math.sqrt(sum(float(g.double().square().sum()) for g in expected.values() if g is not None))
         covered: dict[str, set[int]] = {}
@@ -160,7 +159,7 @@ def test_steps_equal_plain_pytorch(
 
 
 @pytest.mark.gloo
-def test_clipping_counts_every_entry_once_and_states_are_split(tmp_path: Path) -> None:
+def test_clipping_counts_entries_once_and_states_are_split(tmp_path: Path) -> None:
     plain = reference(3, clip=0.1)
     write_sharded(tmp_path / "plan", TOGETHER, {"decoder": "zero1"})
     ranks = train(tmp_path / "plan", TOGETHER, 3, "--clip", "0.1", bucket=10_000)
@@ -181,8 +180,8 @@ def test_clipping_counts_every_entry_once_and_states_are_split(tmp_path: Path) -
 
 @pytest.mark.gloo
 def test_checkpoints_do_not_depend_on_sharding(tmp_path: Path) -> None:
-    """Five steps sharded on three ranks, five more on two ranks otherwise, and the same the other way round:
-    equal to ten of either."""
+    """Five steps sharded on three ranks and five on two ranks with other shards, and the reverse, equal ten
+    steps of either."""
     write_sharded(tmp_path / "sharded", WIDE, {"encoder": "zero2", "decoder": "zero1"})
     write_sharded(tmp_path / "plain", TOGETHER, {"decoder": "zero3", "teacher": "zero3"})
     for name, layout in (("sharded", WIDE), ("plain", TOGETHER)):
@@ -216,7 +215,7 @@ def test_resuming_sharded_is_bit_equal(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
-def test_boxes_cover_a_slice_in_order(shape: list[int], data: st.DataObject) -> None:
+def test_row_major_boxes_cover_a_slice_in_order(shape: list[int], data: st.DataObject) -> None:
     numel = math.prod(shape)
     start, stop = sorted((data.draw(st.integers(0, numel)), data.draw(st.integers(0, numel))))
     values = torch.arange(numel).view(shape)
@@ -228,14 +227,14 @@ def test_boxes_cover_a_slice_in_order(shape: list[int], data: st.DataObject) -> 
     assert len(list(row_major_boxes(tuple(shape), start, stop))) <= max(1, 2 * len(shape) - 1)
 
 
-def test_a_slice_gives_out_its_own_memory() -> None:
+def test_box_memory_is_the_slices_memory() -> None:
     part = TensorSlice(torch.arange(7), torch.Size((3, 4)), 3)
     item = part.__create_write_items__("x", part)[1]
     part.box_memory(item.index).fill_(0)
     assert part.values.tolist() == [0, 0, 0, 0, 0, 5, 6]
 
 
-def test_shards_share_the_parameters_memory() -> None:
+def test_shards_share_the_memory_of_parameters() -> None:
     named = [
         ("a", nn.Parameter(torch.randn(3, 3))),
         ("b", nn.Parameter(torch.randn(2))),
@@ -257,8 +256,8 @@ def test_shards_share_the_parameters_memory() -> None:
     torch.testing.assert_close(full.detach(), before[2] + 1)
 
 
-def test_groups_are_the_users() -> None:
-    """Groups made by shape keep what they have; one without a slice on this rank stays, empty."""
+def test_parameter_groups_are_the_users() -> None:
+    """Groups made by shape keep their members; a group without a slice on this rank stays, empty."""
     matrix, bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
     optimizer = torch.optim.Adagrad([{"params": [("w", matrix)]}, {"params": [("b", bias)], "lr": 0.5}])
     flat = FlatParameters([("w", matrix), ("b", bias)], 0, 2)
@@ -283,7 +282,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 class Lion(torch.optim.Optimizer):
-    """Elementwise, but not torch's."""
+    """An elementwise optimizer that is not in torch."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.0, "beta": 0.9})
@@ -297,7 +296,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class Stubborn(torch.optim.SGD):
-    """Steps on the parameters that it was made with, whatever its groups have."""
+    """Steps on the parameters of its constructor, ignoring its groups."""
 
     def __init__(self, params: Any) -> None:
         self.own = list(params)
@@ -321,7 +320,7 @@ class Stubborn(torch.optim.SGD):
         (Stubborn, "Stubborn does not step on the parameters in its param_groups"),
     ],
 )
-def test_elementwise_optimizers_are_told_from_others(made: Any, reason: str | None) -> None:
+def test_elementwise_optimizers_are_recognised(made: Any, reason: str | None) -> None:
     parameter = nn.Parameter(torch.ones(3, 2))
     optimizer = made([parameter])
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("the probe ran the user's hooks"))
@@ -331,7 +330,7 @@ def test_elementwise_optimizers_are_told_from_others(made: Any, reason: str | No
 
 
 @pytest.mark.gloo
-def test_a_plan_that_shards_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_sharding_a_non_elementwise_optimizer_is_rejected(tmp_path: Path) -> None:
     source = (FIXTURE / "model.py").read_text()
     other = source.replace(
         "torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)",
