@@ -1,2 +1,2 @@
-"""Costs: FLOPs, bytes and memory of calls, sections and edges over the inputs' sizes, and the times they take
+"""Cost of calls, sections and transfers as expressions over input sizes, and the time and memory they take
 on a cluster."""

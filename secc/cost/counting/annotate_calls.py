@@ -1,9 +1,10 @@
-"""`measure`: notes at every call of a block what it costs, as exact polynomials over the inputs' sizes.
+"""Writes on every call of a block what it costs, as exact polynomials over input sizes.
 
-The user's block runs on meta tensors at a few small sizes (`secc.cost.counting.meta_run`) and the numbers are
-fitted (`secc.cost.counting.polynomial_fit`); alike calls, such as the layers of a stack, are measured once. A
-block that refuses the meta device, or whose numbers no small polynomial gives, keeps the estimate by its
-parameters and the label `default`.
+The user's block runs on meta tensors at a few small sizes (`secc.cost.counting.meta_run`), and polynomials
+are fitted to the counts (`secc.cost.counting.polynomial_fit`). Equal calls, such as the layers of a stack,
+are measured once. A block that needs values is measured on samples of the dataset. One that does not run on
+the meta device either, or without a small polynomial through its counts, keeps the default estimate and the
+label `default`.
 """
 
 from __future__ import annotations
@@ -65,18 +66,16 @@ def annotate_calls(
     prefix: str = "",
     known: KnownCallCosts | None = None,
 ) -> None:
-    """Put `flops`, `saved` (texts over symbols), `ops` and `cost` (counted or default) on every `sec.call`,
-    and bytes on blocks and ties.
+    """Write costs on every `sec.call`, and parameter bytes on blocks and ties.
 
-    The keys on calls get a `prefix`: a model whose modules are rewritten is measured beside the user's own.
+    Calls get `flops`, `saved` and the other fields of `secc.cost.model.default_estimate.CallCost` as
+    attributes; those about recomputation only if a submodule can run again.
 
-    A call with `units` that may run again also gets `kept`, `working` and `again` (see
-    `secc.cost.model.default_estimate.CallCost`), one whose units do not run once each, in their order, is
-    marked `out_of_turn`.
-
-    `model` is the user's, on any device; it is neither run with values nor changed. `samples` are for blocks
-    that read values of their integer arguments. `known` has what calls of the same modules cost, and keeps
-    what this one finds.
+    module: the IR. model: the user's model on any device; it is neither run with values nor changed.
+    samples: dataset samples for blocks that read values of integer arguments.
+    prefix: prepended to the attributes of calls, for a model with rewritten modules that is measured in
+        addition to the original.
+    known: costs of calls measured before, by key; new ones are added.
     """
     graph = graph_of(module)
     for path, block in graph.blocks.items():
@@ -84,31 +83,31 @@ def annotate_calls(
     for op in graph.body.block.ops:
         if isinstance(op, TieOp):
             _annotate_parameter_bytes(op, [model.get_parameter(strings_of(op.names)[0])])
-    measuring = _CallMeasurer(graph, model, samples, {} if known is None else known)
+    measurer = _CallMeasurer(graph, model, samples, {} if known is None else known)
     for case, call in _cases_and_calls(graph):
-        _annotate_call(call, measuring.call_cost(case, call), prefix)
+        _annotate_call(call, measurer.call_cost(case, call), prefix)
 
 
 def measure_unknown_calls(
     module: ModuleOp, model: nn.Module, samples: CollatedSamples, known: KnownCallCosts
 ) -> list[CallCost | None]:
-    """What calls cost that are not in `known`, one of each kind in the order of the calls; `keep` puts them
-    there.
+    """Measure one call of each kind that is not in `known`, in the order of the calls; None where the
+    estimate applies.
 
-    So another process can learn them, to which no key of `Costs` travels.
+    Call keys cannot be pickled. A child process therefore runs this function, and the parent
+    `store_call_costs`.
     """
-    measuring = _CallMeasurer(graph_of(module), model, samples, known)
-    return [measuring.measure_call(case, call) for case, call in measuring.unknown_calls()]
+    measurer = _CallMeasurer(graph_of(module), model, samples, known)
+    return [measurer.measure_call(case, call) for case, call in measurer.unknown_calls()]
 
 
 def store_call_costs(
-    module: ModuleOp, model: nn.Module, found: Sequence[CallCost | None], known: KnownCallCosts
+    module: ModuleOp, model: nn.Module, costs: Sequence[CallCost | None], known: KnownCallCosts
 ) -> None:
-    """Put what was learnt of a module's calls into `known`."""
-    measuring = _CallMeasurer(graph_of(module), model, NO_SAMPLES, known)
+    """Add the result of `measure_unknown_calls` on the same module to `known`."""
+    measurer = _CallMeasurer(graph_of(module), model, NO_SAMPLES, known)
     known |= {
-        measuring.call_key(call): cost
-        for (_, call), cost in zip(measuring.unknown_calls(), found, strict=True)
+        measurer.call_key(call): cost for (_, call), cost in zip(measurer.unknown_calls(), costs, strict=True)
     }
 
 
@@ -117,54 +116,51 @@ def _cases_and_calls(graph: GraphOp) -> Iterator[tuple[CaseOp, CallOp]]:
 
 
 def _annotate_parameter_bytes(op: BlockOp | TieOp, parameters: list[nn.Parameter]) -> None:
-    trained = [p for p in parameters if p.requires_grad]
+    trainable = [p for p in parameters if p.requires_grad]
     op.attributes["bytes"] = int_attr(sum(p.numel() * p.element_size() for p in parameters))
-    op.attributes["trainable_bytes"] = int_attr(sum(p.numel() * p.element_size() for p in trained))
+    op.attributes["trainable_bytes"] = int_attr(sum(p.numel() * p.element_size() for p in trainable))
     if isinstance(op, BlockOp):
-        op.attributes["tensors"] = int_attr(len(trained))
+        op.attributes["tensors"] = int_attr(len(trainable))
     else:
         op.attributes["params"] = int_attr(sum(p.numel() for p in parameters))
 
 
 def _annotate_call(call: CallOp, cost: CallCost, prefix: str) -> None:
-    noted: dict[str, StringAttr | IntegerAttr[IntegerType]] = {
+    attributes: dict[str, StringAttr | IntegerAttr[IntegerType]] = {
         key: StringAttr(size_expr.format_expr(getattr(cost, key)))
         for key in ("flops", "work", "saved", "attention", "attention_work", "moved")
     }
-    noted |= {"peak": StringAttr(size_expr.format_expr(cost.peak))} if cost.peak != 0 else {}
-    noted |= {
+    attributes |= {"peak": StringAttr(size_expr.format_expr(cost.peak))} if cost.peak != 0 else {}
+    attributes |= {
         "ops": int_attr(cost.ops),
         "cost": StringAttr(cost.label),
         "narrow": int_attr(cost.narrowest_dim),
     }
     if cost.units:
-        noted["layers"] = int_attr(cost.units)
+        attributes["layers"] = int_attr(cost.units)
     if not cost.units_in_order:
-        noted[OUT_OF_TURN_ATTRIBUTE] = StringAttr("noted")
+        attributes[OUT_OF_TURN_ATTRIBUTE] = StringAttr("noted")
     if cost.units and cost.saved != 0:
-        noted["units"] = int_attr(cost.units)
-        noted |= {
+        attributes["units"] = int_attr(cost.units)
+        attributes |= {
             key: StringAttr(size_expr.format_expr(getattr(cost, key)))
             for key in ("kept", "working", "again", "again_moved")
         }
-    call.attributes |= {prefix + key: value for key, value in noted.items()}
+    call.attributes |= {prefix + key: value for key, value in attributes.items()}
 
 
 class _CallMeasurer:
-    """Costs of calls, alike ones measured once."""
+    """Measures calls, equal ones once."""
 
     def __init__(
         self, graph: GraphOp, model: nn.Module, samples: CollatedSamples, known: KnownCallCosts
     ) -> None:
-        self._graph, self._model, self._examples, self._known = (
-            graph,
-            model,
-            CallExamples(graph, samples),
-            known,
-        )
+        self._graph, self._model, self._known = graph, model, known
+        self._examples = CallExamples(graph, samples)
 
     def call_key(self, call: CallOp) -> CallKey:
-        """What decides a call's cost."""
+        """What determines the cost of a call: class and parameters of the block, arguments and their
+        types."""
         block = self._model.get_submodule(call.target.data)
         shapes = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
         return (
@@ -176,146 +172,146 @@ class _CallMeasurer:
         )
 
     def unknown_calls(self) -> list[tuple[CaseOp, CallOp]]:
-        """A call of each kind that is not known."""
+        """The first call of each kind without a known cost."""
         first: dict[CallKey, tuple[CaseOp, CallOp]] = {}
         for case, call in _cases_and_calls(self._graph):
             first.setdefault(self.call_key(call), (case, call))
-        return [found for key, found in first.items() if key not in self._known]
+        return [first_call for key, first_call in first.items() if key not in self._known]
 
     def call_cost(self, case: CaseOp, call: CallOp) -> CallCost:
-        """Counted on the meta device, else from samples, else the estimate."""
+        """The cost of a call: counted on the meta device, else measured on samples, else the default
+        estimate."""
         key = self.call_key(call)
         if key not in self._known:
             self._known[key] = self.measure_call(case, call)
         return self._known[key] or default_call_cost(call, self._graph.blocks[call.target.data])
 
     def measure_call(self, case: CaseOp, call: CallOp) -> CallCost | None:
-        """The same, None instead of the estimate."""
+        """The cost of a call, or None where only the default estimate is left."""
         block = self._model.get_submodule(call.target.data)
         return (
             self._count_on_meta(call, block)
-            or self._count_on_meta(call, block, own=True)
+            or self._count_on_meta(call, block, values_inside=True)
             or self._measure_on_samples(case, call, block)
         )
 
-    def _count_on_meta(self, call: CallOp, block: nn.Module, own: bool = False) -> CallCost | None:
-        """Polynomials that hold exactly, or None for a block that needs values (but those of its `own`
-        tensors, if they have any) or whose numbers no small polynomial gives."""
-        makes, kinds = (
-            ValuelessTensors(own=own),
-            {name: self._graph.symbols[name].kind.data for name in _call_symbols(call)},
-        )
-        trials: dict[tuple[int, ...], BlockCounts] = {}
+    def _count_on_meta(self, call: CallOp, block: nn.Module, values_inside: bool = False) -> CallCost | None:
+        """Fit exact polynomials to counts on the meta device.
 
-        def trial(sizes: dict[str, int]) -> BlockCounts:
+        Returns None if the block needs values or no small polynomial fits. With `values_inside`, tensors that
+        the block itself creates have values.
+        """
+        tensors = ValuelessTensors(values_inside=values_inside)
+        kinds = {name: self._graph.symbols[name].kind.data for name in _call_symbols(call)}
+        runs: dict[tuple[int, ...], BlockCounts] = {}
+
+        def run(sizes: dict[str, int]) -> BlockCounts:
             key = tuple(sizes.values())
-            if key not in trials:
-                trials[key] = run_on_meta(
+            if key not in runs:
+                runs[key] = run_on_meta(
                     block,
-                    lambda makes: meta_arguments(call, sizes, makes),
+                    lambda tensors: meta_arguments(call, sizes, tensors),
                     call.no_grad is None,
                     recompute_units(block),
-                    makes,
-                    owes=owes_backward(call),
+                    tensors,
+                    has_backward=owes_backward(call),
                 )
-            return trials[key]
+            return runs[key]
 
-        def at(sizes: dict[str, int]) -> tuple[int, ...]:
-            return tuple(getattr(trial(sizes), key) for key in FITTED_FIELDS)
+        def counts_at(sizes: dict[str, int]) -> tuple[int, ...]:
+            return tuple(getattr(run(sizes), key) for key in FITTED_FIELDS)
 
         try:
-            if (found := fit_polynomials(at, kinds)) is None:
+            if (fitted := fit_polynomials(counts_at, kinds)) is None:
                 return None
-            peak = _fit_peak(trial, [*trials.values()], kinds)
-        except Exception:  # whatever the user's code does on tensors without values
+            peak = _fit_peak(run, [*runs.values()], kinds)
+        except Exception:  # the user's code may raise anything on tensors without values
             return None
-        return _call_cost_from_runs([*trials.values()], found, "counted", len(recompute_units(block)), peak)
+        return _call_cost_from_runs([*runs.values()], fitted, "counted", len(recompute_units(block)), peak)
 
     def _measure_on_samples(self, case: CaseOp, call: CallOp, block: nn.Module) -> CallCost | None:
-        """What samples of the dataset cost in the mean, by their rows: values of inputs decide (where samples
-        begin, grids of images)."""
+        """Fit the mean cost over dataset samples, for blocks whose cost depends on values of inputs (such
+        as boundaries of packed samples or image grids)."""
         terms = self._mean_cost_terms(call)
-        trials, points, makes = list[BlockCounts](), list[list[int]](), ValuelessTensors(real=True)
+        runs, points, tensors = list[BlockCounts](), list[list[int]](), ValuelessTensors(fake=True)
         try:
             for example in self._examples.examples_of_call(case, call):
-                at = partial(meta_arguments, call, example.sizes, values=example.values)
-                trials.append(
+                arguments = partial(meta_arguments, call, example.sizes, values=example.values)
+                runs.append(
                     run_on_meta(
                         block,
-                        at,
+                        arguments,
                         call.no_grad is None,
                         recompute_units(block),
-                        makes,
-                        owes=owes_backward(call),
+                        tensors,
+                        has_backward=owes_backward(call),
                     )
                 )
                 points.append([int(size_expr.evaluate_expr(term, example.sizes)) for term in terms])
         except Exception:  # as above
             return None
-        if not trials or not terms:
+        if not runs or not terms:
             return None
-        found = [fit_mean_cost(terms, points, [getattr(t, key) for t in trials]) for key in FITTED_FIELDS]
-        peak = fit_mean_cost(terms, points, [t.peak for t in trials])
-        return _call_cost_from_runs(trials, found, "sampled", len(recompute_units(block)), peak)
+        fitted = [fit_mean_cost(terms, points, [getattr(t, key) for t in runs]) for key in FITTED_FIELDS]
+        peak = fit_mean_cost(terms, points, [t.peak for t in runs])
+        return _call_cost_from_runs(runs, fitted, "sampled", len(recompute_units(block)), peak)
 
     def _mean_cost_terms(self, call: CallOp) -> list[Expr]:
-        """What the cost of several samples is a sum of multiples of: rows of floating operands, and widths
-        for each row that has them."""
-        rows, wide, widths = set[str](), set[tuple[str, str]](), set[str]()
+        """The terms of a mean cost: rows of floating operands, and rows times widths for operands that
+        have both."""
+        rows, widths, products = set[str](), set[str](), set[tuple[str, str]]()
         for operand in filter(_is_floating, call.operands):
             names = set[str]().union(*(size_expr.symbol_names(d) for d in tensor_type(operand).shape))
-            across = {name for name in names if self._graph.symbols[name].kind.data == "width"}
-            rows, widths, wide = (
-                rows | (names - across),
-                widths | across,
-                wide | {*product(names - across, across)},
-            )
-        alone = widths - {width for _, width in wide}
-        return [size_expr.size_symbol(n) for n in sorted(rows | alone)] + [
-            size_expr.size_symbol(r) * size_expr.size_symbol(w) for r, w in sorted(wide)
+            wide = {name for name in names if self._graph.symbols[name].kind.data == "width"}
+            rows |= names - wide
+            widths |= wide
+            products |= {*product(names - wide, wide)}
+        lone_widths = widths - {width for _, width in products}
+        return [size_expr.size_symbol(n) for n in sorted(rows | lone_widths)] + [
+            size_expr.size_symbol(r) * size_expr.size_symbol(w) for r, w in sorted(products)
         ]
 
 
 def _fit_peak(
-    trial: Callable[[dict[str, int]], BlockCounts], trials: Sequence[BlockCounts], kinds: Mapping[str, str]
+    run: Callable[[dict[str, int]], BlockCounts], runs: Sequence[BlockCounts], kinds: Mapping[str, str]
 ) -> Expr:
-    """The largest of polynomials: one for each operation after which one of the trials held most. 0 where
-    they issue unlike operations."""
-    places = sorted({t.live_bytes.index(t.peak) for t in trials if t.live_bytes})
-    if not places or len({len(t.live_bytes) for t in trials}) > 1:
+    """Fit the peak of live bytes: the maximum of one polynomial for each operation at which some run
+    peaked. 0 if runs issue different operations, whose positions do not correspond."""
+    positions = sorted({t.live_bytes.index(t.peak) for t in runs if t.live_bytes})
+    if not positions or len({len(t.live_bytes) for t in runs}) > 1:
         return ZERO
     return sympy.Max(
-        *fit_polynomials(lambda sizes: [trial(sizes).live_bytes[i] for i in places], kinds) or (ZERO,)
+        *fit_polynomials(lambda sizes: [run(sizes).live_bytes[i] for i in positions], kinds) or (ZERO,)
     )
 
 
 def _call_cost_from_runs(
-    trials: Sequence[BlockCounts], found: Sequence[Expr], label: str, layers: int, peak: Expr
+    runs: Sequence[BlockCounts], fitted: Sequence[Expr], label: str, layers: int, peak: Expr
 ) -> CallCost:
-    by = {
+    fields = {
         key: _hundredths_to_flops(value) if key in WORK_FIELDS else value
-        for key, value in zip(FITTED_FIELDS, found, strict=True)
+        for key, value in zip(FITTED_FIELDS, fitted, strict=True)
     }
-    in_turn = all(t.units_in_order for t in trials)
+
     return CallCost(
-        ops=max(t.ops for t in trials),
+        ops=max(t.ops for t in runs),
         label=label,
         units=layers,
-        narrowest_dim=trials[-1].narrowest_dim,
-        units_in_order=in_turn,
+        narrowest_dim=runs[-1].narrowest_dim,
+        units_in_order=all(run.units_in_order for run in runs),
         peak=peak,
-        **by,
+        **fields,
     )
 
 
 def _hundredths_to_flops(work: Expr) -> Expr:
-    """Work as whole FLOPs of each monomial."""
+    """Work in FLOPs instead of hundredths, rounded for each monomial."""
     terms = sympy.expand(work).as_coefficients_dict()
     return sympy.Add(*(round(c / 100) * monomial for monomial, c in terms.items()))
 
 
 def _call_symbols(call: CallOp) -> set[str]:
-    """The symbols in the operands' shapes and in the arguments."""
+    """The symbols in the operand shapes and arguments of a call."""
     sizes = [d for o in call.operands for d in tensor_type(o).shape]
     sizes += [leaf for leaf in call.arguments.leaves() if isinstance(leaf, sympy.Expr)]
     return set[str]().union(*(size_expr.symbol_names(s) for s in sizes))
@@ -326,11 +322,12 @@ def _is_floating(value: SSAValue) -> bool:
 
 
 def meta_arguments(
-    call: CallOp, sizes: Mapping[str, int], makes: ValuelessTensors, values: OperandValues = NO_VALUES
+    call: CallOp, sizes: Mapping[str, int], tensors: ValuelessTensors, values: OperandValues = NO_VALUES
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The call's arguments at given sizes: tensors that `makes` makes, and the known values of integers."""
+    """The arguments of a call at given sizes: tensors without values from `tensors`, known values of
+    integer operands."""
     operands = [
-        values[o] if o in values else _meta_operand(tensor_type(o), sizes, makes) for o in call.operands
+        values[o] if o in values else _meta_operand(tensor_type(o), sizes, tensors) for o in call.operands
     ]
 
     def value(leaf: Any) -> Any:
@@ -338,7 +335,7 @@ def meta_arguments(
             case OperandRef(index=index):
                 return operands[index]
             case DottedName(text="device"):
-                return makes.device
+                return tensors.device
             case DottedName(text=text):
                 return getattr(torch, text.removeprefix("torch."))
             case sympy.Expr():
@@ -346,11 +343,11 @@ def meta_arguments(
             case _:
                 return leaf
 
-    made = call.arguments.map_leaves(value)
-    return listed(made.args), listed(made.kwargs)
+    arguments = call.arguments.map_leaves(value)
+    return listed(arguments.args), listed(arguments.kwargs)
 
 
-def _meta_operand(kind: TensorType, sizes: Mapping[str, int], makes: ValuelessTensors) -> torch.Tensor:
-    dims = [int(size_expr.evaluate_expr(d, sizes)) for d in kind.shape]
+def _meta_operand(type_: TensorType, sizes: Mapping[str, int], tensors: ValuelessTensors) -> torch.Tensor:
+    dims = [int(size_expr.evaluate_expr(d, sizes)) for d in type_.shape]
     strides = [prod(dims[i + 1 :]) for i in range(len(dims))]
-    return makes(dims, strides, getattr(torch, kind.torch_dtype), kind.requires_grad)
+    return tensors(dims, strides, getattr(torch, type_.torch_dtype), type_.requires_grad)

@@ -1,8 +1,7 @@
-"""Values of integer tensors that inputs alone decide, at samples of the dataset: what blocks read that loop
-over samples or images.
+"""Values of integer arguments at samples of the dataset, for blocks that loop over samples or images.
 
-The input-only ops of a case are run with torch on collated samples; what depends on a parameter or on a
-block's result has no value.
+The operations of a case that depend on inputs alone run with torch on collated samples. What depends on a
+parameter or on the result of a block has no value.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ from secc.ir.dialect.ops import CallOp, CaseOp, ConstOp, GlueOp, GraphOp, InputO
 
 OperandValues = Mapping[SSAValue, torch.Tensor]
 NO_VALUES: OperandValues = MappingProxyType({})
-MAX_EXAMPLES = 5  # samples that a block is tried at
+MAX_EXAMPLES = 5  # samples at which a block is measured
 
 
 @dataclass(frozen=True)
 class CollatedSamples:
-    """Samples of the dataset, collated one by one, and the tensors that forward makes of Python data."""
+    """Dataset samples, each collated alone (`batches`), and tensors that forward creates from Python data
+    (`constants`)."""
 
     batches: Sequence[Mapping[str, Any]]
     constants: Mapping[str, torch.Tensor]
@@ -38,24 +38,24 @@ NO_SAMPLES = CollatedSamples((), MappingProxyType({}))
 
 @dataclass(frozen=True)
 class CallExample:
-    """The sizes of one sample, and the values that its inputs decide."""
+    """The symbol values of one sample, and the values of a call's operands that its inputs determine."""
 
     sizes: Mapping[str, int]
     values: OperandValues
 
 
 class CallExamples:
-    """Samples, collated one by one, as arguments of calls."""
+    """Turns collated samples into arguments of calls."""
 
     def __init__(self, graph: GraphOp, samples: CollatedSamples) -> None:
         self._graph, self._batches, self._constants = graph, samples.batches, samples.constants
         self._optional = set(strings_of(graph.optional))
 
     def examples_of_call(self, case: CaseOp, call: CallOp) -> Iterator[CallExample]:
-        """The call's integer arguments at samples of the case's pattern."""
-        for batch in [b for b in self._batches if self._optional & b.keys() == set(strings_of(case.when))][
-            :MAX_EXAMPLES
-        ]:
+        """Yield the integer arguments of a call for up to MAX_EXAMPLES samples with the case's input
+        pattern."""
+        when = set(strings_of(case.when))
+        for batch in [b for b in self._batches if self._optional & b.keys() == when][:MAX_EXAMPLES]:
             sizes = {name: self._symbol_value(batch, name) for name in self._graph.symbols}
             yield CallExample(sizes, compute_operand_values(call, batch, sizes, self._constants))
 
@@ -68,36 +68,40 @@ class CallExamples:
 def compute_operand_values(
     call: CallOp, batch: Mapping[str, Any], sizes: Mapping[str, int], constants: Mapping[str, torch.Tensor]
 ) -> OperandValues:
-    """Computed backwards from the call, so that nothing else runs."""
+    """Compute the operands of a call that inputs alone determine, for one collated batch. Returns the
+    non-floating ones.
+
+    Evaluates backwards from the call, so that no other operation runs.
+    """
     known: dict[SSAValue, torch.Tensor | None] = {}
 
-    def value(of: SSAValue) -> torch.Tensor | None:
-        if of not in known:
-            known[of] = None
-            if isinstance(of.owner, Operation):
-                for result, made in zip(of.owner.results, _run(of.owner), strict=False):
-                    known[result] = made
-        return known[of]
+    def value_of(ssa: SSAValue) -> torch.Tensor | None:
+        if ssa not in known:
+            known[ssa] = None
+            if isinstance(ssa.owner, Operation):
+                for result, tensor in zip(ssa.owner.results, run_op(ssa.owner), strict=False):
+                    known[result] = tensor
+        return known[ssa]
 
-    def _run(op: Operation) -> Sequence[torch.Tensor | None]:
+    def run_op(op: Operation) -> Sequence[torch.Tensor | None]:
         match op:
             case InputOp():
                 return [batch[op.key.data]]
             case ConstOp():
                 return [constants.get(op.key.data)]
             case GlueOp():
-                operands = [value(o) for o in op.operands]
+                operands = [value_of(o) for o in op.operands]
                 return [] if any(o is None for o in operands) else _run_glue(op, operands, sizes)
             case _:
                 return []
 
-    found = {o: value(o) for o in call.operands}
-    return {o: v for o, v in found.items() if v is not None and not v.is_floating_point()}
+    values = {o: value_of(o) for o in call.operands}
+    return {o: v for o, v in values.items() if v is not None and not v.is_floating_point()}
 
 
 def _run_glue(op: GlueOp, operands: Sequence[Any], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
-    def leaf(found: Any) -> Any:
-        match found:
+    def value_of(leaf: Any) -> Any:
+        match leaf:
             case OperandRef(index=index):
                 return operands[index]
             case DottedName(text="device"):
@@ -105,13 +109,13 @@ def _run_glue(op: GlueOp, operands: Sequence[Any], sizes: Mapping[str, int]) -> 
             case DottedName(text=text):
                 return getattr(torch, text.removeprefix("torch."))
             case sympy.Expr():
-                return size_expr.evaluate_expr(found, sizes)
+                return size_expr.evaluate_expr(leaf, sizes)
             case _:
-                return found
+                return leaf
 
-    made = op.arguments.map_leaves(leaf)
+    arguments = op.arguments.map_leaves(value_of)
     function: Any = torch.ops
     for part in op.target.data.split("."):
         function = getattr(function, part)
-    result = function(*made.args, **made.kwargs)
+    result = function(*arguments.args, **arguments.kwargs)
     return result if isinstance(result, tuple | list) else [result]

@@ -1,8 +1,7 @@
-"""Attention's own rule: one fused kernel, whose FLOPs are those of the pairs that attend to each other, and
-which never keeps the scores.
+"""Counts attention as one fused kernel: FLOPs of pairs that attend to each other, and no stored scores.
 
-It keeps queries, keys, values, output and a log-sum. Samples and windows that a block attends to one by one
-count one by one.
+The kernel saves queries, keys, values, output and a log-sum (Dao et al., "FlashAttention", 2022). A block
+that attends within samples or windows one by one is counted one by one.
 """
 
 from __future__ import annotations
@@ -15,21 +14,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-MakeEmpty = Callable[[Sequence[int], torch.dtype], torch.Tensor]  # makes a tensor without values
+MakeEmpty = Callable[[Sequence[int], torch.dtype], torch.Tensor]  # from size and dtype
 
 
 def has_no_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no values: it is fake, or on the meta device."""
+    """Whether a tensor is fake or on the meta device."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta  # properties pass through the modes
 
 
 class FusedAttentionMode(TorchFunctionMode):
-    """Takes `scaled_dot_product_attention` as one kernel, and truth values of tensors without values as
-    true."""
+    """Replaces `scaled_dot_product_attention` by a kernel that only has shapes, and takes truth values of
+    tensors without values as true.
 
-    def __init__(self, attend: Callable[[int], None], empty: MakeEmpty) -> None:
+    count_flops: called with the FLOPs of each attention. make_empty: creates tensors without values.
+    """
+
+    def __init__(self, count_flops: Callable[[int], None], make_empty: MakeEmpty) -> None:
         super().__init__()
-        self._count_flops, self._make_empty = attend, empty
+        self._count_flops, self._make_empty = count_flops, make_empty
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -48,18 +50,21 @@ class FusedAttentionMode(TorchFunctionMode):
 
 
 def _count_attending_pairs(query: torch.Tensor, key: torch.Tensor, causal: bool) -> int:
-    """Pairs that attend to each other, over batch and heads: with a causal mask, a query sees its own and
-    earlier places."""
+    """The number of (query, key) pairs that attend, over batch and heads.
+
+    query: [..., rows, head_dim]. key: [..., columns, head_dim]. causal: a query attends to its own and
+    earlier positions.
+    """
     rows, columns = query.shape[-2], key.shape[-2]
-    over = query.shape[:-2].numel()
+    batch = query.shape[:-2].numel()
     if not causal:
-        return over * rows * columns
-    seen = min(rows, columns)
-    return over * (seen * (seen + 1) // 2 + (rows - seen) * columns)
+        return batch * rows * columns
+    causal_rows = min(rows, columns)
+    return batch * (causal_rows * (causal_rows + 1) // 2 + (rows - causal_rows) * columns)
 
 
 class _FusedAttentionFunction(torch.autograd.Function):
-    """The shapes of a fused attention, and what it saves."""
+    """Shapes of fused attention, and the tensors it saves."""
 
     @staticmethod
     def forward(
@@ -71,4 +76,4 @@ class _FusedAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise NotImplementedError("a trial runs forward only")
+        raise NotImplementedError("blocks run forward only while they are counted")

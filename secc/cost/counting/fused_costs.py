@@ -1,8 +1,7 @@
-"""Costs of calls in two forms: as the user wrote the modules, and with what `fuse-blocks` may rewrite in
-them.
+"""Chooses between two costs of a call: with the user's modules, and with modules that `fuse-blocks` rewrites.
 
-`secc.cost.counting.annotate_calls` notes the second under the keys below; a call takes it if all that was
-rewritten in its block is kept.
+`secc.cost.counting.annotate_calls` writes the second one under attributes with FUSED_PREFIX. A call takes it
+if all rewritten modules in its block are kept.
 """
 
 from __future__ import annotations
@@ -17,8 +16,11 @@ FUSED_PREFIX = "fused_"
 
 
 def choose_call_costs(graph: GraphOp, kept: Collection[str], dropped: Collection[str]) -> None:
-    """Let calls cost what their modules do, which are rewritten if their paths are `kept`. A call with some
-    of both keeps its own cost, which is the higher one."""
+    """Let every call cost what its modules do after fusion.
+
+    kept, dropped: paths of modules that are rewritten or remain as they are. A call with both keeps the cost
+    of the original modules, which is the higher one.
+    """
     for case in graph.cases:
         for op in case.ops:
             if isinstance(op, CallOp):
@@ -30,12 +32,12 @@ def choose_call_costs(graph: GraphOp, kept: Collection[str], dropped: Collection
 
 
 def is_in_block(path: str, block: str) -> bool:
-    """Whether a module is a block or in it."""
+    """Whether a module is a block or inside it."""
     return path == block or path.startswith(f"{block}.")
 
 
 def blocks_broken_by_fusion(graph: GraphOp) -> set[str]:
-    """The blocks that run on the meta device as the user wrote them, and not as rewritten."""
+    """The blocks that run on the meta device with the user's modules but not with rewritten ones."""
     calls = [op for case in graph.cases for op in case.ops if isinstance(op, CallOp)]
     return {
         c.target.data
@@ -45,14 +47,14 @@ def blocks_broken_by_fusion(graph: GraphOp) -> set[str]:
 
 
 def _cost_label(call: CallOp, prefix: str) -> str:
-    found = call.attributes.get(f"{prefix}cost")
-    return found.data if isinstance(found, StringAttr) else ""
+    label = call.attributes.get(f"{prefix}cost")
+    return label.data if isinstance(label, StringAttr) else ""
 
 
 def _choose_call_cost(call: CallOp, rewritten: bool) -> None:
     for key in [k for k in call.attributes if k.startswith(FUSED_PREFIX)]:
         value = call.attributes.pop(key)
         if rewritten:
-            call.attributes.pop("forward_ns", None)  # the user's own modules were timed
+            call.attributes.pop("forward_ns", None)  # those were measured on the user's modules
             call.attributes.pop("backward_ns", None)
             call.attributes[key.removeprefix(FUSED_PREFIX)] = value

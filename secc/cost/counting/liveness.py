@@ -1,5 +1,4 @@
-"""What a block that owes no backward has in memory at once: the tensors that it makes and has not let go of
-yet."""
+"""Liveness of storages in a block without backward: how many bytes its tensors hold at once."""
 
 from __future__ import annotations
 
@@ -13,30 +12,32 @@ from secc.cost.counting.saved_tensors import storage_key
 
 
 class LiveBytesTracker:
-    """Counts storages from where they are made to where the last tensor of them goes. `bytes` has what was
-    alive after each operation."""
+    """Counts storages from allocation until the last tensor that uses them is freed.
 
-    def __init__(self, given: Iterable[torch.Tensor]) -> None:
+    bytes_after_op: live bytes after each operation. `arguments` are not counted.
+    """
+
+    def __init__(self, arguments: Iterable[torch.Tensor]) -> None:
         self.bytes_after_op: list[int] = []
-        self._arguments = [*given]  # keeps addresses from being used again
+        self._arguments = [*arguments]  # addresses of freed storages would be reused
         self._counted_storages = {storage_key(t) for t in self._arguments}
         self._live_bytes = 0
         self._watched: dict[int, weakref.ref[Any]] = {}
 
-    def record_results(self, made: Iterable[torch.Tensor]) -> None:
-        """Count what an operation returned, but for what it was given."""
-        for tensor in made:
-            key, held = storage_key(tensor), tensor.untyped_storage()
+    def record_results(self, results: Iterable[torch.Tensor]) -> None:
+        """Count the storages of an operation's results, unless they are arguments or counted already."""
+        for tensor in results:
+            key, storage = storage_key(tensor), tensor.untyped_storage()
             if key not in self._counted_storages:
                 self._counted_storages.add(key)
-                self._live_bytes += held.nbytes()
-                self._watched[key] = weakref.ref(held, self._on_release(key, held.nbytes()))
+                self._live_bytes += storage.nbytes()
+                self._watched[key] = weakref.ref(storage, self._on_release(key, storage.nbytes()))
         self.bytes_after_op.append(self._live_bytes)
 
     def _on_release(self, key: int, size: int) -> Any:
-        def gone(_: object) -> None:
+        def on_release(_: object) -> None:
             self._counted_storages.discard(key)
             self._live_bytes -= size
             del self._watched[key]
 
-        return gone
+        return on_release

@@ -1,16 +1,16 @@
-"""One run of a user's block without values or weights: FLOPs, bytes saved for backward, bytes moved,
+"""Runs a user's block once without values or weights, and counts FLOPs, saved bytes, moved bytes and
 operations.
 
-A block runs on the meta device, where tensors are that it makes without naming a device, too: elsewhere they
-could not meet the others. Those that it has from elsewhere (attributes that are no buffers, NumPy) lose their
-values when they meet others. One that reads values of its integer arguments (where samples begin, grids of
-images) gets those for real and everything else as fake tensors.
+The block runs on the meta device. Tensors that it creates without naming a device are created there too,
+because they could not be combined with the others otherwise. Tensors from elsewhere (attributes that are not
+buffers, NumPy) lose their values when they are combined with meta tensors. A block that reads values of
+integer arguments (boundaries of packed samples, image grids) gets these as real tensors and everything else
+as fake tensors.
 
-Beside what a plain run keeps, a trial tells what one keeps whose units (`secc.runtime.sections.recompute`)
-run again in the backward: their inputs and what is saved outside of them. Attention counts as a fused kernel
-does: it keeps queries, keys, values, output and a log-sum, never the square of scores. A truth value that the
-block reads off an input counts as true, which for masks means no padding; any other value that is read makes
-the run fail.
+In addition to a plain run, the counts say what a run keeps if its units (`secc.runtime.sections.recompute`)
+are recomputed in the backward: their inputs, and what is saved outside of them. Attention counts as one fused
+kernel, which keeps queries, keys, values, output and a log-sum, never the scores. The truth value of a tensor
+without values is true, which for masks means no padding. Reading any other value makes the run fail.
 """
 
 from __future__ import annotations
@@ -39,21 +39,18 @@ from secc.runtime.recorder import meta_rules
 from secc.runtime.recorder.block_results import contiguous_strides, new_fake_tensor
 from secc.runtime.recorder.glue_ops import grouped_mm_result
 
-FREE_OPS = frozenset(
-    {"_unsafe_view", "new_empty", "empty", "empty_like", "empty_strided"}
-)  # operations that neither compute nor move
-GATHER_OPS = frozenset(
-    {"embedding", "index", "index_select", "gather"}
-)  # they read what they give, not all of their operand
+# Operations that neither compute nor move bytes.
+FREE_OPS = frozenset({"_unsafe_view", "new_empty", "empty", "empty_like", "empty_strided"})
+# Operations that read as many bytes as they return, not all of their operand.
+GATHER_OPS = frozenset({"embedding", "index", "index_select", "gather"})
 GROUPED_MM = torch.ops.aten._grouped_mm.default
-ACTIVATION_PRODUCT_DIM = (
-    128  # the smallest dim of products between activations, as in attention that is spelt out
-)
+# Assumed smallest dimension of products between activations, such as in unfused attention.
+ACTIVATION_PRODUCT_DIM = 128
 
 
 def _grouped_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of `aten._grouped_mm`, which torch's counter does not know: each row, column or term of a sum
-    belongs to one group."""
+    """FLOPs of `aten._grouped_mm`, which torch's counter does not know. Each row (or column, or summand)
+    belongs to one group only."""
     groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
@@ -63,16 +60,17 @@ FLOP_FORMULAS: dict[Any, Callable[..., int]] = {**flop_registry, torch.ops.aten.
 
 @dataclass(frozen=True)
 class BlockCounts:
-    """What one forward took: FLOPs, of which products of matrices and `attention`, in hundredths of FLOPs of
-    large products too (`work`, `attention_work`); bytes saved for backward; bytes that operations other than
-    those move; the number of operations.
+    """Counts of one forward of a block.
 
-    With units that run again: the bytes `kept` until the backward, the bytes that one unit's second run adds
-    (`working`), and the work and bytes moved of all second runs (`again`, `again_moved`). `narrow` is the
-    smallest fixed dim of the products that take longest. `in_turn`: each unit ran once at most, in the order
-    in which they stand.
-
-    Without a backward, `live` are the bytes that the block had made and still held after each operation.
+    flops: all FLOPs. attention: those inside fused attention.
+    work, attention_work: the same in hundredths of FLOPs of large products; `work` excludes attention.
+    moved: bytes moved by operations other than products. saved: bytes kept for backward. ops: operations
+        issued.
+    kept: bytes kept for backward if all units are recomputed. working: additional bytes of one second run.
+    again, again_moved: work and bytes moved of all second runs.
+    narrowest_dim: smallest weight dimension of the products that take most time.
+    units_in_order: each unit ran at most once, in the order of declaration.
+    live_bytes: without a backward, the bytes allocated by the block after each operation.
     """
 
     flops: int
@@ -92,7 +90,7 @@ class BlockCounts:
 
     @property
     def peak(self) -> int:
-        """The most bytes that the block had made and still held."""
+        """The most bytes that the block had allocated at once."""
         return max(self.live_bytes, default=0)
 
 
@@ -101,31 +99,33 @@ def run_on_meta(
     arguments: Callable[[ValuelessTensors], tuple[list[Any], dict[str, Any]]],
     grad: bool,
     units: Sequence[nn.Module] = (),
-    makes: ValuelessTensors | None = None,
+    tensors: ValuelessTensors | None = None,
     efficiency: GemmEfficiency = DEFAULT_EFFICIENCY,
-    owes: bool | None = None,
+    has_backward: bool | None = None,
 ) -> BlockCounts:
     """Run `module` on copies of its parameters and buffers that have no values. Raises whatever the block
-    raises then.
+    raises.
 
-    `arguments` makes the call's arguments with what makes tensors here. `units` are the modules inside the
-    block, or itself, that may run again. Trials of one module may share `makes`, which decides whether
-    integer arguments have values. `owes`: whether a backward follows, by default where `grad` is on.
+    arguments: creates the positional and keyword arguments from a `ValuelessTensors`.
+    grad: run with gradients enabled. has_backward: a backward follows (default: `grad`).
+    units: submodules (or the block itself) that recomputation may run again.
+    tensors: may be shared by several runs of a module; decides whether integer arguments have values.
+    efficiency: rates of products by shape.
     """
-    makes = makes or ValuelessTensors()
-    state = _valueless_state(module, makes)
-    args, kwargs = arguments(makes)
-    owes = grad if owes is None else owes
-    saved = SavedTensorsTracker(state, owes)
-    live = None if owes else LiveBytesTracker([*state.values(), *_tensor_leaves((args, kwargs))])
-    counter = _OpCounter(saved, makes, efficiency, live)
-    fused = FusedAttentionMode(counter.count_attention, makes.make_contiguous)
+    tensors = tensors or ValuelessTensors()
+    state = _valueless_state(module, tensors)
+    args, kwargs = arguments(tensors)
+    has_backward = grad if has_backward is None else has_backward
+    saved = SavedTensorsTracker(state, has_backward)
+    live = None if has_backward else LiveBytesTracker([*state.values(), *_tensor_leaves((args, kwargs))])
+    counter = _OpCounter(saved, tensors, efficiency, live)
+    fused = FusedAttentionMode(counter.count_attention, tensors.make_contiguous)
     with (
         torch.set_grad_enabled(grad),
         saved_tensors_hooks(saved.pack_tensor, lambda t: t),
         saved.watch_units(units),
-        skip_repeated_layers(units, counter, makes),
-        makes.default_device(),
+        skip_repeated_layers(units, counter, tensors),
+        tensors.default_device(),
         fused,
         counter,
     ):
@@ -134,13 +134,15 @@ def run_on_meta(
 
 
 class ValuelessTensors:
-    """Makes tensors without values: on the meta device, or, with `real`, fake ones, which may meet real ones.
-    Parameters get one each. What a block makes by itself is on its device, or, with `real` or `own`, has
-    values that it may read."""
+    """Creates tensors without values: on the meta device, or, with `fake`, fake tensors, which can be
+    combined with real ones. A parameter always gets the same stand-in.
 
-    def __init__(self, real: bool = False, own: bool = False) -> None:
-        self._own = own
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True) if real else None
+    With `fake` or `values_inside`, tensors that a block creates itself have values that it may read.
+    """
+
+    def __init__(self, fake: bool = False, values_inside: bool = False) -> None:
+        self._values_inside = values_inside
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
         self._parameters: dict[nn.Parameter, torch.Tensor] = {}
 
     def __call__(
@@ -148,15 +150,15 @@ class ValuelessTensors:
     ) -> torch.Tensor:
         if self.fake_mode is None:
             return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=grad)
-        made = new_fake_tensor(self.fake_mode, tuple(size), tuple(stride), dtype)
-        return made.requires_grad_() if grad else made
+        tensor = new_fake_tensor(self.fake_mode, tuple(size), tuple(stride), dtype)
+        return tensor.requires_grad_() if grad else tensor
 
     def make_contiguous(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor without gaps."""
+        """Create a contiguous tensor."""
         return self(size, contiguous_strides(tuple(size)), dtype)
 
     def parameter_stand_in(self, parameter: nn.Parameter) -> torch.Tensor:
-        """What stands for a parameter."""
+        """The tensor that stands for a parameter."""
         if parameter not in self._parameters:
             self._parameters[parameter] = self(
                 parameter.size(), parameter.stride(), parameter.dtype, parameter.requires_grad
@@ -164,49 +166,47 @@ class ValuelessTensors:
         return self._parameters[parameter]
 
     def default_device(self) -> AbstractContextManager[object]:
-        """While a block runs: makes what it makes without naming a device."""
-        return self.device if self.fake_mode is None and not self._own else nullcontext()
+        """Context in which a block runs: the default device of tensors created without naming one."""
+        return self.device if self.fake_mode is None and not self._values_inside else nullcontext()
 
     @property
     def device(self) -> torch.device:
         return torch.device("meta" if self.fake_mode is None else "cpu")
 
 
-def _valueless_state(module: nn.Module, makes: ValuelessTensors) -> dict[str, torch.Tensor]:
-    """A tensor without values for each parameter, one for each name, tied names sharing one; buffers keep
-    values that they have."""
+def _valueless_state(module: nn.Module, tensors: ValuelessTensors) -> dict[str, torch.Tensor]:
+    """Stand-ins for parameters and buffers by name. Names of a tied parameter share one; with fake
+    tensors, buffers keep their values."""
     state = {
-        name: makes.parameter_stand_in(parameter)
+        name: tensors.parameter_stand_in(parameter)
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
     for name, tensor in module.named_buffers(remove_duplicate=False):
-        keeps = makes.fake_mode is not None and not tensor.is_meta
-        state[name] = (
-            tensor.detach().clone() if keeps else makes(tensor.size(), tensor.stride(), tensor.dtype)
-        )
+        if tensors.fake_mode is not None and not tensor.is_meta:
+            state[name] = tensor.detach().clone()
+        else:
+            state[name] = tensors(tensor.size(), tensor.stride(), tensor.dtype)
     return state
 
 
 class _OpCounter(TorchDispatchMode):
     """Counts operations and, by torch's own formulas, their FLOPs.
 
-    The layers of a stack repeat the same operations, and torch computes shapes slowly, so the shapes of
-    results are remembered.
+    Computing the shapes of results is slow in torch, and the layers of a stack repeat the same operations, so
+    shapes are cached.
     """
 
     def __init__(
         self,
         saved: SavedTensorsTracker,
-        makes: ValuelessTensors,
+        tensors: ValuelessTensors,
         efficiency: GemmEfficiency,
         live: LiveBytesTracker | None,
     ) -> None:
         super().__init__()
-        self._saved, self._tensors, self._efficiency, self._live = saved, makes, efficiency, live
-        self._flops, self._recomputed_flops = (
-            Counter[int](),
-            Counter[int](),
-        )  # of products by their smallest fixed dim
+        self._saved, self._tensors, self._efficiency, self._live = saved, tensors, efficiency, live
+        # FLOPs of products by their smallest weight dimension.
+        self._flops, self._recomputed_flops = Counter[int](), Counter[int]()
         self.attention = self._recomputed_attention = self._moved = self._recomputed_moved = self._ops = 0
         self._last_was_attention = False
         self._known_results: dict[object, tuple[int, list[_ResultLayout]]] = {}
@@ -224,21 +224,21 @@ class _OpCounter(TorchDispatchMode):
         key = _shape_key((func, args, kwargs))
         if key in self._known_results:
             flops, layouts = self._known_results[key]
-            made = [self._tensors(size, stride, dtype) for size, stride, dtype in layouts]
-            out = made[0] if len(made) == 1 else tuple(made)
+            results = [self._tensors(size, stride, dtype) for size, stride, dtype in layouts]
+            out = results[0] if len(results) == 1 else tuple(results)
         else:
             out, args = self._run_on_one_device(func, args, kwargs)
             formula = FLOP_FORMULAS.get(func._overloadpacket)
             flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
             if key is not None and _returns_new_tensors(func, out, args):
-                made = out if isinstance(out, tuple) else (out,)
-                self._known_results[key] = flops, [(t.size(), t.stride(), t.dtype) for t in made]
+                results = out if isinstance(out, tuple) else (out,)
+                self._known_results[key] = flops, [(t.size(), t.stride(), t.dtype) for t in results]
         self._count_op(func._opname, flops, args, out)
         return out
 
     def _run_on_one_device(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """An operation's result, and the arguments that it was made of: real tensors cannot meet those on the
-        meta device."""
+        """Run an operation; if it mixes real and meta tensors, move the real ones to the meta device.
+        Returns the result and the arguments used."""
         try:
             return _run_op(func, args, kwargs), args
         except (RuntimeError, NotImplementedError):
@@ -254,7 +254,7 @@ class _OpCounter(TorchDispatchMode):
         return _run_op(func, args, kwargs), args
 
     def _count_op(self, name: str, flops: int, args: Any, out: Any) -> None:
-        """A product's FLOPs, or the bytes that another operation reads and writes."""
+        """Count the FLOPs of a product, or the bytes that another operation reads and writes."""
         if flops:
             dim = self._narrowest_dim(name, args)
             self._flops[dim] += flops
@@ -266,23 +266,21 @@ class _OpCounter(TorchDispatchMode):
         self._recomputed_moved += size if self._saved.is_inside_unit else 0
 
     def _narrowest_dim(self, name: str, args: Any) -> int:
-        """The smallest dim of the weight of a product, of one expert's where they are stacked; `HEAD` for
-        products without a weight."""
+        """The smallest dimension of a product's weight (of one expert's, where weights are stacked).
+        ACTIVATION_PRODUCT_DIM for products of activations."""
         operands = list(_tensor_leaves(args))
         weights = [t for t in operands if t.ndim > 1 and self._saved.is_parameter_or_buffer(t)]
         if weights:
             weight = weights[0]
             if name == "_grouped_mm":
                 return min(weight.shape[-2:])
-            return (
-                min(weight.shape[0], weight.numel() // weight.shape[0])
-                if weight.ndim > 2
-                else min(weight.shape)
-            )
+            if weight.ndim > 2:  # a convolution: all dimensions but the first are summed over
+                return min(weight.shape[0], weight.numel() // weight.shape[0])
+            return min(weight.shape)
         return ACTIVATION_PRODUCT_DIM
 
     def count_attention(self, flops: int) -> None:
-        """Attention in one kernel; pieces with nothing between them, such as packed samples, are one
+        """Count FLOPs of fused attention. Consecutive calls, such as those of packed samples, are one
         operation."""
         self.attention += flops
         self._recomputed_attention += flops if self._saved.is_inside_unit else 0
@@ -290,8 +288,8 @@ class _OpCounter(TorchDispatchMode):
         self._last_was_attention = True
 
     def snapshot_counts(self) -> OpCounts:
-        """What was counted so far."""
-        flat = (
+        """The counts so far."""
+        totals = (
             self.attention,
             self._recomputed_attention,
             self._moved,
@@ -300,31 +298,26 @@ class _OpCounter(TorchDispatchMode):
             self._saved.saved_bytes,
             self._saved.bytes_kept_outside_units(),
         )
-        return OpCounts(Counter(self._flops), Counter(self._recomputed_flops), flat)
+        return OpCounts(Counter(self._flops), Counter(self._recomputed_flops), totals)
 
     def add_counts(self, more: OpCounts) -> None:
-        """Count what a layer does that is like one that ran."""
+        """Add the counts of a layer that is skipped because an equal one ran."""
         self._flops += more.flops
         self._recomputed_flops += more.recomputed_flops
-        attention, again, moved, again_moved, ops, saved, kept = more.totals
-        self.attention, self._recomputed_attention = (
-            self.attention + attention,
-            self._recomputed_attention + again,
-        )
-        self._moved, self._recomputed_moved, self._ops = (
-            self._moved + moved,
-            self._recomputed_moved + again_moved,
-            self._ops + ops,
-        )
+        attention, recomputed_attention, moved, recomputed_moved, ops, saved, kept = more.totals
+        self.attention += attention
+        self._recomputed_attention += recomputed_attention
+        self._moved += moved
+        self._recomputed_moved += recomputed_moved
+        self._ops += ops
         self._saved.add_repeated_layer(saved, kept)
 
-    def block_counts(self, grad: bool, in_turn: bool) -> BlockCounts:
-        """What was counted."""
+    def block_counts(self, grad: bool, in_order: bool) -> BlockCounts:
+        """Summarise the run."""
         table, saved = self._efficiency, self._saved
         work = sum(table.equivalent_work(n, dim) for dim, n in self._flops.items())
-        again = sum(
-            table.equivalent_work(n, dim) for dim, n in self._recomputed_flops.items()
-        ) + table.equivalent_attention_work(self._recomputed_attention)
+        again = sum(table.equivalent_work(n, dim) for dim, n in self._recomputed_flops.items())
+        again += table.equivalent_attention_work(self._recomputed_attention)
         return BlockCounts(
             flops=sum(self._flops.values()) + self.attention,
             attention=self.attention,
@@ -340,14 +333,14 @@ class _OpCounter(TorchDispatchMode):
             narrowest_dim=max(
                 self._flops, key=lambda dim: table.equivalent_work(self._flops[dim], dim), default=0
             ),
-            units_in_order=in_turn,
+            units_in_order=in_order,
             live_bytes=() if self._live is None else (*self._live.bytes_after_op,),
         )
 
 
 def _run_op(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation."""
-    if func is GROUPED_MM:  # torch's rule for products of experts takes bfloat16 only
+    """Run one operation on tensors without values."""
+    if func is GROUPED_MM:  # torch's meta rule accepts bfloat16 only
         return grouped_mm_result(*args[:3], **kwargs)
     return meta_rules.run_with_rule(func, args, kwargs)
 
@@ -360,7 +353,8 @@ _ResultLayout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 def _shape_key(value: Any) -> Any:
-    """What decides the shapes that an operation returns, or None where that is not plain data."""
+    """A key that determines the shapes of an operation's results, or None if an argument is not plain data
+    or a tensor without values."""
     match value:
         case torch.Tensor():
             return (value.size(), value.stride(), value.dtype) if has_no_values(value) else None
@@ -376,14 +370,14 @@ def _shape_key(value: Any) -> Any:
 
 
 def _returns_new_tensors(func: Any, out: Any, args: Any) -> bool:
-    """Whether an operation's results are new tensors on the meta device: it neither writes to nor returns its
-    arguments."""
-    made = out if isinstance(out, tuple) else (out,)
+    """Whether an operation neither writes to nor returns its arguments, and all results are tensors
+    without values."""
+    results = out if isinstance(out, tuple) else (out,)
     if (
         func._schema.is_mutable
-        or not all(isinstance(t, torch.Tensor) and has_no_values(t) for t in made)
-        or len(made) == 0
+        or not all(isinstance(t, torch.Tensor) and has_no_values(t) for t in results)
+        or len(results) == 0
     ):
         return False
-    given = {storage_key(a) for a in args if isinstance(a, torch.Tensor)}
-    return not any(storage_key(t) in given for t in made) and (len(made) > 1 or out is made[0])
+    arguments = {storage_key(a) for a in args if isinstance(a, torch.Tensor)}
+    return not any(storage_key(t) in arguments for t in results) and (len(results) > 1 or out is results[0])

@@ -1,9 +1,9 @@
-"""Exact polynomials through integer measurements: small bases over the inputs' symbols, solved in rationals,
-checked at a held-out size.
+"""Fits exact polynomials over input sizes to integer counts.
 
-A cost is linear in each number of rows and at most quadratic in widths (attention), so a tensor product of
-those two bases comes first and all monomials up to degree three second. Measurements are taken at multiples
-of eight, where floor divisions such as `S//4` are whole.
+A small basis of monomials is solved in rationals and checked at a size held out of the fit. Costs are linear
+in each number of rows and at most quadratic in widths (attention), so the tensor product of those two bases
+is tried first, and all monomials up to degree three second. Counts are taken at multiples of eight, where
+floor divisions such as `S//4` are exact.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ import sympy
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.size_expr import Expr
 
-FIRST_SIZE, SIZE_STEP, HELD_OUT_SIZE = (
-    16,
-    8,
-    72,
-)  # sizes of measurements: BASE + k * STEP; the polynomial must also hold at HELD_OUT + STEP * place
+# Counts are taken at sizes FIRST_SIZE + k * SIZE_STEP. The polynomial must also hold where the i-th symbol is
+# HELD_OUT_SIZE + i * SIZE_STEP.
+FIRST_SIZE, SIZE_STEP, HELD_OUT_SIZE = 16, 8, 72
 
-SymbolSizes = Mapping[str, int]
+
 Exponents = tuple[int, ...]
 MeasureAt = Callable[[dict[str, int]], Sequence[int]]
 
 
 def fit_polynomials(measure: MeasureAt, kinds: Mapping[str, str]) -> tuple[Expr, ...] | None:
-    """Polynomials over symbols (name -> "rows" or "width") that give what `measure` gives, or None if none of
-    the bases holds."""
+    """Fit one polynomial to each count.
+
+    measure: returns the counts at given symbol values. kinds: "rows" or "width" by symbol. Returns None if no
+    basis fits.
+    """
     names = sorted(kinds)
     known: dict[tuple[int, ...], Sequence[int]] = {}
 
-    def at(point: tuple[int, ...]) -> Sequence[int]:
+    def counts_at(point: tuple[int, ...]) -> Sequence[int]:
         if point not in known:
             known[point] = measure(dict(zip(names, point, strict=True)))
         return known[point]
@@ -42,39 +43,40 @@ def fit_polynomials(measure: MeasureAt, kinds: Mapping[str, str]) -> tuple[Expr,
     held_out = tuple(HELD_OUT_SIZE + SIZE_STEP * i for i in range(len(names)))
     for basis in _candidate_bases(names, kinds):
         points = [tuple(FIRST_SIZE + SIZE_STEP * e for e in exponents) for exponents in basis]
-        found = _solve_coefficients(names, basis, points, [at(p) for p in points])
+        polynomials = _solve_coefficients(names, basis, points, [counts_at(p) for p in points])
         sizes = dict(zip(names, held_out, strict=True))
-        if [size_expr.evaluate_expr(f, sizes) for f in found] == list(at(held_out)):
-            return found
+        if [size_expr.evaluate_expr(f, sizes) for f in polynomials] == list(counts_at(held_out)):
+            return polynomials
     return None
 
 
 def fit_mean_cost(terms: Sequence[Expr], points: Sequence[Sequence[int]], values: Sequence[int]) -> Expr:
-    """The cost of each row in the mean: `values` measured at `points`, values of `terms`, as whole multiples
-    of these, none negative.
+    """Fit a cost that varies between samples as a linear combination of `terms` with non-negative integer
+    coefficients.
 
-    With one term the sum of the measurements is kept, so that what grows with squares counts with the spread
-    of the samples.
+    points: the values of `terms` at each sample. values: the cost at each sample. With a single term, the
+    coefficient preserves the sum of the costs, so that superlinear parts are counted with the spread of the
+    samples.
     """
-    rest, found = np.array(values, dtype=float), [0.0] * len(terms)
+    costs, coefficients = np.array(values, dtype=float), [0.0] * len(terms)
     table = np.array(points, dtype=float).reshape(len(values), len(terms))
     used = [i for i in range(len(terms)) if table[:, i].any()]
     if len(used) > 1:
         while used:
-            solved = np.linalg.lstsq(table[:, used], rest, rcond=None)[0]
+            solved = np.linalg.lstsq(table[:, used], costs, rcond=None)[0]
             if (solved >= 0).all():
                 break
-            used.pop(int(solved.argmin()))
+            used.pop(int(solved.argmin()))  # drop the most negative term and solve again
         for i, x in zip(used, solved if used else (), strict=True):
-            found[i] = float(x)
+            coefficients[i] = float(x)
     elif used:
-        found[used[0]] = float(rest.sum() / table[:, used[0]].sum())
-    return sympy.Add(*(round(x) * term for term, x in zip(terms, found, strict=True)))
+        coefficients[used[0]] = float(costs.sum() / table[:, used[0]].sum())
+    return sympy.Add(*(round(x) * term for term, x in zip(terms, coefficients, strict=True)))
 
 
 def _candidate_bases(names: list[str], kinds: Mapping[str, str]) -> Iterator[list[Exponents]]:
-    """Sets of exponents closed under division, for which measurements at BASE + STEP * exponents determine
-    the polynomial."""
+    """Yield sets of exponents closed under division: measurements at FIRST_SIZE + SIZE_STEP * exponents
+    determine the polynomial uniquely."""
     rows, widths = (
         [i for i, n in enumerate(names) if (kinds[n] == "rows") is wanted] for wanted in (True, False)
     )

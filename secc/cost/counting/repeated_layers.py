@@ -1,9 +1,9 @@
-"""Layers that are like others need not run again: a stack of eighty costs what two of its layers cost, eighty
-times.
+"""Skips repeated layers of a stack: two equal layers run, the others are counted as the second one.
 
-Layers are alike if class, parameters and arguments are: shapes, and for tensors that have values these too
-(28 of the 32 layers of a vision tower see windows, the others whole images). What the second of them counts
-is counted for each later one, whose results are made without running it.
+Layers are equal if class, parameters and arguments are. Arguments are compared by shape, and by value where
+they have values (28 of the 32 layers of a vision tower attend within windows, the others to whole images).
+The first layer may differ in what it allocates; therefore the second one's counts are repeated. Results of
+skipped layers are created without running them.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from secc.runtime.recorder.block_results import TensorDigests
 
 @dataclass(frozen=True)
 class OpCounts:
-    """FLOPs by the narrowest dim, those of units, and whatever else is counted."""
+    """FLOPs by smallest weight dimension, those inside recomputation units, and all other totals."""
 
     flops: Counter[int]
     recomputed_flops: Counter[int]
     totals: tuple[int, ...]
 
     def counts_since(self, before: OpCounts) -> OpCounts:
-        """What came after `before`."""
-        flat = tuple(a - b for a, b in zip(self.totals, before.totals, strict=True))
-        return OpCounts(self.flops - before.flops, self.recomputed_flops - before.recomputed_flops, flat)
+        """The counts added after the snapshot `before`."""
+        totals = tuple(a - b for a, b in zip(self.totals, before.totals, strict=True))
+        return OpCounts(self.flops - before.flops, self.recomputed_flops - before.recomputed_flops, totals)
 
 
 class OpCounterProtocol(Protocol):
-    """What counts."""
+    """Counter of a run, as far as skipping layers needs it."""
 
     def snapshot_counts(self) -> OpCounts: ...
     def add_counts(self, more: OpCounts) -> None: ...
@@ -48,53 +48,60 @@ MakeTensor = Callable[[Sequence[int], Sequence[int], torch.dtype, bool], torch.T
 
 @contextmanager
 def skip_repeated_layers(
-    units: Sequence[nn.Module], counter: OpCounterProtocol, makes: MakeTensor
+    units: Sequence[nn.Module], counter: OpCounterProtocol, make_tensor: MakeTensor
 ) -> Iterator[None]:
-    """Run two of alike units and count the others."""
+    """Run two of each set of equal units within the context, and add the counts of the second one for the
+    others.
+
+    make_tensor: creates results of skipped units from size, stride, dtype and requires_grad.
+    """
     runs: Counter[object] = Counter()
-    known: dict[object, tuple[OpCounts, Any]] = {}
+    known_results: dict[object, tuple[OpCounts, Any]] = {}
     digests = TensorDigests()
 
-    def wrapped(unit: nn.Module) -> Callable[..., Any]:
-        plain, kind = unit.forward, _module_signature(unit)
+    def with_skipping(unit: nn.Module) -> Callable[..., Any]:
+        original_forward, signature = unit.forward, _module_signature(unit)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            key = (kind, _arguments_signature((args, kwargs), digests))
-            if key in known:
-                more, result = known[key]
-                counter.add_counts(more)
-                return tree_map(made, result)
+            key = (signature, _arguments_signature((args, kwargs), digests))
+            if key in known_results:
+                counts, result = known_results[key]
+                counter.add_counts(counts)
+                return tree_map(result_of, result)
             runs[key] += 1
             before = counter.snapshot_counts()
-            out = plain(*args, **kwargs)
+            out = original_forward(*args, **kwargs)
             if runs[key] == 2 and all(
                 has_no_values(t) for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)
             ):
-                known[key] = counter.snapshot_counts().counts_since(before), tree_map(_layout_of_leaf, out)
+                known_results[key] = (
+                    counter.snapshot_counts().counts_since(before),
+                    tree_map(_layout_of_leaf, out),
+                )
             return out
 
         return forward
 
-    def made(leaf: Any) -> Any:
+    def result_of(leaf: Any) -> Any:
         return (
-            makes(leaf.size, leaf.stride, leaf.dtype, leaf.requires_grad)
+            make_tensor(leaf.size, leaf.stride, leaf.dtype, leaf.requires_grad)
             if isinstance(leaf, _TensorLayout)
             else leaf
         )
 
-    changed = [u for u in units if "forward" not in vars(u)] if len(units) > 2 else []
+    wrapped = [u for u in units if "forward" not in vars(u)] if len(units) > 2 else []
     try:
-        for unit in changed:
-            unit.forward = wrapped(unit)
+        for unit in wrapped:
+            unit.forward = with_skipping(unit)
         yield
     finally:
-        for unit in changed:
+        for unit in wrapped:
             del unit.forward
 
 
 @dataclass(frozen=True)
 class _TensorLayout:
-    """What a tensor is like, for which it need not live on."""
+    """Layout of a tensor, kept instead of the tensor so that it can be freed."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -111,7 +118,7 @@ def _layout_of_leaf(leaf: Any) -> Any:
 
 
 def _module_signature(unit: nn.Module) -> object:
-    """What tells a unit from others, its parameters' values left out."""
+    """What distinguishes a unit from others: class, configuration, and layout of its parameters."""
     return (
         type(unit),
         repr(unit),

@@ -1,5 +1,5 @@
-"""What autograd keeps for a backward while a block runs without values, and what of it where units run
-again."""
+"""Tracks what autograd saves for the backward while a block runs without values, inside and outside of
+recomputation units."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from torch.utils.hooks import RemovableHandle
 
 
 class SavedTensorsTracker:
-    """Counts each storage once that autograd keeps, except those of parameters and buffers, and knows in
-    which unit's run that was. Without `grad` it only sees in which order units run."""
+    """Counts every storage that autograd saves once, except parameters and buffers, and records in which unit
+    it was saved.
+
+    Without `grad`, only the order in which units run is recorded.
+    """
 
     def __init__(self, state: Mapping[str, torch.Tensor], grad: bool = True) -> None:
         self._grad = grad
-        self._kept_alive = list(state.values())  # keeps addresses from being used again
+        self._kept_alive = list(state.values())  # addresses of freed storages would be reused
         self._state_storages = {storage_key(t) for t in self._kept_alive}
-        self._sizes: dict[int, int] = {}  # of each storage that is saved
-        self._outside: dict[int, int] = {}  # of each that is saved outside of units or goes into one
-        self._inside: list[dict[int, int]] = []  # of each that a run of a unit saves
+        self._sizes: dict[int, int] = {}  # bytes by storage, of all saved ones
+        self._outside: dict[int, int] = {}  # saved outside of units, or input of one
+        self._inside: list[dict[int, int]] = []  # saved by each run of a unit
         self._depth = 0
-        self._units_run: list[nn.Module] = []  # the units as they ran
-        self._repeated_bytes = self._repeated_outside_bytes = (
-            0  # bytes of layers that did not run because they are like others
-        )
+        self._units_run: list[nn.Module] = []  # in the order of their runs
+        self._repeated_bytes = self._repeated_outside_bytes = 0  # of skipped layers
 
     def pack_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Pack hook of `torch.autograd.graph.saved_tensors_hooks`: record the tensor."""
         self._record_storage(tensor, self._sizes, self._inside[-1] if self.is_inside_unit else self._outside)
         return tensor
 
@@ -46,32 +48,33 @@ class SavedTensorsTracker:
 
     @property
     def saved_bytes(self) -> int:
+        """Bytes saved by a plain run."""
         return sum(self._sizes.values()) + self._repeated_bytes
 
     def bytes_kept_outside_units(self) -> int:
-        """Bytes kept where every unit runs again."""
+        """Bytes kept if every unit is recomputed: inputs of units, and what is saved outside of them."""
         return sum(self._outside.values()) + self._repeated_outside_bytes
 
     def ran_in_order(self, units: Sequence[nn.Module]) -> bool:
-        """Whether each unit ran once at most, in the order in which they stand."""
-        places = {unit: k for k, unit in enumerate(units)}
-        turns = [places[unit] for unit in self._units_run]
-        return all(before < after for before, after in pairwise(turns))
+        """Whether each unit ran at most once, in the order of `units`."""
+        positions = {unit: k for k, unit in enumerate(units)}
+        run_positions = [positions[unit] for unit in self._units_run]
+        return all(before < after for before, after in pairwise(run_positions))
 
     def add_repeated_layer(self, size: int, outside: int) -> None:
-        """Count what a layer keeps, and what of it outside of units, that is like one that ran."""
+        """Add bytes saved by a skipped layer, and those of them outside of units."""
         self._repeated_bytes += size
         self._repeated_outside_bytes += outside
 
     def largest_unit_bytes(self) -> int:
-        """The most bytes that the second run of a unit adds to them."""
+        """The most bytes that one unit saves in its second run."""
         return max(
             (sum(n for s, n in sizes.items() if s not in self._outside) for sizes in self._inside), default=0
         )
 
     @contextmanager
     def watch_units(self, units: Sequence[nn.Module]) -> Iterator[None]:
-        """Notice when the units run."""
+        """Record runs of the units within the context."""
         hooks: list[RemovableHandle] = []
         for unit in units:
             hooks.append(unit.register_forward_pre_hook(self._enter_unit, with_kwargs=True))
@@ -103,5 +106,6 @@ class SavedTensorsTracker:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What tells storages apart."""
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  # torch has no public name for it
+    """A key that identifies a tensor's storage while it is alive."""
+    # torch has no public name for it
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

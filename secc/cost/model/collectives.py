@@ -1,14 +1,15 @@
-"""Collectives by an α-β model on a cluster's levels: the ranks inside a node, and the nodes.
+"""Collective times by an alpha-beta model on two levels: the ranks inside a node, and the nodes.
 
-A ring over n ranks sends 2(n - 1) messages of an n-th of the bytes for a sum, (n - 1) for half of one (a
-reduce-scatter, an all-gather). A tree sends the bytes up and down, pipelined, with 2 log2(n) latencies
+A ring over n ranks sends 2(n - 1) messages of 1/n of the bytes for an all-reduce, (n - 1) for a
+reduce-scatter or all-gather. A tree sends the bytes up and down, pipelined, with 2 log2(n) latencies
 (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009;
-NCCL's double binary trees). Over two levels each node first shares out its sum, then the k-th ranks of all
-nodes sum their k-th parts at the same time, each over its own link, and the nodes gather. NCCL takes what is
-fastest; gloo has rings alone, and its reduce-scatter takes about twice the time of its all-reduce.
+NCCL's double binary trees). Over two levels, each node first reduce-scatters among its ranks, then the k-th
+ranks of all nodes all-reduce the k-th shards at the same time, each over its own link, and the nodes
+all-gather. NCCL picks the fastest of these. gloo has only rings, and its reduce-scatter takes about twice as
+long as its all-reduce.
 
-A link on which collectives were measured (`secc profile --links`) has each as the messages of a ring, at the
-nearest number of ranks.
+Collectives that were measured on a link (`secc profile --links`) are stored as the time of one message of a
+ring; the measurement with the nearest number of ranks is used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from secc.cluster import Cluster, Link
 
 @dataclass(frozen=True)
 class RankSpan:
-    """Where a group's ranks are: `inside` of them on each node, on `nodes` nodes."""
+    """Placement of a group of ranks: `ranks_per_node` on each of `nodes` nodes."""
 
     ranks_per_node: int
     nodes: int
@@ -33,44 +34,50 @@ class RankSpan:
 
 
 def span_of_consecutive_ranks(ranks: int, cluster: Cluster, stride: int = 1) -> RankSpan:
-    """The span of `ranks` ranks, every `stride`-th one."""
-    inside = max(1, min(ranks, cluster.per_node // stride))
-    return RankSpan(inside, ceil(ranks / inside))
+    """The placement of `ranks` ranks, of which neighbours are `stride` apart."""
+    per_node = max(1, min(ranks, cluster.per_node // stride))
+    return RankSpan(per_node, ceil(ranks / per_node))
 
 
 def span_of_ranks(ranks: Iterable[int], cluster: Cluster) -> RankSpan:
-    """The span of these ranks; where nodes hold unequally many, as if all held as many as the fullest."""
+    """The placement of these ranks. If nodes hold different numbers of them, all count as holding the
+    largest."""
     nodes = [r // cluster.per_node for r in ranks]
-    inside = max(nodes.count(n) for n in set(nodes))
-    return RankSpan(inside, ceil(len(nodes) / inside))
+    per_node = max(nodes.count(n) for n in set(nodes))
+    return RankSpan(per_node, ceil(len(nodes) / per_node))
 
 
 def all_reduce_ns(size: int, span: RankSpan, cluster: Cluster) -> int:
-    """A sum of `size` bytes over a span."""
+    """Nanoseconds of an all-reduce of `size` bytes."""
     if span.ranks < 2 or not size:
         return 0
     if span.nodes == 1:
         return _single_level_all_reduce_ns(size, span.ranks, cluster.inside, cluster)
-    flat = _ring_ns("all_reduce", size, span.ranks, cluster.between, cluster)
+    single_ring = _ring_ns("all_reduce", size, span.ranks, cluster.between, cluster)
     if cluster.device.backend == "cpu":
-        return flat
-    parts = _single_level_all_reduce_ns(-(-size // span.ranks_per_node), span.nodes, cluster.between, cluster)
-    return min(flat, _ring_ns("all_reduce", size, span.ranks_per_node, cluster.inside, cluster) + parts)
+        return single_ring
+    between_nodes = _single_level_all_reduce_ns(
+        -(-size // span.ranks_per_node), span.nodes, cluster.between, cluster
+    )
+    return min(
+        single_ring,
+        _ring_ns("all_reduce", size, span.ranks_per_node, cluster.inside, cluster) + between_nodes,
+    )
 
 
 def reduce_scatter_ns(size: int, span: RankSpan, cluster: Cluster) -> int:
-    """A reduce-scatter of `size` bytes over a span, of which each rank gets its part."""
+    """Nanoseconds of a reduce-scatter of `size` bytes, of which each rank gets its shard."""
     return _half_all_reduce_ns("reduce_scatter", size, span, cluster)
 
 
 def all_gather_ns(size: int, span: RankSpan, cluster: Cluster) -> int:
-    """An all-gather over a span, after which each rank has `size` bytes."""
+    """Nanoseconds of an all-gather, after which each rank has `size` bytes."""
     return _half_all_reduce_ns("all_gather", size, span, cluster)
 
 
 def all_reduce_messages(ranks: int, cluster: Cluster) -> tuple[int, Link]:
-    """How many messages of an n-th of the bytes a sum over n ranks in a row sends, and what one of them
-    takes."""
+    """(messages of 1/n of the bytes in a ring all-reduce over n consecutive ranks, link with the time of
+    one)."""
     link = cluster.slowest_link(ranks)
     return 2 * (ranks - 1), link.measured_link("all_reduce", ranks) or link
 
@@ -80,20 +87,22 @@ def _half_all_reduce_ns(collective: str, size: int, span: RankSpan, cluster: Clu
         return 0
     if span.nodes == 1:
         return _ring_ns(collective, size, span.ranks, cluster.inside, cluster)
-    flat = _ring_ns(collective, size, span.ranks, cluster.between, cluster)
+    single_ring = _ring_ns(collective, size, span.ranks, cluster.between, cluster)
     if cluster.device.backend == "cpu":
-        return flat
-    parts = _ring_ns(collective, -(-size // span.ranks_per_node), span.nodes, cluster.between, cluster)
-    return min(flat, _ring_ns(collective, size, span.ranks_per_node, cluster.inside, cluster) + parts)
+        return single_ring
+    between_nodes = _ring_ns(
+        collective, -(-size // span.ranks_per_node), span.nodes, cluster.between, cluster
+    )
+    return min(
+        single_ring, _ring_ns(collective, size, span.ranks_per_node, cluster.inside, cluster) + between_nodes
+    )
 
 
 def _single_level_all_reduce_ns(size: int, ranks: int, link: Link, cluster: Cluster) -> int:
     ring = _ring_ns("all_reduce", size, ranks, link, cluster)
-    return (
-        ring
-        if cluster.device.backend == "cpu" or link.measured_link("all_reduce", ranks)
-        else min(ring, _tree_ns(size, ranks, link))
-    )
+    if cluster.device.backend == "cpu" or link.measured_link("all_reduce", ranks):
+        return ring
+    return min(ring, _tree_ns(size, ranks, link))
 
 
 def _ring_ns(collective: str, size: int, ranks: int, link: Link, cluster: Cluster) -> int:
@@ -102,13 +111,11 @@ def _ring_ns(collective: str, size: int, ranks: int, link: Link, cluster: Cluste
     measured = link.measured_link(collective, ranks)
     rounds = 2 if collective == "all_reduce" else 1
     if collective == "reduce_scatter" and cluster.device.backend == "cpu" and measured is None:
-        rounds = 4
+        rounds = 4  # gloo: twice its all-reduce
     return rounds * (ranks - 1) * (measured or link).message_ns(size // ranks)
 
 
 def _tree_ns(size: int, ranks: int, link: Link) -> int:
-    return (
-        2 * ceil(log2(ranks)) * link.latency_ns + 2 * (link.message_ns(size) - link.latency_ns)
-        if ranks > 1
-        else 0
-    )
+    if ranks < 2:
+        return 0
+    return 2 * ceil(log2(ranks)) * link.latency_ns + 2 * (link.message_ns(size) - link.latency_ns)

@@ -1,5 +1,7 @@
-"""Sums and maxima of costs that are kept as texts. Layers of a stack ask for the same ones again and again,
-so answers are kept."""
+"""Sums and maxima of cost expressions in text form.
+
+The layers of a stack ask for the same sums many times, so results are cached.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from secc.ir.dialect.size_expr import Expr
 
 
 def max_expr(texts: Iterable[str]) -> str:
-    """An expression that is the maximum of others, without those that another one always exceeds."""
+    """The symbolic maximum of expressions, without those that another one exceeds for all sizes."""
     return _max_of_sorted(tuple(sorted(set(texts))))
 
 
@@ -27,42 +29,48 @@ def _max_of_sorted(texts: tuple[str, ...]) -> str:
 
 
 def _always_exceeds(more: str, less: str) -> bool:
-    """Whether a polynomial is at least another one for all sizes, because no coefficient of the difference is
-    negative."""
+    """Whether `more` >= `less` for all sizes: no coefficient of the difference is negative."""
     difference = sympy.expand(size_expr.parse_expr(more) - size_expr.parse_expr(less))
     return all(c.is_nonnegative for c in difference.as_coefficients_dict().values())
 
 
-def substitute_estimates(text: str, abouts: Mapping[str, Expr]) -> str:
-    """A text of costs with what some of its symbols are about in their place, in whole units."""
-    found = size_expr.parse_expr(text)
-    if not size_expr.symbol_names(found) & abouts.keys():
+def substitute_estimates(text: str, estimates: Mapping[str, Expr]) -> str:
+    """Substitute estimates for data-dependent symbols in a cost expression, and round to integers.
+
+    estimates: expression over the remaining symbols for each data-dependent symbol. An estimate that is a
+    maximum, or contains floor divisions, is rounded before it is inserted, because the result is no
+    polynomial then; otherwise the coefficients of the result are rounded.
+    """
+    expression = size_expr.parse_expr(text)
+    if not size_expr.symbol_names(expression) & estimates.keys():
         return text
-    replaced = sympy.expand(
-        found.subs({size_expr.size_symbol(name): about for name, about in abouts.items()})
+    substituted = sympy.expand(
+        expression.subs({size_expr.size_symbol(name): estimate for name, estimate in estimates.items()})
     )
-    if replaced.has(sympy.floor) or any(about.has(sympy.Max) for about in abouts.values()):
+    if substituted.has(sympy.floor) or any(estimate.has(sympy.Max) for estimate in estimates.values()):
         return size_expr.format_expr(
-            found.subs({size_expr.size_symbol(name): _round_down(about) for name, about in abouts.items()})
+            expression.subs(
+                {size_expr.size_symbol(name): _round_down(estimate) for name, estimate in estimates.items()}
+            )
         )
     return size_expr.format_expr(
-        replaced.replace(
+        substituted.replace(
             lambda part: part.is_Rational and not part.is_Integer, lambda part: sympy.Integer(round(part))
         )
     )
 
 
-def _round_down(about: Expr) -> Expr:
-    """What a symbol is about, rounded down: the largest of others branch by branch."""
+def _round_down(estimate: Expr) -> Expr:
+    """The floor of an estimate; of a maximum, the maximum of the floors."""
     return (
-        sympy.Max(*(_round_down(part) for part in about.args if isinstance(part, Expr)))
-        if isinstance(about, sympy.Max)
-        else sympy.floor(about)
+        sympy.Max(*(_round_down(part) for part in estimate.args if isinstance(part, Expr)))
+        if isinstance(estimate, sympy.Max)
+        else sympy.floor(estimate)
     )
 
 
 def sum_counted_exprs(counts: Mapping[str, int]) -> str:
-    """The sum of texts, each as often as it is counted."""
+    """The sum of expressions, each multiplied by its count."""
     return _sum_of_sorted(tuple(sorted(counts.items())))
 
 

@@ -1,8 +1,7 @@
-"""The estimate for a call that nobody measured: two FLOPs for each parameter and row, as in a stack of linear
+"""Default cost of a call that was not counted: two FLOPs per parameter and row, as for a stack of linear
 layers.
 
-It is used where a block cannot run on the meta device and in IR that was written by hand, and it is labelled
-`default`.
+Used for blocks that cannot run on the meta device and for IR written by hand. Labelled `default`.
 """
 
 from __future__ import annotations
@@ -15,25 +14,28 @@ from secc.ir.dialect.ops import BlockOp, CallOp
 from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 
-SAVED_TENSORS_PER_RESULT = (
-    16  # a transformer layer keeps about this many tensors of its result's size for backward
-)
-DEFAULT_OPS_PER_CALL = 20  # operations that a call issues
+# A transformer layer keeps about this many tensors of its result's size for backward.
+SAVED_TENSORS_PER_RESULT = 16
+DEFAULT_OPS_PER_CALL = 20
 ZERO: Expr = size_expr.parse_expr("0")
 
 
 @dataclass(frozen=True)
 class CallCost:
-    """Cost of one call: forward FLOPs, of which `attention` in one kernel; `work` and `attention_work`, the
-    same as FLOPs of large products (`secc.cost.model.gemm_efficiency`), attention apart; bytes that other
-    operations move; bytes saved for backward; operations issued; `label` is "counted", "sampled" (values of
-    inputs decide, so the mean of samples) or "default".
+    """Cost of one call, as expressions over a micro-batch's symbols.
 
-    Where the call's `units` run again in the backward, it saves `kept` bytes, a unit's second run adds
-    `working` bytes while it lasts, and all of them take `again` work and move `again_moved` bytes. `narrow`
-    is the smallest dim of the weights that take longest, 0 if unknown. `in_turn`: no unit was seen to run
-    twice or before one that stands ahead of it. `peak`: the most bytes that a call without a backward has
-    made and still holds at once, its results among them.
+    flops: forward FLOPs, including `attention`, those inside fused attention kernels.
+    work, attention_work: the same FLOPs, weighted by the speed of products of their shapes
+        (`secc.cost.model.gemm_efficiency`); `work` excludes attention.
+    moved: bytes moved by all operations but products. saved: bytes kept for backward. ops: operations issued.
+    label: "counted", "sampled" (the mean of dataset samples, because values of inputs decide) or "default".
+    units: submodules that recomputation can run again. With all of them recomputed, the call keeps `kept`
+        bytes, one second run adds `working` bytes while it lasts, and all second runs take `again` work and
+        move `again_moved` bytes.
+    narrowest_dim: smallest dimension of the weight that takes most time; 0 if unknown.
+    units_in_order: every unit ran at most once, in the order of declaration.
+    peak: for a call without backward, the most bytes it has allocated and not yet freed, including its
+        results.
     """
 
     flops: Expr
@@ -55,7 +57,7 @@ class CallCost:
 
 
 def default_call_cost(call: CallOp, block: BlockOp) -> CallCost:
-    """The estimate from the block's parameters and the call's types."""
+    """Estimate a call from its block's parameter count and its result type."""
     return _cost_from_result_type(_widest_type(call), block.params.data)
 
 
@@ -66,29 +68,29 @@ def _cost_from_result_type(result: TensorType | None, params: int) -> CallCost:
     rows = size_expr.parse_expr("1")
     for dim in result.shape[:-1] or result.shape:
         rows = rows * dim
-    flops, one = 2 * params * rows, count_entries(result) * result.itemsize
+    flops, result_bytes = 2 * params * rows, count_entries(result) * result.itemsize
     return CallCost(
-        flops,
-        flops,
-        one * SAVED_TENSORS_PER_RESULT,
-        DEFAULT_OPS_PER_CALL,
-        "default",
-        1,
-        one,
-        one * (SAVED_TENSORS_PER_RESULT - 1),
-        flops,
+        flops=flops,
+        work=flops,
+        saved=result_bytes * SAVED_TENSORS_PER_RESULT,
+        ops=DEFAULT_OPS_PER_CALL,
+        label="default",
+        units=1,
+        kept=result_bytes,
+        working=result_bytes * (SAVED_TENSORS_PER_RESULT - 1),
+        again=flops,
     )
 
 
-def count_entries(kind: TensorType) -> Expr:
-    """The number of entries of a tensor."""
+def count_entries(type_: TensorType) -> Expr:
+    """The number of entries of a tensor type, as an expression."""
     total = size_expr.parse_expr("1")
-    for dim in kind.shape:
+    for dim in type_.shape:
         total = total * dim
     return total
 
 
 def _widest_type(call: CallOp) -> TensorType | None:
-    """The result (else operand) with the most dims, which tells the rows that pass through the block."""
-    found = [tensor_type(v) for v in (call.results or call.operands)]
-    return max(found, key=lambda kind: len(kind.dims), default=None)
+    """The result (or operand, if there is none) with the most dimensions: its leading ones count the rows."""
+    types = [tensor_type(v) for v in (call.results or call.operands)]
+    return max(types, key=lambda type_: len(type_.dims), default=None)

@@ -1,9 +1,8 @@
-"""What fused losses on linear heads cost: FLOPs with the logits that are computed again, and bytes without
-the logits.
+"""Cost of losses fused with their linear head: FLOPs with recomputed logits, bytes without stored logits.
 
-For N rows, hidden sizes H (student) and K (teacher) and V tokens; `runtime/kernels` has the tilings that
-these numbers follow. A tile of logits counts as kept, because it exists when memory is fullest, in the
-backward or (`linear_kl`) when gradients are made with the loss.
+Notation: N rows, hidden sizes H (student) and K (teacher), V vocabulary entries. The numbers follow the
+tilings in `runtime/kernels`. One tile of logits counts as saved: it exists when memory peaks, in the backward
+or (`linear_kl`) when gradients are computed together with the loss.
 """
 
 from __future__ import annotations
@@ -17,24 +16,18 @@ from secc.ir.dialect.ops import GlueOp
 from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import tensor_type
 
-LINEAR_CROSS_ENTROPY, LINEAR_KL, LINEAR_KL_CE = (
-    "secc.linear_cross_entropy",
-    "secc.linear_kl",
-    "secc.linear_kl_ce",
-)
-LOGITS_TILE_BYTES = 640 << 20  # of one model's logits that exist at a time
-_SAVED_FLOATS_PER_ROW = {
-    LINEAR_CROSS_ENTROPY: 2,
-    LINEAR_KL: 0,
-    LINEAR_KL_CE: 7,
-}  # float32 numbers that are kept for each row
-_OPS_ISSUED = 20  # operations issued for a few tiles
+LINEAR_CROSS_ENTROPY = "secc.linear_cross_entropy"
+LINEAR_KL = "secc.linear_kl"
+LINEAR_KL_CE = "secc.linear_kl_ce"
+LOGITS_TILE_BYTES = 640 << 20  # logits of one model that exist at a time
+_SAVED_FLOATS_PER_ROW = {LINEAR_CROSS_ENTROPY: 2, LINEAR_KL: 0, LINEAR_KL_CE: 7}  # in float32
+_OPS_ISSUED = 20  # for a few tiles
 
 
 @dataclass(frozen=True)
 class FusedLossCost:
-    """Of one fused loss: `flops` and `backward` FLOPs, bytes `saved` for backward, bytes `moved` in forward,
-    operations issued."""
+    """Cost of one fused loss: FLOPs of forward (`flops`) and `backward`, bytes `saved` for backward and
+    `moved` in forward, operations issued."""
 
     flops: Expr
     backward: Expr
@@ -44,37 +37,37 @@ class FusedLossCost:
 
 
 def fused_loss_cost(op: GlueOp) -> FusedLossCost | None:
-    """The cost of a fused loss on a head, None for any other op."""
+    """The cost of a fused loss on a linear head; None for any other operation."""
     name = op.target.data
     if name not in _SAVED_FLOATS_PER_ROW:
         return None
     hidden, weight = tensor_type(op.operands[0]), tensor_type(op.operands[1])
     rows, tokens = count_entries(hidden) / hidden.shape[-1], weight.shape[0]
-    wanted = hidden.requires_grad + weight.requires_grad
+    gradient_factors = hidden.requires_grad + weight.requires_grad
     logits, item = rows * tokens, hidden.itemsize
     student = 2 * count_entries(hidden) * tokens
-    both = (
-        student
-        if name == LINEAR_CROSS_ENTROPY
-        else student + 2 * count_entries(tensor_type(op.operands[2])) * tokens
-    )
-    gradients = wanted * student
+    teacher = 0 if name == LINEAR_CROSS_ENTROPY else 2 * count_entries(tensor_type(op.operands[2])) * tokens
+    logits_flops = student + teacher
+    gradients = gradient_factors * student
     tile = sympy.Min(item * logits, LOGITS_TILE_BYTES) * (1 if name == LINEAR_CROSS_ENTROPY else 2)
-    kept = item * count_entries(hidden) + 4 * _SAVED_FLOATS_PER_ROW[name] * rows + tile
-    if name == LINEAR_KL:  # gradients are made with the loss and wait for backward
+    saved = item * count_entries(hidden) + 4 * _SAVED_FLOATS_PER_ROW[name] * rows + tile
+    if name == LINEAR_KL:  # gradients are computed together with the loss and kept until backward
         return FusedLossCost(
-            both + gradients,
-            sympy.Integer(0),
-            kept + item * count_entries(weight) * weight.requires_grad,
-            _moved_bytes(op, logits),
+            flops=logits_flops + gradients,
+            backward=sympy.Integer(0),
+            saved=saved + item * count_entries(weight) * weight.requires_grad,
+            moved=_moved_bytes(op, logits),
         )
     return FusedLossCost(
-        both, both + gradients if wanted else sympy.Integer(0), kept, _moved_bytes(op, logits)
+        flops=logits_flops,
+        backward=logits_flops + gradients if gradient_factors else sympy.Integer(0),
+        saved=saved,
+        moved=_moved_bytes(op, logits),
     )
 
 
 def _moved_bytes(op: GlueOp, logits: Expr) -> Expr:
-    """Operands are read, and each model's logits written and read, tile by tile."""
+    """Bytes moved in forward: operands are read; logits of each model are written and read, tile by tile."""
     read = sum(
         (count_entries(tensor_type(o)) * tensor_type(o).itemsize for o in op.operands), sympy.Integer(0)
     )

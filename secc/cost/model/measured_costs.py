@@ -1,12 +1,12 @@
-"""Measured costs: what `secc profile` writes and `secc compile --costs` reads.
+"""Measured costs: the file that `secc profile` writes and `secc compile --costs` reads.
 
-The time of a block's forward, and of its backward, is `base + work + moved` with a measured price each:
-nanoseconds for the call, for a FLOP of products, of attention, and for a byte that other operations move.
-What a block works and moves at any size is counted (`secc.cost.counting.annotate_calls`), so a table holds
-for sizes that nobody profiled. A table belongs to the hardware it was measured on.
+The forward and backward time of a block is `base + work + attention + moved`, each with a measured price:
+nanoseconds per call, per FLOP of products, per FLOP of attention, and per byte that other operations move.
+FLOPs and bytes at any size are counted (`secc.cost.counting.annotate_calls`), so the prices also hold for
+sizes that were not profiled. Prices belong to the hardware they were measured on.
 
-Beside blocks it may have what a rank's step took beyond computing (`Overheads`): the graph takes it along to
-`allocate`, in whose clusters of that backend it replaces what presets assume.
+The file may also hold the overheads of a step on a rank (`Overheads`). They travel to the `allocate` pass as
+an attribute of the graph, and there replace what presets assume for clusters of the same backend.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from secc.errors import UserError
 from secc.ir.dialect.ops import CallOp, graph_of
 
 COSTS_VERSION = 2
-PRICED_PARTS = ("base", "work", "attention_work", "moved")  # what prices are of
-_PRICE_UNITS_PER_NS = 10**6  # prices are texts of whole numbers: millionths of a nanosecond
+PRICED_PARTS = ("base", "work", "attention_work", "moved")
+_PRICE_UNITS_PER_NS = 10**6  # expressions are integral, so prices are in millionths of a nanosecond
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What was measured on: torch's device type, the name of the processor or GPU, threads (0 on GPUs)."""
+    """Hardware of a measurement: torch device type, name of the processor or GPU, number of threads (0 on
+    GPUs)."""
 
     backend: str
     name: str
@@ -43,6 +44,7 @@ class Hardware:
 
     @property
     def description(self) -> str:
+        """The hardware as text for messages."""
         return f"{self.name} ({self.backend}{f', {self.threads} threads' if self.threads > 1 else ''})"
 
 
@@ -64,29 +66,29 @@ def _processor_name() -> str:
 
 @dataclass(frozen=True)
 class CallPrices:
-    """Nanoseconds for a call (`base`), and for each FLOP and byte, in the order of PARTS; the median relative
-    error on held-out sizes."""
+    """Nanoseconds per call, FLOP and byte, in the order of PRICED_PARTS. error: median relative error on
+    sizes held out of the fit."""
 
     values: tuple[float, ...]
     error: float
 
     def scale_times(self, factor: float) -> CallPrices:
-        """The same where everything takes so many times as long."""
+        """The prices of a machine on which everything takes `factor` times as long."""
         return CallPrices(tuple(factor * v for v in self.values), self.error)
 
     def predict_ns(self, cost: Mapping[str, float]) -> float:
-        """The time of a call that works and moves this much."""
+        """Predict the nanoseconds of a call from its FLOPs and bytes by part."""
         return self.values[0] + sum(
             v * cost[part] for v, part in zip(self.values[1:], PRICED_PARTS[1:], strict=True)
         )
 
     def time_expression(self, call: CallOp) -> str:
-        """The time as an expression over the micro-batch's symbols."""
+        """The nanoseconds of a call as an expression over its micro-batch's symbols."""
         terms = [
-            f"{round(v * _PRICE_UNITS_PER_NS)}*({found.data})"
+            f"{round(v * _PRICE_UNITS_PER_NS)}*({count.data})"
             for v, part in zip(self.values[1:], PRICED_PARTS[1:], strict=True)
-            if isinstance(found := call.attributes.get(part), StringAttr)
-            and found.data != "0"
+            if isinstance(count := call.attributes.get(part), StringAttr)
+            and count.data != "0"
             and round(v * _PRICE_UNITS_PER_NS)
         ]
         return f"{round(self.values[0])}" + (
@@ -96,14 +98,14 @@ class CallPrices:
 
 @dataclass(frozen=True)
 class MeasuredBlock:
-    """One kind of call: the block's class, prices of its forward, and of its backward where it owes one."""
+    """Prices of one kind of call. block: class of the block. backward: None if the call has none."""
 
     block: str
     forward: CallPrices
     backward: CallPrices | None
 
     def scale_times(self, factor: float) -> MeasuredBlock:
-        """The same where everything takes so many times as long."""
+        """The prices of a machine on which everything takes `factor` times as long."""
         return MeasuredBlock(
             self.block, self.forward.scale_times(factor), self.backward and self.backward.scale_times(factor)
         )
@@ -111,10 +113,11 @@ class MeasuredBlock:
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Entries by `key`, the hardware, and what a step took beside its blocks, where that was measured.
+    """Prices of calls by digest (`call_digest`), the hardware, and the overheads of steps if they were
+    measured.
 
-    All times are of a processor on which the gauge (`secc.profile.speed_gauge`) takes `gauge_ns`; 0 where it was
-    not taken.
+    gauge_ns: time of the speed gauge (`secc.profile.speed_gauge`) at the processor speed that all times refer
+    to; 0 if it was not measured.
     """
 
     hardware: Hardware
@@ -123,6 +126,7 @@ class MeasuredCosts:
     gauge_ns: int = 0
 
     def to_json(self) -> str:
+        """The file as text."""
         blocks = {k: asdict(e) for k, e in self.entries.items()}
         found = {
             "version": COSTS_VERSION,
@@ -133,24 +137,24 @@ class MeasuredCosts:
         return json.dumps(found | ({"overheads": asdict(self.overheads)} if self.overheads else {}), indent=1)
 
     def check_hardware(self, cluster: Cluster) -> None:
-        """Raise UserError where the table is not of the cluster's hardware."""
-        mine, device = self.hardware, cluster.device
-        local = local_hardware(torch.device("cpu"))
-        words = mine.name.lower().replace("-", " ").split()
+        """Raise UserError unless the costs were measured on the cluster's hardware."""
+        measured, device = self.hardware, cluster.device
+        here = local_hardware(torch.device("cpu"))
+        words = measured.name.lower().replace("-", " ").split()
         fits = (
             device.kind.lower() in words
-            if mine.backend == "cuda"
-            else (mine.backend, mine.name) == (local.backend, local.name)
+            if measured.backend == "cuda"
+            else (measured.backend, measured.name) == (here.backend, here.name)
         )
-        if mine.backend != device.backend or not fits:
-            wanted = device.kind if device.backend == "cuda" else local.description
+        if measured.backend != device.backend or not fits:
+            wanted = device.kind if device.backend == "cuda" else here.description
             raise UserError(
-                f"the costs were measured on {mine.description}, and the cluster {cluster.name} has {wanted}",
+                f"the cluster {cluster.name} has {wanted}, but the costs were measured on {measured.description}",
                 remedy="profile the model there (secc profile MODEL.py -o FILE), or leave --costs out",
             )
 
     def annotate_module(self, module: ModuleOp, model: nn.Module) -> None:
-        """Note measured times on the calls that the table knows, and measured overheads on the graph."""
+        """Write measured times on calls with prices, and measured overheads on the graph."""
         if self.overheads is not None:
             annotate_overheads(graph_of(module), self.overheads, self.hardware.backend)
         for case in graph_of(module).cases:
@@ -163,8 +167,8 @@ class MeasuredCosts:
 
 
 def call_digest(call: CallOp, block: nn.Module) -> str:
-    """What calls with equal costs have in common: the block's structure, its parameters, what the call
-    passes."""
+    """A digest of what determines the time of a call: the block's structure and parameters, and the
+    arguments' types."""
     parameters = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in block.named_parameters()]
     types = [str(o.type) for o in call.operands]
     text = repr(
@@ -174,12 +178,12 @@ def call_digest(call: CallOp, block: nn.Module) -> str:
 
 
 def read_measured_costs(path: Path) -> MeasuredCosts:
-    """A table from its file. Raises UserError for what is none."""
+    """Read measured costs from their file. Raises UserError if it cannot be read or is not such a file."""
     try:
         data = json.loads(path.read_text())
         if data["version"] != COSTS_VERSION:
             raise UserError(
-                f"the costs are of version {data['version']}, not {COSTS_VERSION}",
+                f"expected measured costs of version {COSTS_VERSION}, got version {data['version']}",
                 str(path),
                 "profile the model again",
             )
@@ -195,7 +199,7 @@ def read_measured_costs(path: Path) -> MeasuredCosts:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         remedy = "make one with secc profile MODEL.py -o FILE"
         raise UserError(
-            f"this is no file of measured costs ({type(error).__name__})", str(path), remedy
+            f"expected a file of measured costs ({type(error).__name__}: {error})", str(path), remedy
         ) from None
 
 

@@ -1,8 +1,8 @@
-"""Memory of one rank of a section: what stays (parameters, gradients, optimizer states) and what each
-micro-batch in flight adds.
+"""Memory of one rank of a section: parameters, gradients, optimizer states, and activations of micro-batches.
 
-Gradients come as activations go, so both are not counted whole: the last backward of a step, whose gradients
-travel as it makes them, frees what its micro-batch kept at the same time. Both are taken to change evenly.
+Gradients are produced while activations are freed, so their peaks do not add up. In the last backward of a
+step, gradients are reduced as they are produced, while the activations of its micro-batch are freed. The
+model takes both to change linearly over this backward. Sharding is that of ZeRO (Rajbhandari et al., 2020).
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from typing import NamedTuple
 from secc.cost.model.section_cost import SectionCost
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES, MAX_BUCKETS_IN_FLIGHT
 
-OPTIMIZER_STATES_PER_PARAMETER = (
-    2  # AdamW keeps two tensors for each trainable parameter, in the parameter's dtype
-)
-UNLIMITED_MICRO_BATCHES = 1 << 30  # micro-batches: more than are in flight
+OPTIMIZER_STATES_PER_PARAMETER = 2  # AdamW: two moments, in the dtype of the weight that it updates
+UNLIMITED_MICRO_BATCHES = 1 << 30  # more than can be in flight
 
 
 class ReducedGradients(NamedTuple):
-    """Gradients that travel in the last backward: bytes of all of them (0: none travel) and of those under
-    way at once, of the `shard` of their sums that a rank keeps beside its own gradients, and whether it frees
-    its own when they start."""
+    """Gradients that ranks reduce during the last backward, in bytes.
+
+    total_bytes: all of them; 0 if none are reduced.
+    in_flight_bytes: buckets in flight at once.
+    shard_bytes: the rank's shard of the sums, in addition to its own gradients.
+    own_freed: the rank frees its own gradients as soon as their bucket starts.
+    """
 
     total_bytes: int = 0
     in_flight_bytes: int = 0
@@ -30,10 +32,17 @@ class ReducedGradients(NamedTuple):
 
 
 class RankMemory(NamedTuple):
-    """Bytes on one rank: `parameters`, `gradients` as its backwards make them, `optimizer`, `buffers` of
-    gathered layers, `activation` for each micro-batch in flight, and `working`: what the backward of one of
-    them, or a forward without one, adds for a time. `micro_batches`: those of a step. `largest`: activations
-    of the largest sample, which may be alone in flight where it takes more than several micro-batches."""
+    """Memory of one rank in bytes.
+
+    parameters, optimizer: constant. buffers: of gathered layers under ZeRO-3, constant.
+    gradients: as the rank's backwards accumulate them.
+    activation: kept by each micro-batch in flight.
+    working: transient memory of one backward, or of one forward without backward.
+    micro_batches: micro-batches of a step on this rank.
+    largest_sample: activations of the largest sample; if they exceed those of several micro-batches, it is
+        alone in flight.
+    reduced: gradients that are reduced during the last backward.
+    """
 
     parameters: int
     gradients: int
@@ -47,45 +56,45 @@ class RankMemory(NamedTuple):
 
     @property
     def fixed(self) -> int:
-        """Bytes besides gradients and what micro-batches keep."""
+        """Bytes besides gradients and activations."""
         return self.parameters + self.optimizer + self.buffers + self.working
 
     def activation_bytes(self, in_flight: int) -> int:
-        """Bytes that so many micro-batches in flight keep at most."""
+        """The most activation bytes that `in_flight` micro-batches hold."""
         return max(in_flight * self.activation, self.largest_sample) if in_flight else 0
 
     def total_bytes(self, in_flight: int) -> int:
-        """Bytes with `in_flight` micro-batches between their forward and the end of their backward."""
+        """Peak bytes with up to `in_flight` micro-batches between forward and the end of their backward."""
         return self.fixed + self.activation_bytes(in_flight) + self.extra_gradient_bytes(in_flight)
 
     def extra_gradient_bytes(self, in_flight: int) -> int:
-        """Bytes that gradients need beyond what these micro-batches keep at most.
+        """Gradient bytes in addition to the activations of `in_flight` micro-batches, at the peak.
 
-        Where these are all of the step there are no gradients when they have run forward.
+        If all micro-batches of the step are in flight at once, there are no gradients yet when activations
+        peak: gradients count in full only after the first of them has finished its backward.
         """
         kept = self.activation_bytes(in_flight)
         early = 0 if in_flight < self.micro_batches else self.activation_bytes(in_flight - 1) - kept
         return max(0, self.gradients + early, self._last_backward_peak() - kept)
 
     def _last_backward_peak(self) -> int:
-        """Bytes of gradients and activations at most while gradients travel: when as many are under way as
-        can be, or all are made."""
-        return (
-            max(
-                self._last_backward_bytes(self.reduced.in_flight_bytes),
-                self._last_backward_bytes(self.reduced.total_bytes),
-            )
-            if self.reduced.total_bytes
-            else 0
-        )
+        """Peak of gradients and activations during the last backward, while gradients are reduced.
+
+        Both are linear in the bytes produced so far, so the peak is where as many as possible are in flight,
+        or at the end.
+        """
+        reduced = self.reduced
+        if not reduced.total_bytes:
+            return 0
+        return max(map(self._last_backward_bytes, (reduced.in_flight_bytes, reduced.total_bytes)))
 
     def _last_backward_bytes(self, made: int) -> int:
-        """The same when so many bytes of what is summed are made."""
-        sums = self.reduced
-        left = sums.total_bytes - made
-        own = left if sums.own_freed else made if self.micro_batches == 1 else sums.total_bytes
-        parts = self.activation_bytes(1) * left + self.gradients * own + sums.shard_bytes * made
-        return parts // sums.total_bytes + min(made, sums.in_flight_bytes)
+        """Gradients and activations when `made` bytes of the gradients to reduce have been produced."""
+        reduced = self.reduced
+        remaining = reduced.total_bytes - made
+        own = remaining if reduced.own_freed else made if self.micro_batches == 1 else reduced.total_bytes
+        linear = self.activation_bytes(1) * remaining + self.gradients * own + reduced.shard_bytes * made
+        return linear // reduced.total_bytes + min(made, reduced.in_flight_bytes)
 
 
 def rank_memory(
@@ -97,13 +106,16 @@ def rank_memory(
     micro_batches: int = UNLIMITED_MICRO_BATCHES,
     largest: int = 0,
 ) -> RankMemory:
-    """The memory of a rank that has the whole section: `activation` bytes for each micro-batch, `largest` for
-    the largest sample.
+    """Compute the memory of a rank that holds a whole section.
 
-    Sharded optimizers have a `dp`-th of the states and of the summed gradients. Under `zero2` a rank's own
-    gradients are freed bucket by bucket in its last backward, so that they are never there as a whole if that
-    is its only one (`micro_batches` is 1). Under `zero3` it has a `dp`-th of the parameters and of the
-    gradients, too. Float32 masters count with the optimizer's states.
+    cost: cost of the section as this rank has it (`tp_pp_scaling.cost_on_rank`).
+    activation: bytes that a micro-batch keeps. largest: bytes that the largest sample keeps.
+    working: transient bytes of a backward. dp: replicas. micro_batches: micro-batches of a step on this rank.
+    sharding: "none", "zero1" (optimizer states and summed gradients are sharded over dp), "zero2" (in
+        addition, a rank's own gradients are freed bucket by bucket during its last backward; they never exist
+        as a whole if `micro_batches` is 1) or "zero3" (in addition, parameters and gradients are sharded).
+
+    Float32 master weights count as optimizer states.
     """
     size, masters = cost.optimizer_weight_bytes, cost.master_bytes
     if sharding == "zero3" and dp > 1:
@@ -111,15 +123,14 @@ def rank_memory(
     if sharding == "none" or dp == 1:
         sums = _reduced_gradients(cost, cost.trainable_bytes) if dp > 1 and size else ReducedGradients()
         return RankMemory(
-            cost.param_bytes,
-            size,
-            OPTIMIZER_STATES_PER_PARAMETER * size + masters,
-            activation,
-            0,
-            working,
-            micro_batches,
-            largest,
-            sums,
+            parameters=cost.param_bytes,
+            gradients=size,
+            optimizer=OPTIMIZER_STATES_PER_PARAMETER * size + masters,
+            activation=activation,
+            working=working,
+            micro_batches=micro_batches,
+            largest_sample=largest,
+            reduced=sums,
         )
     shard = -(-size // dp)
     alone = sharding == "zero2" and micro_batches == 1
@@ -130,13 +141,23 @@ def rank_memory(
         else ReducedGradients()
     )
     states = OPTIMIZER_STATES_PER_PARAMETER * shard + -(-masters // dp)
-    return RankMemory(cost.param_bytes, own, states, activation, 0, working, micro_batches, largest, sums)
+    return RankMemory(
+        parameters=cost.param_bytes,
+        gradients=own,
+        optimizer=states,
+        activation=activation,
+        working=working,
+        micro_batches=micro_batches,
+        largest_sample=largest,
+        reduced=sums,
+    )
 
 
 def _reduced_gradients(
     cost: SectionCost, of_bucket: int, shard: int = 0, freed: bool = False
 ) -> ReducedGradients:
-    """The sums of a section's gradients, whose buckets are cut by `of_bucket` bytes in all."""
+    """The reduction of a section's gradients. Buckets are formed over parameters with `of_bucket` bytes in
+    total, and reduced in the dtype of the sums."""
     wide = cost.gradient_sum_bytes
     return ReducedGradients(
         wide, min(wide, MAX_BUCKETS_IN_FLIGHT * BUCKET_BYTES * wide // of_bucket), shard, freed
@@ -146,9 +167,12 @@ def _reduced_gradients(
 def _zero3_memory(
     cost: SectionCost, activation: int, working: int, dp: int, micro_batches: int, largest: int
 ) -> RankMemory:
-    """Under `zero3`: shards, and while a pass goes on two layers and what is in none. Gradients of a layer
-    are there twice, as they are made and in a flat buffer; those of what is in no layer stay until the pass
-    ends."""
+    """Memory under ZeRO-3: shards, and during a pass two gathered layers and all parameters outside of
+    layers.
+
+    Gradients of a layer exist twice, as produced and in a flat buffer. Those of parameters outside of layers
+    stay until the pass ends.
+    """
     layer, rest = cost.largest_layer_bytes, cost.outside_layers_bytes
     wide_layer, wide_rest = (
         size * cost.gradient_sum_bytes // max(1, cost.param_bytes) for size in (layer, rest)
@@ -164,5 +188,12 @@ def _zero3_memory(
         )
     )
     return RankMemory(
-        parameters, gradients, states + masters, activation, buffers, working, micro_batches, largest
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=states + masters,
+        activation=activation,
+        buffers=buffers,
+        working=working,
+        micro_batches=micro_batches,
+        largest_sample=largest,
     )

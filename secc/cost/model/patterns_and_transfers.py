@@ -1,5 +1,5 @@
-"""What the dataset asks of the sections: patterns of samples with their shares and mean sizes, and the
-tensors that cross sections."""
+"""Workload of sections from dataset statistics: input patterns with mean sizes, and tensors sent between
+sections."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import GraphOp, PatternOp, SectionOp, section_of, strings_of
 from secc.ir.dialect.tensor_type import tensor_type
 
-MeanSizes = Mapping[str, float]  # means, so not whole
+MeanSizes = Mapping[str, float]  # by symbol
 
 
 @dataclass(frozen=True)
 class InputPattern:
-    """Samples with the optional keys `when`: their share of the dataset and the mean sizes of one of them."""
+    """Samples that have exactly the optional inputs `when`: their share of the dataset and their mean
+    sizes by symbol."""
 
     when: frozenset[str]
     share: Fraction
@@ -30,8 +31,8 @@ class InputPattern:
 
 @dataclass(frozen=True)
 class SectionTransfer:
-    """All tensors that section `src` hands to section `dst`: bytes of a micro-batch as text, and whether
-    gradients flow back."""
+    """All tensors that section `src` sends to section `dst`. size: bytes of a micro-batch (an expression).
+    grad: gradients are sent back."""
 
     src: str
     dst: str
@@ -40,20 +41,20 @@ class SectionTransfer:
 
 
 def input_patterns(graph: GraphOp) -> list[InputPattern]:
-    """The dataset's patterns, shares adding up to 1; without statistics each captured pattern counts alike,
-    with sizes of 1."""
-    found = [
+    """The dataset's input patterns, with shares that add up to 1. Without statistics, every captured
+    pattern has the same share and sizes of 1."""
+    patterns = [
         InputPattern(frozenset(strings_of(op.when)), Fraction(op.share.data), _mean_sizes(graph, op))
         for op in graph.patterns
     ]
-    if not found:
+    if not patterns:
         whens = sorted({strings_of(case.when) for case in graph.cases})
-        found = [
+        patterns = [
             InputPattern(frozenset(w), Fraction(1, len(whens)), _unit_sizes(graph, frozenset(w)))
             for w in whens
         ]
-    total = sum(p.share for p in found)
-    return [InputPattern(p.when, p.share / total, p.sizes) for p in found if p.share > 0]
+    total = sum(p.share for p in patterns)
+    return [InputPattern(p.when, p.share / total, p.sizes) for p in patterns if p.share > 0]
 
 
 def _mean_sizes(graph: GraphOp, op: PatternOp) -> dict[str, float]:
@@ -61,8 +62,8 @@ def _mean_sizes(graph: GraphOp, op: PatternOp) -> dict[str, float]:
 
 
 def _mean_of_symbol(op: PatternOp, name: str) -> float:
-    found = op.attributes.get(name)
-    return float(found.value.data) if isinstance(found, FloatAttr | IntegerAttr) else 0.0
+    mean = op.attributes.get(name)
+    return float(mean.value.data) if isinstance(mean, FloatAttr | IntegerAttr) else 0.0
 
 
 def _unit_sizes(graph: GraphOp, when: frozenset[str]) -> dict[str, int]:
@@ -71,8 +72,11 @@ def _unit_sizes(graph: GraphOp, when: frozenset[str]) -> dict[str, int]:
 
 
 def micro_batch_sizes(graph: GraphOp, sizes: MeanSizes, samples: int) -> dict[str, int]:
-    """The sizes of `samples` alike samples together: rows add up, widths stay; whole numbers, 0 only where a
-    mean is."""
+    """Symbol values of a micro-batch of `samples` samples with these mean sizes: rows are multiplied, widths
+    stay.
+
+    Values are integers, and 0 only where the mean is 0.
+    """
     means = {
         name: sizes[name] * (samples if op.kind.data == "rows" else 1) for name, op in graph.symbols.items()
     }
@@ -86,7 +90,8 @@ def section_handles_pattern(section: SectionOp, pattern: InputPattern) -> bool:
 
 
 def section_transfers(graph: GraphOp) -> list[SectionTransfer]:
-    """What crosses sections, for each pair in the order of the text; the largest case counts."""
+    """The transfers between sections, for each pair in the order of the IR, with the maximum over cases as
+    size."""
     sizes: dict[tuple[str, str], list[str]] = {}
     grads: dict[tuple[str, str], bool] = {}
     for case in graph.cases:
@@ -101,12 +106,12 @@ def section_transfers(graph: GraphOp) -> list[SectionTransfer]:
 
 
 def _values_between_sections(ops: list[Operation]) -> dict[tuple[str, str], list[SSAValue]]:
-    found: dict[tuple[str, str], list[SSAValue]] = {}
+    by_pair: dict[tuple[str, str], list[SSAValue]] = {}
     for src, dst, value in _cross_section_uses(ops):
-        values = found.setdefault((src, dst), [])
+        values = by_pair.setdefault((src, dst), [])
         if not any(value is v for v in values):
             values.append(value)
-    return found
+    return by_pair
 
 
 def _cross_section_uses(ops: list[Operation]) -> Iterator[tuple[str, str, SSAValue]]:

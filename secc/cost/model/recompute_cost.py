@@ -1,8 +1,7 @@
-"""What recomputation changes of a section's cost: the bytes kept until the backward, and what runs again
-there.
+"""Cost of activation recomputation: bytes kept until the backward, and the work of the second forward.
 
-`full` runs every unit of every call again, `selective` every second layer of a stack
-(`secc.runtime.sections.recompute`).
+`full` runs every recomputation unit of every call again, `selective` every second layer of a stack
+(`secc.runtime.sections.recompute`). See Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 """
 
 from __future__ import annotations
@@ -25,9 +24,13 @@ from secc.runtime.sections.selective_layers import select_alternate_blocks
 
 @dataclass(frozen=True)
 class RecomputeCost:
-    """One way of recomputation (texts over a micro-batch's symbols): bytes `saved` until the backward, bytes
-    that are `working` while one unit runs again; work (FLOPs of large products), operations and bytes moved
-    of all second runs."""
+    """Cost of one kind of recomputation, as expressions over a micro-batch's symbols.
+
+    saved: bytes kept until the backward.
+    working: additional bytes while one unit runs again.
+    work: FLOPs of all second runs, weighted by the speed of their products.
+    ops, moved: operations and bytes moved of all second runs.
+    """
 
     saved: str
     working: str
@@ -38,7 +41,7 @@ class RecomputeCost:
 
 @dataclass
 class _RecomputeSum:
-    """Running sums of one way over one case."""
+    """Running sums of one kind of recomputation over one case."""
 
     saved: Counter[str] = field(default_factory=Counter[str])
     working: set[str] = field(default_factory=set[str])
@@ -47,7 +50,7 @@ class _RecomputeSum:
     ops: int = 0
 
     def add_recomputed_share(self, cost: CallCost, share: Fraction) -> None:
-        """Add a call of whose units `share` run again."""
+        """Add a call that runs the fraction `share` of its units again."""
         self.saved[_interpolate(cost.saved, cost.kept, share)] += 1
         self.work[_interpolate(ZERO, cost.again, share)] += 1
         self.moved[_interpolate(ZERO, cost.again_moved, share)] += 1
@@ -56,7 +59,7 @@ class _RecomputeSum:
 
 @cache
 def _interpolate(rest: Expr, part: Expr, share: Fraction) -> str:
-    """So much of `part`, and of `rest` what is left of the whole."""
+    """Linear interpolation: share * part + (1 - share) * rest."""
     return size_expr.format_expr(
         sympy.expand(rest + sympy.Rational(share.numerator, share.denominator) * (part - rest))
     )
@@ -64,29 +67,30 @@ def _interpolate(rest: Expr, part: Expr, share: Fraction) -> str:
 
 @dataclass
 class RecomputeAccumulator:
-    """Running sums over one case, for each way."""
+    """Running sums over one case, for each kind of recomputation."""
 
     full: _RecomputeSum = field(default_factory=_RecomputeSum)
     selective: _RecomputeSum = field(default_factory=_RecomputeSum)
 
-    def add_call(self, cost: CallCost, picked: bool) -> None:
-        """Add a call; `picked` says whether its block is one of every second in a row of alike blocks."""
+    def add_call(self, cost: CallCost, alternate: bool) -> None:
+        """Add a call. `alternate`: selective recomputation runs its block again, being one of every second
+        in a row of equal blocks."""
         self.full.add_recomputed_share(cost, Fraction(cost.units > 0))
         self.full.working.add(size_expr.format_expr(cost.working))
-        # The last layer is never among every second ones: what it kept is free when the first of them runs
-        # again, so `working` is 0.
-        self.selective.add_recomputed_share(
-            cost, Fraction(cost.units // 2, cost.units) if cost.units > 1 else Fraction(cost.units * picked)
-        )
+        # Selective recomputation never takes the last layer. Its activations are freed before the first
+        # second run starts, and make room for it, so `working` stays 0.
+        alternate_units = cost.units // 2 if cost.units > 1 else cost.units * alternate
+        share = Fraction(alternate_units, cost.units or 1)
+        self.selective.add_recomputed_share(cost, share)
 
     def add_saved_bytes(self, size: str) -> None:
-        """Add bytes that glue saves, which never runs again."""
-        for way in (self.full, self.selective):
-            way.saved[size] += 1
+        """Add bytes (an expression) that glue saves. Glue is never recomputed."""
+        for kind in (self.full, self.selective):
+            kind.saved[size] += 1
 
 
 def recompute_costs(sums: Sequence[RecomputeAccumulator]) -> dict[str, RecomputeCost]:
-    """What each way comes to: the largest of the cases' sums."""
+    """The cost of each kind of recomputation: the maximum over cases."""
     return {
         "selective": _max_recompute_cost([s.selective for s in sums]),
         "full": _max_recompute_cost([s.full for s in sums]),
@@ -104,8 +108,8 @@ def _max_recompute_cost(sums: Sequence[_RecomputeSum]) -> RecomputeCost:
 
 
 def selectively_recomputed_blocks(graph: GraphOp, paths: Iterable[str]) -> set[str]:
-    """The blocks, of those at `paths`, that run again under `selective` because they are every second in a
-    row of alike ones."""
-    declared = graph.blocks
-    known = [p for p in paths if p in declared]
-    return set(select_alternate_blocks(known, {p: declared[p].cls.data for p in known}))
+    """The blocks at `paths` that selective recomputation runs again: every second one in a row of equal
+    blocks."""
+    blocks = graph.blocks
+    declared_paths = [p for p in paths if p in blocks]
+    return set(select_alternate_blocks(declared_paths, {p: blocks[p].cls.data for p in declared_paths}))

@@ -1,9 +1,10 @@
-"""Times on a cluster: a roofline for compute, latency plus bytes over bandwidth for communication.
+"""Times on a cluster: a roofline for compute, latency plus bytes over bandwidth for messages.
 
-A micro-batch's time is `job + ops x op_ns + work / rate + bytes / bandwidth`, a text that ranks evaluate in
-integer nanoseconds; `job` is the overhead of a forward or backward, work is in FLOPs of large products
-(`secc.cost.model.gemm_efficiency`), bytes are those that other operations move. Rates are per microsecond,
-hence the factor 1000.
+A micro-batch takes `job + ops * op_ns + work / rate + bytes / bandwidth`, an expression that ranks evaluate
+in integer nanoseconds. `job` is the overhead of a forward or backward, `work` the FLOPs weighted by the speed
+of their products (`secc.cost.model.gemm_efficiency`), `bytes` what operations other than products move. Rates
+are per microsecond, hence the factor 1000. The roofline is that of Williams et al., 2009, with both parts
+added rather than overlapped.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from secc.cost.model.collectives import (
 )
 from secc.cost.model.section_cost import SectionCost
 
-OPTIMIZER_MEMORY_PASSES = 7  # AdamW reads parameter, gradient and two states, and writes parameter and states
+OPTIMIZER_MEMORY_PASSES = 7  # AdamW reads weight, gradient and two moments, and writes weight and moments
 
 
 def forward_ns_expression(cost: SectionCost, device: Device) -> str:
@@ -29,24 +30,20 @@ def forward_ns_expression(cost: SectionCost, device: Device) -> str:
 
 
 def backward_ns_expression(cost: SectionCost, mode: str, device: Device, recompute: str = "none") -> str:
-    """Nanoseconds of a micro-batch's backward: "0" for a section that owes none. Bytes other than products'
-    move about twice.
+    """Nanoseconds of a micro-batch's backward, including recomputation; "0" for a section without backward.
 
-    What recomputation runs again is added.
+    Operations other than products move about twice as many bytes as in forward.
     """
     if mode == "forward":
         return "0"
     issued = 2 * cost.ops * device.op_ns + device.overheads.job
-    once = _add_measured_ns(
-        _roofline_expression(issued, cost.backward_work, cost.glue_bytes, 2, cost.dtype, device),
-        cost.backward_ns,
-    )
+    roofline = _roofline_expression(issued, cost.backward_work, cost.glue_bytes, 2, cost.dtype, device)
+    backward = _add_measured_ns(roofline, cost.backward_ns)
     again = cost.recompute.get(recompute)
-    return (
-        once
-        if again is None
-        else f"{once} + {_roofline_expression(again.ops * device.op_ns, again.work, again.moved, 1, cost.dtype, device)}"
-    )
+    if again is None:
+        return backward
+    issued = again.ops * device.op_ns
+    return f"{backward} + {_roofline_expression(issued, again.work, again.moved, 1, cost.dtype, device)}"
 
 
 def _roofline_expression(issued: int, work: str, moved: str, passes: int, dtype: str, device: Device) -> str:
@@ -63,29 +60,29 @@ def _add_measured_ns(roofline: str, measured: str) -> str:
 
 
 def time_label(cost: SectionCost, device: Device) -> str:
-    """Where a section's times come from: "measured" if its blocks were timed, "roofline", or "default" as
-    soon as any part is assumed."""
+    """Origin of a section's times: "measured" if all blocks were timed, "default" if any figure is
+    assumed, else "roofline"."""
     if cost.label == "measured":
         return "measured"
     return "default" if "default" in (cost.label, device.label) else "roofline"
 
 
 def gradient_all_reduce_ns(size: int, ranks: int, cluster: Cluster, stride: int = 1) -> int:
-    """An all-reduce of `size` bytes over `ranks` ranks, every `stride`-th one of those in a row."""
+    """Time of an all-reduce of `size` bytes over `ranks` ranks at distance `stride`."""
     return all_reduce_ns(size, span_of_consecutive_ranks(ranks, cluster, stride), cluster)
 
 
 def sharded_gradient_reduce_ns(size: int, ranks: int, cluster: Cluster, stride: int = 1) -> int:
-    """A reduce-scatter of `size` bytes of gradients and an all-gather of as many of parameters."""
+    """Time of a reduce-scatter of `size` bytes of gradients and an all-gather of as many bytes of
+    parameters."""
     span = span_of_consecutive_ranks(ranks, cluster, stride)
     return reduce_scatter_ns(size, span, cluster) + all_gather_ns(size, span, cluster)
 
 
 def optimizer_step_ns(cost: SectionCost, device: Device, shards: int = 1) -> int:
-    """The optimizer's step on a rank's shard: what memory takes, and what comes with each tensor."""
-    written = (
-        cost.trainable_bytes if cost.master_bytes else 0
-    )  # the weights that modules compute with, from their masters
+    """Time of the optimizer on a rank's shard: memory traffic, and an overhead for each parameter."""
+    # With float32 masters, the optimizer also writes the weights that modules compute with.
+    written = cost.trainable_bytes if cost.master_bytes else 0
     moving = (
         1000
         * (OPTIMIZER_MEMORY_PASSES * (cost.optimizer_weight_bytes // shards) + written // shards)
@@ -95,5 +92,5 @@ def optimizer_step_ns(cost: SectionCost, device: Device, shards: int = 1) -> int
 
 
 def section_message_ns(size: int, cluster: Cluster) -> int:
-    """One message between two sections' ranks, which may be on different nodes."""
+    """Time of one message between ranks of two sections, which may be on different nodes."""
     return cluster.slowest_link(cluster.ranks).message_ns(size)

@@ -1,8 +1,9 @@
-"""What a section costs: the sums of its calls and glue, per case, and the parameters that it holds.
+"""Cost of a section: the sums over its calls and glue for each captured case, and the parameters it holds.
 
-Cases differ in what they compute, so a section's cost is the largest of its cases' costs. A case with more
-optional inputs usually contains the others (its symbols are 0 where an input is missing), which makes that
-exact. Costs are texts that `secc.runtime.plan.expr_eval` evaluates, because ranks evaluate them, too.
+Cases compute different things, so a section costs the maximum over its cases. A case with more optional
+inputs usually contains the others (its size symbols are 0 where an input is missing), so the maximum is
+exact there. Costs are expressions as text, because ranks evaluate them too
+(`secc.runtime.plan.expr_eval`).
 """
 
 from __future__ import annotations
@@ -48,23 +49,27 @@ from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.runtime.plan.expr_eval import evaluate_expr
 
-FLOAT32_BYTES = 4  # of a parameter whose dtype nobody noted
-# Views move no data.
-VIEW_OPS = frozenset({
-    "view", "_unsafe_view", "reshape", "slice", "select", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "detach", "alias",
-    "split", "split_with_sizes", "unbind", "as_strided", "unfold", "diagonal", "narrow", "chunk",
+FLOAT32_BYTES = 4  # per entry of a parameter without a recorded dtype
+VIEW_OPS = frozenset({  # views move no data
+    "view", "_unsafe_view", "reshape", "slice", "select", "permute", "transpose", "t", "unsqueeze", "squeeze",
+    "expand", "detach", "alias", "split", "split_with_sizes", "unbind", "as_strided", "unfold", "diagonal",
+    "narrow", "chunk",
 })  # fmt: skip
-ATTENTION_BACKWARD_FLOPS_RATIO = (
-    2  # FLOPs over those of forward: gradients of queries, keys, values and scores, whatever trains
-)
-ATTENTION_BACKWARD_TIME_RATIO = sympy.Rational(
-    5, 2
-)  # time over forward's: a kernel that keeps no scores computes them again
-_EXPRESSION_FIELDS = (
+# Backward FLOPs of attention over forward FLOPs: gradients of queries, keys, values and scores are computed
+# whichever parameters train.
+ATTENTION_BACKWARD_FLOPS_RATIO = 2
+# Backward time over forward time: a fused kernel keeps no scores and computes them again.
+ATTENTION_BACKWARD_TIME_RATIO = sympy.Rational(5, 2)
+MATMUL_OPS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+_EXPRESSION_FIELDS = (  # fields of SectionCost that are expressions over size symbols
     "flops",
     "backward_flops",
+    "work",
+    "backward_work",
     "saved",
     "glue_bytes",
+    "forward_ns",
+    "backward_ns",
     "layer_input_bytes",
     "logits_saved",
     "logits_moved",
@@ -72,29 +77,44 @@ _EXPRESSION_FIELDS = (
     "logits_backward_transient",
     "forward_transient",
 )
-MATMUL_OPS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SectionCost:
-    """Costs of one micro-batch (texts over its symbols) and the section's parameters.
+    """Cost of one micro-batch of a section (expressions over its size symbols), and the section's parameters.
 
-    flops, backward_flops: FLOPs; work, backward_work: the same as FLOPs of large products
-    (`secc.cost.model.gemm_efficiency`), what times come from. saved: bytes kept from forward to backward.
-    glue_bytes: bytes that glue, and operations in blocks other than products, move in forward. ops:
-    operations issued in forward. params, trainable: entries; param_bytes, trainable_bytes: their bytes.
-    dtype: short name of what the blocks compute in. label: "counted", or "default" where any part was
-    estimated. again: what recomputation changes, for each way but "none". layers: how many layers of stacks
-    the calls run, summed: bytes of what enters them. narrow: the smallest dim of the weights that take
-    longest. forward_ns, backward_ns: what was measured of calls, whose work and bytes are then not in the
-    sums above. master_bytes: of the float32 weights that the optimizer updates where modules compute in fewer
-    bits, 0 where they do not. logits_saved, logits_moved: the parts of `saved` and `glue_bytes` that run
-    along a vocabulary, of which each rank of tp has its tokens'. passing, logits_passing: bytes of the
-    gradients that the backward of the largest operation in glue has at once, beside what is saved. transient:
-    bytes that a forward without backward has at once beside what is saved and sent: what a call holds, what
-    glue makes. unit_bytes: parameters of the largest layer. rest_bytes: of what is in no layer. sequence:
-    whether ranks of tp have parts of the sequence between the products that are cut. tensors: parameters that
-    train.
+    Computation, for one forward or backward:
+        flops, backward_flops: FLOPs.
+        work, backward_work: the same FLOPs, weighted by how slow products of their shapes are
+            (`secc.cost.model.gemm_efficiency`); times are computed from these.
+        glue_bytes: bytes moved in forward by glue, and inside blocks by all operations but products.
+        ops: operations issued in forward.
+        forward_ns, backward_ns: measured nanoseconds. Calls with measured times are in these fields and not
+            in `work` and `glue_bytes`.
+
+    Memory of a micro-batch, in bytes:
+        saved: kept from forward to backward.
+        logits_saved, logits_moved: the parts of `saved` and `glue_bytes` in tensors with a vocabulary
+            dimension. Tensor parallelism divides these by tokens.
+        backward_transient, logits_backward_transient: gradients that exist at once in the backward of the
+            largest glue operation, in addition to `saved`.
+        forward_transient: what a forward without backward holds at once, in addition to `saved` and to the
+            tensors it sends: peaks inside calls, outputs of glue.
+
+    Parameters:
+        params, trainable: entries. param_bytes, trainable_bytes: their bytes.
+        trainable_tensors: number of parameters that train.
+        master_bytes: float32 master weights that the optimizer updates; 0 without mixed precision.
+
+    Layers, for pipeline stages, tensor parallelism and ZeRO-3:
+        layers: layers of stacks that the calls run. layer_input_bytes: bytes entering all of them.
+        largest_layer_bytes: parameters of the largest layer. outside_layers_bytes: of everything else.
+        narrowest_dim: smallest weight dimension of the call that issues most operations; 0 if unknown.
+        sequence_parallel: norms and residuals work on parts of the sequence.
+
+    recompute: cost with activation recomputation, by kind ("selective", "full").
+    dtype: short name of the dtype most calls compute in. label: where the numbers come from: "measured",
+    "counted", or "default" if any part is an estimate.
     """
 
     flops: str
@@ -129,19 +149,23 @@ class SectionCost:
 
     @property
     def gradient_sum_bytes(self) -> int:
-        """Bytes of the gradients as ranks sum them: in float32, or in more bits where the parameters have
-        more."""
+        """Bytes of the gradients in the dtype in which ranks sum them: float32, or the parameters' dtype if
+        that is wider."""
         return max(FLOAT32_BYTES * self.trainable, self.trainable_bytes)
 
     @property
     def optimizer_weight_bytes(self) -> int:
-        """Bytes of the trainable weights as a rank adds up their gradients and keeps optimizer states."""
+        """Bytes of the weights that the optimizer updates: float32 masters, or the trainable parameters."""
         return self.master_bytes or self.trainable_bytes
 
 
 @dataclass
 class _CostAccumulator:
-    """Running sums over one case; equal addends are counted, not added one by one."""
+    """Running sums over the operations of one case.
+
+    Counters hold each addend (an expression as text) with its multiplicity, so that the equal layers of a
+    stack are added once. Sets hold alternatives, of which the maximum is taken.
+    """
 
     flops: Counter[str] = field(default_factory=Counter[str])
     backward_flops: Counter[str] = field(default_factory=Counter[str])
@@ -165,128 +189,128 @@ class _CostAccumulator:
 
 
 def section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
-    """The cost of a section from its calls' measured attributes, by estimate where they are missing.
+    """Compute the cost of a section from the attributes on its calls, or by estimate where they are missing.
 
-    Sizes that inputs' values decide are not in it: ranks, which evaluate it, know them too late.
+    Symbols that depend on the values of inputs are replaced by their estimates, because ranks evaluate costs
+    before they know those values.
     """
-    known = size_estimates(graph)
-    return (
-        _substitute_estimates(_section_cost_in_all_symbols(graph, section), known)
-        if known
-        else _section_cost_in_all_symbols(graph, section)
-    )
+    cost = _section_cost_in_all_symbols(graph, section)
+    estimates = size_estimates(graph)
+    return _substitute_estimates(cost, estimates) if estimates else cost
 
 
-def _substitute_estimates(cost: SectionCost, known: Mapping[str, Expr]) -> SectionCost:
-    """The cost with what some symbols are about in their place."""
+def _substitute_estimates(cost: SectionCost, estimates: Mapping[str, Expr]) -> SectionCost:
+    """Replace data-dependent symbols in all expressions by their estimates."""
 
-    def texts(of: SectionCost | RecomputeCost, *fields: str) -> dict[str, Any]:
-        return {field: substitute_estimates(getattr(of, field), known) for field in fields}
+    def substituted(costs: SectionCost | RecomputeCost, fields: Iterable[str]) -> dict[str, Any]:
+        return {field: substitute_estimates(getattr(costs, field), estimates) for field in fields}
 
-    again = {
-        way: replace(a, **texts(a, "saved", "working", "work", "moved")) for way, a in cost.recompute.items()
+    recompute = {
+        kind: replace(costs, **substituted(costs, ("saved", "working", "work", "moved")))
+        for kind, costs in cost.recompute.items()
     }
-    times = texts(cost, "work", "backward_work", "forward_ns", "backward_ns")
-    return replace(cost, recompute=again, **times, **texts(cost, *_EXPRESSION_FIELDS))
+    return replace(cost, recompute=recompute, **substituted(cost, _EXPRESSION_FIELDS))
 
 
 def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp) -> SectionCost:
-    name = section.sym.data
-    paths = strings_of(section.blocks)
-    picked, blocks = selectively_recomputed_blocks(graph, paths), graph.blocks
-    cases = [ops for case in graph.cases if (ops := ops_in_section(case, name))]
-    sums = [_accumulate_case(graph, blocks, ops, picked) for ops in cases]
-    calls = [op for ops in cases for op in ops if isinstance(op, CallOp)]
-    guessed = [call for call in calls if "forward_ns" not in call.attributes]
-    estimated = any("flops" not in call.attributes or "default" in _cost_label(call) for call in guessed)
-    params, trainable, param_bytes, trainable_bytes = _count_parameters(graph, name, calls)
+    """The cost of a section over all symbols, including those that depend on values of inputs."""
+    name, blocks = section.sym.data, graph.blocks
+    recomputed = selectively_recomputed_blocks(graph, strings_of(section.blocks))
+    ops_by_case = [ops for case in graph.cases if (ops := ops_in_section(case, name))]
+    cases = [_accumulate_case(graph, blocks, ops, recomputed) for ops in ops_by_case]
+    calls = [op for ops in ops_by_case for op in ops if isinstance(op, CallOp)]
+    called_paths = _outermost_paths({call.target.data for call in calls})
+    mode = _section_mode(section)
+    has_backward = mode != "forward"
+    params, trainable, param_bytes, trainable_bytes = _count_parameters(graph, name, called_paths)
+    largest_layer_bytes, outside_layers_bytes = _layer_bytes(graph, calls, param_bytes)
+
+    def largest(sums: Iterable[Counter[str]]) -> str:
+        return max_expr(map(sum_counted_exprs, sums))
+
     return SectionCost(
-        max_expr(sum_counted_exprs(s.flops) for s in sums),
-        max_expr(sum_counted_exprs(s.backward_flops) for s in sums)
-        if _section_mode(section) != "forward"
-        else "0",
-        max_expr(sum_counted_exprs(s.work) for s in sums),
-        max_expr(sum_counted_exprs(s.backward_work) for s in sums)
-        if _section_mode(section) != "forward"
-        else "0",
-        max_expr(sum_counted_exprs(s.saved) for s in sums) if _section_mode(section) != "forward" else "0",
-        max_expr(sum_counted_exprs(s.glue_bytes) for s in sums),
-        max((s.ops for s in sums), default=0),
-        params,
-        trainable,
-        param_bytes,
-        trainable_bytes,
-        _compute_dtype(calls),
-        "default" if estimated else _measured_or_counted(calls),
-        recompute_costs([s.recompute for s in sums]) if _section_mode(section) != "forward" else {},
-        max((s.layers for s in sums), default=0),
-        max_expr(sum_counted_exprs(s.layer_input_bytes) for s in sums),
-        _narrowest_dim(calls),
-        _max_measured_ns(s.forward_ns for s in sums),
-        _max_measured_ns(s.backward_ns for s in sums) if _section_mode(section) != "forward" else "0",
-        FLOAT32_BYTES * trainable if "dtype" in graph.attributes else 0,
-        max_expr(sum_counted_exprs(s.logits_saved) for s in sums)
-        if _section_mode(section) != "forward"
-        else "0",
-        max_expr(sum_counted_exprs(s.logits_moved) for s in sums),
-        _max_over_patterns(graph, {text for s in sums for text in s.backward_transient}),
-        _max_over_patterns(graph, {text for s in sums for text in s.logits_backward_transient}),
-        _max_over_patterns(graph, {_forward_transient(s, _section_mode(section)) for s in sums}),
-        *_layer_bytes(graph, calls, param_bytes),
-        get_string(section, "norms") == "sequence",
-        sum(
-            integer_attribute(blocks[path], "tensors", 0)
-            for path in _outermost_paths({call.target.data for call in calls})
+        flops=largest(case.flops for case in cases),
+        backward_flops=largest(case.backward_flops for case in cases) if has_backward else "0",
+        work=largest(case.work for case in cases),
+        backward_work=largest(case.backward_work for case in cases) if has_backward else "0",
+        saved=largest(case.saved for case in cases) if has_backward else "0",
+        glue_bytes=largest(case.glue_bytes for case in cases),
+        ops=max((case.ops for case in cases), default=0),
+        params=params,
+        trainable=trainable,
+        param_bytes=param_bytes,
+        trainable_bytes=trainable_bytes,
+        dtype=_compute_dtype(calls),
+        label=_section_label(calls),
+        recompute=recompute_costs([case.recompute for case in cases]) if has_backward else {},
+        layers=max((case.layers for case in cases), default=0),
+        layer_input_bytes=largest(case.layer_input_bytes for case in cases),
+        narrowest_dim=_narrowest_dim(calls),
+        forward_ns=_max_measured_ns(case.forward_ns for case in cases),
+        backward_ns=_max_measured_ns(case.backward_ns for case in cases) if has_backward else "0",
+        master_bytes=FLOAT32_BYTES * trainable if "dtype" in graph.attributes else 0,
+        logits_saved=largest(case.logits_saved for case in cases) if has_backward else "0",
+        logits_moved=largest(case.logits_moved for case in cases),
+        backward_transient=_max_over_patterns(
+            graph, {text for case in cases for text in case.backward_transient}
         ),
+        logits_backward_transient=_max_over_patterns(
+            graph, {text for case in cases for text in case.logits_backward_transient}
+        ),
+        forward_transient=_max_over_patterns(graph, {_forward_transient(case, mode) for case in cases}),
+        largest_layer_bytes=largest_layer_bytes,
+        outside_layers_bytes=outside_layers_bytes,
+        sequence_parallel=get_string(section, "norms") == "sequence",
+        trainable_tensors=sum(integer_attribute(blocks[path], "tensors", 0) for path in called_paths),
     )
 
 
-def _forward_transient(of: _CostAccumulator, mode: str) -> str:
-    """What a forward without backward holds at once. A section's code lets go of what its calls and glue make
-    when it ends; in one with a backward that is saved, or little."""
+def _forward_transient(case: _CostAccumulator, mode: str) -> str:
+    """Bytes that a forward without backward holds at once.
+
+    A section's code keeps the outputs of its calls and glue until it ends. In a section with a backward these
+    outputs are already counted as saved, so only the largest peak inside a call is added.
+    """
     if mode != "forward":
-        return max_expr(of.call_peak)
+        return max_expr(case.call_peak)
     return _sum_to_text(
-        size_expr.parse_expr(max_expr(of.peak_without_outputs)),
-        size_expr.parse_expr(sum_counted_exprs(of.outputs)),
+        size_expr.parse_expr(max_expr(case.peak_without_outputs)),
+        size_expr.parse_expr(sum_counted_exprs(case.outputs)),
     )
 
 
 def ops_in_section(case: CaseOp, section: str) -> list[Operation]:
-    """The ops of a case that are in a section."""
+    """The operations of a case that are assigned to the section of this name."""
     return [op for op in case.ops if section_of(op) == section]
 
 
 def call_cost(call: CallOp, block: BlockOp) -> CallCost:
-    """What `secc.cost.counting.annotate_calls` noted at a call of a block, or the estimate."""
+    """Read what `secc.cost.counting.annotate_calls` wrote on a call of a block; estimate what is missing."""
     estimate = default_call_cost(call, block)
     if "flops" not in call.attributes:
         return estimate
     saved = _expression_attribute(call, "saved", estimate.saved)
-    ops, units = integer_attribute(call, "ops", estimate.ops), integer_attribute(call, "units", 0)
     flops = _expression_attribute(call, "flops", estimate.flops)
-    rest = {
+    others = {
         key: _expression_attribute(call, key, ZERO)
         for key in ("peak", "working", "again", "again_moved", "attention", "attention_work", "moved")
     }
-    kept, work = _expression_attribute(call, "kept", saved), _expression_attribute(call, "work", flops)
-    narrow, in_turn = integer_attribute(call, "narrow", 0), OUT_OF_TURN_ATTRIBUTE not in call.attributes
     return CallCost(
-        flops,
-        work,
-        saved,
-        ops,
-        _cost_label(call),
-        units,
-        kept,
-        narrowest_dim=narrow,
-        units_in_order=in_turn,
-        **rest,
+        flops=flops,
+        work=_expression_attribute(call, "work", flops),
+        saved=saved,
+        ops=integer_attribute(call, "ops", estimate.ops),
+        label=_cost_label(call),
+        units=integer_attribute(call, "units", 0),
+        kept=_expression_attribute(call, "kept", saved),
+        narrowest_dim=integer_attribute(call, "narrow", 0),
+        units_in_order=OUT_OF_TURN_ATTRIBUTE not in call.attributes,
+        **others,
     )
 
 
 def count_cost_origins(graph: GraphOp, section: SectionOp) -> dict[str, int]:
-    """How many of a section's blocks have costs of which kind: measured, counted, sampled or default."""
+    """Count the section's blocks by the origin of their cost: measured, counted, sampled or default."""
     called = {
         op.target.data: op
         for case in graph.cases
@@ -303,160 +327,164 @@ def _cost_origin(call: CallOp) -> str:
 
 
 def _expression_attribute(op: Operation, key: str, default: Expr) -> Expr:
-    found = op.attributes.get(key)
-    return size_expr.parse_expr(found.data) if isinstance(found, StringAttr) else default
+    attribute = op.attributes.get(key)
+    return size_expr.parse_expr(attribute.data) if isinstance(attribute, StringAttr) else default
 
 
 def _accumulate_case(
-    graph: GraphOp, blocks: Mapping[str, BlockOp], ops: list[Operation], picked: Collection[str]
+    graph: GraphOp, blocks: Mapping[str, BlockOp], ops: list[Operation], recomputed: Collection[str]
 ) -> _CostAccumulator:
-    total, spread = _CostAccumulator(), VocabSpread(ops, find_sharded_heads(graph, ops))
+    """Sum the costs of a section's operations in one case; `recomputed` holds the blocks that selective
+    recomputation runs again."""
+    sums, spread = _CostAccumulator(), VocabSpread(ops, find_sharded_heads(graph, ops))
     for op in ops:
         if isinstance(op, CallOp):
-            _add_call(op, blocks[op.target.data], total, op.target.data in picked)
+            _add_call(op, blocks[op.target.data], sums, op.target.data in recomputed)
         elif isinstance(op, GlueOp):
-            _add_glue(op, total)
-            _add_logits_bytes(op, total, spread)
-            _add_backward_transient(op, total, spread)
-    return total
+            _add_glue(op, sums)
+            _add_logits_bytes(op, sums, spread)
+            _add_backward_transient(op, sums, spread)
+    return sums
 
 
-def _add_backward_transient(op: GlueOp, total: _CostAccumulator, spread: VocabSpread) -> None:
-    """The gradients that an operation's backward gets and makes; those of parameters stay."""
+def _add_backward_transient(op: GlueOp, sums: _CostAccumulator, spread: VocabSpread) -> None:
+    """Add the gradients that an operation's backward reads and writes, without those of parameters, which
+    persist and are counted with the parameters."""
     if not owes_backward(op) or op.base_name in VIEW_OPS or fused_loss_cost(op) is not None:
         return
-    texts = total.logits_backward_transient if op in spread.steps else total.backward_transient
-    passing = (
-        v
-        for v in (*op.results, *op.operands)
-        if tensor_type(v).requires_grad and not isinstance(v.owner, ParamOp)
+    gradients = (
+        value
+        for value in (*op.results, *op.operands)
+        if tensor_type(value).requires_grad and not isinstance(value.owner, ParamOp)
     )
-    texts.add(size_expr.format_expr(sum(map(_tensor_bytes, passing), ZERO)))
+    alternatives = sums.logits_backward_transient if op in spread.steps else sums.backward_transient
+    alternatives.add(_sum_of_bytes(gradients))
 
 
-def _max_over_patterns(graph: GraphOp, found: Collection[str]) -> str:
-    """The largest of many expressions at the sizes that samples have in the mean, of those that inputs'
-    values do not decide."""
-    known = {str(name) for name in size_estimates(graph)}
-    texts = [
+def _max_over_patterns(graph: GraphOp, texts: Collection[str]) -> str:
+    """The maximum of many expressions; only those that are largest at the mean sizes of some pattern are
+    compared.
+
+    Expressions with data-dependent symbols are left out: these symbols have no mean size.
+    """
+    data_dependent = {str(name) for name in size_estimates(graph)}
+    evaluable = [
         text
-        for text in found
-        if not any(str(s) in known for s in size_expr.symbol_names(size_expr.parse_expr(text)))
+        for text in texts
+        if not any(
+            str(symbol) in data_dependent for symbol in size_expr.symbol_names(size_expr.parse_expr(text))
+        )
     ]
-    if len(texts) < 2:
-        return max_expr(texts)
-    sizes = [micro_batch_sizes(graph, p.sizes, 1) for p in input_patterns(graph)]
-    return max_expr(max(texts, key=lambda text: evaluate_expr(text, at)) for at in sizes)
+    if len(evaluable) < 2:
+        return max_expr(evaluable)
+    sizes = [micro_batch_sizes(graph, pattern.sizes, 1) for pattern in input_patterns(graph)]
+    return max_expr(max(evaluable, key=lambda text: evaluate_expr(text, at)) for at in sizes)
 
 
-def _add_logits_bytes(op: GlueOp, total: _CostAccumulator, spread: VocabSpread) -> None:
-    """What of a glue's bytes tp cuts by tokens."""
+def _add_logits_bytes(op: GlueOp, sums: _CostAccumulator, spread: VocabSpread) -> None:
+    """Add the bytes of tensors with a vocabulary dimension, which tensor parallelism divides by tokens."""
     if op not in spread.steps or op.base_name in VIEW_OPS:
         return
-    written = sum((_tensor_bytes(r) for r in op.results if r in spread.parts), ZERO)
-    total.logits_moved[
-        size_expr.format_expr(
-            written + sum((_tensor_bytes(o) for o in op.operands if o in spread.parts), ZERO)
-        )
-    ] += 1
+    written = [result for result in op.results if result in spread.parts]
+    read = [operand for operand in op.operands if operand in spread.parts]
+    sums.logits_moved[_sum_of_bytes([*written, *read])] += 1
     if owes_backward(op):
-        total.logits_saved[size_expr.format_expr(written)] += 1
+        sums.logits_saved[_sum_of_bytes(written)] += 1
 
 
-def _add_call(call: CallOp, block: BlockOp, total: _CostAccumulator, picked: bool) -> None:
+def _add_call(call: CallOp, block: BlockOp, sums: _CostAccumulator, recomputed: bool) -> None:
     cost = call_cost(call, block)
-    total.flops[size_expr.format_expr(cost.flops)] += 1
-    timed = call.attributes.get("forward_ns")
-    if isinstance(timed, StringAttr):
-        total.forward_ns[timed.data] += 1
+    sums.flops[size_expr.format_expr(cost.flops)] += 1
+    measured = call.attributes.get("forward_ns")
+    if isinstance(measured, StringAttr):
+        sums.forward_ns[measured.data] += 1
     else:
-        total.work[_sum_to_text(cost.work, cost.attention_work)] += 1
-        total.glue_bytes[size_expr.format_expr(cost.moved)] += 1
-        total.ops += cost.ops
-    layers = integer_attribute(call, "layers", cost.units)
-    if layers:
-        total.layers += layers
-        total.layer_input_bytes[
-            size_expr.format_expr(
-                cost.kept
-                if cost.kept != 0
-                else layers * sum((_tensor_bytes(r) for r in call.results), size_expr.parse_expr("0"))
-            )
-        ] += 1
+        sums.work[_sum_to_text(cost.work, cost.attention_work)] += 1
+        sums.glue_bytes[size_expr.format_expr(cost.moved)] += 1
+        sums.ops += cost.ops
+    result_bytes = sum(map(_tensor_bytes, call.results), ZERO)
+    if layers := integer_attribute(call, "layers", cost.units):
+        sums.layers += layers
+        entering = cost.kept if cost.kept != 0 else layers * result_bytes
+        sums.layer_input_bytes[size_expr.format_expr(entering)] += 1
     if owes_backward(call):
-        backward, backward_work = _backward_flops_and_work(cost, _backward_forward_ratio(block))
-        total.backward_flops[backward] += 1
-        timed = call.attributes.get("backward_ns")
-        if isinstance(timed, StringAttr):
-            total.backward_ns[timed.data] += 1
+        backward_flops, backward_work = _backward_flops_and_work(cost, _backward_forward_ratio(block))
+        sums.backward_flops[backward_flops] += 1
+        measured = call.attributes.get("backward_ns")
+        if isinstance(measured, StringAttr):
+            sums.backward_ns[measured.data] += 1
         else:
-            total.backward_work[backward_work] += 1
-        total.saved[size_expr.format_expr(cost.saved)] += 1
-        total.recompute.add_call(cost, picked)
+            sums.backward_work[backward_work] += 1
+        sums.saved[size_expr.format_expr(cost.saved)] += 1
+        sums.recompute.add_call(cost, recomputed)
     else:
-        made = sum(map(_tensor_bytes, call.results), ZERO)
-        total.outputs[size_expr.format_expr(made)] += 1
-        total.call_peak.add(size_expr.format_expr(cost.peak))
-        total.peak_without_outputs.add(size_expr.format_expr(cost.peak - made if cost.peak != 0 else ZERO))
+        sums.outputs[size_expr.format_expr(result_bytes)] += 1
+        sums.call_peak.add(size_expr.format_expr(cost.peak))
+        excess = cost.peak - result_bytes if cost.peak != 0 else ZERO
+        sums.peak_without_outputs.add(size_expr.format_expr(excess))
 
 
 @cache
-def _backward_flops_and_work(cost: CallCost, share: Fraction) -> tuple[str, str]:
-    """FLOPs and work of a call's backward, which takes `share` times as long as its forward."""
-    part = sympy.Rational(share.numerator, share.denominator)
+def _backward_flops_and_work(cost: CallCost, ratio: Fraction) -> tuple[str, str]:
+    """FLOPs and work of a call's backward; `ratio` is backward over forward for everything but attention."""
+    factor = sympy.Rational(ratio.numerator, ratio.denominator)
     flops = _sum_to_text(
-        (cost.flops - cost.attention) * part, cost.attention * ATTENTION_BACKWARD_FLOPS_RATIO
+        (cost.flops - cost.attention) * factor, cost.attention * ATTENTION_BACKWARD_FLOPS_RATIO
     )
-    return flops, _sum_to_text(cost.work * part, cost.attention_work * ATTENTION_BACKWARD_TIME_RATIO)
+    return flops, _sum_to_text(cost.work * factor, cost.attention_work * ATTENTION_BACKWARD_TIME_RATIO)
 
 
 def _backward_forward_ratio(block: BlockOp) -> Fraction:
-    """Backward FLOPs over forward FLOPs: one part for gradients that pass through the block, one for those of
-    the weights that train."""
+    """Backward FLOPs over forward FLOPs: 1 for input gradients, plus the share of the weights that train."""
     return 1 + (Fraction(block.trainable.data, block.params.data) if block.params.data else Fraction(0))
 
 
-def _add_fused_loss(op: GlueOp, cost: FusedLossCost, total: _CostAccumulator) -> None:
-    total.ops += cost.ops
-    total.flops[size_expr.format_expr(cost.flops)] += 1
-    total.work[size_expr.format_expr(cost.flops)] += 1
-    total.glue_bytes[size_expr.format_expr(cost.moved)] += 1
-    if owes_backward(op):
-        total.backward_flops[size_expr.format_expr(cost.backward)] += 1
-        total.backward_work[size_expr.format_expr(cost.backward)] += 1
-        total.saved[size_expr.format_expr(cost.saved)] += 1
-        total.recompute.add_saved_bytes(size_expr.format_expr(cost.saved))
-
-
-def _add_glue(op: GlueOp, total: _CostAccumulator) -> None:
+def _add_glue(op: GlueOp, sums: _CostAccumulator) -> None:
     if (fused := fused_loss_cost(op)) is not None:
-        _add_fused_loss(op, fused, total)
+        _add_fused_loss(op, fused, sums)
         return
-    total.ops += 1
-    kind = op.base_name
-    if kind in VIEW_OPS:
+    sums.ops += 1
+    if op.base_name in VIEW_OPS:
         return
-    written = sum((_tensor_bytes(r) for r in op.results), size_expr.parse_expr("0"))
-    read = sum((_tensor_bytes(o) for o in op.operands), size_expr.parse_expr("0"))
-    total.glue_bytes[size_expr.format_expr(written + read)] += 1
-    total.outputs[size_expr.format_expr(written)] += 1
-    flops = _matmul_flops(op) if kind in MATMUL_OPS else None
+    written = _sum_of_bytes(op.results)
+    sums.glue_bytes[_sum_of_bytes([*op.results, *op.operands])] += 1
+    sums.outputs[written] += 1
+    flops = _matmul_flops(op) if op.base_name in MATMUL_OPS else None
     if flops is not None:
-        total.flops[size_expr.format_expr(flops)] += 1
-        total.work[size_expr.format_expr(flops)] += 1
+        sums.flops[size_expr.format_expr(flops)] += 1
+        sums.work[size_expr.format_expr(flops)] += 1
     if owes_backward(op):
-        total.saved[size_expr.format_expr(written)] += 1
-        total.recompute.add_saved_bytes(size_expr.format_expr(written))
+        sums.saved[written] += 1
+        sums.recompute.add_saved_bytes(written)
         if flops is not None:
-            back = size_expr.format_expr(flops * sum(tensor_type(o).requires_grad for o in op.operands[-2:]))
-            total.backward_flops[back] += 1
-            total.backward_work[back] += 1
+            # One product of the same size for each of the two factors that needs a gradient.
+            factors = sum(tensor_type(operand).requires_grad for operand in op.operands[-2:])
+            backward = size_expr.format_expr(flops * factors)
+            sums.backward_flops[backward] += 1
+            sums.backward_work[backward] += 1
+
+
+def _add_fused_loss(op: GlueOp, cost: FusedLossCost, sums: _CostAccumulator) -> None:
+    sums.ops += cost.ops
+    sums.flops[size_expr.format_expr(cost.flops)] += 1
+    sums.work[size_expr.format_expr(cost.flops)] += 1
+    sums.glue_bytes[size_expr.format_expr(cost.moved)] += 1
+    if owes_backward(op):
+        sums.backward_flops[size_expr.format_expr(cost.backward)] += 1
+        sums.backward_work[size_expr.format_expr(cost.backward)] += 1
+        sums.saved[size_expr.format_expr(cost.saved)] += 1
+        sums.recompute.add_saved_bytes(size_expr.format_expr(cost.saved))
 
 
 def _max_measured_ns(cases: Iterable[Counter[str]]) -> str:
-    """The largest of the cases' measured nanoseconds; texts with whole divisions, which no polynomial sum
-    keeps."""
-    texts = sorted({" + ".join(f"{n}*({text})" for text, n in sorted(c.items())) for c in cases if c})
+    """The maximum over cases of the measured nanoseconds.
+
+    Measured times contain floor divisions, so they are joined as text: expanding them as polynomials would
+    change where they round.
+    """
+    texts = sorted(
+        {" + ".join(f"{n}*({text})" for text, n in sorted(case.items())) for case in cases if case}
+    )
     return texts[0] if len(texts) == 1 else f"max({', '.join(texts)})" if texts else "0"
 
 
@@ -465,34 +493,42 @@ def _sum_to_text(*parts: Expr) -> str:
     return size_expr.format_expr(sympy.expand(sum(parts, ZERO)))
 
 
-def _measured_or_counted(calls: list[CallOp]) -> str:
-    return "measured" if calls and all("forward_ns" in c.attributes for c in calls) else "counted"
+def _sum_of_bytes(values: Iterable[SSAValue]) -> str:
+    return size_expr.format_expr(sum(map(_tensor_bytes, values), ZERO))
+
+
+def _section_label(calls: list[CallOp]) -> str:
+    """The weakest origin among the calls' costs: "default", "counted" or "measured"."""
+    unmeasured = [call for call in calls if "forward_ns" not in call.attributes]
+    if any("flops" not in call.attributes or "default" in _cost_label(call) for call in unmeasured):
+        return "default"
+    return "measured" if calls and not unmeasured else "counted"
 
 
 def _narrowest_dim(calls: list[CallOp]) -> int:
-    """That of the call with the most parameters' worth of operations; 0 where nobody counted."""
-    return max(
-        ((integer_attribute(c, "ops", 0), integer_attribute(c, "narrow", 0)) for c in calls), default=(0, 0)
-    )[1]
+    """Smallest weight dimension of the call that issues most operations; 0 if no call was counted."""
+    by_ops = ((integer_attribute(call, "ops", 0), integer_attribute(call, "narrow", 0)) for call in calls)
+    return max(by_ops, default=(0, 0))[1]
 
 
 def _matmul_flops(op: GlueOp) -> Expr:
-    """Two FLOPs for each entry of the result and of the inner dim."""
+    """Two FLOPs for each entry of the result and each entry of the inner dimension."""
     return 2 * count_entries(tensor_type(op.results[0])) * tensor_type(op.operands[-2]).shape[-1]
 
 
 def owes_backward(op: Operation) -> bool:
+    """Whether a backward runs for this operation: it ran with gradients on, and a result requires one."""
     return "no_grad" not in op.properties and any(tensor_type(r).requires_grad for r in op.results)
 
 
 def _tensor_bytes(value: SSAValue) -> Expr:
-    kind = tensor_type(value)
-    return count_entries(kind) * kind.itemsize
+    type_ = tensor_type(value)
+    return count_entries(type_) * type_.itemsize
 
 
 def _cost_label(call: CallOp) -> str:
-    found = call.attributes.get("cost")
-    return found.data if isinstance(found, StringAttr) else "counted"
+    label = call.attributes.get("cost")
+    return label.data if isinstance(label, StringAttr) else "counted"
 
 
 def _section_mode(section: SectionOp) -> str:
@@ -500,62 +536,57 @@ def _section_mode(section: SectionOp) -> str:
 
 
 def _compute_dtype(calls: list[CallOp]) -> str:
-    """What most calls compute in: the autocast dtype where there is one, else that of their results."""
-    found = Counter(
+    """The dtype that most calls compute in: the autocast dtype if there is one, else that of the results."""
+    counts = Counter(
         call.autocast.data if call.autocast is not None else tensor_type(call.results[0]).dtype.data
         for call in calls
         if call.results
     )
-    name = max(sorted(found), key=lambda n: found[n], default="f32")
+    name = max(sorted(counts), key=lambda n: counts[n], default="f32")
     return {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}.get(name, name)
 
 
-def _count_parameters(graph: GraphOp, name: str, calls: list[CallOp]) -> tuple[int, int, int, int]:
-    """(entries, trainable entries, bytes, trainable bytes), a tied parameter once, and one of a block within
-    another, too."""
-    paths = _outermost_paths({call.target.data for call in calls})
-    blocks = graph.blocks
-    counts = [_block_parameters(blocks[path]) for path in paths]
-    counts += _glue_parameters(graph, name, paths)
+def _count_parameters(graph: GraphOp, section: str, paths: list[str]) -> tuple[int, int, int, int]:
+    """(entries, trainable entries, bytes, trainable bytes) of the parameters of a section.
+
+    `paths` are the called blocks that are not inside another called block. A tied parameter counts once.
+    """
+    counts = [_block_parameters(graph.blocks[path]) for path in paths]
+    counts += _glue_parameters(graph, section, paths)
     counts += [_tied_duplicates(op, paths) for op in graph.body.block.ops if isinstance(op, TieOp)]
-    return (
-        sum(c[0] for c in counts),
-        sum(c[1] for c in counts),
-        sum(c[2] for c in counts),
-        sum(c[3] for c in counts),
-    )
+    entries, trainable, size, trainable_bytes = (sum(count[i] for count in counts) for i in range(4))
+    return entries, trainable, size, trainable_bytes
 
 
 def _layer_bytes(graph: GraphOp, calls: list[CallOp], param_bytes: int) -> tuple[int, int]:
-    """Bytes of the parameters of the largest layer of a stack, and of what no stack has, or one whose layers
-    run twice or out of turn.
+    """(bytes of the parameters of the largest layer of a stack, bytes of all parameters outside of stacks).
 
-    Blocks within a block of layers that are called beside it, such as its embedding, are none of its layers.
+    Stacks that run a layer twice or out of order count as outside: ZeRO-3 cannot gather them layer by layer.
+    A block inside a stack's block that is also called by itself, such as an embedding, is not a layer.
     """
-    turned = {c.target.data for c in calls if OUT_OF_TURN_ATTRIBUTE in c.attributes}
-    layers = {
-        c.target.data: n
-        for c in calls
-        if (n := integer_attribute(c, "layers", integer_attribute(c, "units", 0)))
-        and c.target.data not in turned
-    }
     blocks, called = graph.blocks, {call.target.data for call in calls}
-    beside = {path: _outermost_paths(p for p in called if p.startswith(f"{path}.")) for path in layers}
-    sizes = {
-        path: _block_bytes(blocks[path]) - sum(_block_bytes(blocks[p]) for p in beside[path])
-        for path in layers
-    }
+    out_of_order = {call.target.data for call in calls if OUT_OF_TURN_ATTRIBUTE in call.attributes}
+    layers: dict[str, int] = {}
+    for call in calls:
+        path = call.target.data
+        count = integer_attribute(call, "layers", integer_attribute(call, "units", 0))
+        if count and path not in out_of_order:
+            layers[path] = count
+    sizes: dict[str, int] = {}
+    for path in layers:
+        separate = _outermost_paths(p for p in called if p.startswith(f"{path}."))
+        sizes[path] = _block_bytes(blocks[path]) - sum(_block_bytes(blocks[p]) for p in separate)
     largest_layer = max((-(-size // layers[path]) for path, size in sizes.items()), default=0)
     return largest_layer, max(0, param_bytes - sum(sizes.values()))
 
 
 def _outermost_paths(paths: Iterable[str]) -> list[str]:
-    """The module paths that are not inside another one of them, in order."""
-    found: list[str] = []
+    """The module paths that are not inside another one of them, sorted."""
+    outermost: list[str] = []
     for path in sorted(paths, key=lambda p: p.split(".")):
-        if not found or not path.startswith(f"{found[-1]}."):
-            found.append(path)
-    return found
+        if not outermost or not path.startswith(f"{outermost[-1]}."):
+            outermost.append(path)
+    return outermost
 
 
 def _block_bytes(block: BlockOp) -> int:
@@ -564,40 +595,38 @@ def _block_bytes(block: BlockOp) -> int:
 
 def _block_parameters(block: BlockOp) -> tuple[int, int, int, int]:
     params, trainable = block.params.data, block.trainable.data
-    return (
-        params,
-        trainable,
-        integer_attribute(block, "bytes", FLOAT32_BYTES * params),
-        integer_attribute(block, "trainable_bytes", FLOAT32_BYTES * trainable),
-    )
+    size = integer_attribute(block, "bytes", FLOAT32_BYTES * params)
+    trainable_bytes = integer_attribute(block, "trainable_bytes", FLOAT32_BYTES * trainable)
+    return params, trainable, size, trainable_bytes
 
 
-def _glue_parameters(graph: GraphOp, name: str, paths: list[str]) -> list[tuple[int, int, int, int]]:
-    """Parameters that the section's glue reads and that none of its blocks holds."""
+def _glue_parameters(graph: GraphOp, section: str, paths: list[str]) -> list[tuple[int, int, int, int]]:
+    """Counts of the parameters that the section's glue reads and that none of its blocks holds."""
     read: dict[str, ParamOp] = {}
     for case in graph.cases:
-        for op in ops_in_section(case, name):
+        for op in ops_in_section(case, section):
             read |= {o.owner.path.data: o.owner for o in op.operands if isinstance(o.owner, ParamOp)}
     counts: list[tuple[int, int, int, int]] = []
     for path, op in sorted(read.items()):
         if not any(path.startswith(f"{p}.") for p in paths):
-            kind = tensor_type(op.result)
-            size = int(size_expr.evaluate_expr(count_entries(kind), {}))
-            train = size * kind.requires_grad
-            counts.append((size, train, size * kind.itemsize, train * kind.itemsize))
+            type_ = tensor_type(op.result)
+            entries = int(size_expr.evaluate_expr(count_entries(type_), {}))
+            trainable = entries * type_.requires_grad
+            counts.append((entries, trainable, entries * type_.itemsize, trainable * type_.itemsize))
     return counts
 
 
 def _tied_duplicates(tie: TieOp, paths: list[str]) -> tuple[int, int, int, int]:
-    """What several blocks of the section count of one tied parameter, less once."""
-    again = max(sum(any(n.startswith(f"{p}.") for p in paths) for n in strings_of(tie.names)) - 1, 0)
+    """Negative counts that correct for blocks of the section that each count the same tied parameter."""
+    holders = sum(any(name.startswith(f"{p}.") for p in paths) for name in strings_of(tie.names))
+    extra = max(holders - 1, 0)
     params, size, trainable = (
         integer_attribute(tie, key, 0) for key in ("params", "bytes", "trainable_bytes")
     )
-    return -again * params, -again * params * (trainable > 0), -again * size, -again * trainable
+    return -extra * params, -extra * params * (trainable > 0), -extra * size, -extra * trainable
 
 
 def integer_attribute(op: Operation, key: str, default: int) -> int:
-    """An integer of an op's attribute dictionary."""
-    found = op.attributes.get(key)
-    return found.value.data if isinstance(found, IntegerAttr) else default
+    """The integer at `key` in an operation's attribute dictionary, or `default` if there is none."""
+    attribute = op.attributes.get(key)
+    return attribute.value.data if isinstance(attribute, IntegerAttr) else default

@@ -1,5 +1,5 @@
-"""What ranks do beside computing, from where it was measured to `allocate`: the graph's attribute
-`overheads`."""
+"""Carries measured overheads (`secc.cluster.Overheads`) from where they are read to `allocate`, as an
+attribute of the graph."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from secc.ir.dialect.ops import GraphOp
 
 
 def annotate_overheads(graph: GraphOp, overheads: Overheads, backend: str) -> None:
-    """Note overheads that were measured on devices of torch's type `backend`."""
+    """Write overheads that were measured on devices of this torch device type on the graph."""
     graph.attributes["overheads"] = StringAttr(json.dumps({"backend": backend, **asdict(overheads)}))
 
 
 def cluster_with_overheads(graph: GraphOp, cluster: Cluster) -> Cluster:
-    """The cluster with the overheads that were measured on its backend, if any were."""
-    noted = graph.attributes.get("overheads")
-    if not isinstance(noted, StringAttr):
+    """The cluster with the overheads that the graph carries for its backend, if there are any."""
+    attribute = graph.attributes.get("overheads")
+    if not isinstance(attribute, StringAttr):
         return cluster
-    found: dict[str, Any] = json.loads(noted.data)
-    return (
-        cluster.with_overheads(Overheads(**found))
-        if found.pop("backend") == cluster.device.backend
-        else cluster
-    )
+    data: dict[str, Any] = json.loads(attribute.data)
+    if data.pop("backend") != cluster.device.backend:
+        return cluster
+    return cluster.with_overheads(Overheads(**data))

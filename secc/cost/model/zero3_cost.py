@@ -1,9 +1,9 @@
-"""What `zero3` costs: the collectives in which replicas gather parameters and sum gradients, in every pass of
-a micro-batch.
+"""Cost of ZeRO-3: collectives that gather parameters and reduce gradients in every forward and backward.
 
-A forward gathers every unit's parameters once, a backward once more, and sums each unit's gradients into
-shards. One unit is on its way while another computes, so that on GPUs a pass takes as long as the longer of
-the two, and one unit more; on CPUs, which move bytes themselves, it takes both.
+A forward gathers the parameters of every FSDP unit (a layer) once; a backward gathers them again and
+reduce-scatters the unit's gradients. One unit is in flight while another computes. On GPUs a pass therefore
+takes the longer of computation and communication, plus one unit; on CPUs, which copy the bytes themselves, it
+takes the sum.
 """
 
 from __future__ import annotations
@@ -17,37 +17,39 @@ from secc.cost.model.section_cost import SectionCost
 
 @dataclass(frozen=True)
 class Zero3Collectives:
-    """Nanoseconds of a pass's collectives, `forward` and `backward`, and of one unit's; `beside` computation
-    or after it."""
+    """Nanoseconds of the collectives in one forward, one backward and for one unit. `overlapped`: they run
+    concurrently with computation."""
 
     forward: int
     backward: int
     one_unit: int
     overlapped: bool
 
-    def forward_ns(self, own: int) -> int:
-        """A forward that computes for `own` ns."""
-        return max(own, self.forward) + self.one_unit if self.overlapped else own + self.forward
+    def forward_ns(self, compute_ns: int) -> int:
+        """Time of a forward that computes for `compute_ns`."""
+        return max(compute_ns, self.forward) + self.one_unit if self.overlapped else compute_ns + self.forward
 
-    def backward_ns(self, own: int) -> int:
-        """A backward that computes for `own` ns; 0 where there is none."""
-        if not own:
+    def backward_ns(self, compute_ns: int) -> int:
+        """Time of a backward that computes for `compute_ns`; 0 if there is none."""
+        if not compute_ns:
             return 0
-        return max(own, self.backward) + self.one_unit if self.overlapped else own + self.backward
+        return (
+            max(compute_ns, self.backward) + self.one_unit if self.overlapped else compute_ns + self.backward
+        )
 
     def add_to_expressions(self, forward: str, backward: str) -> tuple[str, str]:
-        """Both of texts over a micro-batch's symbols."""
+        """The same for expressions of forward and backward time over a micro-batch's symbols."""
         if not self.overlapped:
             return f"{forward} + {self.forward}", "0" if backward == "0" else f"{backward} + {self.backward}"
-        found = f"max({forward}, {self.forward}) + {self.one_unit}"
-        return found, "0" if backward == "0" else f"max({backward}, {self.backward}) + {self.one_unit}"
+        forward_time = f"max({forward}, {self.forward}) + {self.one_unit}"
+        return forward_time, "0" if backward == "0" else f"max({backward}, {self.backward}) + {self.one_unit}"
 
 
 def zero3_collectives(
     cost: SectionCost, sharding: str, cluster: Cluster, span: RankSpan
 ) -> Zero3Collectives | None:
-    """The collectives of a section's passes over replicas whose ranks span so much; None where nothing is
-    gathered."""
+    """The collectives of a section replicated over the ranks of `span`; None unless ZeRO-3 shards its
+    parameters."""
     if sharding != "zero3" or span.ranks == 1:
         return None
     units = max(1, cost.layers) + 1

@@ -85,7 +85,7 @@ class CallCollector:
             seen._watch_modules(stack, model, inside, _AllCalled)
             try:
                 run_on_meta(
-                    block, known, op.no_grad is None, makes=ValuelessTensors(real=example is not None)
+                    block, known, op.no_grad is None, tensors=ValuelessTensors(fake=example is not None)
                 )
             except _AllCalled:
                 pass

@@ -113,7 +113,7 @@ def test_a_table_of_the_clusters_hardware_is_taken() -> None:
 def test_what_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)
-    with pytest.raises(UserError, match="no file of measured costs"):
+    with pytest.raises(UserError, match="expected a file of measured costs"):
         read_measured_costs(path)
 
 
