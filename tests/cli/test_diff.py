@@ -109,7 +109,7 @@ def test_a_plan_with_a_tp_that_was_asked_for_keeps_it_under_other_choices(tmp_pa
         ("depth=2", "no choice 'depth'"),
         ("ranks=two", "not a whole number"),
         ("vision_tower.dp=9", "impossible"),
-        ("nothing.dp=1", "no section 'nothing'"),
+        ("nothing.dp=1", "unknown section 'nothing'"),
     ],
 )
 def test_a_change_that_cannot_be(directory: Path, change: str, part: str) -> None:

@@ -115,7 +115,7 @@ def _suggest_remedy(work: Workload, asked: Problem, pins: Pins, section: str, ne
 
 def _suggest_choice(work: Workload, asked: Problem, pins: Pins) -> str:
     """One pinned choice made otherwise, those first that leave the layout as it is; else none of them."""
-    for section, key, value in sorted(pins.list_pins, key=lambda pin: pin[1] in {"dp", "tp", "pp"}):
+    for section, key, value in sorted(pins.pinned_choices, key=lambda pin: pin[1] in {"dp", "tp", "pp"}):
         solution, sections = _solve_with(work, asked.ranks, asked.strategy, pins.without_pin(section, key))
         if solution is not None:
             taken = sections[section][solution.assignment.choice[section]]

@@ -71,7 +71,8 @@ def assignment_from_choices(problem: Problem, texts: Sequence[str]) -> Assignmen
         return None
     asked = pins.parse_pins(texts, problem.sections)
     wanted = {
-        s: {key: value for section, key, value in asked.list_pins if section == s} for s in problem.sections
+        s: {key: value for section, key, value in asked.pinned_choices if section == s}
+        for s in problem.sections
     }
     alike = [
         [i for i, c in enumerate(cs) if _matches_choices(c, wanted[s])] for s, cs in problem.sections.items()

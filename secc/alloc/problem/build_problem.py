@@ -1,8 +1,5 @@
-"""From the IR and a cluster to the solver's problem: each section's candidates and what edges cost.
-
-Layouts, sizes and ways to run that no other one beats are candidates
-(`secc.alloc.problem.candidate_pruning`).
-"""
+"""Builds the solver's `Problem` from the IR and a cluster: candidates of each section, and the costs of
+edges."""
 
 from __future__ import annotations
 
@@ -37,26 +34,26 @@ PARALLEL_PRICING_RANKS = (
 
 
 def build_problem(work: Workload, ranks: int, strategy: str, pins: Pins, free: bool = True) -> Problem:
-    """The solver's problem for `ranks` devices. Raises UserError for pins that leave a section without a
-    candidate.
+    """Builds the solver's problem for `ranks` devices.
 
-    Unless `free`, only pinned sections have replicas of several ranks.
+    With `free=False` only pinned sections have replicas of several ranks. Raises UserError for pins that
+    leave a section without a candidate.
     """
     if work.by_kind and strategy in {"auto", "apart"} and ranks == work.cluster.ranks:
         return _build_mixed_problem(work, strategy, pins, free)
     capacity, alike = work.cluster.device.usable_memory, strategy == "uniform"
     sections: dict[str, tuple[Candidate, ...]] = {}
-    for name, every in _fitting_candidates(work, work.loads, ranks, pins, free, alike).items():
-        found = (replace(c, kind=ALL_KINDS) for c in every) if work.by_kind else every
-        sections[name] = candidate_pruning.prune_dominated(found, capacity, alike)
+    for name, fitting in _fitting_candidates(work, work.loads, ranks, pins, free, alike).items():
+        on_all_kinds = (replace(c, kind=ALL_KINDS) for c in fitting) if work.by_kind else fitting
+        sections[name] = candidate_pruning.prune_dominated(on_all_kinds, capacity, alike)
     return Problem(
         sections, price_edges(work, sections), ranks, capacity, strategy, pins.together, work.cluster.per_node
     )
 
 
 def _build_mixed_problem(work: Workload, strategy: str, pins: Pins, free: bool) -> Problem:
-    """The problem of a cluster of several kinds of devices: each section on one of them, or on all ranks with
-    the worst figures."""
+    """Problem of a cluster of several device kinds: a section runs on one kind, or on all ranks with the
+    worst figures."""
     pools = tuple(DevicePool(part.cluster.ranks, part.cluster.device.usable_memory) for part in work.by_kind)
     sections = {name: tuple(_candidates_of_any_kind(work, name, pins, free)) for name in work.loads}
     capacity = max(pool.capacity for pool in pools)
@@ -74,36 +71,42 @@ def _build_mixed_problem(work: Workload, strategy: str, pins: Pins, free: bool) 
 
 
 def _candidates_of_any_kind(work: Workload, name: str, pins: Pins, free: bool) -> list[Candidate]:
-    """A section's candidates. Raises UserError for pins that no kind can meet."""
-    found: list[Candidate] = []
+    """Candidates of a section on each device kind and on all. Raises UserError for pins that no kind can
+    meet."""
+    candidates: list[Candidate] = []
     errors: list[UserError] = []
-    for kind, part in ((ALL_KINDS, work), *enumerate(work.by_kind)):
+    for kind, work_on_kind in ((ALL_KINDS, work), *enumerate(work.by_kind)):
         try:
-            every = _fitting_candidates(
-                part, {name: part.loads[name]}, part.cluster.ranks, pins, free, whole=kind == ALL_KINDS
+            fitting = _fitting_candidates(
+                work_on_kind,
+                {name: work_on_kind.loads[name]},
+                work_on_kind.cluster.ranks,
+                pins,
+                free,
+                whole=kind == ALL_KINDS,
             )[name]
-            found += candidate_pruning.prune_dominated(
-                (replace(c, kind=kind) for c in every), part.cluster.device.usable_memory
+            candidates += candidate_pruning.prune_dominated(
+                (replace(c, kind=kind) for c in fitting), work_on_kind.cluster.device.usable_memory
             )
         except UserError as error:
             errors.append(error)
-    if not found:
+    if not candidates:
         raise errors[0]
-    return found
+    return candidates
 
 
 def price_edges(work: Workload, sections: Mapping[str, tuple[Candidate, ...]]) -> tuple[AllocEdge, ...]:
-    """What edges cost under each of the sections' candidates."""
+    """Prices the edges under each candidate of the sections at their ends."""
     return tuple(_price_edge(work, c, sections) for c in work.crossings)
 
 
 def count_usable_ranks(work: Workload, strategy: str, pins: Pins, ranks: int) -> int:
-    """The most ranks of `ranks` that can all have work."""
-    largest = {
+    """The largest number of ranks, up to `ranks`, that can all have work."""
+    largest_replica = {
         name: max(tp * pp for tp, pp in parallel_shapes(work, load, pins, ranks))
         for name, load in work.loads.items()
     }
-    counts = [work.active_sample_count(load) * largest[name] for name, load in work.loads.items()]
+    counts = [work.active_sample_count(load) * largest_replica[name] for name, load in work.loads.items()]
     return max(counts) if strategy in {"colocate", "uniform"} else sum(counts)
 
 
@@ -116,38 +119,39 @@ def _fitting_candidates(
     alike: bool = False,
     whole: bool = False,
 ) -> dict[str, list[Candidate]]:
-    """Sections' candidates on up to `ranks` devices, or on exactly so many (`whole`), without those that
-    others of their shape beat.
+    """Undominated candidates of sections on up to `ranks` devices, or with `whole` on exactly so many.
 
-    Those that fit no device are among them only where none of their section does.
+    Candidates that fit no device are included only for sections without a fitting one.
     """
-    capacity, every = (
+    capacity, shapes = (
         work.cluster.device.usable_memory,
         {name: parallel_shapes(work, load, pins, ranks, free) for name, load in loads.items()},
     )
 
-    def found(names: Sequence[str], most: int | None) -> dict[str, list[Candidate]]:
+    def price_shapes(names: Sequence[str], most: int | None) -> dict[str, list[Candidate]]:
         def of_shape(item: tuple[str, tuple[int, int]]) -> tuple[Candidate, ...]:
             name, shape = item
-            own = _candidates_of_shape(
-                work, loads[name], ranks, pins, shape, min(map(prod, every[name])), whole, most
+            of_this_shape = _candidates_of_shape(
+                work, loads[name], ranks, pins, shape, min(map(prod, shapes[name])), whole, most
             )
-            return candidate_pruning.prune_dominated(own, capacity, alike)
+            return candidate_pruning.prune_dominated(of_this_shape, capacity, alike)
 
-        items = [(name, shape) for name in names for shape in every[name]]
-        some = (
+        items = [(name, shape) for name in names for shape in shapes[name]]
+        by_shape = (
             process_map.map_in_processes(of_shape, items)
             if ranks >= PARALLEL_PRICING_RANKS
             else map(of_shape, items)
         )
-        of = {name: list[Candidate]() for name in names}
-        for (name, _), candidates in zip(items, some, strict=True):
-            of[name] += candidates
-        return of
+        by_section = {name: list[Candidate]() for name in names}
+        for (name, _), candidates in zip(items, by_shape, strict=True):
+            by_section[name] += candidates
+        return by_section
 
-    made = found([*loads], capacity)
-    none = [name for name, candidates in made.items() if not any(c.memory <= capacity for c in candidates)]
-    return made | (found(none, None) if none else {})
+    fitting = price_shapes([*loads], capacity)
+    unfitting = [
+        name for name, candidates in fitting.items() if not any(c.memory <= capacity for c in candidates)
+    ]
+    return fitting | (price_shapes(unfitting, None) if unfitting else {})
 
 
 def _candidates_of_shape(
@@ -160,9 +164,9 @@ def _candidates_of_shape(
     whole: bool,
     capacity: int | None,
 ) -> Iterator[Candidate]:
-    """Candidates of one (tp, pp), without those that need more than `capacity` bytes. `least` are the ranks
-    of the smallest replicas."""
-    ways, size_of_replica = list_sharding_and_recompute(work, load, pins), prod(shape)
+    """Yields candidates of one (tp, pp), without those that need more than `capacity` bytes. `least` is
+    the number of ranks of the smallest replica."""
+    modes, size_of_replica = list_sharding_and_recompute(work, load, pins), prod(shape)
     replica = require_rank_load(work, load, *shape, ranks)
     most = min(ranks // size_of_replica, work.global_batch)
     if size_of_replica > least and (pins.pinned_number(load.name, "dp") or 1) > most:
@@ -172,43 +176,44 @@ def _candidates_of_shape(
     ):
         if whole and dp * size_of_replica != ranks:
             continue
-        fit = {
+        fixed_fits = {
             sharding: capacity is None or fixed_memory_fits(replica, dp, sharding, capacity)
-            for sharding, _ in ways
+            for sharding, _ in modes
         }
         for size in pins.micro_batch_choices(load.name, -(-work.active_sample_count(load) // dp)):
-            for way in (way for way in ways if fit[way[0]]):
-                yield from price_fitting_candidates(work, replica, dp, size, *way, capacity)
+            for mode in (mode for mode in modes if fixed_fits[mode[0]]):
+                yield from price_fitting_candidates(work, replica, dp, size, *mode, capacity)
 
 
 def parallel_shapes(
     work: Workload, load: SectionLoad, pins: Pins, ranks: int, free: bool = True
 ) -> list[tuple[int, int]]:
-    """The (tp, pp) to consider: pinned ones, and where `free` those that the section is known to take."""
-    whole = (load.cost.trainable and work.unshardable) or pins.splits_backward(load.name)
-    tps = [1, *feasible_tp(work.graph, load.section)] if free and not whole else [1]
+    """The (tp, pp) to consider: pinned ones, and with `free` those that the section supports."""
+    undivided = (load.cost.trainable and work.unshardable) or pins.splits_backward(load.name)
+    tps = [1, *feasible_tp(work.graph, load.section)] if free and not undivided else [1]
     layers = min(count_declared_layers(work.graph, load.section), work.stackable_layers(load))
     stages = candidate_pruning.powers_of_two(max(1, layers)) if free else [1]
-    found = [
+    shapes = [
         (tp, pp)
         for tp in pins.number_choices(load.name, "tp", tps)
         for pp in pins.number_choices(load.name, "pp", stages)
     ]
-    fixed = pins.pinned_number(load.name, "tp") and pins.pinned_number(load.name, "pp")
+    both_pinned = pins.pinned_number(load.name, "tp") and pins.pinned_number(load.name, "pp")
     return (
-        found
-        if fixed
-        else [s for s in found if s[0] * s[1] <= ranks and s[0] <= work.cluster.per_node] or found[:1]
+        shapes
+        if both_pinned
+        else [s for s in shapes if s[0] * s[1] <= ranks and s[0] <= work.cluster.per_node] or shapes[:1]
     )
 
 
 def _price_edge(
     work: Workload, crossing: SectionTransfer, sections: Mapping[str, tuple[Candidate, ...]]
 ) -> AllocEdge:
+    """Edge of the solver's problem for a transfer between two sections."""
     src, dst = work.loads[crossing.src], work.loads[crossing.dst]
     gradient = crossing.grad and src.mode != "forward" and dst.mode != "forward"
     directions = 2 if gradient else 1
-    free = _independent_share(src, dst)
+    independent = _independent_share(src, dst)
     sizes = {c.micro_batch for name in (crossing.src, crossing.dst) for c in sections[name]}
     largest = {n: _largest_message_bytes(work, crossing, src, n) for n in sizes}
     message = {n: roofline.section_message_ns(size, work.cluster) for n, size in largest.items()}
@@ -227,26 +232,26 @@ def _price_edge(
             for c in sections[crossing.src]
         ),
         slack_ns=tuple((c.micro_batches - 1) * c.drain_ns for c in sections[crossing.src]),
-        independent_ns=tuple(int(free * c.time_ns) for c in sections[crossing.dst]),
+        independent_ns=tuple(int(independent * c.time_ns) for c in sections[crossing.dst]),
         message_ns=tuple(directions * latency * c.micro_batches for c in sections[crossing.dst]),
         round_trip_ns=tuple(c.fill_ns + c.drain_ns for c in sections[crossing.dst]),
     )
 
 
 def _unreceived_bytes(total: int, largest: Mapping[int, int], c: Candidate) -> int:
-    """Bytes of messages that a rank has sent and that are not received yet; the ranks of tp send a slice
-    each."""
+    """Bytes of sent messages that a rank holds until they are received; each of the tp ranks sends a
+    slice."""
     return -(-min(-(-total // c.dp), DEFAULT_SEND_LIMIT * largest[c.micro_batch]) // c.tp)
 
 
 def _independent_share(src: SectionLoad, dst: SectionLoad) -> Fraction:
-    """The share of dst's samples that need nothing of src."""
-    alone = sum((p.share for p in dst.active_patterns if p not in src.active_patterns), Fraction(0))
-    return alone / dst.sample_share if dst.sample_share else Fraction(0)
+    """Share of dst's samples that need nothing from src."""
+    independent = sum((p.share for p in dst.active_patterns if p not in src.active_patterns), Fraction(0))
+    return independent / dst.sample_share if dst.sample_share else Fraction(0)
 
 
 def _largest_message_bytes(work: Workload, crossing: SectionTransfer, src: SectionLoad, samples: int) -> int:
-    """Bytes of the tensors of a micro-batch of `samples`, at the largest pattern."""
+    """Bytes of the tensors of a micro-batch of `samples`, for the largest pattern."""
     return max(
         (evaluate_expr(crossing.size, work.mean_micro_batch_sizes(p, samples)) for p in src.active_patterns),
         default=0,

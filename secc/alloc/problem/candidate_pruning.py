@@ -1,10 +1,11 @@
-"""Which layouts a section may have, and which of its candidates are worth a solver's time.
+"""Enumerates layouts of a section and drops candidates that are dominated by another one.
 
-Tensor parallelism stays inside a node and takes powers of two; stages take powers of two up to the layers
-there are. A section on more than a few ranks takes whole nodes, so that the number of candidates grows with
-the nodes. Of the candidates on equally many ranks those are kept that no other one beats in time, waits and
-memory at once. Stages beat stages only: what they wait for in a real order is more than closed forms say, and
-trials (`secc.alloc.refine.local_search`) need something to try in their place.
+Tensor parallelism stays inside a node and is a power of two; numbers of stages are powers of two up to the
+number of layers. A section on more than `ANY_COUNT_MAX_RANKS` ranks takes whole nodes, so that the number of
+candidates grows with nodes and not with ranks. Of candidates on the same number of ranks, those stay that no
+other one beats in time, waits and memory at once (a Pareto front). A candidate with pipeline stages can only
+be dominated by another one with stages: in a scheduled step they wait for more than closed forms predict, and
+the local search (`secc.alloc.refine.local_search`) needs alternatives to them.
 """
 
 from __future__ import annotations
@@ -24,25 +25,29 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def replica_counts(replica: int, ranks: int, per_node: int, most: int) -> Iterator[int]:
-    """The replica counts, up to `most`, of a section whose replicas have `replica` ranks each, on up to
+    """Yields the replica counts, up to `most`, of a section with `replica` ranks in each replica on up to
     `ranks` ranks."""
     for dp in range(1, min(ranks // replica, most) + 1):
-        used = dp * replica
-        if ranks <= ANY_COUNT_MAX_RANKS or used % per_node == 0 or (used < per_node and per_node % used == 0):
+        ranks_used = dp * replica
+        if (
+            ranks <= ANY_COUNT_MAX_RANKS
+            or ranks_used % per_node == 0
+            or (ranks_used < per_node and per_node % ranks_used == 0)
+        ):
             yield dp
 
 
 def prune_dominated(
     candidates: Iterable[Candidate], capacity: int, alike: bool = False
 ) -> tuple[Candidate, ...]:
-    """The candidates that no other one on as many ranks beats; of equals the plainest. `alike`: only those
-    with its micro-batch can.
+    """Removes candidates that another one on as many ranks dominates; of equal ones the plainest stays.
 
-    Those that do not fit alone are left out unless nothing fits, when the smallest ones stay to say what is
+    With `alike`, only candidates with the same micro-batch size are compared. Candidates above `capacity`
+    bytes are removed unless nothing fits: then the smallest ones stay, so that messages can say how much is
     missing.
     """
-    found = list(candidates)
-    fitting = [c for c in found if c.memory <= capacity] or _smallest_candidates(found)
+    all_candidates = list(candidates)
+    fitting = [c for c in all_candidates if c.memory <= capacity] or _smallest_candidates(all_candidates)
     groups: dict[tuple[int, bool, int], list[Candidate]] = {}
     for c in fitting:
         groups.setdefault((c.ranks, c.pp > 1, c.micro_batch if alike else 0), []).append(c)
@@ -52,24 +57,25 @@ def prune_dominated(
 
 
 def _smallest_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    least = min((c.memory for c in candidates), default=0)
-    return [c for c in candidates if c.memory <= least]
+    least_bytes = min((c.memory for c in candidates), default=0)
+    return [c for c in candidates if c.memory <= least_bytes]
 
 
 def _pareto_front(group: Sequence[Candidate], step: int) -> list[Candidate]:
-    """The Pareto front. A candidate can only be beaten by one before it in this order, as times are compared
-    first."""
-    kept: list[tuple[tuple[int, int, int, int], Candidate]] = []
+    """The Pareto front. Times are compared first, so a candidate can only be dominated by an earlier one
+    in this order."""
+    front: list[tuple[tuple[int, int, int, int], Candidate]] = []
     for _, _, (wait, rounds, memory, ahead), c in sorted(
         ((c.time_ns, c.extras, _dominance_costs(c, step), c) for c in group), key=lambda k: k[:3]
     ):
-        if not any(w <= wait and r <= rounds and m <= memory and a <= ahead for (w, r, m, a), _ in kept):
-            kept.append(((wait, rounds, memory, ahead), c))
-    return [c for _, c in kept]
+        if not any(w <= wait and r <= rounds and m <= memory and a <= ahead for (w, r, m, a), _ in front):
+            front.append(((wait, rounds, memory, ahead), c))
+    return [c for _, c in front]
 
 
 def _dominance_costs(c: Candidate, step: int) -> tuple[int, int, int, int]:
-    """Waits, rounds (one that keeps replicas in step counts half a round more), and memory in two cases."""
+    """Costs of a candidate besides its time: wait, rounds (ZeRO-3, which keeps replicas in lockstep,
+    counts half a round more) and memory in two cases, in steps of `step` bytes."""
     return (
         c.fill_ns + c.drain_ns,
         2 * c.rounds + (c.sharding == LOCKSTEP_SHARDING),

@@ -1,11 +1,10 @@
-"""What each section asks of a cluster, and the times and memory of one way to run it.
+"""Prices ways to run a section on a cluster: step time, fill and drain times and memory of each `Candidate`.
 
-Stages, and replicas that gather parameters, wait for the longest of several micro-batches: there the spread
-of samples counts.
-
-Expected load: a global batch holds `global_batch x share` samples of each pattern, and the busiest of dp
-replicas gets the dp-th part of the active ones, rounded up. A micro-batch holds samples of one pattern, as
-the wavefront composes them, at the pattern's mean sizes.
+The load is the expected one. A global batch holds `global_batch * share` samples of each input pattern; the
+busiest of `dp` replicas gets the dp-th part of a section's active samples, rounded up. As in the scheduler, a
+micro-batch holds samples of one pattern; it is priced at the pattern's mean sizes. Pipeline stages, and
+replicas that gather parameters together (ZeRO-3), wait for the longest of several micro-batches, so their
+times also depend on the spread of the samples (`secc.alloc.problem.size_spread`).
 """
 
 from __future__ import annotations
@@ -37,35 +36,34 @@ from secc.cost.model.patterns_and_transfers import (
 from secc.cost.model.section_cost import SectionCost, section_cost
 from secc.cost.model.zero3_cost import Zero3Collectives, zero3_collectives
 from secc.errors import UserError
-from secc.ir.analysis import sample_sizes as samples
+from secc.ir.analysis import sample_sizes
 from secc.ir.analysis.dataflow import get_number
 from secc.ir.dialect.ops import GraphOp, SectionOp
 from secc.runtime.plan.expr_eval import evaluate_expr, evaluate_expr_columns
 
-MEASURED_PERMILLE_ATTRIBUTES = (
-    "forward_permille",
-    "backward_permille",
-)  # of a section: its measured times over the modelled ones (`secc.driver.replan_from_run`)
-# micro-batches in flight of a section whose consumers share its ranks: one waits for them while the next runs
+# Attributes of a section: measured over modelled times in permille, written by `secc.driver.replan_from_run`.
+MEASURED_PERMILLE_ATTRIBUTES = ("forward_permille", "backward_permille")
+# Micro-batches in flight of a section with consumers on its own ranks: one waits for them, the next runs.
 IN_FLIGHT_FOR_LOCAL_CONSUMERS = 2
-IN_FLIGHT_PER_STAGE = 2  # times as many micro-batches in flight as a pipeline has stages, where memory allows
-IN_FLIGHT_MEMORY_DIVISORS = (
-    1,
-    2,
-)  # of a rank's memory, the parts that a section may fill with what it holds for consumers elsewhere
+# Micro-batches in flight of a pipeline for each of its stages, where memory allows.
+IN_FLIGHT_PER_STAGE = 2
+# A section may fill all or half of a rank's memory with micro-batches that wait for consumers on other ranks.
+IN_FLIGHT_MEMORY_DIVISORS = (1, 2)
 
+# (denominator, micro-batches in all, [(pattern, samples in a micro-batch, numerator)])
 ExpectedMicroBatches = tuple[int, int, list[tuple[InputPattern, int, int]]]
+# (ns of all micro-batches, their number, ns of the longest forward, ns of the longest backward)
 BusiestReplica = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class SectionLoad:
-    """A section as the cost model sees it: its cost, times as texts, and the patterns it is active for.
+    """A section as the cost model sees it: its cost, its time expressions in ns, and the input patterns that
+    it is active for.
 
-    `backward_ns` has a text for each way to recompute. With `tp` and `pp`, cost and times are those of one
-    rank of a replica; `spread` is that of its samples' times. `memo` keeps what the texts gave, `dealt` and
-    `busy` what the busiest of so many replicas has to do, `gathers` what so many replicas gather under
-    `zero3`.
+    `backward_ns` maps each recompute mode to an expression. `tp` and `pp` say how many ranks share a replica:
+    cost and times are those of one of these ranks (1, 1: the whole section). `spread` describes how the times
+    of its samples differ. The `cached_*` fields memoise results of this module's functions.
     """
 
     section: SectionOp
@@ -93,26 +91,27 @@ class SectionLoad:
 
     @cached_property
     def name(self) -> str:
+        """Name of the section."""
         return self.section.sym.data
 
     @cached_property
     def sample_share(self) -> Fraction:
-        """The share of samples for which the section is active."""
+        """Share of samples for which the section is active."""
         return sum((p.share for p in self.active_patterns), Fraction(0))
 
     def cost_under_recompute(self, recompute: str) -> SectionCost:
-        """The cost with what is saved where some of it is recomputed."""
+        """Cost of the section where `saved` counts only what recompute mode `recompute` keeps."""
         again = self.cost.recompute.get(recompute)
         return self.cost if again is None else replace(self.cost, saved=again.saved)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything that candidates are made from. `unshardable` says why the user's optimizer cannot be
-    sharded, "" if it can.
+    """Everything that candidates are made from. `unshardable` is the reason why the user's optimizer cannot
+    be sharded, "" if it can.
 
-    Where kinds of devices are mixed, the loads are priced with the worst figures, and `kinds` has the same on
-    each kind alone.
+    On a cluster of several device kinds, `loads` are priced with the worst figures of all kinds, and
+    `by_kind` holds the same workload on each kind alone. The `cached_*` fields memoise results.
     """
 
     graph: GraphOp
@@ -140,39 +139,43 @@ class Workload:
 
     @cached_property
     def producing_sections(self) -> frozenset[str]:
-        """The sections that feed others."""
+        """Sections that feed others."""
         return frozenset(c.src for c in self.crossings)
 
     @cached_property
     def listed_sizes(self) -> dict[frozenset[str], dict[str, list[int]]]:
-        """Sizes of the samples that memory must have room for, a column for each symbol, by pattern; where
-        micro-batches are padded to the global batch's widths, with the largest of these."""
-        found: dict[frozenset[str], dict[str, list[int]]] = {}
-        for pattern, sizes in samples.read_all_samples(self.graph):
-            columns = found.setdefault(pattern, {name: [] for name in sizes})
+        """Sizes of the listed samples, by pattern, as a column for each symbol; rank memory has to suffice
+        for each of them.
+
+        Where micro-batches are padded to the global batch's widths, every width is the largest listed one.
+        """
+        columns_by_pattern: dict[frozenset[str], dict[str, list[int]]] = {}
+        for pattern, sizes in sample_sizes.read_all_samples(self.graph):
+            columns = columns_by_pattern.setdefault(pattern, {name: [] for name in sizes})
             for name, size in sizes.items():
                 columns[name].append(size)
         if self.graph.widths is not None and self.graph.widths.data == "global":
             for name in (name for name, op in self.graph.symbols.items() if op.kind.data == "width"):
-                most = max((max(columns[name]) for columns in found.values()), default=0)
-                found = {
-                    when: columns | {name: [most] * len(columns[name])} for when, columns in found.items()
+                widest = max((max(columns[name]) for columns in columns_by_pattern.values()), default=0)
+                columns_by_pattern = {
+                    when: columns | {name: [widest] * len(columns[name])}
+                    for when, columns in columns_by_pattern.items()
                 }
-        return found
+        return columns_by_pattern
 
     def mean_micro_batch_sizes(self, pattern: InputPattern, samples: int) -> dict[str, int]:
-        """Of a micro-batch of so many samples of a pattern."""
+        """Symbol values of a micro-batch of `samples` mean samples of `pattern`."""
         key = pattern.when, samples
         if key not in self.cached_sizes:
             self.cached_sizes[key] = micro_batch_sizes(self.graph, pattern.sizes, samples)
         return self.cached_sizes[key]
 
     def for_kind(self, kind: int) -> Workload:
-        """The workload as a candidate of this kind sees it."""
+        """Workload on the devices of `kind`, which is the index of a kind or `ALL_KINDS`."""
         return self.by_kind[kind] if self.by_kind and kind >= 0 else self
 
     def with_cluster(self, cluster: Cluster) -> Workload:
-        """The same on another cluster."""
+        """Copy of the workload, priced for another cluster."""
         return replace(
             self,
             cluster=cluster,
@@ -181,36 +184,39 @@ class Workload:
         )
 
     def rank_load(self, load: SectionLoad, tp: int, pp: int) -> SectionLoad:
-        """A section's load as one rank of its replicas has it, which remembers what it was asked."""
+        """Load of a section on one rank of its replicas of `tp * pp` ranks (memoised)."""
         key = load.name, tp, pp
         if key not in self.cached_rank_loads:
             self.cached_rank_loads[key] = compute_rank_load(load, tp, pp, self.cluster)
         return self.cached_rank_loads[key]
 
     def stackable_layers(self, load: SectionLoad) -> int:
-        """How many layers stages of a section can share."""
+        """Number of layers between which pipeline stages of a section can be cut."""
         if load.name not in self.cached_layers:
             self.cached_layers[load.name] = count_stackable_layers(self.graph, load.section, load.cost.layers)
         return self.cached_layers[load.name]
 
     def active_sample_count(self, load: SectionLoad) -> int:
-        """Active samples of a section in a global batch, as expected and rounded up; at least 1."""
+        """Expected number of active samples of a section in a global batch, rounded up; at least 1."""
         if load.name not in self.cached_active_samples:
             self.cached_active_samples[load.name] = max(1, ceil(self.global_batch * load.sample_share))
         return self.cached_active_samples[load.name]
 
 
 def build_workload(graph: GraphOp, cluster: Cluster, global_batch: int) -> Workload:
-    """Costs and expected loads of the graph's sections, producers first."""
-    found = tuple(section_transfers(graph))
-    seen = input_patterns(graph)
+    """Computes costs and expected loads of the graph's sections, producers first.
+
+    Raises UserError where sections feed each other in a circle.
+    """
+    transfers = tuple(section_transfers(graph))
+    patterns = input_patterns(graph)
     loads = {
-        name: _build_section_load(graph, section, cluster, seen)
-        for name, section in _order_sections(graph, found)
+        name: _build_section_load(graph, section, cluster, patterns)
+        for name, section in _order_sections(graph, transfers)
     }
     reason = graph.attributes.get("unshardable")
     work = Workload(
-        graph, cluster, global_batch, loads, found, reason.data if isinstance(reason, StringAttr) else ""
+        graph, cluster, global_batch, loads, transfers, reason.data if isinstance(reason, StringAttr) else ""
     )
     return (
         replace(work, by_kind=tuple(map(work.with_cluster, cluster.parts_by_kind)))
@@ -222,6 +228,7 @@ def build_workload(graph: GraphOp, cluster: Cluster, global_batch: int) -> Workl
 def _build_section_load(
     graph: GraphOp, section: SectionOp, cluster: Cluster, seen: list[InputPattern]
 ) -> SectionLoad:
+    """Load of a whole section, with the spread of its listed samples' times."""
     mode = section.mode.data if section.mode is not None else "train"
     active = tuple(p for p in seen if section_handles_pattern(section, p))
     whole = SectionLoad(section, mode, section_cost(graph, section), "0", {}, "", active)
@@ -232,16 +239,21 @@ def _build_section_load(
 
 
 def compute_rank_load(whole: SectionLoad, tp: int, pp: int, cluster: Cluster) -> SectionLoad:
-    """A whole section's load as one rank of its replicas has it."""
+    """Load of a section on one rank of its replicas of `tp * pp` ranks, given the whole section's load."""
     cost, device, mode = tp_pp_scaling.cost_on_rank(whole.cost, tp, pp), cluster.device, whole.mode
-    sums = tp_pp_scaling.tp_all_reduce_ns(cost, tp, cluster)
-    moved = [int(get_number(whole.section, name) or 1000) for name in MEASURED_PERMILLE_ATTRIBUTES]
-    forward = _scale_permille(_add_times(roofline.forward_ns_expression(cost, device), sums), moved[0])
+    all_reduce = tp_pp_scaling.tp_all_reduce_ns(cost, tp, cluster)
+    measured_permille = [
+        int(get_number(whole.section, name) or 1000) for name in MEASURED_PERMILLE_ATTRIBUTES
+    ]
+    forward = _scale_permille(
+        _add_times(roofline.forward_ns_expression(cost, device), all_reduce), measured_permille[0]
+    )
     backward = {
-        way: _scale_permille(
-            _add_times(roofline.backward_ns_expression(cost, mode, device, way), sums), moved[1]
+        recompute: _scale_permille(
+            _add_times(roofline.backward_ns_expression(cost, mode, device, recompute), all_reduce),
+            measured_permille[1],
         )
-        for way in PIN_WORDS["recompute"]
+        for recompute in PIN_WORDS["recompute"]
     }
     return replace(
         whole,
@@ -258,18 +270,19 @@ def _scale_permille(time_ns: str, permille: int) -> str:
     return time_ns if permille == 1000 or time_ns == "0" else f"({time_ns})*{permille}//1000"
 
 
-def _add_times(time_ns: str, sums: str) -> str:
-    return time_ns if "0" in (time_ns, sums) else f"{time_ns} + {sums}"
+def _add_times(time_ns: str, all_reduce: str) -> str:
+    return time_ns if "0" in (time_ns, all_reduce) else f"{time_ns} + {all_reduce}"
 
 
 def _order_sections(graph: GraphOp, edges: Iterable[SectionTransfer]) -> list[tuple[str, SectionOp]]:
+    """Sections in topological order of the transfers between them."""
     left = {s.sym.data: s for s in graph.sections}
     placed: list[tuple[str, SectionOp]] = []
     while left:
         ready = [name for name in left if not any(e.dst == name and e.src in left for e in edges)]
         if not ready:
             raise UserError(
-                f"sections {', '.join(sorted(left))} feed each other in a circle",
+                f"expected sections without cycles, but {', '.join(sorted(left))} feed each other",
                 remedy="let coarsen make them one section: name their blocks together",
             )
         placed += [(name, left.pop(name)) for name in ready]
@@ -277,25 +290,33 @@ def _order_sections(graph: GraphOp, edges: Iterable[SectionTransfer]) -> list[tu
 
 
 def require_rank_load(work: Workload, load: SectionLoad, tp: int, pp: int, ranks: int) -> SectionLoad:
-    """The section on one rank of its replicas. Raises UserError for a tp or pp that cannot be had."""
+    """Returns the section's load on one rank of its replicas.
+
+    Raises UserError for a `tp` or `pp` that is impossible on `ranks` ranks or for this section.
+    """
     if tp * pp > ranks:
-        message = f"{load.name}.tp={tp} with pp={pp} is impossible: a replica would need {tp * pp} ranks, and there are {ranks}"
+        message = (
+            f"{load.name}.tp={tp} with pp={pp} is impossible: "
+            f"a replica would need {tp * pp} ranks, and there are {ranks}"
+        )
         raise UserError(message, remedy="set smaller ones, or give more ranks")
     if tp > 1 and load.cost.trainable and work.unshardable:
         message = (
             f"{load.name}.tp={tp} is impossible: ranks would have parts of parameters, but {work.unshardable}"
         )
         raise UserError(message, remedy=f"leave it out, or set {load.name}.tp=1")
-    layers = work.stackable_layers(load)
-    if pp > max(1, layers):
-        message = f"{load.name}.pp={pp} is impossible: the section has {layers} layers to cut between"
-        raise UserError(message, remedy=f"set {load.name}.pp to at most {max(1, layers)}")
+    layer_count = work.stackable_layers(load)
+    if pp > max(1, layer_count):
+        message = f"{load.name}.pp={pp} is impossible: the section has {layer_count} layers to cut between"
+        raise UserError(message, remedy=f"set {load.name}.pp to at most {max(1, layer_count)}")
     return work.rank_load(load, tp, pp)
 
 
 def list_sharding_and_recompute(work: Workload, load: SectionLoad, pins: Pins) -> list[tuple[str, str]]:
-    """The ways to shard and to recompute a section. Raises UserError for a pin that asks for what the section
-    does not have."""
+    """Lists the (sharding, recompute) pairs to consider for a section, in order of preference among equals.
+
+    Raises UserError where a pinned choice does not apply to the section.
+    """
     sharding, recompute = (pins.word_choices(load.name, key) for key in ("sharding", "recompute"))
     if load.mode == "forward":
         _require_none_pinned(load, "recompute", pins, "it has no backward")
@@ -319,6 +340,7 @@ def list_sharding_and_recompute(work: Workload, load: SectionLoad, pins: Pins) -
 
 
 def _require_none_pinned(load: SectionLoad, key: str, pins: Pins, reason: str) -> None:
+    """Raises UserError if `key` is pinned to anything but "none"."""
     choice = pins.words.get(load.name, {}).get(key, "none")
     if choice != "none":
         raise UserError(
@@ -330,7 +352,7 @@ def _require_none_pinned(load: SectionLoad, key: str, pins: Pins, reason: str) -
 def price_candidate(
     work: Workload, load: SectionLoad, dp: int, size: int, sharding: str = "none", recompute: str = "none"
 ) -> Candidate:
-    """The times and memory of a section in `dp` replicas with micro-batches of `size` samples."""
+    """Computes times and memory of a section in `dp` replicas with micro-batches of `size` samples."""
     busy = busiest_replica_ns(work, load, dp, size, sharding, recompute)
     return _make_candidate(
         work,
@@ -345,7 +367,7 @@ def price_candidate(
 
 
 def fixed_memory_fits(load: SectionLoad, dp: int, sharding: str, capacity: int) -> bool:
-    """Whether what stays on a rank fits into `capacity` bytes, whatever micro-batches there are."""
+    """Whether parameters, gradients and optimizer states alone fit into `capacity` bytes of a rank."""
     return any(
         rank_memory(load.cost, 0, dp=dp, sharding=sharding, micro_batches=n).total_bytes(1) <= capacity
         for n in (1, 2)
@@ -355,8 +377,10 @@ def fixed_memory_fits(load: SectionLoad, dp: int, sharding: str, capacity: int) 
 def price_fitting_candidates(
     work: Workload, load: SectionLoad, dp: int, size: int, sharding: str, recompute: str, capacity: int | None
 ) -> list[Candidate]:
-    """The candidate, and what it holds for consumers elsewhere varied (`held`); none if it needs more than
-    `capacity` bytes."""
+    """Prices a candidate and its variants with fewer micro-batches in flight (`in_flight_variants`).
+
+    Returns an empty list if it needs more than `capacity` bytes on a rank (None: unlimited).
+    """
     _, count, _ = _expect_micro_batches(load, -(-work.active_sample_count(load) // dp), size)
     rank = memory_on_rank(work, load, dp, size, sharding, recompute, count)
     if capacity is not None and rank.total_bytes(in_flight_alternating(work, load, count)) > capacity:
@@ -377,9 +401,10 @@ def _make_candidate(
     busy: BusiestReplica,
     rank: RankMemory,
 ) -> Candidate:
+    """Candidate of a busiest replica `busy` and the memory of one rank."""
     total, micro_batches, fill, drain = busy
-    turn = in_flight_alternating(work, load, micro_batches)
-    own = rank.total_bytes(turn)
+    alternating = in_flight_alternating(work, load, micro_batches)
+    alternating_bytes = rank.total_bytes(alternating)
     return Candidate(
         dp=dp,
         micro_batch=size,
@@ -389,9 +414,9 @@ def _make_candidate(
         fill_ns=load.pp * fill,
         drain_ns=load.pp * drain,
         micro_batches=micro_batches,
-        memory=own,
-        memory_ahead=own
-        if load.mode == "forward" or turn == micro_batches
+        memory=alternating_bytes,
+        memory_ahead=alternating_bytes
+        if load.mode == "forward" or alternating == micro_batches
         else rank.total_bytes(micro_batches),
         in_flight=0 if load.mode == "forward" else micro_batches,
         recompute=recompute,
@@ -402,7 +427,7 @@ def _make_candidate(
 
 
 def in_flight_alternating(work: Workload, load: SectionLoad, micro_batches: int) -> int:
-    """Micro-batches in flight where backward follows forward."""
+    """Number of micro-batches between forward and backward where a rank alternates them (1F1B)."""
     return min(
         micro_batches,
         max(load.pp, IN_FLIGHT_FOR_LOCAL_CONSUMERS if load.name in work.producing_sections else 1),
@@ -410,11 +435,11 @@ def in_flight_alternating(work: Workload, load: SectionLoad, micro_batches: int)
 
 
 def pipeline_bubble_ns(load: SectionLoad, size: int, busy: BusiestReplica) -> int:
-    """What stages wait: until the last one has work, after the first one has none, and where long
-    micro-batches follow short ones.
+    """Idle time of a stage in a step: filling, draining, and waiting where long micro-batches follow short
+    ones.
 
-    For each stage but one, half of a micro-batch of mean samples and half of the longest one, which is what
-    trials find.
+    For each stage but one, half a mean micro-batch and half of the longest one; this is close to what
+    scheduled steps show.
     """
     total, micro_batches, fill, drain = busy
     if (
@@ -433,22 +458,24 @@ def pipeline_bubble_ns(load: SectionLoad, size: int, busy: BusiestReplica) -> in
 
 
 def in_flight_variants(work: Workload, load: SectionLoad, c: Candidate) -> list[Candidate]:
-    """The candidate with all its micro-batches in flight, and with as many as fit into all and half of a
-    rank's memory.
+    """Variants of a candidate with all its micro-batches in flight, and with as many as fit into all and into
+    half of a rank's memory.
 
-    Each place in flight is then taken in rounds, for which consumers elsewhere have to return gradients.
+    With fewer micro-batches in flight than a step has, the in-flight budget is used in several rounds; each
+    round waits until consumers on other ranks return gradients.
     """
     return _vary_in_flight(work, load, c, candidate_memory(work, load, c))
 
 
 def _vary_in_flight(work: Workload, load: SectionLoad, c: Candidate, rank: RankMemory) -> list[Candidate]:
+    """`in_flight_variants` for a rank whose memory is already known."""
     if not c.in_flight or load.name not in work.producing_sections:
         return [c]
     least, capacity = (
         min(c.micro_batches, max(load.pp, IN_FLIGHT_FOR_LOCAL_CONSUMERS)),
         work.cluster.device.usable_memory,
     )
-    found = {c.micro_batches: c}
+    by_in_flight = {c.micro_batches: c}
     for part in IN_FLIGHT_MEMORY_DIVISORS:
         rounds, count, size = 1, c.micro_batches, c.memory_ahead
         while size > capacity // part and count > least:
@@ -456,12 +483,14 @@ def _vary_in_flight(work: Workload, load: SectionLoad, c: Candidate, rank: RankM
             count = max(least, -(-c.micro_batches // rounds))
             size = rank.total_bytes(count)
         if count < c.micro_batches:
-            found[count] = replace(c, in_flight=count, memory_ahead=size, rounds=-(-c.micro_batches // count))
-    return list(found.values())
+            by_in_flight[count] = replace(
+                c, in_flight=count, memory_ahead=size, rounds=-(-c.micro_batches // count)
+            )
+    return list(by_in_flight.values())
 
 
 def gradient_and_optimizer_ns(work: Workload, load: SectionLoad, dp: int, sharding: str) -> int:
-    """From the last backward to the end of the step: gradients summed, the optimizer's step."""
+    """Time from the last backward to the end of the step: gradient reduction and optimizer step, in ns."""
     key = "update", dp, sharding
     if key not in load.cached_numbers:
         load.cached_numbers[key] = _price_update(work, load, dp, sharding), 0
@@ -478,64 +507,67 @@ def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> 
         return roofline.gradient_all_reduce_ns(
             cost.gradient_sum_bytes, dp, cluster, load.tp * load.pp
         ) + roofline.optimizer_step_ns(cost, cluster.device)
-    travels = (
+    moved_bytes = (
         cost.gradient_sum_bytes + cost.trainable_bytes
     ) // 2  # the mean of gradients one way and weights the other
     return roofline.sharded_gradient_reduce_ns(
-        travels, dp, cluster, load.tp * load.pp
+        moved_bytes, dp, cluster, load.tp * load.pp
     ) + roofline.optimizer_step_ns(cost, cluster.device, dp)
 
 
 def micro_batch_time_expressions(
     work: Workload, load: SectionLoad, dp: int, sharding: str, recompute: str, span: RankSpan | None = None
 ) -> tuple[str, str]:
-    """Nanoseconds of a micro-batch's forward and backward on a rank, over its symbols.
+    """Returns (forward, backward) expressions in ns of a micro-batch on a rank, over the micro-batch's
+    symbols.
 
-    `span` is where the ranks are that share a place in their replicas, if that is known.
+    `span` is the location of the data-parallel group's ranks if they are placed already; by default they are
+    consecutive replicas.
     """
-    own, span = (load.forward_ns, load.backward_ns[recompute]), span or _replica_span(work, load, dp)
+    expressions, span = (load.forward_ns, load.backward_ns[recompute]), span or _replica_span(work, load, dp)
     gathers = zero3_collectives(load.cost, sharding, work.cluster, span)
-    return own if gathers is None else gathers.add_to_expressions(*own)
+    return expressions if gathers is None else gathers.add_to_expressions(*expressions)
 
 
 def _replica_span(work: Workload, load: SectionLoad, dp: int) -> RankSpan:
-    """Of the ranks that share a place in their replicas, which stand in a row."""
+    """Location of the ranks of a data-parallel group if replicas are placed in a row."""
     return span_of_consecutive_ranks(dp, work.cluster, load.tp * load.pp)
 
 
 def busiest_replica_ns(
     work: Workload, load: SectionLoad, dp: int, size: int, sharding: str, recompute: str
 ) -> BusiestReplica:
-    """Of the busiest of `dp` replicas: ns of its micro-batches, their number, ns of the longest forward and
-    of the longest backward."""
+    """Load of the busiest of `dp` replicas: ns of all its micro-batches, their number, ns of the longest
+    forward and of the longest backward."""
     gathers = _zero3_gathers(work, load, dp) if sharding == "zero3" else None
-    busiest = -(-work.active_sample_count(load) // dp)
-    key = busiest, size, recompute
+    samples_of_busiest = -(-work.active_sample_count(load) // dp)
+    key = samples_of_busiest, size, recompute
     if gathers is None and key in load.cached_busiest:
         return load.cached_busiest[key]
-    parts, count, dealt = _expect_micro_batches(load, busiest, size)
-    waits = (
+    denominator, count, micro_batches = _expect_micro_batches(load, samples_of_busiest, size)
+    slowdown = (
         _round_slowdown(load, count, dp, size)
         if gathers is not None
-        else load.spread.replica_imbalance(busiest, count)
+        else load.spread.replica_imbalance(samples_of_busiest, count)
     )
     total, fill, drain = 0, 0, 0
-    for pattern, alike, number in dealt:
-        forward, backward = _micro_batch_times(work, load, pattern, alike, recompute)
+    for pattern, samples, number in micro_batches:
+        forward, backward = _micro_batch_times(work, load, pattern, samples, recompute)
         if gathers is not None:
             forward, backward = (
-                gathers.forward_ns(forward * waits // PERMILLE),
-                gathers.backward_ns(backward * waits // PERMILLE),
+                gathers.forward_ns(forward * slowdown // PERMILLE),
+                gathers.backward_ns(backward * slowdown // PERMILLE),
             )
         total += number * (forward + backward)
         fill, drain = max(fill, forward), max(drain, backward)
-    found = -(-total * (PERMILLE if gathers else waits) // (parts * PERMILLE)), count, fill, drain
+    result = -(-total * (PERMILLE if gathers else slowdown) // (denominator * PERMILLE)), count, fill, drain
     if gathers is None:
-        load.cached_busiest[key] = found
-    return found
+        load.cached_busiest[key] = result
+    return result
 
 
 def _round_slowdown(load: SectionLoad, rounds: int, dp: int, size: int) -> int:
+    """Longest micro-batch of a ZeRO-3 round over the mean one, in permille, as mean over the rounds."""
     key = "rounds", rounds, dp, size
     if key not in load.cached_numbers:
         load.cached_numbers[key] = load.spread.mean_round_maximum(rounds, dp, size), 0
@@ -543,7 +575,7 @@ def _round_slowdown(load: SectionLoad, rounds: int, dp: int, size: int) -> int:
 
 
 def _zero3_gathers(work: Workload, load: SectionLoad, dp: int) -> Zero3Collectives | None:
-    """The collectives of passes under `zero3`."""
+    """Collectives of a forward and backward under ZeRO-3, None where there is nothing to gather."""
     if dp not in load.cached_gathers:
         load.cached_gathers[dp] = zero3_collectives(
             load.cost, "zero3", work.cluster, _replica_span(work, load, dp)
@@ -552,18 +584,22 @@ def _zero3_gathers(work: Workload, load: SectionLoad, dp: int) -> Zero3Collectiv
 
 
 def _expect_micro_batches(load: SectionLoad, busiest: int, size: int) -> ExpectedMicroBatches:
-    """How a replica's samples are expected to be cut: for each pattern the samples in a micro-batch, and how
-    many of these there are, in parts of which the first number makes a whole one; the second is how many
-    there are in all."""
+    """Splits `busiest` samples of a replica into micro-batches of at most `size` samples of one pattern.
+
+    Returns (denominator, micro-batches in all, [(pattern, samples in a micro-batch, numerator)]): a pattern
+    has numerator/denominator micro-batches, which need not be a whole number.
+    """
     if (busiest, size) not in load.cached_micro_batches:
-        samples = [(pattern, busiest * pattern.share / load.sample_share) for pattern in load.active_patterns]
-        numbers = [(pattern, min(size, ceil(n)), n / min(size, ceil(n))) for pattern, n in samples]
-        parts = lcm(*(n.denominator for *_, n in numbers))
-        dealt = [(p, alike, int(n * parts)) for p, alike, n in numbers]
+        samples_of = [
+            (pattern, busiest * pattern.share / load.sample_share) for pattern in load.active_patterns
+        ]
+        numbers = [(pattern, min(size, ceil(n)), n / min(size, ceil(n))) for pattern, n in samples_of]
+        denominator = lcm(*(n.denominator for *_, n in numbers))
+        micro_batches = [(p, samples_each, int(n * denominator)) for p, samples_each, n in numbers]
         load.cached_micro_batches[busiest, size] = (
-            parts,
-            max(1, -(-sum(number for *_, number in dealt) // parts)),
-            dealt,
+            denominator,
+            max(1, -(-sum(number for *_, number in micro_batches) // denominator)),
+            micro_batches,
         )
     return load.cached_micro_batches[busiest, size]
 
@@ -571,13 +607,17 @@ def _expect_micro_batches(load: SectionLoad, busiest: int, size: int) -> Expecte
 def _micro_batch_times(
     work: Workload, load: SectionLoad, pattern: InputPattern, samples: int, recompute: str
 ) -> tuple[int, int]:
+    """(forward, backward) ns of a micro-batch of `samples` samples of a pattern."""
     key = (pattern.when, samples, recompute)
     if key not in load.cached_numbers:
         sizes = work.mean_micro_batch_sizes(pattern, samples)
-        both = evaluate_expr(load.forward_ns, sizes), evaluate_expr(load.backward_ns[recompute], sizes)
+        mean_sample_times = (
+            evaluate_expr(load.forward_ns, sizes),
+            evaluate_expr(load.backward_ns[recompute], sizes),
+        )
         load.cached_numbers[key] = (
-            load.spread.mean_ns(pattern.when, both[0]),
-            load.spread.mean_ns(pattern.when, both[1]),
+            load.spread.mean_ns(pattern.when, mean_sample_times[0]),
+            load.spread.mean_ns(pattern.when, mean_sample_times[1]),
         )
     return load.cached_numbers[key]
 
@@ -585,8 +625,8 @@ def _micro_batch_times(
 def memory_on_rank(
     work: Workload, load: SectionLoad, dp: int, size: int, sharding: str, recompute: str, micro_batches: int
 ) -> RankMemory:
-    """Bytes on a rank; a micro-batch keeps what backward needs, and the tensors that come in and go out. The
-    largest pattern counts."""
+    """Bytes on a rank by purpose. A micro-batch keeps what backward needs and the tensors that enter and
+    leave the section; the largest pattern counts."""
     return rank_memory(
         load.cost,
         *_activation_bytes(work, load, size, recompute),
@@ -598,13 +638,13 @@ def memory_on_rank(
 
 
 def candidate_memory(work: Workload, load: SectionLoad, c: Candidate) -> RankMemory:
-    """The same of a candidate; `load` is that of a rank."""
+    """Bytes on one rank under candidate `c`. `load` must be that of a rank (see `Workload.rank_load`)."""
     return memory_on_rank(work, load, c.dp, c.micro_batch, c.sharding, c.recompute, c.micro_batches)
 
 
 def stage_in_flight_limit(work: Workload, load: SectionLoad, c: Candidate, stage: int) -> int:
-    """How many micro-batches a stage may hold: as many as help and memory allows, at least one for itself and
-    each stage behind it.
+    """Number of micro-batches that pipeline stage `stage` may hold: up to `IN_FLIGHT_PER_STAGE * pp` where
+    memory allows, at least one for itself and each later stage (1F1B).
 
     `load` is that of a rank of the stage.
     """
@@ -616,28 +656,32 @@ def stage_in_flight_limit(work: Workload, load: SectionLoad, c: Candidate, stage
 
 
 def _activation_bytes(work: Workload, load: SectionLoad, size: int, recompute: str) -> tuple[int, int]:
-    """Bytes that a micro-batch keeps, and what a forward without backward, gradients in glue or recomputation
-    add for a time."""
+    """(bytes that a micro-batch keeps from forward to backward, bytes that its forward, backward or
+    recomputation needs temporarily)."""
     if (size, recompute) not in load.cached_numbers:
         activation = working = 0
-        again, saved = load.cost.recompute.get(recompute), load.cost_under_recompute(recompute).saved
+        recomputed, saved = load.cost.recompute.get(recompute), load.cost_under_recompute(recompute).saved
         for pattern in load.active_patterns:
             sizes = work.mean_micro_batch_sizes(pattern, size)
             activation = max(
                 activation,
                 sum(evaluate_expr(text, sizes) for text in (saved, *_edge_size_expressions(work, load))),
             )
-            passing = (
+            backward_expressions = (
                 (
                     load.cost.backward_transient,
                     load.cost.logits_backward_transient,
-                    again.working if again else "0",
+                    recomputed.working if recomputed else "0",
                 )
                 if load.mode != "forward"
                 else ()
             )
             working = max(
-                working, *(evaluate_expr(text, sizes) for text in (load.cost.forward_transient, *passing))
+                working,
+                *(
+                    evaluate_expr(text, sizes)
+                    for text in (load.cost.forward_transient, *backward_expressions)
+                ),
             )
         if load.mode == "forward":
             working = max(
@@ -650,7 +694,7 @@ def _activation_bytes(work: Workload, load: SectionLoad, size: int, recompute: s
 
 
 def _largest_sample_bytes(work: Workload, load: SectionLoad, recompute: str) -> int:
-    """Bytes that the largest of the listed samples keeps as a micro-batch of its own."""
+    """Bytes that the largest listed sample keeps in a micro-batch of its own."""
     key = "largest", recompute
     if key not in load.cached_numbers:
         load.cached_numbers[key] = (
@@ -663,8 +707,11 @@ def _largest_sample_bytes(work: Workload, load: SectionLoad, recompute: str) -> 
 def sample_activation_bytes(
     work: Workload, load: SectionLoad, recompute: str
 ) -> Iterator[tuple[Mapping[str, Sequence[int]], list[int]]]:
-    """What each listed sample keeps as a micro-batch of its own, for each pattern with the samples' sizes.
-    `load` is that of a rank."""
+    """Yields, for each pattern, the columns of listed sizes and the bytes that each listed sample keeps in a
+    micro-batch of its own.
+
+    `load` is that of a rank.
+    """
     return _sample_bytes(
         work, load, (load.cost_under_recompute(recompute).saved, *_edge_size_expressions(work, load))
     )
@@ -673,7 +720,7 @@ def sample_activation_bytes(
 def _sample_bytes(
     work: Workload, load: SectionLoad, texts: Sequence[str]
 ) -> Iterator[tuple[Mapping[str, Sequence[int]], list[int]]]:
-    """The sum of the texts for each listed sample as a micro-batch of its own."""
+    """Sum of byte expressions for each listed sample in a micro-batch of its own."""
     for pattern in load.active_patterns:
         if columns := work.listed_sizes.get(pattern.when):
             count = len(next(iter(columns.values())))
@@ -689,5 +736,5 @@ def _sample_bytes(
 
 
 def _edge_size_expressions(work: Workload, load: SectionLoad) -> list[str]:
-    """Bytes of the tensors that come in and go out, as texts."""
+    """Byte expressions of the tensors that enter and leave the section."""
     return [c.size for c in work.crossings if load.name in (c.src, c.dst)]

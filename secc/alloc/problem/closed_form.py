@@ -1,6 +1,6 @@
-"""The value of one assignment, computed step by step: what the solver's model says, without a solver.
+"""Evaluates one assignment with the same formulas as the solver's model, without a solver.
 
-The prediction of a plan comes from here, and so does the brute force that the solver is tested against.
+A plan's predicted step time comes from here, and so does the brute force that the solver is tested against.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from secc.alloc.problem.types import Assignment, Candidate, Problem
 
 @dataclass(frozen=True)
 class PlanValue:
-    """Step time, ranks used, and bytes on a rank of each group."""
+    """Step time in ns, number of ranks used, and bytes on a rank of each group."""
 
     time_ns: int
     ranks: int
@@ -20,8 +20,14 @@ class PlanValue:
 
 
 def evaluate_assignment(problem: Problem, assignment: Assignment) -> PlanValue:
-    """The value of an assignment. Raises ValueError for one that breaks a rule."""
+    """Computes step time, ranks and memory of an assignment.
+
+    Raises ValueError if it violates a constraint: excluded candidates, ranks, whole nodes, memory, deadline,
+    or the strategy.
+    """
     chosen = {s: candidates[assignment.choice[s]] for s, candidates in problem.sections.items()}
+    if any(c.excluded for c in chosen.values()):
+        raise ValueError("the assignment has an excluded candidate")
     _check_rules(problem, assignment, chosen)
     group = assignment.group
     work, memory, ranks = (
@@ -33,64 +39,72 @@ def evaluate_assignment(problem: Problem, assignment: Assignment) -> PlanValue:
         work[group[s]] += c.time_ns
         memory[group[s]] += _section_bytes(problem, assignment, s, c)
         ranks[group[s]] = c.ranks
-    used = sum(ranks.values())
-    if used > problem.per_node and used % problem.per_node:
-        raise ValueError(f"{used} ranks are not whole nodes of {problem.per_node}")
-    if used > problem.ranks or max(memory.values()) > problem.capacity:
+    ranks_used = sum(ranks.values())
+    if ranks_used > problem.per_node and ranks_used % problem.per_node:
+        raise ValueError(f"{ranks_used} ranks are not whole nodes of {problem.per_node}")
+    if ranks_used > problem.ranks or max(memory.values()) > problem.capacity:
         raise ValueError("the assignment needs more ranks or memory than there is")
     _check_pools(problem, {g: chosen[g] for g in group.values()}, memory)
     time_ns = _step_time(problem, assignment, work)
     if problem.deadline is not None and time_ns > problem.deadline:
         raise ValueError("a step takes longer than the deadline")
-    return PlanValue(time_ns, used, memory)
+    return PlanValue(time_ns, ranks_used, memory)
 
 
 def _check_pools(problem: Problem, groups: dict[str, Candidate], memory: dict[str, int]) -> None:
-    """Each kind of device has ranks and memory enough, and is used by whole nodes where there are several."""
-    taken = [sum(problem.ranks_in_pool(c, k) for c in groups.values()) for k in range(len(problem.pools))]
+    """Checks ranks and memory of each device kind, and that several nodes of a kind are used as whole
+    nodes."""
+    ranks_by_pool = [
+        sum(problem.ranks_in_pool(c, k) for c in groups.values()) for k in range(len(problem.pools))
+    ]
     for k, pool in enumerate(problem.pools):
-        if taken[k] > pool.ranks or any(
+        if ranks_by_pool[k] > pool.ranks or any(
             problem.ranks_in_pool(c, k) and memory[g] > pool.capacity for g, c in groups.items()
         ):
             raise ValueError("the assignment needs more ranks or memory of a kind than there is")
-    if any(n % problem.per_node for n in taken) and (
-        sum(taken) > problem.per_node or sum(n > 0 for n in taken) > 1
+    if any(n % problem.per_node for n in ranks_by_pool) and (
+        sum(ranks_by_pool) > problem.per_node or sum(n > 0 for n in ranks_by_pool) > 1
     ):
         raise ValueError(f"ranks of a kind are not whole nodes of {problem.per_node}")
 
 
 def _section_bytes(problem: Problem, assignment: Assignment, section: str, chosen: Candidate) -> int:
-    apart = [e for e in problem.edges if assignment.group[e.src] != assignment.group[e.dst]]
-    own = assignment.choice[section]
-    messages = sum(e.sent_bytes[own] for e in apart if e.src == section) + sum(
-        e.returned_bytes[own] for e in apart if e.dst == section
+    """Bytes on a rank of a section: its own, and messages to and from sections on other ranks."""
+    crossing = [e for e in problem.edges if assignment.group[e.src] != assignment.group[e.dst]]
+    index = assignment.choice[section]
+    messages = sum(e.sent_bytes[index] for e in crossing if e.src == section) + sum(
+        e.returned_bytes[index] for e in crossing if e.dst == section
     )
-    return messages + (chosen.memory_ahead if any(e.src == section for e in apart) else chosen.memory)
+    return messages + (chosen.memory_ahead if any(e.src == section for e in crossing) else chosen.memory)
 
 
 def _step_time(problem: Problem, assignment: Assignment, work: dict[str, int]) -> int:
+    """Step time in ns: the work of each group plus what its sections wait for sections elsewhere."""
     group, choice = assignment.group, assignment.choice
     delay = dict.fromkeys(problem.sections, 0)
     total = max(work.values())
     for s in problem.sections:
         for e in (e for e in problem.edges if e.dst == s):
-            passed = delay[e.src]
+            delay_of_source = delay[e.src]
             if group[e.src] != group[s]:
-                passed += e.latency_ns[choice[e.src]] - e.independent_ns[choice[s]] + e.message_ns[choice[s]]
-                hidden = e.round_trip_ns[choice[s]] - e.slack_ns[choice[e.src]]
-                total = max(total, work[group[e.src]] + delay[e.src] + hidden)
+                delay_of_source += (
+                    e.latency_ns[choice[e.src]] - e.independent_ns[choice[s]] + e.message_ns[choice[s]]
+                )
+                exposed = e.round_trip_ns[choice[s]] - e.slack_ns[choice[e.src]]
+                total = max(total, work[group[e.src]] + delay[e.src] + exposed)
                 if (rounds := problem.sections[e.src][choice[e.src]].rounds) > 1:
                     total = max(
                         total,
                         delay[e.src]
                         + rounds * (e.latency_ns[choice[e.src]] + e.gradient_return_ns[choice[s]]),
                     )
-            delay[s] = max(delay[s], passed)
+            delay[s] = max(delay[s], delay_of_source)
         total = max(total, work[group[s]] + delay[s])
     return total
 
 
 def _check_rules(problem: Problem, assignment: Assignment, chosen: dict[str, Candidate]) -> None:
+    """Checks the rules that do not depend on ranks or memory in total."""
     group = assignment.group
     for s, c in chosen.items():
         if (c.ranks, c.kind) != (chosen[group[s]].ranks, chosen[group[s]].kind):

@@ -1,5 +1,5 @@
-"""Choices that the user pins: `NAME.dp=2`, `NAME.micro_batch=4`, `NAME.with=OTHER`. What cannot be done is
-refused with the reason."""
+"""Reads the user's pinned choices: `NAME.dp=2`, `NAME.micro_batch=4`, `NAME.with=OTHER`. Impossible ones
+raise UserError with the reason."""
 
 from __future__ import annotations
 
@@ -8,32 +8,23 @@ from dataclasses import dataclass, field
 
 from secc.errors import UserError
 
-PIN_KEYS = (
-    "dp",
-    "micro_batch",
-    "with",
-    "tp",
-    "pp",
-    "sharding",
-    "recompute",
-    "backward",
-    "norms",
-    "micro_tokens",
-)
+PIN_NUMBERS = ("dp", "micro_batch", "tp", "pp", "micro_tokens")
+# Values of each key, in the order of preference among equals.
 PIN_WORDS = {
     "sharding": ("none", "zero1", "zero2", "zero3"),
     "recompute": ("none", "selective", "full"),
     "backward": ("whole", "split"),
     "norms": ("whole", "sequence"),
-}  # in the order of preference among equals
+}
+PIN_KEYS = (*PIN_NUMBERS, "with", *PIN_WORDS)
 
 
 @dataclass(frozen=True)
 class Pins:
-    """Pinned choices by section, numbers and words, and the pairs of sections that share devices.
+    """Pinned choices by section (numbers and words), and pairs of sections that must share devices.
 
-    `refused` holds choices that a later pass could not carry out, NAME.KEY=VALUE, or NAME.KEY for all above
-    1.
+    `refused` holds choices that a later pass could not carry out: NAME.KEY=VALUE, or NAME.KEY for all values
+    above 1.
     """
 
     numbers: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
@@ -42,7 +33,7 @@ class Pins:
     refused: frozenset[str] = frozenset()
 
     def dp_choices(self, section: str, most: int, free: Iterable[int]) -> list[int]:
-        """The replica counts to consider. Raises UserError for a pin above `most`."""
+        """Replica counts to consider. Raises UserError for a pinned one above `most`."""
         pinned = self.pinned_number(section, "dp")
         if pinned is not None and pinned > most:
             raise UserError(
@@ -52,8 +43,8 @@ class Pins:
         return self.number_choices(section, "dp", free)
 
     def micro_batch_choices(self, section: str, most: int) -> list[int]:
-        """The micro-batch sizes to consider for `most` samples on a replica: powers of two, and all of them
-        at once."""
+        """Micro-batch sizes to consider for `most` samples on a replica: powers of two, and all samples at
+        once."""
         pinned = self.pinned_number(section, "micro_batch")
         if pinned is not None:
             return [pinned]
@@ -61,11 +52,11 @@ class Pins:
         return sorted({*sizes, most})
 
     def pinned_number(self, section: str, key: str) -> int | None:
-        """The number that is pinned, None if none is."""
+        """The pinned number of a section for `key`, None if it is not pinned."""
         return self.numbers.get(section, {}).get(key)
 
     def number_choices(self, section: str, key: str, free: Iterable[int]) -> list[int]:
-        """The pinned number, or those of `free` that were not refused."""
+        """The pinned number alone, else those of `free` that were not refused."""
         pinned = self.pinned_number(section, key)
         if pinned is not None:
             return [pinned]
@@ -73,12 +64,15 @@ class Pins:
         return [n for n in free if f"{key}={n}" not in self.refused and (n == 1 or key not in self.refused)]
 
     def splits_backward(self, section: str) -> bool:
-        """Whether a section's stages run their backward in two parts. Raises UserError for a section without
-        stages, or cut by tp."""
+        """Whether a section's stages run backward in two parts: input gradients, then weight gradients
+        (zero-bubble schedules).
+
+        Raises UserError for a section that is not pinned to several stages, or is split by tp.
+        """
         asked = self.words.get(section, {}).get("backward") == "split"
         tp, pp = self.pinned_number(section, "tp") or 1, self.pinned_number(section, "pp") or 1
         if asked and (pp == 1 or tp > 1):
-            reason = "only stages wait for the first part" if pp == 1 else "its ranks cannot split it alike"
+            reason = "it needs several pipeline stages" if pp == 1 else "it cannot be combined with tp"
             raise UserError(
                 f"{section}.backward=split is impossible: {reason}",
                 remedy=f"set {section}.pp above 1 without tp, or leave it out",
@@ -86,22 +80,27 @@ class Pins:
         return asked
 
     def splits_sequence(self, section: str) -> bool:
-        """Whether norms of a section work on parts of the sequence. Raises UserError for a section that no tp
-        cuts."""
+        """Whether norms of a section work on slices of the sequence (sequence parallelism).
+
+        Raises UserError for a section that is not pinned to a tp above 1.
+        """
         asked = self.words.get(section, {}).get("norms") == "sequence"
         if asked and (self.pinned_number(section, "tp") or 1) == 1:
-            message = f"{section}.norms=sequence is impossible: only ranks of a tensor-parallel replica share a sequence"
+            message = (
+                f"{section}.norms=sequence is impossible: "
+                "only ranks of a tensor-parallel replica share a sequence"
+            )
             raise UserError(message, remedy=f"set {section}.tp above 1 too, or leave it out")
         return asked
 
     def word_choices(self, section: str, key: str) -> tuple[str, ...]:
-        """The choices of `sharding` or `recompute` to consider."""
+        """The values of `sharding` or `recompute` to consider."""
         pinned = self.words.get(section, {}).get(key)
         return PIN_WORDS[key] if pinned is None else (pinned,)
 
     @property
-    def list_pins(self) -> list[tuple[str, str, int | str]]:
-        """The pinned numbers and words: (section, key, value)."""
+    def pinned_choices(self) -> list[tuple[str, str, int | str]]:
+        """The pinned numbers and words as (section, key, value)."""
         return [
             (s, k, v)
             for table in (self.numbers, self.words)
@@ -110,7 +109,7 @@ class Pins:
         ]
 
     def without_pin(self, section: str, key: str) -> Pins:
-        """The pins but one."""
+        """Copy of the pins without one of them."""
         values = {
             s: {k: v for k, v in found.items() if (s, k) != (section, key)}
             for s, found in self.numbers.items()
@@ -122,13 +121,13 @@ class Pins:
 
     @property
     def as_text(self) -> str:
-        """The pins as they are written, "" for none."""
-        pins = [f"{s}.{k}={v}" for s, k, v in self.list_pins]
+        """The pins as the user writes them, "" for none."""
+        pins = [f"{s}.{k}={v}" for s, k, v in self.pinned_choices]
         return ", ".join(pins + [f"{a}.with={b}" for a, b in self.together])
 
 
 def parse_pins(texts: Iterable[str], sections: Iterable[str], refused: Iterable[str] = ()) -> Pins:
-    """Read pins. Raises UserError for a form, section, key or value that is not known or not possible."""
+    """Parses pins of the form NAME.KEY=VALUE. Raises UserError for an unknown form, section, key or value."""
     names = list(sections)
     values: dict[str, dict[str, int]] = {}
     words: dict[str, dict[str, str]] = {}
@@ -138,13 +137,14 @@ def parse_pins(texts: Iterable[str], sections: Iterable[str], refused: Iterable[
         if key == "with":
             if value not in names or value == section:
                 raise UserError(
-                    f"{text}: there is no other section {value!r}", remedy=f"sections are {', '.join(names)}"
+                    f"{text}: expected another section, got {value!r}",
+                    remedy=f"choose one of {', '.join(names)}",
                 )
             together.append((section, value))
         elif key in PIN_WORDS:
             if value not in PIN_WORDS[key]:
                 raise UserError(
-                    f"{text}: there is no {key} {value!r}",
+                    f"{text}: unknown {key} {value!r}",
                     remedy=f"choose one of {', '.join(PIN_WORDS[key])}",
                 )
             words.setdefault(section, {})[key] = value
@@ -158,21 +158,24 @@ def parse_pins(texts: Iterable[str], sections: Iterable[str], refused: Iterable[
 
 
 def _split_pin(text: str, names: list[str]) -> tuple[str, str, str]:
-    """NAME.KEY=VALUE; the name may have dots."""
+    """Splits NAME.KEY=VALUE into its three parts; the name may contain dots."""
     left, equals, value = text.partition("=")
     section, dot, key = left.rpartition(".")
     if not (equals and dot and value):
         raise UserError(
-            f"cannot read the choice {text!r}", remedy="write NAME.KEY=VALUE, such as language_model.dp=2"
+            f"expected a choice of the form NAME.KEY=VALUE, got {text!r}",
+            remedy="write for example language_model.dp=2",
         )
     if section not in names:
-        raise UserError(f"{text}: there is no section {section!r}", remedy=f"sections are {', '.join(names)}")
+        raise UserError(f"{text}: unknown section {section!r}", remedy=f"sections are {', '.join(names)}")
     if key not in PIN_KEYS:
-        raise UserError(f"{text}: there is no choice {key!r}", remedy=f"choices are {', '.join(PIN_KEYS)}")
+        raise UserError(f"{text}: unknown key {key!r}", remedy=f"keys are {', '.join(PIN_KEYS)}")
     return section, key, value
 
 
 def _parse_count(text: str, value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
-        raise UserError(f"{text}: {value!r} is not a whole number of at least 1", remedy="correct the number")
+        raise UserError(
+            f"{text}: expected an integer of at least 1, got {value!r}", remedy="correct the number"
+        )
     return int(value)

@@ -1,22 +1,27 @@
-"""What the solver chooses from and what it answers, as plain data that knows nothing of models or solvers."""
+"""Data that the solver chooses from and that it answers with. It knows neither models nor solvers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 
 STRATEGIES = ("auto", "apart", "colocate", "uniform")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a section: replicas (dp) of `tp x pp` ranks, micro-batches of `micro_batch` samples.
+    """One way to run a section: `dp` replicas of `tp * pp` ranks, with micro-batches of `micro_batch`
+    samples.
 
-    time_ns: work of the busiest rank in one step, gradient reduction and optimizer included. fill_ns,
-    drain_ns: forward and backward of one micro-batch. micro_batches: how many a replica runs. memory: bytes
-    on a rank when backward follows forward; memory_ahead: with `in_flight` micro-batches between forward and
-    backward, as a section holds whose consumers run on other ranks. Their places are taken `rounds` times in
-    a step: once where all forwards come first.
+      time_ns: work of the busiest rank in a step, gradient reduction and optimizer included.
+      fill_ns, drain_ns: forward and backward of one micro-batch through all stages.
+      micro_batches: number of micro-batches that a replica runs.
+      memory: bytes on a rank where backward follows forward (1F1B).
+      memory_ahead: bytes on a rank with `in_flight` micro-batches between forward and backward, as a section
+          with consumers on other ranks has them.
+      rounds: how often in a step the in-flight budget is used; 1 where all forwards come first.
+      kind: index of the device kind, or `ALL_KINDS`.
+      excluded: the candidate must not be chosen (`exclude_candidates`).
     """
 
     dp: int
@@ -34,36 +39,45 @@ class Candidate:
     recompute: str = "none"
     sharding: str = "none"
     kind: int = 0
+    excluded: bool = False
 
     @property
     def ranks(self) -> int:
+        """Number of ranks of all replicas."""
         return self.dp * self.tp * self.pp
 
     @property
     def work(self) -> int:
-        """ns of all ranks together."""
+        """Ns of all ranks together."""
         return self.time_ns * self.ranks
 
     @property
     def width(self) -> int:
-        """How often the ranks of a replica were doubled."""
+        """How often the ranks of a replica were doubled: log2(tp) + log2(pp)."""
         return (self.tp - 1).bit_length() + (self.pp - 1).bit_length()
 
     @property
     def extras(self) -> int:
-        """0 for the plainest candidate, more for each thing that could be left out."""
+        """0 for the plainest candidate; more for each feature that could be left out. Breaks ties."""
         return 8 * self.width + 2 * (self.recompute != "none") + (self.sharding != "none")
 
 
 @dataclass(frozen=True)
 class AllocEdge:
-    """Section `src` feeds `dst`; times and bytes count only where the two run on different ranks.
+    """Section `src` feeds `dst`. Times and bytes count only where the two run on different ranks.
 
-    `sent` and `returned` are the bytes of messages that a rank of `src` and of `dst` holds until they are
-    received, for each candidate. For each candidate of `src`: `latency`, what its first micro-batch delays
-    `dst` by and its last backward adds after it; `slack`, other work of `src` beside which the last round
-    trip through `dst` hides. For each candidate of `dst`: `free`, work that needs nothing of `src` and hides
-    the latency; `messages`, what receiving costs; `round`, forward and backward of one micro-batch.
+    Columns by candidate of `src`:
+
+      sent_bytes: messages that a rank of `src` holds until they are received.
+      latency_ns: delay of `dst` by the first micro-batch, plus the last backward of `src` that follows it.
+      slack_ns: other work of `src` that hides the last round trip through `dst`.
+
+    Columns by candidate of `dst`:
+
+      returned_bytes: gradients that a rank of `dst` holds until they are received.
+      independent_ns: work of `dst` that needs nothing from `src` and so hides the latency.
+      message_ns: cost of receiving.
+      round_trip_ns: forward and backward of one micro-batch.
     """
 
     src: str
@@ -78,12 +92,12 @@ class AllocEdge:
 
     @property
     def gradient_return_ns(self) -> tuple[int, ...]:
-        """How long a sample in flight is gone, for each candidate of `dst`: its round, and half of one for
-        which it waits."""
+        """By candidate of `dst`: time until the gradient of a sent micro-batch returns. It is a round
+        trip, plus half of one as mean wait."""
         return tuple(r * 3 // 2 for r in self.round_trip_ns)
 
 
-ALL_KINDS = -1  # as a candidate's kind: it runs on all ranks of all kinds, as fast as the slowest
+ALL_KINDS = -1  # a candidate of this kind runs on all ranks of all device kinds, as fast as the slowest
 
 
 @dataclass(frozen=True)
@@ -96,15 +110,14 @@ class DevicePool:
 
 @dataclass(frozen=True)
 class Problem:
-    """Sections in an order in which edges go forward, with their candidates; `ranks` devices of `capacity`
-    bytes each.
+    """Sections in topological order with their candidates, and `ranks` devices of `capacity` bytes each.
 
-    `together` holds pairs of sections that must share devices. Nodes hold `per_node` ranks; more ranks than
-    that are used by whole nodes, as launchers start them. With a `deadline` (ns) the fewest ranks are wanted
-    on which a step takes no longer, of up to `ranks`.
-
-    Where kinds of devices are mixed, `pools` has those of each; a group's ranks are then of one kind, or all
-    ranks there are.
+    strategy: one of `STRATEGIES`.
+    together: pairs of sections that must share devices.
+    per_node: ranks of a node. More ranks than that are used by whole nodes, as launchers start them.
+    deadline: ns. With a deadline the objective is the fewest ranks, up to `ranks`, on which a step is no
+        longer.
+    pools: devices of each kind where kinds are mixed. A group's ranks are then of one kind, or all ranks.
     """
 
     sections: Mapping[str, tuple[Candidate, ...]]
@@ -118,21 +131,34 @@ class Problem:
     pools: tuple[DevicePool, ...] = ()
 
     def usable_bytes(self, c: Candidate) -> int:
-        """Bytes that a rank of a candidate has."""
+        """Usable bytes on a rank of candidate `c`."""
         return min(
             (pool.capacity for k, pool in enumerate(self.pools) if self.ranks_in_pool(c, k)),
             default=self.capacity,
         )
 
     def ranks_in_pool(self, c: Candidate, pool: int) -> int:
-        """How many ranks of a pool a candidate takes."""
+        """Number of ranks of `pool` that candidate `c` takes."""
         return self.pools[pool].ranks if c.kind == ALL_KINDS else c.ranks if c.kind == pool else 0
+
+
+def exclude_candidates(
+    problem: Problem, predicate: Callable[[Candidate], bool], among: Collection[str] = ()
+) -> Problem:
+    """Copy of `problem` in which candidates with `predicate(c)` are excluded.
+
+    `among` limits this to some sections (default: all). Excluded candidates keep their indices, so
+    assignments of the copy are assignments of `problem`.
+    """
+    sections = dict(problem.sections)
+    for s in among or problem.sections:
+        sections[s] = tuple(replace(c, excluded=True) if predicate(c) else c for c in sections[s])
+    return replace(problem, sections=sections)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A candidate's index for each section, and each section's group: the name of the group's first
-    section."""
+    """Index of each section's candidate, and each section's group, which is named after its first section."""
 
     choice: Mapping[str, int]
     group: Mapping[str, str]
@@ -140,10 +166,12 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Solution:
-    """What the solver found: `status` is "OPTIMAL" or "FEASIBLE", `gap` the proven distance of `time_ns` to
-    the optimum, relative; with a deadline that of `ranks`.
+    """What the solver found.
 
-    ranks: how many of the problem's ranks are used.
+    time_ns: step time of `assignment` by the closed forms.
+    status: "OPTIMAL" or "FEASIBLE".
+    gap: proven relative distance to the optimal step time; with a deadline to the fewest ranks.
+    ranks: number of ranks used.
     """
 
     assignment: Assignment

@@ -32,7 +32,7 @@ from itertools import compress, islice, product
 from secc import process_map
 from secc.alloc.problem.candidate_pruning import LOCKSTEP_SHARDING
 from secc.alloc.problem.closed_form import evaluate_assignment
-from secc.alloc.problem.types import Assignment, Candidate, Problem
+from secc.alloc.problem.types import Assignment, Candidate, Problem, exclude_candidates
 from secc.alloc.refine.schedule_evaluation import (
     MIN_PARALLEL_TASKS,
     Evaluation,
@@ -40,7 +40,7 @@ from secc.alloc.refine.schedule_evaluation import (
     PlanEvaluator,
     mean_evaluation,
 )
-from secc.alloc.refine.start_plans import exclude_candidates, start_plans
+from secc.alloc.refine.start_plans import start_plans
 from secc.alloc.solver.cpsat_model import solve_allocation
 
 MAX_EVALUATED_PLANS = 60

@@ -17,11 +17,11 @@ differs from kind to kind.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from secc.alloc.problem.closed_form import evaluate_assignment
-from secc.alloc.problem.types import Assignment, Candidate, Problem
+from secc.alloc.problem.types import Assignment, Problem, exclude_candidates
 from secc.alloc.solver import subproblem
 from secc.alloc.solver.cpsat_model import solve_allocation
 from secc.process_map import run_in_background
@@ -41,16 +41,6 @@ def start_plans(problem: Problem, best: Assignment, margin: float) -> list[Assig
     ) as roomy:
         found = [*kinds.plans_by_strategy(problem, best), roomy()]
     return [a for a in found if a is not None]
-
-
-def exclude_candidates(
-    problem: Problem, test: Callable[[Candidate], bool], among: Collection[str] = ()
-) -> Problem:
-    """The problem in which no candidate fits of which the test holds, of these sections or of all."""
-    full, sections = 2 * problem.capacity, dict(problem.sections)
-    for s in among or problem.sections:
-        sections[s] = tuple(replace(c, memory=full, memory_ahead=full) if test(c) else c for c in sections[s])
-    return replace(problem, sections=sections)
 
 
 class _StartSolver:

@@ -1,40 +1,46 @@
-"""The allocation as an integer program, and its solution by CP-SAT.
+"""The allocation problem as an integer program, solved by CP-SAT.
 
-Sets
-    S        sections, ordered so that every edge goes forward
-    C[s]     candidates of section s: ranks r, work w, memory m (m' if it runs ahead of consumers elsewhere)
-    G = S    device groups; a group bears the name of its first section
-    E        edges (u, s): u feeds s
+  Sets
+      S        sections, in topological order
+      C[s]     candidates of section s: ranks r, work w, memory m (m' with consumers on other ranks)
+      G = S    device groups; a group bears the name of its first section
+      E        edges (u, s): u feeds s
 
-Variables
-    x[s,c]   0/1: section s runs as candidate c
-    y[s,g]   0/1: section s is in group g (g not after s)
-    a[u,s]   0/1: u and s are in different groups, for each edge
-    R[g]     ranks of group g,  W[g] its work in a step
-    D[s]     how long section s waits at the start and the end of a step for sections elsewhere
-    T        time of a step
-    K        bytes on the fullest rank
+  Variables
+      x[s,c]   0/1: section s runs as candidate c
+      y[s,g]   0/1: section s is in group g (g not after s)
+      a[u,s]   0/1: u and s are in different groups, for each edge
+      R[g]     ranks of group g
+      W[g]     work of group g in a step
+      D[s]     time that section s waits at the start and the end of a step for sections elsewhere
+      T        step time
+      K        bytes on the fullest rank
 
-Constraints, each family by the function that adds it
-    sum_c x[s,c] = 1,  sum_g y[s,g] = 1,  y[s,g] <= y[g,g]                       `_choose` y[s,g] => R[g] =
-    r[s],  not y[g,g] => R[g] = 0,  sum_g R[g] <= N, whole nodes  `_ranks` the same for the ranks of each kind
-    of device, and each kind's memory        `_pools` W[g] = sum of w[s] over s in g,  sum of w[s] r[s] over S
-    <= N T               `_work` sum of m[s] over s in g <= K, with m'[s] for m[s] where a[s,t] for some t,
-    and messages where a    `_memory` a[u,s] = 1 iff no group holds both
-    `_apart` D[s] >= D[u] + a[u,s] (latency[u] - free[s] + messages[s]),  D[s] >= 0         `_delays` T >=
-    W[g] + D[s] for s in g,  T >= W[g] + D[u] + round[s] - slack[u] for u in g, a[u,s]   `_step_time` T >=
-    D[u] + k (latency[u] + 3/2 round[s]) if a[u,s] and u runs as a c of k > 1 rounds      `_rounds` strategy
-    and `together`                                                      `_strategy`
+  Constraints, each family with the method that adds it
+      sum_c x[s,c] = 1,  sum_g y[s,g] = 1,  y[s,g] <= y[g,g]                                _add_choice
+      y[s,g] => R[g] = r[s],  not y[g,g] => R[g] = 0,  sum_g R[g] <= N, whole nodes         _add_ranks
+      the same for the ranks of each kind of device, and each kind's memory                 _add_pools
+      W[g] = sum of w[s] over s in g,  sum of w[s] r[s] over S <= N T                       _add_work
+      sum of m[s] over s in g <= K; m'[s] for m[s] where a[s,t] for some t; messages where a  _add_memory
+      a[u,s] = 1 iff no group holds both                                                    _add_separation
+      D[s] >= D[u] + a[u,s] (latency[u] - independent[s] + message[s]),  D[s] >= 0          _add_delays
+      T >= W[g] + D[s] for s in g,  T >= W[g] + D[u] + round_trip[s] - slack[u] if u in g, a[u,s]
+                                                                                            _add_step_time
+      T >= D[u] + k (latency[u] + 3/2 round_trip[s]) if a[u,s] and u runs as a c of k > 1 rounds
+                                                                                            _add_rounds
+      strategy and `together`                                                               _add_strategy
 
-where r, w, m, latency, ... of a section stand for their sums over c weighted with x[s,c].
+  where r, w, m, latency, ... of a section stand for their sums over c weighted with x[s,c].
 
 Objective: the least T under K <= capacity, among equals the fewest ranks, then the plainest candidates. With
-a deadline: the fewest ranks under T <= deadline, among equals the least T. Or the least K (`least_memory`),
-the least T on any ranks (`least_time`). For a large problem an assignment is guessed first
-(`secc.alloc.solver.greedy_start`); its step rules most candidates out (`secc.alloc.solver.group_bounds`).
-Fixed seed, one worker and a deterministic time limit make the answer the same on every machine; the bound
-that CP-SAT proves gives the gap. Then, under T <= (1 + margin) T*, and on no more ranks than a deadline
-needs, the fewest doublings of a replica's ranks.
+a deadline: the fewest ranks under T <= deadline, among equals the least T. `solve_least_memory` minimises K,
+`solve_least_time` T on any number of ranks.
+
+For a large problem a greedy assignment is found first (`secc.alloc.solver.greedy_start`); its step time rules
+most candidates out (`secc.alloc.solver.group_bounds`). A fixed seed, one worker and a deterministic time
+limit make the answer the same on every machine; the bound that CP-SAT proves gives the gap. A second solve
+finds, under T <= (1 + margin) T* and on no more ranks than a deadline needs, the assignment with the
+narrowest replicas.
 """
 
 from __future__ import annotations
@@ -51,14 +57,12 @@ from secc.alloc.solver import subproblem as parts
 from secc.alloc.solver.greedy_start import greedy_assignment
 
 DETERMINISTIC_LIMIT = 20.0  # CP-SAT's unit, about a second on a fast machine
-TIME_RESOLUTION = (
-    10**8
-)  # times above it are solved in coarser units, so that sums stay far from CP-SAT's 64 bits
+# Times above this are solved in coarser units, so that sums stay far from CP-SAT's 64 bits.
+TIME_RESOLUTION = 10**8
 SOLVER_SEED = 7
-WARM_START_CANDIDATES = (
-    1000  # candidates of all sections, from which on a search starts from a solution among few of them
-)
-EXTRAS_RANGE = 1 << 12  # more than `extras` summed over sections
+# From this number of candidates of all sections on, the search starts from a greedy assignment.
+WARM_START_CANDIDATES = 1000
+EXTRAS_RANGE = 1 << 12  # more than `extras` summed over all sections
 
 
 def solve_allocation(
@@ -68,14 +72,15 @@ def solve_allocation(
     most: int | None = None,
     start: Assignment | None = None,
 ) -> Solution | None:
-    """The fastest assignment, or None if there is none. Raises RuntimeError if none was found or refuted
-    within the limit.
+    """Returns the fastest assignment, None if there is none or none takes at most `most` ns.
 
-    None, too, where none takes at most `most` ns. `start` is an assignment of this problem that is known to
-    be good; without one, a large problem's is guessed.
+      limit: CP-SAT's deterministic time, about seconds.
+      margin: replicas of several ranks are used only where they are faster by more than this share: of the
+          assignments within this share of the fastest, the one with the fewest doublings of a replica's
+          ranks.
+      start: a good assignment of this problem. By default a large problem starts from a greedy one.
 
-    With a `margin`, replicas of several ranks are taken only where that is faster by more: the assignment
-    with the fewest doublings among those that are slower than the fastest by at most this share.
+    Raises RuntimeError if no assignment was found or refuted within the limit.
     """
     coarse = _coarsen_problem(problem)
     longest = _time_horizon(coarse) if coarse.deadline is None else coarse.deadline
@@ -88,16 +93,16 @@ def solve_allocation(
         start = greedy_assignment(coarse, most)
     if start is not None and coarse.deadline is None:
         most = min(most, evaluate_assignment(coarse, start).time_ns)
-    if (part := parts.prune_by_step_time(coarse, most)) is None:
+    if (subproblem := parts.prune_by_step_time(coarse, most)) is None:
         return None
-    model = AllocationModel(part.problem, most)
+    model = AllocationModel(subproblem.problem, most)
     if start is not None:
-        model.add_hint(part.indices_of(start), start.group)
+        model.add_hint(subproblem.indices_of(start), start.group)
     model.cp.minimize(model.lexicographic_objective())
     solver, status = _run_solver(model, limit)
     if status == cp_model.INFEASIBLE:
         return None
-    assignment, first = part.to_whole(model.read_assignment(solver)), model.read_first_objective(solver)
+    assignment, first = subproblem.to_whole(model.read_assignment(solver)), model.read_first_objective(solver)
     bound = first if status == cp_model.OPTIMAL else int(solver.best_objective_bound) // model.first_weight
     if margin and any(problem.sections[s][i].width for s, i in assignment.choice.items()):
         assignment, first = _prefer_narrow_replicas(
@@ -110,16 +115,16 @@ def solve_allocation(
 def _prefer_narrow_replicas(
     problem: Problem, best: Assignment, time: int, first: int, margin: float, limit: float
 ) -> tuple[Assignment, int]:
-    """The assignment with the fewest doublings that takes at most a margin more than the best, and its first
-    part of the objective."""
+    """Returns the assignment with the fewest doublings of replicas that is slower by at most `margin`, and
+    the first part of its objective."""
     most, spread = (
         int(time * (1 + margin)),
         int(time * margin),
     )  # of times, where the objective's second part counts less than a doubling
-    part = parts.prune_by_step_time(problem, most)
-    assert part is not None, "the best assignment is among these"
-    model = AllocationModel(part.problem, most)
-    model.add_hint(part.indices_of(best), best.group)
+    subproblem = parts.prune_by_step_time(problem, most)
+    assert subproblem is not None, "the best assignment is among these"
+    model = AllocationModel(subproblem.problem, most)
+    model.add_hint(subproblem.indices_of(best), best.group)
     model.cp.add(
         model.sum_over_sections("width") <= sum(problem.sections[s][i].width for s, i in best.choice.items())
     )
@@ -131,12 +136,12 @@ def _prefer_narrow_replicas(
         + model.sum_over_sections("width") * (EXTRAS_RANGE * (problem.ranks + 1) * (spread + 2))
     )
     solver, _ = _run_solver(model, limit)
-    return part.to_whole(model.read_assignment(solver)), model.read_first_objective(solver)
+    return subproblem.to_whole(model.read_assignment(solver)), model.read_first_objective(solver)
 
 
 def solve_least_memory(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> int | None:
-    """The bytes a rank needs at least, whatever the time, or None if no assignment meets the other
-    constraints."""
+    """Returns the bytes that a rank needs at least, whatever the step time; None if the other constraints
+    cannot be met."""
     total = _total_memory(problem)
     pools = tuple(replace(pool, capacity=total) for pool in problem.pools)
     asked = _coarsen_problem(replace(problem, capacity=total, pools=pools))
@@ -147,7 +152,7 @@ def solve_least_memory(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> 
 
 
 def solve_least_time(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> int | None:
-    """The shortest step on any of the ranks, in ns, or None if nothing fits them."""
+    """Returns the shortest step time in ns on any number of the ranks; None if nothing fits."""
     free = replace(problem, deadline=_time_horizon(problem))
     coarse = _coarsen_problem(free)
     model = AllocationModel(coarse, _time_horizon(coarse))
@@ -161,31 +166,34 @@ def solve_least_time(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> in
 
 
 def _run_solver(model: AllocationModel, limit: float) -> tuple[cp_model.CpSolver, Any]:
+    """Runs CP-SAT with fixed seed and one worker. Raises RuntimeError if the limit is reached without an
+    answer."""
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = SOLVER_SEED
     solver.parameters.max_deterministic_time = limit
-    solver.parameters.cp_model_probing_level = (
-        0  # fixing each of thousands of candidates in turn takes longer than the search
-    )
+    # Probing fixes each of thousands of candidates in turn, which takes longer than the search itself.
+    solver.parameters.cp_model_probing_level = 0
     solver.parameters.linearization_level = 2
-    solver.parameters.presolve_inclusion_work_limit = (
-        0  # of OR-Tools 9.15: cuts off optima that are solutions, and calls the rest optimal
-    )
+    # The inclusion presolve of OR-Tools 9.15 cuts off valid optima and reports the rest as optimal.
+    solver.parameters.presolve_inclusion_work_limit = 0
     status = solver.solve(model.cp)
     if status not in {cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.INFEASIBLE}:
-        raise RuntimeError(f"the allocation was not solved within its limit: {solver.status_name(status)}")
+        raise RuntimeError(
+            f"CP-SAT found no assignment and no proof within {limit:g} units of deterministic time: "
+            f"{solver.status_name(status)}"
+        )
     return solver, status
 
 
 def _time_unit(problem: Problem) -> int:
-    """Ns in a unit of what is solved."""
+    """Ns in a unit of the coarsened problem."""
     return max(1, -(-max(c.time_ns for cs in problem.sections.values() for c in cs) // TIME_RESOLUTION))
 
 
 def _coarsen_problem(problem: Problem) -> Problem:
-    """The problem in units in which the largest work is at most `RESOLUTION`, times rounded up, and bytes
-    rounded up to whole MiB."""
+    """Problem in time units in which the largest work is at most `TIME_RESOLUTION`; times are rounded up,
+    and bytes to whole MiB."""
     unit = _time_unit(problem)
 
     def up(ns: int) -> int:
@@ -217,8 +225,10 @@ def _coarsen_problem(problem: Problem) -> Problem:
 
 
 class AllocationModel:
-    """The constraints of a problem, in which a step takes at most `most`; `time` is its step time, `capacity`
-    the MiB on the fullest rank. Objectives are the callers'."""
+    """Variables and constraints of a problem with step time at most `most`; the caller sets the objective.
+
+    `step_time` is T in time units, `capacity_mib` is K in MiB.
+    """
 
     def __init__(self, problem: Problem, most: int | None = None) -> None:
         self.problem, self.cp = problem, cp_model.CpModel()
@@ -257,7 +267,7 @@ class AllocationModel:
             family()
 
     def add_hint(self, choice: Mapping[str, int], group: Mapping[str, str]) -> None:
-        """Let the search begin with an assignment."""
+        """Makes the search start from an assignment."""
         for s, chosen in choice.items():
             for i, x in enumerate(self.x[s]):
                 self.cp.add_hint(x, i == chosen)
@@ -272,16 +282,15 @@ class AllocationModel:
 
     @property
     def first_weight(self) -> int:
-        """What the objective's first part is multiplied with."""
+        """Weight of the objective's first part."""
         return (self.problem.ranks + 1 if self.problem.deadline is None else self.horizon + 1) * EXTRAS_RANGE
 
     def read_first_objective(self, solver: cp_model.CpSolver) -> int:
-        """The objective's first part in a solution: the time, or with a deadline the ranks."""
+        """First part of the objective in a solution: step time, or with a deadline the number of ranks."""
         return solver.value(self.step_time if self.problem.deadline is None else self.used_ranks)
 
     def lexicographic_objective(self) -> Any:
-        """Time, then ranks (with a deadline the other way round), then how much in the choice could be left
-        out."""
+        """Step time, then ranks (with a deadline the other way round), then the candidates' `extras`."""
         first, second = (
             (self.step_time, self.used_ranks)
             if self.problem.deadline is None
@@ -290,19 +299,23 @@ class AllocationModel:
         return first * self.first_weight + second * EXTRAS_RANGE + self.sum_over_sections("extras")
 
     def sum_over_sections(self, name: str) -> Any:
-        """The sum of a number of candidates over all sections."""
+        """Sum of a field of the chosen candidates over all sections."""
         return sum(self._chosen_field(s, name) for s in self.names)
 
     def _chosen_value(self, section: str, values: Sequence[int]) -> Any:
-        """The value of the chosen candidate."""
+        """Value of the chosen candidate, from a column of values by candidate."""
         return cp_model.LinearExpr.weighted_sum(self.x[section], values)
 
     def _chosen_field(self, section: str, name: str) -> Any:
+        """Field of the chosen candidate."""
         return self._chosen_value(section, [getattr(c, name) for c in self.problem.sections[section]])
 
     def _add_choice(self) -> None:
         for i, s in enumerate(self.names):
             self.cp.add_exactly_one(self.x[s])
+            for x, c in zip(self.x[s], self.problem.sections[s], strict=True):
+                if c.excluded:
+                    self.cp.add(x == 0)
             self.cp.add_exactly_one(self.y[s, g] for g in self.names[: i + 1])
             for g in self.names[:i]:
                 self.cp.add_implication(self.y[s, g], self.y[g, g])
@@ -324,7 +337,7 @@ class AllocationModel:
         self.cp.add(self.sum_over_sections("work") <= self.problem.ranks * self.step_time)
 
     def _add_memory(self) -> None:
-        """Bytes as MiB, rounded up for each candidate."""
+        """Counts bytes as MiB, rounded up for each candidate."""
         parts: dict[str, list[Any]] = {g: [] for g in self.names}
         for s in self.names:
             need, most = self._section_mebibytes(s)
@@ -357,8 +370,8 @@ class AllocationModel:
             self.cp.add(sum(used) <= 1).only_enforce_if(self.several.negated())
 
     def _section_mebibytes(self, section: str) -> tuple[Any, int]:
-        """MiB of a section on a rank, and the most it can be: its own, more where it runs ahead, and messages
-        to other ranks."""
+        """(MiB of a section on a rank, largest possible value): its own, more with consumers on other
+        ranks, and messages."""
         candidates = self.problem.sections[section]
         most = max(_mebibytes(max(c.memory, c.memory_ahead)) for c in candidates)
         own = self.cp.new_int_var(0, most, f"m[{section}]")
@@ -420,8 +433,11 @@ class AllocationModel:
                 )
 
     def _add_rounds(self) -> None:
-        """For each number of rounds that a source's candidates need. Other candidates, and shared devices,
-        take it away again."""
+        """Adds a constraint for each number of rounds of a source's candidates.
+
+        The term of other candidates, and of sections on shared devices, is pushed below zero by a large
+        constant.
+        """
         for e in self.problem.edges:
             sources, back = self.problem.sections[e.src], e.gradient_return_ns
             for count in sorted({c.rounds for c in sources} - {1}):
@@ -463,7 +479,7 @@ class AllocationModel:
 
 
 def _time_horizon(problem: Problem) -> int:
-    """More than any step time: all work and all waits one after the other."""
+    """Upper bound of any step time: all work and all waits one after the other."""
     work = sum(max(c.time_ns for c in cs) for cs in problem.sections.values())
     rounds = {s: max(c.rounds for c in cs) for s, cs in problem.sections.items()}
     trips = (
@@ -474,7 +490,7 @@ def _time_horizon(problem: Problem) -> int:
 
 
 def _total_memory(problem: Problem) -> int:
-    """More bytes than any assignment needs."""
+    """Upper bound of the bytes of any assignment."""
     held = sum(max(e.sent_bytes) + max(e.returned_bytes) for e in problem.edges)
     own = sum(max(max(c.memory, c.memory_ahead) for c in cs) for cs in problem.sections.values())
     return held + own + (len(problem.sections) + 2 * len(problem.edges) + 1 << 20)

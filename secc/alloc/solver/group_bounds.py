@@ -1,9 +1,10 @@
-"""Sets of sections as groups: what each takes at least on so many ranks, and on how few ranks the sections
-beside it fit.
+"""Bounds for sets of sections on the same devices: their least work and memory, and the fewest ranks for all
+others.
 
-Sections on the same devices add up, each on as many ranks as the others, and groups share out the ranks: that
-alone rules most candidates out (`Groups.left`). Which sections a group has tells which edges leave it, and so
-what its sections hold and wait for at least.
+The work of sections on the same devices adds up, each of them has as many ranks as the others, and groups
+share out the ranks. That alone rules most candidates out (`GroupBounds.remaining_candidates`). The members of
+a group determine the edges that leave it, and these determine what its sections hold and wait for at least.
+Sets of sections are bit masks.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ MAX_GROUPED_SECTIONS = 10  # of which there are a thousand sets
 
 
 class SectionOption(NamedTuple):
-    """A section's candidate in a group, by its place: the work that it adds, this with what the group then
-    waits at least, its bytes."""
+    """A candidate of a section in a group: the work that it adds, this work with the least wait of the
+    group, its bytes, and its index."""
 
     work: int
     time: int
@@ -31,8 +32,8 @@ class SectionOption(NamedTuple):
 
 
 class FewestRanks(NamedTuple):
-    """The fewest ranks on which a set of sections fits, `NEVER` where it does not, and the group of its first
-    section, as a set."""
+    """The fewest ranks for a set of sections (`INFEASIBLE_RANKS` if it does not fit), and the group of its
+    first section as a bit mask."""
 
     ranks: int
     first_group: int
@@ -40,8 +41,7 @@ class FewestRanks(NamedTuple):
 
 @dataclass(frozen=True)
 class SectionGroup:
-    """Sections on `key` devices: what each of them can be there, and the least work and bytes of all
-    together."""
+    """Sections on the devices `key`: the options of each, and the least work and bytes of all together."""
 
     key: DeviceKey
     sections: Mapping[str, Sequence[SectionOption]]
@@ -50,8 +50,8 @@ class SectionGroup:
 
 
 class GroupBounds:
-    """The groups that may be in a step of at most `most` ns, by the set of their sections: bit i stands for
-    the i-th one."""
+    """Groups that are possible in a step of at most `most` ns, by the bit mask of their sections (bit i:
+    section i)."""
 
     def __init__(self, problem: Problem, most: int) -> None:
         self.problem, self.time_limit, self.names = problem, most, list(problem.sections)
@@ -68,24 +68,26 @@ class GroupBounds:
         self.by_sections = {mask: groups for mask in allowed if (groups := [*self._feasible_groups(mask)])}
 
     def remaining_candidates(self) -> dict[str, list[int]]:
-        """The places of the candidates that such a step may have."""
-        found: dict[str, set[int]] = {s: set() for s in self.names}
-        beside = fewest_ranks(
+        """Indices of the candidates that a step within the time limit can have."""
+        remaining: dict[str, set[int]] = {s: set() for s in self.names}
+        fewest_of = fewest_ranks(
             {mask: min(g.key[0] for g in groups) for mask, groups in self.by_sections.items()},
             self.all_sections,
         )
         for mask, groups in self.by_sections.items():
             for group in (
-                g for g in groups if g.key[0] + beside[self.all_sections ^ mask].ranks <= self.problem.ranks
+                g
+                for g in groups
+                if g.key[0] + fewest_of[self.all_sections ^ mask].ranks <= self.problem.ranks
             ):
                 for s, own in group.sections.items():
                     time = self.time_limit - group.work + min(c.work for c in own)
                     memory = self.usable_bytes[group.key] - group.memory + min(c.memory for c in own)
-                    found[s].update(c.index for c in own if c.time <= time and c.memory <= memory)
-        return {s: sorted(places) for s, places in found.items()}
+                    remaining[s].update(c.index for c in own if c.time <= time and c.memory <= memory)
+        return {s: sorted(places) for s, places in remaining.items()}
 
     def _is_allowed(self, mask: int) -> bool:
-        """Whether the problem lets these sections, and no others, be on the same devices."""
+        """Whether strategy and `together` allow exactly these sections on the same devices."""
         inside = {s for i, s in enumerate(self.names) if mask >> i & 1}
         if self.problem.strategy == "apart" and len(inside) > 1:
             return False
@@ -94,6 +96,7 @@ class GroupBounds:
         return all((a in inside) == (b in inside) for a, b in self.problem.together)
 
     def _feasible_groups(self, mask: int) -> Iterator[SectionGroup]:
+        """Yields the groups of these sections, one for each number and kind of ranks."""
         names = [s for i, s in enumerate(self.names) if mask >> i & 1]
         own = [
             self._section_options(
@@ -118,11 +121,11 @@ class GroupBounds:
     def _section_options(
         self, section: str, leaving: Sequence[AllocEdge]
     ) -> Mapping[DeviceKey, Sequence[SectionOption]]:
-        """The candidates of a section in a group that these of its edges leave."""
-        case = section, *(end for e in leaving for end in (e.src, e.dst))
-        if case in self._cached_options:
-            return self._cached_options[case]
-        found, least = defaultdict[DeviceKey, list[SectionOption]](list), self._least_waits
+        """Options of a section in a group that the edges `leaving` leave."""
+        cache_key = section, *(end for e in leaving for end in (e.src, e.dst))
+        if cache_key in self._cached_options:
+            return self._cached_options[cache_key]
+        options, least = defaultdict[DeviceKey, list[SectionOption]](list), self._least_waits
         sent, received = [e for e in leaving if e.src == section], [e for e in leaving if e.dst == section]
         for i, c in enumerate(self.problem.sections[section]):
             memory = c.memory_ahead if sent else c.memory
@@ -135,30 +138,38 @@ class GroupBounds:
                 [0, *(c.rounds * (e.latency_ns[i] + least[e.src, e.dst][2]) for e in sent if c.rounds > 1)]
             )
             if (
-                max(c.time_ns + hidden, rounds) + delay <= self.time_limit
+                not c.excluded
+                and max(c.time_ns + hidden, rounds) + delay <= self.time_limit
                 and memory <= self.usable_bytes[c.ranks, c.kind]
             ):
-                found[c.ranks, c.kind].append(SectionOption(c.time_ns, c.time_ns + delay + hidden, memory, i))
-        self._cached_options[case] = found
-        return found
+                options[c.ranks, c.kind].append(
+                    SectionOption(c.time_ns, c.time_ns + delay + hidden, memory, i)
+                )
+        self._cached_options[cache_key] = options
+        return options
 
 
 def fewest_ranks(ranks: Mapping[int, int], every: int) -> list[FewestRanks]:
-    """For each set of sections the fewest ranks in all, given those of sets that are a group of their own."""
-    found = [FewestRanks(0, 0)]
+    """For each set of sections the fewest ranks in all, given the fewest ranks of each set that can be one
+    group.
+
+    Dynamic programming over subsets: the group of the set's first section, and the best partition of the
+    rest.
+    """
+    best = [FewestRanks(0, 0)]
     for whole in range(1, every + 1):
-        parts = (part for part in _nonempty_subsets(whole) if part & whole & -whole and part in ranks)
-        found.append(
+        groups = (part for part in _nonempty_subsets(whole) if part & whole & -whole and part in ranks)
+        best.append(
             min(
-                (FewestRanks(ranks[part] + found[whole ^ part].ranks, part) for part in parts),
+                (FewestRanks(ranks[part] + best[whole ^ part].ranks, part) for part in groups),
                 default=FewestRanks(INFEASIBLE_RANKS, 0),
             )
         )
-    return found
+    return best
 
 
 def _nonempty_subsets(mask: int) -> Iterator[int]:
-    """All sets in a set but the empty one."""
+    """Yields all nonempty subsets of a bit mask."""
     part = mask
     while part:
         yield part

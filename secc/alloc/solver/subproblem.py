@@ -1,7 +1,8 @@
-"""Parts of a problem: those candidates that a bound on the step leaves, or that are of one kind.
+"""Restricts a problem to some of its candidates: to those that a bound on the step time allows, or of one
+kind.
 
-A model of thousands of candidates takes long to build and to search. A good assignment bounds the step, and
-then most of them are out.
+A model with thousands of candidates takes long to build and to search. A good assignment bounds the step
+time, and that rules most candidates out.
 """
 
 from __future__ import annotations
@@ -15,49 +16,51 @@ from secc.alloc.solver.group_bounds import MAX_GROUPED_SECTIONS, GroupBounds
 
 @dataclass(frozen=True)
 class Subproblem:
-    """A problem with some of another's candidates: `places` are where these stand there."""
+    """A problem with some of another one's candidates. `indices[s][i]` is the index of candidate i of
+    section s in the other problem."""
 
     problem: Problem
     indices: Mapping[str, Sequence[int]]
 
     def to_whole(self, a: Assignment) -> Assignment:
-        """The part's assignment as one of the other problem."""
+        """Assignment of the subproblem as an assignment of the other problem."""
         return Assignment({s: self.indices[s][i] for s, i in a.choice.items()}, a.group)
 
     def indices_of(self, a: Assignment) -> dict[str, int]:
-        """Where the candidates of the other problem's assignment stand in the part."""
+        """Indices in the subproblem of the candidates of the other problem's assignment."""
         return {s: self.indices[s].index(i) for s, i in a.choice.items()}
 
 
 def keep_candidates(problem: Problem, test: Callable[[Candidate], bool]) -> Subproblem | None:
-    """The candidates of which the test holds; None where a section has none."""
+    """Restricts a problem to the candidates with `test(c)`. None if a section has none."""
     places = {s: [i for i, c in enumerate(cs) if test(c)] for s, cs in problem.sections.items()}
     return _restrict_problem(problem, places) if all(places.values()) else None
 
 
 def prune_by_step_time(problem: Problem, most: int) -> Subproblem | None:
-    """What a step of at most `most` leaves; None where a section has no candidate left."""
+    """Removes candidates that no step of at most `most` ns can have, and excluded ones. None if a section
+    has none left."""
     if len(problem.sections) > MAX_GROUPED_SECTIONS:
-        return keep_candidates(problem, lambda c: c.time_ns <= most)
+        return keep_candidates(problem, lambda c: c.time_ns <= most and not c.excluded)
     places = GroupBounds(problem, most).remaining_candidates()
     return _restrict_problem(problem, places) if all(places.values()) else None
 
 
 def _restrict_problem(problem: Problem, places: Mapping[str, Sequence[int]]) -> Subproblem:
-    def of(section: str, column: Sequence[int]) -> tuple[int, ...]:
+    def select(section: str, column: Sequence[int]) -> tuple[int, ...]:
         return tuple(map(column.__getitem__, places[section]))
 
     sections = {s: tuple(map(cs.__getitem__, places[s])) for s, cs in problem.sections.items()}
     edges = tuple(
         replace(
             e,
-            sent_bytes=of(e.src, e.sent_bytes),
-            latency_ns=of(e.src, e.latency_ns),
-            slack_ns=of(e.src, e.slack_ns),
-            returned_bytes=of(e.dst, e.returned_bytes),
-            independent_ns=of(e.dst, e.independent_ns),
-            message_ns=of(e.dst, e.message_ns),
-            round_trip_ns=of(e.dst, e.round_trip_ns),
+            sent_bytes=select(e.src, e.sent_bytes),
+            latency_ns=select(e.src, e.latency_ns),
+            slack_ns=select(e.src, e.slack_ns),
+            returned_bytes=select(e.dst, e.returned_bytes),
+            independent_ns=select(e.dst, e.independent_ns),
+            message_ns=select(e.dst, e.message_ns),
+            round_trip_ns=select(e.dst, e.round_trip_ns),
         )
         for e in problem.edges
     )
