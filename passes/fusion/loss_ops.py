@@ -105,7 +105,7 @@ def _reduce_tokens(op: Computation, formula: Formula, kind: TensorType) -> Formu
 def _keep_shape(op: Computation, formula: Formula) -> Formula:
     """Rows in the shape of the result, which may keep the tokens' dim with one entry."""
     return (
-        formula.map_sources(lambda s: s.seen(RowView("reshape", tensor_type(op.results[0]).shape)))
+        formula.map_sources(lambda s: s.with_view(RowView("reshape", tensor_type(op.results[0]).shape)))
         if _keeps_dims(op)
         else formula
     )
@@ -143,7 +143,7 @@ def _read_gather(r: FormulaReader, op: Computation) -> Formula:
         raise NotAFormula("gather picks other entries than one label's for each row")
     if shape[formula.axis] != 1:
         raise NotAFormula("gather picks several tokens for each row")
-    seen = formula.map_sources(lambda s: s.seen(RowView("reshape", shape)))
+    seen = formula.map_sources(lambda s: s.with_view(RowView("reshape", shape)))
     return _pick_labels(seen, read_source(labels), None)
 
 

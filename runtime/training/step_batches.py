@@ -34,10 +34,10 @@ class StepBatches:
         with self._trace.record_event(f"LOAD {micro.section} {micro.index}", kind="LOAD", **args):
             found = self._data.load_micro_batch(*self._positions_in_batch(micro), micro.section)
         self._waiting += time.perf_counter() - start
-        if RECORDING_KEY in found and (spent := found[RECORDING_KEY].spent):
+        if RECORDING_KEY in found and (spent := found[RECORDING_KEY].recorded_during):
             self._recorded += 1
             self._recording += spent.seconds
-            self._exposed += sum(map(spent.shared, self._data.loader_waits))
+            self._exposed += sum(map(spent.overlap_seconds, self._data.loader_waits))
             self._trace.record_background_event(
                 f"RECORD {micro.section} {micro.index}", spent.start, spent.end, kind="RECORD", **args
             )

@@ -15,8 +15,7 @@ from torch import nn
 
 from secc.errors import UserError
 from secc.runtime.model.user_file import extract_loss
-from secc.runtime.recorder import BlockError, Recorder, Recording, Replay, take_at_path
-from secc.runtime.recorder import recorder as record
+from secc.runtime.recorder import BlockError, Recorder, Recording, Replay, record_forward, take_at_path
 from secc.runtime.recorder.serialization import dump_recording, load_recording
 
 BATCH = {"x": torch.arange(20.0).reshape(4, 5) / 10 - 1, "keep": torch.tensor([True, False, True, True])}
@@ -40,7 +39,7 @@ class Model(nn.Module):
 
 def recorded(glue: Callable[..., Any], batch: dict[str, torch.Tensor] = BATCH) -> tuple[Recording, Model]:
     model = Model(glue)
-    return record(model, batch, ["body", "head"]), model
+    return record_forward(model, batch, ["body", "head"]), model
 
 
 def assert_replays(found: Recording, model: nn.Module, batch: dict[str, torch.Tensor] = BATCH) -> None:
@@ -90,14 +89,14 @@ def test_a_model_on_the_meta_device_records_alike() -> None:
     found, _ = recorded(glue)
     with torch.device("meta"):
         model = Model(glue)
-    assert targets(record(model, BATCH, ["body", "head"])) == targets(found)
+    assert targets(record_forward(model, BATCH, ["body", "head"])) == targets(found)
 
 
 def test_the_users_model_is_left_alone() -> None:
     model = Model(lambda m, h, x, keep: h)
     before = {n: p.clone() for n, p in model.state_dict().items()}
     keys = set(model.body.__dict__)
-    record(model, BATCH, ["body", "head"])
+    record_forward(model, BATCH, ["body", "head"])
     assert set(model.body.__dict__) == keys and type(model.body.weight) is nn.Parameter
     assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
 
@@ -287,7 +286,7 @@ class User(nn.Module):
 
 def test_arguments_and_results_of_blocks_may_be_nested() -> None:
     model = User(lambda x: {"shift": [x[:, :1], None], "mode": "plain", "at": 1.5, "dtype": torch.float32})
-    found = record(model, BATCH, ["block"])
+    found = record_forward(model, BATCH, ["block"])
     (call,) = found.calls
     assert call.kwargs["times"] == 3 and call.kwargs["extras"]["mode"] == "plain"
     assert sorted(n.args[1] for n in found.graph.nodes if n.target is take_at_path) == [
@@ -299,7 +298,7 @@ def test_arguments_and_results_of_blocks_may_be_nested() -> None:
 
 def test_an_argument_that_no_text_can_spell_names_the_block() -> None:
     with pytest.raises(BlockError) as error:
-        record(User(lambda x: {"shift": [x[:, :1]], "thing": object()}), BATCH, ["block"])
+        record_forward(User(lambda x: {"shift": [x[:, :1]], "thing": object()}), BATCH, ["block"])
     assert error.value.path == "block" and "object" in error.value.message
 
 
@@ -313,7 +312,7 @@ def test_a_part_called_from_outside_of_its_block_is_a_block_of_its_own() -> None
             return (self.inner(x) + self.inner[2](self.inner[1](x))).mean()
 
     model = Outer()
-    found = record(model, BATCH, ["inner"])
+    found = record_forward(model, BATCH, ["inner"])
     assert [n.target for n in found.calls] == ["inner", "inner.2"]
     assert_replays(found, model)
 
@@ -342,7 +341,7 @@ def test_what_forward_sets_on_modules_is_noted_with_the_calls_that_found_it() ->
 
     recorder = Recorder(Outer(), ["inner"])
     for _ in range(2):  # the second recording starts from the model as it was made
-        settings = [call.meta["settings"] for call in recorder.record(BATCH).block_calls]
+        settings = [call.meta["settings"] for call in recorder.record_forward(BATCH).block_calls]
         assert settings == [(), (("off", True, "1"), ("training", False)), (("names", ["b"], "2"),)]
 
 
@@ -373,8 +372,8 @@ def test_equal_layers_are_looked_into_once() -> None:
             return self.tower(x).mean()
 
     recorder = Recorder(Deep(), ["tower"])
-    recorder.record(BATCH)
-    recorder.record(BATCH)
+    recorder.record_forward(BATCH)
+    recorder.record_forward(BATCH)
     assert len(runs) == 2  # the first layer's argument carries no gradient, the others' do
 
 
@@ -407,10 +406,12 @@ def test_attention_inside_blocks_is_learnt_once_for_each_layout() -> None:
     recorder, ops = Recorder(Windowed(lambda x: None), ["tower"]), list[str]()
     see = recorder.on_block_op
     recorder.on_block_op = lambda func, args, kwargs: (ops.append(str(func)), see(func, args, kwargs))[1]  # type: ignore[method-assign]
-    recorder.record({"x": torch.ones(2, 4)})
+    recorder.record_forward({"x": torch.ones(2, 4)})
     attends = [op for op in ops if "softmax" in op or "attention" in op]
     ops.clear()
-    (result,) = [n for n in recorder.record({"x": torch.ones(8, 4)}).graph.nodes if n.target is take_at_path]
+    (result,) = [
+        n for n in recorder.record_forward({"x": torch.ones(8, 4)}).graph.nodes if n.target is take_at_path
+    ]
     assert attends and not set(attends) & set(ops)
     assert result.meta["requires_grad"] and result.meta["shape"] == (8, 4)
 
@@ -428,9 +429,11 @@ def test_large_inputs_have_values_only_where_forward_reads_them() -> None:
             return self.tower(x).mean()
 
     x = torch.ones(1 << 19, 4)
-    assert record(Wide(lambda x: ""), {"x": x}, ["tower"]).reads == []
-    assert [r.value for r in record(Wide(lambda x: x.sum().item()), {"x": x}, ["tower"]).reads] == [x.numel()]
-    record(Wide(lambda x: ""), {"x": x[:2]}, ["tower"])
+    assert record_forward(Wide(lambda x: ""), {"x": x}, ["tower"]).reads == []
+    assert [r.value for r in record_forward(Wide(lambda x: x.sum().item()), {"x": x}, ["tower"]).reads] == [
+        x.numel()
+    ]
+    record_forward(Wide(lambda x: ""), {"x": x[:2]}, ["tower"])
     assert seen == ["FakeTensor ", f"Tensor {float(x.numel())}", "Tensor "]
 
 
@@ -455,7 +458,7 @@ def test_a_mask_that_chooses_rows_inside_a_block_decides_its_shape() -> None:
     shapes = [
         next(
             n.meta["shape"]
-            for n in recorder.record(BATCH | {"keep": keep}).graph.nodes
+            for n in recorder.record_forward(BATCH | {"keep": keep}).graph.nodes
             if n.target is take_at_path
         )
         for keep in (BATCH["keep"], ~BATCH["keep"])
@@ -482,7 +485,9 @@ def test_grouped_products_have_a_shape_in_float32() -> None:
         def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
             return self.experts(x).mean()
 
-    (result,) = [n for n in record(Mixture(), BATCH, ["experts"]).graph.nodes if n.target is take_at_path]
+    (result,) = [
+        n for n in record_forward(Mixture(), BATCH, ["experts"]).graph.nodes if n.target is take_at_path
+    ]
     assert (result.meta["shape"], result.meta["dtype"], result.meta["requires_grad"]) == (
         (4, 3),
         torch.float32,
@@ -496,7 +501,7 @@ def test_a_forward_without_a_loss_is_refused() -> None:
             return F.linear(x, self.weight)
 
     with pytest.raises(UserError, match="no loss"):
-        record(Bare(5, 2), BATCH, [])
+        record_forward(Bare(5, 2), BATCH, [])
 
 
 def test_a_branch_on_a_random_number_is_refused_by_place() -> None:
@@ -506,7 +511,7 @@ def test_a_branch_on_a_random_number_is_refused_by_place() -> None:
             return (y if torch.rand(()) < 0.5 else 2 * y).mean()
 
     with pytest.raises(BlockError, match="random numbers") as error:
-        record(Chance(5, 5), BATCH, [])
+        record_forward(Chance(5, 5), BATCH, [])
     assert error.value.where.startswith("test_recorder.py:")
 
 
