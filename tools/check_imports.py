@@ -3,7 +3,7 @@
     python tools/check_imports.py
 
 `import secc` is what editors, completion and `secc --help` wait for, so it brings neither torch nor the
-solver. A rank imports `secc.runtime` alone, where only torch may be installed. `passes` and `runtime` are
+solver. A rank imports `secc.runtime` alone, where only torch, triton and safetensors may be installed. `passes` and `runtime` are
 folders of the checkout; importing them as top-level packages would make second copies of their classes.
 """
 

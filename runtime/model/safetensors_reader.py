@@ -1,104 +1,88 @@
-"""Reading safetensors files tensor by tensor, straight into the memory that they are for.
+"""Lists the tensors of safetensors files and reads them into memory that exists already.
 
-A rank needs nothing but torch for it: a file is a header of names, dtypes and places, and then the values. A
-tensor is read in pieces, so that a rank never holds more than a piece beside its own parameters, whatever
-dtype the file has.
+Files are opened by the `safetensors` package, which maps them: opening one reads its header only. A tensor is
+copied in slices along its first dim and the mapping is closed again, so that a rank never holds more than a
+slice besides its own parameters, whatever dtype the file has.
 """
 
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from secc.runtime.errors import UserError
 
-READ_CHUNK_BYTES = 1 << 22  # bytes
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-_CONVERTIBLE_FLOATS = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-)  # floats that may be turned into each other
+READ_CHUNK_BYTES = 1 << 22
+_CONVERTIBLE_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: in `file`, its values from byte `begin` on."""
+    """The tensor `name` of the safetensors file `file`."""
 
     name: str
     file: Path
-    dtype: torch.dtype
     shape: tuple[int, ...]
-    data_offset: int
 
     @property
     def stored_names(self) -> tuple[str, ...]:
-        """The stored tensors that it takes: itself."""
+        """The stored tensors that are read for it: itself."""
         return (self.name,)
 
     def read_into(self, target: torch.Tensor) -> None:
-        """Copy the tensor into `target`, of the same shape and any device. Raises UserError for a dtype that
-        means something else there."""
-        if self.dtype != target.dtype and not (
-            self.dtype in _CONVERTIBLE_FLOATS and target.dtype in _CONVERTIBLE_FLOATS
-        ):
-            stored, wanted = (str(d).removeprefix("torch.") for d in (self.dtype, target.dtype))
-            remedy = "give weights in the model's own dtype; quantised ones have to be expanded first"
-            raise UserError(
-                f"--init: {self.name} is stored as {stored}, but the model has {wanted}",
-                str(self.file),
-                remedy,
-            )
-        flat = (
-            target.detach().view(-1)
-            if target.is_contiguous()
-            else torch.empty(target.numel(), dtype=target.dtype)
+        """Copy the tensor into `target`, which has the same shape and may be on any device.
+
+        Floats of 16 bits and more are converted to the target's dtype. Raises UserError for other dtypes that
+        differ: the numbers of quantised weights mean something else without their scales.
+        """
+        with torch.no_grad(), safe_open(self.file, framework="pt") as opened:
+            if not self.shape:
+                values = opened.get_tensor(self.name)
+                self._check_dtype(values.dtype, target.dtype)
+                target.copy_(values)
+                return
+            rows = opened.get_slice(self.name)
+            self._check_dtype(rows[:0].dtype, target.dtype)
+            row_bytes = max(1, target[:1].numel() * target.element_size())
+            step = max(1, READ_CHUNK_BYTES // row_bytes)
+            for start in range(0, self.shape[0], step):
+                target[start : start + step].copy_(rows[start : start + step])
+
+    def _check_dtype(self, stored: torch.dtype, wanted: torch.dtype) -> None:
+        if stored == wanted or {stored, wanted} <= set(_CONVERTIBLE_FLOATS):
+            return
+        stored_name, wanted_name = (str(d).removeprefix("torch.") for d in (stored, wanted))
+        raise UserError(
+            f"--init: {self.name} is stored as {stored_name}, but the model has {wanted_name}",
+            str(self.file),
+            "give weights in the model's own dtype; quantised ones have to be expanded first",
         )
-        step = READ_CHUNK_BYTES // self.dtype.itemsize
-        with self.file.open("rb") as f:
-            f.seek(self.data_offset)
-            for start in range(0, flat.numel(), step):
-                piece = flat[start : start + step]
-                read = f.read(len(piece) * self.dtype.itemsize)
-                if len(read) < len(piece) * self.dtype.itemsize:
-                    raise UserError(
-                        f"--init: the file ends within {self.name}", str(self.file), "write it anew"
-                    )
-                piece.copy_(torch.frombuffer(bytearray(read), dtype=self.dtype))
-        if not target.is_contiguous():
-            target.detach().copy_(flat.view(target.shape))
 
 
 def list_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of the safetensors files in `directory`, by name; of those that an index names, where there
-    is one.
+    """List the tensors of the safetensors files in `directory` by name. Where the directory has an index, only
+    the files that it names count.
 
-    Raises UserError for a directory without such files, for shards that are missing, and for files that
-    cannot be read.
+    Raises UserError for shards that are missing and for files that cannot be read.
     """
-    files = sorted(directory.glob("*.safetensors"))
     indices = sorted(directory.glob("*.safetensors.index.json"))
-    if indices:
-        files = _indexed_shards(indices[0])
-    return {entry.name: entry for file in files for entry in _read_header(file)}
+    files = _indexed_shards(indices[0]) if indices else sorted(directory.glob("*.safetensors"))
+    return {tensor.name: tensor for file in files for tensor in _tensors_of_file(file)}
 
 
 def _indexed_shards(index: Path) -> list[Path]:
-    """The shards that an index names."""
+    """The files that an index names."""
     try:
         shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"--init: not an index of safetensors files ({error})", str(index), "write it anew, or delete it"
+            f"--init: not an index of safetensors files ({error})",
+            str(index),
+            "write it again, or delete it to read all *.safetensors files of the directory",
         ) from None
     missing = [s for s in shards if not (index.parent / s).exists()]
     if missing:
@@ -110,22 +94,13 @@ def _indexed_shards(index: Path) -> list[Path]:
     return [index.parent / s for s in shards]
 
 
-def _read_header(file: Path) -> list[StoredTensor]:
-    """The tensors of a file: a 64-bit header length, the header as JSON, the values."""
+def _tensors_of_file(file: Path) -> list[StoredTensor]:
     try:
-        with file.open("rb") as f:
-            (length,) = struct.unpack("<Q", f.read(8))
-            if length > file.stat().st_size:
-                raise ValueError("its header does not end")
-            header = json.loads(f.read(length))
-        header.pop("__metadata__", None)
-        return [
-            StoredTensor(
-                name, file, _DTYPES[e["dtype"]], tuple(e["shape"]), 8 + length + e["data_offsets"][0]
-            )
-            for name, e in header.items()
-        ]
-    except (OSError, ValueError, KeyError, struct.error) as error:
+        with safe_open(file, framework="pt") as opened:
+            return [
+                StoredTensor(name, file, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()
+            ]
+    except (OSError, SafetensorError) as error:
         raise UserError(
-            f"--init: not a safetensors file that can be read ({error})", str(file), "write it anew"
+            f"--init: not a safetensors file that can be read ({error})", str(file), "copy or save it again"
         ) from None
