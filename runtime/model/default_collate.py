@@ -1,10 +1,9 @@
-"""The collate function of models that bring none: samples to forward's keyword arguments, samples in order.
+"""Collates samples of model files that define no `collate`.
 
-What to do with a key must not depend on which samples happen to share a micro-batch: two images of equal size
-in a micro-batch of two must be treated as in the global batch. So the decision is made once, from many
-samples or from the plan's inputs, and its whole content is the number of dims that each key has in a batch:
-one more than in a sample means *stack* (1-D: pad to the longest first), as many means *concatenate along dim
-0*.
+What happens to a key must not depend on which samples share a micro-batch: two images of equal size in a
+micro-batch of two must be treated as in the global batch. So the rule is fixed once, from many samples or
+from the plan's inputs. It is the number of dims that the key has in a batch: one more than in a sample means
+*stack* (1-D tensors are padded to the longest first), the same number means *concatenate along dim 0*.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ WRITE_COLLATE_REMEDY = "write `collate(samples) -> dict` in the model file"
 
 
 class DefaultCollate:
-    """Samples to a batch by fixed rules for each key.
+    """Collates samples by one fixed rule per key.
 
     `ndims` is the number of dims of each key in a batch; keys it lacks are treated as inputs that only some
     samples have. `mask` says whether an `attention_mask` of the padding of `input_ids` is added where no
-    sample brings one.
+    sample has one.
     """
 
     def __init__(self, ndims: Mapping[str, int], mask: bool) -> None:
@@ -38,7 +37,8 @@ class DefaultCollate:
 
     @classmethod
     def fit(cls, samples: Sequence[Sample], forward_names: Collection[str]) -> DefaultCollate:
-        """The rules that suit `samples`; `forward_names` are the arguments that forward names."""
+        """Choose the rules from samples that represent the dataset; `forward_names` are the arguments that
+        forward names."""
         shapes: dict[str, list[tuple[int, ...]]] = {}
         for sample in samples:
             for key, value in sample.items():
@@ -51,17 +51,17 @@ class DefaultCollate:
 
     @classmethod
     def from_inputs(cls, inputs: Iterable[schema.Input]) -> DefaultCollate:
-        """The rules that a plan was made with. A mask that the samples bring themselves is never made, so
-        `mask` only needs the key."""
+        """Take the rules from a plan's inputs. A mask that samples have themselves is never replaced, so the
+        key alone decides `mask`."""
         ndims = {i.key: len(i.dims) for i in inputs}
         return cls(ndims, mask=MASK_KEY in ndims)
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """The batch of `samples`, which must not be empty. A key that only some samples have holds the
-        entries of those alone.
+        """Collate `samples` (at least one) in their order. A key that only some samples have holds the
+        entries of those samples.
 
         Raises UserError for a value that is no tensor, array, number, text or list of numbers, and for shapes
-        that fit no rule.
+        that can be neither stacked nor concatenated.
         """
         keys = dict.fromkeys(key for sample in samples for key in sample)
         batch = {key: self._merge_values(key, [s[key] for s in samples if key in s]) for key in keys}
@@ -90,14 +90,14 @@ class DefaultCollate:
 
 
 def default_collate(samples: Sequence[Sample], forward_names: Collection[str]) -> dict[str, Any]:
-    """A batch by rules that are fitted to these samples alone: for a whole data set in one batch, and for
+    """Collate by rules that are fitted to these samples alone: for a whole dataset in one batch, and for
     tests."""
     return DefaultCollate.fit(samples, forward_names)(samples)
 
 
 def value_to_tensor(key: str, value: Any) -> torch.Tensor:
-    """A tensor, array, number, list of numbers or list of equal tensors as one tensor. Raises UserError
-    naming `key` for anything else."""
+    """Convert a tensor, array, number, list of numbers or list of equally shaped tensors to one tensor.
+    Raises UserError that names `key` for anything else."""
     if isinstance(value, torch.Tensor):
         return value
     try:
@@ -121,8 +121,8 @@ def value_to_tensor(key: str, value: Any) -> torch.Tensor:
 
 
 def _choose_batch_ndim(shapes: list[tuple[int, ...]], optional: bool) -> int:
-    """Concatenate stacks of images: of ragged number, or, where only some samples have them, all but one
-    image of 3 or 4 channels."""
+    """Number of dims in a batch. Stacks of images are concatenated: those of varying number and, where only
+    some samples have the key, all but a single image with 3 or 4 channels."""
     ndim = len(shapes[0])
     ragged = len({shape[:1] for shape in shapes}) > 1
     one_image = ndim == 3 and shapes[0][0] in (3, 4)
@@ -130,13 +130,13 @@ def _choose_batch_ndim(shapes: list[tuple[int, ...]], optional: bool) -> int:
 
 
 def _pad_sequences(tensors: list[torch.Tensor], value: float) -> torch.Tensor:
-    """1-D tensors as [samples, longest], filled up on the right."""
+    """Pad 1-D tensors on the right to [samples, longest]."""
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def _promote_dtypes(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of their common dtype; an empty list, which is a float tensor by default only, has no say in
-    it."""
+    """Convert tensors to their common dtype. Empty ones do not count: torch.tensor([]) is float by default
+    only."""
     dtypes = [t.dtype for t in tensors if t.numel()] or [tensors[0].dtype]
     common = dtypes[0]
     for dtype in dtypes[1:]:

@@ -1,9 +1,9 @@
-"""Files of Hugging Face's hub as its modules want them now: renamed, and tensors joined or cut where a module
-was rearranged.
+"""Maps files of Hugging Face's hub to the tensors of current modules: renamed, and joined or split where a
+module was rearranged.
 
-A mixture of experts has one tensor for all experts where older files have one for each. Hugging Face's own
-tables and operations say how, so that this page knows no architecture. They are used where the user's model
-is one of theirs.
+A mixture of experts has one tensor for all experts where older files have one per expert. Hugging Face's own
+tables and operations describe these changes, so this module knows no architecture. It is used for modules
+that are Hugging Face's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WeightSource(Protocol):
 
     @property
     def stored_names(self) -> tuple[str, ...]:
-        """The stored tensors that it takes."""
+        """The stored tensors that are read for it."""
         ...
 
     @property
@@ -37,20 +37,20 @@ class WeightSource(Protocol):
 
     @property
     def file(self) -> Path:
-        """A file that it is in."""
+        """One of the files that it is read from."""
         ...
 
     def read_into(self, target: torch.Tensor) -> None:
-        """Copy the tensor into `target`, of the same shape and any device."""
+        """Copy the tensor into `target`, which has the same shape and may be on any device."""
         ...
 
 
 @dataclass(frozen=True)
 class ConvertedTensor:
-    """The tensor `name` of a module, made of stored ones by one of Hugging Face's converters; `parts` are
-    (its pattern, stored tensor).
+    """The tensor `name` of a module, computed from stored ones by one of Hugging Face's weight converters.
 
-    `layer` is what the converter calls the tensors together.
+    `stored_parts` are (name pattern of the converter, stored tensor); `layer` is the converter's name for the
+    group.
     """
 
     name: str
@@ -69,26 +69,26 @@ class ConvertedTensor:
         return self.stored_parts[0][1].file
 
     def read_into(self, target: torch.Tensor) -> None:
-        """Read all parts, one after another, and copy what they make: as much memory again as the tensor
-        takes, and its parts."""
+        """Read all parts one after another, convert them, and copy the result. Needs the memory of the tensor
+        and of its parts in addition to `target`."""
 
         def read(entry: StoredTensor) -> torch.Tensor:
             part = torch.empty(entry.shape, dtype=target.dtype)
             entry.read_into(part)
             return part
 
-        made = _run_hf_converter(
+        converted = _run_hf_converter(
             self.converter,
             self.module,
             self.layer,
             [(pattern, read(entry)) for pattern, entry in self.stored_parts],
         )
-        target.detach().copy_(made[self.name])
+        target.detach().copy_(converted[self.name])
 
 
 def map_hf_weights(module: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, WeightSource]:
-    """The tensors of a Hugging Face module that `stored` ones make by its tables, by name; {} for any other
-    module."""
+    """Return the sources of a Hugging Face module's tensors according to its own tables, by tensor name. {}
+    for any other module."""
     base = sys.modules.get("transformers.modeling_utils")
     if base is None or not isinstance(module, base.PreTrainedModel):
         return {}
@@ -104,40 +104,42 @@ def _apply_hf_tables(module: Any, stored: Mapping[str, StoredTensor]) -> dict[st
     renamings = [t for t in tables if isinstance(t, loading.WeightRenaming)]
     converters = [t for t in tables if isinstance(t, loading.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    found, state = dict[str, WeightSource](), module.state_dict()
+    sources, state = dict[str, WeightSource](), module.state_dict()
     layers: dict[str, list[tuple[str, StoredTensor]]] = {}
     for name in sorted(stored, key=loading.dot_natural_key):  # experts by number
-        new, pattern = loading.rename_source_key(name, renamings, converters, module.base_model_prefix, state)
+        target_name, pattern = loading.rename_source_key(
+            name, renamings, converters, module.base_model_prefix, state
+        )
         if pattern is None:
-            found[new] = stored[name]
+            sources[target_name] = stored[name]
         else:
-            layers.setdefault(new, []).append((pattern, stored[name]))
+            layers.setdefault(target_name, []).append((pattern, stored[name]))
     for layer, parts in layers.items():
-        found |= _converted_tensors(by_pattern[parts[0][0]], module, layer, parts)
-    return found
+        sources |= _converted_tensors(by_pattern[parts[0][0]], module, layer, parts)
+    return sources
 
 
 def _converted_tensors(
     converter: Any, module: nn.Module, layer: str, parts: Sequence[tuple[str, StoredTensor]]
 ) -> dict[str, WeightSource]:
-    """What the converter makes of some stored tensors; nothing where they are not what it takes."""
+    """Return the tensors that the converter computes from these parts; {} if it does not accept them."""
     shapes = [(pattern, torch.empty(entry.shape, device="meta")) for pattern, entry in parts]
     try:
-        made = _run_hf_converter(converter, module, layer, shapes)
+        converted = _run_hf_converter(converter, module, layer, shapes)
     except Exception:
         return {}  # some experts of a layer are missing, or already joined
     return {
         name: ConvertedTensor(name, layer, tuple(parts), tuple(t.shape), converter, module)
-        for name, t in made.items()
+        for name, t in converted.items()
     }
 
 
 def _run_hf_converter(
     converter: Any, module: Any, layer: str, parts: Sequence[tuple[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """Run a converter of Hugging Face's on tensors, given with the patterns of their names."""
+    """Run one of Hugging Face's converters on (name pattern, tensor) pairs."""
     converter = copy.deepcopy(converter)
     for number, (pattern, tensor) in enumerate(parts):
         converter.add_tensor(layer, str(number), pattern, tensor)
-    made = converter.convert(layer, model=module, config=module.config)
-    return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+    converted = converter.convert(layer, model=module, config=module.config)
+    return {name: t[0] if isinstance(t, list) else t for name, t in converted.items()}

@@ -1,11 +1,11 @@
-"""The weights of `--init`: which stored tensor each parameter and buffer of the user's model is read from.
+"""Finds the stored tensor that each parameter and buffer of the user's model is read from with `--init`.
 
-    --init DIR          the whole model, by its own names; a subdirectory that has the name of a component
-    holds that component --init PATH=DIR     the component at a module path; may be given several times
+    --init DIR          the whole model, by its own names; a subdirectory named like a component holds it
+    --init PATH=DIR     the component at a module path; may be given several times
 
-A component's checkpoint mostly comes from elsewhere. Its names may have a prefix more or less than the
-component's own (`model.layers…` or `layers…`), and Hugging Face's hub has names and tensors from before its
-models were rearranged, which its own tables translate.
+The checkpoint of a component often comes from elsewhere. Its names may have a prefix more or less than the
+component's own (`model.layers…` or `layers…`), and files of Hugging Face's hub may have names and tensors
+from before its models were rearranged; `hf_weight_mapping` translates these.
 """
 
 from __future__ import annotations
@@ -32,46 +32,48 @@ def load_init_weights(
     later: Collection[str] = (),
     report: bool = False,
 ) -> dict[str, WeightSource]:
-    """Read what this rank holds of the model: every tensor of its state dict that is not on the meta device,
-    ties once.
+    """Read the weights of the tensors that this rank holds, which are those of the state dict that are not on
+    the meta device. Shared parameters are read once.
 
-    Returns where those named in `later` are to be read from. `aliases` gives each parameter name the first of
-    its names. All ranks look for all tensors, so that all refuse the same. With `report`, names that the
-    model has no place for are written to stderr. Raises UserError for weights that are missing or do not fit.
+    `aliases` maps each parameter name to the first of its names. Tensors named in `later` are not read; their
+    sources are returned. All ranks look for all tensors, so that all raise the same errors. With `report`,
+    stored names without a place in the model are written to stderr. Raises UserError for weights that are
+    missing or have another shape.
     """
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     names: dict[str, list[str]] = {}
     for name in state:
         names.setdefault(aliases.get(name, name), []).append(name)
-    stored, spare = _find_sources(model, init, state)
-    found = {
-        first: next((stored[n] for n in several if n in stored), None) for first, several in names.items()
+    stored, unused = _find_sources(model, init, state)
+    sources = {
+        first: next((stored[n] for n in aliases_of_first if n in stored), None)
+        for first, aliases_of_first in names.items()
     }
-    _check_sources(state, found, init)
-    if report and spare:
+    _check_sources(state, sources, init)
+    if report and unused:
         sys.stderr.write(
-            f"--init: {len(spare)} stored tensors have no place in the model: {_shorten_names(spare)}\n"
+            f"--init: {len(unused)} stored tensors have no place in the model: {_shorten_names(unused)}\n"
         )
-    for first, entry in found.items():
-        if entry is not None and not state[first].is_meta and first not in later:
+    for first, source in sources.items():
+        if source is not None and not state[first].is_meta and first not in later:
             with torch.no_grad():
-                entry.read_into(state[first])
-    return {first: entry for first, entry in found.items() if entry is not None and first in later}
+                source.read_into(state[first])
+    return {first: source for first, source in sources.items() if source is not None and first in later}
 
 
 def _check_sources(
-    state: Mapping[str, torch.Tensor], found: Mapping[str, WeightSource | None], init: InitDirectories
+    state: Mapping[str, torch.Tensor], sources: Mapping[str, WeightSource | None], init: InitDirectories
 ) -> None:
-    for name, entry in found.items():
-        if entry is not None and entry.shape != tuple(state[name].shape):
-            message = f"--init: {name} has shape {list(entry.shape)}, not {list(state[name].shape)}"
-            raise UserError(message, str(entry.file), "give weights that were saved from this model")
+    for name, source in sources.items():
+        if source is not None and source.shape != tuple(state[name].shape):
+            message = f"--init: {name} has shape {list(source.shape)}, not {list(state[name].shape)}"
+            raise UserError(message, str(source.file), "give weights that were saved from this model")
     where = ", ".join(str(directory) for _, directory in init)
-    missing = [name for name, entry in found.items() if entry is None]
+    missing = [name for name, source in sources.items() if source is None]
     if missing:
         remedy = "give weights that were saved from this model, or those of each component: --init PATH=DIR"
         raise UserError(
-            f"--init: {len(missing)} of {len(found)} tensors are missing: {_shorten_names(missing)}",
+            f"--init: {len(missing)} of {len(sources)} tensors are missing: {_shorten_names(missing)}",
             where,
             remedy,
         )
@@ -80,23 +82,24 @@ def _check_sources(
 def _find_sources(
     model: nn.Module, init: InitDirectories, state: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, WeightSource], list[str]]:
-    """Each name of the state dict -> its source, and the stored names without a place. Later sources go
-    before earlier ones."""
-    found: dict[str, WeightSource] = {}
-    spare: list[str] = []
+    """Return the source of each name of the state dict, and the stored names that are not used. Later entries
+    of `init` override earlier ones."""
+    sources: dict[str, WeightSource] = {}
+    unused: list[str] = []
     for path, directory in _component_directories(model, init):
         prefix = f"{path}." if path else ""
         wanted = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
         stored = list_stored_tensors(directory)
-        places = _match_stored_names(model.get_submodule(path), wanted, stored)
-        found |= {prefix + name: source for name, source in places.items()}
-        used = {name for source in places.values() for name in source.stored_names}
-        spare += [f"{directory.name}/{name}" for name in stored if name not in used]
-    return found, spare
+        matched = _match_stored_names(model.get_submodule(path), wanted, stored)
+        sources |= {prefix + name: source for name, source in matched.items()}
+        used = {name for source in matched.values() for name in source.stored_names}
+        unused += [f"{directory.name}/{name}" for name in stored if name not in used]
+    return sources, unused
 
 
 def _component_directories(model: nn.Module, init: InitDirectories) -> Iterator[tuple[str, Path]]:
-    """Where the weights of which module are, whole models before their components."""
+    """Iterate over (module path, directory with safetensors files): each directory of `init`, then its
+    subdirectories that are named like components."""
     modules = {name for name, _ in model.named_modules()}
     for path, directory in init:
         if path not in modules:
@@ -105,38 +108,38 @@ def _component_directories(model: nn.Module, init: InitDirectories) -> Iterator[
                 str(directory),
                 f"modules are {_shorten_names(sorted(modules - {''}))}",
             )
-        below = (
+        subdirectories = (
             [d for d in sorted(directory.glob("*")) if d.is_dir() and any(d.glob("*.safetensors"))]
             if directory.is_dir()
             else []
         )
-        named = [(".".join(filter(None, (path, d.name))), d) for d in below]
-        parts = [(name, d) for name, d in named if name in modules]
+        named = [(".".join(filter(None, (path, d.name))), d) for d in subdirectories]
+        components = [(name, d) for name, d in named if name in modules]
         if any(directory.glob("*.safetensors")):
             yield path, directory
-        elif not parts:
-            other = next(
+        elif not components:
+            other_format = next(
                 (p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern)), ""
             )
             remedy = (
-                f"turn {other} into safetensors"
-                if other
+                f"turn {other_format} into safetensors"
+                if other_format
                 else "give a directory of safetensors files, or `--init seed`"
             )
             raise UserError("--init: no *.safetensors file there", str(directory), remedy)
-        yield from parts
+        yield from components
 
 
 def _match_stored_names(
     module: nn.Module, wanted: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]
 ) -> dict[str, WeightSource]:
-    """What each tensor of the module is read from, in the way of reading that finds most of the module: as
-    they are, if that finds all."""
+    """Return the source of each tensor of the module, with the name mapping that finds most of them. The
+    stored names as they are come first."""
     best: dict[str, WeightSource] = {}
     for names in _name_mappings(module, wanted, stored):
-        places = {name: source for name, source in names.items() if name in wanted}
-        if len(places) > len(best):
-            best = places
+        matched = {name: source for name, source in names.items() if name in wanted}
+        if len(matched) > len(best):
+            best = matched
         if len(best) == len(wanted):
             break
     return best
@@ -145,19 +148,22 @@ def _match_stored_names(
 def _name_mappings(
     module: nn.Module, wanted: Iterable[str], stored: Mapping[str, StoredTensor]
 ) -> Iterator[Mapping[str, WeightSource]]:
+    """Iterate over ways to read stored names: as they are, without a leading component, with one, and by
+    Hugging Face's tables."""
     yield stored
     for first in dict.fromkeys(name.split(".")[0] for name in stored):
         yield {name.removeprefix(f"{first}."): entry for name, entry in stored.items()}
-    own = set(wanted)
-    for first in dict.fromkeys(name.split(".")[0] for name in own):
+    wanted_names = set(wanted)
+    for first in dict.fromkeys(name.split(".")[0] for name in wanted_names):
         yield {
-            f"{first}.{name}" if f"{first}.{name}" in own else name: entry for name, entry in stored.items()
+            f"{first}.{name}" if f"{first}.{name}" in wanted_names else name: entry
+            for name, entry in stored.items()
         }
     yield map_hf_weights(module, stored)
 
 
 def _shorten_names(names: Iterable[str]) -> str:
-    """The first names, and how many there are beside them."""
+    """Join the first names, and say how many more there are."""
     listed = list(names)
     more = f" and {len(listed) - _NAMES_SHOWN} more" if len(listed) > _NAMES_SHOWN else ""
     return ", ".join(listed[:_NAMES_SHOWN]) + more

@@ -1,11 +1,11 @@
-"""Which random numbers a sample is made with: `dataset()[i]` is a function of (seed, epoch, i), wherever it
-is loaded.
+"""Seeds the random generators for each sample, so that `dataset()[i]` is a function of (seed, epoch, i)
+wherever it is loaded.
 
-Two sections that load the same sample on different ranks must see the same augmentation, and the compiler
-must see what the ranks will see. So the generators of torch, NumPy and Python are seeded before an item is
-drawn and put back after it, which keeps the loading of data out of the model's random stream. Putting them
-back takes longer than drawing a small item (NumPy's alone 0.1 ms), so who draws many in a row borrows them
-for all of these.
+Sections that load the same sample on different ranks must see the same augmentation, and the compiler must
+see what the ranks will see. So the generators of torch, NumPy and Python are seeded before an item is loaded
+and restored afterwards, which also keeps data loading out of the model's random stream. Restoring takes
+longer than loading a small item (0.1 ms for NumPy alone), so code that loads many items in a row restores
+once, with `shared_rng_restore`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 
 
 def derive_item_seed(seed: int, epoch: int, i: int) -> int:
-    """A 63-bit seed for sample `i`, the same on every machine, well mixed for neighbouring arguments."""
+    """Return a 63-bit seed for sample `i`: the same on every machine, well mixed for neighbouring
+    arguments."""
     digest = hashlib.blake2b(f"{seed},{epoch},{i}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @contextmanager
 def preserve_rng_states() -> Iterator[None]:
-    """torch's CPU generator, NumPy's global one (if NumPy is loaded) and Python's are afterwards as they
-    were."""
+    """Restore torch's CPU generator, NumPy's global one (if NumPy is loaded) and Python's at the end."""
     numpy = sys.modules.get("numpy")
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = numpy.random.get_state() if numpy else None
@@ -43,7 +43,7 @@ def preserve_rng_states() -> Iterator[None]:
 
 
 def seed_rngs(seed: int) -> None:
-    """Seed the three generators."""
+    """Seed torch's CPU generator, NumPy's global one (if loaded) and Python's."""
     numpy = sys.modules.get("numpy")
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -53,14 +53,14 @@ def seed_rngs(seed: int) -> None:
 
 @contextmanager
 def seeded_rngs(seed: int) -> Iterator[None]:
-    """The generators start from `seed` inside, and are put back afterwards."""
+    """Seed the generators, and restore them at the end."""
     with preserve_rng_states():
         seed_rngs(seed)
         yield
 
 
 class _DeferredRestore:
-    """Items that put the generators back together, at the end, if there are any."""
+    """Saves the generators' states when the first item is loaded, and restores them once at the end."""
 
     def __init__(self) -> None:
         self.stack, self.states_saved = ExitStack(), False
@@ -76,8 +76,8 @@ _open_restores: list[_DeferredRestore] = []
 
 @contextmanager
 def shared_rng_restore() -> Iterator[None]:
-    """Inside, where nothing but items is drawn, they leave the generators as they are; these are put back at
-    the end."""
+    """Restore the generators once at the end instead of after each item. Only items may draw random numbers
+    inside."""
     loan = _DeferredRestore()
     _open_restores.append(loan)
     try:
@@ -88,19 +88,19 @@ def shared_rng_restore() -> Iterator[None]:
 
 
 def load_seeded_item(dataset: Any, i: int, seed: int = 0, epoch: int = 0) -> Any:
-    """`dataset[i]` with torch, NumPy and Python seeded by (seed, epoch, i)."""
-    own = derive_item_seed(seed, epoch, i)
+    """Return `dataset[i]`, loaded with torch, NumPy and Python seeded by (seed, epoch, i)."""
+    item_seed = derive_item_seed(seed, epoch, i)
     if not _open_restores:
-        with seeded_rngs(own):
+        with seeded_rngs(item_seed):
             return dataset[i]
     _open_restores[-1].save_states()
-    seed_rngs(own)
+    seed_rngs(item_seed)
     return dataset[i]
 
 
 def choose_survey_indices(length: int, count: int = 64, seed: int = 0) -> list[int]:
-    """The samples that stand for a dataset of `length`: its first ones and as many random others, in order,
-    at most `count`."""
+    """Choose at most `count` indices that represent a dataset of `length` samples: the first ones and as many
+    random others, ascending."""
     first = list(range(min(length, (count + 1) // 2)))
     rest = range(len(first), length)
     others = random.Random(seed).sample(rest, min(count - len(first), len(rest)))

@@ -1,8 +1,8 @@
-"""The user's model without its weights: `model()` run so that no large tensor is ever allocated.
+"""Builds the user's model without its weights: runs `model()` so that no large tensor is ever allocated.
 
-A 72B model compiles on a laptop. Large tensors are made on the meta device, small ones for real, because
-small ones hold what glue may read (position tables, frequencies, masks). `from_pretrained` builds from the
-configuration alone.
+A 72B model compiles on a laptop. Large tensors are made on the meta device. Small ones are made for real,
+since code between modules may read them (position tables, frequencies, masks). `from_pretrained` builds from
+the configuration alone.
 """
 
 from __future__ import annotations
@@ -40,22 +40,20 @@ aten = torch.ops.aten
 
 
 def build_meta_model(user: UserModel, small: bool = False, tables: bool = False) -> nn.Module:
-    """`model()` (or `small_model()`) with parameters on the meta device, small ones real, and the ties of the
-    real one.
+    """Run `model()` (or `small_model()`) with large tensors on the meta device; shared parameters stay
+    shared.
 
-    With `tables` only what is empty or random has no values: tables that are computed (positions, masks) are
-    real at any size.
-
-    Raises UserError as `model()` does, and where there is no `small_model()`.
+    With `tables`, only empty and random tensors lose their values: computed tables (positions, masks) are
+    real at any size. Raises UserError as `model()` does, and if `small` is set and the file has no
+    `small_model()`.
     """
     with ExitStack() as stack:
         stack.enter_context(_without_pretrained_weights(user))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_LargeTensorsOnMeta(tables))
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings(
-            "ignore", message=".*copying from a non-meta parameter"
-        )  # weights that model() loads are not wanted
+        # Weights that model() loads are not wanted.
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
         model = user.build_small_model() if small else user.build_model()
     if model is None:
         raise UserError(
@@ -67,8 +65,8 @@ def build_meta_model(user: UserModel, small: bool = False, tables: bool = False)
 
 
 class _LargeTensorsOnMeta(TorchDispatchMode):
-    """Makes large tensors on the meta device. An op on a large tensor takes its small arguments to the meta
-    device too."""
+    """Makes large tensors on the meta device. An op on a meta tensor moves its small arguments there as
+    well."""
 
     def __init__(self, tables: bool) -> None:
         super().__init__()
@@ -90,7 +88,8 @@ class _LargeTensorsOnMeta(TorchDispatchMode):
         return makes and _count_factory_entries(func, args, kwargs) > MAX_REAL_ENTRIES
 
     def _run_on_meta(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A copy out of a large tensor into a small one changes nothing: there are no values to copy."""
+        """Run an op on meta tensors. A copy from a meta tensor into a real one is skipped, as there are no
+        values."""
         if func is aten.copy_.default and not args[0].is_meta:
             return args[0]
         args, kwargs = pytree.tree_map(
@@ -102,14 +101,14 @@ class _LargeTensorsOnMeta(TorchDispatchMode):
 
 
 def _count_factory_entries(func: Any, args: Any, kwargs: Any) -> int:
-    """How many entries a factory op is to make."""
+    """Number of entries of the tensor that a factory op makes."""
     name = func._schema.name
     if name in ("aten::arange", "aten::linspace", "aten::logspace"):
         return 0 if name == "aten::arange" else int(args[2] if len(args) > 2 else kwargs.get("steps", 0))
     if name in ("aten::eye",):
         return int(args[0]) * int(args[1] if len(args) > 1 else args[0])
-    place = next((i for i, a in enumerate(func._schema.arguments) if a.name == "size"), len(args))
-    size = args[place] if place < len(args) else kwargs.get("size", ())
+    position = next((i for i, a in enumerate(func._schema.arguments) if a.name == "size"), len(args))
+    size = args[position] if position < len(args) else kwargs.get("size", ())
     total = 1
     for n in size if isinstance(size, (list, tuple)) else (size,):
         total *= int(n)
@@ -118,7 +117,7 @@ def _count_factory_entries(func: Any, args: Any, kwargs: Any) -> int:
 
 @contextmanager
 def _without_pretrained_weights(user: UserModel) -> Generator[None]:
-    """Hugging Face's models are built from their configuration: no checkpoint is read, and no initialisation
+    """Build Hugging Face models from their configuration: no checkpoint is read and no initialisation
     computed."""
     with ExitStack() as stack:
         if "transformers" in sys.modules or "transformers" in user.path.read_text():
@@ -131,15 +130,15 @@ def _without_pretrained_weights(user: UserModel) -> Generator[None]:
 
 
 def _build_from_config(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> nn.Module:
-    """What `from_pretrained` gives, without weights: the configuration (given, or read from `name`), its
-    dtype, evaluation mode."""
+    """Replace `from_pretrained`: build from the configuration (given, or read from `name`), with its dtype,
+    in evaluation mode."""
     if config is None:
         config = cls.config_class.from_pretrained(
             name, **{k: kwargs[k] for k in _HUB_LOCATION_OPTIONS if k in kwargs}
         )
-    wanted = {
+    overrides = {
         k: kwargs[k]
         for k in ("attn_implementation", "dtype", "torch_dtype")
         if k in kwargs and kwargs[k] != "auto"
     }
-    return cls._from_config(config, **wanted).eval()
+    return cls._from_config(config, **overrides).eval()

@@ -1,13 +1,15 @@
-"""Batches whose values are dicts or lists of tensors, in the flat form in which everything but forward knows
-them.
+"""Flattens batches that hold dicts or lists of tensors, and restores them for forward.
 
-`{"text": {"ids": …, "mask": …}}` has the keys `text.ids` and `text.mask`. A list of tensors of which every
-batch has as many has numbers in place of names (`levels.0`). A list that grows with the samples (a picture of
-each) is two tensors: `pictures.*` has what its tensors hold, one behind the other along dim 0, in which the
-leading dims that differ are one, `pictures.*sizes` these dims of each, and the shape of `pictures.*most`,
-without entries, the largest of them, which forward may pad to. Where no dim differs, the tensors lie side by
-side in `pictures.*` alone. A list of dicts that grows is a list for each of their keys: `targets.*.boxes`.
-`flat` and `nested` undo each other.
+Everything but forward knows the flat form. `{"text": {"ids": …, "mask": …}}` has the keys `text.ids` and
+`text.mask`. A list of tensors that has the same length in every batch has numbers in place of names
+(`levels.0`).
+
+A list that grows with the samples (one picture per sample) becomes up to three tensors. `pictures.*` holds
+the entries of all its tensors, concatenated along dim 0, with the leading dims that differ between tensors
+flattened into one. `pictures.*sizes` [tensors, dims] has these leading dims of each tensor. `pictures.*most`
+has no entries; its shape is the largest of them, which forward may pad to. If no dim differs, the tensors are
+stacked in `pictures.*` alone. A growing list of dicts is one list per key: `targets.*.boxes`. `flatten_batch`
+and `unflatten_batch` are inverses.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ NO_GROWING_LISTS: GrowingLists = {}
 def flatten_batch(
     batch: Mapping[str, Any], where: str = "", lists: GrowingLists = NO_GROWING_LISTS
 ) -> dict[str, Any]:
-    """A batch without nesting. Values that are None are left out, as missing ones are, and `lists` that are
-    empty.
+    """Flatten a batch as collate returns it. Values that are None, and empty lists among `lists`, are left
+    out.
 
-    `where` is collate's place. Raises UserError for a key that could not be told from those of nested values,
-    and for a list with tensors that differ in other dims.
+    `where` is collate's file:line for messages. Raises UserError for a key that could be confused with those
+    of nested values, and for a growing list with tensors that differ in dims that were equal before.
     """
     found: dict[str, Any] = {}
     for key, value in batch.items():
@@ -46,7 +48,7 @@ def flatten_batch(
 
 
 def unflatten_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch as forward takes it."""
+    """Restore the nested batch that forward takes from a flat one."""
     found: dict[str, Any] = {}
     for key, value in batch.items():
         *path, last = key.split(KEY_SEPARATOR)
@@ -58,13 +60,12 @@ def unflatten_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def argument_of_key(key: str) -> str:
-    """The argument of forward that a key of a flat batch belongs to."""
+    """Name of forward's argument that a key of a flat batch belongs to."""
     return key.partition(KEY_SEPARATOR)[0]
 
 
 def listed(value: Any) -> Any:
-    """Arguments of a block with lists in the place of `{"*": …, "*sizes": …}`, and objects in that of
-    `{"*class": …}`."""
+    """Restore a block's arguments: lists from `{"*": …, "*sizes": …}`, dataclasses from `{"*class": …}`."""
     match value:
         case {"*class": str() as name}:
             return built(name, {key: listed(child) for key, child in value.items() if key != CLASS_KEY})
@@ -81,7 +82,7 @@ def listed(value: Any) -> Any:
 
 
 def find_tensor_lists(batch: Mapping[str, Any]) -> dict[str, Sequence[torch.Tensor]]:
-    """The lists of tensors in a batch as collate returns it, by their flat keys."""
+    """Return the lists of tensors in a batch as collate returns it, by their flat keys."""
     found: dict[str, Sequence[torch.Tensor]] = {}
     for key, value in batch.items():
         if isinstance(value, Mapping):
@@ -99,8 +100,8 @@ def find_tensor_lists(batch: Mapping[str, Any]) -> dict[str, Sequence[torch.Tens
 
 
 def may_hold_growing_lists(batch: Mapping[str, Any]) -> bool:
-    """Whether a batch as collate returns it has lists that might grow; one without tensors may be of samples
-    that have none."""
+    """Whether a batch as collate returns it has lists that might grow. A list without tensors counts: it may
+    be of samples that have none."""
     inner = (value for value in batch.values() if isinstance(value, Mapping))
     return (
         bool(find_tensor_lists(batch))
@@ -110,7 +111,8 @@ def may_hold_growing_lists(batch: Mapping[str, Any]) -> bool:
 
 
 def growing_lists_from_dims(dims: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """The lists that grow, read off the dims of a flat batch's keys."""
+    """Return the growing lists, and their numbers of varying leading dims, from the dims of a flat batch's
+    keys."""
     each = [
         key.removesuffix(f"{KEY_SEPARATOR}{EACH_SUFFIX}")
         for key in dims
@@ -122,28 +124,29 @@ def growing_lists_from_dims(dims: Mapping[str, Sequence[str]]) -> dict[str, int]
 def find_growing_lists(
     groups: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]], where: str
 ) -> dict[str, int]:
-    """The lists that grow with the samples. `groups` are batches of several samples, each with those of its
-    samples alone.
+    """Find the lists with a length that is the sum of the samples' lengths.
 
-    Raises UserError for such a list with tensors of which some have more dims than others.
+    `groups` are batches of several samples, each with the batches of its samples collated alone. Returns the
+    number of leading dims in which a list's tensors differ, by flat key. Raises UserError if tensors of one
+    list have different numbers of dims.
     """
-    met: dict[str, list[torch.Tensor]] = {}
+    tensors_by_key: dict[str, list[torch.Tensor]] = {}
     lengths: dict[str, list[tuple[int, list[int]]]] = {}
-    for whole, singles in groups:
+    for together, singles in groups:
         alone = [find_tensor_lists(s) for s in singles]
-        for key, tensors in find_tensor_lists(whole).items():
-            met.setdefault(key, []).extend(tensors)
+        for key, tensors in find_tensor_lists(together).items():
+            tensors_by_key.setdefault(key, []).extend(tensors)
             lengths.setdefault(key, []).append((len(tensors), [len(one[key]) for one in alone if key in one]))
     grown = [
         key
         for key, seen in lengths.items()
         if all(n == sum(parts) for n, parts in seen) and any(len(parts) > 1 for _, parts in seen)
     ]
-    return {key: _count_varying_leading_dims(key, met[key], where) for key in grown}
+    return {key: _count_varying_leading_dims(key, tensors_by_key[key], where) for key in grown}
 
 
 def _count_varying_leading_dims(key: str, tensors: Sequence[torch.Tensor], where: str) -> int:
-    """How many leading dims there are up to the last that differs."""
+    """Number of leading dims up to the last one that differs between the tensors."""
     if len({t.ndim for t in tensors}) > 1:
         raise UserError(
             f"the tensors in the list {key!r} have different numbers of dims",
@@ -182,7 +185,7 @@ def _is_list_of_dicts(key: str, lists: GrowingLists) -> bool:
 
 
 def dict_list_columns(value: Any) -> dict[str, list[torch.Tensor]] | None:
-    """The tensors of a list of dicts that have the same keys, by key; None for anything else."""
+    """Return the columns of a list of dicts with equal keys and tensor values; None for any other value."""
     if (
         type(value) not in (list, tuple)
         or not value
@@ -196,16 +199,19 @@ def dict_list_columns(value: Any) -> dict[str, list[torch.Tensor]] | None:
 
 
 def _dicts_from_columns(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """The list of dicts that has these columns."""
+    """Restore a list of dicts from its columns."""
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _join_list(key: str, tensors: Sequence[torch.Tensor], leading: int, where: str) -> dict[str, Any]:
-    """A list as its tensors' entries and sizes."""
+    """Concatenate the tensors of a growing list, and record their sizes."""
     first = tensors[0]
     if any(t.ndim != first.ndim or t.shape[leading:] != first.shape[leading:] for t in tensors):
         shapes = ", ".join(str(list(s)) for s in dict.fromkeys(t.shape for t in tensors))
-        message = f"the list {key!r} has tensors of the shapes {shapes}, which differ in dims that were the same in all samples drawn"
+        message = (
+            f"the list {key!r} has tensors of the shapes {shapes}, "
+            "which differ in dims that were the same in all samples drawn"
+        )
         raise UserError(
             message,
             where,
@@ -225,7 +231,7 @@ def _join_list(key: str, tensors: Sequence[torch.Tensor], leading: int, where: s
 
 
 def _split_joined_list(each: torch.Tensor, sizes: torch.Tensor | None) -> list[torch.Tensor]:
-    """The list of which these are the entries and sizes."""
+    """Undo `_join_list`: split entries into the list's tensors."""
     if sizes is None:
         return list(each.unbind())
     shapes: list[list[int]] = sizes.tolist()
@@ -237,7 +243,7 @@ def _split_joined_list(each: torch.Tensor, sizes: torch.Tensor | None) -> list[t
 
 
 def _iter_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in dicts, lists and tuples; named tuples and other objects are leaves."""
+    """Iterate over the tensors in dicts, lists and tuples; named tuples and other objects count as leaves."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -263,12 +269,12 @@ def _check_key(key: Any, inside: bool, where: str) -> str:
 
 
 def _restore_lists(value: Any) -> Any:
-    """Dicts whose keys are numbers as lists, and those of the entries of lists."""
+    """Turn dicts with numbers as keys into lists, and joined entries into the lists they came from."""
     if not isinstance(value, dict):
         return value
     if isinstance(value.get(EACH_SUFFIX), dict):
         return _dicts_from_columns(_restore_lists(value[EACH_SUFFIX]))
     if EACH_SUFFIX in value:
         return _split_joined_list(value[EACH_SUFFIX], value.get(SIZES_SUFFIX))
-    made = {key: _restore_lists(child) for key, child in value.items()}
-    return list(made.values()) if all(key.isdecimal() for key in made) else made
+    children = {key: _restore_lists(child) for key, child in value.items()}
+    return list(children.values()) if all(key.isdecimal() for key in children) else children

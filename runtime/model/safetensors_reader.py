@@ -64,7 +64,7 @@ class StoredTensor:
 
 
 def list_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """List the tensors of the safetensors files in `directory` by name. Where the directory has an index, only
+    """List the tensors of the safetensors files in `directory` by name. If the directory has an index, only
     the files that it names count.
 
     Raises UserError for shards that are missing and for files that cannot be read.
@@ -98,7 +98,8 @@ def _tensors_of_file(file: Path) -> list[StoredTensor]:
     try:
         with safe_open(file, framework="pt") as opened:
             return [
-                StoredTensor(name, file, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()
+                StoredTensor(name, file, tuple(opened.get_slice(name).get_shape()))
+                for name in opened.keys()  # noqa: SIM118
             ]
     except (OSError, SafetensorError) as error:
         raise UserError(

@@ -1,8 +1,8 @@
-"""Which line of the user's code (or of a library that the user calls) caused an op: `file:line`, for nodes
-and for messages.
+"""Finds the line of the user's code, or of a library that the user calls, that caused an op: `file:line`, for
+graph nodes and for messages.
 
-Random ops are named by the module that runs them and the lines that led to them, from the op up to the user's
-forward.
+Random ops are named by the module that runs them and by the lines that led to them, from the op up to the
+user's forward.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 
 SourceLines = tuple[str, ...]  # `file:line` of calls, innermost first
 
+# Frames of torch and of secc do not count; secc.runtime may be reached through a link, hence two folders.
 _MODULE_CALL_CODE = nn.Module._call_impl.__code__  # pyright: ignore[reportFunctionMemberAccess]
 _INTERNAL_FOLDERS = tuple(
     f"{folder}/"
@@ -32,11 +33,13 @@ _INTERNAL_FOLDERS = tuple(
 
 @cache
 def is_internal_file(filename: str) -> bool:
+    """Whether a file is torch's, secc's, or no file at all (`<string>`)."""
     return filename.startswith(_INTERNAL_FOLDERS) or filename.startswith("<")
 
 
 def current_source_line() -> str:
-    """`file:line` of the innermost frame that belongs neither to torch nor to secc, "" if there is none."""
+    """`file:line` of the innermost running frame that belongs neither to torch nor to secc; "" if there is
+    none."""
     frame = sys._getframe(1)
     while frame is not None:
         if not is_internal_file(frame.f_code.co_filename):
@@ -46,16 +49,16 @@ def current_source_line() -> str:
 
 
 def module_paths_by_id(model: nn.Module) -> dict[int, str]:
-    """The path of each module by its id; valid as long as the model lives."""
+    """Return the path of each module by its id. Valid as long as the model lives."""
     return {id(module): path for path, module in model.named_modules()}
 
 
 def running_module_and_lines(paths: Mapping[int, str]) -> tuple[str, SourceLines]:
-    """The innermost module with one of these paths that runs now, and the user's lines on the way to here
-    from the outermost of them.
+    """Return the path of the innermost running module among `paths`, and the user's lines on the stack from
+    here out to the outermost of them.
 
-    What calls that outermost module does not count: under a plan it is a section, which knows the lines that
-    the user has there.
+    Frames outside the outermost module do not count: on a rank they belong to a section, which knows the
+    lines of the user's forward that it replaces.
     """
     frame, path, lines, inside = sys._getframe(1), None, list[str](), 1
     while frame is not None:
@@ -63,8 +66,8 @@ def running_module_and_lines(paths: Mapping[int, str]) -> tuple[str, SourceLines
             known = paths.get(id(frame.f_locals["self"]))
             if known is not None:
                 path, inside = known if path is None else path, len(lines)
-            if known == "":
-                break  # the whole model
+            if known == "":  # the path of the whole model
+                break
         elif not is_internal_file(frame.f_code.co_filename):
             lines.append(format_source_line(frame.f_code, frame.f_lineno))
         frame = frame.f_back
@@ -72,13 +75,14 @@ def running_module_and_lines(paths: Mapping[int, str]) -> tuple[str, SourceLines
 
 
 def random_call_name(path: str, lines: SourceLines) -> str:
-    """The name of the random ops that a module draws at these lines: `path@file:line<file:line`, without
-    lines in torch's own modules."""
+    """Name the random ops that a module runs at these lines: `path@file:line<file:line`, or the path alone if
+    all lines are torch's."""
     return f"{path}@{'<'.join(lines)}" if lines else path
 
 
 def forward_source_line(cls: type) -> str:
-    """`file:line` of the forward method of a module's class, "" if it has no source."""
+    """`file:line` of the forward method of a module's class, with decorators unwrapped; "" if it has no
+    source."""
     code = getattr(getattr(cls, "forward", None), "__code__", None)
     wrapped = getattr(cls, "forward", None)
     while (inner := getattr(wrapped, "__wrapped__", None)) is not None:
@@ -88,7 +92,7 @@ def forward_source_line(cls: type) -> str:
 
 
 def error_source_line(error: BaseException) -> str:
-    """`file:line` of the innermost frame of the user's or a library's code in a traceback."""
+    """`file:line` of the innermost traceback frame in the user's or a library's code; "" if there is none."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if not is_internal_file(frame.f_code.co_filename):
             return format_source_line(frame.f_code, line)
@@ -96,6 +100,7 @@ def error_source_line(error: BaseException) -> str:
 
 
 def format_source_line(code: CodeType, line: int) -> str:
+    """`file:line` of a code object's file, without its folder."""
     return f"{_file_name(code.co_filename)}:{line}"
 
 

@@ -1,9 +1,8 @@
-"""The user's model file: importing it, calling its functions, and turning what can be wrong with it into
-UserErrors.
+"""Imports the user's model file, calls its functions, and turns what can be wrong with it into UserErrors.
 
-Plain PyTorch is all that is asked of the file: `model()` and `dataset()`, and optionally `collate`,
-`optimizer`, `scheduler`, `sizes`, `small_model` and `small_dataset`. The compiler and the ranks both load it
-through here, so that both see the same functions and the same defaults.
+The file is plain PyTorch. It defines `model()` and `dataset()`, and optionally `collate`, `optimizer`,
+`scheduler`, `sizes`, `small_model` and `small_dataset`. The compiler and the ranks both load it through this
+module, so that both see the same functions and the same defaults.
 """
 
 from __future__ import annotations
@@ -57,19 +56,18 @@ class UserModel:
         self._forward_signature: Mapping[str, inspect.Parameter] | None = None
         self._forward_line = ""
         self._default_collate: DefaultCollate | None = None
-        self._growing_lists: Mapping[str, int] | None = (
-            None  # of batches, that grow with the samples; None as long as nobody has looked
-        )
+        # Lists of a batch that grow with the samples; None before the first batch with lists.
+        self._growing_lists: Mapping[str, int] | None = None
 
-    # -- the model
-    # ----------------------------------------------------------------------------------------------------------------
+    # -- the model ------------------------------------------------------------------------------------------
 
     def build_model(self) -> nn.Module:
-        """A new model, on the device that is torch's default now."""
+        """Call the file's `model()`. The model is made on torch's current default device."""
         return self._check_model("model", self.call_function("model"))
 
     def build_small_model(self) -> nn.Module | None:
-        """The same architecture, small, or None if the file has no `small_model()`."""
+        """Call the file's `small_model()`, the same architecture but small. Returns None if the file has
+        none."""
         return (
             self._check_model("small_model", self.call_function("small_model"))
             if self.defines("small_model")
@@ -78,20 +76,20 @@ class UserModel:
 
     @property
     def forward_keys(self) -> frozenset[str] | None:
-        """The names of the arguments that forward takes, or None if it takes any (`**kwargs`)."""
+        """Names of the arguments that forward takes; None if it takes any (`**kwargs`)."""
         parameters = self._forward_parameters()
         return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else self.forward_names
 
     @property
     def forward_names(self) -> frozenset[str]:
-        """The arguments that forward names, whether or not it takes others as well."""
+        """Names of the arguments in forward's signature, without `*args` and `**kwargs`."""
         return frozenset(
             name for name, p in self._forward_parameters().items() if p.kind not in _VARIADIC_KINDS
         )
 
     @property
     def forward_source_line(self) -> str:
-        """file:line of the model's forward, "" if it has no source."""
+        """file:line of the model's forward, "" if its source is not available."""
         self._forward_parameters()
         return self._forward_line
 
@@ -109,19 +107,18 @@ class UserModel:
         return model
 
     def _forward_parameters(self) -> Mapping[str, inspect.Parameter]:
-        """forward's parameters. No weights are needed for them, so a model that was not built yet is built on
-        the meta device."""
+        """Return forward's parameters. They do not depend on weights, so if no model was built yet, one is
+        built on the meta device."""
         if self._forward_signature is None:
             with torch.device("meta"):
                 self.build_model()
         assert self._forward_signature is not None
         return self._forward_signature
 
-    # -- the data
-    # -----------------------------------------------------------------------------------------------------------------
+    # -- the data -------------------------------------------------------------------------------------------
 
     def dataset(self) -> Any:
-        """The map-style dataset, made once."""
+        """Return the map-style dataset; the file's function is called once."""
         if self._cached_dataset is None:
             self._cached_dataset = self._check_dataset(
                 self.call_function("small_dataset" if self._uses_small_dataset else "dataset")
@@ -129,11 +126,11 @@ class UserModel:
         return self._cached_dataset
 
     def use_small_dataset(self) -> None:
-        """Take `small_dataset()` in place of `dataset()` and of its `sizes`, if the file has it."""
+        """Use `small_dataset()` instead of `dataset()` and `sizes` from now on, if the file defines it."""
         self._uses_small_dataset = self.defines("small_dataset")
 
     def load_sample(self, i: int, seed: int = 0, epoch: int = 0) -> dict[str, Any]:
-        """Sample `i`, drawn with the random numbers that belong to (seed, epoch, i)."""
+        """Load sample `i` with random states seeded by (seed, epoch, i)."""
         dataset = self.dataset()
         item = self.call_guarded(f"dataset()[{i}]", lambda: load_seeded_item(dataset, i, seed, epoch))
         if not isinstance(item, Mapping):
@@ -145,11 +142,9 @@ class UserModel:
         return dict(item)
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """forward's keyword arguments for `samples`, by the user's function or by default rules, flat
-        (`secc.runtime.model.nested_batch`).
-
-        A key that is None is a missing one.
-        """
+        """Collate `samples` into a flat batch of forward's keyword arguments
+        (`secc.runtime.model.nested_batch`), by the user's function or by the default rules. Keys with the
+        value None are left out."""
         if not self.defines("collate"):
             if self._default_collate is None:
                 self.fit_default_collate(
@@ -164,7 +159,7 @@ class UserModel:
         return flatten_batch(batch, self.function_source_line("collate"), self._growing_lists or {})
 
     def _call_collate(self, samples: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """What the user's function returns."""
+        """Call the user's `collate` and check that it returns a dict."""
         batch = self.call_function("collate", list(samples))
         if not isinstance(batch, Mapping):
             raise UserError(
@@ -175,60 +170,65 @@ class UserModel:
         return batch
 
     def _survey_growing_lists(self) -> dict[str, int]:
-        """The lists that grow with the samples, found by collating samples that stand for the dataset
-        together and alone."""
+        """Find the lists that grow with the samples, by collating samples of the survey both in groups and
+        one by one."""
         groups: list[tuple[Mapping[str, Any], list[Mapping[str, Any]]]] = []
         indices = choose_survey_indices(len(self.dataset()))
         for together in (
             indices[i : i + _SAMPLES_COLLATED_TOGETHER]
             for i in range(0, len(indices), _SAMPLES_COLLATED_TOGETHER)
         ):
-            with suppress(
-                UserError
-            ):  # a sample that does not load or cannot be collated is refused, or left out, when it is drawn
+            # A sample that does not load or collate is reported, or skipped, when it is trained.
+            with suppress(UserError):
                 samples = [self.load_sample(i) for i in together]
                 groups.append((self._call_collate(samples), [self._call_collate([s]) for s in samples]))
         return find_growing_lists(groups, self.function_source_line("collate"))
 
     def fit_default_collate(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Fix the default rules from samples that stand for the dataset. Nothing to do if the file has its
-        own `collate`."""
+        """Fix the rules of the default collate from a survey of the dataset. They are not used if the file
+        defines `collate`."""
         with self._errors_located_in_dataset():
             self._default_collate = DefaultCollate.fit(samples, self.forward_names)
 
     def use_plan_inputs(self, inputs: Iterable[schema.Input]) -> None:
-        """Fix the default rules, and which lists grow with the samples, to those that a plan was made with,
-        without drawing samples."""
+        """Fix the rules of the default collate, and which lists grow with the samples, as the plan has them.
+        No sample is loaded."""
         inputs = tuple(inputs)
         self._default_collate = DefaultCollate.from_inputs(inputs)
         self._growing_lists = growing_lists_from_dims({i.key: i.dims for i in inputs})
 
     def declared_sizes(self, i: int) -> dict[str, Any] | None:
-        """Sample i's rows and lengths without loading it, or None if the file has no `sizes`. A key that is
-        None is a missing one."""
+        """Call `sizes(i)`, which gives rows and lengths of sample i without loading it. Returns None if the
+        file has no `sizes`. Keys with the value None are left out."""
         if not self.defines("sizes"):
             return None
-        said = self.call_function("sizes", i)
-        if not isinstance(said, Mapping):
+        sizes = self.call_function("sizes", i)
+        if not isinstance(sizes, Mapping):
             raise UserError(
-                f"sizes({i}) is {_describe_type(said)}, not a dict",
+                f"sizes({i}) is {_describe_type(sizes)}, not a dict",
                 self.function_source_line("sizes"),
                 "return the sizes of sample i's inputs",
             )
-        return {key: value for key, value in said.items() if value is not None}
+        return {key: value for key, value in sizes.items() if value is not None}
 
     def check_batch_keys(self, keys: Iterable[str], required: Iterable[str]) -> None:
-        """Refuse a key of a batch that forward does not take, and an argument that forward needs but is not
-        in every (`required`) batch."""
+        """Check the keys of batches against forward's signature.
+
+        Raises UserError if a key in `keys` is no argument of forward, or if an argument without default is
+        missing in `required`, the keys that every batch has.
+        """
         source, place = (
             ("collate()", self.function_source_line("collate"))
             if self.defines("collate")
             else ("a sample", self._getitem_source_line())
         )
-        known = self.forward_keys
-        unknown = [] if known is None else sorted({argument_of_key(k) for k in keys} - known)
+        accepted = self.forward_keys
+        unknown = [] if accepted is None else sorted({argument_of_key(k) for k in keys} - accepted)
         if unknown:
-            remedy = f"forward takes {', '.join(sorted(known or ()))}: rename the key, leave it out, or add the argument to forward"
+            arguments = ", ".join(sorted(accepted or ()))
+            remedy = (
+                f"forward takes {arguments}: rename the key, leave it out, or add the argument to forward"
+            )
             raise UserError(
                 f"{source} has the key {unknown[0]!r}, which forward does not take", place, remedy
             )
@@ -237,11 +237,11 @@ class UserModel:
             for n, p in self._forward_parameters().items()
             if p.kind not in _VARIADIC_KINDS and p.default is p.empty
         }
-        lacking = sorted(needed - {argument_of_key(k) for k in required})
-        if lacking:
+        missing = sorted(needed - {argument_of_key(k) for k in required})
+        if missing:
             remedy = "add the key to every sample, or give the argument a default"
             raise UserError(
-                f"forward needs the argument {lacking[0]!r}, which {source} lacks",
+                f"forward needs the argument {missing[0]!r}, which {source} lacks",
                 self.forward_source_line or place,
                 remedy,
             )
@@ -269,7 +269,8 @@ class UserModel:
 
     @contextmanager
     def _errors_located_in_dataset(self) -> Iterator[None]:
-        """UserErrors of the default collate, which knows no places, name the dataset's code."""
+        """Give UserErrors of the default collate, which have no place, that of the dataset's
+        `__getitem__`."""
         try:
             yield
         except UserError as error:
@@ -280,14 +281,17 @@ class UserModel:
             getattr(type(self.dataset()), "__getitem__", None)
         ) or self.function_source_line("dataset")
 
-    # -- the optimizer
-    # ------------------------------------------------------------------------------------------------------------
+    # -- the optimizer --------------------------------------------------------------------------------------
 
     def build_optimizer(self, named_params: NamedParams) -> torch.optim.Optimizer:
-        """The user's optimizer over (name, parameter) pairs, or AdamW with a learning rate of 1e-4."""
+        """Call the file's `optimizer` with (name, parameter) pairs; AdamW with a learning rate of 1e-4 if
+        it has none."""
         if not self.defines("optimizer"):
             return torch.optim.AdamW(named_params, lr=1e-4)
-        remedy = "optimizer(params) gets (name, parameter) pairs; torch.optim takes them as they are, others need `[p for _, p in params]`"
+        remedy = (
+            "optimizer(params) gets (name, parameter) pairs; torch.optim takes them as they are, "
+            "others need `[p for _, p in params]`"
+        )
         optimizer = self.call_function("optimizer", list(named_params), remedy=remedy)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UserError(
@@ -298,8 +302,8 @@ class UserModel:
         return optimizer
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The user's learning-rate scheduler, or None if the file has none. It is stepped once per global
-        batch."""
+        """Call the file's learning-rate `scheduler`, which is stepped once per global batch. Returns None if
+        the file has none."""
         scheduler = self.call_function("scheduler", optimizer) if self.defines("scheduler") else None
         if scheduler is not None and not callable(getattr(scheduler, "step", None)):
             place = self.function_source_line("scheduler")
@@ -310,20 +314,19 @@ class UserModel:
             )
         return scheduler
 
-    # -- the file's functions
-    # -----------------------------------------------------------------------------------------------------
+    # -- the file's functions -------------------------------------------------------------------------------
 
     def defines(self, function: str) -> bool:
         """Whether the model file defines `function`."""
         return hasattr(self.module, function) and not (self._uses_small_dataset and function == "sizes")
 
     def function_source_line(self, function: str) -> str:
-        """file:line of a function of the model file, or the file if that is not known."""
+        """file:line of a function of the model file, or the file's path if the line is not available."""
         return self._source_line(getattr(self.module, function, None)) or str(self.path)
 
     def _source_line(self, function: Any) -> str:
-        """file:line of a function, with the model file's path as the user gave it; "" without a source (a
-        list's __getitem__)."""
+        """file:line of a function, with the model file's path as the user gave it. "" if there is no source,
+        as for a list's `__getitem__`."""
         try:
             function = inspect.unwrap(getattr(function, "__func__", function))
             file, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]
@@ -332,24 +335,23 @@ class UserModel:
         return f"{self.path if file == str(self.path.resolve()) else file}:{line}"
 
     def call_function(self, function: str, *args: Any, remedy: str = "") -> Any:
-        """The result of a function of the model file. Raises UserError if it is missing, no function, or
-        raises."""
-        found = getattr(self.module, function, None)
-        if found is None:
+        """Call a function of the model file. Raises UserError if it is missing, is not callable, or raises."""
+        member = getattr(self.module, function, None)
+        if member is None:
             raise UserError(
                 f"the model file has no {function}()", str(self.path), f"define `def {function}():` in it"
             )
-        if not callable(found):
+        if not callable(member):
             raise UserError(
-                f"{function} in the model file is {_describe_type(found)}, not a function",
+                f"{function} in the model file is {_describe_type(member)}, not a function",
                 str(self.path),
                 "make it a function",
             )
-        return self.call_guarded(f"{function}()", lambda: found(*args), remedy)
+        return self.call_guarded(f"{function}()", lambda: member(*args), remedy)
 
     def call_guarded(self, what: str, call: Callable[[], Any], remedy: str = "") -> Any:
-        """`call()`, with exceptions of the user's code as UserErrors that name the innermost line of the
-        user's files."""
+        """Return `call()`. Exceptions of the user's code become UserErrors that name the innermost line of
+        the user's files; `what` says what was called."""
         try:
             return call()
         except UserError:
@@ -362,8 +364,8 @@ class UserModel:
 
 
 def load_model_file(path: str | Path) -> UserModel:
-    """Import the model file under a fresh name, its folder on sys.path. Raises UserError if it is missing,
-    unreadable or fails."""
+    """Import the model file under a fresh module name and put its folder on sys.path. Raises UserError if the
+    file is missing, is not Python, or fails to import."""
     path = Path(path)
     try:
         text = path.read_bytes()
@@ -394,41 +396,44 @@ def load_model_file(path: str | Path) -> UserModel:
 
 
 def is_model_file_module(module: str) -> bool:
-    """Whether a module, by its name, is a user's model file."""
+    """Whether a module name is one under which a user's model file was imported."""
     return module.startswith(_MODULE_PREFIX)
 
 
 def model_file_module(model: nn.Module) -> str:
-    """The name of the module of the file that made a model."""
+    """Name of the imported module whose `model()` made this model."""
     return getattr(model, _MODEL_FILE_ATTRIBUTE)
 
 
 def extract_loss(output: Any, where: str = "") -> torch.Tensor:
-    """The loss in what forward returned: a scalar tensor, or an object or mapping with `loss`, as a 0-dim
-    tensor.
+    """Return the loss in forward's output as a 0-dim tensor.
 
-    Of a plain tuple or list it is the first item, if that is a scalar that trains, else the only such item
-    (`logits, loss`). `where` is the place to name (forward's file:line). Raises UserError if there is no such
-    scalar.
+    The output may be a scalar tensor, or an object or mapping with `loss`. In a plain tuple or list, the loss
+    is the first item if that is a scalar that requires a gradient, else the only such item (`logits, loss`).
+    `where` is the file:line of forward for the message. Raises UserError if there is no scalar loss.
     """
     loss: Any = output
     if type(output) in (tuple, list):
         scalars = [item for item in output if _is_scalar_tensor(item)]
-        trains = [item for item in scalars if item.requires_grad] or scalars
-        loss = trains[0] if len(trains) == 1 or (trains and trains[0] is output[0]) else None
+        differentiable = [item for item in scalars if item.requires_grad] or scalars
+        loss = (
+            differentiable[0]
+            if len(differentiable) == 1 or (differentiable and differentiable[0] is output[0])
+            else None
+        )
     elif not isinstance(output, torch.Tensor):
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if _is_scalar_tensor(loss):
         return loss if loss.ndim == 0 else loss.reshape(())
     if isinstance(loss, torch.Tensor):
-        found = f"a tensor of shape {list(loss.shape)} and dtype {str(loss.dtype).removeprefix('torch.')}"
+        received = f"a tensor of shape {list(loss.shape)} and dtype {str(loss.dtype).removeprefix('torch.')}"
     else:
-        found = _describe_type(output) + (" whose loss is None" if hasattr(output, "loss") else "")
+        received = _describe_type(output) + (" whose loss is None" if hasattr(output, "loss") else "")
     remedy = (
-        "let forward return the loss: a scalar tensor, a tuple that begins with it, or an object or dict with `loss` "
-        "(Hugging Face models need `labels`)"
+        "let forward return the loss: a scalar tensor, a tuple that begins with it, "
+        "or an object or dict with `loss` (Hugging Face models need `labels`)"
     )
-    raise UserError(f"forward returns no loss: it returns {found}", where, remedy)
+    raise UserError(f"forward returns no loss: it returns {received}", where, remedy)
 
 
 def _is_scalar_tensor(value: Any) -> bool:
@@ -436,21 +441,21 @@ def _is_scalar_tensor(value: Any) -> bool:
 
 
 def extract_logged_scalars(output: Any) -> dict[str, torch.Tensor]:
-    """The further scalars in what forward returned, by name: what a run logs beside the loss. A tuple may
-    hold a dict of them."""
+    """Return the other scalars in forward's output by name; a run logs them with the loss. In a tuple or
+    list, the first dict counts."""
     if type(output) in (tuple, list):
         output = next((item for item in output if isinstance(item, Mapping)), {})
     if isinstance(output, torch.Tensor):
         return {}
-    found: Mapping[Any, Any] = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
-    values = ((k, unwrap_deferred_scalar(v)) for k, v in found.items())
+    members: Mapping[Any, Any] = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    values = ((k, unwrap_deferred_scalar(v)) for k, v in members.items())
     scalars = {k: v for k, v in values if isinstance(v, torch.Tensor) and v.ndim == 0 and not v.is_complex()}
     return {k: v for k, v in scalars.items() if isinstance(k, str) and k.isidentifier() and k != "loss"}
 
 
 def error_line_in_user_code(error: BaseException, path: Path) -> str:
-    """file:line of the innermost frame in the model file or a module beside it, "" if the error passed
-    through neither."""
+    """file:line of the innermost traceback frame in the model file or a module in its folder; "" if there is
+    none."""
     resolved = path.resolve()
     if (
         isinstance(error, SyntaxError)
@@ -464,9 +469,9 @@ def error_line_in_user_code(error: BaseException, path: Path) -> str:
     return ""
 
 
-def _as_user_path(found: Path, path: Path) -> str:
-    """A file of the user's folder as the user wrote the folder."""
-    return str(path.parent / found.name)
+def _as_user_path(file: Path, path: Path) -> str:
+    """Path of a file in the model file's folder, with the folder spelled as the user gave it."""
+    return str(path.parent / file.name)
 
 
 def _describe_error(error: BaseException) -> str:

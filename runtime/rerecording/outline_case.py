@@ -1,5 +1,5 @@
-"""A case of a plan whose glue is recorded anew: what its outline says of a micro-batch before and after it is
-recorded."""
+"""A case of a plan with recorded glue: what its outline says about a micro-batch before it is recorded,
+and whether a recording matches it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from secc.runtime.recorder.match_outline import find_outline_mismatch
 from secc.runtime.recorder.outline import Outline
 from secc.runtime.sections.base import SectionCase
 
-ResultShapes = Mapping[str, TensorShapes]  # of blocks' results, by call and access path
+ResultShapes = Mapping[str, TensorShapes]  # shapes of blocks' results, by label of the call and access path
 
 
 class RecordedCase:
-    """One of `Plan.recorded`."""
+    """One entry of `Plan.recorded`. `sources` maps the label of each recorded tensor to the names of its
+    sources."""
 
     def __init__(self, case: RerecordedCase) -> None:
         self.name, self.when, self._nodes = case.name, frozenset(case.when), case.nodes
@@ -32,47 +33,41 @@ class RecordedCase:
 
     @cached_property
     def _call_numbers(self) -> dict[str, int]:
-        """The calls of blocks in order, with their numbers."""
+        """Numbers of the calls of blocks, by label, in the order of forward."""
         places = [i for i, n in enumerate(self._nodes) if n["kind"][0] == "call"]
         return {_call_label(self._nodes, place): number for number, place in enumerate(places)}
 
     @property
     def has_loops(self) -> bool:
-        """Whether loops over samples make something of the loss."""
+        """Whether parts of the loss are made by loops over samples."""
         return any(label.startswith(LOOP_LABEL_PREFIX) for label in self.sources)
 
     def has_call_of(self, label: str) -> bool:
-        """Whether the case has the call that a label is of."""
+        """Whether the case has the call that `label` belongs to."""
         return call_of_label(label) in self._call_numbers
 
     def last_call_number(self, labels: Iterable[str]) -> int:
-        """The number of the call up to which a recording has to go to have all these labels, as far as the
-        case has them."""
-        return max(
-            (
-                self._call_numbers[call] + after
-                for call, after in map(_call_and_delay, labels)
-                if call in self._call_numbers
-            ),
-            default=0,
-        )
+        """Number of the block call with which a recording may end and still have all `labels`. Labels of
+        calls that the case does not have are ignored."""
+        calls = [(call, delay) for call, delay in map(_call_and_delay, labels) if call in self._call_numbers]
+        return max((self._call_numbers[call] + delay for call, delay in calls), default=0)
 
     def shape_rules(self, sizes: Mapping[str, int]) -> ResultShapes:
-        """The shapes of blocks' results that the sizes of a micro-batch tell ahead."""
-        found: dict[str, dict[str, tuple[int, ...]]] = {}
+        """Return the shapes of blocks' results that follow from a micro-batch's symbol sizes."""
+        rules: dict[str, dict[str, tuple[int, ...]]] = {}
         for node in self._nodes:
             shape = _result_shape(node, sizes) if node["kind"][0] == "result" else None
             if shape is not None:
-                found.setdefault(_call_label(self._nodes, node["args"][0]["node"]), {})[node["kind"][1]] = (
+                rules.setdefault(_call_label(self._nodes, node["args"][0]["node"]), {})[node["kind"][1]] = (
                     shape
                 )
-        return found
+        return rules
 
     def find_mismatch(
         self, outline: Outline, programs: Mapping[str, GlueProgram], sizes: Mapping[str, int]
     ) -> UserError | None:
-        """Where a recording differs from the case in anything but the glue that is recorded; None if it does
-        not."""
+        """Return where a recording differs from the case in anything but its recorded glue; None if it
+        matches."""
         problem = find_outline_mismatch(outline.make_skeleton(self.sources), self._nodes, sizes)
         if problem is not None:
             return problem
@@ -81,7 +76,10 @@ class RecordedCase:
                 s for s in program.sources if s not in self.sources[label] and not s.startswith("input ")
             ]
             if extra:
-                message = f"the glue that makes {label} of a micro-batch needs {extra[0].partition(' ')[2]}, which no capture needed there"
+                message = (
+                    f"the glue that makes {label} of a micro-batch needs {extra[0].partition(' ')[2]}, "
+                    "which no capture needed there"
+                )
                 place = outline.labelled_tensors[label].meta.get("where", "")
                 return UserError(
                     message,
@@ -91,41 +89,42 @@ class RecordedCase:
         return None
 
     def section_paths(self, bodies: Sequence[Sequence[SectionCase]], labels: Collection[str] | None) -> Any:
-        """What sections do in this case: the bodies that they take, of those they have, and what they give
-        recorded glue."""
+        """Return what distinguishes this case from others for the sections: the bodies they run, among
+        `bodies`, and the sources of their recorded tensors."""
         taken = tuple(
             next((c.method for c in body if self.name in c.recorded_cases), None) for body in bodies
         )
         return taken, tuple(
-            (label, tuple(found))
-            for label, found in self.sources.items()
+            (label, tuple(sources))
+            for label, sources in self.sources.items()
             if labels is None or label in labels
         )
 
 
-def common_shape_rules(found: Sequence[ResultShapes]) -> ResultShapes:
-    """The shapes that all cases of a pattern agree on: which way a micro-batch goes is not known ahead."""
-    first = found[0] if found else {}
+def common_shape_rules(rules: Sequence[ResultShapes]) -> ResultShapes:
+    """Return the shapes on which all cases of a pattern agree. Which case a micro-batch follows is not
+    known before it is recorded."""
+    first = rules[0] if rules else {}
     return {
-        call: shapes for call, shapes in first.items() if all(other.get(call) == shapes for other in found)
+        call: shapes for call, shapes in first.items() if all(other.get(call) == shapes for other in rules)
     }
 
 
 def call_of_label(label: str) -> str:
-    """The call that a label is of."""
+    """Return the label of the call that a tensor's label belongs to."""
     return _call_and_delay(label)[0]
 
 
 def _call_and_delay(label: str) -> tuple[str, int]:
-    """The call that has a label, and how many calls further it is known: what a block is called with when it
-    is called."""
+    """Return the label of the call that a tensor's label belongs to, and how many calls later the tensor
+    is known: arguments with the call itself, results with the next one."""
     if label.startswith("result "):
         return label.split(" ")[1], 1
     return label.partition(":")[0], 0
 
 
 def _result_shape(node: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[int, ...] | None:
-    """The shape of a block's result; None where values decide it, or nobody asked for it."""
+    """Return the shape of a block's result; None if it depends on values or was not recorded."""
     dims = node.get("shape", [None])
     try:
         return None if None in dims else tuple(evaluate_expr(d, sizes) for d in dims)
@@ -134,14 +133,15 @@ def _result_shape(node: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[in
 
 
 def _call_label(nodes: Sequence[Mapping[str, Any]], place: int) -> str:
-    """The label of the call at a place of an outline."""
+    """Return the label of the call at position `place` of an outline: `#1` and so on are appended from the
+    second call of a block on."""
     path = nodes[place]["kind"][1]
     earlier = sum(n["kind"][0] == "call" and n["kind"][1] == path for n in nodes[:place])
     return f"{path}#{earlier}" if earlier else path
 
 
 def _source_name(nodes: Sequence[Mapping[str, Any]], number: int) -> str:
-    """The name of a source by its place in an outline."""
+    """Return the name of the source at position `number` of an outline."""
     kind = nodes[number]["kind"]
     if kind[0] != "result":
         return f"{kind[0]} {kind[1]}"

@@ -1,9 +1,10 @@
-"""Keeping recordings: which micro-batches are recorded alike, by what decided how they were.
+"""Caches recordings of micro-batches by the inputs that decided them.
 
-A recording depends on the shapes of the inputs that glue or Python touched, and on the values of those that
-something was decided by: a read, the shape of an op's result, what a block does, or a value that travels.
-Which inputs these are is learnt from recordings, for each kind of recording apart, and only grows. An input
-that was handed to blocks alone, of whose results nothing was seen, decides nothing.
+A recording depends on the shapes of the inputs that glue or Python touched. It also depends on the values of
+inputs that decided something: a value that Python read, the shape of an op's result, what a block does, or a
+value that is stored in a program. Which inputs these are is learned from recordings, separately for each
+kind, and only grows. An input that was only passed to blocks, with results that nothing looked at, decides
+nothing.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ from secc.runtime.recorder import nested_values
 from secc.runtime.recorder.recording import Recording, is_read_node
 from secc.runtime.recorder.shape_dependencies import inputs_behind
 
-MAX_CACHED_RECORDINGS = 1024  # recordings
-MAX_CACHED_BYTES = 256 << 20  # of the values that they hold
+MAX_CACHED_RECORDINGS = 1024  # of one kind
+MAX_CACHED_BYTES = 256 << 20  # of the tensors in the programs of one kind
 _DYNAMIC_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 CachedT = TypeVar("CachedT")
 
 
 @dataclass(frozen=True)
 class RecordingDependencies:
-    """The inputs whose shapes decided something, and those whose values did, which are among them."""
+    """The inputs that decided a recording by their shapes, and the subset that did by their values."""
 
     shape_inputs: frozenset[str] = frozenset()
     value_inputs: frozenset[str] = frozenset()
 
     @classmethod
     def of_recording(cls, recording: Recording, travelled: frozenset[str]) -> RecordingDependencies:
-        """What decided a recording; `travelled` are the inputs of which values went into programs."""
+        """Find the inputs that decided a recording; `travelled` are those with values that were stored in
+        programs."""
         values = travelled | _inputs_deciding_by_value(recording)
         return cls(recording.shape_deciding_inputs | values, values)
 
@@ -48,51 +50,51 @@ class RecordingDependencies:
 
 @dataclass
 class _KindCache(Generic[CachedT]):
-    """Recordings of one kind, by what decided them."""
+    """The recordings of one kind by cache key, with their bytes, least recently used first."""
 
     dependencies: RecordingDependencies = field(default_factory=RecordingDependencies)
     entries: OrderedDict[bytes, tuple[CachedT, int]] = field(default_factory=OrderedDict)
 
 
 class RecordingCache(Generic[CachedT]):
-    """The recordings that were made last."""
+    """The recordings that were used last."""
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _KindCache[CachedT]] = {}
 
     def get(self, kind: Hashable, batch: Mapping[str, Any]) -> CachedT | None:
-        """What a batch's recording of this kind would be, None if that is not known."""
-        known = self._kinds.get(kind)
-        if known is None or (key := _cache_key(batch, known.dependencies)) not in known.entries:
+        """Return the recording of this kind for a batch, None if there is none."""
+        bucket = self._kinds.get(kind)
+        if bucket is None or (key := _cache_key(batch, bucket.dependencies)) not in bucket.entries:
             return None
-        known.entries.move_to_end(key)
-        return known.entries[key][0]
+        bucket.entries.move_to_end(key)
+        return bucket.entries[key][0]
 
     def put(
         self,
         kind: Hashable,
         batch: Mapping[str, Any],
-        found: CachedT,
+        recording: CachedT,
         decides: RecordingDependencies,
         nbytes: int,
     ) -> None:
-        """Keep a batch's recording, which these inputs decided; it holds so many bytes."""
-        known = self._kinds.setdefault(kind, _KindCache[CachedT]())
-        if (
-            known.dependencies | decides != known.dependencies
-        ):  # keys so far left out what has decided something now
-            known.dependencies |= decides
-            known.entries.clear()
-        known.entries[_cache_key(batch, known.dependencies)] = found, nbytes
-        while len(known.entries) > MAX_CACHED_RECORDINGS or (
-            len(known.entries) > 1 and sum(n for _, n in known.entries.values()) > MAX_CACHED_BYTES
+        """Store a batch's recording, which `decides` says depends on these inputs and which holds `nbytes`
+        bytes."""
+        bucket = self._kinds.setdefault(kind, _KindCache[CachedT]())
+        # The keys so far left out an input that turns out to decide: they could match wrong batches.
+        if bucket.dependencies | decides != bucket.dependencies:
+            bucket.dependencies |= decides
+            bucket.entries.clear()
+        bucket.entries[_cache_key(batch, bucket.dependencies)] = recording, nbytes
+        while len(bucket.entries) > MAX_CACHED_RECORDINGS or (
+            len(bucket.entries) > 1 and sum(n for _, n in bucket.entries.values()) > MAX_CACHED_BYTES
         ):
-            known.entries.popitem(last=False)
+            bucket.entries.popitem(last=False)
 
 
 def _cache_key(batch: Mapping[str, Any], decides: RecordingDependencies) -> bytes:
-    """What of a batch decides: all that is no tensor, and of tensors their dtypes, shapes and values where
-    these may count."""
+    """Hash the parts of a batch that may decide: all values that are not tensors, and dtypes, shapes and
+    values of tensors where they count."""
     digest = hashlib.sha256()
     for key, value in sorted(batch.items()):
         digest.update(f"{key} {_describe_value(value, key in decides.shape_inputs)!r};".encode())
@@ -102,13 +104,12 @@ def _cache_key(batch: Mapping[str, Any], decides: RecordingDependencies) -> byte
 
 
 def _describe_value(value: Any, sizes: bool) -> Any:
-    """A value but for the numbers in its tensors, and without `sizes` but for the sizes of a tensor that is
-    all there is."""
+    """Describe a value without the numbers in its tensors. For a value that is itself a tensor, `sizes`
+    says whether its shape counts."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape) if sizes else value.ndim} {value.requires_grad}"
-    return nested_values.map_leaves(
-        value, lambda _, leaf: _describe_leaf(leaf)
-    )  # Python sees what a container holds
+    # Python may look into a container without an op, so the shapes of tensors inside always count.
+    return nested_values.map_leaves(value, lambda _, leaf: _describe_leaf(leaf))
 
 
 def _describe_leaf(leaf: Any) -> Any:
@@ -121,8 +122,8 @@ def _describe_leaf(leaf: Any) -> Any:
 
 
 def _inputs_deciding_by_value(recording: Recording) -> frozenset[str]:
-    """The inputs whose values decided something: a read, the shape of an op's result, or what a block
-    does."""
+    """Return the inputs with values that were read by Python, or decided the shape of an op's result or
+    what a block does."""
 
     def decides(node: Any) -> bool:
         dynamic = any(tag in _DYNAMIC_TAGS for tag in getattr(node.target, "tags", ()))

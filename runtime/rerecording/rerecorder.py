@@ -1,13 +1,14 @@
-"""Recording glue anew: what a rank's helper does for each micro-batch whose glue values of the inputs decide.
+"""Records the glue of a micro-batch again on a rank, if values of its inputs decide which ops the glue has.
 
-The helper has a model without weights of its own, since recording changes how modules are called. It runs
-ahead of the step, where batches are loaded. What it finds goes with the batch: a program for each tensor that
-glue makes for a block, and the numbers of rows that values decide. A micro-batch that goes another way than
-the plan's is refused there, before its step.
+The Rerecorder runs in the rank's loader, ahead of the step, and has a model of its own without weights, since
+recording changes how modules are called. Its results travel with the batch: a program for each tensor that
+glue makes for a block, and the numbers of rows that depend on values. A micro-batch that takes a path which
+the plan does not have is rejected here, before its step.
 
-Most of a forward need not run for that. Once a whole recording has shown that forward calls no block in vain,
-so that the plan's calls are the forward's by number, blocks whose results have sizes that the plan knows do
-not run, and a recording ends with the last block for which the rank's sections take recorded glue.
+Most of a forward need not run for that, and two shortcuts leave it out. Both number the calls of blocks as
+the plan does, so they are used for an input pattern only after a whole recording of it has shown that forward
+calls no block whose result is unused. First, blocks do not run if the plan knows the sizes of their results.
+Second, a recording ends with the last block that gets recorded glue from one of the rank's sections.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ from secc.runtime.recorder.fold_joins import fold_joins
 from secc.runtime.recorder.glue_program import GlueProgram, batch_tensor, write_programs
 from secc.runtime.recorder.loss_loops import roll_loss_loops
 from secc.runtime.recorder.outline import Outline
-from secc.runtime.rerecording.outline_case import RecordedCase, call_of_label, common_shape_rules
+from secc.runtime.rerecording.outline_case import (
+    RecordedCase,
+    ResultShapes,
+    call_of_label,
+    common_shape_rules,
+)
 from secc.runtime.rerecording.recording_cache import RecordingCache, RecordingDependencies
 from secc.runtime.sections.base import RECORDING_KEY, SectionCase, SectionModule
 
@@ -40,25 +46,29 @@ class ShapeOnly(NamedTuple):
 
 
 class TimeSpan(NamedTuple):
-    """When something was done, in the machine's monotonic nanoseconds."""
+    """Start and end of an activity, in nanoseconds of the machine's monotonic clock."""
 
     start: int
     end: int
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Its length."""
         return (self.end - self.start) / 1e9
 
     def overlap_seconds(self, other: TimeSpan) -> float:
-        """Seconds that both took."""
+        """Seconds that two spans have in common."""
         return max(0, min(self.end, other.end) - max(self.start, other.start)) / 1e9
 
 
 @dataclass(frozen=True)
 class RecordedGlue:
-    """The recorded glue of one micro-batch, for a case of the plan. `spent`: when it was recorded, None where
-    the cache had it."""
+    """The recorded glue of one micro-batch.
+
+    case: name of the plan's case that the micro-batch follows. programs: by label of the tensor that each
+    computes. planned_sources: by label, names of the tensors that the section passes. recorded_during: when
+    it was recorded, None if it came from the cache.
+    """
 
     case: str
     programs: Mapping[str, GlueProgram]
@@ -68,34 +78,39 @@ class RecordedGlue:
     def run(
         self, section: SectionModule, batch: Mapping[str, Any], label: str, sources: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """The tensor with this label; `sources` are those that the plan has for it."""
-        given = dict(zip(self.planned_sources[label], sources, strict=True))
-        self._check_shapes(label, given)
+        """Compute the tensor `label`. `sources` are the tensors that the section passes for it, in the
+        plan's order."""
+        passed = dict(zip(self.planned_sources[label], sources, strict=True))
+        self._check_shapes(label, passed)
 
         def source(name: str) -> torch.Tensor:
-            if name in given:
-                return given[name]
-            kind, _, rest = name.partition(" ")
-            return batch_tensor(batch, rest) if kind == "input" else section.value(rest)
+            if name in passed:
+                return passed[name]
+            kind, _, input_name = name.partition(" ")
+            return batch_tensor(batch, input_name) if kind == "input" else section.value(input_name)
 
         return self.programs[label].run(source, section)
 
-    def _check_shapes(self, label: str, given: Mapping[str, torch.Tensor]) -> None:
-        """Raises UserError where a block's result has another shape than it had in the recording, which may
-        have it from the plan alone."""
+    def _check_shapes(self, label: str, passed: Mapping[str, torch.Tensor]) -> None:
+        """Raise UserError if a block's result has another shape than in the recording. The recording may
+        have its shape from the plan's expressions, without running the block."""
         for name, shape in self.programs[label].shapes.items():
-            if name in given and tuple(given[name].shape) != shape:
+            if name in passed and tuple(passed[name].shape) != shape:
                 block = name.removeprefix("result ").strip()
-                message = f"block {block} returns a tensor of shape {tuple(given[name].shape)}, where sizes say {shape}"
                 raise UserError(
-                    message, remedy="name a larger module as the block: what values decide is not to leave it"
+                    f"block {block} returns a tensor of shape {tuple(passed[name].shape)}, "
+                    f"but the plan expects {shape}",
+                    remedy="name a larger module as the block, so that no size that depends on values leaves it",
                 )
 
 
 @dataclass(frozen=True)
 class _RecordingRequest:
-    """What sections want of a micro-batch's recording: labels, or with None all of them, and the call it may
-    end with."""
+    """What the sections need from a micro-batch's recording.
+
+    section_cases: for each section, the cases that may fit. labels: tensors to write programs for, None for
+    all. last_call: number of the block call that the recording may end with, None for a whole recording.
+    """
 
     pattern: frozenset[str]
     section_cases: Sequence[Sequence[SectionCase]] = ()
@@ -103,15 +118,17 @@ class _RecordingRequest:
     last_call: int | None = None
 
     def cache_kind(self, samples: int) -> Hashable:
-        """What recordings of so many samples that can stand for each other have in common."""
+        """Key of the recordings of `samples` samples that can replace each other if their inputs agree."""
         return self.pattern, self.labels, self.last_call, samples
 
 
 @dataclass(frozen=True)
 class MicroBatchRecording:
-    """A recording as its micro-batch needs it. `case` has the name of the plan's, "" if none was asked for.
+    """The recording of a micro-batch, reduced to what sections need.
 
-    `decides`: what decided it, None where it is not to be kept.
+    case: name of the plan's case that it matches, "" if no section asked. known_shapes: by symbol key,
+    tensors with a number of rows that depends on values. dependencies: inputs that decided the recording,
+    None if it must not be cached.
     """
 
     case: str
@@ -121,13 +138,16 @@ class MicroBatchRecording:
 
     @property
     def nbytes(self) -> int:
-        """The memory of its values."""
+        """Bytes of the tensors in its programs."""
         return sum(p.nbytes for p in self.programs.values())
 
 
 class Rerecorder:
-    """Records micro-batches anew. `model` makes a model of its own when the first is recorded; `sections` are
-    those that will run them."""
+    """Records micro-batches and matches them with the plan's cases.
+
+    `model` makes the model that is recorded, when the first micro-batch comes; `sections` makes the sections
+    of this rank on it.
+    """
 
     def __init__(
         self,
@@ -139,7 +159,7 @@ class Rerecorder:
         self._section_keys = {s.name: frozenset(s.when) for s in plan.sections}
         self._optional = frozenset(i.key for i in plan.inputs if i.optional)
         self._counted_symbols = [s for s in plan.symbols if is_tensor_label(s.key)]
-        # These calls run, since rows of their results count.
+        # These blocks always run: the numbers of rows of their results are asked for.
         self._calls_with_counted_rows = {
             call_of_label(s.key) for s in self._counted_symbols if s.key.startswith("result ")
         }
@@ -148,95 +168,98 @@ class Rerecorder:
         self._recorder: Recorder | None = None
         self._sections: Sequence[SectionModule] = ()
         self._cache = RecordingCache[MicroBatchRecording]()
-        self._has_planned_calls: dict[
-            frozenset[str], bool
-        ] = {}  # patterns: whether the plan's calls are the forward's
+        # By pattern: whether all whole recordings so far had no unused calls, so that forward's calls can be
+        # numbered as the plan's are. A pattern without a whole recording is missing.
+        self._has_planned_calls: dict[frozenset[str], bool] = {}
         self.recording_count = 0
 
     def add_row_counts(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A sample's batch with the numbers of rows that values decide, if the plan has such symbols."""
+        """Add the numbers of rows that depend on values to the batch of one sample, if the plan has such
+        symbols."""
         if not self._counted_symbols:
             return batch
         pattern = self._optional.intersection(batch)
-        ends = [
-            c.last_call_number(s.key for s in self._counted_symbols) for c in self._cases_of_pattern(pattern)
-        ]
-        return {
-            **batch,
-            **self._recall_or_record(
-                batch, 1, _RecordingRequest(pattern, (), frozenset(), max(ends, default=None))
-            ).known_shapes,
-        }
+        keys = [s.key for s in self._counted_symbols]
+        last_calls = [c.last_call_number(keys) for c in self._cases_of_pattern(pattern)]
+        request = _RecordingRequest(pattern, (), frozenset(), max(last_calls, default=None))
+        return {**batch, **self._recall_or_record(batch, 1, request).known_shapes}
 
     def add_recorded_glue(self, batch: dict[str, Any], samples: int, section: str = "") -> dict[str, Any]:
-        """A micro-batch of so many samples with its recording, where `section` ("": any) needs it. Raises
-        UserError where it goes another way."""
-        want = self._recording_request(batch, section)
-        if want is None:
+        """Add the recording to a micro-batch of `samples` samples if `section` ("": any section) needs one.
+
+        Raises UserError if the micro-batch takes a path that the plan does not have.
+        """
+        request = self._recording_request(batch, section)
+        if request is None:
             return batch
         start, before = time.monotonic_ns(), self.recording_count
-        found = self._recall_or_record(batch, samples, want)
+        recording = self._recall_or_record(batch, samples, request)
         return self._attach_recording(
-            batch, found, TimeSpan(start, time.monotonic_ns()) if self.recording_count > before else None
+            batch, recording, TimeSpan(start, time.monotonic_ns()) if self.recording_count > before else None
         )
 
     def add_cached_glue(self, batch: dict[str, Any], samples: int, section: str) -> dict[str, Any] | None:
-        """The same where nothing has to be recorded for it, else None."""
-        want = self._recording_request(batch, section)
-        if want is None:
+        """As `add_recorded_glue`, but return None if the micro-batch would have to be recorded."""
+        request = self._recording_request(batch, section)
+        if request is None:
             return batch
-        found = self._cache.get(want.cache_kind(samples), batch)
-        return None if found is None else self._attach_recording(batch, found, None)
+        recording = self._cache.get(request.cache_kind(samples), batch)
+        return None if recording is None else self._attach_recording(batch, recording, None)
 
     def record_micro_batch(
         self, batch: dict[str, Any], samples: int, section: str
     ) -> tuple[MicroBatchRecording, TimeSpan]:
-        """The recording of a micro-batch that another process asks for, and keeps."""
-        want = self._recording_request(batch, section)
-        assert want is not None
+        """Record a micro-batch for another process, which passes the result to its own `cache_recording`."""
+        request = self._recording_request(batch, section)
+        assert request is not None
         start = time.monotonic_ns()
-        return self._record_minimally(batch, samples, want), TimeSpan(start, time.monotonic_ns())
+        return self._record_minimally(batch, samples, request), TimeSpan(start, time.monotonic_ns())
 
     def cache_recording(
-        self, batch: dict[str, Any], samples: int, section: str, found: MicroBatchRecording, spent: TimeSpan
+        self,
+        batch: dict[str, Any],
+        samples: int,
+        section: str,
+        recording: MicroBatchRecording,
+        spent: TimeSpan,
     ) -> dict[str, Any]:
-        """The micro-batch with the recording that another process made of it."""
-        want = self._recording_request(batch, section)
-        assert want is not None
-        self._store_recording(want.cache_kind(samples), batch, found)
-        return self._attach_recording(batch, found, spent)
+        """Cache a recording that another process made, and add it to the micro-batch."""
+        request = self._recording_request(batch, section)
+        assert request is not None
+        self._store_recording(request.cache_kind(samples), batch, recording)
+        return self._attach_recording(batch, recording, spent)
 
     def _attach_recording(
-        self, batch: dict[str, Any], found: MicroBatchRecording, spent: TimeSpan | None
+        self, batch: dict[str, Any], recording: MicroBatchRecording, spent: TimeSpan | None
     ) -> dict[str, Any]:
-        sources = next(c.sources for c in self._cases if c.name == found.case)
+        sources = next(c.sources for c in self._cases if c.name == recording.case)
         return {
             **batch,
-            **found.known_shapes,
-            RECORDING_KEY: RecordedGlue(found.case, found.programs, sources, spent),
+            **recording.known_shapes,
+            RECORDING_KEY: RecordedGlue(recording.case, recording.programs, sources, spent),
         }
 
     def _cases_of_pattern(self, pattern: frozenset[str]) -> list[RecordedCase]:
         return [c for c in self._cases if c.when == pattern]
 
     def _recording_request(self, batch: Mapping[str, Any], section: str) -> _RecordingRequest | None:
-        """What a section ("": any) wants of a micro-batch's recording, None if it wants none."""
+        """Return what `section` ("": any section) needs from a micro-batch's recording; None if it needs
+        none."""
         pattern = self._optional.intersection(batch)
         cases = self._cases_of_pattern(pattern)
-        asked = [s for s in self._ensure_recorder() if section in ("", s.name)] if cases else []
-        active = (s for s in asked if not self._section_keys[s.name] or self._section_keys[s.name] & pattern)
-        bodies = [found for s in active if (found := s.cases_to_rerecord(batch))]
-        if not bodies:
-            return None
-        labels = frozenset(label for body in bodies for case in body for label in case.recorded_labels)
-        if any(case.needs_whole_recording for body in bodies for case in body):
-            return _RecordingRequest(pattern, bodies, labels)
-        return _RecordingRequest(
-            pattern,
-            bodies,
-            labels,
-            max(c.last_call_number([*labels, *(s.key for s in self._counted_symbols)]) for c in cases),
+        sections = [s for s in self._ensure_recorder() if section in ("", s.name)] if cases else []
+        active = (
+            s for s in sections if not self._section_keys[s.name] or self._section_keys[s.name] & pattern
         )
+        section_cases = [to_rerecord for s in active if (to_rerecord := s.cases_to_rerecord(batch))]
+        if not section_cases:
+            return None
+        labels = frozenset(label for body in section_cases for case in body for label in case.recorded_labels)
+        if any(case.needs_whole_recording for body in section_cases for case in body):
+            return _RecordingRequest(pattern, section_cases, labels)
+        wanted = [*labels, *(s.key for s in self._counted_symbols)]
+        last_call = max(c.last_call_number(wanted) for c in cases)
+        return _RecordingRequest(pattern, section_cases, labels, last_call)
 
     def _ensure_recorder(self) -> Sequence[SectionModule]:
         if self._recorder is None:
@@ -248,61 +271,58 @@ class Rerecorder:
         return self._sections
 
     def _recall_or_record(
-        self, batch: Mapping[str, Any], samples: int, want: _RecordingRequest
+        self, batch: Mapping[str, Any], samples: int, request: _RecordingRequest
     ) -> MicroBatchRecording:
-        kind = want.cache_kind(samples)
-        found = self._cache.get(kind, batch)
-        if found is None:
-            found = self._record_minimally(batch, samples, want)
-            self._store_recording(kind, batch, found)
-        return found
+        kind = request.cache_kind(samples)
+        recording = self._cache.get(kind, batch)
+        if recording is None:
+            recording = self._record_minimally(batch, samples, request)
+            self._store_recording(kind, batch, recording)
+        return recording
 
-    def _store_recording(self, kind: Hashable, batch: Mapping[str, Any], found: MicroBatchRecording) -> None:
-        if found.dependencies is not None:
-            self._cache.put(kind, batch, found, found.dependencies, found.nbytes)
+    def _store_recording(
+        self, kind: Hashable, batch: Mapping[str, Any], recording: MicroBatchRecording
+    ) -> None:
+        if recording.dependencies is not None:
+            self._cache.put(kind, batch, recording, recording.dependencies, recording.nbytes)
 
     def _record_minimally(
-        self, batch: Mapping[str, Any], samples: int, want: _RecordingRequest
+        self, batch: Mapping[str, Any], samples: int, request: _RecordingRequest
     ) -> MicroBatchRecording:
-        """Record as little of a micro-batch as will do."""
+        """Record as little of a micro-batch as its request needs."""
         self._ensure_recorder()
-        cases = self._cases_of_pattern(want.pattern)
-        numbered = self._has_planned_calls.get(want.pattern, False)
-        rules = (
-            common_shape_rules(
-                [c.shape_rules(read_symbol_sizes(batch, self._known_symbols, samples)) for c in cases]
-            )
-            if numbered
-            else {}
-        )
+        cases = self._cases_of_pattern(request.pattern)
+        numbered = self._has_planned_calls.get(request.pattern, False)
+        rules: ResultShapes = {}
+        if numbered:
+            sizes = read_symbol_sizes(batch, self._known_symbols, samples)
+            rules = common_shape_rules([c.shape_rules(sizes) for c in cases])
         rules = {call: shapes for call, shapes in rules.items() if call not in self._calls_with_counted_rows}
-        outline = self._record_outline(batch, rules, want.last_call if numbered else None)
+        # First try a recording that ends early. It may leave open which case the micro-batch follows, or may
+        # end before a call whose rows are asked for, if this path reaches that call later than the plan's
+        # cases do. Then the whole forward is recorded.
+        outline = self._record_outline(batch, rules, request.last_call if numbered else None)
         if outline.recording.ends_early:
-            found = (
-                self._match_planned_case(outline, batch, samples, want)
-                if self._has_all_row_counts(outline, cases)
-                else None
-            )
-            if found is not None:
-                return found
+            if self._has_all_row_counts(outline, cases):
+                recording = self._match_planned_case(outline, batch, samples, request)
+                if recording is not None:
+                    return recording
             outline = self._record_outline(batch, rules, None)
-        first = (
-            want.last_call is not None and want.pattern not in self._has_planned_calls
-        )  # more decides it than what is recorded next
-        self._has_planned_calls[want.pattern] = (
-            not outline.recording.has_idle_calls and self._has_planned_calls.get(want.pattern, True)
+        # The first whole recording of a pattern depends on more inputs than the short ones that follow. Cached,
+        # it would add these inputs to the cache's keys for good, and later micro-batches would rarely match.
+        is_first = request.last_call is not None and request.pattern not in self._has_planned_calls
+        self._has_planned_calls[request.pattern] = (
+            not outline.recording.has_idle_calls and self._has_planned_calls.get(request.pattern, True)
         )
-        found = self._match_planned_case(outline, batch, samples, want)
-        assert found is not None
-        return replace(found, dependencies=None) if first else found
+        recording = self._match_planned_case(outline, batch, samples, request)
+        assert recording is not None
+        return replace(recording, dependencies=None) if is_first else recording
 
     def _has_all_row_counts(self, outline: Outline, cases: Sequence[RecordedCase]) -> bool:
-        """Whether a recording that ended early has all numbers of rows that there are in a case of the
-        plan."""
+        """Whether a recording that ended early has all numbers of rows that any case of the plan has."""
         shapes = outline.known_shapes()
-        return all(
-            s.key in shapes or not any(c.has_call_of(s.key) for c in cases) for s in self._counted_symbols
-        )
+        expected = [s.key for s in self._counted_symbols if any(c.has_call_of(s.key) for c in cases)]
+        return all(key in shapes for key in expected)
 
     def _record_outline(self, batch: Mapping[str, Any], rules: Any, until: int | None) -> Outline:
         assert self._recorder is not None
@@ -314,25 +334,32 @@ class Rerecorder:
         )
 
     def _match_planned_case(
-        self, outline: Outline, batch: Mapping[str, Any], samples: int, want: _RecordingRequest
+        self, outline: Outline, batch: Mapping[str, Any], samples: int, request: _RecordingRequest
     ) -> MicroBatchRecording | None:
-        """What is found of a micro-batch that goes the way of a case of the plan. Of a recording that ended
-        early None if it is not clear which, of a whole one UserError if it goes none's."""
-        shapes, ended = outline.known_shapes(), outline.recording.ends_early
-        extents = {s.key: ShapeOnly(shapes[s.key]) for s in self._counted_symbols if s.key in shapes}
-        made, read = write_programs(outline, batch, want.labels)
-        sizes = read_symbol_sizes({**batch, **extents}, self.plan.symbols, samples)
+        """Match a recorded micro-batch with the plan's cases and write its programs.
+
+        Returns None if the recording ended early and several cases that differ for the sections, or none,
+        fit. Raises UserError if a whole recording fits no case.
+        """
+        shapes, ends_early = outline.known_shapes(), outline.recording.ends_early
+        row_counts = {s.key: ShapeOnly(shapes[s.key]) for s in self._counted_symbols if s.key in shapes}
+        programs, read_inputs = write_programs(outline, batch, request.labels)
+        sizes = read_symbol_sizes({**batch, **row_counts}, self.plan.symbols, samples)
         name = ""
-        if want.section_cases:
-            problems = {
-                c: c.find_mismatch(outline, made, sizes) for c in self._cases_of_pattern(want.pattern)
-            }
-            fitting = [c for c, problem in problems.items() if problem is None]
-            if ended and len({c.section_paths(want.section_cases, want.labels) for c in fitting}) != 1:
+        if request.section_cases:
+            cases = self._cases_of_pattern(request.pattern)
+            mismatches = {c: c.find_mismatch(outline, programs, sizes) for c in cases}
+            fitting = [c for c, mismatch in mismatches.items() if mismatch is None]
+            # Several cases may fit the part that was recorded. That does not matter as long as the sections
+            # run the same bodies in all of them.
+            paths = {c.section_paths(request.section_cases, request.labels) for c in fitting}
+            if ends_early and len(paths) != 1:
                 return None
             if not fitting:
-                raise next(iter(problems.values())) or UserError("no case of the plan fits")
+                raise next(iter(mismatches.values())) or UserError(
+                    "the plan has no case with the inputs of this micro-batch",
+                    remedy="let dataset() show such samples earlier, or compile again with more --stats-samples",
+                )
             name = fitting[0].name
-        return MicroBatchRecording(
-            name, made, extents, RecordingDependencies.of_recording(outline.recording, read)
-        )
+        dependencies = RecordingDependencies.of_recording(outline.recording, read_inputs)
+        return MicroBatchRecording(name, programs, row_counts, dependencies)

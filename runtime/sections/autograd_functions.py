@@ -1,9 +1,9 @@
-"""The user's own `torch.autograd.Function`s between modules: what a plan writes down of one, and how a rank
-finds it again.
+"""The user's own `torch.autograd.Function`s between modules: how a plan names one, and how a rank finds it
+again.
 
-Glue is recorded below autograd, where a Function's own backward is lost, so that its call is kept whole: the
-plan names the class, and the section applies it from the user's model file or from the module that it is
-imported from.
+Glue is recorded below autograd, where a Function's own backward would be lost. So its call is recorded as one
+op: the plan names the class, and the section applies it, from the user's model file or from the module that
+it is imported from.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ FUNCTION_PREFIX = "function."  # of the target of such a call in the IR
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A class as a plan names it: `module` is "" for the user's model file. Equal for the same class of two
-    imports of the file."""
+    """The name of a Function in a plan: `module` is "" for the user's model file. Equal for the same class in
+    two imports of the file."""
 
     module: str
     name: str
@@ -34,8 +34,8 @@ class UserFunction:
         return f"{FUNCTION_PREFIX}{self.module}:{self.name}" if self.module else FUNCTION_PREFIX + self.name
 
     def bind_to_model(self, model: nn.Module) -> UserFunctionCall:
-        """The function, for a model made by the user's file. Raises ImportError or AttributeError where it is
-        not there."""
+        """Return the callable for a model that was made by the user's file. Raises ImportError or
+        AttributeError if the class cannot be found."""
         source = (
             importlib.import_module(self.module) if self.module else sys.modules[model_file_module(model)]
         )
@@ -43,22 +43,22 @@ class UserFunction:
 
     @staticmethod
     def parse(text: str) -> UserFunction:
-        """The function of a target in the IR, with or without the prefix."""
+        """Parse the target of an op in the IR, with or without the prefix."""
         module, _, name = text.removeprefix(FUNCTION_PREFIX).rpartition(":")
         return UserFunction(module, name)
 
 
 class UserFunctionCall:
-    """Applies a class; of what that returns only the tensors come back: one alone, or a tuple. Equal where
-    the function is."""
+    """Applies a Function and returns only the tensors of its result: one alone, or a tuple. Equal if the
+    function's name is equal."""
 
     def __init__(self, function: UserFunction, cls: Any) -> None:
         self.function, self._cls = function, cls
         self.__name__ = str(function)
 
     def __call__(self, *args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        found = returned_tensors(self._cls.apply(*args))
-        return found[0] if len(found) == 1 else found
+        tensors = returned_tensors(self._cls.apply(*args))
+        return tensors[0] if len(tensors) == 1 else tensors
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UserFunctionCall) and other.function == self.function
@@ -71,18 +71,18 @@ class UserFunctionCall:
 
 
 def returned_tensors(result: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors in what a Function returns: a tensor, or a tuple of anything."""
+    """Return the tensors in the result of a Function, which is a tensor or a tuple of anything."""
     return tuple(
         t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, torch.Tensor)
     )
 
 
 def find_user_function(cls: Any) -> UserFunctionCall | None:
-    """How a plan can name a class; None for one that is made inside of a function, or whose module does not
-    have it."""
+    """Return the callable for a class that a plan can name; None for a class that is made inside a function
+    or cannot be imported by its name."""
     name = UserFunction("" if is_model_file_module(cls.__module__) else cls.__module__, cls.__qualname__)
     try:
-        found = operator.attrgetter(cls.__qualname__)(sys.modules[cls.__module__])
+        imported = operator.attrgetter(cls.__qualname__)(sys.modules[cls.__module__])
     except (KeyError, AttributeError):
         return None
-    return UserFunctionCall(name, cls) if found is cls and cls.__module__ != "__main__" else None
+    return UserFunctionCall(name, cls) if imported is cls and cls.__module__ != "__main__" else None

@@ -1,4 +1,4 @@
-"""The base class of generated section modules, and how a section finds the case that fits a micro-batch."""
+"""The base class of generated section modules, and how a section selects the case that fits a micro-batch."""
 
 from __future__ import annotations
 
@@ -34,13 +34,16 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class SectionCase:
-    """One captured way through a section: `method(batch, edges)` computes it when `when` and `guards` hold.
+    """One captured path through a section: `method(batch, edges)` computes it if `when` and `guards` hold.
 
-    `when` is the set of optional keys of the micro-batch that this section tells apart; `guards` maps a
-    method of the section (input-only) to the value the captures saw. `receives`, `sends` and `terms` name the
-    edges and loss terms of this case. `anew`: the plan's cases one of which the micro-batch's own recording
-    has to have (`secc.runtime.rerecording.rerecorder`); `takes`: the labels of the recorded tensors; `whole`:
-    it computes parts of the forward beside them and its blocks, so that the whole recording has to fit.
+    `when` is the subset of `SectionModule.optional` that the micro-batch has. `guards` maps names of methods,
+    which read inputs only, to the values that the captures saw. `receives`, `sends` and `terms` name the
+    edges and loss terms of this case.
+
+    Cases with recorded glue have three more fields. `recorded_cases` are the plan's cases that the
+    micro-batch's own recording may match (`secc.runtime.rerecording.rerecorder`), `recorded_labels` the
+    tensors that are computed by recorded programs. With `needs_whole_recording` the case also computes glue
+    that was compiled from captures, so the recording is compared up to its end.
     """
 
     method: str
@@ -55,7 +58,7 @@ class SectionCase:
 
 
 class Constants:
-    """Tensors that the user's forward makes from Python data, from `constants.pt` beside the section
+    """Tensors that the user's forward makes from Python data, stored in `constants.pt` next to the section
     modules."""
 
     def __init__(self, directory: Path) -> None:
@@ -63,15 +66,15 @@ class Constants:
         self._loaded: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     def __call__(self, name: str, device: torch.device) -> torch.Tensor:
-        """The constant of that name on a device, read once."""
+        """Return the constant `name` on `device`; the file is read once per constant and device."""
         if (name, device) not in self._loaded:
             self._loaded[name, device] = torch.load(self._path, weights_only=True)[name].to(device)
         return self._loaded[name, device]
 
 
 class SectionModule(nn.Module):
-    """A part of the user's model that runs on one rank: the user's own modules, called in the order the user
-    calls them."""
+    """A part of the user's model that runs on one rank: the user's own modules, called in the order in which
+    the user calls them."""
 
     name: str = ""
     cases: tuple[SectionCase, ...] = ()
@@ -82,26 +85,26 @@ class SectionModule(nn.Module):
         # In a list, so that the model's other modules do not become modules of this section.
         self._model = [model]
         self.constants = Constants(Path(inspect.getfile(type(self))).parent)
-        self.draws: MicroBatchDraws | None = None  # of the micro-batch that runs
-        self.group: ReplicaProcessGroup | None = None  # the ranks of this replica, where it has several
+        self.draws: MicroBatchDraws | None = None  # random numbers of the running micro-batch
+        self.group: ReplicaProcessGroup | None = None  # ranks of this replica if it has several
 
     @property
     def whole_model(self) -> nn.Module:
-        """The user's whole model; what other ranks hold is on the meta device."""
+        """The user's whole model; parameters of other ranks are on the meta device."""
         return self._model[0]
 
     @property
     def device(self) -> torch.device:
-        """Where this section computes: the device of the model's first parameter that is here."""
+        """The device of the model's first parameter on this rank."""
         return next((p.device for p in self._model[0].parameters() if not p.is_meta), torch.device("cpu"))
 
     def value(self, path: str) -> torch.Tensor:
-        """The parameter or buffer of the user's model by its name; read at each use, since weights may be
-        replaced."""
+        """Return the parameter or buffer of the user's model with this name. Looked up at each use, since
+        weights may be replaced."""
         return operator.attrgetter(path)(self._model[0])
 
     def vocab_shards(self, size: int) -> VocabShards:
-        """The parts that the replica's ranks have of a vocabulary of `size` tokens."""
+        """Return the shards of a vocabulary of `size` tokens on the replica's ranks."""
         from secc.runtime.tensor_parallel.vocab_parallel_ops import (
             VocabShards,  # brings the kernels, which few sections need
         )
@@ -109,91 +112,93 @@ class SectionModule(nn.Module):
         return VocabShards(size, self.group)
 
     def function(self, name: str) -> UserFunctionCall:
-        """A `torch.autograd.Function` of the user's that the glue applies."""
+        """Return the user's `torch.autograd.Function` of this name as a callable."""
         return UserFunction.parse(name).bind_to_model(self._model[0])
 
     def draw(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The result of a random op of the glue, under the name it has in the user's forward."""
+        """Call a random op of the glue under the name that it has in the user's forward."""
         if self.draws is None:
             return function(*args, **kwargs)
         return self.draws.draw_named(name, function, *args, **kwargs)
 
     def at_call_site(self, site: str) -> AbstractContextManager[None]:
-        """Blocks called inside draw random numbers as called at these lines of the user's."""
+        """Give random ops of blocks that are called inside the source lines `site` of the user's forward."""
         return nullcontext() if self.draws is None else self.draws.at_call_site(site)
 
     def with_settings(self, module: nn.Module, *settings: ModuleSetting) -> AbstractContextManager[None]:
-        """The block's modules are set inside as the user's forward had set them for this call."""
+        """Set attributes of the block's modules, as the user's forward had set them for this call, and
+        restore them at the end."""
         return apply_settings(module, *settings)
 
     def rerecorded_tensor(self, batch: Batch, label: str, *sources: torch.Tensor) -> torch.Tensor:
-        """A tensor that glue makes for a block, by the ops that were recorded for this micro-batch; `sources`
-        are the plan's."""
+        """Compute a tensor that glue makes for a block, with the ops that were recorded for this micro-batch.
+        `sources` are the tensors that the plan passes for it."""
         return batch[RECORDING_KEY].run(self, batch, label, sources)
 
     def select_case(self, batch: Batch) -> SectionCase:
-        """The case of a micro-batch. Raises UserError if no capture took this way (naming pattern and
-        guards)."""
-        found, seen = self._find_compiled_case(batch)
-        if found is None and RECORDING_KEY in batch:
-            found = next(
-                (c for c in self._cases_of_pattern(batch) if batch[RECORDING_KEY].case in c.recorded_cases),
-                None,
-            )
-        if found is not None:
-            return found
-        pattern = self.optional & batch.keys()
-        reason = (
-            f"guards {', '.join(sorted(set(seen)))} have values no capture saw"
-            if seen
-            else "the pattern was not captured"
-        )
+        """Return the case for a micro-batch.
+
+        Raises UserError, with the pattern and guards, if no capture took this path and no recording of the
+        micro-batch matches a case.
+        """
+        case, failed_guards = self._find_compiled_case(batch)
+        if case is None and RECORDING_KEY in batch:
+            planned = batch[RECORDING_KEY].case
+            case = next((c for c in self._cases_of_pattern(batch) if planned in c.recorded_cases), None)
+        if case is not None:
+            return case
+        pattern = sorted(self.optional & batch.keys()) or "no optional inputs"
+        reason = "the pattern was not captured"
+        if failed_guards:
+            reason = f"guards {', '.join(sorted(set(failed_guards)))} have values no capture saw"
         raise UserError(
-            f"section {self.name} was not compiled for a micro-batch with {sorted(pattern) or 'no optional inputs'}: {reason}",
+            f"section {self.name} was not compiled for a micro-batch with {pattern}: {reason}",
             remedy="let dataset() show such samples earlier, or compile again with more --stats-samples",
         )
 
     def cases_to_rerecord(self, batch: Batch) -> list[SectionCase]:
-        """The cases that take glue recorded for a micro-batch; none where a case is compiled for it."""
-        return (
-            [c for c in self._cases_of_pattern(batch) if c.recorded_cases]
-            if self._find_compiled_case(batch)[0] is None
-            else []
-        )
+        """Return the cases with glue to record for this micro-batch; none if a compiled case fits."""
+        if self._find_compiled_case(batch)[0] is not None:
+            return []
+        return [c for c in self._cases_of_pattern(batch) if c.recorded_cases]
 
     def _cases_of_pattern(self, batch: Batch) -> list[SectionCase]:
         pattern = self.optional & batch.keys()
         return [c for c in self.cases if c.when == pattern]
 
     def _find_compiled_case(self, batch: Batch) -> tuple[SectionCase | None, list[str]]:
-        """The case that is compiled for a micro-batch, and the guards that say no to others."""
-        seen: list[str] = []
+        """Return the case without recorded glue for a micro-batch, and the guards that exclude the other
+        cases."""
+        failed_guards: list[str] = []
         for case in self._cases_of_pattern(batch):
             failed = [g for g, value in case.guards.items() if getattr(self, g)(batch) != value]
             if not failed and not case.recorded_cases:
                 return case, []
-            seen += failed
-        return None, seen
+            failed_guards += failed
+        return None, failed_guards
 
     def forward(self, case: SectionCase, batch: Batch, edges: Tensors) -> tuple[Tensors, Tensors]:
-        """Edges out and numerators of loss terms (0-dim) of one micro-batch."""
+        """Run one micro-batch. Returns the tensors of outgoing edges by name, and the numerators of loss
+        terms (0-dim) by name."""
         with forward_hooks.without_user_hooks(self.children()):
             return getattr(self, case.method)(batch, edges)
 
 
 def load_section_module(directory: Path, planned: schema.Section, model: nn.Module) -> SectionModule:
-    """A section of the plan in `directory`, on a model; its module is loaded anew."""
+    """Import the generated module of a section in the plan `directory` and make the section on `model`. The
+    module is executed at each call, so that plans with sections of one name can be loaded one after another.
+    """
     module = load_plan_module(directory / planned.module)
-    found = next(
+    cls = next(
         c
         for c in vars(module).values()
         if isinstance(c, type) and issubclass(c, SectionModule) and c.name == planned.name
     )
-    return found(model)
+    return cls(model)
 
 
 def load_plan_module(path: Path) -> ModuleType:
-    """A module of a plan directory."""
+    """Execute a Python file of a plan directory as a module and return it."""
     name = f"secc_plan_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

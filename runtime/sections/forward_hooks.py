@@ -1,7 +1,9 @@
-"""Forward hooks of the user's, which watch what a module gives (features of a teacher's layers) or change it.
+"""Runs the user's forward hooks, which watch the results of modules (features of a teacher's layers) or
+change them.
 
-A recording runs those of a block behind its call, as glue: what they keep or change is then known. So a rank
-calls its blocks without them. Hooks with which Hugging Face gathers results are the block's own matter.
+A recording runs the hooks of a block after its call, as glue, so that what they store or change is known.
+Ranks therefore call blocks without them. Hooks that Hugging Face uses to collect results belong to the block
+itself.
 """
 
 from __future__ import annotations
@@ -15,15 +17,12 @@ from typing import Any
 from torch import nn
 
 _COLLECTOR_MODULE = "transformers.utils.output_capturing"
-_LIBRARY_PREFIXES = (
-    "transformers.",
-    "peft.",
-    "accelerate.",
-)  # their hooks (gradients for frozen embeddings) are the block's own matter
+# Hooks of these libraries (gradients for frozen embeddings) belong to the block itself.
+_LIBRARY_PREFIXES = ("transformers.", "peft.", "accelerate.")
 
 
 def is_output_collector(hook: Any) -> bool:
-    """Whether a hook is one with which Hugging Face gathers results for a caller."""
+    """Whether a hook is one of those with which Hugging Face collects results for a caller."""
     return _module_name_of(hook) == _COLLECTOR_MODULE
 
 
@@ -32,7 +31,7 @@ def _module_name_of(hook: Any) -> str:
 
 
 def user_forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """The user's forward hooks of a module, by number."""
+    """Return the user's forward hooks of a module by their keys."""
     return {
         number: hook
         for number, hook in module._forward_hooks.items()
@@ -42,12 +41,12 @@ def user_forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
 
 @contextmanager
 def without_user_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Calls of these modules run none of the user's forward hooks."""
+    """Remove the user's forward hooks of these modules, and put them back at the end."""
     before = [(m, m._forward_hooks) for m in modules if m._forward_hooks]
     for module, hooks in before:
-        own = user_forward_hooks(module)
+        removed = user_forward_hooks(module)
         module._forward_hooks = type(hooks)(
-            (number, hook) for number, hook in hooks.items() if number not in own
+            (number, hook) for number, hook in hooks.items() if number not in removed
         )
     try:
         yield
@@ -57,11 +56,11 @@ def without_user_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def run_forward_hooks(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-    """What the call of a block gives whose own result is `out`: its hooks are run, and those that gather for
-    a caller in the open."""
-    own = user_forward_hooks(module)
+    """Return the result of a block's call after its hooks: `out` is what the module itself returned. Runs the
+    user's hooks and those that collect results for a caller outside the block."""
+    user_hooks = user_forward_hooks(module)
     for number, hook in module._forward_hooks.items():
-        if number not in own and not is_output_collector(hook):
+        if number not in user_hooks and not is_output_collector(hook):
             continue
         named = number in module._forward_hooks_with_kwargs
         changed = hook(module, args, kwargs, out) if named else hook(module, args, out)
@@ -70,16 +69,16 @@ def run_forward_hooks(module: nn.Module, args: Any, kwargs: Any, out: Any) -> An
 
 
 def run_collector_hooks(module: nn.Module, args: Any, out: Any) -> None:
-    """Run only the hooks that gather."""
+    """Run only the hooks that collect results for a caller."""
     for hook in filter(is_output_collector, module._forward_hooks.values()):
         hook(module, args, out)
 
 
 def rebind_closures(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Let hooks and other functions that a copied model keeps see the copy, where they close over the
+    """Let hooks and other functions that a copied model holds refer to the copy, where they close over the
     original.
 
-    `deepcopy` shares functions. `memo` is that of the copy.
+    `deepcopy` shares functions. `memo` is the dict that it filled.
     """
     for module in model.modules():
         for holder in (vars(module), module._forward_hooks, module._forward_pre_hooks):
@@ -89,26 +88,26 @@ def rebind_closures(model: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def _rebind_function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
-    """The function with what it closes over, and its defaults, as the copy has them."""
+    """Copy a function with its closure and defaults replaced by those of the copied model."""
     if not function.__closure__ and not function.__defaults__ and not function.__kwdefaults__:
         return function
     cells = tuple(
         types.CellType(_copy_value(cell.cell_contents, memo)) for cell in function.__closure__ or ()
     )
-    found = types.FunctionType(
+    rebound = types.FunctionType(
         function.__code__,
         function.__globals__,
         function.__name__,
         _copy_value(function.__defaults__, memo),
         cells or None,
     )
-    found.__kwdefaults__ = _copy_value(function.__kwdefaults__, memo)
-    found.__module__ = function.__module__
-    return found
+    rebound.__kwdefaults__ = _copy_value(function.__kwdefaults__, memo)
+    rebound.__module__ = function.__module__
+    return rebound
 
 
 def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
-    """A value as the copy has it; what cannot be copied is shared."""
+    """Return the copied model's version of a value. Values that cannot be copied are shared."""
     if isinstance(value, types.FunctionType):
         return _rebind_function(value, memo)
     if isinstance(value, tuple):

@@ -1,9 +1,9 @@
-"""Plain attributes that the user's forward sets on modules between calls: an adapter switched off, a teacher
-put into eval mode.
+"""Sets plain attributes of modules as the user's forward had set them: an adapter switched off, a teacher put
+into eval mode.
 
-A section calls the user's modules without that forward around them, so a call that found modules set
-otherwise than `model()` left them is written with its settings, which hold for this call. A layer that runs
-again in the backward (`recompute`) runs with those of its forward.
+A section calls the user's modules without that forward around them. So a call for which forward had changed
+attributes is generated with these settings, which hold for the call only. A layer that runs again in the
+backward (`recompute`) runs with the settings of its forward.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import nn
 
-ModuleSetting = tuple[
-    Any, ...
-]  # an attribute's name, its value, and the paths of the modules that have it: none for all that have one
+# (attribute, value, *paths of modules); without paths, all modules that have the attribute are meant.
+ModuleSetting = tuple[Any, ...]
 ActiveSettings = tuple[tuple[nn.Module, tuple[ModuleSetting, ...]], ...]
 
 _active_settings: ContextVar[ActiveSettings] = ContextVar("settings", default=())
@@ -25,7 +24,7 @@ _active_settings: ContextVar[ActiveSettings] = ContextVar("settings", default=()
 
 @contextmanager
 def apply_settings(module: nn.Module, *settings: ModuleSetting) -> Iterator[None]:
-    """Set attributes of `module` and of modules in it, and set them back."""
+    """Set attributes of `module` and of modules in it, and restore them at the end."""
     before: list[tuple[nn.Module, str, Any]] = []
     for name, value, *paths in settings:
         for m in [module.get_submodule(path) for path in paths] or [
@@ -42,28 +41,28 @@ def apply_settings(module: nn.Module, *settings: ModuleSetting) -> Iterator[None
 
 
 def restore_attributes(before: list[tuple[nn.Module, str, Any]]) -> None:
-    """Give modules' attributes the values that they had, the last one set first."""
+    """Restore (module, attribute, value) triples in reverse order."""
     for module, name, value in reversed(before):
         setattr(module, name, value)
 
 
 def bind_active_settings(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` with the settings that hold now, whenever it runs."""
-    held = _active_settings.get()
-    if not held:
+    """Return `call` bound to the settings that are active now, whenever it runs later."""
+    active = _active_settings.get()
+    if not active:
         return call
 
     def run(*args: Any) -> Any:
         before = _active_settings.get()
-        return call(*args) if before == held else _call_with_settings(held, call, args)
+        return call(*args) if before == active else _call_with_settings(active, call, args)
 
     return run
 
 
-def _call_with_settings(held: ActiveSettings, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """The call under all of these settings."""
-    if not held:
+def _call_with_settings(active: ActiveSettings, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call with all of these settings applied."""
+    if not active:
         return call(*args)
-    (module, settings), *rest = held
+    (module, settings), *rest = active
     with apply_settings(module, *settings):
         return _call_with_settings(tuple(rest), call, args)

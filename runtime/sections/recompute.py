@@ -1,11 +1,11 @@
-"""Recomputation: parts of the user's modules keep their inputs alone and run again in the backward, by
+"""Activation recomputation (gradient checkpointing, Chen et al. 2016) of parts of the user's modules, by
 `torch.utils.checkpoint`.
 
-What runs again is a *unit*: each layer of a stack in a block, or the whole block where it has no stack.
-`full` makes every unit run again; `selective` every second layer of a stack (blocks of one class side by side
-are a stack, too), such that the last one, whose activations are used first, is kept. Only `forward` is
-replaced, on the module itself: parameters, names and hooks stay the user's. The cost model asks here, too,
-what the units are.
+A *unit* keeps only its inputs and runs again in the backward: a layer of a stack in a block, or the whole
+block if it has no stack. `full` recomputes every unit. `selective` recomputes every second layer of a stack
+(blocks of one class side by side count as a stack), never the last one: its activations are used first. Only
+the `forward` attribute of the module is replaced; parameters, names and hooks stay the user's. The cost model
+uses this module to find the units.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 
 
 def install_recompute(model: nn.Module, blocks: Sequence[str], mode: str) -> None:
-    """Let the units of `blocks` (paths in `model`) that `mode` chooses run again in the backward. Raises
-    UserError for another mode."""
+    """Let the units of `blocks` (module paths) that `mode` selects run again in the backward. Raises
+    UserError for an unknown mode."""
     if mode not in RECOMPUTE_MODES:
         raise UserError(
-            f"there is no recomputation {mode!r}", remedy=f"choose one of {', '.join(RECOMPUTE_MODES)}"
+            f"unknown recomputation mode {mode!r}", remedy=f"choose one of {', '.join(RECOMPUTE_MODES)}"
         )
     for unit in select_recomputed_units(model, blocks, mode):
         if not getattr(unit, _RECOMPUTE_MARK, False) and not getattr(
@@ -43,31 +43,31 @@ def install_recompute(model: nn.Module, blocks: Sequence[str], mode: str) -> Non
 
 
 def select_recomputed_units(model: nn.Module, blocks: Sequence[str], mode: str) -> list[nn.Module]:
-    """The units that run again under `mode`."""
+    """Return the modules that `mode` recomputes."""
     if mode == "none":
         return []
     classes = {path: type(model.get_submodule(path)).__name__ for path in blocks}
-    picked = set(blocks if mode == "full" else select_alternate_blocks(blocks, classes))
-    found: list[nn.Module] = []
+    whole_blocks = set(blocks if mode == "full" else select_alternate_blocks(blocks, classes))
+    selected: list[nn.Module] = []
     for path in blocks:
         block = model.get_submodule(path)
-        inner = [list(stack.children()) for stack in find_layer_stacks(block)]
-        for layers in inner:
-            found += layers if mode == "full" else layers[alternate_slice(len(layers))]
-        if not inner and path in picked:
-            found += recompute_units(block)
-    return found
+        stacks_of_layers = [list(stack.children()) for stack in find_layer_stacks(block)]
+        for layers in stacks_of_layers:
+            selected += layers if mode == "full" else layers[alternate_slice(len(layers))]
+        if not stacks_of_layers and path in whole_blocks:
+            selected += recompute_units(block)
+    return selected
 
 
 def recompute_units(block: nn.Module) -> list[nn.Module]:
-    """What of a block would run again under `full`: the layers of its outermost stacks, else the block unless
-    nothing is inside it."""
+    """Return the units of a block under `full`: the layers of its outermost stacks, else the block itself
+    unless it has no submodules."""
     layers = [layer for stack in find_layer_stacks(block) for layer in stack.children()]
     return layers or ([block] if next(block.children(), None) is not None else [])
 
 
 def find_layer_stacks(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost stacks of layers in a module, itself included."""
+    """Iterate over the outermost layer stacks in a module, itself included."""
     if is_layer_stack(module):
         yield module
         return
@@ -76,10 +76,11 @@ def find_layer_stacks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_layer_stack(module: nn.Module) -> bool:
-    """A list or sequence of several layers of one class that are more than one of torch's own leaf modules.
+    """Whether a module is a list or sequence of at least two layers of one class that hold parameters and are
+    not torch's own leaf modules.
 
-    A list may mix classes of one file (layers with and without cross-attention) that hold modules with parts,
-    and no stacks of their own.
+    A list may mix classes of one file (layers with and without cross-attention) if each layer has submodules
+    with parts and contains no stack itself.
     """
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False
@@ -106,7 +107,7 @@ def _is_torch_leaf_module(module: nn.Module) -> bool:
 
 
 def _checkpoint_forward(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` with its activations forgotten until the backward."""
+    """Wrap `forward` so that its activations are dropped until the backward, then computed again."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -119,7 +120,7 @@ def _checkpoint_forward(unit: nn.Module, forward: Callable[..., Any]) -> Callabl
 
 
 def _without_cache(unit: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments without the caches of Hugging Face's decoders, which a second run would fill again; training
+    """Drop the key-value caches of Hugging Face's decoders: a second run would fill them again, and training
     does not read them."""
     if getattr(unit, "_can_checkpoint_with_cache", False):
         return kwargs

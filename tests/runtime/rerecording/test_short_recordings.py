@@ -123,7 +123,7 @@ def test_a_result_that_is_not_as_recorded_is_refused() -> None:
     section: Any = type("Section", (), {"device": torch.device("cpu")})()
     assert glue.run(section, given, "head:0", [torch.zeros(5, 4)]).shape == (4, 4)
     with pytest.raises(
-        UserError, match=r"block body .* returns a tensor of shape \(6, 4\), where sizes say \(5, 4\)"
+        UserError, match=r"block body .* returns a tensor of shape \(6, 4\), but the plan expects \(5, 4\)"
     ):
         glue.run(section, given, "head:0", [torch.zeros(6, 4)])
 

@@ -141,7 +141,7 @@ def test_nothing_runs_again_without_gradients_and_installing_twice_is_once() -> 
 
 
 def test_another_mode_is_refused() -> None:
-    with pytest.raises(UserError, match="no recomputation 'some'"):
+    with pytest.raises(UserError, match="unknown recomputation mode 'some'"):
         recompute.install_recompute(model(), BLOCKS, "some")
 
 
