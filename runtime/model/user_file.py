@@ -335,7 +335,7 @@ class UserModel:
         return f"{self.path if file == str(self.path.resolve()) else file}:{line}"
 
     def call_function(self, function: str, *args: Any, remedy: str = "") -> Any:
-        """Call a function of the model file. Raises UserError if it is missing, is not callable, or raises."""
+        """Call a function of the model file. Raises UserError if it is missing, not callable, or raises."""
         member = getattr(self.module, function, None)
         if member is None:
             raise UserError(

@@ -100,7 +100,7 @@ class RecordedGlue:
                 raise UserError(
                     f"block {block} returns a tensor of shape {tuple(passed[name].shape)}, "
                     f"but the plan expects {shape}",
-                    remedy="name a larger module as the block, so that no size that depends on values leaves it",
+                    remedy="name a larger module as the block: sizes that depend on values must not leave it",
                 )
 
 
@@ -308,8 +308,8 @@ class Rerecorder:
                 if recording is not None:
                     return recording
             outline = self._record_outline(batch, rules, None)
-        # The first whole recording of a pattern depends on more inputs than the short ones that follow. Cached,
-        # it would add these inputs to the cache's keys for good, and later micro-batches would rarely match.
+        # The first whole recording of a pattern depends on more inputs than the short ones that follow. If it
+        # were cached, it would add these inputs to the cache's keys for good, and later micro-batches would rarely match.
         is_first = request.last_call is not None and request.pattern not in self._has_planned_calls
         self._has_planned_calls[request.pattern] = (
             not outline.recording.has_idle_calls and self._has_planned_calls.get(request.pattern, True)
@@ -358,7 +358,7 @@ class Rerecorder:
             if not fitting:
                 raise next(iter(mismatches.values())) or UserError(
                     "the plan has no case with the inputs of this micro-batch",
-                    remedy="let dataset() show such samples earlier, or compile again with more --stats-samples",
+                    remedy="let dataset() show such samples earlier, or compile with more --stats-samples",
                 )
             name = fitting[0].name
         dependencies = RecordingDependencies.of_recording(outline.recording, read_inputs)
