@@ -309,7 +309,8 @@ class Rerecorder:
                     return recording
             outline = self._record_outline(batch, rules, None)
         # The first whole recording of a pattern depends on more inputs than the short ones that follow. If it
-        # were cached, it would add these inputs to the cache's keys for good, and later micro-batches would rarely match.
+        # were cached, it would add these inputs to the cache's keys for good, and later micro-batches would
+        # rarely match.
         is_first = request.last_call is not None and request.pattern not in self._has_planned_calls
         self._has_planned_calls[request.pattern] = (
             not outline.recording.has_idle_calls and self._has_planned_calls.get(request.pattern, True)
