@@ -1,4 +1,5 @@
-"""A captioner small enough to follow by hand: every second sample has a picture. docs/concepts.md walks through one step."""
+"""A captioner small enough to follow by hand: every second sample has a picture. docs/concepts.md walks
+through one step."""
 
 import torch
 from torch import nn

@@ -40,7 +40,8 @@ def accuracy(net: nn.Module, show: int = 0) -> float:
     said = captions(net.eval(), images[held_out])
     for got, want in list(zip(said, wanted, strict=True))[:show]:
         print(
-            f"{'right' if got == want else 'wrong'}: a handwritten {got.decode(errors='replace')!r} for {want.decode()!r}"
+            f"{'right' if got == want else 'wrong'}: a handwritten {got.decode(errors='replace')!r} "
+            f"for {want.decode()!r}"
         )
     return sum(got == want for got, want in zip(said, wanted, strict=True)) / len(wanted)
 

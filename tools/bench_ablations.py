@@ -1,18 +1,25 @@
-"""What each part of the allocation is worth: `python -m tools.bench_ablations PLANS [ID ...]` prints a table.
+"""Measures the contribution of each part of the allocation.
+
+    python -m tools.bench_ablations PLANS [ID ...]     prints a table; `--json FILE` writes it
 
 PLANS is a folder with the plan of each workload in a folder of its name, as `tools.bench_baselines` leaves
-it. From the IR that a plan keeps its allocation is made again, as `allocate` makes it and in other ways, so
-that nothing is captured or compiled here. Each choice is put into the order that ranks run, on the same
-samples (`secc.alloc.refine.schedule_evaluation`). A figure is that step over the one of `allocate`'s choice.
+it. Allocation runs again from the IR in the plan, as `allocate` does it and in other ways; nothing is
+captured or compiled. Each choice is scheduled as ranks would, on the same samples
+(`secc.alloc.refine.schedule_evaluation`). A figure is that step over the step of `allocate`'s choice.
 
-solver alone: the best by closed forms, nothing tried. means only: tried on mean samples. uniform: every
-section on all ranks with one micro-batch. greedy: sections apart on ranks in proportion to their work, each
-run in the fastest way that fits. random: the median of 20 plans that fit. without sink-boundaries: sections
-send what their modules return.
+| column | choice |
+| --- | --- |
+| solver alone | the best by closed forms, without refinement |
+| means only | refined on mean samples |
+| uniform | every section on all ranks with one micro-batch size |
+| greedy | sections apart, ranks in proportion to their work, each in the fastest way that fits |
+| random | the median of 20 plans that fit |
+| without sink-boundaries | sections send what their modules return |
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 from dataclasses import dataclass, replace
@@ -36,7 +43,8 @@ from secc.ir.analysis import sample_sizes
 from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.ir.text_io import module_text
 from secc.passes.allocate import MULTI_RANK_MARGIN, assign_ranks
-from tools.bench_workloads import print_workload_table
+from tools.bench_workloads import WORKLOADS
+from tools.benchmark_table import BenchmarkTable, add_json_option
 
 ABLATION_COLUMNS = (
     "workload",
@@ -190,7 +198,17 @@ def ablation_row(name: str, plans: Path) -> list[str]:
 
 
 def main() -> None:
-    print_workload_table(ABLATION_COLUMNS, ablation_row)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("plans", type=Path)
+    parser.add_argument("workloads", nargs="*", metavar="ID", default=list(WORKLOADS))
+    add_json_option(parser)
+    options = parser.parse_args()
+    about = "Step of other choices over allocate's, in the order that ranks run; null: nothing fits."
+    table = BenchmarkTable(ABLATION_COLUMNS, about, options.json)
+    for name in options.workloads:
+        table.add_row(*ablation_row(name, options.plans))
 
 
 if __name__ == "__main__":

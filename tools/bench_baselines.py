@@ -1,12 +1,13 @@
-"""Plans of the reference workloads against all baselines: `python -m tools.bench_baselines PLANS [ID[@SHARE]
-...]` prints a table.
+"""Compares plans of the reference workloads with all baselines.
 
-PLANS is a folder with the plan of each workload in a folder of its name; those that are missing are compiled
-first (`tools.bench_workloads` has their clusters and batches). `vlm_7b@0.75` is the workload with images in
-75% of its samples. A plan and all baselines train the same global batches on the same devices, in one
-simulator with one cost model (docs/baselines.md). Columns: the plan's step, its ratio to the bounds for its
-allocation and for any, and each baseline's step over the plan's: below 1 the plan loses, in bold. `--plot
-FILE` (needs matplotlib) draws these ratios. Which layouts are a baseline's best is printed to standard error.
+    python -m tools.bench_baselines PLANS [ID[@SHARE] ...]     prints a table; `--json FILE` writes it
+
+PLANS is a folder with the plan of each workload in a folder of its name; missing ones are compiled first
+(`tools.bench_workloads` has their clusters and batches). `vlm_7b@0.75` is the workload with images in 75% of
+its samples. A plan and all baselines train the same global batches on the same devices, in one simulator with
+one cost model (docs/baselines.md). Columns: the plan's step, its ratio to the bounds for its allocation and
+for any allocation, and each baseline's step over the plan's; below 1 the plan loses, in bold. `--plot FILE`
+(needs matplotlib) draws these ratios. The best layout of each baseline is printed to standard error.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from secc.simulate.global_batches import load_global_batches
 from secc.simulate.simulator import simulate
 from secc.simulate.steady_state import steady_state_steps
 from secc.simulate.step_measures import StepMeasures, mean_measures, measure_step
-from tools.bench_workloads import COMPILE_COMMAND, WORKLOADS, print_markdown_table
+from tools.bench_workloads import COMPILE_COMMAND, WORKLOADS
+from tools.benchmark_table import BenchmarkTable, add_json_option
 
 BASELINE_COLUMNS = (
     "workload",
@@ -43,7 +45,7 @@ BASELINE_COLUMNS = (
     *SCHEMES,
     "sections",
 )
-MEASURED_BATCHES = 2  # that come round and round, as sections that run ahead need
+MEASURED_BATCHES = 2  # repeated in turn, so that every step may prefetch for the next
 IMAGE_SHARE_VARIABLE = (
     "IMAGE_SHARE"  # where the workloads' datasets look for the share of samples with images
 )
@@ -168,14 +170,16 @@ def main() -> None:
     parser.add_argument("plans", type=Path)
     parser.add_argument("workloads", nargs="*", metavar="ID[@SHARE]", default=list(WORKLOADS))
     parser.add_argument("--plot", type=Path, help="draw the ratios", metavar="FILE")
+    add_json_option(parser)
     options = parser.parse_args()
-    rows: list[BaselineRow] = []
-
-    def cells(what: str) -> list[str]:
-        rows.append(baseline_row(what, options.plans))
-        return rows[-1].table_cells
-
-    print_markdown_table(BASELINE_COLUMNS, map(cells, options.workloads))
+    about = (
+        f"Step of published schemes over the plan's, mean of {MEASURED_BATCHES} batches, modelled costs; "
+        "below 1 the plan loses, null: no layout fits. Sections are dp/pp/tp, micro-batch."
+    )
+    table, rows = BenchmarkTable(BASELINE_COLUMNS, about, options.json), list[BaselineRow]()
+    for name in options.workloads:
+        rows.append(baseline_row(name, options.plans))
+        table.add_row(*rows[-1].table_cells)
     if options.plot:
         plot_ratios(rows, options.plot)
 

@@ -1,11 +1,11 @@
-"""Compares emulated steps with simulated ones: real processes and the real control plane, with waits in place
+"""Compares emulated steps with simulated ones: real processes and the real control plane, sleeping in place
 of training.
 
-python -m tools.bench_emulation [NAME ...] --steps 3      plans with 2 to 16 ranks; those with 64 only if
-named
+    python -m tools.bench_emulation [NAME ...] --steps 3     2 to 16 ranks; plans with 64 only by name
 
-Each plan has the sections of `tools/schedule_mixes.py` on a machine of 8 devices a node, and its own samples. Wall
-time over simulated time of each step but the first, in which processes still warm up. Prints Markdown.
+Each plan has the sections of `tools/schedule_mixes.py` on nodes of 8 devices, and its own samples. Wall time
+over simulated time of each step except the first, in which processes warm up. Prints Markdown; `--json FILE`
+writes it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,21 @@ from secc.runtime.training.launch import run_plan
 from secc.simulate.emulation_table import compare_emulated_steps, make_emulation_table
 from secc.simulate.global_batches import load_global_batches
 from tools import schedule_mixes
+from tools.benchmark_table import BenchmarkTable, add_json_option
 
 MODEL = Path(__file__).parent / "models" / "sized.py"
 EMULATED_LINK = {"latency_ns": 20_000, "bytes_per_s": 10**10}
 EMULATED_DEVICE = {
-    "kind": "cpu", "backend": "cpu", "gflops": [["f32", 100]], "memory": 1 << 34, "memory_bytes_per_s": 10**11, "efficiency_percent": 50,
-    "op_ns": 1, "reserved": 0, "label": "default",
-}  # fmt: skip
+    "kind": "cpu",
+    "backend": "cpu",
+    "gflops": [["f32", 100]],
+    "memory": 1 << 34,
+    "memory_bytes_per_s": 10**11,
+    "efficiency_percent": 50,
+    "op_ns": 1,
+    "reserved": 0,
+    "label": "default",
+}
 EMULATED_CLUSTER = {
     "name": "emulated",
     "nodes": 8,
@@ -198,19 +206,22 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("names", nargs="*", help="; ".join(EMULATION_CASES))
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--scale", type=float, default=1.0, help="stretch all waits")
+    parser.add_argument("--scale", type=float, default=1.0, help="stretch all sleeps")
+    add_json_option(parser)
     options = parser.parse_args(arguments)
-    print("| plan | emulated, s | simulated, s | ratio |\n| --- | --- | --- | --- |")
+    table = BenchmarkTable(
+        ("plan", "emulated, s", "simulated, s", "ratio"),
+        "Wall time of real, sleeping ranks over the simulated step: median (least to most).",
+        options.json,
+    )
     for name in options.names or [name for name in EMULATION_CASES if name not in LARGE_CASES]:
         with tempfile.TemporaryDirectory() as directory:
             plan = write_plan_directory(Path(directory), EMULATION_CASES[name], options.steps)
             found = run_emulated(Path(directory), plan, options.steps, options.scale)[1:]
         took, expected = (median(column) for column in list(zip(*found, strict=True))[1:])
         ratios = [e / s for _, e, s in found]
-        print(
-            f"| {name} | {took:.3f} | {expected:.3f} | {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |",
-            flush=True,
-        )
+        spread = f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        table.add_row(name, f"{took:.3f}", f"{expected:.3f}", spread)
     return 0
 
 

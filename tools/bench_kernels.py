@@ -166,9 +166,12 @@ def measure_implementation(
         return replace(result, failure="out of memory")
     moved = case.moved_entries(sizes) * inputs[0].element_size()
     return replace(
-        result, ms=ms, memory_mib=max(beyond, 0) / 2**20,
-        of_bandwidth=moved / ms * 1e3 / top.bytes_per_s, of_flops=case.flops(sizes) / ms * 1e3 / top.flops_per_s,
-    )  # fmt: skip
+        result,
+        ms=ms,
+        memory_mib=max(beyond, 0) / 2**20,
+        of_bandwidth=moved / ms * 1e3 / top.bytes_per_s,
+        of_flops=case.flops(sizes) / ms * 1e3 / top.flops_per_s,
+    )
 
 
 def results_table(results: Sequence[KernelResult]) -> str:
@@ -196,14 +199,16 @@ def draw_results(results: Sequence[KernelResult]) -> str:
         slowest = max(bar.ms for bar in bars)
         for bar in bars:
             parts.append(
-                f'<rect x="360" y="{y}" width="{380 * bar.ms / slowest:.1f}" height="12" fill="{IMPLEMENTATION_COLORS[bar.way]}"/>'
+                f'<rect x="360" y="{y}" width="{380 * bar.ms / slowest:.1f}" height="12" '
+                f'fill="{IMPLEMENTATION_COLORS[bar.way]}"/>'
             )
             parts.append(
                 f'<text x="{366 + 380 * bar.ms / slowest:.1f}" y="{y + 11}">{bar.way} {bar.ms:.3g} ms</text>'
             )
             y += 15
         y += 10
-    style = '<style>text{font:11px sans-serif}</style><text x="10" y="16">Forward and backward; shorter is better</text>'
+    style = "<style>text{font:11px sans-serif}</style>"
+    style += '<text x="10" y="16">Forward and backward; shorter is better</text>'
     return f'<svg xmlns="http://www.w3.org/2000/svg" width="900" height="{y}">{style}{"".join(parts)}</svg>\n'
 
 
@@ -218,7 +223,8 @@ def check_precision(
         else "PyTorch references"
     )
     print(
-        f"Relative errors against float64, {dtype}, {sizes.name} sizes, {sizes.rows} rows, {how}: outputs, then each gradient"
+        f"Relative errors against float64, {dtype}, {sizes.name} sizes, {sizes.rows} rows, {how}: "
+        "outputs, then each gradient"
     )
     right = True
     for case in cases:
@@ -267,7 +273,8 @@ def bench_cases(
     """Time every way of every operator at every size; write the results as they come."""
     top, results = measure_ceilings(dtype), list[KernelResult]()
     print(
-        f"{torch.cuda.get_device_name()}: copy {top.bytes_per_s / 1e12:.2f} TB/s, product {top.flops_per_s / 1e12:.0f} TFLOP/s"
+        f"{torch.cuda.get_device_name()}: copy {top.bytes_per_s / 1e12:.2f} TB/s, "
+        f"product {top.flops_per_s / 1e12:.0f} TFLOP/s"
     )
     out.mkdir(parents=True, exist_ok=True)
     for case in cases:

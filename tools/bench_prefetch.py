@@ -1,13 +1,14 @@
-"""Measures running ahead: the mean step over its certified bound, where a frozen section upstream waits for
-the step and where it does not.
+"""Measures cross-step prefetch: the mean step over its certified bound, with a frozen upstream section that
+waits for each step and with one that computes forwards of the next step.
 
-python -m tools.bench_prefetch            mean/worst of ten seeds as a table python -m tools.bench_prefetch --lead 1
-with results for another number of micro-batches than plans give room for
+    python -m tools.bench_prefetch             mean/worst of ten seeds as a table
+    python -m tools.bench_prefetch --lead 1    with another number of prefetched micro-batches
 
-Each seed is a round of three global batches that come again and again (`secc/simulate/steady_state.py`); a step is
-simulated with all that is computed ahead in it, against the bound on the mean step (`secc/bounds/steady_state.py`).
-Room on a rank is what `secc compile` gives (`secc/alloc/refine/prefetch_memory.py`). Costs are linear and
-transfers take no time; `tools/schedule_mixes.py` has the mixes. Prints Markdown.
+Each seed is a round of three global batches that are repeated (`secc/simulate/steady_state.py`); a step is
+simulated with everything that is prefetched in it, against the bound on the mean step
+(`secc/bounds/steady_state.py`). Memory for results is what `secc compile` gives
+(`secc/alloc/refine/prefetch_memory.py`). Costs are linear and transfers take no time;
+`tools/schedule_mixes.py` has the mixes. Prints Markdown; `--json FILE` writes the table.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from secc.runtime.plan.schema import Plan
 from secc.simulate.simulator import simulate
 from secc.simulate.steady_state import steady_state_steps
 from tools import schedule_mixes
+from tools.benchmark_table import BenchmarkTable, add_json_option
 
 BATCHES_PER_SEED = 3
 RESULT_WIDTH = 2048  # entries of a token's results, in 16 bits
@@ -46,7 +48,7 @@ class PrefetchSetting:
     stages: int = 1
 
     def build_plan(self, seed: int) -> tuple[Plan, list[schedule_mixes.SampleList]]:
-        """A plan without room to run ahead, and the global batches."""
+        """Builds a plan without memory for prefetched results, and the global batches."""
         if self.kind == "teacher → student":
             batches = [
                 schedule_mixes.distillation_batch(self.count, BATCHES_PER_SEED * seed + k)
@@ -78,7 +80,7 @@ class PrefetchSetting:
         return replace(made, edges=tuple(carried)), batches
 
     def memory_gib(self, batches: list[schedule_mixes.SampleList], lead: int) -> float:
-        """GiB on a rank for what the critical section's replicas want first."""
+        """GiB on a rank for the results that the critical section's replicas want first."""
         symbol = "T" if self.kind == "teacher → student" else "I"
         sizes = [s.sizes[symbol] for batch in batches for s in batch if s.sizes[symbol]]
         return (
@@ -105,7 +107,7 @@ def list_settings() -> Iterator[PrefetchSetting]:
 
 
 def ratio_to_bound(plan: Plan, batches: list[schedule_mixes.SampleList]) -> float:
-    """The mean step of a plan over the bound on it where as much may run ahead as anything can."""
+    """The mean step of a plan over the bound that holds for any amount of prefetching."""
     time = sum(
         simulate(plan, samples, programs).end for samples, programs in steady_state_steps(plan, batches)
     )
@@ -125,28 +127,31 @@ def main(arguments: list[str]) -> int:
         "--lead",
         type=int,
         default=PREFETCHED_PER_CONSUMER,
-        help="micro-batches for each replica, beside one for each stage",
+        help="prefetched micro-batches per replica, in addition to one per stage",
     )
+    add_json_option(parser)
     options = parser.parse_args(arguments)
-    print(
-        "| sections | N | ranks upstream | replicas | stages | load upstream | room, GiB | alone | ahead |\n"
-        + "| --- " * 9
-        + "|"
+    shape = ("sections", "N", "ranks upstream", "replicas", "stages", "load upstream", "memory, GiB")
+    table = BenchmarkTable(
+        (*shape, "without prefetch", "with prefetch"),
+        f"Modelled mean step over the certified bound on the mean step, [mean, worst] of {options.seeds} "
+        f"rounds of {BATCHES_PER_SEED} batches.",
+        options.json,
     )
     for row in list_settings():
-        found, rooms = list[tuple[float, float]](), list[float]()
+        ratios, memory = list[tuple[float, float]](), list[float]()
         for seed in range(options.seeds):
             plan, batches = row.build_plan(seed)
-            rooms.append(row.memory_gib(batches, options.lead))
-            found.append(
+            memory.append(row.memory_gib(batches, options.lead))
+            ratios.append(
                 (
                     ratio_to_bound(plan, batches),
-                    ratio_to_bound(replace(plan, run_ahead_gib=rooms[-1]), batches),
+                    ratio_to_bound(replace(plan, run_ahead_gib=memory[-1]), batches),
                 )
             )
-        cells = " | ".join(f"{mean(column):.3f}/{max(column):.3f}" for column in zip(*found, strict=True))
-        shape = f"{row.count} | {row.upstream} | {row.replicas} | {row.stages} | {row.load:.0%}"
-        print(f"| {row.kind} | {shape} | {mean(rooms):.2f} | {cells} |", flush=True)
+        cells = [f"{mean(column):.3f}/{max(column):.3f}" for column in zip(*ratios, strict=True)]
+        sizes = (row.count, row.upstream, row.replicas, row.stages, f"{row.load:.0%}", f"{mean(memory):.2f}")
+        table.add_row(row.kind, *sizes, *cells)
     return 0
 
 

@@ -1,13 +1,13 @@
-"""What it costs to record glue anew: the step time with recordings made ahead, in the loader's process, and
-made where the rank waits.
+"""Measures what re-recording costs: the step time with recordings made in advance, in the loader process, and
+made while the rank waits.
 
-python -m tools.bench_rerecord                  two ranks on this machine, tools/models/grid_reader.py
-WIDTH=256 python -m tools.bench_rerecord        the same with a wider model, which computes longer
-python -m tools.bench_rerecord MODEL.py --ranks 3 --steps 20
+    python -m tools.bench_rerecord               two ranks on this machine, tools/models/grid_reader.py
+    WIDTH=256 python -m tools.bench_rerecord     the same with a wider model, which computes longer
+    python -m tools.bench_rerecord MODEL.py --ranks 3 --steps 20
 
-Prints medians over the steps but the first two: seconds of a step, recordings made and known (all ranks),
-seconds (mean of the ranks) of recordings, of waiting meanwhile, and of waiting for batches, then the ratio of
-the two step times.
+Prints medians over the steps except the first two: seconds of a step, micro-batches recorded and reused (all
+ranks), seconds (mean of the ranks) spent recording, waiting for recordings, and waiting for batches; then the
+ratio of the two step times. `--json FILE` writes the table.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.report.html_page import report_page
+from tools.benchmark_table import BenchmarkTable, add_json_option
 from tools.compare_training import read_metrics, run_plan_ranks
 
 MODEL = Path(__file__).parent / "models" / "grid_reader.py"
-LOADING_PROCESSES = {"ahead": "1", "waited for": "0"}  # loading processes of a rank
+LOADING_PROCESSES = {"in advance": "1", "while waiting": "0"}  # loader processes per rank
 MEASURED_COLUMNS = ("step_time_s", "recorded", "kept", "recording_s", "exposed_s", "waiting_s")
 _WARM_UP_STEPS = 2  # steps
 
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--global-batch", type=int, default=16)
+    add_json_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -51,29 +53,31 @@ def main() -> None:
             )
         )
         made.write_plan(folder / "plan", report_page)
-        print(
-            f"sections {', '.join(s.name for s in made.plan.sections)}; {len(made.plan.recorded)} cases recorded anew"
+        sections = ", ".join(s.name for s in made.plan.sections)
+        print(f"sections {sections}; {len(made.plan.recorded)} re-recorded cases\n")
+        table = BenchmarkTable(
+            ("recordings", *MEASURED_COLUMNS),
+            f"{options.model.stem} on {options.ranks} ranks; medians of a step.",
+            options.json,
         )
-        times = {
-            way: _measure_run(folder, made.plan.world_size, options.steps, workers, way)
-            for way, workers in LOADING_PROCESSES.items()
-        }
+        step_seconds: list[float] = []
+        for way, workers in LOADING_PROCESSES.items():
+            medians = _measure_run(folder, made.plan.world_size, options.steps, workers)
+            table.add_row(way, *(f"{medians[column]:.3f}" for column in MEASURED_COLUMNS))
+            step_seconds.append(medians["step_time_s"])
     print(
-        f"recordings made ahead take {times['ahead'] / times['waited for']:.2f} of the step time with recordings waited for"
+        f"\nstep time with recordings in advance over while waiting: {step_seconds[0] / step_seconds[1]:.2f}"
     )
 
 
-def _measure_run(folder: Path, ranks: int, steps: int, workers: str, way: str) -> float:
-    """Run the plan and print the medians; the median step time."""
+def _measure_run(folder: Path, ranks: int, steps: int, workers: str) -> dict[str, float]:
+    """Runs the plan and returns the median of each measured column."""
     log = folder / f"workers{workers}"
     run_plan_ranks(
         folder / "plan", ranks, ["--steps", str(steps), "--log-dir", str(log), "--workers", workers]
     )
-    found = {
-        column: median(m[column] for m in read_metrics(log)[_WARM_UP_STEPS:]) for column in MEASURED_COLUMNS
-    }
-    print(f"recordings {way:10}: " + "  ".join(f"{column} {value:.3f}" for column, value in found.items()))
-    return found["step_time_s"]
+    metrics = read_metrics(log)[_WARM_UP_STEPS:]
+    return {column: median(m[column] for m in metrics) for column in MEASURED_COLUMNS}
 
 
 if __name__ == "__main__":

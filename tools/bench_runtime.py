@@ -1,18 +1,18 @@
-"""What secc's runtime costs beside the user's model: steps of a plan against those of plain PyTorch, DDP and
-PyTorch's pipelines.
+"""Measures the cost of secc's runtime: steps of a plan against steps of plain PyTorch, DDP and PyTorch's
+pipelines.
 
-python -m tools.bench_runtime [MODEL.py] --global-batch 16 --steps 20 python -m tools.bench_runtime --stages 2
-the decoder in stages, against torch.distributed.pipelining with the same cut
+    python -m tools.bench_runtime [MODEL.py] --global-batch 16 --steps 20
+    python -m tools.bench_runtime --stages 2     a decoder in stages, against torch.distributed.pipelining
 
-Both train in the same processes, one step of each in turn, so that whatever else the machine does hits both
-alike; ranks have one thread. A step is all of it: loading and collating its samples, forward, backward,
-gradients and their global norm, the optimizer, and the loss of the global batch, which every rank reads with
-the norm. The plan has one micro-batch for each rank, as the others have, and pipelines as many as each other.
-Medians of wall time and of CPU time, the latter over all ranks: on a busy machine it says more.
+Both train in the same processes, one step of each in turn, so that other load on the machine affects both;
+ranks have one thread. A step is complete: loading and collating samples, forward, backward, gradients and
+their global norm, the optimizer, and the loss of the global batch, which every rank reads with the norm. The
+plan has one micro-batch per rank (pipelines as many as the other side). Medians of wall time, and of CPU time
+over all ranks: on a busy machine CPU time says more.
 
-Beside that secc alone seeds each sample, collates it alone for its metadata, sends that to all ranks, and
-writes a line to metrics.jsonl and to times.jsonl. The others draw samples as they come. DDP's gradients are
-views of its buckets, which saves a copy.
+Only secc seeds each sample, collates it alone for its metadata, sends that to all ranks, and writes lines to
+metrics.jsonl and times.jsonl. The others draw samples as they come. DDP's gradients are views of its buckets,
+which saves a copy. Prints Markdown; `--json FILE` writes the table.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from secc.runtime.sections.base import load_section_module
 from secc.runtime.training.options import parse_options
 from secc.runtime.training.rank_context import RankContext
 from secc.runtime.training.trainer import Trainer
+from tools.benchmark_table import BenchmarkTable, add_json_option
 from tools.compare_training import find_free_port
 
 DECODER_FILE = Path(__file__).parent / "bench_decoder.py"
@@ -242,8 +243,8 @@ def compile_stages(path: Path, stages: int, global_batch: int, micro_batch: int)
     )
 
 
-def compare_plan(made: CompiledPlan, world: int, steps: int, other: str) -> str:
-    """A row of the table."""
+def compare_plan(made: CompiledPlan, world: int, steps: int, other: str) -> tuple[str, ...]:
+    """The cells of a row: a plan's steps on `world` ranks against those of `other`."""
     with tempfile.TemporaryDirectory() as directory:
         plan = Path(directory) / "plan"
         made.write_plan(plan, report_page)
@@ -251,7 +252,7 @@ def compare_plan(made: CompiledPlan, world: int, steps: int, other: str) -> str:
     wall = [median(t for t, _ in ranks[0][which]) for which in (0, 1)]
     ratio = median(a / b for (a, _), (b, _) in zip(*ranks[0], strict=True))
     cpu = [median(sum(r[which][step][1] for r in ranks) for step in range(steps)) for which in (0, 1)]
-    cells = (
+    return (
         Path(made.plan.model.path).stem,
         f"{world}",
         f"{len(made.plan.sections)}",
@@ -259,8 +260,10 @@ def compare_plan(made: CompiledPlan, world: int, steps: int, other: str) -> str:
         f"{1e3 * wall[0]:.1f}",
         f"{1e3 * wall[1]:.1f}",
         f"{ratio:.3f}",
+        f"{1e3 * cpu[0]:.1f}",
+        f"{1e3 * cpu[1]:.1f}",
+        f"{cpu[0] / cpu[1]:.3f}",
     )
-    return f"| {' | '.join(cells)} | {1e3 * cpu[0]:.1f} | {1e3 * cpu[1]:.1f} | {cpu[0] / cpu[1]:.3f} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -272,20 +275,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--global-batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--stages", type=int, help="instead: the decoder in so many stages")
-    parser.add_argument("--micro-batch", type=int, default=2, help="of stages, in samples")
+    parser.add_argument("--stages", type=int, help="the decoder in this many stages")
+    parser.add_argument("--micro-batch", type=int, default=2, help="samples in a micro-batch, for --stages")
+    add_json_option(parser)
     asked = parser.parse_args(arguments)
-    print(
-        "| model | ranks | sections | against | secc, ms | other, ms | ratio | secc, CPU ms | other, CPU ms | ratio |"
+    times = ("secc, ms", "other, ms", "ratio", "secc, CPU ms", "other, CPU ms", "CPU ratio")
+    table = BenchmarkTable(
+        ("model", "ranks", "sections", "against", *times),
+        "A plan's step over the same step by hand, in turn. Medians; CPU time of all ranks.",
+        asked.json,
     )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     if asked.stages:
         made = compile_stages(DECODER_FILE, asked.stages, asked.global_batch, asked.micro_batch)
-        print(compare_plan(made, asked.stages, asked.steps, "torch.distributed.pipelining"))
+        table.add_row(*compare_plan(made, asked.stages, asked.steps, "torch.distributed.pipelining"))
         return
     for world in asked.ranks:
         made = compile_plan(asked.model, world, asked.global_batch)
-        print(compare_plan(made, world, asked.steps, "plain PyTorch" if world == 1 else "DDP"), flush=True)
+        table.add_row(*compare_plan(made, world, asked.steps, "plain PyTorch" if world == 1 else "DDP"))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Measures the wavefront order: time over the certified bound, time over the proven optimum of small batches,
-and what ordering costs.
+"""Measures the scheduler: step time over the certified lower bound, over proven optima, and its own cost.
 
-python -m tools.bench_schedules quality            mixes and loads, mean and worst of ten seeds, as a table
-python -m tools.bench_schedules pipelines          the same of language models in stages, by samples, stages,
-room and kind of backward python -m tools.bench_schedules loads              the same of 32 samples a replica,
-by mixes, loads, stages and room python -m tools.bench_schedules widths             the same of encoders and
-language models on the same ranks, in replicas of other widths python -m tools.bench_schedules small --count
-300  against optima proven by CP-SAT (minutes) python -m tools.bench_schedules rooms --count 20    the same of
-pipelines alone, by stages and room python -m tools.bench_schedules cost               milliseconds of one
-core over four decades of batch sizes
+    python -m tools.bench_schedules quality             mixes and loads, mean and worst of ten batches
+    python -m tools.bench_schedules pipelines           a language model in stages: samples, stages, in-flight
+                                                        budget, and kind of backward
+    python -m tools.bench_schedules loads               the same with 32 samples per replica: mixes and loads
+    python -m tools.bench_schedules widths              sections on the same ranks with different tp
+    python -m tools.bench_schedules small --count 300   against optima that CP-SAT proves (minutes)
+    python -m tools.bench_schedules in-flight           the same, one pipeline, small in-flight budgets
+    python -m tools.bench_schedules cost                CPU milliseconds over four decades of batch sizes
 
-Costs are linear and transfers take no time; `tools/schedule_mixes.py` has the mixes. Prints Markdown.
+Costs are linear and transfers take no time; `tools/schedule_mixes.py` has the mixes. Prints Markdown; `--json
+FILE` writes the table.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import mean
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,6 +36,7 @@ from secc.runtime.plan.step_program import SampleMeta, compute_kinds, is_active
 from secc.runtime.schedule.scheduler import schedule_with_makespan
 from secc.runtime.validation.full_check import check_schedule
 from tools import schedule_mixes
+from tools.benchmark_table import BenchmarkTable, add_json_option
 
 BatchCase = Callable[[int], tuple[Plan, list[SampleMeta]]]  # of a seed
 IMAGE_SHARES, UPSTREAM_LOADS = (
@@ -46,7 +48,7 @@ IMAGE_SHARES, UPSTREAM_LOADS = (
 def build_case(
     kind: str, images: float, load: float, count: int, encoders: int, replicas: int, seed: int
 ) -> tuple[Plan, list[SampleMeta]]:
-    """A plan of one kind and a batch for it."""
+    """Builds a plan of one kind and a batch for it."""
     if kind == "teacher → student":
         samples = schedule_mixes.distillation_batch(count, seed)
         return schedule_mixes.teacher_student_plan(samples, encoders, replicas, load), samples
@@ -62,14 +64,25 @@ def build_case(
     return makers[kind](samples, encoders, replicas, load), samples
 
 
+OVER_BOUND = "Modelled step over its certified lower bound, [mean, worst] of the batches. "
+IN_STAGES = (
+    "A language model in P stages on 8 replicas; columns are the kind of backward (in one piece or split in "
+    "two equal parts) and the in-flight budget. "
+)
+
+
 # -- time over the bound
-# ----------------------------------------------------------------------------------------------------------
 
 
-def print_quality(seeds: int) -> None:
-    """Rows of kinds, mixes, loads and numbers of encoders: mean/worst of both orders over the bound."""
-    print(
-        "| sections | N | replicas | P(image) | load upstream | wavefront | dataset order |\n| --- | --- | --- | --- | --- | --- | --- |"
+def print_quality(seeds: int, json_file: Path | None) -> None:
+    """Prints kinds of plans, mixes, loads and numbers of encoders: mean/worst of both orders over the
+    bound."""
+    table = BenchmarkTable(
+        ("sections", "N", "replicas", "P(image)", "load upstream", "wavefront", "dataset order"),
+        OVER_BOUND
+        + "`replicas` are those of the upstream section and of the critical one; `load upstream` is the "
+        "work of an upstream rank over that of a rank of the critical section.",
+        json_file,
     )
     for kind, images, load, count, encoders, replicas in quality_settings():
         found = [
@@ -78,10 +91,7 @@ def print_quality(seeds: int) -> None:
         ]
         cells = [f"{mean(column):.3f}/{max(column):.3f}" for column in zip(*found, strict=True)]
         share = "" if kind == "teacher → student" else f"{images:.2f}"
-        print(
-            f"| {kind} | {count} | {encoders}+{replicas} | {share} | {load:.0%} | {' | '.join(cells)} |",
-            flush=True,
-        )
+        table.add_row(kind, count, f"{encoders}+{replicas}", share, f"{load:.0%}", *cells)
 
 
 def quality_settings() -> Iterator[tuple[str, float, float, int, int, int]]:
@@ -112,50 +122,57 @@ def _ratios_to_bound(plan: Plan, samples: list[SampleMeta]) -> tuple[float, floa
 PLANNED_SAMPLES, PLANNED_STAGES, PLANNED_IN_FLIGHT = (16, 32, 64, 128), (2, 4, 8), (1, 2, 4)
 
 
-def print_pipelines(seeds: int, counts: Sequence[int]) -> None:
-    """Rows of samples a replica and stages, columns of backwards and room, at P(image) 0.33 and 80% load:
-    mean/worst over the bound."""
-    kinds = [(split, room) for split in (False, True) for room in PLANNED_IN_FLIGHT]
-    heads = [f"{'split' if split else 'whole'}, {room if room > 1 else ''}P" for split, room in kinds]
-    print(f"| samples a replica | stages | {' | '.join(heads)} |\n| --- | --- |{' --- |' * len(kinds)}")
+def print_pipelines(seeds: int, counts: Sequence[int], json_file: Path | None) -> None:
+    """Prints samples per replica and stages by kind of backward and in-flight budget, at P(image) 0.33 and
+    80% load: mean/worst over the bound."""
+    kinds = [(split, budget) for split in (False, True) for budget in PLANNED_IN_FLIGHT]
+    heads = [f"{'split' if split else 'whole'}, {budget if budget > 1 else ''}P" for split, budget in kinds]
+    table = BenchmarkTable(("samples per replica", "stages", *heads), OVER_BOUND + IN_STAGES, json_file)
     for count in counts:
         for stages in PLANNED_STAGES:
             cells = [
                 _staged_ratio(
-                    count, 0.33, 0.8, schedule_mixes.PipelineShape(stages, room * stages, split), seeds
+                    count, 0.33, 0.8, schedule_mixes.PipelineShape(stages, budget * stages, split), seeds
                 )
-                for split, room in kinds
+                for split, budget in kinds
             ]
-            print(f"| {count} | {stages} | {' | '.join(cells)} |", flush=True)
+            table.add_row(count, stages, *cells)
 
 
-def print_loads(seeds: int, mixed: Sequence[float]) -> None:
-    """Rows of mixes, loads and stages, columns of backwards and room, with 32 samples a replica: mean/worst
-    over the bound."""
-    kinds = [(split, room) for split in (False, True) for room in PLANNED_IN_FLIGHT]
-    heads = [f"{'split' if split else 'whole'}, {room if room > 1 else ''}P" for split, room in kinds]
-    print(
-        f"| P(image) | load upstream | stages | {' | '.join(heads)} |\n| --- | --- | --- |{' --- |' * len(kinds)}"
+def print_loads(seeds: int, mixed: Sequence[float], json_file: Path | None) -> None:
+    """Prints mixes, loads and stages by kind of backward and in-flight budget, with 32 samples per replica:
+    mean/worst over the bound."""
+    kinds = [(split, budget) for split in (False, True) for budget in PLANNED_IN_FLIGHT]
+    heads = [f"{'split' if split else 'whole'}, {budget if budget > 1 else ''}P" for split, budget in kinds]
+    table = BenchmarkTable(
+        ("P(image)", "load upstream", "stages", *heads),
+        OVER_BOUND + IN_STAGES + "32 samples per replica.",
+        json_file,
     )
     for images, load, stages in product(mixed, UPSTREAM_LOADS, PLANNED_STAGES):
         cells = [
-            _staged_ratio(32, images, load, schedule_mixes.PipelineShape(stages, room * stages, split), seeds)
-            for split, room in kinds
+            _staged_ratio(
+                32, images, load, schedule_mixes.PipelineShape(stages, budget * stages, split), seeds
+            )
+            for split, budget in kinds
         ]
-        print(f"| {images:.2f} | {load:.0%} | {stages} | {' | '.join(cells)} |", flush=True)
+        table.add_row(f"{images:.2f}", f"{load:.0%}", stages, *cells)
 
 
 TP_SIZES = ((1, 2), (1, 4), (2, 4), (2, 1), (4, 1))
 
 
-def print_tp_sizes(seeds: int) -> None:
-    """Rows of the ranks in an encoder's and a language model's replicas, all on 16 ranks, at P(image) 0.33
-    with 32 samples for each replica of the language model; columns of loads and of images in a micro-batch:
-    mean/worst over the bound."""
+def print_tp_sizes(seeds: int, json_file: Path | None) -> None:
+    """Prints tp of an encoder and of a language model on the same 16 ranks, at P(image) 0.33 with 32 samples
+    per replica of the language model, by load and images per micro-batch: mean/worst over the bound."""
     kinds = list(product((0.2, 0.6), (1, 4)))
     heads = [f"{load:.0%}, {size} a micro-batch" for load, size in kinds]
-    print(
-        f"| tp of encoder | tp of language model | {' | '.join(heads)} |\n| --- | --- |{' --- |' * len(kinds)}"
+    table = BenchmarkTable(
+        ("tp of encoder", "tp of language model", *heads),
+        OVER_BOUND
+        + "Both sections are on the same 16 ranks; columns are the encoder's load and its images per "
+        "micro-batch.",
+        json_file,
     )
     for encoder, language in TP_SIZES:
         cells: list[str] = []
@@ -172,7 +189,7 @@ def print_tp_sizes(seeds: int) -> None:
                 for p, b in zip(plans, batches, strict=True)
             ]
             cells.append(f"{mean(found):.3f}/{max(found):.3f}")
-        print(f"| {encoder} | {language} | {' | '.join(cells)} |", flush=True)
+        table.add_row(encoder, language, *cells)
 
 
 def _staged_ratio(
@@ -189,7 +206,6 @@ def _staged_ratio(
 
 
 # -- time over the optimum
-# --------------------------------------------------------------------------------------------------------
 
 
 def small_case(seed: int) -> tuple[Plan, list[SampleMeta]]:
@@ -207,8 +223,12 @@ def small_case(seed: int) -> tuple[Plan, list[SampleMeta]]:
         ]
     )
     images, load, count, upstream, replicas = (
-        r.choice([0.33, 0.5, 0.75]), r.choice([0.5, 0.8, 1.0]), r.randint(5, 10), r.randint(1, 2), r.randint(1, 3),
-    )  # fmt: skip
+        r.choice([0.33, 0.5, 0.75]),
+        r.choice([0.5, 0.8, 1.0]),
+        r.randint(5, 10),
+        r.randint(1, 2),
+        r.randint(1, 3),
+    )
     if kind != "pipeline":
         return build_case(kind, images, load, count, upstream, replicas, seed)
     samples, stages = schedule_mixes.multimodal_batch(count, images, seed), r.randint(2, 4)
@@ -216,9 +236,9 @@ def small_case(seed: int) -> tuple[Plan, list[SampleMeta]]:
     return schedule_mixes.vlm_plan(samples, upstream, min(2, replicas), load, pipeline=staged), samples
 
 
-def print_small(count: int, limit: float) -> None:
-    """The order against optima that CP-SAT proves within `limit`; the others are counted against its best and
-    its bound.
+def print_small(count: int, limit: float, json_file: Path | None) -> None:
+    """Prints the order against optima that CP-SAT proves within `limit`, and the other batches against the
+    best schedule that CP-SAT found and against its bound.
 
     `proven` has the plans without and with pipelines.
     """
@@ -235,8 +255,10 @@ def print_small(count: int, limit: float) -> None:
             open_cases.append(
                 (order / exact.step_ns, order / exact.bound_ns) if exact else (1.0, order / bound)
             )
-    print(
-        f"{len(bounds)} of {count} optima proven.\n\n| | instances | median | 90% | 95% | worst |\n| --- | --- | --- | --- | --- | --- |"
+    table = BenchmarkTable(
+        ("ratio", "instances", "median", "90%", "95%", "worst"),
+        f"Random batches of 5 to 10 samples; CP-SAT proved {len(bounds)} of {count} optima.",
+        json_file,
     )
     rows = {
         "order over optimum": [*proven[0], *proven[1]],
@@ -251,58 +273,60 @@ def print_small(count: int, limit: float) -> None:
             "not proven: order over the bound": list(bound),
         }
     for name, values in rows.items():
-        print(f"| {name} | {len(values)} | {_quantile_cells(values) if values else ' | | | '} |")
+        table.add_row(name, len(values), *(_quantile_cells(values) if values else [""] * 4))
 
 
 IN_FLIGHT_SAMPLES, IN_FLIGHT_STAGES = 5, (2, 4)  # more samples are seldom proven
 
 
-def print_in_flight(count: int, limit: float, depths: Sequence[int]) -> None:
-    """Pipelines with little room, so many batches each: what the optimum is over the bound and the order over
-    the optimum, mean/worst.
+def print_in_flight(count: int, limit: float, depths: Sequence[int], json_file: Path | None) -> None:
+    """Prints pipelines with small in-flight budgets, `count` batches each: mean/worst of the optimum over the
+    bound and of the order over the optimum.
 
     One replica with 5 samples and an encoder of its own at 80% load. Optima that CP-SAT does not prove within
     `limit` are left out.
     """
-    print(
-        "| stages | backward | room | proven | optimum over bound | order over optimum | order over bound |"
+    ratios = ("optimum over bound", "order over optimum", "order over bound")
+    table = BenchmarkTable(
+        ("stages", "backward", "in-flight", "proven", *ratios),
+        "One pipeline replica, 5 samples, against optima that CP-SAT proves; [mean, worst] of the batches.",
+        json_file,
     )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for stages, split, room in product(depths, (False, True), (1, 2)):
+    for stages, split, budget in product(depths, (False, True), (1, 2)):
         found = list[tuple[float, float, float]]()
         for seed in range(count):
             batch = schedule_mixes.multimodal_batch(IN_FLIGHT_SAMPLES, 0.33, seed)
             plan = schedule_mixes.vlm_plan(
-                batch, 1, 1, 0.8, pipeline=schedule_mixes.PipelineShape(stages, room * stages, split)
+                batch, 1, 1, 0.8, pipeline=schedule_mixes.PipelineShape(stages, budget * stages, split)
             )
             order, bound = schedule_with_makespan(plan, batch)[1], schedule_bound(plan, batch).ns
             exact = solve_schedule(BatchWork(plan, batch), limit, hint_ns=order)
             if exact is not None and exact.is_optimal:
                 found.append((exact.step_ns / bound, order / exact.step_ns, order / bound))
         cells = [f"{mean(column):.3f}/{max(column):.3f}" for column in zip(*found, strict=True)] or [""] * 3
-        name, held = "split" if split else "whole", f"{room if room > 1 else ''}P"
-        print(f"| {stages} | {name} | {held} | {len(found)} of {count} | {' | '.join(cells)} |", flush=True)
+        name, held = "split" if split else "whole", f"{budget if budget > 1 else ''}P"
+        table.add_row(stages, name, held, f"{len(found)} of {count}", *cells)
 
 
-def _quantile_cells(values: list[float]) -> str:
+def _quantile_cells(values: list[float]) -> list[str]:
     values = sorted(values)
-    return " | ".join(
-        f"{values[min(len(values) - 1, int(len(values) * q))]:.3f}" for q in (0.5, 0.9, 0.95, 1.0)
-    )
+    return [f"{values[min(len(values) - 1, int(len(values) * q))]:.3f}" for q in (0.5, 0.9, 0.95, 1.0)]
 
 
-# -- what ordering costs
-# ----------------------------------------------------------------------------------------------------------
+# -- what scheduling costs
 
 
-SINGLE_RUN_TASKS = 200_000  # from so many on one run is enough
+SINGLE_RUN_TASKS = 200_000  # a batch with more tasks is timed once
 
 
-def print_scheduling_cost(repeats: int, most: int) -> None:
-    """Milliseconds of one core for the order and for the check before the step, the least of some runs; fewer
-    runs of large ones."""
-    print(
-        "| samples | replicas | stages | order, ms | us a job | check, ms |\n| --- | --- | --- | --- | --- | --- |"
+def print_scheduling_cost(repeats: int, most: int, json_file: Path | None) -> None:
+    """Prints CPU milliseconds of one core for the order and for the check before a step, the least of several
+    runs."""
+    table = BenchmarkTable(
+        ("samples", "replicas", "stages", "order, ms", "us per task", "check, ms"),
+        "CPU time of one core before each step: the order (micro-batches, order, programs of all ranks) and "
+        f"the check. Least of {repeats} runs.",
+        json_file,
     )
     for stages in (1, 2, 4, 8):
         pipeline, largest = (
@@ -329,10 +353,8 @@ def print_scheduling_cost(repeats: int, most: int) -> None:
                 _time_scheduling(plan, samples) for _ in range(1 if jobs > SINGLE_RUN_TASKS else repeats)
             ]
             order, checked = (min(column) * 1e3 for column in zip(*times, strict=True))
-            print(
-                f"| {count} | {encoders}+{replicas} | {stages} | {order:.1f} | {1e3 * order / jobs:.1f} | {checked:.1f} |",
-                flush=True,
-            )
+            per_task = f"{1e3 * order / jobs:.1f}"
+            table.add_row(count, f"{encoders}+{replicas}", stages, f"{order:.1f}", per_task, f"{checked:.1f}")
 
 
 def _time_scheduling(plan: Plan, samples: list[SampleMeta]) -> tuple[float, float]:
@@ -347,10 +369,16 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["quality", "pipelines", "loads", "widths", "small", "rooms", "cost"])
+    parser.add_argument(
+        "what", choices=["quality", "pipelines", "loads", "widths", "small", "in-flight", "cost"]
+    )
     parser.add_argument("--seeds", type=int, default=10, help="batches for each row of quality")
     parser.add_argument(
-        "--samples", type=int, nargs="+", default=PLANNED_SAMPLES, help="samples a replica, rows of pipelines"
+        "--samples",
+        type=int,
+        nargs="+",
+        default=PLANNED_SAMPLES,
+        help="samples per replica, rows of pipelines",
     )
     parser.add_argument(
         "--images",
@@ -360,10 +388,10 @@ def main(arguments: list[str]) -> int:
         help="shares of samples with images, rows of loads",
     )
     parser.add_argument(
-        "--stages", type=int, nargs="+", default=IN_FLIGHT_STAGES, help="stages, rows of rooms"
+        "--stages", type=int, nargs="+", default=IN_FLIGHT_STAGES, help="stages, rows of in-flight"
     )
     parser.add_argument(
-        "--count", type=int, default=300, help="instances of small, batches of each row of rooms"
+        "--count", type=int, default=300, help="instances of small, batches of each row of in-flight"
     )
     parser.add_argument(
         "--limit",
@@ -373,22 +401,23 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--repeats", type=int, default=7, help="runs of cost")
     parser.add_argument("--most", type=int, default=131072, help="samples of the largest batch of cost")
+    add_json_option(parser)
     options = parser.parse_args(arguments)
     match options.what:
         case "quality":
-            print_quality(options.seeds)
+            print_quality(options.seeds, options.json)
         case "pipelines":
-            print_pipelines(options.seeds, options.samples)
+            print_pipelines(options.seeds, options.samples, options.json)
         case "loads":
-            print_loads(options.seeds, options.images)
+            print_loads(options.seeds, options.images, options.json)
         case "widths":
-            print_tp_sizes(options.seeds)
+            print_tp_sizes(options.seeds, options.json)
         case "small":
-            print_small(options.count, options.limit)
-        case "rooms":
-            print_in_flight(options.count, options.limit, options.stages)
+            print_small(options.count, options.limit, options.json)
+        case "in-flight":
+            print_in_flight(options.count, options.limit, options.stages, options.json)
         case _:
-            print_scheduling_cost(options.repeats, options.most)
+            print_scheduling_cost(options.repeats, options.most, options.json)
     return 0
 
 

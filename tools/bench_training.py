@@ -1,25 +1,27 @@
-"""Training on this machine beside what the simulator says of it, and in the wavefront's order beside the
-dataset's.
+"""Compares training on this machine with the simulator, and secc's order of samples with the dataset's.
 
-python -m tools.bench_training predicted                      both examples: real steps over simulated ones,
-with costs measured here python -m tools.bench_training order --shares 0.33 0.5        the same plan in both
-orders, run in turn: tools/models/mixed_captions.py
+    python -m tools.bench_training predicted                  both examples: real steps over simulated ones,
+                                                              with costs measured here
+    python -m tools.bench_training order --shares 0.33 0.5    the same plan in both orders, run in turn, for
+                                                              tools/models/mixed_captions.py
 
 Ranks have one thread. `predicted` profiles the model's blocks and the machine's links first, compiles with
 both, and compares each step with the simulation of the same samples: median and quartiles over the steps of a
-run behind the first ones, and all these steps over all simulated ones, as they are and at the processor's
-speed at which blocks were timed. That speed is the gauge's (`secc.profile.speed_gauge`), taken between steps, in
-the mean over the run; ranks count as they compute. `order` runs the two orders in turn, and gives the ratio
-of the medians of the runs' median step times, that of their mean ones at equal speed, and the simulated one.
+run after the first ones, and all these steps over all simulated ones, as measured and at the processor's
+speed while blocks were timed. That speed is the gauge's (`secc.profile.speed_gauge`), taken between steps,
+averaged over the run; ranks are weighted by what they compute. `order` runs the two orders in turn, and gives
+the ratio of the medians of the runs' median step times, the ratio of their means at equal speed, and the
+simulated ratio.
 
-With `--keep DIR` costs, plan and runs stay there, by model and share. A further call adds runs to those that
-are there; `--runs 0` makes the plan alone, or shows the runs again.
+With `--keep DIR` costs, plan and runs stay there, by model and share. A further call adds runs; `--runs 0`
+only makes the plan, or shows existing runs. Prints Markdown; `--json FILE` writes the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,11 +46,25 @@ from secc.simulate.events import SimulatedStep
 from secc.simulate.global_batches import load_global_batches
 from secc.simulate.simulator import simulate
 from secc.simulate.steady_state import consecutive_steps
+from tools.benchmark_table import BenchmarkTable, add_json_option
 
 REPOSITORY = Path(__file__).parent.parent
 EXAMPLE_MODELS = (REPOSITORY / "examples" / "vlm_digits.py", REPOSITORY / "examples" / "distill_text.py")
 MIXED_MODEL = Path(__file__).parent / "models" / "mixed_captions.py"
 COMPARED_ORDERS = ("wavefront", "dataset")
+PREDICTED_COLUMNS = (
+    *("model", "sections", "run", "simulated, ms", "real over simulated"),
+    *("mean", "gauge", "mean at equal speed"),
+)
+ORDER_COLUMNS = (
+    *("model", "P(image)", "wavefront, s", "dataset order, s", "ratio"),
+    *(
+        "wavefront at equal speed, s",
+        "dataset order at equal speed, s",
+        "ratio at equal speed",
+        "ratio simulated",
+    ),
+)
 _WARM_UP_STEPS = 4  # steps
 
 
@@ -73,17 +89,31 @@ def main() -> None:
         help="a folder for costs, plans and runs, which further calls go on with",
         metavar="DIR",
     )
+    add_json_option(parser)
     options = parser.parse_args()
     if options.what == "predicted":
+        table = BenchmarkTable(
+            PREDICTED_COLUMNS,
+            "Real steps over simulated ones with costs measured here; median (quartiles) of the steps. "
+            "`gauge`: the time of a fixed piece of work during the run over its time in the profile; the "
+            "last column divides by it.",
+            options.json,
+        )
         for model in options.models or EXAMPLE_MODELS:
             with _open_folder(options.keep, model.stem) as folder:
-                print(compare_with_simulation(model, folder, options), flush=True)
-    else:
-        for share in options.shares:
-            os.environ["IMAGE_SHARE"] = share
-            for model in options.models or [MIXED_MODEL]:
-                with _open_folder(options.keep, f"{model.stem}_{share}") as folder:
-                    print(f"P(image) {share}: {compare_orders(model, folder, options)}", flush=True)
+                compare_with_simulation(model, folder, options, table)
+        return
+    table = BenchmarkTable(
+        ORDER_COLUMNS,
+        "One plan in secc's order (wavefront) and in the dataset's: seconds of a step, median of the runs "
+        "(least to most), as measured and at equal processor speed.",
+        options.json,
+    )
+    for share in options.shares:
+        os.environ["IMAGE_SHARE"] = share
+        for model in options.models or [MIXED_MODEL]:
+            with _open_folder(options.keep, f"{model.stem}_{share}") as folder:
+                compare_orders(model, share, folder, options, table)
 
 
 @contextmanager
@@ -149,8 +179,10 @@ def _new_logs(folder: Path, name: str, count: int) -> list[Path]:
     return [folder / f"{name}{first + i}" for i in range(count)]
 
 
-def compare_with_simulation(model: Path, folder: Path, options: argparse.Namespace) -> str:
-    """What a model's real steps took, over what the simulator says."""
+def compare_with_simulation(
+    model: Path, folder: Path, options: argparse.Namespace, table: BenchmarkTable
+) -> None:
+    """Adds a row for each run of a model: its real steps over the simulated ones."""
     directory = compile_with_measured_costs(model, folder, options)
     plan, gauge_ns = load_plan(directory), read_measured_costs(folder / "costs.json").gauge_ns
     steps = list(simulate_run(directory, plan, options.steps))
@@ -159,20 +191,18 @@ def compare_with_simulation(model: Path, folder: Path, options: argparse.Namespa
         train_plan(directory, plan.world_size, options.steps, log)
     runs = [read_step_times(log, plan.world_size) for log in _existing_logs(folder, "run")]
     if not runs:
-        return f"{model.name} on {describe_sections(plan)}: no runs yet"
+        print(f"{model.name} on {describe_sections(plan)}: no runs yet", file=sys.stderr)
+        return
     ratios = [[f / e for f, e in zip(run.seconds, expected, strict=True)][_WARM_UP_STEPS:] for run in runs]
     means = [sum(run.seconds[_WARM_UP_STEPS:]) / sum(expected[_WARM_UP_STEPS:]) for run in runs]
     slower = [run.mean_gauge_ns(_WARM_UP_STEPS, computing) / gauge_ns for run in runs]
     evened = [mean / s for mean, s in zip(means, slower, strict=True)]
-    rows = [
-        f"| {i + 1} | {_format_quartiles(r)} | {m:.3f} | {s:.3f} | {e:.3f} |"
-        for i, (r, m, s, e) in enumerate(zip(ratios, means, slower, evened, strict=True))
-    ]
-    every = f"| all | {_format_quartiles([*chain(*ratios)])} | {median(means):.3f} | {median(slower):.3f} | {median(evened):.3f} |"
-    head = f"{model.name} on {describe_sections(plan)}: simulated {1e3 * median(expected[_WARM_UP_STEPS:]):.1f} ms a step, the gauge {gauge_ns / 1e6:.2f} ms"
-    columns = "| run | real over simulated | mean | gauge | mean at equal speed |"
-    table = [columns, "| --- | --- | --- | --- | --- |", *rows, every]
-    return "\n".join([head, "", *table, ""])
+    simulated = f"{1e3 * median(expected[_WARM_UP_STEPS:]):.1f}"
+    rows = [(str(i + 1), *row) for i, row in enumerate(zip(ratios, means, slower, evened, strict=True))]
+    rows.append(("all", [*chain(*ratios)], median(means), median(slower), median(evened)))
+    for run, steps_over, *figures in rows:
+        cells = (_format_quartiles(steps_over), *(f"{figure:.3f}" for figure in figures))
+        table.add_row(model.stem, describe_sections(plan), run, simulated, *cells)
 
 
 def _format_quartiles(values: Sequence[float]) -> str:
@@ -181,8 +211,11 @@ def _format_quartiles(values: Sequence[float]) -> str:
     return f"{middle:.3f} ({low:.2f} to {high:.2f})"
 
 
-def compare_orders(model: Path, folder: Path, options: argparse.Namespace) -> str:
-    """The dataset's order over the wavefront's: step times of real runs, and simulated ones."""
+def compare_orders(
+    model: Path, share: str, folder: Path, options: argparse.Namespace, table: BenchmarkTable
+) -> None:
+    """Adds a row: step times in the dataset's order over those in secc's order, of real runs and
+    simulated."""
     directory = compile_with_measured_costs(model, folder, options)
     plan, gauge_ns = load_plan(directory), read_measured_costs(folder / "costs.json").gauge_ns
     for logs in zip(*(_new_logs(folder, order, options.runs) for order in COMPARED_ORDERS), strict=True):
@@ -193,7 +226,8 @@ def compare_orders(model: Path, folder: Path, options: argparse.Namespace) -> st
         for order in COMPARED_ORDERS
     }
     if not all(runs.values()):
-        return f"{describe_sections(plan)}: no runs yet"
+        print(f"{model.name} on {describe_sections(plan)}: no runs yet", file=sys.stderr)
+        return
     steps = {
         order: list(simulate_run(directory, plan, options.steps, order))[_WARM_UP_STEPS:]
         for order in COMPARED_ORDERS
@@ -214,12 +248,10 @@ def compare_orders(model: Path, folder: Path, options: argparse.Namespace) -> st
         for order in COMPARED_ORDERS
     }
     expected = {order: [median(step.end / 1e9 for step in some)] for order, some in steps.items()}
-    ratios = f"{_median_ratio(medians):.3f}, at equal speed {_median_ratio(evened):.3f} (simulated {_median_ratio(expected):.3f})"
-    each = "; ".join(
-        f"{o} {_format_seconds(medians[o])}, at equal speed {_format_seconds(evened[o])}"
-        for o in COMPARED_ORDERS
-    )
-    return f"{describe_sections(plan)}: dataset order over wavefront {ratios}; s: {each}"
+    measured = [_format_seconds(medians[order]) for order in COMPARED_ORDERS]
+    at_equal_speed = [_format_seconds(evened[order]) for order in COMPARED_ORDERS]
+    ratios = [f"{_median_ratio(seconds):.3f}" for seconds in (medians, evened, expected)]
+    table.add_row(model.stem, share, *measured, ratios[0], *at_equal_speed, *ratios[1:])
 
 
 def _median_ratio(seconds: Mapping[str, Sequence[float]]) -> float:
@@ -229,7 +261,7 @@ def _median_ratio(seconds: Mapping[str, Sequence[float]]) -> float:
 
 
 def _format_seconds(seconds: Sequence[float]) -> str:
-    return ", ".join(f"{s:.3f}" for s in seconds)
+    return f"{median(seconds):.3f} ({min(seconds):.2f} to {max(seconds):.2f})"
 
 
 def describe_sections(plan: Plan) -> str:

@@ -1,21 +1,24 @@
-"""Compiles the reference workloads for their clusters, one at a time: `python -m tools.bench_workloads [ID
-...]` prints a table.
+"""Compiles the reference workloads for their clusters, one at a time.
 
-Each compilation is a process of its own, so that its peak memory is its own. `cpu` is what it took of one
-core, `wall` the time that passed, which on a machine with other work is longer.
+    python -m tools.bench_workloads [ID ...]     prints a table; `--json FILE` writes it
+
+Each compilation is a process, so that its peak memory can be measured. `cpu` is processor time of all its
+threads and children, `wall` the time that passed.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from tools.benchmark_table import BenchmarkTable, add_json_option
 
 WORKLOADS = {  # cluster and global batch
     "vlm_7b": ("4x8xH100", 512),
@@ -30,27 +33,22 @@ WORKLOADS = {  # cluster and global batch
     "kd_vlm": ("16x8xH100", 512),
 }
 WORKLOAD_COLUMNS = (
-    "workload", "cluster", "wall, s", "cpu, s", "peak, GiB", "status", "gap", "step, s", "sections: ranks dp/pp/tp, micro-batch, extras"
-)  # fmt: skip
+    "workload",
+    "cluster",
+    "wall, s",
+    "cpu, s",
+    "peak, GiB",
+    "status",
+    "gap",
+    "step, s",
+    "sections: ranks dp/pp/tp, micro-batch, extras",
+)
 COMPILE_COMMAND = "import sys; from secc.cli import main; main()"
 
 
-def print_workload_table(columns: Sequence[str], row: Callable[[str, Path], Sequence[str]]) -> None:
-    """For a tool that is called with a folder of plans and workloads (default: all): a table with a row of
-    each."""
-    plans, *names = sys.argv[1:]
-    print_markdown_table(columns, (row(name, Path(plans)) for name in names or WORKLOADS))
-
-
-def print_markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A Markdown table, each row as soon as it is there."""
-    print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
-    for cells in rows:
-        print("| " + " | ".join(cells) + " |", flush=True)
-
-
 def compile_workload(name: str, directory: Path) -> tuple[float, float, float, dict[str, Any] | str]:
-    """Wall seconds, CPU seconds and peak GiB of a compilation, and its plan or what went wrong."""
+    """Compiles a workload into `directory`; returns wall seconds, CPU seconds, peak GiB, and plan.json or the
+    end of the error output."""
     cluster, batch = WORKLOADS[name]
     model = Path(__file__).parent / "workloads" / f"{name}.py"
     plan = directory / name
@@ -79,11 +77,11 @@ def compile_workload(name: str, directory: Path) -> tuple[float, float, float, d
 
 
 def workload_row(name: str, directory: Path) -> list[str]:
-    """One line of the table."""
+    """The cells of one workload."""
     wall, cpu, peak, plan = compile_workload(name, directory)
     cells = [name, WORKLOADS[name][0], f"{wall:.0f}", f"{cpu:.0f}", f"{peak:.1f}"]
     if isinstance(plan, str):
-        return [*cells, plan.strip().replace("\n", " ")]
+        return [*cells, plan.strip().replace("\n", " "), "", "", ""]
     solver, prediction = plan["solver"], plan["prediction"]
     sections = "; ".join(f"{n}: {_describe_section(s)}" for n, s in plan["sections"].items())
     return [*cells, solver["status"], f"{solver['gap']:.2%}", f"{prediction['step_time_s']:.2f}", sections]
@@ -97,10 +95,17 @@ def _describe_section(section: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("workloads", nargs="*", metavar="ID", default=list(WORKLOADS))
+    add_json_option(parser)
+    options = parser.parse_args()
+    about = "Compilation of the reference workloads: time, processor time, peak memory, and the plan."
+    table = BenchmarkTable(WORKLOAD_COLUMNS, about, options.json)
     with tempfile.TemporaryDirectory() as directory:
-        print_markdown_table(
-            WORKLOAD_COLUMNS, (workload_row(name, Path(directory)) for name in sys.argv[1:] or WORKLOADS)
-        )
+        for name in options.workloads:
+            table.add_row(*workload_row(name, Path(directory)))
 
 
 if __name__ == "__main__":

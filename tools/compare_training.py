@@ -56,7 +56,8 @@ def optimizer(params):
     def keep(optimizer, *_):
         file = Path(os.environ["GRADIENTS"]) / f"rank{{os.environ.get('RANK', '')}}.pt"
         if not file.exists():
-            held = [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"])]
+            groups = optimizer.param_groups
+            held = [pair for group in groups for pair in zip(group["param_names"], group["params"])]
             torch.save({{n: None if p.grad is None else p.grad.clone() for n, p in held}}, file)
 
     made.register_step_pre_hook(keep)
@@ -210,7 +211,8 @@ def _parameter_differences(found: TrainingResult, reference: TrainingResult) -> 
             else gradient.abs() < NOISE_SHARE * total
         )
         if not (difference <= torch.where(noise, largest, LATER_LOSS_TOLERANCE)).all():
-            yield f"parameter {name} after {len(reference.losses)} steps: off by {float(difference.max()):.3g}"
+            steps = len(reference.losses)
+            yield f"parameter {name} after {steps} steps: off by {float(difference.max()):.3g}"
 
 
 def _global_norm(reference: TrainingResult) -> float:

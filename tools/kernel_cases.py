@@ -131,19 +131,32 @@ def loss_cases() -> list[KernelCase]:
     """The losses on linear heads, as means over rows."""
     return [
         KernelCase(
-            "linear_cross_entropy", _head_inputs, 2,
-            {"secc": lambda h, w, t: _mean_of_sums(kernels.linear_cross_entropy(h, w, t)), "eager": _plain_ce},
-            flops=_student_flops, liger_name="fused_linear_cross_entropy",
+            "linear_cross_entropy",
+            _head_inputs,
+            2,
+            {
+                "secc": lambda h, w, t: _mean_of_sums(kernels.linear_cross_entropy(h, w, t)),
+                "eager": _plain_ce,
+            },
+            flops=_student_flops,
+            liger_name="fused_linear_cross_entropy",
         ),
         KernelCase(
-            "linear_kl", _two_head_inputs, 2, {"secc": lambda h, w, g, v, _: _mean_of_sums(kernels.linear_kl(h, w, g, v)), "eager": _plain_kl},
-            flops=lambda s: _student_flops(s) + _teacher_flops(s), liger_name="fused_linear_jsd",
+            "linear_kl",
+            _two_head_inputs,
+            2,
+            {"secc": lambda h, w, g, v, _: _mean_of_sums(kernels.linear_kl(h, w, g, v)), "eager": _plain_kl},
+            flops=lambda s: _student_flops(s) + _teacher_flops(s),
+            liger_name="fused_linear_jsd",
         ),
         KernelCase(
-            "linear_kl_ce", _two_head_inputs, 2, {"secc": lambda *x: _mean_of_sums(kernels.linear_kl_ce(*x)), "eager": _plain_kl_ce},
+            "linear_kl_ce",
+            _two_head_inputs,
+            2,
+            {"secc": lambda *x: _mean_of_sums(kernels.linear_kl_ce(*x)), "eager": _plain_kl_ce},
             flops=lambda s: _student_flops(s) + _teacher_flops(s),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _norm_inputs(s: ModelSizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
@@ -199,33 +212,66 @@ def memory_bound_cases() -> list[KernelCase]:
 
     return [
         KernelCase(
-            "rms_norm", _norm_inputs, 2, {"secc": lambda x, w, _: kernels.rms_norm(x, w), "eager": _plain_rms},
-            moved_entries=norm, liger_name="rms_norm",
+            "rms_norm",
+            _norm_inputs,
+            2,
+            {"secc": lambda x, w, _: kernels.rms_norm(x, w), "eager": _plain_rms},
+            moved_entries=norm,
+            liger_name="rms_norm",
         ),
         KernelCase(
-            "layer_norm", _norm_inputs, 3,
-            {"secc": kernels.layer_norm, "eager": lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b)}, moved_entries=norm, liger_name="layer_norm",
-        ),
-        KernelCase("swiglu", _gate_inputs, 2, {"secc": kernels.swiglu, "eager": lambda g, u: F.silu(g) * u}, moved_entries=gate, liger_name="swiglu"),
-        KernelCase(
-            "geglu", _gate_inputs, 2, {"secc": kernels.geglu, "eager": lambda g, u: F.gelu(g, approximate="tanh") * u},
-            moved_entries=gate, liger_name="geglu",
-        ),
-        KernelCase(
-            "rope", _rope_inputs, 2,
-            {"secc": kernels.rope, "eager": lambda q, k, cos, sin: (_plain_rotate(q, cos, sin), _plain_rotate(k, cos, sin))},
-            moved_entries=lambda s: 4.0 * s.rows * (s.heads + s.key_heads) * s.head, liger_name="rope",
+            "layer_norm",
+            _norm_inputs,
+            3,
+            {"secc": kernels.layer_norm, "eager": lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b)},
+            moved_entries=norm,
+            liger_name="layer_norm",
         ),
         KernelCase(
-            "gather_rows", _row_inputs, 1, {"secc": kernels.gather_rows, "eager": lambda x, i: x.index_select(0, i)},
+            "swiglu",
+            _gate_inputs,
+            2,
+            {"secc": kernels.swiglu, "eager": lambda g, u: F.silu(g) * u},
+            moved_entries=gate,
+            liger_name="swiglu",
+        ),
+        KernelCase(
+            "geglu",
+            _gate_inputs,
+            2,
+            {"secc": kernels.geglu, "eager": lambda g, u: F.gelu(g, approximate="tanh") * u},
+            moved_entries=gate,
+            liger_name="geglu",
+        ),
+        KernelCase(
+            "rope",
+            _rope_inputs,
+            2,
+            {
+                "secc": kernels.rope,
+                "eager": lambda q, k, cos, sin: (_plain_rotate(q, cos, sin), _plain_rotate(k, cos, sin)),
+            },
+            moved_entries=lambda s: 4.0 * s.rows * (s.heads + s.key_heads) * s.head,
+            liger_name="rope",
+        ),
+        KernelCase(
+            "gather_rows",
+            _row_inputs,
+            1,
+            {"secc": kernels.gather_rows, "eager": lambda x, i: x.index_select(0, i)},
             moved_entries=lambda s: 4.0 * s.rows * s.hidden,
         ),
         KernelCase(
-            "scatter_rows", _scatter_inputs, 2,
-            {"secc": lambda b, r, i: kernels.scatter_rows(b, i, r), "eager": lambda b, r, i: b.index_copy(0, i, r)},
+            "scatter_rows",
+            _scatter_inputs,
+            2,
+            {
+                "secc": lambda b, r, i: kernels.scatter_rows(b, i, r),
+                "eager": lambda b, r, i: b.index_copy(0, i, r),
+            },
             moved_entries=lambda s: 4.0 * s.rows * s.hidden,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _liger_implementations() -> dict[str, Implementation]:

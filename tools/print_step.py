@@ -36,9 +36,8 @@ def main() -> None:
     samples = next(islice(batches, options.step, None))
     for position, sample in enumerate(samples):
         sizes = ", ".join(f"{name}={size}" for name, size in sample.sizes.items())
-        print(
-            f"sample {position}: dataset index {sample.id}, pattern {{{', '.join(sorted(sample.pattern))}}}, {sizes}"
-        )
+        pattern = ", ".join(sorted(sample.pattern))
+        print(f"sample {position}: dataset index {sample.id}, pattern {{{pattern}}}, {sizes}")
     print(print_schedule(schedule_batch(plan, samples, order=options.order)), end="")
 
 

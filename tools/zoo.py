@@ -1,21 +1,19 @@
-"""Checks small random models of many public architectures: does secc take them, is their plan exact, does a
-run on gloo ranks agree?
+"""Compiles, checks and trains small random models of many public architectures, and compares with plain
+PyTorch.
 
-python -m tools.zoo                          every architecture, checked and run on three ranks
-python -m tools.zoo llava whisper            some of them
-python -m tools.zoo --family audio --no-run  one family, compiled and checked only
-python -m tools.zoo --fuse                   with fused operators
+    python -m tools.zoo                          every architecture, checked and run on three ranks
+    python -m tools.zoo llava whisper            some of them
+    python -m tools.zoo --family audio --no-run  one family, compiled and checked only
+    python -m tools.zoo --fuse                   with fused operators
 
 For each architecture: whether its glue is generic, re-recorded or hidden in a block, its sections, and
-`exact` or the first line of the error. Failures are then listed by cause. Every model goes the way of a
-user's model file.
+`exact` or the first line of the error. Failures are then listed by cause. Every model is a model file as a
+user would write it. `--json FILE` writes the table.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import os
 import re
 import sys
@@ -30,11 +28,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import torch
+
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
 from secc.report.html_page import report_page
+from tools.benchmark_table import BenchmarkTable, add_json_option
 from tools.compare_training import (
     TrainingResult,
     find_differences,
@@ -168,18 +169,22 @@ def _reference(compiled: CompiledPlan, model: Path, folder: Path) -> TrainingRes
     return train_distributed(folder / "plan_of_one", 1, STEPS, folder / "run_of_one")
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table, then the failures by cause."""
-    lines = [
-        "| architecture | family | glue | sections | check | run |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+def print_table(rows: Sequence[Row], json_file: Path | None) -> None:
+    """Prints the rows as a Markdown table and writes them to `json_file`, if any."""
+    table = BenchmarkTable(
+        ("architecture", "family", "glue", "sections", "check", "run"),
+        "Small random models of public architectures: compiled for three ranks, checked for every input "
+        f"pattern, trained {STEPS} steps. torch {torch.__version__}, float32 on CPU.",
+        json_file,
+    )
     for r in rows:
-        lines.append(
-            f"| {r.name} | {r.family} | {r.glue} | {_sections(r)} | {_cell(r.check)} | {_cell(r.run)} |"
-        )
+        table.add_row(r.name, r.family, r.glue, _sections(r), _cell(r.check), _cell(r.run))
+
+
+def summarize(rows: Sequence[Row]) -> str:
+    """How many rows are without an error, the failures by cause, and which fusion rules matched."""
     exact = sum(not r.error for r in rows)
-    lines += ["", f"{exact} of {len(rows)} without an error."]
+    lines = ["", f"{exact} of {len(rows)} without an error."]
     causes: dict[str, list[str]] = defaultdict(list)
     for r in rows:
         if r.error:
@@ -221,7 +226,7 @@ def main() -> int:
         "--fuse", action="store_true", default=None, help="with fused operators, and which rules matched"
     )
     parser.add_argument("--list", action="store_true", help="print the names and end")
-    parser.add_argument("--json", type=Path, help="write the rows to this file too")
+    add_json_option(parser)
     options = parser.parse_args()
     known = {e.name: e for e in entries() if options.family in (None, e.family)}
     if unknown := [n for n in options.names if n not in known]:
@@ -238,11 +243,8 @@ def main() -> int:
             file=sys.stderr,
             flush=True,
         )
-    print(table(rows))
-    if options.json:
-        options.json.write_text(
-            json.dumps([dataclasses.asdict(r) | {"cause": r.cause} for r in rows], indent=1) + "\n"
-        )
+    print_table(rows, options.json)
+    print(summarize(rows))
     return 1 if any(r.error for r in rows) else 0
 
 

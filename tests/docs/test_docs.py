@@ -1,4 +1,5 @@
-"""Documents name what exists: links, files, options, messages, passes, packages; the README's model trains."""
+"""Documents name what exists: links, files, options, messages, passes, packages; the README's model
+trains."""
 
 from __future__ import annotations
 

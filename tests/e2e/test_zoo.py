@@ -3,9 +3,12 @@ the whole zoo as slow tests."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from tools.zoo import CAUSES, EXACT, Row, look, table
+from tools.zoo import CAUSES, EXACT, Row, look, print_table, summarize
 from tools.zoo_models import entries, entry
 
 QUICK = ("gemma3", "qwen2_audio", "gpt_oss", "qwen3_vl")
@@ -45,18 +48,19 @@ def test_every_entry_has_a_name_of_its_own_and_writes_a_model_file() -> None:
     assert all(f'entry("{e.name}")' in e.source() for e in entries())
 
 
-def test_failures_are_listed_by_cause() -> None:
+def test_failures_are_listed_by_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         Row("a", "x", check=EXACT, run=EXACT),
         Row("b", "x", check="m.py:1: the loss is not separable by sample: op"),
         Row("c", "x", check=EXACT, run="run: loss of step 1: 2.0 instead of 1.0"),
         Row("d", "x", check="KeyError: 'k'"),
     ]
-    text = table(rows)
-    assert (
-        "1 of 4 without an error." in text
-        and "| b | x | - | - | m.py:1: the loss is not separable by sample: op | - |" in text
-    )
+    print_table(rows, tmp_path / "zoo.json")
+    row = "| b | x | - | - | m.py:1: the loss is not separable by sample: op | - |"
+    assert row in capsys.readouterr().out
+    assert [cells[0] for cells in json.loads((tmp_path / "zoo.json").read_text())["rows"]] == [*"abcd"]
+    text = summarize(rows)
+    assert "1 of 4 without an error." in text
     causes = dict(
         line.removeprefix("- ").rsplit(": ", 1) for line in text.splitlines() if line.startswith("- ")
     )

@@ -28,16 +28,31 @@ PATCH = 27  # numbers of a patch of 3 x 3 pixels; a row and a column stand befor
 LATENTS = 4  # what Kosmos-2.5 makes of an image
 BOXES = 64
 PAGE = dict(
-    hidden_size=48, patch_embed_hidden_size=PATCH, d_ff=64, d_kv=12, num_hidden_layers=2, num_attention_heads=4, dropout_rate=0.0,
+    hidden_size=48,
+    patch_embed_hidden_size=PATCH,
+    d_ff=64,
+    d_kv=12,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    dropout_rate=0.0,
     attention_dropout=0.0,
-)  # fmt: skip
+)
 
 
 def kosmos2_5() -> nn.Module:
     text = dict(
-        vocab_size=VOCABULARY, embed_dim=48, layers=2, ffn_dim=96, attention_heads=4, dropout=0.0, attention_dropout=0.0,
-        activation_dropout=0.0, layerdrop=0.0, max_position_embeddings=256, use_cache=False,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        embed_dim=48,
+        layers=2,
+        ffn_dim=96,
+        attention_heads=4,
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        layerdrop=0.0,
+        max_position_embeddings=256,
+        use_cache=False,
+    )
     config = T.Kosmos2_5Config(
         text_config=text, vision_config=PAGE | {"max_num_patches": 12}, latent_query_num=LATENTS
     )
@@ -46,17 +61,35 @@ def kosmos2_5() -> nn.Module:
 
 def udop() -> nn.Module:
     config = T.UdopConfig(
-        vocab_size=VOCABULARY, d_model=48, d_kv=12, d_ff=96, num_layers=2, num_decoder_layers=2, num_heads=4, dropout_rate=0.0,
-        use_cache=False, image_size=16, patch_size=4, decoder_start_token_id=0, max_2d_position_embeddings=BOXES,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        d_model=48,
+        d_kv=12,
+        d_ff=96,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        use_cache=False,
+        image_size=16,
+        patch_size=4,
+        decoder_start_token_id=0,
+        max_2d_position_embeddings=BOXES,
+    )
     return T.UdopForConditionalGeneration(config)
 
 
 def pix2struct() -> nn.Module:
     text = dict(
-        vocab_size=VOCABULARY, hidden_size=48, d_kv=12, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False,
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        d_kv=12,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        use_cache=False,
         encoder_hidden_size=48,
-    )  # fmt: skip
+    )
     config = T.Pix2StructConfig(
         text_config=text, vision_config=PAGE | {"seq_len": 12}, decoder_start_token_id=0, pad_token_id=0
     )
@@ -65,10 +98,20 @@ def pix2struct() -> nn.Module:
 
 def led() -> nn.Module:
     config = T.LEDConfig(
-        vocab_size=VOCABULARY, d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=96, decoder_ffn_dim=96, max_encoder_position_embeddings=128, max_decoder_position_embeddings=128,
-        attention_window=8, use_cache=False, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        d_model=48,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        max_encoder_position_embeddings=128,
+        max_decoder_position_embeddings=128,
+        attention_window=8,
+        use_cache=False,
+        pad_token_id=0,
+    )
     return T.LEDForConditionalGeneration(quiet(config))
 
 

@@ -78,7 +78,6 @@ def qwen3_1_7b() -> Config:
 
 
 # -- encoders
-# -------------------------------------------------------------------------------------------------------------------------
 
 
 def _qwen_vit(depth: int, hidden: int, heads: int, ffn: int, out: int, full: list[int]) -> nn.Module:
