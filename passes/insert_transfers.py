@@ -11,13 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xdsl.context import Context
-from xdsl.dialects.builtin import IntAttr, ModuleOp, StringAttr, SymbolRefAttr
+from xdsl.dialects.builtin import ArrayAttr, IntAttr, ModuleOp, StringAttr, SymbolRefAttr
 from xdsl.ir import Attribute
 from xdsl.passes import ModulePass
 
 from secc.errors import UserError
 from secc.ir.analysis.transferable_values import WHOLE_TENSOR
-from secc.ir.dialect.ops import TransferOp, graph_of, section_of, strings_attr
+from secc.ir.dialect.ops import TransferOp, graph_of, section_of
+from secc.ir.dialect.typed_attributes import ExtentAttr
 from secc.passes.boundaries.fallback_cases import drop_incompatible_fallbacks
 from secc.passes.boundaries.section_edges import SectionEdge, ValueCrossing, build_edges, describe_crossing
 
@@ -47,7 +48,7 @@ def _insert_transfer(edge: SectionEdge, crossing: ValueCrossing) -> None:
     if edge.layout != WHOLE_TENSOR:
         properties |= {"dim": IntAttr(edge.layout.dim), "rows": StringAttr(edge.layout.rows)}
     if edge.layout.extents:
-        properties["extents"] = strings_attr(edge.layout.extents)
+        properties["extents"] = ArrayAttr([ExtentAttr.of(extent) for extent in edge.layout.extents])
     transfer = TransferOp.create(operands=[crossing.value], result_types=[edge.type], properties=properties)
     transfer.result.name_hint = edge.name
     block = crossing.producer.parent_block()

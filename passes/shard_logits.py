@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xdsl.context import Context
-from xdsl.dialects.builtin import ModuleOp, StringAttr
+from xdsl.dialects.builtin import ArrayAttr, ModuleOp, StringAttr
 from xdsl.ir import Attribute, Operation, SSAValue, Use
 from xdsl.passes import ModulePass
 
-from secc.ir.analysis.dataflow import get_number, get_strings, producer_of, users_of
+from secc.ir.analysis.dataflow import get_number, get_values, producer_of, users_of
 from secc.ir.analysis.vocab_sharding import (
     VOCAB_OP_PREFIX,
     VOCAB_SIZE_ATTRIBUTE,
@@ -35,12 +35,14 @@ from secc.ir.dialect.ops import (
     graph_of,
     section_of,
     set_section,
-    strings_attr,
 )
 from secc.ir.dialect.python_attributes import int_attr
 from secc.ir.dialect.tensor_type import tensor_type
+from secc.ir.dialect.typed_attributes import ShardAttr, StyleAttr, UnsplitAttr
 from secc.ir.text_io.verifier import source_line
 from secc.passes.loss.pending_ops import with_gradient_of
+from secc.runtime.plan.schema import ModuleStyle
+from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 
 NamedValues = dict[SSAValue, str]
 
@@ -58,15 +60,14 @@ class ShardLogits(ModulePass):
 
 def _shard_section(section: SectionOp, cases: list[CaseOp]) -> None:
     name = section.sym.data
-    gathering = {
-        path for path, kind in (s.rsplit(" ", 1) for s in get_strings(section, "styles")) if kind == "gather"
-    }
+    styles = get_values(section, "styles", StyleAttr)
+    gathering = {style.module.data for style in styles if style.kind.data == "gather"}
     cut = {
-        n
-        for n, dim, parts in (s.split(" ") for s in get_strings(section, "shards"))
-        if dim == "0" and "," not in parts
+        shard.parameter.data
+        for shard in get_values(section, "shards", ShardAttr)
+        if shard.dim.data == 0 and len(shard.parts.data) == 1
     }
-    notes: list[str] = []
+    notes: list[UnsplitAttr] = []
     called: set[str] = set()
     for case in cases:
         heads: NamedValues = {
@@ -79,13 +80,14 @@ def _shard_section(section: SectionOp, cases: list[CaseOp]) -> None:
         }
         called |= set(heads.values())
         notes += _LogitsRewriter(name, case, heads, read).rewrite_case()
-    styles = [
-        f"{p} colwise" if p in called else f"{p} {kind}"
-        for p, kind in (s.rsplit(" ", 1) for s in get_strings(section, "styles"))
-    ]
     section.attributes |= {
-        "styles": strings_attr(styles),
-        "whole": strings_attr(dict.fromkeys([*get_strings(section, "whole"), *notes])),
+        "styles": ArrayAttr(
+            [
+                StyleAttr.of(ModuleStyle(s.module.data, "colwise")) if s.module.data in called else s
+                for s in styles
+            ]
+        ),
+        "whole": ArrayAttr(list(dict.fromkeys([*get_values(section, "whole", UnsplitAttr), *notes]))),
     }
 
 
@@ -99,8 +101,8 @@ class _LogitsRewriter:
         self.spread = VocabSpread([op for op in case.ops if section_of(op) == section], sources)
         self.made: dict[tuple[str, SSAValue, int, int, bool], SSAValue] = {}
 
-    def rewrite_case(self) -> list[str]:
-        """Rewrite; what is gathered, and for what."""
+    def rewrite_case(self) -> list[UnsplitAttr]:
+        """Rewrite the case; returns which logits are gathered, and for which op or section."""
         for op, step in self.spread.steps.items():
             self._rewrite_op(op, step)
         return [note for value, part in self.spread.parts.items() for note in self._gather_value(value, part)]
@@ -127,7 +129,7 @@ class _LogitsRewriter:
             self.made[key] = made.results[0]
         return self.made[key]
 
-    def _gather_value(self, value: SSAValue, part: VocabPart) -> list[str]:
+    def _gather_value(self, value: SSAValue, part: VocabPart) -> list[UnsplitAttr]:
         """Give the whole of a value to the ops that need it."""
         owner = producer_of(value)
         wanting = [op for op in users_of(owner) if value in op.operands and op not in self.spread.steps]
@@ -137,7 +139,9 @@ class _LogitsRewriter:
         value.replace_uses_with_if(whole.results[0], lambda use: self._needs_whole(use, whole))
         _block_of(owner).insert_op_after(whole, owner)
         return [
-            f"{self._head_name(value)}: its logits are gathered for {self._describe_user(op)}"
+            UnsplitAttr.of(
+                self._head_name(value), UnsplitReason(UnsplitKind.LOGITS_GATHERED, self._describe_user(op))
+            )
             for op in wanting
         ]
 

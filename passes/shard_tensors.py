@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from xdsl.context import Context
-from xdsl.dialects.builtin import IntegerAttr, ModuleOp
+from xdsl.dialects.builtin import ArrayAttr, IntegerAttr, ModuleOp
 from xdsl.ir import SSAValue
 from xdsl.passes import ModulePass
 
 from secc.errors import ImpossibleChoice, UserError
-from secc.ir.analysis.dataflow import get_string, get_strings
+from secc.ir.analysis.dataflow import get_string
 from secc.ir.analysis.tp_layouts import dividing_tp, feasible_tp, make_cut_op, shared_sizes, undivided_sizes
 from secc.ir.analysis.vocab_sharding import VocabPart, VocabSpread, is_wide
 from secc.ir.dialect.ops import (
@@ -35,10 +35,9 @@ from secc.ir.dialect.ops import (
     strings_of,
 )
 from secc.ir.dialect.tensor_type import tensor_type
+from secc.ir.dialect.typed_attributes import UnsplitAttr
 from secc.runtime.plan.schema import Shard
-
-HEADS = "heads"  # ends the reason of a tp that does not divide them
-UNEVEN = "does not divide"  # is in the reason of any size that tp does not divide
+from secc.runtime.plan.unsplit_reason import SharedSize, UnsplitKind, UnsplitReason
 
 
 @dataclass(frozen=True)
@@ -69,57 +68,57 @@ def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) ->
     by_tokens = _token_shardable_matrices(graph, section, tp)
     cuts += _make_head_cuts(graph, cuts, by_tokens, tp)
     whole = name.rpartition(".")[0]
-    heads = [w for c in cuts for w in strings_of(c.whole) if w.endswith(HEADS)]
+    unsplit = [reason for cut in cuts for reason in cut.whole]
+    heads = [reason for reason in unsplit if reason.value.kind is UnsplitKind.UNEVEN_HEADS]
     if heads:
         raise ImpossibleChoice(
             UserError(f"{name} is impossible: {heads[0]}", remedy=_suggest_tp(whole, heads)), [name]
         )
     kept, why = _select_usable_cuts(graph, section, cuts, set(by_tokens))
-    cut = {name for c in kept for name, _ in map(_split_shard, strings_of(c.shards))}
+    split = {shard.parameter.data for cut in kept for shard in cut.shards}
     why += [
-        f"{name}: it is read outside of its module"
-        for name in _matrices_read_by_glue(graph, section)
-        if name not in cut
+        UnsplitAttr.of(parameter, UnsplitReason(UnsplitKind.READ_BY_GLUE))
+        for parameter in _matrices_read_by_glue(graph, section)
+        if parameter not in split
     ]
-    uneven = not any(s.endswith(("colwise", "experts")) for c in kept for s in strings_of(c.styles)) and any(
-        UNEVEN in w for c in cuts for w in strings_of(c.whole)
-    )
-    if uneven or not any(strings_of(c.styles) for c in kept):
-        reasons = [w for c in cuts for w in strings_of(c.whole)] + why
-        cause = reasons[0] if cuts and reasons else "nobody looked how its blocks could be cut"
+    computes_parts = any(style.kind.data in {"colwise", "experts"} for cut in kept for style in cut.styles)
+    uneven = not computes_parts and any(reason.value.is_uneven for reason in unsplit)
+    if uneven or not any(cut.styles.data for cut in kept):
+        reasons = unsplit + why
+        cause = reasons[0] if cuts and reasons else "this tp was not tested during compilation"
         error = UserError(
-            f"{name} is impossible: none of its modules can be cut ({cause})",
+            f"{name} is impossible: none of its modules can be split ({cause})",
             remedy=_suggest_tp(whole, reasons),
         )
         raise ImpossibleChoice(error, [name if uneven else f"{whole}.tp"])
     if get_string(section, "norms") == "sequence":
         kept = _use_sequence_shards(name, kept, why)
     section.attributes |= {
-        "styles": strings_attr(s for c in kept for s in strings_of(c.styles)),
-        "shards": strings_attr(s for c in kept for s in strings_of(c.shards)),
-        "partial": strings_attr(p for c in kept for p in strings_of(c.partial)),
-        "whole": strings_attr([w for c in kept for w in strings_of(c.whole)] + why),
+        "styles": ArrayAttr([style for cut in kept for style in cut.styles]),
+        "shards": ArrayAttr([shard for cut in kept for shard in cut.shards]),
+        "partial": strings_attr(parameter for cut in kept for parameter in strings_of(cut.partial)),
+        "whole": ArrayAttr([*(reason for cut in kept for reason in cut.whole), *why]),
     }
 
 
-def _untested_tp_error(name: str, tp: int, sizes: Sequence[str], possible: Sequence[int]) -> UserError:
-    """Why a tp is refused that nobody looked at: it does not divide what ranks would share, or that is all
-    that is known."""
+def _untested_tp_error(name: str, tp: int, sizes: Sequence[SharedSize], possible: Sequence[int]) -> UserError:
+    """The error for a tp that the search did not test: it does not divide a size that the ranks would share, or it
+    might be possible after a new compilation."""
     whole = name.rpartition(".")[0]
-    uneven = next((size for size in sizes if int(size.split()[0]) % tp), None)
+    uneven = next((shared for shared in sizes if shared.size % tp), None)
     if uneven is not None:
         message = f"{name} is impossible: {tp} does not divide {uneven}, which its ranks would share"
         return UserError(message, remedy=_format_remedy(whole, possible or dividing_tp(sizes)))
-    known = f"; {tp} divides what its ranks would share: {', '.join(sizes)}" if sizes else ""
-    message = f"{name} is not known to be possible: nobody looked how its blocks could be cut{known}"
+    known = f"; {tp} divides what its ranks would share: {', '.join(map(str, sizes))}" if sizes else ""
+    message = f"{name} was not tested for this section during compilation{known}"
     return ImpossibleChoice(
         UserError(message, remedy=_format_remedy(whole, possible)), [name if sizes else f"{whole}.tp"]
     )
 
 
-def _suggest_tp(whole: str, reasons: Iterable[str]) -> str:
-    """What to set in place of a tp that does not divide sizes in the reasons."""
-    return _format_remedy(whole, dividing_tp(undivided_sizes(reasons)))
+def _suggest_tp(whole: str, reasons: Iterable[UnsplitAttr]) -> str:
+    """The remedy for a tp that does not divide sizes: those that divide all of them."""
+    return _format_remedy(whole, dividing_tp(undivided_sizes(reason.value for reason in reasons)))
 
 
 def _format_remedy(whole: str, possible: Sequence[int]) -> str:
@@ -142,10 +141,10 @@ def _matrices_read_by_glue(graph: GraphOp, section: SectionOp) -> list[str]:
     )
 
 
-def _use_sequence_shards(name: str, kept: list[CutOp], why: list[str]) -> list[CutOp]:
-    """The cuts with the sequence in parts between what is cut, where that was shown exact. Raises UserError
-    where it nowhere was."""
-    layers = [c for c in kept if any(s.endswith("rowwise") for s in strings_of(c.styles))]
+def _use_sequence_shards(name: str, kept: list[CutOp], why: list[UnsplitAttr]) -> list[CutOp]:
+    """Switch layers to sequence parallelism between their split modules (Korthikanti et al. 2022), where the search
+    showed it exact; the others are added to `why`. Raises UserError where no layer was shown exact."""
+    layers = [cut for cut in kept if any(style.kind.data == "rowwise" for style in cut.styles)]
     if not any("positions" in c.attributes for c in layers):
         section = name.partition(".")[0]
         message = (
@@ -155,13 +154,11 @@ def _use_sequence_shards(name: str, kept: list[CutOp], why: list[str]) -> list[C
     for cut in layers:
         if "positions" in cut.attributes:
             cut.properties |= {
-                "styles": strings_attr(get_strings(cut, "positions")),
-                "partial": strings_attr(get_strings(cut, "positions_partial")),
+                "styles": cut.attributes["positions"],
+                "partial": cut.attributes["positions_partial"],
             }
         else:
-            why.append(
-                f"{cut.path.data}: its norms have the whole sequence, its code does not work on positions"
-            )
+            why.append(UnsplitAttr.of(cut.path.data, UnsplitReason(UnsplitKind.NORMS_WHOLE)))
     return kept
 
 
@@ -207,7 +204,7 @@ def _make_head_cuts(
     graph: GraphOp, cuts: list[CutOp], by_tokens: Mapping[str, tuple[int, int]], tp: int
 ) -> list[CutOp]:
     """Cuts for heads and embeddings of which glue reads the weight and that no block's cut has."""
-    known = {name for c in cuts for name, _ in map(_split_shard, strings_of(c.shards))}
+    known = {shard.parameter.data for cut in cuts for shard in cut.shards}
     tied = {n for op in graph.body.block.ops if isinstance(op, TieOp) for n in strings_of(op.names)}
     found = {
         path: sizes
@@ -222,47 +219,52 @@ def _make_head_cuts(
 
 def _select_usable_cuts(
     graph: GraphOp, section: SectionOp, cuts: list[CutOp], by_tokens: set[str]
-) -> tuple[list[CutOp], list[str]]:
-    """The cuts whose parameters this section has for itself, and why others are left out."""
+) -> tuple[list[CutOp], list[UnsplitAttr]]:
+    """The cuts of parameters that this section has for itself, and the reasons against the others."""
     read = {op.path.data for case in graph.cases for op in case.ops if isinstance(op, ParamOp)}
     read -= {name for name in by_tokens if any(_cuts_tokens(c, name) for c in cuts)}
     elsewhere = [b for s in graph.sections if s is not section for b in strings_of(s.blocks)]
     ties = [strings_of(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
-    kept, why = cuts, list[str]()
+    kept, why = cuts, list[UnsplitAttr]()
+    # A cut that is left out may be the one that another's tied parameter needs, so look again until none is.
     while True:
-        how = {name: rest for c in kept for name, rest in map(_split_shard, strings_of(c.shards))}
-        wrong = [(c, reason) for c in kept if (reason := _find_conflict(c, how, read, elsewhere, ties))]
+        layouts = {
+            shard.parameter.data: (shard.dim.data, shard.value.parts) for cut in kept for shard in cut.shards
+        }
+        wrong = [
+            (cut, kind)
+            for cut in kept
+            if (kind := _find_conflict(cut, layouts, read, elsewhere, ties)) is not None
+        ]
         if not wrong:
             return kept, why
-        out = [c for c, _ in wrong]
-        why += [f"{c.path.data}: {reason}" for c, reason in wrong]
-        kept = [c for c in kept if not any(c is o for o in out)]
+        why += [UnsplitAttr.of(cut.path.data, UnsplitReason(kind)) for cut, kind in wrong]
+        kept = [cut for cut in kept if not any(cut is other for other, _ in wrong)]
 
 
 def _find_conflict(
-    cut: CutOp, how: dict[str, str], read: set[str], elsewhere: list[str], ties: list[tuple[str, ...]]
-) -> str:
-    """Why the parameters that a cut changes must stay as they are, "" if they need not."""
-    for name in [n for n, _ in map(_split_shard, strings_of(cut.shards))] + list(strings_of(cut.partial)):
-        names = next((t for t in ties if name in t), (name,))
-        if any(n in read for n in names):
-            return "a parameter of it is read outside"
-        if any(n.startswith(f"{b}.") for n in names for b in elsewhere):
-            return "a parameter of it belongs to several sections"
-        if len({how.get(n) for n in names}) > 1:
-            return "a parameter of it is tied to one that is not cut alike"
-    return ""
+    cut: CutOp,
+    layouts: Mapping[str, tuple[int, tuple[int, ...]]],
+    read: set[str],
+    elsewhere: list[str],
+    ties: list[tuple[str, ...]],
+) -> UnsplitKind | None:
+    """Why the parameters that a cut changes must stay whole, None if they need not.
+
+    `layouts` has the dim and parts of each split parameter, `read` the parameters that glue reads, `elsewhere` the
+    blocks of other sections.
+    """
+    for name in [*(shard.parameter.data for shard in cut.shards), *strings_of(cut.partial)]:
+        names = next((tie for tie in ties if name in tie), (name,))
+        if any(other in read for other in names):
+            return UnsplitKind.PARAMETER_READ_OUTSIDE
+        if any(other.startswith(f"{block}.") for other in names for block in elsewhere):
+            return UnsplitKind.PARAMETER_SHARED
+        if len({layouts.get(other) for other in names}) > 1:
+            return UnsplitKind.TIED_TO_OTHER_LAYOUT
+    return None
 
 
 def _cuts_tokens(cut: CutOp, name: str) -> bool:
-    """Whether a cut leaves each rank some rows of a parameter."""
-    return any(
-        n == name and how.startswith("0 ") and "," not in how
-        for n, how in map(_split_shard, strings_of(cut.shards))
-    )
-
-
-def _split_shard(text: str) -> tuple[str, str]:
-    """A shard's name, and how it is cut."""
-    name, rest = text.split(" ", 1)
-    return name, rest
+    """Whether a cut gives each rank a block of rows of a parameter."""
+    return any(s.parameter.data == name and s.dim.data == 0 and len(s.parts.data) == 1 for s in cut.shards)

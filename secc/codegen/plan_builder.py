@@ -22,6 +22,7 @@ from secc.codegen.fused_module import plan_rewrites
 from secc.codegen.python_names import to_python_name
 from secc.codegen.section_modules import TERMS_SECTION, bodies_of, ops_for_values
 from secc.ir.analysis import fusion_report, random_ops, recorded_glue
+from secc.ir.analysis.dataflow import get_values
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import (
     BodyOp,
@@ -39,6 +40,7 @@ from secc.ir.dialect.ops import (
 )
 from secc.ir.dialect.readable_names import ACCEPTED_ATTRIBUTE, LOGGED_ATTRIBUTE, OUT_OF_TURN_ATTRIBUTE
 from secc.ir.dialect.tensor_type import tensor_type
+from secc.ir.dialect.typed_attributes import ShardAttr, StyleAttr, UnsplitAttr
 from secc.ir.text_io.module_text import print_module
 from secc.runtime.plan import schema
 from secc.runtime.plan.schema import Plan
@@ -110,7 +112,11 @@ def _plan_checks(graph: GraphOp) -> dict[str, Any]:
         for name in (ACCEPTED_ATTRIBUTE, LOGGED_ATTRIBUTE)
         if (found := attribute_value(graph, name, ()))
     }
-    whole = {s.sym.data: list(found) for s in graph.sections if (found := attribute_value(s, "whole", ()))}
+    whole = {
+        section.sym.data: [str(reason) for reason in reasons]
+        for section in graph.sections
+        if (reasons := get_values(section, "whole", UnsplitAttr))
+    }
     return said | ({"whole": whole} if whole else {})
 
 
@@ -179,8 +185,8 @@ def _plan_section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> sche
         in_flight=attribute_value(op, "in_flight", 0),
         room_bytes=attribute_value(op, "room_bytes", 0),
         weight_permille=attribute_value(op, "weight_permille", 0),
-        shards=tuple(_parse_shard(text) for text in attribute_value(op, "shards", ())),
-        styles=tuple(schema.ModuleStyle(*text.rsplit(" ", 1)) for text in attribute_value(op, "styles", ())),
+        shards=tuple(shard.value for shard in get_values(op, "shards", ShardAttr)),
+        styles=tuple(style.value for style in get_values(op, "styles", StyleAttr)),
         partial=attribute_value(op, "partial", ()),
         units=_fsdp_units(graph, op) if attribute_value(op, "sharding", "none") == "zero3" else (),
     )
@@ -206,12 +212,6 @@ def _fsdp_units(graph: GraphOp, op: SectionOp) -> tuple[str, ...]:
                 continue
             at = order.index(block) + 1
     return tuple(b for b in order if b not in out)
-
-
-def _parse_shard(text: str) -> schema.Shard:
-    """`"layer.weight 0 8,8"` -> its name, dim and parts."""
-    name, dim, parts = text.split(" ")
-    return schema.Shard(name, int(dim), tuple(int(p) for p in parts.split(",")))
 
 
 def _section_cost(op: SectionOp) -> schema.Cost:
@@ -248,9 +248,7 @@ def _plan_edge(graph: GraphOp, op: EdgeOp) -> schema.Edge:
     """The plan's edge of an edge; `bytes_per_sample` is a mean over the dataset's patterns."""
     kind = tensor_type(op.result)
     src = next(s for s in graph.sections if s.sym.data == op.src.root_reference.data)
-    extents = tuple(
-        (int(dim), extent, side) for dim, extent, side in (_parse_extent(e) for e in strings_of(op.extents))
-    )
+    extents = tuple(extent.value for extent in op.extents or ())
     return schema.Edge(
         name=op.sym.data,
         src=src.sym.data,
@@ -264,13 +262,6 @@ def _plan_edge(graph: GraphOp, op: EdgeOp) -> schema.Edge:
         extents=extents,
         bytes_per_sample=_bytes_per_sample(graph, op),
     )
-
-
-def _parse_extent(text: str) -> tuple[str, str, str]:
-    """`"1 S right"` -> its dim, expression (which may hold spaces) and side."""
-    dim, rest = text.split(" ", 1)
-    extent, side = rest.rsplit(" ", 1)
-    return dim, extent, side
 
 
 def _bytes_per_sample(graph: GraphOp, op: EdgeOp) -> float:

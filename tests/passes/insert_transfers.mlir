@@ -18,7 +18,7 @@ sec.graph "vlm" optional ["px"] widths "own" {
   sec.case "text" when [] {
     %ids = sec.input "ids" : !sec.tensor<[B, S], i64>
     %x = sec.call "model.embed" (%ids) args "$0" outs [""] in @embed : !sec.tensor<[B, S, 8], f32, grad>
-    // CHECK: %embed = sec.transfer "embed" (%{{.*}}) from @embed to @decoder dim 0 rows "B" extents ["1 S left"] : !sec.tensor<[B, S, 8], f32, grad>
+    // CHECK: %embed = sec.transfer "embed" (%{{.*}}) from @embed to @decoder dim 0 rows "B" extents [#sec.extent<1, "S", "left">] : !sec.tensor<[B, S, 8], f32, grad>
     // CHECK-NEXT: sec.call "model.decoder" (%embed)
     %h = sec.call "model.decoder" (%x) args "$0" outs [""] in @decoder : !sec.tensor<[B, S, 8], f32, grad>
     %l = sec.glue "aten.sum.default" (%h) args "$0" in @decoder : !sec.tensor<[], f32, grad>
@@ -34,7 +34,7 @@ sec.graph "vlm" optional ["px"] widths "own" {
     // CHECK: sec.transfer "vision_scores" (%{{.*}}) from @vision to @decoder dim 0 rows "4*n" : !sec.tensor<["4*n"], f32>
     %x = sec.call "model.embed" (%ids) args "$0" outs [""] in @embed : !sec.tensor<[B, S, 8], f32, grad>
     %y = sec.glue "aten.masked_scatter.default" (%x, %ids, %f) args "$0, $1, $2" in @embed : !sec.tensor<[B, S, 8], f32, grad>
-    // CHECK: sec.transfer "embed" (%{{.*}}) from @embed to @decoder dim 0 rows "B" extents ["1 S left"] : !sec.tensor<[B, S, 8], f32, grad>
+    // CHECK: sec.transfer "embed" (%{{.*}}) from @embed to @decoder dim 0 rows "B" extents [#sec.extent<1, "S", "left">] : !sec.tensor<[B, S, 8], f32, grad>
     %d = sec.glue "aten.detach.default" (%s) args "$0" in @decoder : !sec.tensor<["4*n"], f32>
     %h = sec.call "model.decoder" (%y, %d) args "$0, $1" outs [""] in @decoder : !sec.tensor<[B, S, 8], f32, grad>
     %l = sec.glue "aten.sum.default" (%h) args "$0" in @decoder : !sec.tensor<[], f32, grad>

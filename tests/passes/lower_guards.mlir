@@ -29,7 +29,7 @@ sec.graph "masked" widths "own" {
     %g = sec.glue "aten.all.default" (%m) args "$0" : !sec.tensor<[], bool>
     sec.guard (%g) equals "True" at "m.py:1"
     %e = sec.call "encoder" (%ids) args "$0" outs [""] in @encoder at "m.py:2" : !sec.tensor<[B, S, 8], f32, grad>
-    %t = sec.transfer "encoder" (%e) from @encoder to @decoder dim 0 rows "B" extents ["1 S right"] : !sec.tensor<[B, S, 8], f32, grad>
+    %t = sec.transfer "encoder" (%e) from @encoder to @decoder dim 0 rows "B" extents [#sec.extent<1, "S", "right">] : !sec.tensor<[B, S, 8], f32, grad>
     %x = sec.glue "aten.max.default" (%ids) args "$0" : !sec.tensor<[], i64>
     %y = sec.glue "aten.gt.Scalar" (%x) args "$0, 90" : !sec.tensor<[], bool>
     sec.guard (%y) equals "False" at "m.py:3"
@@ -44,7 +44,7 @@ sec.graph "masked" widths "own" {
     %g = sec.glue "aten.all.default" (%m) args "$0" : !sec.tensor<[], bool>
     sec.guard (%g) equals "False" at "m.py:1"
     %e = sec.call "encoder" (%ids) args "$0" outs [""] in @encoder at "m.py:2" : !sec.tensor<[B, S, 8], f32, grad>
-    %t = sec.transfer "encoder" (%e) from @encoder to @decoder dim 0 rows "B" extents ["1 S right"] : !sec.tensor<[B, S, 8], f32, grad>
+    %t = sec.transfer "encoder" (%e) from @encoder to @decoder dim 0 rows "B" extents [#sec.extent<1, "S", "right">] : !sec.tensor<[B, S, 8], f32, grad>
     %x = sec.glue "aten.max.default" (%ids) args "$0" : !sec.tensor<[], i64>
     %y = sec.glue "aten.gt.Scalar" (%x) args "$0, 90" : !sec.tensor<[], bool>
     sec.guard (%y) equals "False" at "m.py:3"

@@ -7,12 +7,12 @@ sec.graph "lm" optional [] {
   sec.symbol "B" kind "rows" key "ids" dim 0
   sec.block "tower" class "Tower" params 600 trainable 600
   sec.block "head" class "Linear" params 244 trainable 244
-  sec.cut "tower.mlp" block "tower" tp 2 styles ["tower.mlp.up colwise", "tower.mlp.down rowwise"] shards ["tower.mlp.up.weight 0 8", "tower.mlp.down.weight 1 8"] partial [] whole []
-  sec.cut "head" block "head" tp 2 styles ["head gather"] shards ["head.weight 0 61"] partial [] whole []
+  sec.cut "tower.mlp" block "tower" tp 2 styles [#sec.style<"tower.mlp.up", "colwise">, #sec.style<"tower.mlp.down", "rowwise">] shards [#sec.shard<"tower.mlp.up.weight", 0, [8]>, #sec.shard<"tower.mlp.down.weight", 1, [8]>] partial [] whole []
+  sec.cut "head" block "head" tp 2 styles [#sec.style<"head", "gather">] shards [#sec.shard<"head.weight", 0, [61]>] partial [] whole []
   // CHECK: sec.section "lm"
-  // CHECK-SAME: styles = ["tower.mlp.up colwise", "tower.mlp.down rowwise", "head colwise"]
-  // CHECK-SAME: shards = ["tower.mlp.up.weight 0 8", "tower.mlp.down.weight 1 8", "head.weight 0 61", "second.weight 0 61"]
-  // CHECK-SAME: whole = ["head: its logits are gathered for aten.sort.default (model.py:9)", "head: its logits are gathered for section metrics"]
+  // CHECK-SAME: styles = [#sec.style<"tower.mlp.up", "colwise">, #sec.style<"tower.mlp.down", "rowwise">, #sec.style<"head", "colwise">]
+  // CHECK-SAME: shards = [#sec.shard<"tower.mlp.up.weight", 0, [8]>, #sec.shard<"tower.mlp.down.weight", 1, [8]>, #sec.shard<"head.weight", 0, [61]>, #sec.shard<"second.weight", 0, [61]>]
+  // CHECK-SAME: whole = [#sec.unsplit<"head", "logits_gathered", "aten.sort.default (model.py:9)", 0, 0>, #sec.unsplit<"head", "logits_gathered", "section metrics", 0, 0>]
   sec.section "lm" mode "train" when [] blocks ["tower", "head"] {tp = 2 : i64}
   sec.section "metrics" mode "forward" when [] blocks []
   sec.case "c" when [] {

@@ -10,17 +10,17 @@ sec.graph "lm" optional [] {
   sec.block "head" class "Linear" params 128 trainable 128
   sec.block "extra" class "Linear" params 64 trainable 64
   // CHECK-NOT: sec.cut
-  sec.cut "tower.layers.0" block "tower" tp 2 styles ["tower.layers.0.attn shapes", "tower.layers.0.attn.qkv colwise", "tower.layers.0.attn.o rowwise"] shards ["tower.layers.0.attn.qkv.weight 0 8,8,8", "tower.layers.0.attn.o.weight 1 8"] partial ["tower.layers.0.attn.q_norm"] whole ["tower.layers.0.router: softmax mixes entries of which ranks have parts"]
-  sec.cut "tower.layers.0" block "tower" tp 4 styles ["tower.layers.0.mlp.up colwise"] shards ["tower.layers.0.mlp.up.weight 0 8"] partial [] whole []
-  sec.cut "embed" block "embed" tp 2 styles ["embed vocab"] shards ["embed.weight 0 16"] partial [] whole []
-  sec.cut "head" block "head" tp 2 styles ["head gather"] shards ["head.weight 0 16"] partial [] whole []
-  sec.cut "extra" block "extra" tp 2 styles ["extra gather"] shards ["extra.weight 0 32"] partial [] whole []
+  sec.cut "tower.layers.0" block "tower" tp 2 styles [#sec.style<"tower.layers.0.attn", "shapes">, #sec.style<"tower.layers.0.attn.qkv", "colwise">, #sec.style<"tower.layers.0.attn.o", "rowwise">] shards [#sec.shard<"tower.layers.0.attn.qkv.weight", 0, [8, 8, 8]>, #sec.shard<"tower.layers.0.attn.o.weight", 1, [8]>] partial ["tower.layers.0.attn.q_norm"] whole [#sec.unsplit<"tower.layers.0.router", "mixes_entries", "softmax", 0, 0>]
+  sec.cut "tower.layers.0" block "tower" tp 4 styles [#sec.style<"tower.layers.0.mlp.up", "colwise">] shards [#sec.shard<"tower.layers.0.mlp.up.weight", 0, [8]>] partial [] whole []
+  sec.cut "embed" block "embed" tp 2 styles [#sec.style<"embed", "vocab">] shards [#sec.shard<"embed.weight", 0, [16]>] partial [] whole []
+  sec.cut "head" block "head" tp 2 styles [#sec.style<"head", "gather">] shards [#sec.shard<"head.weight", 0, [16]>] partial [] whole []
+  sec.cut "extra" block "extra" tp 2 styles [#sec.style<"extra", "gather">] shards [#sec.shard<"extra.weight", 0, [32]>] partial [] whole []
   sec.tie names ["embed.weight", "head.weight"]
   // CHECK: sec.section "lm"
-  // CHECK-SAME: styles = ["tower.layers.0.attn shapes", "tower.layers.0.attn.qkv colwise", "tower.layers.0.attn.o rowwise", "embed vocab", "head gather"]
-  // CHECK-SAME: shards = ["tower.layers.0.attn.qkv.weight 0 8,8,8", "tower.layers.0.attn.o.weight 1 8", "embed.weight 0 16", "head.weight 0 16"]
+  // CHECK-SAME: styles = [#sec.style<"tower.layers.0.attn", "shapes">, #sec.style<"tower.layers.0.attn.qkv", "colwise">, #sec.style<"tower.layers.0.attn.o", "rowwise">, #sec.style<"embed", "vocab">, #sec.style<"head", "gather">]
+  // CHECK-SAME: shards = [#sec.shard<"tower.layers.0.attn.qkv.weight", 0, [8, 8, 8]>, #sec.shard<"tower.layers.0.attn.o.weight", 1, [8]>, #sec.shard<"embed.weight", 0, [16]>, #sec.shard<"head.weight", 0, [16]>]
   // CHECK-SAME: partial = ["tower.layers.0.attn.q_norm"]
-  // CHECK-SAME: whole = ["tower.layers.0.router: softmax mixes entries of which ranks have parts", "extra: a parameter of it is read outside", "extra.weight: it is read outside of its module"]
+  // CHECK-SAME: whole = [#sec.unsplit<"tower.layers.0.router", "mixes_entries", "softmax", 0, 0>, #sec.unsplit<"extra", "parameter_read_outside", "", 0, 0>, #sec.unsplit<"extra.weight", "read_by_glue", "", 0, 0>]
   sec.section "lm" mode "train" when [] blocks ["embed", "tower", "head", "extra"] {tp = 2 : i64}
   sec.case "c" when [] {
     %ids = sec.input "ids" : !sec.tensor<[B, 4], i64>

@@ -10,8 +10,11 @@ import pytest
 from secc import pass_pipeline
 from secc.codegen.plan_builder import attribute_value
 from secc.errors import ImpossibleChoice, UserError
+from secc.ir.analysis.dataflow import get_values
 from secc.ir.dialect.ops import graph_of
+from secc.ir.dialect.typed_attributes import ShardAttr, UnsplitAttr
 from secc.ir.text_io import module_text
+from secc.runtime.plan.unsplit_reason import UnsplitKind
 
 SOURCE = (Path(__file__).parent / "shard_tensors.mlir").read_text()
 
@@ -23,9 +26,7 @@ def sharded(source: str, passes: str = "shard-tensors"):
 
 
 def test_heads_that_tp_does_not_divide_are_refused() -> None:
-    source = SOURCE.replace(
-        "softmax mixes entries of which ranks have parts", "tp=2 does not divide 3 heads", 1
-    )
+    source = SOURCE.replace('"mixes_entries", "softmax", 0, 0', '"uneven_heads", "", 3, 2', 1)
     with pytest.raises(
         UserError, match=r"lm\.tp=2 is impossible: tower\.layers\.0\.router: tp=2 does not divide 3 heads"
     ) as error:
@@ -35,7 +36,7 @@ def test_heads_that_tp_does_not_divide_are_refused() -> None:
 
 def test_a_section_of_which_nothing_can_be_cut_is_refused() -> None:
     with pytest.raises(
-        UserError, match=r"lm\.tp=3 is impossible: none of its modules can be cut \(nobody looked"
+        UserError, match=r"lm\.tp=3 is impossible: none of its modules can be split \(this tp was not tested"
     ):
         sharded(SOURCE.replace("{tp = 2 : i64}", "{tp = 3 : i64}"))
 
@@ -80,7 +81,9 @@ def test_a_tp_to_compare_that_does_not_divide_what_ranks_share_is_refused(
 ) -> None:
     asked = SOURCE.replace("{tp = 2 : i64}", f"{{tp = {tp} : i64}}")
     known = re.sub(
-        r'(sec.block "tower".*)', r'\1 {tp = [2 : i64, 4 : i64], shared = ["8 heads", "12 outputs"]}', asked
+        r'(sec.block "tower".*)',
+        r'\1 {tp = [2 : i64, 4 : i64], shared = [#sec.shared<8, "heads">, #sec.shared<12, "outputs">]}',
+        asked,
     )
     with pytest.raises(UserError) as error:
         sharded(known, "shard-tensors{assume=true}")
@@ -89,10 +92,10 @@ def test_a_tp_to_compare_that_does_not_divide_what_ranks_share_is_refused(
 
 def test_a_tp_to_compare_that_nobody_looked_at_may_divide_what_ranks_share() -> None:
     three = SOURCE.replace("{tp = 2 : i64}", "{tp = 3 : i64}")
-    known = re.sub(r'(sec.block "tower".*)', r'\1 {tp = [], shared = ["9 heads"]}', three)
+    known = re.sub(r'(sec.block "tower".*)', r'\1 {tp = [], shared = [#sec.shared<9, "heads">]}', three)
     with pytest.raises(
         ImpossibleChoice,
-        match="nobody looked how its blocks could be cut; 3 divides what its ranks would share: 9 heads",
+        match="was not tested for this section during compilation; 3 divides what its ranks would share: 9 heads",
     ):
         sharded(known, "shard-tensors{assume=true}")
 
@@ -104,5 +107,6 @@ def test_a_parameter_of_two_sections_stays_whole() -> None:
         'blocks ["embed", "tower", "extra"] {tp = 2 : i64}\n  sec.section "top" mode "train" when [] blocks ["head"]',
     )
     lm = sharded(two)[0]
-    assert not any("embed" in s for s in attribute_value(lm, "shards", ()))
-    assert "embed: a parameter of it belongs to several sections" in attribute_value(lm, "whole", ())
+    assert not any("embed" in shard.value.name for shard in get_values(lm, "shards", ShardAttr))
+    unsplit = {reason.module.data: reason.value.kind for reason in get_values(lm, "whole", UnsplitAttr)}
+    assert unsplit["embed"] is UnsplitKind.PARAMETER_SHARED

@@ -55,7 +55,7 @@ def test_experts_of_models_are_cut(config: Any, halves: tuple[int, ...], count: 
     verdict = UnsplitModule(module, (args, kwargs)).compare_mapping(
         count, [ModuleStyle(path, "experts")], cut
     )
-    assert verdict.reason == ""
+    assert verdict.reason is None
     assert verdict.partial_parameters == ((f"{path}.down_proj_bias",) if config is GPT_OSS else ())
 
 
@@ -94,7 +94,7 @@ def test_plain_experts_are_cut_and_routers_get_whole_gradients() -> None:
     verdict = UnsplitModule(module, call).compare_mapping(
         2, [ModuleStyle("experts", "experts")], expert_shards(module.experts, way, "experts")
     )
-    assert (verdict.reason, verdict.partial_parameters) == ("", ())
+    assert (verdict.reason, verdict.partial_parameters) == (None, ())
 
 
 def test_experts_that_mix_their_inner_width_stay_whole() -> None:

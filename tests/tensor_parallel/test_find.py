@@ -19,6 +19,7 @@ from secc.frontend.tp_search.hf_tp_plan import hf_column_parallel
 from secc.frontend.tp_search.thread_ranks import ThreadGroup, run_thread_ranks
 from secc.frontend.tp_search.verify_mapping import MappingVerdict, UnsplitModule
 from secc.runtime.plan.schema import ModuleStyle
+from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut, cut_parameters
 from secc.runtime.tensor_parallel.styles import apply_styles
 from tests.tensor_parallel.model_layers import first_layer
@@ -62,7 +63,7 @@ def test_layers_of_models_are_cut_everywhere(config: Any) -> None:
     head, dropout."""
     module, args, kwargs = first_layer(config)
     found, _, shapes = shown(module, *args, **kwargs)
-    assert shapes.reason == "" and not found.unsplit_reasons
+    assert shapes.reason is None and not found.unsplit_reasons
     assert len(found.row_parallel) == 2
     assert set(shapes.partial_parameters) == {
         n for n, _ in module.named_parameters() if "q_norm" in n or "k_norm" in n
@@ -75,19 +76,19 @@ def test_parts_of_fused_projections_are_found() -> None:
     assert found.column_parallel["self_attn.qkv_proj"] == (WIDTH, WIDTH, WIDTH) and found.column_parallel[
         "mlp.gate_up_proj"
     ] == (48, 48)
-    assert found.shared_sizes == ["4 heads", f"{WIDTH} outputs", "48 outputs"]
+    assert [str(size) for size in found.shared_sizes] == ["4 heads", f"{WIDTH} outputs", "48 outputs"]
 
 
 def test_code_that_follows_its_sizes_needs_no_help() -> None:
     module, args, kwargs = first_layer(LLAMA)
-    assert shown(module, *args, **kwargs)[1].reason == ""
+    assert shown(module, *args, **kwargs)[1].reason is None
 
 
 def test_heads_that_do_not_divide_stay_whole_with_the_reason() -> None:
     module, args, kwargs = first_layer(LLAMA)
     found, _, shapes = shown(module, *args, count=4, **kwargs)
-    assert found.unsplit_reasons["self_attn.k_proj"] == "tp=4 does not divide 2 heads"
-    assert set(found.row_parallel) == {"mlp.down_proj"} and shapes.reason == ""
+    assert found.unsplit_reasons["self_attn.k_proj"] == UnsplitReason(UnsplitKind.UNEVEN_HEADS, size=2, tp=4)
+    assert set(found.row_parallel) == {"mlp.down_proj"} and shapes.reason is None
 
 
 def test_plain_pytorch_with_sizes_spelt_out() -> None:
@@ -99,7 +100,7 @@ def test_plain_pytorch_with_sizes_spelt_out() -> None:
         "attn.c_proj",
         "down",
     }
-    assert plain.reason and shapes == MappingVerdict("", ("scale",))
+    assert plain.reason and shapes == MappingVerdict(None, ("scale",))
 
 
 class Mixture(nn.Module):
@@ -117,9 +118,9 @@ class Mixture(nn.Module):
 def test_a_whole_activation_that_meets_parts_gets_its_whole_gradient() -> None:
     torch.manual_seed(0)
     found, plain, shapes = shown(Mixture(), torch.randn(2, 3, WIDTH, requires_grad=True))
-    assert set(found.column_parallel) == {"up"} and "softmax" in found.unsplit_reasons["router"]
+    assert set(found.column_parallel) == {"up"} and found.unsplit_reasons["router"].subject == "softmax"
     assert (
-        plain.reason and shapes.reason == ""
+        plain.reason and shapes.reason is None
     )  # without marks the router's gradient would be a part of the sum
 
 
@@ -137,7 +138,7 @@ class Wrong(nn.Module):
 def test_a_mapping_that_is_not_exact_is_found_out() -> None:
     torch.manual_seed(0)
     _, plain, shapes = shown(Wrong(), torch.randn(2, 3, WIDTH, requires_grad=True))
-    assert plain.reason == shapes.reason == "its results differ on parts"
+    assert plain.reason == shapes.reason == UnsplitReason(UnsplitKind.RESULTS_DIFFER)
 
 
 def test_adapters_are_cut_with_their_layer() -> None:
@@ -149,7 +150,7 @@ def test_adapters_are_cut_with_their_layer() -> None:
         model["mlp"], peft.LoraConfig(target_modules=["0"], r=8, lora_alpha=8, init_lora_weights=False)
     )
     found, _, shapes = shown(adapted, torch.randn(2, 3, WIDTH, requires_grad=True))
-    assert shapes.reason == "" and len(found.row_parallel) >= 1
+    assert shapes.reason is None and len(found.row_parallel) >= 1
 
 
 def test_what_a_model_says_of_itself_is_tried_first() -> None:
@@ -185,7 +186,7 @@ def test_norms_on_parts_of_the_sequence_are_exact_and_keep_less(config: Any, cou
     found = find_mapping(module, (args, kwargs), count)
     cut = mapping_shards(module, found)
     verdict = UnsplitModule(module, (args, kwargs)).compare_mapping(count, found.sequence_styles(False), cut)
-    assert verdict.reason == "" and {"input_layernorm.weight", "post_attention_layernorm.weight"} <= set(
+    assert verdict.reason is None and {"input_layernorm.weight", "post_attention_layernorm.weight"} <= set(
         verdict.partial_parameters
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
+from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 from secc.runtime.tensor_parallel.rules.mark import ShardMark, UnshardableCode, mark_of, set_mark, sources_of
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def first_mark(found: list[ShardMark], args: FunctionArguments) -> ShardMark:
     """The mark of the first argument."""
     first = mark_of(args[0])
     if first is None:
-        raise UnshardableCode("a part is given where a whole tensor is changed", sources_of(found))
+        raise UnshardableCode(UnsplitReason(UnsplitKind.WRITES_INTO_WHOLE), sources_of(found))
     return first
 
 
@@ -52,10 +53,10 @@ def match_shard(
     own = mark_of(tensor)
     if own is not None:
         if own.dim != dim or own.parts != common.parts:
-            raise UnshardableCode("operands have different parts", own.sources | common.sources)
+            raise UnshardableCode(UnsplitReason(UnsplitKind.DIFFERENT_PARTS), own.sources | common.sources)
         return tensor
     if dim < 0 or tensor.shape[dim] == 1:
         return mode.copy_to_shards(tensor)
     if tensor.shape[dim] != common.whole_size:
-        raise UnshardableCode("a part meets a tensor of another size", common.sources)
+        raise UnshardableCode(UnsplitReason(UnsplitKind.OTHER_SIZE), common.sources)
     return mode.take_shard(mode.copy_to_shards(tensor), dim, common.parts)

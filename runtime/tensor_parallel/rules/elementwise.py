@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
+from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 from secc.runtime.tensor_parallel.rules.common import (
     FunctionArguments,
     copy_whole_operands,
@@ -28,7 +29,7 @@ def along_dim_rule(
     given = next((kwargs[n] for n in names if n in kwargs), args[1] if len(args) > 1 else None)
     dims = [given] if isinstance(given, int) else list(given) if isinstance(given, tuple | list) else None
     if dims is None or own.dim in [d % args[0].ndim for d in dims]:
-        raise UnshardableCode(f"{func.__name__} mixes entries of which ranks have parts", sources_of(found))
+        raise UnshardableCode(UnsplitReason(UnsplitKind.MIXES_ENTRIES, func.__name__), sources_of(found))
     out = func(*args, **kwargs)
     gone = sum(d % args[0].ndim < own.dim for d in dims)
 
@@ -46,7 +47,7 @@ def normalization_rule(
     """layer_norm and rms_norm: the last dims are mixed."""
     own, shape = first_mark(found, args), args[1] if len(args) > 1 else kwargs["normalized_shape"]
     if own.dim >= args[0].ndim - len(shape):
-        raise UnshardableCode(f"{func.__name__} mixes entries of which ranks have parts", sources_of(found))
+        raise UnshardableCode(UnsplitReason(UnsplitKind.MIXES_ENTRIES, func.__name__), sources_of(found))
     return set_mark(func(*copy_whole_operands(mode, args), **copy_whole_operands(mode, kwargs)), own)
 
 
@@ -66,7 +67,7 @@ def dropout_rule(
 def refusing_rule(
     mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
 ) -> Any:
-    raise UnshardableCode(f"{func.__name__} on parts", sources_of(found))
+    raise UnshardableCode(UnsplitReason(UnsplitKind.NO_RULE, func.__name__), sources_of(found))
 
 
 def elementwise_rule(
@@ -77,7 +78,9 @@ def elementwise_rule(
     most = max(t.ndim for t in operands)
     first = next(m for m in map(mark_of, operands) if m is not None) if any(map(mark_of, operands)) else None
     if first is None:
-        raise UnshardableCode(f"{getattr(func, '__name__', func)} on parts", sources_of(found))
+        raise UnshardableCode(
+            UnsplitReason(UnsplitKind.NO_RULE, str(getattr(func, "__name__", func))), sources_of(found)
+        )
     owner = next(t for t in operands if mark_of(t) is first)
     common = first.at_dim(first.dim + most - owner.ndim)
     local = [match_shard(mode, a, common, most) if isinstance(a, torch.Tensor) else a for a in args]
@@ -88,10 +91,13 @@ def elementwise_rule(
     if not isinstance(out, torch.Tensor):
         if isinstance(out, bool | int | float | tuple):
             raise UnshardableCode(
-                f"{getattr(func, '__name__', func)} reads values of a part", sources_of(found)
+                UnsplitReason(UnsplitKind.READS_VALUES, str(getattr(func, "__name__", func))),
+                sources_of(found),
             )
         return out
     shapes = [t.shape for t in (*local, *named.values()) if isinstance(t, torch.Tensor)]
     if out.shape != torch.broadcast_shapes(*shapes):
-        raise UnshardableCode(f"{getattr(func, '__name__', func)} on parts", sources_of(found))
+        raise UnshardableCode(
+            UnsplitReason(UnsplitKind.NO_RULE, str(getattr(func, "__name__", func))), sources_of(found)
+        )
     return set_mark(out, ShardMark(common.dim, common.parts, sources_of(found)))

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from secc.runtime.plan.unsplit_reason import UnsplitReason
+
 _MARK_ATTRIBUTE = "_secc_mark"
 
 
@@ -44,8 +46,10 @@ class UnshardableCode(Exception):
     the code to go on.
     """
 
-    def __init__(self, reason: str, sources: frozenset[str], edges: tuple[tuple[int, int], ...] = ()) -> None:
-        super().__init__(reason)
+    def __init__(
+        self, reason: UnsplitReason, sources: frozenset[str], edges: tuple[tuple[int, int], ...] = ()
+    ) -> None:
+        super().__init__(str(reason))
         self.reason, self.sources, self.split_points = reason, sources, edges
 
 

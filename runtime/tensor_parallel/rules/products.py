@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 from secc.runtime.tensor_parallel.rules.common import (
     FunctionArguments,
     copy_whole_operands,
@@ -26,13 +27,13 @@ def matmul_rule(
     )
     of_a, of_b = mark_of(a), mark_of(b)
     if min(a.ndim, b.ndim) < 2:
-        raise UnshardableCode("a part is multiplied with a vector", sources_of(found))
+        raise UnshardableCode(UnsplitReason(UnsplitKind.TIMES_VECTOR), sources_of(found))
     if (of_a and of_a.dim == a.ndim - 1) or (of_b and of_b.dim == b.ndim - 2):
-        raise UnshardableCode("a product sums over a dim of which ranks have parts", sources_of(found))
+        raise UnshardableCode(UnsplitReason(UnsplitKind.SUMS_OVER_PARTS), sources_of(found))
     rows, columns = of_a is not None and of_a.dim == a.ndim - 2, of_b is not None and of_b.dim == b.ndim - 1
     if rows or columns:
         if len(found) > 1:
-            raise UnshardableCode("a product has parts along several dims", sources_of(found))
+            raise UnshardableCode(UnsplitReason(UnsplitKind.PARTS_OF_SEVERAL_DIMS), sources_of(found))
         out = func(*copy_whole_operands(mode, (a, b)))
         return set_mark(out, found[0].at_dim(out.ndim - (2 if rows else 1)))
     a, b = (
@@ -60,7 +61,7 @@ def linear_rule(
     ):
         return func(*args, **kwargs)
     if len(found) > 1 or own.dim == args[0].ndim - 1:
-        raise UnshardableCode("a product sums over a dim of which ranks have parts", sources_of(found))
+        raise UnshardableCode(UnsplitReason(UnsplitKind.SUMS_OVER_PARTS), sources_of(found))
     return set_mark(func(*copy_whole_operands(mode, args), **copy_whole_operands(mode, kwargs)), own)
 
 
@@ -71,16 +72,14 @@ def attention_rule(
     q = args[0] if args else kwargs["query"]
     own = mark_of(q)
     if own is None or own.dim >= q.ndim - 2:
-        raise UnshardableCode("attention mixes entries of which ranks have parts", sources_of(found))
+        raise UnshardableCode(UnsplitReason(UnsplitKind.ATTENTION_OVER_PARTS), sources_of(found))
     heads = own.dim == q.ndim - 3
     names = ("query", "key", "value", "attn_mask")
     given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
     for name in ("key", "value"):
         other = mark_of(given[name])
         if other is None or other.dim != own.dim or not (heads or other.parts == own.parts):
-            raise UnshardableCode(
-                "attention has parts of queries but not of keys and values", sources_of(found)
-            )
+            raise UnshardableCode(UnsplitReason(UnsplitKind.ATTENTION_WHOLE_KEYS), sources_of(found))
     if given.get("attn_mask") is not None:
         given["attn_mask"] = match_shard(mode, given["attn_mask"], own, q.ndim)
     rest = {k: v for k, v in kwargs.items() if k not in names} | dict(
@@ -98,7 +97,9 @@ def einsum_rule(
     operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], tuple | list) else operands
     text = equation.replace(" ", "")
     if "->" not in text or "." in text:
-        raise UnshardableCode(f"einsum of {equation!r} on parts", sources_of(found))
+        raise UnshardableCode(
+            UnsplitReason(UnsplitKind.NO_RULE, f"einsum of {equation!r}"), sources_of(found)
+        )
     inputs, output = text.split("->")
     labels = {
         names[m.dim]: m
@@ -106,7 +107,7 @@ def einsum_rule(
         if (m := mark_of(t)) is not None
     }
     if len(labels) != 1 or (letter := next(iter(labels))) not in output:
-        raise UnshardableCode("a product sums over a dim of which ranks have parts", sources_of(found))
+        raise UnshardableCode(UnsplitReason(UnsplitKind.SUMS_OVER_PARTS), sources_of(found))
     parts = labels[letter].parts
     local = [
         t

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 from secc.runtime.tensor_parallel.rules.common import (
     FunctionArguments,
     first_mark,
@@ -70,7 +71,7 @@ def _take_whole_parts(
     edges = [0, *accumulate(own.parts)]
     if start not in edges or stop not in edges:
         raise UnshardableCode(
-            "a piece of a dim of which ranks have parts is taken",
+            UnsplitReason(UnsplitKind.TAKES_PIECE),
             own.sources,
             split_fractions(own, start, stop),
         )
@@ -100,7 +101,7 @@ def _refuse_single_entry(own: ShardMark, dim: int) -> None:
     """Refuse to take single entries of the cut dim; where there are few, cutting each of them would help."""
     if dim == own.dim:
         edges = split_fractions(own, *range(own.whole_size)) if own.whole_size <= MAX_KINDS else ()
-        raise UnshardableCode("one entry of a dim of which ranks have parts is taken", own.sources, edges)
+        raise UnshardableCode(UnsplitReason(UnsplitKind.TAKES_ENTRY), own.sources, edges)
 
 
 def getitem_rule(
@@ -109,7 +110,7 @@ def getitem_rule(
     tensor, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
     own = first_mark(found, args)
     if any(isinstance(i, torch.Tensor | list) for i in index):
-        raise UnshardableCode("a part is indexed by a tensor", own.sources)
+        raise UnshardableCode(UnsplitReason(UnsplitKind.INDEXED_BY_TENSOR), own.sources)
     taken = sum(i is not None and i is not Ellipsis for i in index)
     rest = [slice(None)] * (tensor.ndim - taken)
     where = index.index(Ellipsis) if Ellipsis in index else len(index)
@@ -126,9 +127,9 @@ def getitem_rule(
         _refuse_single_entry(own, own.dim)
     start, stop, step = own_index.indices(own.whole_size)
     if step != 1:
-        raise UnshardableCode("every second entry of a part is taken", own.sources)
+        raise UnshardableCode(UnsplitReason(UnsplitKind.STRIDED), own.sources)
     if stop <= start:
-        raise UnshardableCode("no entry of a part is taken", own.sources)
+        raise UnshardableCode(UnsplitReason(UnsplitKind.EMPTY_SLICE), own.sources)
     tensor = _take_whole_parts(mode, tensor, own, start, stop)
     local[place] = slice(None)
     kept = mark_of(tensor) or own
@@ -144,7 +145,7 @@ def cat_rule(
     first = found[0]
     if dim == first.dim:
         if any(mark_of(t) is None or mark_of(t).dim != dim for t in tensors):  # pyright: ignore[reportOptionalMemberAccess]
-            raise UnshardableCode("parts are joined with whole tensors", sources_of(found))
+            raise UnshardableCode(UnsplitReason(UnsplitKind.JOINED_WITH_WHOLE), sources_of(found))
         return set_mark(
             torch.cat(tensors, dim),
             ShardMark(dim, tuple(p for m in found for p in m.parts), sources_of(found)),
@@ -168,6 +169,6 @@ def repeat_interleave_rule(
     own = first_mark(found, args)
     times, dim = (args[i] if len(args) > i else kwargs.get(k) for i, k in ((1, "repeats"), (2, "dim")))
     if not isinstance(times, int) or not isinstance(dim, int):
-        raise UnshardableCode("a part is repeated by a tensor or as a whole", own.sources)
+        raise UnshardableCode(UnsplitReason(UnsplitKind.REPEATED), own.sources)
     parts = [p * times for p in own.parts] if dim % args[0].ndim == own.dim else own.parts
     return set_mark(func(*args, **kwargs), own.at_dim(own.dim, parts))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 from secc.runtime.tensor_parallel.rules.common import FunctionArguments, first_mark, split_fractions
 from secc.runtime.tensor_parallel.rules.elementwise import elementwise_rule
 from secc.runtime.tensor_parallel.rules.mark import ShardMark, UnshardableCode, set_mark
@@ -96,7 +97,7 @@ def _view_shard(
         others = prod(s for s in wanted if s != -1)
         wanted[wanted.index(-1)] = prod(whole) // others if others else 0
     if prod(wanted) != prod(whole):
-        raise UnshardableCode(f"a tensor of shape {whole} is viewed as {wanted}", own.sources)
+        raise UnshardableCode(UnsplitReason(UnsplitKind.UNCLEAR_VIEW, str(wanted)), own.sources)
     dim, parts = _locate_dim(mode, whole, wanted, own)
     wanted[dim] = mode.local_length(parts)
     return set_mark(tensor.reshape(wanted), own.at_dim(dim, parts))
@@ -111,7 +112,7 @@ def _locate_dim(
     while dim < len(wanted) and not (products[dim] == before and wanted[dim] > 1):
         dim += 1
     if dim == len(wanted):
-        raise UnshardableCode("a dim of which ranks have parts is merged into another", own.sources)
+        raise UnshardableCode(UnsplitReason(UnsplitKind.MERGED), own.sources)
     return _locate_in_split(mode, wanted, dim, own.parts, own)
 
 
@@ -121,12 +122,10 @@ def _locate_in_split(
     total = sum(parts)
     if wanted[dim] >= total:
         if wanted[dim] % total:
-            raise UnshardableCode(
-                "a dim of which ranks have parts is merged with a piece of another", own.sources
-            )
+            raise UnshardableCode(UnsplitReason(UnsplitKind.MERGED_WITH_PIECE), own.sources)
         return dim, tuple(part * (wanted[dim] // total) for part in parts)
     if total % wanted[dim]:
-        raise UnshardableCode("a dim of which ranks have parts is split unevenly", own.sources)
+        raise UnshardableCode(UnsplitReason(UnsplitKind.SPLIT_UNEVENLY), own.sources)
     inner = total // wanted[dim]
     if (
         len(parts) == wanted[dim] and set(parts) == {inner} and inner > 1
@@ -134,7 +133,7 @@ def _locate_in_split(
         after = next(d for d in range(dim + 1, len(wanted)) if wanted[d] > 1)
         return _locate_in_split(mode, wanted, after, (inner,), own)
     if any(part % inner for part in parts):
-        raise UnshardableCode("a dim of which ranks have parts is split across their edges", own.sources)
+        raise UnshardableCode(UnsplitReason(UnsplitKind.SPLIT_ACROSS_EDGES), own.sources)
     outer = tuple(part // inner for part in parts)
     if any(part % mode.count for part in outer):
         if wanted[dim] <= MAX_KINDS and len(parts) == 1:
@@ -148,8 +147,9 @@ def _locate_in_split(
     return dim, outer
 
 
-def _uneven_heads_reason(mode: WholeShapeMode, parts: Sequence[int]) -> str:
-    return f"tp={mode.count} does not divide {next(p for p in parts if p % mode.count)} heads"
+def _uneven_heads_reason(mode: WholeShapeMode, parts: Sequence[int]) -> UnsplitReason:
+    heads = next(p for p in parts if p % mode.count)
+    return UnsplitReason(UnsplitKind.UNEVEN_HEADS, size=heads, tp=mode.count)
 
 
 def permute_rule(
@@ -166,7 +166,7 @@ def squeeze_rule(
 ) -> Any:
     own, shape = first_mark(found, args), args[0].shape
     if shape[own.dim] == 1:
-        raise UnshardableCode("a dim of which ranks have parts may be squeezed", own.sources)
+        raise UnshardableCode(UnsplitReason(UnsplitKind.SQUEEZED), own.sources)
     sizes = [1 if s == 1 else d + 2 for d, s in enumerate(shape)]
     moved = func(torch.empty(sizes, device="meta"), *args[1:], **kwargs)
     return set_mark(func(*args, **kwargs), own.at_dim(list(moved.shape).index(own.dim + 2)))
@@ -179,7 +179,7 @@ def expand_rule(
     sizes = list(args[1] if isinstance(args[1], tuple | list) else args[1:])
     dim = own.dim + len(sizes) - args[0].ndim
     if sizes[dim] not in (-1, own.whole_size):
-        raise UnshardableCode("a dim of which ranks have parts is expanded", own.sources)
+        raise UnshardableCode(UnsplitReason(UnsplitKind.EXPANDED), own.sources)
     sizes[dim] = -1
     return set_mark(args[0].expand(sizes), own.at_dim(dim))
 

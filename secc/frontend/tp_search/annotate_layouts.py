@@ -16,7 +16,7 @@ from itertools import product
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
-from xdsl.dialects.builtin import ModuleOp
+from xdsl.dialects.builtin import ArrayAttr, ModuleOp
 
 from secc.cost.counting.example_arguments import CollatedSamples
 from secc.frontend.dataset.survey import DatasetSurvey
@@ -36,15 +36,17 @@ from secc.frontend.tp_search.find_mapping import (
 )
 from secc.frontend.tp_search.hf_tp_plan import hf_column_parallel
 from secc.frontend.tp_search.small_model_layers import SmallModelLayers
-from secc.frontend.tp_search.verify_mapping import MappingVerdict, UnsplitModule
+from secc.frontend.tp_search.verify_mapping import UnsplitModule
 from secc.ir.analysis.dataflow import get_number, get_string
 from secc.ir.analysis.tp_layouts import make_cut_op
 from secc.ir.analysis.vocab_sharding import is_wide
 from secc.ir.dialect.ops import CallOp, GraphOp, TieOp, graph_of, strings_attr, strings_of
 from secc.ir.dialect.readable_names import SETTINGS_ATTRIBUTE
+from secc.ir.dialect.typed_attributes import StyleAttr
 from secc.runtime.fusion.install import install_fused
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.schema import CodeRewrite, ModuleStyle, Shard
+from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 from secc.runtime.sections.recompute import recompute_units
 from secc.runtime.tensor_parallel.linear_modules import LinearModule, as_embedding, as_linear
 
@@ -73,7 +75,7 @@ class ModuleLayout:
     styles: list[ModuleStyle] = field(default_factory=list[ModuleStyle])
     shards: list[Shard] = field(default_factory=list[Shard])
     partial_parameters: tuple[str, ...] = ()
-    unsplit_reasons: dict[str, str] = field(default_factory=dict[str, str])
+    unsplit_reasons: dict[str, UnsplitReason] = field(default_factory=dict[str, UnsplitReason])
     sequence_styles: SequenceStyles = ([], ())  # styles with the sequence in parts, and what is partial then
 
 
@@ -233,11 +235,7 @@ class _LayoutSearcher:
             else None
         )
         if path not in self.observer.calls or (size > MAX_RUN_ENTRIES and like is None):
-            why = (
-                "it was not called here"
-                if size <= MAX_RUN_ENTRIES
-                else "it is too large to be shown exact here: define small_model()"
-            )
+            why = UnsplitReason(UnsplitKind.NOT_CALLED if size <= MAX_RUN_ENTRIES else UnsplitKind.TOO_LARGE)
             return ModuleLayout(
                 unsplit_reasons={
                     p: why for p, m in module.named_modules() if as_linear(m) is not None or expert_sizes(m)
@@ -278,30 +276,27 @@ class _LayoutSearcher:
 
     def _find_expert_cuts(
         self, module: nn.Module, like: nn.Module, call: ModuleCall, count: int
-    ) -> tuple[dict[str, ExpertCut], dict[str, str]]:
+    ) -> tuple[dict[str, ExpertCut], dict[str, UnsplitReason]]:
         """How experts inside a layer are cut, and why others stay whole: found out by `like`, the layer or a
         small one like it."""
         found = [path for path, m in module.named_modules() if expert_sizes(m)]
         if not found or self.sequence:
-            return {}, dict.fromkeys(found, "with norms=sequence experts get all positions of some ranks")
+            return {}, dict.fromkeys(found, UnsplitReason(UnsplitKind.EXPERTS_BY_SEQUENCE))
         like, call = materialize_module(like), tree_map(materialize_argument, call)
         ways = find_expert_cuts(like, call, count) or find_expert_cuts(like, call, 2)
         cut = {
             path: way for path, way in ways.items() if divides_experts(module.get_submodule(path), way, count)
         }
-        uneven = f"tp={count} does not divide the inner width of its experts into parts of {ALIGNED_ENTRIES}"
-        return cut, {
-            path: uneven if path in ways else "no way to cut its experts was shown exact"
-            for path in found
-            if path not in cut
-        }
+        uneven = UnsplitReason(UnsplitKind.UNEVEN_EXPERTS, size=ALIGNED_ENTRIES, tp=count)
+        inexact = UnsplitReason(UnsplitKind.EXPERTS_INEXACT)
+        return cut, {path: uneven if path in ways else inexact for path in found if path not in cut}
 
     def _verify_on_small_layer(
         self, like: tuple[nn.Module, ModuleCall], path: str, module: nn.Module, count: int, mapping: TpMapping
     ) -> ModuleLayout:
         """The mapping of a large layer, if a small one like it has the same one, over as many ranks or two,
         and that is exact."""
-        why = "the layer of small_model() that is like it is cut otherwise"
+        why = UnsplitReason(UnsplitKind.SMALL_MODEL_DIFFERS)
         for ranks in dict.fromkeys((count, 2)):
             same = replace(
                 find_mapping(like[0], like[1], ranks, mapping.column_parallel),
@@ -351,25 +346,26 @@ class _LayoutSearcher:
         verdict = whole.compare_mapping(
             count, styles, mapping_shards(module, mapping), partial(self._install_fused, path)
         )
-        return ([], ()) if verdict.reason else (styles, verdict.partial_parameters)
+        return ([], ()) if verdict.reason is not None else (styles, verdict.partial_parameters)
 
     def _verify_mapping(
         self, path: str, module: nn.Module, call: ModuleCall, count: int, mapping: TpMapping
     ) -> ModuleLayout:
         """The mapping as the code runs it on parts, with whole sizes only if it must."""
         module, call = materialize_module(module), tree_map(materialize_argument, call)
-        cut, verdict, whole = mapping_shards(module, mapping), MappingVerdict(""), UnsplitModule(module, call)
+        cut, whole, why = mapping_shards(module, mapping), UnsplitModule(module, call), None
         for shapes in (True,) if mapping.draws_random else (False, True):
             styles = mapping.layer_styles(shapes)
             verdict = whole.compare_mapping(count, styles, cut, partial(self._install_fused, path))
-            if not verdict.reason:
+            why = verdict.reason
+            if why is None:
                 positions = self._verify_sequence_styles(path, module, whole, count, mapping, shapes)
                 return ModuleLayout(
                     styles, cut, verdict.partial_parameters, dict(mapping.unsplit_reasons), positions
                 )
+        assert why is not None
         return ModuleLayout(
-            unsplit_reasons=dict(mapping.unsplit_reasons)
-            | dict.fromkeys(mapping.split_modules, verdict.reason)
+            unsplit_reasons=dict(mapping.unsplit_reasons) | dict.fromkeys(mapping.split_modules, why)
         )
 
 
@@ -399,7 +395,7 @@ def _embedding_and_head_layouts(
             )
             yield path, ModuleLayout([ModuleStyle("", "gather")], cut)
         elif table is not None or head is not None:
-            yield path, ModuleLayout(unsplit_reasons={"": "it is small"})
+            yield path, ModuleLayout(unsplit_reasons={"": UnsplitReason(UnsplitKind.SMALL)})
 
 
 def _vocabulary_and_width(table: nn.Embedding | None, head: LinearModule | None) -> tuple[int, int]:
@@ -418,12 +414,14 @@ def _add_layout_op(graph: GraphOp, block: str, path: str, count: int, cutting: M
         block,
         count,
         [replace(s, name=at(s.name)) for s in cutting.shards],
-        [f"{at(s.module)} {s.kind}" for s in cutting.styles],
+        [replace(s, module=at(s.module)) for s in cutting.styles],
         [at(n) for n in cutting.partial_parameters],
-        [f"{at(p)}: {why}" for p, why in cutting.unsplit_reasons.items()],
+        {at(p): why for p, why in cutting.unsplit_reasons.items()},
     )
     styles, partial = cutting.sequence_styles
     if styles:
-        op.attributes["positions"] = strings_attr(f"{at(s.module)} {s.kind}" for s in styles)
+        op.attributes["positions"] = ArrayAttr(
+            [StyleAttr.of(replace(s, module=at(s.module))) for s in styles]
+        )
         op.attributes["positions_partial"] = strings_attr(at(n) for n in partial)
     graph.body.block.insert_op_before(op, graph.cases[0])

@@ -83,7 +83,7 @@ def _find_exact_cut(module: nn.Module, call: ModuleCall, count: int) -> ExpertCu
         (
             way
             for way in even
-            if not whole.compare_mapping(count, [EXPERTS_STYLE], expert_shards(module, way)).reason
+            if whole.compare_mapping(count, [EXPERTS_STYLE], expert_shards(module, way)).reason is None
         ),
         {},
     )

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from secc.runtime.plan.schema import ModuleStyle, Shard
+from secc.runtime.plan.unsplit_reason import SharedSize, UnsplitKind, UnsplitReason
 from secc.runtime.tensor_parallel.linear_modules import LinearModule, as_linear
 from secc.runtime.tensor_parallel.rules.mark import (
     ShardMark,
@@ -52,17 +53,19 @@ class TpMapping:
 
     column_parallel: Mapping[str, PartSizes]
     row_parallel: Mapping[str, PartSizes]
-    unsplit_reasons: Mapping[str, str]
+    unsplit_reasons: Mapping[str, UnsplitReason]
     scopes: tuple[str, ...] = ()  # the smallest modules inside which everything that is in parts stays
     draws_random: bool = False  # whether its code draws random numbers for parts
     expert_cuts: Mapping[str, ExpertCut] = field(default_factory=dict[str, ExpertCut])
     head_counts: frozenset[int] = frozenset()
 
     @property
-    def shared_sizes(self) -> list[str]:
-        """What ranks share evenly, as text."""
+    def shared_sizes(self) -> list[SharedSize]:
+        """The sizes that ranks share evenly: numbers of heads, then of outputs."""
         outputs = {part for parts in self.column_parallel.values() for part in parts}
-        return [f"{n} heads" for n in sorted(self.head_counts)] + [f"{n} outputs" for n in sorted(outputs)]
+        return [SharedSize(n, "heads") for n in sorted(self.head_counts)] + [
+            SharedSize(n, "outputs") for n in sorted(outputs)
+        ]
 
     @property
     def split_modules(self) -> tuple[str, ...]:
@@ -98,16 +101,18 @@ class _MappingSearch:
     """The state of the search: `columns` are cut by outputs now, `reasons` say why others are not."""
 
     column_parallel: dict[str, PartSizes]
-    unsplit_reasons: dict[str, str] = field(default_factory=dict[str, str])
+    unsplit_reasons: dict[str, UnsplitReason] = field(default_factory=dict[str, UnsplitReason])
     row_parallel: dict[str, tuple[PartSizes, frozenset[str]]] = field(
         default_factory=dict[str, tuple[PartSizes, frozenset[str]]]
     )
     reached_linears: set[str] = field(default_factory=set[str])
     draws_random: bool = False
     head_counts: frozenset[int] = frozenset()
-    hints: dict[str, str] = field(default_factory=dict[str, str])  # why outputs were cut at more places
+    hints: dict[str, UnsplitReason] = field(  # why outputs were cut at more places
+        default_factory=dict[str, UnsplitReason]
+    )
 
-    def keep_whole(self, paths: Iterable[str], reason: str) -> None:
+    def keep_whole(self, paths: Iterable[str], reason: UnsplitReason) -> None:
         for path in paths:
             if self.column_parallel.pop(path, None) is not None:
                 self.unsplit_reasons[path] = self.hints.get(path, reason)
@@ -123,18 +128,18 @@ def find_mapping(
     search = _MappingSearch({path: (m.out_features,) for path, m in found.items() if path in allowed})
     for path, (outputs,) in list(search.column_parallel.items()):
         if outputs % count:
-            search.keep_whole([path], f"tp={count} does not divide its {outputs} outputs")
+            search.keep_whole([path], UnsplitReason(UnsplitKind.UNEVEN_OUTPUTS, size=outputs, tp=count))
     while search.column_parallel:
         search.row_parallel, search.reached_linears = {}, set()
         if _try_mapping(module, call, count, search, found):
             break
     useful = sources_of([ShardMark(0, parts, sources) for parts, sources in search.row_parallel.values()])
     search.keep_whole(
-        [p for p in search.column_parallel if p not in useful], "nothing takes parts of its outputs"
+        [p for p in search.column_parallel if p not in useful], UnsplitReason(UnsplitKind.OUTPUTS_UNUSED)
     )
     rows = {p: parts for p, (parts, _) in search.row_parallel.items()} if search.column_parallel else {}
     whole = {
-        p: search.unsplit_reasons.get(p, "it gets whole activations")
+        p: search.unsplit_reasons.get(p, UnsplitReason(UnsplitKind.WHOLE_ACTIVATIONS))
         for p in found
         if p not in search.column_parallel and p not in rows
     }
@@ -173,16 +178,22 @@ def _try_mapping(
             out = trial(*args, **kwargs)
         search.draws_random, search.head_counts = mode.drew_random_numbers, frozenset(mode.head_counts)
         if leaked := collect_marks(out):
-            raise UnshardableCode("its outputs leave the module in parts", sources_of(leaked))
+            raise UnshardableCode(UnsplitReason(UnsplitKind.LEAVES_IN_PARTS), sources_of(leaked))
         return True
     except UnshardableCode as refused:
         _adjust_search(search, refused, found)
     except Exception as error:  # whatever the user's code does with sizes it did not expect
         search.keep_whole(
             search.reached_linears & search.column_parallel.keys() or list(search.column_parallel),
-            f"its code fails on parts: {str(error).splitlines()[0]}",
+            failure_reason(error),
         )
     return False
+
+
+def failure_reason(error: Exception) -> UnsplitReason:
+    """The reason against splitting code that raised `error` on split tensors: the first line of its message."""
+    lines = str(error).splitlines()
+    return UnsplitReason(UnsplitKind.FAILS_ON_PARTS, lines[0] if lines else type(error).__name__)
 
 
 def _fresh_argument(value: Any) -> Any:

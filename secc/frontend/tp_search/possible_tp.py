@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
-from xdsl.dialects.builtin import ModuleOp
+from xdsl.dialects.builtin import ArrayAttr, ModuleOp
 
 from secc.cluster import Cluster
 from secc.cost.counting.example_arguments import CollatedSamples
@@ -26,12 +26,11 @@ from secc.frontend.tp_search.call_collector import CallCollector
 from secc.frontend.tp_search.find_mapping import TpMapping, find_mapping
 from secc.frontend.tp_search.hf_tp_plan import hf_column_parallel
 from secc.ir.analysis.tp_layouts import undivided_sizes
-from secc.ir.dialect.ops import graph_of, strings_attr
+from secc.ir.dialect.ops import graph_of
 from secc.ir.dialect.python_attributes import int_list_attr
+from secc.ir.dialect.typed_attributes import SharedSizeAttr
 from secc.runtime.model.user_file import UserModel
-
-INDIVISIBLE_REASON = "does not divide"  # in the reasons of sizes that a tp does not divide
-INDIVISIBLE_HEADS_ENDING = "heads"  # ends the reason of a tp that does not divide them
+from secc.runtime.plan.unsplit_reason import SharedSize, UnsplitKind
 
 MappingsByLayer = dict[LayerKey, list[TpMapping]]  # mappings of a kind of layer, for each tp
 
@@ -91,7 +90,7 @@ def annotate_possible_tp(
         if taken or any(v is None for verdict in verdicts for v in verdict):
             graph.blocks[block].attributes["tp"] = int_list_attr(taken)
         if shared := list(dict.fromkeys(size for kind in kinds for size in _shared_sizes(kind))):
-            graph.blocks[block].attributes["shared"] = strings_attr(shared)
+            graph.blocks[block].attributes["shared"] = ArrayAttr([SharedSizeAttr.of(size) for size in shared])
 
 
 def _find_mapping_for_tp(
@@ -108,18 +107,17 @@ def _find_mapping_for_tp(
 
 
 def _mapping_verdict(mapping: TpMapping | None) -> bool | None:
-    """Whether it cuts anything; None if sizes forbid it."""
+    """Whether the mapping splits anything; None if the tp does not divide a size that it would have to divide."""
     if mapping is None:
         return False
-    if any(reason.endswith(INDIVISIBLE_HEADS_ENDING) for reason in mapping.unsplit_reasons.values()):
+    reasons = list(mapping.unsplit_reasons.values())
+    if any(reason.kind is UnsplitKind.UNEVEN_HEADS for reason in reasons):
         return None
-    uneven = not mapping.column_parallel and any(
-        INDIVISIBLE_REASON in reason for reason in mapping.unsplit_reasons.values()
-    )
+    uneven = not mapping.column_parallel and any(reason.is_uneven for reason in reasons)
     return None if uneven else bool(mapping.column_parallel)
 
 
-def _shared_sizes(mappings: Sequence[TpMapping | None]) -> list[str]:
+def _shared_sizes(mappings: Sequence[TpMapping | None]) -> list[SharedSize]:
     """What ranks share under the first tp that the layer takes; where it takes none, what those do not
     divide."""
     known = [mapping for mapping in mappings if mapping is not None]

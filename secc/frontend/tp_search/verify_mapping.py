@@ -15,9 +15,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from secc.frontend.tp_search.find_mapping import ModuleCall
+from secc.frontend.tp_search.find_mapping import ModuleCall, failure_reason
 from secc.frontend.tp_search.thread_ranks import ThreadGroup, run_thread_ranks
 from secc.runtime.plan.schema import ModuleStyle, Shard
+from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 from secc.runtime.randomness import random_op_values
 from secc.runtime.randomness import shard_coordinates as part
 from secc.runtime.randomness.bits import coordinate_offsets, generate_bits, hash_key
@@ -33,10 +34,13 @@ FLOAT32_TOLERANCE_FACTOR = 10  # times as much may float32 differ
 
 @dataclass(frozen=True)
 class MappingVerdict:
-    """What the comparison showed: `reason` is "" where all is exact; `partial` are whole parameters whose
-    gradients must be summed."""
+    """What the comparison showed.
 
-    reason: str
+    reason: None where results and all gradients are exact. partial_parameters: whole parameters of which each rank
+    computes an addend of the gradient, so that gradients must be summed over the ranks.
+    """
+
+    reason: UnsplitReason | None
     partial_parameters: tuple[str, ...] = ()
 
 
@@ -71,9 +75,7 @@ class UnsplitModule:
                 count, lambda group: _run_rank(whole, self._call, group, styles, shards, fuse)
             )
         except Exception as error:
-            return MappingVerdict(
-                f"its code fails on parts: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            )
+            return MappingVerdict(failure_reason(error))
         finally:
             torch.random.set_rng_state(state)
         return _compare_ranks(expected, ranks, _cuts_by_name(whole, shards, count))
@@ -185,9 +187,9 @@ def _compare_ranks(
     )
     for found in ranks:
         if len(found.outs) != len(expected.outs) or not all(map(_outputs_match, found.outs, expected.outs)):
-            return MappingVerdict("its results differ on parts")
+            return MappingVerdict(UnsplitReason(UnsplitKind.RESULTS_DIFFER))
         if not all(_gradients_match(a, b, total) for a, b in zip(found.inputs, expected.inputs, strict=True)):
-            return MappingVerdict("gradients of its inputs differ on parts")
+            return MappingVerdict(UnsplitReason(UnsplitKind.INPUT_GRADIENTS_DIFFER))
     partial: list[str] = []
     for name, gradient in expected.gradients.items():
         own = [r.gradients[name] for r in ranks]
@@ -196,14 +198,14 @@ def _compare_ranks(
                 _gradients_match(g, None if gradient is None else c.take_shard(gradient), total)
                 for g, c in zip(own, cuts[name], strict=True)
             ):
-                return MappingVerdict(f"the gradient of {name} differs on parts")
+                return MappingVerdict(UnsplitReason(UnsplitKind.GRADIENT_DIFFERS, name))
         elif not all(_gradients_match(g, gradient, total) for g in own):
             if any(g is None for g in own) or not _gradients_match(
                 torch.stack([g for g in own if g is not None]).sum(0), gradient, total
             ):
-                return MappingVerdict(f"the gradient of {name} differs on parts")
+                return MappingVerdict(UnsplitReason(UnsplitKind.GRADIENT_DIFFERS, name))
             partial.append(name)
-    return MappingVerdict("", tuple(partial))
+    return MappingVerdict(None, tuple(partial))
 
 
 def _outputs_match(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
+from typing import TypeVar
 
 from xdsl.dialects.builtin import ArrayAttr, FloatAttr, IntAttr, IntegerAttr, StringAttr
-from xdsl.ir import Operation, OpResult, SSAValue
+from xdsl.ir import Attribute, Operation, OpResult, SSAValue
 
 from secc.ir.analysis.recorded_glue import FALLBACK_ATTRIBUTE
 from secc.ir.dialect import size_expr
@@ -110,6 +111,15 @@ def get_strings(op: Operation, name: str) -> tuple[str, ...]:
     """A list of texts kept as property or attribute `name`, () where there is none."""
     found = op.get_attr_or_prop(name)
     return tuple(a.data for a in found if isinstance(a, StringAttr)) if isinstance(found, ArrayAttr) else ()
+
+
+AnyAttribute = TypeVar("AnyAttribute", bound=Attribute)
+
+
+def get_values(op: Operation, name: str, kind: type[AnyAttribute]) -> tuple[AnyAttribute, ...]:
+    """The attributes of class `kind` in the list kept as property or attribute `name`, () where there is none."""
+    found = op.get_attr_or_prop(name)
+    return tuple(a for a in found if isinstance(a, kind)) if isinstance(found, ArrayAttr) else ()
 
 
 def get_string(op: Operation, name: str) -> str | None:

@@ -1,26 +1,19 @@
-"""Makes `sec.cut` ops: how a module inside a block can be cut over the ranks of a replica."""
+"""`sec.cut` ops, which say how a module inside a block can be split over the ranks of a replica, and the numbers of ranks
+(tp) that a section's blocks allow."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import gcd
 
 from xdsl.dialects.builtin import ArrayAttr, IntAttr, IntegerAttr, StringAttr
 
-from secc.ir.analysis.dataflow import get_strings
 from secc.ir.dialect.ops import CutOp, GraphOp, SectionOp, strings_attr, strings_of
-from secc.runtime.plan.schema import Shard
+from secc.ir.dialect.typed_attributes import ShardAttr, StyleAttr, UnsplitAttr
+from secc.runtime.plan.schema import ModuleStyle, Shard
+from secc.runtime.plan.unsplit_reason import SharedSize, UnsplitReason
 
-UNDIVIDED_PATTERN = re.compile(
-    r"does not divide (?:its )?(\d+ \w+)$"
-)  # ends the reason of what stays whole because of its size
-LARGEST_TP = 64  # ranks of a replica, where those that could be are named
-
-
-def format_shard(shard: Shard) -> str:
-    """`"layer.weight 0 8,8"`."""
-    return f"{shard.name} {shard.dim} {','.join(map(str, shard.parts))}"
+LARGEST_TP = 64  # the largest tp that a remedy names
 
 
 def make_cut_op(
@@ -28,52 +21,57 @@ def make_cut_op(
     block: str,
     tp: int,
     shards: Iterable[Shard],
-    styles: Iterable[str] = (),
+    styles: Iterable[ModuleStyle] = (),
     partial: Iterable[str] = (),
-    whole: Iterable[str] = (),
+    unsplit: Mapping[str, UnsplitReason] | None = None,
 ) -> CutOp:
-    """A cut of the module at `path` over `tp` ranks; `block` is "" where glue alone reads its parameters."""
+    """A `sec.cut` of the module at `path` over `tp` ranks.
+
+    `block` is "" where glue alone reads the module's parameters. `partial` names whole parameters of which each rank
+    computes an addend of the gradient, `unsplit` has the modules inside that stay whole, by path.
+    """
     return CutOp.create(
         properties={
             "path": StringAttr(path),
             "block": StringAttr(block),
             "tp": IntAttr(tp),
-            "styles": strings_attr(styles),
-            "shards": strings_attr(map(format_shard, shards)),
+            "styles": ArrayAttr([StyleAttr.of(style) for style in styles]),
+            "shards": ArrayAttr([ShardAttr.of(shard) for shard in shards]),
             "partial": strings_attr(partial),
-            "whole": strings_attr(whole),
+            "whole": ArrayAttr(
+                [UnsplitAttr.of(module, reason) for module, reason in (unsplit or {}).items()]
+            ),
         }
     )
 
 
 def feasible_tp(graph: GraphOp, section: SectionOp) -> list[int]:
-    """The tp above 1 that the section's blocks were found to take; blocks in which there is nothing to cut do
-    not matter."""
+    """The tp above 1 that the search found possible for all blocks of a section; blocks with nothing to split do not
+    count."""
     declared = graph.blocks
-    found = [declared[path].attributes.get("tp") for path in strings_of(section.blocks)]
-    listed = [
-        {int(i.value.data) for i in values if isinstance(i, IntegerAttr)}
-        for values in found
+    noted = [declared[path].attributes.get("tp") for path in strings_of(section.blocks)]
+    by_block = [
+        {int(tp.value.data) for tp in values if isinstance(tp, IntegerAttr)}
+        for values in noted
         if isinstance(values, ArrayAttr)
     ]
-    return sorted(set.intersection(*listed)) if listed else []
+    return sorted(set.intersection(*by_block)) if by_block else []
 
 
-def shared_sizes(graph: GraphOp, section: SectionOp) -> list[str]:
-    """What the ranks of a replica would share evenly, as far as it is known: "8 heads", "512 outputs"."""
-    return list(
-        dict.fromkeys(
-            size for path in strings_of(section.blocks) for size in get_strings(graph.blocks[path], "shared")
-        )
-    )
+def shared_sizes(graph: GraphOp, section: SectionOp) -> list[SharedSize]:
+    """The sizes that the ranks of a replica would share evenly, as far as they are known."""
+    noted = [graph.blocks[path].attributes.get("shared") for path in strings_of(section.blocks)]
+    sizes = (size.value for values in noted if isinstance(values, ArrayAttr) for size in values)
+    return list(dict.fromkeys(sizes))
 
 
-def undivided_sizes(reasons: Iterable[str]) -> list[str]:
-    """What a tp does not divide, of the reasons why modules stay whole."""
-    return list(dict.fromkeys(found[1] for reason in reasons if (found := UNDIVIDED_PATTERN.search(reason))))
+def undivided_sizes(reasons: Iterable[UnsplitReason]) -> list[SharedSize]:
+    """The sizes that a tp does not divide, by the reasons why modules stay whole."""
+    sizes = (reason.shared_size for reason in reasons)
+    return list(dict.fromkeys(size for size in sizes if size is not None))
 
 
-def dividing_tp(sizes: Iterable[str]) -> list[int]:
-    """The tp above 1, up to `MOST`, that divide all of these."""
-    common = gcd(*(int(size.split()[0]) for size in sizes))
-    return [tp for tp in range(2, LARGEST_TP + 1) if common % tp == 0]
+def dividing_tp(sizes: Iterable[SharedSize]) -> list[int]:
+    """The tp above 1, up to `LARGEST_TP`, that divide all of these sizes; [] where no size is known."""
+    common = gcd(*(shared.size for shared in sizes))
+    return [tp for tp in range(2, LARGEST_TP + 1) if common and common % tp == 0]

@@ -31,7 +31,7 @@ class TransferLayout:
 
     dim: int
     rows: str
-    extents: tuple[str, ...] = ()
+    extents: tuple[tuple[int, str, str], ...] = ()
 
 
 WHOLE_TENSOR = TransferLayout(-1, "")
@@ -107,7 +107,7 @@ def row_layout(graph: GraphOp, kind: TensorType) -> TransferLayout:
         )
     extents = (
         tuple(
-            _format_extent(graph, i, d) for i, d in enumerate(shape) if i != dim and size_expr.symbol_names(d)
+            _read_extent(graph, i, d) for i, d in enumerate(shape) if i != dim and size_expr.symbol_names(d)
         )
         if own
         else ()
@@ -169,14 +169,15 @@ def _exact_quotient(quotient: Expr) -> Expr:
     return quotient if not over.is_Integer or whole.as_coeff_Add()[0] != 0 else whole / over
 
 
-def _format_extent(graph: GraphOp, dim: int, size: Expr) -> str:
+def _read_extent(graph: GraphOp, dim: int, size: Expr) -> tuple[int, str, str]:
+    """(dim, extent of one sample, side that is padded) of a dim that is cut to the sample's own width."""
     widths = size.args if isinstance(size, sympy.Max) else (size,)  # the wider of two: what was padded alike
     sides = {_padding_side(graph, graph.symbols[w.name]) for w in widths if isinstance(w, sympy.Symbol)}
     if not all(isinstance(w, sympy.Symbol) for w in widths) or len(sides) != 1:
         raise NotTransferable(
             f"dim {dim}, {size_expr.format_expr(size)}, cannot be cut to a sample's own width"
         )
-    return f"{dim} {size_expr.format_expr(size)} {sides.pop()}"
+    return dim, size_expr.format_expr(size), sides.pop()
 
 
 def _padding_side(graph: GraphOp, symbol: SymbolOp) -> str:

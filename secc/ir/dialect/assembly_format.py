@@ -21,6 +21,7 @@ from xdsl.printer import Printer
 from xdsl.utils.mlir_lexer import MLIRLexer
 
 TEXT_KIND, TEXTS_KIND, NUMBER_KIND, SECTION_KIND, FLAG_KIND = "text", "texts", "number", "section", "flag"
+RECORDS_KIND = "records"  # a list of attributes with fields (`secc.ir.dialect.typed_attributes`)
 Keywords = tuple[tuple[str, str, str], ...]
 
 
@@ -40,10 +41,15 @@ class LineOp(IRDLOperation):
             printer.print_string(" ")
             with printer.in_parens():
                 printer.print_list(self.operands, printer.print_operand)
-        found = ((keyword, self.properties.get(name)) for name, keyword, _ in self.KEYWORDS)
-        printer.print_string(
-            "".join(f" {keyword}{_format_value(value)}" for keyword, value in found if value is not None)
-        )
+        for name, keyword, kind in self.KEYWORDS:
+            value = self.properties.get(name)
+            if value is None:
+                continue
+            if kind == RECORDS_KIND:
+                printer.print_string(f" {keyword} ")
+                printer.print_attribute(value)
+            else:
+                printer.print_string(f" {keyword}{_format_value(value)}")
         if self.attributes:
             # A region opens with a brace, too, so the dictionary of such an op needs a keyword.
             printer.print_op_attributes(self.attributes, print_keyword=bool(self.regions))
@@ -146,6 +152,10 @@ def _parse_value(parser: Parser, kind: str) -> Attribute:
             return IntAttr(parser.parse_integer())
         case _ if kind == SECTION_KIND:
             return SymbolRefAttr(parser.parse_symbol_name())
+        case _ if kind == RECORDS_KIND:
+            return ArrayAttr(
+                parser.parse_comma_separated_list(parser.Delimiter.SQUARE, parser.parse_attribute)
+            )
         case _ if kind == TEXTS_KIND:
             texts = parser.parse_comma_separated_list(parser.Delimiter.SQUARE, parser.parse_str_literal)
             return ArrayAttr([StringAttr(t) for t in texts])

@@ -30,6 +30,7 @@ from secc.ir.dialect import argument_template
 from secc.ir.dialect.assembly_format import (
     FLAG_KIND,
     NUMBER_KIND,
+    RECORDS_KIND,
     SECTION_KIND,
     TEXT_KIND,
     TEXTS_KIND,
@@ -37,6 +38,7 @@ from secc.ir.dialect.assembly_format import (
     LineOp,
 )
 from secc.ir.dialect.tensor_type import TensorType
+from secc.ir.dialect.typed_attributes import ExtentAttr, ShardAttr, SharedSizeAttr, StyleAttr, UnsplitAttr
 
 _IN_SECTION = ("section", "in", SECTION_KIND)
 _AT_SOURCE_LINE = ("where", "at", TEXT_KIND)
@@ -173,19 +175,18 @@ class BlockOp(LineOp):
 class CutOp(LineOp):
     """How a module inside `block` can be cut over `tp` ranks, shown exact (`secc.frontend.tp_search`).
 
-    `styles` has "PATH KIND" for each module that works on parts, `shards` "NAME DIM PART,PART,…" for each
-    parameter that is cut, `partial` the whole parameters whose gradients are parts of a sum, `whole` "PATH:
-    REASON" for what stays whole.
+    `styles` has each module that works on parts, `shards` each parameter that is split, `partial` the whole parameters of
+    which each rank computes an addend of the gradient, `whole` the modules inside that stay whole, with the reason.
     """
 
     name = "sec.cut"
     path, block, tp = prop_def(StringAttr), prop_def(StringAttr), prop_def(IntAttr)
-    styles, shards = prop_def(ArrayAttr[StringAttr]), prop_def(ArrayAttr[StringAttr])
-    partial, whole = prop_def(ArrayAttr[StringAttr]), prop_def(ArrayAttr[StringAttr])
+    styles, shards = prop_def(ArrayAttr[StyleAttr]), prop_def(ArrayAttr[ShardAttr])
+    partial, whole = prop_def(ArrayAttr[StringAttr]), prop_def(ArrayAttr[UnsplitAttr])
     HEADLINE: ClassVar[str | None] = "path"
     KEYWORDS: ClassVar[Keywords] = (
-        ("block", "block", TEXT_KIND), ("tp", "tp", NUMBER_KIND), ("styles", "styles", TEXTS_KIND), ("shards", "shards", TEXTS_KIND),
-        ("partial", "partial", TEXTS_KIND), ("whole", "whole", TEXTS_KIND),
+        ("block", "block", TEXT_KIND), ("tp", "tp", NUMBER_KIND), ("styles", "styles", RECORDS_KIND), ("shards", "shards", RECORDS_KIND),
+        ("partial", "partial", TEXTS_KIND), ("whole", "whole", RECORDS_KIND),
     )  # fmt: skip
 
 
@@ -466,10 +467,10 @@ class _EdgeBase(LineOp):
     result = result_def(TensorType)
     src, dst = prop_def(SymbolRefAttr), prop_def(SymbolRefAttr)
     dim, rows = opt_prop_def(IntAttr), opt_prop_def(StringAttr)
-    extents = opt_prop_def(ArrayAttr[StringAttr])
+    extents = opt_prop_def(ArrayAttr[ExtentAttr])
     HEADLINE: ClassVar[str | None] = "sym"
     KEYWORDS: ClassVar[Keywords] = (
-        ("src", "from", SECTION_KIND), ("dst", "to", SECTION_KIND), ("dim", "dim", NUMBER_KIND), ("rows", "rows", TEXT_KIND), ("extents", "extents", TEXTS_KIND),
+        ("src", "from", SECTION_KIND), ("dst", "to", SECTION_KIND), ("dim", "dim", NUMBER_KIND), ("rows", "rows", TEXT_KIND), ("extents", "extents", RECORDS_KIND),
     )  # fmt: skip
 
 
@@ -528,7 +529,7 @@ SecDialect = Dialect(
         GraphOp, SymbolOp, PatternOp, KeyOp, BlockOp, CutOp, TieOp, RewriteOp, SectionOp, CaseOp, BodyOp, InputOp, ParamOp, ConstOp,
         SizeOp, CallOp, GlueOp, GuardOp, LeafOp, TermOp, TransferOp, EdgeOp, ReceiveOp, SendOp, ReturnOp,
     ],
-    [TensorType],
+    [TensorType, ShardAttr, StyleAttr, UnsplitAttr, SharedSizeAttr, ExtentAttr],
 )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def kind(*dims: str) -> TensorType:
         (("B", "8"), TransferLayout(0, "B")),
         (("576*n", "8"), TransferLayout(0, "576*n")),
         (("1", "2*n + B", "8"), TransferLayout(1, "B + 2*n")),
-        (("B", "S", "8"), TransferLayout(0, "B", ("1 S left",))),
+        (("B", "S", "8"), TransferLayout(0, "B", ((1, "S", "left"),))),
     ],
 )
 def test_rows_and_extents(dims: tuple[str, ...], expected: TransferLayout) -> None:

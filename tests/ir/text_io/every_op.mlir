@@ -8,16 +8,16 @@ builtin.module {
     %1 = sec.key "input_ids" pads ["1 right 0"] : !sec.tensor<[B, S], i64>
     sec.block "tower" class "Tower" params 303 trainable 3 component "tower" layers 2 when ["pixel_values"] couples "batch norm" at "modèle.py:3" {note = "text"}
     sec.block "lm" class "LM" params 4 trainable 4
-    sec.cut "lm.mlp" block "lm" tp 2 styles ["lm.mlp.up colwise"] shards ["lm.mlp.up.weight 0 8,8"] partial ["lm.norm"] whole ["lm.x: why"]
+    sec.cut "lm.mlp" block "lm" tp 2 styles [#sec.style<"lm.mlp.up", "colwise">] shards [#sec.shard<"lm.mlp.up.weight", 0, [8, 8]>] partial ["lm.norm"] whole [#sec.unsplit<"lm.x", "small", "", 0, 0>]
     sec.tie names ["lm.head.weight", "lm.embed.weight"]
     sec.rewrite "swiglu_mlp" rules ["swiglu"] class "MLP" method "forward" function "act" modules ["lm.mlp"] code ["9 def swiglu_mlp(self, x):", "10     return x"] at "model.py:9"
     sec.section "vision" mode "train" when ["pixel_values"] blocks ["tower"] {dp = 2 : i64}
     sec.section "language" mode "train" when [] blocks ["lm"]
-    %2 = sec.edge "features" from @vision to @language dim 0 rows "576*n" extents ["1 S right"] : !sec.tensor<["576*n", 16], f32, grad>
+    %2 = sec.edge "features" from @vision to @language dim 0 rows "576*n" extents [#sec.extent<1, "S", "right">] : !sec.tensor<["576*n", 16], f32, grad>
     sec.case "c0" when ["pixel_values"] {
       %3 = sec.input "pixel_values" : !sec.tensor<[n, 3, 32, 32], f32>
       %4, %5 = sec.call "tower" (%3) args "$0, [B, S - 1], dtype=torch.float32" outs [".last_hidden_state", "[\22a b\22]"] no_grad autocast "\22cpu\22, dtype=torch.bfloat16" in @vision at "model.py:3" {flops = "8*n"} : !sec.tensor<["576*n", 16], f32, grad>, !sec.tensor<[n, "S//2"], bf16>
-      %6 = sec.transfer "features" (%4) from @vision to @language dim 0 rows "576*n" extents ["1 S right"] : !sec.tensor<["576*n", 16], f32, grad>
+      %6 = sec.transfer "features" (%4) from @vision to @language dim 0 rows "576*n" extents [#sec.extent<1, "S", "right">] : !sec.tensor<["576*n", 16], f32, grad>
       %7 = sec.param "newline" : !sec.tensor<[16], f32, grad>
       %8 = sec.const "constant_0" {value = "0.5"} : !sec.tensor<[], f32>
       %9 = sec.glue "aten.any.default" (%3) args "$0" : !sec.tensor<[], bool>
