@@ -25,7 +25,7 @@ class _CopyToShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.group.sum(gradient.clone(memory_format=torch.contiguous_format)), None
+        return ctx.group.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
 class _ReduceFromShards(torch.autograd.Function):

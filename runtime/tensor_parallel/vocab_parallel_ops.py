@@ -220,7 +220,7 @@ class _LogSoftmax(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (out,) = ctx.saved_tensors
         wide = gradient.to(accumulator_dtype(gradient.dtype))
-        total = ctx.parts.group.sum(wide.sum(ctx.dim, keepdim=True))
+        total = ctx.parts.group.all_reduce(wide.sum(ctx.dim, keepdim=True))
         return (wide - out.to(wide.dtype).exp() * total).to(ctx.dtype), None, None, None
 
 
@@ -238,7 +238,7 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (out,) = ctx.saved_tensors
         wide = gradient.to(accumulator_dtype(gradient.dtype))
-        total = ctx.parts.group.sum((wide * out).sum(ctx.dim, keepdim=True))
+        total = ctx.parts.group.all_reduce((wide * out).sum(ctx.dim, keepdim=True))
         return (out * (wide - total)).to(ctx.dtype), None, None, None
 
 

@@ -81,20 +81,20 @@ def test_a_tp_that_is_taken_to_be_possible_halves_what_is_summed(directory: Path
     assert 2 * Traffic(found).bytes_on_rank(name) == Traffic(asked).bytes_on_rank(name) > 0
 
 
-def test_what_nobody_looked_at_needs_another_compilation(directory: Path) -> None:
-    with pytest.raises(UserError, match="nobody looked") as error:
+def test_an_untested_tp_needs_another_compilation(directory: Path) -> None:
+    with pytest.raises(UserError, match="was not tested for this section") as error:
         what_if.replan_with_changes(directory, ["language_model.tp=2"])
     assert "compile with --set language_model.tp=2" in error.value.remedy
 
 
 def test_a_plan_with_a_tp_that_was_asked_for_keeps_it_under_other_choices(tmp_path: Path) -> None:
-    """On CPUs nobody looks how blocks can be cut but for a tp that is asked for."""
+    """On CPUs only a tp that is asked for is tested."""
     compile_model(
         MODEL.with_name("nano.py"), CompileOptions(cluster="local:2", set=("model.tp=2",))
     ).write_plan(tmp_path, lambda plan: "")
     _, other = what_if.replan_with_changes(tmp_path, ["model.micro_batch=1"])
     assert (other.sections[0].mesh.tp, other.sections[0].micro_batch) == (2, 1)
-    with pytest.raises(UserError, match="nobody looked") as error:
+    with pytest.raises(UserError, match="was not tested for this section") as error:
         what_if.replan_with_changes(tmp_path, ["model.tp=1", "model.tp=4", "cluster=local:4"])
     assert (
         error.value.remedy
