@@ -1,8 +1,8 @@
-"""Clusters: which devices there are and how they are linked, from a short description.
+"""Clusters: devices, links and overheads, parsed from a short description.
 
-A description is `local` (this machine's GPUs, else CPU processes), `local:N`, `4x8xH100` (nodes x devices x
-kind, or `8xH100`; several kinds with `+`), or the path of a YAML file. The cost model asks a cluster for
-rates, memory and links; nobody else knows a device by its name.
+A description is `local` (the GPUs of this machine, else CPU processes), `local:N`, `4x8xH100` (nodes x
+devices x kind, or `8xH100`; several kinds joined by `+`), or the path of a YAML file. Only this package knows
+devices by name; the cost model asks a cluster for rates, memory and links. Imports nothing but `secc.errors`.
 """
 
 from __future__ import annotations

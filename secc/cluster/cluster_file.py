@@ -1,16 +1,16 @@
-"""Cluster files: YAML with nodes, devices and kind of a preset, and figures that replace the preset's.
+"""Cluster files: YAML with nodes, devices and the kind of a preset, and figures that override the preset's.
 
     nodes: 4
-    devices: 8                            # of each node
+    devices: 8                            # per node
     kind: H100
     memory_gib: 80
-    inside: {gb_s: 450, latency_us: 3}    # a link, one direction for each device
+    inside: {gb_s: 450, latency_us: 3}    # link, one direction per device
     between: {gb_s: 50, latency_us: 8}
 
 A link may have `collectives`, as `secc profile --links` measures them: a list of {collective: all_reduce,
-ranks: 2, gb_s: 2.1, latency_us: 90}, what each message of the collective's ring takes. Nodes of several kinds
-stand under `groups`, each with these keys but `between`. A kind that is no preset needs `like: KIND`, whose
-figures hold where the file has none.
+ranks: 2, gb_s: 2.1, latency_us: 90}, the time of one message of the collective's ring. Nodes of several kinds
+are listed under `groups`, each entry with these keys except `between`. A kind without a preset needs
+`like: KIND`, a preset that supplies the figures missing in the file.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from secc.errors import UserError
 FileData = Mapping[str, Any]
 
 _GROUP_KEYS = frozenset({
-    "nodes", "devices", "kind", "like", "memory_gib", "bf16_tflops", "f32_tflops", "memory_gb_s", "efficiency_percent", "inside",
+    "nodes", "devices", "kind", "like", "memory_gib", "bf16_tflops", "f32_tflops", "memory_gb_s",
+    "efficiency_percent", "inside",
 })  # fmt: skip
 _TOP_LEVEL_KEYS = _GROUP_KEYS | {"groups", "between", "name"}
 
 
 def read_cluster_file(path: Path) -> Cluster:
-    """The cluster that a file describes. Raises UserError for what is wrong with it."""
+    """Read a cluster from a file. Raises UserError if it cannot be read or has wrong entries."""
     data = _check_keys(path, _load_yaml(path), _TOP_LEVEL_KEYS)
     name = str(data.get("name", path.stem))
     if "groups" not in data:
@@ -45,9 +46,9 @@ def read_cluster_file(path: Path) -> Cluster:
     groups = data["groups"]
     if not isinstance(groups, list) or not groups or data.keys() - {"groups", "between", "name"}:
         raise UserError(
-            "'groups' is not a list of nodes of several kinds",
+            "'groups' must be a list of entries, one for each kind of node",
             str(path),
-            "give each kind's keys under its own entry, and only there",
+            "move the keys of each kind into its own entry",
         )
     parts = [_node_group(path, _check_keys(path, g, _GROUP_KEYS)) for g in cast("list[Any]", groups)]
     slowest = min((p.between for p in parts), key=lambda link: link.bytes_per_s)
@@ -68,33 +69,33 @@ def _load_yaml(path: Path) -> Any:
 def _check_keys(path: Path, data: Any, keys: frozenset[str]) -> FileData:
     if not isinstance(data, dict):
         raise UserError(
-            "the cluster file is not a mapping of keys to figures",
+            "expected a mapping of keys to figures in the cluster file",
             str(path),
             f"keys are {', '.join(sorted(keys))}",
         )
-    found = cast("dict[Any, Any]", data)
-    unknown = sorted(str(k) for k in found if k not in keys)
+    mapping = cast("dict[Any, Any]", data)
+    unknown = sorted(str(k) for k in mapping if k not in keys)
     if unknown:
         raise UserError(
             f"the cluster file has an unknown key {unknown[0]!r}",
             str(path),
             f"keys are {', '.join(sorted(keys))}",
         )
-    return found
+    return mapping
 
 
 def _node_group(path: Path, data: FileData) -> Cluster:
     kind = _device_kind(path, data)
-    found = preset_cluster(
+    preset = preset_cluster(
         path.stem,
         _positive_integer(path, data, "nodes", 1),
         _positive_integer(path, data, "devices", None),
         str(data.get("like", kind)),
     )
     return dataclasses.replace(
-        found,
-        device=_device_from_file(path, data, found.device, kind),
-        inside=_link_from_file(path, data, "inside", found.inside),
+        preset,
+        device=_device_from_file(path, data, preset.device, kind),
+        inside=_link_from_file(path, data, "inside", preset.inside),
     )
 
 
@@ -107,8 +108,8 @@ def _device_kind(path: Path, data: FileData) -> str:
             f"kinds are {', '.join(d.kind for d in DEVICE_PRESETS.values())}",
         )
     if kind.lower() not in DEVICE_PRESETS and "like" not in data:
-        remedy = "add `like: KIND`, a preset whose figures hold where the file has none"
-        raise UserError(f"no preset has the figures of {kind!r}", str(path), remedy)
+        remedy = "add `like: KIND`, a preset that supplies the figures missing in the file"
+        raise UserError(f"there is no preset for the device kind {kind!r}", str(path), remedy)
     return kind
 
 
@@ -131,16 +132,19 @@ def _device_from_file(path: Path, data: FileData, device: Device, kind: str) -> 
 
 
 def _link_from_file(path: Path, data: FileData, name: str, default: Link) -> Link:
-    """`inside` and `between` are mappings {gb_s: 450, latency_us: 3}, which may have `collectives`."""
+    """The link `name` ("inside" or "between"), a mapping such as {gb_s: 450, latency_us: 3}."""
     figures = _mapping_with_keys(data.get(name, {}), {"gb_s", "latency_us", "collectives"})
     if figures is None:
-        raise UserError(f"{name!r} is not a link", str(path), f"write {name}: {{gb_s: 50, latency_us: 8}}")
-    listed = figures.get("collectives", [])
-    rings = (
-        [_ring_from_file(path, entry) for entry in cast("list[Any]", listed)]
-        if isinstance(listed, list)
-        else [_ring_from_file(path, listed)]
-    )
+        raise UserError(
+            f"expected a link at {name!r}, got {data[name]!r}",
+            str(path),
+            f"write {name}: {{gb_s: 50, latency_us: 8}}",
+        )
+    entries = figures.get("collectives", [])
+    rings = [
+        _ring_from_file(path, entry)
+        for entry in (cast("list[Any]", entries) if isinstance(entries, list) else [entries])
+    ]
     return Link(*_latency_and_bandwidth(path, figures, default), tuple(rings))
 
 
@@ -152,43 +156,48 @@ def _ring_from_file(path: Path, entry: Any) -> MeasuredRing:
         or not {"gb_s", "latency_us"} <= figures.keys()
     ):
         example = f"{{collective: {COLLECTIVES[0]}, ranks: 2, gb_s: 2.1, latency_us: 90}}"
-        remedy = f"list entries such as {example}, or measure them (secc profile --links); collectives are {', '.join(COLLECTIVES)}"
-        raise UserError(f"{entry!r} is not a measured collective", str(path), remedy)
+        remedy = (
+            f"write entries such as {example}, or measure them (secc profile --links); "
+            f"collectives are {', '.join(COLLECTIVES)}"
+        )
+        raise UserError(f"expected a measured collective, got {entry!r}", str(path), remedy)
     ranks = _positive_integer(path, figures, "ranks", None)
     if ranks < 2:
         raise UserError(
-            f"'ranks' of a collective is {ranks}", str(path), "collectives are measured over 2 ranks or more"
+            f"expected at least 2 ranks of a collective, got {ranks}",
+            str(path),
+            "write the number of ranks it was measured over",
         )
     return MeasuredRing(figures["collective"], ranks, *_latency_and_bandwidth(path, figures, Link(1, 1)))
 
 
 def _mapping_with_keys(table: Any, keys: set[str]) -> dict[str, Any] | None:
-    """A mapping that has no other keys than these."""
-    return (
-        None
-        if not isinstance(table, dict) or cast("dict[Any, Any]", table).keys() - keys
-        else cast("dict[str, Any]", table)
-    )
+    """`table` if it is a mapping with no other keys than these, else None."""
+    if not isinstance(table, dict) or cast("dict[Any, Any]", table).keys() - keys:
+        return None
+    return cast("dict[str, Any]", table)
 
 
 def _latency_and_bandwidth(path: Path, figures: FileData, default: Link) -> tuple[int, int]:
-    """(latency in ns, bytes a second)."""
+    """(latency in ns, bytes per second)."""
     gb_s = _positive_number(path, figures, "gb_s", default.bytes_per_s / 10**9)
-    return round(_positive_number(path, figures, "latency_us", default.latency_ns / 1000) * 1000), round(
-        gb_s * 10**9
-    )
+    latency_us = _positive_number(path, figures, "latency_us", default.latency_ns / 1000)
+    return round(latency_us * 1000), round(gb_s * 10**9)
 
 
 def _positive_number(path: Path, data: FileData, key: str, default: float) -> float:
     value = data.get(key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise UserError(f"{key!r} is {value!r}", str(path), f"{key} is a number above 0")
+        raise UserError(f"expected a number above 0 for {key!r}, got {value!r}", str(path))
     return value
 
 
 def _positive_integer(path: Path, data: FileData, key: str, default: int | None) -> int:
     value = data.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        cause = f"the cluster file lacks {key!r}" if value is None else f"{key!r} is {value!r}"
-        raise UserError(cause, str(path), f"{key} is a whole number of at least 1")
+        if value is None:
+            raise UserError(
+                f"the cluster file lacks {key!r}", str(path), f"add {key}, an integer of at least 1"
+            )
+        raise UserError(f"expected an integer of at least 1 for {key!r}, got {value!r}", str(path))
     return value

@@ -1,8 +1,8 @@
-"""Figures of known devices: peak rates of dense matrix products, memory, links, each with its source
-(`SOURCES`).
+"""Figures of known devices: peak rates of dense matrix products, memory and links, with sources.
 
-Peaks are the vendor's; what large matrix products reach of them (`efficiency_percent`) is an
-assumption, 0.7 to 0.8 being usual in bf16. Latencies and the CPU's figures are assumptions, too.
+Peaks are the vendor's. The fraction that large products reach (`efficiency_percent`) is an assumption; 0.7 to
+0.8 is usual in bf16. Latencies and all figures of CPUs are assumptions too. `FIGURE_SOURCES` names the source
+of each figure.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from secc.cluster.types import GIB, Device, Link, Overheads
 GB = 10**9
 
 
-# Assumed: of the order of what one server core takes for Python around a job while the GPU computes, so that
-# little of it shows.
+# Assumed: the order of magnitude of Python code around a forward or backward on a server core. The GPU
+# computes meanwhile, so that most of it is hidden.
 GPU_OVERHEADS = Overheads(job=10_000, message=10_000, tensor=500, sample=5_000, step=500_000, label="default")
-# Assumed: of the order that small models took on one core; `secc profile MODEL.py` measures them.
+# Assumed: the order of magnitude seen with small models on one core. `secc profile MODEL.py` measures them.
 CPU_OVERHEADS = Overheads(
     job=300_000, message=150_000, tensor=30_000, sample=200_000, step=5_000_000, label="default"
 )
 
 
 def _gpu_device(kind: str, bf16: float, f32: float, f64: float, memory: int, hbm_gb_s: int) -> Device:
-    """A GPU from TFLOP/s in bf16, f32 and f64 (CUDA cores, as torch multiplies float32 by default), bytes of
-    memory and GB/s of HBM."""
+    """A GPU from TFLOP/s in bf16, f32 and f64 (f32 on CUDA cores, torch's default), bytes of memory and
+    GB/s of HBM."""
     rates = (
         ("bf16", round(bf16 * 1000)),
         ("f16", round(bf16 * 1000)),
@@ -88,13 +88,19 @@ _ASSUMED_SOURCE = (
 # between nodes.
 FIGURE_SOURCES: dict[str, dict[str, str]] = {
     "h100": {
-        "rates": "NVIDIA H100 Tensor Core GPU datasheet, SXM: 1,979 TFLOPS bf16 with sparsity (989 dense), 67 f32, 34 f64",
+        "rates": (
+            "NVIDIA H100 Tensor Core GPU datasheet, SXM: 1,979 TFLOPS bf16 with sparsity "
+            "(989 dense), 67 f32, 34 f64"
+        ),
         "memory": "same datasheet: 80 GB HBM3 (80 GiB as the driver reports), 3.35 TB/s",
         "inside": "same datasheet: NVLink 900 GB/s in both directions; latency assumed",
         "between": _NDR_SOURCE,
     },
     "h200": {
-        "rates": "NVIDIA H200 Tensor Core GPU datasheet, SXM: 1,979 TFLOPS bf16 with sparsity (989 dense), 67 f32, 34 f64",
+        "rates": (
+            "NVIDIA H200 Tensor Core GPU datasheet, SXM: 1,979 TFLOPS bf16 with sparsity "
+            "(989 dense), 67 f32, 34 f64"
+        ),
         "memory": "same datasheet: 141 GB HBM3e, 4.8 TB/s",
         "inside": "same datasheet: NVLink 900 GB/s in both directions; latency assumed",
         "between": _NDR_SOURCE,
@@ -106,19 +112,33 @@ FIGURE_SOURCES: dict[str, dict[str, str]] = {
         "between": _HDR_SOURCE,
     },
     "a800": {
-        "rates": "as NVIDIA A100 80 GB, of which it is the variant for export: 312 TFLOPS bf16, 19.5 f32, 9.7 f64",
+        "rates": (
+            "as NVIDIA A100 80 GB, of which it is the variant for export: 312 TFLOPS bf16, 19.5 f32, 9.7 f64"
+        ),
         "memory": "as NVIDIA A100 80 GB: 2,039 GB/s",
-        "inside": "NVIDIA's statement on the A800 (Reuters, 11.2022): NVLink 400 GB/s in both directions, 600 on the A100; latency assumed",
+        "inside": (
+            "NVIDIA's statement on the A800 (Reuters, 11.2022): NVLink 400 GB/s in both "
+            "directions, 600 on the A100; latency assumed"
+        ),
         "between": _HDR_SOURCE,
     },
     "b200": {
-        "rates": "NVIDIA HGX B200 datasheet, eight GPUs: 36 PFLOPS bf16 with sparsity (2.25 dense a GPU), 600 TFLOPS f32, 296 f64",
+        "rates": (
+            "NVIDIA HGX B200 datasheet, eight GPUs: 36 PFLOPS bf16 with sparsity (2.25 dense "
+            "a GPU), 600 TFLOPS f32, 296 f64"
+        ),
         "memory": "same datasheet: 1.44 TB HBM3e (180 GB a GPU), 62 TB/s (7.7 a GPU)",
         "inside": "same datasheet: NVLink 5, 1.8 TB/s a GPU in both directions; latency assumed",
-        "between": "one 400 Gb/s port a GPU (NVIDIA DGX BasePOD reference architecture: eight ConnectX-7); latency assumed",
+        "between": (
+            "one 400 Gb/s port a GPU (NVIDIA DGX BasePOD reference architecture: eight "
+            "ConnectX-7); latency assumed"
+        ),
     },
     "l40s": {
-        "rates": "NVIDIA L40S datasheet: 362.05 TFLOPS bf16 dense (733 with sparsity), 91.6 f32; f64 at 1/64 of f32",
+        "rates": (
+            "NVIDIA L40S datasheet: 362.05 TFLOPS bf16 dense (733 with sparsity), 91.6 f32; "
+            "f64 at 1/64 of f32"
+        ),
         "memory": "same datasheet: 48 GB GDDR6, 864 GB/s",
         "inside": "same datasheet: PCIe Gen4 x16, 64 GB/s in both directions; latency assumed",
         "between": "200 Gb/s Ethernet or InfiniBand, assumed",

@@ -1,5 +1,4 @@
-"""What a cluster is: nodes of equal devices, a link inside a node and a link between nodes, all as plain
-data."""
+"""Clusters as plain data: nodes of equal devices, a link inside each node and a link between nodes."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 
 @dataclass(frozen=True)
 class MeasuredRing:
-    """A collective that was measured over `ranks` ranks, as the messages of a ring: each takes a latency in
-    ns and its bytes."""
+    """A collective measured over `ranks` ranks, expressed as the messages of a ring: each takes
+    `latency_ns` plus its bytes over `bytes_per_s`."""
 
     collective: str  # one of COLLECTIVES
     ranks: int
@@ -26,10 +25,10 @@ class MeasuredRing:
 
 @dataclass(frozen=True)
 class Link:
-    """A path between two devices: latency of a message in ns, and bytes per second in one direction for each
+    """A connection between two devices: latency of a message, and bytes per second in one direction for each
     device.
 
-    `rings` holds the collectives that were measured on it.
+    rings: collectives measured on it.
     """
 
     latency_ns: int
@@ -37,26 +36,27 @@ class Link:
     rings: tuple[MeasuredRing, ...] = ()
 
     def message_ns(self, size: int) -> int:
-        """Time of one message of `size` bytes."""
+        """Nanoseconds of one message of `size` bytes."""
         return self.latency_ns + size * 10**9 // self.bytes_per_s
 
     def measured_link(self, collective: str, ranks: int) -> Link | None:
-        """What a message of a collective's ring takes, as measured over the nearest number of ranks; None if
-        it was not measured."""
-        known = [r for r in self.rings if r.collective == collective]
-        nearest = min(known, key=lambda r: (max(ranks, r.ranks) / min(ranks, r.ranks), r.ranks), default=None)
+        """The time of one ring message of a collective, from the measurement with the nearest number of
+        ranks; None if it was not measured."""
+        rings = [r for r in self.rings if r.collective == collective]
+        nearest = min(rings, key=lambda r: (max(ranks, r.ranks) / min(ranks, r.ranks), r.ranks), default=None)
         return Link(nearest.latency_ns, nearest.bytes_per_s) if nearest is not None else None
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a rank does beside computing, in ns, which no size of a tensor tells.
+    """Time of a rank in nanoseconds that does not depend on tensor sizes.
 
-    `job` passes around each forward and backward (the batch taken, edges unpacked, the loss added), `message`
-    when one is packed and sent, `tensor` when the optimizer comes to a parameter and its gradient is counted
-    for the norm, `sample` when the order of a global batch is planned, for each of its samples, and `step`
-    once a step: metadata and the loss are exchanged, metrics written. `label` is "measured" (`secc profile
-    MODEL.py`), "default" (assumed) or "none".
+    job: of each forward and backward (taking the batch, unpacking messages, adding the loss).
+    message: of packing and sending a message.
+    tensor: of a parameter in the optimizer and in the gradient norm.
+    sample: of a sample of the global batch in scheduling a step.
+    step: of a step: exchange of metadata and loss, writing of metrics.
+    label: "measured" (`secc profile MODEL.py`), "default" (assumed) or "none".
     """
 
     job: int = 0
@@ -67,21 +67,25 @@ class Overheads:
     label: str = "none"
 
     def step_ns(self, samples: int) -> int:
-        """What a step of so many samples takes beside all computations, messages and updates."""
+        """Overhead of one step with `samples` samples, in addition to jobs, messages and updates."""
         return self.step + samples * self.sample
 
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device. `gflops` lists (dtype, peak GFLOP/s of dense matrix products); `efficiency_percent`
-    is what of it large ones reach (narrow ones less: `secc.cost.model.gemm_efficiency`).
+    """A kind of device.
 
-    `op_ns` is the time that issuing one operation takes, `reserved` the bytes of `memory` that no tensor can
-    have. `label` says where the rates come from: "roofline" (the vendor's peaks) or "default" (assumed).
+    backend: torch device type, "cuda" or "cpu".
+    gflops: (dtype, peak GFLOP/s of dense matrix products).
+    efficiency_percent: percent of the peak that large products reach; narrow ones reach less
+        (`secc.cost.model.gemm_efficiency`).
+    memory, reserved: bytes, and those of them that tensors cannot use.
+    op_ns: nanoseconds of issuing an operation.
+    label: origin of the rates, "roofline" (vendor peaks) or "default" (assumed).
     """
 
     kind: str
-    backend: str  # torch's device type: "cuda" or "cpu"
+    backend: str
     gflops: tuple[tuple[str, int], ...]
     memory: int
     memory_bytes_per_s: int
@@ -92,26 +96,25 @@ class Device:
     overheads: Overheads = Overheads()
 
     def flops_per_us(self, dtype: str) -> int:
-        """Reachable FLOPs per microsecond in `dtype` (a short name such as "bf16"); that of f32 for a dtype
-        that is not listed."""
-        known = dict(self.gflops)
-        return known.get(dtype, known["f32"]) * 1000 * self.efficiency_percent // 100
+        """FLOPs per microsecond of large products in `dtype` (short name such as "bf16"); that of f32 for
+        unlisted dtypes."""
+        rates = dict(self.gflops)
+        return rates.get(dtype, rates["f32"]) * 1000 * self.efficiency_percent // 100
 
     @property
     def memory_bytes_per_us(self) -> int:
-        """Bytes of its memory that the device reads or writes per microsecond."""
+        """Memory bytes read or written per microsecond."""
         return self.memory_bytes_per_s // 10**6
 
     @property
     def usable_memory(self) -> int:
-        """Bytes that tensors can have: memory less what is reserved, with a twentieth kept for
-        fragmentation."""
+        """Bytes available to tensors: without reserved ones, and with 5% left for fragmentation."""
         return (self.memory - self.reserved) * 95 // 100
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """`nodes` nodes of one kind of device and the link inside each."""
+    """`nodes` nodes of one kind of device, and the link inside each."""
 
     nodes: int
     device: Device
@@ -120,10 +123,10 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` nodes of `per_node` devices; ranks are numbered node by node.
+    """`nodes` nodes of `per_node` devices. Ranks are numbered node by node.
 
-    Where kinds are mixed, `groups` holds the nodes of each kind in order, and `device` and `inside` the worst
-    figures among them, which every rank can count on.
+    In a cluster of several kinds, `groups` holds the nodes of each kind in order, and `device` and `inside`
+    hold the worst figures among them, which every rank reaches.
     """
 
     name: str
@@ -136,16 +139,16 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """How many processes the cluster can hold, one for each device."""
+        """Number of devices; each runs one process."""
         return self.nodes * self.per_node
 
     def slowest_link(self, ranks: int) -> Link:
-        """The slowest link among `ranks` ranks in a row."""
+        """The slowest link among `ranks` consecutive ranks."""
         return self.inside if ranks <= self.per_node else self.between
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Cluster | None:
-        """The cluster that plan.json holds, None where it holds none."""
+        """Read a cluster from the entry in plan.json; None if there is none."""
         if not {"device", "inside", "between", "nodes", "per_node"} <= data.keys():
             return None
         groups = tuple(
@@ -164,12 +167,12 @@ class Cluster:
 
     @property
     def node_groups(self) -> tuple[NodeGroup, ...]:
-        """The nodes of each kind, one group where all are alike."""
+        """The nodes of each kind; a single group in a homogeneous cluster."""
         return self.groups or (NodeGroup(self.nodes, self.device, self.inside),)
 
     @property
     def parts_by_kind(self) -> tuple[Cluster, ...]:
-        """The nodes of each kind as clusters of their own; itself where all are alike."""
+        """The nodes of each kind as clusters of their own; the cluster itself if it is homogeneous."""
         if not self.groups:
             return (self,)
         names = (f"{g.nodes}x{self.per_node}x{g.device.kind}" for g in self.groups)
@@ -179,8 +182,8 @@ class Cluster:
         )
 
     def view_of_ranks(self, ranks: Iterable[int]) -> Cluster:
-        """The cluster as these ranks see it: of one kind where they are all on that, else with the worst
-        figures."""
+        """The cluster with figures that hold for these ranks: those of one kind if all are of that kind,
+        else the worst ones."""
         wanted, start = set(ranks), 0
         for part in self.parts_by_kind:
             if wanted and wanted <= set(range(start, start + part.ranks)):
@@ -189,20 +192,22 @@ class Cluster:
         return self
 
     def trim_to_ranks(self, ranks: Sequence[int]) -> Cluster:
-        """The cluster without the nodes that are not needed for so many ranks of each kind."""
+        """The cluster without nodes that are not needed for `ranks[i]` ranks of the i-th kind."""
         if not self.groups:
             return self
-        kept = [
+        needed = [
             dataclasses.replace(g, nodes=-(-n // self.per_node))
             for g, n in zip(self.groups, ranks, strict=True)
             if n
         ]
-        if len(kept) > 1:
-            return mixed_cluster(self.name, kept, self.per_node, self.between)
-        return Cluster(self.name, kept[0].nodes, self.per_node, kept[0].device, kept[0].inside, self.between)
+        if len(needed) > 1:
+            return mixed_cluster(self.name, needed, self.per_node, self.between)
+        return Cluster(
+            self.name, needed[0].nodes, self.per_node, needed[0].device, needed[0].inside, self.between
+        )
 
     def with_overheads(self, overheads: Overheads) -> Cluster:
-        """The cluster with these overheads on every rank."""
+        """The cluster with these overheads on every device."""
         groups = tuple(
             dataclasses.replace(g, device=dataclasses.replace(g.device, overheads=overheads))
             for g in self.groups
@@ -212,7 +217,7 @@ class Cluster:
         )
 
     def device_of_rank(self, rank: int) -> Device:
-        """The device of a rank."""
+        """The device of a rank. Raises IndexError if there is no such rank."""
         node = rank // self.per_node
         for group in self.node_groups:
             if node < group.nodes:
@@ -221,8 +226,7 @@ class Cluster:
         raise IndexError(f"the cluster {self.name} has no rank {rank}")
 
     def to_json(self) -> str:
-        """The cluster as JSON text, as plan.json holds it; `groups` only where kinds are mixed, `rings` only
-        where some were measured."""
+        """The cluster as JSON text for plan.json. `groups` and `rings` are left out where they are empty."""
         return json.dumps(
             dataclasses.asdict(self, dict_factory=_without_empty_fields) | {"ranks": self.ranks}
         )
@@ -247,7 +251,7 @@ def _device_from_dict(data: Mapping[str, Any]) -> Device:
 
 
 def mixed_cluster(name: str, groups: Sequence[NodeGroup], per_node: int, between: Link) -> Cluster:
-    """A cluster of several kinds of nodes, all of `per_node` devices."""
+    """A cluster of several kinds of nodes with `per_node` devices each."""
     devices = [g.device for g in groups]
     inside = Link(max(g.inside.latency_ns for g in groups), min(g.inside.bytes_per_s for g in groups))
     return Cluster(
@@ -272,6 +276,8 @@ def _worst_device(devices: Sequence[Device]) -> Device:
     )
 
 
-def _largest_overheads(found: Sequence[Overheads]) -> Overheads:
+def _largest_overheads(overheads: Sequence[Overheads]) -> Overheads:
     names = ("job", "message", "tensor", "sample", "step")
-    return Overheads(**{name: max(getattr(o, name) for o in found) for name in names}, label=found[0].label)
+    return Overheads(
+        **{name: max(getattr(o, name) for o in overheads) for name in names}, label=overheads[0].label
+    )

@@ -1,1 +1,1 @@
-"""Measuring: real blocks on the machine at hand, and its links and rates."""
+"""Measures blocks and steps of a model on this machine, and the machine's links and rates."""

@@ -1,4 +1,4 @@
-"""Other processes that keep this machine as busy as a node's other ranks would."""
+"""Keeps this machine as busy as the other ranks of a node would."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from secc.runtime.host.child_processes import die_with_parent
 
 @contextmanager
 def background_load(work: Callable[[], object], processes: int) -> Iterator[None]:
-    """While the body runs, so many forked processes do `work` over and over."""
+    """Run `work` over and over in `processes` forked processes within the context."""
     context = multiprocessing.get_context("fork")
-    others = [context.Process(target=_repeat_forever, args=(work,), daemon=True) for _ in range(processes)]
+    workers = [context.Process(target=_repeat_forever, args=(work,), daemon=True) for _ in range(processes)]
     try:
-        for process in others:
+        for process in workers:
             process.start()
         yield
     finally:
-        for process in others:
+        for process in workers:
             process.kill()
             process.join()
 

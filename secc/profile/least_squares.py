@@ -1,4 +1,4 @@
-"""Prices from times: least squares in which none is negative."""
+"""Non-negative least squares for few unknowns."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ import numpy as np
 
 
 def nonnegative_least_squares(
-    rows: Sequence[Sequence[float]], wanted: Sequence[float]
+    rows: Sequence[Sequence[float]], targets: Sequence[float]
 ) -> np.ndarray[Any, Any]:
-    """Least squares of relative errors, none of the unknowns negative: the best over all sets of unknowns
-    that may differ from 0."""
-    table, times = np.array(rows), np.array(wanted)
-    scale = np.maximum(np.abs(table).max(axis=0), 1e-30)
-    relative, target = table / scale / times[:, None], np.ones(len(times))
-    best, least = np.zeros(table.shape[1]), float("inf")
-    for chosen in _nonempty_subsets(table.shape[1]):
-        solved = np.linalg.lstsq(relative[:, chosen], target, rcond=None)[0]
-        rest = float(((relative[:, chosen] @ solved - target) ** 2).sum())
-        if (solved >= 0).all() and rest < least - 1e-12:
-            least, best = rest, np.zeros(table.shape[1])
-            best[chosen] = solved
+    """Minimise the squared relative errors of `rows @ x` against `targets` over x >= 0. Returns x.
+
+    Solves the unconstrained problem for every set of unknowns that may differ from 0, and takes the best
+    feasible one (exponential in the number of unknowns, of which there are at most four).
+
+    rows: [points, unknowns]. targets: [points].
+    """
+    matrix, target_values = np.array(rows), np.array(targets)
+    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-30)
+    relative, ones = matrix / scale / target_values[:, None], np.ones(len(target_values))
+    best, best_error = np.zeros(matrix.shape[1]), float("inf")
+    for support in _nonempty_subsets(matrix.shape[1]):
+        solution = np.linalg.lstsq(relative[:, support], ones, rcond=None)[0]
+        error = float(((relative[:, support] @ solution - ones) ** 2).sum())
+        if (solution >= 0).all() and error < best_error - 1e-12:
+            best_error, best = error, np.zeros(matrix.shape[1])
+            best[support] = solution
     return best / scale
 
 

@@ -1,10 +1,10 @@
-"""This machine's links and rates: what processes exchange and sum, what memory moves, what products of
-matrices reach.
+"""Measures this machine: messages and collectives between processes, memory bandwidth, rates of matrix
+products.
 
-Two gloo processes on CPUs (NCCL where there are two GPUs) send messages to and fro: the smallest give the
-latency, the largest the bandwidth. Collectives are timed over two processes and, as devices allow, over 4 and
-8 (`secc.profile.time_collectives`). A product's rate is the best of several runs at several shapes; the fall-off
-with the smallest dim is reported beside it.
+Two processes (gloo on CPUs, NCCL where there are two GPUs) exchange messages; the smallest give the latency,
+the largest the bandwidth. Collectives are timed over 2, 4 and 8 processes, as far as there are devices
+(`secc.profile.time_collectives`). The rate of products is the best of several runs; rates of narrow products
+are reported relative to it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ from secc.cluster import GIB, MeasuredRing
 from secc.cost.model.measured_costs import local_hardware
 from secc.errors import UserError
 from secc.profile import time_collectives
-from secc.report import plan_tables
+from secc.report.text_table import TextTable
 
 MESSAGE_SIZES = tuple(4**k for k in range(2, 13))  # bytes of messages: 16 B to 16 MiB
 LARGE_PRODUCT_DIM = {"cpu": 1024, "cuda": 8192}
 NARROW_DIMS = (16, 32, 64, 128, 256, 512)
 PROBE_TIMEOUT_S = 60
-COLLECTIVE_RANKS = (2, 4, 8)  # of collectives
+COLLECTIVE_RANKS = (2, 4, 8)
 RATE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class MachineProbe:
-    """What was measured. `rates`: GFLOP/s of large products by dtype; `narrow`: percent of that by the
-    smallest dim; bytes per second."""
+    """Measurements of a machine.
+
+    memory: bytes per device. rates: GFLOP/s of large products by dtype.
+    narrow_percent: percent of the f32 rate by smallest dimension. latency_ns, bytes_per_s: of a message.
+    """
 
     hardware: str
     backend: str
@@ -51,14 +54,21 @@ class MachineProbe:
     rings: Sequence[MeasuredRing] = ()
 
     def as_dict(self) -> dict[str, object]:
+        """The measurements for JSON output."""
         return {
-            "hardware": self.hardware, "devices": self.devices, "memory_gib": self.memory / GIB, "gflops": dict(self.rates),
-            "narrow_percent": {str(k): v for k, v in self.narrow_percent.items()}, "memory_gb_s": self.memory_bytes_per_s / 1e9,
-            "link_latency_us": self.latency_ns / 1e3, "link_gb_s": self.bytes_per_s / 1e9,
+            "hardware": self.hardware,
+            "devices": self.devices,
+            "memory_gib": self.memory / GIB,
+            "gflops": dict(self.rates),
+            "narrow_percent": {str(k): v for k, v in self.narrow_percent.items()},
+            "memory_gb_s": self.memory_bytes_per_s / 1e9,
+            "link_latency_us": self.latency_ns / 1e3,
+            "link_gb_s": self.bytes_per_s / 1e9,
             "collectives": [asdict(ring) for ring in self.rings],
-        }  # fmt: skip
+        }
 
-    def to_tables(self) -> list[plan_tables.TextTable]:
+    def to_tables(self) -> list[TextTable]:
+        """The measurements for the terminal."""
         rows = [(f"large product, {n}", f"{r:.4g} GFLOP/s") for n, r in self.rates.items()]
         rows += [
             (f"product with smallest dim {d}", f"{p:.0f}% of that in f32")
@@ -76,36 +86,32 @@ class MachineProbe:
             )
             for r in self.rings
         ]
-        return [
-            plan_tables.TextTable(
-                self.hardware, ("figure", "measured"), tuple(rows), f"{self.devices} devices"
-            )
-        ]
+        return [TextTable(self.hardware, ("figure", "measured"), tuple(rows), f"{self.devices} devices")]
 
 
-def to_cluster_yaml(probed: MachineProbe) -> str:
+def to_cluster_yaml(probe: MachineProbe) -> str:
     """A cluster file of this machine."""
-    kind = "cpu" if probed.backend == "cpu" else torch.cuda.get_device_name().split()[-1]
-    like = "" if probed.backend == "cpu" else "like: L40S\n"
-    rings = "".join(f"\n  - {_ring_yaml(r)}" for r in probed.rings)
-    latency = f"latency_us: {probed.latency_ns / 1e3:.4g}"
-    link = f"\n  gb_s: {probed.bytes_per_s / 1e9:.4g}\n  {latency}\n  collectives:{rings or ' []'}"
+    kind = "cpu" if probe.backend == "cpu" else torch.cuda.get_device_name().split()[-1]
+    like = "" if probe.backend == "cpu" else "like: L40S\n"
+    rings = "".join(f"\n  - {_ring_yaml(r)}" for r in probe.rings)
+    latency = f"latency_us: {probe.latency_ns / 1e3:.4g}"
+    link = f"\n  gb_s: {probe.bytes_per_s / 1e9:.4g}\n  {latency}\n  collectives:{rings or ' []'}"
     return (
-        f"# measured on {probed.hardware}\nnodes: 1\ndevices: {probed.devices}\nkind: {kind}\n{like}"
-        f"memory_gib: {probed.memory / GIB:.4g}\n"
-        f"bf16_tflops: {probed.rates['bf16'] / 1e3:.4g}\nf32_tflops: {probed.rates['f32'] / 1e3:.4g}\n"
+        f"# measured on {probe.hardware}\nnodes: 1\ndevices: {probe.devices}\nkind: {kind}\n{like}"
+        f"memory_gib: {probe.memory / GIB:.4g}\n"
+        f"bf16_tflops: {probe.rates['bf16'] / 1e3:.4g}\nf32_tflops: {probe.rates['f32'] / 1e3:.4g}\n"
         f"efficiency_percent: 100    # the rates are what products reach, not peaks\n"
-        f"memory_gb_s: {probed.memory_bytes_per_s / 1e9:.4g}\ninside:{link}\nbetween:{link}\n"
+        f"memory_gb_s: {probe.memory_bytes_per_s / 1e9:.4g}\ninside:{link}\nbetween:{link}\n"
     )
 
 
-def _ring_yaml(r: MeasuredRing) -> str:
-    rates = f"gb_s: {r.bytes_per_s / 1e9:.4g}, latency_us: {r.latency_ns / 1e3:.4g}"
-    return f"{{collective: {r.collective}, ranks: {r.ranks}, {rates}}}"
+def _ring_yaml(ring: MeasuredRing) -> str:
+    rates = f"gb_s: {ring.bytes_per_s / 1e9:.4g}, latency_us: {ring.latency_ns / 1e3:.4g}"
+    return f"{{collective: {ring.collective}, ranks: {ring.ranks}, {rates}}}"
 
 
 def probe_machine(progress: Callable[[str], None]) -> MachineProbe:
-    """Measure this machine; a few seconds."""
+    """Measure this machine; takes some seconds. progress: called with a line for each part."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.device("cuda" if gpus else "cpu")
     torch.set_num_threads(1)
@@ -129,16 +135,16 @@ def probe_machine(progress: Callable[[str], None]) -> MachineProbe:
     ]
     capacity = torch.cuda.get_device_properties(0).total_memory if gpus else _host_memory() // devices
     return MachineProbe(
-        local_hardware(device).description,
-        device.type,
-        devices,
-        capacity,
-        rates,
-        narrow,
-        memory,
-        latency,
-        bandwidth,
-        rings,
+        hardware=local_hardware(device).description,
+        backend=device.type,
+        devices=devices,
+        memory=capacity,
+        rates=rates,
+        narrow_percent=narrow,
+        memory_bytes_per_s=memory,
+        latency_ns=latency,
+        bytes_per_s=bandwidth,
+        rings=rings,
     )
 
 
@@ -147,51 +153,50 @@ def _host_memory() -> int:
 
 
 def _shortest_ns(run: Callable[[], Any], device: torch.device, repeat: int = 8) -> float:
-    least = float("inf")
+    clock = time.perf_counter_ns if device.type == "cuda" else time.process_time_ns
+    shortest = float("inf")
     for _ in range(repeat):
-        start = time.perf_counter_ns() if device.type == "cuda" else time.process_time_ns()
+        start = clock()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        least = min(
-            least, (time.perf_counter_ns() if device.type == "cuda" else time.process_time_ns()) - start
-        )
-    return max(least, 1.0)
+        shortest = min(shortest, clock() - start)
+    return max(shortest, 1.0)
 
 
 def _measure_gflops(size: int, narrow: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Of [size, narrow] x [narrow, size], in GFLOP/s."""
-    a, b = (
-        torch.randn(size, narrow, device=device).to(dtype),
-        torch.randn(narrow, size, device=device).to(dtype),
-    )
+    """GFLOP/s of a product [size, narrow] x [narrow, size]."""
+    a = torch.randn(size, narrow, device=device).to(dtype)
+    b = torch.randn(narrow, size, device=device).to(dtype)
     return 2 * size * size * narrow / _shortest_ns(lambda: a @ b, device)
 
 
 def _measure_memory_bandwidth(device: torch.device) -> float:
-    """Bytes read and written a second by a copy that no cache holds."""
+    """Bytes read and written per second by a copy larger than all caches."""
     source = torch.empty(64 << 20, dtype=torch.float32, device=device).zero_()
     target = torch.empty_like(source)
     return 2e9 * source.nbytes / _shortest_ns(lambda: target.copy_(source), device, 4)
 
 
 def time_collectives_over(ranks: int, backend: str) -> time_collectives.CollectiveTimes:
-    """What collectives take over so many processes of this machine."""
+    """Time collectives over `ranks` processes of this machine."""
     return _run_on_ranks(time_collectives.time_collectives, ranks, backend)
 
 
 def _run_on_ranks(measure: Callable[[torch.device], Any], ranks: int, backend: str) -> Any:
-    """What `measure` finds on rank 0 of so many processes that are in one process group."""
+    """Run `measure` on `ranks` processes in one process group; returns the result of rank 0. Raises
+    UserError on timeout."""
     queue = mp.get_context("spawn").SimpleQueue()
     arguments = (backend, find_free_port(), ranks, measure, queue)
-    context: Any = mp.spawn(_run_rank, arguments, nprocs=ranks, join=False)  # pyright: ignore[reportPrivateImportUsage]
+    spawn: Any = mp.spawn  # pyright: ignore[reportPrivateImportUsage]
+    context: Any = spawn(_run_rank, arguments, nprocs=ranks, join=False)
     deadline = time.monotonic() + PROBE_TIMEOUT_S
     try:
         while not context.join(timeout=1):
             if time.monotonic() > deadline:
                 raise UserError(
-                    "processes of this machine do not reach each other",
-                    remedy="look at firewalls and GLOO_SOCKET_IFNAME",
+                    f"processes of this machine did not reach each other within {PROBE_TIMEOUT_S} s",
+                    remedy="check firewalls and GLOO_SOCKET_IFNAME",
                 )
     finally:
         for process in context.processes:
@@ -201,7 +206,7 @@ def _run_on_ranks(measure: Callable[[torch.device], Any], ranks: int, backend: s
 
 
 def find_free_port() -> int:
-    """A port of this machine that nothing listens on now."""
+    """A port of this machine that is free now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
@@ -210,31 +215,31 @@ def find_free_port() -> int:
 def _run_rank(
     rank: int, backend: str, port: int, ranks: int, measure: Callable[[torch.device], Any], queue: Any
 ) -> None:
-    """One of the processes."""
+    """Entry point of a spawned process."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    found = measure(device)
+    result = measure(device)
     if rank == 0:
-        queue.put(found)
+        queue.put(result)
     dist.destroy_process_group()
 
 
 def _time_messages(device: torch.device) -> dict[int, float]:
-    """On two ranks, each size to and fro; half of the shortest round is a message's time."""
-    rank, found = dist.get_rank(), dict[int, float]()
+    """On two ranks: nanoseconds of a message by size, half of the shortest round trip."""
+    rank, ns_by_size = dist.get_rank(), dict[int, float]()
     for size in MESSAGE_SIZES:
         message = torch.zeros(size, dtype=torch.uint8, device=device)
-        rounds = []
+        times = []
         for _ in range(12 if size > 1 << 20 else 40):
             start = time.perf_counter_ns()
             (dist.send if rank == 0 else dist.recv)(message, 1 - rank)
             (dist.recv if rank == 0 else dist.send)(message, 1 - rank)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            rounds.append((time.perf_counter_ns() - start) / 2)
-        found[size] = min(rounds)
-    return found
+            times.append((time.perf_counter_ns() - start) / 2)
+        ns_by_size[size] = min(times)
+    return ns_by_size

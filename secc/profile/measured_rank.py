@@ -1,9 +1,8 @@
-"""One rank of a plan that is trained to be measured: `python -m secc.profile.measured_rank PLAN` and the options of
-run.py.
+"""Trains one rank of a plan to measure its steps: `python -m secc.profile.measured_rank PLAN`, and the
+options of run.py.
 
-As the plan's own ranks, but between two steps the processor's speed is gauged, outside of what counts as the
-step. Each rank writes what its steps took, and what the gauge took behind them, to `steps_RANK.json` among
-the logs.
+Works as the plan's run.py, but runs the speed gauge between steps, outside of their measured time. Each rank
+writes seconds of steps and gauge times to `steps_RANK.json` in the log directory.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ def train_rank(plan: Path, options: RunOptions) -> None:
         sections = [
             load_section_module(plan, s, model) for s in run.plan.sections if run.rank in s.mesh.ranks
         ]
-        trainer, gauge, found = Trainer(run, model, sections), SpeedGauge(), list[tuple[float, int]]()
+        trainer, gauge, times = Trainer(run, model, sections), SpeedGauge(), list[tuple[float, int]]()
         start = time.perf_counter()
         for step in trainer.plan_steps():
             trainer.train_step(step)
             seconds = time.perf_counter() - start
             with run.trace.record_event("GAUGE", kind="GAUGE"):
-                found.append((seconds, gauge.measure_ns() if run.device.type == "cpu" else 0))
+                times.append((seconds, gauge.measure_ns() if run.device.type == "cpu" else 0))
             start = time.perf_counter()
-        (run.log_dir / f"steps_{run.rank}.json").write_text(json.dumps(found))
+        (run.log_dir / f"steps_{run.rank}.json").write_text(json.dumps(times))
 
 
 if __name__ == "__main__":

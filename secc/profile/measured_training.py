@@ -1,4 +1,4 @@
-"""Training a plan on processes of this machine to measure its steps."""
+"""Trains a plan on processes of this machine to measure its steps."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ TRAINING_TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of each step on rank 0, and what the gauge took behind it on each rank, in ns (0 on GPUs)."""
+    """Seconds of each step on rank 0, and gauge times after it on each rank in nanoseconds ([rank][step];
+    0 on GPUs)."""
 
     seconds: Sequence[float]
     gauge_times: Sequence[Sequence[int]]
 
-    def mean_gauge_ns(self, warm: int, weights: Sequence[float] = ()) -> float:
-        """What the gauge took at the mean speed behind the first `warm` steps, of the ranks in proportion to
-        `weights` (alike without)."""
+    def mean_gauge_ns(self, warm_up: int, weights: Sequence[float] = ()) -> float:
+        """Time of the gauge at its mean speed after the first `warm_up` steps. weights: of ranks, equal by
+        default."""
         shares = weights or [1.0] * len(self.gauge_times)
         speed = sum(
-            share / time_at_mean_speed(rank[warm:])
+            share / time_at_mean_speed(rank[warm_up:])
             for share, rank in zip(shares, self.gauge_times, strict=True)
             if all(rank)
         )
@@ -38,19 +39,21 @@ class StepTimes:
 
 
 def train_plan(plan: Path, ranks: int, steps: int, log_dir: Path, arguments: Sequence[str] = ()) -> StepTimes:
-    """Train a plan for some steps, its ranks as processes of this one. Raises UserError where one fails.
+    """Train a plan for `steps` steps with its ranks as child processes, and return its step times.
 
-    torchrun would start each in a session of its own, for which Linux forgets how nice this process is to
-    others.
+    Raises UserError if a rank fails or the time limit is exceeded. torchrun is not used: it starts each rank
+    in a session of its own, for which Linux ignores the niceness of this process.
     """
-    place = {
+    common = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(find_free_port()),
     }
     with rank_environment():
-        own = [os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        environments = [
+            os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
+        ]
     command = [
         sys.executable,
         "-m",
@@ -62,26 +65,26 @@ def train_plan(plan: Path, ranks: int, steps: int, log_dir: Path, arguments: Seq
         str(log_dir),
         *arguments,
     ]
-    running = [
+    processes = [
         subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for env in own
+        for env in environments
     ]
     try:
-        said = [process.communicate(timeout=TRAINING_TIMEOUT_S)[1] for process in running]
+        errors = [process.communicate(timeout=TRAINING_TIMEOUT_S)[1] for process in processes]
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"{steps} steps of the model took more than {TRAINING_TIMEOUT_S} s here", str(plan)
+            f"{steps} steps of the model took more than {TRAINING_TIMEOUT_S} s on this machine", str(plan)
         ) from None
     finally:
-        for process in running:
+        for process in processes:
             process.kill()
-    if any(process.returncode for process in running):
-        last = next((text.strip().splitlines()[-1] for text in said if text.strip()), "no message")
-        raise UserError(f"the model does not train here: {last}", str(plan))
+    if any(process.returncode for process in processes):
+        last = next((text.strip().splitlines()[-1] for text in errors if text.strip()), "no message")
+        raise UserError(f"the model does not train on this machine: {last}", str(plan))
     return read_step_times(log_dir, ranks)
 
 
 def read_step_times(log_dir: Path, ranks: int) -> StepTimes:
-    """What the ranks of a run left among its logs."""
-    found = [json.loads((log_dir / f"steps_{rank}.json").read_text()) for rank in range(ranks)]
-    return StepTimes([seconds for seconds, _ in found[0]], [[ns for _, ns in steps] for steps in found])
+    """Read the files that the ranks of a run left in its log directory."""
+    by_rank = [json.loads((log_dir / f"steps_{rank}.json").read_text()) for rank in range(ranks)]
+    return StepTimes([seconds for seconds, _ in by_rank[0]], [[ns for _, ns in steps] for steps in by_rank])

@@ -1,5 +1,5 @@
-"""Arguments of a block's call at given sizes: drawn numbers, and the values of integers that inputs
-decide."""
+"""Arguments of a block's call at given sizes: random numbers, and the integer values that inputs
+determine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from secc.runtime.model.nested_batch import listed
 def random_arguments(
     call: CallOp, sizes: Mapping[str, int], known: OperandValues, device: torch.device
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Fresh arguments, so that a call may write into them. Integers and masks that nobody knows are 0 and
-    true."""
+    """Create new arguments, so that a call may modify them in place.
+
+    sizes: symbol values. known: values of integer operands; other integers are 0, and other masks true.
+    """
     operands = [
         known[o].to(device) if o in known else _random_operand(tensor_type(o), sizes, device)
         for o in call.operands
@@ -40,17 +42,15 @@ def random_arguments(
             case _:
                 return leaf
 
-    made = call.arguments.map_leaves(value)
-    return listed(made.args), listed(made.kwargs)
+    arguments = call.arguments.map_leaves(value)
+    return listed(arguments.args), listed(arguments.kwargs)
 
 
-def _random_operand(kind: TensorType, sizes: Mapping[str, int], device: torch.device) -> torch.Tensor:
-    dims, dtype = (
-        [int(size_expr.evaluate_expr(d, sizes)) for d in kind.shape],
-        getattr(torch, kind.torch_dtype),
-    )
+def _random_operand(type_: TensorType, sizes: Mapping[str, int], device: torch.device) -> torch.Tensor:
+    dims = [int(size_expr.evaluate_expr(d, sizes)) for d in type_.shape]
+    dtype = getattr(torch, type_.torch_dtype)
     if dtype == torch.bool:
         return torch.ones(dims, dtype=dtype, device=device)
     if not dtype.is_floating_point:
         return torch.zeros(dims, dtype=dtype, device=device)
-    return torch.randn(dims, device=device).to(dtype).requires_grad_(kind.requires_grad)
+    return torch.randn(dims, device=device).to(dtype).requires_grad_(type_.requires_grad)

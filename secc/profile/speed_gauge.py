@@ -1,8 +1,8 @@
-"""How fast this processor computes just now.
+"""Measures the current speed of this processor by a fixed piece of work, the gauge.
 
-A processor that a machine shares with others, or whose clock follows its heat, does the same work in 34 ms
-now and in 52 ms ten seconds later, without waiting for a core. So a fixed piece of work, the gauge, is timed
-beside what is measured: times of different moments compare at one speed.
+A processor shared with others, or throttled by heat, does the same work in 34 ms now and in 52 ms ten seconds
+later, without waiting for a core. The gauge is timed along with every measurement, so that times of different
+moments can be compared at one speed.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 from torch import nn
 
 GAUGE_WIDTH, GAUGE_HEADS, GAUGE_BATCH, GAUGE_LENGTH = 96, 4, 4, 48
-GAUGE_REPEATS = 2  # behind one that fills the caches
+GAUGE_REPEATS = 2
 
 
-def time_at_mean_speed(found: Sequence[float]) -> float:
-    """What the gauge takes at the mean of the speeds at which it was found to take so long.
+def time_at_mean_speed(times: Sequence[float]) -> float:
+    """The time of the gauge at its mean speed: the harmonic mean of its times.
 
-    A core that shares its hardware with others' work has two speeds, between which it changes within a
-    second: a run of many steps has their mean, while a median is one of the two.
+    A core that shares hardware with other work switches between two speeds within a second. A run of many
+    steps sees their mean; a median would be one of the two.
     """
-    return 1 / fmean(1 / ns for ns in found)
+    return 1 / fmean(1 / ns for ns in times)
 
 
 class SpeedGauge:
-    """The forward and backward of a small transformer layer, on one thread of a CPU: a few milliseconds."""
+    """Forward and backward of a small transformer layer on one CPU thread; takes a few milliseconds."""
 
     def __init__(self) -> None:
         self._layer = nn.TransformerEncoderLayer(
@@ -39,7 +39,7 @@ class SpeedGauge:
         )
 
     def measure_ns(self) -> int:
-        """The least processor time of some goes."""
+        """The shortest processor time of GAUGE_REPEATS runs after one to warm the caches."""
         return min([self._time_once() for _ in range(1 + GAUGE_REPEATS)][1:])
 
     def _time_once(self) -> int:

@@ -1,8 +1,8 @@
-"""What collectives take on this machine, by the number of ranks: all-reduces, reduce-scatters and all-gathers
-of several sizes.
+"""Times all-reduces, reduce-scatters and all-gathers of several sizes on this machine.
 
-The median time of each size is fitted with a latency and a bandwidth, relative errors weighing alike, and
-kept as what one message of a ring takes (`secc.cluster.Ring`), so that it holds for other numbers of ranks.
+A latency and a bandwidth are fitted to the median times by least squares of relative errors. They are stored
+as the time of one message of a ring (`secc.cluster.MeasuredRing`), so that they apply to other numbers of
+ranks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from secc.cluster import COLLECTIVES, MeasuredRing
 from secc.profile.least_squares import nonnegative_least_squares
 from secc.runtime.parameters.sharded_optimizer import start_all_gather, start_reduce_scatter
 
-COLLECTIVE_SIZES = tuple(4**k for k in range(6, 13))  # bytes of the whole tensor: 4 KiB to 16 MiB
-LARGE_REPEATS, SMALL_REPEATS = 12, 40  # runs of a size, and of one up to 1 MiB
+COLLECTIVE_SIZES = tuple(4**k for k in range(6, 13))  # bytes of the full tensor: 4 KiB to 16 MiB
+LARGE_REPEATS, SMALL_REPEATS = 12, 40  # above 1 MiB, and up to it
 
-CollectiveTimes = Mapping[str, Mapping[int, float]]  # ns by collective and size
+CollectiveTimes = Mapping[str, Mapping[int, float]]  # ns by collective and bytes
 
 
 def time_collectives(device: torch.device) -> CollectiveTimes:
-    """The median time of each collective and size on this rank, over all ranks. Collective."""
+    """Median nanoseconds of each collective and size on this rank. Must be called on all ranks of the
+    process group."""
     return {
         collective: {size: _median_ns(collective, size, device) for size in COLLECTIVE_SIZES}
         for collective in COLLECTIVES
@@ -45,34 +46,35 @@ def _median_ns(collective: str, size: int, device: torch.device) -> float:
 
 
 def _make_collective(collective: str, size: int, device: torch.device) -> Callable[[], object]:
-    """A collective of float32 numbers, as gradients are summed and parameters gathered."""
+    """A collective on float32 tensors, as the runtime issues it for gradients and parameters. size: bytes
+    of the full tensor."""
     ranks = dist.get_world_size()
-    part = torch.zeros(size // 4 // ranks, device=device)
-    whole = torch.zeros(part.numel() * ranks, device=device)
+    shard = torch.zeros(size // 4 // ranks, device=device)
+    full = torch.zeros(shard.numel() * ranks, device=device)
     match collective:
         case "all_reduce":
-            return lambda: dist.all_reduce(whole)
+            return lambda: dist.all_reduce(full)
         case "reduce_scatter":
-            return lambda: start_reduce_scatter(part, whole, None).wait()
+            return lambda: start_reduce_scatter(shard, full, None).wait()
         case _:
-            return lambda: start_all_gather(whole, part, None).wait()
+            return lambda: start_all_gather(full, shard, None).wait()
 
 
 def fit_rings(ranks: int, times: CollectiveTimes) -> list[MeasuredRing]:
-    """What was measured over so many ranks, as messages of rings."""
-    return [_fit_ring(collective, ranks, found) for collective, found in times.items()]
+    """Fit the messages of a ring to the times of each collective over `ranks` ranks."""
+    return [_fit_ring(collective, ranks, ns_by_size) for collective, ns_by_size in times.items()]
 
 
-def _fit_ring(collective: str, ranks: int, found: Mapping[int, float]) -> MeasuredRing:
+def _fit_ring(collective: str, ranks: int, ns_by_size: Mapping[int, float]) -> MeasuredRing:
     messages = (2 if collective == "all_reduce" else 1) * (ranks - 1)
-    latency, a_byte = _fit_latency_and_byte_time(
-        [(messages, messages * size / ranks, ns) for size, ns in found.items()]
+    latency, byte_ns = _fit_latency_and_byte_time(
+        [(messages, messages * size / ranks, ns) for size, ns in ns_by_size.items()]
     )
-    return MeasuredRing(collective, ranks, round(latency), round(1e9 / max(a_byte, 1e-6)))
+    return MeasuredRing(collective, ranks, round(latency), round(1e9 / max(byte_ns, 1e-6)))
 
 
 def _fit_latency_and_byte_time(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """ns of a message and of a byte, from numbers of messages, of bytes and times."""
-    rows, wanted = zip(*((point[:2], point[2]) for point in points), strict=True)
-    latency, a_byte = nonnegative_least_squares(rows, wanted)
-    return float(latency), float(a_byte)
+    """(ns per message, ns per byte) from (messages, bytes, ns)."""
+    rows, times = zip(*((point[:2], point[2]) for point in points), strict=True)
+    latency, byte_ns = nonnegative_least_squares(rows, times)
+    return float(latency), float(byte_ns)

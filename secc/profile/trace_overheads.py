@@ -1,10 +1,11 @@
-"""What ranks do beside computing, measured in steps that they train for real (`secc.cluster.Overheads`).
+"""Measures overheads of ranks (`secc.cluster.Overheads`) in steps that they really train.
 
-The model is compiled for processes of this machine, sections apart where they can be, and trained for some
-steps with a trace. What a rank's program takes beside its forwards, backwards and messages is overhead of its
-jobs. Planning, the optimizer and the norm have events of their own. What all ranks do together (metadata,
-totals) lasts as long as on the rank that comes to it last, which waits for nobody. Figures are medians over
-the steps behind the first ones, at the processor's speed at which blocks were timed (`secc.profile.speed_gauge`).
+The model is compiled for processes of this machine, with separate sections if possible, and trained for some
+steps with a trace. Time of a rank's program outside of forwards, backwards and messages is overhead of its
+jobs. Scheduling, gradient norm and optimizer have trace events of their own. Phases that all ranks run
+together (metadata, totals) count as long as on the rank that arrives last, because it does not wait. Figures
+are medians over the steps after warm-up, scaled to the processor speed at which blocks were timed
+(`secc.profile.speed_gauge`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ TraceEvent = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _RankStep:
-    """One step of one rank, in ns: all of it, the sums of its events by kind, and how many there were."""
+    """One step of one rank: its duration, and duration and number of its trace events by kind."""
 
     total_ns: float
     ns_by_kind: Mapping[str, float]
@@ -45,39 +46,37 @@ class _RankStep:
 
 
 def measure_overheads(model: Path, ranks: int, costs: Path, gauge_ns: int = 0) -> Overheads:
-    """Train a model for some steps on `ranks` processes here. Raises UserError where it cannot be compiled or
-    trained.
+    """Train a model for some steps on `ranks` processes of this machine, and measure their overheads.
 
-    `gauge_ns` is what the gauge took when blocks were timed: at that speed of the processor overheads are
-    given (0: as they are).
+    model: the model file. costs: file of measured costs. gauge_ns: time of the speed gauge when blocks were
+    timed, to which the result is scaled; 0 for no scaling. Raises UserError if the model cannot be compiled
+    or trained.
     """
     with tempfile.TemporaryDirectory() as folder:
         plan, trace = Path(folder) / "plan", Path(folder) / "trace.json"
         compiled = _compile_for_profile(model, ranks, costs)
         compiled.write_plan(plan, lambda _: "")
-        trained = train_plan(
+        step_times = train_plan(
             plan, compiled.plan.world_size, PROFILED_STEPS, Path(folder), ["--trace", str(trace)]
         )
-        found = overheads_from_trace(json.loads(trace.read_text())["traceEvents"], compiled.plan)
-        return scale_overheads(
-            found, gauge_ns / (trained.mean_gauge_ns(WARMUP_STEPS) or gauge_ns or 1) or 1.0
-        )
+        overheads = overheads_from_trace(json.loads(trace.read_text())["traceEvents"], compiled.plan)
+        run_gauge_ns = step_times.mean_gauge_ns(WARMUP_STEPS) or gauge_ns or 1
+        return scale_overheads(overheads, gauge_ns / run_gauge_ns or 1.0)
 
 
-def scale_overheads(found: Overheads, slower: float) -> Overheads:
-    """The same on a processor that takes so many times as long."""
+def scale_overheads(overheads: Overheads, factor: float) -> Overheads:
+    """The overheads on a processor that takes `factor` times as long."""
     return replace(
-        found,
+        overheads,
         **{
-            name: round(slower * getattr(found, name))
+            name: round(factor * getattr(overheads, name))
             for name in ("job", "message", "tensor", "sample", "step")
         },
     )
 
 
 def _compile_for_profile(model: Path, ranks: int, costs: Path) -> CompiledPlan:
-    """The model for processes of this machine; sections apart, so that messages pass, where there are ranks
-    enough."""
+    """Compile the model for processes of this machine, with separate sections if there are enough ranks."""
     options = CompileOptions(cluster=f"local:{ranks}", costs=str(costs))
     try:
         return compile_model(model, replace(options, strategy="apart"))
@@ -86,8 +85,8 @@ def _compile_for_profile(model: Path, ranks: int, costs: Path) -> CompiledPlan:
 
 
 def overheads_from_trace(events: Sequence[TraceEvent], plan: Plan) -> Overheads:
-    """The overheads in the trace of a run of `plan`. One that the run has no example of is as the plan's
-    cluster assumes it."""
+    """Compute the overheads from the trace events of a run of `plan`. The message overhead is that of the
+    plan's cluster if the run sends no message."""
     steps = list(
         zip(
             *(list(_steps_of_rank(events, rank))[WARMUP_STEPS:] for rank in range(plan.world_size)),
@@ -99,57 +98,56 @@ def overheads_from_trace(events: Sequence[TraceEvent], plan: Plan) -> Overheads:
     return Overheads(
         job=_median_ns(
             sum(map(_program_overhead_ns, ranks))
-            / max(1, sum(s.count[k] for s in ranks for k in COMPUTE_KINDS))
+            / max(1, sum(s.count_by_kind[k] for s in ranks for k in COMPUTE_KINDS))
             for ranks in steps
         ),
         message=_median_ns(sent) if sent else assumed.message,
         tensor=_tensor_overhead_ns(steps, Traffic(plan)),
-        sample=_median_ns(max(s.spent["PLAN"] for s in ranks) / plan.global_batch for ranks in steps),
+        sample=_median_ns(max(s.ns_by_kind["PLAN"] for s in ranks) / plan.global_batch for ranks in steps),
         step=_median_ns(_step_overhead_ns(ranks) for ranks in steps),
         label="measured",
     )
 
 
 def _steps_of_rank(events: Sequence[TraceEvent], rank: int) -> Iterator[_RankStep]:
-    """The steps of a rank, each from the start of its program to that of the next one."""
-    own = sorted(
+    """The steps of a rank, each from the start of its program to the start of the next one."""
+    rank_events = sorted(
         (e for e in events if e.get("pid") == rank and e.get("ph") == "X" and e["tid"] == 0),
         key=lambda e: e["ts"],
     )
-    starts = [e["ts"] for e in own if e["cat"] == "PROGRAM"]
+    starts = [e["ts"] for e in rank_events if e["cat"] == "PROGRAM"]
     for start, stop in pairwise(starts):
-        spent, count = defaultdict[str, float](float), Counter[str]()
-        for e in own:
+        ns_by_kind, count_by_kind = defaultdict[str, float](float), Counter[str]()
+        for e in rank_events:
             if start <= e["ts"] < stop:
-                spent[e["cat"]] += e["dur"] * 1e3
-                count[e["cat"]] += 1
-        yield _RankStep((stop - start) * 1e3, spent, count)
+                ns_by_kind[e["cat"]] += e["dur"] * 1e3
+                count_by_kind[e["cat"]] += 1
+        yield _RankStep((stop - start) * 1e3, ns_by_kind, count_by_kind)
 
 
 def _program_overhead_ns(step: _RankStep) -> float:
-    """What a rank's program takes beside its jobs and messages."""
+    """Time of a rank's program outside of jobs and messages."""
     return step.ns_by_kind["PROGRAM"] - sum(
         step.ns_by_kind[kind] for kind in (*COMPUTE_KINDS, *MESSAGE_KINDS)
     )
 
 
 def _step_overhead_ns(ranks: Sequence[_RankStep]) -> float:
-    """What all do together, on the rank that waits least, and what is in no event."""
-    rest = min(s.total_ns - sum(s.ns_by_kind[phase] for phase in STEP_PHASES) for s in ranks)
-    return rest + sum(min(s.ns_by_kind[phase] for s in ranks) for phase in SYNCHRONIZED_PHASES)
+    """Time in synchronized phases on the rank that waits least, plus time outside of all events."""
+    outside_events = min(s.total_ns - sum(s.ns_by_kind[phase] for phase in STEP_PHASES) for s in ranks)
+    return outside_events + sum(min(s.ns_by_kind[phase] for s in ranks) for phase in SYNCHRONIZED_PHASES)
 
 
 def _tensor_overhead_ns(steps: Sequence[Sequence[_RankStep]], traffic: Traffic) -> int:
-    """For each parameter, what the norm and the optimizer take beyond memory's part, on the rank where that
-    is most."""
-    found = [0]
+    """Time per parameter of norm and optimizer beyond memory traffic, on the rank where it is largest."""
+    overheads = [0]
     for rank in range(traffic.plan.world_size):
         if count := len(traffic.updated_parameters(rank)):
             spent = _median_ns(sum(ranks[rank].ns_by_kind[kind] for kind in UPDATE_PHASES) for ranks in steps)
-            found.append(max(0, spent - traffic.optimizer_memory_ns(rank)) // count)
-    return max(found)
+            overheads.append(max(0, spent - traffic.optimizer_memory_ns(rank)) // count)
+    return max(overheads)
 
 
 def _median_ns(values: Iterable[float]) -> int:
-    """The middle value in whole ns, none below 0."""
+    """The median in integer nanoseconds, at least 0."""
     return max(0, round(median(values)))

@@ -57,7 +57,7 @@ def test_overheads_are_given_at_the_speed_of_the_blocks() -> None:
     long beside these."""
     trained = StepTimes([1.0] * 4, [[9, 9, 10, 10], [9, 9, 10, 10]])
     assert scale_overheads(
-        Overheads(1, 2, 3, 4, 5, "measured"), 20 / trained.mean_gauge_ns(warm=2)
+        Overheads(1, 2, 3, 4, 5, "measured"), 20 / trained.mean_gauge_ns(warm_up=2)
     ) == Overheads(2, 4, 6, 8, 10, "measured")
 
 
