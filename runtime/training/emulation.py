@@ -1,16 +1,14 @@
-"""An emulated run: real processes and the real control plane, with waits in place of what computes and moves
-tensors.
+"""An emulated run: real processes and real planning, with sleeps instead of computation and data transfer.
 
-A rank loads its share of every global batch, gathers the metadata, makes and checks the schedule and walks
-through its program as in training. A forward or backward is a wait for its modelled time. A message is its
-arrival time, handed over through the job's store and waited for by the consumer. Sums of gradients and the
-optimizer's step are waits at the end, after one exchange of when each rank got there. So an emulated step
-takes what the simulator says plus what control costs on this machine. No model is built: 64 ranks fit two
-cores.
+A rank loads its share of every global batch, exchanges metadata, plans and checks the schedule, and executes
+its program as in training. A forward or backward is a sleep for its modelled time. A message is its arrival
+time, passed through the job's store; the consumer sleeps until then. Gradient sums and the optimizer step are
+sleeps at the end, after one exchange of the times at which each rank reached them. So an emulated step takes
+the simulated time plus what planning costs on this machine. No model is built: 64 ranks run on two cores.
 
-Times come from a *table* that the launcher makes from the plan (`Table`), because the cost model does not
-belong to a rank. Clocks are the machine's own monotonic one, so all ranks must run on one machine. A message
-occupies the sender's way out and the receiver's way in.
+Times come from an `EmulationTable` that the launcher makes from the plan, because the cost model is not part
+of a rank. Clocks are the machine's monotonic one, so all ranks must run on one machine. A message occupies
+the sender's outgoing link and the receiver's incoming link.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from secc.runtime.comm.edge_messages import EdgeLayout
+from secc.runtime.comm.edge_messages import EdgeLayout, MicroBatchPair
 from secc.runtime.errors import UserError
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.replica_routes import MessageSlice, ranks_by_replica, route_message
@@ -46,17 +44,15 @@ from secc.runtime.training.rank_context import RankContext
 from secc.runtime.training.step_planner import PlannedStep, plan_steps
 
 EMULATION_FILE = "emulation.jsonl"
-MicroBatchPair = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class EmulationTable:
-    """What the launcher says of time, in ns. Every wait is stretched by `scale`, so that small steps can be
-    told from overhead.
+    """Times in ns. Every sleep is multiplied by `scale`, so that small steps can be told from overhead.
 
-    `links` has (latency, ns for 2^20 bytes) inside a node of `per_node` ranks and between nodes. `sums` has
-    (sections, ranks, ns) of each reduction, in the order in which a rank does them; `optimizer` the step of
-    each rank.
+    `links`: (latency, ns per 2^20 bytes) inside a node of `per_node` ranks and between nodes. `sums`:
+    (sections, ranks, ns) of each gradient reduction, in the order in which a rank does them. `optimizer`:
+    each rank's optimizer step.
     """
 
     scale: float
@@ -66,18 +62,19 @@ class EmulationTable:
     optimizer: tuple[int, ...]
 
     def message_ns(self, a: int, b: int, size: int) -> tuple[int, int]:
-        """(latency, time that both ends are busy) of a message of `size` bytes."""
+        """Returns (latency, time that both ends are busy) of a message of `size` bytes between ranks `a` and
+        `b`."""
         latency, mebibyte = self.links[a // self.per_node != b // self.per_node]
         return latency, size * mebibyte >> 20
 
 
 def table_to_json(table: EmulationTable) -> str:
-    """The text of a table's file."""
+    """Returns the text of a table's file."""
     return json.dumps(dataclasses.asdict(table))
 
 
 def read_table(path: Path) -> EmulationTable:
-    """The table in a file. Raises UserError for one that is none."""
+    """Reads a table. Raises UserError for a malformed file."""
     try:
         data = json.loads(path.read_text())
         sums = tuple((tuple(sections), tuple(ranks), ns) for sections, ranks, ns in data["sums"])
@@ -91,32 +88,32 @@ def read_table(path: Path) -> EmulationTable:
 
 
 def emulate_rank(directory: Path, options: RunOptions) -> None:
-    """What a rank does in place of training. `options.emulate` is the table's file."""
+    """Emulates a rank of the plan in `directory`; `options.emulate` is the table's file."""
     assert options.emulate is not None
     table = read_table(options.emulate)
     terms: Any = importlib.import_module("sections.terms")
     only_steps = dataclasses.replace(options, workers=0, resume=None, save=None, save_every=None, trace=None)
-    with RankContext(directory, only_steps, terms) as run:
-        emulator, since = Emulator(run, table), time.monotonic_ns()
-        for number, step in enumerate(plan_steps(run, 0), 1):
+    with RankContext(directory, only_steps, terms) as context:
+        emulator, since = Emulator(context, table), time.monotonic_ns()
+        for number, step in enumerate(plan_steps(context, 0), 1):
             batch, program_ns = step.batch, emulator.emulate_step(step)
             now = time.monotonic_ns()
-            if run.rank == 0:
-                told = {
+            if context.rank == 0:
+                entry = {
                     "step": number,
                     "samples": len(batch.samples),
                     "tokens": batch.tokens,
                     "step_time_s": (now - since) / 1e9,
                 }
-                with (run.log_dir / EMULATION_FILE).open("a") as file:
+                with (context.log_dir / EMULATION_FILE).open("a") as file:
                     file.write(
-                        json.dumps(told | {"program_s": program_ns / 1e9, "scale": table.scale}) + "\n"
+                        json.dumps(entry | {"program_s": program_ns / 1e9, "scale": table.scale}) + "\n"
                     )
             since = now
 
 
 class Emulator:
-    """Walks through the programs of one rank."""
+    """Executes the programs of one rank in emulated time."""
 
     def __init__(self, run: RankContext, table: EmulationTable) -> None:
         self.context, self.table, self.plan, self.rank = run, table, run.plan, run.rank
@@ -125,27 +122,30 @@ class Emulator:
         self.store: Any = distributed_c10d._get_default_store()
 
     def emulate_step(self, step: PlannedStep) -> int:
-        """Walk through the program of a step. Returns the ns from its start to the step's end."""
-        walk = _StepEmulation(self, step)
+        """Executes the program of a step. Returns the ns from its start to the end of the step."""
+        emulation = _StepEmulation(self, step)
         dist.barrier()
         began = time.monotonic_ns()
-        walk.run_program()
-        self._end_step(walk)
+        emulation.run_program()
+        self._end_step(emulation)
         return time.monotonic_ns() - began
 
     def scale_ns(self, ns: int) -> int:
+        """Returns a modelled time, multiplied by the table's scale."""
         return int(ns * self.table.scale)
 
-    def _end_step(self, walk: _StepEmulation) -> None:
-        """The sums of gradients, each when all its ranks are there and done with those before it, and the
-        optimizer."""
-        mine = torch.tensor(
-            [*(walk.reduce_at.get(i, walk.free_at) for i in range(len(self.table.sums))), walk.free_at],
+    def _end_step(self, emulation: _StepEmulation) -> None:
+        """Sleeps until all gradient sums and the optimizer steps would have ended."""
+        own_times = torch.tensor(
+            [
+                *(emulation.reduce_at.get(i, emulation.free_at) for i in range(len(self.table.sums))),
+                emulation.free_at,
+            ],
             dtype=torch.int64,
         )
-        found = [torch.empty_like(mine) for _ in range(self.context.world_size)]
-        dist.all_gather(found, mine)
-        times = [row.tolist() for row in found]
+        gathered = [torch.empty_like(own_times) for _ in range(self.context.world_size)]
+        dist.all_gather(gathered, own_times)
+        times = [row.tolist() for row in gathered]
         _sleep_until(
             _reduction_end(self.table, times, self.scale_ns)
             + self.scale_ns(max(self.table.optimizer, default=0))
@@ -153,8 +153,9 @@ class Emulator:
 
 
 def _reduction_end(table: EmulationTable, times: list[list[int]], scaled: Callable[[int], int]) -> int:
-    """When all gradients are summed, by the clock: a rank's sums follow each other beside whatever else it
-    does."""
+    """Returns when all gradient sums have ended. `times[rank]`: when the rank reached each sum, followed by
+    when it finished its program. A sum starts when all of its ranks have reached it and finished their
+    previous sum; sums overlap with computation."""
     busy = [0] * len(times)
     for i, (_, ranks, ns) in enumerate(table.sums):
         end = max(max(times[r][i], busy[r]) for r in ranks) + scaled(ns)
@@ -166,30 +167,27 @@ def _reduction_end(table: EmulationTable, times: list[list[int]], scaled: Callab
 def instruction_durations(
     plan: Plan, schedule: Schedule, costs: PredictedCosts
 ) -> dict[tuple[str, str], list[int]]:
-    """The ns of each micro-batch of a section, by kind of instruction and section."""
-    found: dict[tuple[str, str], list[int]] = {}
+    """Returns the modelled ns of each micro-batch, by (kind of instruction, section)."""
+    durations: dict[tuple[str, str], list[int]] = {}
     for s in plan.sections:
         forward, backward = costs.micro_batch_times(s, [m.samples for m in schedule.micro_batches[s.name]])
         weight = weight_backward_times(s, backward)
-        found |= {
+        durations |= {
             ("F", s.name): forward,
             ("B", s.name): list(map(int.__sub__, backward, weight)),
             ("W", s.name): weight,
         }
-    return found
+    return durations
 
 
 class _StepEmulation:
-    """One step of one rank. `free`: when it has done all so far; `reached`: when it came to each sum of
-    gradients."""
+    """The emulation of one step on one rank. `free_at`: when this rank has finished all instructions so far.
+    `reduce_at`: when it reached each gradient sum. `send_busy_until` and `receive_busy_until`: of the links
+    [inside its node, to other nodes]."""
 
     def __init__(self, emulator: Emulator, step: PlannedStep) -> None:
-        self.emulator, self.step_number, self.schedule, self.plan = (
-            emulator,
-            step.batch.step,
-            step.schedule,
-            emulator.plan,
-        )
+        self.emulator, self.plan = emulator, emulator.plan
+        self.step_number, self.schedule = step.batch.step, step.schedule
         schedule, costs = step.schedule, PredictedCosts(self.plan, step.samples, step.schedule.own_samples)
         self.durations = instruction_durations(self.plan, schedule, costs)
         self.rounds = gather_rounds(self.plan.sections, schedule.micro_batches)
@@ -199,6 +197,7 @@ class _StepEmulation:
         self.reduce_at: dict[int, int] = {}
 
     def run_program(self) -> None:
+        """Executes the instructions of this rank in order."""
         self.free_at = time.monotonic_ns()
         for i in self.schedule.programs[self.emulator.rank]:
             match i.kind:
@@ -211,19 +210,13 @@ class _StepEmulation:
                         if sections == (i.section,) and self.emulator.rank in ranks:
                             self.reduce_at[k] = self.free_at
                 case _:
-                    pass  # receives are taken where they are needed
+                    pass  # a message is waited for by the computation that consumes it
 
     def emulate_compute(self, i: Instruction) -> None:
-        """Wait for what comes in and for the other ranks of the replica, then for the modelled time."""
-        ready = max(
-            [
-                time.monotonic_ns(),
-                *(
-                    self.await_arrival(key, size)
-                    for key, size in self.consumed_messages[i.kind, i.section, i.micro]
-                ),
-            ]
-        )
+        """Waits for the messages that a computation consumes and for the other ranks of its replica, then
+        sleeps for its modelled time."""
+        now, messages = time.monotonic_ns(), self.consumed_messages[i.kind, i.section, i.micro]
+        ready = max([now, *(self.await_arrival(key, size) for key, size in messages)])
         in_step = self.rounds.get((i.section, i.micro)) or (self.schedule.micro_batches[i.section][i.micro],)
         together = [r for m in in_step for r in self.emulator.replicas[i.section][m.replica]]
         if len(together) > 1:
@@ -235,11 +228,10 @@ class _StepEmulation:
         )
         _sleep_until(self.free_at)
 
-    # -- messages
-    # -----------------------------------------------------------------------------------------------------------------
+    # Messages.
 
     def emulate_send(self, i: Instruction) -> None:
-        """Tell the receiver when the message's last byte leaves."""
+        """Tells the receiver when the last byte of the message arrives."""
         size = self.message_bytes(i.edge, i.direction, (i.src_micro, i.dst_micro), i.part, i.parts)
         latency, busy = self.emulator.table.message_ns(self.emulator.rank, i.peer, size)
         far = self.is_other_node(i.peer)
@@ -249,23 +241,28 @@ class _StepEmulation:
         self.emulator.store.set(key, str(self.send_busy_until[far] + self.emulator.scale_ns(latency)))
 
     def await_arrival(self, key: str, size: tuple[int, int]) -> int:
-        """When a message is there: not before the way in has had time for it. Blocks until it has been
-        sent."""
-        sender, entries = size
-        told = int(self.emulator.store.get(key))
+        """Returns when a message of (sender, bytes) has passed this rank's incoming link. Blocks until it has
+        been sent."""
+        sender, message_bytes = size
+        sent_until = int(self.emulator.store.get(key))
         self.emulator.store.delete_key(key)
         far = self.is_other_node(sender)
-        busy = self.emulator.scale_ns(self.emulator.table.message_ns(sender, self.emulator.rank, entries)[1])
-        self.receive_busy_until[far] = max(told, self.receive_busy_until[far] + busy)
+        busy = self.emulator.scale_ns(
+            self.emulator.table.message_ns(sender, self.emulator.rank, message_bytes)[1]
+        )
+        self.receive_busy_until[far] = max(sent_until, self.receive_busy_until[far] + busy)
         return self.receive_busy_until[far]
 
     def is_other_node(self, peer: int) -> int:
+        """Returns 1 if `peer` is on another node, else 0: the index of the link to it."""
         return int(peer // self.emulator.table.per_node != self.emulator.rank // self.emulator.table.per_node)
 
     def message_key(self, edge: str, direction: str, pair: MicroBatchPair, sender: int, receiver: int) -> str:
+        """Returns the key of a message's arrival time in the store."""
         return f"{self.step_number}/{edge}/{direction}/{pair[0]}/{pair[1]}/{sender}/{receiver}"
 
     def message_bytes(self, edge: str, direction: str, pair: MicroBatchPair, part: int, parts: int) -> int:
+        """Returns the bytes of slice `part` of `parts` of a message; gradients carry a flag."""
         layout = self.layouts[edge]
         entries = layout.message_numel(pair)
         return (
@@ -273,23 +270,23 @@ class _StepEmulation:
         ) * layout.dtype.itemsize
 
     def _find_consumed_messages(self) -> dict[tuple[str, str, int], list[tuple[str, tuple[int, int]]]]:
-        """The messages that each computation of this rank consumes: (key, (sender, bytes))."""
-        found: dict[tuple[str, str, int], list[tuple[str, tuple[int, int]]]] = defaultdict(list)
+        """Returns the messages that each computation of this rank consumes: (key, (sender, bytes))."""
+        consumed: dict[tuple[str, str, int], list[tuple[str, tuple[int, int]]]] = defaultdict(list)
         for e in self.plan.edges:
             for pair in self.layouts[e.name].pairs:
-                a, b = (
+                producers, consumers = (
                     self.emulator.replicas[n][self.schedule.micro_batches[n][m].replica]
                     for n, m in zip((e.src, e.dst), pair, strict=True)
                 )
-                if self.emulator.rank in b:
-                    found["F", e.dst, pair[1]] += self._arriving_messages(
-                        e.name, "fwd", pair, route_message(a, b)
+                if self.emulator.rank in consumers:
+                    consumed["F", e.dst, pair[1]] += self._arriving_messages(
+                        e.name, "fwd", pair, route_message(producers, consumers)
                     )
-                if self.emulator.rank in a and returns_gradient(e, self.emulator.sections):
-                    found["B", e.src, pair[0]] += self._arriving_messages(
-                        e.name, "bwd", pair, route_message(b, a)
+                if self.emulator.rank in producers and returns_gradient(e, self.emulator.sections):
+                    consumed["B", e.src, pair[0]] += self._arriving_messages(
+                        e.name, "bwd", pair, route_message(consumers, producers)
                     )
-        return found
+        return consumed
 
     def _arriving_messages(
         self, edge: str, direction: str, pair: MicroBatchPair, parts: tuple[MessageSlice, ...]
@@ -301,7 +298,7 @@ class _StepEmulation:
 
 
 def _sleep_until(until: int) -> None:
-    """Sleep until the clock says `until`."""
+    """Sleeps until the monotonic clock reads `until` ns."""
     left = until - time.monotonic_ns()
     if left > 0:
         time.sleep(left / 1e9)

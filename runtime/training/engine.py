@@ -1,11 +1,11 @@
-"""Executes one rank's program for one global batch: forward and backward of micro-batches, and the tensors
+"""Executes one rank's program for one global batch: forwards and backwards of micro-batches, and the messages
 between sections.
 
-A forward turns the received edges into leaves, runs the section, and keeps its graph until the backward,
-which is one call for all of a micro-batch's roots: the edges' tensors with the gradients that came back, and
-the loss terms with their coefficients. What a rank's own sections hand to each other takes the same cuts as a
-message but is never sent. The program's order is taken as it is: the check before the step has proved it
-complete and free of deadlock.
+A forward makes the received edges graph leaves, runs the section, and keeps its autograd graph until the
+backward. A backward is one call over all roots of the micro-batch: its outgoing edges with the gradients that
+came back, and its loss terms with their coefficients. Tensors between two sections on the same rank are cut
+like messages but never sent. The program's order is not questioned here: the check before the step has proved
+it complete and free of deadlock.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from secc.runtime.training.split_backward import split_backward
 class StepInput:
     """All that a rank needs for one global batch.
 
-    `samples` are those of the whole global batch, and behind them those of the next one where sections run
-    ahead; `batch_of` gives the collated batch of one of this rank's micro-batches on the device;
-    `coefficients` holds each loss term's factor; `seed` names the random stream of the step, `later_seed`
-    that of the next.
+    `samples`: those of the global batch, followed by those of the next batch if sections prefetch it.
+    `load_batch`: returns the collated batch of one of this rank's micro-batches, on the device.
+    `coefficients`: the factor of each loss term. `seed` and `later_seed`: the random streams of this step and
+    the next.
     """
 
     schedule: Schedule
@@ -71,22 +71,24 @@ class StepInput:
 
 @dataclass
 class _InFlightMicroBatch:
-    """A micro-batch between its forward and the moment when nothing needs it any more."""
+    """State of a micro-batch: created by its forward, released when its backward has run and all consumers on
+    this and other ranks have taken its tensors."""
 
     backward_owed: bool
-    draws: MicroBatchDraws | None  # its random numbers, where the model draws any
-    is_prefetched: bool = False  # whether it is of the next global batch, and so kept until then
-    edge_leaves: Tensors = field(default_factory=dict)  # of the edges whose gradient goes back
+    draws: MicroBatchDraws | None  # its random numbers, None for a model without random ops
+    is_prefetched: bool = False  # it belongs to the next global batch and is kept until that step
+    edge_leaves: Tensors = field(default_factory=dict)  # of received edges that return a gradient
     outputs: Tensors = field(default_factory=dict)
     loss_terms: Tensors = field(default_factory=dict)
-    weight_backward: Callable[[], None] | None = None  # the second part of a split backward
-    # messages and same-rank consumers that have not taken their part of `outs`, or, after B, of the gradients
+    weight_backward: Callable[[], None] | None = None  # the pending second part of a split backward
+    # Messages and consumers on this rank that have yet to take their part: before the backward of `outputs`,
+    # after it of the leaves' gradients.
     pending_consumers: int = 0
 
 
 class EdgeDtypeMismatch(RuntimeError):
-    """A section computes an edge in another dtype than the plan has: its model was cast after the plan was
-    made."""
+    """A section computes an edge in another dtype than the plan expects: the model was cast after the plan
+    was made."""
 
     def __init__(self, message: str, edge: str, dtype: torch.dtype) -> None:
         super().__init__(message)
@@ -94,8 +96,8 @@ class EdgeDtypeMismatch(RuntimeError):
 
 
 class _AttachReceived(torch.autograd.Function):
-    """Makes a received tensor an inner node of the graph, so that a block may write to it in place as it may
-    in the user's model."""
+    """Makes a received tensor an inner node of the graph instead of a leaf, so that a block may write to it
+    in place as in the user's model."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -110,10 +112,10 @@ class _AttachReceived(torch.autograd.Function):
 class Engine:
     """Runs step programs on one rank.
 
-    `on_last(section)` is called before the last backward of a section on this rank, `on_reduce(section)`
-    behind it and where the program has REDUCE, which is all that there is without backwards. `groups` has the
-    ranks of this rank's replica of each section whose replicas have several, `passes` those of sections that
-    gather their parameters.
+    `on_last(section)` is called before the last backward of a section in a program, `on_reduce(section)`
+    after it and at the program's REDUCE instructions (for sections without a backward on this rank).
+    `groups`: the process group of this rank's replica, for sections with several ranks per replica. `passes`:
+    the gatherers of sections with zero3.
     """
 
     def __init__(
@@ -145,33 +147,28 @@ class Engine:
             ModelRandomness(models[0], plan.draws, plan.symbols) if plan.draws and models else None
         )
         self.stopwatch = SectionStopwatch(self.device)
-        self._layout_cache: tuple[Schedule, list[Mapping[str, int]], Mapping[str, EdgeLayout]] | None = (
-            None  # of the latest step
-        )
-        self.prefetched: dict[
-            tuple[str, int], _InFlightMicroBatch
-        ] = {}  # what was computed ahead: by section and number among those
+        # (schedule, sizes of samples, layouts) of the previous step.
+        self._layout_cache: tuple[Schedule, list[Mapping[str, int]], Mapping[str, EdgeLayout]] | None = None
+        # Prefetched micro-batches of the next step, by section and number among its prefetched ones.
+        self.prefetched: dict[tuple[str, int], _InFlightMicroBatch] = {}
 
     def edge_layouts(self, step: StepInput) -> Mapping[str, EdgeLayout]:
-        """The messages of each edge: those of the step before, if it was like this one."""
+        """Returns the message layout of each edge. Layouts depend on the schedule and on sample sizes only,
+        so those of the previous step are reused if both are unchanged."""
         sizes = [s.sizes for s in step.samples]
-        if (
-            self._layout_cache is None
-            or self._layout_cache[0] is not step.schedule
-            or self._layout_cache[1] != sizes
-        ):
-            self._layout_cache = (
-                step.schedule,
-                sizes,
-                {e.name: EdgeLayout(e, self.plan, step.schedule, step.samples) for e in self.plan.edges},
-            )
-        return self._layout_cache[2]
+        cached = self._layout_cache
+        if cached is not None and cached[0] is step.schedule and cached[1] == sizes:
+            return cached[2]
+        layouts = {e.name: EdgeLayout(e, self.plan, step.schedule, step.samples) for e in self.plan.edges}
+        self._layout_cache = step.schedule, sizes, layouts
+        return layouts
 
     def run_step(self, step: StepInput) -> torch.Tensor:
-        """Execute this rank's program; gradients add to the parameters' `.grad`. Returns this rank's share of
-        the loss (float64, 0-dim).
+        """Executes this rank's program; gradients accumulate in the parameters' `.grad`. Returns this rank's
+        share of the loss (float64, 0-dim).
 
-        `logged` then holds its shares of the scalars that forward returns beside the loss, by name.
+        Afterwards `logged` holds this rank's shares of the scalars that the user's forward returns next to
+        the loss.
         """
         execution = _StepExecution(self, step)
         loss = execution.run_program()
@@ -180,25 +177,26 @@ class Engine:
 
 
 class _StepExecution:
-    """One step of one rank."""
+    """The execution of one step on one rank."""
 
     def __init__(self, engine: Engine, step: StepInput) -> None:
         self.engine, self.step = engine, step
         plan = engine.plan
         self.sizes = pad_sample_sizes(plan, step.samples, step.schedule.own_samples)
+        # Random numbers are keyed by seed and sample, so a prefetched sample draws the same numbers as if it
+        # were computed in its own step.
         own = step.schedule.own_samples if step.schedule.own_samples is not None else len(step.samples)
-        parts = ((step.seed, step.samples[:own]), (step.later_seed, step.samples[own:]))
-        self.sample_keys = (
-            [k for seed, some in parts for k in make_sample_keys(seed, some)]
-            if engine.randomness is not None
-            else []
-        )
+        seeded = ((step.seed, step.samples[:own]), (step.later_seed, step.samples[own:]))
+        self.sample_keys = list[int]()
+        if engine.randomness is not None:
+            self.sample_keys = [key for seed, samples in seeded for key in make_sample_keys(seed, samples)]
         self.layouts = engine.edge_layouts(step)
         self.in_flight: dict[tuple[str, int], _InFlightMicroBatch] = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.device)
         self.logged = {t.logged_scalar: torch.zeros_like(self.loss) for t in plan.terms if t.logged_scalar}
 
     def run_program(self) -> torch.Tensor:
+        """Executes the instructions of this rank in order and returns its share of the loss."""
         program = self.step.schedule.programs[self.engine.rank]
         transport = self.engine.transport
         self.restore_prefetched()
@@ -206,13 +204,16 @@ class _StepExecution:
         last = {i.section: i for i in program if i.kind in ("B", "W")}
         for index, i in enumerate(program):
             transport.advance_to(index)
-            ends = last.get(i.section) is i
-            if ends:
+            is_last_backward = last.get(i.section) is i
+            if is_last_backward:
+                # Gradient buckets may now start while this backward still runs.
                 self.engine.on_last_backward(i.section)
             match i.kind:
                 case "F" | "B" if not self.micro_batch(i.section, i.micro).samples:
+                    # An empty micro-batch of a zero3 section: other replicas compute in this round, and their
+                    # gathers need this rank.
                     with self.during_compute(i):
-                        pass  # it only takes part in the others' gathers
+                        pass
                 case "F":
                     self.run_forward(i)
                 case "B":
@@ -229,7 +230,7 @@ class _StepExecution:
                     break
                 case _:
                     raise RuntimeError(f"rank {self.engine.rank} cannot execute `{i}`")
-            if ends:
+            if is_last_backward:
                 self.engine.on_reduce(i.section)
         transport.finish_step()
         self.save_prefetched()
@@ -239,10 +240,10 @@ class _StepExecution:
             )
         return self.loss
 
-    # -- compute
-    # ------------------------------------------------------------------------------------------------------------------
+    # Compute.
 
     def run_forward(self, i: Instruction) -> None:
+        """Runs the forward of one micro-batch and keeps its state while anything still needs it."""
         engine, micro = self.engine, self.micro_batch(i.section, i.micro)
         section, with_grad = engine.sections[i.section], engine.backward_owed[i.section]
         batch = self.step.load_batch(micro)
@@ -252,22 +253,25 @@ class _StepExecution:
         case = section.select_case(batch)
         if not edges.keys() >= set(case.receives):
             raise RuntimeError(
-                f"`{i}`: case {case.method} takes edges {sorted(case.receives)}, but {sorted(edges)} have come"
+                f"`{i}`: case {case.method} takes edges {sorted(case.receives)}, but received {sorted(edges)}"
             )
         with self.during_compute(i), torch.set_grad_enabled(with_grad), forward_context(live.draws):
             live.outputs, live.loss_terms = section(case, batch, edges)
         if not live.is_prefetched:
             self.count_loss(i, live)
         self.expect_consumers(i, live)
+        # A forward without gradients and without consumers leaves nothing behind.
         if with_grad or live.pending_consumers or live.is_prefetched:
             self.in_flight[i.section, i.micro] = live
 
     def count_loss(self, i: Instruction, live: _InFlightMicroBatch) -> None:
-        """Add the micro-batch's part to the loss, once for each replica."""
+        """Adds the loss terms of a micro-batch, on the first rank of its replica only."""
         if self.engine.rank == self.ranks_of(i.section, i.micro)[0]:
             self.add_loss(live.loss_terms)
 
     def expect_consumers(self, i: Instruction, live: _InFlightMicroBatch) -> None:
+        """Counts how often the outputs of a forward will be taken, by messages and by sections of this
+        rank."""
         for edge in self.engine.edges_out_of[i.section]:
             self.check_edge_shape(i, edge, live.outputs)
             live.pending_consumers += sum(
@@ -276,6 +280,8 @@ class _StepExecution:
             )
 
     def run_backward(self, i: Instruction) -> None:
+        """Runs the backward of one micro-batch: all of it, or only the input gradients if the section's
+        backward is split."""
         live = self.in_flight[i.section, i.micro]
         gradients = self.receive_gradients(i.section, i.micro, live.outputs)
         roots = [(live.outputs[name], g) for name, g in gradients.items()]
@@ -289,12 +295,16 @@ class _StepExecution:
                 live.weight_backward = split_backward(roots, list(live.edge_leaves.values()))
             elif roots:
                 torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
-        # A consumer that sends no gradient back may come to its part of the tensors after this backward.
-        constant = (
+        # Consumers that return a gradient have taken their tensors before this backward; the others may do so
+        # later. Detaching what they take frees the graph.
+        without_gradient = [
             e.name for e in self.engine.edges_out_of[i.section] if not self.engine.returns_gradient[e.name]
-        )
-        live.outputs = {name: live.outputs[name].detach() for name in constant if name in live.outputs}
+        ]
+        live.outputs = {
+            name: live.outputs[name].detach() for name in without_gradient if name in live.outputs
+        }
         live.loss_terms, live.backward_owed = {}, live.weight_backward is not None
+        # From now on, producers upstream take the gradients of the received edges.
         live.pending_consumers += sum(
             self.consumer_count(*reversed(self.endpoint_ranks(self.engine.edges[name], pair)))
             for name in live.edge_leaves
@@ -304,7 +314,7 @@ class _StepExecution:
             del self.in_flight[i.section, i.micro]
 
     def run_weight_backward(self, i: Instruction) -> None:
-        """The second part of a split backward."""
+        """Runs the second part of a split backward: the parameters' gradients."""
         live = self.in_flight[i.section, i.micro]
         assert live.weight_backward is not None
         with self.during_compute(i), backward_context(live.draws):
@@ -314,6 +324,8 @@ class _StepExecution:
             del self.in_flight[i.section, i.micro]
 
     def add_loss(self, terms: Tensors) -> None:
+        """Adds loss terms (0-dim numerators) times their coefficients to the loss, or to the scalar that they
+        log."""
         for name, numerator in terms.items():
             share = numerator.detach().double() * self.step.coefficients[name]
             if logs := logged_scalar_name(name):
@@ -321,12 +333,11 @@ class _StepExecution:
             else:
                 self.loss += share
 
-    # -- edges
-    # --------------------------------------------------------------------------------------------------------------------
+    # Messages on edges.
 
     def receive_edges(self, section: str, micro: int, live: _InFlightMicroBatch) -> Tensors:
-        """The edges that come into a micro-batch; those from which it has no samples are absent. Their leaves
-        are kept in `live`."""
+        """Returns the tensors of the edges into a micro-batch, without edges that carry none of its samples.
+        Leaves of edges that return a gradient are kept in `live`."""
         edges: Tensors = {}
         for edge in self.engine.edges_into[section]:
             layout = self.layouts[edge.name]
@@ -335,9 +346,9 @@ class _StepExecution:
                 continue
             tensor = self.assemble_edge(edge, layout, incoming, micro)
             if self.engine.returns_gradient[edge.name]:
-                leaf = live.edge_leaves[edge.name] = (
-                    tensor.new_empty(()).expand(tensor.shape).requires_grad_()
-                )
+                # The leaf only receives the gradient, so it needs no memory for values.
+                leaf = tensor.new_empty(()).expand(tensor.shape).requires_grad_()
+                live.edge_leaves[edge.name] = leaf
                 tensor = _AttachReceived.apply(leaf, tensor)
             edges[edge.name] = tensor
         return edges
@@ -345,19 +356,22 @@ class _StepExecution:
     def assemble_edge(
         self, edge: Edge, layout: EdgeLayout, incoming: Sequence[MicroBatchPair], micro: int
     ) -> torch.Tensor:
-        """The tensor of an edge as the consumer takes it."""
+        """Assembles the tensor of an edge as the consumer expects it from the messages of several producer
+        micro-batches, cut and padded to the consumer's sizes."""
         shape = layout.tensor_shape("dst", micro)
         if layout.is_whole:
             message = self.receive_forward(edge, incoming[0])
-            own = message.new_empty(0).set_(message)  # pyright: ignore[reportCallIssue, reportArgumentType]
-            return own.resize_(shape)  # the same memory, but no view: a block may write to it
+            # The same memory, but not as a view of the message, so that a block may write to it in place.
+            alias = message.new_empty(0).set_(message)  # pyright: ignore[reportCallIssue, reportArgumentType]
+            return alias.resize_(shape)
         tensor = torch.zeros(shape, dtype=layout.dtype, device=self.engine.device)
         for pair in incoming:
             layout.unpack_message(self.receive_forward(edge, pair), tensor, "dst", pair)
         return tensor
 
     def receive_forward(self, edge: Edge, pair: MicroBatchPair) -> torch.Tensor:
-        """The values of the rows of `pair`, from other ranks or from a section of this one."""
+        """Returns the values of the rows of `pair` (flat), from other ranks or from a section of this
+        rank."""
         sources, targets = self.endpoint_ranks(edge, pair)
         if self.engine.rank not in sources:
             parts = [
@@ -374,7 +388,7 @@ class _StepExecution:
         return message
 
     def receive_gradients(self, section: str, micro: int, outs: Tensors) -> Tensors:
-        """The gradient of each outgoing edge that some sample's loss depends on, in the shape of the edge's
+        """Returns the gradient of each outgoing edge that the loss depends on, in the shape of the edge's
         tensor."""
         gradients: Tensors = {}
         for edge in self.engine.edges_out_of[section]:
@@ -394,7 +408,7 @@ class _StepExecution:
         return gradients
 
     def receive_backward(self, edge: Edge, pair: MicroBatchPair) -> torch.Tensor | None:
-        """The gradient of the rows of `pair`, None where the loss does not depend on them."""
+        """Returns the gradient of the rows of `pair` (flat), None if the loss does not depend on them."""
         targets, sources = self.endpoint_ranks(edge, pair)
         if self.engine.rank in sources:
             message = self.pack_gradient(edge, pair)
@@ -404,7 +418,7 @@ class _StepExecution:
             self.take_message_slice(edge, "bwd", pair, part)
             for part in self.arriving_slices(sources, targets)
         ]
-        if not all(bool(part[-1]) for part in parts):
+        if not all(bool(part[-1]) for part in parts):  # see `pack_flagged_gradient`
             return None
         return self.gather_message(
             [part[:-1] for part in parts],
@@ -415,38 +429,39 @@ class _StepExecution:
     def gather_message(
         self, parts: Sequence[torch.Tensor], section: str, lengths: Sequence[int]
     ) -> torch.Tensor:
-        """The whole message from this rank's parts and those of the others of its replica, who received
-        `lengths` entries."""
-        own = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-        return self.engine.groups[section].all_gather(own, lengths) if any(lengths) else own
+        """Joins this rank's slices of a message with those that the other ranks of its replica received
+        (`lengths` entries each; empty if each rank received all of it)."""
+        received = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        return self.engine.groups[section].all_gather(received, lengths) if any(lengths) else received
 
     def pack_gradient(self, edge: Edge, pair: MicroBatchPair, *more: torch.Tensor) -> torch.Tensor | None:
-        """The flat message, with `more` behind it."""
+        """Packs the gradient of `pair` into a flat message, followed by `more`; None if there is no
+        gradient."""
         gradient = self.in_flight[edge.dst, pair[1]].edge_leaves[edge.name].grad
-        return (
-            None if gradient is None else self.layouts[edge.name].pack_message(gradient, "dst", pair, *more)
-        )
+        if gradient is None:
+            return None
+        return self.layouts[edge.name].pack_message(gradient, "dst", pair, *more)
 
     def pack_flagged_gradient(self, edge: Edge, pair: MicroBatchPair, start: int, stop: int) -> torch.Tensor:
-        """A part of a gradient message: the values and a 1, or zeros where there is no gradient, which is not
-        the same as a zero one."""
+        """Packs entries `start` to `stop` of a gradient message, followed by the flag 1. Without a gradient,
+        the values and the flag are zeros: the producer must tell a missing gradient from a zero one."""
         dtype, device = self.layouts[edge.name].dtype, self.engine.device
         message = self.pack_gradient(edge, pair, torch.ones(1, dtype=dtype, device=device))
         if message is None:
             return torch.zeros(stop - start + 1, dtype=dtype, device=device)
-        return (
-            message if stop - start + 1 == message.numel() else torch.cat([message[start:stop], message[-1:]])
-        )
+        if stop - start + 1 == message.numel():
+            return message
+        return torch.cat([message[start:stop], message[-1:]])
 
     def send_message(self, i: Instruction) -> None:
+        """Sends the tensor or gradient of a SEND instruction."""
         edge, message = self.engine.edges[i.edge], message_of_instruction(i)
         layout = self.layouts[edge.name]
         start, stop = message.slice_bounds(layout)
         with self.transfer_event("SEND", message, self.engine.rank, i.peer):
             if message.direction == "fwd":
-                values = layout.pack_message(
-                    self.in_flight[edge.src, i.src_micro].outputs[edge.name].detach(), "src", message.pair
-                )[start:stop]
+                output = self.in_flight[edge.src, i.src_micro].outputs[edge.name].detach()
+                values = layout.pack_message(output, "src", message.pair)[start:stop]
                 self.release_consumer(edge.src, i.src_micro)
             else:
                 values = self.pack_flagged_gradient(edge, message.pair, start, stop)
@@ -456,23 +471,24 @@ class _StepExecution:
     def take_message_slice(
         self, edge: Edge, direction: str, pair: MicroBatchPair, part: MessageSlice
     ) -> torch.Tensor:
+        """Waits for one slice of a message and returns its values."""
         message = Message(edge.name, direction, pair, part.sender, part.index, part.count)
         with self.transfer_event("RECV", message, part.sender, self.engine.rank):
             return self.engine.transport.take_values(message)
 
     def release_consumer(self, section: str, micro: int) -> None:
-        """One of those who wait for a micro-batch's tensors has taken its part; the last one frees them,
+        """Records that one consumer has taken its part of a micro-batch's tensors; the last one frees them,
         unless a backward is owed."""
         live = self.in_flight[section, micro]
         live.pending_consumers -= 1
         if live.pending_consumers == 0 and not live.backward_owed and not live.is_prefetched:
             del self.in_flight[section, micro]
 
-    # -- running ahead
-    # ------------------------------------------------------------------------------------------------------------
+    # Prefetching of the next step.
 
     def restore_prefetched(self) -> None:
-        """What this rank computed in the step before counts and is sent in this one."""
+        """Makes the micro-batches that the previous step computed in advance part of this step: their losses
+        count and their outputs are sent now."""
         for name, micros in self.step.schedule.prefetched.items():
             for number, micro in enumerate(sorted(micros)):
                 if self.engine.rank in self.ranks_of(name, micro):
@@ -484,10 +500,11 @@ class _StepExecution:
                         self.in_flight[name, micro] = live
 
     def save_prefetched(self) -> None:
-        """Keep what was computed for the next step."""
+        """Keeps micro-batches of the next global batch for the next step."""
         if self.engine.prefetched:
             raise RuntimeError(
-                f"rank {self.engine.rank}: {sorted(self.engine.prefetched)} were computed ahead for a step that does not use them"
+                f"rank {self.engine.rank}: {sorted(self.engine.prefetched)} were prefetched for this step,"
+                " which does not use them"
             )
         for name, micros in self.step.schedule.micro_batches.items():
             for number, m in enumerate(m for m in micros if self.step.schedule.is_of_next_batch(m)):
@@ -495,17 +512,17 @@ class _StepExecution:
                 if live is not None and not live.pending_consumers:
                     self.engine.prefetched[name, number] = self.in_flight.pop((name, m.index))
 
-    # -- helpers
-    # ------------------------------------------------------------------------------------------------------------------
+    # Helpers.
 
     def seed_of(self, micro: MicroBatch) -> int:
+        """Returns the seed of the step that a micro-batch belongs to."""
         return self.step.later_seed if self.step.schedule.is_of_next_batch(micro) else self.step.seed
 
     def micro_batch(self, section: str, index: int) -> MicroBatch:
         return self.step.schedule.micro_batches[section][index]
 
     def random_draws(self, micro: MicroBatch) -> MicroBatchDraws | None:
-        """The random numbers of a micro-batch, None for a model that draws none."""
+        """Returns the random numbers of a micro-batch, None for a model without random ops."""
         if self.engine.randomness is None:
             return None
         seed = self.seed_of(micro)
@@ -513,28 +530,29 @@ class _StepExecution:
         return self.engine.randomness.make_draws(seed, keys, [self.sizes[s] for s in micro.samples])
 
     def ranks_of(self, section: str, index: int) -> Ranks:
-        """The ranks of a micro-batch's replica."""
+        """Returns the ranks of a micro-batch's replica."""
         return self.engine.replica_ranks[section][self.micro_batch(section, index).replica]
 
     def endpoint_ranks(self, edge: Edge, pair: MicroBatchPair) -> tuple[Ranks, Ranks]:
-        """The ranks of the producer and of the consumer."""
+        """Returns the ranks of the producing and of the consuming replica."""
         return self.ranks_of(edge.src, pair[0]), self.ranks_of(edge.dst, pair[1])
 
     def arriving_slices(self, sources: Ranks, targets: Ranks) -> list[MessageSlice]:
-        """The parts of a message that come to this rank."""
+        """Returns the slices of a message that this rank receives."""
         return [part for part in route_message(sources, targets) if part.receiver == self.engine.rank]
 
     def consumer_count(self, sources: Ranks, targets: Ranks) -> int:
-        """How often this rank's tensor is taken: once for each part that it sends, and once if it is at the
-        other end, too."""
+        """Counts how often this rank's tensor is taken: once per slice that it sends, and once if this rank
+        also belongs to the receiving replica."""
         rank = self.engine.rank
         return sum(part.sender == rank for part in route_message(sources, targets)) + (rank in targets)
 
     def check_edge_shape(self, i: Instruction, edge: Edge, outs: Tensors) -> None:
-        """A tensor of another shape than the consumer expects would be cut wrongly without an error.
+        """Raises if a forward's output does not have the shape and dtype that its consumers expect; messages
+        carry no header, so a wrong shape would be cut wrongly without an error.
 
-        A case leaves out an edge that it has no rows for; its messages are empty. Where stages of a pipeline
-        take a case that does without, both do, and nobody reads what is sent.
+        A case omits an edge without rows; its messages are empty. If the stages of a pipeline select cases
+        that do not use an edge, zeros are sent, which the receiving stage does not read.
         """
         layout = self.layouts[edge.name]
         if not layout.pairs_of_micro_batch("src", i.micro):
@@ -558,21 +576,24 @@ class _StepExecution:
             )
 
     def sample_ids(self, samples: Sequence[int]) -> list[int]:
+        """Returns the dataset indices of samples, for the trace."""
         return [self.step.samples[s].id for s in samples]
 
     @contextmanager
     def during_compute(self, i: Instruction) -> Iterator[None]:
-        """Around what an instruction computes: where parameters are gathered, a pass through their units."""
-        passes = self.engine.gatherers.get(i.section)
-        watch = self.engine.stopwatch.time_section(self.engine.whole_section[i.section], i.kind)
-        with self.compute_event(i, self.micro_batch(i.section, i.micro)), watch:
-            if passes is not None:
-                passes.begin_pass(backward=i.kind == "B")
+        """Surrounds the computation of an instruction: times and traces it, and makes the pass through
+        gathered units (zero3)."""
+        gatherer = self.engine.gatherers.get(i.section)
+        timed = self.engine.stopwatch.time_section(self.engine.whole_section[i.section], i.kind)
+        with self.compute_event(i, self.micro_batch(i.section, i.micro)), timed:
+            if gatherer is not None:
+                gatherer.begin_pass(backward=i.kind == "B")
             yield
-            if passes is not None:
-                passes.end_pass()
+            if gatherer is not None:
+                gatherer.end_pass()
 
     def compute_event(self, i: Instruction, micro: MicroBatch) -> AbstractContextManager[None]:
+        """Returns the trace event of a computation."""
         if not self.engine.trace.is_active:
             return nullcontext()
         args = {
@@ -588,6 +609,7 @@ class _StepExecution:
         )
 
     def transfer_event(self, kind: str, message: Message, src: int, dst: int) -> AbstractContextManager[None]:
+        """Returns the trace event of sending or receiving a message."""
         if not self.engine.trace.is_active:
             return nullcontext()
         layout = self.layouts[message.edge]

@@ -1,9 +1,9 @@
-"""Starting and ending the processes of a run: the ranks' entry under torchrun, and the launcher that `secc
+"""Starts and ends the processes of a run: the entry of each rank under torchrun, and the launcher that `secc
 run` calls.
 
-A rank ends with 0; with 2 after a UserError, which one rank alone reports; with `LOST` when another rank has
-gone, quietly, because that rank is the cause; with 1 and a traceback otherwise. The launcher is torchrun's
-own agent in this process, and turns how the ranks ended into one message.
+A rank exits with 0; with 2 after a UserError, which only one rank prints; with `LOST_PEER_EXIT_CODE`,
+silently, if another rank has gone, because that rank is the cause; else with 1 and a traceback. The launcher
+runs torchrun's agent in this process and turns the ranks' exit codes into one message.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from secc.runtime.plan import schema
 from secc.runtime.training.emulation import emulate_rank
 from secc.runtime.training.options import RunOptions, parse_options
 
-LOST_PEER_EXIT_CODE = 75  # exit code of a rank whose peer has gone
+LOST_PEER_EXIT_CODE = 75  # of a rank that lost its connection to another rank
 _SHUTDOWN_GRACE_S = 10  # from the first failure until the ranks are killed
 _ENVIRONMENT_DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
 _STORE_TIMEOUT = timedelta(seconds=5)
 
 
 def main(train: Callable[[RunOptions], None]) -> int:
-    """What a rank's file runs under torchrun: `train` with the options of the command line. Returns 0, or
-    ends the process."""
+    """The entry of a rank's file under torchrun: calls `train` with the options of the command line. Returns
+    0, or exits the process."""
     die_with_parent()
     try:
         options = parse_options(sys.argv[1:])
@@ -61,14 +61,14 @@ def main(train: Callable[[RunOptions], None]) -> int:
         if code == 1:
             sys.stderr.write(f"rank {os.environ.get('RANK', '0')}:\n{traceback.format_exc()}")
         else:
-            time.sleep(1.0)  # so that the launcher sees the cause first
+            time.sleep(1.0)  # so that the launcher sees the rank that caused it first
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # not in order: that would wait for ranks and loaders that may never answer
+    os._exit(code)  # no cleanup: it would wait for ranks and loaders that may be gone
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an exception only says that a connection to another rank broke."""
+    """Whether an exception only reports a broken connection to another rank."""
     if isinstance(error, dist.DistError):
         return True
     text = str(error)
@@ -77,8 +77,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def _report_once(error: UserError) -> None:
-    """Print the message, unless another rank does. The first to say so in the store of torchrun's agent
-    prints."""
+    """Prints the message on one rank: the first to register in the store of torchrun's agent."""
     store = _connect_agent_store()
     first = os.environ.get("RANK", "0") == "0" if store is None else store.add("secc/error", 1) == 1
     if first:
@@ -87,12 +86,12 @@ def _report_once(error: UserError) -> None:
     if store is not None and first:
         store.set("secc/error/printed", "1")
     elif store is not None:
-        with suppress(RuntimeError):  # who was to print it has ended; its launcher says so
+        with suppress(RuntimeError):  # the printing rank has exited; the launcher reports that
             store.wait(["secc/error/printed"], _STORE_TIMEOUT)
 
 
 def _connect_agent_store() -> Any:
-    """The store of torchrun's agent, which outlives the ranks; None under another launcher."""
+    """Returns the store of torchrun's agent, which outlives the ranks; None under another launcher."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -105,11 +104,11 @@ def _connect_agent_store() -> Any:
 
 
 def run_plan(directory: str | Path, arguments: Sequence[str] = ()) -> int:
-    """Train the plan in `directory` with all its ranks on this machine, by torchrun's agent; `arguments` are
-    those of run.py.
+    """Trains the plan in `directory` with all its ranks on this machine, through torchrun's agent;
+    `arguments` are those of run.py.
 
     Returns 0; 2 after a UserError on the ranks, which has been printed; 1 if a rank died, after a message
-    that names it; 128 + n if signal n ended the run. No process is left. Raises UserError for a plan or
+    that names it; 128 + n if signal n ended the run. Leaves no process behind. Raises UserError for a plan or
     options that cannot be read.
     """
     directory = Path(directory).resolve()
@@ -138,10 +137,10 @@ def run_plan(directory: str | Path, arguments: Sequence[str] = ()) -> int:
 
 
 def _exit_code(failures: dict[int, ProcessFailure]) -> int:
-    """The exit code for how ranks ended, after a message about the rank that was the cause, unless a rank has
-    printed one.
+    """Returns the exit code of the launcher, after printing which rank was the cause, unless a rank has
+    printed a message.
 
-    The agent ends with SIGTERM the ranks that were left.
+    The agent ends the remaining ranks with SIGTERM; these, and ranks that lost a peer, are not the cause.
     """
     if any(f.exitcode == 2 for f in failures.values()):
         return 2
@@ -157,7 +156,7 @@ def _exit_code(failures: dict[int, ProcessFailure]) -> int:
 
 @contextmanager
 def _silence_agent() -> Iterator[None]:
-    """torchrun's agent logs what the launcher says itself."""
+    """Disables logging: torchrun's agent would repeat what the launcher prints."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -168,8 +167,8 @@ def _silence_agent() -> Iterator[None]:
 
 @contextmanager
 def rank_environment() -> Iterator[None]:
-    """The ranks' environment: one thread each and the loopback device unless the user says otherwise, and
-    this very secc importable."""
+    """Sets the environment of the ranks: one thread and the loopback device unless given otherwise, and this
+    secc on the import path."""
     before = {name: os.environ.get(name) for name in (*_ENVIRONMENT_DEFAULTS, "PYTHONPATH")}
     for name, value in _ENVIRONMENT_DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -188,7 +187,7 @@ def rank_environment() -> Iterator[None]:
 
 @contextmanager
 def _restore_signals() -> Iterator[None]:
-    """The agent leaves its signal handlers behind."""
+    """Restores the signal handlers, which the agent replaces."""
     handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = {s: signal.getsignal(s) for s in handled}
     try:

@@ -1,4 +1,4 @@
-"""The options of a run: those of `run.py` in a plan, which `secc run` passes on."""
+"""The options of a run: those of a plan's `run.py`, which `secc run` passes on."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from secc.runtime.schedule.scheduler import SCHEDULE_ORDERS
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the user asks of a run; None stands for what is not given.
+    """Options of a run; None means not given.
 
-    Without `steps` and `epochs` a run has 100 steps, without `seed` the checkpoint's or 0, with an empty
-    `init` weights from the seed.
+    Without `steps` and `epochs` a run has 100 steps; without `seed` it uses the checkpoint's seed or 0; an
+    empty `init` means weights from the seed.
     """
 
     steps: int | None = None
@@ -48,7 +48,8 @@ class _OptionParser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of run.py; it raises UserError instead of printing its usage."""
+    """Returns the argument parser of run.py. It raises UserError instead of printing its usage and
+    exiting."""
     p = _OptionParser(
         prog="run.py",
         description="Train the plan's model; start it with torchrun, or by `secc run PLAN/`.",
@@ -70,18 +71,24 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seed of weights, data and random ops (default 0, or the checkpoint's)",
     )
-    text = "weights: as model() makes them, or safetensors files of the model in DIR, or of the component at PATH (may be repeated)"
+    text = (
+        "weights: as model() makes them, or safetensors files of the model in DIR, or of the component at"
+        " PATH (may be repeated)"
+    )
     p.add_argument("--init", action="append", default=[], metavar="seed|DIR|PATH=DIR", help=text)
     p.add_argument("--clip", type=_positive, metavar="X", help="clip the gradients' global norm to X")
     p.add_argument(
-        "--save", type=Path, metavar="DIR", help="write checkpoints there, the last step's included"
+        "--save", type=Path, metavar="DIR", help="write checkpoints there, including one of the last step"
     )
     p.add_argument("--save-every", type=_at_least(1), metavar="K", help="write one after every K steps")
     p.add_argument(
-        "--resume", type=Path, metavar="DIR", help="go on from a checkpoint, or from the latest one in DIR"
+        "--resume", type=Path, metavar="DIR", help="continue from a checkpoint, or from the latest one in DIR"
     )
     p.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of all ranks")
-    text = "how messages between sections go: as they come, or in rounds that all ranks enter in one order (default channels)"
+    text = (
+        "how messages between sections are sent: each in its own channel, or in rounds that all ranks enter"
+        " in one order (default channels)"
+    )
     p.add_argument("--comm", choices=("channels", "rounds"), default="channels", help=text)
     p.add_argument(
         "--debug-comm",
@@ -92,16 +99,19 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--skip-bad-samples",
         action="store_true",
-        help="leave samples that do not load out of their step, and name them",
+        help="skip samples that do not load, and name them",
     )
     p.add_argument(
         "--workers",
         type=_at_least(0),
         default=1,
         metavar="N",
-        help="loader processes of a rank (default 1; 0: itself)",
+        help="loader processes per rank (default 1; 0: the rank itself loads)",
     )
-    text = "processes of a rank that record glue which values decide (default: by the cores that a rank has; 0: its loader process does)"
+    text = (
+        "processes per rank that re-record data-dependent glue (default: from the cores per rank; 0: the"
+        " loader process does it)"
+    )
     p.add_argument("--recorders", type=_at_least(0), metavar="N", help=text)
     p.add_argument(
         "--order",
@@ -109,31 +119,37 @@ def make_parser() -> argparse.ArgumentParser:
         default="wavefront",
         help="the order of a global batch's samples (default wavefront)",
     )
-    text = "memory on a rank for results that frozen sections compute ahead for the next step (default: the plan's; 0: none)"
+    text = (
+        "memory per rank for results that frozen sections compute in advance for the next step (default: the"
+        " plan's; 0: none)"
+    )
     p.add_argument("--run-ahead", type=_not_negative, metavar="GIB", help=text)
     p.add_argument(
         "--emulate",
         type=Path,
         metavar="FILE",
-        help="wait in place of training, by the times in FILE, which `secc run` makes",
+        help="sleep instead of training, for the times in FILE, which `secc run` writes",
     )
     return p
 
 
 def parse_options(arguments: Sequence[str]) -> RunOptions:
-    """The options in run.py's arguments. Raises UserError for what is not one."""
+    """Parses the arguments of run.py. Raises UserError for invalid options."""
     values = vars(make_parser().parse_args(list(arguments)))
     init = values.pop("init")
     options = RunOptions(**values, init=() if init == ["seed"] else tuple(map(_parse_init, init)))
     if options.steps is not None and options.epochs is not None:
-        raise UserError("--steps and --epochs both say where the run ends", remedy="give one of them")
+        raise UserError(
+            "--steps and --epochs were both given, and each says where the run ends",
+            remedy="give one of them",
+        )
     if options.save_every is not None and options.save is None:
-        raise UserError("--save-every needs --save DIR", remedy="say where the checkpoints go")
+        raise UserError("--save-every needs --save DIR", remedy="give the directory for checkpoints")
     return options
 
 
 def _parse_init(text: str) -> tuple[str, Path]:
-    """DIR, or PATH=DIR where what stands before the first = could be a module path and is no directory."""
+    """Parses DIR, or PATH=DIR if PATH could be a module path and "PATH=DIR" is not a directory."""
     path, equals, directory = text.partition("=")
     named = (
         bool(equals)

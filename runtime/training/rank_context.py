@@ -1,8 +1,7 @@
-"""One rank of a run: its place among the ranks, its device, the plan, the user's model file, and what all of
-that must satisfy.
+"""One rank of a run: its rank and device, the plan, the user's model file, and the checks before it starts.
 
-`Run` is the first thing that a rank makes. It refuses what cannot work before any process waits for another:
-the wrong number of ranks, a model that has changed, a directory that cannot be written.
+A rank constructs its `RankContext` first. It rejects what cannot work before any process waits for another: a
+wrong number of ranks, a changed model, a directory that is not writable.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut, cut_parame
 from secc.runtime.training.options import RunOptions
 
 DEFAULT_STEPS = 100
-MAX_RECORDERS = 4  # processes of a rank, unless the user wants more: a step has few micro-batches for one
+MAX_RECORDERS = 4  # per rank, unless --recorders says more: a step has few micro-batches per rank
 
 
 class LossTermsModule(Protocol):
-    """The plan's module `sections/terms.py`: the loss is the sum of coefficient times numerator over its
-    terms, plus `CONSTANT`."""
+    """The plan's module `sections/terms.py`. The loss is the sum over its terms of coefficient times
+    numerator, plus `CONSTANT`."""
 
     @property
     def LEAVES(self) -> Mapping[str, Any]:
-        """Name -> function of a batch: sums over samples that coefficients are made of."""
+        """Name -> function of a batch: batch-wide sums that the coefficients are made of."""
         ...
 
     @property
@@ -59,25 +58,25 @@ class LossTermsModule(Protocol):
         ...
 
     def constants(self, name: str, device: torch.device) -> torch.Tensor:
-        """A constant of the plan."""
+        """Returns a constant of the plan."""
         ...
 
     @property
     def CONSTANT(self) -> float:
-        """What the loss has beside its terms; counted once."""
+        """The constant part of the loss; counted once."""
         ...
 
     def coefficients(
         self, leaves: Mapping[str, float], size: Mapping[str, int], pattern: frozenset[str]
     ) -> dict[str, float]:
-        """Each term's coefficient, from the sums of the leaves over the global batch, its sizes and its union
-        of optional keys."""
+        """Returns the coefficient of each term from the batch-wide sums, the sizes, and the optional keys of
+        the global batch."""
         ...
 
 
 class RankContext(ExitStack):
-    """This rank's part of a run; a context that joins the process group and leaves it. Raises UserError for
-    what cannot be run."""
+    """This rank's part of a run; a context manager that joins the process group and leaves it. Raises
+    UserError for a run that cannot start."""
 
     def __init__(self, directory: Path, options: RunOptions, terms: LossTermsModule) -> None:
         super().__init__()
@@ -108,10 +107,9 @@ class RankContext(ExitStack):
         if self.rank == 0:
             _check_writable(self.log_dir, options)
         self.schedule_batch = ScheduleCache(self.plan, options.order)
-        self.parameter_cuts: dict[str, ParameterCut] = {}  # the parameters of which this rank has a part
-        self.data_plane = (
-            self._make_data_plane()
-        )  # forks its loader, so before process groups and GPU contexts
+        self.parameter_cuts: dict[str, ParameterCut] = {}  # parameters that tensor parallelism cuts
+        # Forks its loader, which is safe only before process groups and GPU contexts exist.
+        self.data_plane = self._make_data_plane()
 
     def __enter__(self) -> RankContext:
         super().__enter__()
@@ -131,7 +129,7 @@ class RankContext(ExitStack):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         if kind is not None:
-            return None  # the process ends at once: leaving in order would wait for ranks that are gone
+            return None  # the process exits at once: cleaning up would wait for ranks that are gone
         self.trace.close()
         return super().__exit__(None, None, None)
 
@@ -157,8 +155,8 @@ class RankContext(ExitStack):
 
     @property
     def recorder_count(self) -> int:
-        """How many processes record glue beside the loader: what the user says, else as many as there are
-        cores that nothing else has."""
+        """The number of processes that re-record glue next to the loader: as given, else the cores of this
+        rank that nothing else uses."""
         if self.options.recorders is not None or not self.records_ahead:
             return self.options.recorders or 0
         cores = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -166,19 +164,19 @@ class RankContext(ExitStack):
 
     @property
     def local_process_count(self) -> int:
-        """How many processes of the run compute on this machine's cores: loaders, and the ranks where these
-        have no GPUs."""
+        """The number of processes of this run that compute on this machine's cores: loaders, recorders, and
+        ranks on the CPU."""
         each = self.options.workers + self.recorder_count + (self.device.type == "cpu")
         return each * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     @property
     def records_ahead(self) -> bool:
-        """Whether glue is recorded anew for most micro-batches, so that it pays to plan a step before the one
-        before it trains."""
+        """Whether glue is re-recorded for most micro-batches, so that planning one step early pays."""
         return any(not case.spare for case in self.plan.recorded)
 
     def _make_rerecorder(self) -> Rerecorder | None:
-        """Records the glue that values decide; it loads the sections of this rank on a model of its own."""
+        """Returns what re-records data-dependent glue, with this rank's sections on a model of its own; None
+        if the plan needs none."""
         if not self.plan.recorded:
             return None
         mine = [s for s in self.plan.sections if self.rank in s.mesh.ranks]
@@ -189,7 +187,8 @@ class RankContext(ExitStack):
         )
 
     def load_model(self) -> nn.Module:
-        """The user's model with this rank's weights; what only other ranks need is on the meta device."""
+        """Returns the user's model with this rank's weights; parameters that only other ranks need are on the
+        meta device. Collective if the model is large or a checkpoint is resumed."""
         built = build_rank_model(
             self.plan, self.user_model, self.rank, self.device, self.seed, self.options.init
         )
@@ -206,31 +205,31 @@ class RankContext(ExitStack):
 
 
 def check_loss_buffers(terms: LossTermsModule, model: nn.Module) -> None:
-    """Refuse a model with other values in the buffers that the loss's coefficients are made of than the plan
-    has."""
+    """Raises UserError if buffers that the loss's coefficients are computed from have other values than when
+    the plan was made."""
     buffers = dict(model.named_buffers())
     for constant in terms.BUFFERS:
         name = constant.partition(":")[2]
         expected = terms.constants(constant, torch.device("cpu"))
         if not torch.equal(buffers[name].detach().cpu().to(expected.dtype), expected):
-            message = f"the buffer {name}, by which the loss is weighted, has other values than when the plan was made"
             raise UserError(
-                message,
-                remedy="compile again; let model() always fill it alike, not from weights that it loads",
+                f"the buffer {name}, by which the loss is weighted, has other values than when the plan was"
+                " made",
+                remedy="compile again; let model() always fill it with the same values, not from weights"
+                " that it loads",
             )
 
 
 def check_world_size(plan: Plan, world_size: int) -> None:
-    """Refuse more or fewer ranks than the plan is made for, and meshes that step programs do not express."""
+    """Raises UserError for a wrong number of ranks, and for meshes that step programs cannot express."""
     if world_size != plan.world_size or "MASTER_ADDR" not in os.environ:
-        found = (
-            f"{world_size} were started"
-            if world_size != plan.world_size
-            else "run.py was started without torchrun"
-        )
+        problem = f"{world_size} were started"
+        if world_size == plan.world_size:
+            problem = "run.py was started without torchrun"
         raise UserError(
-            f"the plan is made for {plan.world_size} ranks, but {found}",
-            remedy=f"start it with `torchrun --nproc-per-node {plan.world_size} run.py`, or compile for another cluster",
+            f"the plan is made for {plan.world_size} ranks, but {problem}",
+            remedy=f"start it with `torchrun --nproc-per-node {plan.world_size} run.py`, or compile for"
+            " another cluster",
         )
     try:
         for section in plan.sections:
@@ -240,24 +239,26 @@ def check_world_size(plan: Plan, world_size: int) -> None:
 
 
 def _choose_device() -> torch.device:
-    """A GPU of its own for each rank of this machine, or the CPU for all of them."""
+    """Returns the GPU of this rank if the machine has one for each of its ranks, else the CPU."""
     local, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return (
-        torch.device("cuda", local)
-        if torch.cuda.is_available() and torch.cuda.device_count() >= ranks
-        else torch.device("cpu")
-    )
+    if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
+        return torch.device("cuda", local)
+    return torch.device("cpu")
 
 
 def _check_resumption(
-    plan: Plan, about: checkpoint.CheckpointManifest, options: RunOptions, steps: int
+    plan: Plan, manifest: checkpoint.CheckpointManifest, options: RunOptions, steps: int
 ) -> None:
-    if about.global_batch != plan.global_batch:
-        message = f"the checkpoint was made with global batches of {about.global_batch} samples, the plan has {plan.global_batch}"
-        raise UserError(message, str(options.resume), f"compile with --global-batch {about.global_batch}")
-    if about.step >= steps:
+    """Raises UserError if the checkpoint does not fit the plan or leaves nothing to train."""
+    if manifest.global_batch != plan.global_batch:
+        message = (
+            f"the checkpoint was made with global batches of {manifest.global_batch} samples, the plan has"
+            f" {plan.global_batch}"
+        )
+        raise UserError(message, str(options.resume), f"compile with --global-batch {manifest.global_batch}")
+    if manifest.step >= steps:
         given = f"--epochs {options.epochs}" if options.epochs else f"--steps {steps}"
-        message = f"the checkpoint is of step {about.step}, so {given} leaves nothing to do"
+        message = f"the checkpoint is of step {manifest.step}, so {given} leaves nothing to do"
         raise UserError(
             message,
             str(options.resume),
@@ -266,7 +267,8 @@ def _check_resumption(
 
 
 def _check_writable(log_dir: Path, options: RunOptions) -> None:
-    """Fail now rather than after the first step."""
+    """Raises UserError for an output directory that cannot be written, now rather than after the first
+    step."""
     wanted = [
         ("--log-dir", log_dir),
         ("--save", options.save),

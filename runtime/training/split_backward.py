@@ -1,15 +1,15 @@
-"""A backward in two parts: the gradients of what a stage received first, because other stages wait for them,
-its parameters' later.
+"""A backward in two parts: first the gradients of received tensors, for which other pipeline stages wait,
+later those of the parameters (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
 
-In the graph of a micro-batch's backward, the nodes from which a received tensor can be reached *pass on*
-gradients. Their other inputs (a weight's transpose, a bias) lead to parameters only. The first part runs the
-nodes that pass on, for the received tensors alone, so that a product computes one gradient instead of two;
-the gradients that enter nodes with other inputs are kept. The second part runs each of these nodes once more,
-for its other inputs alone, and accumulates into the parameters what comes of it.
+In the autograd graph of a micro-batch, call a node *passing* if a received tensor can be reached from it. Its
+other inputs (a transposed weight, a bias) lead to parameters only: the *side inputs*. The first part runs the
+passing nodes for the received tensors alone, so that a matrix product computes one gradient instead of two,
+and keeps the gradients that enter nodes with side inputs. The second part runs each of these nodes once more
+for its side inputs alone, and accumulates the results into the parameters.
 
-`torch.distributed.pipelining` splits its backward likewise ("Zero Bubble Pipeline Parallelism", Qi et al.,
-2023). Here gradients are kept at every node, so a parameter that several nodes use gets each one's share;
-what several nodes lead to is summed in the first part.
+`torch.distributed.pipelining` splits its backwards in a similar way. Here the gradients are kept at every
+node, so a parameter that several nodes use receives each node's share; a side input shared by several nodes
+is summed in the first part.
 """
 
 from __future__ import annotations
@@ -22,63 +22,69 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 BackwardRoot = tuple[torch.Tensor, torch.Tensor]  # a tensor that the loss depends on, and its gradient
-GraphInput = tuple[Any, int]  # a node of the graph and the number of one of its results
-KeptGradients = dict[GraphInput, torch.Tensor | None]  # gradients that wait for the second part
+GraphInput = tuple[Any, int]  # a node of the autograd graph and the index of one of its outputs
+KeptGradients = dict[GraphInput, torch.Tensor | None]  # gradients kept for the second part
 
 
 def split_backward(roots: Sequence[BackwardRoot], leaves: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Compute the `.grad` of `leaves`; what is returned adds to the parameters' gradients, and must be called
-    once.
+    """Computes the `.grad` of `leaves`. Returns a function, to be called once, that accumulates the gradients
+    of the parameters.
 
-    Where the graph cannot be split (a node that leads to parameters does so by ways within ways) all is done
-    at once.
+    A graph that cannot be split (a side input leads to another side input) runs as one backward.
     """
     graph = _BackwardGraph(roots, leaves)
-    ahead = [r for r in roots if r[0].grad_fn in graph.passing]
-    if not ahead:
+    passing_roots = [r for r in roots if r[0].grad_fn in graph.passing]
+    if not passing_roots:
         return lambda: _run_whole_backward(roots)
     if graph.has_nested_sides():
         _run_whole_backward(roots)
         return lambda: None
-    rest = [r for r in roots if r[0].grad_fn not in graph.passing]
-    entries = [(n, k) for n in graph.side_inputs for k in sorted(graph.used_outputs[n])]
+    side_roots = [r for r in roots if r[0].grad_fn not in graph.passing]
+    node_outputs = [(n, k) for n in graph.side_inputs for k in sorted(graph.used_outputs[n])]
     summed = list(graph.shared_inputs)
-    inputs: list[Any] = [*leaves, *(GradientEdge(*e) for e in (*entries, *summed))]
-    found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
-        [t for t, _ in ahead], inputs, [g for _, g in ahead], retain_graph=True, allow_unused=True
+    inputs: list[Any] = [*leaves, *(GradientEdge(*e) for e in (*node_outputs, *summed))]
+    gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+        [t for t, _ in passing_roots],
+        inputs,
+        [g for _, g in passing_roots],
+        retain_graph=True,
+        allow_unused=True,
     )
-    for leaf, gradient in zip(leaves, found, strict=False):
+    for leaf, gradient in zip(leaves, gradients, strict=False):
         leaf.grad = gradient
-    kept: KeptGradients = dict(zip((*entries, *summed), found[len(leaves) :], strict=True))
-    return lambda: _accumulate_parameter_gradients(graph, kept, rest)
+    kept: KeptGradients = dict(zip((*node_outputs, *summed), gradients[len(leaves) :], strict=True))
+    return lambda: _accumulate_parameter_gradients(graph, kept, side_roots)
 
 
 def _accumulate_parameter_gradients(
-    graph: _BackwardGraph, kept: KeptGradients, rest: Sequence[BackwardRoot]
+    graph: _BackwardGraph, kept: KeptGradients, side_roots: Sequence[BackwardRoot]
 ) -> None:
-    """The parameters' gradients, from those that entered the nodes."""
+    """Accumulates the parameters' gradients from the gradients that entered the passing nodes."""
     edges: list[torch.Tensor | GradientEdge] = [
         GradientEdge(*e) for e in graph.shared_inputs if kept[e] is not None
     ]
     gradients = [g for e in graph.shared_inputs if (g := kept[e]) is not None]
     for node, sides in graph.side_inputs.items():
-        own = [GradientEdge(*e) for e in sides if e not in graph.shared_inputs]
+        sides_of_node = [GradientEdge(*e) for e in sides if e not in graph.shared_inputs]
         entered = [
             (GradientEdge(node, k), g)
             for k in sorted(graph.used_outputs[node])
             if (g := kept[node, k]) is not None
         ]
-        if own and entered:
-            asked, given = [e for e, _ in entered], [g for _, g in entered]
-            found = cast(
+        if sides_of_node and entered:
+            outputs, output_gradients = [e for e, _ in entered], [g for _, g in entered]
+            side_gradients = cast(
                 "Sequence[torch.Tensor | None]",
-                torch.autograd.grad(asked, own, given, retain_graph=True, allow_unused=True),
+                torch.autograd.grad(
+                    outputs, sides_of_node, output_gradients, retain_graph=True, allow_unused=True
+                ),
             )
-            reached = [(e, g) for e, g in zip(own, found, strict=True) if g is not None]
+            reached = [(e, g) for e, g in zip(sides_of_node, side_gradients, strict=True) if g is not None]
             edges += [e for e, _ in reached]
             gradients += [g for _, g in reached]
-    edges += [t for t, _ in rest]
-    gradients += [g for _, g in rest]
+    # One backward over everything collected, so that each side graph runs once.
+    edges += [t for t, _ in side_roots]
+    gradients += [g for _, g in side_roots]
     if edges:
         torch.autograd.backward(edges, gradients)  # pyright: ignore[reportArgumentType]
 
@@ -89,11 +95,12 @@ def _run_whole_backward(roots: Sequence[BackwardRoot]) -> None:
 
 
 class _BackwardGraph:
-    """The graph of a backward, its nodes in the order of a search from the roots, so that all ranks of a
-    replica see them alike.
+    """The autograd graph below `roots`. Its nodes are in the order of a depth-first search from the roots,
+    which is the same on all ranks of a replica (their second parts contain collectives).
 
-    `passing`: the nodes that pass on. `sides`: for each of them that has other inputs, these. `shared`: those
-    that several nodes have. `used`: the results of a node whose gradients enter it.
+    `passing`: nodes from which a leaf can be reached. `side_inputs`: the other inputs of each passing node
+    that has some. `shared_inputs`: side inputs of several nodes. `used_outputs`: outputs of each node that
+    receive a gradient.
     """
 
     def __init__(self, roots: Sequence[BackwardRoot], leaves: Sequence[torch.Tensor]) -> None:
@@ -104,7 +111,7 @@ class _BackwardGraph:
                 self.used_outputs.setdefault(tensor.grad_fn, set()).add(tensor.output_nr)
         self.order = self._topological_order()
         self.passing: set[Any] = set()
-        for node in self.order:  # what a node leads to comes before it
+        for node in self.order:  # inputs come before the nodes that use them
             if node in targets or any(m in self.passing for m, _ in node.next_functions):
                 self.passing.add(node)
         self.side_inputs: dict[Any, list[GraphInput]] = {}
@@ -120,7 +127,7 @@ class _BackwardGraph:
         self.shared_inputs = {edge: None for edge, count in counts.items() if count > 1}
 
     def _topological_order(self) -> list[Any]:
-        """All nodes, each behind those that it leads to."""
+        """Returns all nodes, each after the nodes that it leads to."""
         order: list[Any] = []
         seen: set[Any] = set()
         stack: list[tuple[Any, bool]] = [(node, False) for node in self.used_outputs]
@@ -138,10 +145,10 @@ class _BackwardGraph:
         return order
 
     def has_nested_sides(self) -> bool:
-        """Whether one of the other inputs leads to another one: gradients kept at both would count twice."""
+        """Whether a side input leads to another side input: gradients kept at both would be counted twice."""
         tops = {edge[0] for sides in self.side_inputs.values() for edge in sides}
         below: set[Any] = set()
-        for node in reversed(self.order):  # what leads to a node comes before it
+        for node in reversed(self.order):  # reversed: users come before their inputs
             if node not in self.passing and (node in tops or node in below):
                 below |= {m for m, _ in node.next_functions if m is not None}
         return bool(tops & below)

@@ -1,5 +1,4 @@
-"""The micro-batches of one step as a rank takes them, and what it waited for: batches, and the recordings
-that come with them."""
+"""Provides the micro-batches of one step, and measures the waiting for batches and for re-recordings."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from secc.runtime.training.step_planner import PlannedStep
 
 
 class StepBatches:
-    """Hands out the micro-batches of a step: those of its global batch, and those of the next one that it
-    computes ahead."""
+    """Loads the micro-batches of a step: those of its global batch, and prefetched ones of the next."""
 
     def __init__(self, data: DataPlane, step: PlannedStep, trace: ChromeTrace) -> None:
         self._data, self._step, self._trace = data, step, trace
@@ -24,7 +22,7 @@ class StepBatches:
         self._recorded = self._kept = 0
 
     def load_batch(self, micro: MicroBatch) -> dict[str, Any]:
-        """The batch of a micro-batch, on the device."""
+        """Returns the collated batch of a micro-batch, on the device. Blocks until it is loaded."""
         start = time.perf_counter()
         args = {
             "section": micro.section,
@@ -32,29 +30,30 @@ class StepBatches:
             "samples": [self._step.samples[s].id for s in micro.samples],
         }
         with self._trace.record_event(f"LOAD {micro.section} {micro.index}", kind="LOAD", **args):
-            found = self._data.load_micro_batch(*self._positions_in_batch(micro), micro.section)
+            batch = self._data.load_micro_batch(*self._positions_in_batch(micro), micro.section)
         self._waiting += time.perf_counter() - start
-        if RECORDING_KEY in found and (spent := found[RECORDING_KEY].recorded_during):
+        if RECORDING_KEY in batch and (spent := batch[RECORDING_KEY].recorded_during):
             self._recorded += 1
             self._recording += spent.seconds
             self._exposed += sum(map(spent.overlap_seconds, self._data.loader_waits))
             self._trace.record_background_event(
                 f"RECORD {micro.section} {micro.index}", spent.start, spent.end, kind="RECORD", **args
             )
-        elif RECORDING_KEY in found:
+        elif RECORDING_KEY in batch:
             self._kept += 1
-        return found
+        return batch
 
     def _positions_in_batch(self, micro: MicroBatch) -> tuple[Sequence[int], GlobalBatch]:
-        """A micro-batch's positions in its own global batch."""
+        """Returns the positions of a micro-batch's samples in the global batch that they belong to, and that
+        batch."""
         if self._step.next_batch is not None and self._step.schedule.is_of_next_batch(micro):
             return [p - len(self._step.batch.samples) for p in micro.samples], self._step.next_batch
         return micro.samples, self._step.batch
 
     def recording_metrics(self, share: float = 1.0) -> dict[str, float]:
-        """What recordings took of the step so far: how many were made for it and how many were known, and
-        seconds times `share`: what recordings took, wherever they were made, how long this rank waited
-        meanwhile, and how long it waited for batches."""
+        """Returns the metrics of re-recording in this step: the numbers of recordings made and reused, and,
+        multiplied by `share`, the seconds that recordings took in any process, that this rank waited for
+        them, and that it waited for batches."""
         seconds = {"recording_s": self._recording, "exposed_s": self._exposed, "waiting_s": self._waiting}
         return {"recorded": self._recorded, "kept": self._kept} | {
             name: share * s for name, s in seconds.items()

@@ -1,9 +1,8 @@
-"""The steps of a run, planned in order: each with its global batch, its schedule, and the next batch where
-part of that is computed ahead.
+"""Plans the steps of a run in order: each with its global batch, its schedule, and the next batch if part of
+it is prefetched.
 
 Every rank draws the same batches and plans the same schedules. A schedule is checked here, before any rank
-starts on it, and the micro-batches of this rank are announced to its loader in the order in which they will
-be asked for.
+starts on it, and this rank's micro-batches are announced to its loader in the order of their use.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from secc.runtime.validation.full_check import check_schedule
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One step. `then` is the next global batch, None where nothing of it is computed."""
+    """One step. `next_batch` is the next global batch if part of it is computed in this step, else None."""
 
     batch: GlobalBatch
     next_batch: GlobalBatch | None
@@ -29,53 +28,63 @@ class PlannedStep:
 
     @property
     def samples(self) -> tuple[SampleMeta, ...]:
-        """The samples that the schedule speaks of."""
+        """The samples that the schedule refers to: those of the batch, followed by those of the next one."""
         return self.batch.samples + (self.next_batch.samples if self.next_batch is not None else ())
 
 
-def plan_steps(run: RankContext, first: int, ahead: int = 0) -> Iterator[PlannedStep]:
-    """The steps from number `first` (from 0) to the run's last one, each planned `ahead` steps before it is
-    due."""
-    look = run.plan.run_ahead_gib > 0
+def plan_steps(context: RankContext, first: int, ahead: int = 0) -> Iterator[PlannedStep]:
+    """Yields the steps from number `first` (counted from 0) to the last of the run. Each is planned `ahead`
+    steps before it is yielded."""
+    prefetches = context.plan.run_ahead_gib > 0
     drawn: deque[GlobalBatch] = deque()
     planned: deque[PlannedStep] = deque()
     number, latest = first, None
-    for due in range(first, run.last_step):
-        while number < min(run.last_step, due + 1 + ahead + look):
-            with run.trace.record_event("METADATA", kind="METADATA"):
-                drawn.append(run.data_plane.next_batch())
+    for due in range(first, context.last_step):
+        while number < min(context.last_step, due + 1 + ahead + prefetches):
+            with context.trace.record_event("METADATA", kind="METADATA"):
+                drawn.append(context.data_plane.next_batch())
             number += 1
-        while len(planned) < min(run.last_step - due, 1 + ahead):
-            with run.trace.record_event("PLAN", kind="PLAN"):
-                latest = _plan_step(run, drawn.popleft(), drawn[0] if look and drawn else None, first, latest)
+        while len(planned) < min(context.last_step - due, 1 + ahead):
+            with context.trace.record_event("PLAN", kind="PLAN"):
+                latest = _plan_step(
+                    context, drawn.popleft(), drawn[0] if prefetches and drawn else None, first, latest
+                )
             planned.append(latest)
         yield planned.popleft()
 
 
 def _plan_step(
-    run: RankContext, batch: GlobalBatch, then: GlobalBatch | None, first: int, before: PlannedStep | None
+    context: RankContext,
+    batch: GlobalBatch,
+    then: GlobalBatch | None,
+    first: int,
+    previous: PlannedStep | None,
 ) -> PlannedStep:
-    """The step of a batch. In the first one of the run nothing was computed ahead, after the last one nothing
-    is needed.
+    """Plans the step of `batch`; `then` is the next batch if sections may prefetch it. The first step of a
+    run has nothing prefetched, the last one prefetches nothing.
 
-    A step like the one before it has its schedule, which was checked then.
+    If the schedule is the same object as in the step `before`, it has been checked already.
     """
-    alone = run.schedule_batch(batch.samples)
-    coming = run.schedule_batch(then.samples) if then is not None else None
-    schedule = splice_prefetch(run.plan, alone, len(batch.samples), coming, warm=batch.step > first)
-    step = PlannedStep(batch, then if coming is not None and coming.prefetchable else None, schedule)
-    if before is None or before.schedule is not schedule:
-        check_schedule(run.plan, step.samples, schedule)
+    alone = context.schedule_batch(batch.samples)
+    next_schedule = context.schedule_batch(then.samples) if then is not None else None
+    schedule = splice_prefetch(
+        context.plan, alone, len(batch.samples), next_schedule, warm=batch.step > first
+    )
+    step = PlannedStep(
+        batch, then if next_schedule is not None and next_schedule.prefetchable else None, schedule
+    )
+    if previous is None or previous.schedule is not schedule:
+        check_schedule(context.plan, step.samples, schedule)
     micros = [
-        schedule.micro_batches[i.section][i.micro] for i in schedule.programs[run.rank] if i.kind == "F"
+        schedule.micro_batches[i.section][i.micro] for i in schedule.programs[context.rank] if i.kind == "F"
     ]
     micros = [m for m in micros if m.samples]
-    run.data_plane.announce_micro_batches(
+    context.data_plane.announce_micro_batches(
         [(m.samples, m.section) for m in micros if not schedule.is_of_next_batch(m)], batch
     )
     if step.next_batch is not None:
         own = len(batch.samples)
-        run.data_plane.announce_micro_batches(
+        context.data_plane.announce_micro_batches(
             [(tuple(p - own for p in m.samples), m.section) for m in micros if schedule.is_of_next_batch(m)],
             step.next_batch,
         )

@@ -1,9 +1,9 @@
-"""The loop of a rank: the next global batch, its schedule, the check, the step program, gradients, the
-optimizer.
+"""The training loop of a rank: takes planned steps, executes their programs, reduces gradients, and updates
+parameters.
 
-Every rank computes the same schedule from the same metadata, so nothing but tensors and sums is exchanged.
-The optimizer and the scheduler are the user's, over the parameters of this rank's sections; a rank without
-trainable parameters has neither.
+Every rank computes the same schedules from the same metadata, so only tensors and sums are exchanged. The
+optimizer and the scheduler are the user's, constructed over the parameters of this rank's sections; a rank
+without trainable parameters has neither.
 """
 
 from __future__ import annotations
@@ -46,15 +46,23 @@ TRANSPORTS = {"channels": Transport, "rounds": RoundTransport}
 
 
 class Trainer:
-    """Trains this rank's sections. Made on all ranks at the same place, because making process groups is
-    collective."""
+    """Trains this rank's sections. Construct it at the same point on all ranks, because creating process
+    groups is collective.
+
+    `run`: this rank's context. `model`: the user's model from `RankContext.load_model`. `sections`: this
+    rank's generated section modules on that model.
+    """
 
     def __init__(self, run: RankContext, model: nn.Module, sections: Sequence[SectionModule]) -> None:
         self.context, self.model, self.terms = run, model, run.terms
         self.plan, self.options = run.plan, run.options
         canonical = canonical_names(model)
         params = dict(model.named_parameters())
-        held = build_reduction_groups(self.plan, [n for n, p in params.items() if p.requires_grad], canonical)
+        reductions = build_reduction_groups(
+            self.plan, [n for n, p in params.items() if p.requires_grad], canonical
+        )
+        # The wrappers of a module's forward nest in the order in which they are installed: fused code first
+        # (innermost), then tensor-parallel collectives, recomputation, and gathers around all of it.
         install_fused(model, self.plan.rewrites, read_fused_source(run.directory))
         groups = make_replica_groups(self.plan, run.rank)
         styles.install_styles(self.plan, model, groups)
@@ -63,7 +71,7 @@ class Trainer:
                 recompute.install_recompute(model, section.blocks, section.recompute)
         run.zero3.wrap_units()
         self.reducer = GradientReducer(
-            held,
+            reductions,
             params,
             run.rank,
             run.device,
@@ -71,6 +79,7 @@ class Trainer:
             compute_dtype(self.plan.dtype),
             run.zero3.sharded_units,
         )
+        # Masters have been made, so the model can now be cast; parameters of no section keep their dtype.
         used = {canonical[n] for s in self.plan.sections for n in s.params}
         cast_model(model, self.plan.dtype, but=params.keys() - used)
         transport = TRANSPORTS[self.options.comm](self.plan, run.rank, run.device, self.options.debug_comm)
@@ -88,9 +97,9 @@ class Trainer:
             run.zero3.gatherers,
         )
         self._owned_names = self._find_owned_names(model)
-        self._trained_names = {n for h in held if run.rank in h.ranks for n in h.names}
+        self._trained_names = {n for h in reductions if run.rank in h.ranks for n in h.names}
         self.optimizer = self._make_optimizer(
-            {params[n]: n for h in held if run.rank in h.ranks for n in h.names}
+            {params[n]: n for h in reductions if run.rank in h.ranks for n in h.names}
         )
         self.scheduler = (
             run.user_model.build_scheduler(self.optimizer) if self.optimizer is not None else None
@@ -109,10 +118,10 @@ class Trainer:
         self._step_start = time.perf_counter()
 
     def plan_steps(self) -> Iterator[PlannedStep]:
-        """The global batches that are left to train; the next one loads while one trains.
+        """Yields the remaining steps of the run; the data of the next one loads while one trains.
 
-        Where glue is recorded anew, its order is planned ahead too, so that its recordings are made
-        meanwhile.
+        If glue is re-recorded per micro-batch, the next step is also planned one step early, so that its
+        recordings are made in the meantime. After the last step, rank 0 prints the run's summary.
         """
         self._step_start = time.perf_counter()
         yield from plan_steps(self.context, self.step_number, ahead=self.context.records_ahead)
@@ -125,36 +134,39 @@ class Trainer:
                 sys.stderr.write(line + "\n")
 
     def train_step(self, step: PlannedStep) -> float:
-        """One optimizer step on a global batch of `batches`. Returns the loss over the whole of it, which
-        every rank computes."""
+        """Trains on one global batch: one optimizer step. Returns the loss over the whole global batch, which
+        is the same on every rank."""
         batch = step.batch
         coefficients = self._loss_coefficients(batch)
         self.reducer.reset_gradients()
         seed, later_seed = (
             derive_item_seed(self.context.seed, -1, number) for number in (batch.step, batch.step + 1)
         )
-        loading = StepBatches(self.context.data_plane, step, self.context.trace)
-        event = self.context.trace.record_event
-        with event("PROGRAM", kind="PROGRAM"):
+        batches = StepBatches(self.context.data_plane, step, self.context.trace)
+        trace_event = self.context.trace.record_event
+        with trace_event("PROGRAM", kind="PROGRAM"):
             share = self.engine.run_step(
-                StepInput(step.schedule, step.samples, loading.load_batch, coefficients, seed, later_seed)
+                StepInput(step.schedule, step.samples, batches.load_batch, coefficients, seed, later_seed)
             )
-        with event("GRADIENTS", kind="GRADIENTS"):
+        with trace_event("GRADIENTS", kind="GRADIENTS"):
             self.reducer.finish_reduction()
-        with event("NORM", kind="NORM"):
+        with trace_event("NORM", kind="NORM"):
             squared = self.reducer.squared_norm()
-        with event("TOTALS", kind="TOTALS"):
-            loss, norm, logged, spent = self._sum_over_ranks(share, squared, loading)
-        with event("OPTIMIZER", kind="OPTIMIZER"):
+        with trace_event("TOTALS", kind="TOTALS"):
+            loss, norm, logged, section_seconds = self._sum_over_ranks(share, squared, batches)
+        with trace_event("OPTIMIZER", kind="OPTIMIZER"):
             self._step_optimizer(loss, norm)
         self.step_number += 1
         seconds = self._finish_step(batch, loss, float(norm), logged)
         if self.section_times is not None:
-            self.section_times.log_step(self.step_number, seconds, spent, step.samples, step.schedule)
+            self.section_times.log_step(
+                self.step_number, seconds, section_seconds, step.samples, step.schedule
+            )
         return loss
 
     def _step_optimizer(self, loss: float, norm: torch.Tensor) -> None:
-        """The optimizer's and the scheduler's step."""
+        """Clips gradients, steps the optimizer, sends updated parameters to their replicas, and steps the
+        scheduler."""
         if self.options.clip is not None:
             self.reducer.clip_gradients(norm, self.options.clip)
         if self.optimizer is not None:
@@ -166,44 +178,44 @@ class Trainer:
             self.scheduler.step()
 
     def _loss_coefficients(self, batch: GlobalBatch) -> dict[str, float]:
-        """The loss terms' factors. Raises UserError if the plan knows no loss for the batch's optional
-        inputs."""
+        """Returns the coefficients of the loss terms for a global batch. Raises UserError if the plan has no
+        loss for its combination of optional inputs."""
         pattern = frozenset[str]().union(*(s.pattern for s in batch.samples))
         try:
             return self.terms.coefficients(batch.batch_sums, batch.sizes, pattern)
         except KeyError:
             message = (
-                f"the plan knows no loss for a global batch with {sorted(pattern) or 'no optional inputs'}"
+                f"the plan has no loss for a global batch with {sorted(pattern) or 'no optional inputs'}"
             )
             remedy = "let dataset() show such samples earlier, or compile again with more --stats-samples"
             raise UserError(message, remedy=remedy) from None
 
     def _sum_over_ranks(
-        self, share: torch.Tensor, squared: torch.Tensor, loading: StepBatches
+        self, share: torch.Tensor, squared: torch.Tensor, batches: StepBatches
     ) -> tuple[float, torch.Tensor, dict[str, float], SectionSeconds]:
-        """The loss, the gradients' global norm, the scalars that are logged, and what sections took, from
-        this rank's shares of each.
+        """Sums all scalars of a step over ranks in one exchange: (loss, gradient norm, logged scalars,
+        seconds by section).
 
-        `squared` is its share of the squared norm.
+        `share`: this rank's share of the loss; `squared`: its share of the squared gradient norm.
         """
-        waited = loading.recording_metrics(1 / self.context.world_size) if self.plan.recorded else {}
-        shares = self.engine.logged | {name: share.new_tensor(seconds) for name, seconds in waited.items()}
-        own, names = self.engine.stopwatch.take_seconds(), section_time_columns(self.plan)
-        times = [share.new_tensor(own.get((name, kind), 0.0) / tp) for name, kind, tp in names]
+        recording = batches.recording_metrics(1 / self.context.world_size) if self.plan.recorded else {}
+        shares = self.engine.logged | {name: share.new_tensor(seconds) for name, seconds in recording.items()}
+        local_seconds, columns = self.engine.stopwatch.take_seconds(), section_time_columns(self.plan)
+        times = [share.new_tensor(local_seconds.get((name, kind), 0.0) / tp) for name, kind, tp in columns]
         totals = self.context.data_plane.exchange_values(
             torch.stack([share, squared, *shares.values(), *times]), self.context.last_step
         ).sum(0)
-        logged = dict(zip(shares, found := totals[2:].tolist(), strict=False))
-        spent = {
+        logged = dict(zip(shares, sums := totals[2:].tolist(), strict=False))
+        section_seconds = {
             (name, kind): seconds
-            for (name, kind, _), seconds in zip(names, found[len(shares) :], strict=True)
+            for (name, kind, _), seconds in zip(columns, sums[len(shares) :], strict=True)
         }
-        return float(totals[0]) + self.terms.CONSTANT, totals[1].sqrt(), logged, spent
+        return float(totals[0]) + self.terms.CONSTANT, totals[1].sqrt(), logged, section_seconds
 
     def _finish_step(
         self, batch: GlobalBatch, loss: float, norm: float, logged: Mapping[str, float]
     ) -> float:
-        """Log the step and save where that is due. Returns the step's seconds."""
+        """Logs the step and saves a checkpoint if one is due. Returns the seconds of the step."""
         now = time.perf_counter()
         seconds = now - self._step_start
         if self.metrics is not None:
@@ -228,74 +240,72 @@ class Trainer:
         )
 
     def save_checkpoint(self) -> None:
-        """Write a checkpoint of all ranks. Collective."""
+        """Writes a checkpoint. Collective."""
         assert self.options.save is not None
-        gathered = self.context.zero3
-        own = self._owned_names - (
-            self._trained_names if self.plan.dtype else set[str]()
-        )  # of the rest masters are saved
-        held = checkpoint.model_state(self.model, self.context.parameter_cuts, gathered.parameter_names)
-        state = {k: v for k, v in held.items() if k.removeprefix("model/") in own}
-        state |= checkpoint.slice_state(gathered.slices_to_save(self.context.parameter_cuts))
+        zero3 = self.context.zero3
+        # In mixed precision, float32 masters are saved in place of the trained parameters.
+        written = self._owned_names - (self._trained_names if self.plan.dtype else set[str]())
+        held = checkpoint.model_state(self.model, self.context.parameter_cuts, zero3.parameter_names)
+        state = {k: v for k, v in held.items() if k.removeprefix("model/") in written}
+        state |= checkpoint.slice_state(zero3.slices_to_save(self.context.parameter_cuts))
         if self.optimizer is not None:
-            pieces = self.reducer.optimized_slices
             state |= self._master_state()
             state |= checkpoint.optimizer_state(
                 self.optimizer,
-                pieces,
+                self.reducer.optimized_slices,
                 self._value_owned_names(),
                 self._option_owned_names(),
                 self.context.rank,
             )
         if self.scheduler is not None:
             state[f"scheduler/{self.context.rank}"] = self.scheduler.state_dict()
-        about = checkpoint.make_manifest(
+        manifest = checkpoint.make_manifest(
             self.model, self.step_number, self.context.seed, self.context.shuffle, self.plan.global_batch
         )
-        checkpoint.save_checkpoint(self.options.save, state, about)
+        checkpoint.save_checkpoint(self.options.save, state, manifest)
 
     def _master_state(self) -> dict[str, Any]:
-        """What this rank writes of the parameters that compute in fewer bits than the optimizer updates."""
+        """Returns the float32 masters that this rank writes; empty without mixed precision."""
         if not self.plan.dtype:
             return {}
         owned = self._value_owned_names()
         return checkpoint.slice_state(
-            {p: piece for p, piece in self.reducer.optimized_slices.items() if piece.name in owned}
+            {p: part for p, part in self.reducer.optimized_slices.items() if part.name in owned}
         )
 
     def _find_owned_names(self, model: nn.Module) -> set[str]:
-        """The entries of the state dict that this rank writes: those that it is the first to hold, or its
-        parts of cut ones."""
-        first = state_dict_owners(self.plan, model)
-        together = {
+        """Returns the state-dict entries that this rank writes: those that it is the first rank to hold, and
+        its parts of cut parameters if its replica is the first."""
+        owners = state_dict_owners(self.plan, model)
+        own_replicas = {
             ranks for s in self.plan.sections for ranks in ranks_by_replica(s) if self.context.rank in ranks
         }
         return {
             n
-            for n, r in first.items()
+            for n, r in owners.items()
             if r == self.context.rank
-            or (n in self.context.parameter_cuts and any(r in ranks for ranks in together))
+            or (n in self.context.parameter_cuts and any(r in ranks for ranks in own_replicas))
         }
 
     def _value_owned_names(self) -> set[str]:
-        """The parameters of whose optimizer states this rank writes what it has."""
-        sharded = {found[1].name for found in self.reducer.sharded_slices.values() if found is not None}
+        """Returns the parameters for which this rank writes its part of the optimizer states."""
+        sharded = {pair[1].name for pair in self.reducer.sharded_slices.values() if pair is not None}
         whole = {p.name for p in self.reducer.optimized_slices.values()} - sharded
         return whole & self._owned_names | sharded - self.reducer.counted_elsewhere
 
     def _option_owned_names(self) -> set[str]:
-        """The parameters whose optimizer options and scalar states this rank writes: who has the first
-        entry."""
+        """Returns the parameters for which this rank writes optimizer options and scalar states: those with
+        their first entry on this rank."""
         values = self._value_owned_names()
         return {
             p.name for p in self.reducer.optimized_slices.values() if p.has_first_entry and p.name in values
         }
 
     def _make_optimizer(self, trained: Mapping[nn.Parameter, str]) -> torch.optim.Optimizer | None:
-        """The user's optimizer over this rank's trainable parameters, one entry for each, also if it is tied;
-        slices of sharded ones.
+        """Constructs the user's optimizer over this rank's trainable parameters (tied parameters once), then
+        replaces sharded parameters by slices and float32 parameters by masters.
 
-        Raises UserError if it cannot be sharded as the plan wants.
+        Raises UserError if the plan shards the optimizer, but it is not elementwise.
         """
         if not trained:
             return None
