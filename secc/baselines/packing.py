@@ -91,7 +91,6 @@ def assign_longest_first(positions: Iterable[int], weights: Sequence[int], parts
 
 
 # -- orders: the anchor's lots and, where they differ, those that the other sections follow
-# --------------------------------------------
 
 PackingOrder = Callable[[BaselineBatch, int], tuple[list[ReplicaMicroBatches], list[ReplicaMicroBatches]]]
 

@@ -48,7 +48,6 @@ def _total_time(chosen: ChosenCandidates) -> int:
 
 
 # -- sections apart
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def _mimo_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]:
@@ -79,7 +78,6 @@ def _layouts_of_separate(
 
 
 # -- sections together
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def _uniform_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]:
@@ -179,7 +177,6 @@ def _bubble_layout(space: BaselineSpace, anchor: str, size: int, chosen: ChosenC
 
 
 # -- level by level
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def _spindle_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]:

@@ -88,7 +88,6 @@ class BaselineSpace:
         ]
 
     # -- memory
-    # -------------------------------------------------------------------------------------------------------------------
 
     def _candidate_memory(self, section: str, c: Candidate) -> RankMemory:
         """Of a rank whose micro-batches hold as many of the largest samples as their tokens allow."""
@@ -133,7 +132,6 @@ class BaselineSpace:
                 return
 
     # -- sections apart
-    # -----------------------------------------------------------------------------------------------------------
 
     def _separate_choices(self, powers: bool, anchor: str) -> list[ChosenCandidates]:
         """The best ways to give each section its own devices, with `powers` of two as numbers of replicas or

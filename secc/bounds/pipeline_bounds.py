@@ -63,7 +63,6 @@ class _SampleCharge:
 
 
 # -- slots
-# ------------------------------------------------------------------------------------------------------------------------
 
 
 def hold_times(work: BatchWork, section: Section, trips: Mapping[tuple[str, int], int]) -> list[int]:
@@ -101,7 +100,6 @@ def has_in_flight_slots(work: BatchWork, section: Section) -> bool:
 
 
 # -- long samples
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def long_sample_bound(work: BatchWork, stages: Sequence[Section], least: int) -> int:

@@ -76,10 +76,8 @@ class Traffic:
         """
         if self.cluster is None or len(held.ranks) < 2 or held.sharding == "zero3":
             return 0
-        summed, span = (
-            sum(map(self.gradient_bytes_on_rank, held.names)),
-            span_of_ranks(held.ranks, self.cluster),
-        )
+        summed = sum(map(self.gradient_bytes_on_rank, held.names))
+        span = span_of_ranks(held.ranks, self.cluster)
         if held.sharding == "none":
             return all_reduce_ns(summed, span, self.cluster)
         gathered = sum(map(self.bytes_on_rank, held.names))

@@ -179,7 +179,6 @@ class BatchWork:
         return max(branches, key=lambda shares: sum(shares.values()))
 
     # -- longest ways
-    # -------------------------------------------------------------------------------------------------------------
 
     def _heads(self) -> dict[tuple[str, str, int], int]:
         """The earliest start of each forward and backward if every sample had the ranks for itself."""

@@ -26,7 +26,6 @@ ROW_HEIGHT, ROW_GAP, LEFT_MARGIN, CHART_WIDTH, FOOT_HEIGHT = 18, 4, 200, 1200, 4
 
 
 # -- terminal
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def render_terminal(step: SimulatedStep, width: int) -> list[list[tuple[str, str]]]:
@@ -97,7 +96,6 @@ def _section_style(section: int) -> str:
 
 
 # -- SVG and page
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def render_svg(step: SimulatedStep) -> str:
@@ -125,10 +123,8 @@ def render_svg(step: SimulatedStep) -> str:
 
 
 def _svg_bar(bar: DrawnBar, y: int, end: int) -> str:
-    x, w = (
-        LEFT_MARGIN + bar.start * CHART_WIDTH / max(end, 1),
-        (bar.end - bar.start) * CHART_WIDTH / max(end, 1),
-    )
+    x = LEFT_MARGIN + bar.start * CHART_WIDTH / max(end, 1)
+    w = (bar.end - bar.start) * CHART_WIDTH / max(end, 1)
     colour = (
         WAIT_COLOUR
         if bar.kind == MESSAGE_WAIT

@@ -83,7 +83,6 @@ def build_rows(step: SimulatedStep, most: int) -> DrawnRows:
 
 
 # -- which ranks
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def _list_rank_rows(step: SimulatedStep) -> list[_RankRow]:
@@ -135,7 +134,6 @@ def _format_ranks(ranks: RowRanks) -> str:
 
 
 # -- what they do
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def _section_numbers(step: SimulatedStep) -> dict[str, int]:

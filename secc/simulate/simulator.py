@@ -159,7 +159,6 @@ class _Simulator:
                     raise ValueError(f"cannot simulate `{i}`")
 
     # -- computation
-    # --------------------------------------------------------------------------------------------------------------
 
     def start_computation(self, index: int, i: Instruction) -> bool:
         """Compute, if the arrival of all that is needed is known; otherwise the rank will be woken by the
@@ -167,10 +166,8 @@ class _Simulator:
 
         The last rank of a replica lets the others start, too.
         """
-        rank, messages = (
-            self.ranks[index],
-            [self.messages[k] for k in self.consumed_messages[i.kind, i.section, i.micro, index]],
-        )
+        rank = self.ranks[index]
+        messages = [self.messages[k] for k in self.consumed_messages[i.kind, i.section, i.micro, index]]
         missing = next((m for m in messages if m.arrival is None), None)
         if missing is not None:
             missing.receiver_waits = True
@@ -209,7 +206,6 @@ class _Simulator:
         return {"F": forward, "B": backward - weight, "W": weight}[i.kind]
 
     # -- messages
-    # -----------------------------------------------------------------------------------------------------------------
 
     def pack_message(self, rank: _Rank, index: int, time: int) -> bool:
         """Whether a rank has packed the message that it sends; otherwise it starts to, and will be woken."""
@@ -280,7 +276,6 @@ class _Simulator:
         return i.edge, i.direction, i.src_micro, i.dst_micro, *ends
 
     # -- the end of the step
-    # ------------------------------------------------------------------------------------------------------
 
     def reach_reduction(self, i: Instruction, index: int, time: int) -> None:
         """A rank reaches the reduction of a section; the last one starts it."""

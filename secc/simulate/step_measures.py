@@ -93,10 +93,8 @@ def mean_measures(steps: Sequence[StepMeasures], bound: LowerBound) -> StepMeasu
         name: SectionShare(sum(m.sections[name].busy for m in steps) / n, share.gpus)
         for name, share in last.sections.items()
     }
-    mfus, peaks = (
-        [m.mfu for m in steps if m.mfu is not None],
-        [m.peak_memory_gib for m in steps if m.peak_memory_gib is not None],
-    )
+    mfus = [m.mfu for m in steps if m.mfu is not None]
+    peaks = [m.peak_memory_gib for m in steps if m.peak_memory_gib is not None]
     return StepMeasures(
         step_time_s=sum(m.step_time_s for m in steps) / n,
         schedule_bound_s=bound.ns / 1e9,
@@ -166,10 +164,8 @@ def find_busiest_rank(step: SimulatedStep) -> BusiestRank | None:
     rank = max(busy, key=lambda r: (busy[r], -r))
     own = [c for c in step.compute if c.rank == rank]
     sections = ", ".join(s.name for s in step.plan.sections if rank in s.mesh.ranks)
-    waiting, exposed = (
-        sum(c.in_transit_from - c.free_at for c in own),
-        sum(c.start - c.in_transit_from for c in own),
-    )
+    waiting = sum(c.in_transit_from - c.free_at for c in own)
+    exposed = sum(c.start - c.in_transit_from for c in own)
     closing = step.end - max(c.end for c in own)
     return BusiestRank(rank, sections, busy[rank] / 1e9, waiting / 1e9, exposed / 1e9, closing / 1e9)
 
@@ -193,7 +189,6 @@ def _model_flops_utilization(step: SimulatedStep, traffic: Traffic) -> float | N
 
 
 # -- memory over time
-# -------------------------------------------------------------------------------------------------------------
 
 
 def in_flight_over_time(step: SimulatedStep, rank: int) -> list[tuple[int, int]]:
@@ -213,10 +208,8 @@ def memory_over_time(
     held = [s for s in step.plan.sections if rank in s.mesh.ranks]
     if any(s.mode != "forward" and not s.cost.saved for s in held):
         return None
-    fixed, sizes = (
-        _fixed_bytes(step, rank, traffic or Traffic(step.plan)),
-        PredictedCosts(step.plan, step.samples, step.schedule.own_samples),
-    )
+    fixed = _fixed_bytes(step, rank, traffic or Traffic(step.plan))
+    sizes = PredictedCosts(step.plan, step.samples, step.schedule.own_samples)
     saved = {s.name: s.cost.saved for s in held}
 
     def kept(section: str, micro: int) -> int:
@@ -240,10 +233,8 @@ def _fixed_parameter_bytes(traffic: Traffic, section: Section, name: str, traine
     """Bytes of a parameter, and of what comes with it where it trains."""
     count = section.mesh.dp if section.sharding != "none" else 1
     gathered = section.sharding == "zero3"
-    size, updated = (
-        traffic.bytes_on_rank(name) // (count if gathered else 1),
-        traffic.updated_bytes_on_rank(name),
-    )
+    size = traffic.bytes_on_rank(name) // (count if gathered else 1)
+    updated = traffic.updated_bytes_on_rank(name)
     if not trained:
         return size
     own = updated + (updated // count if count > 1 else 0)  # gradients, and the sums of this rank's shard

@@ -103,10 +103,8 @@ def test_the_least_counts_what_earlier_stages_take():
     """Two micro-batches of 10 and 20 in three stages: the last one waits for twice 10, and its backwards are
     followed by twice 20."""
     lm = make_stages("lm", [[0], [1], [2]], forward="S", backward="2*S")
-    p, samples = (
-        packed(make_plan(lm, stage_edges(lm), 3)),
-        [make_sample(0, length=10), make_sample(1, length=20)],
-    )
+    p = packed(make_plan(lm, stage_edges(lm), 3))
+    samples = [make_sample(0, length=10), make_sample(1, length=20)]
     assert (
         layout_lower_bound(p, PredictedCosts(p, samples), {"lm": [(0, (0,)), (0, (1,))]})
         == 3 * (10 + 20) + 2 * 10 + 2 * 20
@@ -222,10 +220,8 @@ def test_every_layout_of_every_baseline_runs_on_the_same_devices(directory):
 
 
 def test_layouts_are_simulated_until_one_fits(directory, monkeypatch):
-    comparison, samples = (
-        BaselineComparison(directory),
-        next(load_global_batches(directory, load_plan(directory))),
-    )
+    comparison = BaselineComparison(directory)
+    samples = next(load_global_batches(directory, load_plan(directory)))
     scheme, real = SCHEMES["uniform"], BaselineComparison._simulate_if_fits
     layouts = scheme.layouts(comparison.space, BaselineBatch(comparison.base.plan, samples).anchor)
     monkeypatch.setattr("secc.baselines.compare.SIMULATED_AT_ONCE", 1)

@@ -1,27 +1,32 @@
-"""The proven shortest schedule of a small batch by CP-SAT: the yardstick for bounds and for the wavefront
-order.
+"""Proves the shortest schedule of a small batch with CP-SAT: a yardstick for the bounds and for the
+scheduler.
 
-Sets
-    U        units: a sample in a section (`secc.bounds.work`), each with a forward and, where one is owed, a
-    backward R(u)     replicas of u's section, by their first ranks
+  Sets
+      U        visits: a sample in a section (`secc.bounds.work`), each with a forward and, where owed, a
+          backward
+      R(u)     replicas of u's section, by their first ranks
 
-Variables
-    x[u,r]   0/1: u runs on replica r of R(u), which keeps all its ranks busy f[u]     start of u's forward;
-    b[u] start of its backward;  w[u] start of the second part of a backward that is split T        time of
-    the step
+  Variables
+      x[u,r]   0/1: u runs on replica r of R(u) and keeps all its ranks busy
+      f[u]     start of u's forward
+      b[u]     start of u's backward
+      w[u]     start of the second part (weight gradients) of a split backward
+      T        step time
 
-Constraints, each family by the function that adds it
-    sum_r x[u,r] = 1;  the jobs on a rank do not overlap                                        `_place`
-    b[u] >= f[u] + forward[u];  f[v] >= f[u] + forward[u] + wait along each edge (u, v),
-    b[u] >= b[v] + backward[v] + wait where its gradient returns;  w[u] >= b[u] + backward[u]     `_order`
-    T >= the end of each job + the closing of its section                                        `_end`
-    a sample is on the same replica of all stages of a pipeline                                  `_stages`
-    a stage holds at most as many as it has room for, from f to the end of the last job           `_room`
-    replicas of one section with equal ranks' duties are alike: the first unit goes to the first  `_symmetry`
+  Constraints, each family with the method that adds it
+      sum_r x[u,r] = 1;  tasks on a rank do not overlap                                    _add_replica_choice
+      b[u] >= f[u] + forward[u];  f[v] >= f[u] + forward[u] + message along each edge (u, v),
+      b[u] >= b[v] + backward[v] + message where its gradient returns;
+      w[u] >= b[u] + backward[u]                                                           _add_precedences
+      T >= the end of each task + the closing time of its section                          _add_step_end
+      a sample is on the same replica of all stages of a pipeline                          _add_stage_replicas
+      a stage holds at most its in-flight limit, from f to the end of the last task
+          _add_in_flight_limits
+      replicas with equal ranks are interchangeable: the first visit goes to the first     _break_symmetry
 
 Objective: the least T. Every micro-batch is one sample, so plans with larger micro-batches are refused.
-Stages may take samples in different orders. Room counts for pipelines that nothing else consumes; for others
-it is a wish.
+Stages may take samples in different orders. In-flight limits are enforced for pipelines without other
+consumers only; elsewhere the scheduler may exceed them.
 """
 
 from __future__ import annotations
@@ -40,28 +45,27 @@ SOLVER_SEED = 7
 
 @dataclass(frozen=True)
 class OptimalSchedule:
-    """The best schedule found: its time in ns, the proven lower bound, and each unit's rank and starts, by
-    (section, sample)."""
+    """The best schedule found: step time and proven lower bound in ns, and by (section, sample) the rank,
+    the start of the forward, and the start of the backward (of the forward if none is owed)."""
 
     step_ns: int
     bound_ns: int
-    placements: dict[
-        tuple[str, int], tuple[int, int, int]
-    ]  # rank, start of forward, start of backward (of the forward where none is owed)
+    placements: dict[tuple[str, int], tuple[int, int, int]]
 
     @property
     def is_optimal(self) -> bool:
+        """Whether the schedule is proven to be the shortest."""
         return self.step_ns == self.bound_ns
 
 
 def solve_schedule(
     work: BatchWork, limit: float = 10.0, hint_ns: int | None = None
 ) -> OptimalSchedule | None:
-    """The shortest schedule, within `limit` units of deterministic time (about seconds). None where no
-    schedule was found in that time.
+    """Finds the shortest schedule within `limit` units of deterministic time (about seconds); None if none
+    was found.
 
-    `hint_ns` is the time of a known schedule, which prunes the search. Raises ValueError where a micro-batch
-    may hold several samples.
+    `hint_ns`: step time of a known schedule, which prunes the search. Raises ValueError if micro-batches may
+    hold several samples.
     """
     if any(s.micro_batch != 1 for s in work.sections):
         raise ValueError("an exact schedule needs micro-batches of one sample")
@@ -79,7 +83,7 @@ def solve_schedule(
 
 
 class _ScheduleModel:
-    """The CP-SAT model of a batch's work."""
+    """CP-SAT model of a batch's work."""
 
     def __init__(self, work: BatchWork, hint_ns: int | None) -> None:
         self.work, self.cp = work, cp_model.CpModel()
@@ -114,13 +118,13 @@ class _ScheduleModel:
         self.cp.minimize(self.step_time)
 
     def read_placements(self, solver: cp_model.CpSolver) -> dict[tuple[str, int], tuple[int, int, int]]:
-        """Each unit's rank and starts in the solver's schedule."""
-        found: dict[tuple[str, int], tuple[int, int, int]] = {}
+        """Rank and starts of each visit in the solver's schedule."""
+        placements: dict[tuple[str, int], tuple[int, int, int]] = {}
         for k, choice in self.x.items():
             rank = next(r for r, chosen in choice.items() if solver.boolean_value(chosen))
             start = solver.value(self.forward[k])
-            found[k] = rank, start, solver.value(self.backward[k]) if k in self.backward else start
-        return found
+            placements[k] = rank, start, solver.value(self.backward[k]) if k in self.backward else start
+        return placements
 
     def _add_replica_choice(self) -> None:
         jobs: dict[int, list[cp_model.IntervalVar]] = {}
@@ -137,7 +141,7 @@ class _ScheduleModel:
             self.cp.add_no_overlap(intervals)
 
     def _visit_jobs(self, k: tuple[str, int], u: SampleVisit) -> list[tuple[cp_model.IntVar, int]]:
-        """(start, duration) of each job of a unit, in their order."""
+        """(start, duration) of each task of a visit, in order."""
         starts = (self.forward, self.backward, self.weight)
         return [
             (start[k], ns)
@@ -174,22 +178,22 @@ class _ScheduleModel:
 
     def _add_in_flight_limits(self) -> None:
         for section in (s for s in self.work.sections if has_in_flight_slots(self.work, s)):
-            held = [(k, self._visit_jobs(k, u)) for k, u in self.units.items() if k[0] == section.name]
+            visit_jobs = [(k, self._visit_jobs(k, u)) for k, u in self.units.items() if k[0] == section.name]
             for rank in self.work.replica_ranks[section.name]:
                 intervals = [
                     self.cp.new_optional_interval_var(
                         jobs[0][0], self.cp.new_int_var(0, self.horizon, ""), end, self.x[k][rank], ""
                     )
-                    for k, jobs in held
+                    for k, jobs in visit_jobs
                     for end in (jobs[-1][0] + jobs[-1][1],)
                 ]
                 self.cp.add_cumulative(intervals, [1] * len(intervals), section.in_flight)
 
     def _break_symmetry(self) -> None:
-        """Where no two sections share some ranks only, replicas of a section can be renamed, so its first
-        unit may go to its first one.
+        """Fixes the first visit of interchangeable replicas to the first one.
 
-        Stages of a pipeline are renamed together.
+        Replicas of a section can be renamed where no two sections share only some of their ranks. Stages of a
+        pipeline are renamed together.
         """
         staged = {s.name for stages in self.pipelines for s in stages}
         sets = [frozenset(self.work.replica_ranks[s.name]) for s in self.work.sections]
@@ -211,13 +215,13 @@ class _ScheduleModel:
                 self.cp.add(self.x[stages[0].name, p][self.work.replica_ranks[stages[0].name][0]] == 1)
 
     def _shares_ranks_unevenly(self) -> bool:
-        """Whether sections share ranks in replicas that are not the same."""
+        """Whether sections share ranks in replicas that differ."""
         groups = {frozenset(ranks) for found in self.replicas.values() for ranks in found.values()}
         return any(a & b for a in groups for b in groups if a != b)
 
 
 def _serial_ns(work: BatchWork) -> int:
-    """More than any schedule needs: all work and all waits one after the other."""
+    """Upper bound of any schedule: all tasks and messages one after the other."""
     jobs = sum(u.forward + u.backward + u.second_part for units in work.visits.values() for u in units)
     return (
         jobs

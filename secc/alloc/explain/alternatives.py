@@ -1,10 +1,10 @@
-"""Why a plan is as it is: for each section what else it could be and what that would come to, and what its
-time and memory consist of.
+"""Explains a plan: for each section the alternatives with their step time and memory, and what its time and
+memory consist of.
 
 An alternative changes one choice of one section and leaves everything else: another tp or pp on as many
-ranks, a micro-batch of twice or half the size, another way to shard or to recompute, the next number of
-replicas. It is priced as the chosen plan is (`secc.alloc.problem.closed_form`), so its step time and memory
-stand beside the plan's own. The best alternative that fits is the runner-up.
+ranks, a micro-batch of twice or half the size, another sharding or recomputation, or the next number of
+replicas. It is priced with the same closed forms as the chosen plan (`secc.alloc.problem.closed_form`), so
+both can be compared. The best alternative that fits is the runner-up.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ def explain_choices(
     results: Mapping[str, int],
     size: int | None,
 ) -> dict[str, Any]:
-    """For each section its alternatives, time and memory as plain data for plan.json; times in seconds,
+    """Returns, for each section, alternatives, time and memory as plain data for plan.json; times in seconds,
     memory in bytes.
 
-    `results`: bytes on the ranks of groups that keep results for the next step, `size` those that were asked
-    for (`secc.alloc.refine.prefetch_memory`).
+      refused: choices that a later pass could not carry out.
+      results: bytes for results of the next step on the ranks of groups that prefetch.
+      size: bytes that were asked for with --run-ahead (`secc.alloc.refine.prefetch_memory`).
     """
     assignment = solution.assignment
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
@@ -85,12 +86,12 @@ def _memory_report(
     results: int,
 ) -> dict[str, Any]:
     parts = section_memory_parts(work, asked, assignment, load, c)
-    shared = group - sum(parts.values())
+    other_sections = group - sum(parts.values())
     parts |= {"results for the next step": results} if results else {}
     device = work.cluster.device
     tensor, size = find_largest_tensor(work, load, c)
     return {
-        "parts": parts | ({"other sections on these ranks": shared} if shared > 0 else {}),
+        "parts": parts | ({"other sections on these ranks": other_sections} if other_sections > 0 else {}),
         "used": group + results,
         "usable": asked.usable_bytes(c),
         "margin": device.memory - device.usable_memory,
@@ -101,7 +102,7 @@ def _memory_report(
 def section_memory_parts(
     work: Workload, asked: Problem, assignment: Assignment, load: SectionLoad, c: Candidate
 ) -> dict[str, int]:
-    """What a section holds on a rank under an assignment, part by part."""
+    """Bytes that a section holds on a rank under an assignment, by purpose."""
     name, own, group = load.name, assignment.choice[load.name], assignment.group
     apart = [e for e in asked.edges if group[e.src] != group[e.dst]]
     messages = sum(e.sent_bytes[own] for e in apart if e.src == name) + sum(
@@ -111,38 +112,46 @@ def section_memory_parts(
 
 
 def _price_alternatives(
-    work: Workload, asked: Problem, assignment: Assignment, chosen: Mapping[str, Candidate], name: str, pins: Pins,
+    work: Workload,
+    asked: Problem,
+    assignment: Assignment,
+    chosen: Mapping[str, Candidate],
+    name: str,
+    pins: Pins,
     size: int | None,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+) -> Iterator[dict[str, Any]]:
+    """Yields the priced alternatives of a section, one for each change."""
     own, load = work.for_kind(chosen[name].kind), work.for_kind(chosen[name].kind).loads[name]
     others = [
         *_candidates_of_same_kind(own, min(asked.ranks, own.cluster.ranks), chosen[name], load, pins),
         *_on_other_kinds(work, chosen[name], name),
     ]
-    found = [
+    alternatives = [
         (what, c)
         for what, other in others
         for c in in_flight_variants(work.for_kind(other.kind), load, other)
     ]
-    tried = {s: (c, *(other for _, other in found)) if s == name else (c,) for s, c in chosen.items()}
+    candidates = {
+        s: (c, *(other for _, other in alternatives)) if s == name else (c,) for s, c in chosen.items()
+    }
     pools = tuple(replace(pool, capacity=UNLIMITED_BYTES) for pool in asked.pools)
     problem = replace(
         asked,
-        sections=tried,
-        edges=price_edges(work, tried),
+        sections=candidates,
+        edges=price_edges(work, candidates),
         capacity=UNLIMITED_BYTES,
         pools=pools,
         deadline=None,
     )
     problem = prefetch_memory.with_prefetch_buffers(problem, work, size)
-    best: dict[str, dict[str, Any]] = {}
-    for i, (what, other) in enumerate(found, 1):
-        choice = {s: i if s == name else 0 for s in tried}
+    best_by_change: dict[str, dict[str, Any]] = {}
+    for i, (what, other) in enumerate(alternatives, 1):
+        choice = {s: i if s == name else 0 for s in candidates}
         try:
             value = evaluate_assignment(problem, Assignment(choice, assignment.group))
         except ValueError:  # on another number of ranks than its group has, say
             continue
-        priced = {
+        alternative = {
             "choice": what,
             "layout": {
                 key: getattr(other, key) for key in ("dp", "tp", "pp", "micro_batch", "sharding", "recompute")
@@ -151,17 +160,18 @@ def _price_alternatives(
             "memory": value.memory[assignment.group[name]],
             "fits": value.memory[assignment.group[name]] <= asked.usable_bytes(other),
         }
-        best[what] = min(best.get(what, priced), priced, key=_alternative_rank)
-    yield from best.values()
+        best_by_change[what] = min(best_by_change.get(what, alternative), alternative, key=_alternative_rank)
+    yield from best_by_change.values()
 
 
 def _alternative_rank(priced: Mapping[str, Any]) -> tuple[bool, float]:
-    """Of the ways to hold micro-batches in flight the fastest that fits, else the smallest."""
+    """Sort key for variants of one alternative with different in-flight budgets: the fastest that fits,
+    else the smallest."""
     return not priced["fits"], priced["step_time_s"] if priced["fits"] else priced["memory"]
 
 
 def _on_other_kinds(work: Workload, c: Candidate, name: str) -> Iterator[tuple[str, Candidate]]:
-    """The candidate on as many devices of another kind."""
+    """Yields the candidate on as many devices of another kind."""
     for kind, other in enumerate(work.by_kind):
         if kind != c.kind and c.ranks <= other.cluster.ranks:
             replica = require_rank_load(other, other.loads[name], c.tp, c.pp, c.ranks)
@@ -172,8 +182,8 @@ def _on_other_kinds(work: Workload, c: Candidate, name: str) -> Iterator[tuple[s
 def _candidates_of_same_kind(
     work: Workload, ranks: int, c: Candidate, load: SectionLoad, pins: Pins
 ) -> Iterator[tuple[str, Candidate]]:
-    """Candidates on up to `ranks` devices of the same kind that differ from `c` in one choice, each with what
-    it is called."""
+    """Yields (change, candidate) for up to `ranks` devices of the same kind that differ from `c` in one
+    choice."""
     return (
         (what, replace(other, kind=c.kind)) for what, other in _change_one_choice(work, ranks, c, load, pins)
     )
@@ -219,7 +229,7 @@ def _change_one_choice(
 def _with_shape(
     work: Workload, load: SectionLoad, c: Candidate, what: str, tp: int, pp: int
 ) -> Iterator[tuple[str, Candidate]]:
-    """The candidate with another shape on as many ranks, where there is one."""
+    """Yields the candidate with another (tp, pp) on as many ranks, if that is possible."""
     dp, rest = divmod(c.ranks, tp * pp)
     if not rest and 0 < dp <= work.global_batch:
         size = min(c.micro_batch, -(-work.active_sample_count(load) // dp))
@@ -233,6 +243,6 @@ def _with_shape(
 
 def _adjacent_values(values: Sequence[int], chosen: int) -> list[int]:
     """The values next to the chosen one."""
-    found = sorted(set(values) | {chosen})
-    at = bisect_left(found, chosen)
-    return [*found[max(0, at - 1) : at], *found[at + 1 : at + 2]]
+    ordered = sorted(set(values) | {chosen})
+    at = bisect_left(ordered, chosen)
+    return [*ordered[max(0, at - 1) : at], *ordered[at + 1 : at + 2]]

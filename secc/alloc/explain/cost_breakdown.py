@@ -1,5 +1,5 @@
-"""What the time and the memory of a candidate consist of: the sums of `secc.alloc.problem.candidates`, part
-by part, for people."""
+"""Breaks the time and memory of a candidate down into the parts that `secc.alloc.problem.candidates` sums
+up."""
 
 from __future__ import annotations
 
@@ -33,19 +33,15 @@ from secc.ir.dialect.ops import CallOp
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.runtime.plan.expr_eval import evaluate_expr
 
-PRODUCTS_PART, MEMORY_TRAFFIC_PART, ISSUE_PART, MEASURED_PART = (
-    "products and attention",
-    "memory traffic",
-    "issuing operations",
-    "measured blocks",
-)
+PRODUCTS_PART = "products and attention"
+MEMORY_TRAFFIC_PART = "memory traffic"
+ISSUE_PART = "issuing operations"
+MEASURED_PART = "measured blocks"
 OVERHEADS_PART = "between computations"
-TP_SUMS_PART, GRADIENTS_PART, OPTIMIZER_PART, BUBBLES_PART = (
-    "sums over tp",
-    "sums of gradients",
-    "optimizer",
-    "filling and draining stages",
-)
+TP_SUMS_PART = "sums over tp"
+GRADIENTS_PART = "sums of gradients"
+OPTIMIZER_PART = "optimizer"
+BUBBLES_PART = "filling and draining stages"
 GATHERS_PART = "gathering weights that nothing hides, waits for other replicas"
 _ZERO_COSTS = {
     "ops": 0,
@@ -55,46 +51,58 @@ _ZERO_COSTS = {
     "forward_ns": "0",
     "backward_ns": "0",
 }
+# Fields of a `SectionCost` and of a `RecomputeCost` that make up each part.
 _COST_FIELDS_BY_PART = {
     PRODUCTS_PART: (("work", "backward_work"), ("work",)),
     MEMORY_TRAFFIC_PART: (("glue_bytes",), ("moved",)),
     ISSUE_PART: (("ops",), ("ops",)),
     MEASURED_PART: (("forward_ns", "backward_ns"), ()),
-}  # of a cost, and of what runs again
+}
 
 
 def break_down_time(work: Workload, load: SectionLoad, c: Candidate) -> dict[str, int]:
-    """Nanoseconds of a candidate's busiest rank in a step by what takes them, the largest part first."""
+    """Ns of a candidate's busiest rank in a step by purpose, largest first; parts below a thousandth are
+    left out."""
     rank = require_rank_load(work, load, c.tp, c.pp, c.ranks)
-    found = {
+    ns_by_part = {
         name: _evaluate_over_step(
             work, rank, c, *_time_expressions(work, rank, _restrict_cost(rank.cost, *kept), c)
         )
         for name, kept in _COST_FIELDS_BY_PART.items()
     }
     job = str(work.cluster.device.overheads.job)
-    found[OVERHEADS_PART] = _evaluate_over_step(work, rank, c, job, job if load.mode != "forward" else "0")
-    sums = tp_pp_scaling.tp_all_reduce_ns(rank.cost, c.tp, work.cluster)
-    found[TP_SUMS_PART] = _evaluate_over_step(work, rank, c, sums, sums if load.mode != "forward" else "0")
+    ns_by_part[OVERHEADS_PART] = _evaluate_over_step(
+        work, rank, c, job, job if load.mode != "forward" else "0"
+    )
+    all_reduce = tp_pp_scaling.tp_all_reduce_ns(rank.cost, c.tp, work.cluster)
+    ns_by_part[TP_SUMS_PART] = _evaluate_over_step(
+        work, rank, c, all_reduce, all_reduce if load.mode != "forward" else "0"
+    )
     shards = c.dp if c.sharding != "none" else 1
-    found[OPTIMIZER_PART] = (
+    ns_by_part[OPTIMIZER_PART] = (
         roofline.optimizer_step_ns(rank.cost, work.cluster.device, shards) if load.mode == "train" else 0
     )
-    found[GRADIENTS_PART] = gradient_and_optimizer_ns(work, rank, c.dp, c.sharding) - found[OPTIMIZER_PART]
-    found[BUBBLES_PART] = pipeline_bubble_ns(
+    ns_by_part[GRADIENTS_PART] = (
+        gradient_and_optimizer_ns(work, rank, c.dp, c.sharding) - ns_by_part[OPTIMIZER_PART]
+    )
+    ns_by_part[BUBBLES_PART] = pipeline_bubble_ns(
         rank, c.micro_batch, busiest_replica_ns(work, rank, c.dp, c.micro_batch, c.sharding, c.recompute)
     )
-    found[GATHERS_PART if c.sharding == "zero3" else "other"] = c.time_ns - sum(found.values())
+    ns_by_part[GATHERS_PART if c.sharding == "zero3" else "other"] = c.time_ns - sum(ns_by_part.values())
     return {
-        name: ns for name, ns in sorted(found.items(), key=lambda part: -part[1]) if ns > c.time_ns // 1000
+        name: ns
+        for name, ns in sorted(ns_by_part.items(), key=lambda part: -part[1])
+        if ns > c.time_ns // 1000
     }
 
 
-def _restrict_cost(cost: SectionCost, kept: tuple[str, ...], again: tuple[str, ...]) -> SectionCost:
-    """A cost without anything but some of what takes time."""
-    none = {name: value for name, value in _ZERO_COSTS.items() if name not in kept}
+def _restrict_cost(cost: SectionCost, kept: tuple[str, ...], kept_recomputed: tuple[str, ...]) -> SectionCost:
+    """Cost with only the fields in `kept`, and for recomputation those in `again`."""
+    zeros = {name: value for name, value in _ZERO_COSTS.items() if name not in kept}
     return replace(
-        cost, **none, recompute={way: _restrict_recompute_cost(a, again) for way, a in cost.recompute.items()}
+        cost,
+        **zeros,
+        recompute={mode: _restrict_recompute_cost(a, kept_recomputed) for mode, a in cost.recompute.items()},
     )
 
 
@@ -106,6 +114,7 @@ def _restrict_recompute_cost(way: RecomputeCost, kept: tuple[str, ...]) -> Recom
 
 
 def _time_expressions(work: Workload, load: SectionLoad, cost: SectionCost, c: Candidate) -> tuple[str, str]:
+    """(forward, backward) expressions of a cost, without overheads."""
     device = replace(work.cluster.device, overheads=Overheads())
     return roofline.forward_ns_expression(cost, device), roofline.backward_ns_expression(
         cost, load.mode, device, c.recompute
@@ -113,15 +122,15 @@ def _time_expressions(work: Workload, load: SectionLoad, cost: SectionCost, c: C
 
 
 def _evaluate_over_step(work: Workload, load: SectionLoad, c: Candidate, forward: str, backward: str) -> int:
-    """What the busiest replica's micro-batches take together."""
+    """Ns of all micro-batches of the busiest replica for expressions of one micro-batch."""
     busiest, total = Fraction(-(-work.active_sample_count(load) // c.dp)), Fraction(0)
     for pattern in load.active_patterns:
         samples = busiest * pattern.share / load.sample_share
-        alike = min(c.micro_batch, ceil(samples))
-        sizes = micro_batch_sizes(work.graph, pattern.sizes, alike)
+        samples_each = min(c.micro_batch, ceil(samples))
+        sizes = micro_batch_sizes(work.graph, pattern.sizes, samples_each)
         total += (
             samples
-            / alike
+            / samples_each
             * load.spread.mean_ns(
                 pattern.when, evaluate_expr(forward, sizes) + evaluate_expr(backward, sizes)
             )
@@ -132,42 +141,45 @@ def _evaluate_over_step(work: Workload, load: SectionLoad, c: Candidate, forward
 def break_down_memory(
     work: Workload, load: SectionLoad, c: Candidate, ahead: bool, messages: int = 0
 ) -> dict[str, int]:
-    """Bytes of a candidate on a rank by what takes them; `ahead` where all forwards come first, with
-    `messages` bytes on their way."""
+    """Bytes of a candidate on a rank by purpose.
+
+    `ahead`: whether all forwards come before the first backward; `messages`: bytes of messages that the rank
+    holds.
+    """
     rank = require_rank_load(work, load, c.tp, c.pp, c.ranks)
-    found = candidate_memory(work, rank, c)
+    memory = candidate_memory(work, rank, c)
     count = c.in_flight if ahead and c.in_flight else in_flight_alternating(work, rank, c.micro_batches)
-    of = f"{count} micro-batch{'es' if count != 1 else ''}"
-    if found.largest_sample > count * found.activation:
-        of = f"the largest sample ({describe_largest_sample(work, rank, c.recompute)})"
+    count_text = f"{count} micro-batch{'es' if count != 1 else ''}"
+    if memory.largest_sample > count * memory.activation:
+        count_text = f"the largest sample ({describe_largest_sample(work, rank, c.recompute)})"
     parts = {
-        "weights": found.parameters,
-        "gradients": found.extra_gradient_bytes(count),
-        "optimizer states": found.optimizer,
-        "gathered layers, gradients on their way": found.buffers,
-        f"activations of {of}": found.activation_bytes(count),
+        "weights": memory.parameters,
+        "gradients": memory.extra_gradient_bytes(count),
+        "optimizer states": memory.optimizer,
+        "gathered layers, gradients on their way": memory.buffers,
+        f"activations of {count_text}": memory.activation_bytes(count),
         "tensors within a forward"
         if load.mode == "forward"
-        else "gradients of an operation, or recomputing a layer": found.working,
+        else "gradients of an operation, or recomputing a layer": memory.working,
         "messages": messages,
     }
     return {name: size for name, size in parts.items() if size}
 
 
 def describe_largest_sample(work: Workload, load: SectionLoad, recompute: str) -> str:
-    """The sizes of the listed sample that keeps most, as text; `load` is that of a rank."""
-    every = [
+    """Sizes of the listed sample that keeps most bytes, as text; `load` is that of a rank."""
+    listed = [
         (size, columns, i)
         for columns, kept in sample_activation_bytes(work, load, recompute)
         for i, size in enumerate(kept)
     ]
-    _, columns, i = max(every, key=lambda found: found[0])
+    _, columns, i = max(listed, key=lambda found: found[0])
     return ", ".join(f"{name}={column[i]}" for name, column in columns.items() if column[i] and name != "B")
 
 
 def find_largest_tensor(work: Workload, load: SectionLoad, c: Candidate) -> tuple[str, int]:
-    """The largest tensor between blocks of a micro-batch (logits, in a language model): as text with its
-    place, and bytes on a replica."""
+    """The largest tensor between blocks of a micro-batch (in language models the logits): (text with its
+    location, bytes on a replica)."""
     name, best = load.name, ("", 0)
     for pattern in load.active_patterns:
         sizes = micro_batch_sizes(work.graph, pattern.sizes, c.micro_batch)
@@ -180,15 +192,13 @@ def find_largest_tensor(work: Workload, load: SectionLoad, c: Candidate) -> tupl
                     )
                     if size > best[1]:
                         where = op.target.data if isinstance(op, CallOp) else _describe_op_location(op)
-                        best = (
-                            f"{kind.dtype.data}[{', '.join(map(size_expr.format_expr, kind.shape))}] of {where}",
-                            size,
-                        )
+                        shape = ", ".join(map(size_expr.format_expr, kind.shape))
+                        best = (f"{kind.dtype.data}[{shape}] of {where}", size)
     return best
 
 
 def _evaluate_or_zero(size: str, sizes: Mapping[str, int]) -> int:
-    """0 where the inputs' values decide the size."""
+    """Value of a size expression; 0 if it depends on values of inputs."""
     try:
         return evaluate_expr(size, sizes)
     except (KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""Why nothing fits, and the smallest change that would: what a user reads when the solver finds no plan."""
+"""Explains why no plan fits, and finds the smallest change that makes one fit: the error that users read."""
 
 from __future__ import annotations
 
@@ -20,36 +20,39 @@ MAX_SUGGESTED_PER_NODE = 8  # devices that a node has at most, where more of the
 
 
 def explain_infeasibility(work: Workload, asked: Problem, pins: Pins) -> UserError:
-    """The error for a problem without a solution."""
+    """Returns the error for a problem without a solution."""
     if asked.deadline is not None and (reached := solve_least_time(asked)) is not None:
         return _deadline_error(work, asked, reached)
     need = solve_least_memory(asked)
     if need is None:
         return _rank_error(work, asked, pins)
-    least = replace(asked, capacity=need)
-    section, parts = _find_binding_section(work, least)
+    relaxed = replace(asked, capacity=need)
+    section, parts = _find_binding_section(work, relaxed)
     device = work.cluster.device
     cause = (
-        f"section {section} does not fit: its ranks need {need / GIB:.2f} GiB ({parts}), and of the {device.memory / GIB:.2f} GiB of each "
-        f"{device.kind} {asked.capacity / GIB:.2f} GiB can be used"
+        f"section {section} does not fit: its ranks need {need / GIB:.2f} GiB ({parts}), "
+        f"and of the {device.memory / GIB:.2f} GiB of each {device.kind} "
+        f"{asked.capacity / GIB:.2f} GiB can be used"
     )
     return UserError(cause, f"cluster {work.cluster.name}", _suggest_remedy(work, asked, pins, section, need))
 
 
-def _deadline_error(work: Workload, asked: Problem, reached: int) -> UserError:
-    """The deadline is shorter than any step."""
-    least = (
-        -(-reached // 10**5) / 10**4
-    )  # seconds that are sure to suffice, as nobody wants to type nanoseconds
-    cause = f"no step takes at most {(asked.deadline or 0) / 10**9:g} s: the fastest on up to {asked.ranks} ranks takes {reached / 10**9:.4g} s"
+def _deadline_error(work: Workload, asked: Problem, shortest_ns: int) -> UserError:
+    """Error for a deadline that is shorter than the shortest step, `reached` ns."""
+    seconds = -(-shortest_ns // 10**5) / 10**4  # rounded up to four digits, so that it is sure to suffice
+    cause = (
+        f"no step takes at most {(asked.deadline or 0) / 10**9:g} s: "
+        f"the fastest on up to {asked.ranks} ranks takes {shortest_ns / 10**9:.4g} s"
+    )
     return UserError(
         cause,
         f"cluster {work.cluster.name}",
-        f"ask for a step time of at least {least:g} s, or give more or faster devices",
+        f"ask for a step time of at least {seconds:g} s, or give more or faster devices",
     )
 
 
 def _rank_error(work: Workload, asked: Problem, pins: Pins) -> UserError:
+    """Error for choices or a strategy that cannot be met whatever the memory."""
     names = ", ".join(asked.sections)
     if (
         pins.as_text
@@ -76,31 +79,30 @@ def _rank_error(work: Workload, asked: Problem, pins: Pins) -> UserError:
     )
 
 
-def _find_binding_section(work: Workload, least: Problem) -> tuple[str, str]:
-    """The section that needs most where all need as little as they can, and what its ranks hold, as text."""
-    solution = solve_allocation(least)
+def _find_binding_section(work: Workload, relaxed: Problem) -> tuple[str, str]:
+    """(section that needs most memory where all need as little as they can, what its ranks hold as text)."""
+    solution = solve_allocation(relaxed)
     assert solution is not None
     assignment = solution.assignment
-    chosen = {s: cs[assignment.choice[s]] for s, cs in least.sections.items()}
-    parts = {s: section_memory_parts(work, least, assignment, work.loads[s], c) for s, c in chosen.items()}
+    chosen = {s: cs[assignment.choice[s]] for s, cs in relaxed.sections.items()}
+    parts = {s: section_memory_parts(work, relaxed, assignment, work.loads[s], c) for s, c in chosen.items()}
     section = max(parts, key=lambda s: sum(parts[s].values()))
-    others = evaluate_assignment(least, assignment).memory[assignment.group[section]] - sum(
+    other_sections = evaluate_assignment(relaxed, assignment).memory[assignment.group[section]] - sum(
         parts[section].values()
     )
-    held = parts[section] | ({"other sections": others} if others >> 20 else {})
-    return section, ", ".join(f"{what} {size / GIB:.2f}" for what, size in held.items() if size >> 20)
+    held_bytes = parts[section] | ({"other sections": other_sections} if other_sections >> 20 else {})
+    return section, ", ".join(f"{what} {size / GIB:.2f}" for what, size in held_bytes.items() if size >> 20)
 
 
 # -- what would make it fit, tried out
-# ---------------------------------------------------------------------------------------------------
 
 
 def _suggest_remedy(work: Workload, asked: Problem, pins: Pins, section: str, need: int) -> str:
-    """The smallest changes with which the solver finds a plan: of a choice, the strategy, else the devices;
-    or how large those must be."""
-    found = _suggest_choice(work, asked, pins) or _suggest_strategy(work, asked, pins)
-    if found:
-        return found
+    """The smallest change with which the solver finds a plan: of a choice, else the strategy, else the
+    devices. If none of those suffices, how large devices must be."""
+    suggestion = _suggest_choice(work, asked, pins) or _suggest_strategy(work, asked, pins)
+    if suggestion:
+        return suggestion
     devices = [
         text
         for text in (_suggest_more_devices(work, asked, pins), _suggest_larger_devices(work, asked, pins))
@@ -114,12 +116,13 @@ def _suggest_remedy(work: Workload, asked: Problem, pins: Pins, section: str, ne
 
 
 def _suggest_choice(work: Workload, asked: Problem, pins: Pins) -> str:
-    """One pinned choice made otherwise, those first that leave the layout as it is; else none of them."""
+    """Another value for one pinned choice, trying those first that keep the layout; else dropping all of
+    them; else ""."""
     for section, key, value in sorted(pins.pinned_choices, key=lambda pin: pin[1] in {"dp", "tp", "pp"}):
         solution, sections = _solve_with(work, asked.ranks, asked.strategy, pins.without_pin(section, key))
         if solution is not None:
-            taken = sections[section][solution.assignment.choice[section]]
-            return f"set {section}.{key}={getattr(taken, key)} in place of {value}"
+            chosen = sections[section][solution.assignment.choice[section]]
+            return f"set {section}.{key}={getattr(chosen, key)} in place of {value}"
     if (
         pins.as_text
         and _solve_with(
@@ -137,7 +140,7 @@ def _suggest_strategy(work: Workload, asked: Problem, pins: Pins) -> str:
 
 
 def _suggest_more_devices(work: Workload, asked: Problem, pins: Pins) -> str:
-    """The fewest of a few larger counts: some ranks more, then twice, four and eight times as many."""
+    """The fewest devices of a few larger counts: some ranks more, then two, four and eight times as many."""
     cluster = work.cluster
     counts = [asked.ranks + n for n in range(1, len(asked.sections) + 1)] + [
         asked.ranks * n for n in (2, 4, 8)
@@ -146,10 +149,10 @@ def _suggest_more_devices(work: Workload, asked: Problem, pins: Pins) -> str:
         larger = _cluster_with_ranks(cluster, ranks)
         if larger is None:
             continue
-        grown = work if larger == cluster else build_workload(work.graph, larger, work.global_batch)
+        larger_work = work if larger == cluster else build_workload(work.graph, larger, work.global_batch)
         if (
-            ranks <= count_usable_ranks(grown, asked.strategy, pins, ranks)
-            and _solve_with(grown, ranks, asked.strategy, pins)[0] is not None
+            ranks <= count_usable_ranks(larger_work, asked.strategy, pins, ranks)
+            and _solve_with(larger_work, ranks, asked.strategy, pins)[0] is not None
         ):
             shape = f"{larger.nodes}x{larger.per_node}x{cluster.device.kind}"
             return f"give {ranks} ranks" if larger == cluster else f"give {ranks} devices ({shape})"
@@ -157,8 +160,8 @@ def _suggest_more_devices(work: Workload, asked: Problem, pins: Pins) -> str:
 
 
 def _cluster_with_ranks(cluster: Cluster, ranks: int) -> Cluster | None:
-    """A cluster with so many ranks: the same, one with a larger node, or with more nodes; None if they are no
-    whole nodes."""
+    """Cluster with at least `ranks` ranks: the same one, one with a larger node, or with more nodes; None
+    if they are not whole nodes."""
     if ranks <= cluster.per_node or (ranks <= cluster.ranks and ranks % cluster.per_node == 0):
         return cluster
     if cluster.nodes == 1 and ranks <= max(MAX_SUGGESTED_PER_NODE, cluster.per_node):
@@ -167,12 +170,14 @@ def _cluster_with_ranks(cluster: Cluster, ranks: int) -> Cluster | None:
 
 
 def _suggest_larger_devices(work: Workload, asked: Problem, pins: Pins) -> str:
-    """The kind with the least memory with which as many devices suffice."""
+    """The device kind with the least memory on which the same number suffices."""
     device = work.cluster.device
     kinds = (d for d in DEVICE_PRESETS.values() if d.backend == device.backend and d.memory > device.memory)
     for kind in sorted(kinds, key=lambda d: d.memory):
-        other = build_workload(work.graph, replace(work.cluster, device=kind, groups=()), work.global_batch)
-        if _solve_with(other, asked.ranks, asked.strategy, pins)[0] is not None:
+        larger_work = build_workload(
+            work.graph, replace(work.cluster, device=kind, groups=()), work.global_batch
+        )
+        if _solve_with(larger_work, asked.ranks, asked.strategy, pins)[0] is not None:
             return f"use {kind.kind} devices ({kind.memory / GIB:.0f} GiB)"
     return ""
 
@@ -180,7 +185,7 @@ def _suggest_larger_devices(work: Workload, asked: Problem, pins: Pins) -> str:
 def _solve_with(
     work: Workload, ranks: int, strategy: str, pins: Pins
 ) -> tuple[Solution | None, Mapping[str, tuple[Candidate, ...]]]:
-    """What the solver finds under other conditions, and the candidates it chose from."""
+    """(solution under other conditions or None, candidates by section)."""
     try:
         asked = build_problem(work, ranks, strategy, pins)
     except UserError:

@@ -1,8 +1,8 @@
-"""A plan as a list of choices, NAME.KEY=VALUE, and back: so a model's second allocation, with its layers,
-knows what the first one found.
+"""Writes a plan as a list of choices, NAME.KEY=VALUE, and rebuilds the assignment from them.
 
-What blocks cost in all is the same cut or whole, so nothing is to be gained by looking for the best plan
-twice. What the solver had proven of it and how many plans were tried comes along as KEY=VALUE.
+A model's second allocation, with its layers captured one by one, takes the first one's plan over in this way:
+the blocks cost the same in total, so searching again would find nothing better. Solver status, gap and the
+number of evaluated plans travel along as KEY=VALUE.
 """
 
 from __future__ import annotations
@@ -19,82 +19,85 @@ from secc.alloc.problem.types import Assignment, Candidate, Problem
 from secc.ir.analysis.dataflow import get_number
 from secc.ir.dialect.ops import GraphOp, SectionOp
 
-DEFAULT_SOLVER_STATUS = {
-    "status": "FEASIBLE",
-    "gap": "1.0",
-    "tried": "1",
-}  # of a plan of which nothing is told
+# Assumed where nothing is known of how a plan was found.
+DEFAULT_SOLVER_STATUS = {"status": "FEASIBLE", "gap": "1.0", "tried": "1"}
 NUMBER_KEYS, WORD_KEYS = ("dp", "tp", "pp", "micro_batch"), ("sharding", "recompute")
 
 
 def list_plan_choices(graph: GraphOp) -> tuple[str, ...]:
-    """What `allocate` has chosen for each section; `with` names the first one on the same ranks."""
+    """The choices of `allocate` for each section; `with` names the first section on the same ranks."""
     first: dict[str, str] = {}
-    found: list[str] = []
+    choices: list[str] = []
     for section in graph.sections:
         name, ranks = section.sym.data, str(section.attributes.get("ranks"))
-        found += [
+        choices += [
             f"{name}.{key}={value}"
             for key in (*NUMBER_KEYS, *WORD_KEYS)
             if (value := _choice_text(section, key))
         ]
-        found += [f"{name}.with={first[ranks]}"] if ranks in first else []
+        choices += [f"{name}.with={first[ranks]}"] if ranks in first else []
         first.setdefault(ranks, name)
-    return tuple(found)
+    return tuple(choices)
 
 
 def format_solver_status(graph: GraphOp) -> tuple[str, ...]:
-    """What is told of these choices."""
+    """Solver status, gap and number of evaluated plans, as KEY=VALUE."""
     solver = graph.attributes.get("solver")
-    told = json.loads(solver.data) if isinstance(solver, StringAttr) else {}
-    return tuple(f"{key}={told[key]}" for key in DEFAULT_SOLVER_STATUS if key in told)
+    status = json.loads(solver.data) if isinstance(solver, StringAttr) else {}
+    return tuple(f"{key}={status[key]}" for key in DEFAULT_SOLVER_STATUS if key in status)
 
 
 def parse_solver_status(texts: Sequence[str]) -> tuple[str, float, int]:
-    """Status, gap and the number of plans that were tried."""
-    told = DEFAULT_SOLVER_STATUS | dict(text.split("=", 1) for text in texts)
-    return told["status"], float(told["gap"]), int(told["tried"])
+    """Returns (status, gap, number of evaluated plans) from KEY=VALUE texts; defaults for missing ones."""
+    status = DEFAULT_SOLVER_STATUS | dict(text.split("=", 1) for text in texts)
+    return status["status"], float(status["gap"]), int(status["tried"])
 
 
 def _choice_text(section: SectionOp, key: str) -> str:
+    """An attribute of a section as text, "" if it is missing."""
     word = section.attributes.get(key)
     return word.data if isinstance(word, StringAttr) else str(get_number(section, key) or "")
 
 
 def assignment_from_choices(problem: Problem, texts: Sequence[str]) -> Assignment | None:
-    """The assignment with these choices; of several, which differ in what is in flight, the fastest by closed
-    forms.
+    """Rebuilds the assignment with these choices, None if there is none.
 
-    None where there is none, or kinds of devices are mixed, of which choices do not tell.
+    Choices do not say how many micro-batches are in flight; of several matching assignments the fastest by
+    closed forms is returned. Device kinds are not part of choices either, so None where kinds are mixed.
     """
     if not texts or problem.pools:
         return None
-    asked = pins.parse_pins(texts, problem.sections)
+    pins_of_plan = pins.parse_pins(texts, problem.sections)
     wanted = {
-        s: {key: value for section, key, value in asked.pinned_choices if section == s}
+        s: {key: value for section, key, value in pins_of_plan.pinned_choices if section == s}
         for s in problem.sections
     }
-    alike = [
+    matching = [
         [i for i, c in enumerate(cs) if _matches_choices(c, wanted[s])] for s, cs in problem.sections.items()
     ]
-    group = {s: s for s in problem.sections} | _groups_by_leader(asked.together, list(problem.sections))
-    timed: list[tuple[int, tuple[int, ...], Assignment]] = []
-    for places in product(*alike):
-        found = Assignment(dict(zip(problem.sections, places, strict=True)), group)
+    group = {s: s for s in problem.sections} | _groups_by_leader(
+        pins_of_plan.together, list(problem.sections)
+    )
+    by_time: list[tuple[int, tuple[int, ...], Assignment]] = []
+    for places in product(*matching):
+        candidate_assignment = Assignment(dict(zip(problem.sections, places, strict=True)), group)
         try:
-            timed.append((evaluate_assignment(problem, found).time_ns, places, found))
+            by_time.append(
+                (evaluate_assignment(problem, candidate_assignment).time_ns, places, candidate_assignment)
+            )
         except ValueError:
             continue
-    return min(timed, key=lambda t: t[:2])[2] if timed else None
+    return min(by_time, key=lambda t: t[:2])[2] if by_time else None
 
 
 def _groups_by_leader(pairs: Sequence[tuple[str, str]], order: list[str]) -> dict[str, str]:
-    """The first section, in the problem's order, of those that share ranks with the same one."""
+    """The first section, in the problem's order, of each set of sections that share ranks; by section."""
     shared: dict[str, list[str]] = {}
     for section, leader in pairs:
         shared.setdefault(leader, [leader]).append(section)
-    return {s: min(some, key=order.index) for some in shared.values() for s in some}
+    return {s: min(members, key=order.index) for members in shared.values() for s in members}
 
 
 def _matches_choices(c: Candidate, wanted: dict[str, int | str]) -> bool:
+    """Whether a candidate has the chosen values."""
     return all(getattr(c, key) == value for key, value in wanted.items())

@@ -1,21 +1,19 @@
-"""Ranks onto nodes: which devices the groups of an allocation take, and in which order their ranks stand.
+"""Places the groups of an allocation on nodes: which ranks each group takes, and in which order.
 
-Sets
-    G        groups of sections that share ranks; a group is a row of units, each of as many ranks as its
-    widest tensor parallelism slots    the cluster's ranks in a row, node by node
+Groups are sets of sections that share ranks. A group is a row of units; a unit has as many ranks as the
+group's widest tensor parallelism. The slots are the cluster's ranks, node by node. A placement is an order of
+all groups' units on the slots, such that no unit spans two nodes, and for each group whether replicas or
+stages are the outer axis: with stages outside, the replicas of a stage are neighbours and reduce gradients
+nearby; with replicas outside, the stages of a replica are neighbours.
 
-A placement is an order of all groups' units on the slots, none across two nodes, and for each group whether
-replicas or stages are the outer axis: with stages outside, a stage's replicas are neighbours and sum their
-gradients nearby; with replicas outside, its stages are.
+The cost (`placement_cost`) of a group is its gradient reductions, which nothing hides, plus the time of the
+busiest in- or outgoing link of its devices for the bytes of a step; the slowest group counts. Among equals,
+fewer bytes between nodes are better. Samples of an edge between groups may go from any replica to any other,
+so its bytes spread evenly over all pairs of their ranks.
 
-What a placement costs is `cost`: each group's sums of gradients (which nothing hides) and the busiest of its
-devices' ways in and out, moving every byte of a step; the slowest group counts. Among equals few bytes cross
-nodes. Samples of an edge between groups may go from any replica to any other, so its bytes spread evenly over
-all pairs of their ranks.
-
-`search` tries the groups one after the other in every order, interleaved node by node, and both orders of
-axes; the best of these are improved by swapping two units, as long as that helps and within `TRIES`.
-Everything is deterministic.
+`search_placement` tries the groups one after the other in every order, groups interleaved node by node, and
+both axis orders; the best of these are improved by swapping units as long as that helps, within
+`MAX_SWAP_EVALUATIONS`. Everything is deterministic.
 """
 
 from __future__ import annotations
@@ -31,14 +29,14 @@ from secc.cost.model.collectives import all_gather_ns, all_reduce_ns, reduce_sca
 MAX_SWAP_EVALUATIONS = (
     600  # placements that swaps may look at; a thousand ranks take about a millisecond each
 )
-IMPROVED_STARTS = 8  # of which swaps begin
-MAX_PERMUTED_GROUPS = 4  # groups, up to which every order of them is tried
+IMPROVED_STARTS = 8  # best start placements that are improved by swaps
+MAX_PERMUTED_GROUPS = 4  # up to this number of groups every order of them is tried
 
 
 @dataclass(frozen=True)
 class PlacementGroup:
-    """`units` units of `unit` ranks; `stages` of them make a replica where stages may be the outer axis, else
-    1. `nodes` are those it may be on, any if empty."""
+    """A group of `units` units with `ranks_per_unit` ranks each. `stages` units make a replica where
+    stages may be the outer axis, else 1. `nodes` are the nodes it may use (empty: any)."""
 
     name: str
     units: int
@@ -49,8 +47,8 @@ class PlacementGroup:
 
 @dataclass(frozen=True)
 class GradientSum:
-    """Gradients of a section: `size` bytes on each rank, summed over dp for each stage and place of tp. Ranks
-    stand as (dp, pp, tp)."""
+    """Gradient reduction of a section: `size` bytes on each rank, summed over dp for each stage and tp
+    rank. Ranks are ordered (dp, pp, tp)."""
 
     group: str
     size: int
@@ -61,7 +59,7 @@ class GradientSum:
 
 @dataclass(frozen=True)
 class EdgeTraffic:
-    """What an edge between groups moves in a step: bytes forward and back, over all ranks."""
+    """Bytes that an edge between groups moves in a step, forward and back, over all ranks."""
 
     src: str
     dst: str
@@ -71,8 +69,7 @@ class EdgeTraffic:
 
 @dataclass(frozen=True)
 class PipelineTraffic:
-    """What each stage of a pipeline hands to the next in a step, over all replicas: bytes forward and
-    back."""
+    """Bytes that each pipeline stage sends to the next in a step, forward and back, over all replicas."""
 
     group: str
     pp: int
@@ -93,14 +90,14 @@ class PlacementProblem:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks of all groups."""
         return sum(g.units * g.ranks_per_unit for g in self.groups)
 
 
 @dataclass(frozen=True, order=True)
 class PlacementCost:
-    """Nanoseconds of the slowest group (its sums, and its busiest device's bytes one after the other), bytes
-    of a step between nodes and inside them, nanoseconds of the longest sums."""
+    """Ns of the slowest group, bytes of a step between nodes and inside nodes, and ns of the longest
+    reductions. Ordered: less is better."""
 
     time_ns: int
     between: int
@@ -113,10 +110,10 @@ UnitOrder = tuple[str, ...]  # the group of each unit, in the order of slots
 
 
 def search_placement(problem: PlacementProblem) -> tuple[Placement, PlacementCost]:
-    """The best placement found, never worse than the groups one after the other."""
+    """Returns the best placement found and its cost; never worse than the groups one after the other."""
     row = place_consecutively(problem, [g.name for g in problem.groups], frozenset())
     starts = {(order, outer): None for order in _start_orders(problem) for outer in _axis_choices(problem)}
-    found = [
+    starts_by_cost = [
         (placement_cost(problem, placed), *start)
         for start in starts
         if (placed := place_units(problem, *start)) is not None
@@ -124,13 +121,13 @@ def search_placement(problem: PlacementProblem) -> tuple[Placement, PlacementCos
     budget = _SwapBudget(MAX_SWAP_EVALUATIONS)
     improved = [
         _improve_by_swaps(problem, *start, budget)
-        for start in sorted(found, key=lambda f: f[0])[:IMPROVED_STARTS]
+        for start in sorted(starts_by_cost, key=lambda f: f[0])[:IMPROVED_STARTS]
     ]
-    value, order, outer = min(
+    best_cost, order, outer = min(
         improved, key=lambda f: f[0], default=(placement_cost(problem, row), (), frozenset[str]())
     )
-    placed = place_units(problem, order, outer) if value < placement_cost(problem, row) else None
-    return (placed, value) if placed is not None else (row, placement_cost(problem, row))
+    placed = place_units(problem, order, outer) if best_cost < placement_cost(problem, row) else None
+    return (placed, best_cost) if placed is not None else (row, placement_cost(problem, row))
 
 
 @dataclass
@@ -145,7 +142,7 @@ def _improve_by_swaps(
     outer: frozenset[str],
     budget: _SwapBudget,
 ) -> tuple[PlacementCost, UnitOrder, frozenset[str]]:
-    """Swap units of different groups on different nodes while that helps."""
+    """Swaps units of different groups on different nodes while that reduces the cost and the budget lasts."""
     better = True
     while better:
         better = False
@@ -163,6 +160,7 @@ def _improve_by_swaps(
 
 
 def _start_orders(problem: PlacementProblem) -> Iterator[UnitOrder]:
+    """Yields the unit orders to start from."""
     names = [g.name for g in problem.groups]
     for row in permutations(names) if len(names) <= MAX_PERMUTED_GROUPS else [names]:
         yield _consecutive_order(problem, row)
@@ -170,10 +168,10 @@ def _start_orders(problem: PlacementProblem) -> Iterator[UnitOrder]:
 
 
 def _axis_choices(problem: PlacementProblem) -> Iterator[frozenset[str]]:
-    """Every choice of groups whose stages are the outer axis."""
-    free = [g.name for g in problem.groups if 1 < g.stages < g.units]
-    for chosen in product((False, True), repeat=len(free)):
-        yield frozenset(name for name, yes in zip(free, chosen, strict=True) if yes)
+    """Yields every set of groups whose stages are the outer axis."""
+    choosable = [g.name for g in problem.groups if 1 < g.stages < g.units]
+    for chosen in product((False, True), repeat=len(choosable)):
+        yield frozenset(name for name, is_outer in zip(choosable, chosen, strict=True) if is_outer)
 
 
 def _consecutive_order(problem: PlacementProblem, names: Iterable[str]) -> UnitOrder:
@@ -182,7 +180,7 @@ def _consecutive_order(problem: PlacementProblem, names: Iterable[str]) -> UnitO
 
 
 def _interleaved_order(problem: PlacementProblem, names: Sequence[str]) -> UnitOrder:
-    """Each node with its share of every group, groups side by side within it."""
+    """Unit order in which each node has its share of every group."""
     groups = {g.name: g for g in problem.groups}
     nodes = -(-problem.world_size // problem.cluster.per_node)
     taken = dict.fromkeys(names, 0)
@@ -196,6 +194,7 @@ def _interleaved_order(problem: PlacementProblem, names: Sequence[str]) -> UnitO
 
 
 def _swapped_orders(problem: PlacementProblem, order: UnitOrder) -> Iterator[UnitOrder]:
+    """Yields orders with two units of different groups on different nodes swapped."""
     nodes = _unit_nodes(problem, order)
     for i, j in combinations(range(len(order)), 2):
         if order[i] != order[j] and nodes[i] != nodes[j]:
@@ -205,23 +204,25 @@ def _swapped_orders(problem: PlacementProblem, order: UnitOrder) -> Iterator[Uni
 
 
 def _unit_nodes(problem: PlacementProblem, order: UnitOrder) -> list[int]:
-    """The node on which each unit begins."""
+    """Node on which each unit begins."""
     sizes = {g.name: g.ranks_per_unit for g in problem.groups}
-    start, found = 0, list[int]()
+    start, nodes = 0, list[int]()
     for name in order:
-        found.append(start // problem.cluster.per_node)
+        nodes.append(start // problem.cluster.per_node)
         start += sizes[name]
-    return found
+    return nodes
 
 
 def place_consecutively(problem: PlacementProblem, names: Iterable[str], outer: frozenset[str]) -> Placement:
-    """The groups one after the other, even where units then lie across nodes."""
+    """Ranks of the groups placed one after the other, even where units then span nodes."""
     return _ranks_of_order(problem, _consecutive_order(problem, names), outer)
 
 
 def place_units(problem: PlacementProblem, order: UnitOrder, outer: frozenset[str]) -> Placement | None:
-    """The ranks of each group for an order of units; `outer` groups have stages as their outer axis. None if
-    a unit lies across nodes, or on one where its group may not be."""
+    """Ranks of each group for a unit order; groups in `outer` have stages as outer axis.
+
+    None if a unit spans nodes, or is on a node that its group may not use.
+    """
     groups, per_node, start = {g.name: g for g in problem.groups}, problem.cluster.per_node, 0
     for name in order:
         group, node = groups[name], start // per_node
@@ -237,21 +238,20 @@ def _ranks_of_order(problem: PlacementProblem, order: UnitOrder, outer: frozense
     for name in order:
         units[name].append(range(start, start + sizes[name]))
         start += sizes[name]
-    found: dict[str, tuple[int, ...]] = {}
+    ranks_by_group: dict[str, tuple[int, ...]] = {}
     for g in problem.groups:
-        row, dp = units[g.name], g.units // g.stages
+        ordered_units, dp = units[g.name], g.units // g.stages
         if g.name in outer:
-            row = [row[p * dp + d] for d in range(dp) for p in range(g.stages)]
-        found[g.name] = tuple(rank for unit in row for rank in unit)
-    return found
+            ordered_units = [ordered_units[p * dp + d] for d in range(dp) for p in range(g.stages)]
+        ranks_by_group[g.name] = tuple(rank for unit in ordered_units for rank in unit)
+    return ranks_by_group
 
 
 # -- what a placement costs
-# ------------------------------------------------------------------------------------------------------------
 
 
 def placement_cost(problem: PlacementProblem, placed: Placement) -> PlacementCost:
-    """What a placement costs."""
+    """Cost of a placement."""
     ways = _LinkTraffic(problem.cluster, placed)
     for flow in problem.flows:
         ways.add_edge_traffic(flow)
@@ -267,7 +267,7 @@ def placement_cost(problem: PlacementProblem, placed: Placement) -> PlacementCos
 
 
 def _gradient_sum_ns(cluster: Cluster, ranks: Sequence[int], s: GradientSum) -> int:
-    """The longest of the stages' sums; the places of tp sum side by side."""
+    """Ns of the longest reduction of any stage; the tp ranks reduce in parallel."""
     step = s.pp * s.tp
     spans = {span_of_ranks(ranks[stage * s.tp :: step], cluster) for stage in range(s.pp)}
     if s.sharded:
@@ -293,30 +293,32 @@ class _LinkTraffic:
         return rank // self.cluster.per_node
 
     def add_edge_traffic(self, flow: EdgeTraffic) -> None:
-        """Bytes from any rank of one group to any of another, and back."""
+        """Adds bytes from any rank of one group to any of another, and back."""
         for src, dst, size in ((flow.src, flow.dst, flow.forward), (flow.dst, flow.src, flow.back)):
             self._spread_bytes(src, dst, size, self.outgoing)
             self._spread_bytes(dst, src, size, self.incoming)
 
     def _spread_bytes(self, here: str, there: str, size: int, ways: dict[bool, Counter[int]]) -> None:
-        """A rank's share of the bytes, of which those to or from its own node stay inside."""
-        ranks, every, per_node = self.placed[here], len(self.placed[there]), self.cluster.per_node
+        """Adds to each rank of `here` its share of the bytes; those to or from its own node stay inside."""
+        ranks, rank_count_there, per_node = self.placed[here], len(self.placed[there]), self.cluster.per_node
         each = size // len(ranks)
-        near = {node: each * count // every for node, count in self.ranks_per_node[there].items()}
+        bytes_to_node = {
+            node: each * count // rank_count_there for node, count in self.ranks_per_node[there].items()
+        }
         inside, between = ways[False], ways[True]
         for rank in ranks:
-            stay = near.get(rank // per_node, 0)
-            inside[rank] += stay
-            between[rank] += each - stay
+            local_bytes = bytes_to_node.get(rank // per_node, 0)
+            inside[rank] += local_bytes
+            between[rank] += each - local_bytes
 
     def add_pipeline_traffic(self, chain: PipelineTraffic) -> None:
-        """Bytes from each stage to the next of its replica, and back."""
+        """Adds bytes from each stage to the next of its replica, and back."""
         ranks, step = self.placed[chain.group], chain.pp * chain.tp
         for i, rank in enumerate(ranks):
             if i % step < step - chain.tp:
-                behind = ranks[i + chain.tp]
-                self._add_message(rank, behind, chain.forward * chain.pp // len(ranks))
-                self._add_message(behind, rank, chain.back * chain.pp // len(ranks))
+                next_rank = ranks[i + chain.tp]
+                self._add_message(rank, next_rank, chain.forward * chain.pp // len(ranks))
+                self._add_message(next_rank, rank, chain.back * chain.pp // len(ranks))
 
     def _add_message(self, src: int, dst: int, size: int) -> None:
         crosses = self._node_of(src) != self._node_of(dst)
@@ -324,7 +326,7 @@ class _LinkTraffic:
         self.incoming[crosses][dst] += size
 
     def busiest_link_ns(self, rank: int) -> int:
-        """How long a rank's busier way takes for its bytes."""
+        """Time of a rank's busier direction for its bytes."""
         between, inside = self.cluster.between.bytes_per_s, self.cluster.inside.bytes_per_s
         return max(
             10**9 * way[True][rank] // between + 10**9 * way[False][rank] // inside

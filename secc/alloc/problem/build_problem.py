@@ -28,9 +28,8 @@ from secc.ir.analysis.tp_layouts import feasible_tp
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.validation.send_window import DEFAULT_SEND_LIMIT
 
-PARALLEL_PRICING_RANKS = (
-    64  # from which on a section's candidates are so many that copies of the process make them sooner
-)
+# From this number of ranks on, a section has so many candidates that forked processes price them sooner.
+PARALLEL_PRICING_RANKS = 64
 
 
 def build_problem(work: Workload, ranks: int, strategy: str, pins: Pins, free: bool = True) -> Problem:
@@ -123,10 +122,8 @@ def _fitting_candidates(
 
     Candidates that fit no device are included only for sections without a fitting one.
     """
-    capacity, shapes = (
-        work.cluster.device.usable_memory,
-        {name: parallel_shapes(work, load, pins, ranks, free) for name, load in loads.items()},
-    )
+    capacity = work.cluster.device.usable_memory
+    shapes = {name: parallel_shapes(work, load, pins, ranks, free) for name, load in loads.items()}
 
     def price_shapes(names: Sequence[str], most: int | None) -> dict[str, list[Candidate]]:
         def of_shape(item: tuple[str, tuple[int, int]]) -> tuple[Candidate, ...]:
@@ -170,7 +167,7 @@ def _candidates_of_shape(
     replica = require_rank_load(work, load, *shape, ranks)
     most = min(ranks // size_of_replica, work.global_batch)
     if size_of_replica > least and (pins.pinned_number(load.name, "dp") or 1) > most:
-        return  # so many replicas are for the smaller ones
+        return  # the pinned dp is possible with smaller replicas only
     for dp in pins.dp_choices(
         load.name, most, candidate_pruning.replica_counts(size_of_replica, ranks, work.cluster.per_node, most)
     ):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from secc.alloc.problem.types import Candidate
 
-ANY_COUNT_MAX_RANKS = 32  # a cluster of so many ranks is shared out rank by rank, a larger one node by node
+ANY_COUNT_MAX_RANKS = 32  # clusters up to this size are divided rank by rank, larger ones node by node
 LOCKSTEP_SHARDING = "zero3"  # replicas wait for each other in every micro-batch
 MEMORY_RESOLUTION = 40  # of the capacity: memories in one step count as equal
 

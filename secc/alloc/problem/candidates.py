@@ -442,19 +442,10 @@ def pipeline_bubble_ns(load: SectionLoad, size: int, busy: BusiestReplica) -> in
     scheduled steps show.
     """
     total, micro_batches, fill, drain = busy
-    if (
-        load.mode == "forward"
-    ):  # nothing comes back that stages would wait for, and they may fill and drain beside other steps
+    if load.mode == "forward":  # no gradients to wait for, and other steps overlap with fill and drain
         return (load.pp - 1) * fill // 2
-    return (
-        (load.pp - 1)
-        * (
-            fill
-            + drain
-            + max(fill + drain, load.spread.longest_micro_batch(size) * total // (PERMILLE * micro_batches))
-        )
-        // 2
-    )
+    longest = load.spread.longest_micro_batch(size) * total // (PERMILLE * micro_batches)
+    return (load.pp - 1) * (fill + drain + max(fill + drain, longest)) // 2
 
 
 def in_flight_variants(work: Workload, load: SectionLoad, c: Candidate) -> list[Candidate]:
@@ -471,10 +462,8 @@ def _vary_in_flight(work: Workload, load: SectionLoad, c: Candidate, rank: RankM
     """`in_flight_variants` for a rank whose memory is already known."""
     if not c.in_flight or load.name not in work.producing_sections:
         return [c]
-    least, capacity = (
-        min(c.micro_batches, max(load.pp, IN_FLIGHT_FOR_LOCAL_CONSUMERS)),
-        work.cluster.device.usable_memory,
-    )
+    least = min(c.micro_batches, max(load.pp, IN_FLIGHT_FOR_LOCAL_CONSUMERS))
+    capacity = work.cluster.device.usable_memory
     by_in_flight = {c.micro_batches: c}
     for part in IN_FLIGHT_MEMORY_DIVISORS:
         rounds, count, size = 1, c.micro_batches, c.memory_ahead

@@ -30,11 +30,9 @@ def evaluate_assignment(problem: Problem, assignment: Assignment) -> PlanValue:
         raise ValueError("the assignment has an excluded candidate")
     _check_rules(problem, assignment, chosen)
     group = assignment.group
-    work, memory, ranks = (
-        dict.fromkeys(group.values(), 0),
-        dict.fromkeys(group.values(), 0),
-        dict.fromkeys(group.values(), 0),
-    )
+    work = dict.fromkeys(group.values(), 0)
+    memory = dict.fromkeys(group.values(), 0)
+    ranks = dict.fromkeys(group.values(), 0)
     for s, c in chosen.items():
         work[group[s]] += c.time_ns
         memory[group[s]] += _section_bytes(problem, assignment, s, c)

@@ -41,7 +41,7 @@ def _count_called_layers(graph: GraphOp, calls: Sequence[CallOp]) -> Counter[str
     for op in calls:
         path, block, runs = op.target.data, graph.blocks[op.target.data], int(get_number(op, "layers") or 1)
         if "flops" not in op.attributes and block.component not in open_stacks and block.layers is not None:
-            runs = block.layers.data  # nobody could measure it: it may hold its component's stack
+            runs = block.layers.data  # not measured: it may hold its component's whole stack
         if runs > 1 or path in layers:
             layer_runs[path] += runs
     return layer_runs

@@ -1,9 +1,8 @@
-"""What the micro-batches of a section may hold on a rank between forward and backward: how many, and how many
-bytes.
+"""Limits the micro-batches of a section between forward and backward on a rank, by number and by bytes.
 
-Numbers are chosen for mean samples; bytes are what keeps a step within memory whatever its samples are. They
-are what that number of mean micro-batches, or the largest sample alone, was counted with, and an even part of
-what the rank has left.
+Numbers are chosen for mean samples; the limit in bytes keeps a step within memory whatever its samples are.
+It is the bytes that the memory estimate counted for that number of mean micro-batches (or for the largest
+sample alone), plus an equal share of the memory that the rank has left.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from secc.cost.model.memory import RankMemory
 
 @dataclass(frozen=True)
 class InFlightLimit:
-    """`in_flight` micro-batches (0: any number) of `size` bytes (0: any) together."""
+    """At most `in_flight` micro-batches (0: unlimited) of at most `size_bytes` bytes together (0:
+    unlimited)."""
 
     in_flight: int = 0
     size_bytes: int = 0
@@ -32,29 +32,42 @@ class InFlightLimit:
 def in_flight_limit(
     work: Workload, asked: Problem, assignment: Assignment, value: PlanValue, section: str, stage: int = 0
 ) -> InFlightLimit:
-    """The room of a section, or of one stage of its pipeline, under an assignment of this value."""
+    """Limit of a section, or of one stage of its pipeline, under an assignment with closed-form value
+    `value`."""
     group, c = assignment.group, asked.sections[section][assignment.choice[section]]
-    own = work.for_kind(c.kind)
-    load = own.rank_load(own.loads[section], c.tp, c.pp)
+    work_on_kind = work.for_kind(c.kind)
+    load = work_on_kind.rank_load(work_on_kind.loads[section], c.tp, c.pp)
     if load.mode == "forward":
         return InFlightLimit()
-    together = [(s, i) for s, i in assignment.choice.items() if group[s] == group[section]]
-    apart = any(e.src == section and group[e.dst] != group[section] for e in asked.edges)
-    number = c.in_flight if apart else stage_in_flight_limit(own, load, c, stage) if c.pp > 1 else 0
-    few = number or in_flight_alternating(own, load, c.micro_batches)
+    same_group = [(s, i) for s, i in assignment.choice.items() if group[s] == group[section]]
+    feeds_other_ranks = any(e.src == section and group[e.dst] != group[section] for e in asked.edges)
+    count = (
+        c.in_flight
+        if feeds_other_ranks
+        else stage_in_flight_limit(work_on_kind, load, c, stage)
+        if c.pp > 1
+        else 0
+    )
+    counted = count or in_flight_alternating(work_on_kind, load, c.micro_batches)
     if (
-        not number
-        and section in own.producing_sections
-        and any(asked.sections[s][i].tp != c.tp for s, i in together)
+        not count
+        and section in work_on_kind.producing_sections
+        and any(asked.sections[s][i].tp != c.tp for s, i in same_group)
     ):
-        number = own.global_batch  # it does its forwards first (`Graph.runs_ahead`), as far as bytes allow
-    others = value.memory[group[section]] - (c.memory_ahead if apart else c.memory)
-    holders = sum(group[s] == group[section] and load.mode != "forward" for s, load in own.loads.items())
-    return InFlightLimit(number, in_flight_bytes(own, candidate_memory(own, load, c), few, others, holders))
+        # The section does all forwards first (`SectionGraph.runs_ahead`), as far as bytes allow.
+        count = work_on_kind.global_batch
+    others = value.memory[group[section]] - (c.memory_ahead if feeds_other_ranks else c.memory)
+    holders = sum(
+        group[s] == group[section] and load.mode != "forward" for s, load in work_on_kind.loads.items()
+    )
+    return InFlightLimit(
+        count,
+        in_flight_bytes(work_on_kind, candidate_memory(work_on_kind, load, c), counted, others, holders),
+    )
 
 
 def in_flight_bytes(work: Workload, rank: RankMemory, in_flight: int, others: int, holders: int) -> int:
-    """Bytes for so many micro-batches and a part of what is left on a rank that has `others` beside, one for
-    each of `holders`."""
-    left = work.cluster.device.usable_memory - others - rank.total_bytes(in_flight)
-    return rank.activation_bytes(in_flight) + max(0, left) // holders
+    """Bytes for `in_flight` micro-batches, plus an equal share, for each of `holders` sections, of the
+    memory left on a rank where other sections use `others` bytes."""
+    free_bytes = work.cluster.device.usable_memory - others - rank.total_bytes(in_flight)
+    return rank.activation_bytes(in_flight) + max(0, free_bytes) // holders

@@ -1,24 +1,25 @@
-"""The solver's best plan against plans near it, each under the real order, which finds what the closed forms
-misjudge.
+"""Local search around the solver's plan: plans are compared by the steps that the real scheduler makes of
+them.
 
-From the solver's plan with the shortest step under the order (`secc.alloc.refine.start_plans`,
-`secc.alloc.refine.schedule_evaluation`), plans that differ in one thing are tried: one section run in another
-way on as many ranks, or ranks handed to a group by another one, or by nobody where some are idle. Those come
-first that the closed forms like best, but one for each section before the second for any, and other shapes
-before other micro-batches. The shortest goes on, until none is shorter or so many have been tried, or their
-orders became so long together. A plan whose order holds more than the memory there is does not count.
+The search starts with the solver's plan and plans of other kinds (`secc.alloc.refine.start_plans`) and moves
+to the best neighbour until none is better, `MAX_EVALUATED_PLANS` were evaluated, or the scheduled tasks reach
+a budget. A neighbour differs in one thing: one section runs as another candidate on as many ranks, or ranks
+move from one group to another, or idle ranks are added to a group. Neighbours are ranked by the closed forms,
+such that each section gets its first neighbour before any gets its second, and other (tp, pp, ranks) come
+before other micro-batches. A plan whose scheduled step exceeds memory does not count.
 
-A trial searches orders of several batches. So plans are looked at first: one batch, in the first order found.
-Those that are far behind the best in that are not tried, and those far behind in the order searched for this
-batch not on the others; nor is a plan that is far ahead of all others, unless it is the last. Looks and
-trials run on all cores.
+A full evaluation schedules several global batches with the scheduler's own search. To save time there are
+three levels. An *estimate* schedules one batch without search. Plans within `ESTIMATE_MARGIN` of the best
+estimate are evaluated on the first batch, and those within `FIRST_BATCH_MARGIN` of the best there on all
+batches. A plan that is ahead of all others by more than these margins is not evaluated until it is the final
+one. Estimates and evaluations run on all cores.
 
-Under `zero3` replicas wait for each other in every micro-batch, and on shared ranks for whatever else these
-are at, which closed forms do not price: such steps take up to twice their time. So the solver's best plan is
-tried with and without, and those near it are without.
+Under ZeRO-3 replicas wait for each other in every micro-batch, and on shared ranks for other sections; closed
+forms do not price that, and such steps take up to twice the predicted time. So the solver's best plan is
+evaluated with and without ZeRO-3, and neighbours are without.
 
-As in the solver, replicas of several ranks have to be faster by a margin. Everything is counted and nothing
-timed, so that the same inputs give the same plan.
+As in the solver, replicas of several ranks have to be faster by a margin. Effort is counted in tasks and
+never timed, so the same inputs give the same plan.
 """
 
 from __future__ import annotations
@@ -44,38 +45,33 @@ from secc.alloc.refine.start_plans import start_plans
 from secc.alloc.solver.cpsat_model import solve_allocation
 
 MAX_EVALUATED_PLANS = 60
-TASK_BUDGET_RANGE = (
-    200_000,
-    600_000,
-    # forwards and backwards in the orders of all looks and trials, tens of microseconds each: at least, at most
-)
-TASK_BUDGET_PER_SAMPLE = 400  # of a batch, in between
-ESTIMATE_MARGIN = 1 / 16  # a plan whose look takes longer than the best one's by more is not tried
-FIRST_BATCH_MARGIN = (
-    1 / 32
-)  # a plan whose first batch takes longer than the best one's by more is not tried on others
-CLOSED_FORM_MARGIN = (
-    1 / 5
-)  # of the step, the part by which closed forms may put a plan that is looked at behind the one it is near to
-FULL_EVALUATIONS_AT_ONCE = (
-    3  # of those that are closer, how many are tried at once, and then on other batches
-)
-NEIGHBOURS_AT_ONCE = 8  # neighbours of the best one, before the best of them goes on
-VARIANTS_PER_SECTION = 6  # ways to run one section on as many ranks, of those that the closed forms like best
-STEP_RESOLUTION = 1000  # steps that differ by less than one part in so many are about alike
-RANK_COUNT_SHIFTS = (1, 2, 4, 8)  # of the numbers of ranks that a group may have, how many up or down
+# Tasks (forwards and backwards, tens of microseconds each) that all evaluations of a search may schedule:
+# this many for each sample of a batch, within the range.
+TASK_BUDGET_PER_SAMPLE = 400
+TASK_BUDGET_RANGE = (200_000, 600_000)
+# A plan is evaluated if its estimate is at most this share longer than the best estimate ...
+ESTIMATE_MARGIN = 1 / 16
+# ... and on further batches if the first batch is at most this share longer than the best one there.
+FIRST_BATCH_MARGIN = 1 / 32
+# A neighbour is estimated if closed forms put it behind its origin by at most this share of the step.
+CLOSED_FORM_MARGIN = 1 / 5
+FULL_EVALUATIONS_AT_ONCE = 3  # plans that are evaluated together on the first batch, and then on all
+NEIGHBOURS_AT_ONCE = 8  # neighbours that are estimated before the search moves to the best of them
+VARIANTS_PER_SECTION = 6  # candidates of one section on as many ranks that become neighbours
+STEP_RESOLUTION = 1000  # steps that differ by less than 1/1000 count as equal
+RANK_COUNT_SHIFTS = (1, 2, 4, 8)  # steps up or down in the list of a group's possible rank counts
 
 
 PlanKey = tuple[tuple[int, ...], tuple[str, ...]]
-EvaluationRequest = tuple[Assignment, int | None]  # the step of a plan on a batch, or a look at it
+EvaluationRequest = tuple[Assignment, int | None]  # a plan and the index of a batch, None for an estimate
 EvaluateOne = Callable[[EvaluationRequest], Evaluation]
 EvaluateMany = Callable[[Sequence[EvaluationRequest]], list[Evaluation]]
 
 
 @dataclass(frozen=True)
 class RefinedPlan:
-    """The plan with the shortest step, that step under the order and by the closed forms, and how many plans
-    were tried."""
+    """The best plan found, with its mean scheduled step, its step by the closed forms in ns, and the
+    number of evaluated plans."""
 
     assignment: Assignment
     evaluation: Evaluation
@@ -84,89 +80,86 @@ class RefinedPlan:
 
 
 def refine_by_simulation(
-    trial: PlanEvaluator,
+    evaluator: PlanEvaluator,
     problem: Problem,
     best: Assignment,
     hand_out: Callable[[Assignment], GroupRanks],
     margin: float,
 ) -> RefinedPlan:
-    """The best under the real order of the solver's plan `best` and those near it. `hand_out` gives the ranks
-    of a plan's groups."""
-    plain, firsts = _solve_without_zero3(problem, best, margin)
+    """Returns the best plan, by scheduled steps, among the solver's plan `best` and its neighbours.
 
-    def step(item: EvaluationRequest) -> Evaluation:
+    hand_out: returns the ranks of a plan's groups.
+    margin: replicas of several ranks must be faster by more than this share.
+    """
+    neighbourhood, first_plans = _solve_without_zero3(problem, best, margin)
+
+    def evaluate_request(item: EvaluationRequest) -> Evaluation:
         a, batch = item
         ranks = hand_out(a)
         return (
-            trial.estimate(a, ranks)
+            evaluator.estimate(a, ranks)
             if batch is None
-            else trial.evaluate_batch(a, ranks, trial.batches[batch])
+            else evaluator.evaluate_batch(a, ranks, evaluator.batches[batch])
         )
 
-    with process_map.process_mapper(step) as steps:
-        return _LocalSearch(trial, problem, plain, margin, step, steps).run(firsts)
+    with process_map.process_mapper(evaluate_request) as evaluate_many:
+        return _LocalSearch(evaluator, problem, neighbourhood, margin, evaluate_request, evaluate_many).run(
+            first_plans
+        )
 
 
 def _solve_without_zero3(
     problem: Problem, best: Assignment, margin: float
 ) -> tuple[Problem, list[Assignment]]:
-    """The problem without replicas in step, and its best plan before that of the whole one; the problem
-    itself where nothing else fits."""
+    """(problem that neighbours come from, start plans): without ZeRO-3 and its best plan, where something
+    fits without."""
     if problem.deadline is not None:
         return problem, [best]
-    plain = exclude_candidates(problem, _uses_zero3)
+    without_zero3 = exclude_candidates(problem, _uses_zero3)
     if not any(_uses_zero3(problem.sections[s][i]) for s, i in best.choice.items()):
-        return plain, [best]
-    found = solve_allocation(plain, margin=margin)
-    return (problem, [best]) if found is None else (plain, [found.assignment, best])
+        return without_zero3, [best]
+    solution = solve_allocation(without_zero3, margin=margin)
+    return (problem, [best]) if solution is None else (without_zero3, [solution.assignment, best])
 
 
 class _LocalSearch:
-    """`plans` are those that were looked at, `looks` what they took then, `steps` what on the first batch, or
-    on all. Plans of `plain` are sought. `here` gives a step that is wanted, `everywhere` several, on all
-    cores."""
+    """State of the search.
+
+    evaluated: plans in the order of evaluation.
+    estimates[plan]: result of the one-batch estimate.
+    evaluations[plan]: results on the first batch, or on all.
+    neighbourhood: the problem that new candidates come from.
+    evaluate_one, evaluate_many: run one request here, or several on all cores.
+    """
 
     def __init__(
         self,
-        trial: PlanEvaluator,
+        evaluator: PlanEvaluator,
         problem: Problem,
-        plain: Problem,
+        neighbourhood: Problem,
         margin: float,
-        here: EvaluateOne,
-        everywhere: EvaluateMany,
+        evaluate_one: EvaluateOne,
+        evaluate_many: EvaluateMany,
     ) -> None:
-        (
-            self.evaluator,
-            self.problem,
-            self.neighbourhood,
-            self.margin,
-            self.evaluate_one,
-            self.evaluate_many,
-        ) = (
-            trial,
-            problem,
-            plain,
-            margin,
-            here,
-            everywhere,
-        )
+        self.evaluator, self.problem, self.neighbourhood = evaluator, problem, neighbourhood
+        self.margin, self.evaluate_one, self.evaluate_many = margin, evaluate_one, evaluate_many
         self.evaluated: list[Assignment] = []
         self.estimates: dict[PlanKey, Evaluation] = {}
         self.evaluations: dict[PlanKey, list[Evaluation]] = {}
         self.candidates_by_ranks = {
-            s: _index_by_ranks(cs, plain != problem) for s, cs in problem.sections.items()
+            s: _index_by_ranks(cs, neighbourhood != problem) for s, cs in problem.sections.items()
         }
 
     def run(self, best: Sequence[Assignment]) -> RefinedPlan:
-        free = (
-            self.problem.deadline is None
-        )  # with a deadline the fewest devices are wanted, and the solver has them
-        others = start_plans(self.neighbourhood, best[0], self.margin) if free else ()
-        self._estimate_plans([*{_plan_key(a): a for a in (*best, *others)}.values()])
+        """Runs the search from some plans, the first of which is the best of the neighbourhood."""
+        # With a deadline the objective is the number of devices, which the solver has already minimised.
+        searches = self.problem.deadline is None
+        other_starts = start_plans(self.neighbourhood, best[0], self.margin) if searches else ()
+        self._estimate_plans([*{_plan_key(a): a for a in (*best, *other_starts)}.values()])
         shortest = self._select_best()
         while True:
-            if free and (left := self._remaining_evaluations()):
-                self._estimate_plans(self._untried_neighbours(shortest)[: min(NEIGHBOURS_AT_ONCE, left)])
+            if searches and (remaining := self._remaining_evaluations()):
+                self._estimate_plans(self._untried_neighbours(shortest)[: min(NEIGHBOURS_AT_ONCE, remaining)])
             challenger = self._select_best()
             if challenger is shortest:
                 if self._confirm_on_all_batches(shortest):
@@ -180,29 +173,32 @@ class _LocalSearch:
             shortest = challenger
 
     def _remaining_evaluations(self) -> int:
-        """How many more plans may be tried."""
-        jobs = sum(
-            tried.tasks for some in ([*self.estimates.values()], *self.evaluations.values()) for tried in some
+        """Number of plans that may still be evaluated within both budgets."""
+        spent = sum(
+            evaluation.tasks
+            for evaluations in ([*self.estimates.values()], *self.evaluations.values())
+            for evaluation in evaluations
         )
-        longest = max(tried.tasks for tried in self.estimates.values())
-        most = sorted((*TASK_BUDGET_RANGE, TASK_BUDGET_PER_SAMPLE * len(self.evaluator.batches[0])))[1]
-        return max(0, min(MAX_EVALUATED_PLANS - len(self.evaluated), (most - jobs) // max(1, longest)))
+        longest = max(evaluation.tasks for evaluation in self.estimates.values())
+        budget = sorted((*TASK_BUDGET_RANGE, TASK_BUDGET_PER_SAMPLE * len(self.evaluator.batches[0])))[1]
+        return max(0, min(MAX_EVALUATED_PLANS - len(self.evaluated), (budget - spent) // max(1, longest)))
 
     def _estimate_plans(self, plans: Sequence[Assignment]) -> None:
+        """Adds plans with their estimates."""
         self.evaluated += plans
         self.estimates |= zip(
             map(_plan_key, plans), self._evaluate_requests([(a, None) for a in plans]), strict=True
         )
 
     def _evaluate_plans(self, plans: Sequence[Assignment], count: int) -> None:
-        """Plans on the first batches, so many."""
-        wanted = [(a, i) for a in plans for i in range(len(self.evaluations.get(_plan_key(a), ())), count)]
-        for (a, _), tried in zip(wanted, self._evaluate_requests(wanted), strict=True):
-            self.evaluations.setdefault(_plan_key(a), []).append(tried)
+        """Evaluates plans on the first `count` batches, unless that was done before."""
+        requests = [(a, i) for a in plans for i in range(len(self.evaluations.get(_plan_key(a), ())), count)]
+        for (a, _), evaluation in zip(requests, self._evaluate_requests(requests), strict=True):
+            self.evaluations.setdefault(_plan_key(a), []).append(evaluation)
 
     def _select_best(self) -> Assignment:
-        """The best plan of those that were looked at. What is far ahead of all others is taken for the best
-        without being tried."""
+        """The best plan so far. A plan that is far ahead of all others is taken for the best without
+        evaluation."""
         close = self._within_margin(self.evaluated, lambda key: self.estimates[key], ESTIMATE_MARGIN)
         if len(close) > 1:
             self._evaluate_plans(close := self._limit_evaluations(close, 1), 1)
@@ -213,6 +209,8 @@ class _LocalSearch:
                 len(self.evaluator.batches),
             )
         best = min(close, key=self._score_evaluated) if len(close) > 1 else close[0]
+        # Evaluation may have shown that the best plan exceeds memory on a later batch. It then no longer
+        # counts, so the selection is repeated; each repetition evaluates at least one more plan.
         return (
             best
             if self._fits_memory(best) or not any(map(self._fits_memory, self.evaluated))
@@ -220,20 +218,22 @@ class _LocalSearch:
         )
 
     def _confirm_on_all_batches(self, a: Assignment) -> bool:
-        """Whether the best plan fits on all batches, or none does."""
+        """Evaluates the best plan on all batches; whether it fits there, or no plan fits."""
         self._evaluate_plans([a], len(self.evaluator.batches))
         return self._fits_memory(a) or not any(map(self._fits_memory, self.evaluated))
 
     def _fits_memory(self, a: Assignment) -> bool:
+        """Whether a plan fits on all batches where it was evaluated."""
         return all(
-            tried.fits for tried in (self.estimates[_plan_key(a)], *self.evaluations.get(_plan_key(a), ()))
+            evaluation.fits
+            for evaluation in (self.estimates[_plan_key(a)], *self.evaluations.get(_plan_key(a), ()))
         )
 
     def _within_margin(
         self, plans: Sequence[Assignment], step: Callable[[PlanKey], Evaluation], share: float
     ) -> Sequence[Assignment]:
-        """Those of the plans that take no longer than the shortest by more than a share, or all where none
-        fits."""
+        """Plans that fit and take at most `share` longer than the shortest of them, shortest first; all
+        plans if none fits."""
         fitting = sorted(
             ((step(_plan_key(a)).time_ns, i, a) for i, a in enumerate(plans) if self._fits_memory(a)),
             key=lambda x: x[:2],
@@ -241,58 +241,53 @@ class _LocalSearch:
         return [a for time, _, a in fitting if time <= fitting[0][0] * (1 + share)] or plans
 
     def _limit_evaluations(self, plans: Sequence[Assignment], count: int) -> list[Assignment]:
-        """Those of the plans that were tried on so many batches, and a few of the others: many are hardly
-        different."""
-        tried = [len(self.evaluations.get(_plan_key(a), ())) >= count for a in plans]
+        """Plans that were already evaluated on `count` batches, and a few more: many differ hardly."""
+        is_evaluated = [len(self.evaluations.get(_plan_key(a), ())) >= count for a in plans]
         return [
-            *compress(plans, tried),
+            *compress(plans, is_evaluated),
             *islice(
-                (a for a, known in zip(plans, tried, strict=True) if not known), FULL_EVALUATIONS_AT_ONCE
+                (a for a, done in zip(plans, is_evaluated, strict=True) if not done), FULL_EVALUATIONS_AT_ONCE
             ),
         ]
 
-    def _evaluate_requests(self, wanted: Sequence[EvaluationRequest]) -> list[Evaluation]:
-        """The steps of plans on batches, or looks at them: on all cores where the orders have enough jobs
-        together."""
-        jobs = max(
-            (tried.tasks for tried in self.estimates.values()),
+    def _evaluate_requests(self, requests: Sequence[EvaluationRequest]) -> list[Evaluation]:
+        """Evaluates requests, on all cores if their schedules have enough tasks."""
+        tasks = max(
+            (evaluation.tasks for evaluation in self.estimates.values()),
             default=2 * len(self.evaluator.batches[0]) * len(self.candidates_by_ranks),
         )
         return (
-            self.evaluate_many(wanted)
-            if jobs * len(wanted) >= MIN_PARALLEL_TASKS
-            else [*map(self.evaluate_one, wanted)]
+            self.evaluate_many(requests)
+            if tasks * len(requests) >= MIN_PARALLEL_TASKS
+            else [*map(self.evaluate_one, requests)]
         )
 
     # -- what a plan is worth
-    # -----------------------------------------------------------------------------------------------------
 
     def _score_evaluated(self, a: Assignment) -> tuple[bool, int, int]:
-        """Less is better: what fits, the shorter step, the plainer plan. Steps that are about alike count as
-        equal."""
-        tried, chosen = (
-            mean_evaluation(self.evaluations[_plan_key(a)]),
-            [self.problem.sections[s][i] for s, i in a.choice.items()],
-        )
-        wide = any(c.width for c in chosen)
+        """Sort key of evaluated plans: fits, shorter step (rounded to the resolution), plainer plan."""
+        evaluation = mean_evaluation(self.evaluations[_plan_key(a)])
+        chosen = [self.problem.sections[s][i] for s, i in a.choice.items()]
+        has_wide_replicas = any(c.width for c in chosen)
         return (
-            not tried.fits,
-            round(tried.time_ns * (1 + self.margin * wide) / self._step_resolution_ns),
+            not evaluation.fits,
+            round(evaluation.time_ns * (1 + self.margin * has_wide_replicas) / self._step_resolution_ns),
             sum(c.extras for c in chosen),
         )
 
     def _closed_form_ns(self, a: Assignment) -> int:
+        """Step time by the closed forms."""
         return evaluate_assignment(self.problem, a).time_ns
 
     @cached_property
     def _step_resolution_ns(self) -> int:
-        """What makes a difference, ns."""
+        """Steps that differ by less than this count as equal."""
         return max(1, self.estimates[_plan_key(self.evaluated[0])].time_ns // STEP_RESOLUTION)
 
     def _closed_form_rank(self, a: Assignment) -> tuple[int, int, int]:
-        """Of closed forms the less the better: the step and, where steps are about alike, the rounds in which
-        places in flight are taken, and how long a sample is under way; what both cost in a real order is more
-        than they say."""
+        """Sort key of plans that are not evaluated (lower is better): predicted step, then rounds of the
+        in-flight budget, then fill and drain time; scheduled steps pay for both more than closed forms
+        say."""
         chosen = [self.problem.sections[s][i] for s, i in a.choice.items()]
         return (
             self._closed_form_ns(a) // self._step_resolution_ns,
@@ -301,10 +296,9 @@ class _LocalSearch:
         )
 
     # -- plans near it
-    # ------------------------------------------------------------------------------------------------------------
 
     def _untried_neighbours(self, shortest: Assignment) -> list[Assignment]:
-        """The plans near it that nobody looked at, those first that are worth most."""
+        """New neighbours of a plan, the most promising first."""
         new = {_plan_key(a): a for a in self._neighbour_plans(shortest) if _plan_key(a) not in self.estimates}
         most = (
             self._closed_form_ns(shortest) + CLOSED_FORM_MARGIN * self.estimates[_plan_key(shortest)].time_ns
@@ -315,15 +309,15 @@ class _LocalSearch:
         )
 
     def _neighbour_plans(self, a: Assignment) -> Iterator[Assignment]:
+        """Yields plans that differ in one section's candidate, or in the number of ranks of one or two
+        groups."""
         ranks = {g: self.problem.sections[g][a.choice[g]].ranks for g in a.group.values()}
         for s in a.choice:
             yield from self._best_variants(a, {s: ranks[a.group[s]]}, VARIANTS_PER_SECTION)
         for g, h in product(ranks, ranks):
             for shift in RANK_COUNT_SHIFTS if g != h else ():
-                more, fewer = (
-                    self._shifted_rank_count(g, ranks[g], shift),
-                    self._shifted_rank_count(h, ranks[h], -shift),
-                )
+                more = self._shifted_rank_count(g, ranks[g], shift)
+                fewer = self._shifted_rank_count(h, ranks[h], -shift)
                 if more and fewer:
                     changed = {
                         s: more if a.group[s] == g else fewer for s in a.choice if a.group[s] in (g, h)
@@ -337,62 +331,67 @@ class _LocalSearch:
                 )
 
     def _shifted_rank_count(self, section: str, ranks: int, shift: int) -> int | None:
-        """The number of ranks so many steps up or down of those that a section may have."""
+        """The number of ranks `shift` steps up or down among those that a section may have, None beyond
+        the ends."""
         counts = sorted(self.candidates_by_ranks[section])
         at = counts.index(ranks) + shift
         return counts[at] if 0 <= at < len(counts) else None
 
     def _best_variants(self, a: Assignment, ranks: Mapping[str, int], most: int) -> list[Assignment]:
-        """The plans with other candidates on so many ranks for some sections, one after the other; best first
-        by the closed forms."""
-        found = [a]
+        """At most `most` plans with other candidates for the sections in `ranks`, on as many ranks as it
+        says; best first by the closed forms."""
+        variants = [a]
         for s, count in ranks.items():
             options = (
                 replace(b, choice={**b.choice, s: i})
-                for b in found
+                for b in variants
                 for i in self.candidates_by_ranks[s].get(count, ())
             )
-            partial = s != list(ranks)[-1]
-            found = list(
+            unfinished = s != list(ranks)[-1]
+            variants = list(
                 islice(
                     self._diversify_plans(self._feasible_plans(options), a)
-                    if not partial
+                    if not unfinished
                     else self._sort_by_section_time(options),
                     most,
                 )
             )
-        return found
+        return variants
 
     def _diversify_plans(self, plans: Sequence[Assignment], a: Assignment) -> list[Assignment]:
-        """The plans, the first that changes some sections before the second that changes the same ones: many
-        that differ from `a` in what hardly matters would keep others from being tried. Micro-batches and
-        memory alone count as second."""
-        seen = Counter[object]()
-        places: list[int] = []
+        """Reorders plans such that the first plan that changes some sections comes before the second that
+        changes the same ones.
+
+        Without this, many plans that differ from `a` in minor choices would use up the evaluations. Plans
+        that change only micro-batches or memory count as second.
+        """
+        count_of_kind = Counter[object]()
+        order: list[int] = []
         for plan in plans:
             changed = [s for s, i in plan.choice.items() if i != a.choice[s]]
-            alike = all(self._parallel_shape(plan, s) == self._parallel_shape(a, s) for s in changed)
-            kind = alike, *((s, self._parallel_shape(plan, s)[-1]) for s in changed)
-            places.append(seen[kind] + alike)
-            seen[kind] += 1
-        return [plan for _, plan in sorted(zip(places, plans, strict=True), key=lambda p: p[0])]
+            same_shapes = all(self._parallel_shape(plan, s) == self._parallel_shape(a, s) for s in changed)
+            kind = same_shapes, *((s, self._parallel_shape(plan, s)[-1]) for s in changed)
+            order.append(count_of_kind[kind] + same_shapes)
+            count_of_kind[kind] += 1
+        return [plan for _, plan in sorted(zip(order, plans, strict=True), key=lambda p: p[0])]
 
     def _parallel_shape(self, a: Assignment, section: str) -> tuple[int, int, int]:
+        """(tp, pp, ranks) of a section in a plan."""
         c = self.problem.sections[section][a.choice[section]]
         return c.tp, c.pp, c.ranks
 
     def _feasible_plans(self, options: Iterable[Assignment]) -> list[Assignment]:
-        found: list[tuple[tuple[int, int, int], int, Assignment]] = []
+        """Plans that violate no constraint, best first by the closed forms."""
+        feasible: list[tuple[tuple[int, int, int], int, Assignment]] = []
         for i, option in enumerate(options):
             try:
-                found.append((self._closed_form_rank(option), i, option))
+                feasible.append((self._closed_form_rank(option), i, option))
             except ValueError:
                 continue
-        return [option for _, _, option in sorted(found, key=lambda t: t[:2])]
+        return [option for _, _, option in sorted(feasible, key=lambda t: t[:2])]
 
     def _sort_by_section_time(self, options: Iterable[Assignment]) -> list[Assignment]:
-        """Options of which other sections are not settled yet: those whose own candidates take the least
-        time."""
+        """Partly changed plans by the sum of their candidates' times; their groups may not match yet."""
         return sorted(
             options, key=lambda o: sum(self.problem.sections[s][i].time_ns for s, i in o.choice.items())
         )
@@ -407,8 +406,8 @@ def _plan_key(a: Assignment) -> PlanKey:
 
 
 def _index_by_ranks(candidates: Iterable[Candidate], plain: bool) -> dict[int, list[int]]:
-    """The places of the candidates on so many ranks; `plain`: of those that are not in step."""
-    found: dict[int, list[int]] = {}
+    """Indices of candidates by number of ranks, with `plain` without those under ZeRO-3."""
+    by_ranks: dict[int, list[int]] = {}
     for i, c in enumerate(candidates):
-        found.setdefault(c.ranks, []).extend(() if plain and _uses_zero3(c) else (i,))
-    return found
+        by_ranks.setdefault(c.ranks, []).extend(() if plain and _uses_zero3(c) else (i,))
+    return by_ranks

@@ -1,14 +1,13 @@
-"""Memory for running ahead (`runtime/schedule/cross_step_prefetch.py`): how much of it a plan should give,
-and what that costs.
+"""Decides how much memory ranks reserve for cross-step prefetch (`runtime/schedule/cross_step_prefetch.py`).
 
-A frozen section on ranks of its own has, when a step starts, the results that its consumers want first. They
-must last until its next ones are there, so a replica keeps `LEAD` micro-batches for each consumer's replica
-that it feeds, and one more for each stage of those, which all take a micro-batch before the first backward;
-more would only level the ranks worse. That was measured: a teacher as loaded as its student, in
-`tools/bench_schedules.py quality`, gets no faster with more.
+A frozen section on ranks of its own can compute, before a step starts, the results that its consumers need
+first. They must last until its next results are ready, so a replica keeps `PREFETCHED_PER_CONSUMER`
+micro-batches for each replica of a consumer that it feeds, and one more for each of that replica's pipeline
+stages, which all take a micro-batch before the first backward. More does not help: with a teacher as loaded
+as its student (`tools/bench_schedules.py quality`), steps get no faster.
 
-`auto` takes no more than what the ranks have left, so it decides no layout; memory that the user asks for is
-counted with the messages that a section holds, which the allocation has to find room for.
+`auto` uses only memory that the plan leaves free, so it does not influence the layout. Memory that the user
+asks for counts as messages of the section, so the allocation has to find room for it.
 """
 
 from __future__ import annotations
@@ -28,41 +27,44 @@ PREFETCHED_PER_CONSUMER = 4
 
 
 def parse_run_ahead(text: str, work: Workload, gib: int) -> int | None:
-    """Bytes on a rank, None for `auto`. Raises UserError for what is neither, or for a model without a
-    section that could use them."""
+    """Parses `--run-ahead`: bytes on a rank, None for `auto`.
+
+    Raises UserError for other text, and for a model without a section that can prefetch.
+    """
     if text == RUN_AHEAD_AUTO:
         return None
     try:
-        size = int(float(text) * gib)
+        size_bytes = int(float(text) * gib)
     except (ValueError, OverflowError):
-        size = -1
-    if size < 0:
+        size_bytes = -1
+    if size_bytes < 0:
         raise UserError(
-            f"{text!r} is no memory to run ahead with", remedy="give --run-ahead GIB, 0 for none, or auto"
+            f'--run-ahead: expected a number of GiB or "auto", got {text!r}',
+            remedy="give --run-ahead GIB, 0 for none, or auto",
         )
-    if size and not prefetchable_sections(work):
-        message = "no section can run ahead: each has a backward, or needs what trains"
+    if size_bytes and not prefetchable_sections(work):
+        message = "no section can run ahead: each has a backward, or needs results of a section that trains"
         raise UserError(message, remedy="leave --run-ahead out")
-    return size
+    return size_bytes
 
 
 def prefetchable_sections(work: Workload) -> set[str]:
-    """The sections that may run ahead if they get ranks of their own: forward only, without trained
-    parameters, as is all upstream."""
-    found: set[str] = set()
+    """Sections that may prefetch if they have ranks of their own: forward only, nothing trained, and the
+    same upstream."""
+    prefetchable: set[str] = set()
     for name, load in work.loads.items():  # producers first
         if (
             load.mode == "forward"
             and not load.cost.trainable
-            and {c.src for c in work.crossings if c.dst == name} <= found
+            and {c.src for c in work.crossings if c.dst == name} <= prefetchable
         ):
-            found.add(name)
-    return found
+            prefetchable.add(name)
+    return prefetchable
 
 
 def with_prefetch_buffers(asked: Problem, work: Workload, size: int | None) -> Problem:
-    """The problem in which sections that run ahead hold `size` bytes more, and nothing waits for their first
-    micro-batch."""
+    """Problem in which prefetching sections hold `size` more bytes and consumers do not wait for their
+    first micro-batch."""
     if size == 0:
         return asked
     ahead = prefetchable_sections(work)
@@ -83,46 +85,53 @@ def _edge_with_buffer(edge: AllocEdge, candidates: tuple[Candidate, ...], size: 
 def choose_prefetch_memory(
     work: Workload, asked: Problem, assignment: Assignment, value: PlanValue, size: int | None
 ) -> tuple[int, set[str]]:
-    """Bytes on a rank, given (`size`) or chosen, and the sections that run ahead with them under an
-    assignment: (0, none) where none does.
+    """Returns (bytes on a rank, sections that prefetch) under an assignment; (0, empty) if none can.
 
-    Raises UserError where bytes are given and none can.
+    `size` is what the user asked for, None for `auto`. Raises UserError if bytes are asked for and no section
+    can prefetch.
     """
     group, ahead = assignment.group, prefetchable_sections(work)
-    shared = {group[s] for s in group if s not in ahead}
+    unusable_groups = {group[s] for s in group if s not in ahead}
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
-    shared |= {group[s] for s in ahead if chosen[s].sharding != "none"}  # replicas gather parameters together
-    running = {
+    # Replicas that gather parameters together (ZeRO-3) cannot run ahead of each other.
+    unusable_groups |= {group[s] for s in ahead if chosen[s].sharding != "none"}
+    prefetching = {
         s
         for s in ahead
-        if group[s] not in shared and any(e.src == s and group[e.dst] != group[s] for e in asked.edges)
+        if group[s] not in unusable_groups
+        and any(e.src == s and group[e.dst] != group[s] for e in asked.edges)
     }
-    if not running and size:
-        message = "no frozen section can run ahead: each shares ranks with one that trains, or gathers its parameters (zero3)"
+    if not prefetching and size:
+        message = (
+            "no frozen section can run ahead: "
+            "each shares ranks with a section that trains, or gathers its parameters (zero3)"
+        )
         raise UserError(
             message, remedy="leave --run-ahead out, or give them ranks of their own (--strategy apart)"
         )
-    if not running:
+    if not prefetching:
         return 0, set()
     if size is None:
-        left = min(
+        free_bytes = min(
             work.for_kind(chosen[s].kind).cluster.device.usable_memory - value.memory[group[s]]
-            for s in running
+            for s in prefetching
         )
-        size = max(0, min(left, max(_useful_prefetch_bytes(work, asked, assignment, s) for s in running)))
-    return size, running if size else set()
+        size = max(
+            0, min(free_bytes, max(_useful_prefetch_bytes(work, asked, assignment, s) for s in prefetching))
+        )
+    return size, prefetching if size else set()
 
 
 def _useful_prefetch_bytes(work: Workload, asked: Problem, assignment: Assignment, section: str) -> int:
-    """Bytes of the micro-batches that a replica of `section` should have ready for all its consumers
-    elsewhere."""
+    """Bytes of the micro-batches that a replica of `section` should have ready for consumers on other
+    ranks."""
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
-    own, group, total = chosen[section], assignment.group, 0
+    producer, group, total = chosen[section], assignment.group, 0
     for c in work.crossings:
         if c.src == section and group[c.dst] != group[section]:
             dst = chosen[c.dst]
             samples = (PREFETCHED_PER_CONSUMER + dst.pp) * max(
-                own.micro_batch, ceil(dst.dp * dst.micro_batch / own.dp)
+                producer.micro_batch, ceil(dst.dp * dst.micro_batch / producer.dp)
             )
             total += max(
                 evaluate_expr(c.size, micro_batch_sizes(work.graph, p.sizes, samples))

@@ -117,10 +117,8 @@ def _prefer_narrow_replicas(
 ) -> tuple[Assignment, int]:
     """Returns the assignment with the fewest doublings of replicas that is slower by at most `margin`, and
     the first part of its objective."""
-    most, spread = (
-        int(time * (1 + margin)),
-        int(time * margin),
-    )  # of times, where the objective's second part counts less than a doubling
+    # One doubling must weigh more than any difference of the objective among allowed step times (`spread`).
+    most, spread = int(time * (1 + margin)), int(time * margin)
     subproblem = parts.prune_by_step_time(problem, most)
     assert subproblem is not None, "the best assignment is among these"
     model = AllocationModel(subproblem.problem, most)

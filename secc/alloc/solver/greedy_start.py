@@ -99,11 +99,9 @@ def _fewest_ranks_within(options: ChoicesBySections, every: int, time: int) -> l
 
 def _assignment_within(groups: GroupBounds, options: ChoicesBySections, time: int) -> Assignment:
     """Assignment in which no group works longer than `time`, on the fewest ranks or a few more."""
-    shared, left, filled = (
-        _fewest_ranks_within(options, groups.all_sections, time),
-        groups.all_sections,
-        dict[int, GroupChoice](),
-    )
+    shared = _fewest_ranks_within(options, groups.all_sections, time)
+    left = groups.all_sections
+    filled = dict[int, GroupChoice]()
     while left:
         mask = shared[left].first_group
         filled[mask] = min((f for f in options[mask] if f.work <= time), key=lambda f: (f.ranks, f.work))

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from secc.alloc.problem.types import AllocEdge, Problem
 
-DeviceKey = tuple[int, int]  # how many ranks, and of which kind
+DeviceKey = tuple[int, int]  # number of ranks, and their kind
 INFEASIBLE_RANKS = 1 << 62
-MAX_GROUPED_SECTIONS = 10  # of which there are a thousand sets
+MAX_GROUPED_SECTIONS = 10  # ten sections have about a thousand subsets
 
 
 class SectionOption(NamedTuple):

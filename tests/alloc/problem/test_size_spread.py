@@ -78,10 +78,8 @@ def test_a_trial_waits_for_the_longest_of_a_round() -> None:
     )
     solution, trial = solve_allocation(asked), PlanEvaluator(work, asked)
     assert solution is not None
-    ranks, chosen = (
-        hand_out_ranks(asked, solution.assignment),
-        {s: cs[solution.assignment.choice[s]] for s, cs in asked.sections.items()},
-    )
+    ranks = hand_out_ranks(asked, solution.assignment)
+    chosen = {s: cs[solution.assignment.choice[s]] for s, cs in asked.sections.items()}
     plan = trial._build_plan(solution.assignment, chosen, ranks)  # pyright: ignore[reportPrivateUsage]
     ends = [find_candidate(plan, batch).makespan for batch in trial.batches]
     assert trial.evaluate(solution.assignment, ranks).time_ns >= sum(ends) // len(ends)

@@ -229,10 +229,8 @@ def test_a_known_plan_is_taken_again() -> None:
     found = plan_choices.assignment_from_choices(asked, texts)
     assert found is not None
     again, _, _ = vlm_problem()
-    other, proven = (
-        tuple(t.replace("sharding=none", "sharding=zero1") for t in texts),
-        ("status=OPTIMAL", "gap=0.25", "tried=9"),
-    )
+    other = tuple(t.replace("sharding=none", "sharding=zero1") for t in texts)
+    proven = ("status=OPTIMAL", "gap=0.25", "tried=9")
     assert other != texts
     Allocate(cluster="1x4xcpu", global_batch=32, known=other, proven=proven).apply(
         module_text.make_context(), again

@@ -59,10 +59,10 @@ def test_memory_that_is_asked_for_is_part_of_the_sections() -> None:
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        (FROZEN, {"run_ahead": "much"}, "no memory to run ahead with"),
-        (FROZEN, {"run_ahead": "-1"}, "no memory to run ahead with"),
+        (FROZEN, {"run_ahead": "much"}, "expected a number of GiB"),
+        (FROZEN, {"run_ahead": "-1"}, "expected a number of GiB"),
         ("", {"run_ahead": "1"}, "no section can run ahead"),
-        (FROZEN, {"run_ahead": "1", "strategy": "colocate"}, "shares ranks with one that trains"),
+        (FROZEN, {"run_ahead": "1", "strategy": "colocate"}, "shares ranks with a section that trains"),
     ],
 )
 def test_what_cannot_run_ahead_is_refused(source: str, options: dict[str, str], message: str) -> None:

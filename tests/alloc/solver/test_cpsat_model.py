@@ -49,10 +49,8 @@ def test_what_a_large_problem_rules_out_is_not_missed(problem: Problem, deadline
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(problem_instances.problems(), problem_instances.mixed_problems()), st.integers(10, 200))
 def test_a_bound_leaves_every_assignment_within_it(problem: Problem, most: int) -> None:
-    left, whole = (
-        subproblem.prune_by_step_time(problem, most),
-        [(v.time_ns, v.ranks) for v in problem_instances.feasible_values(problem)],
-    )
+    left = subproblem.prune_by_step_time(problem, most)
+    whole = [(v.time_ns, v.ranks) for v in problem_instances.feasible_values(problem)]
     found = (
         []
         if left is None
@@ -112,10 +110,8 @@ def test_fewest_ranks_for_a_time_agree_with_brute_force(problem: Problem, deadli
     solution = solve_allocation(asked)
     if solution is None or best is None:
         assert solution is None and best is None
-        least, fits = (
-            solve_least_time(asked),
-            [v.time_ns for v in problem_instances.feasible_values(replace(asked, deadline=1 << 40))],
-        )
+        least = solve_least_time(asked)
+        fits = [v.time_ns for v in problem_instances.feasible_values(replace(asked, deadline=1 << 40))]
         assert least == min(fits, default=None) and (least is None or least > deadline)
         return
     assert (solution.ranks, solution.time_ns) == best
