@@ -1,1 +1,2 @@
-"""Point-to-point messages of edges between ranks, on gloo and NCCL. Imports `validation` and `plan`."""
+"""Sends and receives the messages of inter-section edges between ranks, on gloo and NCCL. Imports
+`validation` and `plan`."""

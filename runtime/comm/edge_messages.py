@@ -1,12 +1,11 @@
-"""How the tensor of an edge is cut into messages: one flat buffer for each producer and consumer micro-batch
-that share samples.
+"""Cuts the tensor of an edge into messages: one flat buffer for each producer and consumer micro-batch that
+share samples.
 
-Both ends know every shape from the samples' sizes alone, so nothing but values is sent. A message holds, for
-the shared samples in ascending order, the rows of each sample, cut to the sample's own extents where a
-micro-batch is padded wider than the sample. The gradient of an edge travels through the same cuts in the
-other direction.
+Both ends compute every shape from the samples' sizes, so only values are sent. For each shared sample, in the
+producer's order, a message holds the sample's rows, cut to its own extents where a micro-batch is padded
+wider. The gradient of an edge travels in the same messages in the other direction.
 
-Between stages of a pipeline, which have the same micro-batches, a tensor travels whole, whatever its dims.
+Between stages of a pipeline, which have the same micro-batches, a tensor is sent whole.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class TensorBox:
         return prod(length for _, length in self.box)
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The box of `tensor`, sharing its memory."""
+        """Return the box of `tensor` as a view."""
         for dim, (start, length) in enumerate(self.box):
             if length != tensor.shape[dim]:
                 tensor = tensor.narrow(dim, start, length)
@@ -45,7 +44,8 @@ class TensorBox:
 
 
 class EdgeLayout:
-    """The messages of one edge in one step."""
+    """The messages of one edge in one step. A pair is (producer's micro-batch, consumer's micro-batch); a
+    side is "src" or "dst"."""
 
     def __init__(self, edge: Edge, plan: Plan, schedule: Schedule, samples: Sequence[SampleMeta]) -> None:
         self.edge, self._plan = edge, plan
@@ -66,12 +66,11 @@ class EdgeLayout:
             self._pairs_by_micro_batch["dst", pair[1]].append(pair)
 
     def pairs_of_micro_batch(self, side: str, micro: int) -> Sequence[MicroBatchPair]:
-        """The pairs of a micro-batch on `side` ("src" or "dst"), in ascending order."""
+        """Return the pairs of a micro-batch on `side`, ascending."""
         return self._pairs_by_micro_batch.get((side, micro), ())
 
     def tensor_shape(self, side: str, micro: int) -> tuple[int, ...]:
-        """The shape of the edge's tensor in a micro-batch, as its producer makes it or as its consumer takes
-        it."""
+        """Return the shape of the edge's tensor in a micro-batch on `side`."""
         key = (side, micro)
         if key not in self._shapes:
             self._shapes[key] = self._compute_shape(side, micro)
@@ -93,24 +92,24 @@ class EdgeLayout:
         return self.edge.dim < 0
 
     def message_numel(self, pair: MicroBatchPair) -> int:
-        """The number of entries in the message of `pair`."""
+        """Number of entries in the message of `pair`."""
         return sum(cut.numel for cut in self.message_boxes("src", pair))
 
     def pair_tag(self, pair: MicroBatchPair) -> int:
-        """A number below 2^30 that no other pair of this edge has in this step."""
+        """Return a number below 2^30 that is unique among this edge's pairs in this step."""
         return pair[0] * len(self._micro_batches["dst"]) + pair[1]
 
     def pack_message(
         self, tensor: torch.Tensor, side: str, pair: MicroBatchPair, *more: torch.Tensor
     ) -> torch.Tensor:
-        """A new flat buffer with the message of `pair`, cut out of the micro-batch's tensor on `side`, and
-        `more` behind it."""
+        """Copy the message of `pair` from the micro-batch's tensor on `side` into a new flat buffer,
+        followed by `more`."""
         return torch.cat([*(cut.view(tensor).reshape(-1) for cut in self.message_boxes(side, pair)), *more])
 
     def unpack_message(
         self, message: torch.Tensor, tensor: torch.Tensor, side: str, pair: MicroBatchPair
     ) -> None:
-        """Write a message into its places in the micro-batch's tensor on `side`."""
+        """Copy a message into its boxes of the micro-batch's tensor on `side`."""
         start = 0
         for cut in self.message_boxes(side, pair):
             view = cut.view(tensor)
@@ -118,7 +117,7 @@ class EdgeLayout:
             start += cut.numel
 
     def message_boxes(self, side: str, pair: MicroBatchPair) -> tuple[TensorBox, ...]:
-        """The boxes of the message of `pair` in the tensor on `side`, in the order of the message."""
+        """Return the boxes of the message of `pair` in the tensor on `side`, in the order of the message."""
         key = (side, pair)
         if key not in self._boxes:
             self._boxes[key] = self._compute_boxes(side, pair)
@@ -129,17 +128,17 @@ class EdgeLayout:
         shape = self.tensor_shape(side, micro)
         if self.is_whole:
             return (TensorBox(tuple((0, n) for n in shape)),)
-        starts, at = {}, 0
+        starts, start = {}, 0
         for s in self._carried_samples(side, self._micro_batches[side][micro]):
-            starts[s] = at
-            at += self._sample_rows(s)
+            starts[s] = start
+            start += self._sample_rows(s)
         cuts: list[TensorBox] = []
         for s in self.pairs[pair]:
             box = [(0, n) for n in shape]
             box[self.edge.dim] = (starts[s], self._sample_rows(s))
             for dim, text, pad_side in self._extents:
-                own = evaluate_expr(text, self._sizes[s])
-                box[dim] = (shape[dim] - own if pad_side == "left" else 0, own)
+                extent = evaluate_expr(text, self._sizes[s])
+                box[dim] = (shape[dim] - extent if pad_side == "left" else 0, extent)
             cuts.append(TensorBox(tuple(box)))
         return tuple(
             cuts
@@ -148,8 +147,8 @@ class EdgeLayout:
         )
 
     def _carried_samples(self, side: str, batch: MicroBatch) -> list[int]:
-        """The samples whose rows the micro-batch's tensor holds, in its order: a consumer may hold others
-        that the producer skips."""
+        """Return the samples with rows in the micro-batch's tensor, in its order. A consumer's micro-batch
+        may have more samples, which the producer skips."""
         return list(batch.samples) if side == "src" else [s for s in batch.samples if s in self._carried]
 
     def _sample_rows(self, sample: int) -> int:
@@ -157,14 +156,14 @@ class EdgeLayout:
 
 
 def _merge_adjacent_boxes(cuts: Sequence[TensorBox], dim: int) -> list[TensorBox]:
-    """The cuts with those in one that follow each other along `dim`, before which there is no other: the same
-    entries in the same order."""
-    found: list[TensorBox] = []
+    """Merge boxes that are adjacent along `dim`, if all dims before it have size 1, so that entries keep
+    their order."""
+    merged: list[TensorBox] = []
     for cut in cuts:
         start, length = cut.box[dim]
-        if found and sum(found[-1].box[dim]) == start:
-            first = found[-1].box[dim][0]
-            found[-1] = TensorBox((*cut.box[:dim], (first, start + length - first), *cut.box[dim + 1 :]))
+        if merged and sum(merged[-1].box[dim]) == start:
+            first = merged[-1].box[dim][0]
+            merged[-1] = TensorBox((*cut.box[:dim], (first, start + length - first), *cut.box[dim + 1 :]))
         else:
-            found.append(cut)
-    return found
+            merged.append(cut)
+    return merged

@@ -1,14 +1,17 @@
-"""Messages between ranks: a process group for each directed edge, sends that never block, receives posted
+"""Sends messages between ranks: one process group per directed edge, sends that never block, receives posted
 ahead.
 
-Facts of gloo decide the shape. A blocking send waits for its receive at any size and completion cannot be
-polled, so a send has its own buffer, kept until it is known to be received: when the gradient comes back that
-answers it, when as many later sends have been posted as `secc.runtime.validation.send_window` finds safe to
-wait after, or at the step's end. Two receives posted one at a time cost milliseconds each, so receives are
-posted a window ahead, in program order. A receive that is too small aborts the process and equal shapes in
-the wrong order corrupt silently, so messages are tagged with their pair, and `debug` sends a header before
-each one that the receiver checks before it takes the values. On NCCL tags are ignored and messages between
-two ranks follow their order in the program, which the check before the step has proved.
+Facts of gloo decide the design. A blocking send waits for its receive at any size, and completion cannot be
+polled. So a send has its own buffer, which is kept until the message is known to be received: when the
+gradient that answers it arrives, when `send_limit` later sends were posted
+(`secc.runtime.validation.send_window` finds a limit that cannot deadlock), or at the end of the step. Two
+receives that are posted one at a time cost milliseconds each, so receives are posted a window ahead, in
+program order. A receive that is too small aborts the process, and equal shapes in the wrong order corrupt
+data silently. So messages are tagged with their pair, and with `debug` a header is sent before each message,
+which the receiver checks before it takes the values.
+
+NCCL ignores tags; messages between two ranks follow their order in the program, which the check before the
+step has proved equal on both ends.
 """
 
 from __future__ import annotations
@@ -28,13 +31,16 @@ from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import Instruction, Schedule, returns_gradient
 from secc.runtime.validation.send_window import DEFAULT_SEND_LIMIT, find_send_limit
 
-RECEIVE_WINDOW = 16  # receives that are posted ahead of the program
+RECEIVE_WINDOW = 16  # receives posted ahead of the program
 
 
 @dataclass(frozen=True)
 class Message:
-    """The rows of one edge that a producer's and a consumer's micro-batch share ("fwd"), or their gradient
-    ("bwd"): the part of them that passes between this rank and `peer`."""
+    """The part of an edge's message that passes between this rank and `peer`: part number `part` of `parts`.
+
+    direction "fwd": the rows that a producer's and a consumer's micro-batch (`pair`) share. "bwd": their
+    gradient.
+    """
 
     edge: str
     direction: str
@@ -44,17 +50,18 @@ class Message:
     parts: int = 1
 
     def slice_bounds(self, layout: EdgeLayout) -> tuple[int, int]:
-        """Where the part starts and ends in the flat message."""
+        """Start and end of the part in the flat message."""
         return slice_bounds(layout.message_numel(self.pair), self.part, self.parts)
 
     def numel(self, layout: EdgeLayout) -> int:
-        """The entries sent: a gradient is followed by one that says whether there is a gradient at all."""
+        """Number of entries sent. A gradient is followed by one more entry, which says whether there is a
+        gradient."""
         start, stop = self.slice_bounds(layout)
         return stop - start + (self.direction == "bwd")
 
 
 def message_of_instruction(i: Instruction) -> Message:
-    """The message of a SEND or RECV."""
+    """Return the message of a SEND or RECV instruction."""
     return Message(i.edge, i.direction, (i.src_micro, i.dst_micro), i.peer, i.part, i.parts)
 
 
@@ -66,22 +73,21 @@ class _PostedReceive:
 
 @dataclass
 class _TransportStep:
-    """What is under way in one step."""
+    """State of one step. posted_count: receives posted so far; passed_count: RECV instructions that the
+    program has reached; unreceived: sends not known to be received, oldest first."""
 
     layouts: Mapping[str, EdgeLayout]
     receives: list[Message]  # in program order
     posted_count: int = 0
     passed_count: int = 0
     arriving: dict[Message, _PostedReceive] = field(default_factory=dict)
-    unreceived: dict[Message, list[tuple[dist.Work, torch.Tensor]]] = field(
-        default_factory=dict
-    )  # not known to be received, oldest first
+    unreceived: dict[Message, list[tuple[dist.Work, torch.Tensor]]] = field(default_factory=dict)
     send_limit: int = DEFAULT_SEND_LIMIT
 
 
 class Transport:
-    """The point-to-point messages of one rank. Made on all ranks in the same order, because making groups is
-    collective."""
+    """The point-to-point messages of one rank. Made on all ranks in the same order, because creating
+    groups is collective."""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, debug: bool = False) -> None:
         self.rank, self.device, self.debug = rank, device, debug
@@ -94,13 +100,13 @@ class Transport:
         return {key: dist.new_group(ranks) for key, ranks in plan_channels(plan).items()}
 
     def start_step(self, layouts: Mapping[str, EdgeLayout], schedule: Schedule) -> None:
-        """Start a step of this rank's program."""
+        """Start a step with this rank's program."""
         self.begin_program(
             layouts, schedule.programs[self.rank], find_send_limit(schedule, sections=self._sections)
         )
 
     def advance_to(self, index: int) -> None:
-        """The program has come to an instruction."""
+        """The program has reached instruction number `index`."""
 
     def begin_program(
         self,
@@ -108,14 +114,14 @@ class Transport:
         program: Iterable[Instruction],
         limit: int = DEFAULT_SEND_LIMIT,
     ) -> None:
-        """The first receives of the program are posted. At most `limit` sends will be left unreceived."""
+        """Post the first receives of a program. At most `limit` sends are left unreceived."""
         self._step = _TransportStep(
             layouts, [message_of_instruction(i) for i in program if i.kind == "RECV"], send_limit=limit
         )
         self._post_receives_ahead()
 
     def send(self, message: Message, values: torch.Tensor) -> None:
-        """Start to send `values`, which must be a flat buffer of its own."""
+        """Start to send `values`, a flat buffer that nothing else uses."""
         if values.numel() == 0:
             return
         peer, group, tag = (
@@ -135,13 +141,13 @@ class Transport:
         sent[message] = parts
 
     def _wait_received(self, message: Message) -> None:
-        """Wait until a message has been received, and forget its buffer."""
+        """Wait until a message has been received, and release its buffer."""
         for work, _ in self._step.unreceived.pop(message, ()):
             work.wait()
 
     def receive(self, message: Message) -> None:
-        """The program has come to this RECV: post the receives that follow it. With headers, take and check
-        this one."""
+        """The program has reached this RECV: post further receives. With headers, receive and check this
+        message."""
         if self.debug:
             self._step.arriving[message] = self._receive_checked(message)
             return
@@ -149,7 +155,7 @@ class Transport:
         self._post_receives_ahead()
 
     def take_values(self, message: Message) -> torch.Tensor:
-        """The values of a message, waited for. Each message is taken once."""
+        """Wait for a message and return its values. Each message is taken once."""
         receive = self._step.arriving.pop(message)
         if receive.work is not None:
             receive.work.wait()
@@ -158,7 +164,7 @@ class Transport:
         return receive.buffer
 
     def finish_step(self) -> None:
-        """End a step: wait until all that was sent has been received."""
+        """Wait until everything that was sent in this step has been received."""
         for message in list(self._step.unreceived):
             self._wait_received(message)
 
@@ -185,18 +191,21 @@ class Transport:
         )
 
     def _receive_checked(self, message: Message) -> _PostedReceive:
-        """The header first; only if it is the expected one, the values."""
+        """Receive the header, and the values only if it is the expected one."""
         layout, peer = self._step.layouts[message.edge], message.peer
         numel = message.numel(layout)
         if numel > 0:
             expected = self._make_header(message, numel, layout.dtype)
-            found = torch.empty_like(expected)
+            header = torch.empty_like(expected)
             require_work(
                 dist.irecv(
-                    found, peer, self._channel_group(message, peer, self.rank), tag=self._message_tag(message)
+                    header,
+                    peer,
+                    self._channel_group(message, peer, self.rank),
+                    tag=self._message_tag(message),
                 )
             ).wait()
-            check_header(message, found, expected)
+            check_header(message, header, expected)
         receive = self._post_receive(message)
         if receive.work is not None:
             receive.work.wait()
@@ -213,7 +222,7 @@ class Transport:
         return torch.tensor(words, dtype=torch.int64, device=self.device)
 
     def _message_tag(self, message: Message) -> int:
-        """An even number; the header has it, the values the next one."""
+        """Return an even tag for the header; the values have the next one."""
         return 2 * self._step.layouts[message.edge].pair_tag(message.pair)
 
     def _channel_group(self, message: Message, src: int, dst: int) -> dist.ProcessGroup:
@@ -223,9 +232,11 @@ class Transport:
 
 
 def plan_channels(plan: Plan) -> dict[tuple[str, str, bool], list[int]]:
-    """The process groups that edges need: (edge, direction, whether it leads to higher ranks) -> ranks.
+    """Return the process groups of edges: (edge, direction, whether ranks ascend from sender to receiver) ->
+    ranks.
 
-    Two ranks that send to each other on one communicator could wait for each other, so each way has its own.
+    Two ranks that send to each other on one communicator could block each other, so each orientation has its
+    own.
     """
     groups: dict[tuple[str, str, bool], list[int]] = {}
     sections = {s.name: s for s in plan.sections}
@@ -248,24 +259,29 @@ def plan_channels(plan: Plan) -> dict[tuple[str, str, bool], list[int]]:
     return groups
 
 
-def check_header(message: Message, found: torch.Tensor, expected: torch.Tensor) -> None:
+def check_header(message: Message, received: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise RuntimeError if the received header differs from the expected one."""
     names = ("edge and direction", "samples and part", "number of entries", "dtype")
-    wrong = [n for n, a, b in zip(names, found.tolist(), expected.tolist(), strict=True) if a != b]
-    if wrong:
-        raise RuntimeError(f"the header of {message} from rank {message.peer} differs in {', '.join(wrong)}")
+    differing = [n for n, a, b in zip(names, received.tolist(), expected.tolist(), strict=True) if a != b]
+    if differing:
+        raise RuntimeError(
+            f"the header of {message} from rank {message.peer} differs in {', '.join(differing)}"
+        )
 
 
 def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that every backend sends."""
+    """View the tensor in a dtype that every backend can send."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def _is_completed(parts: Iterable[tuple[dist.Work, torch.Tensor]]) -> bool:
-    """Whether a backend that can tell says that a send is over; gloo never does."""
+    """Whether a send is known to be over. Never for gloo, which cannot tell."""
     return all(work.is_completed() for work, _ in parts)
 
 
 def require_work(work: dist.Work | None) -> dist.Work:
+    """Return the handle of a started operation. Raises RuntimeError if this rank is not in the operation's
+    group."""
     if work is None:
         raise RuntimeError("this rank is not a member of the process group of the message")
     return work

@@ -1,14 +1,15 @@
-"""`--comm rounds`: all messages of a step in numbered exchanges that every rank enters in one order, each a
-`batch_isend_irecv`.
+"""`--comm rounds`: all messages of a step in numbered rounds, each a `batch_isend_irecv`, that every rank
+enters in one order.
 
-The conservative choice. Messages between sections usually have a process group for each directed edge and go
-as they come (`secc.runtime.comm.p2p_channels`); here one group carries them all. The programs are run
-beforehand in beats: in a beat every rank passes at most one forward or backward, and what is sent in it is
-one exchange, which senders and receivers enter behind that. A beat needs only what exchanges of earlier beats
-have brought, and what a backend does with an exchange needs only that its ranks come to it. So by induction
-over the exchanges nobody waits for ever, even where one stream carries all messages of a rank in order. The
-price: a rank that computes for long enters late, and who sends to it in the same exchange is not done sooner.
-All ranks find the same exchanges, without a word.
+This is the conservative choice. Messages usually have a process group per directed edge and travel as they
+come (`p2p_channels`); here one group carries all of them. The programs are simulated beforehand in beats. In
+a beat every rank passes at most one forward or backward, and the messages sent in it form one round, which
+senders and receivers enter after that instruction.
+
+A beat needs only what earlier rounds have delivered, and a round completes once its ranks have entered it. By
+induction over the rounds no rank waits forever, even where one stream carries all messages of a rank in
+order. The price: a rank that computes for long enters late and delays the senders of the same round. The
+simulation is deterministic, so all ranks find the same rounds without communicating.
 """
 
 from __future__ import annotations
@@ -32,30 +33,29 @@ from secc.runtime.comm.p2p_channels import (
 from secc.runtime.plan.schema import Plan, Section
 from secc.runtime.plan.step_program import COMPUTE_KINDS, Instruction, Schedule, gather_rounds
 
-RoundMessageKey = tuple[object, ...]  # a message, the same on both of its ranks
+RoundMessageKey = tuple[object, ...]  # identifies a message on both of its ranks
 NumberedMessage = tuple[int, Message]  # a message and its number within the step
 
 
 @dataclass
 class P2PRound:
-    """What a rank sends and receives in one exchange."""
+    """What a rank sends and receives in one round. The numbers of messages serve as tags."""
 
     sends: list[NumberedMessage] = field(default_factory=list)
     receives: list[NumberedMessage] = field(default_factory=list)
 
 
-RoundsByInstruction = dict[
-    int, list[P2PRound]
-]  # before which instruction of a rank's program it enters which exchanges
+RoundsByInstruction = dict[int, list[P2PRound]]  # rounds that a rank enters before an instruction
 
 
 def plan_rounds(schedule: Schedule, sections: Iterable[Section]) -> list[RoundsByInstruction]:
-    """Each rank's exchanges. The schedule must have passed its check."""
+    """Return each rank's rounds. Raises RuntimeError if the programs deadlock; the schedule must have
+    passed its check."""
     return _RoundPlanner(schedule, sections).run()
 
 
 class _RoundPlanner:
-    """The programs, run beat by beat. `at`: each rank's next instruction."""
+    """Simulates the programs beat by beat. `next_index[rank]` is the rank's next instruction."""
 
     def __init__(self, schedule: Schedule, sections: Iterable[Section]) -> None:
         self.programs, self.next_index = schedule.programs, [0] * len(schedule.programs)
@@ -63,9 +63,8 @@ class _RoundPlanner:
         self.participant_counts = Counter(
             self.compute_key(i) for p in self.programs for i in p if i.kind in COMPUTE_KINDS
         )
-        self.waiting_ranks: defaultdict[RoundMessageKey, set[int]] = defaultdict(
-            set
-        )  # ranks that have come to a job
+        # Ranks that have reached a forward or backward, by its key.
+        self.waiting_ranks: defaultdict[RoundMessageKey, set[int]] = defaultdict(set)
         self.arrived = set[RoundMessageKey]()
         self.rounds_by_rank: list[RoundsByInstruction] = [{} for _ in self.programs]
         self.message_count = 0
@@ -92,7 +91,8 @@ class _RoundPlanner:
         return self.rounds_by_rank
 
     def advance_to_compute(self, rank: int) -> list[tuple[int, Instruction]]:
-        """Go on to the next job or to a message that has not arrived; what is sent on the way."""
+        """Advance a rank to its next forward or backward, or to a message that has not arrived. Returns
+        what it sends on the way."""
         program, sent = self.programs[rank], list[tuple[int, Instruction]]()
         while self.next_index[rank] < len(program) - 1:  # up to STEP
             i = program[self.next_index[rank]]
@@ -106,14 +106,14 @@ class _RoundPlanner:
         return sent
 
     def pass_sends(self, rank: int) -> list[tuple[int, Instruction]]:
-        """Go on to what is not a SEND."""
+        """Advance a rank over consecutive SENDs, and return them."""
         program, start = self.programs[rank], self.next_index[rank]
         while self.next_index[rank] < len(program) and program[self.next_index[rank]].kind == "SEND":
             self.next_index[rank] += 1
         return [(rank, i) for i in program[start : self.next_index[rank]]]
 
     def close_round(self, sent: list[tuple[int, Instruction]]) -> None:
-        """The messages of a beat travel; their ranks enter where they are now."""
+        """Deliver the messages of a beat. Their ranks enter the round at their present instruction."""
         entered: dict[int, P2PRound] = {}
         for rank, i in sent:
             message = message_of_instruction(i)
@@ -127,26 +127,26 @@ class _RoundPlanner:
             self.rounds_by_rank[rank].setdefault(self.next_index[rank], []).append(exchange)
 
     def compute_key(self, i: Instruction) -> RoundMessageKey:
-        """What several ranks do together: the micro-batch's job, or that of its round."""
-        first = self.lockstep_rounds.get((i.section, i.micro))
-        return (i.kind, i.section, first[0].index if first is not None else i.micro)
+        """Identify a forward or backward that several ranks run together: by its micro-batch, or by the
+        first one of its lockstep round."""
+        lockstep = self.lockstep_rounds.get((i.section, i.micro))
+        return (i.kind, i.section, lockstep[0].index if lockstep is not None else i.micro)
 
 
 def _message_key(i: Instruction, rank: int) -> RoundMessageKey:
-    """What a SEND and its RECV have in common."""
+    """Identify a message on both of its ranks."""
     ends = (rank, i.peer) if i.kind == "SEND" else (i.peer, rank)
     return i.edge, i.direction, i.src_micro, i.dst_micro, *ends
 
 
 class RoundTransport(Transport):
-    """The point-to-point messages of one rank, in exchanges. Made on all ranks at the same place."""
+    """The point-to-point messages of one rank, in rounds. Made on all ranks in the same order."""
 
     def _create_groups(self, plan: Plan) -> dict[tuple[str, str, bool], Any]:
         self._group: Any = dist.new_group(list(range(plan.world_size)))
         if self.device.type == "cuda":
-            dist.all_reduce(
-                torch.zeros(1, device=self.device), group=self._group
-            )  # a batch must not be the first thing a group does
+            # The first operation of an NCCL group must not be a batch of P2P operations.
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self._group)
         return {}
 
     def start_step(self, layouts: Mapping[str, EdgeLayout], schedule: Schedule) -> None:
@@ -161,23 +161,23 @@ class RoundTransport(Transport):
             self._enter_round(exchange)
 
     def send(self, message: Message, values: torch.Tensor) -> None:
-        """Keep `values`, a flat buffer of its own, until the exchange."""
+        """Keep `values`, a flat buffer that nothing else uses, until the round."""
         self._outgoing[message] = values
 
     def receive(self, message: Message) -> None:
-        """The program has come to this RECV, whose exchange has been entered."""
+        """Do nothing: the round of this RECV has been entered."""
 
     def take_values(self, message: Message) -> torch.Tensor:
-        """The values of a message, waited for. Each message is taken once."""
+        """Wait for a message and return its values. Each message is taken once."""
         works, (values, *headers) = self._arriving.pop(message)
         for work in works:
             work.wait()
-        for found in headers:
-            check_header(message, found, self._make_header(message, values.numel(), values.dtype))
+        for received in headers:
+            check_header(message, received, self._make_header(message, values.numel(), values.dtype))
         return values
 
     def finish_step(self) -> None:
-        """End a step: wait until all that was sent has been received."""
+        """Wait until everything that was sent in this step has been received."""
         for work, _ in self._works:
             work.wait()
         self._works.clear()
@@ -199,15 +199,14 @@ class RoundTransport(Transport):
             places.append((m, tensors, slice(before, len(outgoing) + len(incoming))))
         ops = outgoing + incoming
         works = dist.batch_isend_irecv(ops) if ops else []
-        each = (
-            works if len(works) == len(ops) else works[:1] * len(ops)
-        )  # a backend may make one of them; gloo's are waited for once
+        # gloo returns a handle per operation, each of which may be waited for once; NCCL returns one for all.
+        each = works if len(works) == len(ops) else works[:1] * len(ops)
         self._works += [(work, [op.tensor]) for work, op in zip(each, outgoing, strict=False)]
         for m, tensors, place in places:
             self._arriving[m] = each[place], tensors
 
     def _with_header(self, message: Message, values: torch.Tensor, fill: bool) -> list[torch.Tensor]:
-        """The values and, with `debug`, the header that travels before them, or room for it."""
+        """Return the values and, with `debug`, the header that travels before them, or a buffer for it."""
         if not self.debug or not values.numel():
             return [values]
         header = self._make_header(message, values.numel(), values.dtype)
@@ -216,7 +215,7 @@ class RoundTransport(Transport):
     def _p2p_ops(
         self, op: Any, number: int, message: Message, tensors: list[torch.Tensor]
     ) -> list[dist.P2POp]:
-        """Header first; the values' operation is the last. None for a message without entries."""
+        """Return the operations of a message, header first; none for a message without entries."""
         tagged = [(tensor, 2 * number + k) for k, tensor in enumerate(tensors) if tensors[0].numel()]
         return [
             dist.P2POp(op, as_sendable(tensor), message.peer, self._group, tag)

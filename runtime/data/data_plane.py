@@ -1,12 +1,14 @@
 """The data plane of a rank: what all ranks know of the next global batch, and this rank's own micro-batches.
 
-Every rank loads a share of the batch and finds each sample's pattern, sizes and leaves; one all-gather of
-integers then gives all ranks the same `GlobalBatch`, from which they compute the same schedule. Where every
-rank has loaded its share by the end of the step before, the integers travel with that step's sums, which
-saves a collective. Only then is it clear which samples a rank needs: `batch` loads and collates them. With a
-worker, the next step's share loads while this step trains. A share is a run of positions; where the user's
-`sizes(i)` tells sizes ahead, it holds samples that the rank will train itself, so that few samples are loaded
-twice.
+Every rank loads a share of the batch and finds each sample's pattern, sizes and summands of batch-wide sums.
+One all-gather of integers then gives all ranks the same `GlobalBatch`, from which they compute the same
+schedule. If every rank has loaded its share by the end of the previous step, the integers travel with that
+step's gradient norms instead, which saves a collective.
+
+Only then is it clear which samples a rank trains: `load_micro_batch` loads and collates them. With a worker
+process, the next step's share loads while this step trains. A share is a range of positions; if the user's
+`sizes(i)` gives sizes ahead, it is a set of samples that the rank will train itself, so that few samples are
+loaded twice.
 """
 
 from __future__ import annotations
@@ -49,16 +51,17 @@ from secc.runtime.plan.step_program import SampleMeta, Schedule
 from secc.runtime.rerecording.rerecorder import Rerecorder, TimeSpan
 
 ScheduleFunction = Callable[[Sequence[SampleMeta]], Schedule]
-_WAIT_HISTORY_STEPS = 3  # steps: recordings are made up to two before their micro-batch is trained
+_WAIT_HISTORY_STEPS = 3  # recordings are made up to two steps before their micro-batch is trained
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What every rank knows of a global batch: its samples in order, the sums of their leaves, its symbols
-    and its labels that count.
+    """What every rank knows of a global batch.
 
-    `skipped` are the dataset indices of samples that would be in it, but did not load; `kept` are the
-    positions of the others, and `widths` what micro-batches are padded to.
+    samples: metadata in the order of the batch. batch_sums: batch-wide sums that coefficients of the loss
+    need. sizes: symbols of the whole batch. tokens: labels that count. skipped_indices: dataset indices of
+    samples that did not load and are left out. kept_positions: positions, in the sequence of epochs, of the
+    samples that are kept. widths: (symbol, size) that all micro-batches are padded to.
     """
 
     step: int
@@ -71,27 +74,30 @@ class GlobalBatch:
     widths: tuple[tuple[str, int], ...] = ()
 
     def batch_request(self, positions: Sequence[int], section: str = "") -> BatchRequest:
-        """Asks for a micro-batch of a section: positions among the samples that were kept are not those of
-        the sequence."""
+        """Return the request for a micro-batch of a section. `positions` count kept samples only; the
+        request counts all."""
         return BatchRequest(self.step, tuple(self.kept_positions[p] for p in positions), self.widths, section)
 
     @property
     def pattern(self) -> frozenset[str]:
-        """The optional inputs that the whole batch has: those that any of its samples has."""
+        """Optional inputs that at least one sample of the batch has."""
         return frozenset[str]().union(*(s.pattern for s in self.samples))
 
 
 class DataPlane:
-    """Global batches in order, from step `start` on, for one rank.
+    """Provides the global batches of one rank in order, from step `start` on.
 
-    `leaves` are the plan's leaf functions. `epochs` (None: no end), `shuffle` and `seed` say which samples
-    make up a batch; with `skip_bad` those that do not load are left out of it, and named on stderr. `order`
-    makes the schedule of samples, where their sizes are known ahead. With `workers=1` samples load in a
-    background process, with more in so many and collate in one; they are forked here: make the data plane
-    before process groups, threads and GPU contexts. `device` is where `batch` puts tensors. Up to `ahead`
-    global batches are asked for beyond the one whose micro-batches are. `rerecorder` records glue, where the
-    plan has some that values decide: where samples are collated, or with a worker in so many `recorders`,
-    processes beside it.
+    - `leaves`: the plan's functions for batch-wide sums, by name.
+    - `shuffle`, `epochs` (None: endless), `seed`: which samples make up a batch.
+    - `skip_bad`: leave out samples that do not load, and name them on stderr.
+    - `workers`: 0 loads in this process, 1 in a background process; more load samples in that many processes
+      and collate in one. They are forked here, so make the data plane before process groups, threads and GPU
+      contexts.
+    - `order`: makes the schedule of samples with known sizes, to choose which samples each rank loads.
+    - `device`: where `load_micro_batch` puts tensors.
+    - `ahead`: number of global batches requested beyond the one that is trained.
+    - `rerecorder`: records glue that depends on values, where samples are collated or, with workers, in
+      `recorders` further processes.
     """
 
     def __init__(
@@ -133,19 +139,15 @@ class DataPlane:
         self._loader = LoaderProcess(loader, pools, requests, ahead) if workers else InlineLoader(loader)
         self._step = start - 1
         self._latest: GlobalBatch | None = None
-        self._next_rows: MetadataRows | None = None  # of the next step's share
-        self._next_table: torch.Tensor | None = (
-            None  # the next step's rows of all ranks, in the order of the batch
-        )
+        self._next_rows: MetadataRows | None = None  # of this rank's share of the next step
+        self._next_table: torch.Tensor | None = None  # all ranks' rows of the next step, by position
         self._waits: list[tuple[int, TimeSpan]] = []
         self._loader.request_ahead([self._metadata_request(start)])
 
     def next_batch(self, group: dist.ProcessGroup | None = None) -> GlobalBatch:
-        """The next global batch, the same on every rank. Collective over `group` (default: all ranks) when
-        there are several ranks.
+        """Return the next global batch, the same on every rank. Collective over `group` (default: all ranks).
 
-        Raises UserError, naming the dataset index and the cause, where a sample of this rank's share does not
-        load.
+        Raises UserError, with dataset index and cause, if a sample of this rank's share does not load.
         """
         self._step += 1
         self._waits = [
@@ -159,17 +161,14 @@ class DataPlane:
             self._loader.request_ahead([self._metadata_request(self._step + 1)])
         for line in rows.skipped_lines:
             sys.stderr.write(f"step {self._step + 1}: a sample is left out: {line}\n")
-        if table is None:
-            table = (
-                self._gather_rows(rows.table, group)
-                if self.world_size > 1
-                else self._rows_by_position(rows.table[None], self._step)
-            )
-        found = self._codec.unpack_records(table)
-        kept, records, skipped = _split_skipped(found)
+        if table is None and self.world_size > 1:
+            table = self._gather_rows(rows.table, group)
+        elif table is None:
+            table = self._rows_by_position(rows.table[None], self._step)
+        kept, records, skipped = _split_skipped(self._codec.unpack_records(table))
         if not records:
             raise UserError(
-                f"none of the {len(found)} samples of step {self._step + 1} loads",
+                f"none of the {len(skipped)} samples of step {self._step + 1} loads",
                 remedy="run without --skip-bad-samples",
             )
         self._shares.check_declared(records)
@@ -205,7 +204,8 @@ class DataPlane:
     def _gather_padded_sums(
         self, kept: tuple[int, ...], widths: tuple[tuple[str, int], ...], group: dist.ProcessGroup | None
     ) -> list[tuple[float, ...]]:
-        """The leaves of each rank's share at the global batch's widths, where padded positions may count."""
+        """Return the batch-wide sums of each rank's share, padded to the global batch's widths, as padded
+        positions may count in them."""
         positions = tuple(p for p in self._metadata_request(self._step).positions if p in set(kept))
         share = BatchRequest(self._step, positions, widths)
         if not self._codec.sum_functions or not share.positions:
@@ -224,8 +224,8 @@ class DataPlane:
     def announce_micro_batches(
         self, batches: Iterable[tuple[Sequence[int], str]], of: GlobalBatch | None = None
     ) -> None:
-        """Announce micro-batches of a global batch (default: the latest), each with its section, in the order
-        in which they will be asked for, so that a worker can run ahead."""
+        """Announce micro-batches (positions, section) of a global batch (default: the latest) in the order
+        in which they will be asked for, so that a worker can load ahead."""
         self._loader.request_ahead(
             [self._given_or_latest(of).batch_request(positions, section) for positions, section in batches]
         )
@@ -233,8 +233,8 @@ class DataPlane:
     def load_micro_batch(
         self, positions: Sequence[int], of: GlobalBatch | None = None, section: str = ""
     ) -> dict[str, Any]:
-        """The samples at `positions` of a global batch (default: the latest), collated in this order, on the
-        device, padded as the plan wants, with the recorded glue that a section needs."""
+        """Return the samples at `positions` of a global batch (default: the latest), collated in this
+        order, padded as the plan says, on the device, with the recorded glue that `section` needs."""
         batch = self._time_wait(
             self._loader.wait_for_result, self._given_or_latest(of).batch_request(positions, section)
         )
@@ -245,23 +245,23 @@ class DataPlane:
 
     @property
     def loader_waits(self) -> list[TimeSpan]:
-        """When this rank waited for the loader, in the last few steps."""
+        """Times at which this rank waited for the loader in the last few steps."""
         return [spent for _, spent in self._waits]
 
     def _time_wait(self, get: Callable[[Any], Any], ask: LoaderRequest) -> Any:
-        """What the loader gives; the time counts as waited for it."""
+        """Return `get(ask)`, and count the time as waiting for the loader."""
         start = time.monotonic_ns()
-        found = get(ask)
+        result = get(ask)
         self._waits.append((self._step, TimeSpan(start, time.monotonic_ns())))
-        return found
+        return result
 
     def _given_or_latest(self, given: GlobalBatch | None) -> GlobalBatch:
-        found = given or self._latest
-        assert found is not None, "next() comes first"
-        return found
+        batch = given or self._latest
+        assert batch is not None, "next_batch() must be called first"
+        return batch
 
     def close(self) -> None:
-        """End the worker."""
+        """End the worker processes."""
         self._loader.close()
 
     def __enter__(self) -> DataPlane:
@@ -276,45 +276,47 @@ class DataPlane:
     def exchange_values(
         self, values: torch.Tensor, steps: int, group: dist.ProcessGroup | None = None
     ) -> torch.Tensor:
-        """Every rank's `values` (float64 [n], on this rank's device) as [ranks, n]. Collective over `group`.
+        """Gather every rank's `values` (float64 [n], on this rank's device) as [ranks, n]. Collective over
+        `group`.
 
-        The rows of the next step, if it is before `steps`, travel along; they count where every rank has them
-        already.
+        The metadata rows of the next step, if it is before `steps`, travel along. They are used if every rank
+        has them already.
         """
         if self.world_size == 1:
             return values[None]
-        follows = (
+        sends_next = (
             self._next_table is None
             and self._step + 1 < steps
             and self.epochs.samples_in_step(self._step + 1) > 0
         )
-        if follows and self._next_rows is None:
+        if sends_next and self._next_rows is None:
             self._next_rows = self._time_wait(
                 self._loader.take_if_ready, self._metadata_request(self._step + 1)
             )
+        # One collective of integers: the values' bits, then whether this rank has its rows, then the rows.
         mine = [values.view(torch.int64)]
-        if follows:
+        if sends_next:
             table = self._pad_rows(self._next_rows and self._next_rows.table, self._step + 1)
             mine.append(
                 torch.cat([torch.tensor([self._next_rows is not None]), table.view(-1)]).to(values.device)
             )
-        found = self._all_gather_tensor(torch.cat(mine), group)
-        told, rows = found[:, : len(values)].view(torch.float64), found[:, len(values) :].cpu()
-        if follows and bool(rows[:, 0].all()):
+        gathered = self._all_gather_tensor(torch.cat(mine), group)
+        all_values, rows = gathered[:, : len(values)].view(torch.float64), gathered[:, len(values) :].cpu()
+        if sends_next and bool(rows[:, 0].all()):
             self._next_table = self._rows_by_position(
                 rows[:, 1:].reshape(self.world_size, -1, self._codec.width), self._step + 1
             )
-        return told
+        return all_values
 
     def _gather_rows(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """All ranks' rows of this step in the order of the batch, from this rank's."""
+        """Gather all ranks' rows of this step, in the order of the batch."""
         device = self.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
         return self._rows_by_position(
             self._all_gather_tensor(self._pad_rows(mine, self._step).to(device), group).cpu(), self._step
         )
 
     def _pad_rows(self, mine: torch.Tensor | None, step: int) -> torch.Tensor:
-        """This rank's rows, as many as the longest share of the step has."""
+        """Pad this rank's rows to the length of the step's longest share: [longest, width]."""
         padded = torch.zeros(
             max(map(len, self._shares.positions_of_step(step))), self._codec.width, dtype=torch.int64
         )
@@ -323,13 +325,13 @@ class DataPlane:
         return padded
 
     def _all_gather_tensor(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """Every rank's tensor, behind each other along a new first dim."""
-        found = mine.new_empty(self.world_size, *mine.shape)
-        start_all_gather(found.view(-1), mine.view(-1), group).wait()
-        return found
+        """Gather every rank's tensor along a new first dim."""
+        gathered = mine.new_empty(self.world_size, *mine.shape)
+        start_all_gather(gathered.view(-1), mine.view(-1), group).wait()
+        return gathered
 
     def _rows_by_position(self, rows: torch.Tensor, step: int) -> torch.Tensor:
-        """The rows [ranks, longest share, width] of the shares of a step by position [samples, width]."""
+        """Reorder rows [ranks, longest share, width] of a step's shares by position: [samples, width]."""
         shares = self._shares.positions_of_step(step)
         longest, positions = rows.shape[1], [p for share in shares for p in share]
         places = [r * longest + k for r, share in enumerate(shares) for k in range(len(share))]
@@ -337,23 +339,24 @@ class DataPlane:
 
 
 class _LoadShares:
-    """Which positions each rank loads: known on all ranks without a message."""
+    """Assigns positions of each batch to the ranks that load them. All ranks compute the same without
+    communicating."""
 
     def __init__(
         self, epochs: EpochOrder, world_size: int, user: UserModel, plan: Plan, order: ScheduleFunction | None
     ) -> None:
         self.epochs, self.world_size, self._schedule = epochs, world_size, order
-        said = (
+        uses_declared = (
             user.defines("sizes")
             and order is not None
             and not any(is_tensor_label(s.key) for s in plan.symbols)
         )
-        self.declared = DeclaredSizes(user, plan.symbols, plan.inputs) if said else None
+        self.declared = DeclaredSizes(user, plan.symbols, plan.inputs) if uses_declared else None
         self._positions_by_step: dict[int, list[tuple[int, ...]]] = {}
         self._declared_by_index: dict[int, SampleMeta] = {}  # by dataset index
 
     def positions_of_step(self, step: int) -> list[tuple[int, ...]]:
-        """Each rank's positions of a step's batch. Raises UserError for what `sizes` says of a sample."""
+        """Return each rank's positions of a step's batch. Raises UserError if `sizes` fails on a sample."""
         if step not in self._positions_by_step:
             self._positions_by_step = {
                 s: shares for s, shares in self._positions_by_step.items() if s >= step - 1
@@ -361,7 +364,7 @@ class _LoadShares:
         return self._positions_by_step[step]
 
     def check_declared(self, records: Sequence[SampleRecord]) -> None:
-        """Raises UserError if a sample that was loaded is not as `sizes` said."""
+        """Raise UserError if a loaded sample differs from what `sizes` declared."""
         if self.declared is not None:
             for record in records:
                 self.declared.check_sample(
@@ -375,19 +378,19 @@ class _LoadShares:
                 tuple(range(r * count // self.world_size, (r + 1) * count // self.world_size))
                 for r in range(self.world_size)
             ]
-        said = [self.declared.sample_metadata(i) for i in self.epochs.dataset_indices(step)]
-        self._declared_by_index |= {s.id: s for s in said}
-        return positions_by_rank(self._schedule(said), count)
+        declared = [self.declared.sample_metadata(i) for i in self.epochs.dataset_indices(step)]
+        self._declared_by_index |= {s.id: s for s in declared}
+        return positions_by_rank(self._schedule(declared), count)
 
 
 def _split_skipped(
-    found: Sequence[SampleRecord | SkippedSample],
+    records: Sequence[SampleRecord | SkippedSample],
 ) -> tuple[tuple[int, ...], list[SampleRecord], tuple[int, ...]]:
-    """The positions and records of the samples that are there, and the dataset indices of those that were
-    skipped."""
-    kept = tuple(p for p, r in enumerate(found) if isinstance(r, SampleRecord))
+    """Return the positions and the records of samples that loaded, and the dataset indices of skipped
+    samples."""
+    kept = tuple(p for p, r in enumerate(records) if isinstance(r, SampleRecord))
     return (
         kept,
-        [r for r in found if isinstance(r, SampleRecord)],
-        tuple(r.index for r in found if isinstance(r, SkippedSample)),
+        [r for r in records if isinstance(r, SampleRecord)],
+        tuple(r.index for r in records if isinstance(r, SkippedSample)),
     )

@@ -1,8 +1,8 @@
-"""Which samples a global batch holds: an endless or ended sequence of epochs, cut into batches.
+"""Which samples a global batch holds: a sequence of epochs, cut into batches.
 
 Global batch k holds the samples kN .. (k+1)N-1 of the sequence, so a batch may begin in one epoch and end in
-the next. Every epoch runs through the dataset once, in its own order or in a permutation drawn from (seed,
-epoch). A sequence of a given number of epochs ends with them, and its last batch holds what is left.
+the next. Each epoch goes through the dataset once, in its own order or in a permutation drawn from (seed,
+epoch). The sequence is endless or ends after a number of epochs; then the last batch holds the rest.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from secc.runtime.model.item_seeds import derive_item_seed
 
 
 class EpochOrder:
-    """The sequence over a dataset of `length` samples in batches of `global_batch`; `epochs` is None for an
-    endless one."""
+    """The sequence over a dataset of `length` samples in batches of `global_batch`; `epochs` is None for
+    an endless one."""
 
     def __init__(
         self, length: int, global_batch: int, seed: int = 0, shuffle: bool = False, epochs: int | None = None
@@ -25,22 +25,22 @@ class EpochOrder:
 
     @property
     def step_count(self) -> int | None:
-        """The number of batches, None where they do not end."""
+        """Number of batches, None if the sequence is endless."""
         return None if self.epoch_count is None else -(-self.epoch_count * self.length // self.global_batch)
 
     def samples_in_step(self, step: int) -> int:
-        """The samples of a step's batch: fewer than `global_batch` in the last one, 0 after it."""
+        """Number of samples in a step's batch: fewer than `global_batch` in the last one, 0 after it."""
         if self.epoch_count is None:
             return self.global_batch
         return max(0, min(self.global_batch, self.epoch_count * self.length - step * self.global_batch))
 
     def locate_sample(self, step: int, position: int) -> tuple[int, int]:
-        """(epoch, dataset index) of the sample at `position` of the step's batch."""
+        """Return (epoch, dataset index) of the sample at `position` of the step's batch."""
         epoch, index = divmod(step * self.global_batch + position, self.length)
         return epoch, self._epoch_permutation(epoch)[index] if self.shuffle else index
 
     def dataset_indices(self, step: int) -> list[int]:
-        """The dataset indices of a step's batch."""
+        """Return the dataset indices of a step's batch, by position."""
         return [self.locate_sample(step, position)[1] for position in range(self.samples_in_step(step))]
 
     def _epoch_permutation(self, epoch: int) -> list[int]:

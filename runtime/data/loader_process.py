@@ -1,8 +1,9 @@
-"""Where loading runs: in this process, or ahead of the step in one background process of the rank.
+"""Runs loading in the rank's own process, or ahead of the step in one background process.
 
-Both answer the same questions. The background process is forked before process groups, threads and GPU
-contexts exist; it works on one request at a time, batches before records of the next step, and ends when its
-rank does. Answers travel as plain bytes through a pipe: shared memory is small in containers.
+InlineLoader and LoaderProcess have the same methods. The background process is forked before process groups,
+threads and GPU contexts exist. It works on one request at a time, batches before the metadata of the next
+step, and ends when its rank does. Answers travel as plain bytes through a pipe, because shared memory is
+small in containers.
 """
 
 from __future__ import annotations
@@ -26,45 +27,44 @@ from secc.runtime.host.fork_pool import DEAD_WORKER_REMEDY, WorkerPool, run_capt
 from secc.runtime.model.item_seeds import shared_rng_restore
 
 LoaderRequest = MetadataRequest | BatchRequest
-MAX_REQUESTS_WITH_RECORDING = (
-    16  # where batches come with recordings of their glue: most of what a rank runs in a step
-)
-MAX_REQUESTS = (
-    3  # requests that the background process holds: the next step's share, a batch in work and one that waits
-)
+# Requests that the background process holds: the next step's metadata, a batch in work and one waiting.
+MAX_REQUESTS = 3
+# If glue is recorded: most micro-batches that a rank runs in a step, since a recording may take long.
+MAX_REQUESTS_WITH_RECORDING = 16
 
 
 class InlineLoader:
-    """Loads in this process, when asked for the result."""
+    """Loads in this process when the result is asked for."""
 
     def __init__(self, loader: SampleLoader) -> None:
         self._loader = loader
 
     def request_ahead(self, asks: Iterable[LoaderRequest]) -> None:
-        """Nothing runs ahead here."""
+        """Do nothing: there is no process that could work ahead."""
 
     def take_if_ready(self, ask: MetadataRequest) -> MetadataRows | None:
-        """The rows, if the samples load: what is wrong is said when the result is asked for."""
-        found = run_capturing_errors(self.wait_for_result, ask)
-        return found if isinstance(found, MetadataRows) else None
+        """Return the rows if the samples load; None otherwise. Errors are raised by `wait_for_result`."""
+        answer = run_capturing_errors(self.wait_for_result, ask)
+        return answer if isinstance(answer, MetadataRows) else None
 
     def wait_for_result(self, ask: LoaderRequest) -> Any:
-        """Rows for a Share, a batch for Collated. Raises UserError where a sample does not load."""
+        """Return MetadataRows for a MetadataRequest, a batch for a BatchRequest. Raises UserError if a
+        sample does not load."""
         if isinstance(ask, BatchRequest):
             return self._loader.load_batch(ask)
         with shared_rng_restore():
             return self._loader.pack_rows(list(self._loader.iter_records(ask)))
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no process to end."""
 
 
 class LoaderProcess:
-    """Loads in a process of its own, which has the help of `pools`. Make it before process groups, threads
-    and GPU contexts: it forks.
+    """Loads in one background process, helped by the processes of `pools`. It forks: make it before process
+    groups, threads and GPU contexts.
 
-    It works on up to `requests` before their results are asked for. A thread takes the answers as they come,
-    so that it never waits. Shares are asked for up to `ahead` steps before batches.
+    At most `requests` requests are sent before their results are taken. Metadata is requested up to `ahead`
+    steps before batches. A thread receives the answers, so that the background process never waits in a send.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LoaderProcess:
         )
         self._process.start()
         far_end.close()
-        self._planned: dict[LoaderRequest, None] = {}  # in order, not sent yet
+        self._planned: dict[LoaderRequest, None] = {}  # not sent yet, in order
         self._sent: set[LoaderRequest] = set()
         self._answers: dict[LoaderRequest, Any] = {}
         self._answer_arrived, self._process_gone = threading.Condition(), False
@@ -95,20 +95,22 @@ class LoaderProcess:
         self._receiver_thread.start()
 
     def request_ahead(self, asks: Iterable[LoaderRequest]) -> None:
-        """Work on `asks` ahead, in this order, after what was asked for before."""
+        """Queue requests behind those queued before."""
         with self._answer_arrived:
             self._planned |= {ask: None for ask in asks if ask not in self._sent and ask not in self._answers}
             self._send_ahead()
 
     def take_if_ready(self, ask: MetadataRequest) -> MetadataRows | None:
-        """The rows, if they are here."""
+        """Return the rows if they have arrived, else None."""
         with self._answer_arrived:
-            there = isinstance(self._answers.get(ask), MetadataRows)
-        return self.wait_for_result(ask) if there else None
+            arrived = isinstance(self._answers.get(ask), MetadataRows)
+        return self.wait_for_result(ask) if arrived else None
 
     def wait_for_result(self, ask: LoaderRequest) -> Any:
-        """As `Inline.result`, waited for. Each answer is given once; a share ends the wait for batches of
-        steps that are over."""
+        """Wait for a result as `InlineLoader.wait_for_result` returns it. Each answer is given once.
+
+        A MetadataRequest drops the requests and answers of steps that are over.
+        """
         with self._answer_arrived:
             if isinstance(ask, MetadataRequest):
                 self._planned = {a: None for a in self._planned if a.step >= ask.step - self._ahead}
@@ -139,7 +141,7 @@ class LoaderProcess:
             raise self._process_ended_error() from None
 
     def _receive_answers(self) -> None:
-        """The thread: keep answers until they are asked for."""
+        """Run by the thread: store answers until they are asked for."""
         try:
             while True:
                 ask, answer = pickle.loads(self._pipe.recv_bytes())
@@ -153,7 +155,7 @@ class LoaderProcess:
                 self._answer_arrived.notify_all()
 
     def close(self) -> None:
-        """End the processes."""
+        """End the background process and its pools."""
         self._process.terminate()
         self._process.join()
         self._receiver_thread.join(timeout=5)
@@ -162,6 +164,7 @@ class LoaderProcess:
             pool.close()
 
     def _process_ended_error(self) -> UserError:
+        """Return the error that says how the background process ended."""
         self._process.join(timeout=5)
         code = self._process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -169,8 +172,8 @@ class LoaderProcess:
 
 
 def _run_loader_process(loader: SampleLoader, pipe: Connection, other_end: Connection, parent: int) -> None:
-    """The background process: read requests, answer batches first, and work on shares sample by sample in
-    between."""
+    """Run the background process: read requests, answer batches first, and make metadata sample by sample
+    in between."""
     other_end.close()
     prepare_worker_process(parent)
     shares: deque[_MetadataWork] = deque()
@@ -194,7 +197,7 @@ def _run_loader_process(loader: SampleLoader, pipe: Connection, other_end: Conne
 
 
 class _MetadataWork:
-    """A share in the making."""
+    """A MetadataRequest in work."""
 
     def __init__(self, loader: SampleLoader, ask: MetadataRequest) -> None:
         self.ask, self._loader, self._records = ask, loader, loader.iter_records(ask)
@@ -202,7 +205,7 @@ class _MetadataWork:
         self.answer: MetadataRows | Exception | None = None
 
     def load_next_record(self) -> bool:
-        """Make one record more; whether `answer` is there now."""
+        """Make one more record. Returns whether `answer` is complete."""
         record = run_capturing_errors(next, self._records, None)
         if isinstance(record, SampleRecord | SkippedSample):
             self._done.append(record)

@@ -1,7 +1,7 @@
-"""Loading: the samples of global batches, their collated tensors, and what all ranks must know of them.
+"""Loads and collates the samples of global batches, and makes their metadata.
 
-A sample is made with random numbers that belong to (seed, epoch, index), so any rank may load it, as often as
-needed, and gets the same. Items are kept as long as their step may ask for them.
+A sample is made with random numbers that belong to (seed, epoch, index), so any rank may load it, several
+times if needed, and gets the same. Items are kept as long as a request of their step may come.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from secc.runtime.rerecording.rerecorder import Rerecorder
 
 
 class MetadataRequest(NamedTuple):
-    """Asks for the rows of metadata of the samples at `positions` of the step's global batch."""
+    """Asks for the metadata rows of the samples at `positions` of the step's global batch."""
 
     step: int
     positions: tuple[int, ...]
 
 
 class BatchRequest(NamedTuple):
-    """Asks for the samples at `positions` of the step's global batch as one batch on the CPU, padded to
-    `widths` (names and sizes).
+    """Asks for the samples at `positions` of the step's global batch, collated on the CPU and padded to
+    `widths` (symbol, size).
 
-    `section` will run it, and may need its glue recorded; "" for none.
+    `section` is the section that will run the batch and may need recorded glue; "" for none.
     """
 
     step: int
@@ -43,21 +43,20 @@ class BatchRequest(NamedTuple):
 
 
 class MetadataRows(NamedTuple):
-    """Answers a Share: `table` as `Records.pack` makes it, and one line for each sample that was skipped."""
+    """The answer to a MetadataRequest: `table` from `RecordCodec.pack_records`, and one line per skipped
+    sample."""
 
     table: torch.Tensor
     skipped_lines: tuple[str, ...]
 
 
 class SampleLoader:
-    """Loads samples of one dataset in this process, or from `fetchers`. Steps must not go back by more than
-    `ahead` and one.
+    """Loads the samples of one dataset in this process, or with `fetchers`. Requested steps must not go back
+    by more than `ahead` + 1.
 
-    `rerecorder` records glue where the plan wants it; with `recorders`, processes that do it, `begin` and
-    `finished` let them.
-
-    With `skip_bad` a sample that does not load, or cannot be collated, is left out of its global batch
-    instead of ending the run.
+    `rerecorder` records glue if the plan needs it. With `recorders`, processes that do this, `begin_batch`
+    starts a recording and `take_finished_batches` returns the result. With `skip_bad`, a sample that does not
+    load or collate is left out of its global batch instead of ending the run.
     """
 
     def __init__(
@@ -74,11 +73,11 @@ class SampleLoader:
         self.user, self.codec, self.epochs, self.skip_bad = user, records, epochs, skip_bad
         self._fetchers, self.rerecorder, self._ahead = fetchers, rerecorder, ahead
         self.recorders = recorders
-        self._batches_in_recording: dict[BatchRequest, dict[str, Any]] = {}  # batches that the recorders have
-        self._items: dict[int, dict[str, Any]] = {}  # by number in the sequence
+        self._batches_in_recording: dict[BatchRequest, dict[str, Any]] = {}
+        self._items: dict[int, dict[str, Any]] = {}  # by number of the sample in the sequence of epochs
 
     def iter_records(self, ask: MetadataRequest) -> Iterator[SampleRecord | SkippedSample]:
-        """The records asked for, one at a time, so that a caller can do other work in between."""
+        """Iterate over the records asked for, so that a caller can do other work between samples."""
         self._items = {
             n: item
             for n, item in self._items.items()
@@ -108,31 +107,33 @@ class SampleLoader:
             )
 
     def pack_rows(self, records: Sequence[SampleRecord | SkippedSample]) -> MetadataRows:
-        """The answer to a Share, from all its records."""
+        """Make the answer to a MetadataRequest from all its records."""
         return MetadataRows(
             self.codec.pack_records(records), tuple(r.reason for r in records if isinstance(r, SkippedSample))
         )
 
     def load_batch(self, ask: BatchRequest) -> dict[str, Any]:
-        """The batch asked for."""
+        """Return the batch asked for, with recorded glue if its section needs it."""
         batch = self._collate_batch(ask)
         if self.rerecorder is None or not ask.section:
             return batch
         return self.rerecorder.add_recorded_glue(batch, len(ask.positions), ask.section)
 
     def begin_batch(self, ask: BatchRequest) -> dict[str, Any] | None:
-        """The batch asked for, or None where `finished` will give it."""
+        """Return the batch asked for, or None if its glue is being recorded; `take_finished_batches`
+        returns it then."""
         if self.recorders is None or self.rerecorder is None or not ask.section:
             return self.load_batch(ask)
         batch, samples = self._collate_batch(ask), len(ask.positions)
-        found = self.rerecorder.add_cached_glue(batch, samples, ask.section)
-        if found is None:
+        ready = self.rerecorder.add_cached_glue(batch, samples, ask.section)
+        if ready is None:
             self._batches_in_recording[ask] = batch
             self.recorders.submit_work(ask, batch, samples, ask.section)
-        return found
+        return ready
 
     def take_finished_batches(self) -> Iterator[tuple[BatchRequest, dict[str, Any] | Exception]]:
-        """The batches that were begun and whose recordings are there now."""
+        """Iterate over the batches from `begin_batch` for which recordings have arrived; an exception in
+        place of one that failed."""
         for ask, answer in self.recorders.collect_results(timeout=0) if self.recorders is not None else ():
             batch = self._batches_in_recording.pop(ask)
             if isinstance(answer, Exception) or self.rerecorder is None:
@@ -149,8 +150,8 @@ class SampleLoader:
         return batch
 
     def _collate_alone(self, step: int, position: int) -> dict[str, Any]:
-        """`collate([sample])`. Raises UserError, naming the dataset index, where the sample does not load or
-        cannot be collated."""
+        """Return `collate([sample])`. Raises UserError that names the dataset index if the sample does not
+        load or collate."""
         item = self._load_item(step, position)
         try:
             return self.user.collate([item])
@@ -161,7 +162,7 @@ class SampleLoader:
             ) from error
 
     def _load_item(self, step: int, position: int) -> dict[str, Any]:
-        """The sample at `position` of the step's global batch."""
+        """Return the sample at `position` of the step's global batch."""
         number = self._sequence_number(step, position)
         if number not in self._items:
             key = self._sample_key(step, position)

@@ -1,8 +1,10 @@
-"""What all ranks must know of every sample before a step, as rows of integers that one all-gather carries.
+"""Encodes what all ranks must know of every sample before a step, as rows of integers that one all-gather
+carries.
 
-A row is the sample's dataset index, its tokens, its pattern as bits over the plan's optional inputs, its
-symbols and the bits of its float64 leaves: nothing is pickled, and every rank decodes the same numbers. The
-sample was collated alone, so its sizes are its own. A sample that is left out has a negative index.
+A row holds the sample's dataset index, its number of tokens, its pattern as bits over the plan's optional
+inputs, its symbols, and the bits of its float64 summands of batch-wide sums. Nothing is pickled, and every
+rank decodes the same numbers. Each sample was collated alone, so its sizes are its own. A sample that is left
+out has a negative index.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from secc.runtime.plan.schema import Input, Plan
 from secc.runtime.plan.step_program import SampleMeta
 
 BatchSumFunction = Callable[[Mapping[str, Any]], Any]
-PATTERN_BITS_PER_WORD = 62  # of a pattern in one integer
-IGNORED_LABEL = -100  # a label that no loss counts
+PATTERN_BITS_PER_WORD = 62
+IGNORED_LABEL = -100  # PyTorch's default ignore_index
 RECOMPILE_REMEDY = "compile the model again, so that the plan knows such samples"
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """A sample's metadata, the number of its labels, and its leaves."""
+    """A sample's metadata, the number of its labels that count, and its summands of the batch-wide sums."""
 
     meta: SampleMeta
     tokens: int
@@ -36,15 +38,14 @@ class SampleRecord:
 
 
 class SkippedSample(NamedTuple):
-    """A sample that is left out of its global batch: its dataset index, and why ("" on ranks that did not try
-    to load it)."""
+    """A sample that is left out of its global batch. `reason` is "" on ranks that did not try to load it."""
 
     index: int
     reason: str = ""
 
 
 class RecordCodec:
-    """Makes records of samples and packs them into rows of `width` integers."""
+    """Makes records of samples, and encodes them as rows of `width` integers."""
 
     def __init__(self, plan: Plan, leaves: Mapping[str, BatchSumFunction]) -> None:
         self.plan, self.sum_functions = plan, dict(leaves)
@@ -54,8 +55,8 @@ class RecordCodec:
         self.width = 2 + self._pattern_words + len(plan.symbols) + len(self.sum_functions)
 
     def make_record(self, index: int, batch: Mapping[str, Any]) -> SampleRecord:
-        """The record of dataset sample `index`, collated alone. Raises UserError where it is not like those
-        the plan was made from."""
+        """Return the record of dataset sample `index`, which was collated alone. Raises UserError if its
+        inputs, dtypes or shapes differ from those of the samples that the plan was made from."""
         self._compare_keys(index, batch)
         sizes = read_symbol_sizes(batch, self.plan.symbols)
         self._compare_shapes(index, batch, sizes)
@@ -66,12 +67,12 @@ class RecordCodec:
         return SampleRecord(SampleMeta(index, pattern, sizes), self._count_tokens(batch), leaves)
 
     def pack_records(self, records: Sequence[SampleRecord | SkippedSample]) -> torch.Tensor:
-        """Rows [len(records), width], int64."""
+        """Encode records as rows [len(records), width], int64."""
         rows = [self._encode_record(record) for record in records]
         return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), self.width)
 
     def unpack_records(self, rows: torch.Tensor) -> list[SampleRecord | SkippedSample]:
-        """The records of the rows."""
+        """Decode rows [n, width] into records."""
         return [self._decode_row(row) for row in rows.tolist()]
 
     def _encode_record(self, record: SampleRecord | SkippedSample) -> list[int]:
@@ -107,7 +108,7 @@ class RecordCodec:
         )
 
     def _count_tokens(self, batch: Mapping[str, Any]) -> int:
-        """Labels that count; entries of the first input where the model has no labels."""
+        """Number of labels that count; entries of the first input if the model has no labels."""
         if not self.plan.labels_key:
             first = self.plan.inputs[0].key if self.plan.inputs else ""
             return batch[first].numel() if first in batch else 0
@@ -115,40 +116,45 @@ class RecordCodec:
         return 0 if labels is None else int((labels != IGNORED_LABEL).sum())
 
     def _compare_keys(self, index: int, batch: Mapping[str, Any]) -> None:
-        """Refuse unknown and missing inputs, and what is no tensor."""
+        """Raise UserError for unknown and missing inputs, and for inputs that are no tensors of the
+        planned rank."""
         for key, value in batch.items():
             if isinstance(value, torch.Tensor) and key not in self._inputs:
                 raise UserError(
                     f"dataset()[{index}] has the input {key!r}, which no sample had for the plan",
                     remedy=RECOMPILE_REMEDY,
                 )
-        for key, known in self._inputs.items():
-            if key not in batch and not known.optional:
+        for key, planned in self._inputs.items():
+            if key not in batch and not planned.optional:
                 raise UserError(
                     f"dataset()[{index}] lacks the input {key!r}, which every sample had for the plan",
                     remedy=RECOMPILE_REMEDY,
                 )
             value = batch.get(key)
-            if key in batch and not (isinstance(value, torch.Tensor) and value.ndim == len(known.dims)):
-                raise _input_mismatch_error(index, known, value)
+            if key in batch and not (isinstance(value, torch.Tensor) and value.ndim == len(planned.dims)):
+                raise _input_mismatch_error(index, planned, value)
 
     def _compare_shapes(self, index: int, batch: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-        """Refuse dtypes and dims other than the plan's, which would go wrong later, and perhaps silently."""
+        """Raise UserError for dtypes and dims that differ from the plan's. Later they would fail, or give
+        wrong results silently."""
         for key in self._inputs.keys() & batch.keys():
-            known, value = self._inputs[key], batch[key]
+            planned, value = self._inputs[key], batch[key]
             dtype, shape = (
-                getattr(torch, known.dtype),
-                tuple(evaluate_expr(text, sizes) for text in known.dims),
+                getattr(torch, planned.dtype),
+                tuple(evaluate_expr(text, sizes) for text in planned.dims),
             )
             if value.dtype != dtype or tuple(value.shape) != shape:
-                raise _input_mismatch_error(index, known, value)
+                raise _input_mismatch_error(index, planned, value)
 
     def _compare_rows(self, index: int, sizes: Mapping[str, int]) -> None:
-        """Refuse a sample whose rows do not come out even where a model joins several into one: its
-        neighbour's would be mixed in."""
+        """Raise UserError if the sample's rows of an edge are not a whole number. Where a model joins
+        several positions into one, part of its neighbour would be mixed in."""
         for edge in self.plan.edges:
             if not divides_exactly(edge.rows, sizes):
-                message = f"dataset()[{index}] does not have a whole number of rows of {edge.name!r}, which are {edge.rows}"
+                message = (
+                    f"dataset()[{index}] does not have a whole number of rows of {edge.name!r}: "
+                    f"{edge.rows} is no integer for it"
+                )
                 raise UserError(
                     message, remedy="pad each sample to a multiple, or compile with --max-sections 1"
                 )
@@ -168,12 +174,12 @@ def _input_mismatch_error(index: int, known: Input, value: Any) -> UserError:
 
 
 def compute_batch_sums(leaves: Mapping[str, BatchSumFunction], batch: Mapping[str, Any]) -> tuple[float, ...]:
-    """Each leaf of a batch."""
+    """Evaluate each function of batch-wide sums on a batch."""
     return tuple(_compute_batch_sum(leaf, batch) for leaf in leaves.values())
 
 
 def _compute_batch_sum(leaf: BatchSumFunction, batch: Mapping[str, Any]) -> float:
-    """A leaf of a batch; 0 where it lacks an input that the leaf is made of."""
+    """Evaluate one function; 0 if the batch lacks an input that it reads."""
     try:
         return float(leaf(batch))
     except KeyError:

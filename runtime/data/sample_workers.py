@@ -1,4 +1,4 @@
-"""Several processes that load samples side by side, for datasets whose samples take long to decode."""
+"""Loads samples in several processes, for datasets with samples that take long to decode."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 from secc.runtime.host.fork_pool import WorkerPool
 from secc.runtime.model.user_file import UserModel
 
-REQUESTS_PER_PROCESS = 2  # samples that a process has: one in work and one that waits
+REQUESTS_PER_PROCESS = 2  # one in work and one waiting
 
 
 class SampleKey(NamedTuple):
-    """Which sample: dataset index and epoch, which with the seed decide its random numbers."""
+    """A sample and the epoch that it is loaded for. With the seed they determine its random numbers."""
 
     epoch: int
     index: int
 
 
 class SampleWorkers:
-    """`count` forked processes that load samples of `user`'s dataset. Make it before threads, process groups
-    and GPU contexts."""
+    """`count` forked processes that load samples of the user's dataset. Make it before threads, process
+    groups and GPU contexts."""
 
     def __init__(self, user: UserModel, seed: int, count: int) -> None:
         self._pool = WorkerPool(
@@ -33,19 +33,19 @@ class SampleWorkers:
         self._items: dict[SampleKey, Any] = {}
 
     def request_ahead(self, keys: Iterable[SampleKey]) -> None:
-        """Load `keys` ahead, in this order. Each is to be taken by one `result`."""
+        """Start to load `keys`, in this order. Each must be taken by one `wait_for_result`."""
         for key in keys:
             if key not in self._requested and key not in self._items:
                 self._requested.add(key)
                 self._pool.submit_work(key, key)
 
     def wait_for_result(self, key: SampleKey) -> dict[str, Any]:
-        """The sample, waited for. Raises UserError where it does not load."""
+        """Wait for a sample and return it. Raises UserError if it does not load."""
         self.request_ahead([key])
         while key not in self._items:
-            for done, item in self._pool.collect_results():
-                self._requested.discard(done)
-                self._items[done] = item
+            for finished, item in self._pool.collect_results():
+                self._requested.discard(finished)
+                self._items[finished] = item
         item = self._items.pop(key)
         if isinstance(item, Exception):
             raise item
