@@ -1,9 +1,9 @@
-"""64 random bits for every entry of a tensor, from keys and coordinates alone.
+"""Computes 64 random bits for every entry of a tensor, from keys and coordinates alone.
 
-An entry's counter is its key plus the sum over dims of coordinate times an odd number that belongs to the
-dim; the bits are the finaliser of splitmix64 applied to it (Steele, Lea, Flood 2014, with the constants of
-Stafford's variant 13). Coordinates, not a running index, make the counter: an entry keeps its bits when a
-padded dim grows.
+An entry's counter is its key plus the sum over dims of its coordinate times an odd number that belongs to the
+dim. The bits are the finaliser of splitmix64 of that counter (Steele, Lea, Flood 2014, with the constants of
+Stafford's variant 13). The counter is made of coordinates and not of a running index, so an entry keeps its
+bits when a padded dim grows.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from functools import cache
 
 import torch
 
-MIX_CHUNK_ENTRIES = 1 << 15  # entries that are mixed together, so that they stay in a CPU's cache
-SHORT_ROW_ENTRIES = 64  # entries of a row that is not worth an operation of its own
+MIX_CHUNK_ENTRIES = 1 << 15  # mixed at a time, so that they stay in a CPU's cache
+SHORT_ROW_ENTRIES = 64  # rows below this are mixed together, in one operation
 
 
 def hash_key(*parts: object) -> int:
-    """A signed 64-bit number for these parts, the same on every machine."""
+    """Return a signed 64-bit number for these parts, the same on every machine."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 @cache
 def dim_multiplier(dim: int) -> int:
-    """The odd number that a coordinate of this dim is multiplied by."""
+    """Return the odd number that coordinates of this dim are multiplied by."""
     return hash_key("dim", dim) | 1
 
 
 def coordinate_offsets(dim: int, places: torch.Tensor) -> torch.Tensor:
-    """What the coordinates `places` (int64) along a dim add to the counters."""
+    """Return what the coordinates `places` (int64 [n]) along a dim add to counters: int64 [n]."""
     return places * dim_multiplier(dim)
 
 
 def generate_bits(parts: Sequence[torch.Tensor], base: int, device: torch.device) -> torch.Tensor:
-    """Random int64, shape [len(p) for p in parts]; `parts` hold what each place of each dim adds to the
-    counter `base`."""
+    """Return random int64 of shape [len(p) for p in parts]. `parts[d]` (int64) is added to the counter
+    `base` along dim d."""
     shape = [len(p) for p in parts]
     if 0 in shape:
         return torch.empty(shape, dtype=torch.int64, device=device)
@@ -54,7 +54,7 @@ def generate_bits(parts: Sequence[torch.Tensor], base: int, device: torch.device
 
 
 def mix_counters(rows: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """Random int64 [R, L], keyed by the counters `rows[i] + last[j]` (int64, [R] and [L], neither empty)."""
+    """Return random int64 [R, L] for the counters `rows[i] + last[j]` (int64 [R] and [L], neither empty)."""
     shape = len(rows), len(last)
     if len(last) < SHORT_ROW_ENTRIES or len(rows) == 1:
         rows, last = (rows.unsqueeze(1) + last).flatten(), last.new_zeros(1)
@@ -69,7 +69,10 @@ def mix_counters(rows: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
 
 
 def _finalise_splitmix64(z: torch.Tensor, spare: torch.Tensor) -> None:
-    """The finaliser, in place; shifts of int64 carry the sign, which the masks take away."""
+    """Apply the finaliser to `z` in place, with `spare` (same shape) as a buffer.
+
+    Shifts of int64 carry the sign, so the masks remove it.
+    """
     for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, None)):
         torch.bitwise_right_shift(z, shift, out=spare)
         z.bitwise_xor_(spare.bitwise_and_((1 << 64 - shift) - 1))

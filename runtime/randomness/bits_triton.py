@@ -1,7 +1,6 @@
-"""Random bits on a GPU in one pass: each entry is the finaliser of splitmix64 applied to a sum of counters.
+"""Random bits on a GPU in one pass: each entry is the finaliser of splitmix64 of a sum of counters.
 
-`secc.runtime.randomness.bits` has what the counters are, and the same in plain PyTorch, which takes eleven
-passes.
+`secc.runtime.randomness.bits` explains the counters and computes the same in plain PyTorch, in eleven passes.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ def _mix_kernel(rows, last, out, width, total, BLOCK: tl.constexpr):
 
 
 def has_bits_kernel(x: torch.Tensor) -> bool:
-    """Whether the kernel computes for tensors like `x`."""
+    """Whether the kernel runs on tensors like `x`."""
     return triton is not None and (x.is_cuda or KERNELS_INTERPRETED)
 
 
 def random_bits(rows: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """Random int64 [R, L], keyed by the counters `rows[i] + last[j]` (int64, [R] and [L], neither empty).
+    """Return random int64 [R, L] for the counters `rows[i] + last[j]` (int64 [R] and [L], neither empty).
 
-    Needs Triton and a GPU, or Triton's interpreter: see `has_kernel`.
+    Needs Triton and a GPU, or Triton's interpreter: see `has_bits_kernel`.
     """
     out = rows.new_empty(len(rows), len(last))
     with on_device(rows):

@@ -2,9 +2,9 @@
 own numbers.
 
 Recomputation (`torch.utils.checkpoint`) must draw what the forward drew. It restores the state of torch's CPU
-generator, so that generator's seed is used as a register that holds the number of the next draw: the forward
-writes down the name of each draw, and a recomputation in the backward, whose register says where it starts,
-reads the names again.
+generator, so that generator's seed is used as a register for the number of the next draw. The forward appends
+the name of each draw to a list, and a recomputation in the backward reads the names again, from the number in
+the register on.
 """
 
 from __future__ import annotations
@@ -35,25 +35,24 @@ from secc.runtime.plan.step_program import SampleMeta
 from secc.runtime.randomness import random_op_values, shard_coordinates
 from secc.runtime.randomness.bits import coordinate_offsets, generate_bits, hash_key
 
-_NO_DRAW_NUMBER = 1 << 62  # in the register: no recomputation is running
+_NO_DRAW_NUMBER = 1 << 62  # in the register while no recomputation runs
 _RNN_FUNCTIONS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _UNSEEN_DRAW_REMEDY = "compile the model again with more --stats-samples, or switch the random op off"
 
 
 def make_sample_keys(seed: int, samples: Sequence[SampleMeta]) -> list[int]:
-    """The key of each sample of a global batch: by the step's seed and the dataset index; a sample that comes
-    twice has two keys."""
-    met: Counter[int] = Counter()
+    """Return the key of each sample of a global batch, from the step's seed and the dataset index. A
+    sample that comes twice has two keys."""
+    occurrences: Counter[int] = Counter()
     keys: list[int] = []
     for sample in samples:
-        keys.append(hash_key(seed, "sample", sample.id, met[sample.id]))
-        met[sample.id] += 1
+        keys.append(hash_key(seed, "sample", sample.id, occurrences[sample.id]))
+        occurrences[sample.id] += 1
     return keys
 
 
 class ModelRandomness:
-    """What is known of a model's random ops: the draws of a plan, by name, and the paths of the model's
-    modules."""
+    """The plan's random ops by name, and the paths of the model's modules."""
 
     def __init__(self, model: nn.Module, draws: Iterable[RandomOp], symbols: Sequence[Symbol]) -> None:
         self.paths, self.symbols = module_paths_by_id(model), symbols
@@ -62,25 +61,25 @@ class ModelRandomness:
     def make_draws(
         self, seed: int, keys: Sequence[int], sizes: Sequence[Mapping[str, int]]
     ) -> MicroBatchDraws:
-        """The numbers of a micro-batch, from its samples' keys and sizes, which have the widths that it is
-        padded to beyond its own."""
-        together = combine_sizes(sizes, self.symbols)
-        common = {s.name: together[s.name] for s in self.symbols if s.kind == "width"}
-        return MicroBatchDraws(self, seed, keys, [{**own, **common} for own in sizes])
+        """Return the random numbers of a micro-batch, from the keys and sizes of its samples. If it is
+        padded wider than a sample, the sample's sizes have the padded widths."""
+        combined = combine_sizes(sizes, self.symbols)
+        widths = {s.name: combined[s.name] for s in self.symbols if s.kind == "width"}
+        return MicroBatchDraws(self, seed, keys, [{**sample_sizes, **widths} for sample_sizes in sizes])
 
 
 def forward_context(draws: MicroBatchDraws | None) -> AbstractContextManager[None]:
-    """The context of a micro-batch's forward."""
+    """Context of a micro-batch's forward; empty without random ops."""
     return nullcontext() if draws is None else draws.forward()
 
 
 def backward_context(draws: MicroBatchDraws | None) -> AbstractContextManager[None]:
-    """The context of a micro-batch's backward."""
+    """Context of a micro-batch's backward; empty without random ops."""
     return nullcontext() if draws is None else draws.backward()
 
 
 class MicroBatchDraws:
-    """The random numbers of one micro-batch in one section, in its forward and, for recomputation, in its
+    """The random numbers of one micro-batch in one section: in its forward and, for recomputation, in its
     backward."""
 
     def __init__(
@@ -96,22 +95,22 @@ class MicroBatchDraws:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Random ops inside draw this micro-batch's numbers."""
+        """Let random ops inside draw this micro-batch's numbers."""
         torch.default_generator.manual_seed(len(self._names))
         with _UnfusedDropout(), _KeyedRandomOps(self):
             yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Recomputation inside draws again what the forward drew."""
+        """Let recomputation inside draw again what the forward drew."""
         self._backward = True
         torch.default_generator.manual_seed(_NO_DRAW_NUMBER)
         with _UnfusedDropout(), _KeyedRandomOps(self):
             yield
 
     def draw_named(self, call: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)`, a random op of a section's glue, under the name it has in the user's
-        forward."""
+        """Return `function(*args, **kwargs)`, a random op of a section's glue, under its name in the
+        user's forward."""
         self._given_name = call
         try:
             return function(*args, **kwargs)
@@ -120,8 +119,8 @@ class MicroBatchDraws:
 
     @contextmanager
     def at_call_site(self, site: str) -> Iterator[None]:
-        """Random ops inside belong to blocks that the user's forward calls at these lines, which the
-        section's own code hides."""
+        """Give random ops of blocks that are called inside the source lines `site` of the user's forward,
+        which the section's own code hides."""
         self._site = tuple(site.split("<"))
         try:
             yield
@@ -129,8 +128,8 @@ class MicroBatchDraws:
             self._site = ()
 
     def draw_op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a random op returns. Raises UserError for an op, a place or a shape that the plan does not
-        know."""
+        """Return the result of a random op. Raises UserError for an op, a call or a shape that the plan
+        does not have."""
         if not random_op_values.is_supported(func):
             raise UserError(
                 f"{func} draws random numbers that cannot be tied to samples",
@@ -138,15 +137,15 @@ class MicroBatchDraws:
                 "use another op, or switch dropout off",
             )
         call = self._next_draw_name(func)
-        known = self._model.draws.get(call)
-        if known is None:
+        planned = self._model.draws.get(call)
+        if planned is None:
             raise UserError(
                 f"{func} draws random numbers where no capture saw it ({call})",
                 current_source_line(),
                 _UNSEEN_DRAW_REMEDY,
             )
         return random_op_values.draw_op_result(
-            func, args, kwargs, lambda shape, device: self._generate_entry_bits(known, shape, device)
+            func, args, kwargs, lambda shape, device: self._generate_entry_bits(planned, shape, device)
         )
 
     def _next_draw_name(self, func: Any) -> str:
@@ -173,7 +172,7 @@ class MicroBatchDraws:
     def _generate_entry_bits(
         self, draw: RandomOp, shape: tuple[int, ...], device: torch.device
     ) -> torch.Tensor:
-        """64 bits for each entry of a result of `shape`."""
+        """Return 64 bits for each entry of a result of `shape`."""
         places = shard_coordinates.global_coordinates(shape, device)
         if not draw.dims:
             return generate_bits(
@@ -183,8 +182,12 @@ class MicroBatchDraws:
             )
         owner, within = self._rows_by_sample(draw.rows, device)
         if any(d >= len(shape) or shape[d] != len(owner) for d in draw.dims):
-            message = f"the random op {draw.call} has a result of shape {list(shape)}, but the samples' rows are {len(owner)}"
-            raise UserError(message, draw.where, _UNSEEN_DRAW_REMEDY)
+            raise UserError(
+                f"the random op {draw.call} has a result of shape {list(shape)}, "
+                f"but the samples' rows are {len(owner)}",
+                draw.where,
+                _UNSEEN_DRAW_REMEDY,
+            )
         for d in draw.dims:
             places[d] = within
         parts = [coordinate_offsets(d, at) for d, at in enumerate(places)]
@@ -193,8 +196,8 @@ class MicroBatchDraws:
         return generate_bits(parts, 0, device)
 
     def _rows_by_sample(self, rows: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each row of the micro-batch: which sample it belongs to, and its place among that sample's
-        rows."""
+        """Return, for each row of the micro-batch, the sample that it belongs to and its place among that
+        sample's rows."""
         if (rows, device) not in self._rows:
             counts = torch.tensor([evaluate_expr(rows, sizes) for sizes in self._sizes])
             owner = torch.arange(len(counts)).repeat_interleave(counts)
@@ -204,7 +207,7 @@ class MicroBatchDraws:
 
 
 class _KeyedRandomOps(TorchDispatchMode):
-    """Hands random ops to the micro-batch's draws."""
+    """Replaces random ops by the micro-batch's draws."""
 
     def __init__(self, draws: MicroBatchDraws) -> None:
         super().__init__()
@@ -218,8 +221,8 @@ class _KeyedRandomOps(TorchDispatchMode):
 
 
 class _UnfusedDropout(TorchFunctionMode):
-    """Keeps dropout out of kernels that draw by themselves: attention takes the way of plain ops, recurrent
-    layers leave cuDNN."""
+    """Keeps dropout out of kernels that draw by themselves: attention runs as plain ops, recurrent layers
+    without cuDNN."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,7 +1,7 @@
-"""Which ATen ops draw random numbers, and what each makes of random bits.
+"""Which ATen ops draw random numbers, and what each computes from random bits.
 
-An op gets `bits(shape, device)`, 64 for every entry, and gives what PyTorch's own kernel gives in
-distribution, dtype and shape; a generator that it was handed is left alone.
+An op gets `bits(shape, device)`, 64 for every entry, and returns what PyTorch's own kernel returns in
+distribution, dtype and shape. A generator that is passed to it is ignored.
 """
 
 from __future__ import annotations
@@ -16,27 +16,18 @@ import torch
 BitSource = Callable[[tuple[int, ...], torch.device], torch.Tensor]
 NamedArguments = dict[str, Any]  # an op's arguments by name
 
-_UNTAGGED_RANDOM_OPS = {
-    "normal_functional",
-    "random",
-    "random_",
-    "binomial",
-    "_sample_dirichlet",
-}  # random, but torch does not tag them so
+# Random ops without torch's tag nondeterministic_seeded.
+_UNTAGGED_RANDOM_OPS = {"normal_functional", "random", "random_", "binomial", "_sample_dirichlet"}
 _PROBABILITY_ARGUMENTS = ("p", "dropout_p", "dropout")
 _TRAINING_ARGUMENTS = ("train", "training")
-_MANTISSA_DIGITS = {
-    torch.float64: 53,
-    torch.float32: 24,
-    torch.float16: 11,
-    torch.bfloat16: 8,
-}  # binary digits of a uniform number below 1
+# Binary digits of a uniform number below 1.
+_MANTISSA_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _WORD_MASK = 0xFFFFFFFF
 _DROPOUT = torch.ops.aten.native_dropout.default
 
 
 def is_random(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an op draws random numbers; dropout with probability 0 or in eval mode does not."""
+    """Whether an op call draws random numbers. Dropout with probability 0 or in eval mode does not."""
     if not _may_draw(func):
         return False
     return bool(_argument_by_name(func, args, kwargs, _PROBABILITY_ARGUMENTS, 1.0)) and bool(
@@ -50,12 +41,12 @@ def _may_draw(func: Any) -> bool:
 
 
 def is_supported(func: Any) -> bool:
-    """Whether `draw` knows the op."""
+    """Whether `draw_op_result` can compute the op."""
     return _op_name(func) in _DISTRIBUTIONS or func is _DROPOUT
 
 
 def draw_op_result(func: Any, args: Any, kwargs: Any, bits: BitSource) -> Any:
-    """What the op returns, made of `bits`; writes where the op writes."""
+    """Compute the op's result from `bits`, in place if the op works in place."""
     given = named_arguments(func, args, kwargs)
     if func is _DROPOUT:
         return _native_dropout(given, bits)
@@ -67,7 +58,7 @@ def draw_op_result(func: Any, args: Any, kwargs: Any, bits: BitSource) -> Any:
 
 
 def named_arguments(func: Any, args: Any, kwargs: Any) -> NamedArguments:
-    """The arguments by name, defaults included."""
+    """Return the op's arguments by name, defaults included."""
     schema = func._schema.arguments
     given = {a.name: a.default_value for a in schema if a.has_default_value()}
     return given | dict(zip((a.name for a in schema), args, strict=False)) | dict(kwargs)
@@ -78,12 +69,13 @@ def _schema_name(func: Any) -> str:
 
 
 def _op_name(func: Any) -> str:
-    """The op's name, the same for forms that write in place."""
+    """Name of the op, the same for its in-place form."""
     return _schema_name(func).removesuffix("_").removesuffix("_functional")
 
 
 def _argument_by_name(func: Any, args: Any, kwargs: Any, names: tuple[str, ...], default: Any) -> Any:
-    """The first argument that has one of these names: given, by default of the schema, or else `default`."""
+    """Return the first argument with one of these names, or its default in the schema. `default` if the op
+    has none of them."""
     for i, a in enumerate(func._schema.arguments):
         if a.name in names:
             return args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
@@ -117,23 +109,22 @@ def _result_spec(func: Any, given: NamedArguments) -> _ResultSpec:
     return _ResultSpec(shape, dtype if isinstance(dtype, torch.dtype) else default, torch.device(device))
 
 
-# -- numbers from bits
-# ------------------------------------------------------------------------------------------------------------
+# -- numbers from bits -----------------------------------------------------------------------------------
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to reckon in."""
+    """The dtype to compute in."""
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def _uniform_from_bits(z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In [0, 1), with as many digits as `dtype` has."""
+    """Uniform in [0, 1), with as many binary digits as `dtype` has."""
     digits = _MANTISSA_DIGITS.get(dtype, 24)
     return ((z >> 64 - digits) & (1 << digits) - 1).to(_compute_dtype(dtype)) * 2.0**-digits
 
 
 def _open_uniform(word: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In (0, 1), from 32 bits."""
+    """Uniform in (0, 1), from the low 32 bits."""
     return ((word & _WORD_MASK).to(_compute_dtype(dtype)) + 0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
 
 
@@ -145,18 +136,17 @@ def _true_with_probability(z: torch.Tensor, p: Any) -> torch.Tensor:
 
 
 def _standard_normal(z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Box and Muller's transform of two halves."""
+    """Standard normal, by the Box-Muller transform of two 32-bit halves."""
     radius = _open_uniform(z >> 32, dtype).log_().mul_(-2).sqrt_()
     return radius * _open_uniform(z, dtype).mul_(2 * math.pi).cos_()
 
 
 def _standard_exponential(z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Never 0, and finite."""
+    """Standard exponential; never 0, and finite."""
     return _open_uniform(z >> 32, dtype).neg_().log1p_().neg_()
 
 
-# -- ops
-# --------------------------------------------------------------------------------------------------------------------------
+# -- ops -------------------------------------------------------------------------------------------------
 
 
 def _bernoulli(given: NamedArguments, target: _ResultSpec, bits: BitSource) -> torch.Tensor:
@@ -213,8 +203,8 @@ def _geometric(given: NamedArguments, target: _ResultSpec, bits: BitSource) -> t
 
 
 def _multinomial(given: NamedArguments, target: _ResultSpec, bits: BitSource) -> torch.Tensor:
-    """With replacement by the inverse of the distribution function, without by the largest of weights over
-    exponential numbers."""
+    """With replacement, by the inverse of the distribution function. Without, the largest of weights
+    divided by exponential numbers (Efraimidis and Spirakis 2006)."""
     weights = given["self"]
     if given.get("replacement"):
         shares = weights.cumsum(-1)
@@ -231,7 +221,20 @@ def _native_dropout(given: NamedArguments, bits: BitSource) -> tuple[torch.Tenso
 
 
 _DISTRIBUTIONS: dict[str, Callable[[NamedArguments, _ResultSpec, BitSource], torch.Tensor]] = {
-    "bernoulli": _bernoulli, "rand": _rand, "rand_like": _rand, "uniform": _rand, "randn": _randn, "randn_like": _randn, "normal": _randn,
-    "randint": _randint, "randint_like": _randint, "random": _randint, "randperm": _randperm, "exponential": _exponential,
-    "log_normal": _log_normal, "cauchy": _cauchy, "geometric": _geometric, "multinomial": _multinomial,
-}  # fmt: skip
+    "bernoulli": _bernoulli,
+    "cauchy": _cauchy,
+    "exponential": _exponential,
+    "geometric": _geometric,
+    "log_normal": _log_normal,
+    "multinomial": _multinomial,
+    "normal": _randn,
+    "rand": _rand,
+    "rand_like": _rand,
+    "randint": _randint,
+    "randint_like": _randint,
+    "randn": _randn,
+    "randn_like": _randn,
+    "random": _randint,
+    "randperm": _randperm,
+    "uniform": _rand,
+}

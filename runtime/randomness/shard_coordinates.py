@@ -1,7 +1,8 @@
-"""Which part of a result this rank draws, where the ranks of a tensor-parallel replica have parts of it.
+"""Coordinates of the entries that this rank draws, if the ranks of a tensor-parallel replica hold shards of a
+result.
 
-Random numbers are made of an entry's coordinates, and those are the whole result's: every rank draws the
-numbers that one rank with all of it would.
+Random numbers are made from an entry's coordinates in the whole result, so every rank draws the numbers that
+a single rank with all of it would draw.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ EntryRange = tuple[int, int]
 
 @contextmanager
 def drawing_shard(dim: int, ranges: Sequence[EntryRange]) -> Iterator[None]:
-    """Random ops inside draw the entries `ranges` along `dim` of a whole result."""
+    """Let random ops inside draw the entries `ranges` along `dim` of a whole result."""
     _thread_state.part = dim, tuple(ranges)
     try:
         yield
@@ -27,9 +28,10 @@ def drawing_shard(dim: int, ranges: Sequence[EntryRange]) -> Iterator[None]:
 
 
 def global_coordinates(shape: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-    """Each entry's coordinate along each dim of a result of `shape`, counted in the whole result."""
-    found = [torch.arange(size, device=device) for size in shape]
-    part: tuple[int, tuple[EntryRange, ...]] | None = getattr(_thread_state, "part", None)
-    if part is not None:
-        found[part[0]] = torch.cat([torch.arange(*ends, device=device) for ends in part[1]])
-    return found
+    """Return the coordinates, in the whole result, of the entries of a result of `shape`: int64 [shape[d]]
+    for each dim d."""
+    coordinates = [torch.arange(size, device=device) for size in shape]
+    shard: tuple[int, tuple[EntryRange, ...]] | None = getattr(_thread_state, "part", None)
+    if shard is not None:
+        coordinates[shard[0]] = torch.cat([torch.arange(*ends, device=device) for ends in shard[1]])
+    return coordinates

@@ -70,11 +70,11 @@ def test_training_with_one_unreceived_send_is_exact(tmp_path: Path, monkeypatch:
 
 
 class _Layout:
-    """Of an edge whose messages have four entries."""
+    """Layout of an edge with messages of four entries."""
 
-    dtype, tag = torch.float32, staticmethod(lambda pair: pair[0])
+    dtype, pair_tag = torch.float32, staticmethod(lambda pair: pair[0])
 
-    def numel(self, pair: tuple[int, int]) -> int:
+    def message_numel(self, pair: tuple[int, int]) -> int:
         return 4
 
 

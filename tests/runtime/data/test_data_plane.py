@@ -121,7 +121,7 @@ def equal(a: dict, b: dict) -> bool:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_metadata_of_a_global_batch(plane, workers):
-    batch = plane(workers=workers).next()
+    batch = plane(workers=workers).next_batch()
     assert [s.id for s in batch.samples] == [0, 1, 2, 3]
     assert [sorted(s.pattern) for s in batch.samples] == [[], ["pixels"], [], ["pixels"]]
     assert [dict(s.sizes) for s in batch.samples] == [
@@ -131,60 +131,64 @@ def test_metadata_of_a_global_batch(plane, workers):
         {"B": 1, "S": 2, "n": 1},
     ]
     assert batch.sizes == {"B": 4, "S": 4, "n": 3} and batch.pattern == {"pixels"}
-    assert batch.tokens == 7 and batch.leaves["count"] == 7.0 and batch.leaves["light"] > 0
+    assert batch.tokens == 7 and batch.batch_sums["count"] == 7.0 and batch.batch_sums["light"] > 0
 
 
 def test_global_batches_wrap_by_epoch_with_new_random_numbers(plane):
     p = plane()
-    first, second = p.next(), None
-    early = p.batch([0])
-    second = p.next()
+    first, second = p.next_batch(), None
+    early = p.load_micro_batch([0])
+    second = p.next_batch()
     assert [s.id for s in first.samples + second.samples] == [0, 1, 2, 3, 4, 5, 6, 0]
-    again = p.batch([3])
+    again = p.load_micro_batch([3])
     assert torch.equal(early["ids"], again["ids"]) and not torch.equal(early["noise"], again["noise"])
 
 
 def test_shuffle_is_a_permutation_of_each_epoch(plane):
     p = plane(plan_of(global_batch=7), shuffle=True)
-    epochs = [[s.id for s in p.next().samples] for _ in range(3)]
+    epochs = [[s.id for s in p.next_batch().samples] for _ in range(3)]
     assert all(sorted(ids) == list(range(7)) for ids in epochs)
     assert len({tuple(ids) for ids in epochs}) == 3
-    assert [s.id for s in plane(plan_of(global_batch=7), shuffle=True, start=2).next().samples] == epochs[2]
+    assert [
+        s.id for s in plane(plan_of(global_batch=7), shuffle=True, start=2).next_batch().samples
+    ] == epochs[2]
 
 
 def test_a_resumed_run_sees_what_an_unbroken_one_sees(plane):
     unbroken, resumed = plane(seed=3), plane(seed=3, start=2)
     for _ in range(2):
-        unbroken.next()
-    assert unbroken.next() == resumed.next()
-    assert equal(unbroken.batch([1, 3]), resumed.batch([1, 3]))
+        unbroken.next_batch()
+    assert unbroken.next_batch() == resumed.next_batch()
+    assert equal(unbroken.load_micro_batch([1, 3]), resumed.load_micro_batch([1, 3]))
 
 
 def test_a_number_of_epochs_ends_with_what_is_left(plane):
     p = plane(plan_of(global_batch=5), epochs=2)
-    assert p.epochs.steps == 3
-    batches = [p.next() for _ in range(3)]
+    assert p.epochs.step_count == 3
+    batches = [p.next_batch() for _ in range(3)]
     assert [[s.id for s in b.samples] for b in batches] == [[0, 1, 2, 3, 4], [5, 6, 0, 1, 2], [3, 4, 5, 6]]
-    assert batches[2].sizes["B"] == 4 and batches[2].leaves["count"] == sum(1 + i % 3 for i in (3, 4, 5, 6))
+    assert batches[2].sizes["B"] == 4 and batches[2].batch_sums["count"] == sum(
+        1 + i % 3 for i in (3, 4, 5, 6)
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_worker_loads_the_same_as_the_process_itself(plane, workers):
     inline, worker = plane(), plane(workers=workers)
     for _ in range(3):
-        assert inline.next() == worker.next()
-        worker.prepare([((0, 2), ""), ((1,), ""), ((0, 2), "")])
+        assert inline.next_batch() == worker.next_batch()
+        worker.announce_micro_batches([((0, 2), ""), ((1,), ""), ((0, 2), "")])
         for positions in ((0, 2), (1,), (0, 2), (3,)):
-            assert equal(inline.batch(positions), worker.batch(positions))
+            assert equal(inline.load_micro_batch(positions), worker.load_micro_batch(positions))
 
 
 def test_batches_may_be_asked_for_in_another_order_or_never(plane):
     inline, worker = plane(), plane(workers=1)
     for _ in range(3):
-        assert inline.next() == worker.next()
-        worker.prepare([((a, b), "") for a in range(4) for b in range(4) if a != b])
+        assert inline.next_batch() == worker.next_batch()
+        worker.announce_micro_batches([((a, b), "") for a in range(4) for b in range(4) if a != b])
         for positions in ((3, 2), (0, 1)):
-            assert equal(inline.batch(positions), worker.batch(positions))
+            assert equal(inline.load_micro_batch(positions), worker.load_micro_batch(positions))
 
 
 def test_loading_leaves_the_random_streams_alone(plane):
@@ -194,8 +198,8 @@ def test_loading_leaves_the_random_streams_alone(plane):
     expected = (torch.rand(1), random.random())
     torch.manual_seed(1)
     random.seed(1)
-    p.next()
-    p.batch([0, 1])
+    p.next_batch()
+    p.load_micro_batch([0, 1])
     assert (torch.rand(1), random.random()) == expected
 
 
@@ -213,14 +217,14 @@ def test_items_drawn_together_are_those_drawn_alone(model_file):
 
 def test_batches_are_padded_to_the_global_width_where_the_plan_says_so(plane):
     own, padded = plane(), plane(plan_of(widths="global"))
-    own.next()
-    padded.next()
-    assert own.batch([0])["labels"].tolist() == [[-100, 0]]
-    assert padded.batch([0])["labels"].tolist() == [[-100, 0, -100, -100]]
+    own.next_batch()
+    padded.next_batch()
+    assert own.load_micro_batch([0])["labels"].tolist() == [[-100, 0]]
+    assert padded.load_micro_batch([0])["labels"].tolist() == [[-100, 0, -100, -100]]
 
 
 def test_tokens_without_labels_are_the_entries_of_the_first_input(plane):
-    assert plane(plan_of(labels_key="")).next().tokens == 2 + 3 + 4 + 2
+    assert plane(plan_of(labels_key="")).next_batch().tokens == 2 + 3 + 4 + 2
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
@@ -228,31 +232,33 @@ def test_samples_that_do_not_load_can_be_left_out(plane, workers, capsys):
     """Exactly as if the dataset's batch had not held them: sums, sizes and positions are those of the
     others."""
     p = plane(broken="if i in (1, 2): raise OSError('no such image')", workers=workers, skip_bad=True)
-    batch = p.next()
-    assert [s.id for s in batch.samples] == [0, 3] and batch.skipped == (1, 2)
-    assert batch.sizes == {"B": 2, "S": 2, "n": 1} and batch.leaves["count"] == 2
-    p.prepare([((0, 1), ""), ((1,), "")])
-    assert p.batch([0, 1])["ids"].tolist() == [[0, 0], [3, 3]] and p.batch([1])["ids"].tolist() == [[3, 3]]
-    assert [s.id for s in p.next().samples] == [4, 5, 6, 0]
+    batch = p.next_batch()
+    assert [s.id for s in batch.samples] == [0, 3] and batch.skipped_indices == (1, 2)
+    assert batch.sizes == {"B": 2, "S": 2, "n": 1} and batch.batch_sums["count"] == 2
+    p.announce_micro_batches([((0, 1), ""), ((1,), "")])
+    assert p.load_micro_batch([0, 1])["ids"].tolist() == [[0, 0], [3, 3]] and p.load_micro_batch([1])[
+        "ids"
+    ].tolist() == [[3, 3]]
+    assert [s.id for s in p.next_batch().samples] == [4, 5, 6, 0]
     said = capsys.readouterr().err
     assert "step 1: a sample is left out: " in said and "dataset()[2] raises OSError: no such image" in said
 
 
 def test_a_batch_of_which_no_sample_loads_ends_the_run(plane):
     with pytest.raises(UserError, match="none of the 4 samples of step 1 loads"):
-        plane(broken="raise OSError('no disk')", skip_bad=True).next()
+        plane(broken="raise OSError('no disk')", skip_bad=True).next_batch()
 
 
 def test_bad_samples_do_not_hide_samples_unlike_the_plans(plane):
     with pytest.raises(UserError, match="lacks the input 'noise'"):
-        plane(broken="del item['noise']", skip_bad=True).next()
+        plane(broken="del item['noise']", skip_bad=True).next_batch()
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_a_sample_that_does_not_load_is_named(plane, workers):
     p = plane(broken="if i == 2: raise OSError('no such image')", workers=workers)
     with pytest.raises(UserError, match=r"dataset\(\)\[2\].*no such image") as caught:
-        p.next()
+        p.next_batch()
     assert "model.py:" in caught.value.where
 
 
@@ -271,13 +277,13 @@ def test_a_sample_that_does_not_load_is_named(plane, workers):
 )
 def test_samples_unlike_the_plans_are_refused(plane, broken, message):
     with pytest.raises(UserError, match=message):
-        plane(broken=broken).next()
+        plane(broken=broken).next_batch()
 
 
 def test_a_worker_that_dies_is_reported(plane):
     p = plane(broken="if i == 1: __import__('os').kill(__import__('os').getpid(), 9)", workers=1)
     with pytest.raises(UserError, match="was killed by SIGKILL"):
-        p.next()
+        p.next_batch()
 
 
 def _backwards(samples) -> Schedule:
@@ -333,8 +339,8 @@ def test_all_ranks_know_what_one_rank_would(plane, model_file, workers, sizes):
         process.join(timeout=60)
         assert process.exitcode == 0
     for _ in range(3):
-        expected: GlobalBatch = single.next()
-        values = {k: v.tolist() for k, v in single.batch([0, 3]).items()}
+        expected: GlobalBatch = single.next_batch()
+        values = {k: v.tolist() for k, v in single.load_micro_batch([0, 3]).items()}
         assert sorted(rank for rank, batch, tensors in found if batch == expected and tensors == values) == [
             0,
             1,
@@ -395,7 +401,7 @@ def test_with_sizes_ahead_a_rank_loads_what_it_trains(model_file, tmp_path, monk
 )
 def test_sizes_that_are_wrong_are_refused(plane, said, message):
     with pytest.raises(UserError, match=message) as caught:
-        plane(sizes=f"\ndef sizes(i):\n    return {said}\n", order=_alone).next()
+        plane(sizes=f"\ndef sizes(i):\n    return {said}\n", order=_alone).next_batch()
     assert "model.py:" in caught.value.where
 
 
