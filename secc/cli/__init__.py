@@ -1,7 +1,7 @@
-"""The command line: a table of commands, each in a module of its own that is imported when it is used.
+"""The command line. Each command is a module of its own, which is imported when the command is used.
 
-Importing this package loads typer alone, so that `secc --help` answers at once and `secc opt` needs no torch.
-A `UserError` that a command lets through becomes one message on stderr and exit code 2.
+Importing this package imports only typer, so that `secc --help` answers immediately and `secc opt` needs no
+torch. A `UserError` raised by a command becomes one message on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -34,7 +34,7 @@ COMMAND_NAMES = (
 
 
 class LazyCommands(TyperGroup):
-    """Looks a command up by importing `secc.cli.NAME` and its function `command`."""
+    """Looks up a command by importing `secc.cli.NAME` and taking its function `command`."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:
         return list(COMMAND_NAMES)
@@ -47,9 +47,9 @@ class LazyCommands(TyperGroup):
         app.command(cmd_name, no_args_is_help=True, context_settings=getattr(module, "CONTEXT", None))(
             module.command
         )
-        found = typer.main.get_command(app)
-        assert isinstance(found, TyperCommand)
-        return found
+        command = typer.main.get_command(app)
+        assert isinstance(command, TyperCommand)
+        return command
 
 
 app = typer.Typer(
@@ -57,28 +57,42 @@ app = typer.Typer(
 )
 
 
+def _print_version(requested: bool) -> None:
+    if requested:
+        from secc import __version__
+
+        print(f"secc {__version__}")
+        raise typer.Exit
+
+
+VERSION_OPTION = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+]
+
+
 @app.callback()
-def secc() -> None:
+def secc(version: VERSION_OPTION = False) -> None:
     """Compile compound training models into plans for unequal groups of ranks, and run them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command, by default the process's own. Exit code 2 with one message for bad input."""
+    """Run a command. arguments: of this process by default. Exits with code 2 and one message for bad
+    input."""
     from secc.errors import UserError
 
     try:
         app(args=None if arguments is None else list(arguments))
     except UserError as error:
         print(f"secc: {error}", file=sys.stderr)
-        _exit_process(2, ends=arguments is None)
-    except SystemExit as end:
-        _exit_process(end.code, ends=arguments is None)
+        _exit_process(2, immediately=arguments is None)
+    except SystemExit as exit_:
+        _exit_process(exit_.code, immediately=arguments is None)
 
 
-def _exit_process(code: str | int | None, ends: bool) -> NoReturn:
-    """Raise SystemExit; where the process `ends` with it, end it at once: taking apart all that it holds
-    would take seconds."""
-    if ends and not isinstance(code, str):
+def _exit_process(code: str | int | None, immediately: bool) -> NoReturn:
+    """Raise SystemExit, or, with `immediately`, end the process without freeing its objects, which would
+    take seconds."""
+    if immediately and not isinstance(code, str):
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):  # a closed pipe

@@ -1,4 +1,4 @@
-"""`secc check MODEL.py`: shows the exactness contract on small random weights before any GPU is used."""
+"""`secc check MODEL.py`: checks exactness with small random weights, before any GPU is used."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from secc.cli.console import out, print_json, print_table, show_progress
 
 def command(
     model: MODEL_ARGUMENT,
-    ranks: Annotated[int, typer.Option(help="plan for so many CPU processes")] = 2,
-    small: Annotated[bool, typer.Option(help="check small_model() in place of model()")] = False,
+    ranks: Annotated[int, typer.Option(help="number of CPU processes to plan for")] = 2,
+    small: Annotated[bool, typer.Option(help="check small_model() instead of model()")] = False,
     stats_samples: Annotated[int, typer.Option(help="samples of dataset() to draw")] = 64,
     accept: ACCEPT_OPTION = None,
     json: JSON_OPTION = False,
@@ -41,5 +41,5 @@ def command(
     for table in plan_tables(plan):
         if table.title in {"Sections", "Loss", "Checks", "Notes"}:
             print_table(table)
-    but = ", but for what was accepted: in one micro-batch" if plan.checks.get("accepted") else ""
-    out.print(f"[green]exact[/]{but}: loss and every gradient are those of plain PyTorch")
+    exception = ", except for the accepted approximations" if plan.checks.get("accepted") else ""
+    out.print(f"[green]exact[/]{exception}: loss and every gradient are those of plain PyTorch")

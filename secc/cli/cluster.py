@@ -1,4 +1,4 @@
-"""`secc cluster SPEC`: what a description of a cluster means, figure by figure, with the source of each."""
+"""`secc cluster SPEC`: shows the figures that a cluster description stands for, with their sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def command(
     spec: CLUSTER_ARGUMENT,
     json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
-    """Show what a description of a cluster means."""
+    """Show the devices, links and figures of a cluster description."""
     from secc.cluster import parse_cluster
     from secc.cluster.presets import FIGURE_SOURCES
     from secc.report.cluster_tables import cluster_tables

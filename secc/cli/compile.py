@@ -1,4 +1,4 @@
-"""`secc compile MODEL.py -o PLAN/`: the heart of it."""
+"""`secc compile MODEL.py -o PLAN/`: compiles a model into a plan."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MODEL_ARGUMENT = Annotated[
     Path, typer.Argument(help="the model file: plain PyTorch with model() and dataset()", metavar="MODEL.py")
 ]
 ACCEPT_OPTION = Annotated[
-    list[str] | None, typer.Option(help="take an approximation of the loss: balance-loss", metavar="NAME")
+    list[str] | None, typer.Option(help="accept an approximation of the loss: balance-loss", metavar="NAME")
 ]
 JSON_OPTION = Annotated[bool, typer.Option("--json", help="print the result as JSON, and no progress")]
 
 _FUSE_FLAGS = typer.Option(
-    "--fuse/--no-fuse", help="put fused operators into the model (default: on GPUs)", show_default=False
+    "--fuse/--no-fuse", help="use fused operators in the model (default: on GPUs)", show_default=False
 )
 FUSE_OPTION = Annotated[bool | None, _FUSE_FLAGS]
 
@@ -41,67 +41,92 @@ def command(
         str, typer.Option(help="auto, apart (own devices), colocate (all sections on all ranks), uniform")
     ] = "auto",
     objective: Annotated[
-        str, typer.Option(help="time: the fastest step; gpus: the fewest devices for a step of --step-time")
+        str, typer.Option(help="time: fastest step; gpus: fewest devices for a step of at most --step-time")
     ] = "time",
     step_time: Annotated[
-        float, typer.Option(help="seconds that a step may take, for --objective gpus", metavar="SECONDS")
+        float, typer.Option(help="maximum seconds of a step, for --objective gpus", metavar="SECONDS")
     ] = 0.0,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="pin a choice: SECTION.KEY=VALUE", metavar="S.K=V")
     ] = None,
     section: Annotated[
         list[str] | None,
-        typer.Option(help="your own section: NAME=module.path+module.path", metavar="N=PATHS"),
+        typer.Option(help="define a section: NAME=module.path+module.path", metavar="N=PATHS"),
     ] = None,
-    max_sections: Annotated[int | None, typer.Option(help="at most so many sections")] = None,
+    max_sections: Annotated[int | None, typer.Option(help="maximum number of sections")] = None,
     stats_samples: Annotated[
         int, typer.Option(help="samples of dataset() to draw for statistics and patterns")
     ] = 64,
     stats: Annotated[
         Path | None,
-        typer.Option(help="statistics of the dataset, as `secc stats` writes them", metavar="FILE"),
+        typer.Option(help="dataset statistics written by secc stats", metavar="FILE"),
     ] = None,
-    skip_bad_samples: Annotated[
-        bool, typer.Option(help="leave samples that do not load out of those that are drawn")
-    ] = False,
+    skip_bad_samples: Annotated[bool, typer.Option(help="skip drawn samples that fail to load")] = False,
     widths: Annotated[
-        str, typer.Option(help="auto, own or global: the padded width of micro-batches")
+        str,
+        typer.Option(
+            help=(
+                "padding of micro-batches: own (to their own width), global (to that of the "
+                "global batch), auto"
+            )
+        ),
     ] = "auto",
     fuse: FUSE_OPTION = None,
     no_fuse_rule: Annotated[
-        list[str] | None, typer.Option(help="leave this fusion rule out", metavar="RULE")
+        list[str] | None, typer.Option(help="disable a fusion rule", metavar="RULE")
     ] = None,
     explain_fusion: Annotated[
-        bool, typer.Option("--explain-fusion", help="say what was fused, and why other places were not")
+        bool, typer.Option("--explain-fusion", help="print what was fused, and why other matches were not")
     ] = False,
     accept: ACCEPT_OPTION = None,
     costs: Annotated[
-        str, typer.Option(help="a file of measured costs, made by secc profile", metavar="FILE")
+        str, typer.Option(help="file of measured costs, written by secc profile", metavar="FILE")
     ] = "",
     dtype: Annotated[
-        str, typer.Option(help="bf16: compute in it, with weights, gradient sums and optimizer in float32")
+        str,
+        typer.Option(
+            help="bf16: compute in bf16, with master weights, gradient sums and optimizer in float32"
+        ),
     ] = "",
     run_ahead: Annotated[
-        str, typer.Option(help="memory on a rank for frozen sections to run ahead of the step: GIB or auto")
+        str,
+        typer.Option(
+            help="memory per rank for results that frozen sections prefetch for the next step: GIB or auto"
+        ),
     ] = "auto",
     check: Annotated[
-        bool, typer.Option(help="compare the plan with the eager model, if it fits here")
+        bool, typer.Option(help="compare the plan with the eager model, if it fits on this machine")
     ] = True,
     json: JSON_OPTION = False,
 ) -> None:
     """Compile a model into a plan that torchrun executes."""
     from secc.runtime.host.gc_control import pause_gc, slow_gc
 
-    with pause_gc():  # imports keep what they make
+    with pause_gc():  # objects created by imports are never garbage
         from secc.codegen.plan_writer import check_output
         from secc.driver.compile import compile_model
         from secc.driver.compile_options import CompileOptions
     check_output(output)
     options = CompileOptions(
-        cluster, global_batch, strategy, objective, step_time, tuple(set_ or ()), tuple(section or ()), max_sections, stats_samples, widths,
-        fuse=fuse, without=tuple(no_fuse_rule or ()), accept=tuple(accept or ()), stats=stats,
-        skip_bad_samples=skip_bad_samples, costs=costs, dtype=dtype, run_ahead=run_ahead,
-    )  # fmt: skip
+        cluster=cluster,
+        global_batch=global_batch,
+        strategy=strategy,
+        objective=objective,
+        step_time=step_time,
+        set=tuple(set_ or ()),
+        sections=tuple(section or ()),
+        max_sections=max_sections,
+        stats_samples=stats_samples,
+        widths=widths,
+        fuse=fuse,
+        without=tuple(no_fuse_rule or ()),
+        accept=tuple(accept or ()),
+        stats=stats,
+        skip_bad_samples=skip_bad_samples,
+        costs=costs,
+        dtype=dtype,
+        run_ahead=run_ahead,
+    )
     with show_progress(quiet=json) as show, slow_gc():
         compiled = compile_model(model, options, show)
         if check:
@@ -116,27 +141,29 @@ def command(
 
         print_json(plan_to_dict(plan))
         return
-    shown = f"[bold]{output}[/]: {len(plan.pipelines)} sections on {plan.world_size} ranks, {_checked_text(plan.checks)}"
-    out.print(shown, soft_wrap=True)
+    sections = f"{len(plan.pipelines)} sections on {plan.world_size} ranks"
+    out.print(f"[bold]{output}[/]: {sections}, {_checked_text(plan.checks)}", soft_wrap=True)
     for line in plan.checks.get("accepted", ()):
         out.print(f"  accepted {line}", soft_wrap=True)
     _print_free_ranks(plan)
     if explain_fusion:
         _print_fusion(plan)
-    steps = f"  report   {output / 'report.html'}\n  explain  secc explain {output}\n  run      secc run {output} --steps 100"
-    out.print(steps, soft_wrap=True)
+    out.print(f"  report   {output / 'report.html'}", soft_wrap=True)
+    out.print(f"  explain  secc explain {output}", soft_wrap=True)
+    out.print(f"  run      secc run {output} --steps 100", soft_wrap=True)
 
 
 def _write_plan(compiled: CompiledPlan, output: Path) -> Plan:
-    """Write the plan directory; the plan comes back with what its simulated step says."""
+    """Simulate a step and write the plan directory. Returns the plan with the predictions of the
+    simulation."""
     from secc.driver.step_preview import preview_step
     from secc.report.html_page import report_page
 
-    seen = preview_step(compiled)
-    dataclasses.replace(compiled, plan=seen.plan).write_plan(
-        output, lambda plan: report_page(plan, seen.drawing), seen.files
+    preview = preview_step(compiled)
+    dataclasses.replace(compiled, plan=preview.plan).write_plan(
+        output, lambda plan: report_page(plan, preview.drawing), preview.files
     )
-    return seen.plan
+    return preview.plan
 
 
 def _print_free_ranks(plan: Plan) -> None:
@@ -146,22 +173,22 @@ def _print_free_ranks(plan: Plan) -> None:
         else int(plan.cluster.get("ranks", 0))
     )
     if plan.world_size < ranks:
-        why = "are not needed" if plan.solver.get("objective") == "gpus" else "would not make a step shorter"
-        out.print(f"  {ranks - plan.world_size} of {ranks} ranks {why} and stay free")
+        why = "are not needed" if plan.solver.get("objective") == "gpus" else "would not shorten the step"
+        out.print(f"  {ranks - plan.world_size} of {ranks} ranks {why} and are not used")
 
 
 def _print_fusion(plan: Plan) -> None:
     from secc.report.plan_tables import fused_table, unfused_table
 
-    found = [t for t in (fused_table(plan), unfused_table(plan)) if t.rows]
-    for table in found:
+    tables = [t for t in (fused_table(plan), unfused_table(plan)) if t.rows]
+    for table in tables:
         print_table(table)
-    if not found:
-        out.print("  fusion is off, or its rules found nothing to look at")
+    if not tables:
+        out.print("  fusion is off, or its rules matched nothing")
 
 
 def _checked_text(checks: dict[str, object]) -> str:
     patterns = checks.get("patterns")
     if isinstance(patterns, tuple | list) and patterns:
-        return f"shown exact for {len(patterns)} pattern{'s' if len(patterns) > 1 else ''}"
+        return f"shown to be exact for {len(patterns)} input pattern{'s' if len(patterns) > 1 else ''}"
     return str(checks.get("reason", "not compared with the eager model"))

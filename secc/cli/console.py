@@ -1,5 +1,4 @@
-"""What commands print: progress and messages on stderr, results on stdout, as tables for people or as JSON
-for machines."""
+"""Output of commands: progress and messages on stderr; results on stdout, as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -16,9 +15,10 @@ from rich.table import Table as RichTable
 
 from secc.report.text_table import TextTable
 
-# columns of what is not shown on a terminal: read in files and logs, which do not end at the eightieth
+# Width of output to files and pipes, which are not limited to 80 columns.
+
 FILE_WIDTH = 140
-SHORT_COLUMN = 16  # a column of cells this long is not broken while the others keep as much
+SHORT_COLUMN = 16  # columns up to this width are wrapped last
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH)
 err = Console(stderr=True, highlight=False)
@@ -26,8 +26,8 @@ err = Console(stderr=True, highlight=False)
 
 @contextmanager
 def show_progress(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A function that shows which step is running: a spinner on a terminal, a line a step elsewhere, nothing
-    if quiet."""
+    """Yield a function that reports the current step: a spinner on a terminal, one line per step
+    elsewhere, nothing with `quiet`."""
     if quiet:
         yield lambda _: None
     elif err.is_terminal:
@@ -38,45 +38,43 @@ def show_progress(quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 def print_json(data: object) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout."""
     print(json.dumps(data, indent=2))
 
 
 def print_table(table: TextTable) -> None:
-    """A table for people."""
-    shown = RichTable(
+    """Print a table, folded to the width of the terminal."""
+    rich_table = RichTable(
         title=table.title, title_justify="left", caption=table.note or None, caption_justify="left"
     )
-    whole = _unwrapped_columns(table, out.width)
+    unwrapped = _unwrapped_columns(table, out.width)
     for i, column in enumerate(table.columns):
-        shown.add_column(column, overflow="fold", no_wrap=i in whole)
+        rich_table.add_column(column, overflow="fold", no_wrap=i in unwrapped)
     for row in table.rows:
-        shown.add_row(*map(escape, row))  # dims of tensors are no markup
-    out.print(shown)
+        rich_table.add_row(*map(escape, row))  # tensor dimensions in brackets are not markup
+    out.print(rich_table)
 
 
 def _unwrapped_columns(table: TextTable, width: int) -> set[int]:
-    """The columns whose words stay whole on so wide a terminal: the shortest ones, as long as all others have
-    room left."""
+    """The columns that are not wrapped on a terminal of this width: the shortest ones, as long as
+    SHORT_COLUMN remains for each of the others."""
     lengths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
-    left, whole = (
-        width - 3 * len(lengths) - 1,
-        set[int](),
-    )  # a border and a space on either side of each column
+    remaining = width - 3 * len(lengths) - 1  # each column has a border and two spaces
+    unwrapped = set[int]()
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        others = len(lengths) - len(whole) - 1
-        if lengths[i] <= SHORT_COLUMN and left - lengths[i] >= SHORT_COLUMN * min(others, 1):
-            whole.add(i)
-            left -= lengths[i]
-    return whole
+        others = len(lengths) - len(unwrapped) - 1
+        if lengths[i] <= SHORT_COLUMN and remaining - lengths[i] >= SHORT_COLUMN * min(others, 1):
+            unwrapped.add(i)
+            remaining -= lengths[i]
+    return unwrapped
 
 
-def print_differences(found: Sequence[TextTable], as_json: bool) -> None:
-    """What differs between two plans, as tables or as JSON."""
+def print_differences(tables: Sequence[TextTable], as_json: bool) -> None:
+    """Print the differences between two plans, as tables or as JSON."""
     if as_json:
-        print_json({"equal": not found, "tables": [dataclasses.asdict(t) for t in found]})
+        print_json({"equal": not tables, "tables": [dataclasses.asdict(t) for t in tables]})
         return
-    for table in found:
+    for table in tables:
         print_table(table)
-    if not found:
-        out.print("the plans decide the same")
+    if not tables:
+        out.print("the plans are equal")

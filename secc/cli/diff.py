@@ -1,4 +1,4 @@
-"""`secc diff PLAN_A PLAN_B`: what another plan decides differently, and what that does to the step."""
+"""`secc diff PLAN_A PLAN_B`: lists what a second plan decides differently, and the effect on the step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import typer
 from secc.cli.compile import JSON_OPTION
 from secc.cli.console import print_differences
 
-FIRST_PLAN_ARGUMENT = Annotated[Path, typer.Argument(help="a plan directory", metavar="PLAN_A")]
+FIRST_PLAN_ARGUMENT = Annotated[Path, typer.Argument(help="plan directory", metavar="PLAN_A")]
 SECOND_PLAN_ARGUMENT = Annotated[
-    Path, typer.Argument(help="the plan directory to compare it with", metavar="PLAN_B")
+    Path, typer.Argument(help="plan directory to compare with", metavar="PLAN_B")
 ]
 
 
 def command(first: FIRST_PLAN_ARGUMENT, second: SECOND_PLAN_ARGUMENT, json: JSON_OPTION = False) -> None:
-    """Compare two plans: sections, layouts, edges, loss, predictions. Equal plans print that they are."""
+    """Compare two plans: sections, layouts, edges, loss and predictions."""
     from secc.report.plan_differences import plan_differences
     from secc.runtime.plan.schema import load_plan
 

@@ -1,4 +1,4 @@
-"""`secc explain PLAN/`: what a plan decides, and why."""
+"""`secc explain PLAN/`: prints what a plan decides, and why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import typer
 from secc.cli.compile import JSON_OPTION
 from secc.cli.console import out, print_differences, print_json, print_table
 
-PLAN_ARGUMENT = Annotated[Path, typer.Argument(help="a plan directory made by secc compile", metavar="PLAN/")]
+PLAN_ARGUMENT = Annotated[
+    Path, typer.Argument(help="plan directory written by secc compile", metavar="PLAN/")
+]
 
 
 WHAT_IF_OPTION = Annotated[
@@ -23,7 +25,8 @@ WHAT_IF_OPTION = Annotated[
 
 
 def command(plan: PLAN_ARGUMENT, what_if: WHAT_IF_OPTION = None, json: JSON_OPTION = False) -> None:
-    """Explain a plan: its sections, what travels between them, how the loss is put together."""
+    """Explain a plan: its sections, the tensors sent between them, the loss, and the reasons for its
+    choices."""
     if what_if:
         _print_what_if(plan, what_if, json)
         return
@@ -46,7 +49,7 @@ def command(plan: PLAN_ARGUMENT, what_if: WHAT_IF_OPTION = None, json: JSON_OPTI
 
 
 def _print_what_if(plan: Path, changes: list[str], json: bool) -> None:
-    """What other choices would change, and the change in time."""
+    """Print what other choices would change in the plan."""
     from secc.driver import what_if as whatif
     from secc.report.plan_differences import plan_differences
 

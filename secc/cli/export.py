@@ -1,4 +1,5 @@
-"""`secc export DIR -o FILE.safetensors`: the user's own state dict out of a checkpoint."""
+"""`secc export DIR -o FILE.safetensors`: writes the weights of a checkpoint as a state dict of the user's
+model."""
 
 from __future__ import annotations
 
@@ -13,22 +14,19 @@ from secc.cli.console import out, print_json
 
 def command(
     checkpoint: Annotated[
-        Path, typer.Argument(help="a directory that `secc run --save` wrote", metavar="DIR")
+        Path, typer.Argument(help="checkpoint directory written by secc run --save", metavar="DIR")
     ],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="the file to write", metavar="FILE.safetensors")
-    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="file to write", metavar="FILE.safetensors")],
     json: JSON_OPTION = False,
 ) -> None:
-    """Write a checkpoint's weights under the names of the user's model; load them with `load_state_dict`."""
+    """Write the weights of a checkpoint under the names of the user's model, for `load_state_dict`."""
     from safetensors.torch import save_file
 
     from secc.errors import UserError
     from secc.runtime.parameters.checkpoint import load_full_state_dict
 
     state = load_full_state_dict(checkpoint)
-    # safetensors refuses tensors that share memory, so a tied parameter is written once for each of its
-    # names.
+    # safetensors rejects tensors that share memory, so a tied parameter is written once for each name.
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

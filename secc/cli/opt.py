@@ -1,5 +1,5 @@
-"""`secc opt FILE.mlir -p PIPELINE`: runs any passes on IR text, for tests, for debugging, and to make a dump
-of a plan again."""
+"""`secc opt FILE.mlir -p PIPELINE`: runs any passes on IR text, for tests, debugging, and to reproduce a
+dump of a plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def command(
         bool, typer.Option("--time-passes", help="print each pass's seconds to stderr")
     ] = False,
     split_input_file: Annotated[
-        bool, typer.Option("--split-input-file", help="treat parts between lines `// -----` alone")
+        bool,
+        typer.Option("--split-input-file", help="process parts separated by `// -----` lines independently"),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the result and the seconds as JSON")] = False,
 ) -> None:
@@ -59,7 +60,7 @@ def command(
 
 
 def _run_passes(source: str, name: str, pipeline: str, dump: bool) -> tuple[str, PipelineRun]:
-    """The text after the passes, and what happened."""
+    """The IR text after the passes, and the record of the run."""
     from secc import pass_pipeline as passes
     from secc.ir.text_io import module_text
 

@@ -1,4 +1,4 @@
-"""`secc profile`: times a model's blocks here, or this machine's links and rates."""
+"""`secc profile`: times a model's blocks and steps, or links and rates of this machine."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from secc.errors import UserError
 
 
 def command(
-    model: Annotated[Path | None, typer.Argument(help="the model file", metavar="[MODEL.py]")] = None,
+    model: Annotated[Path | None, typer.Argument(help="model file", metavar="[MODEL.py]")] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="the file to write", metavar="FILE")
+        Path | None, typer.Option("-o", "--output", help="file to write", metavar="FILE")
     ] = None,
     links: Annotated[
         bool, typer.Option("--links", help="measure this machine's links and rates into a cluster file")
     ] = False,
     small: Annotated[bool, typer.Option("--small", help="profile small_model()")] = False,
     sizes: Annotated[int, typer.Option(help="micro-batches of different sizes to time", min=6)] = 18,
-    repeat: Annotated[int, typer.Option(help="runs of each, of which the median counts", min=1)] = 5,
+    repeat: Annotated[int, typer.Option(help="minimum number of runs of each; the median counts", min=1)] = 5,
     ranks: Annotated[
         int,
         typer.Option(
-            help="ranks of this machine that work at once; default: those of --cluster local", min=0
+            help="ranks of this machine that compute at the same time (default: those of --cluster local)",
+            min=0,
         ),
     ] = 0,
     json: JSON_OPTION = False,
 ) -> None:
-    """Time a model's blocks and steps here, for `secc compile --costs FILE`; with --links, its links and
-    rates, for `--cluster FILE`."""
+    """Time blocks and steps of a model, for `secc compile --costs FILE`; with --links, this machine, for
+    `--cluster FILE`."""
     if links == (model is not None):
         raise UserError(
-            "give either a model file or --links",
+            "expected either a model file or --links",
             remedy="secc profile MODEL.py -o costs.json, or secc profile --links -o here.yaml",
         )
     with show_progress(quiet=json) as show:
@@ -48,8 +49,8 @@ def command(
             from secc.profile.model_profile import profile_model
 
             assert model is not None
-            found = profile_model(model, small, sizes, repeat, show, ranks)
-            shown, tables, text = found.as_dict(), found.to_tables(), found.costs.to_json()
+            profile = profile_model(model, small, sizes, repeat, show, ranks)
+            shown, tables, text = profile.as_dict(), profile.to_tables(), profile.costs.to_json()
     if output is not None:
         output.write_text(text)
     if json:

@@ -1,4 +1,4 @@
-"""`secc run PLAN/`: trains a plan with all its ranks on this machine, by torchrun."""
+"""`secc run PLAN/`: trains a plan with all its ranks on this machine."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from secc.cli.compile import JSON_OPTION
 from secc.cli.console import print_json
 from secc.cli.explain import PLAN_ARGUMENT
 
-# Every other option is run.py's own, so that `secc run`, launch.sh and Slurm take the same ones; run.py
-# refuses unknown ones.
+# All other options are passed to run.py, so that `secc run`, launch.sh and Slurm accept the same ones. run.py
+# rejects unknown options.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
-EPILOG = "Further options are those of the plan's run.py: `--steps 100 --clip 1.0 --save DIR --save-every 50 --resume DIR --trace FILE …`."
 
 
 def command(
     context: typer.Context,
     plan: PLAN_ARGUMENT,
     log_dir: Annotated[
-        Path | None, typer.Option(help="where metrics.jsonl is appended to (default: PLAN/logs)")
+        Path | None, typer.Option(help="directory of metrics.jsonl (default: PLAN/logs)")
     ] = None,
     emulate: Annotated[
         bool,
         typer.Option(
-            "--emulate", help="wait in place of training: real processes, the plan's modelled times"
+            "--emulate", help="sleep for the plan's modelled times instead of computing, in real processes"
         ),
     ] = False,
     scale: Annotated[
         float,
         typer.Option(
-            min=0.001, help="with --emulate: stretch the times, small ones above this machine's overhead"
+            min=0.001,
+            help="with --emulate: multiply all times, to lift small ones above this machine's overhead",
         ),
     ] = 1.0,
     json: JSON_OPTION = False,
 ) -> None:
-    """Train a plan here. --json prints the last step's metrics."""
+    """Train a plan on this machine. --json prints the metrics of the last step. Other options are those of
+    the plan's run.py."""
     from secc.runtime.training.launch import run_plan
 
     logs = (log_dir or plan / "logs").resolve()
@@ -56,7 +57,7 @@ def _last_metrics(path: Path) -> object:
 
 
 def _run_emulated(directory: Path, logs: Path, arguments: list[str], scale: float, json: bool) -> int:
-    """Run the control plane alone, and show each step beside the simulated one. Returns the exit code."""
+    """Run the control plane alone, and print each step next to the simulated one. Returns the exit code."""
     from itertools import islice
 
     from secc.cli.console import out
@@ -70,7 +71,7 @@ def _run_emulated(directory: Path, logs: Path, arguments: list[str], scale: floa
 
     options, plan, times = parse_options(arguments), load_plan(directory), logs / "emulation.json"
     if options.epochs is not None:
-        raise UserError("an emulated run has whole steps", remedy="give --steps in place of --epochs")
+        raise UserError("--emulate does not support --epochs", remedy="use --steps instead")
     try:
         logs.mkdir(parents=True, exist_ok=True)
         (logs / EMULATION_FILE).unlink(missing_ok=True)
@@ -90,7 +91,6 @@ def _run_emulated(directory: Path, logs: Path, arguments: list[str], scale: floa
     if json:
         print_json([{"step": s, "emulated_s": e, "simulated_s": m} for s, e, m in steps])
     for number, emulated, simulated in () if json else steps:
-        out.print(
-            f"step {number}: emulated {emulated:.6g} s, simulated {simulated:.6g} s ({emulated / simulated:.3f})"
-        )
+        ratio = f"{emulated / simulated:.3f}"
+        out.print(f"step {number}: emulated {emulated:.6g} s, simulated {simulated:.6g} s ({ratio})")
     return 0

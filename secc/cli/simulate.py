@@ -1,5 +1,5 @@
-"""`secc simulate PLAN/`: a plan's steps in modelled time, against certified bounds, drawn for people or as
-JSON and traces for machines."""
+"""`secc simulate PLAN/`: simulates steps of a plan against certified bounds; output as a drawing, JSON or
+trace."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 def command(
     plan: PLAN_ARGUMENT,
     steps: Annotated[
-        int, typer.Option(min=1, help="global batches to simulate; figures are means over them")
+        int, typer.Option(min=1, help="number of global batches to simulate; figures are means over them")
     ] = 1,
-    seed: Annotated[int, typer.Option(help="of the data order and of random samples, as in secc run")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="seed of the data order and of random samples, as in secc run")
+    ] = 0,
     shuffle: Annotated[
         bool, typer.Option("--shuffle", help="permute the dataset in every epoch, as in secc run")
     ] = False,
     order: Annotated[
-        str, typer.Option(help="wavefront, or dataset to take the samples as they come")
+        str, typer.Option(help="wavefront, or dataset for samples in the order of the dataset")
     ] = "wavefront",
     trace: Annotated[
         Path | None, typer.Option(help="write a Chrome trace of the steps", metavar="FILE")
@@ -45,8 +47,7 @@ def command(
     ] = "",
     json: JSON_OPTION = False,
 ) -> None:
-    """Simulate a plan's step programs: how long a step takes, how far that is from the best there can be, and
-    who waits."""
+    """Simulate steps of a plan: their time, its ratio to lower bounds, and where ranks wait."""
     from secc.bounds.steady_state import mean_step_bound
     from secc.bounds.work import BatchWork
     from secc.runtime.plan.schema import load_plan
@@ -54,31 +55,28 @@ def command(
 
     loaded = load_plan(plan)
     _check_options(draw, order)
-    wanted = _parse_baselines(baselines)
+    baseline_names = _parse_baselines(baselines)
     with show_progress(quiet=json) as show:
         show("draw samples")
         simulated = _simulate_steps(plan, loaded, steps, seed, shuffle, order)
         show("compare with the bounds")
-        measures, batches = (
-            [measure_step(step) for step in simulated],
-            [step.samples[: step.schedule.own_samples] for step in simulated],
-        )
-        measured = mean_measures(
-            measures, mean_step_bound([BatchWork(loaded, samples) for samples in batches])
-        )
+        measures = [measure_step(step) for step in simulated]
+        batches = [step.samples[: step.schedule.own_samples] for step in simulated]
+        bound = mean_step_bound([BatchWork(loaded, samples) for samples in batches])
+        measured = mean_measures(measures, bound)
         _write_outputs(simulated, measures[0], trace, draw)
-        compared = _compare_baselines(plan, batches, wanted, show)
+        baseline_results = _compare_baselines(plan, batches, baseline_names, show)
     if json:
-        print_json(simulation_json(measured, compared))
+        print_json(simulation_json(measured, baseline_results))
     else:
         _print_step(simulated[0], measured, steps)
-        _print_baselines(measured, compared)
+        _print_baselines(measured, baseline_results)
 
 
 def simulation_json(measures: StepMeasures, baselines: Mapping[str, BaselineResult]) -> dict[str, Any]:
-    """The stable keys that other tools read, and what else there is to say."""
+    """The measures of the simulation and of the baselines for JSON output; other tools rely on its keys."""
     return dataclasses.asdict(measures) | {
-        "baselines": {name: dataclasses.asdict(found) for name, found in baselines.items()}
+        "baselines": {name: dataclasses.asdict(result) for name, result in baselines.items()}
     }
 
 
@@ -97,11 +95,11 @@ def _compare_baselines(
         return {}
     show("read the plan's IR")
     comparison = BaselineComparison(directory)
-    found: dict[str, BaselineResult] = {}
+    results: dict[str, BaselineResult] = {}
     for name in names:
         show(f"baseline {name}")
-        found[name] = comparison.find_best(name, batches)
-    return found
+        results[name] = comparison.find_best(name, batches)
+    return results
 
 
 def _check_options(draw: Path | None, order: str) -> None:
@@ -109,9 +107,11 @@ def _check_options(draw: Path | None, order: str) -> None:
     from secc.runtime.schedule.scheduler import SCHEDULE_ORDERS
 
     if draw is not None and draw.suffix not in {".svg", ".html"}:
-        raise UserError("a drawing is an .svg or an .html file", str(draw), "name it so")
+        raise UserError(
+            f"expected an .svg or .html file for --draw, got {draw.name!r}", str(draw), "change its suffix"
+        )
     if order not in SCHEDULE_ORDERS:
-        raise UserError(f"there is no order {order!r}", remedy=f"orders are {', '.join(SCHEDULE_ORDERS)}")
+        raise UserError(f"unknown --order {order!r}", remedy=f"use one of {', '.join(SCHEDULE_ORDERS)}")
 
 
 def _simulate_steps(
@@ -169,31 +169,34 @@ def _print_step(step: SimulatedStep, measures: StepMeasures, steps: int) -> None
 
 
 def measured_facts(m: StepMeasures, steps: int) -> list[tuple[str, str]]:
-    """The figures for people."""
+    """The measures as (name, text) for the terminal."""
     over = m.step_time_s / m.schedule_bound_s if m.schedule_bound_s else 1.0
-    found = [
+    facts = [
         ("step", f"{m.step_time_s:.6g} s" + (f" (mean of {steps})" if steps > 1 else "")),
         (
             "schedule bound",
-            f"{m.schedule_bound_s:.6g} s: the step takes {over:.3f} of it; what bounds it: {m.bound_reason}",
+            f"{m.schedule_bound_s:.6g} s: the step takes {over:.3f} of it; bottleneck: {m.bound_reason}",
         ),
         ("plan bound", f"{m.plan_bound_s:.6g} s: all work spread evenly over {m.gpus} ranks"),
         ("busy", ", ".join(f"{name} {share.busy:.0%} of {share.gpus}" for name, share in m.sections.items())),
         (
             "waits of a rank",
-            f"{m.waiting_s:.4g} s for other ranks, {m.exposed_communication_s:.4g} s for messages and reductions",
+            (
+                f"{m.waiting_s:.4g} s for other ranks, {m.exposed_communication_s:.4g} s for "
+                "messages and reductions"
+            ),
         ),
         ("in flight", f"at most {m.in_flight} micro-batches on a rank"),
     ]
     if m.peak_memory_gib is not None:
-        found.append(("memory", f"{m.peak_memory_gib:.4g} GiB on the fullest rank"))
+        facts.append(("memory", f"{m.peak_memory_gib:.4g} GiB on the fullest rank"))
     if m.mfu is not None:
-        found.append(("mfu", f"{m.mfu:.1%}"))
-    return found
+        facts.append(("mfu", f"{m.mfu:.1%}"))
+    return facts
 
 
 def _busiest_rank_facts(step: SimulatedStep) -> list[tuple[str, str]]:
-    """What the rank does that computes longest in the drawn step."""
+    """What the rank with the longest computation does in the drawn step."""
     from secc.simulate.step_measures import find_busiest_rank
 
     b = find_busiest_rank(step)
@@ -204,19 +207,19 @@ def _busiest_rank_facts(step: SimulatedStep) -> list[tuple[str, str]]:
     return [("busiest rank", f"{b.rank} ({b.sections}) computes {b.computing_s:.4g} s, {waits}; {closing}")]
 
 
-def _print_baselines(measures: StepMeasures, compared: Mapping[str, BaselineResult]) -> None:
+def _print_baselines(measures: StepMeasures, results: Mapping[str, BaselineResult]) -> None:
     from rich.table import Table
 
-    if not compared:
+    if not results:
         return
     table = Table("baseline", "step", "of this plan's", "devices", "best layout", box=None, padding=(0, 2))
-    for name, found in compared.items():
-        time = f"{found.step_time_s:.6g} s" if found.step_time_s is not None else "-"
+    for name, result in results.items():
+        time = f"{result.step_time_s:.6g} s" if result.step_time_s is not None else "-"
         ratio = (
-            f"{found.step_time_s / measures.step_time_s:.3f}"
-            if found.step_time_s is not None and measures.step_time_s
+            f"{result.step_time_s / measures.step_time_s:.3f}"
+            if result.step_time_s is not None and measures.step_time_s
             else "-"
         )
-        table.add_row(name, time, ratio, str(found.gpus or "-"), found.layout)
+        table.add_row(name, time, ratio, str(result.gpus or "-"), result.layout)
     out.print()
     out.print(table)

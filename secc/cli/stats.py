@@ -1,5 +1,5 @@
-"""`secc stats MODEL.py -o FILE`: what a dataset's samples are on average, as a file that `secc compile
---stats FILE` takes."""
+"""`secc stats MODEL.py -o FILE`: writes statistics of a dataset's samples, for `secc compile --stats
+FILE`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from secc.cli.console import out, print_json, print_table, show_progress
 def command(
     model: MODEL_ARGUMENT,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="write the statistics here", metavar="FILE")
+        Path | None, typer.Option("-o", "--output", help="file to write", metavar="FILE")
     ] = None,
     stats_samples: Annotated[
         int,
-        typer.Option(
-            help="samples of dataset() to draw; with sizes(i) in the model file many more are known"
-        ),
+        typer.Option(help="samples of dataset() to draw; sizes(i) in the model file tells many more"),
     ] = 64,
-    skip_bad_samples: Annotated[bool, typer.Option(help="leave samples that do not load out")] = False,
+    skip_bad_samples: Annotated[bool, typer.Option(help="skip samples that fail to load")] = False,
     json: JSON_OPTION = False,
 ) -> None:
-    """Draw samples of a dataset: how often each combination of optional inputs occurs, and how large its
-    samples are."""
+    """Draw samples of a dataset: the share of each combination of optional inputs, and the mean sizes of
+    its samples."""
     import json as json_
 
     from secc.errors import UserError
@@ -40,8 +38,8 @@ def command(
     user = load_model_file(model)
     with show_progress(quiet=json) as show:
         show("draw samples")
-        drawn = survey_dataset(user, stats_samples, skip_bad=skip_bad_samples)
-        inputs = statistics.apply_declared_sizes(user, drawn, describe_inputs(user, drawn))
+        survey = survey_dataset(user, stats_samples, skip_bad=skip_bad_samples)
+        inputs = statistics.apply_declared_sizes(user, survey, describe_inputs(user, survey))
     text = statistics.statistics_to_json(inputs)
     if output is not None:
         try:
@@ -69,6 +67,6 @@ def command(
     )
     if output is not None:
         out.print(
-            f"[bold]{output}[/]: change what is not so, and give it to secc compile --stats {output}",
+            f"[bold]{output}[/]: correct it where needed, then use it with secc compile --stats {output}",
             soft_wrap=True,
         )

@@ -1,1 +1,2 @@
-"""Plans for people: the page `report.html` and the text of `secc explain`, both from plan.json alone."""
+"""Plans for people: the page `report.html` and the text of `secc explain`, both computed from plan.json
+alone."""

@@ -1,4 +1,4 @@
-"""A cluster as tables: its nodes and links, and each kind's figures with where they come from."""
+"""A cluster as tables: its nodes and links, and the figures of each kind of device with their sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OVERHEAD_NAMES = ("job", "message", "tensor", "sample", "step")
 
 
 def cluster_tables(cluster: Cluster) -> list[TextTable]:
-    """The whole, then each kind."""
+    """A table of the whole cluster, then one for each kind of device."""
     rows = [
         (g.device.kind, str(g.nodes), str(cluster.per_node), str(g.nodes * cluster.per_node))
         for g in cluster.node_groups
@@ -26,10 +26,10 @@ def _device_table(group: NodeGroup) -> TextTable:
     device, sources = group.device, FIGURE_SOURCES.get(group.device.kind.lower(), {})
     known, links = DEVICE_PRESETS.get(device.kind.lower()), LINK_PRESETS.get(device.kind.lower())
 
-    def row(name: str, value: str, key: str, preset: bool) -> tuple[str, str, str]:
-        return name, value, sources[key] if preset else "given"
+    def row(name: str, value: str, key: str, is_preset: bool) -> tuple[str, str, str]:
+        return name, value, sources[key] if is_preset else "given"
 
-    memory = f"{device.memory / GIB:.4g} GiB, of which tensors can have {device.usable_memory / GIB:.4g}"
+    memory = f"{device.memory / GIB:.4g} GiB, {device.usable_memory / GIB:.4g} of it for tensors"
     rates = [
         row(
             f"peak {name}",

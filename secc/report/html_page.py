@@ -1,4 +1,4 @@
-"""`report.html`: the facts of a plan as one page without scripts or outside resources."""
+"""The page `report.html` of a plan, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from secc.runtime.plan.schema import Plan
 
 
 def report_page(plan: Plan, drawing: str = "") -> str:
-    """The text of the page, with the drawing of a simulated step (HTML) if there is one."""
+    """Render the page. drawing: HTML of a simulated step, or ""."""
     return render_template(
         "report.html.j2",
         plan=plan,
@@ -23,17 +23,19 @@ def report_page(plan: Plan, drawing: str = "") -> str:
 
 
 def _rank_cards(plan: Plan) -> list[tuple[str, str]]:
-    """(ranks, what they hold) for the drawing of the layout: a card for all ranks that hold the same
-    sections, in the sections' order."""
-    alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-    held: defaultdict[int, list[str]] = defaultdict(list)
+    """(ranks, names of their sections) for the drawing of the layout: one card for all ranks with the same
+    sections, in the order of the sections."""
+    ranks_by_sections: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    sections_of_rank: defaultdict[int, list[str]] = defaultdict(list)
     for s in plan.sections:
         for rank in s.mesh.ranks:
-            held[rank].append(s.name)
+            sections_of_rank[rank].append(s.name)
     for rank in range(plan.world_size):
-        alike[tuple(held[rank])].append(rank)
+        ranks_by_sections[tuple(sections_of_rank[rank])].append(rank)
     order = {s.name: i for i, s in enumerate(plan.sections)}
-    cards = sorted(alike.items(), key=lambda card: [order[name] for name in card[0]] or [len(order)])
+    cards = sorted(
+        ranks_by_sections.items(), key=lambda card: [order[name] for name in card[0]] or [len(order)]
+    )
     return [(_card_title(ranks), ", ".join(names) or "idle") for names, ranks in cards]
 
 

@@ -1,8 +1,7 @@
-"""What differs between two plans, as tables: what a reader wants to know before one takes the other's place.
+"""Differences between two plans as tables, to judge one before it replaces the other.
 
-Only differences are shown; equal plans give no table. Predictions stand beside each other with their ratio,
-because a change of layout is judged by what it does to the step. Sections are whole: how their stages are cut
-is no matter between plans.
+Only differences are listed. Predictions are compared with their ratio. Sections are compared as a whole: how
+they are split into stages does not matter.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from secc.runtime.plan.schema import Edge, LossTerm, Plan, Section
 
 T = TypeVar("T")
 FieldReaders = Mapping[str, Callable[[T], str]]
-ABSENT = "—"
+PRESENT, ABSENT = "present", "—"
 
 
 def plan_differences(a: Plan, b: Plan) -> list[TextTable]:
-    """Tables of what differs from plan `a` to plan `b`; [] for plans that decide the same."""
+    """Tables of the differences from plan `a` to plan `b`; [] for equal plans."""
     found = [
         TextTable("Plan", ("", "first", "second", "ratio"), tuple(_headline_rows(a, b))),
         _difference_table(
@@ -42,16 +41,16 @@ def plan_differences(a: Plan, b: Plan) -> list[TextTable]:
 
 
 def _section_edges(plan: Plan) -> tuple[Edge, ...]:
-    """The edges between whole sections."""
-    whole = {s.name: s.user_section_name for s in plan.sections}
-    found = (replace(e, src=whole[e.src], dst=whole[e.dst]) for e in plan.edges)
-    return tuple(e for e in found if e.src != e.dst)
+    """The edges between sections, without those between stages of one section."""
+    section_of_stage = {s.name: s.user_section_name for s in plan.sections}
+    edges = (replace(e, src=section_of_stage[e.src], dst=section_of_stage[e.dst]) for e in plan.edges)
+    return tuple(e for e in edges if e.src != e.dst)
 
 
 def _section_terms(plan: Plan) -> tuple[LossTerm, ...]:
-    """The loss's terms, in whole sections."""
-    whole = {s.name: s.user_section_name for s in plan.sections}
-    return tuple(replace(t, section=whole.get(t.section, t.section)) for t in plan.terms)
+    """The loss terms, with sections instead of stages."""
+    section_of_stage = {s.name: s.user_section_name for s in plan.sections}
+    return tuple(replace(t, section=section_of_stage.get(t.section, t.section)) for t in plan.terms)
 
 
 def _headline_rows(a: Plan, b: Plan) -> list[tuple[str, ...]]:
@@ -81,13 +80,13 @@ def _by_name(items: tuple[Any, ...]) -> dict[str, Any]:
 def _difference_table(
     title: str, what: str, first: Mapping[str, T], second: Mapping[str, T], fields: FieldReaders[T]
 ) -> TextTable:
-    """One row for each field that differs; what only one plan has is one row."""
+    """One row for each field that differs, and one for each item that only one plan has."""
     rows: list[tuple[str, ...]] = []
     for name in [*first, *(n for n in second if n not in first)]:
         x, y = first.get(name), second.get(name)
         if x is None or y is None:
             rows.append(
-                (name, "", "there" if x is not None else ABSENT, "there" if y is not None else ABSENT)
+                (name, "", PRESENT if x is not None else ABSENT, PRESENT if y is not None else ABSENT)
             )
             continue
         rows += [(name, field, read(x), read(y)) for field, read in fields.items() if read(x) != read(y)]
@@ -101,8 +100,8 @@ def _mapping_rows(first: Mapping[str, str], second: Mapping[str, str]) -> list[t
 
 HEADLINE_FIELDS: Mapping[str, Callable[[Plan], Any]] = {
     "predicted step, s": lambda p: p.prediction.get("step_time_s"),
-    "step in the order that ranks run, s": lambda p: p.solver.get("simulated_s"),
-    "predictions are": lambda p: p.prediction.get("label"),
+    "simulated step, s": lambda p: p.solver.get("simulated_s"),
+    "predictions based on": lambda p: p.prediction.get("label"),
     "ranks": lambda p: p.world_size,
     "cluster": lambda p: p.cluster.get("name"),
     "global batch": lambda p: p.global_batch,
@@ -120,14 +119,14 @@ SECTION_FIELDS: FieldReaders[Section] = {
     "micro-batch": lambda s: str(s.micro_batch),
     "recompute": lambda s: s.recompute,
     "sharding": lambda s: s.sharding,
-    "GiB a rank": lambda s: f"{s.memory_gib:.3g}",
+    "GiB per rank": lambda s: f"{s.memory_gib:.3g}",
     "blocks": lambda s: ", ".join(s.blocks),
-    "costs are": lambda s: s.cost.label,
+    "costs based on": lambda s: s.cost.label,
 }
 EDGE_FIELDS: FieldReaders[Edge] = {
     "from → to": lambda e: f"{e.src} → {e.dst}",
     "tensor": lambda e: f"{e.dtype}[{', '.join(e.dims)}]",
-    "bytes a sample": lambda e: bytes_text(e.bytes_per_sample),
-    "gradient": lambda e: "flows back" if e.grad else "none",
+    "bytes per sample": lambda e: bytes_text(e.bytes_per_sample),
+    "gradient": lambda e: "sent back" if e.grad else "none",
 }
 TERM_FIELDS: FieldReaders[LossTerm] = {"section": lambda t: t.section, "coefficient": lambda t: t.coefficient}

@@ -1,4 +1,4 @@
-"""What there is to say about a plan, as tables of text: one source for the terminal and for the page."""
+"""Everything there is to say about a plan, as tables of text for the terminal and for the page."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MODE_DESCRIPTIONS = {
 
 
 def plan_tables(plan: Plan) -> list[TextTable]:
-    """All that a plan decides and predicts, with the reason where there is one."""
-    found = [
+    """All decisions and predictions of a plan, with reasons where there are any."""
+    tables = [
         _sections_table(plan),
         _stages_table(plan),
         _work_table(plan),
@@ -36,18 +36,19 @@ def plan_tables(plan: Plan) -> list[TextTable]:
         _checks_table(plan),
         _notes_table(plan),
     ]
-    return [t for t in found if t.rows]
+    return [t for t in tables if t.rows]
 
 
 def plan_summary(plan: Plan) -> list[tuple[str, str]]:
-    """The headline facts."""
+    """The headline facts of a plan, as (name, value)."""
     step = plan.prediction.get("step_time_s")
     status, gap = plan.solver.get("status", "unknown"), plan.solver.get("gap")
+    cluster = plan.cluster.get("text") or plan.cluster.get("name") or plan.cluster.get("kind", "this machine")
     facts = [
         ("model", plan.model.path),
         (
             "ranks",
-            f"{plan.world_size} on {plan.cluster.get('text') or plan.cluster.get('name') or plan.cluster.get('kind', 'this machine')}",
+            f"{plan.world_size} on {cluster}",
         ),
         ("global batch", f"{plan.global_batch} samples"),
         (
@@ -60,42 +61,31 @@ def plan_summary(plan: Plan) -> list[tuple[str, str]]:
         ("hash", plan.hash[:16]),
     ]
     if plan.run_ahead_gib:
-        names = ", ".join(
-            dict.fromkeys(s.user_section_name for s in find_prefetchable_sections(plan, SectionGraph(plan)))
-        )
-        facts.insert(
-            -1,
-            (
-                "ahead of the step",
-                f"{names}: a rank keeps up to {plan.run_ahead_gib:.3g} GiB of results for the next one",
-            ),
-        )
+        sections = find_prefetchable_sections(plan, SectionGraph(plan))
+        names = ", ".join(dict.fromkeys(s.user_section_name for s in sections))
+        limit = f"a rank keeps up to {plan.run_ahead_gib:.3g} GiB of results for the next step"
+        facts.insert(-1, ("prefetch", f"{names}: {limit}"))
     if plan.dtype:
-        facts.insert(
-            -1,
-            (
-                "precision",
-                f"modules compute in {plan.dtype}; masters, gradient sums and optimizer in float32",
-            ),
-        )
+        precision = f"modules compute in {plan.dtype}; master weights, gradient sums and optimizer in float32"
+        facts.insert(-1, ("precision", precision))
     return facts
 
 
 def _evaluated_plans_text(plan: Plan) -> str:
-    """What the order made of the step when the plan was chosen."""
+    """Simulated step time and number of evaluated plans, from the search that chose the plan."""
     simulated, tried = plan.solver.get("simulated_s"), plan.solver.get("tried", 1)
-    others = f", the shortest of {tried} plans tried" if tried > 1 else ""
-    return (
-        f" by closed forms, {float(simulated):.4g} s in the order that ranks run{others}"
-        if simulated is not None
-        else ""
-    )
+    if simulated is None:
+        return ""
+    others = f", the shortest of {tried} evaluated plans" if tried > 1 else ""
+    return f" in closed form, {float(simulated):.4g} s with the schedule that ranks run{others}"
 
 
 def _widths_text(plan: Plan) -> str:
     if plan.widths == "own":
-        return "each micro-batch has its own: padding was shown not to reach the loss"
-    return "every micro-batch is padded to the global batch's: padding reaches the loss, or could not be shown not to"
+        return "each micro-batch is padded to its own width: padding was shown not to affect the loss"
+    return (
+        "every micro-batch is padded to the width of the global batch: padding affects the loss, or may do so"
+    )
 
 
 def _sections_table(plan: Plan) -> TextTable:
@@ -134,26 +124,29 @@ def _sections_table(plan: Plan) -> TextTable:
 
 
 def _simulated_facts(plan: Plan) -> list[tuple[str, str]]:
-    """What a simulated step says beside its bounds (`secc.driver.step_preview`)."""
-    found: dict[str, Any] = plan.prediction.get("simulated", {})
-    if not found:
+    """Step time of a simulated step and its lower bounds (`secc.driver.step_preview`)."""
+    simulated: dict[str, Any] = plan.prediction.get("simulated", {})
+    if not simulated:
         return []
-    step, bound = float(found["step_time_s"]), float(found["schedule_bound_s"])
-    over = (
-        f", {step / bound:.3f} of the least that any order can take ({found['bound_reason']})"
+    step, bound = float(simulated["step_time_s"]), float(simulated["schedule_bound_s"])
+    over_bound = (
+        f", {step / bound:.3f} of the lower bound for any schedule ({simulated['bound_reason']})"
         if bound
         else ""
     )
     return [
         (
             "simulated step",
-            f"{step:.4g} s{over}; {found['plan_bound_s']:.4g} s if all work were spread evenly",
+            (
+                f"{step:.4g} s{over_bound}; {simulated['plan_bound_s']:.4g} s if all work were "
+                "spread evenly over the ranks"
+            ),
         )
     ]
 
 
 def _section_ranks_text(plan: Plan, section: Section) -> str:
-    """Ranks, with the kind of their devices where the cluster has several."""
+    """Ranks, with the kind of their devices in a cluster of several kinds."""
     cluster = Cluster.from_dict(plan.cluster)
     kind = (
         f" ({cluster.view_of_ranks(section.mesh.ranks).device.kind})"
@@ -165,24 +158,27 @@ def _section_ranks_text(plan: Plan, section: Section) -> str:
 
 def _stages_table(plan: Plan) -> TextTable:
     def row(s: Section) -> tuple[str, ...]:
-        held = "any" if s.mode == "forward" or not s.in_flight else str(s.in_flight)
+        in_flight = "any" if s.mode == "forward" or not s.in_flight else str(s.in_flight)
         return (
             s.name,
             s.mode,
             ranks_text(s.mesh.ranks),
             _weights_text(plan, s),
             f"{s.memory_gib:.3g}",
-            held,
+            in_flight,
             blocks_text(s.blocks),
         )
 
-    columns = ("stage", "mode", "ranks", "weights", "GiB a rank", "in flight", "blocks")
-    note = "Sections that run as pipelines; in flight: how many micro-batches a stage may hold between forward and backward."
+    columns = ("stage", "mode", "ranks", "weights", "GiB per rank", "in flight", "blocks")
+    note = (
+        "Sections that run as pipelines; in flight: micro-batches that a stage may hold "
+        "between forward and backward."
+    )
     return TextTable("Stages", columns, tuple(row(s) for s in plan.sections if s.pipeline), note)
 
 
 def _weights_text(plan: Plan, section: Section) -> str:
-    """How many numbers the section's parameters hold, before they are shared between ranks."""
+    """Number of weights of a section, before they are divided between ranks."""
     table = plan.model.parameters
     shapes = (table[name].partition("[")[2].partition("]")[0] for name in section.params if name in table)
     return count_text(sum(math.prod(int(n) for n in shape.split(",") if n.strip()) for shape in shapes))
@@ -203,22 +199,36 @@ def _work_table(plan: Plan) -> TextTable:
             s.cost.label,
         )
 
-    columns = ("section", "owes", "weights", "GiB a rank", *(("busy",) if simulated else ()), "costs are")
+    columns = (
+        "section",
+        "computes",
+        "weights",
+        "GiB per rank",
+        *(("busy",) if simulated else ()),
+        "costs based on",
+    )
     return TextTable(
         "Work and memory",
         columns,
         tuple(row(s) for s in plan.user_sections),
-        "Predictions rest on costs of the kind in the last column.",
+        "Predictions are computed from costs of the kind in the last column.",
     )
 
 
 def _placement_table(plan: Plan) -> TextTable:
-    """What `place` reached, beside ranks that are counted out section by section."""
+    """Figures of the placement on nodes, compared with sections on consecutive ranks."""
     placed: dict[str, Any] = plan.prediction.get("placement", {})
-    row: dict[str, Any] = placed.get("in_a_row", {})
-    lines = [(what, show(placed[key]), show(row[key])) for key, what, show in PLACEMENT_ROWS if row]
-    note = "Gradients are summed behind the last backward; the busiest device sums them and sends or receives its bytes, nothing hidden."
-    return TextTable("Placement on nodes", ("of a step", "as placed", "ranks in a row"), tuple(lines), note)
+    consecutive: dict[str, Any] = placed.get("in_a_row", {})
+    rows = [
+        (name, show(placed[key]), show(consecutive[key])) for key, name, show in PLACEMENT_ROWS if consecutive
+    ]
+    note = (
+        "Communication of the busiest device: gradient sums after the last backward, and "
+        "its messages, without any overlap."
+    )
+    return TextTable(
+        "Placement on nodes", ("per step", "as placed", "on consecutive ranks"), tuple(rows), note
+    )
 
 
 def _edges_table(plan: Plan) -> TextTable:
@@ -228,55 +238,63 @@ def _edges_table(plan: Plan) -> TextTable:
             e.name,
             f"{e.src} → {e.dst}",
             shape,
-            f"{e.rows} rows a sample" if e.rows else "whole",
+            f"{e.rows} rows per sample" if e.rows else "whole",
             bytes_text(e.bytes_per_sample),
             "both ways" if e.grad else "forward",
         )
 
-    columns = ("edge", "from → to", "tensor of a micro-batch", "carried as", "bytes a sample", "direction")
+    columns = ("edge", "from → to", "tensor of a micro-batch", "sent as", "bytes per sample", "direction")
     return TextTable(
         "Edges",
         columns,
         tuple(row(e) for e in plan.edges),
-        "What travels between sections, in the mean over the dataset's patterns.",
+        "Tensors sent between sections; means over the input patterns of the dataset.",
     )
 
 
 def _loss_table(plan: Plan) -> TextTable:
     rows = tuple((t.name, t.section, t.coefficient, t.where) for t in plan.terms if not t.logged_scalar)
-    note = "The loss is the sum of coefficient × numerator; numerators add up over samples, coefficients belong to the whole global batch."
+    note = (
+        "The loss is the sum of coefficient × numerator. Numerators add up over samples; "
+        "coefficients are computed for the "
+        "global batch."
+    )
     return TextTable("Loss", ("term", "section", "coefficient", "at"), rows, note)
 
 
 def fused_table(plan: Plan) -> TextTable:
-    """What fused operators took the place of."""
+    """Operations that were replaced by fused operators."""
     rows = tuple((f.rule, f.what, f.where) for f in plan.fusions if not f.why)
     return TextTable(
         "Fused",
-        ("rule", "in place of", "at"),
+        ("rule", "replaces", "at"),
         rows,
-        "One operator in place of several of yours; docs/fusion.md has the rules.",
+        "One operator replaces several of the model; docs/fusion.md describes the rules.",
     )
 
 
 def unfused_table(plan: Plan) -> TextTable:
-    """What fusion rules looked at and left as it is."""
+    """Operations that fusion rules matched and left as they are, with the reason."""
     rows = tuple((f.rule, f.what, f.where, f.why) for f in plan.fusions if f.why)
-    return TextTable("Not fused", ("rule", "looked at", "at", "why not"), rows)
+    return TextTable("Not fused", ("rule", "matched", "at", "why not"), rows)
 
 
 def _rerecorded_table(plan: Plan) -> TextTable:
-    """The cases whose glue is recorded anew."""
+    """The cases with glue that ranks re-record for each micro-batch."""
 
     def row(case: RerecordedCase) -> tuple[str, ...]:
         tensors = sum(n["kind"][0] == "recorded" for n in case.nodes)
-        taken = "where no compiled case fits" if case.spare else "always"
-        return (", ".join(case.when) or "no optional inputs", taken, str(tensors), case.why, case.where)
+        used = "if no compiled case fits" if case.spare else "always"
+        return (", ".join(case.when) or "no optional inputs", used, str(tensors), case.why, case.where)
 
-    note = "Recorded for each micro-batch ahead of its step, where it is loaded; see a run's metrics (recorded, recording_s, exposed_s)."
+    note = (
+        "Recorded for each micro-batch before its step, on the rank that loads it; see a "
+        "run's metrics (recorded, recording_s, "
+        "exposed_s)."
+    )
     return TextTable(
-        "Glue recorded anew",
-        ("pattern", "taken", "tensors", "why", "where"),
+        "Re-recorded glue",
+        ("pattern", "used", "tensors", "why", "where"),
         tuple(map(row, plan.recorded)),
         note,
     )
@@ -285,12 +303,16 @@ def _rerecorded_table(plan: Plan) -> TextTable:
 def _checks_table(plan: Plan) -> TextTable:
     rows = tuple(
         (
-            ", ".join(c["pattern"]) or "no optional inputs", str(c["samples"]), "exact" if c["exact"] else "NOT EXACT",
-            f"{float(c['loss_error']):.2g}", f"{float(c['gradient_error']):.2g}", str(c["worst_gradient"]),
+            ", ".join(c["pattern"]) or "no optional inputs",
+            str(c["samples"]),
+            "exact" if c["exact"] else "NOT EXACT",
+            f"{float(c['loss_error']):.2g}",
+            f"{float(c['gradient_error']):.2g}",
+            str(c["worst_gradient"]),
         )
         for c in plan.checks.get("patterns", ())
-    )  # fmt: skip
-    note = "Against the eager model; errors in units of the tolerance (1 is the limit)."
+    )
+    note = "Compared with the eager model; errors are multiples of the tolerance, so 1 is the limit."
     return TextTable(
         "Checks",
         ("pattern", "samples", "result", "loss error", "gradient error", "worst gradient"),
@@ -300,7 +322,10 @@ def _checks_table(plan: Plan) -> TextTable:
 
 
 def _tensor_parallel_table(plan: Plan) -> TextTable:
-    note = "Of what is cut each rank of a replica has a part; * stands for alike modules. What is whole, every rank computes."
+    note = (
+        "Split modules have a part on each rank of a replica, whole ones are replicated; * "
+        "stands for any number."
+    )
     return TextTable(
         "Tensor parallelism",
         ("section", "modules", "number", "how"),
@@ -321,6 +346,6 @@ def _notes_table(plan: Plan) -> TextTable:
 PLACEMENT_ROWS = (
     ("bytes_between_nodes", "bytes between nodes", bytes_text),
     ("bytes_inside_nodes", "bytes inside nodes", bytes_text),
-    ("gradient_sums_s", "longest sums of gradients", seconds_text),
+    ("gradient_sums_s", "longest gradient reduction", seconds_text),
     ("communication_s", "busiest device's communication", seconds_text),
 )

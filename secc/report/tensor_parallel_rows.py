@@ -1,4 +1,4 @@
-"""What tensor parallelism cuts and what it leaves whole, for people: alike modules of a stack in one line."""
+"""What tensor parallelism divides and what stays whole, with equal modules of a stack in one row."""
 
 from __future__ import annotations
 
@@ -9,44 +9,43 @@ from secc.report.text_table import paths_text
 from secc.runtime.plan.schema import Plan, Section
 
 STYLE_DESCRIPTIONS = {
-    "colwise": "cut by outputs",
-    "rowwise": "cut by inputs",
-    "gather": "cut by outputs, which are gathered",
-    "experts": "experts cut by their inner width",
-    "vocab": "cut by rows",
-    "shapes": "code sees whole sizes",
-    "sequence": "works on positions",
-    "join": "positions gathered",
-    "columns": "cut by outputs",
-    "scatter": "cut by inputs, positions scattered",
+    "colwise": "split by outputs",
+    "rowwise": "split by inputs",
+    "gather": "split by outputs, which are gathered",
+    "experts": "experts split by their inner width",
+    "vocab": "split by rows",
+    "shapes": "code sees full sizes",
+    "sequence": "works on a part of the positions",
+    "join": "gathers positions",
+    "columns": "split by outputs",
+    "scatter": "split by inputs, positions scattered",
 }
 
 
 def tensor_parallel_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """(section, modules, how many of each, what happens to them); the stages of a pipeline count as the
-    section that they are of."""
-    counts: dict[str, Counter[tuple[str, str]]] = {}  # by section: of (modules, what happens to them)
+    """Rows (section, modules, number of modules, what happens to them). Stages of a pipeline count as one
+    section."""
+    counts: dict[str, Counter[tuple[str, str]]] = {}  # of (modules, what happens to them), by section
     for section in plan.sections:
-        counts[section.user_section_name] = counts.get(section.user_section_name, Counter()) + _count_modules(
-            plan, section
-        )
+        name = section.user_section_name
+        counts[name] = counts.get(name, Counter()) + _count_modules(plan, section)
     lines: dict[tuple[str, int, str], list[str]] = {}
-    for name, found in counts.items():
-        for (modules, what), count in found.items():
-            lines.setdefault((name, count, what), []).append(modules)
+    for name, section_counts in counts.items():
+        for (modules, fate), count in section_counts.items():
+            lines.setdefault((name, count, fate), []).append(modules)
     return tuple(
-        (name, paths_text(modules), str(count), what) for (name, count, what), modules in lines.items()
+        (name, paths_text(modules), str(count), fate) for (name, count, fate), modules in lines.items()
     )
 
 
 def _count_modules(plan: Plan, section: Section) -> Counter[tuple[str, str]]:
-    """How many alike modules of a section or stage have each fate."""
+    """Count the modules of a section or stage by (path pattern, what happens to them)."""
     cut = Counter((_wildcard_path(s.module), STYLE_DESCRIPTIONS[s.kind]) for s in section.styles)
-    cut |= Counter((_wildcard_path(n), "whole, its gradient summed over tp") for n in section.partial)
+    cut |= Counter((_wildcard_path(n), "whole, gradient summed over tp") for n in section.partial)
     whole = (w.partition(": ") for w in plan.checks.get("whole", {}).get(section.name, ()))
     return cut | Counter((_wildcard_path(path), f"whole: {reason}") for path, _, reason in whole)
 
 
 def _wildcard_path(path: str) -> str:
-    """A path with its numbers left open: `layers.*.mlp`."""
+    """A path with its numbers replaced: `layers.*.mlp`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)

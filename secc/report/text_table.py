@@ -1,4 +1,4 @@
-"""Tables of text, and numbers as people read them."""
+"""Tables of text, and formatting of numbers, paths and ranks in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TextTable:
-    """A titled table; `note` says what its columns rest on."""
+    """A table with a title; `note` explains its columns."""
 
     title: str
     columns: tuple[str, ...]
@@ -17,11 +17,10 @@ class TextTable:
 
 
 def blocks_text(paths: Sequence[str]) -> str:
-    """Module paths, layers in a row as one and what all begin with once: `model.{embed, layers.0-31,
-    norm}`."""
-    spans: list[
-        tuple[str, int, int]
-    ] = []  # what stands before a number, the first and the last one; -1 where there is none
+    """Module paths in one line, with consecutive layers as a range and a common prefix written once:
+    `model.{embed, layers.0-31, norm}`."""
+    # (path up to a trailing number, first number, last number); -1 for paths without one
+    spans: list[tuple[str, int, int]] = []
     for path in paths:
         head, dot, number = path.rpartition(".")
         if not number.isdecimal():
@@ -39,7 +38,7 @@ def blocks_text(paths: Sequence[str]) -> str:
 
 
 def paths_text(paths: Sequence[str]) -> str:
-    """Dotted paths in one line: `a.{b, c.d}` for `a.b` and `a.c.d`."""
+    """Dotted paths in one line with a common prefix written once: `a.{b, c.d}` for `a.b` and `a.c.d`."""
     shared = 0
     if len(paths) > 1:
         parents = [path.split(".")[:-1] for path in paths]
@@ -54,7 +53,7 @@ def paths_text(paths: Sequence[str]) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`0-2, 5` for (0, 1, 2, 5)."""
+    """Ranks as ranges: `0-2, 5` for (0, 1, 2, 5)."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:
@@ -65,7 +64,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """`3.5 MiB` for a number of bytes."""
+    """A number of bytes with a binary unit: `3.5 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.3g} {unit}"
@@ -74,7 +73,7 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(count: int) -> str:
-    """`3.5M` for a number of weights."""
+    """A number of weights with a decimal unit: `3.5M`."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if count >= size:
             return f"{count / size:.3g}{unit}"
@@ -82,7 +81,7 @@ def count_text(count: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """`3.5 ms` for a time in seconds."""
+    """A time with a unit: `3.5 ms`."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.4g} {unit}"

@@ -123,29 +123,29 @@ def plan() -> Plan:
 
 def test_the_report_says_why(plan: Plan) -> None:
     found = {t.title: t for t in plan_tables(plan)}
-    choices = found["What else could be"].rows
+    choices = found["Alternatives"].rows
     assert [r[0] for r in choices].count("language_model") >= 3 and any(
         r[1].startswith("sharding=") and r[4] for r in choices
     )
     assert ("vision_tower", "2 blocks", "counted: FLOPs and bytes of each operation") in found[
-        "Where costs come from"
+        "Cost origins"
     ].rows
-    assert any(r[0] == "H100" and "datasheet" in r[2] for r in found["Where costs come from"].rows)
-    parts = {r[1]: r[2] for r in found["Where memory goes"].rows if r[0] == "language_model"}
+    assert any(r[0] == "H100" and "datasheet" in r[2] for r in found["Cost origins"].rows)
+    parts = {r[1]: r[2] for r in found["Memory"].rows if r[0] == "language_model"}
     assert {
         "weights",
         "optimizer states",
-        "together",
-        "left",
-        "kept for the driver and fragments",
+        "total",
+        "free",
+        "reserved for driver and fragmentation",
     } <= parts.keys()
     rooms = {
         (r[0], r[2])
-        for r in found["Where memory goes"].rows
-        if r[1] == "room for what micro-batches keep from forward to backward"
+        for r in found["Memory"].rows
+        if r[1] == "in-flight budget: activations kept from forward to backward"
     }
     assert rooms == {(s.name, bytes_text(s.room_bytes)) for s in plan.sections if s.room_bytes} != set()
     assert any(part.startswith("largest tensor between blocks: ") for part in parts)
-    assert {r[0] for r in found["What bounds sections"].rows} == {"vision_tower", "language_model"}
-    for title in ("What else could be", "What bounds sections", "Where memory goes", "Where costs come from"):
+    assert {r[0] for r in found["Bottlenecks"].rows} == {"vision_tower", "language_model"}
+    for title in ("Alternatives", "Bottlenecks", "Memory", "Cost origins"):
         assert f"<h2>{title}</h2>" in report_page(plan)

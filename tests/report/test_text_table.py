@@ -47,8 +47,8 @@ def test_stages_count_as_the_section_that_they_are_of() -> None:
     sections = (stage(0, range(0, 3)), stage(1, range(3, 5)))
     plan = Plan(PLAN_VERSION, "", ModelRef("", ""), 4, 4, "own", (), (), sections, (), (), (), {}, {}, {})
     assert tensor_parallel_rows.tensor_parallel_rows(plan) == (
-        ("lm", "lm.layers.*.{up, gate}", "5", "cut by outputs"),
-        ("lm", "lm.layers.*.down", "5", "cut by inputs"),
+        ("lm", "lm.layers.*.{up, gate}", "5", "split by outputs"),
+        ("lm", "lm.layers.*.down", "5", "split by inputs"),
     )
 
 

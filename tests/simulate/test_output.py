@@ -171,8 +171,8 @@ def test_the_command_prints_stable_keys_and_writes_what_is_asked_for(tmp_path, c
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--order", "random"], "there is no order"),
-        (["--draw", "step.png"], "an .svg or an .html file"),
+        (["--order", "random"], "unknown --order"),
+        (["--draw", "step.png"], "an .svg or .html file"),
         (["--trace", "no/t.json"], "cannot write"),
     ],
 )
