@@ -1,16 +1,17 @@
-"""Lots: samples of one pattern cut into micro-batches so that little time is lost, and dealt so that replicas
-end together.
+"""Packs samples of one input pattern into micro-batches and assigns these to replicas so that all end
+together.
 
-Samples are ordered by size, so neighbours are alike, and a lot is a run of neighbours. The cut with the least
-modelled time (padding, and what every micro-batch costs besides its samples) is found by dynamic programming
-over where lots end; among equals, fewer and more even lots. No lot of several samples keeps more bytes than
-there is room for. Large lots are few and may leave replicas uneven, so several limits on the number of
-samples are tried, and dealing samples one by one before each replica's are cut, which balances best where
-little is padded. Either way replicas then swap lots of one pattern until they are level, because what lots
-take is not the sum of what their samples take alone. What makes the longest replica shortest is taken.
+Samples are sorted by size and a micro-batch is a run of neighbours, so its samples are similar. Dynamic
+programming over the ends of runs finds the cut with the least predicted time (padding, and the fixed cost of
+each micro-batch); among equals, fewer and more even micro-batches. A micro-batch of several samples must fit
+into memory. Large micro-batches are few and may leave replicas unbalanced, so several limits on their size
+are tried. A further attempt assigns single samples first and packs each replica's samples afterwards, which
+balances best where little is padded. Either way replicas then swap micro-batches of one pattern until they
+are balanced, because a micro-batch does not take the sum of its samples' times. The attempt with the shortest
+longest replica wins.
 
-Where memory keeps large neighbours apart, a replica's samples are also cut with large and small ones in turn,
-which makes fewer lots.
+If memory keeps large neighbours apart, a replica's samples are also packed with large and small ones
+alternating, which makes fewer micro-batches.
 """
 
 from __future__ import annotations
@@ -29,46 +30,51 @@ from secc.runtime.schedule.load_balance import (
     swap_until_balanced,
 )
 
-SamplePositions = tuple[int, ...]
-AssignedMicroBatches = list[
-    tuple[int, SamplePositions]
-]  # a section's micro-batches: (replica, positions of the samples)
+SamplePositions = tuple[int, ...]  # the samples of a micro-batch, as positions in the global batch
+AssignedMicroBatches = list[tuple[int, SamplePositions]]  # a section's micro-batches: (replica, samples)
 
-INFEASIBLE_NS = 1 << 62  # ns
+INFEASIBLE_NS = 1 << 62  # time of a run of samples that does not fit into memory
 
 
 def exceeds_memory(
     costs: PredictedCosts, stages: Sequence[Section], columns: SizeColumns, count: int
 ) -> list[bool]:
-    """For each micro-batch of the sizes in `columns`: whether a stage has no room for as many like it as it
-    must hold."""
-    found = [False] * count
+    """Returns for each micro-batch (columns of symbol values) whether a stage cannot hold as many of its kind
+    as 1F1B needs.
+
+    Stage s of p holds p - s micro-batches between forward and backward.
+    """
+    too_large = [False] * count
     for s in (s for s in stages if s.room_bytes):
-        room = s.room_bytes // (len(stages) - s.stage)
-        found = [
-            large or kept > room
-            for large, kept in zip(found, costs.saved_bytes_of_columns(s, columns, count), strict=True)
+        budget = s.room_bytes // (len(stages) - s.stage)
+        too_large = [
+            already or saved > budget
+            for already, saved in zip(too_large, costs.saved_bytes_of_columns(s, columns, count), strict=True)
         ]
-    return found
+    return too_large
 
 
 def halve_large_micro_batches(
     costs: PredictedCosts, stages: Sequence[Section], cut: AssignedMicroBatches
 ) -> AssignedMicroBatches:
-    """The cut, with lots of several samples halved until none keeps more than the stages have room for."""
+    """Halves micro-batches of several samples until none of them exceeds the stages' memory."""
     while any(s.room_bytes for s in stages):
-        large = exceeds_memory(costs, stages, costs.micro_batch_columns([lot for _, lot in cut]), len(cut))
-        if not any(is_large and len(lot) > 1 for is_large, (_, lot) in zip(large, cut, strict=True)):
+        large = exceeds_memory(
+            costs, stages, costs.micro_batch_columns([samples for _, samples in cut]), len(cut)
+        )
+        if not any(is_large and len(samples) > 1 for is_large, (_, samples) in zip(large, cut, strict=True)):
             break
         cut = [
-            (r, part) for is_large, (r, lot) in zip(large, cut, strict=True) for part in _halve(lot, is_large)
+            (r, part)
+            for is_large, (r, samples) in zip(large, cut, strict=True)
+            for part in _halve(samples, is_large)
         ]
     return cut
 
 
-def _halve(lot: SamplePositions, wanted: bool) -> list[SamplePositions]:
-    half = len(lot) // 2
-    return [lot[:half], lot[half:]] if wanted and half else [lot]
+def _halve(samples: SamplePositions, wanted: bool) -> list[SamplePositions]:
+    half = len(samples) // 2
+    return [samples[:half], samples[half:]] if wanted and half else [samples]
 
 
 def pack_and_assign(
@@ -76,98 +82,112 @@ def pack_and_assign(
     stages: Sequence[Section],
     section: Section,
     groups: Sequence[Sequence[int]],
-    others: Sequence[int],
+    other_work: Sequence[int],
     ranks: Ranks,
     load: dict[int, int],
 ) -> list[tuple[SamplePositions, int]]:
-    """(lot, replica) for all samples of `groups`, each ordered by size. `others` is each sample's work in
-    sections on the same ranks.
+    """Packs samples into micro-batches and assigns them to replicas; returns (samples, replica) pairs.
 
-    `load` is what the ranks do already; this work is added to it. No lot of several samples is too large for
-    one of the section's `stages`.
+    `groups` are the positions of each pattern's samples, sorted by size. `others` is each sample's work in
+    other sections on the same ranks. `load` is the ns that each rank does already; the new work is added to
+    it. No micro-batch of several samples exceeds the memory of one of the section's `stages`.
     """
     times = [_run_times(costs, stages, section, group) for group in groups]
-    deal = _BestAssignment(groups, others, ranks, load, gathers_parameters(section))
+    best = _BestAssignment(groups, other_work, ranks, load, gathers_parameters(section))
     for limit in _size_limits(section.micro_batch):
-        deal.try_packed(
+        best.try_packed(
             [
                 pair
-                for group, table in zip(groups, times, strict=True)
-                for pair in _pack_optimally(group, table[:limit])
+                for group, run_times in zip(groups, times, strict=True)
+                for pair in _pack_optimally(group, run_times[:limit])
             ]
         )
     if not gathers_parameters(section):
         single = [
-            (table[0][i] + others[p], p)
-            for group, table in zip(groups, times, strict=True)
+            (run_times[0][i] + other_work[p], p)
+            for group, run_times in zip(groups, times, strict=True)
             for i, p in enumerate(group)
         ]
-        deal.try_assigned(
+        best.try_assigned(
             _assign_then_pack(
                 costs, stages, section, groups, sorted(single, key=lambda x: (-x[0], x[1])), ranks, dict(load)
             )
         )
-    load.update(deal.load)
-    return deal.assigned
+    load.update(best.load)
+    return best.assigned
 
 
 class _BestAssignment:
-    """The best of several ways to cut and deal, by its longest replica: `found` has (lot, replica), `load`
-    what ranks then do."""
+    """The best of the attempts so far: the one with the least load on its busiest replica.
+
+    `assigned` has its (samples, replica) pairs, `load` the ns of each rank after it.
+    """
 
     def __init__(
         self,
         groups: Sequence[Sequence[int]],
-        others: Sequence[int],
+        other_work: Sequence[int],
         ranks: Ranks,
         load: dict[int, int],
         in_rounds: bool,
     ) -> None:
         self.group_of_sample = {p: k for k, group in enumerate(groups) for p in group}
-        self.other_work, self.ranks, self.initial_load, self.in_rounds = others, ranks, load, in_rounds
-        self.assigned, self.load, self.longest_ns = (
-            list[tuple[SamplePositions, int]](),
-            dict(load),
-            INFEASIBLE_NS,
-        )
+        self.other_work, self.ranks, self.initial_load, self.in_rounds = other_work, ranks, load, in_rounds
+        self.assigned = list[tuple[SamplePositions, int]]()
+        self.load = dict(load)
+        self.longest_ns = INFEASIBLE_NS
 
     def try_packed(self, cut: Sequence[tuple[SamplePositions, int]]) -> None:
-        """Try these lots (lot, time), each given to the least loaded replica."""
-        weighed = sorted(((self.total_ns(lot, time), lot) for lot, time in cut), key=lambda x: (-x[0], x[1]))
-        weights, after = [w for w, _ in weighed], dict(self.initial_load)
+        """Tries these micro-batches (samples, ns), each assigned to the least loaded replica."""
+        weighed = sorted(
+            ((self.total_ns(samples, time), samples) for samples, time in cut), key=lambda x: (-x[0], x[1])
+        )
+        weights, load = [weight for weight, _ in weighed], dict(self.initial_load)
         if self.in_rounds:
-            owner = assign_in_rounds(weights, self.ranks, after)
-            self.keep_if_shorter([lot for _, lot in weighed], owner, after, sum(weights[:: len(self.ranks)]))
+            owner = assign_in_rounds(weights, self.ranks, load)
+            self.keep_if_shorter(
+                [samples for _, samples in weighed], owner, load, sum(weights[:: len(self.ranks)])
+            )
         else:
             self.balance_and_keep(
-                [lot for _, lot in weighed], weights, assign_least_loaded(weights, self.ranks, after), after
+                [samples for _, samples in weighed],
+                weights,
+                assign_least_loaded(weights, self.ranks, load),
+                load,
             )
 
     def try_assigned(self, cut: Sequence[tuple[tuple[SamplePositions, int], int]]) -> None:
-        """Try these lots ((lot, replica), time)."""
-        weights, after = [self.total_ns(lot, time) for (lot, _), time in cut], dict(self.initial_load)
+        """Tries these micro-batches ((samples, replica), ns)."""
+        weights, load = [self.total_ns(samples, time) for (samples, _), time in cut], dict(self.initial_load)
         for ((_, r), _), weight in zip(cut, weights, strict=True):
-            after[self.ranks[r]] = after.get(self.ranks[r], 0) + weight
-        self.balance_and_keep([lot for (lot, _), _ in cut], weights, [r for (_, r), _ in cut], after)
+            load[self.ranks[r]] = load.get(self.ranks[r], 0) + weight
+        self.balance_and_keep([samples for (samples, _), _ in cut], weights, [r for (_, r), _ in cut], load)
 
-    def total_ns(self, lot: SamplePositions, time: int) -> int:
-        """What a lot takes in all sections on the same ranks."""
-        return time + sum(map(self.other_work.__getitem__, lot))
+    def total_ns(self, samples: SamplePositions, time: int) -> int:
+        """Returns the work of a micro-batch's samples in all sections on the same ranks."""
+        return time + sum(map(self.other_work.__getitem__, samples))
 
     def balance_and_keep(
-        self, lots: list[SamplePositions], weights: list[int], owner: list[int], after: dict[int, int]
+        self, micro_batches: list[SamplePositions], weights: list[int], owner: list[int], load: dict[int, int]
     ) -> None:
-        if sum(after.get(rank, 0) for rank in self.ranks) < self.longest_ns * len(self.ranks):
+        # Even perfectly balanced, this attempt would not beat the best one unless its total is lower.
+        if sum(load.get(rank, 0) for rank in self.ranks) < self.longest_ns * len(self.ranks):
             swap_until_balanced(
-                [self.group_of_sample[lot[0]] for lot in lots], weights, owner, self.ranks, after
+                [self.group_of_sample[samples[0]] for samples in micro_batches],
+                weights,
+                owner,
+                self.ranks,
+                load,
             )
-            self.keep_if_shorter(lots, owner, after, max(after[rank] for rank in self.ranks))
+            self.keep_if_shorter(micro_batches, owner, load, max(load[rank] for rank in self.ranks))
 
     def keep_if_shorter(
-        self, lots: list[SamplePositions], owner: list[int], after: dict[int, int], longest: int
+        self, micro_batches: list[SamplePositions], owner: list[int], load: dict[int, int], longest: int
     ) -> None:
         if longest < self.longest_ns:
-            self.assigned, self.load, self.longest_ns = list(zip(lots, owner, strict=True)), after, longest
+            self.assigned = list(zip(micro_batches, owner, strict=True))
+            self.load = load
+            self.longest_ns = longest
 
 
 def _assign_then_pack(
@@ -179,79 +199,91 @@ def _assign_then_pack(
     ranks: Ranks,
     load: dict[int, int],
 ) -> list[tuple[tuple[SamplePositions, int], int]]:
-    """((lot, replica), time): `single` (weight, sample) dealt one by one to the least loaded, and what each
-    replica got cut by itself."""
+    """Assigns single samples (weight, position) to the least loaded replica, then packs each replica's
+    samples.
+
+    Returns ((samples, replica), ns) for each micro-batch.
+    """
     owner = dict(
         zip((p for _, p in single), assign_least_loaded((w for w, _ in single), ranks, load), strict=True)
     )
-    found: list[tuple[tuple[SamplePositions, int], int]] = []
+    packed: list[tuple[tuple[SamplePositions, int], int]] = []
     for r in range(len(ranks)):
         for group in groups:
-            own = [p for p in group if owner[p] == r]
-            found += [
-                ((lot, r), time) for lot, time in (_pack_replica(costs, stages, section, own) if own else ())
+            replica_samples = [p for p in group if owner[p] == r]
+            packed += [
+                ((samples, r), time)
+                for samples, time in (
+                    _pack_replica(costs, stages, section, replica_samples) if replica_samples else ()
+                )
             ]
-    return found
+    return packed
 
 
 def _pack_replica(
-    costs: PredictedCosts, stages: Sequence[Section], section: Section, own: Sequence[int]
+    costs: PredictedCosts, stages: Sequence[Section], section: Section, samples: Sequence[int]
 ) -> list[tuple[SamplePositions, int]]:
-    """(lot, time) of samples ordered by size: neighbours together, or large and small ones in turn where
-    large neighbours have no room."""
-    times = _run_times(costs, stages, section, own)
-    found = _pack_optimally(own, times)
+    """Packs samples sorted by size; returns (samples, ns) pairs.
+
+    Neighbours go together, or large and small samples alternate if large neighbours do not fit into memory.
+    """
+    times = _run_times(costs, stages, section, samples)
+    packed = _pack_optimally(samples, times)
     if any(INFEASIBLE_NS in column for column in times):
-        half = len(own) // 2
-        in_turn = [
+        half = len(samples) // 2
+        alternating = [
             p
-            for pair in zip_longest(own[: len(own) - half], own[len(own) - half :][::-1])
+            for pair in zip_longest(samples[: len(samples) - half], samples[len(samples) - half :][::-1])
             for p in pair
             if p is not None
         ]
-        other = _pack_optimally(in_turn, _run_times(costs, stages, section, in_turn))
-        found = min(found, other, key=lambda cut: sum(time for _, time in cut))
-    return found
+        packed_alternating = _pack_optimally(alternating, _run_times(costs, stages, section, alternating))
+        packed = min(packed, packed_alternating, key=lambda cut: sum(time for _, time in cut))
+    return packed
 
 
 def _size_limits(most: int) -> list[int]:
-    """`most`, three quarters of it, half of it, ... down to 1."""
-    found, limit = {most, 1}, most
+    """Returns the limits on a micro-batch's size to try: `most`, 3/4 of it, 1/2 of it, ... down to 1."""
+    limits, limit = {most, 1}, most
     while limit > 1:
-        found |= {limit, max(1, limit * 3 // 4)}
+        limits |= {limit, max(1, limit * 3 // 4)}
         limit //= 2
-    return sorted(found, reverse=True)
+    return sorted(limits, reverse=True)
 
 
 def _run_times(
     costs: PredictedCosts, stages: Sequence[Section], section: Section, group: Sequence[int]
 ) -> list[list[int]]:
-    """For 1, 2, ... samples: the time of that many neighbours from each place on, forward and backward
-    together; for ever where several are too large."""
-    first = {name: [column[p] for p in group] for name, column in costs.sample_columns.items()}
-    columns, found = first, list[list[int]]()
-    for together in range(1, min(section.micro_batch, len(group)) + 1):
-        if together > 1:
+    """Returns times[k - 1][i]: forward plus backward ns of the k neighbours from index i on; INFEASIBLE_NS if
+    several samples do not fit into memory.
+    """
+    single = {name: [column[p] for p in group] for name, column in costs.sample_columns.items()}
+    columns, times_by_length = single, list[list[int]]()
+    for length in range(1, min(section.micro_batch, len(group)) + 1):
+        if length > 1:
             columns = costs.join_columns(
-                columns, {name: column[together - 1 :] for name, column in first.items()}
+                columns, {name: column[length - 1 :] for name, column in single.items()}
             )
-        count = len(group) - together + 1
+        count = len(group) - length + 1
         forward, backward = costs.times_of_columns(section, columns, count)
         times = list(map(int.__add__, forward, backward))
-        if together > 1:
+        if length > 1:
             times = [
                 INFEASIBLE_NS if large else t
                 for t, large in zip(times, exceeds_memory(costs, stages, columns, count), strict=True)
             ]
-        found.append(times)
-    return found
+        times_by_length.append(times)
+    return times_by_length
 
 
 def _pack_optimally(
     group: Sequence[int], times: Sequence[Sequence[int]]
 ) -> list[tuple[SamplePositions, int]]:
-    """(lot, time) of the best cut of an ordered group into runs of at most `len(times)` samples."""
-    best, last = [(0, 0, 0)], [0]
+    """Returns (samples, ns) of the best cut of a sorted group into runs of at most `len(times)` samples."""
+    # best[e] = (ns, micro-batches, sum of squared sizes) of the best cut of the first e samples, and
+    # last_size[e] the size of its last run. Comparing these tuples prefers less time, then fewer, then more
+    # even micro-batches.
+    best, last_size = [(0, 0, 0)], [0]
     for end in range(1, len(group) + 1):
         value, size = min(
             ((t + times[size - 1][end - size], count + 1, squares + size * size), size)
@@ -259,11 +291,11 @@ def _pack_optimally(
             for t, count, squares in (best[end - size],)
         )
         best.append(value)
-        last.append(size)
-    found: list[tuple[SamplePositions, int]] = []
+        last_size.append(size)
+    runs: list[tuple[SamplePositions, int]] = []
     end = len(group)
     while end:
-        size = last[end]
-        found.append((tuple(group[end - size : end]), times[size - 1][end - size]))
+        size = last_size[end]
+        runs.append((tuple(group[end - size : end]), times[size - 1][end - size]))
         end -= size
-    return found[::-1]
+    return runs[::-1]

@@ -1,21 +1,20 @@
-"""Running ahead: sections that nothing trained is upstream of compute forwards for the next global batch in
-the idle end of a step.
+"""Cross-step prefetch: frozen sections compute forwards of the next global batch in the idle end of a step.
 
-A teacher whose students still train its last samples has nothing to do until the optimizer's step, and then
-all students wait for its first ones. Both gaps close where it starts on the next batch instead. What may
-cross the step's end is what no update changes: the forwards of sections that hold no trained parameter and
-only have such sections upstream (`sections`).
+A teacher has nothing to do while its students train the last samples of a step, and then all students wait
+for its first outputs. Both gaps close if it starts on the next batch instead. Only work that no parameter
+update changes may cross the end of a step: forwards of sections without trained parameters that have only
+such sections upstream (`find_prefetchable_sections`).
 
-Which micro-batches those are depends on their own global batch alone (`early`): the first ones that the
-critical section wants, as many as a rank may keep the results of (`Plan.run_ahead_gib`). So a batch is cut
-and ordered in the same way whatever became of the steps before it, and sums come out bit by bit the same in a
-run that was resumed: the order takes early micro-batches for ready when the step starts. A step among others
-(`spliced`) has what is left of its own program and then, behind its reductions, the early part of the next
-one. In the first step of a run, also of a resumed one, a rank computes its own early micro-batches itself,
-and the last step runs nothing ahead. Results stay on the ranks that made them, and are sent in the step that
-uses them; between sections that both run ahead, they are sent ahead, too.
+The choice of micro-batches depends on their own global batch alone (`select_prefetched`): the first ones that
+the critical section wants, as many as a rank has memory for (`Plan.run_ahead_gib`). So a batch is cut and
+ordered the same whatever happened in earlier steps, and sums stay bit-equal in a resumed run: the scheduler
+takes prefetchable micro-batches as ready when the step starts. A spliced step (`splice_prefetch`) runs the
+remainder of its own program and then, after its reductions, the prefetched part of the next one. In the first
+step of a run, also of a resumed one, ranks compute their prefetchable micro-batches themselves, and the last
+step prefetches nothing. Results stay on the ranks that made them and are sent in the step that uses them;
+between two prefetching sections they are sent at once.
 
-The stages of a pipeline have the same early micro-batches, since a tensor passes between them whole.
+The stages of a pipeline prefetch the same micro-batches, since a tensor passes between them as a whole.
 """
 
 from __future__ import annotations
@@ -43,48 +42,57 @@ from secc.runtime.plan.step_program import (
 from secc.runtime.schedule.micro_batches import MicroBatchTable
 
 GIB = 1 << 30
-# micro-batches that do not fit any more before a replica's results count as full: small ones level the ranks
+# How many micro-batches may fail to fit before a replica counts as full; smaller ones may still fit after
+# that.
 PREFETCH_PATIENCE = 16
 
-SampleSizes = Sequence[Mapping[str, int]]  # of each sample in a micro-batch
+SampleSizes = Sequence[Mapping[str, int]]  # symbol values of each sample
 
 
 def find_prefetchable_sections(plan: Plan, graph: SectionGraph) -> list[Section]:
-    """The sections that may run ahead, producers first: no backward, no trained parameter, whole on each
-    replica, the same for all sections upstream, and on ranks that nothing else runs on, which would otherwise
-    be idle for no longer than others are."""
-    found: list[Section] = []
+    """Returns the sections that may prefetch, producers first.
+
+    They have no backward, no trained parameter and unsharded replicas, the same holds for all their
+    ancestors, and no other section runs on their ranks (otherwise these are not idle at the end of a step).
+    """
+    frozen_sections: list[Section] = []
     for s in graph.topological_order:
         frozen = (
             s.mode == "forward"
             and not gathers_parameters(s)
             and not any(plan.model.parameters.get(name, "").endswith(" train") for name in s.params)
         )
-        if frozen and graph.ancestors[s.name] <= {f.name for f in found}:
-            found.append(s)
-    others = {rank for s in plan.sections if s not in found for rank in s.mesh.ranks}
-    apart = [s for s in found if others.isdisjoint(s.mesh.ranks)]
-    while lacking := [s for s in apart if not _prefetch_requirements(s, graph) <= {a.name for a in apart}]:
-        apart = [s for s in apart if s not in lacking]
-    return apart
+        if frozen and graph.ancestors[s.name] <= {f.name for f in frozen_sections}:
+            frozen_sections.append(s)
+    busy_ranks = {rank for s in plan.sections if s not in frozen_sections for rank in s.mesh.ranks}
+    prefetchable = [s for s in frozen_sections if busy_ranks.isdisjoint(s.mesh.ranks)]
+    while incomplete := [
+        s for s in prefetchable if not _prefetch_requirements(s, graph) <= {a.name for a in prefetchable}
+    ]:
+        prefetchable = [s for s in prefetchable if s not in incomplete]
+    return prefetchable
 
 
 def _prefetch_requirements(section: Section, graph: SectionGraph) -> set[str]:
-    """The sections that must run ahead, too, where one does: those upstream, and the stages of its
-    pipeline."""
+    """Returns the sections that must prefetch, too, if one does: its ancestors and the stages of its
+    pipeline.
+    """
     return graph.ancestors[section.name] | {s.name for s in graph.pipeline_stages[section.name]}
 
 
 def with_prefetch_memory(plan: Plan, gib: float | None) -> Plan:
-    """The plan with so much memory for results on a rank, None for its own. Raises UserError where no section
-    can run ahead."""
+    """Returns the plan with `gib` GiB on each rank for prefetched results, or unchanged for None.
+
+    Raises UserError if no section can prefetch.
+    """
     if gib is None:
         return plan
     if gib and not find_prefetchable_sections(plan, SectionGraph(plan)):
-        message = "no section of the plan can run ahead: each has a backward, needs what trains, or shares ranks with one that does"
         raise UserError(
-            message,
-            remedy="leave --run-ahead out, or compile with the frozen section on ranks of its own (--strategy apart)",
+            "no section of the plan can run ahead: each has a backward, depends on trained parameters, "
+            "or shares ranks with a section that does",
+            remedy="leave --run-ahead out, or compile with the frozen section on ranks of its own "
+            "(--strategy apart)",
         )
     return replace(plan, run_ahead_gib=gib)
 
@@ -92,21 +100,25 @@ def with_prefetch_memory(plan: Plan, gib: float | None) -> Plan:
 def select_prefetched(
     plan: Plan, graph: SectionGraph, tables: Mapping[str, MicroBatchTable], samples: Sequence[SampleMeta]
 ) -> dict[str, frozenset[int]]:
-    """The micro-batches that the step before may compute, by section; nothing where the plan gives no memory
-    for it."""
-    running = find_prefetchable_sections(plan, graph) if plan.run_ahead_gib > 0 else []
+    """Returns the micro-batches that the previous step may compute, by section; {} without prefetch
+    memory.
+    """
+    prefetching = find_prefetchable_sections(plan, graph) if plan.run_ahead_gib > 0 else []
     return (
         _PrefetchSelection(
-            plan, graph, tables, pad_sample_sizes(plan, samples), running
+            plan, graph, tables, pad_sample_sizes(plan, samples), prefetching
         ).select_micro_batches()
-        if running
+        if prefetching
         else {}
     )
 
 
 class _PrefetchSelection:
-    """Takes micro-batches in the order in which they are wanted, until the ranks have no room for their
-    results."""
+    """Selects micro-batches by critical start time until the ranks' prefetch memory is full.
+
+    Keys: a user section's name in `stages_by_section`, `selected` (micro-batch indices), `ready_samples` and
+    `needed_samples` (by source section); (section or stage, replica) in `held_bytes`.
+    """
 
     def __init__(
         self,
@@ -114,76 +126,88 @@ class _PrefetchSelection:
         graph: SectionGraph,
         tables: Mapping[str, MicroBatchTable],
         sizes: SampleSizes,
-        running: Sequence[Section],
+        prefetching: Sequence[Section],
     ) -> None:
         self.plan, self.graph, self.tables, self.sizes = plan, graph, tables, sizes
-        self.stages_by_section = {s.user_section_name: graph.pipeline_stages[s.name] for s in running}
-        self.output_edges = {s.name: [e for e in plan.edges if e.src == s.name] for s in running}
+        self.stages_by_section = {s.user_section_name: graph.pipeline_stages[s.name] for s in prefetching}
+        self.output_edges = {s.name: [e for e in plan.edges if e.src == s.name] for s in prefetching}
         self.memory_limit = int(plan.run_ahead_gib * GIB)
-        self.held_bytes: Counter[tuple[str, int]] = Counter()  # bytes of a section's replica
-        self.selected: defaultdict[str, set[int]] = defaultdict(set)  # micro-batches of a whole section
-        self.ready_samples: defaultdict[str, set[int]] = defaultdict(set)  # their samples
-        own = {whole: {s.name for s in stages} for whole, stages in self.stages_by_section.items()}
-        into = {whole: {e.src for e in plan.edges if e.dst in names} - names for whole, names in own.items()}
+        self.held_bytes: Counter[tuple[str, int]] = Counter()
+        self.selected: defaultdict[str, set[int]] = defaultdict(set)
+        self.ready_samples: defaultdict[str, set[int]] = defaultdict(set)
+        stage_names = {
+            section: {s.name for s in stages} for section, stages in self.stages_by_section.items()
+        }
+        sources_of = {
+            section: {e.src for e in plan.edges if e.dst in names} - names
+            for section, names in stage_names.items()
+        }
         self.needed_samples = {
-            whole: {src: _table_samples(tables[src]) for src in sources} for whole, sources in into.items()
+            section: {src: _table_samples(tables[src]) for src in sources}
+            for section, sources in sources_of.items()
         }
 
     def select_micro_batches(self) -> dict[str, frozenset[int]]:
+        """Returns the selected micro-batches by section."""
         wanted = [
-            (turn, self.graph.depth[stages[0].name], whole, index)
-            for whole, stages in self.stages_by_section.items()
-            for index, turn in enumerate(self.tables[stages[0].name].critical_start_ns)
+            (start, self.graph.depth[stages[0].name], section, index)
+            for section, stages in self.stages_by_section.items()
+            for index, start in enumerate(self.tables[stages[0].name].critical_start_ns)
         ]
         full: Counter[tuple[str, int]] = Counter()
         while wanted:
-            later = self.take_fitting(sorted(wanted), full)
-            if len(later) == len(wanted):
+            postponed = self.take_fitting(sorted(wanted), full)
+            if len(postponed) == len(wanted):
                 break
-            # what they need may have come behind them: a consumer's micro-batch has the turn of its first
-            # sample
-            wanted = later
+            # Inputs of postponed micro-batches may have been selected after them: a consumer's micro-batch
+            # has
+            # the critical start time of its first sample.
+            wanted = postponed
         return {
-            s.name: frozenset(self.selected[whole])
-            for whole, stages in self.stages_by_section.items()
+            s.name: frozenset(self.selected[section])
+            for section, stages in self.stages_by_section.items()
             for s in stages
-            if self.selected[whole]
+            if self.selected[section]
         }
 
     def take_fitting(
         self, wanted: Sequence[tuple[int, int, str, int]], full: Counter[tuple[str, int]]
     ) -> list[tuple[int, int, str, int]]:
-        """Take what there is room for; those that cannot be taken yet come back."""
-        later: list[tuple[int, int, str, int]] = []
+        """Selects the micro-batches that fit into memory; returns those with inputs that are not selected
+        yet.
+        """
+        postponed: list[tuple[int, int, str, int]] = []
         for key in wanted:
-            _, _, whole, index = key
-            micro = self.tables[self.stages_by_section[whole][0].name].micro_batches[index]
-            if full[whole, micro.replica] >= PREFETCH_PATIENCE:
+            _, _, section, index = key
+            micro = self.tables[self.stages_by_section[section][0].name].micro_batches[index]
+            if full[section, micro.replica] >= PREFETCH_PATIENCE:
                 continue
-            if not self.has_prefetched_inputs(whole, micro):
-                later.append(key)
-            elif self.reserve_memory(whole, micro):
-                self.selected[whole].add(index)
-                self.ready_samples[whole].update(micro.samples)
+            if not self.has_prefetched_inputs(section, micro):
+                postponed.append(key)
+            elif self.reserve_memory(section, micro):
+                self.selected[section].add(index)
+                self.ready_samples[section].update(micro.samples)
             else:
-                full[whole, micro.replica] += 1
-        return later
+                full[section, micro.replica] += 1
+        return postponed
 
-    def has_prefetched_inputs(self, whole: str, micro: MicroBatch) -> bool:
-        """Whether all that a micro-batch needs of other sections is early, too."""
-        needed = self.needed_samples[whole].items()
+    def has_prefetched_inputs(self, section: str, micro: MicroBatch) -> bool:
+        """Returns whether all inputs of a micro-batch from other sections are prefetched, too."""
+        needed = self.needed_samples[section].items()
         return all(
-            has.intersection(micro.samples)
+            source_samples.intersection(micro.samples)
             <= self.ready_samples[self.plan.find_section(src).user_section_name]
-            for src, has in needed
+            for src, source_samples in needed
         )
 
-    def reserve_memory(self, whole: str, micro: MicroBatch) -> bool:
-        """Whether each stage's ranks have room for the results; if so, they take it."""
+    def reserve_memory(self, section: str, micro: MicroBatch) -> bool:
+        """Reserves memory for a micro-batch's results on each stage's ranks; returns False if it does not
+        fit.
+        """
         sizes = combine_sizes([self.sizes[p] for p in micro.samples], self.plan.symbols)
         more = {
             (s.name, micro.replica): sum(edge_tensor_bytes(e, sizes) for e in self.output_edges[s.name])
-            for s in self.stages_by_section[whole]
+            for s in self.stages_by_section[section]
         }
         if any(self.held_bytes[key] + size > self.memory_limit for key, size in more.items()):
             return False
@@ -196,40 +220,42 @@ def _table_samples(table: MicroBatchTable) -> set[int]:
 
 
 def edge_tensor_bytes(edge: Edge, sizes: Mapping[str, int]) -> int:
-    """Bytes of an edge's tensor in a micro-batch of these sizes."""
+    """Returns the bytes of an edge's tensor in a micro-batch with these symbol values."""
     return prod(evaluate_expr(text, sizes) for text in edge.dims) * getattr(torch, edge.dtype).itemsize
 
 
 def without_prefetched_time(
-    tables: Mapping[str, MicroBatchTable], chosen: MicroBatchSets
+    tables: Mapping[str, MicroBatchTable], prefetchable: MicroBatchSets
 ) -> dict[str, MicroBatchTable]:
-    """The tables in which early micro-batches take no time and come first."""
+    """Returns the tables with prefetchable micro-batches that take no forward time and come first."""
     return {
-        name: _without_forward_time(table, chosen[name]) if name in chosen else table
+        name: _without_forward_time(table, prefetchable[name]) if name in prefetchable else table
         for name, table in tables.items()
     }
 
 
-def _without_forward_time(table: MicroBatchTable, chosen: frozenset[int]) -> MicroBatchTable:
-    forward = [0 if m in chosen else ns for m, ns in enumerate(table.forward_ns)]
+def _without_forward_time(table: MicroBatchTable, prefetchable: frozenset[int]) -> MicroBatchTable:
+    forward = [0 if m in prefetchable else ns for m, ns in enumerate(table.forward_ns)]
     return replace(
         table,
         forward_ns=forward,
-        critical_start_ns=[-1 if m in chosen else t for m, t in enumerate(table.critical_start_ns)],
+        critical_start_ns=[
+            -1 if m in prefetchable else start for m, start in enumerate(table.critical_start_ns)
+        ],
     )
 
 
-# -- steps among others
-# -----------------------------------------------------------------------------------------------------------
+# -- splicing
 
 
 @dataclass(frozen=True)
 class _NextStepIndices:
-    """Where the early micro-batches of the next schedule stand in this one."""
+    """Index in this step of each prefetchable micro-batch of the next one, by section."""
 
     index: Mapping[str, Mapping[int, int]]
 
     def __call__(self, i: Instruction, edges: Mapping[str, Edge]) -> Instruction:
+        """Returns an instruction of the next step's schedule with the indices of this step."""
         if i.kind == "F":
             return i._replace(micro=self.index[i.section][i.micro])
         edge = edges[i.edge]
@@ -239,42 +265,51 @@ class _NextStepIndices:
 
 
 def splice_prefetch(plan: Plan, this: Schedule, own: int, then: Schedule | None, warm: bool) -> Schedule:
-    """The schedule of a step of `own` samples among others: `warm` if the step before has computed its early
-    micro-batches, `then` the next global batch's, None in the last step."""
-    computed, coming = (this.prefetchable if warm else {}), (then.prefetchable if then is not None else {})
-    if not computed and not coming:
+    """Returns the schedule of a step with its neighbours' prefetched work.
+
+    `this` is the step's own schedule, of `own` samples; `then` the next global batch's, None in the last
+    step. `warm` says whether the previous step has computed `this.prefetchable`.
+    """
+    prefetched, coming = (this.prefetchable if warm else {}), (then.prefetchable if then is not None else {})
+    if not prefetched and not coming:
         return this
     edges = {e.name: e for e in plan.edges}
     later = {name: sorted(micros) for name, micros in coming.items()}
-    moved = _NextStepIndices(
+    to_this_step = _NextStepIndices(
         {name: {m: len(this.micro_batches[name]) + k for k, m in enumerate(ms)} for name, ms in later.items()}
     )
     programs: list[tuple[Instruction, ...]] = []
     for rank, program in enumerate(this.programs):
-        kept = [i for i in program if not _is_prefetch_instruction(i, computed, edges)]
-        ahead = (
-            [moved(i, edges) for i in then.programs[rank] if _is_prefetch_instruction(i, coming, edges)]
+        remaining = [i for i in program if not _is_prefetch_instruction(i, prefetched, edges)]
+        prefetching = (
+            [
+                to_this_step(i, edges)
+                for i in then.programs[rank]
+                if _is_prefetch_instruction(i, coming, edges)
+            ]
             if then is not None
             else []
         )
-        programs.append((*kept[:-1], *ahead, kept[-1]))
+        programs.append((*remaining[:-1], *prefetching, remaining[-1]))
     micros = {
-        name: (*some, *_shift_micro_batches(name, then, later.get(name, ()), len(some), own))
+        name: (*own_micros, *_shift_micro_batches(name, then, later.get(name, ()), len(own_micros), own))
         if then is not None
-        else some
-        for name, some in this.micro_batches.items()
+        else own_micros
+        for name, own_micros in this.micro_batches.items()
     }
-    return Schedule(micros, tuple(programs), prefetched=computed, own_samples=own)
+    return Schedule(micros, tuple(programs), prefetched=prefetched, own_samples=own)
 
 
-def _is_prefetch_instruction(i: Instruction, chosen: MicroBatchSets, edges: Mapping[str, Edge]) -> bool:
-    """Whether an instruction computes an early micro-batch, or carries a tensor to one."""
+def _is_prefetch_instruction(
+    i: Instruction, micro_batches: MicroBatchSets, edges: Mapping[str, Edge]
+) -> bool:
+    """Returns whether an instruction computes one of these micro-batches, or carries a tensor to one."""
     if i.kind == "F":
-        return i.micro in chosen.get(i.section, ())
+        return i.micro in micro_batches.get(i.section, ())
     return (
         i.kind in ("SEND", "RECV")
         and i.direction == "fwd"
-        and i.dst_micro in chosen.get(edges[i.edge].dst, ())
+        and i.dst_micro in micro_batches.get(edges[i.edge].dst, ())
     )
 
 

@@ -1,20 +1,21 @@
-"""List scheduling in virtual time: every rank, whenever it is free, starts the most urgent job whose
-predecessors are done.
+"""List scheduling in simulated time (Graham 1966): a free rank starts the most urgent task with all
+predecessors done.
 
-Jobs are numbers and their properties are lists, because a step has thousands of them and every rank runs this
-before every step. Times are integer nanoseconds and no two jobs are equally urgent, so every run of it gives
+Tasks are numbers and their properties are lists, because a step has thousands of tasks and every rank runs
+this before every step. Times are integer nanoseconds and no two tasks are equally urgent, so every run gives
 the same order.
 
-Two more rules serve pipelines. A line of jobs *follows* another one: the first of them to start makes its
-follower the most urgent of the line, and so on, so that both go in one order. And jobs of a *limit* take room
-on their rank that others give back when they end: one of so many places, and bytes where sizes are given, of
-which one job alone may take more than there are. Without room they do not start, unless nothing else could:
-room is a wish, so it can stop no step.
+Two more rules serve pipelines. A line of tasks *follows* another line: the first task of the leading line to
+start makes its follower the most urgent one of the following line, and so on, so that both run in one order.
+And an *in-flight limit* bounds how many tasks, and how many bytes, a rank holds between the start of an
+acquiring task and the end of a releasing one (forward and backward of a micro-batch). A single task may
+exceed the bytes. A task without a free place is deferred unless nothing else can run: the limit is a wish
+that cannot stop a step.
 
-Jobs that are *joined* run at the same time, one on each of several ranks, for as long as the longest of them.
-A rank that comes to one of them before the others are free waits; so it does for the other ranks that a
-*wide* job keeps busy. Meanwhile these start nothing less urgent. Nothing can wait for ever: when no job runs,
-all ranks are free.
+*Simultaneous* tasks start together, one on each of several ranks, and take as long as the longest of them. A
+rank that comes to one of them while another of these ranks is busy reserves them all; likewise for the
+further ranks that a *multi-rank* task occupies. Reserved ranks start nothing less urgent meanwhile. Nothing
+waits forever: when no task runs, all ranks are free.
 """
 
 from __future__ import annotations
@@ -23,18 +24,24 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 
 @dataclass
 class TaskGraph:
-    """The jobs of a step. `priority` is a permutation of their numbers: the job with the least goes first.
+    """The tasks of a step; a list has one entry per task unless stated otherwise.
 
-    `duration` in ns; `successors` wait for a job, which itself waits for `waits` others. `joined` maps a job
-    to all that run at the same time, itself included. `wide` has by jobs and their ranks the other ranks that
-    are busy, too. Where there are lines or limits, `followers` has each job's follower and `line_of` the line
-    that this is in, `takes` and `gives` have the limit whose room a job takes or gives back, all -1 without
-    one, `sizes` how many bytes of it; `rooms` and `spaces` have the places and the bytes of a limit on a
-    rank.
+    `rank_of`: the rank that runs the task; `duration_ns`; `priority`: a permutation of the task numbers,
+    least first; `successors`: the tasks that wait for it; `predecessor_count`: how many tasks it waits for.
+
+    `simultaneous` maps a task to all tasks that start together with it, itself included. `multi_rank` has
+    ranges of tasks with {rank of the task: further ranks that it occupies}.
+
+    The following lists are empty without lines and limits, and -1 means none. `followers`: the task that
+    follows; `line_of`: the line of the follower, an index into `line_priorities`, which has the sorted
+    priorities of each following line. `acquires`, `releases`: the in-flight limit that gets a task when this
+    one starts, or loses one when it ends; `held_bytes`: the bytes of it. `count_limits`, `byte_limits`: by
+    limit, for each rank.
     """
 
     rank_count: int
@@ -45,9 +52,7 @@ class TaskGraph:
     predecessor_count: list[int] = field(default_factory=list)
     followers: list[int] = field(default_factory=list)
     line_of: list[int] = field(default_factory=list)
-    line_priorities: list[list[int]] = field(
-        default_factory=list
-    )  # the priorities that the followers of a line have, most urgent first
+    line_priorities: list[list[int]] = field(default_factory=list)
     simultaneous: dict[int, tuple[int, ...]] = field(default_factory=dict)
     multi_rank: list[tuple[range, Mapping[int, tuple[int, ...]]]] = field(default_factory=list)
     acquires: list[int] = field(default_factory=list)
@@ -57,360 +62,358 @@ class TaskGraph:
     byte_limits: list[int] = field(default_factory=list)
 
     def add_dependency(self, first: int, then: int) -> None:
-        """Make job `then` wait for job `first`."""
+        """Makes task `then` wait for task `first`."""
         self.successors[first].append(then)
         self.predecessor_count[then] += 1
 
-    def add_arrival(self, time: int, some: Sequence[int]) -> int:
-        """Make these jobs wait for a time: for a job of that length, which this returns, on a rank of its
-        own."""
-        job = len(self.rank_of)
-        for column, value in (
-            (self.rank_of, self.rank_count),
-            (self.duration_ns, time),
-            (self.priority, job),
-            (self.predecessor_count, 0),
-        ):
-            column.append(value)
+    def add_arrival(self, time: int, waiting: Sequence[int]) -> int:
+        """Makes the tasks `waiting` wait until `time` (ns).
+
+        Adds a task of that duration on a rank of its own, and returns its number.
+        """
+        arrival = len(self.rank_of)
+        self.rank_of.append(self.rank_count)
+        self.duration_ns.append(time)
+        self.priority.append(arrival)
+        self.predecessor_count.append(0)
         self.successors.append([])
         if self.followers:
             for column in (self.followers, self.line_of, self.acquires, self.releases):
                 column.append(-1)
             self.held_bytes.append(0)
         self.rank_count += 1
-        for then in some:
-            self.add_dependency(job, then)
-        return job
+        for task in waiting:
+            self.add_dependency(arrival, task)
+        return arrival
 
     def follow_order(self, first: range, then: range) -> None:
-        """Make the jobs `then` go in the order of the jobs `first`, each of which its follower waits for. All
-        must have priorities."""
+        """Makes the tasks `then` run in the order of the tasks `first`, each of which its follower waits for.
+
+        All of them must have priorities already.
+        """
         self._allocate_limits()
         self.followers[first.start : first.stop] = then
         self.line_of[first.start : first.stop] = [len(self.line_priorities)] * len(first)
         self.line_priorities.append(sorted(self.priority[then.start : then.stop]))
 
-    def join_tasks(self, together: Sequence[int]) -> None:
-        """Make these jobs, each on another rank, run at the same time."""
-        self.simultaneous |= dict.fromkeys(together, tuple(together))
+    def join_tasks(self, tasks: Sequence[int]) -> None:
+        """Makes tasks on different ranks start together."""
+        self.simultaneous |= dict.fromkeys(tasks, tuple(tasks))
 
-    def occupy_ranks(self, some: range, ranks: Mapping[int, tuple[int, ...]]) -> None:
-        """Make these jobs keep other ranks busy, too, which `ranks` has by the jobs' own."""
-        self.multi_rank.append((some, ranks))
+    def occupy_ranks(self, tasks: range, ranks: Mapping[int, tuple[int, ...]]) -> None:
+        """Makes tasks occupy further ranks: `ranks` has them by the task's own rank."""
+        self.multi_rank.append((tasks, ranks))
 
     def extra_ranks_by_task(self) -> dict[int, tuple[int, ...]]:
-        """The wide jobs, and the ranks that they keep busy besides their own."""
-        pairs = ((job, ranks.get(self.rank_of[job], ())) for some, ranks in self.multi_rank for job in some)
-        return {job: others for job, others in pairs if others}
+        """Returns the further ranks of each task that occupies some."""
+        pairs = ((t, ranks.get(self.rank_of[t], ())) for tasks, ranks in self.multi_rank for t in tasks)
+        return {task: extra for task, extra in pairs if extra}
 
     def limit_in_flight(
-        self, room: int, takes: range, gives: range, space: int = 0, sizes: Sequence[int] = ()
+        self, count: int, takes: range, gives: range, byte_limit: int = 0, sizes: Sequence[int] = ()
     ) -> None:
-        """Give the jobs `takes` room for so many on a rank, each until a job of `gives` has ended there. All
-        jobs must be there.
+        """Limits how many of the tasks `takes` are in flight on a rank, each until a task of `gives` ends
+        there.
 
-        With `sizes`, those on a rank may also not be larger together than `space`, unless one alone is.
+        With `sizes` (bytes, one per task), those in flight may not exceed `byte_limit` together either,
+        unless one alone does. All tasks must have been added already.
         """
         self._allocate_limits()
-        for column, some in ((self.acquires, takes), (self.releases, gives)):
-            column[some.start : some.stop] = [len(self.count_limits)] * len(some)
+        for column, tasks in ((self.acquires, takes), (self.releases, gives)):
+            column[tasks.start : tasks.stop] = [len(self.count_limits)] * len(tasks)
             if sizes:
-                self.held_bytes[some.start : some.stop] = sizes
-        self.count_limits.append(room)
-        self.byte_limits.append(space)
+                self.held_bytes[tasks.start : tasks.stop] = sizes
+        self.count_limits.append(count)
+        self.byte_limits.append(byte_limit)
 
     def _allocate_limits(self) -> None:
         if not self.followers:
-            self.followers, self.line_of, self.acquires, self.releases = (
-                [-1] * len(self.rank_of) for _ in range(4)
-            )
-            self.held_bytes = [0] * len(self.rank_of)
+            tasks = len(self.rank_of)
+            self.followers, self.line_of, self.acquires, self.releases = ([-1] * tasks for _ in range(4))
+            self.held_bytes = [0] * tasks
 
 
-def simulate_tasks(jobs: TaskGraph) -> tuple[list[int], int]:
-    """The jobs in the order in which they start, over all ranks, and when the last one ends.
+class SimulatedTasks(NamedTuple):
+    """A simulated step: all tasks in the order in which they start, and when they do (ns), in the same order.
 
-    Raises ValueError if jobs wait for each other in a circle.
+    `makespan` is the end of the last task and `last_rank` its rank, -1 without tasks.
     """
-    found = _ListScheduler(jobs)
-    found.run()
-    return found.order, found.time
+
+    order: list[int]
+    starts: list[int]
+    makespan: int
+    last_rank: int
 
 
-def simulate_with_last_rank(jobs: TaskGraph) -> tuple[list[int], int, int]:
-    """The same jobs, when the last one ends, and on which rank, -1 without jobs."""
-    found = _ListScheduler(jobs)
-    found.run()
-    return found.order, found.time, found.last_rank
-
-
-def simulate_with_starts(jobs: TaskGraph) -> tuple[list[int], list[int]]:
-    """The same jobs, and when each of them starts."""
-    found = _ListScheduler(jobs)
-    found.run()
-    return found.order, found.starts
+def simulate_tasks(graph: TaskGraph) -> SimulatedTasks:
+    """Runs all tasks by list scheduling. Raises ValueError if tasks wait for each other in a circle."""
+    return _ListScheduler(graph).run()
 
 
 class _ListScheduler:
-    """One run: which jobs may start on each rank, by urgency, and which are kept back for want of room. A
-    *slot* is a limit on a rank."""
+    """The state of one simulation. A *slot* is a limit on a rank, numbered limit * rank_count + rank.
 
-    def __init__(self, jobs: TaskGraph) -> None:
-        self.graph, self.predecessors_left = jobs, jobs.predecessor_count.copy()
-        self.priority, self.by_priority = jobs.priority.copy(), [0] * len(jobs.priority)
-        for job, place in enumerate(jobs.priority):
-            self.by_priority[place] = job
-        self.is_free = [True] * jobs.rank_count
-        self.extra_ranks = jobs.extra_ranks_by_task()
-        self.simultaneous = {**{job: (job,) for job in self.extra_ranks}, **jobs.simultaneous}
-        self.partners_missing = {
-            job: len(some) for job, some in jobs.simultaneous.items() if job == some[0]
-        }  # those that wait for others
-        self.started_simultaneous, self.reserving_ranks = (
-            set[int](),
-            set[int](),
-        )  # joined jobs that have started; ranks that wait for others to be free
+    Heaps hold priorities, which `by_priority` maps back to tasks: `ready` by rank, `deferred` by slot.
+    """
+
+    def __init__(self, graph: TaskGraph) -> None:
+        self.graph, self.predecessors_left = graph, graph.predecessor_count.copy()
+        self.priority, self.by_priority = graph.priority.copy(), [0] * len(graph.priority)
+        for task, priority in enumerate(graph.priority):
+            self.by_priority[priority] = task
+        self.is_free = [True] * graph.rank_count
+        self.ready: list[list[int]] = [[] for _ in range(graph.rank_count)]
+
+        # Tasks on several ranks; one that only occupies further ranks is simultaneous with itself alone.
+        self.extra_ranks = graph.extra_ranks_by_task()
+        self.simultaneous = {**{task: (task,) for task in self.extra_ranks}, **graph.simultaneous}
+        self.partners_missing = {t: len(ts) for t, ts in graph.simultaneous.items() if t == ts[0]}
+        self.started_simultaneous = set[int]()
+        self.reserving_ranks = set[int]()  # ranks that wait for others to become free
         self.reserved_priority: dict[
             int, int
-        ] = {}  # the ranks that they wait for, and how urgent what waits is
-        self.yielding_ranks = set[int]()  # those of them that have less urgent jobs
-        self.line_positions = [0] * len(jobs.line_priorities)
-        none = [] if jobs.followers else [-1] * len(self.priority)
-        self.acquires, self.releases, self.followers = (
-            x or none for x in (jobs.acquires, jobs.releases, jobs.followers)
-        )
-        self.ready: list[list[int]] = [
-            [] for _ in range(jobs.rank_count)
-        ]  # priorities of the jobs that may start
-        self.free_count = [room for room in jobs.count_limits for _ in range(jobs.rank_count)]  # by slot
-        self.free_bytes = [space for space in jobs.byte_limits for _ in range(jobs.rank_count)]
-        self.forced = set[int]()  # jobs that start whatever their size
-        self.deferred: defaultdict[int, list[int]] = defaultdict(list)  # priorities by slot
-        self.order, self.starts, self.time = list[int](), list[int](), 0
-        self.last_rank = -1  # the rank of the job that ends last
+        ] = {}  # by reserved rank: the most urgent task that waits for it
+        self.yielding_ranks = set[int]()  # reserved ranks that held back a less urgent task
+
+        none = [] if graph.followers else [-1] * len(self.priority)
+        self.followers, self.line_positions = graph.followers or none, [0] * len(graph.line_priorities)
+        self.acquires, self.releases = graph.acquires or none, graph.releases or none
+        self.free_count = [count for count in graph.count_limits for _ in range(graph.rank_count)]
+        self.free_bytes = [size for size in graph.byte_limits for _ in range(graph.rank_count)]
+        self.deferred: defaultdict[int, list[int]] = defaultdict(list)
+        self.forced = set[int]()  # tasks that start whatever their size
         self.release_initial_tasks()
 
-    def run(self) -> None:
-        jobs, waits, ready, free, joined = (
-            self.graph,
-            self.predecessors_left,
-            self.ready,
-            self.is_free,
-            self.simultaneous,
-        )
-        rank, duration, successors, ranks = jobs.rank_of, jobs.duration_ns, jobs.successors, jobs.rank_count
-        by_priority, priority, takes, gives, followers = (
-            self.by_priority,
-            self.priority,
-            self.acquires,
-            self.releases,
-            self.followers,
-        )
-        beside, reserved, bound, bits = (
-            self.extra_ranks,
-            self.reserved_priority,
-            bool(jobs.followers),
-            max(1, len(priority)).bit_length(),
-        )
-        mask, time, ends, order, starts = (1 << bits) - 1, 0, list[int](), self.order, self.starts
-        # `ends`: (time << bits) + job, which orders by time
-        touched = list(range(ranks))
+    def run(self) -> SimulatedTasks:
+        # This loop runs once for each task of each simulation, so attributes are bound to locals first.
+        graph, ready, is_free, simultaneous = self.graph, self.ready, self.is_free, self.simultaneous
+        rank_of, duration, rank_count = graph.rank_of, graph.duration_ns, graph.rank_count
+        successors, predecessors_left = graph.successors, self.predecessors_left
+        by_priority, priority, reserved = self.by_priority, self.priority, self.reserved_priority
+        acquires, releases, followers = self.acquires, self.releases, self.followers
+        extra_ranks, has_limits = self.extra_ranks, bool(graph.followers)
+
+        # The heap of running tasks holds (end << bits) + task, one integer that sorts by end time.
+        bits = max(1, len(priority)).bit_length()
+        mask, running = (1 << bits) - 1, list[int]()
+        order, starts, time, last_rank = list[int](), list[int](), 0, -1
+        ranks_to_visit = list(range(rank_count))  # those that became free or got a ready task
         while True:
-            for r in touched:
-                queue = ready[r]
-                while queue and free[r] and not (reserved and self.must_yield(r)):
-                    job = by_priority[heappop(queue)]
-                    if job in joined:
-                        if self.start_simultaneous(job, r):
-                            end = time + max(duration[j] for j in joined[job]) << bits
-                            order += joined[job]
-                            starts += [time] * len(joined[job])
-                            for j in joined[job]:
-                                heappush(ends, end + j)
-                        if r in self.reserving_ranks:
-                            break
+            # 1. Start what can start now.
+            for rank in ranks_to_visit:
+                queue = ready[rank]
+                while queue and is_free[rank] and not (reserved and self.must_yield(rank)):
+                    task = by_priority[heappop(queue)]
+                    if task in simultaneous:
+                        if self.start_simultaneous(task, rank):
+                            together = simultaneous[task]
+                            end = time + max(duration[t] for t in together) << bits
+                            order += together
+                            starts += [time] * len(together)
+                            for t in together:
+                                heappush(running, end + t)
+                        if rank in self.reserving_ranks:
+                            break  # the task went back to the queue until all its ranks are free
                         continue
-                    if bound and (limit := takes[job]) >= 0:
-                        slot = limit * ranks + r
-                        if not self.fits_in_flight(job, slot):
-                            heappush(self.deferred[slot], priority[job])
+                    if has_limits and (limit := acquires[task]) >= 0:
+                        slot = limit * rank_count + rank
+                        if not self.fits_in_flight(task, slot):
+                            heappush(self.deferred[slot], priority[task])
                             continue
-                        self.acquire_slot(job, slot)
-                    if bound and followers[job] >= 0:
-                        self.pass_priority_on(job)
-                    free[r] = False
-                    order.append(job)
+                        self.acquire_slot(task, slot)
+                    if has_limits and followers[task] >= 0:
+                        self.pass_priority_on(task)
+                    is_free[rank] = False
+                    order.append(task)
                     starts.append(time)
-                    heappush(ends, (time + duration[job] << bits) + job)
-            if not ends:
-                if (r := self.force_start()) < 0:
+                    heappush(running, (time + duration[task] << bits) + task)
+
+            # 2. If nothing runs, either all is done or every remaining task is deferred.
+            if not running:
+                if (rank := self.force_start()) < 0:
                     break
-                touched = [r]
+                ranks_to_visit = [rank]
                 continue
-            time, self.last_rank = ends[0] >> bits, rank[ends[0] & mask]
-            touched = self.release_reservations() if self.reserving_ranks else []
-            while ends and ends[0] >> bits == time:
-                job = heappop(ends) & mask
-                r = rank[job]
-                free[r] = True
-                touched.append(r)
-                if beside and job in beside:
-                    touched += self.free_extra_ranks(job)
-                if bound and gives[job] >= 0:
-                    self.release_slot(job, gives[job] * ranks + r)
-                for then in successors[job]:
-                    waits[then] -= 1
-                    if not waits[then] and (then not in joined or self.becomes_ready(then)):
-                        r = rank[then]
-                        heappush(ready[r], priority[then])
-                        touched.append(r)
+
+            # 3. Advance to the next end, and end all tasks that end then.
+            time, last_rank = running[0] >> bits, rank_of[running[0] & mask]
+            ranks_to_visit = self.release_reservations() if self.reserving_ranks else []
+            while running and running[0] >> bits == time:
+                task = heappop(running) & mask
+                rank = rank_of[task]
+                is_free[rank] = True
+                ranks_to_visit.append(rank)
+                if extra_ranks and task in extra_ranks:
+                    ranks_to_visit += self.free_extra_ranks(task)
+                if has_limits and releases[task] >= 0:
+                    self.release_slot(task, releases[task] * rank_count + rank)
+                for then in successors[task]:
+                    predecessors_left[then] -= 1
+                    if not predecessors_left[then] and (then not in simultaneous or self.becomes_ready(then)):
+                        rank = rank_of[then]
+                        heappush(ready[rank], priority[then])
+                        ranks_to_visit.append(rank)
         if len(order) < len(priority):
-            raise ValueError(f"{len(priority) - len(order)} jobs wait for each other in a circle")
-        self.time = time
+            raise ValueError(f"{len(priority) - len(order)} tasks wait for each other in a circle")
+        return SimulatedTasks(order, starts, time, last_rank)
 
     def release_initial_tasks(self) -> None:
-        """Make ready what waits for nothing."""
-        for job in [job for job, count in enumerate(self.predecessors_left) if not count]:
-            if self.becomes_ready(job):
-                self.ready[self.graph.rank_of[job]].append(self.priority[job])
+        """Makes the tasks without predecessors ready."""
+        for task in [task for task, count in enumerate(self.predecessors_left) if not count]:
+            if self.becomes_ready(task):
+                self.ready[self.graph.rank_of[task]].append(self.priority[task])
         for queue in self.ready:
             heapify(queue)
 
-    def pass_priority_on(self, job: int) -> None:
-        """A job's follower gets the line's next priority."""
-        line, then = self.graph.line_of[job], self.followers[job]
-        place = self.graph.line_priorities[line][self.line_positions[line]]
+    def pass_priority_on(self, task: int) -> None:
+        """Gives the follower of a starting task the next priority of its line.
+
+        The line's priorities are handed out from the most urgent on, so followers get ready in the order in
+        which the leading line starts. The follower cannot be ready before: it waits for this task.
+        """
+        line, follower = self.graph.line_of[task], self.followers[task]
+        priority = self.graph.line_priorities[line][self.line_positions[line]]
         self.line_positions[line] += 1
-        self.priority[then], self.by_priority[place] = place, then
+        self.priority[follower], self.by_priority[priority] = priority, follower
 
-    # -- joined jobs
-    # --------------------------------------------------------------------------------------------------------------
+    # -- tasks on several ranks
 
-    def start_simultaneous(self, job: int, r: int) -> bool:
-        """Start a job of rank `r` and those joined to it, unless they have started, lack room, or wait for
-        ranks to be free."""
-        jobs, together = self.graph, self.simultaneous[job]
-        if job in self.started_simultaneous:
+    def start_simultaneous(self, task: int, rank: int) -> bool:
+        """Starts a task of `rank` and those that start with it, and returns whether it did.
+
+        It does not if they have started before, if the in-flight limit defers the task, or if one of the
+        ranks is busy; then the ranks are reserved.
+        """
+        rank_of, together = self.graph.rank_of, self.simultaneous[task]
+        if task in self.started_simultaneous:
             return False
-        if (limit := self.acquires[job]) >= 0 and not self.fits_in_flight(
-            job, slot := limit * jobs.rank_count + r
+        if (limit := self.acquires[task]) >= 0 and not self.fits_in_flight(
+            task, slot := limit * self.graph.rank_count + rank
         ):
-            heappush(self.deferred[slot], self.priority[job])
+            heappush(self.deferred[slot], self.priority[task])
             return False
-        others = [on for j in together for on in self.extra_ranks.get(j, ())] if self.extra_ranks else []
-        wanted = [*others, *(jobs.rank_of[j] for j in together)]
-        if not all(map(self.is_free.__getitem__, wanted)):
-            heappush(self.ready[r], self.priority[job])
-            self.reserve_ranks(r, wanted, self.priority[job])
+        extra = [r for t in together for r in self.extra_ranks.get(t, ())] if self.extra_ranks else []
+        needed = [*extra, *(rank_of[t] for t in together)]
+        if not all(map(self.is_free.__getitem__, needed)):
+            heappush(self.ready[rank], self.priority[task])
+            self.reserve_ranks(rank, needed, self.priority[task])
             return False
-        for on in others:
-            self.is_free[on] = False
-        for j in together:
-            on = jobs.rank_of[j]
-            self.is_free[on] = False
-            if (limit := self.acquires[j]) >= 0:
-                self.acquire_slot(j, limit * jobs.rank_count + on)
-            if self.followers[j] >= 0:
-                self.pass_priority_on(j)
+        for r in extra:
+            self.is_free[r] = False
+        for t in together:
+            self.is_free[rank_of[t]] = False
+            if (limit := self.acquires[t]) >= 0:
+                self.acquire_slot(t, limit * self.graph.rank_count + rank_of[t])
+            if self.followers[t] >= 0:
+                self.pass_priority_on(t)
         self.started_simultaneous.update(together)
         return True
 
-    def reserve_ranks(self, r: int, wanted: Sequence[int], place: int) -> None:
-        """Rank `r` waits for these ranks to be free, which start nothing less urgent meanwhile: they might
-        never all be free at once."""
-        self.reserving_ranks.add(r)
-        for on in wanted:
-            self.reserved_priority[on] = min(place, self.reserved_priority.get(on, place))
+    def reserve_ranks(self, rank: int, needed: Sequence[int], priority: int) -> None:
+        """Reserves the ranks that a task of `rank` needs; they start nothing less urgent until it starts.
 
-    def must_yield(self, r: int) -> bool:
-        """Whether a rank has nothing as urgent as what another one holds back for."""
-        if r in self.reserving_ranks or self.ready[r][0] <= self.reserved_priority.get(r, self.ready[r][0]):
+        Without reservations they might never all be free at once.
+        """
+        self.reserving_ranks.add(rank)
+        for r in needed:
+            self.reserved_priority[r] = min(priority, self.reserved_priority.get(r, priority))
+
+    def must_yield(self, rank: int) -> bool:
+        """Returns whether all ready tasks of a rank are less urgent than the task that reserved it."""
+        most_urgent = self.ready[rank][0]
+        if rank in self.reserving_ranks or most_urgent <= self.reserved_priority.get(rank, most_urgent):
             return False
-        self.yielding_ranks.add(r)
+        self.yielding_ranks.add(rank)
         return True
 
     def release_reservations(self) -> list[int]:
-        """The ranks that waited for others, those first that others wait with, and those that held back for
-        them; all may start again."""
-        found = [*self.reserving_ranks, *self.yielding_ranks]
-        for some in (self.reserving_ranks, self.yielding_ranks, self.reserved_priority):
-            some.clear()
-        return found
+        """Drops all reservations and returns the ranks that may now try again, reserving ones first.
 
-    def free_extra_ranks(self, job: int) -> tuple[int, ...]:
-        """Make the ranks free that an ended job kept busy besides its own."""
-        others = self.extra_ranks[job]
-        for on in others:
-            self.is_free[on] = True
-        return others
+        Reservations that are still needed are made again when these ranks are visited.
+        """
+        ranks = [*self.reserving_ranks, *self.yielding_ranks]
+        for reservations in (self.reserving_ranks, self.yielding_ranks, self.reserved_priority):
+            reservations.clear()
+        return ranks
 
-    def becomes_ready(self, job: int) -> bool:
-        """Whether a job whose predecessors are done may start; the last of joined ones is the word for the
-        others."""
-        if job not in self.graph.simultaneous:
+    def free_extra_ranks(self, task: int) -> tuple[int, ...]:
+        """Frees the further ranks that an ended task occupied, and returns them."""
+        extra = self.extra_ranks[task]
+        for rank in extra:
+            self.is_free[rank] = True
+        return extra
+
+    def becomes_ready(self, task: int) -> bool:
+        """Returns whether a task with all predecessors done may start.
+
+        Simultaneous tasks become ready together, with the last of them: it makes the others ready here.
+        """
+        if task not in self.graph.simultaneous:
             return True
-        together = self.graph.simultaneous[job]
+        together = self.graph.simultaneous[task]
         self.partners_missing[together[0]] -= 1
         if self.partners_missing[together[0]]:
             return False
         for other in together:
-            if other != job:
+            if other != task:
                 heappush(self.ready[self.graph.rank_of[other]], self.priority[other])
         return True
 
-    # -- room
-    # ---------------------------------------------------------------------------------------------------------------------
+    # -- in-flight limits
 
-    def fits_in_flight(self, job: int, slot: int) -> bool:
-        """Whether there is a place for a job and, unless it would be alone, as many bytes as it takes.
+    def fits_in_flight(self, task: int, slot: int) -> bool:
+        """Returns whether a slot has a free place for a task, and enough bytes unless the task is alone in
+        it.
 
-        Where bytes are bounded none passes one that is more urgent, or the large ones would wait for the
-        small ones' end.
+        With a byte limit, no task overtakes a more urgent deferred one. Otherwise small tasks would keep
+        taking the bytes that a large one waits for.
         """
-        size, space, whole = (
-            self.graph.held_bytes[job],
-            self.free_bytes[slot],
-            self.graph.byte_limits[slot // self.graph.rank_count],
-        )
-        if self.free_count[slot] <= 0 or not whole or job in self.forced:
+        size, free_bytes = self.graph.held_bytes[task], self.free_bytes[slot]
+        byte_limit = self.graph.byte_limits[slot // self.graph.rank_count]
+        if self.free_count[slot] <= 0 or not byte_limit or task in self.forced:
             return self.free_count[slot] > 0
         first = self.next_deferred(slot)
-        return (size <= space or space == whole) and (first < 0 or self.priority[job] <= self.priority[first])
+        is_most_urgent = first < 0 or self.priority[task] <= self.priority[first]
+        return (size <= free_bytes or free_bytes == byte_limit) and is_most_urgent
 
-    def acquire_slot(self, job: int, slot: int) -> None:
+    def acquire_slot(self, task: int, slot: int) -> None:
         self.free_count[slot] -= 1
-        self.free_bytes[slot] -= self.graph.held_bytes[job]
+        self.free_bytes[slot] -= self.graph.held_bytes[task]
 
-    def release_slot(self, job: int, slot: int) -> None:
-        """There is room again, for the most urgent jobs that were kept back."""
+    def release_slot(self, task: int, slot: int) -> None:
+        """Gives back an ended task's place and bytes, and makes the deferred tasks ready that now fit.
+
+        They take their places when they start, so the bytes left after them are counted here separately. A
+        task without bytes frees a single place, which is enough for one deferred task.
+        """
         self.free_count[slot] += 1
-        self.free_bytes[slot] += self.graph.held_bytes[job]
-        space = self.free_bytes[slot]
+        self.free_bytes[slot] += self.graph.held_bytes[task]
+        bytes_left = self.free_bytes[slot]
         while (then := self.next_deferred(slot)) >= 0 and self.fits_in_flight(then, slot):
             heappush(self.ready[slot % self.graph.rank_count], heappop(self.deferred[slot]))
-            space -= self.graph.held_bytes[then]
-            if space <= 0 or not self.graph.held_bytes[job]:
+            bytes_left -= self.graph.held_bytes[then]
+            if bytes_left <= 0 or not self.graph.held_bytes[task]:
                 break
 
     def next_deferred(self, slot: int) -> int:
-        """The most urgent of the jobs that were kept back, -1 if there is none."""
-        kept = self.deferred.get(slot)
-        while kept and self.by_priority[kept[0]] in self.started_simultaneous:
-            heappop(kept)
-        return self.by_priority[kept[0]] if kept else -1
+        """Returns the most urgent deferred task of a slot, -1 if there is none."""
+        deferred = self.deferred.get(slot)
+        while deferred and self.by_priority[deferred[0]] in self.started_simultaneous:
+            heappop(deferred)  # it started together with a task of another rank
+        return self.by_priority[deferred[0]] if deferred else -1
 
     def force_start(self) -> int:
-        """Nothing runs: let the most urgent of the jobs that were kept back start. Its rank, or -1 if there
-        is none."""
-        slot = min(
-            (slot for slot, kept in self.deferred.items() if kept),
-            key=lambda slot: self.deferred[slot][0],
-            default=None,
-        )
-        if slot is None:
+        """Makes the most urgent deferred task ready although it exceeds its limit, because nothing runs.
+
+        Returns its rank, or -1 if no task is deferred.
+        """
+        slots = [slot for slot, deferred in self.deferred.items() if deferred]
+        if not slots:
             return -1
-        job = self.by_priority[heappop(self.deferred[slot])]
-        self.forced.add(job)
+        slot = min(slots, key=lambda s: self.deferred[s][0])
+        task = self.by_priority[heappop(self.deferred[slot])]
+        self.forced.add(task)
         self.free_count[slot] = max(1, self.free_count[slot])
-        heappush(self.ready[slot % self.graph.rank_count], self.priority[job])
-        return slot % self.graph.rank_count
+        rank = slot % self.graph.rank_count
+        heappush(self.ready[rank], self.priority[task])
+        return rank

@@ -1,5 +1,6 @@
-"""Dealing work to ranks: each piece in turn to the least loaded, or to each rank one of every round; and
-levelling what was dealt."""
+"""Assigns pieces of work to ranks, each to the least loaded rank (Graham's list scheduling; LPT if the
+largest come first) or round by round, and balances the result by swaps.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +12,16 @@ from typing import NamedTuple
 Ranks = tuple[int, ...]
 WorkPiece = tuple[int, int, int]  # kind, weight, index
 
-BALANCE_TOLERANCE_DIVISOR = (
-    500  # ranks are level where the busiest has no more than the mean, but for one part in so many
-)
-SWAP_PARTNERS = 4  # the least busy ranks, with which the busiest swaps if it can
-SWAPS_PER_RANK = 2  # at most, for each rank
+BALANCE_TOLERANCE_DIVISOR = 500  # ranks are balanced if the busiest exceeds the mean by at most 1/500
+SWAP_PARTNERS = 4  # how many of the least busy ranks the busiest one tries first
+SWAPS_PER_RANK = 2  # limit on the number of swaps
 
 
 def assign_least_loaded(weights: Iterable[int], ranks: Ranks, load: dict[int, int]) -> list[int]:
-    """The index into `ranks` for each weight. `load` is what each rank does already; this work is added to
-    it.
+    """Assigns each weight to the least loaded rank; returns indices into `ranks`.
 
-    Among equally loaded ranks the one with the fewest pieces goes first, then the first.
+    `load` is what each rank does already; the new work is added to it. Ties go to the rank with the fewest
+    pieces, then to the first.
     """
     heap = [(load.get(rank, 0), 0, r) for r, rank in enumerate(ranks)]
     heapq.heapify(heap)
@@ -37,12 +36,15 @@ def assign_least_loaded(weights: Iterable[int], ranks: Ranks, load: dict[int, in
 
 
 def assign_in_rounds(weights: Sequence[int], ranks: Ranks, load: dict[int, int]) -> list[int]:
-    """`balance` for ranks that work in rounds, in which all wait for the longest piece: of as many neighbours
-    as there are ranks each rank gets one, so that pieces ordered by weight have alike ones in their round."""
+    """Assigns one piece of every round to each rank; returns indices into `ranks`.
+
+    For ranks that wait in each round for its longest piece. Consecutive pieces form a round, so weights
+    should be sorted: then the pieces of a round are similar.
+    """
     owner: list[int] = []
     for first in range(0, len(weights), len(ranks)):
-        least = sorted(range(len(ranks)), key=lambda r: load.get(ranks[r], 0))
-        for weight, r in zip(weights[first : first + len(ranks)], least, strict=False):
+        by_load = sorted(range(len(ranks)), key=lambda r: load.get(ranks[r], 0))
+        for weight, r in zip(weights[first : first + len(ranks)], by_load, strict=False):
             load[ranks[r]] = load.get(ranks[r], 0) + weight
             owner.append(r)
     return owner
@@ -51,31 +53,36 @@ def assign_in_rounds(weights: Sequence[int], ranks: Ranks, load: dict[int, int])
 def swap_until_balanced(
     kinds: Sequence[int], weights: Sequence[int], owner: list[int], ranks: Ranks, load: dict[int, int]
 ) -> None:
-    """Swaps pieces of one kind between the busiest rank and others as long as that makes it less busy.
-    Changes `owner`, the index into `ranks` for each piece, and `load`."""
-    held: list[list[WorkPiece]] = [[] for _ in ranks]
+    """Swaps pieces of one kind between the busiest rank and others as long as the busier of both gets less
+    work.
+
+    Changes `owner`, the index into `ranks` for each piece, and `load`.
+    """
+    pieces_by_rank: list[list[WorkPiece]] = [[] for _ in ranks]
     for piece in sorted(zip(kinds, weights, range(len(owner)), strict=True)):
-        held[owner[piece[2]]].append(piece)
+        pieces_by_rank[owner[piece[2]]].append(piece)
     busy = [load.get(rank, 0) for rank in ranks]
     enough = sum(busy) // len(busy) * (BALANCE_TOLERANCE_DIVISOR + 1) // BALANCE_TOLERANCE_DIVISOR
     for _ in range(SWAPS_PER_RANK * len(ranks)):
-        *others, top = sorted(range(len(ranks)), key=busy.__getitem__)
-        if busy[top] <= enough:
+        *others, busiest = sorted(range(len(ranks)), key=busy.__getitem__)
+        if busy[busiest] <= enough:
             break
-        swap = _find_best_swap(held, busy, top, others[:SWAP_PARTNERS]) or _find_best_swap(
-            held, busy, top, others[SWAP_PARTNERS:]
+        swap = _find_best_swap(pieces_by_rank, busy, busiest, others[:SWAP_PARTNERS]) or _find_best_swap(
+            pieces_by_rank, busy, busiest, others[SWAP_PARTNERS:]
         )
         if swap is None:
             break
-        for giver, taker, piece in ((top, swap.other, swap.given), (swap.other, top, swap.taken)):
-            held[giver].remove(piece)
-            insort(held[taker], piece)
-            busy[giver], busy[taker], owner[piece[2]] = busy[giver] - piece[1], busy[taker] + piece[1], taker
+        for source, target, piece in ((busiest, swap.other, swap.given), (swap.other, busiest, swap.taken)):
+            pieces_by_rank[source].remove(piece)
+            insort(pieces_by_rank[target], piece)
+            busy[source] = busy[source] - piece[1]
+            busy[target] = busy[target] + piece[1]
+            owner[piece[2]] = target
     load |= zip(ranks, busy, strict=True)
 
 
 class _Swap(NamedTuple):
-    """What a rank gives to another one and takes from it, after which the busier of the two is `busier`."""
+    """A swap of two pieces between the busiest rank and `other`; compared by the resulting larger load."""
 
     busier_load: int
     other: int
@@ -84,19 +91,24 @@ class _Swap(NamedTuple):
 
 
 def _find_best_swap(
-    held: Sequence[Sequence[WorkPiece]], busy: Sequence[int], top: int, others: Iterable[int]
+    pieces_by_rank: Sequence[Sequence[WorkPiece]], busy: Sequence[int], top: int, others: Iterable[int]
 ) -> _Swap | None:
-    """The swap of `top` with one of the others that helps most, if one does. Pieces are ordered by kind and
-    weight."""
+    """Returns the swap of rank `top` with one of `others` that reduces the larger load most; None if none
+    does.
+
+    The pieces of a rank are sorted by kind and weight.
+    """
     best: _Swap | None = None
     for r in others:
         gap = busy[top] - busy[r]
-        for given in held[top]:
+        for given in pieces_by_rank[top]:
             kind, weight, _ = given
-            at = bisect_left(held[r], (kind, weight - gap // 2, 0))
-            for taken in held[r][max(0, at - 1) : at + 1]:
-                less = weight - taken[1]
-                if taken[0] == kind and 0 < less < gap:
-                    found = _Swap(max(busy[top] - less, busy[r] + less), r, given, taken)
-                    best = found if best is None or found < best else best
+            # Swapping moves `difference` from the busiest rank to rank r; half the gap is best, so only the
+            # two pieces next to weight - gap / 2 can win.
+            at = bisect_left(pieces_by_rank[r], (kind, weight - gap // 2, 0))
+            for taken in pieces_by_rank[r][max(0, at - 1) : at + 1]:
+                difference = weight - taken[1]
+                if taken[0] == kind and 0 < difference < gap:
+                    swap = _Swap(max(busy[top] - difference, busy[r] + difference), r, given, taken)
+                    best = swap if best is None or swap < best else best
     return best

@@ -1,16 +1,17 @@
-"""Micro-batches: which samples each replica of each section processes together, and how urgent each
-micro-batch is.
+"""Forms micro-batches: which samples each replica of each section processes together, and how urgent each one
+is.
 
-The *critical* section has the largest load per replica. If it takes several samples together, its samples are
-first cut into *lots* of one pattern, similar in size, so that little time goes into padding. Lots, or single
-samples elsewhere, go to the least loaded replica, largest first; then replicas swap lots until they are
-level. Sections on the same ranks are dealt together, so that a sample stays on its rank; it weighs what it
-adds to a micro-batch. The other sections cut what each replica got in the order in which the critical section
-will want it: its *turns*. A micro-batch holds samples of one pattern, because one that needs no encoder can
-start while the encoders fill.
+The *critical* section has the largest load per replica. If its micro-batches hold several samples, its
+samples are first packed into micro-batches of one input pattern and similar size, to waste little padding.
+Micro-batches (or single samples in other sections) go to the least loaded replica, largest first; then
+replicas swap micro-batches until they are balanced. Sections on the same ranks are assigned together, so that
+a sample stays on its rank; its weight is the work that it adds to a micro-batch. The other sections cut each
+replica's samples in the order of the *critical start times*, when the critical section wants them. A
+micro-batch holds samples of one pattern, because a sample that needs no encoder can start while the encoders
+fill.
 
-The stages of a pipeline are dealt together, too, and have the same micro-batches, as urgent at each stage as
-at the last one.
+The stages of a pipeline are assigned together, too. They have the same micro-batches, with the urgency of the
+last stage.
 """
 
 from __future__ import annotations
@@ -44,21 +45,22 @@ from secc.runtime.schedule.batch_packing import (
 )
 from secc.runtime.schedule.load_balance import Ranks, assign_in_rounds, assign_least_loaded
 
-IntColumn = list[int]  # one number for each sample of the global batch
+IntColumn = list[int]  # one number for each sample of the global batch, or each micro-batch or task
 
-
-GRADIENT_OWED, NEEDS_UPSTREAM, INDEPENDENT = range(
-    3
-)  # waves: the backward is awaited upstream, only the forward needs upstream, nothing does
-SCARCE_WORK_SHARE = 0.1  # of the critical section's work: less of a wave hardly matters
-LEADING_MICRO_BATCHES = 4
+# Priority classes of samples in a section: an upstream backward waits for its gradient; its forward needs
+# upstream outputs, but no gradient returns; neither.
+GRADIENT_OWED, NEEDS_UPSTREAM, INDEPENDENT = range(3)
+SCARCE_WORK_SHARE = 0.1  # of the critical section's work; a priority class with less hardly matters
+LEADING_MICRO_BATCHES = 4  # micro-batches per replica that a rule with a lead puts first
 
 
 @dataclass(frozen=True)
 class PriorityRule:
-    """What no rule decides for all batches: how many samples that are ready soon lead each replica's queue,
-    and whether samples that need upstream without owing it anything go by when they are ready (or the largest
-    first)."""
+    """Tunable choices in ordering a replica's samples, which no rule decides well for all batches.
+
+    `lead_count`: how many micro-batches with early inputs start each replica's order. `by_ready_time`: order
+    samples that need upstream outputs but return no gradient by ready time instead of by size.
+    """
 
     lead_count: int = 0
     by_ready_time: bool = False
@@ -66,12 +68,12 @@ class PriorityRule:
 
 @dataclass(frozen=True)
 class MicroBatchTable:
-    """The micro-batches of a section, and a number for each in every column.
+    """The micro-batches of a section; every column has one number per micro-batch.
 
-    `forward`, `backward`: ns; `weight`: the part of the backward that comes later where it is split. `kept`:
-    bytes between forward and backward, none where the section's room is not bounded. `upstream`: backward ns
-    that become possible upstream once this one is done. Within a `wave`, the least `urgency` goes first.
-    `turn`: when the critical section wants its samples.
+    `weight_ns` is the W part of `backward_ns` if the backward is split, else 0. `saved_bytes` are kept from
+    forward to backward; empty if the section has no byte budget. `upstream_ns` is the upstream backward time
+    that this micro-batch's backward makes possible. Lower `priority_class` goes first, and within a class
+    lower `urgency`. `critical_start_ns` is when the critical section wants its samples.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -87,24 +89,33 @@ class MicroBatchTable:
 
 @dataclass(frozen=True)
 class ReplicaAssignment:
-    """The samples of each replica of each section, and the lots of the critical section's replicas."""
+    """Sample positions by section and replica, and the micro-batches of each of the critical section's
+    replicas.
+    """
 
     samples_by_replica: dict[str, list[list[int]]]
     critical_micro_batches: list[list[SamplePositions]]
 
 
 class MicroBatchComposer:
-    """Deals the samples of one global batch to replicas and cuts them into micro-batches."""
+    """Assigns the samples of one global batch to replicas and cuts them into micro-batches.
+
+    Columns by section name, with one number per sample (0 if the section is not active for it):
+    `sample_times` is (forward, backward) ns alone in a micro-batch, `sample_work` their sum, `shared_work`
+    the sample's share in a full micro-batch, `forward_path_ns` the longest path of forwards before the
+    section, `upstream_backward_ns` the longest path of backwards after the section's own. `pattern_ids`
+    numbers the samples' patterns; `pattern_classes` gives the priority class of each pattern.
+    """
 
     def __init__(self, plan: Plan, samples: Sequence[SampleMeta], graph: SectionGraph) -> None:
         self.plan, self.graph, self.samples, self.sample_count = plan, graph, samples, len(samples)
         self.costs = PredictedCosts(plan, samples)
         patterns = sorted({s.pattern for s in samples}, key=sorted)
-        number = {pattern: k for k, pattern in enumerate(patterns)}
-        self.pattern_ids: IntColumn = [number[s.pattern] for s in samples]
+        pattern_id = {pattern: k for k, pattern in enumerate(patterns)}
+        self.pattern_ids: IntColumn = [pattern_id[s.pattern] for s in samples]
         self._active_by_pattern = {
             s.name: [is_active(s.when, pattern) for pattern in patterns] for s in plan.sections
-        }  # by kind
+        }
         self._active_masks = {
             name: [] if all(on) else list(map(on.__getitem__, self.pattern_ids))
             for name, on in self._active_by_pattern.items()
@@ -117,30 +128,30 @@ class MicroBatchComposer:
         self.pattern_classes = {s.name: self._classify_patterns(s) for s in plan.sections}
         self._set_priority_rule(PriorityRule())
         loads = {s.name: sum(self.shared_work[s.name]) // s.mesh.dp for s in graph.topological_order}
+        # Among the sections that are at least half as loaded as the busiest one, the most downstream: what it
+        # does last, upstream backwards wait for.
         busy = [s for s in graph.topological_order if 2 * loads[s.name] >= max(loads.values())]
         self.critical_section = max(busy, key=lambda s: (graph.depth[s.name], loads[s.name]))
 
     # -- columns
-    # ------------------------------------------------------------------------------------------------------------------
 
     def _find_active_samples(self, section: Section) -> list[int]:
         mask = self._active_masks[section.name]
         return list(compress(range(self.sample_count), mask)) if mask else list(range(self.sample_count))
 
     def _active_sample_times(self, section: Section) -> tuple[IntColumn, IntColumn]:
-        """(forward, backward) of every sample on its own, 0 where the section is not active."""
+        """Returns (forward, backward) ns of every sample alone, 0 where the section is not active."""
         forward, backward = self.costs.sample_times(section)
         return self._zero_inactive(section.name, forward), self._zero_inactive(section.name, backward)
 
     def _shared_work(self, section: Section) -> IntColumn:
-        """What every sample adds to its section's work: less than it takes alone where it shares a
-        micro-batch."""
+        """Returns the work that each sample adds to a section: less than alone if it shares a micro-batch."""
         if section.micro_batch == 1:
             return self.sample_work[section.name]
         return self._zero_inactive(section.name, self.costs.shared_sample_times(section))
 
     def _zero_inactive(self, name: str, column: IntColumn) -> IntColumn:
-        """The column with 0 for samples that do not pass a section."""
+        """Returns the column with 0 for samples that do not activate section `name`."""
         mask = self._active_masks[name]
         return list(map(mul, column, mask)) if mask else column
 
@@ -151,30 +162,32 @@ class MicroBatchComposer:
         return list(map(sum, zip(*parts, strict=True))) if parts else [0] * self.sample_count
 
     def _longest_paths(self) -> tuple[dict[str, IntColumn], dict[str, IntColumn]]:
-        """For each section and sample, the longest way of forwards to it, and the longest way of backwards
-        that follow its own upstream."""
+        """Returns, by section and sample, the longest path of forwards before the section's own, and the
+        longest path of upstream backwards after the section's own.
+        """
         sections = {s.name: s for s in self.plan.sections}
-        heads: dict[str, IntColumn] = {}
-        backs: dict[str, IntColumn] = {}
+        forward_paths: dict[str, IntColumn] = {}
+        backward_paths: dict[str, IntColumn] = {}
         for section in self.graph.topological_order:
-            into = [e for e in self.plan.edges if e.dst == section.name]
-            heads[section.name] = self._max_columns(
-                self._extend_path(e.src, heads[e.src], self.sample_times[e.src][0]) for e in into
+            incoming = [e for e in self.plan.edges if e.dst == section.name]
+            forward_paths[section.name] = self._max_columns(
+                self._extend_path(e.src, forward_paths[e.src], self.sample_times[e.src][0]) for e in incoming
             )
-            owed = [sections[e.src] for e in into if returns_gradient(e, sections)]
-            backs[section.name] = self._max_columns(
-                self._extend_path(s.name, backs[s.name], self._awaited_backward_times(s)) for s in owed
+            gradient_receivers = [sections[e.src] for e in incoming if returns_gradient(e, sections)]
+            backward_paths[section.name] = self._max_columns(
+                self._extend_path(s.name, backward_paths[s.name], self._awaited_backward_times(s))
+                for s in gradient_receivers
             )
-        return heads, backs
+        return forward_paths, backward_paths
 
     def _awaited_backward_times(self, section: Section) -> IntColumn:
-        """The backward of every sample without a second part, for which nobody waits."""
+        """Returns the backward time of every sample without its W part, which no other section waits for."""
         backward = self.sample_times[section.name][1]
         return list(map(int.__sub__, backward, weight_backward_times(section, backward)))
 
-    def _extend_path(self, name: str, way: IntColumn, own: IntColumn) -> IntColumn:
-        """The way through a section, 0 for samples that do not pass it."""
-        return self._zero_inactive(name, list(map(int.__add__, way, own)))
+    def _extend_path(self, name: str, path: IntColumn, own_times: IntColumn) -> IntColumn:
+        """Adds a section's own times to the path before it; 0 for samples that do not activate it."""
+        return self._zero_inactive(name, list(map(int.__add__, path, own_times)))
 
     def _max_columns(self, columns: Iterable[IntColumn]) -> IntColumn:
         parts = list(columns)
@@ -183,123 +196,141 @@ class MicroBatchComposer:
         return list(map(max, *parts)) if parts else [0] * self.sample_count
 
     def makespan_lower_bound(self) -> int:
-        """Ns that no order can beat: the work of sections on the same ranks spread evenly, and a sample's
-        longest way."""
+        """Returns ns that no order can beat: the larger of the work of co-located sections spread evenly over
+        their ranks, and the longest path of a sample.
+        """
         work: dict[Ranks, int] = defaultdict(int)
         longest = 0
         for s in self.plan.sections:
             name = s.name
             work[replica_first_ranks(s)] += sum(self.shared_work[name])
-            own = map(int.__add__, self.sample_times[name][0], self._awaited_backward_times(s))
-            ways = map(
+            own_times = map(int.__add__, self.sample_times[name][0], self._awaited_backward_times(s))
+            paths = map(
                 int.__add__,
                 map(int.__add__, self.forward_path_ns[name], self.upstream_backward_ns[name]),
-                own,
+                own_times,
             )
             longest = max(
                 longest,
                 max(
-                    compress(ways, self._active_masks[name]) if self._active_masks[name] else ways, default=0
+                    compress(paths, self._active_masks[name]) if self._active_masks[name] else paths,
+                    default=0,
                 ),
             )
         return max([longest, *(-(-total // len(ranks)) for ranks, total in work.items())])
 
     def _classify_patterns(self, section: Section) -> list[int]:
-        """The wave of each kind of sample; what the last stage of a pipeline needs and owes, the stages of it
-        aside."""
-        last = self.graph.pipeline_stages[section.name][-1].name
+        """Returns the priority class of each pattern in a section.
+
+        For a stage, it is what the last stage of its pipeline needs and owes outside the pipeline.
+        """
+        last_stage = self.graph.pipeline_stages[section.name][-1].name
         sources = (
-            self.graph.exclude_own_stages(last, names[last])
+            self.graph.exclude_own_stages(last_stage, names[last_stage])
             for names in (self.graph.gradient_ancestors, self.graph.ancestors)
         )
-        awaited, needed = ([self._active_by_pattern[name] for name in names] for names in sources)
-        kinds = range(len(self._active_by_pattern[section.name]))
+        owed, needed = ([self._active_by_pattern[name] for name in names] for names in sources)
+        patterns = range(len(self._active_by_pattern[section.name]))
         return [
             GRADIENT_OWED
-            if any(on[k] for on in awaited)
+            if any(active[i] for active in owed)
             else NEEDS_UPSTREAM
-            if any(on[k] for on in needed)
+            if any(active[i] for active in needed)
             else INDEPENDENT
-            for k in kinds
+            for i in patterns
         ]
 
-    def _set_priority_rule(self, style: PriorityRule) -> None:
-        last = {s.name: self.graph.pipeline_stages[s.name][-1].name for s in self.plan.sections}
-        urgency = {name: self._rate_urgency(name, style) for name in dict.fromkeys(last.values())}
-        self._priority_rule, self.urgency = style, {name: urgency[stage] for name, stage in last.items()}
+    def _set_priority_rule(self, rule: PriorityRule) -> None:
+        last_stage = {s.name: self.graph.pipeline_stages[s.name][-1].name for s in self.plan.sections}
+        urgency = {name: self._rate_urgency(name, rule) for name in dict.fromkeys(last_stage.values())}
+        self._priority_rule, self.urgency = rule, {name: urgency[stage] for name, stage in last_stage.items()}
 
-    def _rate_urgency(self, name: str, style: PriorityRule) -> IntColumn:
-        """Of samples of one wave the least goes first: what owes most upstream, what upstream has ready
-        soonest, or the largest."""
-        size = self.sample_work[name]
-        second = self.forward_path_ns[name] if style.by_ready_time else [-s for s in size]
-        columns = zip(self.upstream_backward_ns[name], second, size, self.pattern_ids, strict=True)
-        return [(-u, h, -s)[self.pattern_classes[name][kind]] for u, h, s, kind in columns]
+    def _rate_urgency(self, name: str, rule: PriorityRule) -> IntColumn:
+        """Returns the urgency of each sample, lower first, comparable within a priority class only.
+
+        By class: most upstream backward time first; earliest inputs (or largest) first; largest first.
+        """
+        work = self.sample_work[name]
+        second = self.forward_path_ns[name] if rule.by_ready_time else [-own_work for own_work in work]
+        columns = zip(self.upstream_backward_ns[name], second, work, self.pattern_ids, strict=True)
+        return [
+            (-owed, ready_or_size, -own_work)[self.pattern_classes[name][pattern]]
+            for owed, ready_or_size, own_work, pattern in columns
+        ]
 
     # -- dealing
-    # ------------------------------------------------------------------------------------------------------------------
 
     @cached_property
     def assignment(self) -> ReplicaAssignment:
-        """Each replica's samples: largest first, each to the least loaded. Sections of the same ranks and
-        stages are dealt alike.
+        """Samples of each replica of each section: largest first, each to the least loaded replica.
 
-        Of a team that has several ranks a replica, the busiest decide.
+        Co-scheduled sections get the same assignment; if they are on several groups of ranks, the busiest
+        group decides.
         """
         load: dict[int, int] = defaultdict(int)
-        positions: dict[str, list[list[int]]] = {}
+        samples_by_replica: dict[str, list[list[int]]] = {}
         critical: list[list[SamplePositions]] = []
-        for weights, ranks, team in sorted(
+        # The groups with most work per rank come first: the others then fill what these leave free.
+        groups = sorted(
             map(self._weigh_sections, self.graph.co_scheduled_sections()),
             key=lambda x: (-sum(x[0][x[1]]) // len(x[1]), x[1]),
-        ):
-            _equalize_replica_load(load, team)
-            if self.critical_section in team and self.critical_section.micro_batch > 1:
+        )
+        for weights, ranks, sections in groups:
+            _equalize_replica_load(load, sections)
+            if self.critical_section in sections and self.critical_section.micro_batch > 1:
                 critical, owner = self._assign_critical_micro_batches(ranks, weights[ranks], load)
             else:
-                owner = self._assign_samples(ranks, team, weights[ranks], load)
-            for others, column in weights.items():
-                for p, weight in enumerate(column) if others != ranks else ():
-                    load[others[owner[p]]] += weight
-            _equalize_replica_load(load, team)
-            for s in team:
-                positions[s.name] = dealt = [[] for _ in ranks]
+                owner = self._assign_samples(ranks, sections, weights[ranks], load)
+            for other_ranks, column in weights.items():
+                for p, weight in enumerate(column) if other_ranks != ranks else ():
+                    load[other_ranks[owner[p]]] += weight
+            _equalize_replica_load(load, sections)
+            for s in sections:
+                samples_by_replica[s.name] = by_replica = [[] for _ in ranks]
                 for p in self.active_samples[s.name]:
-                    dealt[owner[p]].append(p)
+                    by_replica[owner[p]].append(p)
         return ReplicaAssignment(
-            positions, critical or [[(p,) for p in dealt] for dealt in positions[self.critical_section.name]]
+            samples_by_replica,
+            critical
+            or [[(p,) for p in by_replica] for by_replica in samples_by_replica[self.critical_section.name]],
         )
 
-    def _weigh_sections(self, team: list[Section]) -> tuple[dict[Ranks, IntColumn], Ranks, list[Section]]:
-        """The work of each sample by the ranks that do it, and the busiest of these; the team."""
+    def _weigh_sections(self, sections: list[Section]) -> tuple[dict[Ranks, IntColumn], Ranks, list[Section]]:
+        """Returns each sample's work by the ranks that do it, the ranks with most work, and the sections."""
         weights = {
             ranks: self._sum_columns(
-                self.shared_work[s.name] for s in team if replica_first_ranks(s) == ranks
+                self.shared_work[s.name] for s in sections if replica_first_ranks(s) == ranks
             )
-            for ranks in map(replica_first_ranks, team)
+            for ranks in map(replica_first_ranks, sections)
         }
-        return weights, max(weights, key=lambda ranks: sum(weights[ranks])), team
+        return weights, max(weights, key=lambda ranks: sum(weights[ranks])), sections
 
     def _assign_samples(
         self, ranks: Ranks, sections: Sequence[Section], weights: IntColumn, load: dict[int, int]
     ) -> IntColumn:
-        """The replica of each sample: first what needs upstream, so that replicas get even shares of it, then
-        the rest to level them.
+        """Returns the replica of each sample.
 
-        Samples of equal weight are taken kind by kind, so that each replica gets its share of every kind.
+        Samples that need upstream are assigned first, so that all replicas get equal shares of them; the
+        others then balance the load. Samples of equal weight are taken pattern by pattern, so that each
+        replica gets its share of every pattern.
         """
-        last = max(sections, key=lambda s: self.graph.depth[s.name])
-        some = (
+        most_downstream = max(sections, key=lambda s: self.graph.depth[s.name])
+        samples = (
             self.active_samples[sections[0].name]
             if len(sections) == 1
             else [p for p in range(self.sample_count) if self._is_active_in_any(sections, p)]
         )
-        order = sorted(some, key=self.pattern_ids.__getitem__)
+        # Stable sorts, the most significant key last: by priority class, then largest first, then by pattern.
+        order = sorted(samples, key=self.pattern_ids.__getitem__)
         order.sort(key=weights.__getitem__, reverse=True)
-        order.sort(key=list(map(self.pattern_classes[last.name].__getitem__, self.pattern_ids)).__getitem__)
+        order.sort(
+            key=list(
+                map(self.pattern_classes[most_downstream.name].__getitem__, self.pattern_ids)
+            ).__getitem__
+        )
         owner = [0] * self.sample_count
-        deal = assign_in_rounds if any(map(gathers_parameters, sections)) else assign_least_loaded
-        for p, replica in zip(order, deal([weights[p] for p in order], ranks, load), strict=True):
+        assign = assign_in_rounds if any(map(gathers_parameters, sections)) else assign_least_loaded
+        for p, replica in zip(order, assign([weights[p] for p in order], ranks, load), strict=True):
             owner[p] = replica
         return owner
 
@@ -309,158 +340,176 @@ class MicroBatchComposer:
     def _assign_critical_micro_batches(
         self, ranks: Ranks, weights: IntColumn, load: dict[int, int]
     ) -> tuple[list[list[SamplePositions]], IntColumn]:
-        """The critical section's lots by replica, and the replica of each sample."""
-        section, own, share = (
-            self.critical_section,
-            self.sample_work[self.critical_section.name],
-            self.shared_work[self.critical_section.name],
-        )
+        """Returns the critical section's micro-batches by replica, and the replica of each sample."""
+        section = self.critical_section
+        work = self.sample_work[self.critical_section.name]
+        share = self.shared_work[self.critical_section.name]
         groups: dict[int, list[int]] = defaultdict(list)
         for p in self.active_samples[section.name]:
             groups[self.pattern_ids[p]].append(p)
-        others = list(map(int.__sub__, weights, share))
-        dealt: list[list[SamplePositions]] = [[] for _ in ranks]
+        other_work = list(map(int.__sub__, weights, share))
+        by_replica: list[list[SamplePositions]] = [[] for _ in ranks]
         owner = [0] * self.sample_count
-        ordered = [sorted(g, key=own.__getitem__, reverse=True) for g in groups.values()]
-        for lot, replica in pack_and_assign(
-            self.costs, self.graph.pipeline_stages[section.name], section, ordered, others, ranks, load
+        ordered = [sorted(group, key=work.__getitem__, reverse=True) for group in groups.values()]
+        for micro_batch, replica in pack_and_assign(
+            self.costs, self.graph.pipeline_stages[section.name], section, ordered, other_work, ranks, load
         ):
-            dealt[replica].append(lot)
-            for p in lot:
+            by_replica[replica].append(micro_batch)
+            for p in micro_batch:
                 owner[p] = replica
-        rest = [
+        # Samples that only other sections on these ranks process: they fill up the least loaded replicas.
+        remaining = [
             p
             for p in range(self.sample_count)
             if weights[p] and not self._active_by_pattern[section.name][self.pattern_ids[p]]
         ]
-        rest.sort(key=weights.__getitem__, reverse=True)
+        remaining.sort(key=weights.__getitem__, reverse=True)
         for p, replica in zip(
-            rest, assign_least_loaded([weights[p] for p in rest], ranks, load), strict=True
+            remaining, assign_least_loaded([weights[p] for p in remaining], ranks, load), strict=True
         ):
             owner[p] = replica
-        return dealt, owner
+        return by_replica, owner
 
     # -- cutting
-    # ------------------------------------------------------------------------------------------------------------------
 
     def list_priority_rules(self) -> list[PriorityRule]:
-        """The styles that suit this batch, the likeliest first.
+        """Returns the priority rules that suit this batch, the likeliest first.
 
-        Where hardly any of the critical section's work is free, some samples must lead the queue; where it
-        needs what owes nothing, which of these comes first is open.
+        If hardly any of the critical section's work is independent of upstream, some samples must lead each
+        order. If much of it needs upstream without owing a gradient, both orders of these samples are worth
+        trying.
         """
-        size, waves = (
-            self.sample_work[self.critical_section.name],
-            self.pattern_classes[self.critical_section.name],
+        sample_work = self.sample_work[self.critical_section.name]
+        classes = self.pattern_classes[self.critical_section.name]
+        class_work = [0, 0, 0]
+        for ns, pattern in zip(sample_work, self.pattern_ids, strict=True):
+            class_work[classes[pattern]] += ns
+        by_ready_choices = (
+            [True, False] if class_work[NEEDS_UPSTREAM] > SCARCE_WORK_SHARE * sum(class_work) else [False]
         )
-        work = [0, 0, 0]
-        for s, kind in zip(size, self.pattern_ids, strict=True):
-            work[waves[kind]] += s
-        soonest = [True, False] if work[NEEDS_UPSTREAM] > SCARCE_WORK_SHARE * sum(work) else [False]
-        if work[INDEPENDENT] < SCARCE_WORK_SHARE * sum(work):
-            return [PriorityRule(lead, soon) for lead in (LEADING_MICRO_BATCHES, 0) for soon in soonest]
-        return [PriorityRule(0, soon) for soon in soonest[::-1]]
+        if class_work[INDEPENDENT] < SCARCE_WORK_SHARE * sum(class_work):
+            return [
+                PriorityRule(lead, by_ready)
+                for lead in (LEADING_MICRO_BATCHES, 0)
+                for by_ready in by_ready_choices
+            ]
+        return [PriorityRule(0, by_ready) for by_ready in by_ready_choices[::-1]]
 
-    def compose_by_priority(self, style: PriorityRule) -> dict[str, MicroBatchTable]:
-        """Micro-batches of balanced replicas, cut as the critical section wants them."""
-        if style.by_ready_time != self._priority_rule.by_ready_time:
-            self._set_priority_rule(style)
-        turn = self.critical_start_times(self.assignment, style.lead_count)
+    def compose_by_priority(self, rule: PriorityRule) -> dict[str, MicroBatchTable]:
+        """Returns the micro-batches of all sections, cut by the critical start times under a priority
+        rule.
+        """
+        if rule.by_ready_time != self._priority_rule.by_ready_time:
+            self._set_priority_rule(rule)
+        start_times = self.critical_start_times(self.assignment, rule.lead_count)
         return self._build_tables(
-            [(r, t) for r, some in enumerate(self.assignment.critical_micro_batches) for t in some], turn
+            [
+                (r, samples)
+                for r, micro_batches in enumerate(self.assignment.critical_micro_batches)
+                for samples in micro_batches
+            ],
+            start_times,
         )
 
     def compose_by_order(
-        self, queues: Sequence[Sequence[SamplePositions]], turn: IntColumn
+        self, orders: Sequence[Sequence[SamplePositions]], start_times: IntColumn
     ) -> dict[str, MicroBatchTable]:
-        """Micro-batches of which the critical section's replicas take those in their queues, each in its
-        queue's order; the other sections take samples by turn."""
-        tables = self._build_tables([(r, t) for r, queue in enumerate(queues) for t in queue], turn)
+        """Returns the micro-batches of all sections, with given orders on the critical section's replicas.
+
+        The other sections take samples by their critical start times.
+        """
+        tables = self._build_tables(
+            [(r, samples) for r, order in enumerate(orders) for samples in order], start_times
+        )
         for stage in self.graph.pipeline_stages[self.critical_section.name]:
             table = tables[stage.name]
             place = list(range(len(table.micro_batches)))
             tables[stage.name] = replace(table, priority_class=[0] * len(place), urgency=place)
         return tables
 
-    def _build_tables(self, critical: AssignedMicroBatches, turn: IntColumn) -> dict[str, MicroBatchTable]:
+    def _build_tables(
+        self, critical: AssignedMicroBatches, start_times: IntColumn
+    ) -> dict[str, MicroBatchTable]:
         cuts = {self.critical_section.user_section_name: critical}
         for name, stages in self.plan.pipelines.items():
             if name not in cuts:
                 cuts[name] = self._cut_micro_batches(
-                    stages[-1], self.assignment.samples_by_replica[stages[-1].name], turn
+                    stages[-1], self.assignment.samples_by_replica[stages[-1].name], start_times
                 )
-        found: dict[str, MicroBatchTable] = {}
+        tables: dict[str, MicroBatchTable] = {}
         for s in self.plan.sections:
-            first = found.get(self.graph.pipeline_stages[s.name][0].name)
-            found[s.name] = (
-                self.build_table(s, cuts[s.user_section_name], turn)
-                if first is None
-                else self._build_stage_table(s, first)
+            first_stage = tables.get(self.graph.pipeline_stages[s.name][0].name)
+            tables[s.name] = (
+                self.build_table(s, cuts[s.user_section_name], start_times)
+                if first_stage is None
+                else self._build_stage_table(s, first_stage)
             )
-        return found
+        return tables
 
-    def _build_stage_table(self, section: Section, first: MicroBatchTable) -> MicroBatchTable:
-        """The table of a later stage, whose micro-batches are as urgent as at the first one."""
-        lots = [m.samples for m in first.micro_batches]
-        micros = _build_micro_batches(section, [m.replica for m in first.micro_batches], lots)
-        forward, backward = self.micro_batch_times(section, lots)
-        kept = self.costs.saved_bytes(section, lots)
+    def _build_stage_table(self, section: Section, first_stage: MicroBatchTable) -> MicroBatchTable:
+        """Returns the table of a later pipeline stage; its micro-batches are as urgent as those of the first
+        stage.
+        """
+        positions = [m.samples for m in first_stage.micro_batches]
+        micros = _build_micro_batches(section, [m.replica for m in first_stage.micro_batches], positions)
+        forward, backward = self.micro_batch_times(section, positions)
+        saved_bytes = self.costs.saved_bytes(section, positions)
         return replace(
-            first,
+            first_stage,
             micro_batches=micros,
             forward_ns=forward,
             backward_ns=backward,
             weight_ns=weight_backward_times(section, backward),
-            saved_bytes=kept,
+            saved_bytes=saved_bytes,
         )
 
     def micro_batch_times(
-        self, section: Section, lots: Sequence[SamplePositions]
+        self, section: Section, micro_batches: Sequence[SamplePositions]
     ) -> tuple[IntColumn, IntColumn]:
-        """(forward, backward) ns of micro-batches, which all pass the section."""
-        if set(map(len, lots)) - {1}:
-            return self.costs.micro_batch_times(section, lots)
-        at, (forward, backward) = [p for (p,) in lots], self.sample_times[section.name]
+        """Returns (forward, backward) ns of micro-batches that are all active in the section."""
+        if set(map(len, micro_batches)) - {1}:
+            return self.costs.micro_batch_times(section, micro_batches)
+        at, (forward, backward) = [p for (p,) in micro_batches], self.sample_times[section.name]
         return list(map(forward.__getitem__, at)), list(map(backward.__getitem__, at))
 
-    def critical_start_times(self, dealt: ReplicaAssignment, lead: int) -> IntColumn:
-        """When the critical section wants each sample: how long its replica has work before it that is more
-        urgent.
+    def critical_start_times(self, assignment: ReplicaAssignment, lead: int) -> IntColumn:
+        """Returns when the critical section wants each sample: the work on its replica that is more urgent.
 
-        What needs upstream comes first, so these times are those of a section that finds everything ready;
-        before all else come `lead` samples of each replica that upstream has ready soonest.
+        Samples that need upstream come first, as if all their inputs were ready at once. Before these come
+        `lead` micro-batches of each replica with the earliest inputs.
         """
         name = self.critical_section.name
-        size, urgency, waves, head = (
-            self.sample_work[name],
-            self.urgency[name],
-            self.pattern_classes[name],
-            self.forward_path_ns[name],
-        )
-        turn = [sum(size)] * self.sample_count
-        for some in dealt.critical_micro_batches:
+        work = self.sample_work[name]
+        urgency = self.urgency[name]
+        classes = self.pattern_classes[name]
+        forward_path = self.forward_path_ns[name]
+        start_times = [sum(work)] * self.sample_count
+        for micro_batches in assignment.critical_micro_batches:
             queue = sorted(
                 (
-                    waves[self.pattern_ids[t[0]]],
-                    urgency[t[0]] if len(t) == 1 else sum(map(urgency.__getitem__, t)),
-                    t,
+                    classes[self.pattern_ids[samples[0]]],
+                    urgency[samples[0]] if len(samples) == 1 else sum(map(urgency.__getitem__, samples)),
+                    samples,
                 )
-                for t in some
+                for samples in micro_batches
             )
             if lead:
-                first = sorted(
-                    (q for q in queue if q[0] < INDEPENDENT), key=lambda q: max(map(head.__getitem__, q[2]))
+                leading = sorted(
+                    (entry for entry in queue if entry[0] < INDEPENDENT),
+                    key=lambda entry: max(map(forward_path.__getitem__, entry[2])),
                 )[:lead]
-                queue = first + [q for q in queue if q not in first]
+                queue = leading + [entry for entry in queue if entry not in leading]
             time = 0
-            for _, _, lot in queue:
-                for p in lot:
-                    turn[p] = time
-                time += size[lot[0]] if len(lot) == 1 else sum(map(size.__getitem__, lot))
-        return turn
+            for _, _, micro_batch in queue:
+                for p in micro_batch:
+                    start_times[p] = time
+                time += (
+                    work[micro_batch[0]] if len(micro_batch) == 1 else sum(map(work.__getitem__, micro_batch))
+                )
+        return start_times
 
     def compose_in_dataset_order(self) -> dict[str, MicroBatchTable]:
-        """Micro-batches of consecutive samples, dealt to the replicas in turn."""
+        """Returns micro-batches of consecutive samples, assigned to the replicas round-robin."""
         tables: dict[str, MicroBatchTable] = {}
         for s in self.plan.sections:
             positions = self.active_samples[s.name]
@@ -473,16 +522,19 @@ class MicroBatchComposer:
         return tables
 
     def _cut_micro_batches(
-        self, section: Section, dealt: list[list[int]], turn: IntColumn
+        self, section: Section, by_replica: list[list[int]], start_times: IntColumn
     ) -> AssignedMicroBatches:
-        """Even micro-batches of one kind each: by turn, and within a turn the largest together, which wastes
-        the least padding."""
+        """Cuts each replica's samples into micro-batches of one pattern and equal count, by critical start
+        time.
+
+        Among equal start times the largest are together, which wastes the least padding.
+        """
         if section.micro_batch == 1:
-            return [(r, (p,)) for r, positions in enumerate(dealt) for p in positions]
-        size, upstream, cut = self.sample_work[section.name], self.upstream_backward_ns[section.name], []
-        for r, positions in enumerate(dealt):
+            return [(r, (p,)) for r, positions in enumerate(by_replica) for p in positions]
+        work, upstream, cut = self.sample_work[section.name], self.upstream_backward_ns[section.name], []
+        for r, positions in enumerate(by_replica):
             groups: dict[int, list[int]] = defaultdict(list)
-            for p in sorted(positions, key=lambda p: (turn[p], -upstream[p], -size[p], p)):
+            for p in sorted(positions, key=lambda p: (start_times[p], -upstream[p], -work[p], p)):
                 groups[self.pattern_ids[p]].append(p)
             for group in groups.values():
                 count = -(-len(group) // section.micro_batch)
@@ -490,51 +542,66 @@ class MicroBatchComposer:
                 cut += [(r, tuple(group[a:b])) for a, b in pairwise(bounds)]
         return halve_large_micro_batches(self.costs, self.graph.pipeline_stages[section.name], cut)
 
-    def build_table(self, section: Section, cut: AssignedMicroBatches, turn: IntColumn) -> MicroBatchTable:
-        """The columns of a section's micro-batches; with empty ones, where all replicas of the section must
-        have equally many."""
+    def build_table(
+        self, section: Section, cut: AssignedMicroBatches, start_times: IntColumn
+    ) -> MicroBatchTable:
+        """Returns the table of a section's micro-batches.
+
+        Empty micro-batches are added if all replicas must have equally many (ZeRO-3).
+        """
         cut = _add_empty_micro_batches(cut, section.mesh.dp) if gathers_parameters(section) else cut
-        name, waves, urgency = section.name, self.pattern_classes[section.name], self.urgency[section.name]
-        owed = self.upstream_backward_ns[self.graph.pipeline_stages[name][-1].name]
-        lots = [t for _, t in cut]
-        alone = set(map(len, lots)) <= {1}
-        sets = lots if alone else [tuple(sorted(t)) for t in lots]
-        micros = _build_micro_batches(section, [r for r, _ in cut], sets)
-        if alone:
-            at = [p for (p,) in lots]
+        name, classes, urgency = section.name, self.pattern_classes[section.name], self.urgency[section.name]
+        upstream_backward = self.upstream_backward_ns[self.graph.pipeline_stages[name][-1].name]
+        positions = [samples for _, samples in cut]
+        all_single = set(map(len, positions)) <= {1}
+        ascending = positions if all_single else [tuple(sorted(samples)) for samples in positions]
+        micros = _build_micro_batches(section, [r for r, _ in cut], ascending)
+        if all_single:
+            at = [p for (p,) in positions]
             columns = (
-                list(map(c.__getitem__, at))
-                for c in (*self.sample_times[name], owed, urgency, turn, self.pattern_ids)
+                list(map(column.__getitem__, at))
+                for column in (
+                    *self.sample_times[name],
+                    upstream_backward,
+                    urgency,
+                    start_times,
+                    self.pattern_ids,
+                )
             )
-            forward, backward, upstream, urgencies, turns, kinds = columns
-            wave = list(map(waves.__getitem__, kinds))
-            kept = self.costs.saved_bytes(section, lots)
+            forward, backward, upstream_ns, urgencies, micro_start_times, patterns = columns
+            priority_class = list(map(classes.__getitem__, patterns))
+            saved_bytes = self.costs.saved_bytes(section, positions)
             return MicroBatchTable(
                 micros,
                 forward,
                 backward,
                 weight_backward_times(section, backward),
-                kept,
-                upstream,
-                wave,
+                saved_bytes,
+                upstream_ns,
+                priority_class,
                 urgencies,
-                turns,
+                micro_start_times,
             )
-        forward, backward = self.costs.micro_batch_times(section, lots)
-        upstream, urgencies = ([sum(c[p] for p in t) for t in lots] for c in (owed, urgency))
-        wave = [min((waves[self.pattern_ids[p]] for p in t), default=INDEPENDENT) for t in lots]
-        turns = [min((turn[p] for p in t), default=0) for t in lots]
-        kept = self.costs.saved_bytes(section, lots)
+        forward, backward = self.costs.micro_batch_times(section, positions)
+        upstream_ns, urgencies = (
+            [sum(column[p] for p in samples) for samples in positions]
+            for column in (upstream_backward, urgency)
+        )
+        priority_class = [
+            min((classes[self.pattern_ids[p]] for p in samples), default=INDEPENDENT) for samples in positions
+        ]
+        micro_start_times = [min((start_times[p] for p in samples), default=0) for samples in positions]
+        saved_bytes = self.costs.saved_bytes(section, positions)
         return MicroBatchTable(
             micros,
             forward,
             backward,
             weight_backward_times(section, backward),
-            kept,
-            upstream,
-            wave,
+            saved_bytes,
+            upstream_ns,
+            priority_class,
             urgencies,
-            turns,
+            micro_start_times,
         )
 
 

@@ -1,13 +1,12 @@
 """Local search over an order: small batches leave gaps that no rule fills, and a few hundred tries close most
 of them.
 
-A move gives two forwards or two backwards of one section each other's urgency, moves a block to another
-replica, or lets two blocks change places. A block is a micro-batch, or those of several sections on the same
-ranks that share samples: a sample stays on its rank. Most moves are about the rank that ends last, since
-others seldom make the step shorter. A move is kept if the step gets no longer, and not even tried if it gives
-a rank more work than the step takes. The search draws from a fixed seed and counts its tries, so every rank
-finds the same. It may take a fiftieth of the step that it plans, as modelled, and a quarter of what could be
-won at best.
+A move swaps the priorities of two forwards or two backwards of one section, moves a block to another replica,
+or swaps the replicas of two blocks. A block is a micro-batch, or the micro-batches of co-located sections
+that share samples, since a sample stays on its rank. Most moves concern the rank that ends last, because
+others seldom shorten the step. A move is kept if the step gets no longer, and not simulated if a rank would
+get more work than the step takes. The search has a fixed seed and counts its tries, so every rank finds the
+same order. It may take 1/50 of the predicted step time and a quarter of what could be gained at best.
 """
 
 from __future__ import annotations
@@ -19,28 +18,30 @@ from dataclasses import dataclass, replace
 
 from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.plan.step_program import MicroBatchSets, gathers_parameters, replica_first_ranks
-from secc.runtime.schedule.list_scheduler import simulate_with_last_rank
+from secc.runtime.schedule.list_scheduler import simulate_tasks
 from secc.runtime.schedule.load_balance import Ranks
 from secc.runtime.schedule.micro_batches import MicroBatchTable
 from secc.runtime.schedule.task_graph import StepTasks
 
-PLANNING_TIME_DIVISOR = 50  # of the step's modelled time, the part that may go into planning it
-GAIN_DIVISOR = 4  # of what could be won at best, the part that may go into winning it
-MIN_TRIES_DIVISOR = 4  # fewer tries than one for so many jobs find nothing
-TRY_NS_PER_TASK = 1400  # what one try takes for each job
+PLANNING_TIME_DIVISOR = 50  # planning may take 1/50 of the predicted step time
+GAIN_DIVISOR = 4  # ... and 1/4 of what could be gained at best
+MIN_TRIES_DIVISOR = 4  # fewer tries than one for every 4 tasks find nothing
+TRY_NS_PER_TASK = 1400  # time of a try for each task
 MAX_TRIES = 2000
-MOVES_PER_TRY = 4  # looked at for each try, as those that overload a rank need none
-LAST_RANK_MOVE_SHARE = 0.75  # of moves, the part that is about the rank that ends last
-TASK_SEARCH_PATIENCE = 300  # tries without a gain after which there is little hope
-NEAR_BOUND_DIVISOR = 200  # a step within one part in so many of its work evenly spread has nothing to gain
+MOVES_PER_TRY = 4  # moves drawn for each try; those that overload a rank need no simulation
+LAST_RANK_MOVE_SHARE = 0.75  # share of moves that concern the rank that ends last
+TASK_SEARCH_PATIENCE = 300  # tries without a gain before giving up
+NEAR_BOUND_DIVISOR = 200  # a step within 1/200 of its lower bound has nothing to gain
 
-MakespanBound = Callable[[], int]  # tells a time in ns that no order can beat
-TimedOrder = tuple[list[int], int]  # the jobs as they start, and how long they take
+MakespanBound = Callable[[], int]  # returns ns that no order can beat
+TimedOrder = tuple[list[int], int]  # tasks by start time, and the makespan in ns
 
 
 @dataclass(frozen=True)
 class MovableBlock:
-    """Jobs that must be on one replica: `ranks` has for each job its rank in each replica."""
+    """Tasks that must stay on one replica; `ranks_by_replica` has, for each task, its rank in each
+    replica.
+    """
 
     tasks: tuple[int, ...]
     ranks_by_replica: tuple[Ranks, ...]
@@ -54,18 +55,18 @@ def improve_order(
     step: StepTasks,
     graph: SectionGraph,
     tables: Mapping[str, MicroBatchTable],
-    early: MicroBatchSets,
-    found: TimedOrder,
+    prefetchable: MicroBatchSets,
+    start: TimedOrder,
     count: int,
 ) -> tuple[dict[str, MicroBatchTable], TimedOrder]:
-    """A step at least as short as `found`, after `count` tries: its tables, with replicas as they are now,
-    and its order. Changes the step's jobs.
+    """Searches for a step no longer than `found`, with `count` tries.
 
-    `early` micro-batches stay where they are: they are computed in another step.
+    Returns its tables, with micro-batches on their new replicas, and its order. Changes the tasks of `step`.
+    The micro-batches in `early` stay on their replicas, because they are prefetched in another step.
     """
     if _is_symmetric(step):
-        return dict(tables), found
-    search = _OrderSearch(step, _find_blocks(step, graph, tables, early), found)
+        return dict(tables), start
+    search = _OrderSearch(step, _find_blocks(step, graph, tables, prefetchable), start)
     for _ in range(MOVES_PER_TRY * count):
         search.try_move()
         if search.simulated_count == count or search.failed_count > TASK_SEARCH_PATIENCE:
@@ -74,49 +75,56 @@ def improve_order(
 
 
 def _is_symmetric(step: StepTasks) -> bool:
-    """Whether all micro-batches are alike to every section, so that no order of them is better than
-    another."""
-    numbers, duration = step.ranges.values(), step.graph.duration_ns
-    kinds = [
-        duration[start : start + n.count]
-        for n in numbers
-        for start in {n.forward_start, n.backward_start, n.weight_start} - {-1}
+    """Returns whether all micro-batches take equal time in each section, so that no order is better than
+    another.
+    """
+    task_ranges, duration = step.ranges.values(), step.graph.duration_ns
+    durations = [
+        duration[start : start + section_tasks.count]
+        for section_tasks in task_ranges
+        for start in {section_tasks.forward_start, section_tasks.backward_start, section_tasks.weight_start}
+        - {-1}
     ]
-    return len({n.count for n in numbers}) == 1 and all(len(set(some)) == 1 for some in kinds)
+    return len({section_tasks.count for section_tasks in task_ranges}) == 1 and all(
+        len(set(times)) == 1 for times in durations
+    )
 
 
-def worthwhile_tries(jobs: int, makespan: int, least: MakespanBound) -> int:
-    """How many tries a step of this length is worth, none where they are too few."""
-    return min(MAX_TRIES, affordable_runs(jobs, makespan, least, jobs // MIN_TRIES_DIVISOR))
+def worthwhile_tries(tasks: int, makespan: int, least: MakespanBound) -> int:
+    """Returns how many tries a step of `jobs` tasks and this makespan is worth; 0 if they are too few."""
+    return min(MAX_TRIES, affordable_runs(tasks, makespan, least, tasks // MIN_TRIES_DIVISOR))
 
 
-def affordable_runs(jobs: int, makespan: int, least: MakespanBound, few: int) -> int:
-    """How many runs of so many jobs a step of this length is worth: they may take a share of it, and less
-    than what can be won. None where these are less than `few`."""
-    count = makespan // PLANNING_TIME_DIVISOR // (TRY_NS_PER_TASK * jobs) if jobs else 0
+def affordable_runs(tasks: int, makespan: int, least: MakespanBound, few: int) -> int:
+    """Returns how many simulations of `jobs` tasks a step is worth; 0 if fewer than `few`.
+
+    They may take a share of the predicted step time and of the gap to the lower bound.
+    """
+    count = makespan // PLANNING_TIME_DIVISOR // (TRY_NS_PER_TASK * tasks) if tasks else 0
     if count < few or makespan - (bound := least()) <= makespan // NEAR_BOUND_DIVISOR:
         return 0
-    count = min(count, (makespan - bound) // GAIN_DIVISOR // (TRY_NS_PER_TASK * jobs))
+    count = min(count, (makespan - bound) // GAIN_DIVISOR // (TRY_NS_PER_TASK * tasks))
     return count if count >= few else 0
 
 
 def _find_blocks(
-    step: StepTasks, graph: SectionGraph, tables: Mapping[str, MicroBatchTable], early: MicroBatchSets
+    step: StepTasks, graph: SectionGraph, tables: Mapping[str, MicroBatchTable], prefetchable: MicroBatchSets
 ) -> list[list[MovableBlock]]:
-    """The blocks that can move, by the sections that they belong to; none where replicas must have equally
-    many micro-batches."""
-    teams = [
-        [s.name for s in team]
-        for team in graph.co_scheduled_sections()
-        if team[0].mesh.dp > 1 and not any(map(gathers_parameters, team))
+    """Returns the movable blocks by group of co-scheduled sections; none under ZeRO-3, which needs equal
+    counts.
+    """
+    groups = [
+        [s.name for s in sections]
+        for sections in graph.co_scheduled_sections()
+        if sections[0].mesh.dp > 1 and not any(map(gathers_parameters, sections))
     ]
-    return [_group_by_samples(step, tables, early, names) for names in teams]
+    return [_group_by_samples(step, tables, prefetchable, names) for names in groups]
 
 
 def _group_by_samples(
-    step: StepTasks, tables: Mapping[str, MicroBatchTable], early: MicroBatchSets, names: Sequence[str]
+    step: StepTasks, tables: Mapping[str, MicroBatchTable], prefetchable: MicroBatchSets, names: Sequence[str]
 ) -> list[MovableBlock]:
-    """Micro-batches that share samples, over all of these sections, are one block."""
+    """Joins the micro-batches of these sections that share samples into blocks (union-find over samples)."""
     parent: dict[int, int] = {}
 
     def root(p: int) -> int:
@@ -124,50 +132,59 @@ def _group_by_samples(
             p = parent[p]
         return p
 
-    held = {
-        name: [m for m in tables[name].micro_batches if m.index not in early.get(name, ())] for name in names
+    movable = {
+        name: [m for m in tables[name].micro_batches if m.index not in prefetchable.get(name, ())]
+        for name in names
     }
-    for m in (m for some in held.values() for m in some):
+    for m in (m for micros in movable.values() for m in micros):
         for p in m.samples[1:]:
             parent[root(p)] = root(m.samples[0])
-    jobs: dict[int, list[tuple[int, Ranks]]] = defaultdict(list)
+    tasks: dict[int, list[tuple[int, Ranks]]] = defaultdict(list)
     for name in names:
         ranks = replica_first_ranks(step.ranges[name].section)
-        for m in held[name]:
-            jobs[root(m.samples[0])] += [(job, ranks) for job in step.ranges[name].micro_batch_tasks(m.index)]
-    return [MovableBlock(tuple(job for job, _ in b), tuple(ranks for _, ranks in b)) for b in jobs.values()]
+        for m in movable[name]:
+            tasks[root(m.samples[0])] += [
+                (task, ranks) for task in step.ranges[name].micro_batch_tasks(m.index)
+            ]
+    return [
+        MovableBlock(tuple(task for task, _ in block), tuple(ranks for _, ranks in block))
+        for block in tasks.values()
+    ]
 
 
 def _apply_moves(step: StepTasks, tables: Mapping[str, MicroBatchTable]) -> dict[str, MicroBatchTable]:
-    """The tables with each micro-batch on the replica of its jobs' rank."""
-    found: dict[str, MicroBatchTable] = {}
+    """Returns the tables with each micro-batch on the replica that runs its forward."""
+    moved: dict[str, MicroBatchTable] = {}
     for name, table in tables.items():
-        n = step.ranges[name]
-        replica = {rank: r for r, rank in enumerate(replica_first_ranks(n.section))}
+        task_ranges = step.ranges[name]
+        replica = {rank: index for index, rank in enumerate(replica_first_ranks(task_ranges.section))}
         micros = (
-            m._replace(replica=replica[step.graph.rank_of[n.forward_start + m.index]])
+            m._replace(replica=replica[step.graph.rank_of[task_ranges.forward_start + m.index]])
             for m in table.micro_batches
         )
-        found[name] = replace(table, micro_batches=tuple(micros))
-    return found
+        moved[name] = replace(table, micro_batches=tuple(micros))
+    return moved
 
 
 class _OrderSearch:
-    """The state of a search; `best` is the order of the step as it is now, in which rank `last` ends last."""
+    """The state of a search. `best` is the current order of the step, and `last_rank` ends last in it.
 
-    def __init__(self, step: StepTasks, blocks: list[list[MovableBlock]], found: TimedOrder) -> None:
-        self.graph, self.best = step.graph, found
+    `simulated_count` counts tries, `failed_count` those since the step last got shorter.
+    """
+
+    def __init__(self, step: StepTasks, blocks: list[list[MovableBlock]], initial: TimedOrder) -> None:
+        self.graph, self.best = step.graph, initial
         self.random = random.Random(0)
-        self.simulated_count = self.failed_count = 0  # steps tried, and those since the step last got shorter
+        self.simulated_count = self.failed_count = 0
         self.rank_work_ns = [0] * step.graph.rank_count  # ns
         for rank, duration in zip(step.graph.rank_of, step.graph.duration_ns, strict=True):
             self.rank_work_ns[rank] += duration
         self.last_rank = self.rank_work_ns.index(max(self.rank_work_ns))
         self.blocks = [group for group in blocks if group]
         starts = {
-            (start, n.count)
-            for n in step.ranges.values()
-            for start in (n.forward_start, n.backward_start)
+            (start, task_ranges.count)
+            for task_ranges in step.ranges.values()
+            for start in (task_ranges.forward_start, task_ranges.backward_start)
             if start >= 0
         }
         self.exchangeable_ranges = [
@@ -175,32 +192,31 @@ class _OrderSearch:
         ]
 
     def try_move(self) -> None:
-        """Try one move, mostly of what is done by the rank that ends last."""
-        kind, last = (
-            self.random.random(),
-            self.last_rank if self.random.random() < LAST_RANK_MOVE_SHARE else -1,
-        )
+        """Tries one random move, mostly one that concerns the rank that ends last."""
+        kind = self.random.random()
+        last = self.last_rank if self.random.random() < LAST_RANK_MOVE_SHARE else -1  # -1: any rank
         if self.exchangeable_ranges and (kind < 0.5 or not self.blocks):
-            alike = self.random.choice(self.exchangeable_ranges)
-            own = [job for job in alike if self.graph.rank_of[job] == last] or alike
-            self.try_priority_swap(self.random.choice(own), self.random.choice(alike))
+            tasks = self.random.choice(self.exchangeable_ranges)
+            candidates = [task for task in tasks if self.graph.rank_of[task] == last] or tasks
+            self.try_priority_swap(self.random.choice(candidates), self.random.choice(tasks))
         elif self.blocks:
             group = self.random.choice(self.blocks)
-            own = [block for block in group if self.graph.rank_of[block.tasks[0]] == last] or group
-            a, b = self.random.choice(own), self.random.choice(group)
+            candidates = [block for block in group if self.graph.rank_of[block.tasks[0]] == last] or group
+            a, b = self.random.choice(candidates), self.random.choice(group)
             if kind < 0.75:
                 self.try_placement([(a, self.random.choice(a.replicas))])
             elif a is not b:
                 self.try_placement([(a, self.current_replica(b)), (b, self.current_replica(a))])
 
     def try_priority_swap(self, a: int, b: int) -> None:
+        """Swaps two tasks' priorities and keeps that if the step gets no longer."""
         priority = self.graph.priority
         priority[a], priority[b] = priority[b], priority[a]
         if a != b and not self.keep_if_shorter():
             priority[a], priority[b] = priority[b], priority[a]
 
     def try_placement(self, placed: list[tuple[MovableBlock, int]]) -> None:
-        """Put each block on a replica, unless a rank then has more to do than the step takes."""
+        """Moves blocks to replicas and keeps that unless a rank is overloaded or the step gets longer."""
         before = [(block, self.current_replica(block)) for block, _ in placed]
         if before == placed:
             return
@@ -209,18 +225,19 @@ class _OrderSearch:
             self.move_blocks(before)
 
     def move_blocks(self, placed: list[tuple[MovableBlock, int]]) -> None:
-        rank, duration = self.graph.rank_of, self.graph.duration_ns
+        """Moves each block's tasks to the ranks of a replica."""
+        rank_of, duration = self.graph.rank_of, self.graph.duration_ns
         for block, replica in placed:
-            for job, ranks in zip(block.tasks, block.ranks_by_replica, strict=True):
-                self.rank_work_ns[rank[job]] -= duration[job]
-                self.rank_work_ns[ranks[replica]] += duration[job]
-                rank[job] = ranks[replica]
+            for task, ranks in zip(block.tasks, block.ranks_by_replica, strict=True):
+                self.rank_work_ns[rank_of[task]] -= duration[task]
+                self.rank_work_ns[ranks[replica]] += duration[task]
+                rank_of[task] = ranks[replica]
 
     def current_replica(self, block: MovableBlock) -> int:
         return block.ranks_by_replica[0].index(self.graph.rank_of[block.tasks[0]])
 
     def keep_if_shorter(self) -> bool:
-        order, time, last = simulate_with_last_rank(self.graph)
+        order, _, time, last = simulate_tasks(self.graph)
         self.simulated_count += 1
         self.failed_count = 0 if time < self.best[1] else self.failed_count + 1
         if time <= self.best[1]:

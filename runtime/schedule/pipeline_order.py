@@ -100,7 +100,6 @@ class PipelineLoad:
 
 
 # -- dealing
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def assign_by_aims(size: Sequence[int], aims: Sequence[int], share: int) -> list[list[int]]:
@@ -131,7 +130,6 @@ def estimate_pipeline_loss(longest: int, stages: int, aim: int) -> int:
 
 
 # -- shapes
-# -----------------------------------------------------------------------------------------------------------------------
 
 
 def pyramid_order(dealt: Sequence[int], load: PipelineLoad, rising: int = 500) -> MicroBatchOrder:
@@ -181,7 +179,6 @@ OTHER_STRATEGIES = (
 
 
 # -- planning
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -207,11 +204,9 @@ class PipelineOrders:
         self, load: PipelineLoad, replica: int, queue: MicroBatchOrder, passage: ReplicaTimeline
     ) -> None:
         """Give a replica this queue, whose passage is known."""
-        self.orders[replica], self.timelines[replica], self.ends[replica] = (
-            queue,
-            passage,
-            load.end_with_upstream(queue, passage),
-        )
+        self.orders[replica] = queue
+        self.timelines[replica] = passage
+        self.ends[replica] = load.end_with_upstream(queue, passage)
         for m, back in zip(queue, passage.backward_ends, strict=True):
             self.backward_ends[m] = back
 
@@ -338,7 +333,6 @@ def _yield_late(queue: MicroBatchOrder, starts: Sequence[int], ready: Sequence[i
 
 
 # -- moves
-# ------------------------------------------------------------------------------------------------------------------------
 
 
 def improve_last_order(load: PipelineLoad, plan: PipelineOrders) -> PipelineOrders:

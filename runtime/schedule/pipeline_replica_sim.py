@@ -70,10 +70,9 @@ class PipelineReplica:
         room = self.max_in_flight[stage] or count
         if not self.saved_bytes or not self.saved_bytes[stage]:
             return [min(room + finished, count) for finished in range(count + 1)]
-        before, space = (
-            [0, *accumulate(map(self.saved_bytes[stage].__getitem__, queue))],
-            self.byte_limits[stage],
-        )  # bytes of all before each
+        # bytes of all before each
+        before = [0, *accumulate(map(self.saved_bytes[stage].__getitem__, queue))]
+        space = self.byte_limits[stage]
         limits, most = list[int](), 0
         for finished, taken in enumerate(before):
             most = max(most, finished + 1)
@@ -119,10 +118,8 @@ class _ReplicaSimulation:
         stages = [part.send for part in parts]
         while (time := min(acts)) < NEVER_NS:
             stages[acts.index(time)](time)
-        forwards, backwards = (
-            [ends[:-1] for ends in self.forward_ready[1:]],
-            [self.backward_ready[0], *(ends[:-1] for ends in self.backward_ready[1:-1])],
-        )
+        forwards = [ends[:-1] for ends in self.forward_ready[1:]]
+        backwards = [self.backward_ready[0], *(ends[:-1] for ends in self.backward_ready[1:-1])]
         end = max((ends[-1] for ends in self.weight_ends or backwards if ends), default=0)
         starts = list(map(int.__sub__, forwards[0], self.times[0][0]))
         return ReplicaTimeline(end, starts, self.backward_ready[0], (forwards, backwards, self.weight_ends))
@@ -134,25 +131,20 @@ class _ReplicaSimulation:
         What is not known yet does not come before the stages beside it have had time to do it.
         """
         forward, backward, *later = (part[s] for part in self.times if part)
-        weight, weights, acts, idle, limits = (
-            later[0] if later else [],
-            self.weight_ends[s : s + 1],
-            self.next_action,
-            self.idle_until,
-            self.forward_limits[s],
-        )
-        came, passed, returned, back = (
-            self.forward_ready[s],
-            self.forward_ready[s + 1],
-            self.backward_ready[s],
-            self.backward_ready[s + 1],
-        )
+        weight = later[0] if later else []
+        weights = self.weight_ends[s : s + 1]
+        acts = self.next_action
+        idle = self.idle_until
+        limits = self.forward_limits[s]
+        came = self.forward_ready[s]
+        passed = self.forward_ready[s + 1]
+        returned = self.backward_ready[s]
+        back = self.backward_ready[s + 1]
         finishes, before, behind = weights[0] if weights else [], s - 1, s + 1
         next_forward = next_backward = finished = 0
-        first, last = (
-            self.times[0][before],
-            [*self.times[1][behind % len(self.forward_limits)], NEVER_NS],
-        )  # of the stages beside
+        # of the stages beside
+        first = self.times[0][before]
+        last = [*self.times[1][behind % len(self.forward_limits)], NEVER_NS]
         limit, time = limits[0], (yield)
         now = time  # no stage starts a job before
         while True:

@@ -1,10 +1,9 @@
-"""What a critical pipeline's planner (`runtime/schedule/pipeline_order.py`) must know of a step: its
-micro-batches, and when upstream has what they need.
+"""What the planner of a critical pipeline (`pipeline_order`) must know about a step: its micro-batches, and
+estimates of when upstream sections deliver their inputs and finish their backwards.
 
-Upstream's times are guessed: each rank takes samples in the order in which they are wanted, and does all
-forwards before the first backward, as sections upstream of other ranks do; then backwards as they become
-possible. A sample passes the sections in the order of the graph, and back. What a section may hold
-(`in_flight`) and what was computed ahead are left out.
+The estimate assumes that each rank takes samples in the order in which they are wanted and runs all forwards
+before the first backward, as sections that feed other ranks do; then backwards as they become possible. A
+sample passes the sections in topological order, and back. In-flight limits and prefetched work are ignored.
 """
 
 from __future__ import annotations
@@ -28,51 +27,49 @@ from secc.runtime.schedule.pipeline_replica_sim import PipelineReplica
 
 
 def critical_pipeline_load(composer: MicroBatchComposer) -> tuple[PipelineLoad, list[SamplePositions]] | None:
-    """The critical section's micro-batches as the planner sees them, and the samples of each.
+    """Returns the critical section's micro-batches as the planner sees them, and the samples of each.
 
-    None where queues are not planned: without stages or backward, where it feeds other sections or shares
-    ranks with some, and where all replicas must run equally many micro-batches.
+    Returns None if orders are not planned: without stages or backward, if the section feeds others or shares
+    ranks, and under ZeRO-3, which needs equally many micro-batches on all replicas.
     """
     stages = composer.graph.pipeline_stages[composer.critical_section.name]
-    lots = list(chain.from_iterable(composer.assignment.critical_micro_batches))
-    if not lots or not _has_own_ranks(composer, stages):
+    micro_batches = list(chain.from_iterable(composer.assignment.critical_micro_batches))
+    if not micro_batches or not _has_own_ranks(composer, stages):
         return None
-    times = [composer.micro_batch_times(s, lots) for s in stages]
-    later = [weight_backward_times(s, backward) for s, (_, backward) in zip(stages, times, strict=True)]
-    first = [
-        list(map(int.__sub__, backward, weight)) for (_, backward), weight in zip(times, later, strict=True)
-    ]
-    kept, spaces = [composer.costs.saved_bytes(s, lots) for s in stages], [s.room_bytes for s in stages]
-    lane = PipelineReplica(
-        [f for f, _ in times],
-        first,
-        later if any(s.weight_permille for s in stages) else (),
-        [s.in_flight for s in stages],
-        kept,
-        spaces,
+    times = [composer.micro_batch_times(s, micro_batches) for s in stages]
+    weight = [weight_backward_times(s, backward) for s, (_, backward) in zip(stages, times, strict=True)]
+    replica = PipelineReplica(
+        forward_ns=[forward for forward, _ in times],
+        backward_ns=[list(map(int.__sub__, b, w)) for (_, b), w in zip(times, weight, strict=True)],
+        weight_ns=weight if any(s.weight_permille for s in stages) else (),
+        max_in_flight=[s.in_flight for s in stages],
+        saved_bytes=[composer.costs.saved_bytes(s, micro_batches) for s in stages],
+        byte_limits=[s.room_bytes for s in stages],
     )
-    size = [sum(ns) // len(stages) for ns in zip(*(map(int.__add__, f, b) for f, b in times), strict=True)]
-    owed, waves = composer.upstream_backward_ns[stages[0].name], composer.pattern_classes[stages[-1].name]
-    needs = [any(waves[composer.pattern_ids[p]] != INDEPENDENT for p in lot) for lot in lots]
-    upstream = _UpstreamEstimate(composer, stages, lots)
-    return PipelineLoad(
-        lane,
-        stages[0].mesh.dp,
-        size,
-        [max(owed[p] for p in lot) for lot in lots],
-        needs,
-        upstream.estimate_ready,
-        upstream.estimate_drained,
-    ), lots
+    stage_work = [map(int.__add__, forward, backward) for forward, backward in times]
+    owed, classes = composer.upstream_backward_ns[stages[0].name], composer.pattern_classes[stages[-1].name]
+    upstream = _UpstreamEstimate(composer, stages, micro_batches)
+    load = PipelineLoad(
+        replica=replica,
+        replica_count=stages[0].mesh.dp,
+        work_ns=[sum(ns) // len(stages) for ns in zip(*stage_work, strict=True)],
+        upstream_ns=[max(owed[p] for p in samples) for samples in micro_batches],
+        needs_upstream=[
+            any(classes[composer.pattern_ids[p]] != INDEPENDENT for p in samples) for samples in micro_batches
+        ],
+        estimate_ready=upstream.estimate_ready,
+        estimate_drained=upstream.estimate_drained,
+    )
+    return load, micro_batches
 
 
 def _has_own_ranks(composer: MicroBatchComposer, stages: Sequence[Section]) -> bool:
-    """Whether stages have ranks of their own, and pass nothing on."""
+    """Returns whether stages share no ranks, have a backward, and feed no other section."""
     names, ranks = {s.name for s in stages}, [r for s in stages for r in s.mesh.ranks]
-    others = {r for s in composer.plan.sections if s.name not in names for r in s.mesh.ranks}
-    apart = len(stages) > 1 and len(set(ranks)) == len(ranks) and others.isdisjoint(ranks)
+    other_ranks = {r for s in composer.plan.sections if s.name not in names for r in s.mesh.ranks}
+    disjoint = len(stages) > 1 and len(set(ranks)) == len(ranks) and other_ranks.isdisjoint(ranks)
     return (
-        apart
+        disjoint
         and owes_backward(stages[0])
         and not any(map(gathers_parameters, stages))
         and not any(e.src in names and e.dst not in names for e in composer.plan.edges)
@@ -80,8 +77,9 @@ def _has_own_ranks(composer: MicroBatchComposer, stages: Sequence[Section]) -> b
 
 
 class _SectionVisit(NamedTuple):
-    """A sample in a section upstream: its rank, its times, and the sections that it comes from and whose
-    backwards it waits for."""
+    """A sample in an upstream section: the rank, ns, the upstream sections that it comes from (`sources`) and
+    the ones that return a gradient (`gradient_sources`).
+    """
 
     section: str
     rank: int
@@ -92,68 +90,85 @@ class _SectionVisit(NamedTuple):
 
 
 class _UpstreamEstimate:
-    """The sections upstream of a pipeline, which of them feed it, and the ways of its micro-batches' samples
-    through them: `there` in the order of the graph, and `back`."""
+    """The paths of samples through the sections upstream of a pipeline.
+
+    `forward_paths` and `backward_paths` have, by micro-batch, one path of visits per sample, in topological
+    order and reversed. `feeding_sections` feed the pipeline directly; `forward_work` is what each rank does
+    before its first backward, in ns.
+    """
 
     def __init__(
-        self, composer: MicroBatchComposer, stages: Sequence[Section], lots: Sequence[SamplePositions]
+        self,
+        composer: MicroBatchComposer,
+        stages: Sequence[Section],
+        micro_batches: Sequence[SamplePositions],
     ) -> None:
-        graph, edges, self.micro_batch_count = composer.graph, composer.plan.edges, len(lots)
+        graph, edges, self.micro_batch_count = composer.graph, composer.plan.edges, len(micro_batches)
         names = graph.exclude_own_stages(
             stages[0].name, set().union(*(graph.ancestors[s.name] for s in stages))
         )
         sections = {s.name: s for s in composer.plan.sections}
         self.feeding_sections = {e.src for e in edges if e.dst in {s.name for s in stages}} & names
-        self.forward_work: dict[int, int] = {}  # the work that each rank does before its first backward
+        self.forward_work: dict[int, int] = {}
         visits: list[list[_SectionVisit]] = [[] for _ in range(composer.sample_count)]
         for s in (s for s in graph.topological_order if s.name in names):
             (forward, backward), ranks = composer.sample_times[s.name], replica_first_ranks(s)
-            for rank, dealt in zip(ranks, composer.assignment.samples_by_replica[s.name], strict=True):
+            for rank, rank_samples in zip(ranks, composer.assignment.samples_by_replica[s.name], strict=True):
                 self.forward_work[rank] = self.forward_work.get(rank, 0) + sum(
-                    map(forward.__getitem__, dealt)
+                    map(forward.__getitem__, rank_samples)
                 )
             sources = {e.src for e in edges if e.dst == s.name} & names
-            awaited = {e.dst for e in edges if e.src == s.name and returns_gradient(e, sections)} & names
+            gradient_sources = {
+                e.dst for e in edges if e.src == s.name and returns_gradient(e, sections)
+            } & names
             for replica, positions in enumerate(composer.assignment.samples_by_replica[s.name]):
                 for p in positions:
                     visits[p].append(
-                        _SectionVisit(s.name, ranks[replica], forward[p], backward[p], sources, awaited)
+                        _SectionVisit(
+                            s.name, ranks[replica], forward[p], backward[p], sources, gradient_sources
+                        )
                     )
-        there = {m: [way for p in lot if (way := visits[p])] for m, lot in enumerate(lots)}
-        back = {
-            m: [way for p in lot if (way := [v for v in reversed(visits[p]) if v.backward_ns])]
-            for m, lot in enumerate(lots)
+        forward_paths = {
+            m: [path for p in samples if (path := visits[p])] for m, samples in enumerate(micro_batches)
+        }
+        backward_paths = {
+            m: [path for p in samples if (path := [v for v in reversed(visits[p]) if v.backward_ns])]
+            for m, samples in enumerate(micro_batches)
         }
         self.forward_paths, self.backward_paths = (
-            {m: ways for m, ways in some.items() if ways} for some in (there, back)
+            {m: paths for m, paths in by_micro_batch.items() if paths}
+            for by_micro_batch in (forward_paths, backward_paths)
         )
 
-    def estimate_ready(self, wanted: Sequence[int]) -> list[int]:
-        """When each micro-batch has what it needs, if upstream takes them as they are wanted."""
+    def estimate_ready(self, wanted_starts: Sequence[int]) -> list[int]:
+        """Estimates when each micro-batch has its inputs, in ns, if upstream takes micro-batches by their
+        wanted start times.
+        """
         clock: dict[int, int] = {}
-        found = [0] * self.micro_batch_count
-        for m in sorted(self.forward_paths, key=wanted.__getitem__):
-            for way in self.forward_paths[m]:
-                done: dict[str, int] = {}
-                for v in way:
+        ready = [0] * self.micro_batch_count
+        for m in sorted(self.forward_paths, key=wanted_starts.__getitem__):
+            for path in self.forward_paths[m]:
+                section_ends: dict[str, int] = {}
+                for v in path:
                     start = clock.get(v.rank, 0)
                     for source in v.sources:
-                        start = max(start, done.get(source, 0))
-                    clock[v.rank] = done[v.section] = start + v.forward_ns
+                        start = max(start, section_ends.get(source, 0))
+                    clock[v.rank] = section_ends[v.section] = start + v.forward_ns
                     if v.section in self.feeding_sections:
-                        found[m] = max(found[m], done[v.section])
-        return found
+                        ready[m] = max(ready[m], section_ends[v.section])
+        return ready
 
-    def estimate_drained(self, backs: Sequence[int]) -> int:
-        """When upstream has done its backwards, if each micro-batch's come from the pipeline at these times;
-        the order hardly matters."""
+    def estimate_drained(self, arrivals: Sequence[int]) -> int:
+        """Estimates when upstream ends its last backward, given when each micro-batch's gradients arrive; the
+        order hardly matters.
+        """
         clock = self.forward_work.copy()
-        for m in sorted(self.backward_paths, key=backs.__getitem__):
-            for way in self.backward_paths[m]:
-                done: dict[str, int] = {}
-                for v in way:
-                    start = max(clock[v.rank], backs[m])
-                    for then in v.gradient_sources:
-                        start = max(start, done.get(then, 0))
-                    clock[v.rank] = done[v.section] = start + v.backward_ns
+        for m in sorted(self.backward_paths, key=arrivals.__getitem__):
+            for path in self.backward_paths[m]:
+                section_ends: dict[str, int] = {}
+                for v in path:
+                    start = max(clock[v.rank], arrivals[m])
+                    for source in v.gradient_sources:
+                        start = max(start, section_ends.get(source, 0))
+                    clock[v.rank] = section_ends[v.section] = start + v.backward_ns
         return max(clock.values(), default=0)

@@ -78,10 +78,8 @@ def _require(holds: bool) -> None:
 def _has_all_samples(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> bool:
     """Whether every active sample is in one micro-batch of each section, no other sample is, and
     micro-batches are as they should be."""
-    patterns, among_others = (
-        {s.pattern for s in samples},
-        schedule.own_samples is not None or bool(schedule.prefetched),
-    )
+    patterns = {s.pattern for s in samples}
+    among_others = schedule.own_samples is not None or bool(schedule.prefetched)
     able = find_prefetchable_sections(plan, SectionGraph(plan)) if among_others else []
     for section in plan.sections:
         micros, on = schedule.micro_batches[section.name], {p: is_active(section.when, p) for p in patterns}
@@ -110,10 +108,8 @@ def _prefetches_correctly(
 ) -> bool:
     """Whether a section computes micro-batches in another step than their own only if it is able to, and
     later samples once."""
-    micros, computed = (
-        schedule.micro_batches[section.name],
-        schedule.prefetched.get(section.name, frozenset()),
-    )
+    micros = schedule.micro_batches[section.name]
+    computed = schedule.prefetched.get(section.name, frozenset())
     later = [m for m in micros if schedule.is_of_next_batch(m)]
     held = [p for m in later for p in m.samples]
     if not held and not computed:
@@ -125,7 +121,6 @@ def _prefetches_correctly(
 
 
 # -- instructions as numbers
-# ------------------------------------------------------------------------------------------------------
 
 
 _NO_MESSAGE_VALUES = {
@@ -183,7 +178,6 @@ class _LinkColumns(NamedTuple):
 
 
 # -- the check
-# --------------------------------------------------------------------------------------------------------------------
 
 
 class _FastCheck:
@@ -197,10 +191,8 @@ class _FastCheck:
         self.section_tasks: dict[str, _SectionTasks] = {}
         self.task_count = 0
         for s in plan.sections:
-            micros, ranks = (
-                schedule.micro_batches[s.name],
-                torch.tensor(ranks_by_replica(s), dtype=torch.int64),
-            )
+            micros = schedule.micro_batches[s.name]
+            ranks = torch.tensor(ranks_by_replica(s), dtype=torch.int64)
             starts = {
                 INSTRUCTION_KINDS.index(kind): self.task_count + k * len(micros) * ranks.shape[1]
                 for k, kind in enumerate(compute_kinds(s))
@@ -283,7 +275,6 @@ class _FastCheck:
         )
 
     # -- messages
-    # -----------------------------------------------------------------------------------------------------------------
 
     def check_messages(self) -> tuple[Tensor, Tensor, Tensor]:
         """Each message is sent behind what makes it and received before what uses it, in the order of its
@@ -357,10 +348,8 @@ class _FastCheck:
         """Where the messages are sent, or received; each must be, once and by its rank, and no other."""
         at = (self.columns.kind == kind).nonzero()[:, 0]
         rows = self.columns.take_rows(at)
-        ways, most = (
-            2 * len(self.plan.edges),
-            max((len(own.replica) for own in self.section_tasks.values()), default=0),
-        )
+        ways = 2 * len(self.plan.edges)
+        most = max((len(own.replica) for own in self.section_tasks.values()), default=0)
         _require(len(at) == len(links.edge_direction) and _columns_equal(rows, **_NO_COMPUTATION_VALUES))
         _require(
             _is_in_range(rows.edge, ways)
@@ -391,7 +380,6 @@ class _FastCheck:
         return place
 
     # -- running
-    # ------------------------------------------------------------------------------------------------------------------
 
     def check_progress(self, received: Tensor, senders: Tensor, sent: Tensor) -> None:
         """Whether no rank waits for ever: at a receive, at a reduction, or at what several ranks compute

@@ -101,7 +101,6 @@ class ScheduleChecker:
         ] = {}  # STEP apart, an instruction stands once in a program
 
     # -- which samples
-    # ------------------------------------------------------------------------------------------------------------
 
     def check_micro_batches(self) -> None:
         """Every active sample is in exactly one micro-batch of each section, and no other sample is."""
@@ -165,7 +164,6 @@ class ScheduleChecker:
             )
 
     # -- which instructions
-    # -------------------------------------------------------------------------------------------------------
 
     def check_instructions(self) -> None:
         """Every instruction that the micro-batches call for stands once, on its rank, and no other; every
@@ -230,7 +228,6 @@ class ScheduleChecker:
                 yield _place_receive(link)
 
     # -- in which order
-    # -----------------------------------------------------------------------------------------------------------
 
     def check_order(self) -> None:
         """On every rank, what makes data stands before what uses it."""
@@ -257,10 +254,8 @@ class ScheduleChecker:
         edges = {e.name: e for e in self.plan.edges}
         for link in self.links:
             edge = edges[link.edge]
-            source, target = (
-                self.schedule.micro_batches[edge.src][link.src],
-                self.schedule.micro_batches[edge.dst][link.dst],
-            )
+            source = self.schedule.micro_batches[edge.src][link.src]
+            target = self.schedule.micro_batches[edge.dst][link.dst]
             ends = (
                 (("F", source), ("F", target)) if link.direction == "fwd" else (("B", target), ("B", source))
             )
@@ -291,7 +286,6 @@ class ScheduleChecker:
                     )
 
     # -- whether it ends
-    # ----------------------------------------------------------------------------------------------------------
 
     def check_deadlock(self, strict: bool) -> None:
         """Run the programs; every rank must reach its end."""

@@ -45,10 +45,8 @@ def collective_points(
 ) -> BlockingPoints:
     """What several ranks compute together: replicas of several ranks, and those that gather. Groups are
     numbered from `first` on."""
-    found, rounds_of = (
-        [BlockingPoints.for_groups(int_tensor(()), int_tensor(()))],
-        gather_rounds(sections, micro_batches),
-    )
+    found = [BlockingPoints.for_groups(int_tensor(()), int_tensor(()))]
+    rounds_of = gather_rounds(sections, micro_batches)
     for i, s in enumerate(sections):
         if s.mesh.tp == 1 and not gathers_parameters(s):
             continue
