@@ -31,9 +31,11 @@ class WorkerPool:
 
     def __init__(self, work: Callable[..., Any], count: int, name: str, held: int) -> None:
         context = multiprocessing.get_context("fork")
-        self._max_requests = held
-        self._request_counts = dict[Connection, int]()
-        self._processes = dict[Connection, Any]()
+        self._max_requests, self._request_counts, self._processes = (
+            held,
+            dict[Connection, int](),
+            dict[Connection, Any](),
+        )
         for _ in range(count):
             pipe, far_end = context.Pipe()
             process = context.Process(

@@ -169,7 +169,8 @@ class _ProgramEmitter(NamedTuple):
             src, dst = self.task_ranges[edge.src], self.task_ranges[edge.dst]
             if not (pairs := messages[edge.name]):
                 continue
-            micros = src_micro, dst_micro = tuple(map(int_tensor, zip(*pairs, strict=True)))
+            src_micro, dst_micro = map(int_tensor, zip(*pairs, strict=True))
+            micros = src_micro, dst_micro
             a, b = replica[edge.src][src_micro], replica[edge.dst][dst_micro]
             if returns_gradient(edge, sections):
                 places = (place[dst.backward_start + dst_micro], place[src.backward_start + src_micro])

@@ -1,30 +1,28 @@
-"""The queues of a pipeline's replicas: which micro-batches each replica takes, and in which order.
+"""Plans the orders of a pipeline's replicas: which micro-batches each replica takes, and in which order.
 
-With stages, balanced replicas do not end together. While a long micro-batch passes one stage after another
-the others run dry, and the replica loses up to several times its length. So the longest are not spread: each
-replica in turn takes a run of the longest ones left, up to a *share* of the work it is to have, and short
-ones fill the replicas up. Few replicas then lose much, and get less work.
+With stages, balanced replicas do not end together. While a long micro-batch passes one stage after another,
+the other stages run dry, and the replica loses up to several times its length. So the longest micro-batches
+are not spread: each replica in turn takes a run of the longest ones left, up to a share of the work that it
+aims at, and short ones fill the replicas up. Few replicas then lose much time, and get less work.
 
-1. *Aims*. Each replica aims at an amount of work. What it loses is guessed from its longest micro-batch
-  first, then read off a
-   simulation of it alone (`lane`), with as many rounds as the step is worth; who loses more gets less, so
-   that all end together.
-2. *Shapes*. A queue rises from short to long and falls again: short ones fill the pipeline soon and drain it
-  soon, and around the long
-   ones there is something to do on all stages. What needs nothing upstream stands at both ends, two of it
-   (`pyramid`) or all (`sandwich`). Each replica takes the shape that ends first.
-3. *Upstream* takes samples in the order in which the first stages would start them if they were there. The
-  first stages keep to their
-   queues, so that replicas alone and upstream's times (`upstream`) tell when the step ends.
-4. *Moves*. What the step is still worth goes into other manners of planning, and into changes of the queue
-  that ends last: another place
-   for one of its micro-batches, or another replica; or of that which upstream waits for, where upstream ends
-   last. Where it is worth many tries, they change any queue, and upstream's order with it (`search`).
+1. *Aims*. Each replica aims at an amount of work. Its lost time is guessed from its longest micro-batch
+   first, then read off a simulation of the replica alone (`pipeline_replica_sim`), in as many rounds as the
+   step is worth. Replicas that lose more get less work, so that all end together.
+2. *Shapes*. An order rises from short to long and falls again: short ones fill and drain the pipeline fast,
+   and next to the long ones there is work on all stages. Micro-batches that need nothing upstream stand at
+   both ends, two of them (`pyramid_order`) or all (`sandwich_order`). Each replica takes the shape that ends
+   first.
+3. *Upstream* takes samples in the order in which the first stages would start them if all inputs were ready.
+   The first stages keep to their orders, so the simulations of the replicas and the estimate of upstream
+   (`upstream_estimate`) tell when the step ends.
+4. *Moves*. The time that the step is still worth goes into other strategies, and into moves of a micro-batch
+   within the order that ends last or to another replica (or, where upstream ends last, of the micro-batch
+   that upstream waits for). With many tries, any order may change, and upstream's order with it
+   (`search_orders`).
 
-All of it is integers, a fixed seed and counted tries, so every rank finds the same. Where it loses: eight
-stages with fewer than 64 micro-batches a replica, where the longest chains leave stages idle whatever comes
-before and behind; stages that share ranks with other sections are not ordered by this, nor pipelines that
-feed other ranks.
+All arithmetic is on integers with a fixed seed and counted tries, so every rank finds the same orders.
+Limits: eight stages with fewer than 64 micro-batches per replica, where the longest chains leave stages idle
+in any order. Pipelines that share ranks with other sections, or feed some, are not planned.
 """
 
 from __future__ import annotations
@@ -40,23 +38,24 @@ from secc.runtime.schedule.pipeline_replica_sim import PipelineReplica, ReplicaT
 
 MicroBatchOrder = list[int]
 OrderShape = Callable[[Sequence[int], "PipelineLoad"], MicroBatchOrder]
-PYRAMID_END_COUNT = 2  # micro-batches that need nothing upstream at each end of a pyramid
-MOVES_PER_REPLICA = 8  # tries for each replica
-ORDER_SEARCH_PATIENCE = 300  # tries without a gain after which there is little hope
-MAX_SIMULATED_REPLICAS = 16  # replicas; of more, this many are simulated in the first round
-AIM_GUESS_ROUNDS = 2  # rounds of dealing by what replicas are guessed to lose
-SMALL_LOSS_DIVISOR = 50  # a replica that loses one part in so many of its work, or less, keeps its shape
-STEEP_RISING_PERMILLE = 650  # permille of the micro-batches that rise before a long one
+PYRAMID_END_COUNT = 2  # micro-batches without upstream inputs at each end of a pyramid
+MOVES_PER_REPLICA = 8  # moves tried by `improve_last_order` for each replica
+ORDER_SEARCH_PATIENCE = 300  # tries without a gain before giving up
+MAX_SIMULATED_REPLICAS = 16  # if there are more, only this many are simulated in the first round
+AIM_GUESS_ROUNDS = 2  # rounds of assignment by guessed lost time
+SMALL_LOSS_DIVISOR = 50  # a replica that loses at most 1/50 of its work keeps its shape
+STEEP_RISING_PERMILLE = 650  # micro-batches before the longest one in `steep_order`
 
 
 @dataclass(frozen=True)
 class PipelineLoad:
-    """The micro-batches of a pipeline with so many replicas, and its stages.
+    """The micro-batches of a pipeline with `replica_count` replicas.
 
-    `size`: work on a stage, the mean of all; `owes`: what upstream has to do after a backward, both in ns.
-    `needs`: whether upstream has to make something for it; `ready` guesses when that is there, if upstream
-    takes them in the order of the times that it is given, and `drained` when upstream has ended, of when the
-    first stage ends each backward.
+    By micro-batch: `work_ns` is its mean work on a stage, `upstream_ns` the upstream backward time after its
+    own backward, `needs_upstream` whether it has inputs from other sections. `estimate_ready(starts)`
+    estimates when the inputs of each micro-batch are ready if upstream takes them by these start times, and
+    `estimate_drained(ends)` when upstream ends, given the ends of the first stage's backwards. `simulated`
+    caches `simulate_all_ready`.
     """
 
     replica: PipelineReplica
@@ -70,98 +69,113 @@ class PipelineLoad:
         init=False, repr=False, compare=False, default_factory=dict[tuple[int, ...], ReplicaTimeline]
     )
 
-    def end_with_upstream(self, queue: MicroBatchOrder, passage: ReplicaTimeline) -> int:
-        """When the queue's replica, and what upstream then owes, have ended."""
+    def end_with_upstream(self, order: MicroBatchOrder, timeline: ReplicaTimeline) -> int:
+        """Returns when a replica ends, including the upstream backwards that follow its own."""
         return max(
             [
-                passage.end,
-                *(back + self.upstream_ns[m] for back, m in zip(passage.backward_ends, queue, strict=True)),
+                timeline.end,
+                *(end + self.upstream_ns[m] for end, m in zip(timeline.backward_ends, order, strict=True)),
             ]
         )
 
     def simulate_all_ready(
-        self, queues: Sequence[MicroBatchOrder]
+        self, orders: Sequence[MicroBatchOrder]
     ) -> tuple[list[ReplicaTimeline], list[int]]:
-        """The queues' passages if upstream had everything, and when the first stages then start each
-        micro-batch."""
-        wanted = [0] * len(self.work_ns)
-        passages = [self._simulate_cached(queue, wanted) for queue in queues]
-        for queue, passage in zip(queues, passages, strict=True):
-            for m, start in zip(queue, passage.starts, strict=True):
-                wanted[m] = start
-        return passages, wanted
+        """Simulates the replicas as if all inputs were ready; returns their timelines and the start of each
+        micro-batch.
+        """
+        starts = [0] * len(self.work_ns)
+        timelines = [self._simulate_cached(order, starts) for order in orders]
+        for order, timeline in zip(orders, timelines, strict=True):
+            for m, start in zip(order, timeline.starts, strict=True):
+                starts[m] = start
+        return timelines, starts
 
-    def _simulate_cached(self, queue: MicroBatchOrder, ready: Sequence[int]) -> ReplicaTimeline:
-        """The queue's passage if upstream had everything: many plans have the same one for some replica."""
-        key = tuple(queue)
+    def _simulate_cached(self, order: MicroBatchOrder, ready: Sequence[int]) -> ReplicaTimeline:
+        """Simulates a replica with all inputs ready; many plans share the order of some replica."""
+        key = tuple(order)
         if key not in self.simulated:
-            self.simulated[key] = self.replica.simulate(queue, ready)
+            self.simulated[key] = self.replica.simulate(order, ready)
         return self.simulated[key]
 
 
-# -- dealing
+# -- assignment
 
 
-def assign_by_aims(size: Sequence[int], aims: Sequence[int], share: int) -> list[list[int]]:
-    """The micro-batches of each replica: a run of the longest up to `share` permille of its aim, then what
-    fills it up."""
-    order = sorted(range(len(size)), key=size.__getitem__, reverse=True)
-    dealt: list[list[int]] = [[] for _ in aims]
+def assign_by_aims(work_ns: Sequence[int], aims: Sequence[int], share: int) -> list[list[int]]:
+    """Assigns micro-batches to replicas: first a run of the longest up to `share` permille of the replica's
+    aim, then others, each to the replica farthest below its aim.
+    """
+    order = sorted(range(len(work_ns)), key=work_ns.__getitem__, reverse=True)
+    by_replica: list[list[int]] = [[] for _ in aims]
     heap: list[tuple[int, int]] = []
-    first = 0
+    next_longest = 0
     for replica, aim in enumerate(aims):
         load = 0
-        while first < len(order) and 1000 * (load + size[order[first]]) <= share * aim:
-            load += size[order[first]]
-            dealt[replica].append(order[first])
-            first += 1
+        while next_longest < len(order) and 1000 * (load + work_ns[order[next_longest]]) <= share * aim:
+            load += work_ns[order[next_longest]]
+            by_replica[replica].append(order[next_longest])
+            next_longest += 1
         heap.append((load - aim, replica))
     heapify(heap)
-    for m in order[first:]:
+    for m in order[next_longest:]:
         load, replica = heap[0]
-        heapreplace(heap, (load + size[m], replica))
-        dealt[replica].append(m)
-    return dealt
+        heapreplace(heap, (load + work_ns[m], replica))
+        by_replica[replica].append(m)
+    return by_replica
 
 
 def estimate_pipeline_loss(longest: int, stages: int, aim: int) -> int:
-    """What a replica with this longest micro-batch loses: fitted to simulations of up to eight stages."""
+    """Estimates the time that a replica with this longest micro-batch loses, in ns.
+
+    Fitted to simulations of up to eight stages.
+    """
     return max(0, 22 * (stages - 1) * longest // 3 - 3 * aim) // 10
 
 
 # -- shapes
 
 
-def pyramid_order(dealt: Sequence[int], load: PipelineLoad, rising: int = 500) -> MicroBatchOrder:
-    """Rising, then falling, with `rising` permille of the micro-batches before the longest."""
-    order = sorted(dealt, key=lambda m: (load.work_ns[m], m))
+def pyramid_order(micro_batches: Sequence[int], load: PipelineLoad, rising: int = 500) -> MicroBatchOrder:
+    """Returns the order that rises and then falls, with `rising` permille of the micro-batches before the
+    longest.
+    """
+    order = sorted(micro_batches, key=lambda m: (load.work_ns[m], m))
     ends = [m for m in order if not load.needs_upstream[m]][: 2 * PYRAMID_END_COUNT]
-    up, down, turn, apart = list[int](), list[int](), 0, set(ends)
-    for m in order if not ends else [m for m in order if m not in apart]:
-        turn += rising
-        (up if turn >= 1000 else down).append(m)
-        turn %= 1000
+    up, down, permille, at_ends = list[int](), list[int](), 0, set(ends)
+    for m in order if not ends else [m for m in order if m not in at_ends]:
+        permille += rising
+        (up if permille >= 1000 else down).append(m)
+        permille %= 1000
     return [*ends[0::2], *up, *reversed(down), *reversed(ends[1::2])]
 
 
-def steep_order(dealt: Sequence[int], load: PipelineLoad) -> MicroBatchOrder:
-    """A pyramid with more before its longest."""
-    return pyramid_order(dealt, load, STEEP_RISING_PERMILLE)
+def steep_order(micro_batches: Sequence[int], load: PipelineLoad) -> MicroBatchOrder:
+    """Returns a pyramid with more micro-batches before the longest."""
+    return pyramid_order(micro_batches, load, STEEP_RISING_PERMILLE)
 
 
-def sandwich_order(dealt: Sequence[int], load: PipelineLoad) -> MicroBatchOrder:
-    """What needs upstream rises and falls in the middle, what does not rises before it and falls behind."""
-    order = sorted(dealt, key=lambda m: (load.work_ns[m], m))
-    free, needy = ([m for m in order if load.needs_upstream[m] == wanted] for wanted in (False, True))
-    return [*free[0::2], *needy[0::2], *reversed(needy[1::2]), *reversed(free[1::2])]
+def sandwich_order(micro_batches: Sequence[int], load: PipelineLoad) -> MicroBatchOrder:
+    """Returns the order in which micro-batches with upstream inputs rise and fall in the middle; the others
+    rise before and fall after them.
+    """
+    order = sorted(micro_batches, key=lambda m: (load.work_ns[m], m))
+    independent, dependent = (
+        [m for m in order if load.needs_upstream[m] == needs] for needs in (False, True)
+    )
+    return [*independent[0::2], *dependent[0::2], *reversed(dependent[1::2]), *reversed(independent[1::2])]
 
 
 ORDER_SHAPES: tuple[OrderShape, ...] = (pyramid_order, steep_order, sandwich_order)
 
 
 class OrderStrategy(NamedTuple):
-    """How queues are planned: the permille of a replica's aim that a run of the longest takes, in how many
-    rounds, of which shapes, and whether what is late may give its turn to what is there."""
+    """How orders are planned.
+
+    `longest_permille`: share of a replica's aim that its run of longest micro-batches takes. `rounds`: how
+    often aims are corrected. `shapes`: shapes to try. `yields_late`: whether a late micro-batch may let the
+    next ready one pass.
+    """
 
     longest_permille: int
     rounds: int
@@ -183,9 +197,12 @@ OTHER_STRATEGIES = (
 
 @dataclass
 class PipelineOrders:
-    """Queues, their passages by the simulation of each replica alone, when they end, when micro-batches are
-    wanted, when upstream has them, when the first stage ends the backward of each, and when upstream then
-    ends."""
+    """Orders of all replicas with their timelines, simulated one by one; times in ns.
+
+    `ends`: by replica, including upstream backwards. By micro-batch: `wanted_starts` with all inputs ready,
+    `ready` (estimated inputs), `backward_ends` on the first stage. `upstream_end`: when upstream ends its
+    backwards.
+    """
 
     orders: list[MicroBatchOrder]
     timelines: list[ReplicaTimeline]
@@ -197,208 +214,241 @@ class PipelineOrders:
 
     @property
     def end(self) -> int:
-        """When all have ended."""
+        """When all replicas and upstream have ended, in ns."""
         return max(self.upstream_end, *self.ends)
 
     def set_order(
-        self, load: PipelineLoad, replica: int, queue: MicroBatchOrder, passage: ReplicaTimeline
+        self, load: PipelineLoad, replica: int, order: MicroBatchOrder, timeline: ReplicaTimeline
     ) -> None:
-        """Give a replica this queue, whose passage is known."""
-        self.orders[replica] = queue
-        self.timelines[replica] = passage
-        self.ends[replica] = load.end_with_upstream(queue, passage)
-        for m, back in zip(queue, passage.backward_ends, strict=True):
-            self.backward_ends[m] = back
+        """Gives a replica this order, with its simulated timeline."""
+        self.orders[replica] = order
+        self.timelines[replica] = timeline
+        self.ends[replica] = load.end_with_upstream(order, timeline)
+        for m, end in zip(order, timeline.backward_ends, strict=True):
+            self.backward_ends[m] = end
 
-    def try_order(self, load: PipelineLoad, replica: int, queue: MicroBatchOrder) -> bool:
-        """Give a replica this queue if it then ends sooner."""
-        passage = load.replica.simulate(queue, self.ready)
-        if better := load.end_with_upstream(queue, passage) < self.ends[replica]:
-            self.set_order(load, replica, queue, passage)
-        return better
+    def try_order(self, load: PipelineLoad, replica: int, order: MicroBatchOrder) -> bool:
+        """Gives a replica this order if it then ends sooner, and returns whether it does."""
+        timeline = load.replica.simulate(order, self.ready)
+        if is_shorter := load.end_with_upstream(order, timeline) < self.ends[replica]:
+            self.set_order(load, replica, order, timeline)
+        return is_shorter
 
 
-def plan_orders(load: PipelineLoad, manner: OrderStrategy) -> PipelineOrders:
-    """The best of the manner's rounds, each of which aims at what the one before it lost."""
-    aims = _guess_aims(load, manner.longest_permille)
-    first, *others = manner.shapes
+def plan_orders(load: PipelineLoad, strategy: OrderStrategy) -> PipelineOrders:
+    """Returns the best orders of a strategy's rounds; each round corrects the aims by the last one's lost
+    time.
+    """
+    aims = _guess_aims(load, strategy.longest_permille)
+    first, *others = strategy.shapes
     shapes = [first] * load.replica_count
     best: PipelineOrders | None = None
     if load.replica_count > MAX_SIMULATED_REPLICAS:
-        dealt = assign_by_aims(load.work_ns, aims, manner.longest_permille)
-        aims = _equalize_ends(*_interpolate_ends(load, [first(some, load) for some in dealt]))
-    for r in range(manner.rounds - (load.replica_count > MAX_SIMULATED_REPLICAS)):
-        dealt = assign_by_aims(load.work_ns, aims, manner.longest_permille)
-        found = _shape_orders(load, dealt, shapes, others if r == 0 else (), manner.yields_late)
-        best = found if best is None or found.end < best.end else best
-        aims = _equalize_ends(found.ends, [sum(map(load.work_ns.__getitem__, some)) for some in dealt])
+        assigned = assign_by_aims(load.work_ns, aims, strategy.longest_permille)
+        aims = _equalize_ends(
+            *_interpolate_ends(load, [first(micro_batches, load) for micro_batches in assigned])
+        )
+    for round_index in range(strategy.rounds - (load.replica_count > MAX_SIMULATED_REPLICAS)):
+        assigned = assign_by_aims(load.work_ns, aims, strategy.longest_permille)
+        orders = _shape_orders(
+            load, assigned, shapes, others if round_index == 0 else (), strategy.yields_late
+        )
+        best = orders if best is None or orders.end < best.end else best
+        aims = _equalize_ends(
+            orders.ends, [sum(map(load.work_ns.__getitem__, micro_batches)) for micro_batches in assigned]
+        )
     assert best is not None
     return best
 
 
-def _interpolate_ends(load: PipelineLoad, queues: Sequence[MicroBatchOrder]) -> tuple[list[int], list[int]]:
-    """When replicas end, and their work, if upstream had everything: some are simulated. Neighbours were
-    dealt alike, so those between two of these lose what lies between."""
-    work = [sum(map(load.work_ns.__getitem__, queue)) for queue in queues]
-    places = [i * (len(queues) - 1) // (MAX_SIMULATED_REPLICAS - 1) for i in range(MAX_SIMULATED_REPLICAS)]
-    there = [0] * len(load.work_ns)
-    losses = [load.replica.simulate(queues[i], there).end - work[i] for i in places]
+def _interpolate_ends(load: PipelineLoad, orders: Sequence[MicroBatchOrder]) -> tuple[list[int], list[int]]:
+    """Returns when replicas end with all inputs ready, and their work, in ns.
+
+    A sample of the replicas is simulated. Neighbours have similar micro-batches, so the lost time of the
+    replicas between two simulated ones is interpolated.
+    """
+    work = [sum(map(load.work_ns.__getitem__, order)) for order in orders]
+    sampled = [i * (len(orders) - 1) // (MAX_SIMULATED_REPLICAS - 1) for i in range(MAX_SIMULATED_REPLICAS)]
+    all_ready = [0] * len(load.work_ns)
+    losses = [load.replica.simulate(orders[i], all_ready).end - work[i] for i in sampled]
     ends = work.copy()
-    for (a, before), (b, then) in pairwise(zip(places, losses, strict=True)):
+    for (a, loss_before), (b, loss_after) in pairwise(zip(sampled, losses, strict=True)):
         for i in range(a, b + 1):
-            ends[i] = work[i] + before + (then - before) * (i - a) // (b - a)
+            ends[i] = work[i] + loss_before + (loss_after - loss_before) * (i - a) // (b - a)
     return ends, work
 
 
 def _guess_aims(load: PipelineLoad, share: int) -> list[int]:
+    """Returns the aims of all replicas, with lost time guessed from their longest micro-batches."""
     aims = [sum(load.work_ns) // load.replica_count] * load.replica_count
     for _ in range(AIM_GUESS_ROUNDS):
-        dealt = assign_by_aims(load.work_ns, aims, share)
-        work = [sum(map(load.work_ns.__getitem__, some)) for some in dealt]
-        longest = [max(map(load.work_ns.__getitem__, some), default=0) for some in dealt]
+        assigned = assign_by_aims(load.work_ns, aims, share)
+        work = [sum(map(load.work_ns.__getitem__, micro_batches)) for micro_batches in assigned]
+        longest = [max(map(load.work_ns.__getitem__, micro_batches), default=0) for micro_batches in assigned]
         loss = [
-            estimate_pipeline_loss(most, len(load.replica.forward_ns), sum(work) // load.replica_count)
-            for most in longest
+            estimate_pipeline_loss(
+                work_of_longest, len(load.replica.forward_ns), sum(work) // load.replica_count
+            )
+            for work_of_longest in longest
         ]
         aims = _equalize_ends(list(map(int.__add__, work, loss)), work)
     return aims
 
 
 def _equalize_ends(ends: Sequence[int], work: Sequence[int]) -> list[int]:
-    """What replicas that lose as much as now should do, to end together."""
+    """Returns the work that lets all replicas end together if each loses as much time as now."""
     mean = sum(ends) // len(ends)
-    return [max(0, mean - end + own) for end, own in zip(ends, work, strict=True)]
+    return [max(0, mean - end + replica_work) for end, replica_work in zip(ends, work, strict=True)]
 
 
 def _shape_orders(
     load: PipelineLoad,
-    dealt: Sequence[Sequence[int]],
+    assigned: Sequence[Sequence[int]],
     shapes: list[OrderShape],
     tried: Sequence[OrderShape],
-    yields: bool,
+    lets_pass: bool,
 ) -> PipelineOrders:
-    """Queues of what was dealt. Each replica that loses much takes the shape of `tried` that ends first,
-    which changes `shapes`.
+    """Orders the micro-batches of each replica, simulates them, and estimates upstream.
 
-    One that waits for upstream may take the queue in which turns are given away (`yields`), which mostly ends
-    sooner: the one in which they are not is looked at where it decides when the step ends.
+    A replica that loses much takes the shape of `tried` that ends first; this changes `shapes`. With
+    `yields`, a replica that waits for upstream lets ready micro-batches pass late ones, which mostly ends
+    sooner. For replicas that decide the end of the step, the order without that is tried as well.
     """
-    queues = [shape(some, load) for shape, some in zip(shapes, dealt, strict=True)]
-    passages, wanted = load.simulate_all_ready(queues)
-    found = PipelineOrders(
-        queues.copy(), passages, [0] * len(queues), wanted, load.estimate_ready(wanted), [0] * len(wanted)
+    initial = [shape(micro_batches, load) for shape, micro_batches in zip(shapes, assigned, strict=True)]
+    timelines, starts = load.simulate_all_ready(initial)
+    orders = PipelineOrders(
+        initial.copy(), timelines, [0] * len(initial), starts, load.estimate_ready(starts), [0] * len(starts)
     )
     yielding = set[int]()
-    for replica, (queue, passage) in enumerate(zip(queues, passages.copy(), strict=True)):
-        if any(found.ready[m] > start for m, start in zip(queue, passage.starts, strict=True)):
-            other = _yield_late(queue, passage.starts, found.ready) if yields else queue
-            passage = load.replica.simulate(other, found.ready)
-            yielding |= {replica} if other != queue else set()
-            found.set_order(load, replica, other, passage)
+    for replica, (order, timeline) in enumerate(zip(initial, timelines.copy(), strict=True)):
+        if any(orders.ready[m] > start for m, start in zip(order, timeline.starts, strict=True)):
+            yielding_order = _yield_late(order, timeline.starts, orders.ready) if lets_pass else order
+            timeline = load.replica.simulate(yielding_order, orders.ready)
+            yielding |= {replica} if yielding_order != order else set()
+            orders.set_order(load, replica, yielding_order, timeline)
         else:
-            found.set_order(load, replica, queue, passage)
-        work = sum(map(load.work_ns.__getitem__, queue))
-        for shape in tried if found.ends[replica] > work + work // SMALL_LOSS_DIVISOR else ():
-            if found.try_order(load, replica, shape(queue, load)):
+            orders.set_order(load, replica, order, timeline)
+        work = sum(map(load.work_ns.__getitem__, order))
+        for shape in tried if orders.ends[replica] > work + work // SMALL_LOSS_DIVISOR else ():
+            if orders.try_order(load, replica, shape(order, load)):
                 shapes[replica] = shape
-    while (last := max(range(len(queues)), key=found.ends.__getitem__)) in yielding:
+    while (last := max(range(len(initial)), key=orders.ends.__getitem__)) in yielding:
         yielding.remove(last)
-        found.try_order(load, last, queues[last])
-    found.upstream_end = load.estimate_drained(found.backward_ends)
-    return found
+        orders.try_order(load, last, initial[last])
+    orders.upstream_end = load.estimate_drained(orders.backward_ends)
+    return orders
 
 
-def _evaluate_orders(load: PipelineLoad, queues: Sequence[MicroBatchOrder]) -> PipelineOrders:
-    """These queues, if upstream takes micro-batches as they are wanted in them."""
-    passages, wanted = load.simulate_all_ready(queues)
-    found = PipelineOrders(
-        [*queues], passages, [0] * len(queues), wanted, load.estimate_ready(wanted), [0] * len(wanted)
+def _evaluate_orders(load: PipelineLoad, orders: Sequence[MicroBatchOrder]) -> PipelineOrders:
+    """Simulates these orders, with upstream taking micro-batches by the starts that they imply."""
+    timelines, starts = load.simulate_all_ready(orders)
+    evaluated = PipelineOrders(
+        [*orders], timelines, [0] * len(orders), starts, load.estimate_ready(starts), [0] * len(starts)
     )
-    for replica, (queue, passage) in enumerate(zip(queues, passages.copy(), strict=True)):
-        late = any(found.ready[m] > start for m, start in zip(queue, passage.starts, strict=True))
-        found.set_order(load, replica, queue, load.replica.simulate(queue, found.ready) if late else passage)
-    found.upstream_end = load.estimate_drained(found.backward_ends)
-    return found
+    for replica, (order, timeline) in enumerate(zip(orders, timelines.copy(), strict=True)):
+        has_late_inputs = any(
+            evaluated.ready[m] > start for m, start in zip(order, timeline.starts, strict=True)
+        )
+        evaluated.set_order(
+            load,
+            replica,
+            order,
+            load.replica.simulate(order, evaluated.ready) if has_late_inputs else timeline,
+        )
+    evaluated.upstream_end = load.estimate_drained(evaluated.backward_ends)
+    return evaluated
 
 
-def _yield_late(queue: MicroBatchOrder, starts: Sequence[int], ready: Sequence[int]) -> MicroBatchOrder:
-    """The queue in which what is not there when its turn comes gives that to the next one that is."""
-    left, found = queue.copy(), list[int]()
+def _yield_late(order: MicroBatchOrder, starts: Sequence[int], ready: Sequence[int]) -> MicroBatchOrder:
+    """Returns the order in which a micro-batch that is late for its start lets the next ready one pass."""
+    remaining, reordered = order.copy(), list[int]()
     for start in starts:
-        m = next((m for m in left if ready[m] <= start), None)
-        m = min(left, key=ready.__getitem__) if m is None else m
-        left.remove(m)
-        found.append(m)
-    return found
+        m = next((m for m in remaining if ready[m] <= start), None)
+        m = min(remaining, key=ready.__getitem__) if m is None else m
+        remaining.remove(m)
+        reordered.append(m)
+    return reordered
 
 
 # -- moves
 
 
-def improve_last_order(load: PipelineLoad, plan: PipelineOrders) -> PipelineOrders:
-    """The plan after some tries to make the queue shorter that ends last, or upstream if that does;
-    upstream's order stays as it is."""
-    draw = random.Random(0)
-    for _ in range(MOVES_PER_REPLICA * load.replica_count):
-        found = _move_micro_batch(load, plan, draw)
-        plan = found if found.end <= plan.end else plan
-    return plan
+def improve_last_order(load: PipelineLoad, best: PipelineOrders) -> PipelineOrders:
+    """Tries moves that shorten the order that ends last, or upstream if that ends last; returns the best
+    orders.
 
-
-def _move_micro_batch(load: PipelineLoad, plan: PipelineOrders, draw: random.Random) -> PipelineOrders:
-    """The plan with another place for one micro-batch of the queue that ends last, or for the last one that
-    upstream waits for."""
-    ends, owing = plan.ends.__getitem__, [m for m, ns in enumerate(load.upstream_ns) if ns]
-    source = max(range(load.replica_count), key=ends)
-    if plan.upstream_end >= plan.end and owing:
-        m = max(owing, key=plan.backward_ends.__getitem__)
-        source = next(replica for replica, queue in enumerate(plan.orders) if m in queue)
-    elif plan.orders[source]:
-        m = draw.choice(plan.orders[source])
-    else:
-        return plan
-    target = min(range(load.replica_count), key=ends) if draw.random() < 0.5 else source
-    changed = {source: [other for other in plan.orders[source] if other != m]}
-    changed.setdefault(target, plan.orders[target].copy())
-    changed[target].insert(draw.randrange(len(changed[target]) + 1), m)
-    copies = {name: getattr(plan, name).copy() for name in ("orders", "timelines", "ends", "backward_ends")}
-    found = replace(plan, **copies)
-    for replica, queue in changed.items():
-        found.set_order(load, replica, queue, load.replica.simulate(queue, plan.ready))
-        if found.ends[replica] > plan.end:
-            return plan
-    found.upstream_end = load.estimate_drained(found.backward_ends)
-    return found
-
-
-def search_orders(load: PipelineLoad, plan: PipelineOrders, count: int) -> PipelineOrders:
-    """The plan after so many tries to make the step shorter, in each of which upstream takes micro-batches in
-    the order that then suits.
-
-    A try puts a micro-batch elsewhere, most often one of the queue that ends last, or lets two change places.
+    The start times that upstream follows stay as they are.
     """
-    draw, failed = random.Random(0), 0
-    while count > 0 and failed < ORDER_SEARCH_PATIENCE and any(plan.orders):
+    rng = random.Random(0)
+    for _ in range(MOVES_PER_REPLICA * load.replica_count):
+        moved = _move_micro_batch(load, best, rng)
+        best = moved if moved.end <= best.end else best
+    return best
+
+
+def _move_micro_batch(load: PipelineLoad, current: PipelineOrders, rng: random.Random) -> PipelineOrders:
+    """Moves one micro-batch of the order that ends last, or the last one that upstream waits for, to a random
+    place.
+    """
+    end_of, owed = current.ends.__getitem__, [m for m, upstream in enumerate(load.upstream_ns) if upstream]
+    source = max(range(load.replica_count), key=end_of)
+    if current.upstream_end >= current.end and owed:
+        m = max(owed, key=current.backward_ends.__getitem__)
+        source = next(replica for replica, order in enumerate(current.orders) if m in order)
+    elif current.orders[source]:
+        m = rng.choice(current.orders[source])
+    else:
+        return current
+    target = min(range(load.replica_count), key=end_of) if rng.random() < 0.5 else source
+    changed = {source: [other for other in current.orders[source] if other != m]}
+    changed.setdefault(target, current.orders[target].copy())
+    changed[target].insert(rng.randrange(len(changed[target]) + 1), m)
+    moved = replace(
+        current,
+        orders=current.orders.copy(),
+        timelines=current.timelines.copy(),
+        ends=current.ends.copy(),
+        backward_ends=current.backward_ends.copy(),
+    )
+    for replica, order in changed.items():
+        moved.set_order(load, replica, order, load.replica.simulate(order, current.ready))
+        if moved.ends[replica] > current.end:
+            return current
+    moved.upstream_end = load.estimate_drained(moved.backward_ends)
+    return moved
+
+
+def search_orders(load: PipelineLoad, best: PipelineOrders, count: int) -> PipelineOrders:
+    """Tries `count` random changes of the orders and returns the best; upstream follows the new start times
+    each time.
+
+    A change moves a micro-batch, most often one of the order that ends last, or swaps two.
+    """
+    rng, failed = random.Random(0), 0
+    while count > 0 and failed < ORDER_SEARCH_PATIENCE and any(best.orders):
         count, failed = count - 1, failed + 1
-        found = _evaluate_orders(load, _perturb_orders(plan, draw))
-        if found.end <= plan.end:
-            failed = failed if found.end == plan.end else 0
-            plan = found
-    return plan
+        changed = _evaluate_orders(load, _perturb_orders(best, rng))
+        if changed.end <= best.end:
+            failed = failed if changed.end == best.end else 0
+            best = changed
+    return best
 
 
-def _perturb_orders(plan: PipelineOrders, draw: random.Random) -> list[MicroBatchOrder]:
-    """The queues with one micro-batch in another place, or two in each other's."""
-    found = [queue.copy() for queue in plan.orders]
-    some = [r for r, queue in enumerate(found) if queue]
-    last = max(some, key=plan.ends.__getitem__)
-    source, target = (last if draw.random() < 0.5 else draw.choice(some) for _ in range(2))
-    a = draw.randrange(len(found[source]))
-    if draw.random() < 0.5:
-        b = draw.randrange(len(found[target]))
-        found[source][a], found[target][b] = found[target][b], found[source][a]
-        return found
-    m = found[source].pop(a)
-    target = target if draw.random() < 0.5 else draw.randrange(len(found))
-    found[target].insert(draw.randrange(len(found[target]) + 1), m)
-    return found
+def _perturb_orders(current: PipelineOrders, rng: random.Random) -> list[MicroBatchOrder]:
+    """Returns the orders with one micro-batch moved, or two swapped."""
+    orders = [order.copy() for order in current.orders]
+    nonempty = [r for r, order in enumerate(orders) if order]
+    last_replica = max(nonempty, key=current.ends.__getitem__)
+    source, target = (last_replica if rng.random() < 0.5 else rng.choice(nonempty) for _ in range(2))
+    position = rng.randrange(len(orders[source]))
+    if rng.random() < 0.5:
+        other_position = rng.randrange(len(orders[target]))
+        orders[source][position], orders[target][other_position] = (
+            orders[target][other_position],
+            orders[source][position],
+        )
+        return orders
+    m = orders[source].pop(position)
+    target = target if rng.random() < 0.5 else rng.randrange(len(orders))
+    orders[target].insert(rng.randrange(len(orders[target]) + 1), m)
+    return orders

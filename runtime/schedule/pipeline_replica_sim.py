@@ -1,10 +1,9 @@
-"""One replica of a pipeline in virtual time: how its stages pass the micro-batches of a queue on, and when
-each comes and goes.
+"""Simulates one replica of a pipeline alone: how its stages process the micro-batches of an order.
 
-The stages take micro-batches in the queue's order. A free stage runs a backward if one is there, else the
-next forward if that is there and the stage has room for it, else the second part of a backward, whichever is
-the oldest: what `runtime/schedule/list_scheduler.py` does with the same queue, but without the other ranks,
-which takes a third of the time. Two orders of one replica are compared in a millisecond.
+The stages take micro-batches in that order. A free stage runs a backward if one is ready, else the next
+forward if its input is ready and the in-flight limits allow it, else the oldest pending W part of a backward
+(1F1B and, with W parts, zero-bubble scheduling). `list_scheduler` does the same with the same order; without
+the other ranks it takes a third of the time, so two orders of one replica are compared within a millisecond.
 """
 
 from __future__ import annotations
@@ -17,13 +16,15 @@ from typing import NamedTuple
 
 NEVER_NS = 1 << 62
 
-StageTimes = list[list[int]]  # at each stage, of each micro-batch of the queue
+StageTimes = list[list[int]]  # [stage][position in the order], ns
 
 
 class ReplicaTimeline(NamedTuple):
-    """When the last job ends, and when the first stage starts the forward and ends the backward of each in
-    the queue; and the ends of all forwards, backwards and second parts of these, which stages without any
-    have none of. All in ns."""
+    """The simulated times of a replica, in ns, by position in its order.
+
+    `end`: end of the last task. `starts`, `backward_ends`: of the forwards and backwards on the first stage.
+    `task_ends`: of all forwards, backwards and W parts (empty without split backwards).
+    """
 
     end: int
     starts: list[int]
@@ -33,10 +34,13 @@ class ReplicaTimeline(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineReplica:
-    """A pipeline's stages: for each the times of all micro-batches there may be, and for how many it has room
-    between forward and the last part of the backward. `weight` is empty where backwards are not split.
-    `kept`: bytes that the micro-batches keep, () where their room is not bounded, and `spaces` that for
-    them."""
+    """The stages of one pipeline replica.
+
+    `forward_ns[s][m]`, `backward_ns[s][m]`, `weight_ns[s][m]`: ns of micro-batch m on stage s; `backward_ns`
+    is without the W part, and `weight_ns` is empty unless backwards are split. `max_in_flight[s]`:
+    micro-batches that stage s may hold between the forward and the last part of the backward (0: any number).
+    `saved_bytes[s][m]`: bytes that they hold meanwhile, `byte_limits[s]` the limit; both empty if unbounded.
+    """
 
     forward_ns: Sequence[Sequence[int]]
     backward_ns: Sequence[Sequence[int]]
@@ -45,137 +49,148 @@ class PipelineReplica:
     saved_bytes: Sequence[Sequence[int]] = ()
     byte_limits: Sequence[int] = ()
 
-    def simulate(self, queue: Sequence[int], ready: Sequence[int]) -> ReplicaTimeline:
-        """The passage of the micro-batches in `queue`, each of which the first stage has no earlier than
-        `ready` says."""
-        return _ReplicaSimulation(self, queue, ready).run()
+    def simulate(self, order: Sequence[int], ready: Sequence[int]) -> ReplicaTimeline:
+        """Simulates an order of micro-batches, with the first stage's inputs ready at `ready[m]` ns."""
+        return _ReplicaSimulation(self, order, ready).run()
 
     @cached_property
     def first_stage_with_limits(self) -> list[int]:
-        """For each stage the first one that has room for the same."""
-        rooms = [
+        """For each stage, the first stage with the same limits."""
+        limits = [
             (
                 self.saved_bytes[s] if self.saved_bytes else (),
                 self.byte_limits[s] if self.saved_bytes else 0,
-                room,
+                count,
             )
-            for s, room in enumerate(self.max_in_flight)
+            for s, count in enumerate(self.max_in_flight)
         ]
-        return [rooms.index(room) for room in rooms]
+        return [limits.index(limit) for limit in limits]
 
-    def forward_limits(self, stage: int, queue: Sequence[int]) -> list[int]:
-        """How many forwards a stage may have started while it has finished none, one, two ... of the queue:
-        one more at least."""
-        count = len(queue)
-        room = self.max_in_flight[stage] or count
+    def forward_limits(self, stage: int, order: Sequence[int]) -> list[int]:
+        """Returns limits[k]: how many forwards a stage may have started once it has finished k micro-batches
+        of the order.
+
+        Always at least k + 1, so a micro-batch larger than the byte limit does not block the stage.
+        """
+        count = len(order)
+        max_count = self.max_in_flight[stage] or count
         if not self.saved_bytes or not self.saved_bytes[stage]:
-            return [min(room + finished, count) for finished in range(count + 1)]
-        # bytes of all before each
-        before = [0, *accumulate(map(self.saved_bytes[stage].__getitem__, queue))]
-        space = self.byte_limits[stage]
-        limits, most = list[int](), 0
-        for finished, taken in enumerate(before):
-            most = max(most, finished + 1)
-            while most < count and before[most + 1] - taken <= space:
-                most += 1
-            limits.append(min(most, finished + room, count))
+            return [min(max_count + finished, count) for finished in range(count + 1)]
+        # bytes_before[i]: bytes of the first i micro-batches of the order.
+        bytes_before = [0, *accumulate(map(self.saved_bytes[stage].__getitem__, order))]
+        byte_limit = self.byte_limits[stage]
+        limits, started = list[int](), 0
+        for finished, finished_bytes in enumerate(bytes_before):
+            started = max(started, finished + 1)
+            while started < count and bytes_before[started + 1] - finished_bytes <= byte_limit:
+                started += 1
+            limits.append(min(started, finished + max_count, count))
         return limits
 
 
 class _ReplicaSimulation:
-    """The state of a run. At each stage `came` and `back` are when forwards and backwards may start, in the
-    queue's order, and so when they ended at the stage before or behind; `weights` are when second parts
-    ended.
+    """The state of one simulation; times are in ns and by position in the order, NEVER_NS where unknown.
 
-    `acts`: when each stage looks for a job next; `idle`: the same where it has none, else 0. At the end both
-    have what is no stage.
+    `forward_ready[s]` and `backward_ready[s + 1]` are when forwards and backwards may start on stage s. They
+    are also the ends on the neighbouring stage: `forward_ready[s + 1]` and `backward_ready[s]` are when stage
+    s ends them. `weight_ends[s]` are the ends of W parts.
+
+    `next_action[s]` is when stage s looks for its next task. `idle_until[s]` is the same for an idle stage,
+    which a neighbour may wake earlier, and 0 for a busy one. Both have a further entry for the missing
+    neighbours before the first stage (index -1) and after the last one, which never acts and cannot be woken.
     """
 
-    def __init__(self, lane: PipelineReplica, queue: Sequence[int], ready: Sequence[int]) -> None:
-        count, stages = len(queue), len(lane.forward_ns)
-        parts = (lane.forward_ns, lane.backward_ns, lane.weight_ns)
-        self.times = [[list(map(column.__getitem__, queue)) for column in part] for part in parts]
-        limits = {s: lane.forward_limits(s, queue) for s in set(lane.first_stage_with_limits)}
-        self.forward_limits = [limits[s] for s in lane.first_stage_with_limits]
+    def __init__(self, replica: PipelineReplica, order: Sequence[int], ready: Sequence[int]) -> None:
+        count, stages = len(order), len(replica.forward_ns)
+        parts = (replica.forward_ns, replica.backward_ns, replica.weight_ns)
+        self.durations = [[list(map(ns.__getitem__, order)) for ns in part] for part in parts]
+        # Stages with equal limits share one list, which takes a while to compute.
+        limits = {s: replica.forward_limits(s, order) for s in set(replica.first_stage_with_limits)}
+        self.forward_limits = [limits[s] for s in replica.first_stage_with_limits]
+        unknown = [NEVER_NS] * (count + 1)  # the last entry stands for "no further micro-batch"
         self.forward_ready = [
-            [*map(ready.__getitem__, queue), NEVER_NS],
-            *([NEVER_NS] * (count + 1) for _ in range(stages)),
+            [*map(ready.__getitem__, order), NEVER_NS],
+            *(unknown.copy() for _ in range(stages)),
         ]
-        self.backward_ready = [
-            [0] * count,
-            *([NEVER_NS] * (count + 1) for _ in range(stages)),
-        ]  # behind each stage, and behind what is before the first
-        self.backward_ready[-1] = self.forward_ready[
-            -1
-        ]  # the last stage's forwards are all that its backwards wait for
-        self.weight_ends = [[0] * count for _ in lane.weight_ns]
+        self.backward_ready = [[0] * count, *(unknown.copy() for _ in range(stages))]
+        # The last stage's backwards wait for its own forwards alone.
+        self.backward_ready[-1] = self.forward_ready[-1]
+        self.weight_ends = [[0] * count for _ in replica.weight_ns]
         self.next_action, self.idle_until = [*[0] * stages, NEVER_NS], [0] * (stages + 1)
 
     def run(self) -> ReplicaTimeline:
-        acts, parts = self.next_action, [self.run_stage(s) for s in range(len(self.forward_limits))]
-        for part in parts:
-            next(part)
-        stages = [part.send for part in parts]
-        while (time := min(acts)) < NEVER_NS:
-            stages[acts.index(time)](time)
+        next_action, stages = self.next_action, [self.run_stage(s) for s in range(len(self.forward_limits))]
+        for stage in stages:
+            next(stage)
+        act = [stage.send for stage in stages]
+        while (time := min(next_action)) < NEVER_NS:
+            act[next_action.index(time)](time)
         forwards = [ends[:-1] for ends in self.forward_ready[1:]]
         backwards = [self.backward_ready[0], *(ends[:-1] for ends in self.backward_ready[1:-1])]
         end = max((ends[-1] for ends in self.weight_ends or backwards if ends), default=0)
-        starts = list(map(int.__sub__, forwards[0], self.times[0][0]))
+        starts = list(map(int.__sub__, forwards[0], self.durations[0][0]))
         return ReplicaTimeline(end, starts, self.backward_ready[0], (forwards, backwards, self.weight_ends))
 
     def run_stage(self, s: int) -> Generator[None, int, None]:
-        """A stage: starts a job at each time that it is sent, and at the end of a job the next one if what
-        that depends on is known.
+        """Runs stage `s`: a coroutine that gets the current time whenever the stage is to act.
 
-        What is not known yet does not come before the stages beside it have had time to do it.
+        After a task the stage starts the next one at once, ahead of the clock, if nothing that its neighbours
+        have yet to do can change the choice; that saves most of the switches between stages.
         """
-        forward, backward, *later = (part[s] for part in self.times if part)
-        weight = later[0] if later else []
-        weights = self.weight_ends[s : s + 1]
-        acts = self.next_action
-        idle = self.idle_until
-        limits = self.forward_limits[s]
-        came = self.forward_ready[s]
-        passed = self.forward_ready[s + 1]
-        returned = self.backward_ready[s]
-        back = self.backward_ready[s + 1]
-        finishes, before, behind = weights[0] if weights else [], s - 1, s + 1
-        next_forward = next_backward = finished = 0
-        # of the stages beside
-        first = self.times[0][before]
-        last = [*self.times[1][behind % len(self.forward_limits)], NEVER_NS]
+        forward, backward, *split = (part[s] for part in self.durations if part)
+        weight = split[0] if split else []
+        weight_ends = self.weight_ends[s] if weight else []
+        limits, next_action, idle_until = self.forward_limits[s], self.next_action, self.idle_until
+        forward_ready, forward_ends = self.forward_ready[s], self.forward_ready[s + 1]
+        backward_ready, backward_ends = self.backward_ready[s + 1], self.backward_ready[s]
+        before, after = s - 1, s + 1
+        # Durations on the neighbours. Missing neighbours never act, so what stands for theirs does not
+        # matter.
+        forward_before = self.durations[0][before]
+        backward_after = [*self.durations[1][after % len(self.forward_limits)], NEVER_NS]
+        next_forward = next_backward = next_weight = 0
         limit, time = limits[0], (yield)
-        now = time  # no stage starts a job before
+        now = time  # the clock: no stage starts anything earlier
         while True:
-            if (soon := back[next_backward]) <= time:
-                acts[s] = time = returned[next_backward] = time + backward[next_backward]
+            if (backward_at := backward_ready[next_backward]) <= time:
+                next_action[s] = time = backward_ends[next_backward] = time + backward[next_backward]
                 next_backward += 1
                 if not weight:
                     limit = limits[next_backward]
-                if time < idle[before]:
-                    acts[before] = idle[before] = time
-            elif next_forward < limit and came[next_forward] <= time:
-                acts[s] = time = passed[next_forward] = time + forward[next_forward]
+                if time < idle_until[before]:  # wake the stage that the gradient goes to
+                    next_action[before] = idle_until[before] = time
+            elif next_forward < limit and forward_ready[next_forward] <= time:
+                next_action[s] = time = forward_ends[next_forward] = time + forward[next_forward]
                 next_forward += 1
-                if time < idle[behind]:
-                    acts[behind] = idle[behind] = time
-            elif weight and finished < next_backward:
-                acts[s] = time = finishes[finished] = time + weight[finished]
-                finished += 1
-                limit = limits[finished]
+                if time < idle_until[after]:
+                    next_action[after] = idle_until[after] = time
+            elif weight and next_weight < next_backward:
+                next_action[s] = time = weight_ends[next_weight] = time + weight[next_weight]
+                next_weight += 1
+                limit = limits[next_weight]
             else:
-                acts[s] = idle[s] = min(soon, came[next_forward]) if next_forward < limit else soon
+                # Nothing is ready: sleep until the earliest known input, or until a neighbour wakes the
+                # stage.
+                wake = min(backward_at, forward_ready[next_forward]) if next_forward < limit else backward_at
+                next_action[s] = idle_until[s] = wake
                 time = now = yield
-                idle[s] = 0
+                idle_until[s] = 0
                 continue
-            if (soon := back[next_backward]) <= time:
+
+            # The stage has ended a task at `time`. A ready backward comes first in any case.
+            if (backward_at := backward_ready[next_backward]) <= time:
                 continue
-            if (
-                soon == NEVER_NS and (now if idle[behind] else acts[behind]) + last[next_backward] <= time
-            ) or (
+            # Otherwise an input that is still unknown may arrive by then: not before the neighbour acts again
+            # (an
+            # idle one may act now) and has done it. If it may, let the clock catch up before choosing.
+            gradient_may_come = (
+                backward_at == NEVER_NS
+                and (now if idle_until[after] else next_action[after]) + backward_after[next_backward] <= time
+            )
+            if gradient_may_come or (
                 next_forward < limit
-                and came[next_forward] == NEVER_NS
-                and (now if idle[before] else acts[before]) + first[next_forward] <= time
+                and forward_ready[next_forward] == NEVER_NS
+                and (now if idle_until[before] else next_action[before]) + forward_before[next_forward]
+                <= time
             ):
                 time = now = yield

@@ -304,16 +304,15 @@ def _build_candidate(
     )
     # None if the parts of the step depend on each other in ways that the decoupled simulation does not cover;
     # then all tasks are simulated together.
-    simulated = (
-        DecoupledSimulation(
+    decoupled = None
+    if planned is not None:
+        decoupled = DecoupledSimulation(
             composer, candidate.tables, candidate.messages, candidate.task_ranges, *planned
         ).simulate()
-        if planned is not None
-        else None
-    )
-    candidate.task_order, candidate.makespan = (
-        simulate_tasks(candidate.step_tasks.graph) if simulated is None else simulated
-    )
+    if decoupled is None:
+        candidate.task_order, _, candidate.makespan, _ = simulate_tasks(candidate.step_tasks.graph)
+    else:
+        candidate.task_order, candidate.makespan = decoupled
     return candidate
 
 

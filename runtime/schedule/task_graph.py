@@ -272,9 +272,9 @@ def _forward_keys(
 ) -> Iterable[tuple[int, ...]]:
     """Returns the sort keys of a section's forwards, most urgent first; the last entry is the task.
 
-    With `holds_outputs`, the section holds its outputs until other sections have used them, so it follows the critical
-    start times: an in-flight budget full of inputs to many micro-batches would block those that it could
-    complete.
+    With `holds_outputs`, the section holds its outputs until other sections have used them, so it follows the
+    critical start times: an in-flight budget full of inputs to many micro-batches would block those that it
+    could complete.
     """
     tasks = range(task_ranges.forward_start, task_ranges.forward_start + task_ranges.count)
     if holds_outputs:

@@ -50,7 +50,7 @@ def test_levelling_finds_the_best_of_two_ranks_where_one_swap_makes_it():
 
 def replica_ends(p, samples):
     """What each replica of the language model works."""
-    step, costs, lm = schedule_batch(p, samples), PredictedCosts(p, samples), p.section("lm")
+    step, costs, lm = schedule_batch(p, samples), PredictedCosts(p, samples), p.find_section("lm")
     forward, backward = costs.micro_batch_times(lm, [m.samples for m in step.micro_batches["lm"]])
     found = Counter()
     for m, f, b in zip(step.micro_batches["lm"], forward, backward, strict=True):

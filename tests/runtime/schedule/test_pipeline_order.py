@@ -61,8 +61,8 @@ def test_a_lane_is_what_the_step_makes_of_the_same_queue(lengths, stages, room, 
     queue = pipeline_order.pyramid_order(range(len(lots)), load)
     tables = composer.compose_by_order([[lots[m] for m in queue]], [0] * len(samples))
     messages = {e.name: [(m, m) for m in range(len(samples))] if e.src != "vision" else [] for e in p.edges}
-    step = build_step_tasks(p, composer.graph, tables, messages, in_turn=())
-    assert load.replica.simulate(queue, [0] * len(samples)).end == simulate_tasks(step.graph)[1]
+    step = build_step_tasks(p, composer.graph, tables, messages, in_order=())
+    assert load.replica.simulate(queue, [0] * len(samples)).end == simulate_tasks(step.graph).makespan
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_step_run_in_parts_is_what_its_jobs_run_together_take(mode, stages, sp
         found = pipeline_order_candidate(
             composer, load, lots, pipeline_order.plan_orders(load, pipeline_order.LIKELIEST_STRATEGY)
         )
-        assert "step" not in vars(found)
+        assert "step_tasks" not in vars(found)
         jobs, ready, free = found.step_tasks.graph, [0] * found.task_count, [0] * p.world_size
         assert sorted(found.task_order) == list(range(found.task_count))
         waits = jobs.predecessor_count.copy()
@@ -119,7 +119,7 @@ def test_a_step_run_in_parts_is_what_its_jobs_run_together_take(mode, stages, sp
             free[jobs.rank_of[job]] = end = max(free[jobs.rank_of[job]], ready[job]) + jobs.duration_ns[job]
             for then in jobs.successors[job]:
                 ready[then], waits[then] = max(ready[then], end), waits[then] - 1
-        assert max(free) <= found.makespan <= 1.1 * simulate_tasks(jobs)[1]
+        assert max(free) <= found.makespan <= 1.1 * simulate_tasks(jobs).makespan
         check_schedule(
             p,
             samples,
@@ -138,9 +138,9 @@ def test_stages_that_others_feed_are_run_together():
     found = pipeline_order_candidate(
         composer, load, lots, pipeline_order.plan_orders(load, pipeline_order.LIKELIEST_STRATEGY)
     )
-    assert "step" in vars(found) and (found.task_order, found.makespan) == simulate_tasks(
-        found.step_tasks.graph
-    )
+    assert "step_tasks" in vars(found)
+    simulated = simulate_tasks(found.step_tasks.graph)
+    assert (found.task_order, found.makespan) == (simulated.order, simulated.makespan)
 
 
 def test_a_search_finds_the_better_of_two_orders():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from secc.bounds.bounds import schedule_bound
 from secc.runtime.plan.step_program import Instruction, SampleMeta, print_schedule
-from secc.runtime.schedule.list_scheduler import simulate_with_last_rank
+from secc.runtime.schedule.list_scheduler import simulate_tasks
 from secc.runtime.schedule.scheduler import ScheduleCache, schedule_batch, schedule_with_makespan
 from secc.runtime.validation.full_check import check_schedule
 from tests.runtime.schedule.plan_strategies import (
@@ -167,13 +167,16 @@ def test_a_search_tries_no_step_in_which_a_rank_has_too_much_to_do(monkeypatch):
     p = make_plan([make_section("lm", [0, 1], forward="1000*B*S", backward="0")], [], 2)
     tried: list[int] = []
 
-    def watched(jobs):
+    def watched(graph):
         tried.append(
-            max(sum(d for d, r in zip(jobs.duration, jobs.rank, strict=True) if r == rank) for rank in (0, 1))
+            max(
+                sum(d for d, r in zip(graph.duration_ns, graph.rank_of, strict=True) if r == rank)
+                for rank in (0, 1)
+            )
         )
-        return simulate_with_last_rank(jobs)
+        return simulate_tasks(graph)
 
-    monkeypatch.setattr("secc.runtime.schedule.order_search.simulate_with_last_rank", watched)
+    monkeypatch.setattr("secc.runtime.schedule.order_search.simulate_tasks", watched)
     schedule_with_makespan(p, [make_sample(i, length=n * 10**6) for i, n in enumerate([3, 3, 2, 2, 2])])
     assert set(tried) == {6 * 10**9, 7 * 10**9}
 
