@@ -1,5 +1,5 @@
-"""The exceptions that report bad input; ranks raise the same class. Everything else that is raised is a
-defect of secc."""
+"""The exceptions that report bad input; ranks raise the same class. Any other exception is a defect of
+secc."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["ImpossibleChoice", "UserError"]
 
 
 class ImpossibleChoice(UserError):
-    """A choice that a pass behind `allocate` cannot carry out: `choices` are NAME.KEY=VALUE, or NAME.KEY for
-    any value above 1.
+    """A choice of `allocate` that a later pass cannot carry out.
 
-    It has the message of another error. A choice that nobody pinned is made again without these.
+    choices: NAME.KEY=VALUE, or NAME.KEY for any value above 1. It carries the message of `error`. If no
+    choice was pinned by the user, allocation runs again without these.
     """
 
     def __init__(self, error: UserError, choices: Iterable[str]) -> None:

@@ -1,5 +1,5 @@
-"""Pass pipelines: which passes there are, a pipeline from its text, and running one with printing and timing
-between passes.
+"""Pass pipelines: the registry of passes, their text form, and running them with verification, dumps and
+timing.
 
 A pass is a frozen dataclass in its own file of `passes/`; its fields are its options. The registry is a table
 of names, so that neither `import secc` nor `secc opt --help` loads a pass that is not used.
@@ -43,14 +43,16 @@ PASS_CLASSES = {
 
 
 def load_pass(name: str) -> type[ModulePass]:
-    """The class of a pass by its kebab-case name."""
+    """Returns the class of a pass by its kebab-case name."""
     module, cls = PASS_CLASSES[name].split(".")
     return getattr(importlib.import_module(f"secc.passes.{module}"), cls)
 
 
 def parse_pipeline(text: str) -> tuple[ModulePass, ...]:
-    """The passes of a pipeline string such as `canonicalize,coarsen{max-sections=4}`. Raises UserError naming
-    what is wrong."""
+    """Returns the passes of a pipeline string such as `canonicalize,coarsen{max-sections=4}`.
+
+    Raises UserError for an unknown pass or option.
+    """
     loaders: dict[str, Callable[[], type[ModulePass]]] = {
         name: lambda name=name: load_pass(name) for name in PASS_CLASSES
     }
@@ -64,8 +66,7 @@ def parse_pipeline(text: str) -> tuple[ModulePass, ...]:
 
 @dataclass
 class PipelineRun:
-    """What happened while a pipeline ran: for each pass its name and options, its seconds, and the text after
-    it if wanted."""
+    """What happened while a pipeline ran: (pass name, IR text) and (pass name, seconds) for each pass."""
 
     dumps: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     seconds: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
@@ -76,31 +77,32 @@ def run_passes(
     passes: Sequence[ModulePass],
     *,
     dump: bool = False,
-    progress: Callable[[str], None] | None = None,
-    made: Sequence[str] = (),
+    report_progress: Callable[[str], None] | None = None,
+    done: Sequence[str] = (),
 ) -> PipelineRun:
-    """Apply passes in order, verifying after each; `progress` is told each pass's name before it starts.
+    """Applies passes in order and verifies the module after each.
 
-    With `dump`, keep the text after each; its header is the pipeline that made it, after `made`, the one that
-    made `module`.
+    report_progress: called with each pass's name before it starts. With `dump`, the text after each pass is
+    kept, headed by the pipeline that reproduces it; `done` names the passes that were applied to `module`
+    before.
     """
     record = PipelineRun()
-    done = list(made)
+    applied = list(done)
     for step in passes:
-        if progress is not None:
-            progress(step.name)
+        if report_progress is not None:
+            report_progress(step.name)
         start = time.perf_counter()
         _apply_and_verify(step, module)
         record.seconds.append((step.name, time.perf_counter() - start))
-        done.append(format_pass(step))
+        applied.append(format_pass(step))
         if dump:
-            record.dumps.append((step.name, format_dump_header(done) + print_module(module)))
+            record.dumps.append((step.name, format_dump_header(applied) + print_module(module)))
     return record
 
 
 def _apply_and_verify(step: ModulePass, module: ModuleOp) -> None:
-    """One pass. What a pass says of the user's model goes through; IR that it leaves broken is a defect of
-    secc."""
+    """Applies one pass. A UserError of the pass concerns the user's model; a module that it leaves broken is
+    a defect of secc and raises RuntimeError."""
     step.apply(make_context(), module)
     try:
         verify_module(module)
@@ -109,8 +111,7 @@ def _apply_and_verify(step: ModulePass, module: ModuleOp) -> None:
 
 
 def format_pass(step: ModulePass) -> str:
-    """A pass with the options that differ from their defaults, as in a pipeline string:
-    `coarsen{max-sections=4}`."""
+    """Returns a pass with its non-default options as in a pipeline string: `coarsen{max-sections=4}`."""
     spec = step.spec()
     return str(
         ArgSpec(spec.name, {name.replace("_", "-"): values for name, values in spec.parameters.items()})
@@ -118,11 +119,11 @@ def format_pass(step: ModulePass) -> str:
 
 
 def format_dump_header(done: Sequence[str]) -> str:
-    """The first line of a dump: how to make it again from the capture with `secc opt`."""
+    """Returns the first line of a dump: the `secc opt` command that reproduces it from the capture."""
     return f"// secc opt -p '{','.join(done)}'\n" if done else ""
 
 
 def parse_dump_header(text: str) -> list[str]:
-    """The pipeline in the header of a dump, as a list of one text; [] where there is no header."""
+    """Returns the pipeline text in the header of a dump as a list of one; [] if there is no header."""
     found = re.match(r"// secc opt -p '([^'\n]*)'\n", text)
     return [found[1]] if found else []

@@ -1,8 +1,9 @@
-"""Independent work on all cores, in forked copies of this process: `mapped` runs a function over items,
-`mapping` over items that come round by round, `beside` one beside other work.
+"""Runs independent work on all cores, in forked copies of this process.
 
-A copy has everything that is loaded and made here, which takes seconds to load and much to send; only results
-travel. They come in the items' order, so that nothing hangs on the number of cores.
+`map_in_processes` maps a function over items, `process_mapper` over items that come in rounds, and
+`run_in_background` runs one function while this process works on. A forked copy already has every library and
+object that is loaded here, which would take seconds to import or pickle; only results are pickled. Results
+come in the order of the items, so that nothing depends on the number of cores.
 """
 
 from __future__ import annotations
@@ -25,69 +26,72 @@ _forked_work: Callable[[Any], Any] | None = None  # what copies find here when t
 
 
 def map_in_processes(function: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> list[ResultT]:
-    """`function` of each item, which must not change what others read; results are pickled. Raises what
-    `function` raises."""
-    found = list(items)
+    """Returns `function(item)` for each item, in order.
+
+    `function` must not change state that others read; its results are pickled. Raises what `function` raises.
+    """
+    listed = list(items)
 
     def at(place: int) -> ResultT:
-        return function(found[place])
+        return function(listed[place])
 
-    with process_mapper(at, len(found)) as run:
-        return run(range(len(found)))
+    with process_mapper(at, len(listed)) as run:
+        return run(range(len(listed)))
 
 
 @contextmanager
 def process_mapper(
-    function: Callable[[ItemT], ResultT], most: int = 1 << 16
+    function: Callable[[ItemT], ResultT], max_workers: int = 1 << 16
 ) -> Iterator[Callable[[Sequence[ItemT]], list[ResultT]]]:
-    """What gives `function` of each of some items, as often as it is called; items are pickled, too.
+    """Context manager: yields a function that maps `function` over the items of one round.
 
-    The copies, `most` at most, are made when it is called with several items first, and keep what `function`
-    remembers.
+    The forked copies, `max_workers` at most, are made in the first round with several items, and keep what
+    `function` remembers between rounds. Items are pickled too.
     """
     with ExitStack() as stack:
         pools: list[ProcessPoolExecutor] = []
 
         def run(items: Sequence[ItemT]) -> list[ResultT]:
-            workers = min(available_cores(), most)
+            workers = min(available_cores(), max_workers)
             if min(workers, len(items)) < 2:
                 return [function(item) for item in items]
             if not pools:
                 pools.append(stack.enter_context(_make_pool(workers)))
             with _set_forked_work(function):
-                found = pools[0].map(_call_forked_work, items)  # forks now, the first time
-            return [*found]
+                results = pools[0].map(_call_forked_work, items)  # forks now, the first time
+            return [*results]
 
         yield run
 
 
 @contextmanager
 def run_in_background(
-    function: Callable[[], ResultT], patient: bool = False
+    function: Callable[[], ResultT], low_priority: bool = False
 ) -> Iterator[Callable[[], ResultT]]:
-    """Run `function` in a copy while the block runs here; what is given waits for its result. With one core
-    it runs then, and here.
+    """Context manager: runs `function` in a forked copy while the block runs here; yields a call that waits
+    for the result.
 
-    A `patient` copy leaves cores to this process and its other copies where these need them.
+    With one core, `function` runs in this process when the result is asked for. A `low_priority` copy yields
+    cores to other processes.
     """
     if available_cores() < 2:
         yield function
         return
-    with _make_pool(1, patient) as pool:
+    with _make_pool(1, low_priority) as pool:
         with _set_forked_work(lambda _: function()):
-            found = pool.submit(_call_forked_work, None)  # forks now
-        yield found.result
+            future = pool.submit(_call_forked_work, None)  # forks now
+        yield future.result
 
 
-def _make_pool(workers: int, patient: bool = False) -> ProcessPoolExecutor:
+def _make_pool(workers: int, low_priority: bool = False) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(
-        workers, multiprocessing.get_context("fork"), initializer=_init_worker, initargs=(patient,)
+        workers, multiprocessing.get_context("fork"), initializer=_init_worker, initargs=(low_priority,)
     )
 
 
 @contextmanager
 def _set_forked_work(work: Callable[[Any], Any]) -> Iterator[None]:
-    """Copies that are made in the block find this work."""
+    """Sets the work that copies forked in the block will find."""
     global _forked_work
     _forked_work = work
     try:
@@ -97,7 +101,7 @@ def _set_forked_work(work: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def available_cores() -> int:
-    """The cores that this process may use, 1 where it cannot be copied or is itself somebody's worker."""
+    """Returns the cores that this process may use; 1 if it cannot be forked or is itself a forked worker."""
     forks = "fork" in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon
     return (
         len(os.sched_getaffinity(0))
@@ -106,10 +110,10 @@ def available_cores() -> int:
     )
 
 
-def _init_worker(patient: bool = False) -> None:
-    """A copy has none of the threads that torch computes with here, and must not wait for them."""
+def _init_worker(low_priority: bool = False) -> None:
+    """Initialises a forked copy: torch's threads do not survive the fork, and waiting for them would hang."""
     torch.set_num_threads(1)
-    os.nice(LOW_PRIORITY_NICENESS if patient else 0)
+    os.nice(LOW_PRIORITY_NICENESS if low_priority else 0)
 
 
 def _call_forked_work(item: Any) -> Any:

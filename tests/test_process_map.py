@@ -53,7 +53,7 @@ def test_one_function_runs_beside_other_work(two_cores: None) -> None:
 
 def test_a_patient_copy_is_nicer(two_cores: None) -> None:
     with (
-        process_map.run_in_background(lambda: os.nice(0), patient=True) as patient,
+        process_map.run_in_background(lambda: os.nice(0), low_priority=True) as patient,
         process_map.run_in_background(lambda: os.nice(0)) as other,
     ):
         assert patient() > other() == os.nice(0)

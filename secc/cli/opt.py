@@ -67,7 +67,7 @@ def _run_passes(source: str, name: str, pipeline: str, dump: bool) -> tuple[str,
     steps = passes.parse_pipeline(pipeline)
     module = module_text.parse_module(source, name)
     made = passes.parse_dump_header(source)
-    record = passes.run_passes(module, steps, dump=dump, made=made)
+    record = passes.run_passes(module, steps, dump=dump, done=made)
     for step, after in record.dumps:
         print(f"// after {step}\n{after}", file=sys.stderr)
     return passes.format_dump_header([*made, *map(passes.format_pass, steps)]) + module_text.print_module(

@@ -1,6 +1,6 @@
-"""The way from `model.py` to a plan: one function that reads as the list of its steps.
+"""Compiles a model file to a plan; `compile_model` reads as the list of its steps.
 
-The command line, the checks and the tests all compile through here.
+The command line, the exactness check and the tests all compile through here.
 """
 
 from __future__ import annotations
@@ -66,10 +66,12 @@ MAX_LOCAL_MODEL_BYTES = 2 << 30  # a model up to this size is built here to show
 
 @dataclass
 class CompiledPlan:
-    """A plan in memory and how it came about: the lowered IR, the dumps between passes, what was surveyed,
-    the model if it fits here.
+    """A plan in memory, with the artefacts of its compilation.
 
-    `source` is what other plans for the model can be made from, `options` what the plan was compiled with.
+    module: the lowered IR. dumps: (pass name, IR text) after each pass. constants: tensors that forward makes
+    from Python data, by name. model: the model with random weights, None if it is too large to build here.
+    step_seconds: wall-clock seconds of each compilation step. captured_model: what other plans for the same
+    model can be made from.
     """
 
     plan: Plan
@@ -85,10 +87,13 @@ class CompiledPlan:
     options: CompileOptions
 
     def write_plan(
-        self, directory: Path, page: Callable[[Plan], str], beside: Mapping[str, str] | None = None
+        self, directory: Path, page: Callable[[Plan], str], other_files: Mapping[str, str] | None = None
     ) -> None:
-        """Write the plan directory, with `page(plan)` as its report and files `beside`; a plan that is there
-        is replaced."""
+        """Writes the plan directory, replacing an existing plan.
+
+        page(plan) returns the text of the report. other_files: further files of the directory, text by
+        relative path.
+        """
         # Relative, so that a plan and its model may move together and equal inputs give equal plans.
         model = dataclasses.replace(
             self.plan.model, path=os.path.relpath(self.user.path.resolve(), directory.resolve())
@@ -99,11 +104,11 @@ class CompiledPlan:
             build_plan_files(
                 plan, self.module, self.dumps, self.constants, self.user.path.read_text(), page(plan)
             )
-            | dict(beside or {}),
+            | dict(other_files or {}),
         )
 
     def write_sections(self, directory: Path) -> None:
-        """Write only what the check needs: plan.json and sections/."""
+        """Writes plan.json and sections/ only, which is all that the exactness check needs."""
         write_plan_files(
             directory,
             {"plan.json": plan_schema.plan_to_json(self.plan)}
@@ -113,8 +118,8 @@ class CompiledPlan:
 
 @dataclass(frozen=True)
 class _CaptureCache:
-    """What need not be found again when layers are captured: costs of blocks, also with fused operators,
-    places to fuse, cuts of layers."""
+    """Results that hold for every capture of a model, so that capturing its layers need not find them again:
+    costs of blocks (also with fused operators), traced sites, and tensor-parallel mappings of layers."""
 
     costs: KnownCallCosts = field(default_factory=dict)
     fused_costs: KnownCallCosts = field(default_factory=dict)
@@ -123,13 +128,14 @@ class _CaptureCache:
 
 
 class _StepClock:
-    """Tells the user which step is running, and keeps how long each took."""
+    """Reports each compilation step to the user and sums up its seconds."""
 
     def __init__(self, progress: Callable[[str], None] | None) -> None:
         self.report_progress, self.seconds = progress or (lambda _: None), dict[str, float]()
 
     @contextlib.contextmanager
     def measure(self, name: str):
+        """Context manager that reports the step `name` and times it."""
         self.report_progress(name)
         start = time.perf_counter()
         yield
@@ -139,66 +145,66 @@ class _StepClock:
 def compile_model(
     path: str | Path, options: CompileOptions, progress: Callable[[str], None] | None = None
 ) -> CompiledPlan:
-    """Compile a model file. Raises UserError for everything that is wrong with the model or the options."""
+    """Compiles a model file.
+
+    progress: called with the name of each step when it starts. Raises UserError if anything is wrong with the
+    model file or the options.
+    """
     _validate_options(options)
     clock = _StepClock(progress)
-    user, meta, ref, drawn, inputs, captured = load_and_capture(path, options, clock.measure)
+    user, meta, ref, survey, inputs, capture = load_and_capture(path, options, clock.measure)
     with clock.measure("build the model here"):
         model = _build_model_if_small(user, meta, options.small)
     with clock.measure("compare widths"):
         width = (
             options.widths
             if options.widths != "auto"
-            else widths.choose_padding_policy(user, drawn, inputs, model, captured.draws)
+            else widths.choose_padding_policy(user, survey, inputs, model, capture.draws)
         )
 
-    known, batches = (
-        _CaptureCache(),
-        [user.collate([d.sample]) for d in drawn.drawn_samples if d.sample is not None],
-    )
+    cache = _CaptureCache()
+    batches = [user.collate([d.sample]) for d in survey.drawn_samples if d.sample is not None]
 
-    def make(captured: Capture) -> ModuleOp:
-        samples = CollatedSamples(batches, captured.constants)
-        module = _build_annotated_ir(user, meta, samples, captured, width, options, clock, known)
-        with clock.measure("look how blocks can be cut"):
-            annotate_possible_tp(
-                module, meta, model, user, drawn, samples, parse_cluster(options.cluster), known.mappings
-            )
+    def make_ir(capture: Capture) -> ModuleOp:
+        samples = CollatedSamples(batches, capture.constants)
+        module = _build_annotated_ir(user, meta, samples, capture, width, options, clock, cache)
+        with clock.measure("find possible tp of blocks"):
+            cluster = parse_cluster(options.cluster)
+            annotate_possible_tp(module, meta, model, user, survey, samples, cluster, cache.mappings)
         return module
 
     def make_passes(**changes: tuple[str, ...]) -> tuple[ModulePass, ...]:
         return build_pipeline(dataclasses.replace(options, **changes))
 
-    source = CapturedModel(user, meta, model, drawn, inputs, batches, captured, make, make_passes)
+    source = CapturedModel(user, meta, model, survey, inputs, batches, capture, make_ir, make_passes)
     try:
         planned = Planner(source, options.set, clock.measure, clock.report_progress).plan_model()
     except UserError:
-        if not captured.has_fallbacks:
+        # The model can be planned without fallback cases; their boundaries may be what no pass can carry out.
+        if not capture.has_fallbacks:
             raise
-        source = dataclasses.replace(source, capture=captured.without_fallbacks())
+        source = dataclasses.replace(source, capture=capture.without_fallbacks())
         planned = Planner(source, options.set, clock.measure, clock.report_progress).plan_model()
-    made = plan_codegen.build_plan(
-        planned.module, ref, {"secc": __version__, "torch": torch.__version__.split("+")[0]}
-    )
-    made = dataclasses.replace(made, checks=made.checks | _collect_notes(planned, drawn, options))
-    model = model if model is None else cast_model(model, options.dtype)
+    versions = {"secc": __version__, "torch": torch.__version__.split("+")[0]}
+    plan = plan_codegen.build_plan(planned.module, ref, versions)
+    plan = dataclasses.replace(plan, checks=plan.checks | _collect_notes(planned, survey, options))
     return CompiledPlan(
-        made,
-        planned.module,
-        planned.dumps,
-        planned.capture.constants,
-        user,
-        drawn,
-        inputs,
-        model,
-        clock.seconds,
-        source,
-        options,
+        plan=plan,
+        module=planned.module,
+        dumps=planned.dumps,
+        constants=planned.capture.constants,
+        user=user,
+        survey=survey,
+        inputs=inputs,
+        model=model if model is None else cast_model(model, options.dtype),
+        step_seconds=clock.seconds,
+        captured_model=source,
+        options=options,
     )
 
 
 def _validate_options(options: CompileOptions) -> None:
-    """Refuse what is wrong in the options alone, before a model is read."""
+    """Raises UserError for options that are wrong whatever the model is, before the model is loaded."""
     build_pipeline(options)
     compute_dtype(options.dtype)
     cluster = parse_cluster(options.cluster)
@@ -207,46 +213,50 @@ def _validate_options(options: CompileOptions) -> None:
 
 
 def load_and_capture(
-    path: str | Path, options: CompileOptions, step: TimedStep
+    path: str | Path, options: CompileOptions, time_step: TimedStep
 ) -> tuple[UserModel, nn.Module, ModelRef, DatasetSurvey, ModelInputs, Capture]:
-    """The model file, the model on the meta device and as plans know it, what its samples look like, and its
-    capture."""
-    with step("read the model file"):
+    """Loads the model file, builds the model on the meta device, surveys the dataset and captures forward.
+
+    time_step: context manager that times a named step. Raises UserError for a model or dataset that cannot be
+    captured.
+    """
+    with time_step("read the model file"):
         user = load_model_file(path)
         if options.small:
             user.use_small_dataset()
-    with step("build the model on the meta device"):
+    with time_step("build the model on the meta device"):
         meta = build_meta_model(user, small=options.small)
         ref = make_model_ref(user, meta)
         check_trainable_dtype(meta, options.dtype)
         cast_model(meta, options.dtype)
-    with step("draw samples"):
-        drawn = survey_dataset(user, options.stats_samples, skip_bad=options.skip_bad_samples)
-        inputs = describe_inputs(user, drawn)
-    with step("capture"):
+    with time_step("draw samples"):
+        survey = survey_dataset(user, options.stats_samples, skip_bad=options.skip_bad_samples)
+        inputs = describe_inputs(user, survey)
+    with time_step("capture"):
         try:
-            drawn, inputs, captured = _capture_with_or_without_crops(user, meta, drawn, inputs)
+            survey, inputs, capture = _capture_with_or_without_crops(user, meta, survey, inputs)
         except UserError as error:
-            raise _find_eager_failure(error, user, meta, drawn, options) or error from None
-        inputs = statistics.apply_declared_sizes(user, drawn, captured.inputs)
-        inputs = inputs if options.stats is None else statistics.read_statistics(options.stats, inputs, drawn)
-        captured = dataclasses.replace(captured, inputs=inputs)
-    return user, meta, ref, drawn, inputs, captured
+            raise _find_eager_failure(error, user, meta, survey, options) or error from None
+        inputs = statistics.apply_declared_sizes(user, survey, capture.inputs)
+        if options.stats is not None:
+            inputs = statistics.read_statistics(options.stats, inputs, survey)
+        capture = dataclasses.replace(capture, inputs=inputs)
+    return user, meta, ref, survey, inputs, capture
 
 
 def _build_annotated_ir(
     user: UserModel,
     meta: nn.Module,
     samples: CollatedSamples,
-    captured: Capture,
+    capture: Capture,
     width: str,
     options: CompileOptions,
     clock: _StepClock,
-    known: _CaptureCache,
+    cache: _CaptureCache,
 ) -> ModuleOp:
-    """The IR of a capture, with what else passes need to know: what blocks cost, and what in them can be
-    fused."""
-    module = to_ir.capture_to_ir(captured)
+    """Imports a capture into IR and annotates what the passes need: which blocks are plain linear layers, the
+    padding policy, costs of block calls, and modules that fused operators can replace."""
+    module = to_ir.capture_to_ir(capture)
     annotate_linear_blocks(module, meta)
     graph_of(module).properties["widths"] = StringAttr(width)
     if options.dtype:
@@ -256,93 +266,97 @@ def _build_annotated_ir(
     with clock.measure("measure blocks"):
         if not reason_not_to_fuse(fusion_mode(options), options.cluster):
             with process_map.run_in_background(
-                lambda: measure_unknown_calls(module, meta, samples, known.costs)
-            ) as learnt:
-                _declare_fusions(module, meta, options, samples, known)
-                store_call_costs(module, meta, learnt(), known.costs)
-        annotate_calls(module, meta, samples, known=known.costs)
+                lambda: measure_unknown_calls(module, meta, samples, cache.costs)
+            ) as measured:
+                _declare_fusions(module, meta, options, samples, cache)
+                store_call_costs(module, meta, measured(), cache.costs)
+        annotate_calls(module, meta, samples, known=cache.costs)
         if options.costs:
             costs.read_measured_costs(Path(options.costs)).annotate_module(module, meta)
     return module
 
 
 def _declare_fusions(
-    module: ModuleOp, meta: nn.Module, options: CompileOptions, samples: CollatedSamples, known: _CaptureCache
+    module: ModuleOp, meta: nn.Module, options: CompileOptions, samples: CollatedSamples, cache: _CaptureCache
 ) -> None:
-    """Declare what `fuse-blocks` may rewrite in the user's modules, and measure the calls with all of it
-    too."""
+    """Declares what `fuse-blocks` may rewrite in the user's modules, and measures the calls with those
+    rewrites."""
     graph = graph_of(module)
-    declare_rewrites(graph, find_fusions(meta, graph.blocks, options.without, known.traced_sites))
+    declare_rewrites(graph, find_fusions(meta, graph.blocks, options.without, cache.traced_sites))
     if graph.rewrites:
         with installed_temporarily(meta, plan_rewrites(graph), render_fused_module(graph)):
-            annotate_calls(module, meta, samples, FUSED_PREFIX, known.fused_costs)
+            annotate_calls(module, meta, samples, FUSED_PREFIX, cache.fused_costs)
 
 
 def unshardable_reason(user: UserModel, meta: nn.Module) -> str:
-    """Why replicas cannot share the user's optimizer between them, "" if they can."""
+    """Returns why the user's optimizer cannot be sharded over replicas (ZeRO); "" if it can."""
     trained = [(name, p) for name, p in meta.named_parameters() if p.requires_grad]
     if not trained:
         return ""
     try:
         return why_not_elementwise(user.build_optimizer(trained)) or ""
     except UserError as error:
-        return f"optimizer() could not be asked here: {error.message}"
+        return f"optimizer() fails on this machine: {error.message}"
 
 
 def _capture_with_or_without_crops(
-    user: UserModel, meta: nn.Module, drawn: DatasetSurvey, inputs: ModelInputs
+    user: UserModel, meta: nn.Module, survey: DatasetSurvey, inputs: ModelInputs
 ) -> tuple[DatasetSurvey, ModelInputs, Capture]:
-    """Capture; where the model refuses shortened samples, with the dataset's own lengths as constants."""
+    """Captures with shortened samples; if the model refuses those, with the dataset's own lengths, which then
+    look constant."""
     try:
-        return drawn, inputs, capture_model(user, meta, drawn, inputs)
+        return survey, inputs, capture_model(user, meta, survey, inputs)
     except UserError:
-        if not drawn.has_crops:
+        if not survey.has_crops:
             raise
-    whole = drawn.without_crops()
-    inputs = describe_inputs(user, whole)
-    return whole, inputs, capture_model(user, meta, whole, inputs)
+    uncropped = survey.without_crops()
+    inputs = describe_inputs(user, uncropped)
+    return uncropped, inputs, capture_model(user, meta, uncropped, inputs)
 
 
 def _find_eager_failure(
-    error: UserError, user: UserModel, meta: nn.Module, drawn: DatasetSurvey, options: CompileOptions
+    error: UserError, user: UserModel, meta: nn.Module, survey: DatasetSurvey, options: CompileOptions
 ) -> UserError | None:
-    """What plain PyTorch says of the first samples where the user's code raised an error, if the model is
-    small enough to ask it."""
-    model = _build_model_if_small(user, meta, options.small) if eager_failure.is_user_error(error) else None
-    return (
-        None
-        if model is None
-        else eager_failure.find_eager_failure(
-            user, model, [d.sample for d in drawn.drawn_samples if d.sample is not None][:2]
-        )
-    )
+    """Runs plain PyTorch on the first samples if the user's own code raised `error`.
+
+    Returns the error of plain PyTorch; None if it succeeds or the model is too large to build here.
+    """
+    if not eager_failure.is_user_error(error):
+        return None
+    model = _build_model_if_small(user, meta, options.small)
+    if model is None:
+        return None
+    samples = [d.sample for d in survey.drawn_samples if d.sample is not None][:2]
+    return eager_failure.find_eager_failure(user, model, samples)
 
 
 def _collect_notes(
-    planned: PlannedModule, drawn: DatasetSurvey, options: CompileOptions
+    planned: PlannedModule, survey: DatasetSurvey, options: CompileOptions
 ) -> dict[str, list[str]]:
-    """What was chosen differently than planned, for the report: one line each, with place and cause."""
-    notes = planned.capture.notes
-    found = dict.fromkeys(
-        f"{n.path + ': ' if n.path else ''}{n.reason}{f' ({n.where})' if n.where else ''}" for n in notes
-    )
-    found |= dict.fromkeys(drawn.skipped_samples)
-    found |= dict.fromkeys(
-        f"{choice} was taken back: {why}" for choice, why in planned.refused_choices.items()
-    )
+    """Returns the report's notes, one line each with place and cause: deviations from the planned capture,
+    samples left out, choices taken back."""
+    lines = [
+        f"{n.path + ': ' if n.path else ''}{n.reason}{f' ({n.where})' if n.where else ''}"
+        for n in planned.capture.notes
+    ]
+    lines += survey.skipped_samples
+    lines += [f"{choice} was taken back: {why}" for choice, why in planned.refused_choices.items()]
     if options.stats is not None:
-        found[f"how frequent and how large samples are is taken from {options.stats.name}"] = None
-    return {"notes": list(found)} if found else {}
+        lines.append(f"frequency and size of samples are taken from {options.stats.name}")
+    return {"notes": list(dict.fromkeys(lines))} if lines else {}
 
 
 def make_model_ref(user: UserModel, meta: nn.Module) -> ModelRef:
-    """What ties a plan to its model: the file, its hash, and the parameters with shapes and whether they
-    train."""
+    """Returns what ties a plan to its model: the file, its hash, and names, shapes and dtypes of the
+    parameters."""
     return ModelRef(str(user.path.resolve()), user.sha256, describe_parameters(meta))
 
 
 def _build_model_if_small(user: UserModel, meta: nn.Module, small: bool) -> nn.Module | None:
-    """The model with random weights in float32, or None if it is too large to build here."""
+    """Builds the model with random weights in float32; None if it exceeds MAX_LOCAL_MODEL_BYTES.
+
+    Raises UserError if `small` and the model file has no small_model().
+    """
     size = sum(p.numel() * 4 for p in meta.parameters())
     if size > MAX_LOCAL_MODEL_BYTES:
         return None

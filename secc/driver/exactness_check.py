@@ -1,10 +1,10 @@
-"""Shows a plan exact: its own sections, schedule and engine on one rank, against the eager model, for every
-activation pattern.
+"""Compares a plan with plain PyTorch, for every activation pattern, on one rank of this process.
 
-The plan's meshes are folded onto one rank and its micro-batches made small, so that a global batch of a few
-samples passes through every section in several micro-batches. What is compared is what training uses: the
-loss and every parameter's gradient. Where the terms of a loss cancel (advantages that add up to 0), float32
-leaves few digits of it, so what differs in float32 is compared in float64 again.
+The plan's own sections, schedule and engine run with all meshes folded onto one rank and with small
+micro-batches, so that a global batch of a few samples passes through every section in several micro-batches.
+The loss and every parameter's gradient are compared, which is all that training uses. Where loss terms cancel
+(advantages that add up to 0), float32 leaves few digits of the loss; whatever differs in float32 is compared
+again in float64.
 """
 
 from __future__ import annotations
@@ -57,28 +57,31 @@ CPU_DEVICE = torch.device("cpu")
 
 @dataclass(frozen=True)
 class PatternCheck:
-    """One pattern's comparison; differences are in units of the tolerances."""
+    """Result of the comparison for one input pattern; `difference` is in units of the tolerances."""
 
     pattern: tuple[str, ...]
     samples: int
     difference: ResultDifference
 
     def as_dict(self) -> dict[str, object]:
-        """For the plan; errors to one digit: others move with where tensors lie in memory, and a plan is the
-        same byte for byte."""
+        """Returns the entry of plan.json. Errors are rounded to one digit: further digits depend on where
+        tensors lie in memory, and equal inputs must give equal plans."""
         d = self.difference
         loss, gradient = (float(f"{error:.0e}") for error in (d.loss, d.gradient))
         return {
-            "pattern": list(self.pattern), "samples": self.samples, "exact": d.is_exact, "loss_error": loss, "gradient_error": gradient,
+            "pattern": list(self.pattern),
+            "samples": self.samples,
+            "exact": d.is_exact,
+            "loss_error": loss,
+            "gradient_error": gradient,
             "worst_gradient": d.worst,
-        }  # fmt: skip
+        }
 
 
 def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledPlan:
-    """The plan with what the comparison showed, every pattern exact.
+    """Returns the plan with the results of the comparison in `checks`.
 
-    Raises UserError if a pattern is not exact; if `required`, also where the model is too large to be built
-    here.
+    Raises UserError if a pattern is not exact, and, if `required`, if the model is too large to build here.
     """
     if compiled.model is None:
         if required:
@@ -88,27 +91,26 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
             compiled, {"reason": "not compared with the eager model, which is too large to be built here"}
         )
     patterns = compare_patterns(compiled, compiled.model)
-    for found in patterns:
-        if not found.difference.is_exact:
-            return _retry_with_global_widths(compiled, found)
+    for pattern in patterns:
+        if not pattern.difference.is_exact:
+            return _retry_with_global_widths(compiled, pattern)
     return _add_checks(compiled, {"patterns": [p.as_dict() for p in patterns]})
 
 
-def _retry_with_global_widths(compiled: CompiledPlan, found: PatternCheck) -> CompiledPlan:
-    """The plan with all micro-batches padded to the global batch's widths. Raises UserError if that is not
-    exact either, or not allowed.
+def _retry_with_global_widths(compiled: CompiledPlan, inexact: PatternCheck) -> CompiledPlan:
+    """Compiles and checks again with all micro-batches padded to the widths of the global batch.
 
-    Padding may reach the loss by way of a few lengths only, which the probe of widths did not meet: a
-    convolution with a stride of two.
+    The probe of padding can miss lengths that reach the loss only sometimes, as with a strided convolution.
+    Raises UserError if this plan is not exact either, or if the user chose the widths.
     """
     if compiled.plan.widths == "global" or compiled.options.widths != "auto":
-        raise _inexact_error(compiled, found)
+        raise _inexact_error(compiled, inexact)
     try:
         return check_exactness(
             compile_model(compiled.user.path, dataclasses.replace(compiled.options, widths="global"))
         )
     except UserError:
-        raise _inexact_error(compiled, found) from None
+        raise _inexact_error(compiled, inexact) from None
 
 
 def _add_checks(compiled: CompiledPlan, checks: dict[str, object]) -> CompiledPlan:
@@ -116,17 +118,17 @@ def _add_checks(compiled: CompiledPlan, checks: dict[str, object]) -> CompiledPl
     return dataclasses.replace(compiled, plan=plan)
 
 
-def _inexact_error(compiled: CompiledPlan, found: PatternCheck) -> UserError:
-    d = found.difference
-    pattern = ", ".join(found.pattern) or "no optional inputs"
+def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> UserError:
+    d = inexact.difference
+    pattern = ", ".join(inexact.pattern) or "no optional inputs"
     message = (
         f"the plan does not compute what plain PyTorch computes for samples with {pattern}: "
         f"the loss is off by {d.loss:.3g} and the gradient of "
         f"{d.worst} by {d.gradient:.3g} tolerances"
     )
     remedy = (
-        "the model joins samples in a way secc did not see, or keeps something from one call of a module to the next (a counter, a "
-        "buffer); train it with --max-sections 1 on one rank, and report the model"
+        "the model couples samples in a way that capture did not see, or keeps something from one call of a "
+        "module to the next (a counter, a buffer); train it with --max-sections 1 on one rank, and report it"
     )
     if compiled.plan.draws:
         first = compiled.plan.draws[0]
@@ -139,7 +141,7 @@ def _inexact_error(compiled: CompiledPlan, found: PatternCheck) -> UserError:
 
 
 def compare_patterns(compiled: CompiledPlan, model: nn.Module) -> list[PatternCheck]:
-    """Compare plan and eager `model` for every pattern of the survey."""
+    """Compares the plan with the eager `model` for every pattern of the survey."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "plan"
         compiled.write_sections(directory)
@@ -148,12 +150,12 @@ def compare_patterns(compiled: CompiledPlan, model: nn.Module) -> list[PatternCh
 
 
 def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozenset[str]) -> None:
-    """Raises UserError where the loss moves with a condition that samples alone decide otherwise than
-    together."""
+    """Raises UserError if the loss depends on a condition on the whole batch that micro-batches decide
+    differently."""
     assert compiled.model is not None
     if compiled.plan.checks.get("accepted"):
         return
-    found = BatchDecisions(
+    decisions = BatchDecisions(
         compiled.plan,
         compiled.user,
         compiled.survey,
@@ -161,7 +163,7 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         compiled.captured_model.meta,
         compiled.captured_model.capture,
     )
-    for where, samples in found.find_differing_batches(pattern):
+    for where, samples in decisions.find_differing_batches(pattern):
         draws = PlanRandomness(compiled.model, compiled.plan.draws, compiled.plan.symbols).draws_for(
             compiled.user, samples
         )
@@ -172,7 +174,10 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
             continue  # a sample that goes a way of its own is refused when it comes
         # What is inexact in one micro-batch too is no matter of decisions.
         if not parts.is_exact and _compare_step(compiled, rank, samples, len(samples), reference).is_exact:
-            message = f"the loss depends on what Python reads of the whole batch: for {len(samples)} samples it is not what it is for each alone"
+            message = (
+                "the loss depends on a value that Python reads of the whole batch: the loss of "
+                f"{len(samples)} samples together is not that of the same samples in micro-batches"
+            )
             raise UserError(
                 message,
                 where or str(compiled.user.path),
@@ -181,8 +186,8 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
 
 
 def _check_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozenset[str]) -> PatternCheck:
-    """The largest micro-batch of the survey, which holds samples of several lengths and, where there are
-    some, of smaller patterns."""
+    """Compares on the largest micro-batch of the survey: it has samples of several lengths and of smaller
+    patterns."""
     samples = compiled.survey.compose_batches(pattern)[-1]
     assert compiled.model is not None
     _check_decisions(compiled, rank, pattern)
@@ -195,9 +200,9 @@ def _check_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozenset
     sizes = (CHECK_MICRO_BATCH, 1) if draws is not None else (CHECK_MICRO_BATCH,)
     if compiled.plan.checks.get("accepted"):
         sizes = (len(samples),)  # what was accepted is exact where there is one micro-batch
-    found = [_compare_step(compiled, rank, samples, most, reference) for most in sizes]
+    differences = [_compare_step(compiled, rank, samples, max_samples, reference) for max_samples in sizes]
     return PatternCheck(
-        tuple(sorted(pattern)), len(samples), max(found, key=lambda d: max(d.loss, d.gradient))
+        tuple(sorted(pattern)), len(samples), max(differences, key=lambda d: max(d.loss, d.gradient))
     )
 
 
@@ -205,28 +210,28 @@ def _compare_step(
     compiled: CompiledPlan,
     rank: OneRankPlan,
     samples: Sequence[Mapping[str, Any]],
-    most: int,
+    max_samples: int,
     reference: LossAndGradients,
 ) -> ResultDifference:
-    """The difference of a step, in micro-batches of at most `most` samples; where it is more than allowed,
-    the same in float64."""
-    found = compare_results(rank.run_step(samples, most), reference, compiled.plan.dtype)
-    if found.is_exact or compiled.plan.dtype:
-        return found
+    """Compares one step in micro-batches of at most `max_samples`; repeats it in float64 if float32
+    differs."""
+    difference = compare_results(rank.run_step(samples, max_samples), reference, compiled.plan.dtype)
+    if difference.is_exact or compiled.plan.dtype:
+        return difference
     double = rank.to_float64()
     try:
         draws = PlanRandomness(double.model, compiled.plan.draws, compiled.plan.symbols).draws_for(
             compiled.user, samples
         )
-        exact = run_eager(double.model, _batch_to_float64(compiled.user.collate(samples)), draws)
-        again = compare_results(double.run_step(samples, most), exact)
+        double_reference = run_eager(double.model, _batch_to_float64(compiled.user.collate(samples)), draws)
+        in_double = compare_results(double.run_step(samples, max_samples), double_reference)
     except Exception:  # the model cannot compute in float64: a dtype is spelt out
-        return found
-    return again if again.is_exact else found
+        return difference
+    return in_double if in_double.is_exact else difference
 
 
 def _batch_to_float64(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch with floats in float64."""
+    """Returns the batch with its floating-point tensors in float64."""
     return tree_map(
         lambda v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v, dict(batch)
     )
@@ -235,21 +240,22 @@ def _batch_to_float64(batch: Mapping[str, Any]) -> dict[str, Any]:
 def _run_reference(
     compiled: CompiledPlan, batch: Mapping[str, Any], draws: MicroBatchDraws | None
 ) -> LossAndGradients:
-    """What plain PyTorch computes. Raises UserError where it fails."""
+    """Returns loss and gradients of plain PyTorch. Raises UserError if it fails or its loss is not finite."""
     assert compiled.model is not None
     try:
-        found = run_eager(compiled.model, batch, draws)
-        if math.isfinite(found.loss):
-            return found
+        result = run_eager(compiled.model, batch, draws)
+        if math.isfinite(result.loss):
+            return result
         message = (
-            f"plain PyTorch's own loss of a batch is {found.loss}, so that no plan can be compared with it"
+            f"plain PyTorch's own loss of a batch is {result.loss}, so that no plan can be compared with it"
         )
         remedy = "a mean over no labels is nan: divide a sum by max(count, 1)"
         raise UserError(message, compiled.user.forward_source_line or str(compiled.user.path), remedy)
     except UserError:
         raise
     except Exception as error:  # whatever the user's code raises
-        message = f"plain PyTorch cannot train the model: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = f"plain PyTorch cannot train the model: {reason}"
         raise UserError(
             message, compiled.user.forward_source_line or str(compiled.user.path), "correct the model"
         ) from error
@@ -258,15 +264,16 @@ def _run_reference(
 def _run_deterministic_reference(
     compiled: CompiledPlan, batch: Mapping[str, Any], draws: MicroBatchDraws | None
 ) -> LossAndGradients:
-    """The reference, which must not move with random numbers from Python or NumPy: nothing ties those to
-    samples.
+    """Returns the reference, and raises UserError if it depends on Python's or NumPy's random numbers, which
+    cannot be tied to samples.
 
-    A model may draw some without a use, to skip layers with a probability of 0.
+    A model may draw such numbers without using them (layers skipped with probability 0); so the reference is
+    computed twice before it is refused.
     """
     before = random.getstate(), _numpy_random_state()
-    found = _run_reference(compiled, batch, draws)
+    result = _run_reference(compiled, batch, draws)
     if (random.getstate(), _numpy_random_state()) != before and not _equal_bitwise(
-        found, _run_reference(compiled, batch, draws)
+        result, _run_reference(compiled, batch, draws)
     ):
         source = "Python's random" if random.getstate() != before[0] else "NumPy"
         remedy = "draw with torch, or in the dataset, where sample i is seeded by (seed, epoch, i)"
@@ -275,7 +282,7 @@ def _run_deterministic_reference(
             str(compiled.user.path),
             remedy,
         )
-    return found
+    return result
 
 
 def _equal_bitwise(a: LossAndGradients, b: LossAndGradients) -> bool:
@@ -295,7 +302,7 @@ def _numpy_random_state() -> tuple[object, ...]:
 
 
 class OneRankPlan:
-    """A plan folded onto one rank, in this process."""
+    """A plan folded onto one rank, run in this process."""
 
     def __init__(
         self, plan: Plan, directory: Path, user: UserModel, model: nn.Module, double: bool = False
@@ -316,20 +323,20 @@ class OneRankPlan:
         self.rerecorder = Rerecorder(plan, lambda: model, lambda _: list(self.sections.values()))
 
     def to_float64(self) -> OneRankPlan:
-        """The same in float64."""
+        """Returns the same plan and model in float64."""
         return OneRankPlan(*self._constructor_arguments, copy.deepcopy(self.model).double(), double=True)
 
     def run_step(
-        self, samples: Sequence[Mapping[str, Any]], most: int = CHECK_MICRO_BATCH
+        self, samples: Sequence[Mapping[str, Any]], max_samples: int = CHECK_MICRO_BATCH
     ) -> LossAndGradients:
-        """Loss and gradients of one global batch, in micro-batches of at most `most` samples.
+        """Returns loss and gradients of one global batch, in micro-batches of at most `max_samples` samples.
 
-        The model that is compared is in float32, also what the user's has in 16 bits: edges then have the
-        dtypes that they turn out to have.
+        The compared model is in float32 even if the user's is partly in 16 bits; section edges then take the
+        dtypes that their tensors turn out to have.
         """
         while True:
             try:
-                return self._run_step_once(samples, most)
+                return self._run_step_once(samples, max_samples)
             except EdgeDtypeMismatch as found:
                 edges = (
                     dataclasses.replace(e, dtype=found.dtype) if e.name == found.edge else e
@@ -337,8 +344,10 @@ class OneRankPlan:
                 )
                 self.plan = dataclasses.replace(self.plan, edges=tuple(edges))
 
-    def _run_step_once(self, samples: Sequence[Mapping[str, Any]], most: int) -> LossAndGradients:
-        plan = dataclasses.replace(self.plan, sections=_with_uneven_micro_batches(self.plan.sections, most))
+    def _run_step_once(self, samples: Sequence[Mapping[str, Any]], max_samples: int) -> LossAndGradients:
+        plan = dataclasses.replace(
+            self.plan, sections=_with_uneven_micro_batches(self.plan.sections, max_samples)
+        )
         singles = [self.rerecorder.add_row_counts(self.user.collate([s])) for s in samples]
         optional = {i.key for i in self.plan.inputs if i.optional}
         metas = [
@@ -374,9 +383,9 @@ class OneRankPlan:
             loss = engine.run_step(
                 StepInput(schedule_batch(plan, metas), metas, batch_of, coefficients, REFERENCE_SEED)
             )
-        found = LossAndGradients(float(loss) + self.terms_module.CONSTANT, copy_gradients(self.model))
+        result = LossAndGradients(float(loss) + self.terms_module.CONSTANT, copy_gradients(self.model))
         self.model.zero_grad(set_to_none=True)
-        return found
+        return result
 
     def _sum_leaves(self, singles: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         columns = zip(
@@ -386,20 +395,20 @@ class OneRankPlan:
 
 
 def _with_uneven_micro_batches(
-    sections: Sequence[plan_schema.Section], most: int
+    sections: Sequence[plan_schema.Section], max_samples: int
 ) -> tuple[plan_schema.Section, ...]:
-    """The sections with micro-batches of at most `most` samples, every second one with one more: edges deal
-    rows out anew.
+    """Returns the sections with micro-batches of at most `max_samples`, one more in every second section, so
+    that edges have to regroup rows.
 
-    Stages of one pipeline have the same; samples that are to be alone, or all together, are.
+    Stages of one pipeline have equal micro-batches. Sizes other than CHECK_MICRO_BATCH are used as they are.
     """
-    places = {name: i for i, name in enumerate(dict.fromkeys(s.pipeline or s.name for s in sections))}
+    position_of = {name: i for i, name in enumerate(dict.fromkeys(s.pipeline or s.name for s in sections))}
 
     def count(s: plan_schema.Section) -> int:
-        if most > CHECK_MICRO_BATCH:
-            return most
-        return min(s.micro_batch, most) + (
-            places[s.pipeline or s.name] % 2 if most == CHECK_MICRO_BATCH else 0
+        if max_samples > CHECK_MICRO_BATCH:
+            return max_samples
+        return min(s.micro_batch, max_samples) + (
+            position_of[s.pipeline or s.name] % 2 if max_samples == CHECK_MICRO_BATCH else 0
         )
 
     return tuple(dataclasses.replace(s, micro_batch=count(s)) for s in sections)

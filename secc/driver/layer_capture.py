@@ -1,9 +1,8 @@
-"""Pipeline stages need layers that are blocks: which of the model's blocks are opened down to their layers,
-because stages are wanted.
+"""Decides which blocks are captured again layer by layer, because a section is to run in pipeline stages.
 
-The frontier is chosen coarse first, and sections have their names from that. Where a section is to run in
-several stages (`allocate` has given it a `pp` above 1), its blocks with stacks are captured again layer by
-layer, and every section is held together by the module paths that it had.
+Blocks are chosen coarse first, and sections are named after them. Where `allocate` gave a section more than
+one stage (pp > 1), its blocks with layer stacks are opened, and every section keeps the module paths that it
+had.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ from secc.passes.sections.merge_sections import add_section_notes
 
 @dataclass(frozen=True)
 class LayerCapturePlan:
-    """The blocks to open, the sections to keep, as `coarsen` takes them ("name=path+path"), and each
-    section's stages ("name.pp=2").
+    """What a second capture has to open and to keep.
 
-    `choices` has for each block the choice that opening it is for ("name.pp"), `known` are all that were
-    made, with what was `proven` of them; `notes` says how each section was formed.
+    opened_blocks: module paths to open down to their layers. sections: all sections as `coarsen` takes them
+    ("NAME=PATH+PATH"). stage_pins: stages of each section ("NAME.pp=2"). choice_by_block: the choice
+    ("NAME.pp") that each opened block serves. all_choices, solver_status: all choices of the first plan and
+    what the solver proved about it. section_notes: how each section was formed.
     """
 
     opened_blocks: tuple[str, ...]
@@ -42,19 +42,27 @@ class LayerCapturePlan:
     section_notes: Mapping[str, tuple[str, ...]]
 
     def impossible_choice(self, error: UserError, paths: Collection[str] = ()) -> ImpossibleChoice:
-        """What went wrong with the blocks open, as a reason against the stages that `paths`, or else all of
-        them, were opened for."""
+        """Turns an error met with opened blocks into a reason against the stages that they were opened for.
+
+        paths: the blocks at fault; empty if all may be.
+        """
         if isinstance(error, ImpossibleChoice):
             return error
-        cut = [path for path in self.opened_blocks if path in paths or not paths]
-        choices = sorted({self.choice_by_block[path] for path in cut})
-        message = f"{' and '.join(choices)} cannot be had: with {' and '.join(cut)} cut into layers, {error.message}"
+        opened = [path for path in self.opened_blocks if path in paths or not paths]
+        choices = sorted({self.choice_by_block[path] for path in opened})
+        message = (
+            f"{' and '.join(choices)} is impossible: with {' and '.join(opened)} opened down to layers, "
+            f"{error.message}"
+        )
         return ImpossibleChoice(UserError(message, error.where, "leave pp out for that section"), choices)
 
 
 def plan_layer_capture(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, str]) -> LayerCapturePlan:
-    """What to open for the stages of an allocated module. Sections are kept as they are in the dump of
-    `coarsen`, before blocks moved."""
+    """Returns which blocks to open for the stages of an allocated module.
+
+    dumps: IR text by pass name. Sections are taken from the dump of `coarsen`, before `sink-boundaries` moved
+    blocks between them.
+    """
     graph = graph_of(module)
     staged = {s.sym.data for s in graph.sections if (get_number(s, "pp") or 1) > 1}
     calls = {
@@ -79,8 +87,10 @@ def plan_layer_capture(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, st
 
 
 def copy_section_notes(staging: LayerCapturePlan, module: ModuleOp) -> bool:
-    """Note at the sections of the second capture how they were formed after the first one; whether there was
-    anything to note."""
+    """Copies the notes about how sections were formed from the first capture to the module of the second.
+
+    Returns whether there were any notes.
+    """
     for section in graph_of(module).sections:
         add_section_notes(
             section,
@@ -94,8 +104,8 @@ def copy_section_notes(staging: LayerCapturePlan, module: ModuleOp) -> bool:
 
 
 def check_opened_blocks(staging: LayerCapturePlan, captured: Capture) -> None:
-    """Raise Impossible if blocks that were to be opened had to stay whole, against the stages that they were
-    opened for alone."""
+    """Raises ImpossibleChoice if blocks that were to be opened stayed whole in the second capture; it names
+    only the stages that these blocks were opened for."""
     around = {
         path: b
         for path in staging.opened_blocks

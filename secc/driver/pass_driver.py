@@ -1,9 +1,9 @@
-"""From a capture to the lowered IR: the passes, and what stages and tensor parallelism need of the model
-between them.
+"""Drives the passes from a capture to the lowered IR, and captures layers in between where pipeline stages
+need them.
 
-`allocate` chooses before anyone tried to cut the model. Where a choice turns out impossible (`Impossible`),
-the passes run again without it, unless the user has pinned it, and the plan says so. Where it chose stages,
-the towers concerned are captured layer by layer.
+`allocate` chooses before any pass has tried to partition the model. If a later pass finds a choice impossible
+(`ImpossibleChoice`), all passes run again without it, unless the user has pinned it, and the plan says so. If
+it chose stages for a section, the blocks of that section are captured again layer by layer.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io.module_text import parse_module, print_module
 from secc.runtime.model.user_file import UserModel
 
-# the first pass behind the choice: layers are captured for what was chosen, wherever its ranks are
-FIRST_PLACEMENT_PASS = "place"
-FIRST_PARTITIONING_PASS = "split-stages"  # the first of the passes that carry choices out
+FIRST_PLACEMENT_PASS = "place"  # the first pass after `allocate`
+FIRST_PARTITIONING_PASS = "split-stages"  # the first pass that carries out the choices of `allocate`
 
 
 @dataclass(frozen=True)
 class CapturedModel:
-    """A captured model: `model` has weights if it fits here, `batches` are samples collated one by one.
+    """A captured model and the means to plan it.
 
-    `make` gives the IR of a capture, `text` the pipeline with options changed.
+    model: the model with weights, None if it is too large to build here. sample_batches: samples collated one
+    by one. make_ir: annotated IR of a capture. make_passes: the pipeline with some compile options replaced.
     """
 
     user: UserModel
@@ -62,8 +62,8 @@ class CapturedModel:
 
 @dataclass(frozen=True)
 class PlannedModule:
-    """The lowered IR, the capture it was made of, the dumps on the way, and choices that were taken back,
-    with the reason."""
+    """The lowered IR, the capture that it was made from, (pass name, IR text) after each pass, and refused
+    choices with the reason."""
 
     module: ModuleOp
     capture: Capture
@@ -73,8 +73,8 @@ class PlannedModule:
 
 @dataclass(frozen=True)
 class _AllocatedModule:
-    """A module with its choices made: its text before, the capture it was made of, and the passes with what
-    they dumped so far."""
+    """A module after `allocate`: its text before the passes, its capture, the whole pipeline, and the dumps
+    so far."""
 
     module: ModuleOp
     text_before: str
@@ -87,16 +87,22 @@ class Planner:
     """Runs the passes on a captured model."""
 
     def __init__(
-        self, source: CapturedModel, pinned: tuple[str, ...], step: Callable[[str], contextlib.AbstractContextManager[None]],
-        progress: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        self.source, self.time_step, self.report_progress = source, step, progress
-        self.pins, self.pinned_keys = pinned, {pin.partition("=")[0] for pin in pinned}
+        self,
+        source: CapturedModel,
+        pins: tuple[str, ...],
+        time_step: Callable[[str], contextlib.AbstractContextManager[None]],
+        report_progress: Callable[[str], None],
+    ) -> None:
+        self.source, self.time_step, self.report_progress = source, time_step, report_progress
+        self.pinned_keys = {pin.partition("=")[0] for pin in pins}
         self.captured_text = print_module(source.make_ir(source.capture))
 
     def plan_model(self) -> PlannedModule:
-        """Plan, taking back choices that cannot be carried out. Raises UserError for those that the user has
-        pinned."""
+        """Plans the model, again without each choice that a later pass finds impossible.
+
+        Raises UserError for a model that cannot be planned, ImpossibleChoice if the user has pinned the
+        impossible choice.
+        """
         refused: dict[str, str] = {}
         while True:
             try:
@@ -108,6 +114,7 @@ class Planner:
                 refused |= dict.fromkeys(sorted(new), error.message)
 
     def _plan_without(self, refused: dict[str, str]) -> PlannedModule:
+        """Plans the model without the choices in `refused`."""
         options = {"refused": tuple(refused)}
         first = parse_module(self.captured_text)
         chosen = whole = self._run_allocation_passes(
@@ -120,7 +127,7 @@ class Planner:
             # Layers of a tower are the same once it is opened. What is sought is wanted last, behind the
             # captured layers' own choices.
             with process_map.run_in_background(
-                lambda: search_layouts(first, *self._search_subject(whole)), patient=True
+                lambda: search_layouts(first, *self._search_subject(whole)), low_priority=True
             ) as seeking:
                 chosen = self._allocate_captured_layers(staged, options)
                 sought = seeking()
@@ -147,7 +154,7 @@ class Planner:
     def _run_allocation_passes(
         self, module: ModuleOp, text_before: str, capture: Capture, passes: tuple[ModulePass, ...]
     ) -> _AllocatedModule:
-        """Applies the passes up to the allocation to `module`, with the better sections for small towers."""
+        """Applies the passes up to `allocate` to `module`, with the better sections for small towers."""
         grouped = passes_before("coarsen", passes)
         first = self._run_passes(module, grouped)
         with self.time_step("passes"):
@@ -158,17 +165,18 @@ class Planner:
     def _run_passes(
         self, module: ModuleOp, passes: tuple[ModulePass, ...], done: int = 0
     ) -> pass_pipeline.PipelineRun:
-        """Passes, of which so many have been `done`."""
+        """Runs the passes after the first `done`; these are only named in the headers of the dumps."""
         with self.time_step("passes"):
-            made = [pass_pipeline.format_pass(step) for step in passes[:done]]
+            applied = [pass_pipeline.format_pass(step) for step in passes[:done]]
             return pass_pipeline.run_passes(
-                module, passes[done:], dump=True, progress=self.report_progress, made=made
+                module, passes[done:], dump=True, report_progress=self.report_progress, done=applied
             )
 
     def _allocate_captured_layers(
         self, staged: layer_capture.LayerCapturePlan, options: Mapping[str, tuple[str, ...]]
     ) -> _AllocatedModule:
-        """The choice again, with towers opened down to their layers."""
+        """Captures the opened blocks layer by layer and runs the passes up to the allocation on the new
+        capture."""
         with self.time_step("capture layers"):
             captured = self._capture_layers(staged)
         module = self.source.make_ir(captured)
@@ -187,7 +195,8 @@ class Planner:
             raise staged.impossible_choice(error) from error
 
     def _search_subject(self, chosen: _AllocatedModule) -> tuple[SearchSubject, FusedOperators]:
-        """What mappings are sought for, and the fused operators with which they are to be shown."""
+        """Returns the model to search tensor-parallel layouts for, and the fused operators to verify them
+        with."""
         source, graph = self.source, graph_of(chosen.module)
         samples = CollatedSamples(source.sample_batches, chosen.capture.constants)
         return SearchSubject(source.meta, source.model, source.user, source.survey, samples), (
@@ -196,8 +205,10 @@ class Planner:
         )
 
     def _capture_layers(self, staged: layer_capture.LayerCapturePlan) -> Capture:
-        """The capture with towers opened down to their layers. Raises Impossible where they have to stay
-        whole."""
+        """Captures the model with blocks opened down to their layers.
+
+        Raises ImpossibleChoice if a block cannot be opened.
+        """
         source = self.source
         try:
             captured = capture_model(

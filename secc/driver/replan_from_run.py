@@ -1,11 +1,12 @@
-"""What another plan would gain by the times and the samples that a run had: `secc drift PLAN/ LOGDIR/`.
+"""Finds out what another plan would gain, given the times and samples that a run had: `secc drift PLAN/
+LOGDIR/`.
 
-A run leaves what its sections took beside what the plan predicted, and its mix of samples
-(`runtime/monitoring/section_times.py`). The allocation is run again from the IR that the plan keeps
-(`secc/driver/what_if.py`), with each section's modelled times multiplied by measured over predicted and the
-dataset's statistics replaced by the run's: once with the plan's own choices, once with all that the user left
-open. The first step time over the second is the gain, both by the same model. What moved alike for all
-sections gains nothing.
+A run logs measured and predicted times of its sections and its mix of samples
+(`runtime/monitoring/section_times.py`). The allocation is run again from the IR in the plan directory
+(`secc/driver/what_if.py`), with each section's modelled times multiplied by measured/predicted and the
+dataset's statistics replaced by the run's: once with the plan's own choices, once free to choose whatever the
+user left open. The ratio of both predicted step times is the gain. A factor that is the same for all sections
+cancels out.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TIMED_DIRECTIONS = ("forward_s", "backward_s")
 
 @dataclass(frozen=True)
 class SectionDrift:
-    """A section's measured times over the predicted ones; None where nothing was predicted or timed."""
+    """Measured over predicted time of a section; None where either is missing."""
 
     forward: float | None
     backward: float | None
@@ -42,9 +43,12 @@ class SectionDrift:
 
 @dataclass(frozen=True)
 class DriftReport:
-    """`sections` by name; `shares` and `sizes` of each pattern (keys joined by +) in the plan and in the run;
-    the plan, and the one that is best by what was measured. `gain`: how much longer a step of the first
-    takes, relative; `set`: the choices that make the second."""
+    """What changed in a run, and the plan that would be best for it.
+
+    steps: number of logged steps. mix: (share in the plan, share in the run) of each input pattern, with its
+    keys joined by +. gain: how much longer a step of the present plan takes than one of `best_plan`,
+    relative. best_pins: the choices NAME.KEY=VALUE that make `best_plan`.
+    """
 
     steps: int
     sections: dict[str, SectionDrift]
@@ -56,37 +60,40 @@ class DriftReport:
 
 
 def measure_drift(directory: Path, log_dir: Path) -> DriftReport:
-    """What moved in the last run that logged to `log_dir`, and what another plan would gain.
+    """Compares the last run that logged to `log_dir` with its plan, and allocates again for what was
+    measured.
 
-    Raises UserError for a log that says nothing.
+    Raises UserError if the log has no usable steps or does not belong to the plan.
     """
     plan = load_plan(directory)
     steps = _read_last_run(log_dir / SECTION_TIMES_FILE)
-    moved = {s.name: _section_drift(steps, s.name) for s in plan.user_sections}
-    passes, before = what_if.load_before_allocate(directory)
+    drifts = {s.name: _section_drift(steps, s.name) for s in plan.user_sections}
+    passes, ir_file = what_if.load_before_allocate(directory)
     allocate: Any = passes[0]
-    made: list[Plan] = []
+    plans: list[Plan] = []
     mix: dict[str, tuple[float, float]] = {}
-    for changed in (dataclasses.replace(allocate, **_pinned_allocate_options(plan)), allocate):
+    for candidate_allocate in (dataclasses.replace(allocate, **_pinned_allocate_options(plan)), allocate):
 
         def adapt(graph: GraphOp) -> None:
             what_if.allow_plan_tp(plan, graph)
-            _set_time_ratios(graph, moved)
+            _set_time_ratios(graph, drifts)
             mix.update(_replace_statistics(graph, steps))
 
-        module = what_if.reallocate(before, changed, passes[1:], adapt)
-        made.append(plan_codegen.build_plan(module, plan.model, {}))
-    now, best = (float(p.prediction["step_time_s"]) for p in made)
-    return DriftReport(len(steps), moved, mix, max(0.0, now / best - 1), made[0], made[1], plan_pins(made[1]))
+        module = what_if.reallocate(ir_file, candidate_allocate, passes[1:], adapt)
+        plans.append(plan_codegen.build_plan(module, plan.model, {}))
+    now, best = (float(p.prediction["step_time_s"]) for p in plans)
+    return DriftReport(
+        len(steps), drifts, mix, max(0.0, now / best - 1), plans[0], plans[1], plan_pins(plans[1])
+    )
 
 
 def plan_pins(plan: Plan) -> tuple[str, ...]:
-    """The pins, NAME.KEY=VALUE, that make a plan."""
+    """Returns the pins, NAME.KEY=VALUE, that reproduce a plan's choices."""
     return tuple(pin for s in plan.user_sections for pin in _section_pins(s)) + tuple(_colocation_pins(plan))
 
 
 def _pinned_allocate_options(plan: Plan) -> dict[str, Any]:
-    """The options of `allocate` under which nothing but the plan's own choices is left."""
+    """Returns options of `allocate` that leave nothing open but the plan's own choices."""
     groups = {s.mesh.ranks for s in plan.user_sections}
     strategy = "auto" if 1 < len(groups) < len(plan.user_sections) else "apart" if len(groups) > 1 else "auto"
     return {"set": plan_pins(plan), "strategy": strategy, "objective": "time", "step_time": 0.0}
@@ -109,28 +116,28 @@ def _colocation_pins(plan: Plan) -> Iterator[str]:
 
 
 # -- the log
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def _read_last_run(path: Path) -> list[dict[str, Any]]:
-    """The steps of the last run in a log, without its first ones."""
+    """Returns the logged steps of the last run, without its first UNCOUNTED_STEPS. Raises UserError if
+    there are none."""
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         starts = [k for k, line in enumerate(lines) if k == 0 or line["step"] != lines[k - 1]["step"] + 1]
     except OSError as error:
         raise UserError(
-            f"cannot read what a run took: {error.strerror}",
+            f"cannot read the log of section times: {error.strerror}",
             str(path),
             "name the --log-dir of a run of this plan",
         ) from None
     except (ValueError, KeyError, TypeError):
         raise UserError(
-            "not a log of what sections took", str(path), "name the --log-dir of a run of this plan"
+            "not a log of section times", str(path), "name the --log-dir of a run of this plan"
         ) from None
     steps = lines[starts[-1] + UNCOUNTED_STEPS if starts else 0 :][-MAX_KEPT_STEPS:]
     if not steps:
         raise UserError(
-            f"the last run has no step beyond its first {UNCOUNTED_STEPS}, which do not count",
+            f"the last run has no step after its first {UNCOUNTED_STEPS}, which are left out as warm-up",
             str(path),
             "run more steps",
         )
@@ -138,15 +145,15 @@ def _read_last_run(path: Path) -> list[dict[str, Any]]:
 
 
 def _section_drift(steps: Sequence[Mapping[str, Any]], section: str) -> SectionDrift:
-    known = [step["sections"][section] for step in steps if section in step["sections"]]
-    if not known:
+    logged = [step["sections"][section] for step in steps if section in step["sections"]]
+    if not logged:
         raise UserError(
-            f"the log says nothing of section {section}", remedy="name the --log-dir of a run of this plan"
+            f"the log has no times of section {section}", remedy="name the --log-dir of a run of this plan"
         )
     return SectionDrift(
         *(
             _measured_ratio(
-                sum(s.get(k, 0.0) for s in known), sum(s.get(f"predicted_{k}", 0.0) for s in known)
+                sum(s.get(k, 0.0) for s in logged), sum(s.get(f"predicted_{k}", 0.0) for s in logged)
             )
             for k in TIMED_DIRECTIONS
         )
@@ -158,33 +165,35 @@ def _measured_ratio(measured: float, predicted: float) -> float | None:
 
 
 # -- the IR
-# -----------------------------------------------------------------------------------------------------------------------
 
 
-def _set_time_ratios(graph: GraphOp, moved: Mapping[str, SectionDrift]) -> None:
-    """Tell `allocate` by how much sections' times moved."""
+def _set_time_ratios(graph: GraphOp, drifts: Mapping[str, SectionDrift]) -> None:
+    """Writes measured/predicted times onto sections, in permille, for `allocate` to scale modelled times
+    with."""
     for section in graph.sections:
-        found = moved[section.sym.data]
-        for name, ratio in zip(MEASURED_PERMILLE_ATTRIBUTES, (found.forward, found.backward), strict=True):
+        drift = drifts[section.sym.data]
+        for name, ratio in zip(MEASURED_PERMILLE_ATTRIBUTES, (drift.forward, drift.backward), strict=True):
             if ratio is not None:
                 section.attributes[name] = int_attr(max(1, round(1000 * ratio)))
 
 
 def _replace_statistics(graph: GraphOp, steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Replace the dataset's statistics by the run's; returns each pattern's share before and now. Patterns
-    that no capture has are left out, and those that the run did not meet lose their share."""
+    """Replaces the dataset's statistics by the run's, and returns each pattern's share before and now.
+
+    Patterns of the run that no capture has are ignored; patterns that the run did not meet get the share 0.
+    """
     counts: Counter[frozenset[str]] = Counter()
     sizes: dict[frozenset[str], Counter[str]] = defaultdict(Counter)
     for part in (part for step in steps for part in step["mix"]):
         counts[frozenset(part["when"])] += part["count"]
         sizes[frozenset(part["when"])].update(part["sizes"])
-    known = {frozenset(strings_of(op.when)): op for op in graph.patterns}
-    total = sum(counts[when] for when in known)
-    found: dict[str, tuple[float, float]] = {}
-    for when, op in known.items() if total else ():
+    pattern_ops = {frozenset(strings_of(op.when)): op for op in graph.patterns}
+    total = sum(counts[when] for when in pattern_ops)
+    shares: dict[str, tuple[float, float]] = {}
+    for when, op in pattern_ops.items() if total else ():
         share = counts[when] / total
-        found["+".join(sorted(when)) or "none"] = (float(op.share.data), share)
+        shares["+".join(sorted(when)) or "none"] = (float(op.share.data), share)
         op.share = StringAttr(str(share))
         if counts[when]:
             op.attributes |= {name: FloatAttr(size / counts[when], f64) for name, size in sizes[when].items()}
-    return found
+    return shares

@@ -1,9 +1,9 @@
-"""One step of a fresh plan, simulated: the picture in its report, `trace.json`, and how busy it keeps each
-section.
+"""Simulates one step of a fresh plan: the picture in its report, `trace.json`, and how busy each section is.
 
-A plan's prediction rests on closed forms; this is what its ranks would do, with samples that have the sizes
-of the dataset's. Samples' numbers are those of the drawn batch: the dataset itself is not read again. Steps
-of very many computations are left to `secc simulate`, so that compilation stays quick.
+A plan's prediction rests on closed forms; the simulation runs the schedule that the ranks would run, with
+samples of the dataset's sizes. Sample numbers count the drawn samples, not indices of the dataset, which is
+not read again. Steps with very many computations are left to `secc simulate`, so that compilation stays
+quick.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ TRACE_NOTE = "one simulated step; samples are numbered as drawn from the dataset
 
 @dataclass(frozen=True)
 class StepPreview:
-    """The plan with what its simulated step says, the drawing for its page, and files to put beside it; empty
-    where none was simulated."""
+    """The plan with the simulated step in its prediction, the drawing for the report, and further files of
+    the plan directory; drawing and files are empty if nothing was simulated."""
 
     plan: Plan
     drawing: str
@@ -44,8 +44,10 @@ class StepPreview:
 
 
 def preview_step(compiled: CompiledPlan) -> StepPreview:
-    """Simulate a step of a compiled plan. Without statistics of samples, or with too many computations, only
-    the plan comes back."""
+    """Simulates one step of a compiled plan.
+
+    Nothing is simulated without statistics of samples, or with more than MAX_SIMULATED_COMPUTATIONS.
+    """
     graph = graph_of(compiled.module)
     plan = add_sample_cost(compiled.plan, graph)
     batches = drawn_samples.draw_batches(graph, plan.global_batch, 1)
@@ -54,43 +56,42 @@ def preview_step(compiled: CompiledPlan) -> StepPreview:
     samples, schedule = next(steady_state_steps(plan, [fill_value_dependent_sizes(graph, batches[0])]))
     step = simulate(plan, samples, schedule)
     measures = measure_step(step)
-    known = dataclasses.replace(plan, prediction=plan.prediction | _prediction_entries(measures))
-    return StepPreview(known, render_html_figure(step, measures), {TRACE_FILE: format_trace(step)})
+    previewed = dataclasses.replace(plan, prediction=plan.prediction | _prediction_entries(measures))
+    return StepPreview(previewed, render_html_figure(step, measures), {TRACE_FILE: format_trace(step)})
 
 
 def add_sample_cost(plan: Plan, graph: GraphOp) -> Plan:
-    """The plan with what the dataset's samples cost it in the mean, from which a run tells that its samples
-    are others."""
+    """Adds the mean modelled cost of the dataset's samples to the prediction, so that a run can tell that its
+    samples differ from them."""
     batches = drawn_samples.draw_batches(graph, drawn_samples.MAX_LISTED_SAMPLES, 1)
-    mix = (
+    sample_cost = (
         {SAMPLE_SECONDS_KEY: predict_sample_seconds(plan, fill_value_dependent_sizes(graph, batches[0]))}
         if batches
         else {}
     )
-    return dataclasses.replace(plan, prediction=plan.prediction | mix)
+    return dataclasses.replace(plan, prediction=plan.prediction | sample_cost)
 
 
 def fill_value_dependent_sizes(graph: GraphOp, samples: Sequence[SampleMeta]) -> list[SampleMeta]:
-    """The samples with the sizes that inputs' values decide, which nobody has drawn: about what they were in
-    the captures."""
-    known = size_estimates(graph)
+    """Returns the samples with estimates for sizes that depend on values of the inputs, which are not
+    drawn."""
+    estimates = size_estimates(graph)
     return [
         dataclasses.replace(
-            s, sizes={**s.sizes, **{n: round(evaluate_at_means(e, s.sizes)) for n, e in known.items()}}
+            s, sizes={**s.sizes, **{n: round(evaluate_at_means(e, s.sizes)) for n, e in estimates.items()}}
         )
         for s in samples
     ]
 
 
 def count_computations(plan: Plan, section: Section) -> int:
-    """How many computations the ranks of a section have in a step at most: of micro-batches of as few samples
-    as the plan has."""
+    """Returns an upper bound on the computations of a section's ranks in a step."""
     passes = 1 if section.mode == "forward" else 2
     return passes * section.mesh.tp * -(-plan.global_batch // max(1, section.micro_batch))
 
 
 def format_trace(step: SimulatedStep) -> str:
-    """The step as a Chrome trace that says what its samples are."""
+    """Returns the step as the text of a Chrome trace."""
     return (
         json.dumps(make_chrome_trace([step]) | {"otherData": {"about": TRACE_NOTE}}, separators=(",", ":"))
         + "\n"
@@ -98,6 +99,6 @@ def format_trace(step: SimulatedStep) -> str:
 
 
 def _prediction_entries(measures: StepMeasures) -> dict[str, Any]:
-    """What `simulate --json` says of a step, under the same names."""
-    found = dataclasses.asdict(measures)
-    return {"sections": found.pop("sections"), "simulated": found}
+    """Returns the measures under the names that `simulate --json` uses."""
+    entries = dataclasses.asdict(measures)
+    return {"sections": entries.pop("sections"), "simulated": entries}

@@ -1,10 +1,9 @@
-"""What a plan would be under other choices: its allocation run again from the IR that the plan directory
-keeps.
+"""Plans again under other choices, from the IR that the plan directory keeps.
 
-The model is not needed: `ir/` holds the text before `allocate`, and the header of the last dump the passes
-and options from there on. So the answer takes seconds, and differs from a fresh compilation only where
-choices change what is captured: sections that were captured in layers may have any number of stages, others
-one. A tp is taken to be possible where blocks were found to take it, and the plan's own is.
+The model is not needed: `ir/` holds the text before `allocate`, and the header of the last dump names the
+passes and options from there on. So the answer takes seconds. It differs from a fresh compilation only where
+choices change what is captured: a section that was captured in layers may have any number of stages, others
+have one. A tp is possible where compilation tested it on the blocks, and the plan's own tp always is.
 """
 
 from __future__ import annotations
@@ -41,36 +40,36 @@ ALLOCATE_OPTIONS = {
 
 
 def replan_with_changes(directory: Path, changes: Sequence[str]) -> tuple[Plan, Plan]:
-    """The plan in `directory`, and what it would be with `changes`: `SECTION.KEY=VALUE` or
-    `cluster=4x8xH100`.
+    """Returns the plan in `directory`, and the plan under `changes` (`SECTION.KEY=VALUE` or
+    `cluster=4x8xH100`).
 
-    Raises UserError for a directory without the IR of a plan, and for changes that cannot be read or done.
+    Raises UserError for a directory without IR, and for changes that cannot be read or carried out.
     """
     plan = load_plan(directory)
-    steps, before = load_before_allocate(directory)
-    asked = dataclasses.replace(steps[0], **_parse_changes(steps[0], changes))
-    module = reallocate(before, asked, steps[1:], partial(allow_plan_tp, plan))
+    passes, ir_file = load_before_allocate(directory)
+    changed_allocate = dataclasses.replace(passes[0], **_parse_changes(passes[0], changes))
+    module = reallocate(ir_file, changed_allocate, passes[1:], partial(allow_plan_tp, plan))
     return plan, _assume_sharded_matrices(plan_codegen.build_plan(module, plan.model, {}))
 
 
 def allow_plan_tp(plan: Plan, graph: GraphOp) -> None:
-    """Note at the blocks that the plan has cut that they take its tp: for one that was asked for nobody may
-    have looked before."""
-    taken = {s.name: s.mesh.tp for s in plan.user_sections if s.mesh.tp > 1}
-    for section in (s for s in graph.sections if s.sym.data in taken):
-        possible = {*feasible_tp(graph, section), taken[section.sym.data]}
+    """Marks the plan's own tp as possible on its blocks: a tp forced with --set may not have been tested
+    before."""
+    tp_of_section = {s.name: s.mesh.tp for s in plan.user_sections if s.mesh.tp > 1}
+    for section in (s for s in graph.sections if s.sym.data in tp_of_section):
+        possible = {*feasible_tp(graph, section), tp_of_section[section.sym.data]}
         blocks = [graph.blocks[path] for path in strings_of(section.blocks)]
         for block in [b for b in blocks if "tp" in b.attributes] or blocks:
             block.attributes["tp"] = int_list_attr(sorted(possible))
 
 
 def _assume_sharded_matrices(plan: Plan) -> Plan:
-    """The plan with the matrices of sections whose tp was taken to be possible cut over it, as far as sums of
-    gradients are concerned."""
+    """Gives sections with an untested tp shards of all their matrices, for the size of their gradient
+    all-reduce."""
     matrices = {
         name
-        for name, what in plan.model.parameters.items()
-        if "," in what.partition("[")[2].partition("]")[0]
+        for name, description in plan.model.parameters.items()
+        if "," in description.partition("[")[2].partition("]")[0]
     }
     sections = tuple(
         dataclasses.replace(s, shards=tuple(Shard(name, 0, ()) for name in s.params if name in matrices))
@@ -82,17 +81,24 @@ def _assume_sharded_matrices(plan: Plan) -> Plan:
 
 
 def reallocate(
-    before: Path, allocate: Any, behind: Sequence[ModulePass], adapt: Callable[[GraphOp], None] | None = None
+    ir_file: Path,
+    allocate: Any,
+    later_passes: Sequence[ModulePass],
+    adapt: Callable[[GraphOp], None] | None = None,
 ) -> ModuleOp:
-    """The dump, changed by `adapt` and allocated again, without choices that its blocks cannot carry out
-    (stages need layers that were captured)."""
+    """Runs `allocate` and the passes after it on the IR before `allocate`.
+
+    ir_file: dump before `allocate`. adapt: changes the graph first. Choices that a later pass cannot carry
+    out (stages without captured layers) are refused and the passes run again; raises UserError if such a
+    choice was pinned.
+    """
     pinned = {pin.partition("=")[0] for pin in allocate.set}
     while True:
-        module = module_text.parse_module(before.read_text(), str(before))
+        module = module_text.parse_module(ir_file.read_text(), str(ir_file))
         if adapt is not None:
             adapt(graph_of(module))
         try:
-            pass_pipeline.run_passes(module, [allocate, *behind])
+            pass_pipeline.run_passes(module, [allocate, *later_passes])
             return module
         except ImpossibleChoice as error:
             if set(error.choices) <= set(allocate.refused) or any(
@@ -103,15 +109,18 @@ def reallocate(
 
 
 def load_before_allocate(directory: Path) -> tuple[list[ModulePass], Path]:
-    """`allocate` and the passes after it, free to choose other stages and tp, and the dump before them.
+    """Returns `allocate` and the passes after it, and the path of the dump before `allocate`.
 
-    Raises UserError for a directory without the IR of a plan.
+    The passes are free to choose other stages and tp than the plan has. Raises UserError if `directory` has
+    no IR.
     """
     dumps = sorted((directory / "ir").glob("*.mlir"))
     at = next((i for i, path in enumerate(dumps) if path.stem.partition("-")[2] == ALLOCATE_PASS), 0)
     if not at:
         raise UserError(
-            "the plan has no IR to allocate again", str(directory / "ir"), "compile the model again"
+            "the plan directory has no IR from before `allocate`",
+            str(directory / "ir"),
+            "compile the model again",
         )
     steps = list(
         pass_pipeline.parse_pipeline(",".join(pass_pipeline.parse_dump_header(dumps[-1].read_text())))
@@ -131,13 +140,13 @@ def load_before_allocate(directory: Path) -> tuple[list[ModulePass], Path]:
 
 
 def _replace_options(step: Any, **options: Any) -> Any:
-    """A pass with other options."""
+    """Returns a pass with other options."""
     return dataclasses.replace(step, **options)
 
 
 def _needs_compilation_error(error: ImpossibleChoice, pins: Sequence[str]) -> UserError:
-    """The error for pins that the captured blocks cannot meet, which blocks captured for these pins perhaps
-    can."""
+    """The error for pins that the captured blocks cannot meet; blocks captured for these pins may meet
+    them."""
     keys = {choice.partition("=")[0] for choice in error.choices}
     asked = " ".join(pin for pin in pins if pin.partition("=")[0] in keys)
     remedy = f"compile with --set {asked}, which captures the model for it, or {error.remedy}"
@@ -145,28 +154,29 @@ def _needs_compilation_error(error: ImpossibleChoice, pins: Sequence[str]) -> Us
 
 
 def _parse_changes(allocate: Any, changes: Sequence[str]) -> dict[str, Any]:
-    """The fields of `allocate` that the changes replace. A section's choice takes the place of an earlier one
-    of the same key."""
-    found: dict[str, Any] = {}
+    """Returns the fields of `allocate` that `changes` replace. A pin replaces an earlier pin of the same
+    key."""
+    replaced: dict[str, Any] = {}
     pins = {pin.partition("=")[0]: pin for pin in allocate.set}
     for change in changes:
         name, equals, value = change.partition("=")
         if not equals or not value:
             raise UserError(
-                f"cannot read the change {change!r}", remedy="write SECTION.KEY=VALUE, or cluster=4x8xH100"
+                f"expected a change SECTION.KEY=VALUE, got {change!r}",
+                remedy="write SECTION.KEY=VALUE, or cluster=4x8xH100",
             )
         key = name.replace("-", "_")
         if key in ALLOCATE_OPTIONS:
-            found[key] = _parse_value(change, value, ALLOCATE_OPTIONS[key])
+            replaced[key] = _parse_value(change, value, ALLOCATE_OPTIONS[key])
         elif "." in name:
             pins[name] = change
         else:
             known = ", ".join(ALLOCATE_OPTIONS)
             raise UserError(
-                f"there is no choice {name!r}",
+                f"unknown choice {name!r}",
                 remedy=f"choices are {known}, and SECTION.KEY such as language_model.dp",
             )
-    return found | {"set": tuple(pins.values())}
+    return replaced | {"set": tuple(pins.values())}
 
 
 def _parse_value(change: str, value: str, kind: type) -> Any:

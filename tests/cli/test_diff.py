@@ -105,8 +105,8 @@ def test_a_plan_with_a_tp_that_was_asked_for_keeps_it_under_other_choices(tmp_pa
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ("dp", "cannot read the change"),
-        ("depth=2", "no choice 'depth'"),
+        ("dp", "expected a change SECTION.KEY=VALUE, got 'dp'"),
+        ("depth=2", "unknown choice 'depth'"),
         ("ranks=two", "not a whole number"),
         ("vision_tower.dp=9", "impossible"),
         ("nothing.dp=1", "unknown section 'nothing'"),

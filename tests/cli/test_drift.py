@@ -89,9 +89,9 @@ def test_the_command_names_the_gain_and_the_choices(
 
 
 def test_logs_that_say_nothing_are_refused(plan: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot read what a run took"):
+    with pytest.raises(UserError, match="cannot read the log of section times"):
         measure_drift(plan, tmp_path)
-    with pytest.raises(UserError, match="no step beyond its first 2"):
+    with pytest.raises(UserError, match="no step after its first 2"):
         measure_drift(plan, log(tmp_path / "logs", load_plan(plan), {}, steps=2))
     (tmp_path / "logs" / SECTION_TIMES_FILE).write_text("one\n")
     with pytest.raises(UserError, match="not a log"):

@@ -65,7 +65,9 @@ DEPENDS = (
 def test_a_loss_that_moves_with_what_the_whole_batch_decides_is_refused_by_place(
     branch: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="the loss depends on what Python reads of the whole batch") as error:
+    with pytest.raises(
+        UserError, match="the loss depends on a value that Python reads of the whole batch"
+    ) as error:
         compiled(branch, tmp_path)
     assert error.value.where == PLACE and "torch.where" in error.value.remedy
 
@@ -100,7 +102,9 @@ def test_what_a_block_decides_by_the_whole_batch_is_compared_at_its_size(
     if not refused:
         assert check_exactness(made, required=True).plan.checks["patterns"]
         return
-    with pytest.raises(UserError, match="the loss depends on what Python reads of the whole batch") as error:
+    with pytest.raises(
+        UserError, match="the loss depends on a value that Python reads of the whole batch"
+    ) as error:
         check_exactness(made, required=True)
     assert error.value.where.endswith("model.py:12")
 
