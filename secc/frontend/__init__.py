@@ -1,2 +1,2 @@
-"""From the user's model file to the `sec` IR: surveying the dataset, describing the inputs, capturing and
-comparing forwards."""
+"""From the user's model file to IR: the survey of the dataset, the capture of forward, fusible code and
+tensor-parallel layouts."""

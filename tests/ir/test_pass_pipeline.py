@@ -119,7 +119,9 @@ def test_a_pass_that_breaks_a_rule_is_a_defect_of_secc(rename: None) -> None:
 def test_progress_hears_of_each_pass_before_it_runs(rename: None) -> None:
     heard: list[str] = []
     record = pass_pipeline.run_passes(
-        module_text.parse_module(SOURCE), pass_pipeline.parse_pipeline("dce,rename"), report_progress=heard.append
+        module_text.parse_module(SOURCE),
+        pass_pipeline.parse_pipeline("dce,rename"),
+        report_progress=heard.append,
     )
     assert heard == ["dce", "rename"] == [name for name, _ in record.seconds]
 

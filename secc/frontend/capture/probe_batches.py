@@ -66,16 +66,16 @@ class ProbeBatches:
             survey,
             pattern,
         )
-        self._collate = collated
+        self._collate = collate
         self.explanations = SharedExplanations()
         self.padded_symbols = frozenset(s.name for s in inputs.symbols if s.is_padded)
-        turns = (
-            (turn, [collated(s) for s in survey.compose_batches(pattern, turn=turn)])
-            for turn in range(_ROTATIONS)
+        rotations = (
+            (rotation, [collate(s) for s in survey.compose_batches(pattern, rotation=rotation)])
+            for rotation in range(_ROTATIONS)
         )
-        self._rotation, self.ragged_batches = _pick_most_independent(turns)
+        self._rotation, self.ragged_batches = _pick_most_independent(rotations)
         self.even_batches = [
-            collated(s) for s in survey.compose_batches(pattern, even=True, turn=self._rotation)
+            collate(s) for s in survey.compose_batches(pattern, even=True, rotation=self._rotation)
         ]
         self.crossed_batches = list(self._cross_widths())
 
@@ -223,7 +223,7 @@ class ProbeBatches:
 
     def record_held_out(self) -> Iterator[ObservedRecording]:
         """Ragged micro-batches of a turn that was not captured: in the place of each, other samples."""
-        for samples in self._survey.compose_batches(self._pattern, turn=self._rotation + 1):
+        for samples in self._survey.compose_batches(self._pattern, rotation=self._rotation + 1):
             found = self._record_batch(self._collate(samples))
             yield replace(
                 found,

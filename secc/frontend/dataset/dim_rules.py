@@ -1,8 +1,8 @@
-"""How the dims of a batch move with its samples: constants, rows that add up, widths that are the longest,
-and what follows these.
+"""Finds out how the dims of a batch change with its samples: constant, rows that add up over the samples,
+widths that are the maximum over the samples, or derived from one of these.
 
-The evidence is a list of observations: the shapes of a collated set of samples beside those of each of its
-samples collated alone.
+The evidence is a list of observations: the shapes of a collated set of samples, and the shapes of each of
+its samples collated alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLLATE_REMEDY = "write collate() so that each dim of a key is constant, adds up
 
 @dataclass(frozen=True)
 class ShapeObservation:
-    """The shapes of `collate(samples)` and of `collate([sample])` for each of the samples."""
+    """Shapes of `collate(samples)`, and of `collate([sample])` for each sample."""
 
     shapes: KeyShapes
     singles: tuple[KeyShapes, ...]
@@ -33,15 +33,15 @@ class ShapeObservation:
 
 @dataclass
 class DimRules:
-    """The symbols found, and for each dim of each key its expression and its kind: "constant", "rows" or
-    "width"."""
+    """Symbols of the sizes, and for each (key, dim) its expression and kind: "constant", "rows", "width"
+    or "derived"."""
 
     symbols: list[schema.Symbol] = field(default_factory=list)
     expressions: dict[KeyDim, str] = field(default_factory=dict)
     kinds: dict[KeyDim, str] = field(default_factory=dict)
 
     def dims_of(self, key: str) -> tuple[str, ...]:
-        """The expressions of a key's dims, in order."""
+        """Returns the expressions of a key's dims, in order."""
         return tuple(
             text for (k, _), text in sorted(self.expressions.items(), key=lambda item: item[0][1]) if k == key
         )
@@ -49,8 +49,8 @@ class DimRules:
 
 @dataclass
 class _ObservedDims:
-    """The value of each symbol, and the extent of each dim that is not constant, in every observation; 0
-    where a key is missing."""
+    """Values over all observations: of each dim that is not constant, by kind, and of each symbol. 0 where
+    a key is missing. `counts` are the numbers of samples."""
 
     counts: ObservedExtents
     rows: dict[KeyDim, ObservedExtents]
@@ -60,10 +60,10 @@ class _ObservedDims:
 
 
 def explain_dims(observations: Sequence[ShapeObservation], integral: Iterable[str], where: str) -> DimRules:
-    """Symbols and expressions for all dims. `integral` are the keys of integers, which may be text; `where`
-    is collate's place.
+    """Finds symbols and expressions for all dims.
 
-    Raises UserError, naming key and dim, for a dim that follows no rule, and for a key whose number of dims
+    integral: keys of integer tensors, which may be text. where: file:line of collate, for messages. Raises
+    UserError, naming key and dim, for a dim that follows no rule and for a key whose number of dims
     changes.
     """
     extents = DimRules()
@@ -94,12 +94,13 @@ def _classify_dims(observations: Sequence[ShapeObservation], extents: DimRules, 
 
 
 def _check_ranks(observations: Sequence[ShapeObservation], where: str) -> dict[str, int]:
-    """The number of dims of each key, in the order of the batches' keys."""
+    """Returns the number of dims of each key. Raises UserError if a key's presence or number of dims
+    depends on how samples are batched."""
     ranks: dict[str, int] = {}
     for o in observations:
-        united = frozenset[str]().union(*o.singles)
-        if united != frozenset(o.shapes):
-            key = min(united ^ frozenset(o.shapes))
+        present = frozenset[str]().union(*o.singles)
+        if present != frozenset(o.shapes):
+            key = min(present ^ frozenset(o.shapes))
             steps = key.split(KEY_SEPARATOR)
             if (number := next((i for i, step in enumerate(steps) if step.isdecimal()), 0)) > 0:
                 listed = KEY_SEPARATOR.join(steps[:number])
@@ -131,10 +132,11 @@ def _dim_extent(shapes: KeyShapes, key: str, dim: int) -> int:
 
 
 def _name_rows(table: _ObservedDims, extents: DimRules) -> None:
-    """`B` and the other rows, the smallest first, so that larger ones are multiples of them."""
-    equal = [dim for dim, vector in table.rows.items() if vector == table.counts]
-    first = next((dim for dim in equal if dim[0] == TEXT_KEY), equal[0] if equal else ("", 0))
-    _add_symbol(schema.Symbol("B", "rows", *first), table.counts, table, extents)
+    """Names `B` and the other row counts, the smallest first, so that larger ones become multiples of
+    them."""
+    additive = [dim for dim, vector in table.rows.items() if vector == table.counts]
+    sample_dim = next((dim for dim in additive if dim[0] == TEXT_KEY), additive[0] if additive else ("", 0))
+    _add_symbol(schema.Symbol("B", "rows", *sample_dim), table.counts, table, extents)
     for dim, vector in sorted(table.rows.items(), key=lambda item: sum(item[1])):
         text = next(
             (
@@ -151,7 +153,8 @@ def _name_rows(table: _ObservedDims, extents: DimRules) -> None:
 
 
 def _name_widths(table: _ObservedDims, extents: DimRules, integral: set[str]) -> None:
-    """`S` for text, and the other widths; one that moves with another by a constant is written with it."""
+    """Names `S` for text, and the other widths; a width that differs from another by a constant is written
+    in terms of it."""
     texts = [dim for dim in table.widths if dim[0] in integral]
     leading = next((dim for dim in texts if dim[0] == TEXT_KEY), texts[0] if texts else None)
     for dim in sorted(table.widths, key=lambda d: d != leading):
@@ -174,8 +177,7 @@ def _name_widths(table: _ObservedDims, extents: DimRules, integral: set[str]) ->
 def _explain_derived_dim(
     dim: KeyDim, vector: ObservedExtents, table: _ObservedDims, extents: DimRules, where: str
 ) -> None:
-    """A dim that is neither additive nor a maximum itself but computed from one that is: `B + 1` offsets,
-    labels padded like the text."""
+    """Explains a dim that is computed from rows or a width: `B + 1` offsets, labels padded like the text."""
     for symbol in sorted(extents.symbols, key=lambda s: s.kind, reverse=True):
         text = _as_affine(vector, table.values_by_symbol[symbol.name], symbol.name)
         if text:
@@ -205,7 +207,7 @@ def _zero_mask(vector: ObservedExtents) -> tuple[bool, ...]:
 
 
 def _as_multiple(vector: ObservedExtents, base: ObservedExtents, name: str) -> str:
-    """`vector` as a multiple of `base`, "" if it is none."""
+    """Returns `vector` as a multiple of `base`; "" if it is none."""
     factor = next((v // b for v, b in zip(vector, base, strict=True) if b), 0)
     if factor < 1 or any(v != factor * b for v, b in zip(vector, base, strict=True)):
         return ""
@@ -213,7 +215,8 @@ def _as_multiple(vector: ObservedExtents, base: ObservedExtents, name: str) -> s
 
 
 def _as_affine(vector: ObservedExtents, base: ObservedExtents, name: str) -> str:
-    """`vector` as a multiple of `base` plus a constant wherever it is not 0, "" if it is not."""
+    """Returns `vector` as a multiple of `base` plus a constant, ignoring entries that are 0; "" if it is
+    not."""
     points = sorted({(b, v) for v, b in zip(vector, base, strict=True) if v})
     if len(points) < 2 or points[0][0] == 0:
         return ""
@@ -230,7 +233,7 @@ def _as_affine(vector: ObservedExtents, base: ObservedExtents, name: str) -> str
 
 
 def _new_symbol_name(prefix: str, dim: KeyDim, table: _ObservedDims) -> str:
-    """A symbol named after a key, with the dim's number where the key has two."""
+    """Returns a symbol named after a key, with the dim's number if the name is taken."""
     key, number = dim
     name = prefix + re.sub(r"\W", "_", key.partition(f"{KEY_SEPARATOR}{schema.EACH_SUFFIX}")[0])
     return name if name not in table.values_by_symbol else f"{name}_{number}"

@@ -1,6 +1,6 @@
-"""The eager model as the reference: what plain PyTorch computes with a whole batch in one process.
+"""The eager model as reference: what plain PyTorch computes with a whole batch in one process.
 
-Everything that claims exactness is compared with this, under the tolerances that are written down here once.
+Every claim of exactness is a comparison with this, under the tolerances that are written down here once.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Gradients = dict[str, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class LossAndGradients:
-    """The loss and every trainable parameter's gradient (None where the loss does not reach it), tied names
-    once."""
+    """The loss and the gradient of each trainable parameter, None where the loss does not reach it. A tied
+    parameter is listed once."""
 
     loss: float
     gradients: Gradients
@@ -50,9 +50,10 @@ class LossAndGradients:
 def run_eager(
     model: nn.Module, batch: Mapping[str, Any], draws: MicroBatchDraws | None = None
 ) -> LossAndGradients:
-    """One forward and backward of the model. Gradients that the model has are dropped first and left cleared.
+    """Runs one forward and backward of the model on `batch`. Gradients of the model are cleared before and
+    after.
 
-    `draws` are the random numbers of the batch's samples, for a model that draws any.
+    draws: the random numbers of the batch's samples, for a model that draws any.
     """
     model.zero_grad(set_to_none=True)
     with forward_context(draws):
@@ -60,13 +61,13 @@ def run_eager(
     if loss.requires_grad:  # not if what trains is what only other samples reach
         with backward_context(draws):
             loss.backward()
-    found = LossAndGradients(float(loss.detach().double()), copy_gradients(model))
+    result = LossAndGradients(float(loss.detach().double()), copy_gradients(model))
     model.zero_grad(set_to_none=True)
-    return found
+    return result
 
 
 class PlanRandomness:
-    """The random numbers of a model's batches, as plans draw them: those of a whole batch that runs as one
+    """Random numbers of a model's batches as plans draw them, for a whole batch that runs as one
     micro-batch."""
 
     def __init__(self, model: nn.Module, draws: Sequence[RandomOp], symbols: Sequence[Symbol]) -> None:
@@ -76,7 +77,8 @@ class PlanRandomness:
     def draws_for(
         self, user: UserModel, samples: Sequence[Mapping[str, Any]], widths: Mapping[str, int] | None = None
     ) -> MicroBatchDraws | None:
-        """The numbers of these samples in one batch, padded to `widths`; None for a model that draws none."""
+        """Returns the random numbers of `samples` in one batch padded to `widths`; None for a model that
+        draws none."""
         if self._randomness is None:
             return None
         sizes = [read_symbol_sizes(user.collate([s]), self._symbols) for s in samples]
@@ -84,12 +86,12 @@ class PlanRandomness:
         return self._randomness.make_draws(
             REFERENCE_SEED,
             make_sample_keys(REFERENCE_SEED, metas),
-            [{**own, **(widths or {})} for own in sizes],
+            [{**sample_sizes, **(widths or {})} for sample_sizes in sizes],
         )
 
 
 def copy_gradients(model: nn.Module) -> Gradients:
-    """A copy of every trainable parameter's gradient."""
+    """Returns a copy of every trainable parameter's gradient."""
     return {
         n: None if p.grad is None else p.grad.detach().clone()
         for n, p in model.named_parameters()
@@ -99,8 +101,8 @@ def copy_gradients(model: nn.Module) -> Gradients:
 
 @dataclass(frozen=True)
 class ResultDifference:
-    """How far a result is from the reference: 1 is the tolerance. `worst` names the parameter, or what else
-    differs."""
+    """Distance from the reference in units of the tolerance: up to 1 is exact. worst: the parameter with
+    the largest gradient distance."""
 
     loss: float
     gradient: float
@@ -108,20 +110,24 @@ class ResultDifference:
 
     @property
     def is_exact(self) -> bool:
+        """Whether loss and gradients are within the tolerances."""
         return self.loss <= 1 and self.gradient <= 1
 
 
 def compare_results(
-    found: LossAndGradients, reference: LossAndGradients, dtype: str = ""
+    result: LossAndGradients, reference: LossAndGradients, dtype: str = ""
 ) -> ResultDifference:
-    """The differences in units of the tolerances, those of float32 or of a plan's `dtype`. A gradient that is
-    None on one side only is infinitely far."""
+    """Returns how far `result` is from the reference, in units of the tolerances of float32 or of a plan's
+    `dtype`.
+
+    A gradient that is None on one side only is infinitely far.
+    """
     of_loss, *of_gradients = TOLERANCES_BY_DTYPE[dtype]
-    loss = abs(found.loss - reference.loss) / (of_loss * max(abs(reference.loss), 1e-12))
+    loss = abs(result.loss - reference.loss) / (of_loss * max(abs(reference.loss), 1e-12))
     total = sum(_double_norm(g) ** 2 for g in reference.gradients.values() if g is not None) ** 0.5
     worst, gradient = "", 0.0
     for name, expected in reference.gradients.items():
-        distance = _gradient_distance(found.gradients.get(name), expected, total, *of_gradients)
+        distance = _gradient_distance(result.gradients.get(name), expected, total, *of_gradients)
         if distance > gradient or not worst:
             worst, gradient = name, distance
     return ResultDifference(loss, gradient, worst)
@@ -136,10 +142,10 @@ def _double_norm(gradient: torch.Tensor) -> float:
 
 
 def _gradient_distance(
-    found: torch.Tensor | None, expected: torch.Tensor | None, total: float, share: float, floor: float
+    gradient: torch.Tensor | None, expected: torch.Tensor | None, total: float, share: float, floor: float
 ) -> float:
-    if found is None or expected is None:
-        return 0.0 if found is expected else float("inf")
+    if gradient is None or expected is None:
+        return 0.0 if gradient is expected else float("inf")
     allowed = share * _double_norm(expected) + floor * total
-    error = _double_norm(_to_double(found) - _to_double(expected))
+    error = _double_norm(_to_double(gradient) - _to_double(expected))
     return error / allowed if allowed else (0.0 if error == 0 else float("inf"))

@@ -1,10 +1,10 @@
-"""The inputs of a model, described by symbols: which dim of which key is a constant, a number of rows, or a
+"""Describes the inputs of a model by symbols: which dim of which key is constant, a number of rows, or a
 padded width.
 
-Nothing is asked of the user: the batches of `collate` over many sets of samples are compared with those of
-the single samples. A dim that never moves is a constant, one that adds up over the samples counts *rows* (`B`
-if it is the number of samples), one that is the largest of the samples is a *width*. What fits none of these
-cannot be cut into micro-batches, and is refused.
+The user declares nothing: batches of `collate` over many sets of samples are compared with the same
+samples collated alone. A dim that never changes is constant, one that adds up over the samples counts
+*rows* (`B` if it is the number of samples), and one that is the maximum over the samples is a *width*. Any
+other dim cannot be cut into micro-batches and is refused.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """The symbols, `B` first, the tensors of a batch, and the key whose entries other than -100 count as
-    tokens ("" without labels).
+    """The inputs of a model.
 
-    `sizes` are the symbols of each sample that is known (of the survey, in its order, unless `sizes(i)` tells
-    of more), `patterns` their patterns. `given` are the statistics of a file: (pattern, share of the samples,
-    mean of each symbol).
+    symbols: `B` first. inputs: the tensors of a batch. labels_key: the key whose entries other than -100
+    count as tokens, "" without labels. sample_sizes, sample_patterns: symbol values and pattern of each
+    known sample (the survey's, in order, unless the model file's `sizes(i)` gives more). given_statistics:
+    from a file, (pattern, share of the samples, mean of each symbol).
     """
 
     symbols: tuple[schema.Symbol, ...]
@@ -45,10 +45,10 @@ class ModelInputs:
 
 
 def describe_inputs(user: UserModel, survey: DatasetSurvey) -> ModelInputs:
-    """Symbols and inputs of the model, from the survey's samples and micro-batches.
+    """Finds symbols and inputs of the model from the survey's samples and micro-batches.
 
-    Raises UserError, naming key and dim, for values that are not tensors but change, for dims that follow no
-    rule, and for a collate that does not keep its samples in order.
+    Raises UserError, naming key and dim, for values that change and are no tensors, for dims that follow
+    no rule, and for a collate that does not keep its samples in order.
     """
     where = (
         user.function_source_line("collate")
@@ -90,14 +90,15 @@ def describe_inputs(user: UserModel, survey: DatasetSurvey) -> ModelInputs:
 
 
 def _labels_key(inputs: Sequence[schema.Input]) -> str:
-    """`labels`, else the first key that collate pads with the index that losses ignore."""
+    """Returns `labels`, or else the first key that collate pads with the index that losses ignore; "" for
+    none."""
     if any(i.key == LABELS_KEY for i in inputs):
         return LABELS_KEY
     return next((i.key for i in inputs if any(value == IGNORED_LABEL for _, _, value in i.pads)), "")
 
 
 class _BatchValues:
-    """The dtypes of a batch's tensors, and what else batches hold, which must never change."""
+    """Dtypes of a batch's tensors, and its other values, which must never change."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -105,26 +106,26 @@ class _BatchValues:
         self.constants: dict[str, Any] = {}
 
     def check_and_get_shapes(self, batch: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """The shapes of a batch's tensors. Raises UserError for a change of dtype or of a value that is no
-        tensor."""
+        """Returns the shapes of a batch's tensors. Raises UserError if a dtype or a value that is no
+        tensor differs from earlier batches."""
         for key, value in batch.items():
             known: dict[str, Any] = self.dtypes if isinstance(value, torch.Tensor) else self.constants
-            now = value.dtype if isinstance(value, torch.Tensor) else value
+            current = value.dtype if isinstance(value, torch.Tensor) else value
             if (key in self.dtypes or key in self.constants) and (
-                key not in known or not _is_same_value(known[key], now)
+                key not in known or not _is_same_value(known[key], current)
             ):
-                was = _type_name(self.dtypes[key] if key in self.dtypes else self.constants[key])
-                what = (
-                    f"is {was} in one batch and {_type_name(now)} in another"
-                    if was != _type_name(now)
+                previous = _type_name(self.dtypes[key] if key in self.dtypes else self.constants[key])
+                change = (
+                    f"is {previous} in one batch and {_type_name(current)} in another"
+                    if previous != _type_name(current)
                     else "changes and is no tensor"
                 )
                 raise UserError(
-                    f"{key!r} {what}",
+                    f"{key!r} {change}",
                     self.where,
                     "let collate() make it a tensor of one dtype, or leave it out",
                 )
-            known[key] = now
+            known[key] = current
         return {key: tuple(value.shape) for key, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
@@ -135,13 +136,14 @@ def _is_same_value(a: Any, b: Any) -> bool:
 def _collate_batches(
     user: UserModel, batches: Sequence[Sequence[Sample]]
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Each batch collated, and its samples collated alone, one batch at a time, since images take memory."""
+    """Yields each batch collated and its samples collated alone; one batch at a time, since images take
+    memory."""
     for samples in batches:
         yield user.collate(samples), [user.collate([s]) for s in samples]
 
 
 def _symbol_sizes(extents: DimRules, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """The symbols of one sample; a symbol without a key is the number of samples, 1."""
+    """Returns the symbol values of one sample; a symbol without a key is the number of samples, 1."""
     return {s.name: (shapes[s.key][s.dim] if s.key in shapes else 0) if s.key else 1 for s in extents.symbols}
 
 

@@ -1,10 +1,10 @@
-"""Whether micro-batches may have their own widths: only where padded positions cannot reach the loss, shown
-numerically.
+"""Decides whether micro-batches may have their own widths: only where padded positions provably do not
+reach the loss.
 
-A global batch is padded to its longest sample, and that padding belongs to the semantics of the user's model
-where it reaches the loss (a mean over padded positions, attention without a mask). The probe pads batches
-further than their own width; if loss or any gradient moves, every micro-batch must have the global batch's
-width.
+A global batch is padded to its longest sample. Where that padding reaches the loss (a mean over padded
+positions, attention without a mask) it belongs to the semantics of the user's model. The probe pads
+batches beyond their own width; if the loss or any gradient changes, every micro-batch must have the global
+batch's width.
 """
 
 from __future__ import annotations
@@ -37,50 +37,56 @@ def choose_padding_policy(
     model: nn.Module | None,
     draws: Sequence[RandomOp] = (),
 ) -> str:
-    """Say "own" if padding provably does not reach the loss in any pattern, else "global".
+    """Returns "own" if padding does not reach the loss in any pattern, else "global".
 
-    Random ops (`draws`) draw what plans draw. Without a model that fits here nothing can be shown, so the
-    answer is "global" unless no input has a padded width.
+    draws: random ops, which draw as plans draw. Without a model that fits on this machine nothing can be
+    tested, so the answer is "global" unless no input has a padded width.
     """
     if not any(s.is_padded for s in inputs.symbols):
         return "own"
     if model is None:
         return "global"
-    keyed = PlanRandomness(model, draws, inputs.symbols)
-    probed = None if sum(p.numel() for p in model.parameters()) < _SMALL_MODEL_PARAMETERS else 2
+    randomness = PlanRandomness(model, draws, inputs.symbols)
+    max_batches = None if sum(p.numel() for p in model.parameters()) < _SMALL_MODEL_PARAMETERS else 2
     batches = (
         (i, batch)
         for pattern in survey.micro_batch_patterns()
-        for i, batch in enumerate(survey.compose_batches(pattern)[:probed])
+        for i, batch in enumerate(survey.compose_batches(pattern)[:max_batches])
     )
-    shown = all(_is_padding_unseen(user, inputs, model, keyed, batch, far=i % 2 > 0) for i, batch in batches)
-    return "own" if shown else "global"
+    unseen = all(
+        _is_padding_unseen(user, inputs, model, randomness, batch, far=i % 2 > 0) for i, batch in batches
+    )
+    return "own" if unseen else "global"
 
 
 def _is_padding_unseen(
     user: UserModel,
     inputs: ModelInputs,
     model: nn.Module,
-    keyed: PlanRandomness,
+    randomness: PlanRandomness,
     samples: list[dict[str, object]],
     far: bool,
 ) -> bool:
+    """Whether loss and gradients of `samples` stay the same with extra padding."""
     batch = user.collate(samples)
     sizes = combine_sizes([read_symbol_sizes(batch, inputs.symbols)], inputs.symbols)
-    wider = {
+    wider_widths = {
         s.name: _padded_width(inputs, s.name, sizes[s.name], far)
         for s in inputs.symbols
         if s.is_padded and sizes[s.name]
     }
     try:
-        padded = pad_batch(batch, inputs.inputs, wider)
-        moved = run_eager(model, padded, keyed.draws_for(user, samples, wider))
-        return compare_results(moved, run_eager(model, batch, keyed.draws_for(user, samples))).is_exact
+        padded = pad_batch(batch, inputs.inputs, wider_widths)
+        padded_result = run_eager(model, padded, randomness.draws_for(user, samples, wider_widths))
+        return compare_results(
+            padded_result, run_eager(model, batch, randomness.draws_for(user, samples))
+        ).is_exact
     except (UserError, RuntimeError, ValueError, IndexError):
         return False  # the model or collate refuses other widths
 
 
 def _padded_width(inputs: ModelInputs, name: str, own: int, far: bool) -> int:
-    """A width to pad to: a little more, or as wide as the widest sample that was drawn."""
+    """Returns a width to pad to: a little more than the batch's own, or, if `far`, that of the widest
+    drawn sample."""
     widest = min(max(s[name] for s in inputs.sample_sizes), _MAX_WIDENING * own) if far else 0
     return max(own + _EXTRA_PADDING, widest)

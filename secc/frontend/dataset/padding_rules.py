@@ -1,10 +1,10 @@
-"""How collate pads: on which side and with what, found by comparing each sample's rows in a batch with the
-sample collated alone.
+"""Finds out how collate pads: on which side and with which value, by comparing each sample's rows in a
+batch with the sample collated alone.
 
-The same comparison shows that the samples of a batch are in order and that nothing of a sample depends on its
-neighbours; edges between sections and micro-batches rely on both. Integers may depend on them where other
-keys show the order of their rows: the number of an image in a packed batch is another one in another batch,
-and collate makes it anew for each micro-batch.
+The comparison also shows that the samples of a batch are in order and independent of each other; edges
+between sections and micro-batches rely on both. Integers may depend on other samples if other keys show
+the order of their rows: the index of an image in a packed batch changes with the batch, and collate
+computes it for each micro-batch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PAD_SIDES = ("right", "left")
 
 
 class PaddingEvidence:
-    """The evidence for one key: `sides` that explain all samples seen, for its width dims together, and what
-    fills the rest."""
+    """Evidence for one key: the sides, for its width dims together, that explain all samples seen so far,
+    and the fill values per (dim, side)."""
 
     def __init__(self, key: str, row_dim: int, width_dims: Sequence[int]) -> None:
         self.key, self.row_dim, self.width_dims = key, row_dim, tuple(width_dims)
@@ -35,8 +35,8 @@ class PaddingEvidence:
         self.fills: dict[tuple[int, str], set[float]] = {}
 
     def compare_batch(self, batch: CollatedBatch, singles: Sequence[CollatedBatch]) -> bool:
-        """Learn from a batch and its samples collated alone; whether some sides still explain every
-        sample."""
+        """Learns from a batch and its samples collated alone; returns whether some sides still explain
+        every sample."""
         offset = 0
         for single in singles:
             if self.key in single:
@@ -62,17 +62,17 @@ class PaddingEvidence:
                 )
 
     def _narrow_to_sample(self, rows: torch.Tensor, part: torch.Tensor, sides: DimSides) -> torch.Tensor:
-        """The sample's own extent in its padded rows."""
+        """Cuts the sample's own extent out of its padded rows."""
         for dim, side in zip(self.width_dims, sides, strict=True):
             extent = part.shape[dim]
             rows = rows.narrow(dim, rows.shape[dim] - extent if side == "left" else 0, extent)
         return rows
 
     def choose_pads(self, preferred: Mapping[int, str]) -> KeyPads:
-        """(dim, side, value) of each width dim that is filled with one value; `preferred` decides where both
-        sides fit."""
-        liked = tuple(preferred.get(d, "right") for d in self.width_dims)
-        sides = liked if liked in self.sides else self.sides[0]
+        """Returns (dim, side, value) of each width dim that is filled with one value. `preferred` decides
+        where both sides fit."""
+        wanted = tuple(preferred.get(d, "right") for d in self.width_dims)
+        sides = wanted if wanted in self.sides else self.sides[0]
         values = {d: self.fills.get((d, side), set()) for d, side in zip(self.width_dims, sides, strict=True)}
         return tuple(
             (d, side, min(values[d]))
@@ -84,36 +84,39 @@ class PaddingEvidence:
 def find_pads(
     extents: DimRules, collated: Iterable[tuple[CollatedBatch, Sequence[CollatedBatch]]], where: str
 ) -> dict[str, KeyPads]:
-    """The pads of every key that has padded widths, from batches and their samples collated alone.
+    """Returns the pads of every key with padded widths, from batches and their samples collated alone.
 
     Raises UserError for a key whose rows are not those of the samples in order.
     """
-    found = {
+    evidence = {
         p.key: p for key in dict.fromkeys(k for k, _ in extents.kinds) if (p := _start_evidence(key, extents))
     }
-    others: dict[str, torch.dtype] = {}
+    inconsistent: dict[str, torch.dtype] = {}
     for batch, singles in collated:
-        others |= {
+        inconsistent |= {
             p.key: batch[p.key].dtype
-            for p in found.values()
+            for p in evidence.values()
             if p.key in batch and not p.compare_batch(batch, singles)
         }
-    kept = {extents.dims_of(p.key)[p.row_dim] for p in found.values() if p.key not in others}
-    for key, dtype in others.items():
-        if dtype.is_floating_point or extents.dims_of(key)[found.pop(key).row_dim] not in kept:
+    ordered = {extents.dims_of(p.key)[p.row_dim] for p in evidence.values() if p.key not in inconsistent}
+    for key, dtype in inconsistent.items():
+        if dtype.is_floating_point or extents.dims_of(key)[evidence.pop(key).row_dim] not in ordered:
             raise UserError(
                 f"collate() of several samples gives {key!r} of other rows than of each sample alone",
                 where,
                 "keep the samples in order, and let nothing of a sample depend on the others or on chance",
             )
-    known = _known_sides(extents, found.values())
-    prefer = {key: {d: known[t] for d, t in enumerate(extents.dims_of(key)) if t in known} for key in found}
-    return {key: padding.choose_pads(prefer[key]) for key, padding in found.items()}
+    known_sides = _known_sides(extents, evidence.values())
+    preferred = {
+        key: {d: known_sides[t] for d, t in enumerate(extents.dims_of(key)) if t in known_sides}
+        for key in evidence
+    }
+    return {key: padding.choose_pads(preferred[key]) for key, padding in evidence.items()}
 
 
 def _start_evidence(key: str, extents: DimRules) -> PaddingEvidence | None:
-    """A key to compare: one with exactly one dim of rows. Others (a mask between all tokens of a packed
-    batch) have no rows of a sample."""
+    """Returns empty evidence for a key with exactly one dim of rows; None for any other key (a mask
+    between all tokens of a packed batch has no rows of a sample)."""
     kinds = [extents.kinds[key, d] for d in range(len(extents.dims_of(key)))]
     if kinds.count("rows") != 1 or "derived" in kinds:
         return None
@@ -121,8 +124,8 @@ def _start_evidence(key: str, extents: DimRules) -> PaddingEvidence | None:
 
 
 def _known_sides(extents: DimRules, paddings: Iterable[PaddingEvidence]) -> dict[str, str]:
-    """The side of each width that some key's content decides: keys that are all alike, such as masks of ones,
-    do not."""
+    """Returns the side of each width that the contents of some key decide. Keys with equal entries only,
+    such as masks of ones, decide nothing."""
     known: dict[str, str] = {}
     for padding in paddings:
         for n, dim in enumerate(padding.width_dims):

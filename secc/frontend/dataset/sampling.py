@@ -1,5 +1,5 @@
-"""Drawing the samples of a survey: the first of the dataset and random others, and, where `sizes(i)` tells,
-those of rare patterns."""
+"""Draws the samples of a survey: the first of the dataset, random ones, and, if the model file has
+`sizes(i)`, samples of rare patterns."""
 
 from __future__ import annotations
 
@@ -26,24 +26,23 @@ RARE_PATTERN_SAMPLES = 4  # samples to draw of each pattern that sizes(i) knows
 
 
 def survey_dataset(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bool = False) -> DatasetSurvey:
-    """Draw the first samples of the dataset and as many random others, `count` in all, and collate each
-    alone.
+    """Draws `count` samples, the first of the dataset and as many random ones, and collates each alone.
 
-    Where the model file has `sizes(i)`, samples of rare patterns are among them. Raises UserError for what is
-    wrong with dataset(), its items, collate() or the keys of a batch; with `skip_bad`, samples that do not
-    load or cannot be collated alone are left out.
+    If the model file has `sizes(i)`, samples of rare patterns are among them. Raises UserError for errors
+    in dataset(), its items, collate() or the keys of a batch; with `skip_bad`, samples that do not load or
+    cannot be collated alone are left out.
     """
-    own = user.defines("collate")
+    has_collate = user.defines("collate")
     shapes: dict[int, KeyShapes] = {}
     samples: dict[int, Sample] = {}
-    met: Counter[frozenset[str]] = Counter()
-    full: dict[frozenset[str], set[frozenset[str]]] = {}
+    pattern_counts: Counter[frozenset[str]] = Counter()
+    full_masks_seen: dict[frozenset[str], set[frozenset[str]]] = {}
     kept: set[int] = set()
     skipped: list[str] = []
     for i in _choose_indices(user, count, seed):
         try:
             sample = user.load_sample(i, seed)
-            if own:
+            if has_collate:
                 shapes[i] = _batch_shapes(user.collate([sample]))
         except UserError as error:
             if not skip_bad:
@@ -52,10 +51,10 @@ def survey_dataset(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bo
                 f"a sample was left out: {error.message}" + (f" ({error.where})" if error.where else "")
             )
             continue
-        keys = frozenset(shapes[i] if own else sample)
-        met[keys] += 1
-        known = full.setdefault(keys, set())
-        if met[keys] <= KEPT_PER_PATTERN or (
+        keys = frozenset(shapes[i] if has_collate else sample)
+        pattern_counts[keys] += 1
+        known = full_masks_seen.setdefault(keys, set())
+        if pattern_counts[keys] <= KEPT_PER_PATTERN or (
             len(known) <= KEPT_MASK_SETS and _full_masks(sample) not in known
         ):
             kept.add(i)
@@ -67,21 +66,21 @@ def survey_dataset(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bo
             user.function_source_line("dataset"),
             skipped[0],
         )
-    if not own:
+    if not has_collate:
         user.fit_default_collate(list(samples.values()))
         shapes = {i: _batch_shapes(user.collate([s])) for i, s in samples.items()}
-    every = frozenset[str]().union(*shapes.values())
-    required = every.intersection(*shapes.values())
-    user.check_batch_keys(every, required)
+    all_keys = frozenset[str]().union(*shapes.values())
+    required = all_keys.intersection(*shapes.values())
+    user.check_batch_keys(all_keys, required)
     drawn = (
         DrawnSample(i, shapes[i], frozenset(shapes[i]) - required, samples[i] if i in kept else None)
         for i in samples
     )
-    return DatasetSurvey(tuple(drawn), required, every - required, skipped_samples=tuple(skipped))
+    return DatasetSurvey(tuple(drawn), required, all_keys - required, skipped_samples=tuple(skipped))
 
 
 def _choose_indices(user: UserModel, count: int, seed: int) -> list[int]:
-    """The samples to draw. What `sizes(i)` says finds patterns that chance would miss."""
+    """Returns the indices to draw. `sizes(i)` finds patterns that random draws would miss."""
     length = len(user.dataset())
     chosen = choose_survey_indices(length, count, seed)
     if not user.defines("sizes"):
@@ -92,16 +91,16 @@ def _choose_indices(user: UserModel, count: int, seed: int) -> list[int]:
         by_keys.setdefault(frozenset(user.declared_sizes(i) or ()), []).append(i)
     rare = [
         i
-        for found in by_keys.values()
-        if len(set(found) & set(chosen)) < RARE_PATTERN_SAMPLES
-        for i in found[:RARE_PATTERN_SAMPLES]
+        for indices in by_keys.values()
+        if len(set(indices) & set(chosen)) < RARE_PATTERN_SAMPLES
+        for i in indices[:RARE_PATTERN_SAMPLES]
     ][:count]
     return sorted(rare + [i for i in chosen if i not in rare][: count - len(rare)])
 
 
 def _full_masks(sample: Sample) -> frozenset[str]:
-    """The masks of a sample that leave nothing out: models often go another way where all masks of a batch
-    are full."""
+    """Returns the keys of integer tensors that are all ones: models often take another path if all masks
+    of a batch are full."""
     tensors = {
         k: v
         for k, v in sample.items()
@@ -111,8 +110,8 @@ def _full_masks(sample: Sample) -> frozenset[str]:
 
 
 def _drop_data(sample: Sample) -> Sample:
-    """A sample without its data: the shapes of many samples are wanted, their images would fill the
-    memory."""
+    """Returns the sample without its data: shapes of many samples are needed, but their images would fill
+    the memory."""
     return {
         key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in sample.items()
     }

@@ -1,13 +1,14 @@
-"""What a dataset's samples are on average: how frequent each pattern is, and how large a sample of it.
+"""Average statistics of a dataset's samples: the share of each input pattern and the mean sizes of its
+samples.
 
-The allocation reckons with these numbers. They come from the drawn samples; from `sizes(i)` of many more,
-where the model file has it; or from a file, for a dataset of which the drawn samples tell little, or which is
-not here:
+The allocation works with these numbers. They come from the drawn samples; from `sizes(i)` of many more
+samples if the model file has it; or from a file, for a dataset that is not on this machine or that few
+samples do not represent:
 
     {"patterns": [{"when": ["pixel_values"], "share": 0.4, "sizes": {"S": 812.5, "n_pixel_values": 2.0}}, …]}
 
-`when` is a pattern, `share` its part of the samples, `sizes` the mean of each symbol. `secc stats` writes
-such a file, with what the symbols mean.
+`when` is a pattern, `share` its share of the samples, `sizes` the mean of each symbol. `secc stats` writes
+such a file, with the meaning of the symbols.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _STATISTICS_REMEDY = "write the file with `secc stats MODEL.py -o FILE` and chan
 
 @dataclass(frozen=True)
 class PatternMean:
-    """Samples of one pattern: their share of all, and the mean of each symbol."""
+    """Share and mean symbol values of the samples of one pattern."""
 
     when: frozenset[str]
     share: float
@@ -42,23 +43,23 @@ class PatternMean:
 
 
 def pattern_means(inputs: ModelInputs) -> list[PatternMean]:
-    """The patterns, most frequent first: those of a file if there is one, else those of the samples that are
-    known."""
+    """Returns the patterns, most frequent first: those of a statistics file if one was given, else those
+    of the known samples."""
     if inputs.given_statistics:
         return [PatternMean(when, share, dict(sizes)) for when, share, sizes in inputs.given_statistics]
-    found: list[PatternMean] = []
+    means: list[PatternMean] = []
     for pattern, count in Counter(inputs.sample_patterns).most_common():
         sizes = [s for s, p in zip(inputs.sample_sizes, inputs.sample_patterns, strict=True) if p == pattern]
         mean = {s.name: sum(one[s.name] for one in sizes) / len(sizes) for s in inputs.symbols}
-        found.append(PatternMean(pattern, count / len(inputs.sample_patterns), mean))
-    return found
+        means.append(PatternMean(pattern, count / len(inputs.sample_patterns), mean))
+    return means
 
 
 def apply_declared_sizes(user: UserModel, survey: DatasetSurvey, inputs: ModelInputs) -> ModelInputs:
-    """The inputs with the sizes and patterns of up to 4096 samples by the user's `sizes(i)`, if the model
-    file has it.
+    """Replaces sizes and patterns by those of up to MAX_DECLARED_SAMPLES samples that the model file's
+    `sizes(i)` declares.
 
-    Raises UserError where it is wrong about a sample that was drawn.
+    Raises UserError if `sizes(i)` is wrong about a drawn sample.
     """
     if not user.defines("sizes") or any(
         is_tensor_label(s.key) for s in inputs.symbols
@@ -69,15 +70,15 @@ def apply_declared_sizes(user: UserModel, survey: DatasetSurvey, inputs: ModelIn
         declared.check_sample(SampleMeta(d.index, d.pattern, sizes), declared.sample_metadata(d.index))
     length = len(user.dataset())
     count = min(length, MAX_DECLARED_SAMPLES)
-    said = [declared.sample_metadata(k * length // count) for k in range(count)]
+    metas = [declared.sample_metadata(k * length // count) for k in range(count)]
     return dataclasses.replace(
-        inputs, sample_sizes=tuple(s.sizes for s in said), sample_patterns=tuple(s.pattern for s in said)
+        inputs, sample_sizes=tuple(s.sizes for s in metas), sample_patterns=tuple(s.pattern for s in metas)
     )
 
 
 def read_statistics(path: Path, inputs: ModelInputs, survey: DatasetSurvey) -> ModelInputs:
-    """The inputs with the statistics of a file. Raises UserError for a file that is none, or does not fit the
-    model."""
+    """Returns the inputs with the statistics of a file. Raises UserError if it cannot be read or does not
+    fit the model."""
     try:
         data = json.loads(path.read_text())
         given = tuple(_parse_pattern(p, inputs, str(path)) for p in data["patterns"])
@@ -112,7 +113,7 @@ def read_statistics(path: Path, inputs: ModelInputs, survey: DatasetSurvey) -> M
 def _parse_pattern(
     entry: Any, inputs: ModelInputs, where: str
 ) -> tuple[frozenset[str], float, tuple[tuple[str, float], ...]]:
-    """One entry of the file."""
+    """Parses one entry of the file."""
     when, share, sizes = (
         frozenset(entry["when"]),
         float(entry["share"]),
@@ -120,14 +121,14 @@ def _parse_pattern(
     )
     names = [s.name for s in inputs.symbols]
     optional = {i.key for i in inputs.inputs if i.optional}
-    wrong = sorted(when - optional) + sorted(sizes.keys() - set(names) - {"B"})
-    if wrong:
+    unknown = sorted(when - optional) + sorted(sizes.keys() - set(names) - {"B"})
+    if unknown:
         known = f"optional inputs are {', '.join(sorted(optional)) or 'none'}; symbols are {', '.join(names)}"
-        raise UserError(f"the statistics name {wrong[0]!r}, which the model does not have", where, known)
-    lacking = [n for n in names if n not in sizes]
-    if lacking:
+        raise UserError(f"the statistics name {unknown[0]!r}, which the model does not have", where, known)
+    missing = [n for n in names if n not in sizes]
+    if missing:
         raise UserError(
-            f"the statistics of samples with {sorted(when) or 'no optional inputs'} lack the size {lacking[0]!r}",
+            f"the statistics of samples with {sorted(when) or 'no optional inputs'} lack the size {missing[0]!r}",
             where,
             _STATISTICS_REMEDY,
         )
@@ -137,7 +138,7 @@ def _parse_pattern(
 
 
 def statistics_to_json(inputs: ModelInputs) -> str:
-    """The text of a file of statistics, with the meaning of each symbol for people."""
+    """Returns the text of a statistics file, with the meaning of each symbol for readers."""
     meaning = {s.name: f"{s.kind} of {s.key}, dim {s.dim}" if s.key else "samples" for s in inputs.symbols}
     patterns = [
         {

@@ -1,9 +1,9 @@
-"""What a dataset's samples look like, and small micro-batches that show how a model's forward depends on
-sizes.
+"""Samples of a dataset, and small micro-batches composed of them that show how a model's forward depends
+on sizes.
 
-A survey draws some samples, tells the keys that all have from those that some lack (the optional ones make a
-sample's *pattern*), and composes micro-batches for each pattern in which the number of samples, their lengths
-and their rows move independently, because what never moves cannot be told from a constant. Long token
+A survey tells the keys that all samples have from optional ones; the optional keys of a sample are its
+*pattern*. For each pattern it composes micro-batches in which the number of samples, their lengths and
+their rows vary independently, because a size that never varies cannot be told from a constant. Long token
 sequences are cropped, so that a capture is quick.
 """
 
@@ -57,8 +57,8 @@ HEAVY_MEDIAN_RATIO = 2  # times the median of its pattern
 
 @dataclass(frozen=True)
 class DrawnSample:
-    """A sample of the survey: its number, the shapes of `collate([sample])`, its pattern, and the sample
-    itself if it was kept."""
+    """A sample of the survey: its dataset index, the shapes of `collate([sample])`, its pattern, and the
+    sample itself if it was kept in memory."""
 
     index: int
     shapes: KeyShapes
@@ -68,10 +68,10 @@ class DrawnSample:
 
 @dataclass(frozen=True)
 class DatasetSurvey:
-    """What was found. `crop` says whether micro-batches may hold samples whose token sequences were cropped
-    or repeated.
+    """The drawn samples and their keys.
 
-    `skipped` says of samples that do not load why they were left out.
+    may_crop: whether micro-batches may hold samples with cropped or repeated token sequences.
+    skipped_samples: a sentence for each sample that was left out because it does not load.
     """
 
     drawn_samples: tuple[DrawnSample, ...]
@@ -87,22 +87,25 @@ class DatasetSurvey:
 
     @property
     def has_crops(self) -> bool:
-        """Whether some micro-batch holds a sample that the dataset does not."""
+        """Whether some micro-batch holds a sample that was shortened."""
         return self.may_crop and any(
             self._must_crop(pattern, self._covering_groups(pattern)) for pattern in self.pattern_counts
         )
 
     def without_crops(self) -> DatasetSurvey:
-        """The same survey with the dataset's own samples only, for models that refuse cropped ones."""
+        """Returns the survey with the dataset's own samples only, for models that refuse cropped ones."""
         return replace(self, may_crop=False)
 
     def samples_of(self, pattern: InputPattern) -> list[Sample]:
-        """The kept samples of exactly this pattern, in the dataset's order."""
+        """Returns the kept samples of exactly this pattern, in the dataset's order."""
         return [d.sample for d in self.drawn_samples if d.pattern == pattern and d.sample is not None]
 
     def micro_batch_patterns(self) -> list[InputPattern]:
-        """The patterns that a micro-batch can have, which are unions of samples' patterns: the observed ones
-        first, most frequent first, then small ones before large ones, at most 16 beside the observed."""
+        """Returns the patterns that a micro-batch can have, which are unions of samples' patterns.
+
+        The observed ones come first, most frequent first; then at most MAX_UNION_PATTERNS further unions,
+        small ones first.
+        """
         observed = [
             p for p, _ in sorted(self.pattern_counts.items(), key=lambda item: (-item[1], sorted(item[0])))
         ]
@@ -114,39 +117,39 @@ class DatasetSurvey:
         return observed + others[:MAX_UNION_PATTERNS]
 
     def compose_batches(
-        self, pattern: InputPattern, even: bool = False, turn: int = 0, of: Sample | None = None
+        self, pattern: InputPattern, even: bool = False, rotation: int = 0, of: Sample | None = None
     ) -> list[list[Sample]]:
-        """Micro-batches of a pattern with 2, 3, 4, 5 and 7 samples, of lengths and rows as different as the
-        samples allow.
+        """Composes micro-batches of a pattern with 2, 3, 4, 5 and 7 samples, with lengths and rows as
+        different as the samples allow.
 
-        With `even`, all samples of a micro-batch have one length, so that nothing is padded. Another `turn`
-        gives other samples to each. `of`: this sample stands for all with its pattern. Raises ValueError for
-        a pattern that no samples of the survey unite to.
+        even: all samples of a micro-batch have one length, so that nothing is padded. rotation: another
+        number gives other samples to each micro-batch. of: stands for all samples of its pattern. Raises
+        ValueError if no samples unite to the pattern.
         """
-        cover, tellers = self._covering_groups(pattern), self._lacking_patterns(pattern)
+        cover, lacking_patterns = self._covering_groups(pattern), self._lacking_patterns(pattern)
         cover = [[of] if of is not None and any(s is of for s in group) else group for group in cover]
-        cut = self._must_crop(pattern, cover)
+        must_crop = self._must_crop(pattern, cover)
         batches: list[list[Sample]] = []
         for k, count in enumerate(BATCH_SAMPLE_COUNTS):
-            lacking = _sort_by_length(self.samples_of(tellers[k])) if tellers else []
-            few = max(0, min(LACKING_SAMPLE_COUNTS[k], count - len(cover))) if lacking else 0
-            place = BATCH_PLACES[(k + turn) % len(BATCH_PLACES)]
-            small = place == max(BATCH_PLACES)
-            groups = [sort_by_volume(g) if small else g for g in cover]
+            lacking = _sort_by_length(self.samples_of(lacking_patterns[k])) if lacking_patterns else []
+            lacking_count = max(0, min(LACKING_SAMPLE_COUNTS[k], count - len(cover))) if lacking else 0
+            place = BATCH_PLACES[(k + rotation) % len(BATCH_PLACES)]
+            of_small_samples = place == max(BATCH_PLACES)
+            groups = [sort_by_volume(g) if of_small_samples else g for g in cover]
             samples = _pick_samples(
-                groups, max(count - few, len(cover)), 0 if small else place
-            ) + _pick_samples([lacking], few, place)
-            if cut:
+                groups, max(count - lacking_count, len(cover)), 0 if of_small_samples else place
+            ) + _pick_samples([lacking], lacking_count, place)
+            if must_crop:
                 samples = [_crop_sample(s, place, n) for n, s in enumerate(samples)]
             batches.append(_equalize_lengths(samples, self.may_crop) if even else samples)
         return batches
 
     def kept_samples(self, pattern: InputPattern) -> list[Sample]:
-        """The kept samples that micro-batches of a pattern are made of."""
+        """Returns the kept samples that micro-batches of a pattern are composed of."""
         return [sample for group in self._covering_groups(pattern) for sample in group]
 
     def _covering_groups(self, pattern: InputPattern) -> list[list[Sample]]:
-        """Groups of samples, longest first; one of each group together have the pattern."""
+        """Returns groups of samples, longest first; one sample of each group together have the pattern."""
         own = _drop_heavy(self.samples_of(pattern))
         if own:
             return [_sort_by_length(own)]
@@ -162,11 +165,12 @@ class DatasetSurvey:
         return parts
 
     def _lacking_patterns(self, pattern: InputPattern) -> list[InputPattern]:
-        """For each micro-batch the pattern of those samples in it that lack something.
+        """Returns, for each micro-batch, the pattern of its samples that lack some keys; [] if no sample
+        lacks any.
 
-        Each tells apart most of those keys that as many samples had in the micro-batches before: what always
-        has one row for each sample would look like the number of samples, and like each other. None if no
-        sample lacks anything.
+        A key that every sample has exactly one row of would look like the number of samples, and two such
+        keys would look like each other. So each pattern is chosen to tell apart most of the keys that were
+        equally frequent so far.
         """
         smaller = [
             p
@@ -174,18 +178,18 @@ class DatasetSurvey:
             if p < pattern
         ]
         pairs = list(combinations([*sorted(pattern), ""], 2))  # "" stands for what every sample has
-        alike, found = set(pairs), list[InputPattern]()
-        while smaller and len(found) < len(BATCH_SAMPLE_COUNTS):
-            if not LACKING_SAMPLE_COUNTS[len(found)]:
-                found.append(smaller[0])
+        equal_pairs, patterns = set(pairs), list[InputPattern]()
+        while smaller and len(patterns) < len(BATCH_SAMPLE_COUNTS):
+            if not LACKING_SAMPLE_COUNTS[len(patterns)]:
+                patterns.append(smaller[0])
                 continue
-            found.append(max(smaller, key=lambda p: sum(_tells_apart(p, pair) for pair in alike)))
-            alike = {pair for pair in alike if not _tells_apart(found[-1], pair)} or set(pairs)
-        return found
+            patterns.append(max(smaller, key=lambda p: sum(_tells_apart(p, pair) for pair in equal_pairs)))
+            equal_pairs = {pair for pair in equal_pairs if not _tells_apart(patterns[-1], pair)} or set(pairs)
+        return patterns
 
     def _must_crop(self, pattern: InputPattern, cover: Sequence[Sequence[Sample]]) -> bool:
-        """Crop where sequences are long, or of so few lengths that what depends on them, or on what they
-        hold, would look constant."""
+        """Whether sequences have to be cropped: they are long, or of so few lengths that whatever depends
+        on a length would look constant."""
         kept = [s for p in self.pattern_counts if p <= pattern for s in self.samples_of(p)]
         lengths = {sequence_length(s) for group in cover for s in group} - {0}
         plain_long = any(sequence_length(s) > LONG_SEQUENCE and _has_only_sequences(s) for s in kept)
@@ -198,14 +202,14 @@ def _tells_apart(pattern: InputPattern, pair: tuple[str, str]) -> bool:
 
 
 def sequence_length(sample: Mapping[str, Any]) -> int:
-    """The number of entries of a sample's token sequence: `input_ids`, else its first 1-D key of integers; 0
+    """Returns the length of a sample's token sequence: `input_ids`, else its first 1-D key of integers; 0
     without one."""
     return next(iter(_token_sequences(sample).values()), 0)
 
 
 def _token_sequences(sample: Mapping[str, Any]) -> dict[str, int]:
-    """The keys of the token sequence, the leading one first, and of what runs beside it (labels, masks), each
-    with its length."""
+    """Returns the lengths of the token sequence, first, and of the keys that run along with it (labels,
+    masks)."""
     vectors = {key: (n, integral) for key, value in sample.items() for n, integral in _vector_length(value)}
     tokens = (
         [TEXT_KEY]
@@ -219,7 +223,8 @@ def _token_sequences(sample: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _vector_length(value: Any) -> Iterator[tuple[int, bool]]:
-    """(length, whether of integers) of a 1-D tensor, array or list of numbers; nothing for anything else."""
+    """Yields (length, whether of integers) of a 1-D tensor, array or list of numbers; nothing for other
+    values."""
     if isinstance(value, (list, tuple)):
         if value and all(isinstance(v, (int, float)) for v in value):
             yield len(value), all(isinstance(v, int) for v in value)
@@ -229,17 +234,16 @@ def _vector_length(value: Any) -> Iterator[tuple[int, bool]]:
 
 
 def _has_only_sequences(sample: Mapping[str, Any]) -> bool:
-    """Whether a sample has nothing but sequences and numbers, so that any window of its tokens is as good as
-    another."""
+    """Whether a sample has only sequences and numbers, so that any window of its tokens will do."""
     return all(getattr(v, "ndim", 0) <= 1 for v in sample.values())
 
 
 def _crop_sample(sample: Sample, k: int, n: int) -> Sample:
-    """Sample n of the micro-batch at place k, shorter: to a few tokens if it is plain, else by a few tokens
-    at its end.
+    """Shortens sample n of the micro-batch at place k: to a few tokens if it has sequences only, else by a
+    few tokens at its end.
 
-    Placeholders of images and sounds mostly come first, and must stay. The window of a plain sample holds a
-    label that counts.
+    Placeholders of images and sounds mostly come first and must stay. The window of a sample with
+    sequences only holds a label that counts.
     """
     size = sequence_length(sample)
     if size < 2:
@@ -261,20 +265,20 @@ def _first_label(sample: Sample) -> int:
 
 
 def _take_window(sample: Sample, start: int, size: int) -> Sample:
-    """`size` entries of the token sequence and of what runs beside it, from `start` on, over again where it
-    ends."""
-    keys, whole = _token_sequences(sample), sequence_length(sample)
-    index = [(start + i) % whole for i in range(size)]
-    cut = {
+    """Takes `size` entries of the token sequence and the keys that run along with it, from `start` on,
+    wrapping around."""
+    keys, length = _token_sequences(sample), sequence_length(sample)
+    index = [(start + i) % length for i in range(size)]
+    windows = {
         key: [sample[key][i] for i in index] if isinstance(sample[key], (list, tuple)) else sample[key][index]
         for key in keys
     }
-    return {key: cut.get(key, value) for key, value in sample.items()}
+    return {key: windows.get(key, value) for key, value in sample.items()}
 
 
 def _equalize_lengths(samples: list[Sample], resize: bool) -> list[Sample]:
-    """Samples of the first one's length: plain ones resized if that is allowed, in place of others of another
-    length the first again."""
+    """Gives all samples the first one's length: samples with sequences only are resized if `resize`,
+    others are replaced by the first."""
     size = sequence_length(samples[0])
 
     def fit(sample: Sample) -> Sample:
@@ -290,7 +294,7 @@ def _equalize_lengths(samples: list[Sample], resize: bool) -> list[Sample]:
 
 
 def _pick_samples(groups: list[list[Sample]], count: int, k: int) -> list[Sample]:
-    """`count` samples, from each group in turn; group lists start at another place for each k, so that
+    """Picks `count` samples, from each group in turn; `k` shifts the start in each group, so that
     micro-batches differ."""
     picked: list[Sample] = []
     for i in range(count):
@@ -301,7 +305,7 @@ def _pick_samples(groups: list[list[Sample]], count: int, k: int) -> list[Sample
 
 
 def _order_unlike_first(samples: list[Sample]) -> list[Sample]:
-    """The same samples, one of each length before the second of any: two samples of one length would leave
+    """Orders samples such that each length comes once before any comes twice: equal lengths would leave
     nothing to pad."""
     seen: Counter[int] = Counter()
     ranked: list[tuple[int, int]] = []
@@ -316,19 +320,20 @@ def _sort_by_length(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def sort_by_volume(samples: Sequence[Sample]) -> list[Sample]:
-    """Those with the fewest entries beside the token sequence first: in one micro-batch every clip and image
-    is a small one."""
+    """Sorts samples by `sample_volume`, smallest first, so that one micro-batch has small clips and images
+    only."""
     return sorted(samples, key=sample_volume)
 
 
 def sample_volume(sample: Sample) -> int:
-    """The entries of a sample's tensors beside its sequences: pictures, clips, sounds."""
+    """Returns the number of entries of a sample's tensors other than its sequences: pictures, clips,
+    sounds."""
     return sum(v.numel() for v in sample.values() if isinstance(v, torch.Tensor) and v.ndim > 1)
 
 
 def _drop_heavy(samples: list[Sample]) -> list[Sample]:
-    """The samples without heavy ones: towers loop over windows of pictures, which a capture of twenty large
-    ones has by the thousand."""
+    """Drops samples with far more entries than others: image encoders loop over windows of a large
+    picture, thousands of times in a capture."""
     most = (
         max(
             HEAVY_SAMPLE_ENTRIES,

@@ -136,7 +136,7 @@ def test_heavy_samples_are_in_no_micro_batch(user_of: UserOf):
     used = {
         s["x"].shape[0]
         for turn in range(3)
-        for batch in found.compose_batches(frozenset(), turn=turn)
+        for batch in found.compose_batches(frozenset(), rotation=turn)
         for s in batch
     }
     assert used <= set(range(301, 312)) and len(used) > 3 and len(found.samples_of(frozenset())) == 12
