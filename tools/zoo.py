@@ -49,7 +49,7 @@ RANKS, GLOBAL_BATCH, STEPS = 3, 12, 3
 EXACT, SKIPPED = "exact", "-"
 CAUSES = (  # (what the first line of the error says, the cause that the table names)
     (
-        r"only \d+ of the captures took this way|no expression over|depends on values|is not explained",
+        r"only \d+ of the captures took this path|no expression over|depends on values|is not explained",
         "not generic: glue depends on input values",
     ),
     (r"fits no rule|follow no rule|neither", "input without a rule of rows or widths"),

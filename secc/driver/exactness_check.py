@@ -171,8 +171,8 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         try:
             parts = _compare_step(compiled, rank, samples, 1, reference)
         except UserError:
-            continue  # a sample that goes a way of its own is refused when it comes
-        # What is inexact in one micro-batch too is no matter of decisions.
+            continue  # a sample that takes its own path is refused when a run meets it
+        # If one micro-batch is inexact too, decisions are not the cause.
         if not parts.is_exact and _compare_step(compiled, rank, samples, len(samples), reference).is_exact:
             message = (
                 "the loss depends on a value that Python reads of the whole batch: the loss of "

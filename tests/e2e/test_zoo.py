@@ -39,7 +39,7 @@ def test_glue_that_depends_on_values_is_recorded_anew() -> None:
         and row.glue == "recorded anew"
         and list(row.sections) == ["vision_tower", "language_model"]
     )
-    assert "moves with the batch" in row.notes[0] and "modeling_mistral3.py:" in row.notes[0]
+    assert "differs between batches" in row.notes[0] and "modeling_mistral3.py:" in row.notes[0]
 
 
 def test_every_entry_has_a_name_of_its_own_and_writes_a_model_file() -> None:

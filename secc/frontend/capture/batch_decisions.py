@@ -1,11 +1,10 @@
-"""What Python decides by the values of a batch: a condition on all samples together, which each micro-batch
-decides for itself.
+"""Finds conditions that Python reads of a whole batch, which each micro-batch decides for itself.
 
-Models skip a mask where `mask.all()`: a micro-batch may decide otherwise than the global batch and compute
-the same. Whether a loss does not move with such a decision is shown by numbers, on samples that alone decide
-otherwise than together. Those are looked for in batches as large as the global batch, since a threshold
-(`mask.sum() > 1000`) is not met by the few samples of other checks. What a block decides by values of its
-arguments is not seen; where one looks at any, such a batch is compared as it is.
+Models skip a mask if `mask.all()`: a micro-batch may decide differently than the global batch and still
+compute the same. Whether the loss depends on such a decision is shown numerically, on samples that decide
+differently alone than together. They are searched in batches as large as the global batch, since the few
+samples of other checks may not reach a threshold (`mask.sum() > 1000`). Decisions inside blocks are not
+recorded; if a block reads values of its arguments, such a batch is compared as it is.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ ReadValue = Callable[[Mapping[str, Any]], object]
 
 
 class BatchDecisions:
-    """Finds samples that decide alone otherwise than together, for the patterns of a plan's micro-batches."""
+    """Finds samples that decide differently alone than together, for the patterns of a plan's
+    micro-batches."""
 
     def __init__(
         self,
@@ -48,23 +48,24 @@ class BatchDecisions:
         self._optional = {i.key for i in plan.inputs if i.optional}
 
     def find_differing_batches(self, pattern: InputPattern) -> Iterator[tuple[str, SampleList]]:
-        """For each place at which Python decides by the whole batch: `file:line`, and samples that tell."""
+        """Yields, for each place where Python decides by the whole batch, its file:line and samples that
+        decide differently alone."""
         samples = self._make_large_batches(pattern)
         for where, read in self._plan_guards(pattern):
             if (
-                found := next(
-                    (some for pool in samples if (some := self._find_fewest_differing(pool, read))), None
+                differing := next(
+                    (few for pool in samples if (few := self._find_fewest_differing(pool, read))), None
                 )
             ) is not None:
-                yield where, found
+                yield where, differing
         if samples[0] and any(frozenset(c.when) == pattern and not c.spare for c in self._plan.recorded):
             yield from self._find_in_recordings(samples[0][:MAX_RECORDED_SAMPLES])
         if samples[0] and (place := self._find_value_reading_block(pattern)):
             yield place, samples[0]
 
     def _find_value_reading_block(self, pattern: InputPattern) -> str:
-        """The place of the first block that looks at values of its arguments: what it decides by them nobody
-        sees. "" if none does."""
+        """Returns the place of the first block that reads values of its arguments, since its decisions
+        cannot be seen; "" if none does."""
         calls = (
             n
             for case in self._captured.cases
@@ -75,7 +76,8 @@ class BatchDecisions:
         return next((self._captured.blocks[str(n.target)].where for n in calls), "")
 
     def _make_large_batches(self, pattern: InputPattern) -> list[SampleList]:
-        """Batches of as many samples as the global batch: those that captures cropped, then whole ones."""
+        """Returns batches of the global batch's size: of samples as captures crop them, then of whole
+        ones."""
         cropped = [s for batch in self._survey.compose_batches(pattern) for s in batch]
         count = max(2, min(self._plan.global_batch, MAX_BATCH_SAMPLES))
         pools = (
@@ -88,20 +90,20 @@ class BatchDecisions:
         return frozenset(self._optional & batch.keys())
 
     def _plan_guards(self, pattern: InputPattern) -> Iterator[tuple[str, ReadValue]]:
-        """The conditions under which compiled cases hold, each place once."""
-        met: set[str] = set()
+        """Yields place and method of each condition that compiled cases are valid under, each place once."""
+        places_met: set[str] = set()
         working = [s for s in self._sections if is_active(self._plan.find_section(s.name).when, pattern)]
         for section in working:
             for case in section.cases:
                 for name in case.guards if case.when == section.optional & pattern else ():
                     read: ReadValue = getattr(section, name)
-                    if (where := (read.__doc__ or "").strip()) not in met:
-                        met.add(where)
+                    if (where := (read.__doc__ or "").strip()) not in places_met:
+                        places_met.add(where)
                         yield where, read
 
     def _find_fewest_differing(self, samples: SampleList, read: ReadValue) -> SampleList | None:
-        """The first few samples of which one alone has another value than all together, None if there are
-        none."""
+        """Returns the fewest leading samples with one that alone has another value than all together; None
+        if there are none."""
         alone = [read(self._user.collate([s])) for s in samples]
         for count in (
             n for n in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MAX_BATCH_SAMPLES) if n < 2 * len(samples)
@@ -111,7 +113,7 @@ class BatchDecisions:
         return None
 
     def _find_in_recordings(self, samples: SampleList) -> Iterator[tuple[str, SampleList]]:
-        """The same for glue that is recorded anew: conditions, and numbers that are sums over the samples."""
+        """Yields the same for re-recorded glue: conditions, and numbers that are sums over the samples."""
         recorder = Recorder(
             self._meta, {*self._plan.fused, *(b for s in self._plan.sections for b in s.blocks)}
         )
@@ -123,12 +125,12 @@ class BatchDecisions:
                 yield where, samples
 
     def _record_reads(self, recorder: Recorder, samples: SampleList) -> dict[str, Any]:
-        """What Python reads of a batch at places where it reads one number."""
-        found: dict[str, list[Any]] = {}
+        """Returns the values that Python reads of a batch, for places where it reads one number."""
+        values_by_place: dict[str, list[Any]] = {}
         for read in recorder.record(self._user.collate(samples)).reads:
-            found.setdefault(read.where, []).append(read.value)
+            values_by_place.setdefault(read.where, []).append(read.value)
         return {
             where: values[0]
-            for where, values in found.items()
+            for where, values in values_by_place.items()
             if len(values) == 1 and isinstance(values[0], (bool, int, float))
         }

@@ -1,10 +1,11 @@
-"""Which of the user's modules are blocks: opaque calls that run whole. Coarse first.
+"""Selects which of the user's modules are blocks: opaque calls that run as they are. Coarse modules come
+first.
 
-A component with one stack of alike layers is one block, as far up as nothing else is in it: the climb ends
+A component with one stack of equal layers is one block, as far up as nothing else is in it. The climb ends
 below a module that adds a head (its output is much wider than its input), that computes the loss or takes
-labels, because the loss has to be seen, and heads want to be placed on their own. A module with several
-stacks is opened; one without a stack is a block if it has weights, unless it gives a loss beside its results
-(a codebook's). A component that is to be cut into stages is opened too, and its layers are the blocks.
+labels: the loss has to be visible, and heads are placed on their own. A module with several stacks is
+opened. One without a stack is a block if it has weights, unless it returns a loss among its results (a
+codebook's). A component that runs in pipeline stages is opened too, and its layers are the blocks.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _HEAD_WIDTH_RATIO = 1.25  # times as many features out as in: a head over a voca
 
 @dataclass
 class ModuleCalls:
-    """What the calls of one module showed: when it was last called, whether it took labels or returned a
-    loss, its features in and out."""
+    """What the calls of one module showed: the number of its last call, whether it took labels or returned
+    a loss (alone, or among other results), and its number of features in and out."""
 
     last_call: int = 0
     took_labels: bool = False
@@ -38,7 +39,7 @@ class ModuleCalls:
 
 @dataclass(frozen=True)
 class CaptureNote:
-    """A choice that was made differently than planned, and why."""
+    """A deviation from the planned capture, with its reason and place."""
 
     path: str
     reason: str
@@ -47,8 +48,8 @@ class CaptureNote:
 
 @dataclass
 class BlockSelection:
-    """The chosen blocks (module paths), what the calls of modules showed, and notes about the choice.
-    `component` maps a block to the module that it belongs to."""
+    """Module paths of the selected blocks, the component of each block, what calls of modules showed, and
+    notes about the selection."""
 
     blocks: list[str]
     component_by_block: dict[str, str]
@@ -64,13 +65,13 @@ def select_blocks(
     recorder: Recorder | None = None,
     seen: Mapping[str, ModuleCalls] | None = None,
 ) -> BlockSelection:
-    """Choose blocks, looking at how `model(**batch)` calls its modules (one batch for each pattern is enough;
-    nothing is computed).
+    """Selects blocks by how `model(**batch)` calls its modules; one batch for each pattern is enough, and
+    nothing is computed.
 
-    `cut`: components whose layers are to be blocks. `named`: blocks that the user chose, beside which the
-    rules hold. `recorder` is one of the model that may be used; it is left with other blocks than it had.
-    `seen` is what an earlier choice saw. Raises UserError for a path that the model does not have, and for a
-    forward that cannot be looked at.
+    cut: components whose layers are to be blocks. named: blocks that the user chose; the rules apply to
+    all other modules. recorder: a recorder of the model, left with other blocks than it had. seen: module
+    calls of an earlier selection. Raises UserError for a path that the model does not have, and for a
+    forward that cannot be recorded.
     """
     tree = ModuleTree(model)
     tree.check_paths([*cut, *named])
@@ -80,19 +81,19 @@ def select_blocks(
 
 
 def replace_with_parent(blocks: Collection[str], path: str) -> list[str]:
-    """The blocks with `path` in place of those inside it."""
+    """Returns the blocks with `path` in place of the blocks inside it."""
     return sorted({b for b in blocks if not b.startswith(f"{path}.")} | {path})
 
 
 class ModuleTree:
-    """The module tree with its stacks."""
+    """The module tree with its stacks of layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules())
         self._stacks: dict[str, tuple[str, ...]] = {}
 
     def check_paths(self, paths: Collection[str]) -> None:
-        """Raise UserError for a path that is no module."""
+        """Raises UserError for a path that is no module."""
         for path in paths:
             if path not in self.modules or not path:
                 known = ", ".join(p for p, _ in self.child_modules("")) or "none"
@@ -102,29 +103,30 @@ class ModuleTree:
                 )
 
     def child_modules(self, path: str) -> Iterator[tuple[str, nn.Module]]:
-        """The paths and modules directly below, each module once."""
+        """Yields path and module of each direct child, each module once."""
         for name, child in self.modules[path].named_children():
             full = f"{path}.{name}" if path else name
             if full in self.modules:  # a shared module has one path
                 yield full, child
 
     def outermost_stacks(self, path: str) -> tuple[str, ...]:
-        """The outermost stacks in a module, itself included."""
+        """Returns the outermost stacks in a module, itself included."""
         if path not in self._stacks:
             inner = (s for child, _ in self.child_modules(path) for s in self.outermost_stacks(child))
             self._stacks[path] = (path,) if is_layer_stack(self.modules[path]) else tuple(inner)
         return self._stacks[path]
 
     def stack_layers(self) -> list[str]:
-        """The layers of all outermost stacks."""
+        """Returns the layers of all outermost stacks."""
         return [path for stack in self.outermost_stacks("") for path, _ in self.child_modules(stack)]
 
     def stack_depth(self, path: str) -> int:
-        """The number of layers in the longest stack of a module, 0 if it has none."""
+        """Returns the number of layers in the longest stack of a module; 0 if it has none."""
         return max((len(list(self.child_modules(s))) for s in self.outermost_stacks(path)), default=0)
 
     def component_of(self, path: str) -> str:
-        """The largest module around a block that holds no other stack of layers, "" for the model itself."""
+        """Returns the largest module around a block that holds no other stack of layers; "" for the model
+        itself."""
         while path:
             around = path.rpartition(".")[0]
             if len(self.outermost_stacks(around)) > 1:
@@ -135,10 +137,10 @@ class ModuleTree:
     def blocks_below_root(
         self, seen: Mapping[str, ModuleCalls], cut: frozenset[str], named: frozenset[str]
     ) -> list[str]:
-        """The frontier below the root."""
-        found: list[str] = []
-        self._collect_blocks("", seen, cut, named, found)
-        return found
+        """Returns the blocks below the root."""
+        selected: list[str] = []
+        self._collect_blocks("", seen, cut, named, selected)
+        return selected
 
     def _collect_blocks(
         self,
@@ -146,10 +148,10 @@ class ModuleTree:
         seen: Mapping[str, ModuleCalls],
         cut: frozenset[str],
         named: frozenset[str],
-        found: list[str],
+        selected: list[str],
     ) -> None:
         if path in named:
-            found.append(path)
+            selected.append(path)
             return
         module = self.modules[path]
         around_named = any(n.startswith(f"{path}.") for n in named)
@@ -161,17 +163,17 @@ class ModuleTree:
             and not self._must_be_opened(path, seen)
         ):
             if next(module.parameters(), None) is not None:
-                found.append(path)
+                selected.append(path)
             return
         for child, _ in self.child_modules(path):
             layer = path in self.outermost_stacks(path) and child in seen and path not in named
             if layer and not any(n.startswith(f"{child}.") for n in named):
-                found.append(child)
+                selected.append(child)
             else:
-                self._collect_blocks(child, seen, _opened_below(cut, path, child, self), named, found)
+                self._collect_blocks(child, seen, _opened_below(cut, path, child, self), named, selected)
 
     def _must_be_opened(self, path: str, seen: Mapping[str, ModuleCalls]) -> bool:
-        """Whether a called module has to be seen into."""
+        """Whether a called module cannot be a block, because the capture has to see inside it."""
         stacks = self.outermost_stacks(path)
         if (
             seen[path].returned_loss
@@ -193,8 +195,7 @@ class ModuleTree:
         )
 
     def _has_stack_in_called_child(self, path: str, stack: str, seen: Mapping[str, ModuleCalls]) -> bool:
-        """Whether the stack is inside a child that is called: without the head, that child would be the
-        block."""
+        """Whether a called child holds the stack: without the head, that child would be the block."""
         return any(
             child in seen and stack in self.outermost_stacks(child) for child, _ in self.child_modules(path)
         )
@@ -216,14 +217,14 @@ class ModuleTree:
 
 
 def _opened_below(cut: frozenset[str], path: str, child: str, tree: ModuleTree) -> frozenset[str]:
-    """A cut component is opened down to its stack."""
+    """Returns the opened components with `child`, if it leads from an opened component down to its stack."""
     return cut | {child} if path in cut and tree.outermost_stacks(child) else cut
 
 
 def _trace_module_calls(
     recorder: Recorder, tree: ModuleTree, batches: Sequence[Mapping[str, Any]]
 ) -> dict[str, ModuleCalls]:
-    """Call every pattern's forward with the layers opaque, and write down what each module outside of layers
+    """Runs forward for every pattern with the layers opaque, and notes what each module outside of layers
     was called with."""
     blocks = tree.stack_layers()
     while True:
@@ -242,7 +243,7 @@ def _trace_module_calls(
 
 
 class _CallObserver(CallObserver):
-    """Fills in `Seen` from a recorder's calls."""
+    """Fills in `ModuleCalls` from a recorder's calls."""
 
     def __init__(self, seen: dict[str, ModuleCalls]) -> None:
         self._seen, self._clock = seen, 0
@@ -264,5 +265,5 @@ class _CallObserver(CallObserver):
 
 
 def _feature_width(value: Any) -> int:
-    """The last extent of the first floating-point tensor."""
+    """Returns the last extent of the first floating-point tensor; 0 without one."""
     return next((t.shape[-1] for _, t in iter_tensors(value) if t.is_floating_point() and t.ndim), 0)

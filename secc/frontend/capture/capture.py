@@ -1,9 +1,9 @@
-"""Capture: the user's model as generic graphs, one or more for each activation pattern, and what is known of
-its blocks and parameters.
+"""Captures the user's model as generic graphs, one or more for each activation pattern, with what is known
+of its blocks and parameters.
 
-The frontier of blocks is chosen first; every pattern is recorded at several sizes, with and without padding;
-comparison makes the recordings generic. A block that turns out not to be callable from recorded arguments is
-exchanged for the module around it, with a note.
+Blocks are selected first. Every pattern is recorded at several sizes, with and without padding; comparing
+the recordings makes them generic. A block that cannot be called from recorded arguments is replaced by the
+module around it, with a note.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ from secc.runtime.recorder.loss_loops import reads_per_sample, roll_loss_loops
 from secc.runtime.recorder.match_outline import constant_digest
 from secc.runtime.recorder.recording import is_read_node
 
-_IDLE_AUTOCAST_NOTE = "autocast for CUDA does nothing on this machine, so the plan's ranks compute without it: compile on a machine with a GPU"
+_IDLE_AUTOCAST_NOTE = (
+    "autocast for CUDA does nothing on this machine, so the plan's ranks compute without it: compile on a "
+    "machine with a GPU"
+)
 
 
 @dataclass(frozen=True)
 class CapturedBlock:
-    """One of the user's modules that is called whole. `params` and `trainable` count entries, `layers` those
-    of its component's stack."""
+    """One of the user's modules that is called as it is. `layer_count` counts the layers of its
+    component's stack."""
 
     path: str
     class_name: str
@@ -61,7 +64,7 @@ class CapturedBlock:
 
 @dataclass(frozen=True)
 class CapturedParameter:
-    """A parameter of the model."""
+    """Shape, dtype and trainability of a parameter."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -70,10 +73,10 @@ class CapturedParameter:
 
 @dataclass(frozen=True)
 class CapturedCase:
-    """A way through forward: the optional keys of the batch, and the generic graph.
+    """A control-flow path through forward: the optional keys of the batch, and the generic graph.
 
-    `anew`: why its glue is recorded anew for each micro-batch, None for glue that holds at every size. A
-    `spare` case is for micro-batches of which Python reads what no capture saw.
+    rerecord_reason: why its glue is re-recorded for each micro-batch; None for glue that is valid at every
+    size. is_fallback: it serves micro-batches that take a data-dependent branch not seen during capture.
     """
 
     name: str
@@ -85,11 +88,11 @@ class CapturedCase:
 
 @dataclass
 class Capture:
-    """Everything the compiler knows of the user's forward.
+    """Everything the compiler knows about the user's forward.
 
-    `hazards` are ops in blocks that couple the samples of a batch, `draws` the random ops, `buffers` those
-    outside of blocks that glue reads and whose values are known here. `recorder` is what it was recorded
-    with, and knows what blocks return; `seen` is what calls of modules showed.
+    hazards: ops in blocks that couple the samples of a batch. draws: random ops. buffers: buffers outside
+    of blocks that glue reads, with known values. recorder: what the captures were recorded with; it knows
+    the results of blocks. module_calls: what calls of modules showed.
     """
 
     inputs: ModelInputs
@@ -107,30 +110,36 @@ class Capture:
 
     @property
     def has_fallbacks(self) -> bool:
-        """Whether there are cases that a plan can do without."""
+        """Whether there are fallback cases, which a plan can do without."""
         return any(c.is_fallback for c in self.cases)
 
     def without_fallbacks(self) -> Capture:
-        """The capture without them."""
+        """Returns the capture without fallback cases."""
         return replace(self, cases=[c for c in self.cases if not c.is_fallback])
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
-        """The tensors that forward makes of Python data, of all cases, and what buffers hold that glue
-        reads."""
+        """Tensors that forward makes from Python data, over all cases, and contents of buffers that glue
+        reads, by name."""
         made = {name: tensor for case in self.cases for name, tensor in case.generic.constants.items()}
         return made | {BUFFER_CONSTANT_PREFIX + name: tensor for name, tensor in self.buffers.items()}
 
 
 def capture_model(
-    user: UserModel, model: nn.Module, survey: DatasetSurvey, inputs: ModelInputs, cut: Collection[str] = (), blocks: Sequence[str] = (),
+    user: UserModel,
+    model: nn.Module,
+    survey: DatasetSurvey,
+    inputs: ModelInputs,
+    cut: Collection[str] = (),
+    blocks: Sequence[str] = (),
     before: Capture | None = None,
-) -> Capture:  # fmt: skip
-    """Capture `model` (meta or real) for every pattern that the survey's samples can form.
+) -> Capture:
+    """Captures `model` (on the meta device or with weights) for every pattern that the survey's samples
+    can form.
 
-    `cut` names components whose layers are to be blocks, `blocks` modules that the user wants as blocks.
-    `before` is an earlier capture of the model and these samples. Raises UserError, with file:line and
-    remedy, for what cannot be captured.
+    cut: components whose layers are to be blocks. blocks: modules that the user wants as blocks. before:
+    an earlier capture of the model with the same samples. Raises UserError, with file:line and remedy, for
+    what cannot be captured.
     """
     recorder = Recorder(model, ()) if before is None else before.recorder
     recorder.keeps_scalars = True
@@ -143,39 +152,54 @@ def capture_model(
         recorder,
         before and before.module_calls,
     )
-    rows = RowSymbols({s.name for s in inputs.symbols})
-    cases, observed = _CaseFinder(
-        model, frontier, frozenset(survey.pattern_counts), batches, cut, rows
+    row_symbols = RowSymbols({s.name for s in inputs.symbols})
+    cases, recordings = _CaseFinder(
+        model, frontier, frozenset(survey.pattern_counts), batches, cut, row_symbols
     ).find_cases(recorder)
     inputs = add_row_symbols(
-        inputs, rows, survey, lambda sample: record_sample_shapes(recorder, user, sample)
+        inputs, row_symbols, survey, lambda sample: record_sample_shapes(recorder, user, sample)
     )
-    hazards = list(dict.fromkeys(h for o in observed for h in o.recording.hazards))
+    hazards = list(dict.fromkeys(h for o in recordings for h in o.recording.hazards))
     frontier.notes += [CaptureNote("", _IDLE_AUTOCAST_NOTE, h.where) for h in hazards if h.kind == "autocast"]
-    draws = find_random_ops(observed, inputs)
-    called = {
+    draws = find_random_ops(recordings, inputs)
+    call_of_block = {
         str(n.target): n
         for case in reversed(cases)
         for n in case.generic.graph.nodes
         if n.op == "call_module"
     }
     tree = ModuleTree(model)
-    blocks_called = {path: _describe_block(tree, path, call) for path, call in called.items()}
+    blocks_called = {path: _describe_block(tree, path, call) for path, call in call_of_block.items()}
     buffers = _readable_buffers(model, cases, blocks_called)
-    parameters, tied = _describe_parameters(model), find_tied_parameters(model)
+    parameters, ties = _describe_parameters(model), find_tied_parameters(model)
     return Capture(
-        inputs, survey.optional_keys, cases, blocks_called, parameters, tied, hazards, draws, frontier.notes, buffers, recorder,
+        inputs,
+        survey.optional_keys,
+        cases,
+        blocks_called,
+        parameters,
+        ties,
+        hazards,
+        draws,
+        frontier.notes,
+        buffers,
+        recorder,
         frontier.module_calls,
-    )  # fmt: skip
+    )
 
 
 class _CaseFinder:
-    """Finds the cases of all patterns, and for that the blocks with which there are some."""
+    """Finds the cases of all patterns, and the blocks with which capturing them succeeds."""
 
     def __init__(
-        self, model: nn.Module, frontier: BlockSelection, needed: Collection[InputPattern], batches: Mapping[InputPattern, ProbeBatches], cut: Collection[str],
+        self,
+        model: nn.Module,
+        frontier: BlockSelection,
+        needed: Collection[InputPattern],
+        batches: Mapping[InputPattern, ProbeBatches],
+        cut: Collection[str],
         rows: RowSymbols,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.frontier, self.required_patterns, self.batches, self.opened_components, self.rows = (
             model,
             frontier,
@@ -187,16 +211,21 @@ class _CaseFinder:
         self.tried_blocks = set[frozenset[str]]()
 
     def find_cases(self, recorder: Recorder) -> tuple[list[CapturedCase], list[ObservedRecording]]:
-        """Record every pattern and make it generic. What cannot be, in a module that is no block, is hidden
-        in a block: that module."""
+        """Records every pattern and makes the recordings generic; returns the cases and all recordings.
+
+        If code of a module cannot be captured, that module becomes a block, and all patterns are recorded
+        again.
+        """
         frontier = self.frontier
         while True:
             self.tried_blocks.add(frozenset(frontier.blocks))
             recorder.use_blocks(frontier.blocks)
             self.rows.name_by_dim.clear()
             try:
-                observed = {p: b.record_paths() for p, b in self.batches.items()}
-                return self._generalize_patterns(observed), [o for seen in observed.values() for o in seen]
+                recordings = {p: b.record_paths() for p, b in self.batches.items()}
+                return self._generalize_patterns(recordings), [
+                    o for seen in recordings.values() for o in seen
+                ]
             except (BlockError, GlueError) as error:
                 if recorder.keeps_scalars and recorder.found_scalars:
                     recorder.keeps_scalars = False
@@ -215,8 +244,8 @@ class _CaseFinder:
                     raise error from None
 
     def _replace_failing_block(self, error: BlockError | GlueError) -> list[str]:
-        """Blocks with which a capture may succeed where it failed, with a note. Raises the error where there
-        are none."""
+        """Returns blocks with which a capture that failed may succeed, and notes the change. Raises
+        `error` if there are none."""
         blocks = self.frontier.blocks
         around = error.coarser if isinstance(error, BlockError) else error.module or None
         if isinstance(error, BlockError) and error.parts:
@@ -232,35 +261,40 @@ class _CaseFinder:
     def _generalize_patterns(
         self, observed: Mapping[InputPattern, Sequence[ObservedRecording]]
     ) -> list[CapturedCase]:
-        """The cases of all patterns. A pattern that no sample alone has may be left out, with a note."""
+        """Returns the cases of all patterns. A pattern that no sample alone has may be left out, with a
+        note."""
         cases: list[CapturedCase] = []
         notes: list[CaptureNote] = []
         known = SharedExplanations()
         for pattern, seen in observed.items():
             self.batches[pattern].explanations = known
-            anew, outlines = None, OutlinedCaptures(seen)
+            rerecord_reason, outlines = None, OutlinedCaptures(seen)
             try:
-                found, problems = generalize_captures(seen, self.batches[pattern])
+                generics, problems = generalize_captures(seen, self.batches[pattern])
             except GlueError as error:
                 if any("log" in n.meta for o in seen for n in o.recording.graph.nodes):
                     raise
-                again = self._build_rerecorded_case(pattern, error, seen)
-                if again is None and (pattern in self.required_patterns or error.module):
+                rerecorded = self._build_rerecorded_case(pattern, error, seen)
+                if rerecorded is None and (pattern in self.required_patterns or error.module):
                     raise
-                anew = GlueDiagnostic(error.message, error.where, (), error.module)
-                found, problems = (
-                    ([again], [_rerecording_note(pattern, anew)]) if again is not None else ([], [anew])
+                rerecord_reason = GlueDiagnostic(error.message, error.where, (), error.module)
+                generics, problems = (
+                    ([rerecorded], [_rerecording_note(pattern, rerecord_reason)])
+                    if rerecorded is not None
+                    else ([], [rerecord_reason])
                 )
             notes += [CaptureNote("", p.message, p.where) for p in problems]
             cases += [
-                _name_constants(CapturedCase(f"c{len(cases) + i}", pattern, g, anew))
-                for i, g in enumerate(found)
+                _name_constants(CapturedCase(f"c{len(cases) + i}", pattern, g, rerecord_reason))
+                for i, g in enumerate(generics)
             ]
-            if anew is None and (read := _find_one_sided_read(found)) is not None:
-                spare = outlines.build_cases_by_path(self.rows, self.batches[pattern])
+            if rerecord_reason is None and (one_sided_read := _find_one_sided_read(generics)) is not None:
+                fallbacks = outlines.build_cases_by_path(self.rows, self.batches[pattern])
                 cases += [
-                    _name_constants(CapturedCase(f"c{len(cases) + i}", pattern, g, read, is_fallback=True))
-                    for i, g in enumerate(spare)
+                    _name_constants(
+                        CapturedCase(f"c{len(cases) + i}", pattern, g, one_sided_read, is_fallback=True)
+                    )
+                    for i, g in enumerate(fallbacks)
                 ]
         self.frontier.notes += notes
         return cases
@@ -268,26 +302,34 @@ class _CaseFinder:
     def _build_rerecorded_case(
         self, pattern: InputPattern, error: GlueError, before: Sequence[ObservedRecording]
     ) -> GenericGraph | None:
-        """The pattern's case with glue that is recorded anew, where a larger block would join what can train
-        apart, or hide a loop over samples in the loss; else None. Those of `before` are used up."""
-        ways = [False] if self._would_join_components(error.module) else []
-        for loops in [*ways, True] if all(loops_in(roll_loss_loops(o.recording)) for o in before) else ways:
-            seen = self.batches[pattern].record_with_sample_shapes()
-            if _loss_reads_vary(seen, loops):
+        """Returns the pattern's case with glue that is re-recorded for each micro-batch; None if a larger
+        block is the better remedy.
+
+        It is better unless it would join components that can train apart, or hide a loop over samples in
+        the loss. The recordings `before` are used up.
+        """
+        loop_choices = [False] if self._would_join_components(error.module) else []
+        for loops in (
+            [*loop_choices, True]
+            if all(loops_in(roll_loss_loops(o.recording)) for o in before)
+            else loop_choices
+        ):
+            recordings = self.batches[pattern].record_with_sample_shapes()
+            if _loss_reads_vary(recordings, loops):
                 continue
             with suppress(GlueError):
-                outlines = OutlinedCaptures(seen, loops)
-                found = outlines.build_case(self.rows, self.batches[pattern])
+                outlines = OutlinedCaptures(recordings, loops)
+                case = outlines.build_case(self.rows, self.batches[pattern])
                 if loops:
                     outlines.check_other_batches(
-                        found, self.batches[pattern].record_samples_alone(), self.rows
+                        case, self.batches[pattern].record_samples_alone(), self.rows
                     )
-                return found
+                return case
         return None
 
     def _would_join_components(self, path: str) -> bool:
-        """Whether a module as one block would hold blocks of several components, or of one that is to be cut;
-        the model itself is none."""
+        """Whether a module as one block would hold blocks of several components, or of one whose layers
+        are to be blocks. The model itself would."""
         if not path:
             return True
         inside, tree = [b for b in self.frontier.blocks if b.startswith(f"{path}.")], ModuleTree(self.model)
@@ -296,11 +338,11 @@ class _CaseFinder:
 
 
 def _loss_reads_vary(seen: Sequence[ObservedRecording], loops: bool) -> bool:
-    """Whether Python reads a number behind the last block that moves with the batch: no glue for a block
-    hangs on it, the loss may.
+    """Whether Python reads a number after the last block that changes with the batch: the loss may depend
+    on it.
 
-    Such a branch would be taken by what a micro-batch holds, where plain PyTorch takes it by the whole global
-    batch. With `loops` over samples each may have numbers of its own.
+    A micro-batch would take such a branch by its own values, where plain PyTorch takes it by those of the
+    global batch. With `loops` over samples each sample may have its own numbers.
     """
     values: dict[str, set[str]] = {}
     for observed in seen:
@@ -313,41 +355,42 @@ def _loss_reads_vary(seen: Sequence[ObservedRecording], loops: bool) -> bool:
 
 
 def _find_one_sided_read(cases: Sequence[GenericGraph]) -> GlueDiagnostic | None:
-    """A value that Python reads of inputs and that another batch may have otherwise than all captures; None
-    if there is none."""
+    """Returns a value that Python reads of the inputs and that another batch may have otherwise than all
+    captures; None if there is none."""
     values: dict[tuple[str, int], set[str]] = {}
     for guard in (g for case in cases for g in case.guards):
         values.setdefault((guard.meta["where"], guard.meta["order"]), set()).add(repr(guard.meta["read"][1]))
     for (where, _), seen in values.items():
         if seen != {"True", "False"}:
-            return GlueDiagnostic(
-                f"Python reads a value of the inputs, of which captures saw {' and '.join(sorted(seen))[:60]}",
-                where,
-            )
+            captured = " and ".join(sorted(seen))[:60]
+            message = f"Python reads a value of the inputs that was {captured} in all captures"
+            return GlueDiagnostic(message, where)
     return None
 
 
 def _rerecording_note(pattern: InputPattern, why: GlueDiagnostic) -> GlueDiagnostic:
-    """Says that a pattern's glue is recorded anew."""
+    """Returns the note that a pattern's glue is re-recorded."""
     samples = f"samples with {', '.join(sorted(pattern))}" if pattern else "samples without optional inputs"
     return GlueDiagnostic(
-        f"glue is recorded anew for each micro-batch of {samples}, because {why.message}", why.where
+        f"glue is re-recorded for each micro-batch of {samples}, because {why.message}", why.where
     )
 
 
 def _name_constants(case: CapturedCase) -> CapturedCase:
-    """Name the case's constants after what they hold, so that equal ones of several cases are one."""
+    """Names the case's constants by a digest of their contents, so that equal constants of several cases
+    become one."""
     generic = case.generic
-    names = {old: constant_digest(tensor) for old, tensor in generic.constants.items()}
+    new_names = {old: constant_digest(tensor) for old, tensor in generic.constants.items()}
     for node in generic.graph.nodes:
-        if node.op == "get_attr" and node.target in names:
-            node.target = names[str(node.target)]
-    generic.constants = {names[old]: tensor for old, tensor in generic.constants.items()}
+        if node.op == "get_attr" and node.target in new_names:
+            node.target = new_names[str(node.target)]
+    generic.constants = {new_names[old]: tensor for old, tensor in generic.constants.items()}
     return case
 
 
 def _describe_block(tree: ModuleTree, path: str, call: fx.Node) -> CapturedBlock:
-    """A block from its module and a call of it, whose place stands for a class that is torch's own."""
+    """Describes a block by its module and one call of it; the call's place stands for classes of torch
+    itself."""
     module = tree.modules[path]
     parameters = dict(module.named_parameters(prefix=path))
     around = tree.component_of(path)
@@ -375,18 +418,18 @@ def _describe_parameters(model: nn.Module) -> dict[str, CapturedParameter]:
 def _readable_buffers(
     model: nn.Module, cases: Iterable[CapturedCase], blocks: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """The buffers that glue reads and that no block can change, as far as they have values."""
-    read = {str(n.target) for case in cases for n in case.generic.graph.nodes if n.op == "get_attr"}
+    """Returns the buffers that glue reads and that no block can change, if their values are known."""
+    read_names = {str(n.target) for case in cases for n in case.generic.graph.nodes if n.op == "get_attr"}
     inside = lambda name: any(name.startswith(f"{path}.") for path in blocks)
     return {
         name: b.detach()
         for name, b in model.named_buffers()
-        if name in read and not b.is_meta and not inside(name)
+        if name in read_names and not b.is_meta and not inside(name)
     }
 
 
 def find_tied_parameters(model: nn.Module) -> list[tuple[str, ...]]:
-    """The names of parameters that have several."""
+    """Returns the names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

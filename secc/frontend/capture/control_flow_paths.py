@@ -1,7 +1,7 @@
-"""The ways that Python takes through forward: what tells recordings apart, and where they part.
+"""Control-flow paths through forward: what tells recordings apart, and where they part.
 
-Recordings of one way have the same ops with the same structure of arguments; only numbers, dims and values
-read may differ.
+Recordings of one path have the same ops with the same structure of arguments; only numbers, dims and
+values read may differ.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from secc.runtime.recorder import Recording, is_read_node
 LabelledShapes = Mapping[str, tuple[int, ...]]
 
 _GLUE_REMEDY = (
-    "put it into an nn.Module of its own that returns rows of the samples, which is called as it is; "
-    "in the loss, add up scalars of one sample's rows each, or work on the padded batch with a mask"
+    "put it into an nn.Module of its own that returns rows of the samples; modules are called as they are. "
+    "In the loss, add up one scalar for each sample's rows, or work on the padded batch with a mask"
 )
 MIN_CAPTURES = 3  # captures that a case needs, so that sizes can be explained and checked
 
 
 @dataclass(frozen=True)
 class ObservedRecording:
-    """A recording and the sizes of its batch. `parts`: the labelled shapes (`Outline.shapes`) of each of its
-    samples, where asked for."""
+    """A recording and the symbol values of its batch. sample_shapes: labelled shapes (`Outline.shapes`) of
+    each of its samples recorded alone, if asked for."""
 
     recording: Recording
     sizes: Mapping[str, int]
@@ -35,7 +35,7 @@ class ObservedRecording:
 
 
 class GlueError(UserError):
-    """Glue that cannot be made generic; `module` is the open module that it belongs to, "" for the model
+    """Glue that cannot be made generic; `module` is the opened module that it belongs to, "" for the model
     itself."""
 
     def __init__(self, module: str, message: str, where: str = "", remedy: str = "") -> None:
@@ -45,7 +45,7 @@ class GlueError(UserError):
 
 @dataclass(frozen=True)
 class GlueDiagnostic:
-    """Glue that no expression over sizes explains: what it is, where, and the values it had."""
+    """Glue that no expression over sizes explains: a sentence, its place, and the values it had."""
 
     message: str
     where: str
@@ -53,7 +53,7 @@ class GlueDiagnostic:
     module: str = ""
 
     def to_error(self) -> GlueError:
-        """The diagnostic as bad input."""
+        """Returns the diagnostic as an error of the user's input."""
         shown = ", ".join(str(v)[:60] for v in self.values[:6])
         return GlueError(
             self.module, self.message + (f" (it was {shown})" if shown else ""), self.where, _GLUE_REMEDY
@@ -61,8 +61,8 @@ class GlueDiagnostic:
 
 
 def graph_signature(graph: fx.Graph) -> Any:
-    """What must agree between captures to be aligned: ops, structure of arguments, modes; no numbers and no
-    values read."""
+    """Returns what must be equal for captures to be compared node by node: ops, structure of arguments and
+    modes, but no numbers and no values read."""
     index = {n: i for i, n in enumerate(graph.nodes)}
     constant = lambda n: n.op == "get_attr" and str(n.target).startswith("_constant")
     return tuple(
@@ -83,7 +83,8 @@ def graph_signature(graph: fx.Graph) -> Any:
 
 
 def path_signature(recording: Recording) -> Any:
-    """The way that Python took through forward: the structure of the glue and the conditions that it read."""
+    """Returns the signature of the path that Python took through forward: the structure of the glue and
+    the conditions read."""
     return graph_signature(recording.graph), tuple(
         r.value for r in recording.reads if isinstance(r.value, bool)
     )
@@ -110,13 +111,16 @@ def _argument_skeleton(value: Any, index: Mapping[fx.Node, int]) -> Any:
 
 
 def find_first_difference(groups: list[list[ObservedRecording]]) -> GlueDiagnostic | None:
-    """Where the two most common ways differ first, if there are two."""
+    """Returns where the two most common paths differ first; None with fewer than two paths."""
     if len(groups) < 2:
         return None
     a, b = (g[0].recording.graph for g in sorted(groups, key=len, reverse=True)[:2])
     for x, y, s, t in zip(a.nodes, b.nodes, graph_signature(a), graph_signature(b), strict=False):
         if s != t:
-            message = "the glue's ops change with the batch in a way that no capture explains: they differ first here"
+            message = (
+                "the glue's ops change with the batch in a way that no capture explains: "
+                "they differ first here"
+            )
             place = x if x.meta.get("where") else y
             return GlueDiagnostic(
                 message,

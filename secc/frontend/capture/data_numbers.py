@@ -1,8 +1,8 @@
-"""Numbers in the glue that values of the inputs decide: how many rows a mask selects, or what Python read
-with `item()`.
+"""Turns numbers in the glue that values of the inputs decide into tensors: the rows that a mask selects,
+or what Python read with `item()`.
 
-As numbers they would be those of one micro-batch. A loss that is divided by one needs that of the whole
-global batch, so the number becomes the tensor that it came from, and passes see how inputs make it.
+As a number, it would be that of one micro-batch; but a loss divided by it needs that of the whole global
+batch. So the number is replaced by the tensor it came from, and passes see how the inputs make it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ _TENSOR_OR_NUMBER_OPS = (
 
 @dataclass(frozen=True)
 class NumberSource:
-    """Where a symbol's number comes from: the size of `dim` of the node's tensor, or the tensor's own value
-    if there is no dim."""
+    """Where a symbol's number comes from: the size of `dim` of the node's tensor, or the tensor's own
+    value if `dim` is None."""
 
     node: fx.Node
     dim: int | None
 
 
 class DataNumbers:
-    """The symbols that values decide, by name, with their sources."""
+    """The symbols that values of the inputs decide, by name, with their sources."""
 
     def __init__(self) -> None:
         self.sources: dict[str, NumberSource] = {}
 
     def accepts_tensor(self, node: fx.Node, args: Sequence[Any]) -> bool:
-        """Whether the numbers in an op's arguments may be such symbols, because a tensor can stand in their
-        place."""
+        """Whether a tensor can stand for such a symbol in an op's arguments."""
         return (
             node.target in _TENSOR_OR_NUMBER_OPS
             and not _uses_sources(self, args[0])
@@ -51,7 +50,7 @@ class DataNumbers:
         )
 
     def replace_number(self, node: fx.Node) -> None:
-        """Put a tensor in the place of the number in a node's arguments, if it is one that values decide."""
+        """Replaces the number in a node's arguments by a tensor, if values of the inputs decide it."""
         args: Any = node.meta.get("args", ())
         if node.target not in _TENSOR_OR_NUMBER_OPS or len(args) < 2 or not _uses_sources(self, args[1]):
             return
@@ -66,13 +65,13 @@ def _uses_sources(counts: DataNumbers, value: Any) -> bool:
 
 
 class _ExpressionEmitter:
-    """Emits nodes that compute an expression, at the place of the node that wants it."""
+    """Emits nodes that compute an expression, before the node that uses it."""
 
     def __init__(self, user: fx.Node, sources: dict[str, NumberSource]) -> None:
         self._user, self._sources = user, sources
 
     def emit(self, expr: Expr) -> fx.Node:
-        """The node of an expression in which some symbol has a source."""
+        """Returns the node of an expression in which some symbol has a source."""
         if isinstance(expr, sympy.Symbol):
             return self._emit_source(self._sources[str(expr)])
         if isinstance(expr, sympy.Max):
@@ -100,7 +99,7 @@ class _ExpressionEmitter:
         )
 
     def _emit_chain(self, target: Any, parts: Sequence[Expr]) -> fx.Node:
-        """The sum or product of parts, those that move first."""
+        """Emits the sum or product of parts, tensors first."""
         moving = [self.emit(p) for p in parts if self._has_source(p)]
         found = moving[0]
         for other in [*moving[1:], *(p for p in parts if not self._has_source(p))]:
@@ -114,7 +113,7 @@ class _ExpressionEmitter:
         return bool(symbol_names(expr) & self._sources.keys())
 
     def _emit_source(self, source: NumberSource) -> fx.Node:
-        """A symbol's number as a tensor without dims."""
+        """Emits a symbol's number as a 0-dim tensor."""
         node = source.node
         if source.dim is None:
             return (
@@ -153,6 +152,6 @@ class _ExpressionEmitter:
 
 
 def _expand_power(factor: Expr) -> list[Expr]:
-    """A factor as often as its power says."""
+    """Returns a factor repeated as often as its power says."""
     base, power = factor.as_base_exp()
     return [base] * int(power) if power.is_Integer and power > 0 else [factor]

@@ -1,9 +1,9 @@
-"""One generic graph from several captures of the same pattern: sizes become symbols by comparison.
+"""Makes one generic graph from several captures of the same pattern: sizes become symbols by comparison.
 
-Captures whose ops agree are aligned node by node. Every number and every dim that moved is explained as an
-expression over the sizes of the inputs. What Python read from inputs is explained by sizes, or has no
-influence, or is a *guard*: the value that the graph is valid under. Captures whose ops differ are cases of
-their own.
+Captures with the same ops are compared node by node. Every number and every dim that differs between them
+is explained as an expression over the sizes of the inputs. A value that Python read from inputs is
+explained by sizes, or has no influence, or becomes a *guard*: the graph is valid for that value only.
+Captures with different ops become separate cases.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ aten = torch.ops.aten
 
 @dataclass
 class GenericGraph:
-    """A graph that holds at every size. Its nodes' meta has `args` and `kwargs` (structures of nodes, sympy
-    expressions and literals) and a `shape` of sympy expressions; the read nodes left in it are guards. `data`
-    are the symbols that inputs' values decide, with what they are about.
+    """A graph that is valid at every size.
+
+    The meta of its nodes has `args` and `kwargs` (structures of nodes, sympy expressions and literals) and
+    `shape` (sympy expressions); the read nodes left in it are guards. data_symbols: symbols that values of
+    the inputs decide, with an estimate in terms of other sizes.
     """
 
     graph: fx.Graph
@@ -58,12 +60,12 @@ class GenericGraph:
 
     @property
     def guards(self) -> list[fx.Node]:
-        """The read nodes: `meta["read"]` has (kind, value)."""
+        """The read nodes left in the graph; `meta["read"]` is (kind, value)."""
         return [n for n in self.graph.nodes if is_read_node(n)]
 
 
 class UnexplainedNumber(Exception):
-    """Raised while captures are merged."""
+    """Raised while captures are merged, if no expression explains a number."""
 
     def __init__(self, diagnostic: GlueDiagnostic) -> None:
         super().__init__(diagnostic.message)
@@ -71,7 +73,11 @@ class UnexplainedNumber(Exception):
 
 
 class BatchProbe(Protocol):
-    """Observes one more micro-batch."""
+    """Records further micro-batches for a comparison.
+
+    padded_symbols: symbols for which any larger size can be had by padding. explanations: expressions
+    found for other patterns.
+    """
 
     padded_symbols: frozenset[str]  # the symbols whose size can be chosen
     explanations: SharedExplanations  # what was found of the other patterns
@@ -81,22 +87,22 @@ class BatchProbe(Protocol):
         ...
 
     def record_held_out(self) -> Iterator[ObservedRecording]:
-        """Micro-batches of other samples."""
+        """Yields recordings of micro-batches with other samples."""
         ...
 
     def record_without_rows(self) -> Iterator[ObservedRecording]:
-        """Micro-batches in which values may leave no rows to count."""
+        """Yields recordings of micro-batches in which values may leave no rows to count."""
         ...
 
 
 def generalize_captures(
     observed: Sequence[ObservedRecording], probe: BatchProbe | None = None
 ) -> tuple[list[GenericGraph], list[GlueDiagnostic]]:
-    """The cases of one pattern from folded recordings, those with most captures first, and what could not be
-    explained.
+    """Returns the cases of one pattern, those with most captures first, and diagnostics of what could not
+    be explained.
 
-    With `probe`, explanations that another observation could refute are put to the test.
-    Raises GlueError if no case is left, or if a case could be taken for a batch that goes another way.
+    With `probe`, explanations that another recording could refute are tested. Raises GlueError if no case
+    is left, or if no guard keeps a case from being taken for a batch of another path.
     """
     groups: dict[Any, list[ObservedRecording]] = {}
     for o in observed:
@@ -113,7 +119,7 @@ def generalize_captures(
         if not all(_guard_rejects(case, reads[id(o)]) for o in strangers):
             raise (
                 find_first_difference(ways)
-                or GlueDiagnostic("forward goes different ways that no value it reads tells apart", "")
+                or GlueDiagnostic("forward takes different paths that no value it reads tells apart", "")
             ).to_error()
     if not cases:
         raise (problems[0] if len(ways) == 1 else find_first_difference(ways) or problems[0]).to_error()
@@ -123,12 +129,13 @@ def generalize_captures(
 def _merge_or_split(
     group: list[ObservedRecording], probe: BatchProbe | None
 ) -> tuple[list[tuple[GenericGraph, list[ObservedRecording]]], list[GlueDiagnostic]]:
-    """Merge captures of one structure: together if that explains all, else apart by what Python read."""
+    """Merges captures of one structure; if that leaves something unexplained, merges them separately by
+    the values that Python read."""
     if len(group) < MIN_CAPTURES:
         place = next((n.meta["where"] for n in group[0].recording.graph.nodes if n.meta.get("where")), "")
         return [], [
             GlueDiagnostic(
-                f"only {len(group)} of the captures took this way, too few to tell sizes from constants",
+                f"only {len(group)} of the captures took this path, too few to tell sizes from constants",
                 place,
             )
         ]
@@ -146,19 +153,20 @@ def _merge_or_split(
 
 
 class RowNames(Protocol):
-    """Names the numbers of rows that inputs' values decide."""
+    """Names the numbers of rows that values of the inputs decide."""
 
     def name_dim(self, label: str, dim: int) -> str:
-        """The symbol of a dim of a labelled tensor."""
+        """Returns the symbol of a dim of a labelled tensor."""
         ...
 
 
 def merge_captures(
     group: Sequence[ObservedRecording], probe: BatchProbe | None, names: RowNames | None = None
 ) -> GenericGraph:
-    """The captures, of one structure, as one graph, after as many further ones as its explanations need.
+    """Merges captures of one structure into one graph, with as many further recordings as its explanations
+    need.
 
-    `names` is for glue that is recorded anew. Raises GlueError with it, Unexplained without it.
+    names: for glue that is re-recorded. Raises GlueError if `names` are given, else UnexplainedNumber.
     """
     try:
         return _merge_with_probes(group, probe, names)
@@ -171,42 +179,44 @@ def merge_captures(
 def _merge_with_probes(
     group: Sequence[ObservedRecording], probe: BatchProbe | None, names: RowNames | None
 ) -> GenericGraph:
-    known = list(group) + (_probe_constant_widths(group, probe) if probe is not None else [])
+    recordings = list(group) + (_probe_constant_widths(group, probe) if probe is not None else [])
     for _ in range(_MAX_PROBES if probe is not None else 0):
         assert probe is not None
-        doubt = _CaptureMerger(known, probe, names).find_doubt()
-        more = probe(*doubt) if doubt is not None else None
-        if more is None or graph_signature(more.recording.graph) != graph_signature(known[0].recording.graph):
+        doubt = _CaptureMerger(recordings, probe, names).find_doubt()
+        extra = probe(*doubt) if doubt is not None else None
+        if extra is None or graph_signature(extra.recording.graph) != graph_signature(
+            recordings[0].recording.graph
+        ):
             break
-        known.append(more)
-    if probe is not None and _CaptureMerger(known, probe, names).uses_floor_division():
-        ways = [path_signature(o.recording) for o in known]
-        known += [o for o in probe.record_held_out() if path_signature(o.recording) in ways]
-    if probe is not None and _CaptureMerger(known, probe, names).takes_data_symbols():
+        recordings.append(extra)
+    if probe is not None and _CaptureMerger(recordings, probe, names).uses_floor_division():
+        ways = [path_signature(o.recording) for o in recordings]
+        recordings += [o for o in probe.record_held_out() if path_signature(o.recording) in ways]
+    if probe is not None and _CaptureMerger(recordings, probe, names).takes_data_symbols():
         for empty in probe.record_without_rows():
-            if graph_signature(empty.recording.graph) == graph_signature(known[0].recording.graph):
+            if graph_signature(empty.recording.graph) == graph_signature(recordings[0].recording.graph):
                 try:
-                    return _CaptureMerger([*known, empty], probe, names).merge()
+                    return _CaptureMerger([*recordings, empty], probe, names).merge()
                 except UnexplainedNumber:
                     continue  # without rows forward does something else
-    return _CaptureMerger(known, probe, names).merge()
+    return _CaptureMerger(recordings, probe, names).merge()
 
 
 def _probe_constant_widths(group: Sequence[ObservedRecording], probe: BatchProbe) -> list[ObservedRecording]:
-    """Probes along widths that are the same in all captures of a group: what depends on such a width would
-    look constant."""
+    """Returns recordings with larger widths, for widths that are equal in all captures: whatever depends
+    on them would look constant."""
     first = group[0]
-    still = sorted(name for name in probe.padded_symbols if len({o.sizes[name] for o in group}) == 1)
-    found = [probe(name, first.sizes[name] + more) for name in still for more in _PROBE_EXTRA_WIDTHS]
+    constant = sorted(name for name in probe.padded_symbols if len({o.sizes[name] for o in group}) == 1)
+    probed = [probe(name, first.sizes[name] + more) for name in constant for more in _PROBE_EXTRA_WIDTHS]
     return [
         o
-        for o in found
+        for o in probed
         if o is not None and graph_signature(o.recording.graph) == graph_signature(first.recording.graph)
     ]
 
 
 def _guard_rejects(case: GenericGraph, reads: Sequence[Read]) -> bool:
-    """Whether a guard of the case tells a recording with these reads from the case's own."""
+    """Whether a guard of the case tells a recording with these reads from the case's own recordings."""
     for guard in case.guards:
         order, (kind, value) = guard.meta["order"], guard.meta["read"]
         if (
@@ -219,7 +229,8 @@ def _guard_rejects(case: GenericGraph, reads: Sequence[Read]) -> bool:
 
 
 class _CaptureMerger:
-    """Captures of one structure as one generic graph, which is the first one's with its numbers explained."""
+    """Merges captures of one structure. The result is the first capture's graph with its numbers
+    explained."""
 
     def __init__(
         self, group: Sequence[ObservedRecording], probe: BatchProbe | None, names: RowNames | None = None
@@ -237,19 +248,20 @@ class _CaptureMerger:
         ] = {}  # symbols for values that Python read, which no number has been explained by
 
     def find_doubt(self) -> tuple[str, int] | None:
-        """A symbol and a size of it at which an explanation might fail. Nothing is changed."""
+        """Returns a symbol and a size of it at which an explanation might fail; None if there is none.
+        Changes nothing."""
         self._explain_nodes()
         return self._fitter.doubt
 
     def uses_floor_division(self) -> bool:
-        """Whether a floor division explains some number, which values of the inputs may have by chance.
-        Nothing is changed."""
+        """Whether a floor division explains some number; a few values may match one by chance. Changes
+        nothing."""
         self._explain_nodes()
         return self._fitter.used_division
 
     def takes_data_symbols(self) -> bool:
-        """Whether an op takes a number that inputs' values decide, which without rows might be another.
-        Nothing is changed."""
+        """Whether an op takes a number that values of the inputs decide, which might differ without rows.
+        Changes nothing."""
         explained = self._explain_nodes()[0]
         return any(
             self._data_numbers.accepts_tensor(n, meta.get("args", (None,)))
@@ -261,7 +273,7 @@ class _CaptureMerger:
         return any(isinstance(a, sympy.Expr) and bool(symbol_names(a) & set(self._data_names)) for a in args)
 
     def merge(self) -> GenericGraph:
-        """The merged graph. The first capture is used up."""
+        """Returns the merged graph. The first capture is used up."""
         explained, dropped = self._explain_nodes()
         for node, meta in explained.items():
             if "target" in meta:
@@ -276,7 +288,7 @@ class _CaptureMerger:
         return self._build_generic_graph()
 
     def _explain_nodes(self) -> tuple[dict[fx.Node, dict[str, Any]], list[fx.Node]]:
-        """What is found of each node, and the reads that may be forgotten."""
+        """Returns the explained meta of each node, and the reads that need no guard."""
         explained: dict[fx.Node, dict[str, Any]] = {}
         dropped: list[fx.Node] = []
         for order, read in enumerate(self._first_recording.reads):
@@ -318,14 +330,15 @@ class _CaptureMerger:
         return meta
 
     def _check_data_symbols(self, node: fx.Node, *arguments: Any) -> None:
-        """Numbers in arguments must be known before the op runs, from sizes alone."""
-        found = [
+        """Checks that numbers in arguments are known from sizes alone before the op runs, or that a tensor
+        can replace them."""
+        numbers = [
             leaf
             for a in arguments
             for leaf in argument_template.CallArguments([a]).leaves()
             if isinstance(leaf, sympy.Expr)
         ]
-        decided = set[str]().union(*(symbol_names(e) for e in found)) & set(self._data_names)
+        decided = set[str]().union(*(symbol_names(e) for e in numbers)) & set(self._data_names)
         if decided and self._data_numbers.accepts_tensor(node, arguments[0]) and not arguments[1]:
             for name in decided:
                 self._unused_reads.pop(name, None)
@@ -339,7 +352,7 @@ class _CaptureMerger:
         return tuple(self._explain_dim(node, i, dims) for i, dims in enumerate(zip(*shapes, strict=True)))
 
     def _explain_value(self, node: fx.Node, values: list[Any]) -> Any:
-        """One argument of all captures as one structure."""
+        """Returns one argument of all captures as one structure."""
         first = values[0]
         match first:
             case fx.Node() | bool() | None | str():
@@ -365,7 +378,10 @@ class _CaptureMerger:
     def _require_explained(self, node: fx.Node, values: list[Any], expr: Expr | float | None) -> Any:
         expr = self._real_symbols.get(tuple(values)) if expr is None else expr
         if expr is None:
-            message = f"a number in {node.target} moves with the batch, and no expression over its sizes explains it"
+            message = (
+                f"a number in {node.target} differs between batches, "
+                "and no expression over their sizes explains it"
+            )
             raise _unexplained_number(node, message, values)
         return int(expr) if isinstance(expr, sympy.Integer) else expr
 
@@ -382,15 +398,18 @@ class _CaptureMerger:
             self._add_data_symbol(NumberSource(node, dim), values)
         else:
             made_by = node.args[0] if node.target is take_at_path else node.target
-            message = f"a dim of the result of {made_by} moves with the batch, and no expression over its sizes explains it"
+            message = (
+                f"a dim of the result of {made_by} differs between batches, "
+                "and no expression over their sizes explains it"
+            )
             raise _unexplained_number(node, message, values)
         found = self._fitter.fit_integer(values)
         assert found is not None
         return found
 
     def _name_rows(self, node: fx.Node, dim: int, values: Sequence[int]) -> str | None:
-        """The symbol of a size that inputs' values decide and that is the sum of the samples'; None for every
-        other size."""
+        """Returns the symbol of a size that values of the inputs decide and that is the sum over the
+        samples; None for other sizes."""
         label = node.meta.get("label")
         if label is None or self._row_names is None:
             return None
@@ -398,7 +417,7 @@ class _CaptureMerger:
         return self._row_names.name_dim(label, dim) if sums == list(values) else None
 
     def _add_data_symbol(self, source: NumberSource, values: Sequence[float]) -> str:
-        """A new symbol for a number that the inputs' values decide; its name."""
+        """Adds a symbol for a number that values of the inputs decide; returns its name."""
         name = f"{DATA_SYMBOL_PREFIX}{len(self._data_names)}"
         self._data_names.append(name)
         self._data_numbers.sources[name] = source
@@ -409,10 +428,11 @@ class _CaptureMerger:
         return name
 
     def _is_read_explained(self, nodes: Sequence[fx.Node]) -> bool:
-        """Whether a read may be forgotten: sizes explain it, or it was seen both true and false and changed
+        """Whether a read needs no guard: sizes explain it, or it was seen both true and false and changed
         nothing.
 
-        A value that never moved is a guard; one that moved and is not explained is a problem.
+        A value that never changed is a guard. One that changed and is not explained raises
+        UnexplainedNumber.
         """
         values = [n.meta["read"][1] for n in nodes]
         if _reads_list_sizes(nodes[0]):
@@ -436,20 +456,21 @@ class _CaptureMerger:
         return True
 
     def _explain_constant(self, nodes: Sequence[fx.Node]) -> dict[str, Any]:
-        """A tensor made of Python data: the same in all captures, or a size, or a range of a size."""
+        """Explains a tensor made from Python data: equal in all captures, filled with a size, or a range
+        of a size."""
         node = nodes[0]
         tensors = [r.constants[str(n.target)] for r, n in zip(self._recordings, nodes, strict=True)]
         if all(t.shape == tensors[0].shape and torch.equal(t, tensors[0]) for t in tensors):
             shape = tuple(sympy.Integer(s) for s in tensors[0].shape)
             return {"args": (), "kwargs": {}, "shape": shape}
         shape = self._explain_shape(node, [tuple(t.shape) for t in tensors])
-        made = self._constant_as_full(node, tensors, shape) or self._constant_as_arange(node, tensors)
-        if made is None:
+        explained = self._constant_as_full(node, tensors, shape) or self._constant_as_arange(node, tensors)
+        if explained is None:
             user = next(iter(node.users), node)
             raise _unexplained_number(
                 user, "a tensor made of Python data changes with the batch", [t.tolist() for t in tensors]
             )
-        target, args = made
+        target, args = explained
         kwargs = {"dtype": tensors[0].dtype, "device": torch.device("cpu")}
         modes = {"where": _first_use_place(node), "grad": False, "autocast": "", "requires_grad": False}
         return {"target": target, "args": args, "kwargs": kwargs, "shape": shape} | modes
@@ -471,7 +492,8 @@ class _CaptureMerger:
 
 
 def _infer_reshape_size(node: fx.Node, args: Any, data: Sequence[str]) -> Any:
-    """The arguments; in a reshape, one size that the inputs' values decide is left to torch."""
+    """Returns the arguments; in a reshape, one size that values of the inputs decide is left to torch as
+    -1."""
     if node.target is not aten.reshape.default or -1 in args[1]:
         return args
     unknown = [i for i, s in enumerate(args[1]) if isinstance(s, sympy.Expr) and symbol_names(s) & set(data)]
@@ -504,7 +526,7 @@ def _reads_list_sizes(node: fx.Node) -> bool:
 
 
 def _has_dynamic_shape(node: fx.Node) -> bool:
-    """Whether the values of an op's inputs decide its shape."""
+    """Whether values of an op's inputs decide its shape."""
     source = node.args[0] if node.target is operator.getitem else node
     target = source.target if isinstance(source, fx.Node) else None
     return isinstance(target, OpOverload) and torch.Tag.dynamic_output_shape in target.tags

@@ -1,7 +1,8 @@
-"""Notes which blocks are plain linear layers: `fuse-linear-loss` may put an operator in the place of such a
-block's call.
+"""Annotates which blocks are plain linear layers, so that `fuse-linear-loss` may replace their calls by an
+operator.
 
-A subclass, a hook or a parametrisation may do more than a matrix product, so only `nn.Linear` itself counts.
+A subclass, a hook or a parametrisation may do more than a matrix product, so only `nn.Linear` itself
+counts.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ _HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "
 
 
 def annotate_linear_blocks(module: ModuleOp, model: nn.Module) -> None:
-    """Put the types of `weight` and `bias` on each block that is a plain `nn.Linear`. `model` is the user's,
-    on any device."""
+    """Puts the types of `weight` and `bias` on each block that is a plain `nn.Linear`. `model` may be on
+    any device."""
     for path, block in graph_of(module).blocks.items():
         layer = model.get_submodule(path)
         if _is_plain_linear(layer):

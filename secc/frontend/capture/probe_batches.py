@@ -1,4 +1,4 @@
-"""The micro-batches of a pattern that captures compare: ragged ones, which collate pads, and even ones, which
+"""Micro-batches of a pattern that captures compare: ragged ones, which collate pads, and even ones, which
 need no padding."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _EXTRA_WIDTHS = (2, 5, 3, 7, 4)  # by how much one width is padded beyond anothe
 
 @dataclass(frozen=True)
 class ProbeBatch:
-    """A collated micro-batch, its sizes and its samples."""
+    """A collated micro-batch, its symbol values and its samples."""
 
     batch: Mapping[str, Any]
     sizes: Mapping[str, int]
@@ -45,7 +45,7 @@ class ProbeBatch:
 
 
 class ProbeBatches:
-    """The micro-batches of a pattern."""
+    """The micro-batches of a pattern and their recordings; it is the `BatchProbe` of the pattern."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ProbeBatches:
         pattern: InputPattern,
         recorder: Recorder,
     ) -> None:
-        def collated(samples: list[Any]) -> ProbeBatch:
+        def collate(samples: list[Any]) -> ProbeBatch:
             batch = user.collate(samples)
             return ProbeBatch(batch, read_symbol_sizes(batch, inputs.symbols, len(samples)), samples)
 
@@ -80,70 +80,72 @@ class ProbeBatches:
         self.crossed_batches = list(self._cross_widths())
 
     def record_paths(self) -> list[ObservedRecording]:
-        """Ragged and even micro-batches recorded; of the even ones only the first if ragged ones enough take
-        the same way.
+        """Records ragged and even micro-batches; only one even one if enough ragged ones take the same
+        path.
 
-        Conditions on the inputs that were the same in all of them are looked for in single samples.
-        Micro-batches of one for which they are others (a clip without padding) are recorded as well.
+        Conditions on the inputs that were equal in all of them are searched in single samples.
+        Micro-batches composed of a sample that decides them differently (a clip without padding) are
+        recorded too.
         """
-        found = self._record_ragged_then_even(self.ragged_batches, self.even_batches) + [
+        recordings = self._record_ragged_then_even(self.ragged_batches, self.even_batches) + [
             o for b in self.crossed_batches if (o := self._record_if_accepted(b)) is not None
         ]
-        for sample in self._samples_with_new_conditions(found):
+        for sample in self._samples_with_new_conditions(recordings):
             ragged, even = (
                 [self._collate(s) for s in self._survey.compose_batches(self._pattern, even, of=sample)]
                 for even in (False, True)
             )
-            found += self._record_ragged_then_even(ragged, even)
-        return found
+            recordings += self._record_ragged_then_even(ragged, even)
+        return recordings
 
     def _record_ragged_then_even(
         self, ragged: Sequence[ProbeBatch], even: Sequence[ProbeBatch]
     ) -> list[ObservedRecording]:
-        found = self._record_in_parallel([*ragged, even[0]])
-        if [path_signature(o.recording) for o in found].count(
-            path_signature(found[-1].recording)
+        recordings = self._record_in_parallel([*ragged, even[0]])
+        if [path_signature(o.recording) for o in recordings].count(
+            path_signature(recordings[-1].recording)
         ) < MIN_CAPTURES:
-            found += self._record_in_parallel(even[1:])
-        return found
+            recordings += self._record_in_parallel(even[1:])
+        return recordings
 
     def _record_in_parallel(self, batches: Sequence[ProbeBatch]) -> list[ObservedRecording]:
-        """Recordings of micro-batches. Where they take long, a copy of this process makes every second of
-        those that are left, as far as they can be made and travel."""
+        """Records micro-batches. If that takes long, a forked copy of this process records every second of
+        the remaining ones, as far as they can be recorded and pickled."""
         start, first = time.perf_counter(), list[ObservedRecording]()
         while len(first) < len(batches) and time.perf_counter() - start < SLOW_RECORDING_SECONDS:
             first.append(self._record_batch(batches[len(first)]))
         left = batches[len(first) :]
         if len(left) < 2:
             return first + [self._record_batch(b) for b in left]
-        with process_map.run_in_background(lambda: list(self._record_serialized(left[1::2]))) as packed:
-            made = dict(zip(count(0, 2), list(self._record_until_error(left[::2])), strict=False))
-            others = [
+        with process_map.run_in_background(lambda: list(self._record_serialized(left[1::2]))) as serialized:
+            own_by_index = dict(zip(count(0, 2), list(self._record_until_error(left[::2])), strict=False))
+            copied = [
                 ObservedRecording(self._recorder.adopt_recording(load_recording(data)), b.sizes)
-                for data, b in zip(packed(), left[1::2], strict=False)
+                for data, b in zip(serialized(), left[1::2], strict=False)
             ]
-        made |= dict(zip(count(1, 2), others, strict=False))
-        return first + [made.get(i) or self._record_batch(b) for i, b in enumerate(left)]
+        own_by_index |= dict(zip(count(1, 2), copied, strict=False))
+        return first + [own_by_index.get(i) or self._record_batch(b) for i, b in enumerate(left)]
 
     def _record_until_error(self, batches: Sequence[ProbeBatch]) -> Iterator[ObservedRecording]:
-        """Recordings up to the first that cannot be made: which error counts hangs on none of the others."""
+        """Yields recordings up to the first one that fails: which error is reported must not depend on the
+        others."""
         with suppress(Exception):
             for b in batches:
                 yield self._record_batch(b)
 
     def _record_serialized(self, batches: Sequence[ProbeBatch]) -> Iterator[bytes]:
-        """The same to travel."""
+        """Yields the same recordings as bytes."""
         with suppress(Exception):
             for observed in self._record_until_error(batches):
                 yield dump_recording(observed.recording)
 
-    def _samples_with_new_conditions(self, found: Sequence[ObservedRecording]) -> list[Sample]:
-        """Samples that alone meet conditions which `found` never met, where there are conditions that were
-        the same in all of it."""
-        known = {condition for o in found for condition in _read_conditions(o)}
+    def _samples_with_new_conditions(self, recordings: Sequence[ObservedRecording]) -> list[Sample]:
+        """Returns samples that alone meet conditions that `recordings` never met, if some conditions had
+        one value in all of them."""
+        known_conditions = {condition for o in recordings for condition in _read_conditions(o)}
         others: list[Sample] = []
         for sample in sort_by_volume(self._survey.kept_samples(self._pattern)):
-            if len(known) == 2 * len({where for where, _ in known}):
+            if len(known_conditions) == 2 * len({where for where, _ in known_conditions}):
                 break
             batch = self._user.collate([sample])
             if batch.keys() != self.ragged_batches[0].batch.keys():
@@ -153,30 +155,30 @@ class ProbeBatches:
                     ProbeBatch(batch, read_symbol_sizes(batch, self._inputs.symbols, 1), [sample])
                 )
             )
-            if not alone <= known:
-                known |= alone
+            if not alone <= known_conditions:
+                known_conditions |= alone
                 others.append(sample)
         return others
 
     def record_with_sample_shapes(self) -> list[ObservedRecording]:
-        """All micro-batches recorded, with the labelled shapes of their samples alone."""
-        known: dict[int, LabelledShapes] = {}
+        """Records all micro-batches, with the labelled shapes of their samples recorded alone."""
+        known_shapes: dict[int, LabelledShapes] = {}
 
-        def alone(sample: Sample) -> LabelledShapes:
-            if id(sample) not in known:
-                known[id(sample)] = record_sample_shapes(self._recorder, self._user, sample)
-            return known[id(sample)]
+        def shapes_of(sample: Sample) -> LabelledShapes:
+            if id(sample) not in known_shapes:
+                known_shapes[id(sample)] = record_sample_shapes(self._recorder, self._user, sample)
+            return known_shapes[id(sample)]
 
         seen = [(b, self._record_batch(b)) for b in (*self.ragged_batches, *self.even_batches)]
         seen += [(b, o) for b in self.crossed_batches if (o := self._record_if_accepted(b)) is not None]
-        return [replace(o, sample_shapes=tuple(map(alone, b.samples))) for b, o in seen]
+        return [replace(o, sample_shapes=tuple(map(shapes_of, b.samples))) for b, o in seen]
 
     def _record_batch(self, b: ProbeBatch) -> ObservedRecording:
         return ObservedRecording(fold_joins(self._recorder.record(b.batch)), b.sizes)
 
     def __call__(self, name: str, size: int) -> ObservedRecording | None:
-        """A probe: the ragged micro-batch that is narrowest along the width symbol `name`, padded to
-        `size`."""
+        """Records the ragged micro-batch that is narrowest along the width symbol `name`, padded to
+        `size`; None if that is not possible."""
         b = min(self.ragged_batches, key=lambda b: b.sizes[name])
         wider = self._pad_batch(b, name, size)
         found = None if wider is None else self._record_if_accepted(wider)
@@ -190,11 +192,11 @@ class ProbeBatches:
         )
 
     def _cross_widths(self) -> Iterator[ProbeBatch]:
-        """The ragged micro-batches with one width padded beyond another, for each two that samples have in an
-        order which these never have.
+        """Yields ragged micro-batches with one width padded beyond another, if samples have the two widths
+        in an order that the ragged ones never have.
 
-        What depends on the wider one of both (chosen and rejected answers that are padded alike) would look
-        like a function of either.
+        What depends on the wider of two widths (chosen and rejected answers padded to one length) would
+        otherwise look like a function of either.
         """
         for wide, narrow in permutations(sorted(self.padded_symbols), 2):
             met = any(b.sizes[wide] > b.sizes[narrow] for b in self.ragged_batches)
@@ -206,7 +208,7 @@ class ProbeBatches:
                 yield from (b for b in wider if b is not None)
 
     def _pad_batch(self, b: ProbeBatch, name: str, size: int) -> ProbeBatch | None:
-        """A micro-batch padded to a width; None where collate's padding does not tell how."""
+        """Returns a micro-batch padded to a width; None if collate's padding does not show how."""
         try:
             return ProbeBatch(
                 pad_batch(b.batch, self._inputs.inputs, {name: size}), {**b.sizes, name: size}, b.samples
@@ -215,14 +217,14 @@ class ProbeBatches:
             return None
 
     def _record_if_accepted(self, b: ProbeBatch) -> ObservedRecording | None:
-        """A padded micro-batch recorded; None where the model refuses its width."""
+        """Records a padded micro-batch; None if the model refuses its width."""
         try:
             return self._record_batch(b)
         except (UserError, ValueError):
             return None
 
     def record_held_out(self) -> Iterator[ObservedRecording]:
-        """Ragged micro-batches of a turn that was not captured: in the place of each, other samples."""
+        """Yields recordings of ragged micro-batches that were not captured, with other samples."""
         for samples in self._survey.compose_batches(self._pattern, rotation=self._rotation + 1):
             found = self._record_batch(self._collate(samples))
             yield replace(
@@ -231,22 +233,22 @@ class ProbeBatches:
             )
 
     def record_samples_alone(self) -> Iterator[ObservedRecording]:
-        """The samples of the first ragged micro-batch, each in a micro-batch of its own."""
+        """Yields recordings of the samples of the first ragged micro-batch, each in its own micro-batch."""
         return (self._record_batch(self._collate([s])) for s in self.ragged_batches[0].samples)
 
     def record_without_rows(self) -> Iterator[ObservedRecording]:
-        """The first ragged micro-batch with all labels ignored, or with one of its masks empty, which may
-        leave no rows to count."""
+        """Yields recordings of the first ragged micro-batch with all labels ignored, or with one mask
+        empty, which may leave no rows to count."""
         first, labels = self.ragged_batches[0], self._inputs.labels_key
-        changed = (
+        replacements = (
             {labels: torch.full_like(first.batch[labels], IGNORED_LABEL)} if labels in first.batch else {}
         )
-        changed |= {
+        replacements |= {
             key: torch.zeros_like(value)
             for key, value in first.batch.items()
             if key != labels and _is_mask(value)
         }
-        for key, value in changed.items():
+        for key, value in replacements.items():
             yield self._record_batch(replace(first, batch={**first.batch, key: value}))
 
 
@@ -259,18 +261,18 @@ def _is_mask(value: Any) -> bool:
 
 
 def _read_conditions(observed: ObservedRecording) -> set[tuple[str, bool]]:
-    """The conditions that Python read: where, and what they were."""
+    """Returns the conditions that Python read: (place, value)."""
     return {(r.where, r.value) for r in observed.recording.reads if isinstance(r.value, bool)}
 
 
 def record_sample_shapes(recorder: Recorder, user: UserModel, sample: Sample) -> LabelledShapes:
-    """The labelled shapes of a sample's own recording."""
+    """Returns the labelled shapes of a sample recorded alone."""
     return Outline.of_recording(fold_joins(recorder.record(user.collate([sample])))).known_shapes()
 
 
 def _pick_most_independent(turns: Iterable[tuple[int, list[ProbeBatch]]]) -> tuple[int, list[ProbeBatch]]:
-    """The micro-batches in which the fewest sizes follow from others by chance (26 tokens less one for each
-    sample)."""
+    """Returns the micro-batches in which fewest sizes follow from others by chance (26 tokens minus one
+    for each sample), with their rotation."""
     best, most = (0, list[ProbeBatch]()), 0
     for turn, batches in turns:
         rows = torch.tensor([[1, *b.sizes.values()] for b in batches], dtype=torch.float64)

@@ -1,9 +1,9 @@
-"""Random ops: which entries of each one's result belong to which sample, found by comparing its shapes in
-several captures.
+"""Finds which entries of a random op's result belong to which sample, by comparing its shapes in several
+captures.
 
 A dim that is a multiple of a number of rows (`B`, `B*S`, `12*n_pixel_values`) runs over the samples' rows,
-one sample after another. An op without such a dim gives numbers that all samples share. An op of neither
-kind, and one that no rank can draw sample by sample, is refused.
+one sample after another. An op without such a dim draws numbers that all samples share. Any other op, and
+one that no rank can draw sample by sample, is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROWS_REMEDY = "draw numbers for a tensor whose first dim is the samples', or sw
 
 @dataclass
 class _SeenRandomOp:
-    """A random op in all captures that met it."""
+    """A random op in all captures that met it, with its shapes and their symbol values."""
 
     first_draw: RandomOpCall
     shapes: list[tuple[int, ...]] = field(default_factory=list)
@@ -35,29 +35,29 @@ class _SeenRandomOp:
 
 
 def find_random_ops(observed: Iterable[ObservedRecording], inputs: ModelInputs) -> list[RandomOp]:
-    """The random ops that captures met. Raises UserError, by place, for one that cannot be tied to
-    samples."""
-    seen: dict[str, _SeenRandomOp] = {}
+    """Returns the random ops that captures met. Raises UserError, with place, for one that cannot be tied
+    to samples."""
+    seen_ops: dict[str, _SeenRandomOp] = {}
     groups: dict[frozenset[str], list[Sequence[RandomOpCall]]] = {}
     for o in observed:
         groups.setdefault(frozenset(o.recording.inputs), []).append(o.recording.draws)
         for drawn in o.recording.draws:
-            found = seen.setdefault(drawn.draw_name, _SeenRandomOp(drawn))
-            found.shapes.append(drawn.shape)
-            found.sizes.append(o.sizes)
+            seen_op = seen_ops.setdefault(drawn.draw_name, _SeenRandomOp(drawn))
+            seen_op.shapes.append(drawn.shape)
+            seen_op.sizes.append(o.sizes)
     for group in groups.values():
         _check_draw_counts(group)
     rows = {s.name for s in inputs.symbols if s.kind == "rows"}
-    return [_make_draw(s, rows) for s in seen.values()]
+    return [_make_draw(s, rows) for s in seen_ops.values()]
 
 
 def _check_draw_counts(draws: Sequence[Sequence[RandomOpCall]]) -> None:
-    """Refuse a place that draws more often in one batch than in another: its draws belong to other samples
-    each time."""
+    """Refuses a place that draws more often in one batch than in another: its draws would belong to other
+    samples each time."""
     met = [Counter(drawn.call_site_name for drawn in one) for one in draws]
     for drawn in (drawn for one in draws for drawn in one):
         if len({counts[drawn.call_site_name] for counts in met if drawn.call_site_name in counts}) > 1:
-            message = f"{drawn.op} draws random numbers in a loop whose length moves with the batch"
+            message = f"{drawn.op} draws random numbers in a loop with a length that differs between batches"
             raise UserError(message, drawn.where, "draw once for all, with a dim for the samples' rows")
 
 
@@ -101,5 +101,8 @@ def _is_additive(size: Expr, rows: set[str]) -> bool:
 def _unexplained_rows_error(seen: _SeenRandomOp) -> UserError:
     shapes = ", ".join(str(list(s)) for s in list(dict.fromkeys(seen.shapes))[:4])
     drawn = seen.first_draw
-    message = f"{drawn.op} draws random numbers, and which of them belong to which sample cannot be told (shapes {shapes})"
+    message = (
+        f"{drawn.op} draws random numbers, and its shapes do not tell which of them belong to which sample "
+        f"(shapes {shapes})"
+    )
     return UserError(message, drawn.where, _ROWS_REMEDY)

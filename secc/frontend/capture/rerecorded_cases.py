@@ -1,9 +1,9 @@
-"""Cases whose glue is recorded anew for each micro-batch, because values of the inputs decide its ops.
+"""Cases with glue that is re-recorded for each micro-batch, because values of the inputs decide its ops.
 
 Such a case has the blocks and the loss of the captures; a tensor that glue makes for a block is one op,
 `recorded`. A dim of such a tensor, or of a block's result, that no size explains is a number of rows that
-values decide: a symbol of its own if the rows of a batch are the sum of its samples' (each recorded alone),
-which edges can carry.
+values decide. It becomes a symbol of its own if the rows of a batch are the sum over its samples recorded
+alone; section edges can carry such rows.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from secc.runtime.recorder.recording import Recording
 
 @dataclass
 class RowSymbols:
-    """The symbols of numbers of rows that values decide, in all cases: (label of the tensor, dim) of each
-    name."""
+    """Symbols of numbers of rows that values decide, over all cases: the name of each (label of the
+    tensor, dim)."""
 
     taken_names: set[str]
     name_by_dim: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def name_dim(self, label: str, dim: int) -> str:
-        """The symbol of a dim of a labelled tensor."""
+        """Returns the symbol of a dim of a labelled tensor."""
         if (label, dim) not in self.name_by_dim:
             path = label.split()[1] if label.startswith("result ") else label.partition(":")[0]
             wish = f"n_{to_identifier(shortest_tail(path.partition('#')[0], ()))}"
@@ -56,22 +56,25 @@ class RowSymbols:
         return self.name_by_dim[label, dim]
 
     def sizes_from_shapes(self, shapes: LabelledShapes) -> dict[str, int]:
-        """The symbols of a recording; a tensor that it does not have has no rows."""
+        """Returns the symbol values of a recording; a tensor that it does not have has no rows."""
         return {
             name: shapes[label][dim] if label in shapes else 0
             for (label, dim), name in self.name_by_dim.items()
         }
 
     def plan_symbols(self) -> tuple[schema.Symbol, ...]:
-        """The symbols as a plan declares them; `key` is the label of the tensor that a recording gives."""
+        """Returns the symbols as a plan declares them; `key` is the label of the tensor that a recording
+        gives."""
         return tuple(
             schema.Symbol(name, "rows", label, dim) for (label, dim), name in self.name_by_dim.items()
         )
 
 
 class OutlinedCaptures:
-    """The outlines of one pattern's captures, with `loops` those of losses that are summed over samples. Make
-    them before the captures are merged, which uses one up."""
+    """Outlines of one pattern's captures; with `loops`, of losses summed in loops over samples.
+
+    Create it before the captures are merged, which uses one of them up.
+    """
 
     def __init__(self, observed: Sequence[ObservedRecording], loops: bool = False) -> None:
         self._make_outline = _outline_with_loops if loops else Outline.of_recording
@@ -86,8 +89,8 @@ class OutlinedCaptures:
         ]
 
     def build_case(self, rows: RowSymbols, probe: BatchProbe) -> GenericGraph:
-        """The one case of all captures. Raises GlueError where blocks or the loss differ in a way that no
-        size explains."""
+        """Returns the one case of all captures. Raises GlueError if blocks or the loss differ in a way
+        that no size explains."""
         groups = self._group_by_blocks()
         if len(groups) > 1:
             problem = find_first_difference(
@@ -97,19 +100,18 @@ class OutlinedCaptures:
         return self._merge_group(groups[0], rows, probe)
 
     def build_cases_by_path(self, rows: RowSymbols, probe: BatchProbe) -> list[GenericGraph]:
-        """A case for each way in which blocks are called, where enough captures took it."""
-        found: list[GenericGraph] = []
+        """Returns a case for each way in which blocks are called, if enough captures took it."""
+        cases: list[GenericGraph] = []
         for group in self._group_by_blocks():
             with suppress(GlueError):
-                found += [self._merge_group(group, rows, probe)] if len(group) >= MIN_CAPTURES else []
-        return found
+                cases += [self._merge_group(group, rows, probe)] if len(group) >= MIN_CAPTURES else []
+        return cases
 
     def check_other_batches(
-        self, found: GenericGraph, others: Iterable[ObservedRecording], rows: RowSymbols
+        self, case: GenericGraph, others: Iterable[ObservedRecording], rows: RowSymbols
     ) -> None:
-        """Raise GlueError for other micro-batches that do not go the way of a case: of one sample, which a
-        loop may leave as it is."""
-        nodes = outline_nodes(found)
+        """Raises GlueError if other micro-batches do not fit a case; those of one sample may skip a loop."""
+        nodes = outline_nodes(case)
         for other in others:
             outline = self._make_outline(other.recording)
             sizes = {**other.sizes, **rows.sizes_from_shapes(outline.known_shapes())}
@@ -124,12 +126,12 @@ class OutlinedCaptures:
         return sorted(groups.values(), key=len, reverse=True)
 
     def _merge_group(self, group: Sequence[int], rows: RowSymbols, probe: BatchProbe) -> GenericGraph:
-        found = merge_captures(
+        case = merge_captures(
             [self._outlined[i] for i in group],
             _OutlineProbe(probe, self._sources_by_label, self._make_outline),
             rows,
         )
-        nodes = outline_nodes(found)
+        nodes = outline_nodes(case)
         for i in group[1:]:  # the first is used up
             problem = find_outline_mismatch(
                 self._outlined[i].recording,
@@ -138,11 +140,11 @@ class OutlinedCaptures:
             )
             if problem is not None:
                 raise GlueError("", problem.message, problem.where)
-        return found
+        return case
 
 
 class _OutlineProbe:
-    """Further captures as outlines."""
+    """A `BatchProbe` that gives its recordings as outlines."""
 
     def __init__(
         self, probe: BatchProbe, sources: Mapping[str, Sequence[str]], outline: Callable[[Recording], Outline]
@@ -166,85 +168,93 @@ class _OutlineProbe:
         )
 
     def record_held_out(self) -> Iterator[ObservedRecording]:
-        """As outlines too."""
-        for found in self._probe.record_held_out():
+        """Yields outlines of held-out micro-batches."""
+        for recording in self._probe.record_held_out():
             yield replace(
-                found, recording=self._make_outline(found.recording).make_skeleton(self._sources_by_label)
+                recording,
+                recording=self._make_outline(recording.recording).make_skeleton(self._sources_by_label),
             )
 
     def record_without_rows(self) -> Iterator[ObservedRecording]:
-        """None: what is counted is recorded anew."""
+        """Yields nothing: numbers that values decide are re-recorded."""
         yield from ()
 
 
 def _outline_with_loops(recording: Recording) -> Outline:
-    """An outline in which what loops over samples add to the loss is recorded anew."""
+    """Returns an outline in which the terms that loops over samples add to the loss are re-recorded."""
     return Outline.of_recording(roll_loss_loops(recording))
 
 
-def _union_sources(found: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
-    """What each labelled tensor is made from in any capture."""
+def _union_sources(sources_of_captures: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
+    """Returns what each labelled tensor is made from in any capture."""
     union: dict[str, dict[str, None]] = {}
-    for one in found:
+    for one in sources_of_captures:
         for label, sources in one.items():
             union.setdefault(label, {}).update(dict.fromkeys(sources))
     return {label: list(sources) for label, sources in union.items()}
 
 
 def add_row_symbols(
-    inputs: ModelInputs, rows: RowSymbols, survey: DatasetSurvey, alone: Callable[[Sample], LabelledShapes]
+    inputs: ModelInputs,
+    rows: RowSymbols,
+    survey: DatasetSurvey,
+    record_shapes: Callable[[Sample], LabelledShapes],
 ) -> ModelInputs:
-    """The inputs with the symbols of rows that values decide. `alone` gives a sample's labelled shapes.
+    """Adds the symbols of rows that values decide to the inputs.
 
-    Of samples that the survey did not keep, the mean of those with the same pattern stands for the number.
+    record_shapes: labelled shapes of a sample recorded alone. A sample that the survey did not keep gets
+    the mean of the kept ones of its pattern.
     """
     if not rows.name_by_dim:
         return inputs
-    known = {
-        i: rows.sizes_from_shapes(alone(d.sample))
+    known_sizes = {
+        i: rows.sizes_from_shapes(record_shapes(d.sample))
         for i, d in enumerate(survey.drawn_samples)
         if d.sample is not None
     }
     sizes: list[Mapping[str, int]] = []
-    for i, (d, own) in enumerate(zip(survey.drawn_samples, inputs.sample_sizes, strict=True)):
-        alike = [
-            known[j]
+    for i, (d, own_sizes) in enumerate(zip(survey.drawn_samples, inputs.sample_sizes, strict=True)):
+        same_pattern = [
+            known_sizes[j]
             for j, other in enumerate(survey.drawn_samples)
-            if j in known and other.pattern == d.pattern
+            if j in known_sizes and other.pattern == d.pattern
         ]
-        mean = {n: round(sum(one[n] for one in alike) / len(alike)) for n in rows.name_by_dim.values()}
-        sizes.append({**own, **known.get(i, mean)})
+        mean = {
+            n: round(sum(one[n] for one in same_pattern) / len(same_pattern))
+            for n in rows.name_by_dim.values()
+        }
+        sizes.append({**own_sizes, **known_sizes.get(i, mean)})
     return replace(inputs, symbols=(*inputs.symbols, *rows.plan_symbols()), sample_sizes=tuple(sizes))
 
 
 def outline_nodes(generic: GenericGraph) -> tuple[dict[str, Any], ...]:
-    """The outline of a case as plain data for `plan.json`, with sizes as expressions; see
-    `secc.runtime.recorder.match_outline`."""
+    """Returns the outline of a case as plain data for plan.json, with sizes as expressions; see
+    `secc.runtime.recorder`."""
     number = {n: i for i, n in enumerate(generic.graph.nodes)}
     return tuple(_node_to_data(n, number, generic.data_symbols) for n in generic.graph.nodes)
 
 
 def _node_to_data(node: fx.Node, number: Mapping[fx.Node, int], data: Collection[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {"kind": node_kind(node)}
+    data_of_node: dict[str, Any] = {"kind": node_kind(node)}
     if node.op == "output":
-        return found | {"args": _value_to_data(list(node.args), number), "kwargs": {}}
+        return data_of_node | {"args": _value_to_data(list(node.args), number), "kwargs": {}}
     if node.op in ("placeholder", "get_attr"):
-        return found
+        return data_of_node
     if "label" in node.meta:
-        found["shape"] = [
+        data_of_node["shape"] = [
             None if size_expr.symbol_names(d) & set(data) else size_expr.format_expr(d)
             for d in node.meta["shape"]
         ]
-    if found["kind"][0] == "recorded":
-        return found | {
+    if data_of_node["kind"][0] == "recorded":
+        return data_of_node | {
             "sources": [number[a] for a in node.args[1:] if isinstance(a, fx.Node)],
             "where": node.meta["where"],
         }
-    args = node.meta["args"][:1] if found["kind"][0] == "result" else node.meta["args"]
-    made = {"made": True} if node.meta.get("made") else {}
+    args = node.meta["args"][:1] if data_of_node["kind"][0] == "result" else node.meta["args"]
+    computed = {"made": True} if node.meta.get("made") else {}
     return (
-        found
-        | made
+        data_of_node
+        | computed
         | {"args": _value_to_data(list(args), number), "kwargs": _value_to_data(node.meta["kwargs"], number)}
     )
 

@@ -1,8 +1,8 @@
-"""What the captures of other patterns found of the same place: it decides where a pattern's own captures
-leave several explanations.
+"""Expressions that other patterns found at the same place, which decide where a pattern's own captures
+allow several.
 
-If all samples with only a sound have one row of it, the number of rows and that of samples explain the same
-sizes. The next sample may have two rows, and the other patterns tell which of both is meant.
+If all samples with only a sound have one row of it, the number of rows and the number of samples explain
+the same sizes. The next sample may have two rows, and the other patterns tell which of both is meant.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from secc.ir.dialect.size_expr import Expr
 
 
 class SharedExplanations:
-    """Expressions by the place in the user's code and the op that they were found at, in the order in which
-    they were found."""
+    """Expressions by the place in the user's code and the op that they explain, in the order in which they
+    were found."""
 
     def __init__(self) -> None:
         self._by_place: dict[tuple[str, str], dict[Expr, None]] = {}
 
     def record_node(self, node: fx.Node) -> None:
-        """Keep the expressions in what was found of a node."""
+        """Keeps the expressions in a node's explained arguments and shape."""
         arguments = (node.meta.get(part) for part in ("args", "kwargs", "shape"))
         for leaf in (leaf for a in arguments for leaf in argument_template.CallArguments([a]).leaves()):
             if isinstance(leaf, sympy.Expr) and leaf.free_symbols:
                 self._by_place.setdefault(_node_place(node), {})[leaf] = None
 
     def find_fitting(self, node: fx.Node, values: Sequence[int], fitter: SizeFitter) -> Expr | None:
-        """An expression known at a node's place that has these values at the observations of `fitter`, in
-        which all its sizes move."""
+        """Returns an expression known at the node's place that gives `values` at the observations of
+        `fitter` and in which every symbol varies; None if there is none."""
         return next(
             (
                 e

@@ -1,8 +1,8 @@
-"""Explaining numbers that moved between captures as expressions over the sizes of the inputs.
+"""Explains numbers that differ between captures as expressions over the sizes of the inputs.
 
-A number is known at a few micro-batches whose sizes are known too. The simplest expression that fits all of
-them exactly is taken, if it has fewer free coefficients than there are observations, so that at least one of
-them checks what the others determined.
+A number is known at a few micro-batches, together with their sizes. The simplest expression that fits all
+of them exactly is taken, if it has fewer free coefficients than there are observations, so that at least
+one observation checks what the others determined.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ BasisTerm = tuple[Callable[[], Expr], ValueColumn]  # an expression, made when i
 
 
 class SizeFitter:
-    """Expressions over symbols; `rows` are the sizes at each observation, in the order of the values to
-    explain.
+    """Fits expressions over symbols to values at given observations.
 
-    `free` are the symbols for which an observation can be had at any greater size. `doubt` is such a symbol
-    and size, if an explanation was given that an observation there may refute. `divided`: a floor division
-    was, which a few numbers often fit by chance.
+    size_rows: symbol values at each observation, in the order of the values to explain. padded_symbols:
+    symbols for which a micro-batch of any larger size can be had. doubt: such a symbol and a size at which
+    an explanation that was given may fail, else None. used_division: a floor division was given, which
+    often fits a few numbers by chance.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, int]], free: Collection[str] = ()) -> None:
@@ -45,23 +45,23 @@ class SizeFitter:
         self._column_cache: dict[Expr, ValueColumn | None] = {}
 
     def with_symbol(self, name: str, values: Sequence[int]) -> SizeFitter:
-        """A fitter that knows one more symbol."""
-        found = SizeFitter(
+        """Returns a fitter with one more symbol."""
+        fitter = SizeFitter(
             [{**row, name: value} for row, value in zip(self.size_rows, values, strict=True)],
             self._padded_symbols,
         )
-        found.doubt, found.used_division = self.doubt, self.used_division
-        return found
+        fitter.doubt, fitter.used_division = self.doubt, self.used_division
+        return fitter
 
     def fit_integer(self, values: Sequence[int]) -> Expr | None:
-        """An expression with these values, None if none of those considered fits."""
+        """Returns an expression with these values; None if no candidate fits."""
         key = tuple(values)
         if key not in self._fitted_integers:
             self._fitted_integers[key] = next(self._fit_candidates(key), None)
         return self._fitted_integers[key]
 
     def evaluate_column(self, known: Expr) -> ValueColumn | None:
-        """The values of an expression, None unless all its symbols move."""
+        """Returns the values of an expression at all observations; None unless all its symbols vary."""
         if known not in self._column_cache:
             moving = symbol_names(known) <= set(self.moving_symbols)
             self._column_cache[known] = (
@@ -70,8 +70,8 @@ class SizeFitter:
         return self._column_cache[known]
 
     def fit_real(self, values: Sequence[float]) -> Expr | float | None:
-        """The number itself if it never moved, else a multiple of an integer expression or of its reciprocal;
-        None if neither fits."""
+        """Returns the number if it never varied, else a multiple of an integer expression or of its
+        reciprocal; None if neither fits."""
         if len(set(values)) == 1:
             return values[0]
         if all(float(v).is_integer() for v in values):
@@ -84,11 +84,11 @@ class SizeFitter:
         return None
 
     def estimate_data_size(self, name: str, decided: Collection[str]) -> Expr:
-        """What a size that inputs' values decide is about, in permille of the product of at most two other
-        symbols that it follows best.
+        """Estimates a size that values of the inputs decide as a multiple (in permille) of the product of
+        at most two other symbols that it follows best.
 
-        `decided` are all such sizes. A size that adds up over samples is what costs want, so one of the
-        symbols counts rows.
+        decided: all sizes that values decide. Costs add up over samples, so one of the symbols must count
+        rows.
         """
         values = [row.get(name, 0) for row in self.size_rows]
         known = [n for n in self.size_rows[0] if n not in decided]
@@ -115,8 +115,7 @@ class SizeFitter:
         return tuple(prod(row[n] for n in names) for row in self.size_rows)
 
     def _fit_candidates(self, values: ValueColumn) -> Iterator[Expr]:
-        """Expressions that fit, simple ones first: with few terms, of equally many the one with the smallest
-        coefficients."""
+        """Yields expressions that fit, simple ones first: with few terms, then with small coefficients."""
         if len(set(values)) == 1:
             yield sympy.Integer(values[0])
             return
@@ -143,8 +142,8 @@ class SizeFitter:
             yield found[0].to_expr()
 
     def _fit_wider_width(self, values: ValueColumn, others: Sequence[BasisTerm]) -> Iterator[Expr]:
-        """Expressions in the wider one of two widths that were met in both orders: what pads one like the
-        other takes it."""
+        """Yields expressions in the wider of two widths that were met in both orders, as where one is
+        padded to the other."""
         widths = [n for n in self.moving_symbols if n in self._padded_symbols]
         for a, b in itertools.combinations(widths, 2):
             if {row[a] > row[b] for row in self.size_rows} == {True, False}:
@@ -158,8 +157,8 @@ class SizeFitter:
                 yield from _fit_combinations(values, itertools.product(times, others))
 
     def _real_factors(self) -> Iterator[tuple[Expr, ValueColumn]]:
-        """What a moved real number may be a multiple of: monomials, and those with one symbol less a few
-        (B*(S - 1))."""
+        """Yields candidates that a varying real number may be a multiple of: monomials, and monomials
+        times a shifted symbol (B*(S - 1))."""
         monomials = [
             (_make_monomial(names), self._product_column(names)) for names in ((), *self._symbol_products())
         ]
@@ -181,7 +180,7 @@ def _make_monomial(names: Sequence[str]) -> Expr:
 def _fit_at_least_one(
     values: ValueColumn, rows: Sequence[Mapping[str, int]], names: Sequence[str]
 ) -> Iterator[Expr]:
-    """One symbol, but 1 where it is 0."""
+    """Yields max(symbol, 1) for each symbol that gives the values so."""
     for name in names:
         if any(row[name] == 0 for row in rows) and all(
             max(row[name], 1) == v for row, v in zip(rows, values, strict=True)
@@ -190,12 +189,12 @@ def _fit_at_least_one(
 
 
 def _fit_combinations(values: ValueColumn, bases: Iterable[tuple[BasisTerm, ...]]) -> Iterator[Expr]:
-    """The linear combinations of each basis that give the values, whole and small coefficients first: no rows
-    of a sample are a fraction.
+    """Yields the linear combinations of each basis that give the values, integer and small coefficients
+    first: no sample has a fraction of a row.
 
-    A basis is smaller than the values are many.
+    A basis with as many terms as there are values is skipped, since nothing would check it.
     """
-    found: list[tuple[bool, Fraction, Expr]] = []
+    fits: list[tuple[bool, Fraction, Expr]] = []
     for basis in bases:
         if len(basis) >= len(values):
             continue
@@ -206,13 +205,13 @@ def _fit_combinations(values: ValueColumn, bases: Iterable[tuple[BasisTerm, ...]
                 for c, (make, _) in zip(coefficients, basis, strict=True)
             ]
             divided = any(c.denominator > 1 for c in coefficients)
-            found.append((divided, sum((abs(c) for c in coefficients), Fraction(0)), sympy.Add(*terms)))
-    yield from (expr for *_, expr in sorted(found, key=lambda entry: entry[:2]))
+            fits.append((divided, sum((abs(c) for c in coefficients), Fraction(0)), sympy.Add(*terms)))
+    yield from (expr for *_, expr in sorted(fits, key=lambda entry: entry[:2]))
 
 
 def _solve_exactly(columns: Sequence[ValueColumn], values: ValueColumn) -> list[Fraction] | None:
-    """Coefficients with which the columns add up to the values exactly, None if there are none or they are
-    not determined."""
+    """Solves for coefficients with which the columns add up to the values, by Gaussian elimination over
+    fractions; None if there are none, if they are not unique, or if one is 0."""
     if not _may_have_solution(columns, values):
         return None
     rows = [[Fraction(c[i]) for c in columns] + [Fraction(v)] for i, v in enumerate(values)]
@@ -228,15 +227,15 @@ def _solve_exactly(columns: Sequence[ValueColumn], values: ValueColumn) -> list[
                 rows[i] = [x - row[k] * y for x, y in zip(row, rows[k], strict=True)]
     if any(row[n] for row in rows[n:]):
         return None
-    found = [row[n] for row in rows[:n]]
-    return found if all(found) else None
+    coefficients = [row[n] for row in rows[:n]]
+    return coefficients if all(coefficients) else None
 
 
 def _may_have_solution(columns: Sequence[ValueColumn], values: ValueColumn) -> bool:
-    """Whether there may be such coefficients: there are none if there are none modulo a prime that divides
-    none of their denominators.
+    """Whether there may be such coefficients: eliminates modulo a large prime, which is cheap, before the
+    exact solution of many candidates.
 
-    A quick look before the exact solution of many candidates.
+    There is no solution if there is none modulo a prime that divides none of the denominators.
     """
     rows = [[*(c[i] for c in columns), v] for i, v in enumerate(values)]
     for k in range(len(columns)):
@@ -253,7 +252,7 @@ def _may_have_solution(columns: Sequence[ValueColumn], values: ValueColumn) -> b
 
 
 def _to_simple_rational(value: float) -> Expr:
-    """A float as the rational number that it stands for, if it is a simple one."""
+    """Returns a float as the simple rational number that it stands for, else as a float."""
     near = Fraction(value).limit_denominator(10_000)
     if near and abs(float(near) - value) <= 1e-12 * abs(value):
         return sympy.Rational(near.numerator, near.denominator)

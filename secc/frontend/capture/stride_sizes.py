@@ -1,9 +1,9 @@
-"""Sizes that strides make: `(S + a)//d`, as patches, pooling and convolutions (one after another too) divide
-a length.
+"""Fits sizes that strides make: `(S + a)//d`, as patches, pooling and (stacked) convolutions divide a
+length.
 
-A few observations leave many offsets and divisors possible, and a wrong one holds until a batch comes that
-tells it from the right one. So all that fit are kept, and `telling` names a length at which they disagree:
-captured there, fewer are left, and soon one.
+A few observations leave many offsets and divisors possible, and a wrong one fits until a batch refutes it.
+So all that fit are kept, and `find_telling_length` names a length at which they disagree; a capture at
+that length leaves fewer, and soon one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ SizeRow = Mapping[str, int]
 
 @dataclass(frozen=True)
 class StrideSize:
-    """`factors * (times * ((name + offset)//divisor) + rest)` for every offset from `low` to `high`."""
+    """`factors * (multiplier * ((name + offset)//divisor) + remainder)`, for every offset from
+    `min_offset` to `max_offset`."""
 
     factors: tuple[str, ...]
     name: str
@@ -42,11 +43,12 @@ class StrideSize:
 
     @property
     def offset(self) -> int:
-        """The offset nearest to none."""
+        """The allowed offset nearest to 0."""
         return max(self.min_offset, min(self.max_offset, 0))
 
     def values_along(self, row: SizeRow, name: str, lengths: Sequence[int], offset: int) -> torch.Tensor:
-        """The values at these sizes with each of `lengths` for the symbol `name`, [lengths]."""
+        """Returns the values with each of `lengths` for the symbol `name` and the other sizes of `row`;
+        shape [len(lengths)]."""
         moved: dict[str, torch.Tensor] = {n: torch.tensor(x) for n, x in row.items()} | {
             name: torch.tensor(lengths)
         }
@@ -54,7 +56,7 @@ class StrideSize:
         return prod((moved[n] for n in self.factors), start=inner).expand(len(lengths))
 
     def to_expr(self) -> Expr:
-        """The expression, with the offset nearest to none."""
+        """Returns the expression, with the offset nearest to 0."""
         quotient = sympy.floor((size_symbol(self.name) + self.offset) / sympy.Integer(self.divisor))
         return sympy.Mul(*(size_symbol(n) for n in self.factors), self.multiplier * quotient + self.remainder)
 
@@ -62,8 +64,8 @@ class StrideSize:
 def find_strides(
     rows: Sequence[SizeRow], values: Sequence[int], moving: Sequence[str], free: Collection[str]
 ) -> list[StrideSize]:
-    """All strides with these values, simple ones first. Where lengths are not `free` to be chosen, only
-    natural ones."""
+    """Returns all strides with these values, simple ones first; only natural divisors for lengths that
+    cannot be chosen."""
     found = [
         s
         for factors in ((), *((n,) for n in moving))
@@ -111,7 +113,7 @@ def _strides_with_factors(
 def _fitting_divisors(
     lengths: Sequence[int], counts: Sequence[int], most: int
 ) -> Iterator[tuple[int, int, int]]:
-    """(d, least a, greatest a) with `(length + a)//d == count` for all."""
+    """Yields (d, least a, greatest a) such that `(length + a)//d == count` at all observations."""
     for d in range(2, most + 1):
         low = max(d * c - x for x, c in zip(lengths, counts, strict=True))
         high = min(d * c + d - 1 - x for x, c in zip(lengths, counts, strict=True))
@@ -120,27 +122,27 @@ def _fitting_divisors(
 
 
 def find_telling_length(
-    found: Sequence[StrideSize], rows: Sequence[SizeRow], free: Collection[str]
+    strides: Sequence[StrideSize], rows: Sequence[SizeRow], free: Collection[str]
 ) -> tuple[str, int] | None:
-    """A symbol and a length of it, above the shortest observed, that tells most strides apart. None if it is
-    not free or all agree."""
-    name = found[0].name
+    """Returns a symbol and a length, above the shortest observed, at which most strides disagree; None if
+    its length cannot be chosen or all agree."""
+    name = strides[0].name
     if name not in free:
         return None
     shortest, longest = min(rows, key=lambda row: row[name]), max(row[name] for row in rows)
-    chosen = [found[0], *random.Random(0).sample(found, min(len(found), _COMPARED_STRIDES))]
+    compared = [strides[0], *random.Random(0).sample(strides, min(len(strides), _COMPARED_STRIDES))]
     first, last = shortest[name] + 1, 2 * longest
     # Where the count of a stride goes up for the upper half of its offsets, and lengths in between.
-    lengths = {first + (-first - (s.min_offset + s.max_offset + 1) // 2) % s.divisor for s in chosen}
+    lengths = {first + (-first - (s.min_offset + s.max_offset + 1) // 2) % s.divisor for s in compared}
     lengths |= {*range(first, last, -(-(last - first) // _COMPARED_LENGTHS))}
-    tried = sorted(x for x in lengths if x <= last)
+    lengths_in_order = sorted(x for x in lengths if x <= last)
     values = torch.stack(
         [
-            s.values_along(shortest, name, tried, offset)
-            for s in chosen
+            s.values_along(shortest, name, lengths_in_order, offset)
+            for s in compared
             for offset in (s.min_offset, s.max_offset)
         ]
     )
     agreeing = (values == values.mode(dim=0).values).sum(dim=0)
     best = int(agreeing.argmin())
-    return (name, tried[best]) if agreeing[best] < len(values) else None
+    return (name, lengths_in_order[best]) if agreeing[best] < len(values) else None

@@ -1,4 +1,4 @@
-"""A capture as a module of the dialect `sec`: declarations, then one case for each captured way."""
+"""Imports a capture as a module of the dialect `sec`: declarations, then one case for each captured path."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _COUPLING_TEXTS = {
 
 
 def capture_to_ir(capture: Capture) -> ModuleOp:
-    """The IR of a capture. Raises UserError for glue that the IR cannot say."""
+    """Returns the IR of a capture. Raises UserError for glue that the IR cannot express."""
     inputs = capture.inputs
     ops: list[Operation] = [_symbol_op(s) for s in inputs.symbols]
     ops += _data_symbol_ops(capture.cases)
@@ -66,16 +66,16 @@ def capture_to_ir(capture: Capture) -> ModuleOp:
     ops += _pattern_ops(capture)
     ops += [_block_op(b, [h for h in capture.hazards if h.path == b.path]) for b in capture.blocks.values()]
     ops += [TieOp.create(properties={"names": strings_attr(names)}) for names in capture.ties]
-    sited = _blocks_with_call_sites(capture)
-    ops += [_CaseImporter(case, capture, sited).build_case_op() for case in capture.cases]
+    call_sites = _blocks_with_call_sites(capture)
+    ops += [_CaseImporter(case, capture, call_sites).build_case_op() for case in capture.cases]
     properties: dict[str, Attribute] = {"sym": StringAttr("model")}
     if capture.optional_keys:
         properties["optional"] = strings_attr(sorted(capture.optional_keys))
     if inputs.labels_key:
         properties["labels"] = StringAttr(inputs.labels_key)
     graph = GraphOp.create(properties=properties, regions=[make_region(ops)])
-    if anew := [_rerecording_data(case) for case in capture.cases if case.rerecord_reason is not None]:
-        graph.attributes[recorded_glue.RECORDED_ATTRIBUTE] = StringAttr(json.dumps(anew))
+    if rerecorded := [_rerecording_data(case) for case in capture.cases if case.rerecord_reason is not None]:
+        graph.attributes[recorded_glue.RECORDED_ATTRIBUTE] = StringAttr(json.dumps(rerecorded))
     if capture.draws:
         graph.attributes[random_ops.RANDOM_OPS_ATTRIBUTE] = strings_attr(
             random_ops.format_random_op(d) for d in capture.draws
@@ -86,8 +86,8 @@ def capture_to_ir(capture: Capture) -> ModuleOp:
 
 
 def _blocks_with_call_sites(capture: Capture) -> set[str]:
-    """The blocks of which a plan has to know from where they are called: those that draw random numbers or
-    have several places."""
+    """Returns the blocks for which a plan must know the call site: blocks that draw random numbers or are
+    called at several places."""
     sites = {
         (str(n.target), n.meta["site"])
         for case in capture.cases
@@ -99,14 +99,14 @@ def _blocks_with_call_sites(capture: Capture) -> set[str]:
 
 
 def _sample_attributes(capture: Capture) -> dict[str, Attribute]:
-    """The sizes of samples that are known."""
+    """Returns the attributes with the known sizes of samples."""
     inputs = capture.inputs
     known = list(zip(inputs.sample_patterns, inputs.sample_sizes, strict=True))
     names, (listed, larger) = [s.name for s in inputs.symbols], sample_sizes.select_listed(known)
-    found: dict[str, Attribute] = {
+    attributes: dict[str, Attribute] = {
         sample_sizes.SAMPLES_ATTRIBUTE: sample_sizes.samples_attr(names, (known[k] for k in listed))
     }
-    return found | (
+    return attributes | (
         {sample_sizes.LARGEST_ATTRIBUTE: sample_sizes.samples_attr(names, (known[k] for k in larger))}
         if larger
         else {}
@@ -114,16 +114,16 @@ def _sample_attributes(capture: Capture) -> dict[str, Attribute]:
 
 
 def _rerecording_data(case: CapturedCase) -> dict[str, Any]:
-    """What a plan has to know to record a case's glue anew."""
+    """Returns what a plan has to know to re-record a case's glue."""
     assert case.rerecord_reason is not None
-    said = {
+    data = {
         "name": case.name,
         "when": sorted(case.pattern),
         "why": case.rerecord_reason.message,
         "where": case.rerecord_reason.where,
         "spare": case.is_fallback,
     }
-    return said | {"nodes": outline_nodes(case.generic)}
+    return data | {"nodes": outline_nodes(case.generic)}
 
 
 def _symbol_op(s: schema.Symbol) -> SymbolOp:
@@ -137,8 +137,8 @@ def _symbol_op(s: schema.Symbol) -> SymbolOp:
 
 
 def _data_symbol_ops(cases: Sequence[CapturedCase]) -> list[Operation]:
-    """The symbols that inputs' values decide. Cases count them alike, so what one is about is the most of
-    any."""
+    """Returns the symbols that values of the inputs decide. Cases number them equally, so their estimate
+    is the largest over the cases."""
     abouts: dict[str, set[Expr]] = {}
     for case in cases:
         for name, about in case.generic.data_symbols.items():
@@ -160,15 +160,15 @@ def _key_op(i: schema.Input) -> KeyOp:
 
 
 def _pattern_ops(capture: Capture) -> list[Operation]:
-    """The share of samples with each pattern, and the mean sizes of one."""
-    found: list[Operation] = []
+    """Returns an op for each pattern, with its share of the samples and their mean sizes."""
+    pattern_ops: list[Operation] = []
     for mean in pattern_means(capture.inputs):
         op = PatternOp.create(
             properties={"when": strings_attr(sorted(mean.when)), "share": StringAttr(f"{mean.share:.4g}")}
         )
         op.attributes |= {name: float_attr(size) for name, size in mean.sizes.items()}
-        found.append(op)
-    return found
+        pattern_ops.append(op)
+    return pattern_ops
 
 
 def _block_op(block: CapturedBlock, hazards: list[Hazard]) -> BlockOp:
@@ -205,12 +205,12 @@ class _CaseImporter:
         for node in self._case.generic.graph.nodes:
             self._import_node(node)
         properties = {"sym": StringAttr(self._case.name), "when": strings_attr(sorted(self._case.pattern))}
-        found = CaseOp.create(properties=properties, regions=[make_region(self._ops)])
+        case_op = CaseOp.create(properties=properties, regions=[make_region(self._ops)])
         if self._case.rerecord_reason is not None:
-            found.attributes[recorded_glue.RERECORD_ATTRIBUTE] = UnitAttr()
+            case_op.attributes[recorded_glue.RERECORD_ATTRIBUTE] = UnitAttr()
         if self._case.is_fallback:
-            found.attributes[recorded_glue.FALLBACK_ATTRIBUTE] = UnitAttr()
-        return found
+            case_op.attributes[recorded_glue.FALLBACK_ATTRIBUTE] = UnitAttr()
+        return case_op
 
     def _import_node(self, node: fx.Node) -> None:
         if node.op in ("placeholder", "get_attr"):
@@ -228,7 +228,7 @@ class _CaseImporter:
             self._import_glue(node)
 
     def _append_op(self, op: Operation, *nodes: fx.Node | None) -> None:
-        """Append an op whose results are what `nodes` stand for; None for a result that nothing uses."""
+        """Appends an op with results that stand for `nodes`; None for an unused result."""
         self._ops.append(op)
         for node, result in zip(nodes, op.results, strict=True):
             if node is not None:
@@ -250,7 +250,8 @@ class _CaseImporter:
             self._append_op(op, node)
 
     def _import_constant(self, node: fx.Node, tensor: torch.Tensor) -> None:
-        """A constant; a real number is written down, so that passes can reckon with it."""
+        """Imports a constant; the value of a single real number is written down, so that passes can
+        compute with it."""
         op = ConstOp.create_source(str(node.target), _node_type(node))
         if tensor.numel() == 1 and not tensor.is_complex() and tensor.dtype is not torch.bool:
             op.attributes["value"] = StringAttr(repr(tensor.item()))
@@ -312,7 +313,7 @@ class _CaseImporter:
         self._append_op(GuardOp.create(operands=[self._values[tensor]], properties=properties))
 
     def _format_arguments(self, node: fx.Node) -> tuple[list[SSAValue], str]:
-        """Operands and the argument template."""
+        """Returns the operands and the text template of the arguments."""
         operands: dict[SSAValue, int] = {}
 
         def leaf(value: Any) -> Any:
@@ -356,7 +357,8 @@ def _mode_properties(node: fx.Node) -> dict[str, Attribute | None]:
 
 
 def _autocast_property(node: fx.Node) -> dict[str, Attribute | None]:
-    """The autocast region that a module or function runs in; casts of ops were recorded."""
+    """Returns the autocast region that a module or function runs in; casts of single ops are recorded as
+    ops."""
     if not node.meta["autocast"]:
         return {}
     device, dtype = node.meta["autocast"].split()
@@ -372,14 +374,14 @@ def _node_type(node: fx.Node) -> TensorType:
 
 
 def _result_type(node: fx.Node, result: Mapping[str, Any]) -> TensorType:
-    """One of several results of an op."""
+    """Returns the type of one of several results of an op."""
     dtype: torch.dtype = result["dtype"]
     grad = bool(result.get("carries", node.meta.get("requires_grad"))) and dtype.is_floating_point
     return TensorType.from_dims(result["shape"], str(dtype).removeprefix("torch."), grad)
 
 
 def _format_guard_value(node: fx.Node, tensor: fx.Node) -> str:
-    """The guard's value as `tensor.tolist()` will give it."""
+    """Returns the guard's value as `tensor.tolist()` will give it."""
     value = node.meta["read"][1]
     if node.target is not read_value:
         for _ in tensor.meta["shape"]:

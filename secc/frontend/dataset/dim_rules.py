@@ -20,7 +20,10 @@ KeyShapes = Mapping[str, tuple[int, ...]]
 ObservedExtents = tuple[int, ...]
 KeyDim = tuple[str, int]
 
-COLLATE_REMEDY = "write collate() so that each dim of a key is constant, adds up over the samples, or is the longest of the samples"
+COLLATE_REMEDY = (
+    "write collate() so that each dim of a key is constant, adds up over the samples, or is the longest of "
+    "the samples"
+)
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def _check_ranks(observations: Sequence[ShapeObservation], where: str) -> dict[s
                 raise UserError(
                     message,
                     where,
-                    "let collate() concatenate or pad the tensors, with their lengths as a tensor beside them",
+                    "let collate() concatenate or pad the tensors and return their lengths as another tensor",
                 )
             raise UserError(
                 f"collate() gives {key!r} for a set of samples by another rule than for its samples alone",

@@ -99,7 +99,8 @@ def read_statistics(path: Path, inputs: ModelInputs, survey: DatasetSurvey) -> M
         )
     unknown = next((when for when, _, _ in given if when not in survey.micro_batch_patterns()), None)
     if unknown is not None:
-        message = f"the statistics have samples with {sorted(unknown) or 'no optional inputs'}, but none of those that were drawn is like that"
+        keys = sorted(unknown) or "no optional inputs"
+        message = f"the statistics have samples with {keys}, but no drawn sample has these inputs"
         raise UserError(
             message,
             str(path),
@@ -127,11 +128,9 @@ def _parse_pattern(
         raise UserError(f"the statistics name {unknown[0]!r}, which the model does not have", where, known)
     missing = [n for n in names if n not in sizes]
     if missing:
-        raise UserError(
-            f"the statistics of samples with {sorted(when) or 'no optional inputs'} lack the size {missing[0]!r}",
-            where,
-            _STATISTICS_REMEDY,
-        )
+        keys = sorted(when) or "no optional inputs"
+        message = f"the statistics of samples with {keys} lack the size {missing[0]!r}"
+        raise UserError(message, where, _STATISTICS_REMEDY)
     if share < 0 or min(sizes.values()) < 0:
         raise UserError("shares and sizes cannot be negative", where, _STATISTICS_REMEDY)
     return when, share, tuple((n, sizes[n]) for n in names)

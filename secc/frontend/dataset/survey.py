@@ -23,30 +23,18 @@ Sample = dict[str, Any]
 InputPattern = frozenset[str]
 KeyShapes = Mapping[str, tuple[int, ...]]
 
-# samples of one pattern that are held in memory, and those of MORE_KEPT other sets of full masks; of the
-# others only shapes
+# Samples that are kept in memory; of all others only shapes are.
 KEPT_PER_PATTERN = 12
-KEPT_MASK_SETS = 4
+KEPT_MASK_SETS = 4  # further samples of a pattern, each with another set of full masks
 BATCH_SAMPLE_COUNTS = (2, 3, 4, 5, 7)  # samples in the micro-batches of a pattern ...
-LACKING_SAMPLE_COUNTS = (
-    0,
-    1,
-    1,
-    2,
-    2,
-)  # ... of which so many lack some of the pattern's keys, where there are such samples
-FEW_LENGTHS = 3  # lengths of a pattern's samples: with fewer they are cropped to others
+LACKING_SAMPLE_COUNTS = (0, 1, 1, 2, 2)  # ... and how many of these lack some of the pattern's keys
+FEW_LENGTHS = 3  # samples of fewer different lengths are cropped to further lengths
 LONG_SEQUENCE = 96  # tokens: longer sequences are cropped
 CROPPED_LENGTHS = (29, 43, 23, 37, 31)  # tokens of the longest sample of each micro-batch, after cropping
-BATCH_PLACES = (
-    0,
-    3,
-    1,
-    4,
-    2,
-)  # of each micro-batch among long and short samples: lengths must not fall as counts rise
+# Place of each micro-batch between long (0) and short samples: lengths must not fall as counts rise.
+BATCH_PLACES = (0, 3, 1, 4, 2)
 MAX_UNION_PATTERNS = 16
-MAX_UNITED_KEYS = 8  # of that many keys all unions are considered
+MAX_UNITED_KEYS = 8  # all unions of up to this many optional keys are considered
 HEAVY_SAMPLE_ENTRIES = (
     1 << 20
     # entries of a sample's pictures, clips and sounds: one that has more, and far more than others, is in no

@@ -65,15 +65,15 @@ def test_the_dim_of_the_samples(shapes: list[tuple[int, ...]], dims: tuple[int, 
 
 
 REFUSED = [
-    ([(b + 1, 3) for b, _, _ in SIZES], {}, "which of them belong to which sample cannot be told"),
-    ([(b + n, 3) for b, _, n in SIZES], {}, "which of them belong to which sample cannot be told"),
-    ([(i**3 + 2, 3) for i in (1, 5, 2, 9, 4, 8)], {}, "cannot be told"),
+    ([(b + 1, 3) for b, _, _ in SIZES], {}, "its shapes do not tell which of them belong to which sample"),
+    ([(b + n, 3) for b, _, n in SIZES], {}, "its shapes do not tell which of them belong to which sample"),
+    ([(i**3 + 2, 3) for i in (1, 5, 2, 9, 4, 8)], {}, "its shapes do not tell"),
     (
         [(2, 3)] * 6,
         {"known": False, "op": "aten.poisson.default"},
         "aten.poisson.default draws random numbers, which cannot be tied",
     ),
-    ([(2, 3)] * 6, {"repeat": (2, 3, 4, 5, 7, 2)}, "in a loop whose length moves with the batch"),
+    ([(2, 3)] * 6, {"repeat": (2, 3, 4, 5, 7, 2)}, "in a loop with a length that differs between batches"),
     ([(b,) for b, _, _ in SIZES], {"op": "aten.randperm.default"}, "mixes the samples"),
 ]
 

@@ -119,9 +119,7 @@ def test_a_file_gives_what_the_allocation_reckons_with(tmp_path: Path) -> None:
     (tmp_path / "stats.json").write_text(json.dumps(stats))
     compiled = compile_model(path, CompileOptions(cluster="local:1", stats=tmp_path / "stats.json"))
     assert shares(compiled) == {'"rows"': "0.9", "": "0.1"}
-    assert compiled.plan.checks["notes"] == [
-        "how frequent and how large samples are is taken from stats.json"
-    ]
+    assert compiled.plan.checks["notes"] == ["frequency and size of samples are taken from stats.json"]
 
 
 def test_a_pattern_may_have_no_share_at_all(tmp_path: Path) -> None:
