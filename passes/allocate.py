@@ -169,7 +169,8 @@ class Allocate(ModulePass):
         if self.ranks > cluster.per_node and self.ranks % cluster.per_node:
             whole = self.ranks // cluster.per_node * cluster.per_node
             raise UserError(
-                f"{self.ranks} ranks are not whole nodes of the cluster {cluster.name}, which have {cluster.per_node} devices each",
+                f"{self.ranks} ranks are not whole nodes of the cluster {cluster.name}, which have "
+                f"{cluster.per_node} devices each",
                 remedy=f"ask for {whole} or {whole + cluster.per_node} ranks",
             )
         return self.ranks or cluster.ranks
@@ -185,7 +186,8 @@ class Allocate(ModulePass):
             )
         if (self.objective == "gpus") != (self.step_time != 0) or not 0 <= self.step_time < inf:
             raise UserError(
-                f"the objective {self.objective} and a step time of {self.step_time:g} s do not belong together",
+                f"the objective {self.objective} and a step time of {self.step_time:g} s do not "
+                "belong together",
                 remedy="give --objective gpus --step-time SECONDS, or neither",
             )
         if self.objective == "gpus":
@@ -193,7 +195,8 @@ class Allocate(ModulePass):
         usable = count_usable_ranks(work, self.strategy, pins, ranks)
         if ranks > usable:
             raise UserError(
-                f"{ranks} ranks are more than can be used: a global batch of {work.global_batch} samples has work for at most {usable}",
+                f"{ranks} ranks are more than can be used: a global batch of {work.global_batch} "
+                f"samples has work for at most {usable}",
                 remedy=f"use at most {usable} ranks, or a larger global batch",
             )
 

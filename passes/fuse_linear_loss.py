@@ -1,10 +1,10 @@
 """`fuse-linear-loss`: losses on the logits of linear heads become operators that never hold the logits.
 
 The loss's terms, sums over rows since `normalize-loss`, are read as formulas over heads' logits
-(`secc.passes.fusion.formula_reader`), and rules say which operators compute them (`secc.passes.fusion.operator_rules`). A
-head's call goes away only if all uses of its logits do, so a loss is fused where nothing else needs the
-logits. The operators read the user's own parameters. What was fused, and why other losses on heads were not,
-is noted in the graph (`secc.ir.analysis.fusion_report`).
+(`secc.passes.fusion.formula_reader`), and rules say which operators compute them
+(`secc.passes.fusion.operator_rules`). A head's call goes away only if all uses of its logits do, so a loss is
+fused where nothing else needs the logits. The operators read the user's own parameters. What was fused, and
+why other losses on heads were not, is noted in the graph (`secc.ir.analysis.fusion_report`).
 """
 
 from __future__ import annotations

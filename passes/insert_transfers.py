@@ -2,8 +2,8 @@
 
 An edge carries one value to one section, by rows per sample, or whole between stages of a pipeline
 (`secc.ir.analysis.transferable_values`). The micro-batches of two sections need not have the same pattern, so
-an edge has one name in all cases (`secc.passes.boundaries.section_edges`), and a case that does without it must have
-no rows for it.
+an edge has one name in all cases (`secc.passes.boundaries.section_edges`), and a case that does without it
+must have no rows for it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def _insert_transfer(edge: SectionEdge, crossing: ValueCrossing) -> None:
 
 def _refuse_crossing(crossing: ValueCrossing, reason: str) -> None:
     raise UserError(
-        f"{describe_crossing(crossing)} would go from section {crossing.src!r} to section {crossing.dst!r}, but {reason}",
+        f"{describe_crossing(crossing)} would go from section {crossing.src!r} to section "
+        f"{crossing.dst!r}, but {reason}",
         crossing.where,
-        f"put both into one section: `secc compile --section {crossing.dst}=PATH+PATH` with the module paths of their blocks",
+        f"put both into one section: `secc compile --section {crossing.dst}=PATH+PATH` with the "
+        "module paths of their blocks",
     )

@@ -146,8 +146,10 @@ def _lower_leaf(graph: GraphOp, leaf: str) -> None:
     found, *others = (f for f in ways if extract_leaf_ops(f.path.case, leaf))
     if others:
         raise UserError(
-            f"{leaf!r}, a sum over the global batch that the loss is divided by, is computed in {1 + len(others)} ways from the inputs",
-            remedy="let the loss count its labels or weights in the same way for all samples, whatever optional inputs they have",
+            f"{leaf!r}, a sum over the global batch that the loss is divided by, is computed in "
+            f"{1 + len(others)} ways from the inputs",
+            remedy="let the loss count its labels or weights in the same way for all samples, whatever "
+            "optional inputs they have",
         )
     _append_body(
         graph, to_identifier(f"leaves_{leaf}"), TERMS_SECTION, found, extract_leaf_ops(found.path.case, leaf)
@@ -163,7 +165,8 @@ def _lower_coefficients(graph: GraphOp) -> None:
     if len(patterns) != len(set(patterns)):
         raise UserError(
             "the loss is weighted differently from micro-batch to micro-batch with the same optional inputs",
-            remedy="let the weights of the loss depend on sizes and sums over the batch, not on values that Python reads from tensors",
+            remedy="let the weights of the loss depend on sizes and sums over the batch, not on values "
+            "that Python reads from tensors",
         )
     names: list[str] = []
     for found in ways:
@@ -217,7 +220,8 @@ def _note_constant(graph: GraphOp) -> None:
     }
     if len(constants) > 1:
         raise UserError(
-            f"a constant is added to the loss that depends on the optional inputs or on values read: {', '.join(sorted(constants))}",
+            "a constant is added to the loss that depends on the optional inputs or on values "
+            f"read: {', '.join(sorted(constants))}",
             remedy="add constants to the loss for all samples or for none",
         )
     graph.attributes["constant"] = StringAttr(*(constants or {"0.0"}))

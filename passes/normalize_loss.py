@@ -223,7 +223,10 @@ def _require_equal_coefficients(found: list[CaseTerms], coefficients: list[dict[
                     (source_line(op) for op in f.case.ops if isinstance(op, TermOp) and op.sym.data == name),
                     "",
                 )
-                message = f"the divisor of loss term {name} depends on what Python reads from a micro-batch (case {f.case.sym.data})"
+                message = (
+                    f"the divisor of loss term {name} depends on what Python reads from a micro-batch "
+                    f"(case {f.case.sym.data})"
+                )
                 raise UserError(
                     message, place, "compute the divisor with tensor operations instead of Python branches"
                 )

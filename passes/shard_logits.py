@@ -4,8 +4,8 @@ has whole logits.
 A head that is called in the glue gives each rank the logits of its tokens, and so does a product with a
 weight that `shard-tensors` cut. `secc.ir.analysis.vocab_sharding` says what becomes of the ops behind: most
 work on parts as they are, those that run along the vocabulary become `parts.…` glue
-(`secc.runtime.tensor_parallel.vocab_parallel_ops`). What needs whole tensors gets them gathered; the section's `whole`
-says for what.
+(`secc.runtime.tensor_parallel.vocab_parallel_ops`). What needs whole tensors gets them gathered; the
+section's `whole` says for what.
 """
 
 from __future__ import annotations

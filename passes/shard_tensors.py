@@ -102,8 +102,8 @@ def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) ->
 
 
 def _untested_tp_error(name: str, tp: int, sizes: Sequence[SharedSize], possible: Sequence[int]) -> UserError:
-    """The error for a tp that the search did not test: it does not divide a size that the ranks would share, or it
-    might be possible after a new compilation."""
+    """The error for a tp that the search did not test: it does not divide a size that the ranks would share,
+    or it might be possible after a new compilation."""
     whole = name.rpartition(".")[0]
     uneven = next((shared for shared in sizes if shared.size % tp), None)
     if uneven is not None:
@@ -142,8 +142,8 @@ def _matrices_read_by_glue(graph: GraphOp, section: SectionOp) -> list[str]:
 
 
 def _use_sequence_shards(name: str, kept: list[CutOp], why: list[UnsplitAttr]) -> list[CutOp]:
-    """Switch layers to sequence parallelism between their split modules (Korthikanti et al. 2022), where the search
-    showed it exact; the others are added to `why`. Raises UserError where no layer was shown exact."""
+    """Switch layers to sequence parallelism between their split modules (Korthikanti et al. 2022), where the
+    search showed it exact; the others are added to `why`. Raises UserError where no layer was shown exact."""
     layers = [cut for cut in kept if any(style.kind.data == "rowwise" for style in cut.styles)]
     if not any("positions" in c.attributes for c in layers):
         section = name.partition(".")[0]
@@ -251,8 +251,8 @@ def _find_conflict(
 ) -> UnsplitKind | None:
     """Why the parameters that a cut changes must stay whole, None if they need not.
 
-    `layouts` has the dim and parts of each split parameter, `read` the parameters that glue reads, `elsewhere` the
-    blocks of other sections.
+    `layouts` has the dim and parts of each split parameter, `read` the parameters that glue reads,
+    `elsewhere` the blocks of other sections.
     """
     for name in [*(shard.parameter.data for shard in cut.shards), *strings_of(cut.partial)]:
         names = next((tie for tie in ties if name in tie), (name,))

@@ -2,10 +2,10 @@
 
 A teacher's head goes into the student's section, so that hidden states travel in place of logits; slicing and
 pooling glue goes to the producer, expanding glue to the consumer; of two tensors computed from one another
-one is sent. Each pair of sections is a minimum cut (`secc.passes.boundaries.boundary_min_cut`), priced by the cluster
-where one is given: work computed twice at its devices' rate, bytes at the link that edges take, and a section
-takes over weights of up to an eighth of a device's memory. Where no boundary can be carried by edges, the two
-sections become one. What was done is kept in the sections' attribute `notes`.
+one is sent. Each pair of sections is a minimum cut (`secc.passes.boundaries.boundary_min_cut`), priced by the
+cluster where one is given: work computed twice at its devices' rate, bytes at the link that edges take, and a
+section takes over weights of up to an eighth of a device's memory. Where no boundary can be carried by edges,
+the two sections become one. What was done is kept in the sections' attribute `notes`.
 """
 
 from __future__ import annotations
@@ -176,7 +176,10 @@ class _BoundaryMove:
         )
         both = [f"{', '.join(sorted(left))} computed in both"] if left else []
         what = "; ".join(moved + both) or "the boundary moved within glue"
-        said = f"{what}: {_format_quantity(before)} -> {_format_quantity(after)} per sample from {self.src} to {self.dst}"
+        said = (
+            f"{what}: {_format_quantity(before)} -> {_format_quantity(after)} per sample from "
+            f"{self.src} to {self.dst}"
+        )
         if blocks:
             statistics = SampleStatistics(self.graph)
             here = [op for op in calls if section_of(op) == self.dst]
@@ -189,7 +192,10 @@ class _BoundaryMove:
             )
         if self.link is not None:
             times = (f"{10**3 * size / self.link.bytes_per_s:.3g}" for size in (before, after))
-            said += f"; a sample's messages take {' -> '.join(times)} ms at {self.link.bytes_per_s / 10**9:g} GB/s"
+            said += (
+                f"; a sample's messages take {' -> '.join(times)} ms at "
+                f"{self.link.bytes_per_s / 10**9:g} GB/s"
+            )
         return said
 
     def _move_or_duplicate(self, op: Operation) -> bool:

@@ -152,7 +152,10 @@ def _unit_times(graph: GraphOp, section: SectionOp, units: StageUnits, device: D
         mode = strongest_mode(required_modes(members[unit], wanted))
         part.mode = StringAttr(mode)
         cost = section_cost(graph, part)
-        text = f"{roofline.forward_ns_expression(cost, device)} + {roofline.backward_ns_expression(cost, mode, device, recompute)}"
+        text = (
+            f"{roofline.forward_ns_expression(cost, device)} + "
+            f"{roofline.backward_ns_expression(cost, mode, device, recompute)}"
+        )
         found.append(
             sum(
                 round(p.share * evaluate_expr(text, micro_batch_sizes(graph, p.sizes, samples))) for p in seen
@@ -197,7 +200,7 @@ def _assign_blocks(graph: GraphOp, section: SectionOp, stages: Sequence[SectionO
 
 
 # -- what a stage costs
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -> None:

@@ -133,7 +133,7 @@ class StageUnits:
                 self.unit_of_op[op] = min(ahead, default=len(self.calls) - 1)
 
     # -- cuts
-    # ---------------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _forbid_reordered_cuts(self, sequence: Sequence[int]) -> None:
         latest = -1

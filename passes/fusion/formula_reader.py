@@ -103,7 +103,8 @@ class FormulaReader:
         found = read_boolean(value)
         if found is None:
             raise NotAFormula(
-                "rows are weighted by numbers that need not be 0 or 1; a comparison (mask != 0) would show that they are"
+                "rows are weighted by numbers that need not be 0 or 1; a comparison (mask != 0) "
+                "would show that they are"
             )
         wanted = row_views.row_dims(like.shape, axis)
         shape = (*(like.shape[0] * 0 + 1 for _ in range(len(like.shape) - len(kind.dims))), *kind.shape)

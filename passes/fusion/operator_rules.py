@@ -39,15 +39,21 @@ _TOLERANCE = 1e-9
 # The products of each divergence of a student from a teacher, of which `m` is the mixture share * teacher +
 # (1 - share) * student.
 DIVERGENCES: dict[str, Callable[[HeadLogits, HeadLogits, LogMixture], ProductTable]] = {
-    "forward": lambda s, t, m: {_token_sum(Probability(t), LogProbability(t)): 1, _token_sum(Probability(t), LogProbability(s)): -1},
-    "reverse": lambda s, t, m: {_token_sum(Probability(s), LogProbability(s)): 1, _token_sum(Probability(s), LogProbability(t)): -1},
+    "forward": lambda s, t, m: {
+        _token_sum(Probability(t), LogProbability(t)): 1,
+        _token_sum(Probability(t), LogProbability(s)): -1,
+    },
+    "reverse": lambda s, t, m: {
+        _token_sum(Probability(s), LogProbability(s)): 1,
+        _token_sum(Probability(s), LogProbability(t)): -1,
+    },
     "js": lambda s, t, m: {
         _token_sum(Probability(t), m): -m.share,
         _token_sum(Probability(t), LogProbability(t)): m.share,
         _token_sum(Probability(s), LogProbability(s)): 1 - m.share,
         _token_sum(Probability(s), m): m.share - 1,
     },
-}  # fmt: skip
+}
 
 
 def _token_sum(*entries: Probability | LogProbability | LogMixture) -> tuple[FormulaFactor, ...]:
@@ -223,7 +229,10 @@ def find_objection(piece: LossPiece) -> str:
     """Why an operator does not compute a piece though the formula fits, "" if it does."""
     student, teacher = piece.student, piece.teacher
     if student.tokens <= student.head.width:
-        return f"its {student.tokens} logits a row take no more memory than the {student.head.width} hidden states that they come from"
+        return (
+            f"its {student.tokens} logits a row take no more memory than the {student.head.width} "
+            "hidden states that they come from"
+        )
     if teacher is None:
         return ""
     if student.tokens != teacher.tokens:

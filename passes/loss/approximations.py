@@ -20,7 +20,10 @@ from secc.passes.loss.value_states import LOCAL_STATE, ValueState
 
 BALANCE_LOSS = "balance-loss"
 APPROXIMATIONS = (BALANCE_LOSS,)
-_BALANCE_OFFER = f"; if it is the balance loss of a mixture of experts, --accept {BALANCE_LOSS} computes it for each micro-batch alone"
+_BALANCE_OFFER = (
+    f"; if it is the balance loss of a mixture of experts, --accept {BALANCE_LOSS} computes it for each "
+    "micro-batch alone"
+)
 
 
 def check_approximations(names: Iterable[str]) -> None:
@@ -50,7 +53,10 @@ def describe_accepted(op: Operation) -> str:
     """What a plan says of an op whose result micro-batches compute alone."""
     target = op.properties["target"]
     name = getattr(target, "data", op.name)
-    return f"{BALANCE_LOSS}: {name}{f' at {source_line(op)}' if source_line(op) else ''} is computed for each micro-batch alone, weighted by its samples"
+    return (
+        f"{BALANCE_LOSS}: {name}{f' at {source_line(op)}' if source_line(op) else ''} is computed for "
+        "each micro-batch alone, weighted by its samples"
+    )
 
 
 def _takes_statistics(ctx: LossContext, op: Computation) -> bool:

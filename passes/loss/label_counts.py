@@ -23,8 +23,8 @@ _NON_NEGATIVE_OPS = frozenset(
     {"argmax", "argmin", "topk", "sort", "argsort", "max", "min"}
 )  # as indices, the last result
 _LABEL_SHAPE_OPS = frozenset({
-    "view", "_unsafe_view", "reshape", "flatten", "squeeze", "unsqueeze", "clone", "contiguous", "alias", "detach", "slice", "select",
-    "transpose", "permute", "t", "expand",
+    "view", "_unsafe_view", "reshape", "flatten", "squeeze", "unsqueeze", "clone", "contiguous",
+    "alias", "detach", "slice", "select", "transpose", "permute", "t", "expand",
 })  # fmt: skip
 
 

@@ -36,29 +36,46 @@ ALONG_DIM_OPS: dict[str, tuple[int, str, int | None]] = {
 REDUCTION_OPS: dict[str, tuple[int, str]] = {
     name: (1, "dim")
     for name in (
-        "amax", "amin", "max", "min", "prod", "any", "all", "logsumexp", "var", "std", "var_mean", "std_mean", "argmax", "argmin", "median",
-        "nanmedian", "count_nonzero", "nansum", "nanmean", "aminmax",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "prod",
+        "any",
+        "all",
+        "logsumexp",
+        "var",
+        "std",
+        "var_mean",
+        "std_mean",
+        "argmax",
+        "argmin",
+        "median",
+        "nanmedian",
+        "count_nonzero",
+        "nansum",
+        "nanmean",
+        "aminmax",
     )
-} | {"norm": (2, "dim"), "linalg_vector_norm": (2, "dim"), "kthvalue": (2, "dim"), "quantile": (2, "dim")}  # fmt: skip
+} | {"norm": (2, "dim"), "linalg_vector_norm": (2, "dim"), "kthvalue": (2, "dim"), "quantile": (2, "dim")}
 
 # Linear in operand 0 with everything else fixed: the result of a sum is the sum of the results.
 LINEAR_OPS = frozenset({
-    "view", "_unsafe_view", "reshape", "_reshape_alias", "as_strided", "expand", "expand_as", "broadcast_to", "unsqueeze", "squeeze",
-    "transpose",
-    "t", "permute", "movedim", "swapaxes", "clone", "contiguous", "alias", "detach", "neg", "select", "slice", "narrow", "diagonal",
-    "index",
-    "index_select", "gather", "repeat", "flip", "lift_fresh", "lift_fresh_copy", "lift", "unbind", "split", "split_with_sizes", "chunk",
-    "flatten",
-    "unflatten", "positive", "cumsum", "view_as", "constant_pad_nd", "take_along_dim", "numpy_T", "mT", "trace", "tril", "triu", "real",
-    "view_copy", "expand_copy", "squeeze_copy", "unsqueeze_copy", "select_copy", "slice_copy", "transpose_copy", "permute_copy",
-    "detach_copy",
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "as_strided", "expand", "expand_as",
+    "broadcast_to", "unsqueeze", "squeeze", "transpose", "t", "permute", "movedim", "swapaxes",
+    "clone", "contiguous", "alias", "detach", "neg", "select", "slice", "narrow", "diagonal", "index",
+    "index_select", "gather", "repeat", "flip", "lift_fresh", "lift_fresh_copy", "lift", "unbind",
+    "split", "split_with_sizes", "chunk", "flatten", "unflatten", "positive", "cumsum", "view_as",
+    "constant_pad_nd", "take_along_dim", "numpy_T", "mT", "trace", "tril", "triu", "real",
+    "view_copy", "expand_copy", "squeeze_copy", "unsqueeze_copy", "select_copy", "slice_copy",
+    "transpose_copy", "permute_copy", "detach_copy",
 })  # fmt: skip
 
 # A shape alone changes: a plain coefficient goes through unchanged.
 RESHAPE_OPS = frozenset({
-    "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "clone", "contiguous", "alias", "detach", "lift_fresh", "lift_fresh_copy",
-    "lift",
-    "expand", "permute", "transpose", "t", "positive", "flatten", "view_as", "_to_copy", "to", "sum", "mean",
+    "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "clone", "contiguous", "alias",
+    "detach", "lift_fresh", "lift_fresh_copy", "lift", "expand", "permute", "transpose", "t",
+    "positive", "flatten", "view_as", "_to_copy", "to", "sum", "mean",
 })  # fmt: skip
 
 PRODUCT_OPS = frozenset({"mm", "bmm", "dot", "vdot", "mv", "matmul", "inner", "linalg_vecdot"})
@@ -66,9 +83,15 @@ PRODUCT_OPS = frozenset({"mm", "bmm", "dot", "vdot", "mv", "matmul", "inner", "l
 # Normalisation by statistics of the batch: the position of the argument that says whether they come from the
 # batch (None: always).
 BATCH_NORM_OPS: dict[str, int | None] = {
-    "native_batch_norm": 5, "batch_norm": 5, "cudnn_batch_norm": 5, "miopen_batch_norm": 5, "_native_batch_norm_legit": 5,
-    "_batch_norm_with_update": None, "_native_batch_norm_legit_functional": 5, "_batch_norm_with_update_functional": None,
-}  # fmt: skip
+    "native_batch_norm": 5,
+    "batch_norm": 5,
+    "cudnn_batch_norm": 5,
+    "miopen_batch_norm": 5,
+    "_native_batch_norm_legit": 5,
+    "_batch_norm_with_update": None,
+    "_native_batch_norm_legit_functional": 5,
+    "_batch_norm_with_update_functional": None,
+}
 
 # The values of their operands do not matter, only shapes.
 FACTORY_OPS = frozenset(
@@ -89,18 +112,30 @@ FACTORY_OPS = frozenset(
 # Losses of torch with a `reduction` argument (0 none, 1 mean, 2 sum) over entries: the position of that
 # argument.
 ENTRY_LOSSES = {
-    "mse_loss": 2, "binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4, "smooth_l1_loss": 2, "huber_loss": 2,
+    "mse_loss": 2,
+    "binary_cross_entropy": 3,
+    "binary_cross_entropy_with_logits": 4,
+    "smooth_l1_loss": 2,
+    "huber_loss": 2,
     "soft_margin_loss": 2,
     "l1_loss": 2,
-}  # fmt: skip
+}
 # The same over rows (dim 0 of operand 0).
 ROW_LOSSES = {"multi_margin_loss": 5, "multilabel_margin_loss_forward": 2, "multilabel_margin_loss": 2}
 LABEL_LOSSES = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "nll_loss2d", "nll_loss_nd"})
 
 # What a term is called after: the op that sums it up.
 TERM_LABELS = {
-    "nll_loss_forward": "cross_entropy", "nll_loss2d_forward": "cross_entropy", "nll_loss": "cross_entropy", "nll_loss2d": "cross_entropy",
-    "mse_loss": "mse", "binary_cross_entropy": "bce", "binary_cross_entropy_with_logits": "bce", "smooth_l1_loss": "smooth_l1",
-    "huber_loss": "huber", "soft_margin_loss": "soft_margin", "multi_margin_loss": "multi_margin", "multilabel_margin_loss_forward":
-    "multilabel",
-}  # fmt: skip
+    "nll_loss_forward": "cross_entropy",
+    "nll_loss2d_forward": "cross_entropy",
+    "nll_loss": "cross_entropy",
+    "nll_loss2d": "cross_entropy",
+    "mse_loss": "mse",
+    "binary_cross_entropy": "bce",
+    "binary_cross_entropy_with_logits": "bce",
+    "smooth_l1_loss": "smooth_l1",
+    "huber_loss": "huber",
+    "soft_margin_loss": "soft_margin",
+    "multi_margin_loss": "multi_margin",
+    "multilabel_margin_loss_forward": "multilabel",
+}

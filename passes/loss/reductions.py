@@ -166,7 +166,10 @@ def _refuse_unknown_count(ctx: LossContext, op: Computation) -> BadState:
         and isinstance(op.operands[2].owner, ParamOp)
         and not ctx.is_input_only(op.operands[2])
     ):
-        why = "divides by the sum of the labels' weights, which are a parameter of the model, or a buffer that a module may change"
+        why = (
+            "divides by the sum of the labels' weights, which are a parameter of the model, or a "
+            "buffer that a module may change"
+        )
         return ctx.refuse_op(
             op,
             why,

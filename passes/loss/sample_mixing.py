@@ -18,7 +18,10 @@ from secc.passes.loss.value_states import LOCAL_STATE, BadState, SumPart, SumSta
 
 BATCH_NORM_REMEDY = "use a norm without batch statistics (LayerNorm, GroupNorm), or put it in eval mode"
 FREQUENCY_REMEDY = "leave scale_grad_by_freq out"
-STATE_REMEDY = "each micro-batch would change what the next one reads: leave it as it is while the model trains, or change it after the step"
+STATE_REMEDY = (
+    "each micro-batch would change what the next one reads: leave it as it is while the model trains, "
+    "or change it after the step"
+)
 
 
 def find_mixing(ctx: LossContext, op: Computation) -> BadState | None:

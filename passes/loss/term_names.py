@@ -61,7 +61,8 @@ class StructureDigests:
             case LeafFactor(value) | GivenFactor(value):
                 return self.digest_value(value)
             case AppliedFactor(op, operands):
-                return f"{op.target.data}({op.args.data})[{', '.join(self.describe_coefficient(o) for o in operands)}]"
+                described = ", ".join(self.describe_coefficient(operand) for operand in operands)
+                return f"{op.target.data}({op.args.data})[{described}]"
             case TotalFactor(parts):
                 return f"({' + '.join(sorted(self.describe_coefficient(p) for p in parts))})"
 

@@ -109,14 +109,16 @@ class BodyPrinter:
             case ParamOp():
                 return [
                     CodeLine(
-                        f'{self._bind_name(op.result, op.path.data.split(".")[-1])} = self.value("{op.path.data}")'
+                        f"{self._bind_name(op.result, op.path.data.split('.')[-1])} = "
+                        f'self.value("{op.path.data}")'
                     )
                 ]
             case ConstOp():
                 owner = "" if self.terms else "self."
                 return [
                     CodeLine(
-                        f'{self._bind_name(op.result, op.key.data)} = {owner}constants("{op.key.data}", {owner}device)'
+                        f"{self._bind_name(op.result, op.key.data)} = "
+                        f'{owner}constants("{op.key.data}", {owner}device)'
                     )
                 ]
             case ReceiveOp():

@@ -49,9 +49,8 @@ def build_plan_files(
 def build_section_files(plan: Plan, module: ModuleOp, constants: Mapping[str, torch.Tensor]) -> PlanFiles:
     """The modules under sections/, with the constants that they read."""
     graph = graph_of(module)
-    files: PlanFiles = {
-        "sections/__init__.py": '"""The sections of this plan: the user\'s blocks in order, glue spelt out."""\n'
-    }
+    package = '"""The sections of this plan: the user\'s blocks in order, and the ops between them."""\n'
+    files: PlanFiles = {"sections/__init__.py": package}
     files |= {plan.find_section(s.sym.data).module: render_section_module(graph, s) for s in graph.sections}
     files["sections/terms.py"] = render_terms_module(graph)
     if graph.rewrites:

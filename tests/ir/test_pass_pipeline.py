@@ -198,6 +198,9 @@ def test_bad_input_is_one_message_and_exit_code_2(
 
 def test_opt_needs_no_torch(file: str) -> None:
     passes = "canonicalize,dce,normalize-loss,annotate-patterns,infer-modes"
-    code = f"import sys; from secc.cli import main\ntry: main(['opt', {file!r}, '-p', {passes!r}])\nfinally: print('torch' in sys.modules)"
+    code = (
+        f"import sys; from secc.cli import main\ntry: main(['opt', {file!r}, '-p', "
+        f"{passes!r}])\nfinally: print('torch' in sys.modules)"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.stdout.splitlines()[-1] == "False", ran.stderr

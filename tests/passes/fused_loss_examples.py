@@ -46,7 +46,8 @@ class Samples(torch.utils.data.Dataset):
         labels = torch.randint(0, 24, (n,), generator=g)
         labels[torch.rand(n, generator=g) < 0.3] = -100
         labels[-1] = 2
-        return dict(x=torch.randn(n, 8, generator=g), labels=labels, mask=torch.ones(n), share=torch.rand((), generator=g))
+        return dict(x=torch.randn(n, 8, generator=g), labels=labels, mask=torch.ones(n),
+                    share=torch.rand((), generator=g))
 
 
 def dataset():
@@ -55,7 +56,8 @@ def dataset():
 
 def collate(samples):
     pad = lambda key, value: pad_sequence([s[key] for s in samples], batch_first=True, padding_value=value)
-    return dict(x=pad("x", 0), labels=pad("labels", -100), mask=pad("mask", 0), share=torch.stack([s["share"] for s in samples]))
+    share = torch.stack([s["share"] for s in samples])
+    return dict(x=pad("x", 0), labels=pad("labels", -100), mask=pad("mask", 0), share=share)
 """
 
 HEAD = "y = self.head(h)"
@@ -81,22 +83,26 @@ FUSED: list[tuple[str, str, list[str]]] = [
     (HEAD, "F.nll_loss(y.float().log_softmax(-1).flatten(0, 1), labels.flatten())", [CE]),
     (
         HEAD,
-        "(F.cross_entropy(y.flatten(0, 1), labels.flatten(), reduction='none').view_as(labels) * known).sum() / known.sum()",
+        "(F.cross_entropy(y.flatten(0, 1), labels.flatten(), reduction='none').view_as(labels) * "
+        "known).sum() / known.sum()",
         [CE],
     ),
     (
         HEAD,
-        "torch.where(known, F.cross_entropy(y.transpose(1, 2), labels, reduction='none'), 0.0).sum() / known.sum()",
+        "torch.where(known, F.cross_entropy(y.transpose(1, 2), labels, reduction='none'), "
+        "0.0).sum() / known.sum()",
         [CE],
     ),
     (
         HEAD,
-        "-y.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1).mul(known).sum() / known.sum()",
+        "-y.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., "
+        "None]).squeeze(-1).mul(known).sum() / known.sum()",
         [CE],
     ),
     (
         HEAD,
-        "((y.logsumexp(-1) - y.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)) * known.float()).sum() / known.sum()",
+        "((y.logsumexp(-1) - y.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)) * "
+        "known.float()).sum() / known.sum()",
         [CE],
     ),
     (HEAD, "F.cross_entropy((y / 0.7).flatten(0, 1), labels.flatten())", [CE]),
@@ -125,12 +131,14 @@ FUSED: list[tuple[str, str, list[str]]] = [
     (f"{HEAD}; {TEACHER}", "F.kl_div(y.log_softmax(-1), t.softmax(-1)) * 24", [KL]),
     (
         f"{HEAD}; {TEACHER}",
-        "4 * (F.kl_div((y / 2).log_softmax(-1), (t / 2).softmax(-1), reduction='none').sum(-1) * known).sum() / known.sum()",
+        "4 * (F.kl_div((y / 2).log_softmax(-1), (t / 2).softmax(-1), reduction='none').sum(-1) * "
+        "known).sum() / known.sum()",
         [KL],
     ),
     (
         f"{HEAD}; {TEACHER}",
-        "(F.kl_div((y / 2).log_softmax(-1), (t / 2).softmax(-1), reduction='none') * known[..., None]).sum() / known.sum()",
+        "(F.kl_div((y / 2).log_softmax(-1), (t / 2).softmax(-1), reduction='none') * known[..., "
+        "None]).sum() / known.sum()",
         [KL],
     ),
     (
@@ -145,7 +153,8 @@ FUSED: list[tuple[str, str, list[str]]] = [
     ),
     (
         f"{HEAD}; {TEACHER}",
-        "(t.softmax(-1) * (t.log_softmax(-1) - y.log_softmax(-1))).sum(-1).masked_fill(~known, 0).sum() / known.sum()",
+        "(t.softmax(-1) * (t.log_softmax(-1) - y.log_softmax(-1))).sum(-1).masked_fill(~known, "
+        "0).sum() / known.sum()",
         [KL],
     ),
     (
@@ -188,12 +197,14 @@ FUSED: list[tuple[str, str, list[str]]] = [
     (
         f"{HEAD}; {TEACHER}; y, t, labels = y[:, :-1], t[:, :-1], labels[:, 1:]; known = labels != -100",
         "F.cross_entropy(y.transpose(1, 2), labels, label_smoothing=0.2) "
-        "+ (F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='none').sum(-1) * known).sum() / known.sum()",
+        "+ (F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='none').sum(-1) * known).sum() / "
+        "known.sum()",
         [BOTH],
     ),
     (
         f"{HEAD}; {TEACHER}",
-        "F.cross_entropy(y[:, :-1].transpose(1, 2), labels[:, 1:]) + F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='batchmean')",
+        "F.cross_entropy(y[:, :-1].transpose(1, 2), labels[:, 1:]) + F.kl_div(y.log_softmax(-1), "
+        "t.softmax(-1), reduction='batchmean')",
         [CE, KL],
     ),
     (

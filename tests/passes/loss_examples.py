@@ -44,7 +44,8 @@ class Samples(torch.utils.data.Dataset):
         labels = torch.randint(0, 6, (n,), generator=g)
         labels[torch.rand(n, generator=g) < 0.3] = -100
         labels[-1] = 2
-        return dict(x=torch.randn(n, 8, generator=g), labels=labels, mask=torch.ones(n), share=torch.rand((), generator=g))
+        return dict(x=torch.randn(n, 8, generator=g), labels=labels, mask=torch.ones(n),
+                    share=torch.rand((), generator=g))
 
 
 def dataset():
@@ -53,7 +54,8 @@ def dataset():
 
 def collate(samples):
     pad = lambda key, value: pad_sequence([s[key] for s in samples], batch_first=True, padding_value=value)
-    return dict(x=pad("x", 0), labels=pad("labels", -100), mask=pad("mask", 0), share=torch.stack([s["share"] for s in samples]))
+    share = torch.stack([s["share"] for s in samples])
+    return dict(x=pad("x", 0), labels=pad("labels", -100), mask=pad("mask", 0), share=share)
 """
 
 # One captured forward for each group: the weighted sum of its losses.
@@ -70,7 +72,8 @@ GROUPS = {
     "weights of classes in a buffer": [
         "F.cross_entropy(rows, targets, weight=self.weight, label_smoothing=0.1)",
         "F.cross_entropy(y.transpose(1, 2), labels, weight=self.weight / self.weight.sum())",
-        "F.cross_entropy(rows, targets, weight=self.weight, reduction='sum') / (self.weight[targets.clamp(min=0)] * known.flatten()).sum()",
+        "F.cross_entropy(rows, targets, weight=self.weight, reduction='sum') / "
+        "(self.weight[targets.clamp(min=0)] * known.flatten()).sum()",
         "F.mse_loss(y, t) * self.weight.sum() / self.weight.mean()",
         "F.binary_cross_entropy_with_logits(y, t.sigmoid(), pos_weight=self.weight)",
     ],
@@ -78,7 +81,8 @@ GROUPS = {
         "F.cross_entropy(rows, t.softmax(-1).flatten(0, 1), label_smoothing=0.1)",
         "F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='batchmean')",
         "F.kl_div(y.log_softmax(-1), t.log_softmax(-1), reduction='batchmean', log_target=True)",
-        "4.0 * F.kl_div((y / 2).log_softmax(-1), (t / 2).softmax(-1), reduction='none').sum(-1).mul(mask).sum() / mask.sum()",
+        "4.0 * F.kl_div((y / 2).log_softmax(-1), (t / 2).softmax(-1), "
+        "reduction='none').sum(-1).mul(mask).sum() / mask.sum()",
         "F.cross_entropy(rows, t.argmax(-1).flatten())",
         "F.cross_entropy(rows, t.argmax(-1).masked_fill(~known, -100).view(-1))",
         "F.cross_entropy(y.transpose(1, 2), torch.where(known, t.argmax(-1), -100))",
@@ -109,8 +113,10 @@ GROUPS = {
         "y[known].logsumexp(-1).mean()",
         "rows[known.flatten().nonzero().squeeze(-1)].pow(2).mean()",
         "y[torch.arange(len(y)), mask.sum(1).long() - 1].pow(2).mean()",
-        "-y.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1).mul(known).sum() / known.sum()",
-        "torch.where(targets != -100, F.cross_entropy(rows, targets, reduction='none'), 0.0).sum() / known.sum()",
+        "-y.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., "
+        "None]).squeeze(-1).mul(known).sum() / known.sum()",
+        "torch.where(targets != -100, F.cross_entropy(rows, targets, reduction='none'), 0.0).sum() "
+        "/ known.sum()",
     ],
     "numbers that values decide": [
         "y[known].sum() / y[known].shape[0]",
@@ -146,9 +152,12 @@ GROUPS = {
     ],
     "Hugging Face": [
         "__import__('transformers.loss.loss_utils').loss.loss_utils.ForCausalLMLoss(y, labels, 6)",
-        "__import__('transformers.loss.loss_utils').loss.loss_utils.ForCausalLMLoss(y, labels, 6, num_items_in_batch=known.sum())",
-        "__import__('transformers.loss.loss_utils').loss.loss_utils.ForSequenceClassificationLoss(labels[:, -1].clamp(min=0), y[:, -1], "
-        "__import__('transformers').PretrainedConfig(num_labels=6, problem_type='single_label_classification'))",
+        "__import__('transformers.loss.loss_utils').loss.loss_utils.ForCausalLMLoss(y, labels, 6, "
+        "num_items_in_batch=known.sum())",
+        "__import__('transformers.loss.loss_utils').loss.loss_utils.ForSequenceClassificationLoss("
+        "labels[:, -1].clamp(min=0), y[:, -1], "
+        "__import__('transformers').PretrainedConfig(num_labels=6, "
+        "problem_type='single_label_classification'))",
     ],
 }
 
@@ -159,24 +168,44 @@ REFUSED = {
     "y.sum() / t.abs().sum()": "divides by a sum over samples that depends on a block's result",
     "y.mean() * t.mean()": "multiplies two sums over samples",
     "y[0].mean()": "aten.select.int makes one value of all samples",
-    "(y - y.mean(0, keepdim=True)).pow(2).mean()": "aten.sub.Tensor combines each sample with a sum over all samples",
-    "(y.mean((1, 2)).softmax(0) * share).sum()": "aten._softmax.default works along a dim that carries samples",
+    "(y - y.mean(0, keepdim=True)).pow(2).mean()": (
+        "aten.sub.Tensor combines each sample with a sum over all samples"
+    ),
+    "(y.mean((1, 2)).softmax(0) * share).sum()": (
+        "aten._softmax.default works along a dim that carries samples"
+    ),
     "(y - y.roll(1, 0)).pow(2).mean()": "aten.roll.default works along a dim that carries samples",
-    "F.batch_norm(rows, None, None, training=True).pow(2).mean()": "takes its mean and variance over the samples of the batch",
+    "F.batch_norm(rows, None, None, training=True).pow(2).mean()": (
+        "takes its mean and variance over the samples of the batch"
+    ),
     "F.layer_norm(y.mean((1, 2)), (len(y),)).pow(2).mean()": "normalises over samples",
-    "F.cross_entropy(y.mean(1) @ t.mean(1).T, torch.arange(len(y)))": "aten.mm.default pairs every sample with every other",
-    "(y.mean((1, 2))[:, None] - y.mean((1, 2))[None]).abs().mean()": "aten.sub.Tensor pairs every sample with every other",
-    "(y.mean(1).T @ y.mean(1) / len(y) - torch.eye(6)).pow(2).sum()": "aten.pow.Tensor_Scalar is applied to a sum over samples",
-    "(share.argsort() * y.mean((1, 2))).sum()": "aten.mul.Tensor reckons with the samples' places in the batch",
-    "(torch.linspace(0, 1, len(y)) * y.mean((1, 2))).sum()": "aten.mul.Tensor reckons with the samples' places in the batch",
-    "(torch.arange(len(y))[:, None, None] / len(y) + y).pow(2).mean()": "aten.add.Tensor reckons with the samples' places in the batch",
+    "F.cross_entropy(y.mean(1) @ t.mean(1).T, torch.arange(len(y)))": (
+        "aten.mm.default pairs every sample with every other"
+    ),
+    "(y.mean((1, 2))[:, None] - y.mean((1, 2))[None]).abs().mean()": (
+        "aten.sub.Tensor pairs every sample with every other"
+    ),
+    "(y.mean(1).T @ y.mean(1) / len(y) - torch.eye(6)).pow(2).sum()": (
+        "aten.pow.Tensor_Scalar is applied to a sum over samples"
+    ),
+    "(share.argsort() * y.mean((1, 2))).sum()": (
+        "aten.mul.Tensor reckons with the samples' places in the batch"
+    ),
+    "(torch.linspace(0, 1, len(y)) * y.mean((1, 2))).sum()": (
+        "aten.mul.Tensor reckons with the samples' places in the batch"
+    ),
+    "(torch.arange(len(y))[:, None, None] / len(y) + y).pow(2).mean()": (
+        "aten.add.Tensor reckons with the samples' places in the batch"
+    ),
     "F.mse_loss(y, t[torch.arange(len(y)).flip(0)])": "aten.index.Tensor puts the samples in another order",
     "(y[1:] - y[:-1]).pow(2).mean()": "aten.slice.Tensor picks some of the samples",
     "y[::2].mean()": "aten.slice.Tensor picks some of the samples",
     "y.transpose(0, 1).reshape(len(x), -1).log_softmax(-1).mean()": "gives each sample entries of the others",
     "y.std()": "aten.std.correction is taken over samples",
     "y.mean((1, 2)).topk(2).values.mean()": "aten.topk.default works along a dim that carries samples",
-    "F.mse_loss(y, t) if known.sum().item() > 3 else F.l1_loss(y, t)": "Python reads a value (item) of the inputs",
+    "F.mse_loss(y, t) if known.sum().item() > 3 else F.l1_loss(y, t)": (
+        "Python reads a value (item) of the inputs"
+    ),
     "y[known][: known.sum().item() // 2].sum()": "is a number of rows that values of the inputs decide",
     "F.cross_entropy(rows, targets, weight=self.teacher.bias)": "weights, which are a parameter of the model",
 }

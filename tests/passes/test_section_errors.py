@@ -29,7 +29,10 @@ END = SUM + '\nsec.term "loss" (%l) in @b\nsec.return constant "0.0"'
 
 
 def call(result: str, block: str, operand: str, dims: str = "B, 8") -> str:
-    return f'%{result} = sec.call "{block}" (%{operand}) args "$0" outs [""] in @{block} at "m.py:7" : !sec.tensor<[{dims}], f32, grad>'
+    return (
+        f'%{result} = sec.call "{block}" (%{operand}) args "$0" outs [""] in @{block} at "m.py:7" : '
+        f"!sec.tensor<[{dims}], f32, grad>"
+    )
 
 
 def case(*lines: str, name: str = "c", when: str = "") -> str:
@@ -110,7 +113,10 @@ def test_a_constant_that_depends_on_the_case_is_refused() -> None:
 
 def test_a_leaf_has_one_way_to_be_computed() -> None:
     def counted(op: str, **named: str) -> str:
-        leaf = f'%s = sec.glue "{op}" (%x) args "$0" : !sec.tensor<[], f32>\n%n = sec.leaf "count" (%s) : !sec.tensor<[], f64>'
+        leaf = (
+            f'%s = sec.glue "{op}" (%x) args "$0" : !sec.tensor<[], f32>\n%n = sec.leaf "count" (%s) : '
+            "!sec.tensor<[], f64>"
+        )
         weight = '%w = sec.glue "aten.reciprocal.default" (%n) args "$0" : !sec.tensor<[], f64>'
         return case(
             leaf,

@@ -95,7 +95,8 @@ def test_a_tp_to_compare_that_nobody_looked_at_may_divide_what_ranks_share() -> 
     known = re.sub(r'(sec.block "tower".*)', r'\1 {tp = [], shared = [#sec.shared<9, "heads">]}', three)
     with pytest.raises(
         ImpossibleChoice,
-        match="was not tested for this section during compilation; 3 divides what its ranks would share: 9 heads",
+        match="was not tested for this section during compilation; 3 divides what its ranks would share: "
+        "9 heads",
     ):
         sharded(known, "shard-tensors{assume=true}")
 
@@ -104,7 +105,8 @@ def test_a_parameter_of_two_sections_stays_whole() -> None:
     """The head is another section's: the embedding that is tied to it is not cut."""
     two = SOURCE.replace(
         'blocks ["embed", "tower", "head", "extra"] {tp = 2 : i64}',
-        'blocks ["embed", "tower", "extra"] {tp = 2 : i64}\n  sec.section "top" mode "train" when [] blocks ["head"]',
+        'blocks ["embed", "tower", "extra"] {tp = 2 : i64}\n  sec.section "top" mode "train" when '
+        '[] blocks ["head"]',
     )
     lm = sharded(two)[0]
     assert not any("embed" in shard.value.name for shard in get_values(lm, "shards", ShardAttr))

@@ -21,8 +21,10 @@ sec.graph "lm" widths "own" {
     {dp = 4 : i64, pp = 2 : i64, ranks = RANKS, micro_batch = 1 : i64, recompute = "none", sharding = "zero3"}
   sec.case "all" when [] {
     %x = sec.input "x" : !sec.tensor<[B, 8], f32>
-    %0 = sec.call "layers.0" (%x) args "$0" outs [""] in @lm {flops = "80000*B"} : !sec.tensor<[B, 8], f32, grad>
-    %1 = sec.call "layers.1" (%0) args "$0" outs [""] in @lm {flops = "80000*B"} : !sec.tensor<[B, 8], f32, grad>
+    %0 = sec.call "layers.0" (%x) args "$0" outs [""] in @lm {flops = "80000*B"}
+      : !sec.tensor<[B, 8], f32, grad>
+    %1 = sec.call "layers.1" (%0) args "$0" outs [""] in @lm {flops = "80000*B"}
+      : !sec.tensor<[B, 8], f32, grad>
     %l = sec.glue "aten.sum.default" (%1) args "$0" in @lm : !sec.tensor<[], f32, grad>
     sec.term "loss" (%l) in @lm
     sec.return constant "0.0"

@@ -13,7 +13,7 @@ from xdsl.ir import Attribute, Operation, OpResult, SSAValue
 
 from secc.ir.analysis.recorded_glue import FALLBACK_ATTRIBUTE
 from secc.ir.dialect import size_expr
-from secc.ir.dialect.ops import (  # fmt: skip
+from secc.ir.dialect.ops import (
     CallOp,
     CaseOp,
     Computation,
@@ -35,9 +35,19 @@ from secc.ir.dialect.tensor_type import TensorType, tensor_type
 SECTION_MODES = ("forward", "dgrad", "train")
 _GRADIENT_STOPS = ("aten.detach.default", "aten.detach_copy.default")
 _RANDOM_OPS = (
-    "rand", "bernoulli", "native_dropout", "dropout", "normal", "uniform", "multinomial", "exponential", "poisson", "cauchy", "geometric",
+    "rand",
+    "bernoulli",
+    "native_dropout",
+    "dropout",
+    "normal",
+    "uniform",
+    "multinomial",
+    "exponential",
+    "poisson",
+    "cauchy",
+    "geometric",
     "log_normal",
-)  # fmt: skip
+)
 
 
 class ValueOrigin(Enum):
@@ -117,7 +127,8 @@ AnyAttribute = TypeVar("AnyAttribute", bound=Attribute)
 
 
 def get_values(op: Operation, name: str, kind: type[AnyAttribute]) -> tuple[AnyAttribute, ...]:
-    """The attributes of class `kind` in the list kept as property or attribute `name`, () where there is none."""
+    """The attributes of class `kind` in the list kept as property or attribute `name`, () where there is
+    none."""
     found = op.get_attr_or_prop(name)
     return tuple(a for a in found if isinstance(a, kind)) if isinstance(found, ArrayAttr) else ()
 

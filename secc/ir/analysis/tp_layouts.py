@@ -1,5 +1,5 @@
-"""`sec.cut` ops, which say how a module inside a block can be split over the ranks of a replica, and the numbers of ranks
-(tp) that a section's blocks allow."""
+"""`sec.cut` ops, which say how a module inside a block can be split over the ranks of a replica, and the
+numbers of ranks (tp) that a section's blocks allow."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def make_cut_op(
 ) -> CutOp:
     """A `sec.cut` of the module at `path` over `tp` ranks.
 
-    `block` is "" where glue alone reads the module's parameters. `partial` names whole parameters of which each rank
-    computes an addend of the gradient, `unsplit` has the modules inside that stay whole, by path.
+    `block` is "" where glue alone reads the module's parameters. `partial` names whole parameters of which
+    each rank computes an addend of the gradient, `unsplit` has the modules inside that stay whole, by path.
     """
     return CutOp.create(
         properties={
@@ -46,8 +46,8 @@ def make_cut_op(
 
 
 def feasible_tp(graph: GraphOp, section: SectionOp) -> list[int]:
-    """The tp above 1 that the search found possible for all blocks of a section; blocks with nothing to split do not
-    count."""
+    """The tp above 1 that the search found possible for all blocks of a section; blocks with nothing to split
+    do not count."""
     declared = graph.blocks
     noted = [declared[path].attributes.get("tp") for path in strings_of(section.blocks)]
     by_block = [

@@ -103,7 +103,8 @@ def row_layout(graph: GraphOp, kind: TensorType) -> TransferLayout:
     dim, own = sample_dims[0], graph.widths is None or graph.widths.data == "own"
     if not _is_additive(shape[dim], rows, set(graph.symbols) if own else rows):
         raise NotTransferable(
-            f"the rows {size_expr.format_expr(shape[dim])} do not add up over samples{' of different widths' if own else ''}"
+            f"the rows {size_expr.format_expr(shape[dim])} do not add up over "
+            f"samples{' of different widths' if own else ''}"
         )
     extents = (
         tuple(

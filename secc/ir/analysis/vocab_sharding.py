@@ -391,12 +391,14 @@ def _shard_fused_loss(r: _OpReader) -> VocabOp | None:
 
 
 ELEMENTWISE_OPS = frozenset({
-    "add", "sub", "rsub", "mul", "div", "neg", "exp", "exp2", "expm1", "log", "log2", "log1p", "tanh", "sigmoid", "relu", "square",
-    "sqrt", "rsqrt", "reciprocal", "pow", "abs", "sign", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "where",
-    "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "isfinite", "isnan", "isinf", "logical_and", "logical_or", "logical_not",
-    "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "to", "_to_copy", "clone", "detach", "alias", "contiguous", "positive",
-    "lift_fresh", "zeros_like", "ones_like", "full_like", "xlogy", "softplus", "silu", "gelu", "erf", "nan_to_num", "sin", "cos",
-    "atan", "floor", "ceil", "round", "lerp", "addcmul", "addcdiv", "logaddexp", "special_xlog1py",
+    "add", "sub", "rsub", "mul", "div", "neg", "exp", "exp2", "expm1", "log", "log2", "log1p", "tanh",
+    "sigmoid", "relu", "square", "sqrt", "rsqrt", "reciprocal", "pow", "abs", "sign", "clamp",
+    "clamp_min", "clamp_max", "maximum", "minimum", "where", "masked_fill", "eq", "ne", "lt", "le",
+    "gt", "ge", "isfinite", "isnan", "isinf", "logical_and", "logical_or", "logical_not",
+    "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "to", "_to_copy", "clone", "detach",
+    "alias", "contiguous", "positive", "lift_fresh", "zeros_like", "ones_like", "full_like", "xlogy",
+    "softplus", "silu", "gelu", "erf", "nan_to_num", "sin", "cos", "atan", "floor", "ceil", "round",
+    "lerp", "addcmul", "addcdiv", "logaddexp", "special_xlog1py",
 })  # fmt: skip
 
 VOCAB_RULES: dict[str, Callable[[_OpReader], VocabOp | None]] = (

@@ -138,7 +138,8 @@ def _format_value(value: Attribute) -> str:
         case IntAttr(data=number):
             return f" {number}"
         case SymbolRefAttr(root_reference=root):
-            return f" @{root.data if MLIRLexer.bare_identifier_regex.fullmatch(root.data) else quote_text(root.data)}"
+            is_bare = MLIRLexer.bare_identifier_regex.fullmatch(root.data)
+            return f" @{root.data if is_bare else quote_text(root.data)}"
         case _:
             assert isinstance(value, ArrayAttr), value
             return f" [{', '.join(quote_text(text.data) for text in value if isinstance(text, StringAttr))}]"

@@ -166,17 +166,24 @@ class BlockOp(LineOp):
     when, couples = opt_prop_def(ArrayAttr[StringAttr]), opt_prop_def(StringAttr)
     HEADLINE: ClassVar[str | None] = "path"
     KEYWORDS: ClassVar[Keywords] = (
-        ("cls", "class", TEXT_KIND), ("params", "params", NUMBER_KIND), ("trainable", "trainable", NUMBER_KIND), ("component", "component", TEXT_KIND),
-        ("layers", "layers", NUMBER_KIND), ("when", "when", TEXTS_KIND), ("couples", "couples", TEXT_KIND), _AT_SOURCE_LINE,
-    )  # fmt: skip
+        ("cls", "class", TEXT_KIND),
+        ("params", "params", NUMBER_KIND),
+        ("trainable", "trainable", NUMBER_KIND),
+        ("component", "component", TEXT_KIND),
+        ("layers", "layers", NUMBER_KIND),
+        ("when", "when", TEXTS_KIND),
+        ("couples", "couples", TEXT_KIND),
+        _AT_SOURCE_LINE,
+    )
 
 
 @irdl_op_definition
 class CutOp(LineOp):
     """How a module inside `block` can be cut over `tp` ranks, shown exact (`secc.frontend.tp_search`).
 
-    `styles` has each module that works on parts, `shards` each parameter that is split, `partial` the whole parameters of
-    which each rank computes an addend of the gradient, `whole` the modules inside that stay whole, with the reason.
+    `styles` has each module that works on parts, `shards` each parameter that is split, `partial` the whole
+    parameters of which each rank computes an addend of the gradient, `whole` the modules inside that stay
+    whole, with the reason.
     """
 
     name = "sec.cut"
@@ -185,9 +192,13 @@ class CutOp(LineOp):
     partial, whole = prop_def(ArrayAttr[StringAttr]), prop_def(ArrayAttr[UnsplitAttr])
     HEADLINE: ClassVar[str | None] = "path"
     KEYWORDS: ClassVar[Keywords] = (
-        ("block", "block", TEXT_KIND), ("tp", "tp", NUMBER_KIND), ("styles", "styles", RECORDS_KIND), ("shards", "shards", RECORDS_KIND),
-        ("partial", "partial", TEXTS_KIND), ("whole", "whole", RECORDS_KIND),
-    )  # fmt: skip
+        ("block", "block", TEXT_KIND),
+        ("tp", "tp", NUMBER_KIND),
+        ("styles", "styles", RECORDS_KIND),
+        ("shards", "shards", RECORDS_KIND),
+        ("partial", "partial", TEXTS_KIND),
+        ("whole", "whole", RECORDS_KIND),
+    )
 
 
 @irdl_op_definition
@@ -218,9 +229,14 @@ class RewriteOp(LineOp):
     )
     HEADLINE: ClassVar[str | None] = "sym"
     KEYWORDS: ClassVar[Keywords] = (
-        ("rules", "rules", TEXTS_KIND), ("cls", "class", TEXT_KIND), ("method", "method", TEXT_KIND), ("function", "function", TEXT_KIND),
-        ("modules", "modules", TEXTS_KIND), ("code", "code", TEXTS_KIND), _AT_SOURCE_LINE,
-    )  # fmt: skip
+        ("rules", "rules", TEXTS_KIND),
+        ("cls", "class", TEXT_KIND),
+        ("method", "method", TEXT_KIND),
+        ("function", "function", TEXT_KIND),
+        ("modules", "modules", TEXTS_KIND),
+        ("code", "code", TEXTS_KIND),
+        _AT_SOURCE_LINE,
+    )
 
 
 @irdl_op_definition
@@ -345,8 +361,13 @@ class Computation(LineOp):
     where = opt_prop_def(StringAttr)
     HEADLINE: ClassVar[str | None] = "target"
     KEYWORDS: ClassVar[Keywords] = (
-        ("args", "args", TEXT_KIND), ("outs", "outs", TEXTS_KIND), ("no_grad", "no_grad", FLAG_KIND), ("autocast", "autocast", TEXT_KIND), _IN_SECTION, _AT_SOURCE_LINE,
-    )  # fmt: skip
+        ("args", "args", TEXT_KIND),
+        ("outs", "outs", TEXTS_KIND),
+        ("no_grad", "no_grad", FLAG_KIND),
+        ("autocast", "autocast", TEXT_KIND),
+        _IN_SECTION,
+        _AT_SOURCE_LINE,
+    )
 
     @property
     def arguments(self) -> argument_template.CallArguments:
@@ -470,8 +491,12 @@ class _EdgeBase(LineOp):
     extents = opt_prop_def(ArrayAttr[ExtentAttr])
     HEADLINE: ClassVar[str | None] = "sym"
     KEYWORDS: ClassVar[Keywords] = (
-        ("src", "from", SECTION_KIND), ("dst", "to", SECTION_KIND), ("dim", "dim", NUMBER_KIND), ("rows", "rows", TEXT_KIND), ("extents", "extents", RECORDS_KIND),
-    )  # fmt: skip
+        ("src", "from", SECTION_KIND),
+        ("dst", "to", SECTION_KIND),
+        ("dim", "dim", NUMBER_KIND),
+        ("rows", "rows", TEXT_KIND),
+        ("extents", "extents", RECORDS_KIND),
+    )
 
 
 @irdl_op_definition
@@ -526,11 +551,34 @@ class ReturnOp(LineOp):
 SecDialect = Dialect(
     "sec",
     [
-        GraphOp, SymbolOp, PatternOp, KeyOp, BlockOp, CutOp, TieOp, RewriteOp, SectionOp, CaseOp, BodyOp, InputOp, ParamOp, ConstOp,
-        SizeOp, CallOp, GlueOp, GuardOp, LeafOp, TermOp, TransferOp, EdgeOp, ReceiveOp, SendOp, ReturnOp,
+        GraphOp,
+        SymbolOp,
+        PatternOp,
+        KeyOp,
+        BlockOp,
+        CutOp,
+        TieOp,
+        RewriteOp,
+        SectionOp,
+        CaseOp,
+        BodyOp,
+        InputOp,
+        ParamOp,
+        ConstOp,
+        SizeOp,
+        CallOp,
+        GlueOp,
+        GuardOp,
+        LeafOp,
+        TermOp,
+        TransferOp,
+        EdgeOp,
+        ReceiveOp,
+        SendOp,
+        ReturnOp,
     ],
     [TensorType, ShardAttr, StyleAttr, UnsplitAttr, SharedSizeAttr, ExtentAttr],
-)  # fmt: skip
+)
 
 
 def graph_of(module: Operation) -> GraphOp:

@@ -17,9 +17,19 @@ from secc.ir.dialect import size_expr
 from secc.ir.dialect.size_expr import Expr
 
 LONG_DTYPES = {
-    "f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "i64": "int64", "i32": "int32", "i16": "int16",
-    "i8": "int8", "u8": "uint8", "bool": "bool", "c64": "complex64", "c128": "complex128",
-}  # fmt: skip
+    "f64": "float64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "i64": "int64",
+    "i32": "int32",
+    "i16": "int16",
+    "i8": "int8",
+    "u8": "uint8",
+    "bool": "bool",
+    "c64": "complex64",
+    "c128": "complex128",
+}
 SHORT_DTYPES = {long: short for short, long in LONG_DTYPES.items()}
 DTYPE_BYTES = {
     "f64": 8,

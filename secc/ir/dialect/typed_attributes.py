@@ -1,7 +1,9 @@
-"""Attributes with fields, for what passes decide by: layouts of modules under tensor parallelism, and extents of edges.
+"""Attributes with fields, for what passes decide by: layouts of modules under tensor parallelism, and extents
+of edges.
 
-Each is a plan dataclass in the IR's text, `#sec.shard<"head.weight", 0, [61]>`: `of` makes it from the dataclass, and
-`value` gives that back. The fields print in order, texts in quotes, so that a test can spell them.
+Each is a plan dataclass in the IR's text, `#sec.shard<"head.weight", 0, [61]>`: `of` makes it from the
+dataclass, and `value` gives that back. The fields print in order, texts in quotes, so that a test can spell
+them.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ def _parse_field(parser: AttrParser) -> Attribute:
 
 @irdl_attr_definition
 class ShardAttr(_RecordAttribute):
-    """A parameter that is split over the ranks of a replica: name, dim, and the sizes of the parts that lie side by
-    side along it, each of which is split evenly."""
+    """A parameter that is split over the ranks of a replica: name, dim, and the sizes of the parts that lie
+    side by side along it, each of which is split evenly."""
 
     name = "sec.shard"
     parameter: StringAttr
@@ -78,7 +80,8 @@ class ShardAttr(_RecordAttribute):
 
 @irdl_attr_definition
 class StyleAttr(_RecordAttribute):
-    """How a module works on its parts: its path and a kind such as "colwise" (`secc.runtime.tensor_parallel.styles`)."""
+    """How a module works on its parts: its path and a kind such as "colwise"
+    (`secc.runtime.tensor_parallel.styles`)."""
 
     name = "sec.style"
     module: StringAttr
@@ -148,8 +151,8 @@ class SharedSizeAttr(_RecordAttribute):
 
 @irdl_attr_definition
 class ExtentAttr(_RecordAttribute):
-    """A dim of an edge's tensor that is cut to the sample's own extent: the dim, the extent as an expression over
-    symbols, and the side on which it is padded."""
+    """A dim of an edge's tensor that is cut to the sample's own extent: the dim, the extent as an expression
+    over symbols, and the side on which it is padded."""
 
     name = "sec.extent"
     dim: IntAttr

@@ -16,9 +16,17 @@ sizes = st.sampled_from(["B", "S - 1", "B*S", "(S + 3)//4", "max(1, n)", "B % 2"
     size_expr.parse_expr
 )
 plain = st.one_of(
-    st.none(), st.booleans(), st.integers(-9, 2**63 - 1), st.floats(allow_nan=False), st.text(max_size=6), sizes,
-    st.builds(OperandRef, st.integers(0, 12)), st.sampled_from([DottedName("torch.float32"), DottedName("device"), DottedName("torch.contiguous_format")]),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.integers(-9, 2**63 - 1),
+    st.floats(allow_nan=False),
+    st.text(max_size=6),
+    sizes,
+    st.builds(OperandRef, st.integers(0, 12)),
+    st.sampled_from(
+        [DottedName("torch.float32"), DottedName("device"), DottedName("torch.contiguous_format")]
+    ),
+)
 
 
 def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

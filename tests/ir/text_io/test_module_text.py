@@ -67,7 +67,10 @@ def test_any_type_survives(dims: list[int | str], dtype: str, grad: bool) -> Non
 
 
 def test_names_of_values_are_kept() -> None:
-    graph = 'sec.graph "g" {\n sec.case "a" when [] {\n %loss = sec.input "l" : !sec.tensor<[], f32>\n sec.return (%loss)\n }\n}'
+    graph = (
+        'sec.graph "g" {\n sec.case "a" when [] {\n %loss = sec.input "l" : !sec.tensor<[], f32>\n '
+        "sec.return (%loss)\n }\n}"
+    )
     assert "%loss = sec.input" in module_text.print_module(module_text.parse_module(graph))
 
 
