@@ -1,4 +1,6 @@
-"""Whether ranks that wait for each other pass all their instructions."""
+"""Deadlock test: runs all programs symbolically and reports whether every rank reaches the end of its
+program.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,28 @@ from secc.runtime.plan.program_table import KIND_WEIGHT, InstructionColumns
 from secc.runtime.plan.schema import Section
 from secc.runtime.plan.step_program import MicroBatch, gather_rounds, gathers_parameters
 
-PROGRAM_END = 1 << 62
+PROGRAM_END = 1 << 62  # the position of a rank that has ended its program
 
 
 class BlockingPoints(NamedTuple):
-    """The instructions at which ranks wait, by their places among all; for each the rank that must have
-    passed the instruction `until` before, or, where `awaited` is -1 - g, nothing but that all of group g have
-    come."""
+    """The instructions at which ranks may wait, as columns; positions count the instructions of all programs.
+
+    `at`: position of the instruction. It waits until rank `awaited_rank` has passed position `until`, or, if
+    `awaited_rank` is -1 - g, until all instructions of group g are reached (a collective).
+    """
 
     at: Tensor
     awaited_rank: Tensor
     until: Tensor
 
     @staticmethod
-    def concatenate(some: Sequence[BlockingPoints]) -> BlockingPoints:
-        """All of these."""
-        return BlockingPoints(*(torch.cat(columns) for columns in zip(*some, strict=True)))
+    def concatenate(parts: Sequence[BlockingPoints]) -> BlockingPoints:
+        """Concatenates several sets of blocking points."""
+        return BlockingPoints(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
     @staticmethod
     def for_groups(at: Tensor, groups: Tensor) -> BlockingPoints:
-        """Ranks that wait until their groups are there."""
+        """Returns blocking points of collectives: each instruction waits for its whole group."""
         return BlockingPoints(at, -1 - groups, torch.zeros_like(at))
 
 
@@ -41,68 +45,89 @@ def collective_points(
     sections: Sequence[Section],
     micro_batches: Mapping[str, Sequence[MicroBatch]],
     rows: InstructionColumns,
-    first: int = 0,
+    first_group: int = 0,
 ) -> BlockingPoints:
-    """What several ranks compute together: replicas of several ranks, and those that gather. Groups are
-    numbered from `first` on."""
-    found = [BlockingPoints.for_groups(int_tensor(()), int_tensor(()))]
+    """Returns the computations that several ranks run together: those of replicas with several ranks, and
+    ZeRO-3 rounds.
+
+    Groups are numbered from `first` on.
+    """
+    points = [BlockingPoints.for_groups(int_tensor(()), int_tensor(()))]
     rounds_of = gather_rounds(sections, micro_batches)
-    for i, s in enumerate(sections):
-        if s.mesh.tp == 1 and not gathers_parameters(s):
+    for i, section in enumerate(sections):
+        if section.mesh.tp == 1 and not gathers_parameters(section):
             continue
+        # One group for each round and kind of computation. A round is numbered by its first micro-batch;
+        # without ZeRO-3 each micro-batch is a round of its own.
         at = ((rows.section == i) & (rows.kind <= KIND_WEIGHT)).nonzero()[:, 0]
-        micros = micro_batches[s.name]
-        starts = int_tensor(
-            rounds_of[s.name, m.index][0].index if (s.name, m.index) in rounds_of else m.index for m in micros
+        micros = micro_batches[section.name]
+        round_numbers = int_tensor(
+            rounds_of[section.name, m.index][0].index if (section.name, m.index) in rounds_of else m.index
+            for m in micros
         )
-        found.append(
-            BlockingPoints.for_groups(at, first + starts[rows.micro[at]] * (KIND_WEIGHT + 1) + rows.kind[at])
+        points.append(
+            BlockingPoints.for_groups(
+                at, first_group + round_numbers[rows.micro[at]] * (KIND_WEIGHT + 1) + rows.kind[at]
+            )
         )
-        first += len(micros) * (KIND_WEIGHT + 1)
-    return BlockingPoints.concatenate(found)
+        first_group += len(micros) * (KIND_WEIGHT + 1)
+    return BlockingPoints.concatenate(points)
 
 
-def all_ranks_finish(waits: BlockingPoints, ends: Tensor) -> bool:
-    """Whether all ranks pass all that they wait for, rank r's instructions being those before `ends[r]`."""
-    order = torch.argsort(waits.at)
-    at = waits.at[order]
-    groups = -1 - waits.awaited_rank[waits.awaited_rank < 0]
+def all_ranks_finish(points: BlockingPoints, ends: Tensor) -> bool:
+    """Returns whether all ranks reach their end; rank r runs the instructions from `ends[r - 1]` to before
+    `ends[r]`.
+    """
+    order = torch.argsort(points.at)
+    at = points.at[order]
+    groups = -1 - points.awaited_rank[points.awaited_rank < 0]
     starts = torch.cat([ends.new_zeros(1), ends])
-    left = torch.bincount(groups).tolist() if len(groups) else []
-    columns = (at.tolist(), waits.awaited_rank[order].tolist(), waits.until[order].tolist())
-    return _run_to_end(*columns, torch.searchsorted(at, starts).tolist(), starts.tolist()[:-1], left)
+    group_sizes = torch.bincount(groups).tolist() if len(groups) else []
+    columns = (at.tolist(), points.awaited_rank[order].tolist(), points.until[order].tolist())
+    return _run_to_end(*columns, torch.searchsorted(at, starts).tolist(), starts.tolist()[:-1], group_sizes)
 
 
 def _run_to_end(
-    at: list[int], awaited: list[int], until: list[int], firsts: list[int], starts: list[int], left: list[int]
+    at: list[int],
+    awaited: list[int],
+    until: list[int],
+    firsts: list[int],
+    starts: list[int],
+    missing: list[int],
 ) -> bool:
-    """Rank r waits at instructions `at[firsts[r]:firsts[r + 1]]`; `left[g]` ranks must come to group g. `now`
-    is where each waits."""
-    now, following = list(starts), firsts[:-1]
-    here, waiting, meeting = set[int](), [list[int]() for _ in starts], [list[int]() for _ in left]
+    """Runs all ranks as far as they get and returns whether all reach their end.
+
+    Rank r starts at position `starts[r]` and has the blocking points from `firsts[r]` to before `firsts[r +
+    1]`; `missing[g]` instructions of group g are still to be reached.
+    """
+    position, next_point = list(starts), firsts[:-1]  # where each rank waits
+    reached = set[int]()  # points of collectives that have been counted
+    waiting_for_rank: list[list[int]] = [[] for _ in starts]
+    waiting_in_group: list[list[int]] = [[] for _ in missing]
     runnable = deque(range(len(starts)))
     while runnable:
         rank = runnable.popleft()
-        i, end = following[rank], firsts[rank + 1]
-        while i < end:
-            if (other := awaited[i]) >= 0:
-                if now[other] <= until[i]:
-                    waiting[other].append(rank)
+        point, end = next_point[rank], firsts[rank + 1]
+        while point < end:
+            if (other := awaited[point]) >= 0:
+                if position[other] <= until[point]:
+                    waiting_for_rank[other].append(rank)
                     break
             else:
                 group = -1 - other
-                if i not in here:
-                    here.add(i)
-                    left[group] -= 1
-                    if not left[group]:
-                        runnable += meeting[group]
-                if left[group]:
-                    meeting[group].append(rank)
+                if point not in reached:
+                    reached.add(point)
+                    missing[group] -= 1
+                    if not missing[group]:
+                        runnable += waiting_in_group[group]
+                if missing[group]:
+                    waiting_in_group[group].append(rank)
                     break
-            i += 1
-        following[rank], place = i, at[i] if i < end else PROGRAM_END
-        if place != now[rank]:
-            now[rank] = place
-            runnable += waiting[rank]
-            waiting[rank] = []
-    return all(place == PROGRAM_END for place in now)
+            point += 1
+        # A rank that moved may have passed what others wait for, so these try again.
+        next_point[rank], new_position = point, at[point] if point < end else PROGRAM_END
+        if new_position != position[rank]:
+            position[rank] = new_position
+            runnable += waiting_for_rank[rank]
+            waiting_for_rank[rank] = []
+    return all(p == PROGRAM_END for p in position)

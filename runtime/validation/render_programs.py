@@ -21,8 +21,10 @@ CONTEXT_INSTRUCTIONS = 3  # instructions shown before and after a marked one
 
 
 def render_programs(schedule: Schedule, marked: Iterable[ProgramCell]) -> str:
-    """The marked cells and what stands around them, a column for each rank; ranks without a mark only where
-    there is room for all."""
+    """Renders the marked cells and their surroundings, with a column for each rank.
+
+    Ranks without a mark are shown only if there is room for all ranks.
+    """
     cells = set(marked)
     ranks = range(len(schedule.programs))
     if len(ranks) > MAX_RANKS_SHOWN and cells:

@@ -1,10 +1,10 @@
-"""How many of its sends a rank may leave unreceived, so that their buffers do not pile up in a rank that runs
-ahead.
+"""Finds how many sends a rank may leave unreceived, so that their buffers do not pile up on a rank that is
+far ahead.
 
-A rank with too many of them waits for its oldest one, and a rank that waits may hold up others, even the one
-it waits for. So the programs are run against that rule before the step, in which a message counts as received
-when its receiver comes to the RECV; a limit under which they do not end is doubled. All ranks find the same
-limit, without a word to each other.
+At the limit a rank waits for its oldest send, and so may block others, even the rank that it waits for.
+Before the step the programs are therefore run under that rule (a message counts as received when its receiver
+reaches the RECV), and a limit that would deadlock is doubled. The computation is deterministic, so all ranks
+find the same limit without communicating.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from secc.runtime.plan.schema import Section
 from secc.runtime.plan.step_program import Schedule
 from secc.runtime.validation.progress_check import BlockingPoints, all_ranks_finish, collective_points
 
-DEFAULT_SEND_LIMIT = 32
+DEFAULT_SEND_LIMIT = 32  # unreceived sends of a rank
 
 
 def find_send_limit(
     schedule: Schedule, first: int = DEFAULT_SEND_LIMIT, sections: Sequence[Section] = ()
 ) -> int:
-    """The smallest of `first`, its double and so on under which all programs end.
+    """Returns the smallest of `first`, twice `first`, ... under which all programs end.
 
-    `sections` are the plan's: replicas of several ranks, and those that gather, compute in step.
+    `sections` are the plan's, for the computations that several ranks run together.
     """
     programs = schedule.programs
     if not isinstance(programs, ProgramTable):
@@ -40,27 +40,22 @@ def find_send_limit(
     most = int(torch.bincount(sender).max()) if len(sends) else 0
     if most <= first:
         return first
-    received = torch.empty_like(
-        sends
-    )  # where each message sent is received: on a channel in the order of the sends
+    # received[i]: position of the RECV of the i-th send; a channel delivers in the order of its sends.
+    received = torch.empty_like(sends)
     matching = _sort_by_channel(programs, receives, rows.peer[receives], rows.rank[receives])
     received[_sort_by_channel(programs, sends, sender, receiver)] = receives[matching]
     sent = torch.empty_like(rows.kind)
     sent[received] = sends
     arrivals = BlockingPoints(receives, rows.peer[receives], sent[receives])
     always = [collective_points(sections, schedule.micro_batches, rows), arrivals]
-    unreceived = torch.arange(len(sends)) - torch.searchsorted(
-        sender, sender
-    )  # sends of the same rank before
+    # Sends are sorted by rank, so this counts the earlier sends of the same rank.
+    earlier_sends = torch.arange(len(sends)) - torch.searchsorted(sender, sender)
     limit = first
     while limit < most:
-        full = (unreceived >= limit).nonzero()[:, 0]
-        if all_ranks_finish(
-            BlockingPoints.concatenate(
-                [*always, BlockingPoints(sends[full], receiver[full - limit], received[full - limit])]
-            ),
-            ends,
-        ):
+        full = (earlier_sends >= limit).nonzero()[:, 0]
+        # The k-th send of a rank waits for the RECV of its (k - limit)-th send.
+        window = BlockingPoints(sends[full], receiver[full - limit], received[full - limit])
+        if all_ranks_finish(BlockingPoints.concatenate([*always, window]), ends):
             break
         limit *= 2
     return limit
@@ -69,7 +64,7 @@ def find_send_limit(
 def _sort_by_channel(
     programs: ProgramTable, at: torch.Tensor, sender: torch.Tensor, receiver: torch.Tensor
 ) -> torch.Tensor:
-    """The messages at these places, channel after channel and in the order of their places."""
+    """Returns the indices of messages sorted by channel, and within a channel by position."""
     rows, world = programs.columns, len(programs)
     return torch.argsort(
         ((rows.edge[at] * 2 + rows.direction[at]) * world + sender) * world + receiver, stable=True

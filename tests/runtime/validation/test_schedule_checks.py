@@ -176,7 +176,7 @@ def test_a_message_to_the_wrong_rank_or_twice_is_caught():
     astray = replace_program(
         VLM_SCHEDULE, 0, [i._replace(peer=0) if i.kind == "SEND" else i for i in VLM_SCHEDULE.programs[0]]
     )
-    with pytest.raises(ScheduleError, match="which nothing calls for"):
+    with pytest.raises(ScheduleError, match="which no micro-batch needs"):
         check_schedule(VLM_PLAN, IMAGE_SAMPLES, astray)
 
 
