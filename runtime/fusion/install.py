@@ -1,10 +1,9 @@
-"""Puts the functions of a plan's `sections/fused.py` in the place of methods, or of functions that methods
+"""Installs the functions of a plan's `sections/fused.py` in place of methods, or of functions that methods
 call by a global name.
 
-A function keeps the user's file and lines: tracebacks point there, and random ops inside it keep the names
-that they were captured with. It is only for plain tensors given as the trace had them; for anything else (a
-DTensor, a tensor that is marked as a part of a whole, an argument that was left at its default) the user's
-own code runs.
+A function keeps the user's file and line numbers: tracebacks point there, and random ops inside it keep the
+names that they were captured with. It is used only for arguments like those of the trace; for anything else
+(a DTensor, a tensor marked as a part, an argument left at its default) the user's own code runs.
 """
 
 from __future__ import annotations
@@ -29,36 +28,41 @@ from secc.runtime.tensor_parallel.rules.mark import mark_of
 FUSED_FILE = "sections/fused.py"
 _PLAIN_TENSOR_TYPES = (torch.Tensor, nn.Parameter)
 _FUSED_GLOBALS: dict[str, Any] = {
-    "torch": torch, "fused": operators, "device": torch.device, "inf": float("inf"), "nan": float("nan"), "NoneType": type(None),
-}  # fmt: skip
+    "torch": torch,
+    "fused": operators,
+    "device": torch.device,
+    "inf": float("inf"),
+    "nan": float("nan"),
+    "NoneType": type(None),
+}
 
 UserCallable = Callable[..., Any]
 
 
 def install_fused(model: nn.Module, rewrites: Iterable[CodeRewrite], source: str) -> None:
-    """Let the modules that `rewrites` name compute with fused operators; `source` is the text of fused.py.
+    """Makes the modules named by `rewrites` compute with fused operators; `source` is the text of fused.py.
 
-    Raises UserError if a module is not what the plan was made with.
+    Raises UserError if a module differs from the one that the plan was made with.
     """
-    for module, method, function in _replacements(model, tuple(rewrites), source):
-        setattr(module, method, function)
+    for module, method, replacement in _replacements(model, tuple(rewrites), source):
+        setattr(module, method, replacement)
 
 
 @contextmanager
 def installed_temporarily(model: nn.Module, rewrites: Iterable[CodeRewrite], source: str) -> Iterator[None]:
-    """The same for a while."""
-    found = _replacements(model, tuple(rewrites), source)
+    """Context manager: `install_fused` inside, the user's own code afterwards."""
+    replacements = _replacements(model, tuple(rewrites), source)
     try:
-        for module, method, function in found:
-            setattr(module, method, function)
+        for module, method, replacement in replacements:
+            setattr(module, method, replacement)
         yield
     finally:
-        for module, method, _ in found:
+        for module, method, _ in replacements:
             delattr(module, method)
 
 
 def read_fused_source(directory: Path) -> str:
-    """The text of a plan's fused.py, "" if it has none."""
+    """Returns the text of a plan's fused.py, "" if it has none."""
     path = directory / FUSED_FILE
     return path.read_text() if path.exists() else ""
 
@@ -66,48 +70,51 @@ def read_fused_source(directory: Path) -> str:
 def _replacements(
     model: nn.Module, rewrites: tuple[CodeRewrite, ...], source: str
 ) -> list[tuple[nn.Module, str, UserCallable]]:
-    """(module, method, what takes its place)."""
+    """Returns (module, method, its replacement) for all rewrites."""
     trees = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
-    found: dict[tuple[str, str], tuple[nn.Module, dict[str, UserCallable]]] = {}
-    whole: list[tuple[nn.Module, str, UserCallable]] = []
+    functions_by_method: dict[tuple[str, str], tuple[nn.Module, dict[str, UserCallable]]] = {}
+    replacements: list[tuple[nn.Module, str, UserCallable]] = []
     for rewrite in rewrites:
         for path in rewrite.modules:
             module = _find_module(model, path, rewrite)
-            own = getattr(module, rewrite.method)
+            original = getattr(module, rewrite.method)
             if rewrite.method in vars(module):
                 raise UserError(
-                    f"{path} has a {rewrite.method} of its own, the plan was made without",
+                    f"{path} has its own {rewrite.method}, which it had not when the plan was made",
                     remedy="compile the model again",
                 )
             if rewrite.function:
-                called = inspect.unwrap(own.__func__).__globals__.get(rewrite.function)
+                called = inspect.unwrap(original.__func__).__globals__.get(rewrite.function)
                 if called is None:
-                    message = f"{rewrite.cls}.{rewrite.method} calls no {rewrite.function}, as it did when the plan was made"
-                    raise UserError(message, remedy="compile the model again")
-                names = found.setdefault((path, rewrite.method), (module, {}))[1]
+                    raise UserError(
+                        f"{rewrite.cls}.{rewrite.method} no longer calls {rewrite.function}, as it did when"
+                        " the plan was made",
+                        remedy="compile the model again",
+                    )
+                names = functions_by_method.setdefault((path, rewrite.method), (module, {}))[1]
                 names[rewrite.function] = _dispatch_plain(
                     called, _compile_function(trees[rewrite.name], rewrite, called), None
                 )
             else:
-                fused = MethodType(_compile_function(trees[rewrite.name], rewrite, own), module)
-                whole.append((module, rewrite.method, _dispatch_plain(own, fused, module)))
-    for (_, method), (module, names) in found.items():
-        whole.append(
+                fused = MethodType(_compile_function(trees[rewrite.name], rewrite, original), module)
+                replacements.append((module, rewrite.method, _dispatch_plain(original, fused, module)))
+    for (_, method), (module, names) in functions_by_method.items():
+        replacements.append(
             (module, method, MethodType(rebind_globals(getattr(module, method).__func__, names), module))
         )
-    return whole
+    return replacements
 
 
 def _find_module(model: nn.Module, path: str, rewrite: CodeRewrite) -> nn.Module:
     module = model.get_submodule(path)
     if type(module).__name__ != rewrite.cls:
-        message = f"{path} is of class {type(module).__name__}, the plan was made with {rewrite.cls}"
+        message = f"{path} is of class {type(module).__name__}, but the plan was made with {rewrite.cls}"
         raise UserError(message, remedy="compile the model again")
     return module
 
 
 def _compile_function(tree: ast.FunctionDef, rewrite: CodeRewrite, own: UserCallable) -> FunctionType:
-    """The function of fused.py, with the user's file and line for each statement."""
+    """Compiles a function of fused.py with the user's file and line number for each statement."""
     statements = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     for part, line in ((tree, rewrite.lines[0]), *zip(statements, rewrite.lines[1:], strict=True)):
         for node in ast.walk(part):
@@ -120,7 +127,7 @@ def _compile_function(tree: ast.FunctionDef, rewrite: CodeRewrite, own: UserCall
 
 
 def _dispatch_plain(own: UserCallable, fused: UserCallable, module: nn.Module | None) -> UserCallable:
-    """`fused` where the arguments are plain tensors that it takes, `own` elsewhere."""
+    """Returns a function that calls `fused` for plain tensors and arguments that it takes, else `own`."""
     code = getattr(fused, "__func__", fused).__code__
     names = frozenset(code.co_varnames[: code.co_argcount])
     most = code.co_argcount - (module is not None)
@@ -141,25 +148,25 @@ def _dispatch_plain(own: UserCallable, fused: UserCallable, module: nn.Module | 
 
 
 def rebind_globals(function: FunctionType, names: dict[str, UserCallable]) -> FunctionType:
-    """A copy of a function that finds `names` where it looked up globals, also inside its decorators'
-    closures.
+    """Returns a copy of a function that finds `names` where it looks up globals, also inside the closures of
+    its decorators.
 
-    Raises ValueError for a decorator that hides what it wraps.
+    Raises ValueError for a decorator that hides the function that it wraps.
     """
-    inner = getattr(function, "__wrapped__", None)
-    if inner is None:
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is None:
         return _copy_function(function, function.__globals__ | names, function.__closure__)
     cells = function.__closure__ or ()
-    if not isinstance(inner, FunctionType) or not any(_cell_content(c) is inner for c in cells):
+    if not isinstance(wrapped, FunctionType) or not any(_cell_content(c) is wrapped for c in cells):
         raise ValueError(f"{function.__qualname__} is wrapped in a way that hides its code")
-    again = rebind_globals(inner, names)
-    made = _copy_function(
+    rebound = rebind_globals(wrapped, names)
+    copied = _copy_function(
         function,
         function.__globals__,
-        tuple(CellType(again) if _cell_content(c) is inner else c for c in cells),
+        tuple(CellType(rebound) if _cell_content(c) is wrapped else c for c in cells),
     )
-    made.__wrapped__ = again  # pyright: ignore[reportFunctionMemberAccess]
-    return made
+    copied.__wrapped__ = rebound  # pyright: ignore[reportFunctionMemberAccess]
+    return copied
 
 
 def _cell_content(cell: CellType) -> Any:

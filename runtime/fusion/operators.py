@@ -1,9 +1,9 @@
-"""What rewritten code calls: the kernels by the names and shapes of users' code, and that code's own way
+"""The functions that rewritten code calls: kernels with the argument shapes of users' code, and plain ops
 where a kernel does not fit.
 
-Under tensor parallelism tensors may be parts (`secc.runtime.tensor_parallel.rules.mark`). A kernel runs on a part
-where that is its part of the result, and gives the result the part's mark; elsewhere plain ops run, which
-have rules.
+Under tensor parallelism, tensors may be parts (`secc.runtime.tensor_parallel.rules.mark`). A kernel runs on a
+part if it computes the rank's part of the result, which then gets the same mark; otherwise plain ops run, for
+which there are rules. The names of these functions appear in the text of the IR.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ TensorOperator = Callable[..., torch.Tensor]
 def _with_fallback(
     plain: TensorOperator, elementwise: bool = False
 ) -> Callable[[TensorOperator], TensorOperator]:
-    """For parts: the operator if the others are whole and the first is not cut along its last dim, or,
-    `elementwise`, if all are cut alike; else `plain`."""
+    """Decorates an operator for arguments that are parts. It runs if only the first argument is a part, not
+    cut along its last dim, or, with `elementwise`, if all arguments are cut in the same way; else `plain`
+    runs."""
 
     def decorate(operator: TensorOperator) -> TensorOperator:
         @functools.wraps(operator)
@@ -63,13 +64,13 @@ def _have_same_marks(found: ShardMark, rest: list[ShardMark | None]) -> bool:
 
 @_with_fallback(lambda gate, up: F.silu(gate) * up, elementwise=True)
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up."""
+    """Returns silu(gate) * up."""
     return kernels.swiglu(gate, up)
 
 
 @_with_fallback(lambda gate, up, approximate: F.gelu(gate, approximate=approximate) * up, elementwise=True)
 def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: Literal["none", "tanh"]) -> torch.Tensor:
-    """gelu(gate) * up."""
+    """Returns gelu(gate) * up."""
     return kernels.geglu(gate, up, approximate)
 
 
@@ -86,7 +87,7 @@ def _plain_layer_norm(
 
 @_with_fallback(_plain_rms_norm)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim."""
+    """Returns x / sqrt(mean(x^2) + eps) * weight over the last dim."""
     y = kernels.rms_norm(x, weight, eps)
     assert isinstance(y, torch.Tensor)
     return y
@@ -96,7 +97,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim."""
+    """Returns (x - mean) / sqrt(variance + eps) * weight + bias over the last dim."""
     y = kernels.layer_norm(x, weight, bias, eps)
     assert isinstance(y, torch.Tensor)
     return y
@@ -106,7 +107,7 @@ def layer_norm(
 def torch_layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """`F.layer_norm` over the last dim; under autocast torch's own, which decides the result's dtype."""
+    """`F.layer_norm` over the last dim; under autocast torch's own, which decides the dtype of the result."""
     if _is_autocast_on(x):
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return layer_norm(x, weight, bias, eps).to(x.dtype)
@@ -132,24 +133,24 @@ def _plain_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
 
 @_with_fallback(_plain_rotation)
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x * cos + rotate_half(x) * sin, for tables that broadcast over heads: [B, heads, S, D], [B, S, heads,
-    D] or, packed, [S, heads, D].
+    """Returns x * cos + rotate_half(x) * sin for tables that broadcast over heads. `x`: [B, heads, S, D], [B,
+    S, heads, D] or, packed, [S, heads, D].
 
-    Tables of another shape, and tables that get a gradient, take plain ops.
+    Tables of another shape, and tables that require a gradient, take plain ops.
     """
     dim = _heads_dim(x, cos, sin)
     if dim is None:
         return _plain_rotation(x, cos, sin)
-    lead = x.dim() == 3
+    is_packed = x.dim() == 3
     heads_first = x.transpose(-3, -2) if dim == x.dim() - 2 else x
-    tables = (t.select(dim, 0).unsqueeze(0) if lead else t.select(dim, 0) for t in (cos, sin))
-    y = kernels.rotate_one(heads_first.unsqueeze(0) if lead else heads_first, *tables)
-    y = y.squeeze(0) if lead else y
-    return y.transpose(-3, -2) if dim == x.dim() - 2 else y
+    tables = (t.select(dim, 0).unsqueeze(0) if is_packed else t.select(dim, 0) for t in (cos, sin))
+    rotated = kernels.rotate_one(heads_first.unsqueeze(0) if is_packed else heads_first, *tables)
+    rotated = rotated.squeeze(0) if is_packed else rotated
+    return rotated.transpose(-3, -2) if dim == x.dim() - 2 else rotated
 
 
 def _heads_dim(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> int | None:
-    """The dim of heads, over which the tables broadcast; None where the kernel does not fit."""
+    """Returns the dim of heads, over which the tables broadcast; None if the kernel does not fit."""
     if (
         cos.shape != sin.shape
         or cos.dim() != x.dim()
@@ -171,10 +172,10 @@ def _heads_dim(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> int | N
 
 
 def twice(table: torch.Tensor) -> torch.Tensor:
-    """Both halves of a table that was given once: [..., R / 2] to [..., R]."""
+    """Repeats a table given for one half: [..., R / 2] to [..., R]."""
     return torch.cat([table, table], -1)
 
 
 def rotate_parts(a: torch.Tensor, b: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """cat(a * cos - b * sin, b * cos + a * sin): halves that are two tensors, tables of half the width."""
+    """Returns cat(a * cos - b * sin, b * cos + a * sin): halves as two tensors, tables of half the width."""
     return rotate(torch.cat([a, b], -1), twice(cos), twice(sin))

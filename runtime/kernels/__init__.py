@@ -1,9 +1,9 @@
-"""Fused operators for training: losses on linear heads that never hold the logits, norms, gated activations,
-rotary embeddings, rows.
+"""Fused operators for training: losses on linear heads without whole logits, norms, gated activations, rotary
+embeddings, gathering and scattering of rows.
 
-Each file holds one operator: Triton kernels, the PyTorch reference beside them, a `torch.library` operator
-(namespace `secc`) with fake and autograd registrations, and a public function. All are deterministic (no
-atomics) and accumulate in float32; `backend` says when kernels run.
+Each module holds one operator: Triton kernels, a PyTorch reference, a `torch.library` operator (namespace
+`secc`) with fake and autograd registrations, and a public function. All are deterministic (no atomics) and
+accumulate in float32; `backend` says when kernels run.
 """
 
 from __future__ import annotations

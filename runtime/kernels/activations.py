@@ -1,5 +1,5 @@
-"""Scalar functions that several kernels share, in Triton and so that the interpreter runs them too (it has no
-libdevice)."""
+"""Scalar functions that several kernels share, written so that Triton's interpreter, which has no libdevice,
+runs them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from secc.runtime.kernels.backend import jit, tl
 
 @jit
 def stable_tanh(x):
-    """tanh without cancellation near zero: a series for small |x|, exponentials of negative numbers
-    elsewhere."""
+    """Returns tanh(x) without cancellation near zero: a series for small |x|, exponentials of negative
+    numbers elsewhere."""
     e = tl.exp(-2.0 * tl.abs(x))
     large = (1.0 - e) / (1.0 + e)
     squared = x * x
@@ -19,7 +19,7 @@ def stable_tanh(x):
 
 @jit
 def apply_softcap(x, cap, CAPPED: tl.constexpr):
-    """cap * tanh(x / cap), or x where there is no cap."""
+    """Returns cap * tanh(x / cap), or x without a cap."""
     if CAPPED:
         x = cap * stable_tanh(x / cap)
     return x

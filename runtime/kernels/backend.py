@@ -1,9 +1,9 @@
-"""Which way an operator computes, and the few things every kernel file needs.
+"""Which implementation an operator uses, and helpers that all kernel modules share.
 
-Each operator has two ways: Triton kernels and a PyTorch reference. CUDA tensors take the kernels, CPU tensors
-the reference; with `TRITON_INTERPRET=1` set before the first import, CPU tensors take the kernels through
-Triton's interpreter. Where Triton is not installed, the kernels are plain functions that nobody calls.
-float64 always takes the reference: it is there to check the others.
+Each operator has two implementations: Triton kernels and a PyTorch reference. CUDA tensors use the kernels,
+CPU tensors the reference. With `TRITON_INTERPRET=1` set before the first import, CPU tensors use the kernels
+through Triton's interpreter. Without Triton the kernels are plain functions that are never called. float64
+always uses the reference, which checks the kernels.
 """
 
 from __future__ import annotations
@@ -29,67 +29,67 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit` where Triton is installed; its kernels read their module's globals, so helpers are
-    decorated too."""
+    """`triton.jit` if Triton is installed. Helpers of kernels are decorated, too, because kernels read their
+    module's globals."""
     return function if triton is None else triton.jit(function)
 
 
 def has_kernels(x: torch.Tensor) -> bool:
-    """Whether operators on `x` run Triton kernels: by device, dtype and what is installed."""
+    """Whether operators on `x` run Triton kernels, by device, dtype and what is installed."""
     if triton is None or x.dtype not in KERNEL_DTYPES:
         return False
     return KERNELS_INTERPRETED if x.device.type == "cpu" else x.is_cuda
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device: make it the tensor's."""
+    """Makes the tensor's device current, because Triton launches there."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums are kept in: float64 for float64, else float32."""
+    """Returns the dtype of sums: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Returns a / b, rounded up."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is at least `n` and at least 1."""
+    """Returns the smallest power of two that is at least `n` and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 @cache
 def reduction_program_count(device: torch.device) -> int:
-    """How many programs share a reduction over rows: a few for each multiprocessor; their partial sums are
+    """Returns how many programs share a reduction over rows: a few per multiprocessor; their partial sums are
     added in a fixed order."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def as_unit_stride_rows(x: torch.Tensor) -> torch.Tensor:
-    """[rows, H] with adjacent entries in a row."""
+    """Returns [rows, H] with adjacent entries within a row."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """[..., H] as [rows, H]: a view where strides allow it, else a copy."""
+    """Returns [..., H] as [rows, H]: a view if strides allow it, else a copy."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def check_argument(condition: bool, message: str, remedy: str = "") -> None:
-    """Raise UserError unless `condition` holds."""
+    """Raises UserError unless `condition` holds."""
     if not condition:
         raise UserError(message, remedy=remedy)
 
 
 def check_same_kind(name: str, *tensors: torch.Tensor | None) -> None:
-    """Raise UserError unless the tensors (None left out) share one floating dtype and one device."""
+    """Raises UserError unless the tensors (without None) have one floating dtype and one device."""
     given = [t for t in tensors if t is not None]
     kinds = {(t.dtype, t.device) for t in given}
     if len(kinds) > 1 or not given[0].is_floating_point():
-        seen = ", ".join(f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in given)
+        found = ", ".join(f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in given)
         raise UserError(
-            f"{name} needs floating tensors of one dtype on one device, not {seen}", remedy="cast them first"
+            f"{name} needs floating tensors of one dtype on one device, not {found}", remedy="cast them first"
         )

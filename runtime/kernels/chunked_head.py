@@ -1,17 +1,17 @@
-"""What the divergences on linear heads share: logits by chunks of rows, and the head's gradients from their
-gradients.
+"""What the divergences on linear heads share: logits in chunks of rows, and the head's gradients from the
+logits' gradients.
 
-The tiling. Rows are taken in chunks; a chunk's logits [rows of the chunk, vocabulary] are one matrix product
-into a buffer that all chunks reuse, small kernels read it (statistics, then loss and gradient), and the
-gradient replaces the logits in place. From it come the chunk's rows of the hidden gradient (final) and a
-partial sum of the weight's gradient. So memory is O(chunk x vocabulary) whatever the number of rows, and no
-FLOP is spent twice: gradients are computed with the loss, for an upstream gradient of one, and backward
-scales them in place. Where no gradient is wanted, only logits are computed.
+Tiling. Rows are processed in chunks. A chunk's logits [rows of the chunk, vocabulary] are one matrix product
+into a buffer that all chunks reuse; small kernels read it (statistics, then loss and gradient), and the
+gradient replaces the logits in place. It yields the chunk's rows of the hidden gradient and a summand of the
+weight's gradient. So memory is O(chunk x vocabulary) for any number of rows, and no FLOP is spent twice:
+gradients are computed together with the loss, for an upstream gradient of one, and backward scales them in
+place. If no gradient is required, only logits are computed.
 
-Rounding. Logits have the hidden states' dtype, as PyTorch's linear gives them; all else is float32. Products
-accumulate in float32. Their sum over chunks is kept in float32 for a float32 weight, under autocast too; for
-a 16-bit weight in its own dtype over at most `OWN_DTYPE_CHUNKS` chunks, and beyond in float32, which takes 4
-bytes an entry until backward.
+Rounding. Logits have the dtype of the hidden states, as from PyTorch's linear; everything else is float32.
+Products accumulate in float32. Their sum over chunks is float32 for a float32 weight, also under autocast.
+For a 16-bit weight it has the weight's dtype if there are at most `MAX_OWN_DTYPE_CHUNKS` chunks, else
+float32, which takes 4 bytes per entry until backward.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from secc.runtime.kernels.launch_tuning import LaunchParameters
 from secc.runtime.kernels.vocab_group import VocabGroup
 
 MAX_OWN_DTYPE_CHUNKS = 4
-MIN_CHUNK_ROWS = 256  # of a chunk on a GPU: with fewer, a product is bound by reading the weight
+MIN_CHUNK_ROWS = 256  # on a GPU: with fewer rows, a product is bound by reading the weight
 CHUNK_LOGITS_BYTES = {
     "cuda": 640 << 20,
     "cpu": 16 << 20,
-}  # of one model's chunk: on a GPU 2,176 rows of 152k tokens in 16 bits
+}  # for one model: on a GPU 2,176 rows of 152k tokens in 16 bits
 
 
 def choose_chunk_rows(name: str, hidden: torch.Tensor, vocabulary: int) -> int:
-    """Rows whose logits exist at a time, for so many tokens on each rank: the same on all ranks that share a
-    vocabulary."""
+    """Returns the number of rows in a chunk, for `vocabulary` tokens on each rank. It is the same on all
+    ranks that share a vocabulary."""
     forced = launch_tuning.choose_launch(name, vocabulary, hidden).rows
     if forced:
         return forced
@@ -53,45 +53,46 @@ def choose_chunk_rows(name: str, hidden: torch.Tensor, vocabulary: int) -> int:
 
 
 def weight_sum_dtype(hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> torch.dtype:
-    """The dtype that a weight's gradient is summed in over chunks of so many rows (see the module's note on
-    rounding)."""
+    """Returns the dtype in which a weight's gradient is summed over chunks of `chunk` rows (see Rounding
+    above)."""
     own = weight.is_cuda and ceil_div(hidden.shape[0], chunk) <= MAX_OWN_DTYPE_CHUNKS
     return weight.dtype if own else accumulator_dtype(weight.dtype)
 
 
 def default_loss_launch(vocabulary: int, _: torch.device) -> LaunchParameters:
-    """Blocks that keep loads of a row wide; the operator chooses its rows and tokens itself."""
+    """Returns blocks that keep loads of a row wide; the operator chooses its rows and tokens itself."""
     return LaunchParameters(block=min(next_power_of_2(vocabulary), 4096), rows=0, warps=8)
 
 
 def loss_launch_candidates(vocabulary: int, _: torch.device) -> list[LaunchParameters]:
-    """Other blocks and warps: the chunk is a choice of memory, not of speed alone."""
+    """Returns other blocks and warps to measure. The chunk is not among them, because it is a choice of
+    memory, too."""
     blocks = [b for b in (1024, 2048, 4096, 8192) if b <= next_power_of_2(vocabulary)]
     return [LaunchParameters(block, 0, warps) for block in blocks for warps in (4, 8, 16)]
 
 
 def split_rows(rows: int, chunk: int) -> Iterator[slice]:
-    """Slices of at most `chunk` rows."""
+    """Yields slices of at most `chunk` rows."""
     for start in range(0, rows, chunk):
         yield slice(start, min(start + chunk, rows))
 
 
 class ChunkedHead:
-    """The logits of a linear head, a chunk of rows at a time in one buffer; the weight is taken in the hidden
-    states' dtype."""
+    """A linear head (hidden [N, H], weight [V, H]) that computes logits one chunk of rows at a time in one
+    buffer. The weight is cast to the dtype of the hidden states."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> None:
         self.hidden, self.weight, self.chunk = hidden, weight.to(hidden.dtype), chunk
         self._buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
 
     def compute_logits(self, rows: slice) -> torch.Tensor:
-        """[rows, vocabulary], valid until the next call; the caller may overwrite it."""
+        """Returns the logits [rows, V], valid until the next call; the caller may overwrite them."""
         return torch.mm(self.hidden[rows], self.weight.t(), out=self._buffer[: rows.stop - rows.start])
 
 
 class ChunkedHeadGradient:
-    """Gradients of a head's hidden states and weight (those that are wanted) from the logits' gradients by
-    chunks."""
+    """Accumulates the required gradients of a head's hidden states and weight from the logits' gradients of
+    its chunks."""
 
     def __init__(self, head: ChunkedHead, weight: torch.Tensor, want_hidden: bool, want_weight: bool) -> None:
         self._head = head
@@ -104,15 +105,15 @@ class ChunkedHeadGradient:
         )
 
     def add_chunk(self, rows: slice, logits_gradient: torch.Tensor) -> None:
-        """Take in the gradient of a chunk's logits."""
+        """Adds the gradient of a chunk's logits [rows, V]."""
         if self.hidden is not None:
             torch.mm(logits_gradient, self._head.weight, out=self.hidden[rows])
         if self.weight is not None:
             add_product_(self.weight, logits_gradient.t(), self._head.hidden[rows])
 
     def results(self, shards: VocabGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        """(hidden, weight) gradients, empty where not wanted; the hidden states' is summed over vocabulary
-        shards."""
+        """Returns the (hidden, weight) gradients, empty if not required. The hidden states' gradient is
+        summed over the vocabulary shards."""
         nothing = self._head.hidden.new_empty
         if self.hidden is not None:
             shards.all_reduce_(self.hidden)
@@ -122,7 +123,7 @@ class ChunkedHeadGradient:
 
 
 def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, with factors of fewer bits than the sum."""
+    """Computes total += a @ b, for factors of at most as many bits as the sum."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
@@ -134,7 +135,7 @@ def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def make_fake_gradients(
     hidden: torch.Tensor, weight: torch.Tensor, chunk: int, want_hidden: bool, want_weight: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `HeadGradient.results` returns, in shape and dtype."""
+    """Returns tensors of the shapes and dtypes of `ChunkedHeadGradient.results`."""
     nothing = hidden.new_empty
     dtype = weight_sum_dtype(hidden, weight, chunk)
     return torch.empty_like(hidden) if want_hidden else nothing(0), torch.empty_like(
@@ -145,11 +146,11 @@ def make_fake_gradients(
 def scale_saved_gradients(
     ctx, upstream: torch.Tensor, dtypes: tuple[torch.dtype, ...]
 ) -> list[torch.Tensor | None]:
-    """The saved gradients times the upstream one, each rounded once to its dtype; None for those that were
-    not wanted.
+    """Returns the saved gradients times the upstream one, each rounded once to its dtype; None for those not
+    required.
 
-    Where the dtype allows they are scaled in place, since a second copy of the weight's gradient could be the
-    peak of memory; so backward runs once, and a second one raises UserError.
+    They are scaled in place if the dtype allows, because a second copy of the weight's gradient could be the
+    peak of memory. So backward can run only once; a second one raises UserError.
     """
     if getattr(ctx, "spent", False):
         raise UserError(
@@ -157,7 +158,7 @@ def scale_saved_gradients(
             remedy="compute the loss again for each backward",
         )
     ctx.spent = True
-    # One entry, not none: a 0-dim factor would be rounded to the gradient's dtype before the product.
+    # One entry in one dim: a 0-dim factor would be rounded to the gradient's dtype before the product.
     factor = upstream.reshape(1)
     return [
         _scale_gradient(g.detach(), factor, dtype) for g, dtype in zip(ctx.saved_tensors, dtypes, strict=True)
@@ -165,11 +166,11 @@ def scale_saved_gradients(
 
 
 def _scale_gradient(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    if gradient.dim() == 1:  # nothing was wanted
+    if gradient.dim() == 1:  # not required
         return None
     if (
         type(gradient) is not torch.Tensor
-    ):  # a trace: it wants values, and finds out itself what may be overwritten
+    ):  # traced: only values matter, tracing decides itself what may be overwritten
         return (gradient * factor).to(dtype)
     out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     return torch.mul(gradient, factor, out=out)
@@ -180,10 +181,10 @@ def _is_autocast_on(hidden: torch.Tensor) -> bool:
 
 
 def cast_as_autocast(hidden: torch.Tensor) -> torch.Tensor:
-    """Hidden states in the autocast dtype where autocast is on, as PyTorch's linear would take them.
+    """Returns hidden states in the autocast dtype if autocast is on, as PyTorch's linear would.
 
-    The weight follows in `Head`, below autograd: so a float32 weight's gradient is summed in float32 and
-    never exists in 16 bits.
+    The weight is cast in `ChunkedHead`, below autograd, so that a float32 weight's gradient is summed in
+    float32 and never exists in 16 bits.
     """
     return hidden.to(torch.get_autocast_dtype(hidden.device.type)) if _is_autocast_on(hidden) else hidden
 
@@ -191,8 +192,8 @@ def cast_as_autocast(hidden: torch.Tensor) -> torch.Tensor:
 def check_head_fits(
     name: str, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:
-    """Raise UserError unless a head [V, H] takes hidden states [..., H]: floating numbers of one device and,
-    without autocast, dtype."""
+    """Raises UserError unless a head [V, H] fits hidden states [..., H]: floating numbers on one device and,
+    without autocast, of one dtype."""
     fits = weight.dim() == 2 and hidden.shape[-1:] == weight.shape[1:]
     check_argument(fits, f"{name}: hidden {list(hidden.shape)} and weight {list(weight.shape)} do not fit")
     if _is_autocast_on(hidden):

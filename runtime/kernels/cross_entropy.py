@@ -1,17 +1,17 @@
-"""Cross entropy of a linear head's logits, which exist one tile of rows and tokens at a time (`entropy` has
-the mathematics).
+"""Cross entropy of a linear head with logits that exist only one tile of rows and tokens at a time
+(`tile_cross_entropy` has the mathematics).
 
-The tiling. Forward multiplies a tile [rows, tokens], keeps four numbers a row of it, and goes on; two numbers
-a row are left for backward, and no gradient. Backward multiplies each tile again, turns it into the gradient
-in place, and adds two products of it to the gradients. A quarter of the rows is taken at a time, so a 16-bit
-weight's gradient, which is summed in its own dtype over these quarters (in float32 inside a product), rounds
-four times; the hidden gradient is summed in float32. A tile and that sum together take what the hidden states
-take, which is what Liger-Kernel's chunks of logits take.
+Tiling. Forward computes a tile [rows, tokens] and keeps four numbers per row of it; two numbers per row
+remain for backward, and no gradient. Backward computes each tile again, turns it into the gradient in place,
+and adds two products of it to the gradients. Rows are processed in four parts, so that the gradient of a
+16-bit weight, which is summed over these parts in its own dtype (inside a product in float32), rounds four
+times; the hidden gradient is summed in float32. A tile and that sum together take as much memory as the
+hidden states, like Liger-Kernel's chunks of logits.
 
-FLOPs for N rows: 2NHV forward, 6NHV backward: a third more than unfused PyTorch, which keeps the logits, and
-Liger-Kernel, which makes gradients with the loss. For that the weight's gradient is read and written 4 times,
-not V / H times, and does not exist between forward and backward. Where no gradient is wanted the FLOPs are
-the same.
+FLOPs for N rows: 2NHV forward, 6NHV backward. That is a third more than unfused PyTorch, which keeps the
+logits, and Liger-Kernel, which computes gradients with the loss. In return, the weight's gradient is read and
+written 4 times instead of V / H times, and does not exist between forward and backward. Without a required
+gradient the FLOPs are the same.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from secc.runtime.kernels.tile_cross_entropy import (
 from secc.runtime.kernels.vocab_group import VocabGroup
 
 ROW_TILE_COUNT = 4
-MIN_TILE_ROWS, MIN_TILE_TOKENS = 256, 4096  # of a tile on a GPU: smaller products leave it idle
+MIN_TILE_ROWS, MIN_TILE_TOKENS = 256, 4096  # on a GPU: smaller products leave it idle
 _CPU_TILE_ENTRIES = 1 << 20  # entries of a tile on a CPU
 
 
 @dataclass(frozen=True)
 class LogitTiles:
-    """The tiles of one head: `hidden` [N, H] by `weight` [V, H] and `bias` [V], `rows` and `tokens` at a
-    time."""
+    """The tiles of a head: `hidden` [N, H] by `weight` [V, H] and `bias` [V], `rows` rows and `tokens` tokens
+    at a time."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -57,7 +57,7 @@ class LogitTiles:
 
     @staticmethod
     def choose_tiles(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LogitTiles:
-        """The tiling that the module describes, or what `tuning` says."""
+        """Returns the tiling described above, or the one from `launch_tuning`."""
         count, width = hidden.shape
         launch = launch_tuning.choose_launch(CROSS_ENTROPY_NAME, weight.shape[0] or 1, hidden)
         rows = launch.rows or max(ceil_div(count, ROW_TILE_COUNT), MIN_TILE_ROWS)
@@ -71,21 +71,23 @@ class LogitTiles:
         )
 
     def row_slices(self) -> Iterator[slice]:
+        """Yields the slices of rows."""
         for start in range(0, self.hidden.shape[0], self.rows):
             yield slice(start, min(start + self.rows, self.hidden.shape[0]))
 
     def token_slices(self) -> Iterator[slice]:
+        """Yields the slices of tokens."""
         for start in range(0, self.weight.shape[0], self.tokens):
             yield slice(start, min(start + self.tokens, self.weight.shape[0]))
 
     def make_buffer(self) -> torch.Tensor:
-        """Memory for any tile."""
+        """Allocates memory that is large enough for any tile."""
         return self.hidden.new_empty(
             min(self.rows, self.hidden.shape[0]) * min(self.tokens, self.weight.shape[0])
         )
 
     def head_of_tokens(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(weight in the hidden states' dtype, bias) of some tokens."""
+        """Returns (weight in the dtype of the hidden states, bias) of some tokens."""
         return self.weight[tokens].to(self.hidden.dtype), None if self.bias is None else self.bias[tokens]
 
 
@@ -95,7 +97,7 @@ def _multiply_tile(buffer: torch.Tensor, hidden: torch.Tensor, weight: torch.Ten
 
 
 def _tile_partials(tiles: LogitTiles, target: torch.Tensor, rule: LabelTarget) -> torch.Tensor:
-    """[tiles of tokens, N, 4]: the statistics of every row on every tile."""
+    """Returns the statistics of every row on every slice of tokens: [slices, N, 4]."""
     count = ceil_div(tiles.weight.shape[0], tiles.tokens)
     out = tiles.hidden.new_empty(count, tiles.hidden.shape[0], 4, dtype=accumulator_dtype(tiles.hidden.dtype))
     buffer = tiles.make_buffer()
@@ -110,8 +112,7 @@ def _tile_partials(tiles: LogitTiles, target: torch.Tensor, rule: LabelTarget) -
 
 
 def _join_partials(partials: torch.Tensor) -> torch.Tensor:
-    """[1, N, 4]: the tiles of this shard as one; a shard without tokens has none, and gives what adds
-    nothing."""
+    """Joins the tiles of this shard: [1, N, 4]. A shard without tokens yields neutral values."""
     nothing = partials.new_tensor([-torch.inf, 0.0, 0.0, 0.0]).expand(1, partials.shape[1], 4)
     partials = torch.cat([nothing, partials])
     top = partials[:, :, 0].amax(0)
@@ -122,8 +123,8 @@ def _join_partials(partials: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("secc::linear_cross_entropy", mutates_args=())
 def _cross_entropy_op(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, ignore_index: int, label_smoothing: float,
-    softcap: float, first: int, vocabulary: int, group: str,
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
+    ignore_index: int, label_smoothing: float, softcap: float, first: int, vocabulary: int, group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     rule, shards = LabelTarget(ignore_index, label_smoothing, softcap, first, vocabulary), VocabGroup(group)
     rule.check_labels(target)
@@ -143,9 +144,9 @@ def _(hidden, weight, bias, target, ignore_index, label_smoothing, softcap, firs
 
 @torch.library.custom_op("secc::linear_cross_entropy_backward", mutates_args=())
 def _cross_entropy_backward_op(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, norms: torch.Tensor,
-    upstream: torch.Tensor, ignore_index: int, label_smoothing: float, softcap: float, first: int, vocabulary: int, group: str,
-    want_hidden: bool, want_weight: bool, want_bias: bool,
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
+    norms: torch.Tensor, upstream: torch.Tensor, ignore_index: int, label_smoothing: float, softcap: float,
+    first: int, vocabulary: int, group: str, want_hidden: bool, want_weight: bool, want_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     rule, wide = (
         LabelTarget(ignore_index, label_smoothing, softcap, first, vocabulary),
@@ -192,8 +193,8 @@ def _cross_entropy_backward_op(
 
 @_cross_entropy_backward_op.register_fake
 def _(
-    hidden, weight, bias, target, norms, upstream, ignore_index, label_smoothing, softcap, first, vocabulary, group,
-    want_hidden, want_weight, want_bias,
+    hidden, weight, bias, target, norms, upstream, ignore_index, label_smoothing, softcap, first,
+    vocabulary, group, want_hidden, want_weight, want_bias,
 ):  # fmt: skip
     wanted = ((hidden, want_hidden), (weight, want_weight), (bias, want_bias))
     return tuple(
@@ -229,14 +230,14 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of `hidden @ weight.T + bias` without the logits: (sum over rows, number of rows that
-    count).
+    """Cross entropy of `hidden @ weight.T + bias` without whole logits. Returns (sum over rows, number of
+    counted rows).
 
-    `hidden` [..., H], `weight` [V, H], `target` [...] integers, `bias` [V]; rows with `ignore_index` are left
-    out. The sum is float32 (float64 for float64), the count int64. `softcap`: logits become softcap *
-    tanh(logits / softcap). Gradients reach hidden, weight and bias. Under autocast the products take its
-    dtype. Raises UserError for shapes or dtypes that do not fit, and on the CPU for a target that is no token
-    (on a GPU the sum is NaN).
+    `hidden` [..., H], `weight` [V, H], `target` [...] integers, `bias` [V]; rows with `ignore_index` do not
+    count. `softcap`: logits become softcap * tanh(logits / softcap). The sum is float32 (float64 for
+    float64), the count int64. Gradients reach hidden, weight and bias. Under autocast, products use its
+    dtype. Raises UserError for shapes or dtypes that do not fit, and on the CPU for a target outside of the
+    vocabulary (on a GPU the sum is NaN).
     """
     return sharded_linear_cross_entropy(
         hidden,
@@ -256,8 +257,8 @@ def sharded_linear_cross_entropy(
     rule: LabelTarget,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear_cross_entropy` on the tokens that this rank holds (from `rule.first` on) of a vocabulary that
-    the ranks of `group` share."""
+    """`linear_cross_entropy` on this rank's tokens (from `rule.first_token` on) of a vocabulary that the
+    ranks of `group` share."""
     check_head_fits(CROSS_ENTROPY_NAME, hidden, weight, bias)
     hidden = cast_as_autocast(hidden)
     check_argument(
@@ -273,8 +274,8 @@ def sharded_linear_cross_entropy(
     )
     rule.check_options(CROSS_ENTROPY_NAME)
     loss, count, _ = _cross_entropy_op(
-        as_rows(hidden), weight, bias, target.reshape(-1), rule.ignore_index, rule.label_smoothing, rule.softcap, rule.first_token,
-        rule.vocabulary, group,
+        as_rows(hidden), weight, bias, target.reshape(-1), rule.ignore_index, rule.label_smoothing,
+        rule.softcap, rule.first_token, rule.vocabulary, group,
     )  # fmt: skip
     return loss, count
 

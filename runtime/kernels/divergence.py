@@ -1,17 +1,18 @@
-"""Divergences between two softmaxes over one vocabulary, row by row, from chunks of logits: kernels and their
-PyTorch reference.
+"""Divergences between two softmaxes over one vocabulary, row by row, from chunks of logits: Triton kernels
+and their PyTorch reference.
 
 With p = softmax(teacher / T), q = softmax(student / T) and m = beta * p + (1 - beta) * q:
 
-    forward   sum p log(p / q)                                                gradient by a student's logit:
-    (q - p) / T reverse   sum q log(q / p)                                                q (log(q / p) - R) /
-    T, R the row's divergence js        beta * sum p log(p / m) + (1 - beta) * sum q log(q / m)         (1 -
-    beta) q (log(q / m) - R) / T, R = sum q log(q / m)
+    kind      divergence                                                 gradient by a student's logit
+    forward   sum p log(p / q)                                           (q - p) / T
+    reverse   sum q log(q / p)                                           q (log(q / p) - R) / T, R this sum
+    js        beta * sum p log(p / m) + (1 - beta) * sum q log(q / m)    (1 - beta) q (log(q / m) - R) / T,
+                                                                         R = sum q log(q / m)
 
-Terms are summed as p log(p / q) + q - p (the same sum, for p and q each add up to one), by a series where p
-and q are close, so that no term is negative and nothing cancels. A token of probability zero adds nothing on
-the side that it weighs. `row_norms` reads the logits once; `value_and_gradient_` reads them once more, and a
-third time for the kinds whose gradient needs R.
+Terms are summed as p log(p / q) + q - p (the same sum, because p and q each add up to one), by a series where
+p and q are close, so that no term is negative and nothing cancels. A token of probability zero adds nothing
+on the side that it weighs. `compute_row_norms` reads the logits once; `compute_value_and_gradient_` reads
+them once more, and a third time for kinds with a gradient that needs R.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ DIVERGENCE_KINDS = ("forward", "reverse", "js")
 
 @dataclass(frozen=True)
 class Divergence:
-    """Which divergence, at which temperature; `beta` is the teacher's share of the mixture of `js`."""
+    """A kind of divergence, its temperature, and for `js` the teacher's share `beta` of the mixture."""
 
     kind: str
     beta: float
     temperature: float
 
     def check_options(self, name: str) -> None:
-        """Raise UserError for a kind, beta or temperature that means nothing."""
+        """Raises UserError for a kind, beta or temperature without a meaning."""
         check_argument(
             self.kind in DIVERGENCE_KINDS,
             f"{name}: no divergence is called {self.kind!r}",
@@ -60,7 +61,7 @@ class Divergence:
 
 @jit
 def _update_running_norm(top, total, z):
-    """One more block of logits for the running maximum and the sum of exponentials above it."""
+    """Updates the running maximum and the sum of exponentials above it by one block of logits."""
     higher = tl.maximum(top, tl.max(z, 0))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     return higher, total * tl.exp(top - base) + tl.sum(tl.exp(z - base), 0)
@@ -104,8 +105,8 @@ def _norms_reference(student: torch.Tensor, teacher: torch.Tensor, temperature: 
 def compute_row_norms(
     name: str, student: torch.Tensor, teacher: torch.Tensor, temperature: float, shards: VocabGroup
 ) -> torch.Tensor:
-    """[4, rows]: what `combine` gives for a chunk's student and teacher logits / temperature, over all
-    shards."""
+    """Returns [4, rows]: the norms (see `combine_softmax_partials`) of a chunk's student and teacher logits /
+    temperature, over all shards."""
     rows, width = student.shape
     if has_kernels(student):
         out = student.new_empty(rows, 4, dtype=torch.float32)
@@ -128,7 +129,7 @@ def compute_row_norms(
 
 @jit
 def log_mixture(log_p, log_q, beta):
-    """log(beta * p + (1 - beta) * q)."""
+    """Returns log(beta * p + (1 - beta) * q)."""
     a = log_p + tl.log(beta)
     b = log_q + tl.log(1.0 - beta)
     top = tl.maximum(a, b)
@@ -143,7 +144,7 @@ def _weigh_log_ratio(p, log_ratio):
 
 @jit
 def _divergence_term(log_p, log_q):
-    """p log(p / q) + q - p, without cancellation."""
+    """Returns p log(p / q) + q - p without cancellation."""
     p = tl.exp(log_p)
     x = log_p - log_q
     series = x * x * (0.5 - x * (1.0 / 6.0) * (1.0 - x * 0.25 * (1.0 - x * 0.2)))
@@ -152,7 +153,7 @@ def _divergence_term(log_p, log_q):
 
 @jit
 def value_at_token(log_q, log_p, beta, KIND: tl.constexpr):
-    """A token's share of the row's divergence, and of R (see the module)."""
+    """Returns a token's share of the row's divergence, and of R (see the module)."""
     if KIND == "forward":
         value = _divergence_term(log_p, log_q)
         inner = value
@@ -168,7 +169,7 @@ def value_at_token(log_q, log_p, beta, KIND: tl.constexpr):
 
 @jit
 def gradient_at_token(log_q, log_p, inner, beta, KIND: tl.constexpr):
-    """T times the derivative of the row's divergence by a student's logit."""
+    """Returns T times the derivative of the row's divergence with respect to a student's logit."""
     q = tl.exp(log_q)
     if KIND == "forward":
         change = q - tl.exp(log_p)
@@ -214,13 +215,13 @@ def _value_and_gradient_kernel(
 
 
 def chunk_log_softmax(logits: torch.Tensor, norms: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probabilities [rows, width] from a chunk's logits and its norms [2, rows]."""
+    """Returns log-probabilities [rows, width] from a chunk's logits and its norms [2, rows]."""
     return logits.to(norms.dtype) / temperature - norms[0].unsqueeze(1) - norms[1].unsqueeze(1)
 
 
 def _value_and_gradient_reference(
-    student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, inner: torch.Tensor, kept: torch.Tensor, out: torch.Tensor,
-    rule: Divergence, value: bool, gradient: bool,
+    student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, inner: torch.Tensor,
+    kept: torch.Tensor, out: torch.Tensor, rule: Divergence, value: bool, gradient: bool,
 ) -> None:  # fmt: skip
     log_q = chunk_log_softmax(student, norms[:2], rule.temperature)
     log_p = chunk_log_softmax(teacher, norms[2:4], rule.temperature)
@@ -271,7 +272,8 @@ def _value_reference(
 def gradient_at_token_reference(
     log_q: torch.Tensor, log_p: torch.Tensor, inner: torch.Tensor, rule: Divergence
 ) -> torch.Tensor:
-    """The derivative of rows' divergences by the student's logits; `inner` [rows] is R (see the module)."""
+    """Returns the derivative of the rows' divergences with respect to the student's logits; `inner` [rows] is
+    R (see the module)."""
     q = log_q.exp()
     if rule.kind == "forward":
         change = q - log_p.exp()
@@ -284,14 +286,14 @@ def gradient_at_token_reference(
 
 
 def compute_value_and_gradient_(
-    name: str, student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, inner: torch.Tensor, kept: torch.Tensor, rule: Divergence,
-    *, value: bool, gradient: bool,
+    name: str, student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, inner: torch.Tensor,
+    kept: torch.Tensor, rule: Divergence, *, value: bool, gradient: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """One more reading of a chunk: [2, rows] of this shard's values (0 where `kept` is 0) and shares of R, if
-    `value`.
+    """Reads a chunk again. Returns [2, rows]: with `value`, this shard's values (0 where `kept` is 0) and
+    shares of R.
 
-    If `gradient`, the student's logits become the derivative of the summed values by them; `inner` then holds
-    R for kinds that need it.
+    With `gradient`, the student's logits are overwritten by the derivative of the summed values; for kinds
+    that need it, `inner` must hold R.
     """
     rows, width = student.shape
     out = norms.new_zeros(2, rows)
@@ -301,18 +303,19 @@ def compute_value_and_gradient_(
     launch = launch_tuning.choose_launch(name, width or 1, student)
     with on_device(student):
         _value_and_gradient_kernel[(rows,)](
-            student, teacher, norms, inner, kept, out, rows, student.stride(0), teacher.stride(0), width, 1 / rule.temperature, rule.beta,
-            KIND=rule.kind, VALUE=value, GRADIENT=gradient, BLOCK=launch.block, num_warps=launch.warps,
+            student, teacher, norms, inner, kept, out, rows, student.stride(0), teacher.stride(0), width,
+            1 / rule.temperature, rule.beta, KIND=rule.kind, VALUE=value, GRADIENT=gradient,
+            BLOCK=launch.block, num_warps=launch.warps,
         )  # fmt: skip
     return out
 
 
 def compute_row_values(
-    name: str, student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, kept: torch.Tensor, rule: Divergence, shards: VocabGroup,
-    *, gradient: bool,
+    name: str, student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, kept: torch.Tensor,
+    rule: Divergence, shards: VocabGroup, *, gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(this shard's values [rows], R [rows] of all shards); with `gradient`, the student's logits become
-    their derivative."""
+    """Returns (this shard's values [rows], R [rows] of all shards); with `gradient`, the student's logits are
+    overwritten by their derivative."""
     once = gradient and not rule.needs_row_value
     values, inner = compute_value_and_gradient_(
         name, student, teacher, norms, norms[0], kept, rule, value=True, gradient=once

@@ -1,8 +1,8 @@
-"""Gated activations, silu(gate) * up and gelu(gate) * up: one kernel forward, one backward that computes the
-activation again.
+"""Gated activations, silu(gate) * up and gelu(gate) * up: one forward kernel, and one backward kernel that
+recomputes the activation.
 
-Entries are handled in float32 and rounded once, where unfused PyTorch also rounds the activation. Rows may
-have any stride, so both halves of one projection can be taken as they lie.
+Entries are computed in float32 and rounded once; unfused PyTorch also rounds the activation. Rows may have
+any stride, so both halves of one projection can be used in place.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from secc.runtime.kernels.backend import (
 from secc.runtime.kernels.launch_tuning import LaunchParameters
 
 GATED_NAME = "gated"
-GELU_TANH_SLOPE, GELU_TANH_CUBIC = math.sqrt(2 / math.pi), 0.044715  # of the tanh form of gelu
+GELU_TANH_SLOPE, GELU_TANH_CUBIC = math.sqrt(2 / math.pi), 0.044715  # in the tanh form of gelu
 
 
 @jit
 def _activation_and_slope(x, ACTIVATION: tl.constexpr):
-    """(the activation of x, its derivative)."""
+    """Returns (the activation of x, its derivative)."""
     if ACTIVATION == "silu":
         share = tl.sigmoid(x)
         slope = share * (1.0 + x * (1.0 - share))
@@ -158,8 +158,8 @@ def _gated_backward_op(
     if dgate.numel():
         with on_device(gate):
             _gated_backward_kernel[_launch_grid(rows, width, launch)](
-                upstream, gate, up, dgate, dup, width, upstream.stride(0), gate.stride(0), up.stride(0), ACTIVATION=activation,
-                BLOCK=launch.block, num_warps=launch.warps,
+                upstream, gate, up, dgate, dup, width, upstream.stride(0), gate.stride(0), up.stride(0),
+                ACTIVATION=activation, BLOCK=launch.block, num_warps=launch.warps,
             )  # fmt: skip
     return dgate, dup
 
@@ -191,14 +191,15 @@ def _apply_gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, entry by entry; both [..., I]. Raises UserError if they differ in shape."""
+    """Returns silu(gate) * up, entry by entry; both [..., I]. Raises UserError if their shapes differ."""
     return _apply_gate(gate, up, "silu")
 
 
 def geglu(
     gate: torch.Tensor, up: torch.Tensor, approximate: Literal["none", "tanh"] = "tanh"
 ) -> torch.Tensor:
-    """gelu(gate) * up, entry by entry; both [..., I]; `approximate` as in `torch.nn.functional.gelu`."""
+    """Returns gelu(gate) * up, entry by entry; both [..., I]; `approximate` as in
+    `torch.nn.functional.gelu`."""
     check_argument(
         approximate in ("none", "tanh"),
         f"geglu: no approximation is called {approximate!r}",

@@ -1,10 +1,10 @@
-"""Rows picked out of a tensor and rows put into one: packing and unpacking ragged edges, image features into
-embeddings.
+"""Gathers rows of a tensor and scatters rows into one: packing and unpacking ragged edges, image features
+into embeddings.
 
-`gather_rows` and `scatter_rows` each read and write every row once. Their backward is exact and
-deterministic: rows that were picked several times have their gradients summed in order of picking, by sorting
-the index instead of adding atomically; a row that was replaced passes no gradient to what it replaced.
-`ragged_index` turns offsets and a choice of samples into the index of their rows.
+`gather_rows` and `scatter_rows` read and write every row once. Their backward is exact and deterministic: the
+gradients of a row that was picked several times are summed in the order of picking, by sorting the index
+instead of adding atomically; a replaced row passes no gradient to what it replaced. `ragged_index` turns
+offsets and a choice of samples into the index of their rows.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ ROWS_NAME = "rows"
 def _pick_kernel(
     x, index, base, out, count, width, x_stride, base_stride, BASE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out[i] = x[index[i]]; for a negative index base[i], or zeros without a base; not a number past the end
-    of x."""
+    """out[i] = x[index[i]]; base[i] (or zeros) for a negative index; NaN past the end of x."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -50,7 +49,7 @@ def _pick_kernel(
 
 @jit
 def _sum_picked_kernel(upstream, order, starts, out, width, stride, BLOCK: tl.constexpr):
-    """out[r] = the sum of upstream[order[j]] for j in starts[r] … starts[r + 1]."""
+    """out[r] = sum of upstream[order[j]] over j in starts[r] … starts[r + 1]."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -68,7 +67,7 @@ def _pick_reference(x: torch.Tensor, index: torch.Tensor, base: torch.Tensor | N
 
 
 def _pick_rows(x: torch.Tensor, index: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
-    """[index, H]: rows of x, and rows of `base` (or zeros) where the index is negative."""
+    """Returns [index, H]: rows of x, or rows of `base` (or zeros) where the index is negative."""
     if not has_kernels(x):
         return _pick_reference(x, index, base)
     rows, width = index.shape[0], x.shape[1]
@@ -147,13 +146,13 @@ _gather_op.register_autograd(_backward_of_gather, setup_context=_setup_gather_co
 def _scatter_op(
     base: torch.Tensor, index: torch.Tensor, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(base with rows put in, source): source[r] is the entry of `rows` that row r took, -1 where it kept its
+    """Returns (base with rows put in, source): source[r] is the entry of `rows` in row r, -1 if it kept its
     own."""
     _check_index(index, base.shape[0])
     count = base.shape[0]
     put, order = index.sort(stable=True)
     last = torch.ones_like(put, dtype=torch.bool)
-    last[:-1] = put[:-1] != put[1:]  # of entries for one row the last counts
+    last[:-1] = put[:-1] != put[1:]  # the last of several entries for one row counts
     source = order.new_full((count + 1,), -1)
     source.scatter_(
         0, torch.where(last & (put >= 0) & (put < count), put, count), order
@@ -203,8 +202,8 @@ _scatter_op.register_autograd(_backward_of_scatter, setup_context=_setup_scatter
 
 
 def _check_index(index: torch.Tensor, rows: int) -> None:
-    """Raise UserError for a row that does not exist. On a GPU looking would stall it: such a picked row is
-    not a number instead."""
+    """Raises UserError for a row past the end. Not checked on a GPU, because reading the index would stall
+    it; such a row is NaN there."""
     if not index.is_cuda and index.numel():
         check_argument(int(index.max()) < rows, f"row {int(index.max())} of {rows} does not exist")
 
@@ -222,23 +221,22 @@ def _check_index_kind(index: torch.Tensor) -> torch.Tensor:
 
 
 def gather_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """[M, ...]: x[index[i]] for each i; a negative index gives a row of zeros.
+    """Returns [M, ...]: x[index[i]] for each i, and zeros for a negative index.
 
-    `x` [N, ...] of any dtype, `index` [M] integers. The gradient of a row picked several times is the sum, in
-    order of picking. Raises UserError on the CPU for an index past the end; on a GPU such a row is not a
-    number.
+    `x` [N, ...] of any dtype, `index` [M] integers. The gradient of a row picked several times is the sum in
+    the order of picking. Raises UserError on the CPU for an index past the end; on a GPU such a row is NaN.
     """
     check_argument(x.dim() > 0, "gather_rows: x has no rows")
     return _gather_op(_flatten_rows(x), _check_index_kind(index)).view(index.shape[0], *x.shape[1:])
 
 
 def scatter_rows(base: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """A copy of `base` in which row index[i] is rows[i]; a negative index puts nothing, and of several for
-    one row the last counts.
+    """Returns a copy of `base` in which row index[i] is rows[i]; a negative index is skipped, and the last of
+    several rows for one index counts.
 
-    `base` [N, ...], `index` [M] integers, `rows` [M, ...] of base's dtype. Gradients reach base where it was
-    kept and rows where they were put. Raises UserError for shapes and dtypes that do not fit, and on the CPU
-    for an index past the end (on a GPU nothing is put).
+    `base` [N, ...], `index` [M] integers, `rows` [M, ...] of the dtype of base. Gradients reach base in rows
+    that it kept, and rows that were put in. Raises UserError for shapes and dtypes that do not fit, and on
+    the CPU for an index past the end (skipped on a GPU).
     """
     check_argument(
         base.dim() > 0 and rows.shape == (index.shape[0], *base.shape[1:]),
@@ -251,8 +249,8 @@ def scatter_rows(base: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) ->
 
 
 def ragged_index(offsets: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
-    """The rows of `samples`, one after another, where sample s has rows offsets[s] … offsets[s + 1]; both
-    integer lists."""
+    """Returns the rows of `samples`, one after another; sample s has rows offsets[s] … offsets[s + 1]. Both
+    are integer vectors."""
     starts, lengths = offsets[samples], offsets[samples + 1] - offsets[samples]
     ends = lengths.cumsum(0)
     shift = (starts - (ends - lengths)).repeat_interleave(lengths)

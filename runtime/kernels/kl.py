@@ -1,8 +1,8 @@
-"""Divergence between a teacher's and a student's next-token distributions, from their hidden states and
-heads, without their logits.
+"""Divergence between a teacher's and a student's next-token distributions, from hidden states and heads,
+without whole logits.
 
-Tiling as in `linear_loss`, with the logits of one chunk for either model; `divergence` has the mathematics.
-FLOPs for N rows: 2NHV for each model's logits and 4NHV for the student's gradients, as unfused.
+Tiled as in `chunked_head`, with one chunk of logits per model; `divergence` has the mathematics. FLOPs for N
+rows: 2NHV for each model's logits and 4NHV for the student's gradients, as unfused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LINEAR_KL_NAME = "linear_kl"
 
 
 def counted_rows(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
-    """[rows] of uint8: 1 where a row counts."""
+    """Returns [rows] of uint8: 1 for rows that count."""
     return (
         hidden.new_ones(hidden.shape[0], dtype=torch.uint8) if mask is None else (mask != 0).to(torch.uint8)
     )
@@ -38,9 +38,9 @@ def counted_rows(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tenso
 
 @torch.library.custom_op("secc::linear_kl", mutates_args=())
 def _linear_kl_op(
-    student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
-    mask: torch.Tensor | None, temperature: float, kind: str, beta: float, vocabulary: int, group: str, want_hidden: bool,
-    want_weight: bool,
+    student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor, mask: torch.Tensor | None, temperature: float, kind: str, beta: float,
+    vocabulary: int, group: str, want_hidden: bool, want_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     rule, shards, kept = (
         Divergence(kind, beta, temperature),
@@ -76,8 +76,8 @@ def _linear_kl_op(
 
 @_linear_kl_op.register_fake
 def _(
-    student_hidden, student_weight, teacher_hidden, teacher_weight, mask, temperature, kind, beta, vocabulary, group, want_hidden,
-    want_weight,
+    student_hidden, student_weight, teacher_hidden, teacher_weight, mask, temperature, kind, beta,
+    vocabulary, group, want_hidden, want_weight,
 ):  # fmt: skip
     chunk = choose_chunk_rows(LINEAR_KL_NAME, student_hidden, ceil_div(vocabulary, VocabGroup(group).size))
     gradients = make_fake_gradients(student_hidden, student_weight, chunk, want_hidden, want_weight)
@@ -102,11 +102,11 @@ _linear_kl_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def check_head_pair(
-    name: str, student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
-    mask: torch.Tensor | None,
+    name: str, student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor, mask: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Raise UserError unless both heads fit their hidden states and share rows and a vocabulary, and the mask
-    fits the rows."""
+    """Raises UserError unless both heads fit their hidden states and have the same rows and vocabulary, and
+    the mask fits the rows."""
     check_head_fits(f"{name}, the student", student_hidden, student_weight)
     check_head_fits(f"{name}, the teacher", teacher_hidden, teacher_weight)
     check_argument(
@@ -119,7 +119,8 @@ def check_head_pair(
     check_argument(
         sizes[0] == sizes[1],
         f"{name}: the student has {sizes[0]} tokens, the teacher {sizes[1]}",
-        f"where the longer one is padding, cut it: weight[:{min(sizes)}] takes its softmax over the tokens that both have",
+        f"if the longer one is padded, cut it: weight[:{min(sizes)}] takes the softmax over the tokens that"
+        " both have",
     )
     check_argument(
         mask is None or list(mask.shape) == rows, f"{name}: the mask has one entry for each row, {rows}"
@@ -141,15 +142,15 @@ def linear_kl(
     kind: DivergenceKind = "forward",
     beta: float = 0.5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divergence of softmax(logits / temperature) of teacher and student, without the logits: (sum over rows,
-    number of rows that count).
+    """Divergence of the teacher's and the student's softmax(logits / temperature) without whole logits.
+    Returns (sum over rows, number of counted rows).
 
     `student_hidden` [..., H], `student_weight` [V, H], `teacher_hidden` [..., K], `teacher_weight` [V, K],
-    `mask` [...] bool or integer (rows with 0 are left out). Kinds: `forward` KL(teacher || student),
+    `mask` [...] bool or integer (rows with 0 do not count). Kinds: `forward` KL(teacher || student),
     `reverse` KL(student || teacher), `js` beta * KL(teacher || m) + (1 - beta) * KL(student || m) with m =
-    beta * teacher + (1 - beta) * student, 0 < beta < 1. No factor of temperature squared. The sum is float32
-    (float64 for float64), the count int64. Gradients reach the student's arguments only. Raises UserError for
-    shapes or dtypes that do not fit and for unequal vocabularies.
+    beta * teacher + (1 - beta) * student, 0 < beta < 1. There is no factor of temperature squared. The sum is
+    float32 (float64 for float64), the count int64. Gradients reach the student's arguments only. Raises
+    UserError for shapes or dtypes that do not fit and for unequal vocabularies.
     """
     return sharded_linear_kl(
         student_hidden,
@@ -164,10 +165,10 @@ def linear_kl(
 
 
 def sharded_linear_kl(
-    student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
-    mask: torch.Tensor | None, rule: Divergence, vocabulary: int, group: str,
+    student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor, mask: torch.Tensor | None, rule: Divergence, vocabulary: int, group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`linear_kl` on the tokens that this rank of `group` holds of both vocabularies."""
+    """`linear_kl` on the tokens of both vocabularies that this rank of `group` holds."""
     check_head_pair(LINEAR_KL_NAME, student_hidden, student_weight, teacher_hidden, teacher_weight, mask)
     check_argument(vocabulary > 0, f"{LINEAR_KL_NAME}: an empty vocabulary")
     student_hidden, teacher_hidden, teacher_weight = (
@@ -178,9 +179,9 @@ def sharded_linear_kl(
     rule.check_options(LINEAR_KL_NAME)
     grad = torch.is_grad_enabled()
     loss, count, *_ = _linear_kl_op(
-        as_rows(student_hidden), student_weight, as_rows(teacher_hidden), teacher_weight, None if mask is None else mask.reshape(-1),
-        rule.temperature, rule.kind, rule.beta, vocabulary, group, grad and student_hidden.requires_grad,
-        grad and student_weight.requires_grad,
+        as_rows(student_hidden), student_weight, as_rows(teacher_hidden), teacher_weight,
+        None if mask is None else mask.reshape(-1), rule.temperature, rule.kind, rule.beta, vocabulary,
+        group, grad and student_hidden.requires_grad, grad and student_weight.requires_grad,
     )  # fmt: skip
     return loss, count
 

@@ -1,11 +1,11 @@
-"""Divergence and cross entropy on one student's head: one pass over its logits gives both, one more gives the
-gradients of their sum.
+"""Divergence and cross entropy on one student's head: one pass over its logits yields both, a second one the
+gradient of their weighted sum.
 
-How much of each loss counts is known only in backward (the two sums have each their own upstream gradient),
-so gradients cannot be made with the losses as in `linear_kl`: backward computes both models' logits again and
-writes the gradient of the weighted sum at once. FLOPs for N rows: 2NHV for each model's logits, twice, and
-4NHV for the gradients: 12NHV at equal hidden sizes, where separate losses spend 16NHV and unfused PyTorch
-8NHV. Seven numbers a row are kept between forward and backward.
+The weights are known only in backward (each sum has its own upstream gradient), so gradients cannot be
+computed with the losses as in `linear_kl`. Backward computes both models' logits again and writes the
+gradient of the weighted sum at once. FLOPs for N rows: 2NHV for each model's logits, twice, and 4NHV for the
+gradients. That is 12NHV at equal hidden sizes; separate losses spend 16NHV, unfused PyTorch 8NHV. Seven
+numbers per row are kept between forward and backward.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ LINEAR_KL_CE_NAME = "linear_kl_ce"
 
 @dataclass(frozen=True)
 class RowUpstream:
-    """What backward knows of rows: norms [6, rows] (student at T, teacher at T, student), R [rows], and both
-    sums' gradients."""
+    """What backward knows of rows: norms [6, rows] (student at T, teacher at T, student), R [rows], and the
+    upstream gradients of both sums."""
 
     norms: torch.Tensor
     inner: torch.Tensor
@@ -68,8 +68,8 @@ class RowUpstream:
 
 @jit
 def _weighted_gradient_kernel(
-    student, teacher, norms, inner, kept, target, divergence, cross_entropy, student_stride, teacher_stride, norms_stride, width, first,
-    ignored, peak, spread, scale, beta, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    student, teacher, norms, inner, kept, target, divergence, cross_entropy, student_stride, teacher_stride,
+    norms_stride, width, first, ignored, peak, spread, scale, beta, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -123,7 +123,7 @@ def write_weighted_gradient_(
     rule: Divergence,
     labels: LabelTarget,
 ) -> None:
-    """Replace a chunk's student logits by the gradient of the weighted sum of both losses by them."""
+    """Replaces a chunk's student logits by their gradient of the weighted sum of both losses."""
     rows, width = student.shape
     if not has_kernels(student):
         _write_weighted_gradient_reference_(student, teacher, kept, target, up, rule, labels)
@@ -132,17 +132,18 @@ def write_weighted_gradient_(
         with on_device(student):
             _weighted_gradient_kernel[(rows, ceil_div(width, launch.block))](
                 student, teacher, up.norms, up.inner, kept, target, up.divergence, up.cross_entropy,
-                student.stride(0), teacher.stride(0), up.norms.stride(0), width, labels.first_token, labels.ignore_index,
-                1 - labels.label_smoothing, labels.label_smoothing / labels.vocabulary, 1 / rule.temperature, rule.beta,
-                KIND=rule.kind, BLOCK=launch.block, num_warps=launch.warps,
+                student.stride(0), teacher.stride(0), up.norms.stride(0), width, labels.first_token,
+                labels.ignore_index, 1 - labels.label_smoothing, labels.label_smoothing / labels.vocabulary,
+                1 / rule.temperature, rule.beta, KIND=rule.kind, BLOCK=launch.block, num_warps=launch.warps,
             )  # fmt: skip
 
 
 @torch.library.custom_op("secc::linear_kl_ce", mutates_args=())
 def _linear_kl_ce_op(
-    student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
-    target: torch.Tensor, mask: torch.Tensor | None, temperature: float, kind: str, beta: float, ignore_index: int, label_smoothing: float,
-    first: int, vocabulary: int, group: str,
+    student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor, target: torch.Tensor, mask: torch.Tensor | None, temperature: float,
+    kind: str, beta: float, ignore_index: int, label_smoothing: float, first: int, vocabulary: int,
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     rule, labels = (
         Divergence(kind, beta, temperature),
@@ -184,8 +185,8 @@ def _linear_kl_ce_op(
 
 @_linear_kl_ce_op.register_fake
 def _(
-    student_hidden, student_weight, teacher_hidden, teacher_weight, target, mask, temperature, kind, beta, ignore_index, label_smoothing,
-    first, vocabulary, group,
+    student_hidden, student_weight, teacher_hidden, teacher_weight, target, mask, temperature, kind, beta,
+    ignore_index, label_smoothing, first, vocabulary, group,
 ):  # fmt: skip
     rows, new = student_hidden.shape[0], student_hidden.to(accumulator_dtype(student_hidden.dtype)).new_empty
     return new(()), new((), dtype=torch.int64), new(()), new((), dtype=torch.int64), new(6, rows), new(rows)
@@ -193,10 +194,11 @@ def _(
 
 @torch.library.custom_op("secc::linear_kl_ce_backward", mutates_args=())
 def _linear_kl_ce_backward_op(
-    student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
-    target: torch.Tensor, mask: torch.Tensor | None, norms: torch.Tensor, inner: torch.Tensor, divergence: torch.Tensor,
-    cross_entropy: torch.Tensor, temperature: float, kind: str, beta: float, ignore_index: int, label_smoothing: float, first: int,
-    vocabulary: int, group: str, want_hidden: bool, want_weight: bool,
+    student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor, target: torch.Tensor, mask: torch.Tensor | None, norms: torch.Tensor,
+    inner: torch.Tensor, divergence: torch.Tensor, cross_entropy: torch.Tensor, temperature: float,
+    kind: str, beta: float, ignore_index: int, label_smoothing: float, first: int, vocabulary: int,
+    group: str, want_hidden: bool, want_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     rule, labels = (
         Divergence(kind, beta, temperature),
@@ -221,8 +223,9 @@ def _linear_kl_ce_backward_op(
 
 @_linear_kl_ce_backward_op.register_fake
 def _(
-    student_hidden, student_weight, teacher_hidden, teacher_weight, target, mask, norms, inner, divergence, cross_entropy, temperature,
-    kind, beta, ignore_index, label_smoothing, first, vocabulary, group, want_hidden, want_weight,
+    student_hidden, student_weight, teacher_hidden, teacher_weight, target, mask, norms, inner, divergence,
+    cross_entropy, temperature, kind, beta, ignore_index, label_smoothing, first, vocabulary, group,
+    want_hidden, want_weight,
 ):  # fmt: skip
     wanted = ((student_hidden, want_hidden), (student_weight, want_weight))
     return tuple(torch.empty_like(t) if want else t.new_empty(0) for t, want in wanted)
@@ -262,24 +265,26 @@ def linear_kl_ce(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`linear_kl` and `linear_cross_entropy` of one student: (divergence's sum, its rows, cross entropy's
-    sum, its rows).
+    """`linear_kl` and `linear_cross_entropy` of one student. Returns (sum of the divergence, its rows, sum of
+    the cross entropy, its rows).
 
-    Arguments as theirs: `mask` chooses the rows of the divergence, `target` (with `ignore_index`) those of
-    the cross entropy, which is taken at temperature 1. Either sum may be used alone or both, weighted as the
-    caller likes. Raises UserError as they do.
+    Arguments as there: `mask` selects the rows of the divergence, `target` (with `ignore_index`) those of the
+    cross entropy, which uses temperature 1. The caller may weight the sums as desired, or use only one.
+    Raises UserError as these functions do.
     """
     return sharded_linear_kl_ce(
-        student_hidden, student_weight, teacher_hidden, teacher_weight, target, mask, Divergence(kind, beta, temperature),
+        student_hidden, student_weight, teacher_hidden, teacher_weight, target, mask,
+        Divergence(kind, beta, temperature),
         LabelTarget(ignore_index, label_smoothing, 0.0, 0, student_weight.shape[0]), "",
     )  # fmt: skip
 
 
 def sharded_linear_kl_ce(
-    student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
-    target: torch.Tensor, mask: torch.Tensor | None, rule: Divergence, labels: LabelTarget, group: str,
+    student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor, target: torch.Tensor, mask: torch.Tensor | None, rule: Divergence,
+    labels: LabelTarget, group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`linear_kl_ce` on the tokens that this rank of `group` holds of both vocabularies."""
+    """`linear_kl_ce` on the tokens of both vocabularies that this rank of `group` holds."""
     check_head_pair(LINEAR_KL_CE_NAME, student_hidden, student_weight, teacher_hidden, teacher_weight, mask)
     student_hidden, teacher_hidden, teacher_weight = (
         cast_as_autocast(student_hidden),
@@ -296,9 +301,10 @@ def sharded_linear_kl_ce(
         not target.is_floating_point(), f"{LINEAR_KL_CE_NAME}: targets are token numbers, not {target.dtype}"
     )
     outputs = _linear_kl_ce_op(
-        as_rows(student_hidden), student_weight, as_rows(teacher_hidden), teacher_weight, target.reshape(-1),
-        None if mask is None else mask.reshape(-1), rule.temperature, rule.kind, rule.beta, labels.ignore_index, labels.label_smoothing,
-        labels.first_token, labels.vocabulary, group,
+        as_rows(student_hidden), student_weight, as_rows(teacher_hidden), teacher_weight,
+        target.reshape(-1), None if mask is None else mask.reshape(-1), rule.temperature, rule.kind,
+        rule.beta, labels.ignore_index, labels.label_smoothing, labels.first_token, labels.vocabulary,
+        group,
     )  # fmt: skip
     return outputs[0], outputs[1], outputs[2], outputs[3]
 

@@ -1,9 +1,10 @@
-"""Launch parameters of the kernels: defaults by size, measured ones from a cache, and `tune`, which measures.
+"""Launch parameters of kernels: defaults by size, measured ones from a cache, and `tune`, which measures
+them.
 
-A training step only looks parameters up. `tune` is called ahead of training, on the device that will train;
-what it finds is kept in memory and in one JSON file (`$SECC_KERNEL_CACHE`, else `kernels.json` under the
-user's cache folder, in `secc/`), by kernel, device name, dtype and size rounded up to a power of two, so that
-a table measured on other hardware is never used.
+A training step only looks parameters up. `tune` is called before training, on the device that will train. Its
+results are kept in memory and in a JSON file (`$SECC_KERNEL_CACHE`, else `secc/kernels.json` in the user's
+cache folder), keyed by kernel, device name, dtype and size rounded up to a power of two, so that a table
+measured on other hardware is never used.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ MakeTrial = Callable[
 
 @dataclass(frozen=True)
 class LaunchParameters:
-    """How a kernel is launched: columns and rows that one program holds, warps.
+    """How a kernel is launched: `block` columns and `rows` rows per program, and warps.
 
-    For the linear losses `rows` and `columns` are the rows and tokens whose logits exist at a time; 0 leaves
+    For the linear losses, `rows` and `columns` are the rows and tokens with logits at the same time; 0 leaves
     them to the operator.
     """
 
@@ -43,8 +44,8 @@ class LaunchParameters:
 
 @dataclass(frozen=True)
 class TunableKernel:
-    """A kernel whose launch may be measured: its default, what to try, and one run to time, all by size (row
-    length)."""
+    """A kernel with launch parameters that can be measured: defaults, candidates, and one run to time, all by
+    size (row length)."""
 
     name: str
     default_launch: Callable[[int, torch.device], LaunchParameters]
@@ -57,7 +58,7 @@ _forced_launches: dict[str, LaunchParameters] = {}
 
 
 def default_row_launch(width: int, _: torch.device) -> LaunchParameters:
-    """The default of kernels that hold whole rows: several short rows a program, more warps for long ones."""
+    """Defaults for kernels that hold whole rows: several short rows per program, more warps for long ones."""
     block = next_power_of_2(width)
     return LaunchParameters(block, max(4096 // block, 1), warps=min(max(block // 512, 4), 32))
 
@@ -74,12 +75,12 @@ def row_launch_candidates(width: int, _: torch.device) -> list[LaunchParameters]
 
 
 def register_kernel(tunable: TunableKernel) -> None:
-    """Make a kernel known to `launch` and `tune`."""
+    """Registers a kernel for `choose_launch` and `tune`."""
     TUNABLE_KERNELS[tunable.name] = tunable
 
 
 def cache_path() -> Path | None:
-    """Where measured parameters are kept between processes; None if `SECC_KERNEL_CACHE` is set and empty."""
+    """Returns the file of measured parameters; None if `SECC_KERNEL_CACHE` is set and empty."""
     chosen = os.environ.get("SECC_KERNEL_CACHE")
     if chosen is not None:
         return Path(chosen) if chosen else None
@@ -88,7 +89,7 @@ def cache_path() -> Path | None:
 
 @cache
 def measured_launches() -> dict[str, LaunchParameters]:
-    """Measured parameters, read once from the cache file; a file that cannot be read counts as empty."""
+    """Returns measured parameters, read once from the cache file; an unreadable file counts as empty."""
     path = cache_path()
     try:
         entries = json.loads(path.read_text()) if path is not None else {}
@@ -103,25 +104,24 @@ def _device_name(device: torch.device) -> str:
 
 
 def measurement_key(name: str, size: int, dtype: torch.dtype, device: torch.device) -> str:
-    """The entry of a measurement: what it depends on."""
+    """Returns the key of a measurement: everything that it depends on."""
     return f"{_device_name(device)}/{name}/{next_power_of_2(size)}/{str(dtype).removeprefix('torch.')}"
 
 
 def choose_launch(name: str, size: int, like: torch.Tensor) -> LaunchParameters:
-    """The parameters to launch a kernel with, for rows of `size` entries of `like`'s dtype on its device.
-    Never measures."""
+    """Returns the parameters for rows of `size` entries of `like`'s dtype on its device. Never measures."""
     if name in _forced_launches:
         return _forced_launches[name]
     if like.is_cuda:
-        found = measured_launches().get(measurement_key(name, size, like.dtype, like.device))
-        if found is not None:
-            return found
+        measured = measured_launches().get(measurement_key(name, size, like.dtype, like.device))
+        if measured is not None:
+            return measured
     return TUNABLE_KERNELS[name].default_launch(size, like.device)
 
 
 @contextmanager
 def use_launch(name: str, parameters: LaunchParameters) -> Iterator[None]:
-    """Launch a kernel with these parameters inside the block, whatever was measured."""
+    """Uses these parameters inside the block, whatever was measured."""
     before = _forced_launches.get(name)
     _forced_launches[name] = parameters
     try:
@@ -133,7 +133,9 @@ def use_launch(name: str, parameters: LaunchParameters) -> Iterator[None]:
 
 
 def _time_milliseconds(run: Callable[[], object]) -> float:
-    from triton.testing import do_bench  # here, since Triton may be missing where nothing is measured
+    from triton.testing import (
+        do_bench,
+    )  # imported here, because Triton may be missing where nothing is measured
 
     return do_bench(run, return_mode="median")  # pyright: ignore[reportReturnType]  # a number, without quantiles
 
@@ -141,7 +143,7 @@ def _time_milliseconds(run: Callable[[], object]) -> float:
 def _find_fastest(
     tunable: TunableKernel, size: int, run: Callable[[], object], device: torch.device, time: TimeRun
 ) -> LaunchParameters:
-    """The fastest candidate; those that the device cannot hold are passed over."""
+    """Returns the fastest candidate; candidates that the device cannot hold are skipped."""
     times: dict[LaunchParameters, float] = {}
     default = tunable.default_launch(size, device)
     for candidate in dict.fromkeys([default, *tunable.launch_candidates(size, device)]):
@@ -162,32 +164,32 @@ def tune(
     time: TimeRun = _time_milliseconds,
     save: bool = True,
 ) -> dict[str, LaunchParameters]:
-    """Measure kernels on this device and keep the best parameters.
+    """Measures kernels on this device and keeps the best parameters.
 
-    `sizes` names the kernels (keys of `TUNABLES`) and the length of their rows (the hidden size, or the
-    vocabulary for the linear losses); `rows` is how many rows to measure with. Returns the parameters found.
-    Raises UserError for an unknown kernel or without a GPU.
+    `sizes`: kernel name (a key of `TUNABLE_KERNELS`) -> length of its rows (the hidden size, or the
+    vocabulary for the linear losses). `rows`: the number of rows to measure with. Returns the parameters
+    found. Raises UserError for an unknown kernel or without a GPU.
     """
     device = torch.device(device)
     if unknown := sizes.keys() - TUNABLE_KERNELS.keys():
         raise UserError(
-            f"no kernel is called {sorted(unknown)[0]}",
+            f"unknown kernel {sorted(unknown)[0]}",
             remedy=f"choose from {', '.join(sorted(TUNABLE_KERNELS))}",
         )
     if time is _time_milliseconds and not torch.cuda.is_available():
         raise UserError("kernels are tuned on the GPU that will run them, and there is none here")
-    found: dict[str, LaunchParameters] = {}
+    best: dict[str, LaunchParameters] = {}
     for name, size in sizes.items():
         run = TUNABLE_KERNELS[name].make_trial(rows, size, dtype, device)
-        found[name] = _find_fastest(TUNABLE_KERNELS[name], size, run, device, time)
-        measured_launches()[measurement_key(name, size, dtype, device)] = found[name]
+        best[name] = _find_fastest(TUNABLE_KERNELS[name], size, run, device, time)
+        measured_launches()[measurement_key(name, size, dtype, device)] = best[name]
     if save:
         _save_measured()
-    return found
+    return best
 
 
 def _save_measured() -> None:
-    """Write all measurements, replacing the file in one step so that a reader never sees half of it."""
+    """Writes all measurements; the file is replaced atomically."""
     path = cache_path()
     if path is None:
         return

@@ -1,12 +1,12 @@
-"""RMS and layer normalisation of rows, with the residual addition before them if asked: one kernel forward,
-one backward.
+"""RMS and layer normalisation of rows, optionally after adding a residual: one forward kernel, one backward
+kernel.
 
-    h = x + residual                   rounded to its dtype, as the unfused residual stream is y = (h -
-    mean(h)) / sqrt(mean((h - mean(h))^2) + eps) * weight + bias         without the means: RMS norm, which
-    has no bias
+    h = x + residual                   rounded to its dtype, like the unfused residual stream
+    y = (h - mean(h)) / sqrt(mean((h - mean(h))^2) + eps) * weight + bias     RMS norm: no means, no bias
 
 A program holds whole rows. Backward sums the weight's gradient over a fixed slab of rows in each program, and
-the slabs' sums in order, so it is deterministic. Each tensor is read once forward and once backward.
+then the slabs' sums in order, so it is deterministic. Each tensor is read once in forward and once in
+backward.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from secc.runtime.kernels.backend import (
 )
 
 NORM_NAME = "norm"
-MAX_ROW_ENTRIES = 1 << 16  # entries of a row that a program can hold
+MAX_ROW_ENTRIES = 1 << 16  # that a program can hold
 
 
 @jit
 def _norm_forward_kernel(
     x, residual, weight, bias, y, h, moments, rows, width, x_stride, residual_stride, eps,
-    CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -66,7 +67,8 @@ def _norm_forward_kernel(
 @jit
 def _norm_backward_kernel(
     dy, dh, h, weight, moments, dx, sums, rows, width, dy_stride, dh_stride, h_stride, tiles,
-    CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     slab = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -140,7 +142,7 @@ def _backward_reference(
 def _result_dtypes(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of h and y: PyTorch's promotion of what they are made of."""
+    """Returns the dtypes of h and y: PyTorch's promotion of their operands."""
     h = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     y = h if weight is None else torch.promote_types(h, weight.dtype)
     return h, y if bias is None else torch.promote_types(y, bias.dtype)
@@ -169,9 +171,11 @@ def _norm_op(
     if rows:
         with on_device(x):
             _norm_forward_kernel[(ceil_div(rows, launch.rows),)](
-                x, other, x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(), y, h, moments,
-                rows, width, x.stride(0), other.stride(0), eps, CENTER=center, RESIDUAL=residual is not None, WEIGHT=weight is not None,
-                BIAS=bias is not None, ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps,
+                x, other, x if weight is None else weight.contiguous(),
+                x if bias is None else bias.contiguous(), y, h, moments, rows, width, x.stride(0),
+                other.stride(0), eps, CENTER=center, RESIDUAL=residual is not None,
+                WEIGHT=weight is not None, BIAS=bias is not None, ROWS=launch.rows, BLOCK=launch.block,
+                num_warps=launch.warps,
             )  # fmt: skip
     return y, h, moments
 
@@ -207,9 +211,10 @@ def _norm_backward_op(
     other = dy if dh is None else as_unit_stride_rows(dh)
     with on_device(h):
         _norm_backward_kernel[(slabs,)](
-            dy, other, h, h if weight is None else weight.contiguous(), moments, dx, sums, rows, width, dy.stride(0), other.stride(0),
-            h.stride(0), ceil_div(tiles, slabs), CENTER=center, RESIDUAL=dh is not None, WEIGHT=weight is not None,
-            ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps,
+            dy, other, h, h if weight is None else weight.contiguous(), moments, dx, sums, rows, width,
+            dy.stride(0), other.stride(0), h.stride(0), ceil_div(tiles, slabs), CENTER=center,
+            RESIDUAL=dh is not None, WEIGHT=weight is not None, ROWS=launch.rows, BLOCK=launch.block,
+            num_warps=launch.warps,
         )  # fmt: skip
     weight_sum, bias_sum = sums.sum(0).unbind()
     return dx, weight_sum.clone(), bias_sum.clone()
@@ -273,8 +278,8 @@ def _apply_norm(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32 inside; with `residual`, (the norm of
-    x + residual, x + residual).
+    """Returns x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32; with `residual`,
+    (the norm of x + residual, x + residual).
 
     `x` and `residual` [..., H], `weight` [H] or None. The result has the dtype that PyTorch promotes x and
     weight to. Raises UserError for shapes that do not fit.
@@ -289,8 +294,8 @@ def layer_norm(
     eps: float = 1e-5,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim; `weight` and `bias` [H] or None;
-    the rest as `rms_norm`."""
+    """Returns (x - mean) / sqrt(variance + eps) * weight + bias over the last dim; `weight` and `bias` [H] or
+    None; otherwise like `rms_norm`."""
     return _apply_norm(x, weight, bias, residual, eps, center=True)
 
 

@@ -1,11 +1,11 @@
-"""Rotary position embedding of queries and keys, halves rotated as Hugging Face's `rotate_half` does.
+"""Rotary position embedding of queries and keys (Su et al., "RoFormer", 2021), with halves rotated as in
+Hugging Face's `rotate_half`.
 
-    y1 = x1 * cos1 - x2 * sin1        y2 = x2 * cos2 + x1 * sin2        (1, 2: first and second half of the
-    rotated entries)
+    y1 = x1 * cos1 - x2 * sin1        y2 = x2 * cos2 + x1 * sin2        (1, 2: halves of the rotated entries)
 
-where entries beyond the tables' width pass through. A program takes one position and several heads, so a
-table row is read once for them. Backward is the transposed rotation by the same kernel. The tables depend on
-positions only and get no gradient.
+Entries beyond the width of the tables pass through. A program processes one position and several heads, so
+that a table row is read once for them. Backward is the transposed rotation by the same kernel. The tables
+depend on positions only and get no gradient.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ ROPE_NAME = "rope"
 
 @jit
 def _rotate_kernel(
-    x, cos, sin, y, heads, positions, width, half, x_batch, x_head, x_position, y_batch, y_head, y_position, table_batch, table_position,
-    TRANSPOSED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    x, cos, sin, y, heads, positions, width, half, x_batch, x_head, x_position, y_batch, y_head, y_position,
+    table_batch, table_position, TRANSPOSED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr,
 ):  # fmt: skip
     batch = (tl.program_id(0) // positions).to(tl.int64)
     position = (tl.program_id(0) % positions).to(tl.int64)
@@ -80,8 +81,8 @@ def _rotate_reference(
 
 
 def _empty_result(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a result: x's order of dims, as PyTorch's own arithmetic keeps it, with adjacent entries in
-    a head."""
+    """Allocates a result with the order of dims of `x`, as PyTorch's arithmetic does, and adjacent entries
+    within a head."""
     y = torch.empty_like(x, dtype=dtype)
     return y if y.stride(-1) == 1 else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
@@ -102,8 +103,8 @@ def _rope_op(
         launch = launch_tuning.choose_launch(ROPE_NAME, width, x)
         with on_device(x):
             _rotate_kernel[(batch * positions, ceil_div(heads, launch.rows))](
-                x, cos, sin, y, heads, positions, width, half, *x.stride()[:3], *y.stride()[:3], table_batch, 2 * half,
-                TRANSPOSED=transposed, HEADS=launch.rows, HALF=next_power_of_2(half),
+                x, cos, sin, y, heads, positions, width, half, *x.stride()[:3], *y.stride()[:3],
+                table_batch, 2 * half, TRANSPOSED=transposed, HEADS=launch.rows, HALF=next_power_of_2(half),
                 REST=next_power_of_2(width - 2 * half) if width > 2 * half else 0, num_warps=launch.warps,
             )  # fmt: skip
     return y
@@ -158,10 +159,10 @@ def rotate_one(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 def rope(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary position embedding: (rotated q, rotated k).
+    """Rotary position embedding. Returns (rotated q, rotated k).
 
     `q` [B, heads, S, D] and `k` [B, key heads, S, D] of any strides; `cos` and `sin` [B or 1, S, R] or [S, R]
-    with even R <= D, the halves usually equal; entries beyond R pass through. Results have the dtype that
+    with even R <= D and usually equal halves. Entries beyond R pass through. Results have the dtype that
     PyTorch promotes to. Raises UserError for shapes that do not fit and for tables that require a gradient.
     """
     cos, sin = _check_tables(cos, sin)

@@ -1,10 +1,10 @@
-"""Cross entropy of rows from tiles of logits: kernels and their PyTorch reference.
+"""Cross entropy of rows from tiles of logits: Triton kernels and their PyTorch reference.
 
-    logits = capped(hidden @ weight.T + bias)          capped(x) = softcap * tanh(x / softcap) loss of a row =
-    logsumexp(logits) - (1 - s) * logits[target] - s * mean(logits)         s = label_smoothing
+    logits = softcap(hidden @ weight.T + bias)         softcap(x) = cap * tanh(x / cap)
+    loss of a row = logsumexp(logits) - (1 - s) * logits[target] - s * mean(logits)     s = label_smoothing
 
-A tile is some rows of some tokens. `statistics` reads a tile once, `row_losses` joins the tiles of a row,
-`gradient_` overwrites a tile.
+A tile is some rows of some tokens. `compute_tile_statistics` reads a tile once, `compute_row_losses` joins
+the tiles of a row, `write_logits_gradient_` overwrites a tile with its gradient.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ CROSS_ENTROPY_NAME = "linear_cross_entropy"
 
 @dataclass(frozen=True)
 class LabelTarget:
-    """What a row's loss compares with: labels, which are left out, smoothing, the cap, and where this shard's
-    vocabulary starts."""
+    """Options of the cross entropy. `ignore_index`: label of rows that are left out; `softcap`: 0 for none;
+    `first_token`: the first token of this shard; `vocabulary`: tokens of all shards."""
 
     ignore_index: int
     label_smoothing: float
-    softcap: float  # 0: none
+    softcap: float
     first_token: int
-    vocabulary: int  # of all shards
+    vocabulary: int
 
     def check_options(self, name: str) -> None:
-        """Raise UserError for options that mean nothing."""
+        """Raises UserError for options without a meaning."""
         check_argument(self.vocabulary > 0, f"{name}: an empty vocabulary")
         check_argument(
             0.0 <= self.label_smoothing <= 1.0,
@@ -50,8 +50,8 @@ class LabelTarget:
         check_argument(self.softcap >= 0, f"{name}: softcap must be positive", "None means no cap")
 
     def check_labels(self, target: torch.Tensor) -> None:
-        """Raise UserError for a label that is no token. On a GPU such a row's loss is NaN instead, since
-        looking would stall it."""
+        """Raises UserError for a label that is not a token. Not checked on a GPU, because reading the labels
+        would stall it; the loss of such a row is NaN there."""
         if not target.is_cuda and bool(((target != self.ignore_index) & self.is_outside(target)).any()):
             bad = target[(target != self.ignore_index) & self.is_outside(target)][0].item()
             check_argument(
@@ -61,7 +61,7 @@ class LabelTarget:
             )
 
     def is_outside(self, target: torch.Tensor) -> torch.Tensor:
-        """Which labels are no tokens of the vocabulary (`ignore_index` too, as a rule)."""
+        """Returns which labels are not tokens of the vocabulary (normally including `ignore_index`)."""
         return (target < 0) | (target >= self.vocabulary)
 
 
@@ -111,10 +111,11 @@ def _statistics_kernel(
 def compute_tile_statistics(
     logits: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, rule: LabelTarget
 ) -> torch.Tensor:
-    """[rows, 4] of a tile: greatest logit, sum of exp(logit - greatest), the target's logit (0 if not here),
-    sum of logits.
+    """Returns [rows, 4] for a tile: maximum logit, sum of exp(logit - maximum), the target's logit (0 if it
+    is not in the tile), sum of logits.
 
-    `logits` [rows, width] are the products of the tokens from `rule.first` on, `bias` [width] theirs.
+    `logits` [rows, width]: products with the tokens from `rule.first_token` on; `bias` [width]: of these
+    tokens.
     """
     rows, width = logits.shape
     if not has_kernels(logits):
@@ -123,8 +124,9 @@ def compute_tile_statistics(
     launch = launch_tuning.choose_launch(CROSS_ENTROPY_NAME, width or 1, logits)
     with on_device(logits):
         _statistics_kernel[(rows,)](
-            logits, logits if bias is None else bias, target, out, logits.stride(0), width, rule.first_token, rule.softcap or 1.0,
-            BIAS=bias is not None, CAP=rule.softcap != 0, BLOCK=launch.block, num_warps=launch.warps,
+            logits, logits if bias is None else bias, target, out, logits.stride(0), width,
+            rule.first_token, rule.softcap or 1.0, BIAS=bias is not None, CAP=rule.softcap != 0,
+            BLOCK=launch.block, num_warps=launch.warps,
         )  # fmt: skip
     return out
 
@@ -183,8 +185,8 @@ def _row_losses_kernel(
 def compute_row_losses(
     partials: torch.Tensor, target: torch.Tensor, rule: LabelTarget
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(losses [rows], norms [2, rows] as `combine` gives them) from all tiles' partials [tiles, rows, 4] (see
-    `statistics`)."""
+    """Returns (losses [rows], norms [2, rows] as from `combine_softmax_partials`) from the statistics of all
+    tiles [tiles, rows, 4]."""
     shards, rows, _ = partials.shape
     if not has_kernels(partials):
         return _row_losses_reference(partials, target, rule)
@@ -218,7 +220,7 @@ def _row_losses_reference(
 
 @jit
 def logit_gradient(log_q, columns, label, peak, spread):
-    """d loss / d logit: softmax minus the smoothed target distribution."""
+    """Returns d loss / d logit: the softmax minus the smoothed target distribution."""
     return tl.exp(log_q) - tl.where(columns == label, peak, 0.0) - spread
 
 
@@ -252,8 +254,8 @@ def write_logits_gradient_(
     upstream: torch.Tensor,
     rule: LabelTarget,
 ) -> None:
-    """Replace a tile's products hidden @ weight.T by the gradient of `upstream` (one number) times the summed
-    loss by them."""
+    """Replaces a tile's products hidden @ weight.T by their gradient of `upstream` (one number) times the
+    summed loss."""
     rows, width = logits.shape
     if not has_kernels(logits):
         _write_logits_gradient_reference_(logits, bias, target, norms, upstream, rule)
@@ -261,9 +263,10 @@ def write_logits_gradient_(
         launch = launch_tuning.choose_launch(CROSS_ENTROPY_NAME, width, logits)
         with on_device(logits):
             _logits_gradient_kernel[(rows, ceil_div(width, launch.block))](
-                logits, logits if bias is None else bias, target, norms, upstream, norms.stride(0), logits.stride(0), width,
-                rule.first_token, rule.ignore_index, 1 - rule.label_smoothing, rule.label_smoothing / rule.vocabulary, rule.softcap or 1.0,
-                BIAS=bias is not None, CAP=rule.softcap != 0, BLOCK=launch.block, num_warps=launch.warps,
+                logits, logits if bias is None else bias, target, norms, upstream, norms.stride(0),
+                logits.stride(0), width, rule.first_token, rule.ignore_index, 1 - rule.label_smoothing,
+                rule.label_smoothing / rule.vocabulary, rule.softcap or 1.0, BIAS=bias is not None,
+                CAP=rule.softcap != 0, BLOCK=launch.block, num_warps=launch.warps,
             )  # fmt: skip
 
 

@@ -1,11 +1,11 @@
-"""The losses on linear heads for tensor parallelism: every rank holds a slice of the vocabulary, and no rank
-sees a row's whole logits.
+"""The losses on linear heads under tensor parallelism: every rank holds a slice of the vocabulary, and none
+computes whole logits.
 
-Each rank calls with its slice of the weights and the same hidden states and labels; per row a few numbers
+Each rank passes its slice of the weights and the same hidden states and labels. Per row, a few numbers
 (maximum, sum of exponentials, the label's logit) are gathered over the group and combined in rank order, so
-that all ranks hold the same loss, bit for bit. The gradient of a rank's slice stays on it; the gradient of
-the hidden states, to which every slice adds, is summed over the group. So no further communication belongs
-around these calls: hidden states enter replicated, and the loss leaves replicated.
+that all ranks compute the same loss, bit for bit. The gradient of a slice stays on its rank; the gradient of
+the hidden states is summed over the group. So no further communication is needed around these calls: hidden
+states enter replicated, and the loss leaves replicated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def vocab_parallel_linear_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear_cross_entropy` where this rank's `weight` [v, H] and `bias` [v] are tokens first … first + v of
+    """`linear_cross_entropy` with this rank's `weight` [v, H] and `bias` [v] for tokens first … first + v of
     `vocabulary`.
 
     `target` holds token numbers of the whole vocabulary. Slices may differ in length and be empty. Collective
@@ -62,8 +62,8 @@ def vocab_parallel_linear_kl(
     kind: DivergenceKind = "forward",
     beta: float = 0.5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear_kl` where both weights are the same slice [v, …] of `vocabulary` tokens on each rank.
-    Collective over `group`."""
+    """`linear_kl` with the same slice [v, …] of `vocabulary` tokens in both weights of a rank. Collective
+    over `group`."""
     rule = Divergence(kind, beta, temperature)
     return kl.sharded_linear_kl(
         student_hidden,
@@ -94,8 +94,8 @@ def vocab_parallel_linear_kl_ce(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`linear_kl_ce` where both weights are tokens first … first + v of `vocabulary` on each rank. Collective
-    over `group`."""
+    """`linear_kl_ce` with tokens first … first + v of `vocabulary` in both weights of a rank. Collective over
+    `group`."""
     rule, labels = (
         Divergence(kind, beta, temperature),
         LabelTarget(ignore_index, label_smoothing, 0.0, first, vocabulary),

@@ -1,10 +1,12 @@
-"""Tensor parallelism: one replica of a section on several ranks, each with a part of the blocks' weights.
+"""Tensor parallelism: one replica of a section on several ranks, each with a part of its blocks' weights.
 
-A plan lists, for each section, how parameters are cut (`Shard`) and which of the user's own modules work on
-parts (`Style`). Parameters become plain tensors of the rank's part, and the modules' forwards are wrapped
-with collectives that know their own gradients. DTensor was weighed and not taken: its parameters do not lie
-in flat buckets that optimizers are sharded over, its activations do not go through a
-`torch.autograd.Function` (the fused kernels), its dispatch costs a step on small layers more than the
-products do, and a replicated parameter on sharded activations gets a gradient of the wrong sum. The styles
-bear the names that `torch.distributed.tensor.parallel` and Hugging Face give them.
+For each section a plan lists how parameters are cut (`ParameterShard`) and which of the user's own modules
+work on parts (`ModuleStyle`). Parameters become plain tensors that hold the rank's part, and the forwards of
+modules are wrapped with collectives that have gradients of their own. Styles have the names of
+`torch.distributed.tensor.parallel` and Hugging Face where these have one.
+
+Why not DTensor: its parameters do not lie in the flat buckets that optimizers are sharded over; its
+activations do not pass through a `torch.autograd.Function` (the fused kernels); its dispatch costs a step on
+small layers more than their products; and a replicated parameter applied to sharded activations gets a
+partial gradient as if it were complete.
 """

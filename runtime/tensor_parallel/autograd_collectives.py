@@ -1,9 +1,9 @@
-"""The collectives of a tensor-parallel replica with their gradients: where activations that all ranks have
-meet those they have parts of.
+"""The collectives of a tensor-parallel replica with their gradients: where activations that all ranks hold
+whole meet activations that each rank holds a part of.
 
-The gradient of what all ranks have is the same on all of them; that of a part belongs to the part. So what
-goes from the whole into parts sums gradients, what comes from parts sums values, and neither does both
-(Shoeybi et al., "Megatron-LM", 2019: f and g).
+The gradient of a whole activation is the same on all ranks; the gradient of a part belongs to the part. So a
+step from the whole into parts sums gradients, a step from parts to the whole sums values, and none does both
+(f and g of Shoeybi et al., "Megatron-LM", 2019).
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ class _GatherLastDim(torch.autograd.Function):
 
 
 def copy_to_shards(x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
-    """`x`, whose gradient will be the sum of all ranks' gradients."""
+    """Returns `x`, whose gradient will be summed over all ranks (Megatron's f)."""
     return _CopyToShards.apply(x, group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
 
 def reduce_from_shards(x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
-    """The sum of all ranks' `x`."""
+    """Returns the sum of `x` over all ranks (Megatron's g)."""
     return _ReduceFromShards.apply(x, group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
 
 class ShardedRegion:
-    """Where whole activations go into parts. Modules that take the same tensor one after the other share one
-    sum of its gradients."""
+    """Entry to and exit from a region of modules that work on parts. Modules that take the same tensor one
+    after the other (queries, keys and values) share one sum of its gradient."""
 
     def __init__(self, group: ReplicaGroup) -> None:
         self.group, self.positions = group, SequencePositions(group)
         self._last_input: tuple[weakref.ref[torch.Tensor], bool, torch.Tensor] | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`, whose gradient will be the sum of all ranks' gradients."""
+        """Returns `x`, whose gradient will be summed over all ranks."""
         grad = torch.is_grad_enabled()
         if not (grad and x.requires_grad):
             return x
@@ -84,11 +84,11 @@ class ShardedRegion:
         return entered
 
     def reduce_output(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `x`."""
+        """Returns the sum of `x` over all ranks."""
         self._last_input = None
         return reduce_from_shards(x, self.group)
 
 
 def gather_last_dim(x: torch.Tensor, group: ReplicaGroup, sizes: list[int]) -> torch.Tensor:
-    """All ranks' tensors side by side along the last dim, in which they have `sizes`."""
+    """Concatenates the tensors of all ranks along the last dim, in which they have `sizes`."""
     return _GatherLastDim.apply(x, group, sizes)  # pyright: ignore[reportUnknownMemberType,reportReturnType]

@@ -1,7 +1,7 @@
-"""The modules that tensor parallelism knows how to cut: linear maps and embeddings, whatever they are called.
+"""The modules that tensor parallelism can cut: linear maps and embeddings, whatever they are called.
 
-A linear map is `torch.nn.Linear` or the `Conv1D` of GPT-2's kind (its weight is [in, out]); a subclass with a
-forward of its own is not, because nobody knows what it computes.
+A linear map is `torch.nn.Linear` or a `Conv1D` like GPT-2's, with a weight [in, out]. A subclass with its own
+forward is not one, because it may compute anything.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class LinearModule:
-    """A linear map: its module, along which dim of the weight its outputs lie, and the module's attributes
-    that hold sizes."""
+    """A linear map. `out_dim`: the dim of its outputs in the weight; `out_attribute`, `in_attribute`: the
+    attributes of the module that hold its sizes."""
 
     module: nn.Module
     out_dim: int
@@ -43,17 +43,17 @@ class LinearModule:
         return self.weight.shape[1 - self.out_dim]
 
     def multiply_weight(self, x: torch.Tensor) -> torch.Tensor:
-        """The map without its bias."""
+        """Returns the linear map of `x` without the bias."""
         return F.linear(x, self.weight if self.out_dim == 0 else self.weight.t())
 
     def set_sizes(self, outputs: int, inputs: int) -> None:
-        """Tell the module which sizes its weight has on this rank."""
+        """Sets the module's size attributes to those of this rank's weight."""
         setattr(self.module, self.out_attribute, outputs)
         setattr(self.module, self.in_attribute, inputs)
 
 
 def as_linear(module: nn.Module) -> LinearModule | None:
-    """`module` as a linear map, or None."""
+    """Returns `module` as a linear map, or None if it is not one."""
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return LinearModule(module, 0, "out_features", "in_features")
     kind = type(module)
@@ -67,7 +67,7 @@ def as_linear(module: nn.Module) -> LinearModule | None:
 
 
 def as_embedding(module: nn.Module) -> nn.Embedding | None:
-    """`module` as an embedding whose rows can be cut, or None."""
+    """Returns `module` as an embedding with rows that can be cut, or None."""
     if (
         not isinstance(module, nn.Embedding)
         or module.max_norm is not None

@@ -1,8 +1,8 @@
-"""Which part of a parameter each rank of a tensor-parallel replica has.
+"""Which part of a parameter each rank of a tensor-parallel replica holds.
 
 A parameter is cut along one dim. The dim may hold several parts side by side (queries, keys and values of a
-fused projection, the two halves of a gated one); a rank has its share of every part, one after the other, so
-that the user's code finds each where it looks for it.
+fused projection, the two halves of a gated one). A rank holds its share of each part, one after the other, so
+that the user's code finds each where it expects it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TensorBounds = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 @dataclass(frozen=True)
 class ParameterCut:
-    """What rank `index` of `count` has of a tensor of `shape` that is cut along `dim`, whose entries are
+    """The part that rank `index` of `count` holds of a tensor of `shape`, cut along `dim`, which holds
     `parts` side by side."""
 
     shape: torch.Size
@@ -36,27 +36,27 @@ class ParameterCut:
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """The rank's entries along `dim` as (start, stop), one for each part."""
         starts = [0, *accumulate(self.parts)]
-        own = (slice_bounds(size, self.index, self.count) for size in self.parts)
+        shares = (slice_bounds(size, self.index, self.count) for size in self.parts)
         return tuple(
-            (offset + start, offset + stop) for offset, (start, stop) in zip(starts, own, strict=False)
+            (offset + start, offset + stop) for offset, (start, stop) in zip(starts, shares, strict=False)
         )
 
     @property
     def local_shape(self) -> torch.Size:
-        """The shape of what the rank has."""
+        """The shape of the rank's part."""
         sizes = list(self.shape)
         sizes[self.dim] = sum(stop - start for start, stop in self.ranges)
         return torch.Size(sizes)
 
     def take_shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """The rank's part of a tensor, in memory of its own."""
+        """Returns the rank's part of a tensor, in memory of its own."""
         return torch.cat(
             [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim
         ).contiguous()
 
     def whole_boxes(self, local: TensorBounds) -> Iterator[tuple[TensorBounds, int, int]]:
-        """A box of the rank's part as boxes of the whole tensor, each with its place along `dim` in the given
-        one: (box, start, length)."""
+        """Translates a box of the rank's part into boxes of the whole tensor: yields (box, start, length),
+        where `start` and `length` are the box's position along `dim` within the given one."""
         offsets, sizes = local
         first, last = offsets[self.dim], offsets[self.dim] + sizes[self.dim]
         places = [0, *accumulate(stop - start for start, stop in self.ranges)]
@@ -77,15 +77,15 @@ def _replace_at(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...
 def find_parameter_cuts(
     plan: Plan, rank: int, shapes: Mapping[str, torch.Size], canonical: Mapping[str, str]
 ) -> dict[str, ParameterCut]:
-    """The parameters, by their first names, of which `rank` has a part. `shapes` are those of whole
+    """Returns the cut of each parameter, by canonical name, that `rank` holds a part of. `shapes`: of whole
     parameters."""
-    found: dict[str, ParameterCut] = {}
+    cuts: dict[str, ParameterCut] = {}
     for section in plan.sections:
         ranks = next((r for r in ranks_by_replica(section) if rank in r), ())
         for shard in section.shards if len(ranks) > 1 else ():
             name = canonical[shard.name]
-            found[name] = _cut_of_shard(shard, shapes[name], ranks.index(rank), len(ranks))
-    return found
+            cuts[name] = _cut_of_shard(shard, shapes[name], ranks.index(rank), len(ranks))
+    return cuts
 
 
 def _cut_of_shard(shard: Shard, shape: torch.Size, index: int, count: int) -> ParameterCut:
@@ -95,8 +95,8 @@ def _cut_of_shard(shard: Shard, shape: torch.Size, index: int, count: int) -> Pa
 def cut_parameters(
     model: nn.Module, cuts: Mapping[str, ParameterCut], valueless: Collection[str] = ()
 ) -> None:
-    """Leave of each parameter in `cuts` the rank's part, of those in `valueless` its shape. The parameters
-    stay the same objects, so ties stay tied."""
+    """Reduces each parameter in `cuts` to the rank's part; parameters in `valueless` only change their shape.
+    The parameters remain the same objects, so tied parameters stay tied."""
     params = dict(model.named_parameters())
     for name, cut in cuts.items():
         param = params[name]

@@ -1,7 +1,7 @@
-"""The ranks of one replica and the collectives between them.
+"""The ranks of one replica and the collectives among them.
 
-A group sums and gathers plain tensors; what that means for gradients is in `collectives`. Ranks use a process
-group; the numeric check of a mapping puts threads of one process in its place.
+A group sums and gathers plain tensors; gradients are the concern of `autograd_collectives`. Ranks of a run
+use a process group; the numeric check of a mapping uses threads of one process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from secc.runtime.plan.schema import Plan
 
 
 class ReplicaGroup(Protocol):
-    """`size` ranks, of which this is number `index`."""
+    """A group of `size` ranks; this rank has number `index`."""
 
     @property
     def index(self) -> int: ...
@@ -26,20 +26,21 @@ class ReplicaGroup(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, which may be written into `tensor`, contiguous."""
+        """Returns the sum over all ranks; may write it into `tensor`, which is contiguous."""
         ...
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """All ranks' 1-D tensors one after the other; `lengths` has the length of each."""
+        """Concatenates the 1-D tensors of all ranks; `lengths` are their lengths."""
         ...
 
     def reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """This rank's part of the sum over all ranks of a 1-D tensor that holds parts of these lengths."""
+        """Sums a 1-D tensor over all ranks and returns this rank's part; `lengths` are the lengths of the
+        parts."""
         ...
 
 
 class ReplicaProcessGroup:
-    """A `Group` of processes; `handle` is torch's."""
+    """A `ReplicaGroup` of processes; `handle` is torch's process group."""
 
     def __init__(self, ranks: Ranks, rank: int, group: Any) -> None:
         self.ranks, self.index, self.size, self.handle = ranks, ranks.index(rank), len(ranks), group
@@ -49,36 +50,38 @@ class ReplicaProcessGroup:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        most = max(lengths)
-        own = (
-            tensor if tensor.numel() == most else torch.cat([tensor, tensor.new_zeros(most - tensor.numel())])
+        longest = max(lengths)
+        padded = (
+            tensor
+            if tensor.numel() == longest
+            else torch.cat([tensor, tensor.new_zeros(longest - tensor.numel())])
         )
-        parts = [torch.empty_like(own) for _ in lengths]
-        dist.all_gather(parts, own, group=self.handle)
+        parts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(parts, padded, group=self.handle)
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
     def reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        most = max(lengths)
-        if min(lengths) < most:
+        longest = max(lengths)
+        if min(lengths) < longest:
             tensor = torch.cat(
-                [torch.cat([p, p.new_zeros(most - p.numel())]) for p in tensor.split(list(lengths))]
+                [torch.cat([p, p.new_zeros(longest - p.numel())]) for p in tensor.split(list(lengths))]
             )
-        own = tensor.new_empty(most)
+        own = tensor.new_empty(longest)
         dist.reduce_scatter_tensor(own, tensor.contiguous(), group=self.handle)
         return own[: lengths[self.index]]
 
 
 def make_replica_groups(plan: Plan, rank: int) -> dict[str, ReplicaProcessGroup]:
-    """The group of this rank's replica of each section that has replicas of several ranks. Collective: on all
-    ranks in the same order."""
-    made: dict[Ranks, Any] = {}
-    found: dict[str, ReplicaProcessGroup] = {}
+    """Returns the group of this rank's replica, for each section with several ranks per replica. Collective:
+    call it on all ranks at the same point."""
+    handles: dict[Ranks, Any] = {}
+    groups: dict[str, ReplicaProcessGroup] = {}
     for section in plan.sections:
         for ranks in ranks_by_replica(section):
             if len(ranks) == 1:
                 continue
-            if ranks not in made:
-                made[ranks] = dist.new_group(list(ranks))
+            if ranks not in handles:
+                handles[ranks] = dist.new_group(list(ranks))
             if rank in ranks:
-                found[section.name] = ReplicaProcessGroup(ranks, rank, made[ranks])
-    return found
+                groups[section.name] = ReplicaProcessGroup(ranks, rank, handles[ranks])
+    return groups

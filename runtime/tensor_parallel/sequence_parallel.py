@@ -1,11 +1,12 @@
-"""Layers on parts of the sequence: between the scopes that tp cuts, each rank has some positions (norms,
-residuals, dropouts).
+"""Sequence parallelism: between the scopes that tensor parallelism cuts, each rank works on some positions of
+the sequence (norms, residuals, dropouts).
 
-What enters a layer is split by positions, a cut scope (attention, feed-forward) gets all of them gathered,
-its partial sums are summed and scattered at once, and what leaves the layer is gathered (Korthikanti et al.,
-"Reducing Activation Recomputation in Large Transformer Models", 2022, figure 5). So what a layer keeps
-between its scopes is a tp-th; a sum becomes a scatter and a gather, and the layer's ends gather once more
-each way. Sequences need not divide by tp: a rank may have fewer positions, or none.
+A layer's input is split by positions. A cut scope (attention, feed-forward) gathers all positions, and its
+partial sums are reduce-scattered. The layer's output is gathered (Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", 2022, figure 5). So what a layer keeps between its scopes shrinks
+to a tp-th; an all-reduce becomes a reduce-scatter and an all-gather, and the ends of the layer gather once
+more in each direction. The sequence length need not be divisible by tp: a rank may have fewer positions, or
+none.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from secc.runtime.plan.replica_routes import slice_bounds
 from secc.runtime.tensor_parallel.replica_group import ReplicaGroup
 
-POSITION_DIM = 1  # of a layer's hidden states [rows, positions, width]
+POSITION_DIM = 1  # in hidden states [rows, positions, width]
 
 
 def _position_counts(length: int, group: ReplicaGroup) -> list[int]:
@@ -25,13 +26,13 @@ def _position_counts(length: int, group: ReplicaGroup) -> list[int]:
 
 
 def _own_positions(x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
-    """This rank's positions, in memory of their own, so that the whole can go."""
+    """Returns this rank's positions in memory of their own, so that the whole tensor can be freed."""
     start, stop = slice_bounds(x.shape[POSITION_DIM], group.index, group.size)
     return x.narrow(POSITION_DIM, start, stop - start).clone()
 
 
 def _gather_all_positions(x: torch.Tensor, group: ReplicaGroup, length: int) -> torch.Tensor:
-    """All ranks' positions in order."""
+    """Concatenates all ranks' positions in order."""
     sizes = _position_counts(length, group)
     row = x.shape[0] * x.shape[2:].numel()
     flat = group.all_gather(x.contiguous().view(-1), [n * row for n in sizes]).split([n * row for n in sizes])
@@ -41,7 +42,7 @@ def _gather_all_positions(x: torch.Tensor, group: ReplicaGroup, length: int) -> 
 
 
 def _sum_own_positions(x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
-    """This rank's positions of the sum over all ranks."""
+    """Returns this rank's positions of the sum over all ranks."""
     sizes = _position_counts(x.shape[POSITION_DIM], group)
     row = x.shape[0] * x.shape[2:].numel()
     flat = torch.cat([part.reshape(-1) for part in x.split(sizes, POSITION_DIM)])
@@ -84,21 +85,22 @@ class _ReduceScatterPositions(torch.autograd.Function):
 
 
 class SequencePositions:
-    """The positions of the layer that runs: how many there are, and how ranks exchange theirs."""
+    """Splits, gathers and reduce-scatters the positions of the running layer."""
 
     def __init__(self, group: ReplicaGroup) -> None:
         self.group, self.sequence_length = group, 0
 
     def split_positions(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's positions of what all ranks have."""
+        """Returns this rank's positions of a tensor that all ranks hold."""
         self.sequence_length = x.shape[POSITION_DIM]
         return _SplitPositions.apply(x, self.group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
     def gather_positions(self, x: torch.Tensor, parts: bool) -> torch.Tensor:
-        """All ranks' positions. With `parts`, what is made of them is a part on each rank, so that gradients
-        are summed."""
+        """Concatenates all ranks' positions. With `parts`, the consumers compute a part on each rank, so
+        gradients are summed over ranks; otherwise all ranks compute the same, and each takes its own
+        positions of the gradient."""
         return _GatherPositions.apply(x, self.group, self.sequence_length, parts)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
     def reduce_scatter_positions(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's positions of the sum of all ranks' `x`."""
+        """Returns this rank's positions of the sum of `x` over all ranks."""
         return _ReduceScatterPositions.apply(x, self.group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]

@@ -1,13 +1,13 @@
-"""Code written for whole tensors, run on parts: tensors bear marks that say how they are cut, and a mode
+"""Runs code written for whole tensors on parts: tensors carry marks (`rules.mark`), and a torch function mode
 answers with whole sizes.
 
-A user's attention may say `view(B, T, self.heads, C // self.heads)` or `split(self.width, dim=2)`. Inside a
-`Shapes` mode the shape of a marked tensor reads as that of the whole one, and a size that the code gives is
-cut down to the rank's part (`rules`). A tensor without a mark that meets a marked one is whole: of a dim that
-the other has a part of, its part is taken.
+A user's attention may call `view(B, T, self.heads, C // self.heads)` or `split(self.width, dim=2)`. Inside
+`WholeShapeMode` the shape of a marked tensor reads as that of the whole one, and sizes in the code are
+reduced to the rank's part (`rules`). A tensor without a mark is whole; where it meets a marked one, its
+matching part is taken.
 
-What has no rule raises `Refused`. That happens when a plan is made, never in a run: a mapping is accepted
-only after the same code has gone through and its gradients were compared.
+A function without a rule raises `UnshardableCode`. That happens while a plan is made, never in a run, because
+a mapping is accepted only after the same code has run and its gradients have been compared.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _thread_state = threading.local()
 
 
 def in_whole_shape_mode() -> bool:
-    """Whether the code that runs sees whole sizes, so that parts must bear marks."""
+    """Whether the running code sees whole sizes, so that parts must be marked."""
     return getattr(_thread_state, "depth", 0) > 0
 
 
 class WholeShapeMode(TorchFunctionMode):
-    """Whole sizes on the parts of rank `index` of `count`. `enter` sums the gradients of whole activations
-    that meet parts."""
+    """Presents whole sizes to code that runs on the parts of rank `index` of `count`. `enter` is applied to
+    whole activations that meet parts: the identity, with gradients summed over ranks."""
 
     def __init__(
         self, index: int, count: int, enter: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
     ) -> None:
         super().__init__()
         self.index, self.count, self._copy_to_shards = index, count, enter
-        self.drew_random_numbers = False  # whether random numbers were drawn for parts
-        self.head_counts = set[int]()  # the numbers of heads that were shared out
+        self.drew_random_numbers = False  # whether random ops have drawn for parts
+        self.head_counts = set[int]()  # numbers of heads that have been split over ranks
 
     def copy_to_shards(self, whole: torch.Tensor) -> torch.Tensor:
-        """A whole tensor that meets parts: each rank's gradient of it is a part of the sum. Those of
-        parameters are summed once a step."""
+        """Prepares a whole tensor for use with parts. Each rank's gradient of an activation is then a
+        summand, so it is summed over ranks; gradients of parameters are summed once per step instead."""
         return (
             whole
             if isinstance(whole, torch.nn.Parameter) or not whole.requires_grad
@@ -74,11 +74,11 @@ class WholeShapeMode(TorchFunctionMode):
         return rule(self, func, args, kwargs, found)
 
     def local_length(self, parts: Sequence[int]) -> int:
-        """How many of these entries a rank has; the same on every rank."""
+        """Returns the number of entries of `parts` that a rank has; the same on every rank."""
         return sum(part // self.count for part in parts)
 
     def whole_shape(self, tensor: torch.Tensor) -> list[int]:
-        """The shape of the whole tensor that this one is a part of."""
+        """Returns the shape of the whole tensor that `tensor` is a part of."""
         shape, found = list(tensor.shape), mark_of(tensor)
         if found is not None:
             shape[found.dim] = found.whole_size
@@ -86,18 +86,20 @@ class WholeShapeMode(TorchFunctionMode):
 
     @contextmanager
     def draw_shard(self, found: ShardMark) -> Iterator[None]:
-        """Random ops inside draw the rank's part of the whole numbers."""
+        """Makes random ops inside draw this rank's part of the numbers of the whole tensor."""
         self.drew_random_numbers = True
         with part.drawing_shard(found.dim, self.rank_ranges(found.parts)):
             yield
 
     def rank_ranges(self, parts: Sequence[int]) -> list[tuple[int, int]]:
-        """This rank's entries of a whole dim."""
+        """Returns this rank's entries of a whole dim, as (start, stop) for each part."""
         starts = [0, *accumulate(parts)]
-        own = (slice_bounds(size, self.index, self.count) for size in parts)
-        return [(offset + start, offset + stop) for offset, (start, stop) in zip(starts, own, strict=False)]
+        shares = (slice_bounds(size, self.index, self.count) for size in parts)
+        return [
+            (offset + start, offset + stop) for offset, (start, stop) in zip(starts, shares, strict=False)
+        ]
 
     def take_shard(self, whole: torch.Tensor, dim: int, parts: Sequence[int]) -> torch.Tensor:
-        """This rank's part of a whole tensor."""
+        """Returns this rank's part of a whole tensor."""
         pieces = [whole.narrow(dim, start, stop - start) for start, stop in self.rank_ranges(parts)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

@@ -1,17 +1,17 @@
-"""How the user's modules work on parts: their forwards, wrapped with the collectives that make the whole of
-parts.
+"""Styles: how the user's modules work on parts. Their forwards are wrapped with the collectives that turn
+parts into the whole.
 
-    colwise      every rank has some outputs of a linear map; what goes in is whole, what comes out is a part
-    rowwise      every rank has some inputs; what comes out is summed, then the bias is added once gather
-    colwise, and the outputs are gathered, for a head by vocabulary inside a module whose code wants whole
-    logits experts      every rank has a part of the inner width of experts whose matrices are the module's
-    own parameters; what goes in is whole,
-                 what comes out is summed, and of own parameters that are whole each rank counts a share
-    vocab        every rank has some rows of an embedding; a row that others have counts as zero, and all
-    ranks' rows are summed sequence     a layer whose code works on some positions on each rank
-    (`secc.runtime.tensor_parallel.sequence_parallel`): inside of it, join         modules that get all positions,
-    columns      colwise in such a module, and scatter      rowwise in it, of whose outputs each rank gets its
-    positions shapes       the module's code sees whole sizes on parts (`secc.runtime.tensor_parallel.rules.mark`)
+    colwise   each rank has some outputs of a linear map: whole input, a part of the output
+    rowwise   each rank has some inputs: outputs are summed over ranks, then the bias is added once
+    gather    colwise with gathered outputs: a head over the vocabulary in a module that needs whole logits
+    experts   each rank has a part of the inner width of experts stored as parameters of the module: whole
+              input, outputs are summed; of the module's whole parameters each rank counts a share
+    vocab     each rank has some rows of an embedding: rows of other ranks count as zero, outputs are summed
+    sequence  a layer that works on some positions on each rank (`sequence_parallel`); inside of it:
+    join      modules that receive all positions,
+    columns   colwise in such a module,
+    scatter   rowwise in such a module, with reduce-scattered outputs
+    shapes    the module's code sees whole sizes on parts (`shape_mode`)
 
 Only `forward` is replaced, on the module itself, as recomputation does.
 """
@@ -37,12 +37,12 @@ from secc.runtime.tensor_parallel.rules.mark import ShardMark, set_mark
 from secc.runtime.tensor_parallel.shape_mode import WholeShapeMode, in_whole_shape_mode
 
 Forward = Callable[..., Any]
-Exchange = Callable[[torch.Tensor], torch.Tensor]  # among the ranks of a replica
-OwnParts = Mapping[str, tuple[int, ...]]  # the parts of a module's own parameters that are cut
+Exchange = Callable[[torch.Tensor], torch.Tensor]  # a collective of the replica
+OwnParts = Mapping[str, tuple[int, ...]]  # the parts of each cut parameter of the module itself
 
 
 def install_styles(plan: Plan, model: nn.Module, groups: Mapping[str, ReplicaGroup]) -> None:
-    """Let the modules of this rank's sections work on their parts. Parameters have been cut already."""
+    """Wraps the modules of this rank's sections, after their parameters have been cut."""
     for section in plan.sections:
         if section.name in groups:
             parts = {s.name: s.parts for s in section.shards}
@@ -52,7 +52,7 @@ def install_styles(plan: Plan, model: nn.Module, groups: Mapping[str, ReplicaGro
 def apply_styles(
     root: nn.Module, styles: Iterable[ModuleStyle], group: ReplicaGroup, parts: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Wrap the modules of `styles`, at paths from `root`. `parts` are those of cut parameters, by name."""
+    """Wraps the modules of `styles`, at paths relative to `root`. `parts`: of each cut parameter, by name."""
     entrance = ShardedRegion(group)
     for style in styles:
         module, prefix = root.get_submodule(style.module), f"{style.module}." if style.module else ""
@@ -73,7 +73,7 @@ def _wrap_rowwise(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> 
 
 
 def _wrap_cut_outputs(module: nn.Module, parts: tuple[int, ...], enter: Exchange) -> Forward:
-    """A linear map whose outputs are cut."""
+    """Wraps a linear map with cut outputs."""
     found = _require_linear(module)
     found.set_sizes(found.out_features, found.in_features)
     inner = module.forward
@@ -87,7 +87,8 @@ def _wrap_cut_outputs(module: nn.Module, parts: tuple[int, ...], enter: Exchange
 
 
 def _wrap_cut_inputs(module: nn.Module, leave: Exchange) -> Forward:
-    """A linear map whose inputs are cut: `leave` sums what the ranks have; the bias counts once."""
+    """Wraps a linear map with cut inputs: `leave` sums the partial outputs of the ranks; the bias counts
+    once."""
     found = _require_linear(module)
     found.set_sizes(found.out_features, found.in_features)
 
@@ -133,8 +134,8 @@ def _exchange_floats(exchange: Exchange, value: Any) -> Any:
 
 @contextmanager
 def _share_parameters(module: nn.Module, names: Sequence[str], count: int) -> Iterator[None]:
-    """Lets the module's code see one of `count` equal shares of some of its own parameters: an instance's
-    attributes hide those."""
+    """Lets the module's code see a `count`-th of some of its own parameters, so that their sum over ranks is
+    the whole: instance attributes hide parameters."""
     vars(module).update({name: module.get_parameter(name) / count for name in names})
     try:
         yield
@@ -227,5 +228,5 @@ def _require_linear(module: nn.Module) -> LinearModule:
 
 
 def _rank_sizes(total: int, group: ReplicaGroup) -> list[int]:
-    """How many of `total` entries each rank has."""
+    """Returns how many of `total` entries each rank has."""
     return [stop - start for start, stop in (slice_bounds(total, i, group.size) for i in range(group.size))]

@@ -1,10 +1,13 @@
-"""Glue on parts of a vocabulary: what a loss needs of the other ranks' logits is a few numbers a row.
+"""Loss ops on vocabulary shards: each rank of a replica holds the logits of some tokens, and ranks exchange
+only a few numbers per row.
 
-Each rank of a replica has the logits of some tokens. Sections' methods compute on them as the user's code
-does on whole ones; where an op runs along the vocabulary, a method of `Parts` stands in its place
-(`secc.ir.analysis.vocab_sharding` says which). What comes out whole is the same on all ranks, bit for bit.
-Softmaxes are those of Shoeybi et al., "Megatron-LM", 2019: a row's greatest logit and sum of exponentials are
-exchanged, not its logits. Outside of a replica of several ranks there is one part, the whole.
+The methods of generated sections compute on shards as the user's code does on whole logits. An op that runs
+along the vocabulary is replaced by a method of `VocabShards` (`secc.ir.analysis.vocab_sharding` says which).
+Whole results are bit-equal on all ranks. For a softmax, ranks exchange the maximum and the sum of
+exponentials of each row (Shoeybi et al., "Megatron-LM", 2019). Without tensor parallelism there is one shard,
+the whole vocabulary.
+
+The names of public methods appear as `parts.NAME` in the text of the IR.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ from secc.runtime.tensor_parallel.autograd_collectives import (
 from secc.runtime.tensor_parallel.replica_group import ReplicaProcessGroup
 
 aten = torch.ops.aten
-SHARD_IGNORED_LABEL = -100  # in the place of labels that other ranks have
+SHARD_IGNORED_LABEL = -100  # replaces labels that belong to other ranks
 
 
 class SingleRankGroup:
-    """The `Group` of one rank."""
+    """The `ReplicaGroup` of one rank."""
 
     index, size = 0, 1
 
@@ -46,8 +49,8 @@ class SingleRankGroup:
 
 
 class VocabShards:
-    """The parts of `size` entries that the ranks of `group` have: this one those from `start` to `stop`,
-    `length` of them."""
+    """A vocabulary of `size` entries, split over the ranks of `group`; this rank holds `length` entries,
+    `start` to `stop`."""
 
     def __init__(self, size: int, group: ReplicaProcessGroup | None = None) -> None:
         self.size, self.group = size, SingleRankGroup() if group is None else group
@@ -56,7 +59,7 @@ class VocabShards:
 
     @property
     def operator_options(self) -> dict[str, Any]:
-        """What operators have to know of a vocabulary that ranks share; nothing where there is one."""
+        """Keyword arguments of the vocabulary-parallel operators; empty for a single shard."""
         return (
             {}
             if isinstance(self.group, SingleRankGroup)
@@ -64,19 +67,19 @@ class VocabShards:
         )
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """A whole tensor that meets parts: its gradient is the sum of all ranks'."""
+        """Prepares a whole tensor for use with shards: its gradient is summed over ranks."""
         return copy_to_shards(x, self.group) if x.requires_grad and torch.is_grad_enabled() else x
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `x`."""
+        """Returns the sum of `x` over all ranks."""
         return reduce_from_shards(x, self.group)
 
     def take(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's part of a whole tensor."""
+        """Returns this rank's part of a whole tensor along `dim`."""
         return self.enter(x).narrow(dim, self.start, self.length)
 
     def whole(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """All ranks' parts side by side."""
+        """Concatenates all ranks' parts along `dim`."""
         return (
             gather_last_dim(x.movedim(dim, -1), self.group, self._rank_lengths())
             .movedim(-1, dim)
@@ -84,20 +87,21 @@ class VocabShards:
         )
 
     def _rank_lengths(self) -> list[int]:
-        """How many entries each rank has."""
+        """Returns the number of entries of each rank."""
         return [
             stop - start
             for start, stop in (slice_bounds(self.size, i, self.group.size) for i in range(self.group.size))
         ]
 
     def _stack_ranks(self, x: torch.Tensor) -> torch.Tensor:
-        """[...] of every rank in order: [ranks, ...]."""
+        """Returns `x` [...] of every rank in order, as [ranks, ...]."""
         return self.group.all_gather(x.contiguous().view(-1), [x.numel()] * self.group.size).view(
             self.group.size, *x.shape
         )
 
     def softmax_norms(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """What normalises rows over `dim`, which stays with one entry: [2, ...] as `combine` gives it."""
+        """Returns what normalises rows over `dim` (kept with size 1): [2, ...], the maximum and the log of
+        the sum of exponentials above it, over the whole vocabulary."""
         top = x.amax(dim, keepdim=True)
         total = (x - top.masked_fill(top == -torch.inf, 0.0)).exp().sum(dim, keepdim=True)
         maxima, sums = self._stack_ranks(torch.stack([top, total])).unbind(1)
@@ -113,23 +117,23 @@ class VocabShards:
 
     def logsumexp(self, x: torch.Tensor, dim: int | Sequence[int], keepdim: bool = False) -> torch.Tensor:
         """`torch.logsumexp` over the whole vocabulary."""
-        (along,) = dim if isinstance(dim, Sequence) else (dim,)
-        found: torch.Tensor = _LogSumExp.apply(x, along, self)  # pyright: ignore[reportUnknownMemberType,reportAssignmentType]
-        return found if keepdim else found.squeeze(along)
+        (vocab_dim,) = dim if isinstance(dim, Sequence) else (dim,)
+        result: torch.Tensor = _LogSumExp.apply(x, vocab_dim, self)  # pyright: ignore[reportUnknownMemberType,reportAssignmentType]
+        return result if keepdim else result.squeeze(vocab_dim)
 
     def mean(
         self, x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """`torch.mean` over dims of which the vocabulary is one."""
+        """`torch.mean` over dims that include the vocabulary."""
         total = self.leave(x.sum(dim, keepdim, dtype=dtype))
         return total / (x.numel() // self.length * self.size // max(total.numel(), 1))
 
     def amax(self, x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
-        """The greatest entries over the vocabulary, without a gradient."""
+        """Returns the maxima over the vocabulary, without a gradient."""
         return self._stack_ranks(x.detach().amax(dim, keepdim)).amax(0)
 
     def argmax(self, x: torch.Tensor, dim: int, keepdim: bool = False) -> torch.Tensor:
-        """The places of the greatest entries, of equal ones the first."""
+        """Returns the positions of the maxima; the first one of equal entries."""
         best, place = x.detach().max(dim, keepdim)
         places = self._stack_ranks(place + self.start)
         return places.gather(0, self._stack_ranks(best).argmax(0, keepdim=True)).squeeze(0)
@@ -137,8 +141,8 @@ class VocabShards:
     def topk(
         self, x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `k` greatest entries over the vocabulary and their places: the greatest of those that each rank
-        has."""
+        """Returns the `k` largest entries over the vocabulary and their positions, chosen from the `k`
+        largest of each rank."""
         counts = [min(k, length) for length in self._rank_lengths()]
         best, place = x.detach().topk(min(k, self.length), dim)
         best, place = (
@@ -150,17 +154,17 @@ class VocabShards:
     def gather(
         self, x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False
     ) -> torch.Tensor:
-        """`torch.gather` along the vocabulary: whoever has an entry gives it."""
+        """`torch.gather` along the vocabulary: the rank that has an entry contributes it, the others zero."""
         here = (index >= self.start) & (index < self.stop)
         return self.leave(x.gather(dim, (index - self.start).clamp(0, self.length - 1)).where(here, 0))
 
     def nll_loss(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """`aten.nll_loss_forward` for the reductions none and sum; its second result is that of this rank's
-        labels."""
+        """`aten.nll_loss_forward` for the reductions none and sum; the second result covers this rank's
+        labels only."""
         return self._nll_loss(aten.nll_loss_forward.default, *given)
 
     def nll_loss2d(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for rows with spatial dims behind the tokens."""
+        """`nll_loss` for rows with spatial dims after the tokens."""
         return self._nll_loss(aten.nll_loss2d_forward.default, *given)
 
     def _nll_loss(
@@ -184,7 +188,7 @@ class VocabShards:
         return self.leave(loss), total
 
     def linear_cross_entropy(self, *given: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
-        """`kernels.linear_cross_entropy` with this rank's part of weight and bias."""
+        """`kernels.linear_cross_entropy` with this rank's shard of weight and bias."""
         operator = (
             kernels.vocab_parallel_linear_cross_entropy
             if self.operator_options
@@ -193,14 +197,14 @@ class VocabShards:
         return operator(*given, **options, **self.operator_options)
 
     def linear_kl(self, *given: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
-        """`kernels.linear_kl` with this rank's parts of both weights."""
+        """`kernels.linear_kl` with this rank's shards of both weights."""
         shared = {k: v for k, v in self.operator_options.items() if k != "first"}
         return (kernels.vocab_parallel_linear_kl if shared else kernels.linear_kl)(
             *given, **options, **shared
         )
 
     def linear_kl_ce(self, *given: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
-        """`kernels.linear_kl_ce` with this rank's parts of both weights."""
+        """`kernels.linear_kl_ce` with this rank's shards of both weights."""
         return (kernels.vocab_parallel_linear_kl_ce if self.operator_options else kernels.linear_kl_ce)(
             *given, **options, **self.operator_options
         )

@@ -224,7 +224,7 @@ def test_a_module_that_stays_as_it_is_says_why(cls: type[nn.Module], reason: str
         assert (
             reason in describe_misses(found)
             and f"{cls.__name__}.forward" in describe_misses(found)
-            and "test_rules.py:" in describe_misses(found)
+            and "test_fusion_rules.py:" in describe_misses(found)
         )
 
 

@@ -105,7 +105,7 @@ def test_a_model_that_is_not_the_plans_is_refused(model: nn.Module) -> None:
     graph = declare_fusions(find_fusions(model, block_names(model)))
     made, text = plan_rewrites(graph), render_fused_module(graph)
     other = nn.Sequential(nn.Linear(WIDTH, WIDTH), *list(model)[1:])
-    with pytest.raises(UserError, match="0 is of class Linear, the plan was made with MLP"):
+    with pytest.raises(UserError, match="0 is of class Linear, but the plan was made with MLP"):
         install_fused(other, made, text)
     install_fused(model, made, text)
     with pytest.raises(UserError, match="has a forward of its own"):

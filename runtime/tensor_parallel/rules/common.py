@@ -1,4 +1,5 @@
-"""What rules share: their form, the first argument's mark, and how whole operands give their part."""
+"""What rules share: their signature, the mark of the first argument, and how whole operands yield
+their part."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ FunctionRule = Callable[["WholeShapeMode", Any, FunctionArguments, dict[str, Any
 
 
 def first_mark(found: list[ShardMark], args: FunctionArguments) -> ShardMark:
-    """The mark of the first argument."""
+    """Returns the mark of the first argument. Raises UnshardableCode if it is whole while another one
+    is not."""
     first = mark_of(args[0])
     if first is None:
         raise UnshardableCode(UnsplitReason(UnsplitKind.WRITES_INTO_WHOLE), sources_of(found))
@@ -27,17 +29,17 @@ def first_mark(found: list[ShardMark], args: FunctionArguments) -> ShardMark:
 
 
 def split_fractions(found: ShardMark, *entries: int) -> tuple[tuple[int, int], ...]:
-    """Entries of the marked dim as fractions of it."""
+    """Returns entries of the marked dim as fractions of it, without its ends."""
     return tuple((entry, found.whole_size) for entry in entries if 0 < entry < found.whole_size)
 
 
 def set_marks(tensors: Any, found: ShardMark) -> Any:
-    """Tensors with the same mark."""
+    """Sets the same mark on all tensors."""
     return tuple(set_mark(t, found) for t in tensors)
 
 
 def copy_whole_operands(mode: WholeShapeMode, values: Any) -> Any:
-    """Operands, those that are whole with gradients that are summed."""
+    """Prepares whole operands for use with parts, so that their gradients are summed."""
     return tree_map(
         lambda t: mode.copy_to_shards(t) if isinstance(t, torch.Tensor) and mark_of(t) is None else t, values
     )
@@ -46,8 +48,9 @@ def copy_whole_operands(mode: WholeShapeMode, values: Any) -> Any:
 def match_shard(
     mode: WholeShapeMode, tensor: torch.Tensor, common: ShardMark | None, ndim: int | None = None
 ) -> torch.Tensor:
-    """An operand that has the same part as the others: its own, or taken from a whole one; dims are counted
-    from the right of `ndim`."""
+    """Returns an operand's part that matches the other operands: itself if it has the mark `common`, or its
+    part taken from a whole operand. The dim of `common` belongs to a tensor of `ndim` dims; dims are aligned
+    from the right, as in broadcasting."""
     assert common is not None
     dim = common.dim - ((ndim or tensor.ndim) - tensor.ndim)
     own = mark_of(tensor)

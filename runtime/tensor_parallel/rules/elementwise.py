@@ -1,4 +1,4 @@
-"""Functions that work entry by entry, or along dims that must be whole."""
+"""Rules for functions that work entry by entry, or along dims that must be whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def along_dim_rule(
     mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
 ) -> Any:
-    """Functions that mix or reduce along one or some dims, given as the second argument or as `dim`."""
+    """Functions that mix or reduce along dims, given as the second argument or as `dim`."""
     own, names = first_mark(found, args), ("dim", "axis")
     given = next((kwargs[n] for n in names if n in kwargs), args[1] if len(args) > 1 else None)
     dims = [given] if isinstance(given, int) else list(given) if isinstance(given, tuple | list) else None
@@ -44,7 +44,7 @@ def along_dim_rule(
 def normalization_rule(
     mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
 ) -> Any:
-    """layer_norm and rms_norm: the last dims are mixed."""
+    """layer_norm and rms_norm, which mix the last dims."""
     own, shape = first_mark(found, args), args[1] if len(args) > 1 else kwargs["normalized_shape"]
     if own.dim >= args[0].ndim - len(shape):
         raise UnshardableCode(UnsplitReason(UnsplitKind.MIXES_ENTRIES, func.__name__), sources_of(found))
@@ -54,7 +54,7 @@ def normalization_rule(
 def dropout_rule(
     mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
 ) -> Any:
-    """Dropout draws the rank's part of the whole numbers."""
+    """Dropout draws the rank's part of the whole tensor's random numbers."""
     own = first_mark(found, args)
     p, training = (
         args[i] if len(args) > i else kwargs.get(k, d) for i, k, d in ((1, "p", 0.5), (2, "training", True))
@@ -67,13 +67,15 @@ def dropout_rule(
 def refusing_rule(
     mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
 ) -> Any:
+    """Functions that cannot run on parts."""
     raise UnshardableCode(UnsplitReason(UnsplitKind.NO_RULE, func.__name__), sources_of(found))
 
 
 def elementwise_rule(
     mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
 ) -> Any:
-    """Entry by entry, operands broadcast from the right; a whole operand gives its part."""
+    """Functions that work entry by entry on operands broadcast from the right; whole operands yield their
+    part."""
     operands = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
     most = max(t.ndim for t in operands)
     first = next(m for m in map(mark_of, operands) if m is not None) if any(map(mark_of, operands)) else None

@@ -1,6 +1,8 @@
-"""Marks on tensors: which part of a whole tensor this rank has, and the refusal of code that parts cannot run.
+"""Marks on tensors, which say which part of a whole tensor this rank holds, and the error for code that
+cannot run on parts.
 
-`shape_mode` runs code written for whole tensors on marked ones; `rules` says what each function does to marks.
+`shape_mode` runs code written for whole tensors on marked ones; `rules` defines what each function does to
+marks.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ _MARK_ATTRIBUTE = "_secc_mark"
 
 @dataclass(frozen=True)
 class ShardMark:
-    """A tensor is this rank's part of a whole one along `dim`, where the whole one has `parts` entries side
-    by side.
+    """This tensor is a rank's part of a whole one along `dim`. The whole one has `parts` entries side by side
+    (queries, keys and values of a fused projection), and each rank has its share of each part.
 
-    `sources`: the modules that its values come from, while a mapping is sought.
+    `sources`: the modules that the values come from; used while a mapping is searched.
     """
 
     dim: int
@@ -31,19 +33,19 @@ class ShardMark:
 
     @property
     def whole_size(self) -> int:
-        """The entries of the whole tensor along `dim`."""
+        """The size of the whole tensor along `dim`."""
         return sum(self.parts)
 
     def at_dim(self, dim: int, parts: Sequence[int] | None = None) -> ShardMark:
-        """The mark on another dim."""
+        """Returns the mark for another dim, and for other parts if given."""
         return replace(self, dim=dim, parts=self.parts if parts is None else tuple(parts))
 
 
 class UnshardableCode(Exception):
-    """Code that cannot run on parts: why, and the modules whose outputs it was given parts of.
+    """Raised by code that cannot run on parts. `reason`: why; `sources`: the modules that produced the parts.
 
-    `edges` are the places, as fractions of the outputs, at which those would have to be cut into parts for
-    the code to go on.
+    `split_points`: positions, as (numerator, denominator) fractions of the sources' outputs, at which these
+    would have to be split into parts for the code to work.
     """
 
     def __init__(
@@ -54,22 +56,22 @@ class UnshardableCode(Exception):
 
 
 def mark_of(value: Any) -> ShardMark | None:
-    """The mark of a tensor, None for anything else."""
+    """Returns the mark of a tensor, None for anything else."""
     return getattr(value, _MARK_ATTRIBUTE, None) if isinstance(value, torch.Tensor) else None
 
 
 def set_mark(value: Any, found: ShardMark | None) -> Any:
-    """`value` with a mark."""
+    """Sets the mark of a tensor, or removes it (None); returns `value`."""
     if isinstance(value, torch.Tensor) and (found is not None or hasattr(value, _MARK_ATTRIBUTE)):
         setattr(value, _MARK_ATTRIBUTE, found)
     return value
 
 
 def collect_marks(values: Any) -> list[ShardMark]:
-    """The marks of the tensors in nested values."""
+    """Returns the marks of all tensors in nested values."""
     return [m for m in map(mark_of, tree_leaves(values)) if m is not None]
 
 
 def sources_of(marks: Sequence[ShardMark]) -> frozenset[str]:
-    """All modules that marked values come from."""
+    """Returns all modules that marked values come from."""
     return frozenset[str]().union(*(m.sources for m in marks))

@@ -1,4 +1,5 @@
-"""Products of parts: what is summed over must be whole, or be what the ranks sum afterwards."""
+"""Rules for products of parts: the summed dim must be whole, or its partial sums are summed over ranks
+later."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ def matmul_rule(
 def linear_rule(
     mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
 ) -> Any:
-    """A linear map of whole weights; one whose weight has this rank's inputs alone makes what the ranks have
-    to sum."""
+    """A linear map with whole weights. If the weight has this rank's inputs only, the result is a partial
+    sum, which the module's style sums over ranks."""
     own = first_mark(found, args)
     if (
         len(found) == 1
@@ -68,7 +69,7 @@ def linear_rule(
 def attention_rule(
     mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
 ) -> Any:
-    """scaled_dot_product_attention: heads or batch may be cut, the same way for all of its operands."""
+    """scaled_dot_product_attention: heads or batch may be cut, in the same way for all operands."""
     q = args[0] if args else kwargs["query"]
     own = mark_of(q)
     if own is None or own.dim >= q.ndim - 2:

@@ -1,4 +1,4 @@
-"""Pieces of parts, and parts put together."""
+"""Rules for slices of parts, and for parts put together."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def narrow_rule(
 def _take_whole_parts(
     mode: WholeShapeMode, tensor: torch.Tensor, own: ShardMark, start: int, stop: int
 ) -> torch.Tensor:
-    """Entries `start` to `stop` of the whole marked dim, which must be whole parts."""
+    """Returns entries `start` to `stop` of the whole marked dim. Raises UnshardableCode unless they are whole
+    parts."""
     if start == 0 and stop >= own.whole_size:
         return tensor
     edges = [0, *accumulate(own.parts)]
@@ -98,7 +99,8 @@ def unbind_rule(
 
 
 def _refuse_single_entry(own: ShardMark, dim: int) -> None:
-    """Refuse to take single entries of the cut dim; where there are few, cutting each of them would help."""
+    """Raises UnshardableCode if single entries of the cut dim are taken. If the dim has only a few entries
+    (kinds such as queries, keys and values), splitting each of them would help."""
     if dim == own.dim:
         edges = split_fractions(own, *range(own.whole_size)) if own.whole_size <= MAX_KINDS else ()
         raise UnshardableCode(UnsplitReason(UnsplitKind.TAKES_ENTRY), own.sources, edges)

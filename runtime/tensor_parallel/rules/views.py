@@ -1,4 +1,4 @@
-"""Sizes read off parts, and the same entries in other shapes."""
+"""Rules for reading the sizes of parts, and for the same entries in other shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from secc.runtime.tensor_parallel.rules.mark import ShardMark, UnshardableCode, 
 if TYPE_CHECKING:
     from secc.runtime.tensor_parallel.shape_mode import WholeShapeMode
 
-MAX_KINDS = 4  # entries of a dim that are rather kinds of things (queries, keys, values) than heads
+MAX_KINDS = 4  # a dim of at most so many entries holds kinds (queries, keys, values), not heads
 
 
 def shape_rule(
@@ -48,7 +48,7 @@ def len_rule(
 def unchanged_rule(
     mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
 ) -> Any:
-    """What does not depend on sizes."""
+    """Functions that do not depend on sizes."""
     return func(*args, **kwargs)
 
 
@@ -106,7 +106,7 @@ def _view_shard(
 def _locate_dim(
     mode: WholeShapeMode, whole: list[int], wanted: list[int], own: ShardMark
 ) -> tuple[int, tuple[int, ...]]:
-    """Where the cut dim is in another view, and its parts there."""
+    """Returns (the cut dim in another view of the tensor, its parts there)."""
     before, dim = prod(whole[: own.dim]), 0
     products = [1, *accumulate(wanted, int.__mul__)]
     while dim < len(wanted) and not (products[dim] == before and wanted[dim] > 1):
@@ -155,7 +155,8 @@ def _uneven_heads_reason(mode: WholeShapeMode, parts: Sequence[int]) -> UnsplitR
 def permute_rule(
     mode: WholeShapeMode, func: Any, args: FunctionArguments, kwargs: dict[str, Any], found: list[ShardMark]
 ) -> Any:
-    """Any function that only moves dims: a tensor of dim numbers tells where the marked one goes."""
+    """Functions that only move dims. Where the marked dim goes is found by applying the function to a meta
+    tensor with distinct sizes."""
     own, out = first_mark(found, args), func(*args, **kwargs)
     moved = func(torch.empty([d + 2 for d in range(args[0].ndim)], device="meta"), *args[1:], **kwargs)
     return set_mark(out, own.at_dim(list(moved.shape).index(own.dim + 2)))
