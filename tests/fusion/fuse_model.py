@@ -1,4 +1,4 @@
-"""Rewrites the modules of a model as a plan would, without one."""
+"""Rewrites the modules of a model as a plan would, without a plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GRAPH = 'builtin.module {\n  sec.graph "g" {\n    sec.case "all" when [] {\n    
 
 
 def declare_fusions(found: FoundFusions) -> GraphOp:
-    """A graph that declares what was found."""
+    """Returns a graph that declares the fusions found."""
     graph = graph_of(parse_module(GRAPH))
     assert any(isinstance(op, CaseOp) for op in graph.body.block.ops)
     declare_rewrites(graph, found)
@@ -31,7 +31,7 @@ def block_names(model: nn.Module) -> list[str]:
 
 @contextmanager
 def fuse_model(model: nn.Module) -> Iterator[FoundFusions]:
-    """`model` with fused operators inside."""
+    """Context manager: `model` computes with fused operators inside."""
     found = find_fusions(model, block_names(model))
     graph = declare_fusions(found)
     with installed_temporarily(model, plan_rewrites(graph), render_fused_module(graph)):
@@ -39,7 +39,7 @@ def fuse_model(model: nn.Module) -> Iterator[FoundFusions]:
 
 
 def rules_by_class(found: FoundFusions) -> dict[str, set[str]]:
-    """The rules applied in each class."""
+    """Returns the rules applied in each class."""
     rules: dict[str, set[str]] = {}
     for form in found.forms:
         rules.setdefault(form.cls, set()).update(form.rules)
@@ -47,5 +47,5 @@ def rules_by_class(found: FoundFusions) -> dict[str, set[str]]:
 
 
 def describe_misses(found: FoundFusions) -> str:
-    """Why rules did not apply, one line each."""
+    """Returns why rules did not apply, one line each."""
     return "\n".join(f"{m.site} {m.rule}: {m.reason} ({m.where})" for m in found.misses)

@@ -1,4 +1,5 @@
-"""The rules find what kernels compute in modules of any spelling and class, and say why where they do not."""
+"""Fusion rules find what kernels compute in modules of any spelling and class, and say why if they do not
+apply."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ WIDTH = 12
 
 
 class Holder(nn.Module):
-    """A module with weights, as users write them."""
+    """A module with weights, as users write it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class Variance(Holder):
 
 
 class Block(Holder):
-    """Norm, gate and residual in one forward, with no modules for them."""
+    """Norm, gate and residual in one forward, without submodules."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = F.layer_norm(x, (WIDTH,), self.scale, self.shift, 1e-5)
@@ -108,9 +109,16 @@ class Attention(Holder):
 
 
 FUSED = [
-    (Inline, {"swiglu"}), (Sigmoid, {"swiglu"}), (NewGelu, {"geglu"}), (ExactGelu, {"geglu"}), (Root, {"rms-norm"}),
-    (OnePlus, {"rms-norm"}), (Variance, {"layer-norm"}), (Block, {"layer-norm", "swiglu"}), (Attention, {"rope"}),
-]  # fmt: skip
+    (Inline, {"swiglu"}),
+    (Sigmoid, {"swiglu"}),
+    (NewGelu, {"geglu"}),
+    (ExactGelu, {"geglu"}),
+    (Root, {"rms-norm"}),
+    (OnePlus, {"rms-norm"}),
+    (Variance, {"layer-norm"}),
+    (Block, {"layer-norm", "swiglu"}),
+    (Attention, {"rope"}),
+]
 
 
 def step(model: nn.Module, x: torch.Tensor) -> LossAndGradients:
@@ -123,7 +131,7 @@ def step(model: nn.Module, x: torch.Tensor) -> LossAndGradients:
 
 
 @pytest.mark.parametrize(("cls", "rules"), FUSED, ids=[c.__name__ for c, _ in FUSED])
-def test_spellings_are_found_and_computed_exactly(cls: type[nn.Module], rules: set[str]) -> None:
+def test_spellings_are_found_and_exact(cls: type[nn.Module], rules: set[str]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(cls())
     for shape in ((3, 5, WIDTH), (1, 1, WIDTH), (2, 7, WIDTH)):
@@ -173,7 +181,7 @@ class InPlace(Holder):
 
 
 class Rounded(Holder):
-    """Gives another dtype than a kernel would."""
+    """Returns another dtype than a kernel would."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.silu(self.gate(x).double()) * self.up(x)
@@ -193,15 +201,16 @@ class Training(Holder):
         return F.dropout(F.silu(self.gate(x)) * self.up(x), 0.1, self.training)
 
 
+RMS = "rms-norm: `x * rsqrt(mean(square(x)) + eps) * weight` does not fit:"
 REFUSED = [
     (Clamped, "swiglu: `silu(gate) * up` does not fit: `clamp` stands where silu(…) is expected"),
     (
         OutsideRoot,
-        "rms-norm: `x * rsqrt(mean(square(x)) + eps) * weight` does not fit: mean(…) stands where add(…) is expected",
+        f"{RMS} mean(…) stands where add(…) is expected",
     ),
     (
         OtherDim,
-        "rms-norm: `x * rsqrt(mean(square(x)) + eps) * weight` does not fit: `mean` stands where mean(…) is expected",
+        f"{RMS} `mean` stands where mean(…) is expected",
     ),
     (
         LearntEps,
@@ -217,7 +226,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("cls", "reason"), REFUSED, ids=[c.__name__ for c, _ in REFUSED])
-def test_a_module_that_stays_as_it_is_says_why(cls: type[nn.Module], reason: str) -> None:
+def test_unfused_module_is_explained(cls: type[nn.Module], reason: str) -> None:
     model = nn.Sequential(cls())
     with fuse_model(model) as found:
         assert not found.forms
@@ -228,7 +237,7 @@ def test_a_module_that_stays_as_it_is_says_why(cls: type[nn.Module], reason: str
         )
 
 
-def test_modules_with_hooks_on_what_would_go_keep_them() -> None:
+def test_hooked_modules_are_not_fused_away() -> None:
     """An activation with a hook is called as before."""
 
     class Gated(Holder):
@@ -249,7 +258,7 @@ def test_modules_with_hooks_on_what_would_go_keep_them() -> None:
 
 
 class _Numbered(nn.Module):
-    """A norm in a layer with a number, whose forward may read the number."""
+    """A norm in a numbered layer; subclasses may read the number."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -266,7 +275,7 @@ class _Reading(_Numbered):
 
 
 @pytest.mark.parametrize(("layer", "traces"), [(_Numbered, 1), (_Reading, 3)])
-def test_layers_are_traced_once_unless_they_read_what_they_differ_in(
+def test_equal_layers_are_traced_once(
     layer: type[_Numbered], traces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = 0

@@ -1,5 +1,5 @@
-"""Rewritten modules stay the user's: parameters, names, hooks, lines; other arguments than a trace had take
-the user's own code."""
+"""Rewritten modules keep the user's parameters, names, hooks and lines; arguments unlike the trace's run the
+user's code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MLP(nn.Module):
 
 
 class Marked(torch.Tensor):
-    """A tensor of another kind, as DTensor is."""
+    """A tensor subclass, like DTensor."""
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def model() -> nn.Module:
 
 
 def ran(model: nn.Module, *args: Any, **kwargs: Any) -> bool:
-    """Whether the first module's fused form runs for these arguments."""
+    """Whether the fused code of the first module runs for these arguments."""
     calls: list[Any] = []
     kernel = install_module.operators.swiglu
     with pytest.MonkeyPatch.context() as patch:
@@ -59,7 +59,7 @@ def ran(model: nn.Module, *args: Any, **kwargs: Any) -> bool:
     return bool(calls)
 
 
-def test_parameters_names_and_hooks_stay(model: nn.Module) -> None:
+def test_parameters_names_and_hooks_are_kept(model: nn.Module) -> None:
     before, seen = {k: v.data_ptr() for k, v in model.state_dict().items()}, list[str]()
     model[0].register_forward_pre_hook(lambda m, args: seen.append("before"))
     model[0].register_forward_hook(lambda m, args, out: seen.append("after"))
@@ -73,7 +73,7 @@ def test_parameters_names_and_hooks_stay(model: nn.Module) -> None:
     assert "forward" not in vars(model[0])
 
 
-def test_what_the_trace_did_not_see_takes_the_users_own_code(model: nn.Module) -> None:
+def test_arguments_unlike_the_trace_run_the_users_code(model: nn.Module) -> None:
     x = torch.randn(3, WIDTH)
     with fuse_model(model):
         assert ran(model, x) and ran(model, x=x)
@@ -82,7 +82,7 @@ def test_what_the_trace_did_not_see_takes_the_users_own_code(model: nn.Module) -
         assert model[0](x, 2.0).allclose(2 * model[0](x))
 
 
-def test_random_ops_and_tracebacks_keep_the_users_lines(model: nn.Module) -> None:
+def test_random_ops_and_tracebacks_have_the_users_lines(model: nn.Module) -> None:
     model[0].train()
     names = list[str]()
 
@@ -101,14 +101,14 @@ def test_random_ops_and_tracebacks_keep_the_users_lines(model: nn.Module) -> Non
     assert names[0] == names[1] and "test_install.py:" in names[0]
 
 
-def test_a_model_that_is_not_the_plans_is_refused(model: nn.Module) -> None:
+def test_another_model_than_the_plans_is_rejected(model: nn.Module) -> None:
     graph = declare_fusions(find_fusions(model, block_names(model)))
     made, text = plan_rewrites(graph), render_fused_module(graph)
     other = nn.Sequential(nn.Linear(WIDTH, WIDTH), *list(model)[1:])
     with pytest.raises(UserError, match="0 is of class Linear, but the plan was made with MLP"):
         install_fused(other, made, text)
     install_fused(model, made, text)
-    with pytest.raises(UserError, match="has a forward of its own"):
+    with pytest.raises(UserError, match="has its own forward"):
         install_fused(model, [replace(r, modules=r.modules[:1]) for r in made], text)
 
 
@@ -139,7 +139,7 @@ def wrapped(x: torch.Tensor) -> torch.Tensor:
     return twice(x)
 
 
-def test_a_global_is_found_through_decorators() -> None:
+def test_global_is_rebound_through_decorators() -> None:
     again = rebind_globals(wrapped, {"twice": lambda x: 3 * x})
     assert again(torch.ones(())) == 4 and wrapped(torch.ones(())) == 3
     hidden = decorated(print)

@@ -1,4 +1,4 @@
-"""Public architectures, small and random, train with fused operators inside as they do without."""
+"""Public architectures, small and random, train with fused operators as they do without."""
 
 from __future__ import annotations
 
@@ -18,13 +18,33 @@ from tools.zoo_models import entry
 
 STEPS, LOSSES = 6, 1e-4
 SIZES: dict[str, Any] = dict(
-    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-    max_position_embeddings=64, use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    use_cache=False,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 T5: dict[str, Any] = dict(
-    vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
-    dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, use_cache=False,
-)  # fmt: skip
+    vocab_size=61,
+    d_model=32,
+    d_kv=8,
+    d_ff=48,
+    num_layers=2,
+    num_decoder_layers=2,
+    num_heads=4,
+    feed_forward_proj="gated-gelu",
+    dropout_rate=0.0,
+    decoder_start_token_id=0,
+    pad_token_id=0,
+    use_cache=False,
+)
 GATED = {"swiglu", "rms-norm", "rope"}
 
 TEXT = {
@@ -47,9 +67,15 @@ SLOW_TEXT = {
 }
 ZOO = {"llava": GATED | {"layer-norm"}, "qwen3_moe": GATED, "whisper": {"layer-norm"}}
 SLOW_ZOO = {
-    "gemma3": {"geglu", "rms-norm", "rope", "layer-norm"}, "qwen2_5_vl": GATED, "qwen3_vl": GATED | {"layer-norm"},
-    "gpt_oss": {"rms-norm", "rope"}, "deepseek_v3": GATED, "mixtral": GATED, "voxtral": GATED | {"layer-norm"}, "olmoe": GATED,
-}  # fmt: skip
+    "gemma3": {"geglu", "rms-norm", "rope", "layer-norm"},
+    "qwen2_5_vl": GATED,
+    "qwen3_vl": GATED | {"layer-norm"},
+    "gpt_oss": {"rms-norm", "rope"},
+    "deepseek_v3": GATED,
+    "mixtral": GATED,
+    "voxtral": GATED | {"layer-norm"},
+    "olmoe": GATED,
+}
 
 
 def texts(count: int) -> dict[str, torch.Tensor]:
@@ -70,8 +96,7 @@ def losses(model: nn.Module, batch: dict[str, Any]) -> list[float]:
 
 
 def check(model: nn.Module, batch: dict[str, Any], rules: set[str]) -> None:
-    """The first gradients agree within the tolerances of plans, and the losses of some steps from the same
-    weights."""
+    """Asserts that the first gradients and the losses of some steps agree within the tolerances of plans."""
     model.train()
     weights = {k: v.clone() for k, v in model.state_dict().items()}
     own = run_eager(model, batch)

@@ -1,5 +1,5 @@
-"""The operators that rewritten code calls: shapes of users' code, tables that a kernel does not take, parts
-of tensor-parallel tensors."""
+"""The operators that rewritten code calls: argument shapes, tables that a kernel does not take, parts of
+tensors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ def plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
 
 
 SHAPES = [
-    ((2, 3, 5, 8), (2, 1, 5, 8)), ((2, 3, 5, 8), (1, 1, 5, 8)), ((2, 5, 3, 8), (2, 5, 1, 8)), ((5, 3, 8), (5, 1, 8)),
-    ((3, 5, 8), (1, 5, 8)), ((2, 1, 1, 8), (2, 1, 1, 8)), ((5, 5, 8), (5, 1, 8)), ((2, 3, 5, 8), (2, 3, 5, 8)),
-    ((2, 3, 5, 8), (5, 8)), ((2, 0, 5, 8), (2, 1, 5, 8)),
-]  # fmt: skip
+    ((2, 3, 5, 8), (2, 1, 5, 8)),
+    ((2, 3, 5, 8), (1, 1, 5, 8)),
+    ((2, 5, 3, 8), (2, 5, 1, 8)),
+    ((5, 3, 8), (5, 1, 8)),
+    ((3, 5, 8), (1, 5, 8)),
+    ((2, 1, 1, 8), (2, 1, 1, 8)),
+    ((5, 5, 8), (5, 1, 8)),
+    ((2, 3, 5, 8), (2, 3, 5, 8)),
+    ((2, 3, 5, 8), (5, 8)),
+    ((2, 0, 5, 8), (2, 1, 5, 8)),
+]
 
 
 @pytest.mark.parametrize(("shape", "table"), SHAPES)
 @pytest.mark.parametrize("learnt", [False, True])
-def test_rotations_broadcast_as_the_users_code(
+def test_rotations_broadcast_like_the_users_code(
     shape: tuple[int, ...], table: tuple[int, ...], learnt: bool
 ) -> None:
     x = torch.randn(shape, requires_grad=True)
@@ -41,7 +48,7 @@ def test_rotations_broadcast_as_the_users_code(
 
 
 def part(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The second of two ranks' parts."""
+    """Returns the part of the second of two ranks."""
     return set_mark(x.chunk(2, dim)[1].clone(), ShardMark(dim, (x.shape[dim],)))
 
 
@@ -65,6 +72,6 @@ def test_operators_on_parts_give_parts() -> None:
         torch.testing.assert_close(got.as_subclass(torch.Tensor), whole.chunk(2, known.dim)[1])
 
 
-def test_a_norm_over_a_dim_that_is_cut_is_left_to_plain_ops() -> None:
+def test_norm_over_a_cut_dim_takes_plain_ops() -> None:
     with WholeShapeMode(1, 2), pytest.raises(UnshardableCode):
         operators.rms_norm(part(torch.randn(2, 5, 8), 2), None, 1e-5)

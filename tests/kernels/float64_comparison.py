@@ -1,4 +1,4 @@
-"""An operator against plain PyTorch in float64: values and every gradient, on the same numbers and
+"""Compares an operator with plain PyTorch in float64: values and all gradients, on the same numbers and
 strides."""
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from secc.runtime.kernels.backend import KERNELS_INTERPRETED
 Tensors = Sequence[torch.Tensor]
 Function = Callable[..., torch.Tensor | Tensors]
 NUDGED_RUNS = 8
-ABSOLUTE_NORM_FLOOR = 0.05  # of a norm: below it an error counts as absolute
+ABSOLUTE_NORM_FLOOR = 0.05  # errors relative to smaller norms count as absolute
 
 
 def example_count(n: int) -> int:
-    """How many examples hypothesis draws: fewer through the interpreter, which is slow."""
+    """Returns the number of hypothesis examples: fewer through the interpreter, which is slow."""
     return n // 2 if KERNELS_INTERPRETED else n
 
 
 def tensor_seeds() -> st.SearchStrategy[int]:
-    """What a test fills its tensors from, so that a failing example prints as a few integers."""
+    """Seeds that tests fill tensors from, so that a failing example prints as a few integers."""
     return st.integers(0, 2**20)
 
 
 def strided_tensor(shape: Sequence[int], layout: str, seed: int, scale: float = 1.0) -> torch.Tensor:
-    """Random float32 entries: `plain`, every other entry of a longer row (`stepped`), or with its first and
-    last dims swapped in memory."""
+    """Returns random float32 entries, laid out `plain`, as every other entry of a longer row (`stepped`), or
+    with the first and last dims swapped in memory (`swapped`)."""
     generator = torch.Generator().manual_seed(seed)
     shape = list(shape)
     if layout == "stepped":
@@ -39,8 +39,8 @@ def strided_tensor(shape: Sequence[int], layout: str, seed: int, scale: float = 
 
 
 def check_operator_registrations(operator: str, *inputs: object) -> None:
-    """An operator's schema, fake and autograd registrations agree with what it does; without the interpreter
-    (slow) also when traced."""
+    """Checks that an operator's schema, fake and autograd registrations agree with what it does; without the
+    (slow) interpreter also when traced."""
     parts = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
         getattr(torch.ops.secc, operator).default, inputs, test_utils=parts if KERNELS_INTERPRETED else "ALL"
@@ -53,8 +53,8 @@ TENSOR_LAYOUTS = st.sampled_from(["plain", "stepped", "swapped"])
 def outputs_and_gradients(
     function: Function, inputs: Tensors, upstream: Sequence[float]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(floating outputs, gradients of their weighted sum by the inputs); gradients of outputs are made uneven
-    by a ramp."""
+    """Returns (floating outputs, gradients of their weighted sum with respect to the inputs); a ramp makes
+    the outputs' gradients uneven."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     found = function(*inputs)
     outputs = [t for t in ([found] if isinstance(found, torch.Tensor) else found) if t.is_floating_point()]
@@ -75,13 +75,13 @@ def assert_agree(
     tolerance: float,
     upstream: Sequence[float] = (0.7, -0.4),
 ) -> None:
-    """The operator on `inputs` gives what `reference` gives on them in float64, within `tolerance` of each
-    tensor's norm.
+    """Asserts that the operator on `inputs` gives what `reference` gives in float64, within `tolerance` of
+    each tensor's norm.
 
-    Where numbers cancel (deviations from the mean of a row whose entries are nearly equal) float32 tells no
-    more, so thrice the error of `reference` in the inputs' own dtype is allowed, too: the largest of several
-    that differ in the inputs' last bits, since one alone may be small by chance. Outputs that are no floats
-    are left out; gradients must have their input's dtype.
+    Where numbers cancel (deviations from the mean of a row of nearly equal entries), float32 is not that
+    precise. So three times the error of `reference` in the inputs' own dtype is allowed, too: the largest
+    over several inputs that differ in the last bits, because a single one may be small by chance. Outputs
+    that are not floating are ignored; gradients must have their input's dtype.
     """
     found = outputs_and_gradients(operator, inputs, upstream)
     wanted = outputs_and_gradients(reference, [x.double() for x in inputs], upstream)
@@ -97,8 +97,8 @@ def assert_agree(
 
 
 def plain_error(reference: Function, inputs: Tensors, upstream: Sequence[float], kind: str, i: int) -> float:
-    """The largest error of an output's or gradient's norm that `reference` has in the inputs' own dtype, on
-    `TURNS` that hardly differ."""
+    """Returns the largest error, by norm, of an output or gradient of `reference` in the inputs' own dtype,
+    over `NUDGED_RUNS` slightly different inputs."""
     errors: list[float] = []
     for turn in range(NUDGED_RUNS):
         generator = torch.Generator().manual_seed(turn)

@@ -1,5 +1,5 @@
-"""Every launch compiles to machine code for a GPU that need not be here: the operators run on CPU tensors,
-and Triton only compiles."""
+"""Compiles every launch for a GPU that need not be present: operators run on CPU tensors, and Triton only
+compiles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ triton = pytest.importorskip("triton")
 
 
 class Hopper:
-    """What Triton asks of a driver before it compiles."""
+    """The part of a driver that Triton needs to compile."""
 
     def get_current_device(self) -> int:
         return 0
@@ -43,8 +43,8 @@ class Hopper:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Launches compile for a Hopper GPU and are kept here instead of running; the operators take CPU tensors
-    for the GPU's."""
+    """Collects launches compiled for a Hopper GPU instead of running them; operators take CPU tensors for GPU
+    tensors."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 

@@ -71,7 +71,7 @@ def test_large_logits_neither_overflow_nor_lose_the_loss():
     assert_agree(partial(operator, **options), partial(reference, **options), [hidden, weight, bias], 2e-5)
 
 
-def test_an_excluded_token_has_no_probability_and_no_gradient():
+def test_token_with_bias_minus_infinity_has_no_gradient():
     bias = torch.tensor([0.0, -torch.inf, 0.0])
     weight = torch.randn(3, 4, requires_grad=True)
     with launch(2, block=1):
@@ -99,7 +99,7 @@ def test_half_precision_keeps_its_sums_in_float32(dtype):
         assert_agree(mean, exact, inputs, 3 * torch.finfo(dtype).eps)
 
 
-def test_no_gradient_is_computed_where_none_is_wanted():
+def test_no_gradient_is_computed_unless_required():
     hidden, weight = torch.randn(3, 4), torch.randn(5, 4, requires_grad=True)
     target = torch.tensor([0, 1, 2])
     loss, _ = linear_cross_entropy(hidden, weight, target)
@@ -108,14 +108,14 @@ def test_no_gradient_is_computed_where_none_is_wanted():
         assert not linear_cross_entropy(hidden, weight, target)[0].requires_grad
 
 
-def test_backward_twice_gives_the_same_gradient():
+def test_second_backward_gives_the_same_gradient():
     weight = torch.randn(5, 4, requires_grad=True)
     loss, _ = linear_cross_entropy(torch.randn(3, 4), weight, torch.tensor([0, 1, 2]))
     first = torch.autograd.grad(2 * loss, weight, retain_graph=True)[0]
     assert torch.equal(first, torch.autograd.grad(2 * loss, weight)[0])
 
 
-def test_autocast_takes_the_products_in_its_dtype():
+def test_autocast_computes_products_in_its_dtype():
     torch.manual_seed(0)
     hidden, weight, target = torch.randn(6, 8), torch.randn(9, 8, requires_grad=True), torch.arange(6)
     with torch.autocast("cpu", torch.bfloat16):
@@ -141,14 +141,14 @@ def test_autocast_takes_the_products_in_its_dtype():
         ({"bias": torch.ones(4)}, "bias"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_invalid_arguments_are_rejected(change, message):
     fine = {"hidden": torch.ones(2, 4), "weight": torch.ones(5, 4), "target": torch.tensor([0, 1])}
     with pytest.raises(UserError, match=message):
         linear_cross_entropy(**{**fine, **change})
 
 
 @pytest.mark.skipif(KERNELS_INTERPRETED, reason="tracing does not depend on the kernels")
-def test_a_compiled_loss_is_the_eager_one():
+def test_compiled_loss_equals_eager():
     torch.manual_seed(0)
     inputs, target = [torch.randn(5, 4), torch.randn(7, 4)], torch.tensor([0, 6, -100, 3, 3])
 
@@ -159,7 +159,7 @@ def test_a_compiled_loss_is_the_eager_one():
     assert_agree(torch.compile(mean, backend="aot_eager", fullgraph=True), mean, inputs, 1e-5)
 
 
-def test_the_operator_traces_and_its_registrations_agree():
+def test_operator_registrations():
     inputs = (
         torch.randn(3, 4, requires_grad=True),
         torch.randn(6, 4, requires_grad=True),

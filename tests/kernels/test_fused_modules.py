@@ -1,6 +1,5 @@
-"""Modules that `fuse-blocks` rewrites compute with the kernels what they compute themselves; here with the
-references, in the interpreter's process (`test_interpreter.py`) with the Triton kernels, in the comparison
-that finds them and in the modules."""
+"""Modules rewritten by `fuse-blocks` compute what they computed before: here with the PyTorch references, in
+the interpreter's process (`test_interpreter.py`) with the Triton kernels."""
 
 from __future__ import annotations
 

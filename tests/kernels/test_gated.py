@@ -23,9 +23,13 @@ PLAIN = {"silu": F.silu, "tanh": lambda g: F.gelu(g, approximate="tanh"), "none"
 
 @settings(max_examples=example_count(40))
 @given(
-    rows=st.sampled_from([(), (0,), (1,), (5,), (2, 3)]), width=st.integers(0, 20), activation=st.sampled_from(sorted(FUSED)),
-    scale=st.sampled_from([0.01, 1.0, 30.0]), layout=TENSOR_LAYOUTS, seed=tensor_seeds(),
-)  # fmt: skip
+    rows=st.sampled_from([(), (0,), (1,), (5,), (2, 3)]),
+    width=st.integers(0, 20),
+    activation=st.sampled_from(sorted(FUSED)),
+    scale=st.sampled_from([0.01, 1.0, 30.0]),
+    layout=TENSOR_LAYOUTS,
+    seed=tensor_seeds(),
+)
 def test_agrees_with_float64(rows, width, activation, scale, layout, seed):
     inputs = [
         strided_tensor([*rows, width], layout, seed, scale),
@@ -48,13 +52,13 @@ def test_half_precision_rounds_once(activation):
     )
 
 
-def test_what_does_not_fit_is_refused():
+def test_invalid_arguments_are_rejected():
     with pytest.raises(UserError, match="differ in shape"):
         swiglu(torch.ones(2, 3), torch.ones(3))
     with pytest.raises(UserError, match="cubic"):
         geglu(torch.ones(2), torch.ones(2), "cubic")
 
 
-def test_the_operator_traces_and_its_registrations_agree():
+def test_operator_registrations():
     gate, up = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
     check_operator_registrations("gated", gate, up, "silu")

@@ -60,7 +60,7 @@ def test_scattering_agrees_with_float64(trailing, index, layout, seed):
         )
 
 
-def test_image_features_take_the_places_of_their_tokens():
+def test_image_features_replace_their_tokens():
     tokens = torch.tensor([[7, 9, 9, 1], [9, 3, 0, 0]])
     embeddings, features = torch.randn(2, 4, 5), torch.randn(3, 5)
     places = (tokens.flatten() == 9).nonzero().squeeze(1)
@@ -77,17 +77,17 @@ def test_ragged_samples_are_packed_and_unpacked():
     assert torch.equal(scatter_rows(torch.zeros(6, 3), index, gather_rows(x, index))[:5], x[:5])
 
 
-def test_many_picks_of_one_row_sum_in_float32():
+def test_gradients_of_a_row_picked_often_sum_in_float32():
     x = torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True)
     gather_rows(x, torch.zeros(300, dtype=torch.int64)).sum().backward()
     assert x.grad[0, 0] == 300  # one by one in bfloat16 it would stay at 256
 
 
-def test_integers_have_rows_too():
+def test_integer_tensors():
     assert gather_rows(torch.arange(4), torch.tensor([3, -1])).tolist() == [3, 0]
 
 
-def test_what_does_not_fit_is_refused():
+def test_invalid_arguments_are_rejected():
     with pytest.raises(UserError, match="row 3 of 3 does not exist"):
         gather_rows(torch.ones(3, 2), torch.tensor([3]))
     with pytest.raises(UserError, match="do not fit"):
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused():
         gather_rows(torch.ones(3, 2), torch.tensor([True, False, True]))
 
 
-def test_the_operators_trace_and_their_registrations_agree():
+def test_operator_registrations():
     x, index = torch.randn(4, 3, requires_grad=True), torch.tensor([2, 0, 2, -1])
     check_operator_registrations("gather_rows", x, index)
     check_operator_registrations("scatter_rows", x, index, torch.randn(4, 3, requires_grad=True))

@@ -11,7 +11,7 @@ import pytest
 
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_triton_kernels_pass_the_same_tests():
+def test_triton_kernels_pass_the_same_tests():
     here = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here)]
     result = subprocess.run(

@@ -34,7 +34,7 @@ def launch_both(chunk: int, block: int = 8):
 def reference(
     student, student_weight, *, teacher, teacher_weight, mask=None, temperature=1.0, kind="forward", beta=0.5
 ):
-    """The divergence as the formulas have it, summed over the rows of `mask`."""
+    """The divergence by its formula, summed over the rows of `mask`."""
     log_q = F.log_softmax(student @ student_weight.T / temperature, -1)
     log_p = F.log_softmax(teacher.double() @ teacher_weight.double().T / temperature, -1)
     p, q = log_p.exp(), log_q.exp()
@@ -57,10 +57,18 @@ def random_mask(rows, seed):
 
 @settings(max_examples=example_count(30))
 @given(
-    rows=ROWS, width=st.integers(1, 9), teacher_width=st.integers(1, 5), vocabulary=st.integers(1, 30), chunk=st.integers(1, 8),
-    kind=KINDS, temperature=st.sampled_from([0.5, 1.0, 3.0]), beta=st.sampled_from([0.1, 0.5, 0.8]), masked=st.booleans(), layout=TENSOR_LAYOUTS,
+    rows=ROWS,
+    width=st.integers(1, 9),
+    teacher_width=st.integers(1, 5),
+    vocabulary=st.integers(1, 30),
+    chunk=st.integers(1, 8),
+    kind=KINDS,
+    temperature=st.sampled_from([0.5, 1.0, 3.0]),
+    beta=st.sampled_from([0.1, 0.5, 0.8]),
+    masked=st.booleans(),
+    layout=TENSOR_LAYOUTS,
     seed=tensor_seeds(),
-)  # fmt: skip
+)
 def test_agrees_with_float64(
     rows, width, teacher_width, vocabulary, chunk, kind, temperature, beta, masked, layout, seed
 ):
@@ -68,8 +76,10 @@ def test_agrees_with_float64(
         "teacher": strided_tensor([*rows, teacher_width], layout, seed),
         "teacher_weight": strided_tensor([vocabulary, teacher_width], layout, seed + 1),
         "mask": random_mask(rows, seed) if masked else None,
-        "kind": kind, "temperature": temperature, "beta": beta,
-    }  # fmt: skip
+        "kind": kind,
+        "temperature": temperature,
+        "beta": beta,
+    }
     inputs = [
         strided_tensor([*rows, width], layout, seed + 2),
         strided_tensor([vocabulary, width], layout, seed + 3),
@@ -80,9 +90,16 @@ def test_agrees_with_float64(
 
 @settings(max_examples=example_count(16))
 @given(
-    rows=ROWS, vocabulary=st.integers(1, 20), chunk=st.integers(1, 8), kind=KINDS, temperature=st.sampled_from([1.0, 2.0]),
-    smoothing=st.sampled_from([0.0, 0.1]), masked=st.booleans(), layout=TENSOR_LAYOUTS, seed=tensor_seeds(),
-)  # fmt: skip
+    rows=ROWS,
+    vocabulary=st.integers(1, 20),
+    chunk=st.integers(1, 8),
+    kind=KINDS,
+    temperature=st.sampled_from([1.0, 2.0]),
+    smoothing=st.sampled_from([0.0, 0.1]),
+    masked=st.booleans(),
+    layout=TENSOR_LAYOUTS,
+    seed=tensor_seeds(),
+)
 def test_with_cross_entropy_agrees_with_float64(
     rows, vocabulary, chunk, kind, temperature, smoothing, masked, layout, seed
 ):
@@ -122,14 +139,14 @@ def test_with_cross_entropy_agrees_with_float64(
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "js"])
-def test_models_that_agree_have_no_divergence_and_no_gradient(kind):
+def test_equal_models_have_no_divergence_and_no_gradient(kind):
     hidden, weight = torch.randn(4, 6, requires_grad=True), 3 * torch.randn(50, 6)
     loss, _ = linear_kl(hidden, weight, hidden, weight, kind=kind)
     assert abs(loss.item()) < 1e-6
     assert torch.autograd.grad(loss, hidden)[0].norm() < 1e-5
 
 
-def test_a_small_divergence_keeps_its_digits():
+def test_small_divergence_keeps_its_digits():
     torch.manual_seed(1)
     weight = torch.randn(100, 8)
     inputs = [torch.randn(5, 8), weight + 1e-3 * torch.randn(100, 8)]
@@ -149,7 +166,7 @@ def test_the_teacher_gets_no_gradient():
     assert teacher_weight.grad is None
 
 
-def test_backward_runs_once_since_it_scales_in_place():
+def test_second_backward_is_rejected():
     student, weight = torch.randn(3, 4), torch.randn(7, 4, requires_grad=True)
     loss, _ = linear_kl(student, weight, student + 1, weight.detach())
     loss.backward(retain_graph=True)
@@ -157,7 +174,7 @@ def test_backward_runs_once_since_it_scales_in_place():
         loss.backward()
 
 
-def test_one_of_both_losses_may_be_used_alone():
+def test_one_of_both_losses_used_alone():
     student, weight, teacher = torch.randn(3, 4), torch.randn(7, 4, requires_grad=True), torch.randn(3, 4)
     labels = torch.tensor([1, 2, 3])
     divergence, _, cross_entropy, _ = linear_kl_ce(student, weight, teacher, weight.detach(), labels)
@@ -199,7 +216,7 @@ def test_half_precision_keeps_its_sums_in_float32(dtype, kind):
         ({"temperature": 0.0}, "temperature"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_invalid_arguments_are_rejected(change, message):
     fine = {"student_hidden": torch.ones(2, 4), "student_weight": torch.ones(5, 4)}
     fine |= {"teacher_hidden": torch.ones(2, 3), "teacher_weight": torch.ones(5, 3)}
     with pytest.raises(UserError, match=message):
@@ -208,7 +225,7 @@ def test_what_does_not_fit_is_refused(change, message):
         linear_kl_ce(**{**fine, **change}, target=torch.tensor([0, 1]))
 
 
-def test_the_operators_trace_and_their_registrations_agree():
+def test_operator_registrations():
     heads = (
         torch.randn(3, 4, requires_grad=True),
         torch.randn(6, 4, requires_grad=True),

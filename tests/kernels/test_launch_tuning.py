@@ -14,7 +14,7 @@ from secc.runtime.kernels import launch_tuning, tune
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """A cache file of this test alone."""
+    """A cache file for this test."""
     path = tmp_path / "deep" / "kernels.json"
     monkeypatch.setenv("SECC_KERNEL_CACHE", str(path))
     launch_tuning.measured_launches.cache_clear()
@@ -22,7 +22,7 @@ def cache(monkeypatch, tmp_path):
     launch_tuning.measured_launches.cache_clear()
 
 
-def test_the_fastest_parameters_are_kept_and_found_again(cache):
+def test_fastest_parameters_are_cached(cache):
     clock = count(10)
 
     def time(run):
@@ -41,7 +41,7 @@ def test_the_fastest_parameters_are_kept_and_found_again(cache):
     )
 
 
-def test_what_the_device_cannot_hold_is_passed_over(cache):
+def test_candidates_that_do_not_fit_are_skipped(cache):
     def time(run):
         raise RuntimeError("out of resource: shared memory")
 
@@ -50,7 +50,7 @@ def test_what_the_device_cannot_hold_is_passed_over(cache):
     ].default_launch(64, torch.device("cpu"))
 
 
-def test_every_kernel_has_a_trial_that_runs(cache):
+def test_trials_of_all_kernels_run(cache):
     for name, size in {
         "gated": 64,
         "norm": 64,
@@ -64,7 +64,7 @@ def test_every_kernel_has_a_trial_that_runs(cache):
     assert len(launch_tuning.TUNABLE_KERNELS) == 7
 
 
-def test_a_broken_cache_counts_as_empty(cache):
+def test_broken_cache_counts_as_empty(cache):
     cache.parent.mkdir()
     for text in ("not json", "[]", '{"x": {"blocks": 3}}'):
         cache.write_text(text)
@@ -72,7 +72,7 @@ def test_a_broken_cache_counts_as_empty(cache):
         assert launch_tuning.measured_launches() == {}
 
 
-def test_an_unknown_kernel_and_a_missing_gpu_are_refused(cache):
+def test_unknown_kernel_and_missing_gpu_are_rejected(cache):
     with pytest.raises(UserError, match="unknown kernel rmsnorm"):
         tune(4, {"rmsnorm": 8}, device="cpu")
     if not torch.cuda.is_available():
@@ -80,8 +80,9 @@ def test_an_unknown_kernel_and_a_missing_gpu_are_refused(cache):
             tune(4, {"norm": 8})
 
 
-def test_operators_work_where_triton_is_missing():
+def test_operators_work_without_triton():
     code = "import sys; sys.modules['triton'] = None\nimport torch\nfrom secc.runtime import kernels\n"
-    code += "print(kernels.linear_cross_entropy(torch.zeros(2, 3), torch.zeros(4, 3), torch.tensor([0, 1]))[1].item())"
+    code += "hidden, weight, target = torch.zeros(2, 3), torch.zeros(4, 3), torch.tensor([0, 1])\n"
+    code += "print(kernels.linear_cross_entropy(hidden, weight, target)[1].item())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stdout == "2\n", result.stderr

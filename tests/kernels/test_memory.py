@@ -9,13 +9,13 @@ ROWS, VOCABULARY, CHUNK = 512, 4096, 16
 
 
 def largest_allocation(run) -> int:
-    """Bytes of the largest tensor that `run` allocates."""
+    """Returns the bytes of the largest tensor that `run` allocates."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         run()
     return max(event.self_cpu_memory_usage for event in record.events())
 
 
-def test_logits_exist_for_one_chunk_of_rows_only():
+def test_only_one_chunk_of_logits_exists():
     hidden, weight = torch.randn(ROWS, 4, requires_grad=True), torch.randn(VOCABULARY, 4, requires_grad=True)
     target = torch.zeros(ROWS, dtype=torch.int64)
 

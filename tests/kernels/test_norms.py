@@ -81,7 +81,7 @@ def test_mixed_dtypes_promote_as_in_pytorch():
     assert [g.dtype for g in torch.autograd.grad(y.sum(), (x, weight))] == [torch.bfloat16, torch.float32]
 
 
-def test_a_residual_stream_used_alone_has_its_gradient():
+def test_gradient_of_an_unused_norm_with_residual():
     x, residual = torch.randn(2, 8, requires_grad=True), torch.randn(2, 8, requires_grad=True)
     _, h = rms_norm(x, torch.ones(8), 1e-6, residual)
     assert torch.equal(h, x + residual)
@@ -89,14 +89,14 @@ def test_a_residual_stream_used_alone_has_its_gradient():
         assert torch.equal(gradient, torch.ones(2, 8))
 
 
-def test_what_does_not_fit_is_refused():
+def test_invalid_arguments_are_rejected():
     with pytest.raises(UserError, match="weight"):
         rms_norm(torch.ones(2, 8), torch.ones(7))
     with pytest.raises(UserError, match="residual"):
         layer_norm(torch.ones(2, 8), None, None, residual=torch.ones(8))
 
 
-def test_the_operator_traces_and_its_registrations_agree():
+def test_operator_registrations():
     x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ([3, 8], [8], [8]))
     check_operator_registrations("norm", x, weight, bias, None, 1e-5, True)
     check_operator_registrations("norm", x, weight, None, torch.randn(3, 8), 1e-5, False)

@@ -22,7 +22,7 @@ def rotate_half(x):
 
 
 def reference(x, cos, sin):
-    """As Hugging Face's models have it, with partial rotation."""
+    """Rotates as Hugging Face's models do, partially."""
     width = cos.shape[-1]
     cos, sin = (t.double().unsqueeze(-3) for t in (cos, sin))
     rotated, rest = x[..., :width], x[..., width:]
@@ -31,9 +31,16 @@ def reference(x, cos, sin):
 
 @settings(max_examples=example_count(30))
 @given(
-    batch=st.integers(0, 2), heads=st.integers(1, 5), key_heads=st.integers(1, 2), positions=st.integers(0, 4), half=st.integers(1, 5),
-    rest=st.integers(0, 3), tables=st.sampled_from(["shared", "own", "2-dim"]), transposed=st.booleans(), seed=tensor_seeds(),
-)  # fmt: skip
+    batch=st.integers(0, 2),
+    heads=st.integers(1, 5),
+    key_heads=st.integers(1, 2),
+    positions=st.integers(0, 4),
+    half=st.integers(1, 5),
+    rest=st.integers(0, 3),
+    tables=st.sampled_from(["shared", "own", "2-dim"]),
+    transposed=st.booleans(),
+    seed=tensor_seeds(),
+)
 def test_agrees_with_float64(batch, heads, key_heads, positions, half, rest, tables, transposed, seed):
     shape = {
         "shared": [1, positions, 2 * half],
@@ -61,14 +68,14 @@ def test_agrees_with_float64(batch, heads, key_heads, positions, half, rest, tab
         )
 
 
-def test_results_keep_the_order_of_dims_in_memory():
+def test_results_keep_the_memory_order_of_dims():
     q = torch.randn(2, 5, 3, 4).transpose(1, 2)
     rotated, _ = rope(q, q, torch.ones(5, 4), torch.zeros(5, 4))
     assert rotated.stride() == q.stride()
     assert torch.equal(rotated, q)
 
 
-def test_what_does_not_fit_is_refused():
+def test_invalid_arguments_are_rejected():
     q = torch.ones(1, 2, 3, 4)
     for message, cos in {
         "do not fit": torch.ones(2, 4),
@@ -79,6 +86,6 @@ def test_what_does_not_fit_is_refused():
             rope(q, q, cos, cos)
 
 
-def test_the_operator_traces_and_its_registrations_agree():
+def test_operator_registrations():
     q, tables = torch.randn(2, 3, 4, 6, requires_grad=True), torch.randn(1, 4, 4)
     check_operator_registrations("rope", q, tables, tables + 1, False, torch.float32)

@@ -24,7 +24,7 @@ def tensors():
 
 
 def slices(rank: int):
-    """What a rank holds: hidden states whole, weights and bias from its own tokens."""
+    """Returns what a rank holds: whole hidden states, and weights and bias of its own tokens."""
     hidden, weight, teacher, teacher_weight, bias = tensors()
     mine = slice(BOUNDS[rank], BOUNDS[rank + 1])
     return (
@@ -37,7 +37,7 @@ def slices(rank: int):
 
 
 def sharded(rank: int):
-    """Every loss and gradient of this rank."""
+    """Returns all losses and gradients of this rank."""
     dist.init_process_group("gloo")
     place = {"group": dist.group.WORLD, "first": BOUNDS[rank], "vocabulary": 11}
     found = {}
@@ -72,7 +72,7 @@ def sharded(rank: int):
 
 
 def whole():
-    """The same from the whole vocabulary."""
+    """Returns the same, computed from the whole vocabulary."""
     hidden, weight, teacher, teacher_weight, bias = tensors()
     for t in (hidden, weight, bias):
         t.requires_grad_()
@@ -87,7 +87,7 @@ def whole():
 
 
 @pytest.mark.gloo
-def test_two_ranks_compute_what_one_computes():
+def test_two_ranks_compute_the_losses_of_one():
     ranks, wanted = run_ranks(2, sharded), whole()
     for name, (loss, hidden, *own) in wanted.items():
         assert torch.equal(ranks[0][name][0], ranks[1][name][0]), (
@@ -99,7 +99,7 @@ def test_two_ranks_compute_what_one_computes():
             torch.testing.assert_close(torch.cat([rank[name][2 + i] for rank in ranks]), gradient)
 
 
-def test_combining_shards_normalises_the_whole_row():
+def test_combined_partials_normalise_the_whole_row():
     logits = torch.randn(3, 4, 7) * 20
     logits[1] = -torch.inf  # a shard without any logits
     maxima = logits.amax(2)

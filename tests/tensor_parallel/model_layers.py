@@ -1,4 +1,4 @@
-"""Layers of small Hugging Face models, with what they are called with."""
+"""Layers of small Hugging Face models, with the arguments of their calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from secc.runtime.sections.recompute import recompute_units
 
 
 def first_layer(config: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """The first layer of a model, and what it is called with."""
+    """Returns (the first layer of a model, arguments and keyword arguments of its call)."""
     torch.manual_seed(0)
     model = T.AutoModelForCausalLM.from_config(config).train()
     first, calls = recompute_units(model)[0], list[tuple[Any, Any]]()

@@ -1,4 +1,5 @@
-"""Code on parts: what whole sizes read as, how sizes that code gives are cut down, and what is refused."""
+"""Code for whole tensors on parts: which sizes it reads, how its own sizes are reduced, and what is
+rejected."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def take_part(whole: torch.Tensor, dim: int, parts: tuple[int, ...], rank: int) 
 
 
 def agrees_with_whole(code, whole: torch.Tensor, dim: int, parts: tuple[int, ...]) -> bool:
-    """Whether `code` gives on each rank the rank's part of what it gives for the whole tensor."""
+    """Whether `code` gives on each rank the rank's part of its result for the whole tensor."""
     expected = code(whole)
     for rank in range(RANKS):
         with WholeShapeMode(rank, RANKS) as mode:
@@ -49,7 +50,7 @@ RESHAPINGS = {
 
 
 @pytest.mark.parametrize("way", RESHAPINGS)
-def test_code_on_parts_gives_parts(way: str) -> None:
+def test_code_on_parts_gives_parts_of_the_result(way: str) -> None:
     assert agrees_with_whole(RESHAPINGS[way], torch.randn(2, 3, 16), 2, (16,))
 
 
@@ -62,13 +63,13 @@ PIECES = {
 
 
 @pytest.mark.parametrize("way", PIECES)
-def test_several_parts_side_by_side(way: str) -> None:
+def test_several_parts_along_one_dim(way: str) -> None:
     assert agrees_with_whole(PIECES[way], torch.randn(2, 3, 24), 2, (8, 8, 8))
 
 
 @given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 3))
-def test_views_there_and_back(before: list[int], inner: int, rows: int) -> None:
-    """[..., 4 * inner] to [..., 4, inner] with any dims before, sizes given whole."""
+def test_views_to_heads_and_back(before: list[int], inner: int, rows: int) -> None:
+    """[..., 4 * inner] to [..., 4, inner] with any leading dims and whole sizes."""
     whole = torch.randn(*before, rows, 4 * inner)
     assert agrees_with_whole(lambda t: t.view(*before, rows, 4, inner), whole, whole.ndim - 1, (4 * inner,))
     assert agrees_with_whole(
@@ -90,14 +91,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("way", REFUSED)
-def test_what_mixes_parts_is_refused(way: str) -> None:
+def test_code_that_mixes_parts_is_rejected(way: str) -> None:
     code, reason = REFUSED[way]
     with pytest.raises(UnshardableCode, match=reason) as error, WholeShapeMode(0, RANKS):
         code(take_part(torch.randn(2, 3, 16), 2, (16,), 0))
     assert error.value.sources == {"m"}
 
 
-def test_where_an_edge_would_help() -> None:
+def test_split_points_of_rejected_code() -> None:
     with pytest.raises(UnshardableCode) as error, WholeShapeMode(0, RANKS):
         take_part(torch.randn(2, 3, 24), 2, (24,), 0).split([8, 16], dim=-1)
     assert error.value.split_points == ((8, 24),)

@@ -1,5 +1,5 @@
-"""Ops on parts of a vocabulary, on ranks that are threads, against the same ops on whole tensors: values and
-gradients."""
+"""Compares ops on vocabulary shards, on ranks that are threads, with the same ops on whole tensors: values
+and gradients."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def logits() -> torch.Tensor:
 
 
 def derived(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The gradient of a weighted sum of `out`."""
+    """Returns the gradient of a weighted sum of `out`."""
     if not out.requires_grad:
         return x.new_zeros(x.shape)
     return torch.autograd.grad((out * torch.arange(1, out.numel() + 1).view(out.shape)).sum(), x)[0]
@@ -72,7 +72,7 @@ def derived(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_parts_give_what_the_whole_gives(name: str, count: int) -> None:
+def test_shards_give_the_results_of_the_whole(name: str, count: int) -> None:
     on_whole, on_parts = CASES[name]
     whole = logits().requires_grad_()
     wanted = on_whole(whole)
@@ -93,7 +93,7 @@ def test_parts_give_what_the_whole_gives(name: str, count: int) -> None:
     )
 
 
-def test_a_label_that_is_no_token_is_refused() -> None:
+def test_label_outside_of_the_vocabulary_is_rejected() -> None:
     x = VocabShards(TOKENS).log_softmax(logits(), 1)
     with pytest.raises(UserError, match="target 11 is not in a vocabulary of 11"):
         VocabShards(TOKENS).nll_loss(x, torch.full((5,), 11), None, 2, -100)

@@ -1,4 +1,4 @@
-"""Weights of classes in a buffer: a plan has their values, and a run refuses a model that has others."""
+"""Class weights in a buffer: a plan contains their values, and a run rejects a model with other values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def dataset():
 """
 
 
-def test_a_criterion_with_weights_of_classes_is_exact_and_its_weights_are_the_plans(tmp_path: Path) -> None:
+def test_class_weights_are_exact_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL)
     compiled = compile_and_write(path, tmp_path / "plan")  # raises where the plan is not exact

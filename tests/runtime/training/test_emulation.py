@@ -1,5 +1,4 @@
-"""An emulated run: every rank walks through its program, waits as long as the model says, and trains
-nothing."""
+"""An emulated run: every rank executes its program, sleeps for the modelled times, and trains nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from tools import bench_emulation
 
 
 @pytest.mark.gloo
-def test_an_emulated_step_takes_what_the_simulator_says_and_then_some(tmp_path, capfd):
+def test_emulated_step_takes_at_least_the_simulated_time(tmp_path, capfd):
     write_plan(tmp_path / "plan", UNEVEN)
     with pytest.raises(SystemExit) as ended:
         main(["run", str(tmp_path / "plan"), "--emulate", "--scale", "10000", "--steps", "2", "--json"])
@@ -51,9 +50,8 @@ LARGER = [
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", [*SMALL, *LARGER])
-def test_plans_of_all_kinds_are_emulated(tmp_path, name):
-    """Stages, sections on the same ranks, and sections that run ahead: every rank comes to its end, and no
-    wait is short."""
+def test_all_kinds_of_plans_are_emulated(tmp_path, name):
+    """Stages, co-located sections, and prefetching sections: every rank ends, and no wait is too short."""
     case = bench_emulation.EMULATION_CASES[name]
     plan = bench_emulation.write_plan_directory(tmp_path, case, batches=2)
     steps = bench_emulation.run_emulated(tmp_path, plan, steps=2, scale=0.25)
@@ -64,15 +62,15 @@ def test_plans_of_all_kinds_are_emulated(tmp_path, name):
     assert [line["samples"] for line in lines] == [case.samples] * 2
 
 
-def test_emulated_plans_run_ahead_where_they_say_so(tmp_path):
+def test_emulated_plans_prefetch(tmp_path):
     case = bench_emulation.EMULATION_CASES["3 ranks, teacher → student, ahead"]
     plan = bench_emulation.write_plan_directory(tmp_path, case, batches=2)
     first, last = consecutive_steps(plan, list(load_global_batches(tmp_path, plan, steps=2)))
     assert first[1].own_samples == case.samples and last[1].prefetched["teacher"]
 
 
-def test_a_computation_waits_as_long_as_it_takes_in_the_simulator(tmp_path):
-    """Also the two parts of a split backward."""
+def test_durations_equal_those_of_the_simulator(tmp_path):
+    """Including the two parts of a split backward."""
     plan = bench_emulation.write_plan_directory(
         tmp_path, bench_emulation.EMULATION_CASES["3 ranks, encoder → LM of 2 stages"], batches=1
     )
@@ -83,7 +81,7 @@ def test_a_computation_waits_as_long_as_it_takes_in_the_simulator(tmp_path):
     assert all(c.end - c.start == waits[c.kind, c.section][c.micro] for c in step.compute)
 
 
-def test_the_table_has_the_times_of_the_cost_model(tmp_path):
+def test_table_has_the_times_of_the_cost_model(tmp_path):
     lm = trained(make_plan([make_section("lm", range(4))], [], 4), lm=1000)
     found = make_emulation_table(
         dataclasses.replace(lm, cluster=cluster(latency=10, gb_s=1, per_node=2)), scale=3.0
@@ -101,7 +99,7 @@ def test_the_table_has_the_times_of_the_cost_model(tmp_path):
     ("arguments", "message"),
     [(["--epochs", "1"], "whole steps"), (["--log-dir", "/dev/null/logs"], "cannot write")],
 )
-def test_what_cannot_be_emulated_is_one_message(tmp_path, capsys, arguments, message):
+def test_errors_are_one_message(tmp_path, capsys, arguments, message):
     write_plan(tmp_path / "plan", UNEVEN)
     with pytest.raises(SystemExit) as ended:
         main(["run", str(tmp_path / "plan"), "--emulate", *arguments])
@@ -109,7 +107,7 @@ def test_what_cannot_be_emulated_is_one_message(tmp_path, capsys, arguments, mes
     assert message in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+def test_malformed_table_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text("{}")
     with pytest.raises(UserError, match="cannot read the table"):

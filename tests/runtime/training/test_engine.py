@@ -1,5 +1,5 @@
-"""The engine on two hand-made sections: what blocks may do to received tensors, gradients that do not exist,
-and bad programs."""
+"""The engine on two hand-written sections: in-place writes to received tensors, missing gradients, bad
+programs."""
 
 from __future__ import annotations
 
@@ -84,8 +84,7 @@ def inputs() -> torch.Tensor:
 def execute(
     src: int, dst: int, use: Callable[[torch.Tensor], torch.Tensor], debug: bool = False
 ) -> list[tuple[float, Any]]:
-    """One step with coefficient 0.5: (share of the loss, gradient of the front layer's weight) of each
-    rank."""
+    """Runs a step with coefficient 0.5; returns (share of the loss, gradient of the front weight) by rank."""
     plan = make_plan(src, dst)
 
     def target(rank: int) -> tuple[float, Any]:
@@ -127,9 +126,8 @@ def detached(h: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("use", [square, in_place, detached])
 @pytest.mark.parametrize(("src", "dst"), [(0, 0), (0, 1), (1, 0)])
-def test_gradients_come_back(src: int, dst: int, use: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """On one rank and on two. A loss that does not depend on the edge leaves no gradient, not one of
-    zeros."""
+def test_gradients_return_over_edges(src: int, dst: int, use: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """On one rank and on two. A loss that does not depend on the edge leaves no gradient instead of zeros."""
     results = execute(src, dst, use)
     loss, gradient = expected(use)
     assert results[dst][0] == pytest.approx(loss, rel=1e-6)
@@ -139,7 +137,7 @@ def test_gradients_come_back(src: int, dst: int, use: Callable[[torch.Tensor], t
 
 
 def test_headers_are_checked() -> None:
-    """A receiver that expects other samples refuses the message instead of taking it."""
+    """A receiver that expects other samples rejects the message."""
     plan = make_plan(0, 1)
 
     def target(rank: int) -> str:
@@ -175,7 +173,7 @@ rank 1
 """.strip()
 
 
-def test_each_way_has_its_own_group() -> None:
+def test_each_direction_has_its_own_group() -> None:
     """Two ranks that send to each other on one communicator could block each other."""
     plan = make_plan(0, 1)
     both = Mesh((0, 1), 2)

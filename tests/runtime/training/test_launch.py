@@ -1,4 +1,4 @@
-"""Starting and ending a run: what is refused, how a rank's death ends the others, and the trace."""
+"""Starting and ending a run: rejected input, a rank's death, exit codes, and the trace."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,10 @@ from tests.runtime.fixtures.captioner.sections import terms
 from tests.runtime.train_captioner import train
 
 pytestmark = pytest.mark.gloo
-LAUNCH = "import sys; from secc.runtime.training.launch import run_plan; sys.exit(run_plan(sys.argv[1], sys.argv[2:]))"
+LAUNCH = (
+    "import sys; from secc.runtime.training.launch import run_plan;"
+    " sys.exit(run_plan(sys.argv[1], sys.argv[2:]))"
+)
 
 
 def start(*command: str) -> subprocess.Popen[str]:
@@ -35,7 +39,7 @@ def start(*command: str) -> subprocess.Popen[str]:
 
 
 def ranks_of(plan: Path) -> Iterator[tuple[int, str]]:
-    """(process, rank) of every process that runs the plan's run.py, loaders included."""
+    """Yields (process, rank) of every process that runs the plan's run.py, including loaders."""
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdecimal() and str(plan / "run.py").encode() in (
@@ -49,7 +53,7 @@ def ranks_of(plan: Path) -> Iterator[tuple[int, str]]:
             continue
 
 
-def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path) -> None:
+def test_killed_rank_ends_all_and_is_named(tmp_path: Path) -> None:
     plan = tmp_path / "plan"
     write_plan(plan, UNEVEN)
     process = start("-c", LAUNCH, str(plan), "--steps", "1000000")
@@ -80,11 +84,16 @@ def test_trace_shows_every_compute_and_transfer(tmp_path: Path) -> None:
     sent = [e["args"] for e in events if e["cat"] == "SEND"]
     received = [e["args"] for e in events if e["cat"] == "RECV"]
     assert all(a.keys() >= {"kind", "edge", "src", "dst", "samples", "bytes"} for a in sent)
-    key = lambda a: (a["edge"], a["direction"], a["src"], a["dst"], a["samples"], a["bytes"])
-    assert sorted(map(key, sent)) == sorted(map(key, received)) != []
+
+    def message_key(args: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(args[name] for name in ("edge", "direction", "src", "dst", "samples", "bytes"))
+
+    assert sorted(map(message_key, sent)) == sorted(map(message_key, received)) != []
 
 
-def test_changed_model_is_refused_once_with_a_diff(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_changed_model_is_rejected_once_with_a_diff(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     write_plan(tmp_path / "plan", APART)
     model = tmp_path / "plan" / "model.py"
     model.write_text(
@@ -102,7 +111,7 @@ def test_changed_model_is_refused_once_with_a_diff(tmp_path: Path, capfd: pytest
     assert "what to do: compile the model again" in errors
 
 
-def test_an_error_of_one_rank_alone_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_error_of_one_rank_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Sample 13 is in the second rank's share of the second batch."""
     before = "        g = torch.Generator()"
     source = (
@@ -115,9 +124,7 @@ def test_an_error_of_one_rank_alone_is_reported(tmp_path: Path, capfd: pytest.Ca
     assert "dataset()[13]" in errors and "a torn page" in errors
 
 
-def test_a_defect_of_one_rank_shows_its_traceback_and_code_1(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_exception_on_one_rank_shows_its_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_plan(tmp_path / "plan", APART)
     section = tmp_path / "plan" / "sections" / "decoder.py"
     section.write_text(section.read_text().replace('edges["target"]', 'edges["nothing"]'))
@@ -127,7 +134,7 @@ def test_a_defect_of_one_rank_shows_its_traceback_and_code_1(
     assert "error: rank 1" in errors and "rank 0" not in errors
 
 
-def test_the_wrong_number_of_ranks_is_refused(tmp_path: Path) -> None:
+def test_wrong_number_of_ranks_is_rejected(tmp_path: Path) -> None:
     write_plan(tmp_path / "plan", APART)
     process = start(str(tmp_path / "plan" / "run.py"))
     _, errors = process.communicate(timeout=60)
@@ -136,7 +143,7 @@ def test_the_wrong_number_of_ranks_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--log-dir", "--save", "--trace"])
-def test_unwritable_output_is_refused(tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_output_is_rejected(tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     write_plan(tmp_path / "plan", ALONE)
     (tmp_path / "file").touch()
@@ -155,12 +162,12 @@ def test_unwritable_output_is_refused(tmp_path: Path, option: str, monkeypatch: 
         (["--speed"], "unrecognized arguments: --speed"),
     ],
 )
-def test_options_are_checked(arguments: list[str], message: str) -> None:
+def test_invalid_options_are_rejected(arguments: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_options(arguments)
 
 
-def test_launcher_refuses_what_it_can_see(tmp_path: Path) -> None:
+def test_launcher_rejects_bad_plans_and_options(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read the plan"):
         run_plan(tmp_path / "missing")
     with pytest.raises(UserError, match="--save-every needs --save"):

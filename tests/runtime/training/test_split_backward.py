@@ -1,4 +1,4 @@
-"""A backward in two parts gives the gradients of one in a piece, whatever uses the parameters."""
+"""A backward in two parts computes the gradients of one backward, however parameters are used."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class Layer(nn.Module):
 
 
 class Twice(nn.Module):
-    """One layer after another, the first again, a weight used by products and by glue, a table that no input
-    reaches."""
+    """Two layers, the first applied twice, a weight used by products and glue, a table without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +65,7 @@ def gradients(
 
 @pytest.mark.parametrize("kind", [Layer, Twice, Frozen])
 @pytest.mark.parametrize("count", [1, 2])
-def test_two_parts_give_what_one_gives(kind: type[nn.Module], count: int) -> None:
+def test_two_parts_give_the_gradients_of_one_backward(kind: type[nn.Module], count: int) -> None:
     torch.manual_seed(0)
     module, received = kind().double(), [torch.randn(2, 3, 8, dtype=torch.float64) for _ in range(count)]
     whole, parts = gradients(module, received, split=False), gradients(module, received, split=True)
@@ -76,7 +75,7 @@ def test_two_parts_give_what_one_gives(kind: type[nn.Module], count: int) -> Non
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_products_compute_one_gradient_in_each_part() -> None:
+def test_products_compute_one_gradient_per_part() -> None:
     torch.manual_seed(0)
     layers, leaf = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
     out = layers(leaf)
@@ -92,7 +91,7 @@ def test_products_compute_one_gradient_in_each_part() -> None:
     assert counts == [2, 2]
 
 
-def test_without_received_tensors_all_is_left_for_the_second_part() -> None:
+def test_without_received_tensors_all_is_done_in_the_second_part() -> None:
     layer = nn.Linear(4, 4)
     out = layer(torch.ones(2, 4))
     finish = split_backward([(out, torch.ones_like(out))], [])

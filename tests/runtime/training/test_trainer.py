@@ -1,4 +1,4 @@
-"""A step under any plan computes what plain PyTorch computes with the whole global batch in one process."""
+"""A step under any plan computes what plain PyTorch computes for the whole global batch in one process."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def plain() -> Reference:
 
 
 def assert_gradients(found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]) -> None:
-    """Each gradient within 1e-5 of its own norm plus 1e-8 of the global one; None exactly where plain PyTorch
-    has None."""
+    """Asserts that each gradient is within 1e-5 of its norm plus 1e-8 of the global norm, and None exactly
+    where plain PyTorch has None."""
     whole = math.sqrt(sum(float(g.double().square().sum()) for g in expected.values() if g is not None))
     for name, gradient in found.items():
         wanted = expected[name]
@@ -43,7 +43,7 @@ def assert_gradients(found: dict[str, torch.Tensor | None], expected: dict[str, 
 
 
 def assert_trained(plan: Path, ranks: Sequence[dict[str, Any]], plain: Reference) -> None:
-    """A run's losses, norms, gradients of all steps and parameters are those of plain PyTorch."""
+    """Asserts that losses, norms, gradients of all steps and parameters equal plain PyTorch."""
     rows = metrics(plan)
     assert [row["loss"] for row in rows] == pytest.approx(plain.losses, rel=1e-6)
     assert [row["grad_norm"] for row in rows] == pytest.approx(plain.norms, rel=1e-5)
@@ -75,7 +75,7 @@ def test_steps_equal_plain_pytorch(
     assert set().union(*(rank["state"] for rank in ranks)) == plain.state.keys()
 
 
-def test_a_capped_encoder_changes_no_gradient(tmp_path: Path, plain: Reference) -> None:
+def test_in_flight_limit_changes_no_gradient(tmp_path: Path, plain: Reference) -> None:
     write_plan(tmp_path / "plan", UNEVEN, cap=True)
     ranks = train(tmp_path / "plan", UNEVEN, STEPS, "--debug-comm")
     assert [row["loss"] for row in metrics(tmp_path / "plan")] == pytest.approx(plain.losses, rel=1e-6)
@@ -89,7 +89,7 @@ def test_text_only_step_reaches_no_encoder_parameter(plain: Reference) -> None:
     assert plain.gradients[1]["encoder.patch.weight"] is not None
 
 
-def test_clipping_is_by_the_global_norm(tmp_path: Path) -> None:
+def test_clipping_uses_the_global_norm(tmp_path: Path) -> None:
     plain = reference(3, clip=0.1)
     write_plan(tmp_path / "plan", UNEVEN)
     ranks = train(tmp_path / "plan", UNEVEN, 3, "--clip", "0.1")
