@@ -1,5 +1,5 @@
-"""The recorder: what a user's forward does between its blocks, as a graph. The compiler captures with it,
-ranks record anew with it."""
+"""Records what a user's forward does between its blocks, as a graph. The compiler captures with it; ranks
+record again with it."""
 
 from secc.runtime.recorder.nested_values import take_at_path
 from secc.runtime.recorder.recorder import CallObserver, Recorder, record_forward

@@ -1,9 +1,8 @@
-"""Blocks without weights: a copy of the model whose parameters are fake, and what a block's call would
-return.
+"""Learns the results of blocks without their weights: from a copy of the model with fake parameters.
 
-A block's result is learnt by calling the module of that copy with fake tensors where values depend on a
-block, and with the real tensors where they depend on inputs alone (vision blocks read `cu_seqlens.tolist()`).
-The answer is kept, so that sixty-four equal layers cost one.
+A block's result is learned by calling its module in that copy, with fake tensors where values depend on a
+block, and with real tensors where they depend on inputs alone (vision blocks read `cu_seqlens.tolist()`).
+Results are cached, so that 64 equal layers cost one run.
 """
 
 from __future__ import annotations
@@ -31,37 +30,34 @@ from secc.runtime.sections import forward_hooks
 from secc.runtime.sections.module_settings import ModuleSetting
 
 TensorShapes = Mapping[str, tuple[int, ...]]  # shapes of tensors by their access paths
-LARGE_INPUT_ENTRIES = (
-    1 << 20
-    # entries of floating-point inputs (pictures, sounds) whose values hardly any forward reads and that cost time
-    # and memory
-)
+# Larger floating-point inputs (pictures, sounds) are recorded without values: hardly any forward reads them,
+# and they cost time and memory.
+LARGE_INPUT_ENTRIES = 1 << 20
 _CPU = torch.device("cpu")
 _GRADIENT_LEAF = torch.zeros((), requires_grad=True)
-# A result, the ids of those tensors in it that are alone (`Leaf`), whether values of real tensors were read,
-# hazards, random ops.
+# Result of a run, ids of the tensors in it that are independent of inputs, whether values of real tensors
+# were read, hazards, random ops.
 BlockRun = tuple[Any, frozenset[int], bool, tuple[Hazard, ...], tuple[RandomOpCall, ...]]
 
-logging.getLogger(FakeTensorMode.__module__).setLevel(
-    logging.CRITICAL
-)  # what fails is told in messages, without torch's traceback
+# Failures are reported in messages of our own, without torch's traceback.
+logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)
 
 
 class UnpredictedShape(BaseException):
-    """Something depends on the shape of a block's result, which no rule gives: the forward has to be recorded
-    without rules.
+    """Raised if something depends on the shape of a block's result that no shape rule gives. The forward is
+    then recorded without rules.
 
-    No Exception: the user's forward is not to catch it.
+    It is no Exception, so that the user's forward does not catch it.
     """
 
 
 def is_fake(tensor: object) -> bool:
-    """Whether a tensor has no values: it depends on a parameter or on a block's result."""
+    """Whether a tensor has no values because it depends on a parameter or on a block's result."""
     return isinstance(tensor, FakeTensor)
 
 
 def autocast_state() -> str:
-    """The autocast state: "cuda bfloat16", "cpu bfloat16", or "" if it is off."""
+    """Return the autocast state: "cuda bfloat16", "cpu bfloat16", or "" if it is off."""
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):
             return f"{device} {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
@@ -69,21 +65,22 @@ def autocast_state() -> str:
 
 
 def is_large_input(tensor: torch.Tensor) -> bool:
-    """Whether an input is recorded without its values as long as that will do."""
+    """Whether an input is recorded without its values as long as forward does not read them."""
     return tensor.is_floating_point() and tensor.numel() > LARGE_INPUT_ENTRIES
 
 
 def copy_without_values(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy without values, laid out as `clone` lays it out."""
+    """Return a fake copy, with the strides that `clone` would give it."""
     with mode:
         return mode.from_tensor(tensor.detach()).clone()
 
 
 def copy_with_fake_parameters(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of `model` with fake parameters on the CPU. Buffers keep their values; those on the meta device
+    """Copy `model` with fake parameters on the CPU. Buffers keep their values; those on the meta device
     become fake.
 
-    Nothing of the user's model is shared but configurations. Raises UserError if the model cannot be copied.
+    Nothing but configurations is shared with the user's model. Raises UserError if the model cannot be
+    copied.
     """
     memo: dict[int, Any] = {}
     for p in model.parameters():
@@ -103,7 +100,10 @@ def copy_with_fake_parameters(model: nn.Module, mode: FakeTensorMode) -> nn.Modu
         forward_hooks.rebind_closures(copied, memo)
         return copied
     except Exception as error:
-        remedy = "keep what cannot be copied (locks, files, generators, closures over tensors) out of the model's attributes"
+        remedy = (
+            "keep what cannot be copied (locks, files, generators, closures over tensors) "
+            "out of the model's attributes"
+        )
         raise UserError(
             f"the model cannot be copied: {type(error).__name__}: {error}",
             forward_source_line(type(model)),
@@ -117,10 +117,11 @@ def _empty_like(mode: FakeTensorMode, like: torch.Tensor) -> torch.Tensor:
 
 
 class ResultTensor:
-    """A tensor in a block's result. `argument` is the number of the tensor argument that it is, or None.
-    `alone`: what the block is called with decides its shape, but not what it holds.
+    """A tensor in a block's result, at an access path.
 
-    No dataclass: those are containers here.
+    argument_index: number of the tensor argument that it is, None if the block makes it.
+    is_input_independent: the arguments decide its shape but not its values. shape_is_unknown: its shape is
+    not the one that it will have. It is no dataclass, since those count as containers here.
     """
 
     def __init__(
@@ -131,28 +132,28 @@ class ResultTensor:
         self.requires_grad, self.shape_is_unknown = tensor.requires_grad, False
 
     def with_shape(self, shape: tuple[int, ...] | None) -> ResultTensor:
-        """The same without gaps in another shape; with None its shape is a guess."""
-        found = copy.copy(self)
-        found.shape_is_unknown = shape is None
+        """Return a contiguous tensor of another shape; with None, one with an unknown shape."""
+        changed = copy.copy(self)
+        changed.shape_is_unknown = shape is None
         if shape is not None:
-            found.shape, found.stride = shape, contiguous_strides(shape)
-        return found
+            changed.shape, changed.stride = shape, contiguous_strides(shape)
+        return changed
 
     @property
     def is_dense(self) -> bool:
-        """Whether entries lie one behind the other in the order of the dims."""
+        """Whether its entries are contiguous in the order of the dims."""
         return self.stride == contiguous_strides(self.shape)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor whose entries lie one behind the other in the order of the dims."""
+    """Return the strides of a contiguous tensor of this shape."""
     return tuple(math.prod(max(1, d) for d in shape[i + 1 :]) for i in range(len(shape)))
 
 
 @dataclass(frozen=True)
 class BlockResult:
-    """What a block's call returns: `skeleton` holds Leaf objects where tensors are. `reads`: values of real
-    arguments decided something."""
+    """The result of a block's call. `skeleton` holds ResultTensor objects in place of tensors.
+    `reads_values`: values of real arguments decided something."""
 
     skeleton: Any
     reads_values: bool
@@ -162,8 +163,8 @@ class BlockResult:
     def build_fakes(
         self, mode: FakeTensorMode, arguments: list[torch.Tensor]
     ) -> tuple[Any, list[tuple[ResultTensor, torch.Tensor]]]:
-        """A fresh result, and the new fake tensors in it with their leaves. A tensor met twice is one
-        tensor."""
+        """Make a new result with fake tensors. Returns it, and the new tensors with their ResultTensor. A
+        tensor that occurs twice is one tensor."""
         new: list[tuple[ResultTensor, torch.Tensor]] = []
 
         def tensor(_: str, leaf: Any) -> Any:
@@ -181,12 +182,12 @@ class BlockResult:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it holds tensors and None alone, in containers that have as many of them always."""
+        """Whether it holds only tensors and None, in containers of fixed length."""
         return _holds_tensors_only(self.skeleton)
 
     def with_shapes(self, shapes: TensorShapes) -> BlockResult | None:
-        """The same result in other shapes, by access path; None where it has more to it than the shapes of
-        its tensors."""
+        """Return the result with other shapes, by access path. None if the shapes of its tensors do not
+        determine the rest of it."""
         new: dict[ResultTensor, ResultTensor] = {}
 
         def sized(_: str, leaf: Any) -> Any:
@@ -223,8 +224,8 @@ def new_fake_tensor(
     dtype: torch.dtype,
     requires_grad: bool = False,
 ) -> torch.Tensor:
-    """A new fake tensor; not a leaf of autograd, since glue may change a block's result in place. No mode
-    sees how it is made."""
+    """Make a fake tensor that no mode sees. It is no leaf of autograd, since glue may change a block's
+    result in place."""
 
     def made() -> torch.Tensor:
         return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), _CPU)
@@ -250,10 +251,11 @@ class _GradientSource(torch.autograd.Function):
 
 
 class BlockResultCache:
-    """Results of blocks, learnt once: by class, parameters, arguments and, where the block read values, the
-    values of real arguments.
+    """Results of blocks by class, parameters, arguments and, if the block read values, the values of real
+    arguments.
 
-    Where a rule gives the shapes of a result, one that arguments of other sizes gave says all else about it.
+    If a rule gives the shapes of a result, a cached result for arguments of other sizes supplies everything
+    else.
     """
 
     def __init__(self) -> None:
@@ -272,18 +274,22 @@ class BlockResultCache:
         rule: TensorShapes | None = None,
         settings: tuple[ModuleSetting, ...] = (),
     ) -> BlockResult:
-        """The result of `module(*arguments)` under `settings`; `run` calls it. `rule` has the shapes of
-        tensors in it."""
-        now = self._module_signature(path, module), _grad_and_autocast_state(), repr(settings)
+        """Return the result of `module(*arguments)` under `settings`; `run` calls it. `rule` gives the
+        shapes of its tensors."""
+        key = self._module_signature(path, module), _grad_and_autocast_state(), repr(settings)
         if (
             rule is not None
-            and (alike := self._results_by_layout.get((*now, _describe_arguments(arguments, sizes=False))))
+            and (
+                other_sizes := self._results_by_layout.get(
+                    (*key, _describe_arguments(arguments, sizes=False))
+                )
+            )
             is not None
         ):
-            found = alike.with_shapes(rule)
-            if found is not None:
-                return found
-        return self._run_or_recall(path, now, arguments, run)
+            result = other_sizes.with_shapes(rule)
+            if result is not None:
+                return result
+        return self._run_or_recall(path, key, arguments, run)
 
     def _run_or_recall(
         self, path: str, now: tuple[Any, ...], arguments: Any, run: Callable[[], BlockRun]
@@ -293,8 +299,8 @@ class BlockResultCache:
         known = (key, self._value_digests(inputs)) if key in self._keys_reading_values else key
         if known in self._results:
             return self._results[known]
-        # An empty context: Hugging Face's output recorders gather what runs in the caller's context, and this
-        # run is not the user's.
+        # An empty context: Hugging Face's output recorders collect what runs in the caller's context, and
+        # this run is not the user's.
         out, alone, reads, hazards, draws = contextvars.Context().run(run)
         found = BlockResult(
             result_skeleton(out, inputs, alone),
@@ -321,7 +327,7 @@ class BlockResultCache:
 
 
 class TensorDigests:
-    """Digests of the values of real tensors, made once: all layers of a tower are called with the same
+    """Hashes of the values of real tensors, computed once: all layers of a tower are called with the same
     ones."""
 
     def __init__(self) -> None:
@@ -338,7 +344,8 @@ class TensorDigests:
 
 
 def _describe_module(module: nn.Module) -> Any:
-    """What tells a module from others of its class: dropout probabilities often grow from layer to layer."""
+    """Return what distinguishes a module from others of its class. Dropout probabilities often grow from
+    layer to layer."""
     numbers = tuple(sorted((k, v) for k, v in vars(module).items() if isinstance(v, float)))
     return type(module), module.training, str(module.extra_repr()), numbers
 
@@ -364,7 +371,8 @@ def _hash_values(tensor: torch.Tensor) -> bytes:
 
 
 def result_skeleton(out: Any, inputs: list[torch.Tensor], alone: frozenset[int]) -> Any:
-    """A block's result with Leaf objects for tensors; the same Leaf for the same tensor."""
+    """Return a block's result with ResultTensor objects in place of tensors; the same object for the same
+    tensor."""
     leaves: dict[int, ResultTensor] = {}
     position = {id(t): i for i, t in enumerate(inputs)}
 

@@ -1,5 +1,5 @@
-"""What is done to a recorded graph at last: dead nodes go, layouts stop mattering, and each node learns
-whether it carries a gradient."""
+"""Finalises a recorded graph: removes dead nodes, makes ops independent of memory layouts, and marks which
+nodes carry a gradient."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ _LAYOUT_FREE = {aten.view.default: aten.reshape.default, aten._unsafe_view.defau
 
 _VIEW_OPS = {aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default}
 
-_GRADIENT_CUTTING_OPS = {
-    "detach", "bernoulli", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like", "new_zeros",
-    "new_ones", "new_full", "new_empty",
-}  # fmt: skip
+_GRADIENT_CUTTING_OPS = frozenset(
+    (
+        *("detach", "bernoulli"),
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
+        *("new_zeros", "new_ones", "new_full", "new_empty"),
+    )
+)
 
 
 def finalize_graph(graph: fx.Graph) -> fx.Graph:
@@ -38,7 +41,7 @@ def finalize_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def is_needed(node: fx.Node) -> bool:
-    """Whether a node stays though nothing uses it."""
+    """Whether a node stays although nothing uses it."""
     return (
         node.op in ("placeholder", "output")
         or is_read_node(node)
@@ -48,8 +51,8 @@ def is_needed(node: fx.Node) -> bool:
 
 
 def _needs_layout(node: fx.Node) -> bool:
-    """Whether what is computed of a value, through views, works on entries in a row only: the loss of images,
-    in its backward."""
+    """Whether a value reaches, through views, an op that needs contiguous entries: the loss of images, in
+    its backward."""
     return any(
         user.target is aten.nll_loss2d_forward.default or (user.target in _VIEW_OPS and _needs_layout(user))
         for user in node.users
@@ -57,7 +60,7 @@ def _needs_layout(node: fx.Node) -> bool:
 
 
 def _drop_aliases(graph: fx.Graph) -> None:
-    """Copies that only lay a tensor out anew go, too: whether a reshape needs one depends on sizes."""
+    """Remove copies that only change the memory layout: whether a reshape needs one depends on sizes."""
     for node in list(graph.nodes):
         laid_out = (
             node.target is aten.clone.default
@@ -73,8 +76,8 @@ def _drop_aliases(graph: fx.Graph) -> None:
 
 
 def _carries_gradient(node: fx.Node) -> bool:
-    """As autograd would decide: grad mode, an input that requires a gradient, an op and a dtype that pass it
-    on."""
+    """Decide as autograd does: by grad mode, inputs that require a gradient, and an op and dtype that pass
+    it on."""
     if not node.meta["grad"] or is_read_node(node):
         return False
     if "carries" in node.meta:

@@ -1,8 +1,7 @@
-"""Glue whose number of ops depends on the batch only on its face: taking a tensor apart along a dim and
-joining all parts again.
+"""Folds glue that takes a tensor apart along a dim and joins all parts again: `torch.cat(list(features))`.
 
-`torch.cat(list(features))` is one op for each image, and reads as a reshape. Folding it before captures are
-compared makes such glue the same at every size.
+Such glue has one op per image but is a reshape. Folding it before captures are compared makes it the same at
+every size.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _JOIN_OPS = (aten.cat.default, aten.stack.default)
 
 
 def fold_joins(recording: Recording) -> Recording:
-    """Replace joins of all parts of one tensor, in place; the same recording."""
+    """Replace joins of all parts of one tensor, in place; return the recording."""
     for node in list(recording.graph.nodes):
         if node.target in _JOIN_OPS:
             source = _split_source(node.args[0])
@@ -37,7 +36,7 @@ def fold_joins(recording: Recording) -> Recording:
 
 
 def _split_source(parts: object) -> fx.Node | None:
-    """The unbind or split that `parts` are all results of, in order; None if they are anything else."""
+    """Return the unbind or split that has `parts` as all its results, in order; None if there is none."""
     if not isinstance(parts, (list, tuple)) or not parts:
         return None
     source = parts[0].args[0] if parts[0].target is operator.getitem else None
@@ -68,14 +67,14 @@ def _dim_argument(node: fx.Node, position: int, shape: tuple[int, ...]) -> int:
 
 
 def _replace_join(graph: fx.Graph, node: fx.Node, source: fx.Node, dim: int) -> None:
-    """Parts without their own dim, side by side along `dim`: that dim is moved there, and merged unless they
-    were stacked."""
+    """Replace the join of an unbind: move the unbound dim to `dim`, and merge it with the next one unless
+    the parts were stacked."""
     whole: fx.Node = source.args[0]  # type: ignore[assignment]
-    taken = _dim_argument(source, 1, whole.meta["shape"])
+    unbound_dim = _dim_argument(source, 1, whole.meta["shape"])
     with graph.inserting_before(node):
-        if taken != dim:
-            order = [d for d in range(len(whole.meta["shape"])) if d != taken]
-            order.insert(dim, taken)
+        if unbound_dim != dim:
+            order = [d for d in range(len(whole.meta["shape"])) if d != unbound_dim]
+            order.insert(dim, unbound_dim)
             shape = tuple(whole.meta["shape"][d] for d in order)
             whole = _insert_node(graph, aten.permute.default, (whole, order), node.meta | {"shape": shape})
         if node.target is aten.cat.default:

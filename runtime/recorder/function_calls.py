@@ -1,5 +1,5 @@
-"""A `torch.autograd.Function` between blocks as one call: run once for the shapes of its results, and
-recorded with its arguments."""
+"""Records a user's `torch.autograd.Function` between blocks as one op: it is run once for the shapes of
+its results."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ def record_function_apply(
     run: Callable[[], Any],
     fail: FailCallback,
 ) -> Any:
-    """Record `cls.apply(*args)`; what `run()`, which applies it, returned, with fake tensors in place of its
-    own."""
+    """Record `cls.apply(*args)`. `run()` applies it; returns its result with fake tensors in place of its
+    own.
+
+    Raises through `fail` if a plan cannot name the class or its arguments, or if it writes into an argument.
+    """
     function, nodes = _name_function(cls, fail), _encode_call_arguments(tape, cls, args, fail)
-    given = [t for _, t in nested_values.iter_tensors(args)]
-    versions = [t._version for t in given]
+    inputs = [t for _, t in nested_values.iter_tensors(args)]
+    versions = [t._version for t in inputs]
     try:
         out = run()
     except UserError:
@@ -41,24 +44,24 @@ def record_function_apply(
             f"the shapes of {cls.__name__}.apply cannot be found: {type(error).__name__}: {error}",
             _CALL_INSIDE_MODULE_REMEDY,
         )
-    if [t._version for t in given] != versions:
+    if [t._version for t in inputs] != versions:
         fail(
             f"{cls.__name__}.apply writes into its argument between the model's modules",
             _CALL_INSIDE_MODULE_REMEDY,
         )
-    found = returned_tensors(out)
-    if not found:
+    results = returned_tensors(out)
+    if not results:
         fail(f"{cls.__name__}.apply returns no tensor", _CALL_INSIDE_MODULE_REMEDY)
-    grads = [t.requires_grad for t in found]
+    carry_gradient = [t.requires_grad for t in results]
     new = [
         new_fake_tensor(mode, tuple(t.shape), t.stride(), t.dtype, grad)
-        for t, grad in zip(found, grads, strict=True)
+        for t, grad in zip(results, carry_gradient, strict=True)
     ]
-    tape.emit_function(function, nodes, new, grads)
+    tape.emit_function(function, nodes, new, carry_gradient)
     if not isinstance(out, tuple):
         return new[0]
-    results = iter(new)
-    return tuple(next(results) if isinstance(o, torch.Tensor) else o for o in out)
+    remaining = iter(new)
+    return tuple(next(remaining) if isinstance(o, torch.Tensor) else o for o in out)
 
 
 def _name_function(cls: Any, fail: FailCallback) -> UserFunctionCall:

@@ -1,8 +1,8 @@
-"""Makes a recorded graph functional: no op of the result writes into its arguments.
+"""Makes a recorded graph functional: no op writes into its arguments.
 
-Glue that writes into tensors (`x[mask] = y`, `h += p`) is right as a whole, but a section gets only a slice
-of it, and a slice loses the writes of the rest. PyTorch's functionalisation replays the graph above a second
-tape: writes become `index_put`, `select_scatter`, `add`, and views are taken anew from what was written.
+Glue that writes into tensors (`x[mask] = y`, `h += p`) is right as a whole, but a section gets a slice of it,
+which loses the writes of the rest. PyTorch's functionalisation replays the graph onto a second tape: writes
+become `index_put`, `select_scatter`, `add`, and views are taken again from the written tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from secc.runtime.recorder.nested_values import take_at_path
 from secc.runtime.recorder.recording import is_read_node, read_value
 from secc.runtime.sections.autograd_functions import UserFunctionCall
 
-_torch: Any = torch  # functionalisation's functions are public in name only
+_torch: Any = torch  # the functions for functionalisation are private
 
 
 def has_mutations(graph: fx.Graph) -> bool:
@@ -40,16 +40,16 @@ def has_mutations(graph: fx.Graph) -> bool:
 def functionalise_tape(
     tape: Tape, values: Callable[[fx.Node], torch.Tensor], mode: FakeTensorMode, fail: FailCallback
 ) -> Tape:
-    """A tape with the same glue and no writes. `values` gives a placeholder's or `get_attr` node's tensor,
-    unchanged by the first run."""
+    """Return a tape with the same glue and no writes. `values` gives the tensor of a placeholder or
+    `get_attr` node as it was before the recording."""
     return _Functionaliser(tape, values, mode, fail).run()
 
 
 def _op_without_write(node: fx.Node) -> Any:
-    """For a write under no_grad, the op without its write; None for every other node.
+    """Return the out-of-place form of a write under no_grad, None for any other node.
 
-    Such a write into a tensor that carries a gradient changes values and leaves the gradient's way as it was
-    (`F.cosine_similarity` clamps its norms like that), which a new tensor made under no_grad would cut.
+    Such a write into a tensor that carries a gradient changes values and leaves the gradient's path as it was
+    (`F.cosine_similarity` clamps its norms like that). A new tensor made under no_grad would cut the path.
     """
     target: Any = node.target
     if (
@@ -83,8 +83,8 @@ class _Functionaliser:
         self._glue = GlueRecorder(self.tape, OpExecutor(mode, fail), fail, sizes=False)
 
     def on_glue_op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An op that functionalisation asks for. Its own bookkeeping makes shallow copies, which show as
-        `detach`."""
+        """Record an op that functionalisation asks for. Its own bookkeeping makes shallow copies, which
+        appear as `detach`."""
         if func is torch.ops.aten.detach.default and not self._detaching:
             out = func(*args)
             self.tape.bind_tensor(out, self.tape.node_of(args[0]))
@@ -92,7 +92,7 @@ class _Functionaliser:
         return self._glue.run_op(func, args, kwargs)
 
     def on_block_op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An op that makes a head's tensor."""
+        """Run an op that makes the tensor of a placeholder or parameter."""
         return func(*args, **kwargs)
 
     def run(self) -> Tape:
@@ -166,8 +166,8 @@ class _Functionaliser:
         return any(n in self._gradient_carriers for n in node.all_input_nodes)
 
     def _write_without_gradient(self, op: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        """Write `op(x)` into x as x + (op(x) - x), the difference without gradient, so that x keeps its
-        own."""
+        """Write `op(x)` into x as x + (op(x) - x), with a difference that carries no gradient, so that x
+        keeps its own."""
         change = torch.ops.aten.sub.Tensor(op(*args, **kwargs), args[0])
         self._meta["grad"] = True
         return torch.ops.aten.add_.Tensor(args[0], change)
@@ -190,7 +190,7 @@ class _Functionaliser:
         return _torch._to_functional_tensor(tensor)
 
     def _replay_apply(self, node: fx.Node, args: Any) -> Any:
-        """The user's own autograd function: a call as it is."""
+        """Replay the user's own autograd function as one call."""
         known = node.meta.get("results") or [node.meta]
         with self._unwrapped():
             results = [new_fake_tensor(self._mode, r["shape"], r["stride"], r["dtype"]) for r in known]
@@ -199,7 +199,7 @@ class _Functionaliser:
         return wrapped if "results" in node.meta else wrapped[0]
 
     def _map_nodes(self, value: Any) -> Any:
-        """Nodes of the old graph as nodes of the new one."""
+        """Map nodes of the old graph to nodes of the new one."""
         return map_arg(value, self._new_node)
 
     def _new_node(self, node: fx.Node) -> fx.Node:

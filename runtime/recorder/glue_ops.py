@@ -1,4 +1,4 @@
-"""Running one op of the glue: for real on inputs, fake on what depends on blocks, and written to the tape.
+"""Runs one op of the glue, for real on inputs and fake on what depends on blocks, and writes it to the tape.
 
 Two things need care. A real tensor that a block's values are written into (`buffer[mask] = features`) has no
 known values from then on, and neither has any view of it. And `fake[mask]` has no shape under fake tensors,
@@ -37,7 +37,7 @@ _VALUE_OPS = (
 )
 _FILL_OPS = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
 _SCATTER_OPS = (aten.slice_scatter.default, aten.select_scatter.default)
-_MAX_FILLED_ENTRIES = 1 << 20  # entries of a filled tensor that is worth its memory
+_MAX_FILLED_ENTRIES = 1 << 20  # larger filled tensors are not worth their memory
 _UNKNOWN_VALUE_ERRORS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -47,18 +47,18 @@ _COMPUTE_INSIDE_MODULE_REMEDY = "compute it inside one of the model's modules, o
 
 
 def argument_tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors among an op's arguments, which are values and lists of values."""
-    found: list[torch.Tensor] = []
+    """Return the tensors among an op's arguments, and in lists among them."""
+    tensors: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += [v for v in value if isinstance(v, torch.Tensor)]
-    return found
+            tensors += [v for v in value if isinstance(v, torch.Tensor)]
+    return tensors
 
 
 def written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an op writes into."""
+    """Return the tensors that an op writes into."""
     schema = func._schema
     if not schema.is_mutable:
         return []
@@ -72,8 +72,8 @@ def written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 class OpExecutor:
-    """Executes ops on real and fake tensors. `fail(message, remedy)` raises for what depends on a block's
-    values."""
+    """Executes ops on real and fake tensors. `fail(message, remedy)` raises for ops that need values of a
+    block's result."""
 
     def __init__(self, mode: FakeTensorMode, fail: FailCallback) -> None:
         self._mode, self._fail = mode, fail
@@ -88,26 +88,26 @@ class OpExecutor:
         )
 
     def mark_unknown(self, tensor: torch.Tensor) -> None:
-        """The values of a tensor are random: a rank will have others."""
+        """Mark a tensor's values as unknown: random ones differ on a rank."""
         if not is_fake(tensor):
             storage = tensor.untyped_storage()
             self._unknown_storages[storage._cdata] = storage
 
     def fake_if_unknown(self, value: Any) -> Any:
-        """A tensor, fake if its values are unknown; anything else as it is."""
+        """Return a fake tensor for one with unknown values; any other value as it is."""
         if isinstance(value, torch.Tensor) and not is_fake(value) and self.has_unknown_values(value):
             return self._mode.from_tensor(value)
         return value
 
     def execute_in_block(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an op inside a block, where nothing is recorded: filling a tensor in an unknown one's
+        """Execute an op inside a block, where nothing is recorded. Filling a tensor of an unknown one's
         shape gives known values."""
         if func in _FILL_OPS and self.has_unknown_values(args[0]) and args[0].numel() <= _MAX_FILLED_ENTRIES:
             args = (torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:])
         return self.execute(func, args, kwargs)
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an op."""
+        """Execute an op."""
         args, kwargs = (
             pytree.tree_map(self.fake_if_unknown, (args, kwargs))
             if self._unknown_storages and not func._schema.is_mutable
@@ -125,7 +125,7 @@ class OpExecutor:
             )
 
     def _write_unknown(self, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Any:
-        """Unknown values flow into `targets`: real ones become unknown and keep what they have."""
+        """Write unknown values into `targets`: real ones become unknown and keep their numbers."""
         if all(is_fake(t) for t in targets):
             return func(*args, **kwargs)
         for t in targets:
@@ -134,8 +134,7 @@ class OpExecutor:
         return None if returned == 0 else targets[0] if returned == 1 else tuple(targets)
 
     def _run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the op; in place of those that fake tensors refuse though their shape is known, one that they
-        take."""
+        """Run the op. Ops that fake tensors refuse although their shapes are known are replaced by others."""
         if func is aten._grouped_mm.default and any(is_fake(a) for a in args[:2]):
             return grouped_mm_result(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
         if func is aten.masked_select.default and is_fake(args[0]) and not is_fake(args[1]):
@@ -166,21 +165,21 @@ class OpExecutor:
 
 
 def _packed_sequence_result(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A result of the shape of `aten._pack_padded_sequence`, whose lengths come from inputs: packed rows, and
-    how many each step has."""
+    """Return a result of the shape of `aten._pack_padded_sequence` with known lengths: packed rows, and
+    the number of rows of each step."""
     steps = torch.arange(int(lengths.max()))[:, None]
     return x.new_empty([int(lengths.sum()), *x.shape[2:]]), (lengths > steps).sum(1)
 
 
 def _ctc_loss_result(x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results of the shapes of `aten._ctc_loss` with labels of these lengths: each sample's loss, and what
-    its backward keeps."""
+    """Return results of the shapes of `aten._ctc_loss` for labels of these lengths: loss per sample, and
+    what its backward saves."""
     steps, samples = x.shape[:2]
     return x.new_empty([samples]), x.new_empty([samples, steps, 2 * int(lengths.max()) + 1])
 
 
 def grouped_mm_result(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
-    """A result of the shape of `aten._grouped_mm`, whose own rule takes bfloat16 only."""
+    """Return a result of the shape of `aten._grouped_mm`. The op's own shape rule accepts bfloat16 only."""
     groups = (
         [offs.shape[0]]
         if offs is not None and a.ndim == b.ndim == 2
@@ -198,22 +197,20 @@ def _mask_to_indices(index: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 
 class GlueRecorder:
-    """Executes ops and writes them to a tape. `sizes`: a size that values of inputs decide is a value that
-    Python reads."""
+    """Executes ops and writes them to a tape. With `sizes`, a size that depends on values counts as a
+    value that Python reads."""
 
     def __init__(self, tape: Tape, executor: OpExecutor, fail: FailCallback, sizes: bool = True) -> None:
         self.tape, self._executor, self._fail, self._reads_sizes = tape, executor, fail, sizes
 
     def run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """One op: executed, recorded, its result bound to its node."""
+        """Execute an op, record it, and bind its result to its node."""
         if func is aten.lift_fresh.default:
             self.tape.node_of(args[0])
             return args[0]
         if func is aten.copy.default:
             return self._copy_differentiably(*args[:2])
-        if (
-            func is aten.squeeze.default
-        ):  # which in a micro-batch of one sample would drop the samples' dim, too
+        if func is aten.squeeze.default:  # in a micro-batch of one sample it would drop the samples' dim
             return self.run_op(
                 aten.squeeze.dims, (args[0], [d for d, size in enumerate(args[0].shape) if size == 1]), {}
             )
@@ -231,8 +228,8 @@ class GlueRecorder:
         return out
 
     def _read_result_size(self, func: Any, args: Any, out: Any) -> None:
-        """An op whose result has as many rows as values decide: Python sees the number without a further
-        op."""
+        """Record a read for an op with as many result rows as values decide: Python sees the number
+        without another op."""
         masks = [
             m
             for m in pytree.tree_leaves(args[1:])
@@ -250,20 +247,20 @@ class GlueRecorder:
                 self.run_op(aten.nonzero.default, (mask,), {})
 
     def record_read(self, kind: str, tensor: torch.Tensor) -> None:
-        """Python looks at the values of a tensor."""
+        """Record that Python reads a tensor's values."""
         self._require_known_values(kind, tensor)
         node = self.tape.node_of(tensor)
         self.tape.emit_read(kind, read_value(kind, tensor.detach()), [node])
 
     def _copy_differentiably(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """`aten.copy` has no derivative; a cast and an expand have one."""
+        """Replace `aten.copy`, which has no derivative, by a cast and an expand."""
         if source.dtype != target.dtype:
             source = self.run_op(aten._to_copy.default, (source,), {"dtype": target.dtype})
         return self.run_op(aten.expand.default, (source, list(target.shape)), {})
 
     def _scatter_complex(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        """Writing a part of a complex tensor has no derivative; writing its real and imaginary parts has
-        one."""
+        """Write a part of a complex tensor as its real and imaginary parts, since the complex form has no
+        derivative."""
         whole, part, *dim = args
         real = [self.run_op(aten.view_as_real.default, (t,), {}) for t in (whole, part.to(whole.dtype))]
         at = dim[0] if dim else kwargs.get("dim", 0)
@@ -273,7 +270,7 @@ class GlueRecorder:
         return self.run_op(aten.view_as_complex.default, (out,), {})
 
     def _run_value_op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An op whose result is a Python value: a read."""
+        """Record an op that returns a Python value: a read."""
         kind = (
             "item" if func is aten._local_scalar_dense.default else func._schema.name.removeprefix("aten::")
         )
@@ -291,9 +288,12 @@ class GlueRecorder:
             self.refuse_read(kind, tensor)
 
     def refuse_read(self, kind: str, tensor: torch.Tensor) -> NoReturn:
-        """Raise for a look at values that no recording knows."""
+        """Raise for a read of values that are not known while recording."""
         source = describe_origin(self.tape.node_of(tensor))
-        remedy = f"leave it out if it is for checks or the log (scalars that forward returns are logged); else {_COMPUTE_INSIDE_MODULE_REMEDY}"
+        remedy = (
+            "leave it out if it is for checks or the log (scalars that forward returns are logged); "
+            f"else {_COMPUTE_INSIDE_MODULE_REMEDY}"
+        )
         self._fail(
             f"Python reads a value ({kind}) that depends on {source}, and is not known when a plan is made",
             remedy,
@@ -314,13 +314,13 @@ def _returns_tensors(func: Any) -> bool:
 
 
 def describe_origin(node: fx.Node) -> str:
-    """What a node's value comes from, for messages: the nearest block or parameter."""
-    met = list[fx.Node]()
+    """Describe for messages what a node's value comes from: the nearest block or parameter."""
+    visited = list[fx.Node]()
     for n in iter_nodes_behind([node]):
         if n.op == "call_module":
             return f"the result of {n.target}"
         if "draw" in n.meta:
             return f"random numbers ({n.target})"
-        met.append(n)
-    names = [n.target for n in met if n.op == "get_attr" and not str(n.target).startswith("_constant")]
+        visited.append(n)
+    names = [n.target for n in visited if n.op == "get_attr" and not str(n.target).startswith("_constant")]
     return f"the parameter {names[0]}" if names else "a block's result"

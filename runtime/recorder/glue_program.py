@@ -1,9 +1,9 @@
-"""Recorded glue as data: a list of ops that a rank runs to make one tensor for a block, cut out of the
-recording of a micro-batch.
+"""Recorded glue as data: a list of ops that a rank runs to make one tensor for a block, cut out of a
+recording.
 
-What inputs alone decide need not be computed again where it is small: integers and truth values (positions,
-indices, masks) were computed while the glue was recorded, and travel as values. All else, and all that
-gradients flow through, is run again on the rank's device.
+Values that depend on inputs alone need not be computed again if they are small: integers and booleans
+(positions, indices, masks) were computed while the glue was recorded, and are stored in the program.
+Everything else, and all that gradients flow through, is computed again on the rank's device.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from secc.runtime.recorder.outline import Outline
 from secc.runtime.recorder.recording import iter_nodes_behind
 from secc.runtime.sections.autograd_functions import FUNCTION_PREFIX, UserFunctionCall
 
-_MAX_FOLDED_ENTRIES = 1 << 20  # entries of a value that travels; what is larger is computed again
+_MAX_FOLDED_ENTRIES = 1 << 20  # larger values are computed again instead of stored
 
 
 class ValueSlot(NamedTuple):
-    """The value at a place of a program: first the sources, then the constants, then the results of the
-    steps."""
+    """The number of a value in a program: first sources, then stored values, then results of steps."""
 
     number: int
 
 
 class ProgramStep(NamedTuple):
-    """One op. `draw` is the name of its random numbers, `autocast` the state that a user's own function runs
-    in; "" for none."""
+    """One op. `draw` names its random numbers, `autocast` the state that a user's own function runs in; ""
+    for none."""
 
     target: str
     args: Any
@@ -46,26 +45,26 @@ class ProgramStep(NamedTuple):
 
 
 class ProgramHost(Protocol):
-    """What a program asks of the section that runs it."""
+    """What a program needs from the section that runs it."""
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device on which the program computes."""
         ...
 
     def draw(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The result of a random op under its name."""
+        """Call a random op under its name."""
         ...
 
     def function(self, name: str) -> Callable[..., Any]:
-        """The user's own autograd function of a name."""
+        """Return the user's own autograd function of a name."""
         ...
 
 
 @dataclass
 class GlueProgram:
-    """Makes one tensor. `sources` are names as in `secc.runtime.recorder.outline`, `shapes` those of blocks'
-    results among them."""
+    """Computes one tensor. `sources` are names as in `secc.runtime.recorder.outline`; `shapes` are those
+    of blocks' results among them."""
 
     sources: list[str] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -74,7 +73,7 @@ class GlueProgram:
     result: int = 0
 
     def run(self, source: Callable[[str], torch.Tensor], host: ProgramHost) -> torch.Tensor:
-        """The tensor. `source` gives a source's tensor."""
+        """Compute the tensor. `source` returns the tensor of a source."""
         device = host.device
         slots: list[Any] = [*map(source, self.sources), *(_expand_value(v, device) for v in self.values)]
         last = self._last_uses()
@@ -100,11 +99,11 @@ class GlueProgram:
 
     @property
     def nbytes(self) -> int:
-        """The memory of its values."""
+        """Bytes of the stored values."""
         return sum(_stored_values(v).nbytes for v in self.values)
 
     def _last_uses(self) -> dict[int, list[int]]:
-        """The slots that are not needed after each step."""
+        """Slots that are not needed after a step, by the step's slot."""
         first = len(self.sources) + len(self.values)
         last = {
             used: number
@@ -112,26 +111,26 @@ class GlueProgram:
             for used in _slots_used((step.args, step.kwargs))
         }
         last.pop(self.result, None)
-        found: dict[int, list[int]] = {}
+        freed_after: dict[int, list[int]] = {}
         for used, number in last.items():
-            found.setdefault(number, []).append(used)
-        return found
+            freed_after.setdefault(number, []).append(used)
+        return freed_after
 
 
 def write_programs(
     outline: Outline, batch: Mapping[str, Any], labels: Collection[str] | None = None
 ) -> tuple[dict[str, GlueProgram], frozenset[str]]:
-    """A program for each tensor that glue makes (with `labels` for these), and the inputs whose values went
-    into them.
+    """Write a program for each tensor that glue makes (with `labels`, for these only), and return them with
+    the inputs from which values were stored.
 
-    `batch` is what was recorded; its values give those that inputs decide.
+    `batch` is the recorded batch; it supplies values that depend on inputs alone.
     """
     values = _InputValues(outline, batch)
     wanted = {
         label: node for label, node in outline.labelled_tensors.items() if labels is None or label in labels
     }
-    found = {label: _ProgramWriter(outline, values).write(node) for label, node in wanted.items()}
-    return found, frozenset(values.read_inputs)
+    programs = {label: _ProgramWriter(outline, values).write(node) for label, node in wanted.items()}
+    return programs, frozenset(values.read_inputs)
 
 
 class _ProgramWriter:
@@ -175,7 +174,7 @@ class _ProgramWriter:
 
 
 class _InputValues:
-    """The values of what inputs alone decide, computed when they are wanted."""
+    """Values that depend on inputs alone, computed on demand."""
 
     def __init__(self, outline: Outline, batch: Mapping[str, Any]) -> None:
         self._outline, self._batch = outline, batch
@@ -195,7 +194,7 @@ class _InputValues:
         return all(self._input_only[n] for n in node.all_input_nodes)
 
     def is_folded(self, node: fx.Node) -> bool:
-        """Whether a node's value travels in place of the ops that make it."""
+        """Whether a node's value is stored in place of the ops that compute it."""
         if node.op != "call_function" or not self._input_only[node] or "shape" not in node.meta:
             return False
         kind: torch.dtype = node.meta["dtype"]
@@ -204,7 +203,7 @@ class _InputValues:
         return self.value_of(node).untyped_storage().nbytes() <= _MAX_FOLDED_ENTRIES * kind.itemsize
 
     def value_of(self, node: fx.Node) -> torch.Tensor:
-        """The value of a node."""
+        """Return the value of a node."""
         for n in self._outline.nodes_behind(node):
             if n not in self._computed:
                 self._computed[n] = self._compute_node(n)
@@ -222,14 +221,14 @@ class _InputValues:
 
 
 def batch_tensor(batch: Mapping[str, Any], name: str) -> torch.Tensor:
-    """A tensor of a batch by the name of its placeholder: `input_ids`, or `images[0]` where the batch
-    nests."""
+    """Return a tensor of a batch by the name of its placeholder: `input_ids`, or `images[0]` in a nested
+    value."""
     key, bracket, rest = name.partition("[")
     return take_at_path(batch[key], bracket + rest)
 
 
 def _compact_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with memory for its own entries only, and one entry along dims that repeat."""
+    """Return the tensor with memory for its own entries only; dims that repeat are stored once."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             return _RepeatedTensor(_compact_tensor(tensor.narrow(dim, 0, 1)), tuple(tensor.shape))  # type: ignore[return-value]
@@ -254,7 +253,7 @@ def _expand_value(value: Any, device: torch.device) -> torch.Tensor:
 
 
 def _encode_argument(value: Any, slots: Mapping[fx.Node, ValueSlot]) -> Any:
-    """Arguments as plain Python data."""
+    """Encode arguments as plain Python data."""
     match value:
         case fx.Node():
             return slots[value]
@@ -269,7 +268,7 @@ def _encode_argument(value: Any, slots: Mapping[fx.Node, ValueSlot]) -> Any:
 
 
 def _fill_slots(value: Any, slots: Sequence[Any], device: torch.device) -> Any:
-    """Arguments with the values of slots; the recording's device is exchanged for the rank's."""
+    """Replace slots by their values, and the device of the recording by the rank's."""
     match value:
         case ValueSlot():
             return slots[value.number]
@@ -292,7 +291,7 @@ def _slots_used(value: Any) -> list[int]:
 
 
 def _autocast_context(state: str) -> AbstractContextManager[Any]:
-    """The autocast state of a text such as "cpu bfloat16"; "" leaves it."""
+    """Return the autocast context of a state such as "cpu bfloat16"; "" changes nothing."""
     if not state:
         return nullcontext()
     device, dtype = state.split()
@@ -301,5 +300,5 @@ def _autocast_context(state: str) -> AbstractContextManager[Any]:
 
 @cache
 def _resolve_op(target: str) -> Callable[..., Any]:
-    """The op of a name such as `aten.add.Tensor`."""
+    """Return the op with a name such as `aten.add.Tensor`."""
     return operator.getitem if target == "getitem" else operator.attrgetter(target)(torch.ops)

@@ -1,7 +1,7 @@
-"""The graph while it is written: which node stands for which tensor, and what each node's meta says.
+"""The graph while it is recorded: which node stands for which tensor, and what each node's meta says.
 
-Tensors are known by identity. They are kept alive as long as the tape is, since Python uses ids of dead
-objects again.
+Tensors are identified by id. They are kept alive as long as the tape, since Python reuses the ids of dead
+objects.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOMENT_KEYS = ("where", "module", "grad", "autocast")
 
 
 def describe_moment(module: str) -> NodeMeta:
-    """What the meta of a node says about the moment it is recorded, while `module` (a path) runs."""
+    """Return the meta of a node recorded now, while the module at path `module` runs."""
     return dict(
         zip(
             MOMENT_KEYS,
@@ -36,7 +36,7 @@ def describe_moment(module: str) -> NodeMeta:
 
 
 class Tape:
-    """Nodes of a graph by the tensors they stand for.
+    """Nodes of a graph by the tensors that they stand for.
 
     `state` maps ids of the model's parameters and buffers to their names. `now` gives the meta of the next
     node. `stray(tensor)` is called for a tensor without values that no node stands for, and raises.
@@ -57,33 +57,33 @@ class Tape:
         self._heads: dict[str, fx.Node] = {}
 
     def make_successor(self, now: Callable[[], NodeMeta]) -> Tape:
-        """An empty tape for the same model that shares the constants."""
+        """Return an empty tape for the same model that shares the constants."""
         return Tape(self._state, now, self.constants, self._stray)
 
     def bind_tensor(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        """From now on `node` stands for `tensor`."""
+        """Let `node` stand for `tensor` from now on."""
         self._nodes_by_tensor[id(tensor)] = node
         self._kept_tensors.append(tensor)
 
     def find_node(self, tensor: torch.Tensor) -> fx.Node | None:
-        """The node that stands for a tensor, None if there is none yet."""
+        """Return the node of a tensor, None if it has none yet."""
         return self._nodes_by_tensor.get(id(tensor))
 
     def state_name(self, tensor: torch.Tensor) -> str | None:
-        """The name of the parameter or buffer that a tensor is, None if it is none."""
+        """Return the name of the parameter or buffer that a tensor is, None if it is none."""
         return self._state.get(id(tensor))
 
     def is_computed(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is an input or was computed, and no parameter, buffer or constant."""
+        """Whether a tensor is an input or was computed, and is no parameter, buffer or constant."""
         node = self._nodes_by_tensor.get(id(tensor))
         return node is not None and node.op != "get_attr"
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
-        """The node of a tensor: recorded, a parameter or buffer, or else a new constant with its present
-        values."""
-        found = self._nodes_by_tensor.get(id(tensor))
-        if found is not None:
-            return found
+        """Return the node of a tensor. A tensor that is unknown so far becomes a parameter's node or a new
+        constant with its present values."""
+        node = self._nodes_by_tensor.get(id(tensor))
+        if node is not None:
+            return node
         name = self._state.get(id(tensor))
         if name is None:
             if is_fake(tensor):
@@ -95,7 +95,7 @@ class Tape:
         return node
 
     def head_node(self, op: str, name: str, tensor: torch.Tensor) -> fx.Node:
-        """A placeholder or `get_attr` node. Placeholders come first, as fx wants them."""
+        """Return the placeholder or `get_attr` node of a name. Placeholders come first, as fx requires."""
         if name in self._heads:
             return self._heads[name]
         node = self.graph.create_node(op, name) if op == "get_attr" else self.graph.placeholder(name)
@@ -105,12 +105,12 @@ class Tape:
         return node
 
     def map_to_nodes(self, value: Any) -> Any:
-        """Arguments with tensors exchanged by their nodes."""
+        """Replace tensors in arguments by their nodes."""
         return fx.node.map_aggregate(value, lambda a: self.node_of(a) if isinstance(a, torch.Tensor) else a)  # type: ignore[arg-type]
 
     def emit_op(self, func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> fx.Node:
-        """A node for `func(*args, **kwargs)` (given as nodes) whose result is `out`: tensors, or a list or
-        tuple of them."""
+        """Add a node for `func(*args, **kwargs)` (arguments as nodes) with the result `out`: a tensor, or
+        a list or tuple of them."""
         node = self.graph.call_function(func, args, kwargs)
         node.meta = self.make_meta()
         if isinstance(out, torch.Tensor):
@@ -129,14 +129,14 @@ class Tape:
         return node
 
     def describe_node(self, node: fx.Node, tensor: torch.Tensor) -> None:
-        """Put shape and dtype of `tensor` into the node's meta; the node stands for it from now on."""
+        """Store the tensor's shape and dtype in the node's meta, and let the node stand for it."""
         node.meta |= tensor_meta(tensor)
         self.bind_tensor(tensor, node)
 
     def emit_function(
         self, func: Callable[..., Any], args: Any, results: Sequence[torch.Tensor], grads: Sequence[bool]
     ) -> None:
-        """A node for an autograd function whose results are these tensors; `grads` says which of them carry a
+        """Add a node for an autograd function with these results; `grads` says which of them carry a
         gradient."""
         node = self.emit_op(func, args, {}, results[0] if len(results) == 1 else tuple(results))
         for i, (tensor, grad) in enumerate(zip(results, grads, strict=True)):
@@ -147,19 +147,19 @@ class Tape:
     def emit_read(
         self, kind: str, value: Any, tensors: list[fx.Node], target: Any = read_value, kwargs: Any = None
     ) -> None:
-        """A node that says: Python looked at these tensors and saw `value`."""
+        """Add a node which says that Python read `value` from these tensors."""
         args: Any = (kind, *tensors) if target is read_value else tuple(tensors)
         node = self.graph.call_function(target, args, kwargs or {})
         node.meta = self.make_meta() | {"read": (kind, value)}
 
     def emit_call(self, path: str, args: Any, kwargs: Any) -> fx.Node:
-        """A node for the call of a block; arguments hold nodes and literals."""
+        """Add a node for the call of a block. Arguments hold nodes and literals."""
         node = self.graph.call_module(path, args, kwargs)
         node.meta = self.make_meta()
         return node
 
     def emit_take(self, call: fx.Node, path: str, tensor: torch.Tensor, requires_grad: bool) -> fx.Node:
-        """A node for the tensor at an access path of a block's result."""
+        """Add a node for the tensor at an access path of a block's result."""
         node = self.graph.call_function(take_at_path, (call, path))
         node.meta = {k: call.meta[k] for k in MOMENT_KEYS}
         node.meta |= {"requires_grad": requires_grad, "stride": tensor.stride()}
@@ -168,5 +168,5 @@ class Tape:
 
 
 def tensor_meta(tensor: torch.Tensor) -> NodeMeta:
-    """Shape and dtype for a node's meta."""
+    """Return shape and dtype for a node's meta."""
     return {"shape": tuple(tensor.shape), "dtype": tensor.dtype}

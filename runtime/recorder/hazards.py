@@ -1,8 +1,8 @@
-"""What ops inside a block betray: values read from real tensors, batch norm in training mode, and random
+"""Notes what ops inside a block reveal: values read from real tensors, batch norm in training mode, random
 numbers.
 
-Batch norm couples the samples of a batch, which ends the exactness of a plan; random numbers must be tied to
-samples. So the compiler must know them by place.
+Batch norm couples the samples of a batch, so a plan with it is not exact; random numbers must be tied to
+samples. The compiler has to know both, with their places.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _DYNAMIC_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 class BlockWatch:
-    """Looks at the ops of one block's run, which is called at the lines `outside`. `reads`: a value of a real
-    tensor decided something."""
+    """Observes the ops of one block's run, which was called at the source lines `outside`. `reads_values`:
+    a value of a real tensor decided something."""
 
     def __init__(self, path: str, outside: SourceLines = ()) -> None:
         self._path, self.outer_lines = path, outside
@@ -40,18 +40,18 @@ class BlockWatch:
         self.draws: list[RandomOpCall] = []
 
     def copy(self) -> BlockWatch:
-        """A watch that knows what this one knows now."""
+        """Return an independent copy."""
         return BlockWatch(self._path, self.outer_lines).absorb(self.reads_values, self.hazards, self.draws)
 
     def absorb(self, reads: bool, hazards: Iterable[Hazard], draws: Iterable[RandomOpCall]) -> BlockWatch:
-        """This watch, which now knows as well what happened in a part of the block that did not run again."""
+        """Add what happened in a part of the block that did not run again, and return this watch."""
         self.reads_values |= reads
         self.hazards |= {Hazard(self._path, h.kind, h.op, h.where): None for h in hazards}
         self.draws += draws
         return self
 
     def observe_op(self, func: Any, args: Any, kwargs: Any) -> None:
-        """An op is about to run."""
+        """Observe an op that is about to run."""
         dynamic = _is_dynamic(func)
         if func in _LENGTH_OPS or (
             dynamic and (not any(is_fake(a) for a in args) or any(map(_is_mask, tree_leaves(args))))
@@ -65,7 +65,7 @@ class BlockWatch:
             self.note_hazard("frequency", str(func))
 
     def note_hazard(self, kind: str, what: str) -> None:
-        """Something of this kind happens at the present place."""
+        """Note a hazard at the current source line."""
         self.hazards[Hazard(self._path, kind, what, current_source_line())] = None
 
 
@@ -85,12 +85,14 @@ def _is_mask(value: Any) -> bool:
 
 
 def _uses_batch_statistics(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a batch norm has the batch's own statistics. Over a batch of one it may be an instance norm."""
+    """Whether a batch norm uses the batch's own statistics. Over a batch of one it may be an instance
+    norm."""
     return args[0].shape[0] > 1 and bool(_argument_by_name(func, args, kwargs, ("training", "train"), True))
 
 
 def _argument_by_name(func: Any, args: Any, kwargs: Any, names: tuple[str, ...], default: Any) -> Any:
-    """The first argument that has one of these names: given, by default of the schema, or else `default`."""
+    """Return the first argument with one of these names, or its default in the schema. `default` if the op
+    has none of them."""
     for i, a in enumerate(func._schema.arguments):
         if a.name in names:
             return args[i] if i < len(args) else kwargs.get(a.name, a.default_value)

@@ -1,9 +1,9 @@
-"""How the recorder sees what the user's Python does: ops below the dispatcher, and calls that only torch's
-Python surface shows.
+"""Intercepts what the user's Python does while it is recorded: ops below the dispatcher, and calls that only
+torch's Python surface shows.
 
-`tolist`, `numpy` and `torch.tensor([tensors])` read values without dispatching an op that says so; `.data`
-drops the gradient without any op; hooks and `torch.autograd.grad` act when a gradient flows, which the
-recorded glue would not repeat.
+`tolist`, `numpy` and `torch.tensor([tensors])` read values without dispatching an op that says so. `.data`
+drops the gradient without any op. Hooks and `torch.autograd.grad` act when a gradient flows, which recorded
+glue would not repeat.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _REFUSED_CALLS: dict[Any, str] = {
 
 
 class RecordingListener(Protocol):
-    """What the modes tell: see `secc.runtime.recorder.recorder.Recorder`."""
+    """Receives what is intercepted. See `secc.runtime.recorder.recorder.Recorder`."""
 
     paused: bool
 
@@ -58,25 +58,25 @@ class RecordingListener(Protocol):
         """An ATen op inside a block."""
 
     def shortcut_call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """One of the functions in `secc.runtime.recorder.shortcuts` inside a block."""
+        """A call of one of the functions of `secc.runtime.recorder.shortcuts` inside a block."""
 
     def on_tensor_use(self, *values: Any) -> None:
-        """Glue or Python does something with these tensors that may depend on their shapes."""
+        """Glue or Python uses these tensors in a way that may depend on their shapes."""
 
     def on_read(self, kind: str, tensor: torch.Tensor) -> None:
-        """Python looks at the values of a tensor."""
+        """Python reads the values of a tensor."""
 
     def read_scalar(self, tensor: torch.Tensor) -> Any:
-        """Python asks for a tensor's one value."""
+        """Python reads a tensor's only value."""
 
     def pause_recording(self) -> Any:
-        """A context in which nothing is recorded."""
+        """Context in which nothing is recorded."""
 
     def on_idle_autocast(self) -> None:
-        """Forward asks for autocast on a device that is not here."""
+        """Forward enters autocast for a device that this machine does not have."""
 
     def fail(self, message: str, remedy: str) -> NoReturn:
-        """Raise for something that cannot be recorded in the open."""
+        """Raise for something that cannot be recorded between blocks."""
         ...
 
     def apply_function(self, cls: Any, args: Any, run: Callable[..., Any]) -> Any:
@@ -84,7 +84,7 @@ class RecordingListener(Protocol):
 
 
 class OpInterceptor(TorchDispatchMode):
-    """Every ATen op, below autograd."""
+    """Intercepts every ATen op, below autograd."""
 
     def __init__(self, listener: RecordingListener) -> None:
         super().__init__()
@@ -92,13 +92,13 @@ class OpInterceptor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_QUERY and self._listener.paused:
-            return func(*args)  # autograd asks each result for it, of hundreds of windows alike
+            return func(*args)  # autograd asks for it at each result, which is slow for hundreds of windows
         handle = self._listener.on_block_op if self._listener.paused else self._listener.on_glue_op
         return handle(func, args, kwargs or {})
 
 
 class CallInterceptor(TorchFunctionMode):
-    """The calls of torch's Python surface that ops do not show."""
+    """Intercepts calls of torch's Python surface that ops do not show."""
 
     def __init__(self, listener: RecordingListener) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class CallInterceptor(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _call_maker(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A tensor made from Python data: what tensors the data holds is read."""
+        """Make a tensor from Python data. The values of tensors inside the data are read."""
         data = args[1] if func is torch.Tensor.new_tensor else args[0] if args else kwargs.get("data")
         if isinstance(data, torch.Tensor):
             return func(*args, **kwargs)
@@ -152,10 +152,10 @@ class CallInterceptor(TorchFunctionMode):
 
 @contextmanager
 def intercept_autograd_functions(listener: RecordingListener) -> Iterator[None]:
-    """Tell of every `torch.autograd.Function` between blocks: its own backward would be lost below autograd.
+    """Report every `torch.autograd.Function` between blocks: its own backward would be lost below autograd.
 
-    `Function.apply` itself stays as it is, since users keep it under names of their own (`reverse =
-    Reverse.apply`).
+    The class method `apply` is replaced for all Functions at once, since users keep it under names of their
+    own (`reverse = Reverse.apply`).
     """
     original = torch._C._FunctionBase.__dict__["apply"]
 
@@ -185,28 +185,28 @@ def intercept_autograd_functions(listener: RecordingListener) -> Iterator[None]:
 
 @contextmanager
 def without_distribution_validation() -> Iterator[None]:
-    """`torch.distributions` do not look at the values of their arguments, which is all that their checks
-    do."""
-    kept = Distribution._validate_args
+    """Keep `torch.distributions` from reading the values of their arguments, which is all that their
+    checks do."""
+    original = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
         yield
     finally:
-        Distribution.set_default_validate_args(kept)
+        Distribution.set_default_validate_args(original)
 
 
 @contextmanager
 def intercept_idle_autocast(listener: RecordingListener) -> Iterator[None]:
-    """Tell of autocast regions for CUDA on a machine without it, where they do nothing."""
+    """Report autocast regions for CUDA on a machine without it, where they have no effect."""
     original = common.amp_definitely_not_available
 
-    def asked() -> bool:
+    def report_if_idle() -> bool:
         idle = original()
         if idle:
             listener.on_idle_autocast()
         return idle
 
-    common.amp_definitely_not_available = asked
+    common.amp_definitely_not_available = report_if_idle
     try:
         yield
     finally:
@@ -214,9 +214,9 @@ def intercept_idle_autocast(listener: RecordingListener) -> Iterator[None]:
 
 
 def intercept_module_calls(root: nn.Module, handle: Callable[[str, nn.Module, Any, Any], Any]) -> None:
-    """Let `handle(path, module, args, kwargs)` take every call of a submodule of `root`, hooks included.
+    """Let `handle(path, module, args, kwargs)` replace every call of a submodule of `root`, hooks included.
 
-    Only for a model of one's own: the submodules stay changed.
+    Only for a private copy of a model: the submodules stay changed.
     """
     for path, module in root.named_modules():
         if path:

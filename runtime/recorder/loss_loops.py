@@ -1,9 +1,9 @@
-"""Losses that are summed in a loop over samples: `sum(loss(logits[i, :n[i]], labels[i, :n[i]]) for i in
-range(len(n))) / n.sum()`.
+"""Recognises losses that are summed in a loop over samples: `sum(loss(logits[i, :n[i]], labels[i, :n[i]]) for
+i in range(len(n))) / n.sum()`.
 
-Python runs the loop as often as a batch has samples, so the loss has other ops in every batch. Where each
-summand is made of one sample's rows, the sum adds up over micro-batches whatever is in it: it is marked, so
-that an outline has it as one tensor that is recorded anew.
+Python runs the loop once per sample, so the loss has different ops in every batch. If each summand is made of
+one sample's rows, the sum adds up over micro-batches whatever it contains. It is marked, so that an outline
+has it as one tensor that is recorded for each micro-batch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from secc.runtime.recorder.recording import Recording, iter_nodes_behind
 aten = torch.ops.aten
 _SCALING_OPS = (aten.div.Tensor, aten.mul.Tensor)
 _SPLIT_OPS = (aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default)
-SampleRow = tuple[fx.Node, int]  # a tensor, and the first of its rows that are looked at
+SampleRow = tuple[fx.Node, int]  # a tensor, and the first of its rows that are used
 
 
 def roll_loss_loops(recording: Recording) -> Recording:
-    """Mark the sums and stacks of samples' scalars behind the last block, in place; the same recording."""
+    """Mark the sums and stacks of samples' scalars after the last block, in place; return the recording."""
     nodes = list(recording.graph.nodes)
     last = max((i for i, n in enumerate(nodes) if n.op == "call_module"), default=-1)
     for node in nodes[last + 1 :]:
@@ -38,12 +38,12 @@ def roll_loss_loops(recording: Recording) -> Recording:
 
 
 def find_loss_loops(recording: Recording) -> list[fx.Node]:
-    """What the loops of a recording make, in order."""
+    """Return the results of a recording's loss loops, in order."""
     return [n for n in recording.graph.nodes if n.meta.get("loop")]
 
 
 def reads_per_sample(read: fx.Node, samples: int) -> bool:
-    """Whether Python read numbers of which each belongs to one sample of a batch of so many."""
+    """Whether Python read numbers that belong to single samples of a batch of `samples`."""
     return all(
         _rows_behind(tensor) or tensor.meta["shape"][:1] == (samples,) for tensor in read.all_input_nodes
     )
@@ -54,12 +54,11 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _roll_sum(graph: fx.Graph, root: fx.Node) -> None:
-    """Put the sum of a loop's summands, stacked, in the place of the additions; what else is added stays
-    beside it."""
+    """Replace the additions of a loop by the sum of its stacked summands. Other summands are added to it."""
     summands = list(_iter_summands(root, root))
-    own = [s for s in summands if isinstance(s, fx.Node) and _rows_behind(s)]
-    scale = _common_scale(own)
-    inner = [s.args[0] for s in own] if scale is not None else own
+    per_sample = [s for s in summands if isinstance(s, fx.Node) and _rows_behind(s)]
+    scale = _common_scale(per_sample)
+    inner = [s.args[0] for s in per_sample] if scale is not None else per_sample
     if not _is_loop(inner):
         return
     with graph.inserting_before(root):
@@ -68,13 +67,13 @@ def _roll_sum(graph: fx.Graph, root: fx.Node) -> None:
         made.meta["loop"] = True
         found = made if scale is None else _insert_node(graph, root, scale[0], (made, scale[1]), ())
         for other in summands:
-            if other not in own and other != 0:
+            if other not in per_sample and other != 0:
                 found = _insert_node(graph, root, aten.add.Tensor, (found, other), ())
     root.replace_all_uses_with(found)
 
 
 def _iter_summands(node: Any, root: fx.Node) -> Iterator[Any]:
-    """What a chain of additions adds: nodes and numbers."""
+    """Iterate over what a chain of additions adds: nodes and numbers."""
     if isinstance(node, fx.Node) and _is_sum(node) and (node is root or len(node.users) == 1):
         for arg in node.args:
             yield from _iter_summands(arg, root)
@@ -83,7 +82,7 @@ def _iter_summands(node: Any, root: fx.Node) -> Iterator[Any]:
 
 
 def _common_scale(summands: list[fx.Node]) -> tuple[Any, Any] | None:
-    """The op and the number or tensor by which all summands are scaled alike, None if there is none."""
+    """Return the op and the factor by which all summands are scaled, None if they differ."""
     first = summands[0] if summands else None
     if (
         first is None
@@ -92,35 +91,35 @@ def _common_scale(summands: list[fx.Node]) -> tuple[Any, Any] | None:
         or first.args[0].meta["shape"] != ()
     ):
         return None
-    alike = all(s.target is first.target and s.args[1:] == first.args[1:] for s in summands)
-    return (first.target, first.args[1]) if alike and len(first.args) == 2 else None
+    equal = all(s.target is first.target and s.args[1:] == first.args[1:] for s in summands)
+    return (first.target, first.args[1]) if equal and len(first.args) == 2 else None
 
 
 def _is_loop(summands: Any) -> bool:
-    """Whether these are scalars of one sample's rows each: of every tensor that they look into each has other
-    rows."""
-    found = [_rows_behind(s) for s in summands]
-    if not found or not all(found) or any(s.meta["shape"] != () for s in summands):
+    """Whether these are scalars of one sample's rows each: no two of them use the same row of a tensor."""
+    rows_of_summands = [_rows_behind(s) for s in summands]
+    if not rows_of_summands or not all(rows_of_summands) or any(s.meta["shape"] != () for s in summands):
         return False
-    looked = [{(tensor, row) for tensor, row in rows} for rows in found]
-    return sum(map(len, looked)) == len(set().union(*looked))
+    distinct_rows = [{(tensor, row) for tensor, row in rows} for rows in rows_of_summands]
+    return sum(map(len, distinct_rows)) == len(set().union(*distinct_rows))
 
 
 def _rows_behind(node: fx.Node) -> set[SampleRow]:
-    """The rows that a value is made of, none if it is made of whole tensors of the batch, of another loop, or
-    of no rows."""
+    """Return the rows that a value is made of. Empty if it is made of whole tensors of the batch, of
+    another loop, or of no rows."""
     rows = set[SampleRow]()
     for n in iter_nodes_behind([node], lambda n: _row_taken(n) is not None):
-        own = _row_taken(n)
-        if own is not None:
-            rows.add(own)
+        taken = _row_taken(n)
+        if taken is not None:
+            rows.add(taken)
         elif _is_batch_tensor(n) or "loop" in n.meta:
             return set()
     return rows
 
 
 def _row_taken(node: fx.Node) -> SampleRow | None:
-    """The rows of the batch that a node takes."""
+    """Return the row of the batch at which the part that a node takes begins; None if it takes no rows of
+    the batch."""
     picked = _dim0_selection(node)
     return (
         picked if picked is not None and any(map(_is_batch_tensor, iter_nodes_behind([picked[0]]))) else None
@@ -133,7 +132,7 @@ def _is_batch_tensor(node: fx.Node) -> bool:
 
 
 def _dim0_selection(node: fx.Node) -> SampleRow | None:
-    """The tensor that a node takes a part of along dim 0, and where that begins."""
+    """Return the tensor of which a node takes a part along dim 0, and the start of that part."""
     args: Any = node.args
     if node.target is aten.select.int and args[1] % len(args[0].meta["shape"]) == 0:
         return args[0], args[2] % args[0].meta["shape"][0]

@@ -1,8 +1,8 @@
-"""Whether a new recording goes the way a plan was made for: its blocks, what they are called with, and its
-loss, number by number.
+"""Compares the recording of a micro-batch with the plan's case, node by node: blocks, their arguments, and
+the loss.
 
-A plan keeps the outline of a case as plain data, with sizes as expressions. Glue that is recorded anew may be
-anything; whatever lies outside of it is compiled, and must be just what the plan has.
+A plan keeps the outline of a case as plain data, with sizes as expressions. Recorded glue may be anything.
+Everything outside of it is compiled, and must be exactly what the plan has.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from secc.runtime.recorder.recording import Recording
 OutlineNodes = Sequence[Mapping[str, Any]]
 
 aten = torch.ops.aten
-_CLONE: Any = (
-    aten.clone.default
-)  # left out of a recording where a batch of one sample has the wanted layout already
+# Missing in a recording if a batch of one sample has the wanted layout already, so it is not compared.
+_CLONE: Any = aten.clone.default
 
 
 def node_kind(node: fx.Node) -> list[Any]:
-    """What a node of an outline does, without its arguments."""
+    """Return what a node of an outline does, without its arguments, as plain data."""
     match node.op:
         case "placeholder":
             return ["input", str(node.target)]
@@ -49,7 +48,7 @@ def node_kind(node: fx.Node) -> list[Any]:
 
 
 def constant_digest(tensor: torch.Tensor) -> str:
-    """The name of a constant, from what it holds."""
+    """Return a name for a constant, from its contents."""
     text = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.flatten().tolist()}"
     return f"constant_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
@@ -57,10 +56,10 @@ def constant_digest(tensor: torch.Tensor) -> str:
 def find_outline_mismatch(
     found: Recording, nodes: OutlineNodes, sizes: Mapping[str, int]
 ) -> UserError | None:
-    """What in the outline of a micro-batch differs from the plan's `nodes`, None if nothing does. `sizes` are
-    the micro-batch's symbols.
+    """Return where the outline of a micro-batch differs from the plan's `nodes`; None if it does not. `sizes`
+    are the micro-batch's symbols.
 
-    Of a recording that ended early, what it has is compared.
+    Of a recording that ended early, the part that exists is compared.
     """
     return _OutlineMatcher(found, nodes, sizes).run()
 
@@ -95,8 +94,8 @@ class _OutlineMatcher:
         return None
 
     def _number_heads(self, heads: Sequence[fx.Node]) -> None:
-        """Number inputs and state as the plan does; a constant may be the plan's, or one that the plan makes
-        from sizes."""
+        """Give inputs and state the numbers of the plan. A constant may be the plan's own, or one that the
+        plan computes from sizes."""
         known = {tuple(n["kind"]): i for i, n in enumerate(self._nodes) if n["kind"][0] in ("input", "state")}
         for node in heads:
             constant = self._found.constants.get(str(node.target)) if node.op == "get_attr" else None
@@ -107,7 +106,8 @@ class _OutlineMatcher:
                 self._planned_number[node] = self._find_made_constant(constant)
 
     def _find_made_constant(self, constant: torch.Tensor) -> int:
-        """The node with which the plan makes a constant from sizes, -1 if there is none."""
+        """Return the number of the node with which the plan computes a constant from sizes, -1 if there is
+        none."""
         for number, node in enumerate(self._nodes):
             if (
                 node.get("made")
@@ -118,7 +118,7 @@ class _OutlineMatcher:
         return -1
 
     def _evaluate_node(self, node: Mapping[str, Any]) -> torch.Tensor:
-        """What an op of numbers alone gives at these sizes."""
+        """Evaluate an op of numbers at these sizes."""
         function: Any = operator.attrgetter(node["kind"][1])(torch.ops)
         args, kwargs = (self._evaluate_argument(node[part]) for part in ("args", "kwargs"))
         return function(*args, **kwargs)
@@ -158,20 +158,21 @@ class _OutlineMatcher:
         )
 
     def _shape_matches(self, node: fx.Node, dims: Sequence[str | None]) -> bool:
-        """Whether a tensor has the plan's sizes; None stands for a size that values decide."""
+        """Whether a tensor has the planned sizes; None stands for a size that values decide."""
         return all(
             d is None or size == evaluate_expr(d, self._sizes)
             for d, size in zip(dims, node.meta.get("shape", ()), strict=False)
         )
 
     def _skip_planned_copies(self, number: int) -> int:
-        """The planned node behind copies into other layouts."""
+        """Return the planned node behind copies into other layouts."""
         while list(self._nodes[number]["kind"][:2]) == ["op", str(_CLONE)]:
             number = self._nodes[number]["args"][0]["node"]
         return number
 
     def _argument_matches(self, value: Any, expected: Any, free: bool) -> bool:
-        """Whether an argument is the plan's; `free` lets torch find one size of a reshape."""
+        """Whether an argument is the planned one. With `free`, one size may be -1, as torch infers one
+        size of a reshape."""
         match expected:
             case {"node": number}:
                 return isinstance(value, fx.Node) and self._planned_number.get(
@@ -202,14 +203,14 @@ class _OutlineMatcher:
 
 
 def _skip_copies(node: fx.Node) -> fx.Node:
-    """The node behind copies into other layouts."""
+    """Return the node behind copies into other layouts."""
     while node.target is _CLONE:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _equals_quotient(value: float, whole: int, over: int) -> bool:
-    """Whether a number is `whole / over`; the quotient of a recording may have been rounded on its way."""
+    """Whether a number is `whole / over`. The quotient in a recording may have been rounded."""
     return value * over == whole or (over != 1 and abs(value * over - whole) <= 1e-9 * abs(whole))
 
 

@@ -1,9 +1,9 @@
-"""Results of common ops on fake tensors without `FakeTensorMode`, which asks much about each op first (is
-anything constant, symbolic, on several devices, to be decomposed): for a layer at sizes not met before that
-takes most of the time.
+"""Computes results of common ops on fake tensors without `FakeTensorMode`, which checks each op first (is
+anything constant, symbolic, on several devices, to be decomposed?). For a layer at new sizes these checks
+take most of the time.
 
-A view, a cast or a product of matrices goes to torch's kernel for the meta device. What an entrywise op gives
-of tensors without gaps has their broadcast shape and no gaps; its dtype is learnt from torch, once for each
+Views, casts and matrix products go to torch's kernel for the meta device. The result of an entrywise op on
+contiguous tensors has their broadcast shape and is contiguous; its dtype is learned from torch, once per
 choice of dtypes and scalars.
 """
 
@@ -28,11 +28,11 @@ _EXCLUDED_TAGS = (
 )
 _CPU = torch.device("cpu")
 
-_pointwise_dtypes: dict[Any, torch.dtype] = {}  # of what entrywise ops give
+_pointwise_dtypes: dict[Any, torch.dtype] = {}  # result dtypes of entrywise ops
 
 
 def run_with_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """`func(*args, **kwargs)`, by a rule where there is one."""
+    """Return `func(*args, **kwargs)`, by a rule if there is one."""
     rule = _find_rule(func)
     tensors = _plain_fake_tensors(args, kwargs) if rule is not None and kwargs.get("device") is None else None
     return rule(func, args, kwargs, tensors) if rule is not None and tensors else func(*args, **kwargs)
@@ -40,7 +40,7 @@ def run_with_rule(func: Any, args: Any, kwargs: Any) -> Any:
 
 @cache
 def _find_rule(func: Any) -> Callable[[Any, Any, Any, Sequence[FakeTensor]], Any] | None:
-    """The rule of an op that writes into nothing and whose result follows from layouts alone."""
+    """Return the rule of an op; None for ops that write, or have results that layouts do not determine."""
     if func.namespace != "aten" or func._schema.is_mutable or any(tag in func.tags for tag in _EXCLUDED_TAGS):
         return None
     if func.is_view or func.overloadpacket in _META_KERNEL_OPS:
@@ -49,20 +49,20 @@ def _find_rule(func: Any) -> Callable[[Any, Any, Any, Sequence[FakeTensor]], Any
 
 
 def _plain_fake_tensors(args: Any, kwargs: Any) -> list[FakeTensor] | None:
-    """The tensors among an op's arguments; None where not all are plain fake ones of one mode."""
-    found: list[FakeTensor] = []
+    """Return the tensors among an op's arguments; None unless all are plain fake ones of one mode."""
+    tensors: list[FakeTensor] = []
     for value in (*args, *kwargs.values()):
         for t in value if isinstance(value, (list, tuple)) else (value,):
             if (
                 isinstance(t, FakeTensor)
                 and t.constant is None
                 and t.fake_device == _CPU
-                and (not found or t.fake_mode is found[0].fake_mode)
+                and (not tensors or t.fake_mode is tensors[0].fake_mode)
             ):
-                found.append(t)
+                tensors.append(t)
             elif isinstance(t, torch.Tensor):
                 return None
-    return found
+    return tensors
 
 
 def _run_meta_kernel(func: Any, args: Any, kwargs: Any, tensors: Sequence[FakeTensor]) -> Any:
@@ -94,5 +94,5 @@ def _run_pointwise(func: Any, args: Any, kwargs: Any, tensors: Sequence[FakeTens
 
 
 def _broadcasts_to(shape: torch.Size, wide: torch.Size) -> bool:
-    """Whether a tensor is broadcast to a wider shape."""
+    """Whether a shape broadcasts to a wider one."""
     return all(a in (1, b) for a, b in zip(reversed(shape), reversed(wide), strict=False))

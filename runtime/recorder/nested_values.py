@@ -1,8 +1,8 @@
-"""Nested Python values that hold tensors: arguments of a block, and whatever its forward returns.
+"""Walks nested Python values that hold tensors: arguments of a block, and whatever its forward returns.
 
-torch's pytree knows only registered types; forwards return plain dataclasses, named tuples and mappings as
-well, and codegen needs each tensor's access path (`.last_hidden_state`, `["logits"]`, `[0]`) as the user
-would write it.
+torch's pytree knows registered types only. Forwards also return plain dataclasses, named tuples and mappings,
+and codegen needs each tensor's access path (`.last_hidden_state`, `["logits"]`, `[0]`) as the user would
+write it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PATH_STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<index>-?\d+)\]|\[(?P<key>'[^']*'
 
 
 class NotLiteral(Exception):
-    """A value that cannot be written as a Python literal; `value` is it."""
+    """Raised for a value that cannot be written as a Python literal."""
 
     def __init__(self, value: object) -> None:
         super().__init__(f"a value of type {type(value).__name__}")
@@ -43,7 +43,7 @@ class NotLiteral(Exception):
 
 
 def children_of(value: Any) -> list[tuple[str, Any]] | None:
-    """(step, child) for each child of a container, None for a leaf."""
+    """Return (step, child) for each child of a container, None for a leaf."""
     if isinstance(value, torch.Tensor):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -60,7 +60,7 @@ def children_of(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def iter_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a nested value with its access path, in order."""
+    """Iterate over (access path, tensor) of a nested value, in order."""
     if isinstance(value, torch.Tensor):
         yield path, value
     for step, child in children_of(value) or ():
@@ -68,14 +68,14 @@ def iter_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor
 
 
 def iter_batch_tensors(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """A batch's tensors: `input_ids`, and `images[0]` where the batch nests."""
+    """Iterate over (name, tensor) of a batch: `input_ids`, or `images[0]` in a nested value."""
     for key, value in inputs.items():
         yield from iter_tensors(value, key)
 
 
 def map_leaves(value: Any, leaf: Callable[[str, Any], Any], path: str = "") -> Any:
-    """A copy of the containers in `value` with every leaf exchanged for `leaf(path, old)`. Objects of other
-    types are leaves."""
+    """Return a copy of the containers in `value`, with every leaf replaced by `leaf(path, old)`. Objects
+    of other types are leaves."""
     found = children_of(value)
     if found is None:
         return leaf(path, value)
@@ -113,7 +113,7 @@ def _parse_key(step: str) -> str | int:
 
 
 def take_at_path(value: Any, path: str) -> Any:
-    """The part of a block's result at an access path; "" is the result itself."""
+    """Return the part of a block's result at an access path; "" is the result itself."""
     for match in _PATH_STEP.finditer(path):
         if match["name"] is not None:
             value = getattr(value, match["name"])
@@ -123,7 +123,7 @@ def take_at_path(value: Any, path: str) -> Any:
 
 
 def to_literal(value: Any) -> Any:
-    """`value` as Python text could spell it: NumPy numbers as Python's. Raises NotLiteral."""
+    """Return `value` as Python source could write it, with NumPy numbers as Python's. Raises NotLiteral."""
     if isinstance(value, _LITERALS):
         return value
     if isinstance(value, slice):
@@ -136,8 +136,9 @@ def to_literal(value: Any) -> Any:
 
 
 def encode_arguments(value: Any, tensor: Callable[[torch.Tensor], Any]) -> Any:
-    """Arguments of a call with tensors exchanged by `tensor`: tuples, lists and plain dicts of literals, and
-    libraries' dataclasses as such dicts (`secc.runtime.model.dataclass_args`). Raises NotLiteral."""
+    """Return arguments of a call with tensors replaced by `tensor(t)`: tuples, lists and plain dicts of
+    literals. Dataclasses of libraries become dicts (`secc.runtime.model.dataclass_args`). Raises
+    NotLiteral."""
     if isinstance(value, torch.Tensor):
         return tensor(value)
     if type(value) is list:

@@ -1,10 +1,10 @@
-"""The outline of a recording: blocks, what they are called with, and the loss; the glue that makes a block's
-arguments is left out.
+"""The outline of a recording: blocks, their arguments, and the loss, without the glue that makes the
+arguments.
 
-Glue that depends on values of the inputs has other ops in every batch, but the tensors that it hands to
-blocks are the same few. An outline has one node for each of them, `recorded(label, *sources)`, in place of
-the ops that make it. Outlines of several batches are compared as recordings are, and what was left out is
-recorded anew for each micro-batch (`secc.runtime.recorder.glue_program`).
+Glue that depends on values of the inputs has different ops in every batch, but the tensors that it passes to
+blocks are the same few. An outline has one node for each of them, `recorded_glue(label, *sources)`, in place
+of the ops that make it. Outlines of several batches are compared as recordings are, and the glue that was
+left out is recorded for each micro-batch (`secc.runtime.recorder.glue_program`).
 
 A *source* is where such glue starts: `input KEY`, `state NAME` (a parameter or buffer) or `result CALL PATH`
 (a tensor that a block returns).
@@ -28,21 +28,20 @@ SourcesByLabel = Mapping[str, Sequence[str]]  # of each label
 
 
 def recorded_glue(label: str, *sources: Any) -> NoReturn:
-    """The target of nodes that stand for glue that is recorded anew."""
+    """Target of nodes that stand for glue that is recorded for each micro-batch. Never called."""
     raise RuntimeError(f"the glue that makes {label} is recorded for each micro-batch")
 
 
 @dataclass
 class Outline:
-    """What is found of one recording. `made` maps the label of a tensor that a block is called with,
-    `BLOCK:ARGUMENT`, to its node.
+    """The outline of one recording.
 
-    Such a tensor is made by glue, or may be in another batch: it has its label although it is an input or a
-    block's result here. What a loop over samples adds to the loss has one, too
-    (`secc.runtime.recorder.loss_loops`).
+    labelled_tensors: by label `BLOCK:ARGUMENT`, the node of each tensor that a block is called with. A tensor
+    has its label even if it is an input or a block's result here, because it may be made by glue in another
+    batch. The result of a loop over samples has a label, too (`secc.runtime.recorder.loss_loops`).
 
-    `calls` gives each block's call its label: the path, with `#1` and so on behind it from the second call
-    on.
+    call_labels: by node, the label of each block's call: its path, with `#1` and so on appended from the
+    second call on.
     """
 
     recording: Recording
@@ -51,20 +50,20 @@ class Outline:
 
     @classmethod
     def of_recording(cls, recording: Recording) -> Outline:
-        """The outline of a recording."""
-        found, met = cls(recording), Counter[str]()
+        """Make the outline of a recording."""
+        outline, calls_of_path = cls(recording), Counter[str]()
         seen: set[fx.Node] = set()
         for call in recording.block_calls:
             path = str(call.target)
-            found.call_labels[call] = f"{path}#{met[path]}" if met[path] else path
-            met[path] += 1
+            outline.call_labels[call] = f"{path}#{calls_of_path[path]}" if calls_of_path[path] else path
+            calls_of_path[path] += 1
             for place, node in _call_argument_nodes(call):
                 if node not in seen:
                     seen.add(node)
-                    found.labelled_tensors[f"{found.call_labels[call]}:{place}"] = node
+                    outline.labelled_tensors[f"{outline.call_labels[call]}:{place}"] = node
         for number, node in enumerate(find_loss_loops(recording)):
-            found.labelled_tensors[f"{LOOP_LABEL_PREFIX}{number}"] = node
-        return found
+            outline.labelled_tensors[f"{LOOP_LABEL_PREFIX}{number}"] = node
+        return outline
 
     def is_source(self, node: fx.Node) -> bool:
         """Whether glue starts at a node."""
@@ -75,29 +74,28 @@ class Outline:
         )
 
     def source_name(self, node: fx.Node) -> str:
-        """The name of a source."""
+        """Return the name of a source node."""
         if node.target is take_at_path:
             return f"result {self.call_labels[node.args[0]]} {node.args[1]}"  # type: ignore[index]
         return f"{'input' if node.op == 'placeholder' else 'state'} {node.target}"
 
     def nodes_behind(self, *nodes: fx.Node) -> list[fx.Node]:
-        """The nodes and the glue that they are computed by, sources and constants included, in the order of
-        the recording; other loops are not looked into."""
-        found = set(
+        """Return the nodes and the glue that computes them, with its sources and constants, in the order
+        of the recording. Other loops are not entered."""
+        nodes_to_keep = set(
             iter_nodes_behind(nodes, lambda n: self.is_source(n) or ("loop" in n.meta and n not in nodes))
         )
-        return [n for n in self.recording.graph.nodes if n in found]
+        return [n for n in self.recording.graph.nodes if n in nodes_to_keep]
 
     def sources_by_label(self) -> dict[str, list[str]]:
-        """What each tensor that glue makes is made from."""
+        """Return the sources of each labelled tensor."""
         return {
             label: [self.source_name(n) for n in self.nodes_behind(node) if self.is_source(n)]
             for label, node in self.labelled_tensors.items()
         }
 
     def known_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The known shapes of the tensors that glue makes for blocks, by label, and of the blocks' results,
-        by source."""
+        """Return the known shapes of labelled tensors, by label, and of blocks' results, by source."""
         results = (
             n for n in self.recording.graph.nodes if n.target is take_at_path and not n.meta["guessed"]
         )
@@ -106,8 +104,8 @@ class Outline:
         }
 
     def make_skeleton(self, sources: SourcesByLabel) -> Recording:
-        """A recording of the blocks and the loss alone. `sources` says what each `recorded` node takes,
-        whatever its own sources are."""
+        """Return a recording of only the blocks and the loss. `sources` says what each `recorded_glue`
+        node takes, regardless of its sources in this recording."""
         return _SkeletonWriter(self, sources).run()
 
 
@@ -141,7 +139,7 @@ class _SkeletonWriter:
         return replace(recording, graph=self.graph, inputs=inputs, constants=constants)
 
     def _copy_heads(self, tail: Sequence[fx.Node]) -> None:
-        """Inputs and state first, as in every graph."""
+        """Copy inputs and state first, as in every graph."""
         wanted = {
             self.by_source[s] for found in self.sources.values() for s in found if s in self.by_source
         } | set(tail)
@@ -170,7 +168,7 @@ class _SkeletonWriter:
         }
 
     def _copy_result(self, node: fx.Node) -> fx.Node:
-        """A tensor of a block's result, taken where it is first needed."""
+        """Take a tensor of a block's result where it is first needed."""
         if node.target is take_at_path and node not in self.new_nodes:
             self._copy_node(node)
             self.new_nodes[node].meta["label"] = self.outline.source_name(node)
@@ -182,7 +180,7 @@ class _SkeletonWriter:
 
 
 def _call_argument_nodes(call: fx.Node) -> Iterator[tuple[str, fx.Node]]:
-    """The nodes in the arguments of a call, positional ones by number and others by name."""
+    """Iterate over (path, node) in the arguments of a call: positional ones by number, others by name."""
     for name, value in (*enumerate(call.args), *call.kwargs.items()):
         yield from _iter_argument_nodes(value, str(name))
 

@@ -1,14 +1,14 @@
-"""What a module returns that looks at values nobody has yet: which experts the tokens are sent to, which rows
-a mask leaves.
+"""Finds the layout of a module's result if the module looks at values that are not known: which experts the
+tokens are sent to, which rows a mask leaves.
 
-It runs with made-up values in place of weights and arguments, twice with others. Where both results have one
-layout, values decide what the tensors hold and not how large they are, which is all that a recording asks
-for.
+The module runs twice with random values in place of weights and arguments. If both results have the same
+layout, values decide what the tensors hold and not how large they are, which is all that a recording needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,17 +22,17 @@ from secc.runtime.recorder.block_results import BlockResult, ResultTensor, is_fa
 _RANDOM_RUN_SEEDS = (0, 1)
 
 
+# Makes a call; returns its result and the ids of the tensors in it that are independent of inputs.
 CallRunner = Callable[[Callable[[], Any]], tuple[Any, frozenset[int]]]
 
 
 def layout_by_random_run(
     mode: FakeTensorMode, module: nn.Module, args: Any, kwargs: Any, runs: CallRunner
 ) -> tuple[Any, list[tuple[ResultTensor, torch.Tensor]]] | None:
-    """The result of `module(*args, **kwargs)` without values, and the new tensors in it. None where values
-    decide its layout too.
+    """Return the result of `module(*args, **kwargs)` without values, and the new tensors in it. None if
+    values decide its layout too.
 
-    `runs(call)` makes the call, and tells which tensors of its result are alone, by their ids. What the
-    module raises is raised.
+    `runs` makes the calls. Exceptions of the module are passed on.
     """
     layouts, found = list[Any](), None
     for seed in _RANDOM_RUN_SEEDS:
@@ -43,7 +43,7 @@ def layout_by_random_run(
                 for name, t in (*module.named_parameters(), *module.named_buffers())
             }
             given = nested_values.map_leaves((args, kwargs), lambda _, value: _random_value(value))
-            out, alone = runs(lambda: functional_call(module, state, *given))
+            out, alone = runs(partial(functional_call, module, state, *given))
         found = result_skeleton(out, [t for _, t in nested_values.iter_tensors(given)], alone)
         layouts.append(nested_values.map_leaves(found, _leaf_layout))
     if found is None or layouts[0] != layouts[1]:
@@ -54,8 +54,8 @@ def layout_by_random_run(
 
 
 def _random_state_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter or buffer with values. A large one's rows have one value each, which takes next to no
-    memory."""
+    """Return a parameter or buffer with values. The rows of a large one repeat one value each, which takes
+    hardly any memory."""
     if not is_fake(tensor):
         return tensor.detach().clone()
     if not tensor.is_floating_point() or tensor.ndim < 2:
@@ -65,15 +65,15 @@ def _random_state_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _random_value(value: Any) -> Any:
-    """A tensor with values in place of one without, no leaf of autograd; indices are 0, which is always
-    one."""
+    """Return a tensor with random values in place of a fake one, not a leaf of autograd. Integers are 0,
+    which is always a valid index."""
     if not is_fake(value):
         return value
     if not value.is_floating_point() and not value.is_complex():
-        made = torch.rand(value.shape) < 0.5 if value.dtype is torch.bool else torch.zeros(value.shape)
-        return made.to(value.dtype)
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).normal_()
-    return made.requires_grad_().clone() if value.requires_grad and torch.is_grad_enabled() else made
+        values = torch.rand(value.shape) < 0.5 if value.dtype is torch.bool else torch.zeros(value.shape)
+        return values.to(value.dtype)
+    values = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).normal_()
+    return values.requires_grad_().clone() if value.requires_grad and torch.is_grad_enabled() else values
 
 
 def _leaf_layout(_: str, leaf: Any) -> Any:

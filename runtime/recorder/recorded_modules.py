@@ -1,5 +1,5 @@
-"""The modules of a recorded model by their paths: what is around a block, what it consists of, what is its
-own, what is watched in it."""
+"""Answers questions about the modules of a recorded model by their paths: what encloses a block, its
+parts, its parameters, its hooks."""
 
 from __future__ import annotations
 
@@ -11,38 +11,39 @@ from secc.runtime.sections import forward_hooks
 
 
 class RecordedModules:
-    """Answers about `modules`, by path as `named_modules` gives them."""
+    """`modules` are all modules by path, as `named_modules` gives them."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules, self._owned_ids = modules, dict[str, frozenset[int]]()
 
     def enclosing_module(self, path: str) -> str | None:
-        """The module around a block that is called, not only a list of modules; None for the model itself."""
+        """Path of the module that contains a block and is itself called (no list of modules); None for the
+        whole model."""
         path = path.rpartition(".")[0]
         while isinstance(self._modules[path], (nn.ModuleList, nn.ModuleDict)):
             path = path.rpartition(".")[0]
         return path or None
 
     def parts_with_weights(self, path: str) -> list[str]:
-        """The modules with weights directly inside of a block, lists opened."""
-        found: list[str] = []
+        """Paths of the modules with parameters directly inside a block; lists of modules are opened."""
+        parts: list[str] = []
         for name, child in self._modules[path].named_children():
             inner = f"{path}.{name}"
             if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-                found += self.parts_with_weights(inner)
+                parts += self.parts_with_weights(inner)
             elif inner in self._modules and next(child.parameters(), None) is not None:
-                found.append(inner)
-        return found
+                parts.append(inner)
+        return parts
 
     def owned_tensor_ids(self, path: str) -> frozenset[int]:
-        """The ids of a block's parameters and buffers."""
+        """Ids of a block's parameters and buffers."""
         if path not in self._owned_ids:
             module = self._modules[path]
             self._owned_ids[path] = frozenset(id(t) for t in (*module.parameters(), *module.buffers()))
         return self._owned_ids[path]
 
     def hooked_submodule(self, path: str) -> str | None:
-        """A module inside a block in which a hook of the user's sees results, None if there is none."""
+        """Path of a module inside a block that has a user's forward hook; None if there is none."""
         return next(
             (
                 f"{path}.{name}"
@@ -53,22 +54,22 @@ class RecordedModules:
         )
 
     def collects_outputs(self, path: str) -> bool:
-        """Whether results of modules inside a block are gathered for a caller, which sees none of them while
-        the block is opaque."""
+        """Whether a caller collects results of modules inside a block. It gets none of them while the
+        block is opaque."""
         inside = (m for m in self._modules[path].modules() if m is not self._modules[path])
         return any(forward_hooks.is_output_collector(h) for m in inside for h in m._forward_hooks.values())
 
     def stacked_layers(self) -> frozenset[str]:
-        """Paths of modules with weights that stand in a list of several of their class."""
+        """Paths of modules with parameters that are in a list with others of their class."""
         lists = (
             (path, m)
             for path, m in self._modules.items()
             if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1
         )
-        alike = (
+        same_class = (
             (f"{path}.{name}", child)
             for path, m in lists
             for name, child in m.named_children()
             if type(child) is type(m[0])
         )
-        return frozenset(path for path, child in alike if next(child.parameters(), None) is not None)
+        return frozenset(path for path, child in same_class if next(child.parameters(), None) is not None)

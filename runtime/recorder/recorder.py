@@ -1,8 +1,8 @@
-"""The recorder: runs a user's forward with opaque blocks and writes down what happens between them.
+"""The recorder: runs a user's forward with opaque blocks and records what happens between them.
 
 Blocks return fake tensors, which have a shape but no values; ops on inputs alone run for real. So weights and
-logits never exist, a branch on an input takes the way the user's data takes, and a branch on a block's result
-is an error instead of a wrong graph.
+logits never exist, a branch on an input goes where the user's data leads, and a branch on a block's result is
+an error instead of a wrong graph.
 """
 
 from __future__ import annotations
@@ -72,16 +72,19 @@ from secc.runtime.recorder.shortcuts import Shortcuts
 from secc.runtime.recorder.tensor_origins import TensorOrigins
 from secc.runtime.sections import forward_hooks
 
-NO_BATCH_STATE_REMEDY = "let what is kept from batch to batch change after the step (in the optimizer, or between runs), not in forward"
+NO_BATCH_STATE_REMEDY = (
+    "let what is kept from batch to batch change after the step (in the optimizer, or between runs), "
+    "not in forward"
+)
 ResultShapeRules = Mapping[str, TensorShapes]
 NO_SHAPE_RULES: ResultShapeRules = {}
 
 
 class Recorder:
-    """Records forwards of one model with one choice of blocks (module paths), many times.
+    """Records forwards of one model with one choice of blocks (module paths), any number of times.
 
-    The model may be on the meta device; it is copied and never changed. With `logs` the further scalars that
-    forward returns are kept as well; `logged` says whether there were any.
+    The model may be on the meta device; it is copied and never changed. With `keeps_scalars`, other scalars
+    that forward returns are kept as well; `found_scalars` says whether there were any.
     """
 
     def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
@@ -92,28 +95,24 @@ class Recorder:
         self._tensors = {n: t for n, t in (*self._model.named_parameters(), *self._model.named_buffers())}
         self._state = {id(t): n for n, t in self._tensors.items()}
         self._paths = module_paths_by_id(self._model)
-        self._split_blocks, self._uses_random_values = (
-            set[str](),
-            False,
-        )  # blocks with hooks inside; a module runs with made-up values
+        self._split_blocks = set[str]()  # blocks with hooks inside, for which parts were suggested
+        self._uses_random_values = False  # whether a module runs with random values now
         self._origins = TensorOrigins(
             self._state, {t.untyped_storage()._cdata: n for n, t in self._tensors.items()}
         )
         self._settings = SettingTracker(self._modules)
-        self._block_results, self._layers, self.shortcut_call = (
-            BlockResultCache(),
-            self._recorded_modules.stacked_layers(),
-            Shortcuts(self._mode, self._on_shortcut),
-        )
-        self._drops_large_values = True  # large inputs have no values, until forward has asked for one
-        self._has_valueless_inputs = False  # whether there are such inputs in the recording that is made
+        self._block_results = BlockResultCache()
+        self._layers = self._recorded_modules.stacked_layers()
+        self.shortcut_call = Shortcuts(self._mode, self._on_shortcut)
+        self._drops_large_values = True  # large inputs are recorded without values until forward reads one
+        self._has_valueless_inputs = False  # whether the present recording has such inputs
         self._observer = CallObserver()
         intercept_module_calls(self._model, self._on_module_call)
         self.keeps_scalars, self.found_scalars = False, False
         self.use_blocks(blocks)
 
     def use_blocks(self, blocks: Collection[str]) -> None:
-        """Take these modules as blocks from now on. Raises UserError for a path that is no module."""
+        """Use these modules as blocks from now on. Raises UserError for a path that is no module."""
         unknown = sorted(set(blocks) - self._modules.keys())
         if unknown:
             where, remedy = forward_source_line(type(self._model)), "name modules as named_modules() does"
@@ -122,7 +121,7 @@ class Recorder:
 
     @contextmanager
     def observed_by(self, observer: CallObserver) -> Iterator[None]:
-        """Tell `observer` of the calls made inside."""
+        """Report the calls made inside to `observer`."""
         self._observer = observer
         try:
             yield
@@ -132,12 +131,12 @@ class Recorder:
     def record(
         self, batch: Mapping[str, Any], rules: ResultShapeRules = NO_SHAPE_RULES, until: int | None = None
     ) -> Recording:
-        """Record `model(**nested(batch))`. Raises UserError for what cannot be recorded, BlockError where
-        other blocks may help.
+        """Record `model(**unflatten_batch(batch))`. Raises UserError for what cannot be recorded, BlockError
+        if other blocks may help.
 
-        `rules` give the shapes of blocks' results, by call (`secc.runtime.recorder.outline`) and access path:
-        such blocks need not run. With `until` the recording ends with the call of a block that has this
-        number (from 0).
+        `rules` give the shapes of blocks' results, by label of the call (`secc.runtime.recorder.outline`) and
+        access path: blocks with a rule need not run. With `until`, the recording ends with the block call of
+        that number, counted from 0.
         """
         self._until = until
         with suppress(UnpredictedShape):
@@ -145,7 +144,8 @@ class Recorder:
         return self._record_with_rules(batch, NO_SHAPE_RULES)
 
     def adopt_recording(self, recording: Recording) -> Recording:
-        """A recording that another process made with a copy of this recorder, which now knows of it too."""
+        """Take over what a recording shows that another process made with a copy of this recorder, and
+        return it."""
         self.found_scalars |= any("log" in node.meta for node in recording.graph.nodes)
         return recording
 
@@ -157,26 +157,23 @@ class Recorder:
         if self._has_valueless_inputs:
             try:
                 return self._record_once(batch)
-            except UserError:
+            except UserError:  # perhaps because forward reads a large input: record with values from now on
                 self._drops_large_values = self._has_valueless_inputs = False
         return self._record_once(batch)
 
     def _record_once(self, batch: Mapping[str, Any]) -> Recording:
-        self.paused, self._open, self._hazards, self._watch = (
-            False,
-            [""],
-            dict[Hazard, None](),
-            BlockWatch(""),
-        )
-        self._unpacking = ""  # while the batch's lists are made: forward's place
+        self.paused = False
+        self._open = [""]  # paths of the running modules outside of blocks, innermost last
+        self._hazards, self._watch = dict[Hazard, None](), BlockWatch("")
+        self._unpacking = ""  # forward's source line while the batch's lists are made
         self._tape = Tape(self._state, self._node_meta, {}, self._refuse_stray_tensor)
-        self._lists = dict[tuple[int, ...], dict[str, torch.Tensor]]()  # by the ids of their tensors
+        self._lists = dict[tuple[int, ...], dict[str, torch.Tensor]]()  # growing lists by their tensors' ids
         self._draws, self._met, self._called = list[RandomOpCall](), Counter[str](), Counter[str]()
         self._touched = ShapeDependencies(self._tape)
         self._running: tuple[str, set[int]] = (
             "",
             set(),
-        )  # the block whose shapes are learnt, and its arguments
+        )  # the block that runs for its shapes, ids of arguments
         self._executor = OpExecutor(self._mode, self._fail_in_running_block)
         self._glue = GlueRecorder(self._tape, self._executor, self._fail_in_running_block)
         inputs = self._copy_inputs(batch)
@@ -194,17 +191,20 @@ class Recorder:
                 found = self._run_forward(inputs)
         finally:
             self._settings.reset_modules()
-        self._tape.graph.output(() if found is None else self._tape.node_of(found[0]))
-        for name, tensor in found[1].items() if found is not None and self.keeps_scalars else ():
-            meta = self._tape.node_of(tensor).meta
-            meta["log"], self.found_scalars = (*meta.get("log", ()), name), True
+        ends_early = found is None
+        if ends_early:
+            self._tape.graph.output(())
+        else:
+            loss, scalars = found
+            self._tape.graph.output(self._tape.node_of(loss))
+            for name, tensor in scalars.items() if self.keeps_scalars else ():
+                meta = self._tape.node_of(tensor).meta
+                meta["log"], self.found_scalars = (*meta.get("log", ()), name), True
         tape = self._functionalised_tape(batch) if has_mutations(self._tape.graph) else self._tape
-        for node in tape.graph.nodes if found is None else ():
-            node.meta |= (
-                {"kept": True}
-                if node.op == "call_module" or node.target is nested_values.take_at_path
-                else {}
-            )
+        if ends_early:  # without a loss, no block would be needed: keep all
+            for node in tape.graph.nodes:
+                if node.op == "call_module" or node.target is nested_values.take_at_path:
+                    node.meta["kept"] = True
         graph = finalize_graph(tape.graph)
         used = {n.target for n in graph.nodes if n.op == "get_attr"}
         placeholders = {str(n.target): n for n in graph.nodes if n.op == "placeholder"}
@@ -216,17 +216,17 @@ class Recorder:
             constants,
             list(self._hazards),
             self._draws,
-            found is None,
+            ends_early,
             idle,
             self._touched.dependent_inputs(),
         )
 
     def _node_meta(self) -> dict[str, Any]:
-        """What is known of the moment at which an op is recorded."""
+        """Return the meta of an op that is recorded now."""
         return describe_moment(self._open[-1]) | ({"where": self._unpacking} if self._unpacking else {})
 
     def _run_forward(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
-        """The loss and the scalars beside it; None where the recording ends before."""
+        """Run forward. Returns the loss and the other scalars; None if the recording ends early."""
         where = forward_source_line(type(self._model))
         try:
             given = self._unflatten_inputs(inputs)
@@ -259,35 +259,34 @@ class Recorder:
         return loss, extract_logged_scalars(output)
 
     def _unflatten_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The batch as forward takes it; lists that grow with the samples are known by their tensors from now
-        on."""
+        """Restore the batch that forward takes. Lists that grow with the samples are recognised by their
+        tensors from now on."""
         self._unpacking = forward_source_line(type(self._model))
         given = unflatten_batch(inputs)
         self._unpacking = ""
         lists = find_tensor_lists(given)
         grown = {key.removesuffix(f".{EACH_SUFFIX}") for key in inputs if key.endswith(f".{EACH_SUFFIX}")}
         for key in grown:
-            both = {
+            columns = {
                 step: inputs[f"{key}.{step}"]
                 for step in (EACH_SUFFIX, SIZES_SUFFIX)
                 if f"{key}.{step}" in inputs
             }
-            self._lists[tuple(map(id, lists[key]))] = both
+            self._lists[tuple(map(id, lists[key]))] = columns
         return given
 
     def _pack_lists(self, value: Any) -> Any:
-        """Arguments of a block in which the lists that grow with the samples are the two tensors that they
-        come from."""
-        if isinstance(value, (list, tuple)) and (both := self._lists.get(tuple(map(id, value)))):
-            return both
+        """Replace growing lists in a block's arguments by the tensors that they were made from."""
+        if isinstance(value, (list, tuple)) and (flat_list := self._lists.get(tuple(map(id, value)))):
+            return flat_list
         if isinstance(value, dict):
             return {key: self._pack_lists(child) for key, child in value.items()}
         if (columns := dict_list_columns(value)) is not None and all(
             tuple(map(id, tensors)) in self._lists for tensors in columns.values()
         ):
             return {EACH_SUFFIX: self._pack_lists(columns)}
-        plain = type(value) in (list, tuple)
-        return type(value)(self._pack_lists(child) for child in value) if plain else value
+        is_plain = type(value) in (list, tuple)
+        return type(value)(self._pack_lists(child) for child in value) if is_plain else value
 
     def _functionalised_tape(self, batch: Mapping[str, Any]) -> Tape:
         inputs = dict(nested_values.iter_batch_tensors(self._copy_inputs(batch)))
@@ -301,10 +300,9 @@ class Recorder:
         return functionalise_tape(self._tape, value, self._mode, self._fail_in_running_block)
 
     def _copy_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch with tensors of its own, so that forward may write into them and one tensor may be passed
-        twice."""
+        """Copy the batch, so that forward may write into its tensors and one tensor may be passed twice."""
 
-        def own(_: str, leaf: Any) -> Any:
+        def copy_leaf(_: str, leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return copy.copy(leaf)
             return (
@@ -313,13 +311,12 @@ class Recorder:
                 else leaf.detach().clone()
             )
 
-        return nested_values.map_leaves(dict(batch), own)
+        return nested_values.map_leaves(dict(batch), copy_leaf)
 
-    # -- what the modes tell
-    # ------------------------------------------------------------------------------------------------------
+    # -- what is intercepted -------------------------------------------------------------------------------
 
     def on_glue_op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An op between blocks."""
+        """Record an op between blocks."""
         self._touched.mark_used((args, kwargs))
         out = self._glue.run_op(func, args, kwargs)
         if is_random(func, args, kwargs):
@@ -331,7 +328,7 @@ class Recorder:
         return out
 
     def on_block_op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An op inside a block, while its result's shape is learnt."""
+        """Run an op inside a block that runs for its shapes."""
         self._watch.observe_op(func, args, kwargs)
         if self._uses_random_values and self._running[0]:
             return self._run_op_on_random_values(func, args, kwargs)
@@ -346,7 +343,7 @@ class Recorder:
         return out
 
     def _run_op_on_random_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An op on made-up values."""
+        """Run an op on random values."""
         if any(map(is_fake, argument_tensors(args, kwargs))):
             self.fail(
                 f"{func} takes a tensor without values that is no argument of the module",
@@ -361,49 +358,43 @@ class Recorder:
         return out
 
     def _on_shortcut(self, args: Any, kwargs: Any, out: torch.Tensor) -> None:
-        """A function inside a block gave `out` without any op."""
+        """Note a result `out` that a shortcut inside a block made without any op."""
         self._refuse_hidden_inputs(args, kwargs)
         self._origins.adopt_result(
             out, all(map(self._origins.is_input_independent, argument_tensors(args, kwargs)))
         )
 
     def _refuse_hidden_inputs(self, args: Any, kwargs: Any) -> None:
-        """Raise for an op in a block that takes what was made outside and is no argument of the block: nobody
-        would hand it over."""
-        path, given = self._running
+        """Raise for an op in a block that takes a tensor from outside that is no argument of the block: on
+        a rank, nothing would pass it."""
+        path, argument_ids = self._running
         for tensor in argument_tensors(args, kwargs) if path else ():
-            if id(tensor) in given:
+            if id(tensor) in argument_ids:
                 continue
-            if (name := self._state.get(id(tensor))) is not None and id(
-                tensor
-            ) not in self._recorded_modules.owned_tensor_ids(path):
+            name = self._state.get(id(tensor))
+            if name is not None and id(tensor) not in self._recorded_modules.owned_tensor_ids(path):
                 message = f"block {path} uses {name}, which is none of its own parameters and buffers"
-                raise BlockError(
-                    path,
-                    self._recorded_modules.enclosing_module(path),
-                    message,
-                    current_source_line(),
-                    "pass it as an argument",
-                    self._recorded_modules.parts_with_weights(path),
-                )
+                parts = self._recorded_modules.parts_with_weights(path)
+                raise self._block_error(path, message, "pass it as an argument", parts)
             if maker := self._origins.making_block(tensor):
                 self._refuse_kept_tensor(maker, path)
             if self._tape.is_computed(tensor):
                 message = (
                     f"block {path} uses a tensor that is made outside of it and is no argument of its forward"
                 )
-                raise BlockError(
-                    path,
-                    self._recorded_modules.enclosing_module(path),
-                    message,
-                    current_source_line(),
-                    "pass it as an argument",
-                    self._recorded_modules.parts_with_weights(path),
-                )
+                parts = self._recorded_modules.parts_with_weights(path)
+                raise self._block_error(path, message, "pass it as an argument", parts)
+
+    def _block_error(
+        self, path: str, message: str, remedy: str, parts: Collection[str] = (), where: str | None = None
+    ) -> BlockError:
+        """Return an error about the block at `path`, by default at the present source line."""
+        place = current_source_line() if where is None else where
+        return BlockError(path, self._recorded_modules.enclosing_module(path), message, place, remedy, parts)
 
     def _refuse_kept_tensor(self, maker: str, user: str) -> NoReturn:
-        """Raise for a tensor that block `maker` keeps, and `user` uses. Blocks like it keep theirs, which
-        have not run here."""
+        """Raise for a tensor that block `maker` stores and `user` uses. Blocks of the same class store
+        theirs too, though they have not run here."""
         cls = type(self._modules[maker])
         parts = [
             part
@@ -412,14 +403,7 @@ class Recorder:
             for part in self._recorded_modules.parts_with_weights(path)
         ]
         message = f"block {maker} keeps a tensor on a module, which {user or 'forward'} uses"
-        raise BlockError(
-            maker,
-            self._recorded_modules.enclosing_module(maker),
-            message,
-            current_source_line(),
-            "return it from forward, and pass it as an argument",
-            parts,
-        )
+        raise self._block_error(maker, message, "return it from forward, and pass it as an argument", parts)
 
     def _describe_random_op(self, func: Any, out: torch.Tensor) -> RandomOpCall:
         path, lines = running_module_and_lines(self._paths)
@@ -433,39 +417,41 @@ class Recorder:
         )
 
     def _note_random_op(self, drawn: RandomOpCall) -> str:
-        """Note a random op that a rank will meet here; its name."""
+        """Note a random op that a rank will execute here; return its name."""
         self._draws.append(replace(drawn, number=self._met[drawn.call_site_name]))
         self._met[drawn.call_site_name] += 1
         return self._draws[-1].draw_name
 
     def on_tensor_use(self, *values: Any) -> None:
-        """What is done with these tensors may depend on their shapes."""
+        """These tensors are used in a way that may depend on their shapes."""
         self._touched.mark_used(values)
 
     def on_read(self, kind: str, tensor: torch.Tensor) -> None:
-        """Python looks at a tensor's values."""
+        """Record that Python reads a tensor's values."""
         with self.pause_recording():
             self._glue.record_read(kind, tensor)
 
     def read_scalar(self, tensor: torch.Tensor) -> Any:
-        """Python asks for a tensor's one value, which may be for the log."""
+        """Return a tensor's only value for Python. An unknown one may be for the log, so it fails only
+        when it is used."""
         if self._has_valueless_inputs or not self._executor.has_unknown_values(tensor) or tensor.numel() != 1:
             return tensor.item()
         return DeferredScalar(tensor.detach().reshape(()), lambda: self._glue.refuse_read("item", tensor))
 
     def on_idle_autocast(self) -> None:
-        """Forward asks for autocast on a device that is not here."""
+        """Note that forward enters autocast for a device that this machine does not have."""
         self._hazards[Hazard("", "autocast", "cuda", current_source_line())] = None
 
     def _on_attribute_set(self, module: nn.Module, name: str, value: Any) -> None:
-        """An attribute of a module is set."""
+        """Note that an attribute of a module is about to be set."""
         if isinstance(value, torch.Tensor) and name in module._buffers:
             self._on_buffer_replaced(name, value)
         elif not self.paused:
             self._settings.note_setting(module, name, value)
 
     def _on_buffer_replaced(self, name: str, value: torch.Tensor) -> None:
-        """A buffer of a module is replaced: what it holds of samples then stays for the next micro-batch."""
+        """A buffer of a module is replaced. If the new one depends on samples, it would stay for the next
+        micro-batch."""
         if self._running[0] and not self._origins.is_input_independent(value):
             self._watch.note_hazard("state", name)
         elif not self.paused and self._executor.has_unknown_values(value):
@@ -475,9 +461,9 @@ class Recorder:
             )
 
     def apply_function(self, cls: Any, args: Any, run: Callable[..., Any]) -> Any:
-        """The user applies a `torch.autograd.Function`."""
+        """Record that the user applies a `torch.autograd.Function`."""
 
-        def quietly() -> Any:
+        def apply_on_fakes() -> Any:
             out = run(*(self._executor.fake_if_unknown(a) for a in args))
             if self._watch.draws:
                 self.fail(
@@ -489,12 +475,12 @@ class Recorder:
         self._touched.mark_used(args)
         with self.pause_recording():
             return record_function_apply(
-                self._tape, self._mode, cls, args, quietly, self._fail_in_running_block
+                self._tape, self._mode, cls, args, apply_on_fakes, self._fail_in_running_block
             )
 
     @contextmanager
     def pause_recording(self) -> Iterator[None]:
-        """Nothing is recorded inside."""
+        """Record nothing inside."""
         before, self.paused = self.paused, True
         watch, self._watch = self._watch, BlockWatch("")
         try:
@@ -503,12 +489,11 @@ class Recorder:
             self.paused, self._watch = before, watch
 
     def fail(self, message: str, remedy: str, kind: type[BlockError] = BlockError) -> NoReturn:
-        """Raise for something that the module running now cannot do in the open."""
+        """Raise for something that the running module cannot do outside of a block."""
         path = self._open[-1]
         raise kind(path, path or None, message, current_source_line(), remedy)
 
-    # -- blocks
-    # -------------------------------------------------------------------------------------------------------------------
+    # -- blocks --------------------------------------------------------------------------------------------
 
     def _on_module_call(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.paused:
@@ -530,8 +515,8 @@ class Recorder:
         return result
 
     def _is_opaque(self, path: str, module: nn.Module) -> bool:
-        """A block, or a part of a block with weights of its own that is called while the block is not
-        running."""
+        """Whether a module is a block, or a part of a block with parameters or buffers that is called
+        while the block does not run."""
         if path not in self._opaque:
             inside = any(path.startswith(f"{b}.") for b in self.blocks)
             has_state = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
@@ -539,14 +524,14 @@ class Recorder:
         return self._opaque[path]
 
     def _record_block(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Record the call of a block, and give its result without its values."""
+        """Record the call of a block, and return its result without values."""
         watched = self._recorded_modules.hooked_submodule(path)
         if (
             watched is not None
             and path not in self._split_blocks
             and (parts := self._recorded_modules.parts_with_weights(path))
         ):
-            self._split_blocks.add(path)  # where its parts cannot be blocks, it is one after all
+            self._split_blocks.add(path)  # only once: if its parts cannot be blocks, it becomes one after all
             raise BlockError(
                 path,
                 None,
@@ -560,6 +545,7 @@ class Recorder:
             unknown = nested_values.map_leaves(
                 (args, kwargs), lambda _, leaf: self._executor.fake_if_unknown(leaf)
             )
+            # The block's ops may use its arguments as they are and as the fakes that it is called with.
             self._running = path, {id(t) for _, t in nested_values.iter_tensors((args, kwargs, *unknown))}
             settings = self._settings.settings_of_block(path)
             result = self._block_results.learn_result(
@@ -587,8 +573,8 @@ class Recorder:
         return forward_hooks.run_forward_hooks(module, args, kwargs, out)
 
     def _next_shape_rule(self, path: str, args: Any, kwargs: Any) -> TensorShapes | None:
-        """The rule for a call of a block, which is the next one. Raises Enough if the recording ends with
-        it."""
+        """Return the shape rule of the next call, which is of this block. Raises RecordingEnded if the
+        recording ends here."""
         self._touched.require_known_shapes((args, kwargs))
         number = self._called[path]
         self._called[path] += 1
@@ -598,18 +584,21 @@ class Recorder:
         return self._rules.get(f"{path}#{number}" if number else path)
 
     def _run_layer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A layer inside a block whose shape is learnt: sixty-four equal layers cost one."""
+        """Run a layer inside a block that runs for its shapes. Of 64 equal layers only one is run."""
         if any(m._forward_hooks for m in module.modules() if m is not module):
-            return module._call_impl(*args, **kwargs)  # the hooks want to see what happens inside
+            return module._call_impl(*args, **kwargs)  # hooks inside the layer must see its calls
         try:
             nested_values.encode_arguments((args, kwargs), lambda t: None)
         except nested_values.NotLiteral:
             return module._call_impl(*args, **kwargs)
         watch, site = self._watch, running_module_and_lines(self._paths)[1]
         site = site[: len(site) - len(watch.outer_lines)]
-        run = lambda: self._run_block(path, module, args, kwargs)
         result = self._block_results.learn_result(
-            path, module, (args, kwargs), run, settings=self._settings.settings_of_block(path)
+            path,
+            module,
+            (args, kwargs),
+            lambda: self._run_block(path, module, args, kwargs),
+            settings=self._settings.settings_of_block(path),
         )
         self._watch = watch.absorb(
             result.reads_values, result.hazards, (d.placed_in_block(path, site) for d in result.draws)
@@ -621,29 +610,32 @@ class Recorder:
         return out
 
     def _run_inside_block(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The result of a module in a running block; where it needs values that nobody has, or an op that
-        fake tensors have not, with made-up ones."""
+        """Run a module in a running block. If it needs values that are not known, or an op that fake
+        tensors do not support, run it with random values."""
         watch = self._watch.copy()
         try:
             return module._call_impl(*args, **kwargs)
         except Exception as error:
             if isinstance(error, BlockError) and not isinstance(error, NeedsValues):
                 raise
+            # What the failed attempt noted is dropped, but not that it read values of real tensors. If random
+            # values do not help either, the first error is the one to report.
             watch.reads_values |= self._watch.reads_values
             with suppress(Exception):
-                found = random_run.layout_by_random_run(
+                layout = random_run.layout_by_random_run(
                     self._mode, module, args, kwargs, lambda call: self._run_with_random_values(watch, call)
                 )
-                if found is not None:
-                    for leaf, tensor in found[1]:
+                if layout is not None:
+                    for leaf, tensor in layout[1]:
                         self._origins.adopt_result(tensor, leaf.is_input_independent)
-                    return found[0]
+                    return layout[0]
             raise
 
     def _run_with_random_values(
         self, watch: BlockWatch, call: Callable[[], Any]
     ) -> tuple[Any, frozenset[int]]:
-        """Make a call with made-up values. What the block has done is what `watch` knew and the call does."""
+        """Make a call with random values. The block's watch is then what `watch` knew, with what the call
+        adds; reads of random values do not count."""
         self._watch, self._uses_random_values, reads = watch.copy(), True, watch.reads_values
         try:
             out = call()
@@ -660,43 +652,34 @@ class Recorder:
             )
         except nested_values.NotLiteral as error:
             message = f"block {path} is called with {error}, which cannot be written into a plan"
-            remedy = "pass tensors and plain values, or let its class stand in a module that the model file imports"
-            raise BlockError(
-                path, self._recorded_modules.enclosing_module(path), message, current_source_line(), remedy
-            ) from None
+            remedy = "pass tensors and plain values, or define its class in an imported module"
+            raise self._block_error(path, message, remedy) from None
         return self._tape.emit_call(path, *arguments)
 
     def _run_block(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> BlockRun:
         self._watch = BlockWatch(path, running_module_and_lines(self._paths)[1])
         try:
-            own = [module] if path == self._running[0] else []
-            with self._origins.running_block(self._running[0]), forward_hooks.without_user_hooks(own):
+            modules_without_hooks = [module] if path == self._running[0] else []
+            with (
+                self._origins.running_block(self._running[0]),
+                forward_hooks.without_user_hooks(modules_without_hooks),
+            ):
                 out = self._run_inside_block(module, args, kwargs)
-                alone = frozenset(
+                input_independent = frozenset(
                     id(t) for _, t in nested_values.iter_tensors(out) if self._origins.is_input_independent(t)
                 )
         except BlockError as error:
             if error.parts:
                 raise
-            raise BlockError(
-                path,
-                self._recorded_modules.enclosing_module(path),
-                f"in block {path}: {error.message}",
-                error.where,
-                error.remedy,
-            ) from error
+            message = f"in block {path}: {error.message}"
+            raise self._block_error(path, message, error.remedy, where=error.where) from error
         except Exception as error:
             message = f"the shapes of block {path} cannot be found: {type(error).__name__}: {error}"
-            raise BlockError(
-                path,
-                self._recorded_modules.enclosing_module(path),
-                message,
-                error_source_line(error),
-                "take a larger module as the block",
-            ) from error
+            remedy = "take a larger module as the block"
+            raise self._block_error(path, message, remedy, where=error_source_line(error)) from error
         return (
             out,
-            frozenset() if self._watch.reads_values else alone,
+            frozenset() if self._watch.reads_values else input_independent,
             self._watch.reads_values,
             tuple(self._watch.hazards),
             tuple(self._watch.draws),
@@ -713,5 +696,5 @@ class Recorder:
 
 
 def record_forward(model: nn.Module, batch: Mapping[str, Any], blocks: Collection[str]) -> Recording:
-    """One forward of `model(**batch)` with the given blocks; see `Recorder`."""
+    """Record one forward of `model(**batch)` with the given blocks; see `Recorder`."""
     return Recorder(model, blocks).record(batch)

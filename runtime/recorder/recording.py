@@ -2,14 +2,15 @@
 
 A recording's graph is a `torch.fx.Graph` of
 - placeholders, named by batch key, and `get_attr` nodes for parameters, buffers and recorded constants;
-- `call_module` nodes for blocks, with `take` nodes for the tensors that the glue uses of their results;
+- `call_module` nodes for blocks, with `take_at_path` nodes for the tensors that the glue uses of their
+  results;
 - `call_function` nodes for ATen ops, none of which mutates;
-- reads: nodes marked `meta["read"]` that stand where Python looked at a value of a tensor.
+- reads: nodes with `meta["read"]` that stand where Python read a value of a tensor.
 
-Every node's meta has `where` ("file:line"), `module` (the path of the open module that ran), `grad` (grad
-mode), `autocast` ("" or "cpu bfloat16"), and for tensors `shape`, `dtype` and `requires_grad`; random ops
-also have `draw`, their name, calls of blocks `site`, the lines that lead to them, and `reads` if the block
-looks at values of its arguments, scalars that forward returns beside the loss `log`.
+Every node's meta has `where` ("file:line"), `module` (path of the module outside of blocks that ran), `grad`
+(grad mode), `autocast` ("" or "cpu bfloat16"), and for tensors `shape`, `dtype` and `requires_grad`. Random
+ops also have `draw`, their name. Calls of blocks have `site`, the lines that lead to them, and `reads` if the
+block reads values of its arguments. Scalars that forward returns with the loss have `log`.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from torch import fx
 from secc.runtime.errors import UserError
 from secc.runtime.model.source_lines import SourceLines, random_call_name
 
-_MAX_COMPARED_ENTRIES = 1024  # entries; what is larger is compared by its hash
+_MAX_COMPARED_ENTRIES = 1024  # larger values that Python reads are compared by their hash
 
 
 class BlockError(UserError):
-    """Something that cannot be recorded with these blocks. `path` is the block or the open module that it
-    happened in.
+    """Something that cannot be recorded with these blocks.
 
-    `coarser` is a module that would hide it if it were a block, None if there is none but the whole model.
-    `parts` are modules inside the block that would show it if they were blocks in its place.
+    path: the block, or the module outside of blocks, in which it happened. coarser: a module that would hide
+    it if it were a block; None if only the whole model would. parts: modules inside the block that would show
+    it if they were blocks in its place.
     """
 
     def __init__(
@@ -50,8 +51,8 @@ class BlockError(UserError):
         self.path, self.coarser, self.parts = path, coarser, tuple(parts)
 
     def suggest_blocks(self, blocks: Collection[str]) -> list[str] | None:
-        """Other blocks with which a recording may succeed: finer ones where those show more, else a coarser
-        one; None if there are none."""
+        """Return other blocks with which a recording may succeed: finer ones if these show more, else a
+        coarser one; None if there are none."""
         if self.parts:
             return sorted(
                 {b for b in blocks if not any(p.startswith(f"{b}.") for p in self.parts)} | set(self.parts)
@@ -62,13 +63,13 @@ class BlockError(UserError):
 
 
 class NeedsValues(BlockError):
-    """A block looks at values that nobody has while a plan is made."""
+    """A block reads values that are not known while a plan is made."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """A value of an input-only tensor that Python looked at: `kind` is `item`, `tolist`, `numpy`, `tensor`,
-    `size` or the op's name."""
+    """A value that Python read from a tensor that depends on inputs alone. `kind` is `item`, `tolist`,
+    `numpy`, `tensor`, `size` or the op's name."""
 
     kind: str
     value: Any
@@ -78,8 +79,11 @@ class Read:
 
 @dataclass(frozen=True)
 class RandomOpCall:
-    """A random op: the module that runs it, the user's lines that led there, the op, its place, the shape of
-    its result, whether a rank can draw it sample by sample, and the how-manieth it is of these lines.
+    """A call of a random op.
+
+    path: module that runs it. lines: the user's source lines that led there, innermost first. where: source
+    line. is_supported: whether a rank can draw it sample by sample. number: index among the calls with the
+    same path and lines.
     """
 
     path: str
@@ -92,23 +96,23 @@ class RandomOpCall:
 
     @property
     def call_site_name(self) -> str:
-        """What the random ops of these lines have in common."""
+        """Name that the random ops of these lines share."""
         return random_call_name(self.path, self.lines)
 
     @property
     def draw_name(self) -> str:
-        """The name of this one."""
+        """Name of this call."""
         return f"{self.call_site_name}#{self.number}"
 
     def relative_to_block(self, path: str) -> RandomOpCall:
-        """The same for any block: with `.` for `path` at the head of the module's path."""
+        """Return the same with `.` in place of the block's path, so that it fits any equal block."""
         rest = self.path.removeprefix(path)
         return (
             replace(self, path=f".{rest}") if path and rest[:1] in ("", ".") and rest != self.path else self
         )
 
     def placed_in_block(self, path: str, lines: SourceLines) -> RandomOpCall:
-        """The same in the block at `path`, which is called at `lines`."""
+        """Return the same in the block at `path`, which is called at `lines`."""
         return replace(
             self,
             path=path + self.path[1:] if self.path.startswith(".") else self.path,
@@ -118,10 +122,10 @@ class RandomOpCall:
 
 @dataclass(frozen=True)
 class Hazard:
-    """What a plan must know of forward beside its graph.
+    """Something a plan must know about forward that its graph does not show.
 
-    `kind` is "batch_norm", "frequency" or "state" (`op` is the name of a parameter or buffer then) for what
-    couples samples inside a block, "autocast" for a region of a device that is not here.
+    kind: "batch_norm", "frequency" or "state" (`op` is then the name of a parameter or buffer) for what
+    couples samples inside a block; "autocast" for a region of a device that this machine does not have.
     """
 
     path: str
@@ -132,10 +136,11 @@ class Hazard:
 
 @dataclass
 class Recording:
-    """The glue of one forward; see the module's text. `inputs` maps batch keys to their placeholders.
+    """The glue of one forward; see the module's docstring.
 
-    `ended`: it goes up to the call of a block, and has no loss. `idle`: forward calls a block whose result
-    nothing needs. `matters`: the inputs whose shapes could decide something.
+    inputs: placeholders by batch key. ends_early: it ends with the call of a block and has no loss.
+    has_idle_calls: forward calls a block with an unused result. shape_deciding_inputs: inputs with shapes
+    that may have decided something.
     """
 
     graph: fx.Graph
@@ -149,7 +154,7 @@ class Recording:
 
     @property
     def reads(self) -> list[Read]:
-        """The logged reads, in order."""
+        """The reads of values, in order."""
         nodes = [n for n in self.graph.nodes if is_read_node(n)]
         return [Read(n.meta["read"][0], n.meta["read"][1], n.meta["where"], n) for n in nodes]
 
@@ -165,11 +170,11 @@ class Recording:
 
 
 class RecordingEnded(BaseException):
-    """The recording ends here. No Exception: the user's forward is not to catch it."""
+    """Ends a recording early. No Exception, so that the user's forward does not catch it."""
 
 
 class CallObserver:
-    """Is told of the calls of modules outside of blocks, and of blocks."""
+    """Observes the calls of blocks and of modules outside of blocks."""
 
     def on_enter(self, path: str, args: Any, kwargs: Any) -> None:
         """A module is about to be called."""
@@ -179,8 +184,8 @@ class CallObserver:
 
 
 def read_value(kind: str, tensor: torch.Tensor) -> Any:
-    """What Python looked at, in a form that can be compared. It is the target of read nodes that are no ATen
-    ops."""
+    """Return the values that Python read, in a form that can be compared. It is the target of read nodes
+    that are no ATen ops."""
     if tensor.numel() <= _MAX_COMPARED_ENTRIES:
         return tensor.tolist()
     return hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()
@@ -189,8 +194,8 @@ def read_value(kind: str, tensor: torch.Tensor) -> Any:
 def iter_nodes_behind(
     nodes: Iterable[fx.Node], ends: Callable[[fx.Node], bool] = lambda _: False
 ) -> Iterator[fx.Node]:
-    """These nodes and all that they are computed from, nearest first; what lies behind a node that `ends` is
-    not looked at."""
+    """Iterate over these nodes and all that they are computed from, nearest first. Nodes behind one that
+    `ends` are not visited."""
     queue = deque(dict.fromkeys(nodes))
     seen = set(queue)
     while queue:
@@ -203,5 +208,5 @@ def iter_nodes_behind(
 
 
 def is_read_node(node: fx.Node) -> bool:
-    """Whether a node stands for a look at a value."""
+    """Whether a node stands for a read of values."""
     return "read" in node.meta

@@ -1,4 +1,4 @@
-"""Running a recorded graph with the user's own modules, under the grad mode and autocast state it was
+"""Runs a recorded graph with the user's own modules, under the grad mode and autocast state that it was
 recorded with."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from secc.runtime.sections.autograd_functions import UserFunctionCall
 class Replay(fx.Interpreter):
     """Interprets `graph` on `model`: blocks are the model's submodules, `constants` belong to the graph.
 
-    Casts that autocast caused were recorded as ops, so glue runs without autocast; blocks run with it.
+    Casts that autocast caused were recorded as ops, so glue runs without autocast and blocks run with it.
     """
 
     def __init__(self, model: nn.Module, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
@@ -26,7 +26,7 @@ class Replay(fx.Interpreter):
         self._constants = constants
 
     def compute_loss(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """The loss of a batch."""
+        """Compute the loss of a batch."""
         return self.run(*(batch[name] for name in self._placeholders))
 
     def run_node(self, n: fx.Node) -> Any:
@@ -34,8 +34,8 @@ class Replay(fx.Interpreter):
             return None
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(n.meta.get("grad", True)))
-            whole = n.op == "call_module" or isinstance(n.target, UserFunctionCall)
-            if whole and n.meta["autocast"]:
+            runs_user_code = n.op == "call_module" or isinstance(n.target, UserFunctionCall)
+            if runs_user_code and n.meta["autocast"]:
                 device, dtype = n.meta["autocast"].split()
                 stack.enter_context(torch.autocast(device, dtype=getattr(torch, dtype)))
             return super().run_node(n)

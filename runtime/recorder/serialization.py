@@ -1,5 +1,5 @@
-"""Recordings as bytes, to go from one process to another: node after node, since the nodes of a graph, each
-linked to the next, are too deep a structure for pickle; an op goes by its name."""
+"""Serialises recordings for other processes, node by node: the nodes of a graph are a linked list, which
+is too deep for pickle. Ops are stored by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from secc.runtime.recorder.recording import Recording
 
 
 def dump_recording(recording: Recording) -> bytes:
-    """The recording as bytes. Raises what pickle raises for something in it that cannot travel."""
+    """Serialise a recording. Raises pickle's errors for contents that cannot be pickled."""
     buffer = io.BytesIO()
     nodes = list(recording.graph.nodes)
     pickler = _Pickler(buffer, {node: i for i, node in enumerate(nodes)})
@@ -28,7 +28,7 @@ def dump_recording(recording: Recording) -> bytes:
 
 
 def load_recording(data: bytes) -> Recording:
-    """The recording that `pack` was given."""
+    """Restore the recording that `dump_recording` was given."""
     graph, nodes = fx.Graph(), list[fx.Node]()
     unpickler = _Unpickler(io.BytesIO(data), nodes)
     for _ in range(unpickler.load()):

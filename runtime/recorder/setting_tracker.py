@@ -1,9 +1,9 @@
-"""What the user's forward sets on modules while it is recorded, as far as it is plain data; see
+"""Tracks plain attributes that the user's forward sets on modules while it is recorded; see
 `secc.runtime.sections.module_settings`.
 
-Only what is set between blocks counts: what a block sets when it runs, it sets on a rank too. Nor do
-attributes count that were not there before: what is known from the first call on is a module's own memory.
-After each recording the modules are as `model()` left them, which is how a rank has them.
+Only attributes set between blocks count: what a block sets when it runs, it sets on a rank too. Attributes
+that did not exist before do not count either: they are a module's own memory. After each recording the
+modules are as `model()` left them, which is how a rank has them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from secc.runtime.sections.module_settings import ModuleSetting, restore_attributes
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
-_MAX_LIST_ENTRIES = 16  # entries of a list that is still a setting
+_MAX_LIST_ENTRIES = 16  # longer lists are no settings
 
 
 class SettingTracker:
@@ -29,7 +29,7 @@ class SettingTracker:
         self._current: dict[tuple[str, str], Any] = {}
 
     def note_setting(self, module: nn.Module, name: str, value: Any) -> None:
-        """`module.name` is about to become `value`."""
+        """Note that `module.name` is about to become `value`."""
         key = self._paths.get(id(module), ""), name
         if (
             key[0]
@@ -41,27 +41,27 @@ class SettingTracker:
             self._current[key] = value
 
     def settings_of_block(self, path: str) -> tuple[ModuleSetting, ...]:
-        """The settings of the block at `path`."""
-        found: dict[tuple[str, str], tuple[Any, list[str]]] = {}
+        """Return the settings of the block at `path`."""
+        by_value: dict[tuple[str, str], tuple[Any, list[str]]] = {}
         for (module, name), value in self._current.items():
             inside = module == path or module.startswith(f"{path}.")
             if inside and (type(value), value) != (
                 type(self._original[module, name]),
                 self._original[module, name],
             ):
-                found.setdefault((name, repr(value)), (value, []))[1].append(module[len(path) + 1 :])
+                by_value.setdefault((name, repr(value)), (value, []))[1].append(module[len(path) + 1 :])
         return tuple(
             (name, value, *self._paths_unless_all(path, name, paths))
-            for (name, _), (value, paths) in found.items()
+            for (name, _), (value, paths) in by_value.items()
         )
 
     def _paths_unless_all(self, path: str, name: str, paths: list[str]) -> list[str]:
-        """The paths; none where they are all in the block that have the attribute."""
-        having = sum(name in vars(m) for m in self._modules[path].modules())
-        return [] if having == len(paths) else paths
+        """Return the paths, or none if they are all modules in the block that have the attribute."""
+        owners = sum(name in vars(m) for m in self._modules[path].modules())
+        return [] if owners == len(paths) else paths
 
     def reset_modules(self) -> None:
-        """Give all modules what they had first."""
+        """Restore the attributes of all modules."""
         restore_attributes(
             [
                 (self._modules[path], name, value)
@@ -84,7 +84,7 @@ def _is_plain_data(value: Any) -> bool:
 
 @contextmanager
 def watch_attributes(note: Any) -> Iterator[None]:
-    """Tell `note(module, name, value)` of every attribute that is set on a module."""
+    """Call `note(module, name, value)` for every attribute that is set on a module."""
     original = nn.Module.__setattr__
 
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:

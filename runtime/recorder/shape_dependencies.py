@@ -1,8 +1,8 @@
-"""What a recording depends on: the inputs whose shapes could have decided something.
+"""Finds the inputs with shapes that may have decided something in a recording.
 
-An input that was only handed to blocks, whose results nobody has looked at, leaves no mark on what was
-recorded. Every op, and every look of Python at a tensor, marks the tensors that it is given; what they come
-from, through ops and blocks, matters.
+An input that was only passed to blocks, with results that nothing looked at, leaves no mark on what was
+recorded. Every op, and every access of Python to a tensor, marks the tensors that it is given; all inputs
+that these are computed from, through ops and blocks, count.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from secc.runtime.recorder.recording import iter_nodes_behind
 
 
 class ShapeDependencies:
-    """Marks on the tensors of a tape. A result of a block whose shape is not known may stand there, but
-    nobody may touch it."""
+    """Marks on the tensors of a tape. A block's result with an unknown shape may be passed on, but must
+    not be used."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -29,19 +29,19 @@ class ShapeDependencies:
         self._unknown_shapes: dict[int, torch.Tensor] = {}
 
     def mark_unknown_shape(self, tensor: torch.Tensor) -> None:
-        """The shape of this tensor is not the one that it will have."""
+        """Mark that this tensor's shape is not the one that it will have."""
         self._unknown_shapes[id(tensor)] = tensor
 
     def require_known_shapes(self, values: Any) -> None:
-        """Raises Guess if the shape of a tensor in `values` is not known."""
+        """Raise UnpredictedShape if a tensor in `values` has an unknown shape."""
         if self._unknown_shapes and any(
             id(t) in self._unknown_shapes for _, t in nested_values.iter_tensors(values)
         ):
             raise UnpredictedShape
 
     def mark_used(self, values: Any) -> None:
-        """Something may depend on the shapes of the tensors in `values`. Raises Guess where one is not
-        known."""
+        """Mark that something may depend on the shapes of the tensors in `values`. Raises UnpredictedShape
+        if one is unknown."""
         self.require_known_shapes(values)
         for _, tensor in nested_values.iter_tensors(values):
             node = self._tape.find_node(tensor)
@@ -49,12 +49,12 @@ class ShapeDependencies:
                 self._nodes[node] = None
 
     def dependent_inputs(self) -> frozenset[str]:
-        """The inputs that what was touched comes from."""
+        """Return the inputs that used tensors are computed from."""
         return inputs_behind(self._nodes)
 
 
 def inputs_behind(nodes: Iterable[fx.Node]) -> frozenset[str]:
-    """The inputs that these nodes come from."""
+    """Return the names of the inputs that these nodes are computed from."""
     return frozenset(
         str(n.target).partition("[")[0] for n in iter_nodes_behind(nodes) if n.op == "placeholder"
     )

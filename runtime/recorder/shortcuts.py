@@ -1,8 +1,8 @@
-"""Results without values of calls that are many ops below autograd: of linear maps by their rule, of
-attention learnt once for each layout.
+"""Computes layouts of results for calls that are many ops below autograd: of linear maps by rule, of
+attention learned once per layout.
 
-Vision towers attend to their windows one by one, hundreds of alike ones in a layer, each a dozen ops; linear
-maps are most of what a layer calls.
+Vision towers attend to their windows one by one, hundreds of equal ones in a layer with a dozen ops each.
+Linear maps are most of the calls of a layer.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ ShortcutCallback = Callable[[Any, Any, torch.Tensor], None]
 
 
 class Shortcuts:
-    """Takes the place of the functions in `SHORT` where their result has no values, and no random numbers are
+    """Replaces the functions in `SHORTCUT_FUNCTIONS` if their result has no values and no random numbers are
     drawn.
 
-    `note(args, kwargs, out)` is told of a result that no op has made.
+    `note(args, kwargs, out)` is called for a result that no op has made.
     """
 
     def __init__(self, mode: FakeTensorMode, note: ShortcutCallback) -> None:
         self._mode, self._note, self._known = mode, note, dict[Any, TensorLayout]()
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """`func(*args, **kwargs)`."""
+        """Return `func(*args, **kwargs)`."""
         layout = _linear_layout(*args) if func is linear and not kwargs else None
         key = _attention_key(args, kwargs) if func is scaled_dot_product_attention else None
         layout = self._known.get(key) if key is not None else layout
@@ -50,7 +50,7 @@ class Shortcuts:
 def _linear_layout(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> TensorLayout | None:
-    """The layout of a linear map's result; None for what torch itself is to judge."""
+    """Return the layout of a linear map's result; None if torch itself has to decide."""
     given = [x, weight] if bias is None else [x, weight, bias]
     plain = (
         all(is_fake(t) and t.dtype == x.dtype for t in given)
@@ -70,7 +70,7 @@ def _linear_layout(
 
 
 def _attention_key(args: Any, kwargs: Any) -> Any:
-    """What decides the layout of attention's result; None where it has values or is random."""
+    """Return what decides the layout of attention's result; None if it has values or is random."""
     try:
         given = encode_arguments((args, kwargs), _describe_layout)
     except NotLiteral:

@@ -1,9 +1,8 @@
-"""Where the tensors inside of blocks come from: what a block makes of its weights alone, and what it takes
-that another block has made.
+"""Follows where tensors inside of blocks come from: from weights alone, or from what another block was given.
 
-A bias of positions is no sample's, and the same in every micro-batch of its widths. A tensor that a block
-keeps on itself for another to read goes past the arguments that a plan hands over, so the block that keeps it
-has to be taken apart.
+A position bias that a block computes from weights alone belongs to no sample and is the same in every
+micro-batch of its widths. A tensor that a block stores for another block to read bypasses the arguments that
+a plan transfers, so the block that stores it has to be split.
 """
 
 from __future__ import annotations
@@ -18,22 +17,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from secc.runtime.randomness.random_op_values import is_random
 from secc.runtime.recorder.glue_ops import argument_tensors, written_tensors
 
-_NEW_TENSOR_OPS = (
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "empty_like",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_empty",
-)  # only take a shape
+# Ops that use only the shape of their argument.
+_NEW_TENSOR_OPS = frozenset(
+    ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+)
 NO_NAMES: Mapping[int, str] = {}
 
 
 class TensorOrigins:
-    """Follows the ops of blocks' runs. `state` has the ids of parameters and buffers, `names` their names by
-    their memory."""
+    """Follows the ops of blocks' runs. `state` has the ids of parameters and buffers, `names` their names
+    by their memory."""
 
     def __init__(self, state: Iterable[int], names: Mapping[int, str] = NO_NAMES) -> None:
         self._state, self._names = set(state), dict(names)
@@ -47,7 +40,7 @@ class TensorOrigins:
 
     @contextmanager
     def running_block(self, block: str) -> Iterator[None]:
-        """A block runs, or a part of it that runs once for all that are like it."""
+        """Context in which a block runs, or a part of one that runs once for all equal parts."""
         before = self._running_block, self._independent_tensors
         self._running_block, self._independent_tensors = block, {}
         try:
@@ -56,8 +49,8 @@ class TensorOrigins:
             self._running_block, self._independent_tensors = before
 
     def note_result(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[str]:
-        """An op of the running block gave `out`. The parameters and buffers that it changed by what the block
-        was given."""
+        """Note that an op of the running block returned `out`. Returns the parameters and buffers that it
+        changed by what the block was given."""
         if not self._running_block:
             return []
         given = argument_tensors(args, kwargs)
@@ -72,7 +65,8 @@ class TensorOrigins:
         return [name for name in found if name is not None]
 
     def _forget_written(self, changed: list[torch.Tensor]) -> None:
-        """What a block was given was written into these tensors, and so into their views."""
+        """Forget that these tensors and their views are independent of inputs: what a block was given was
+        written into them."""
         memory = {t.untyped_storage()._cdata for t in changed}
         self._independent_tensors = {
             i: t for i, t in self._independent_tensors.items() if t.untyped_storage()._cdata not in memory
@@ -87,15 +81,15 @@ class TensorOrigins:
             self._making_blocks[tensor] = self._running_block
 
     def adopt_result(self, tensor: torch.Tensor, alone: bool) -> None:
-        """A part of the running block, which did not run again, returns this tensor."""
+        """Note a tensor that a part of the running block returns, without having run again."""
         if self._running_block:
             self._note_tensor(tensor, alone)
 
     def is_input_independent(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a weight, or was made in this run of nothing that the block was given."""
+        """Whether a tensor is a weight, or was made in this run without anything that the block was given."""
         return id(tensor) in self._state or id(tensor) in self._independent_tensors
 
     def making_block(self, tensor: torch.Tensor) -> str:
-        """The other block that made a tensor of what it was given, "" if there is none."""
+        """Return the other block that made a tensor from what it was given, "" if there is none."""
         found: str = self._making_blocks.get(tensor, "") or ""
         return "" if found == self._running_block else found
