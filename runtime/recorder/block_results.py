@@ -203,7 +203,7 @@ class BlockResult:
             for old, leaf in new.items()
             if not leaf.shape_is_unknown
         )
-        return replace(self, skeleton=skeleton, reads=False) if fits else None
+        return replace(self, skeleton=skeleton, reads_values=False) if fits else None
 
 
 def _holds_tensors_only(value: Any) -> bool:

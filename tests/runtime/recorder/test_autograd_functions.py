@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from secc.errors import UserError
-from secc.runtime.recorder import BlockError, recorder
+from secc.runtime.recorder import BlockError, record_forward
 from secc.runtime.sections.autograd_functions import UserFunction
 from tests.runtime.recorder.test_recorder import assert_replays, recorded, targets
 
@@ -116,7 +116,9 @@ APPLIED: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", APPLIED)
 def test_a_function_is_one_call_with_its_own_backward(name: str) -> None:
     found, model = recorded(APPLIED[name])
-    assert any(t.startswith("function.tests.frontend.test_functions:") for t in targets(found))
+    assert any(
+        t.startswith("function.tests.runtime.recorder.test_autograd_functions:") for t in targets(found)
+    )
     assert_replays(found, model)
 
 
@@ -156,7 +158,7 @@ def test_a_function_that_no_plan_can_hold_is_refused_by_place(name: str) -> None
     glue, message = REFUSED[name]
     with pytest.raises(BlockError, match=message) as error:
         recorded(glue)
-    assert error.value.where.startswith("test_functions.py:") and error.value.remedy
+    assert error.value.where.startswith("test_autograd_functions.py:") and error.value.remedy
 
 
 def test_names_print_and_parse() -> None:
@@ -167,7 +169,7 @@ def test_names_print_and_parse() -> None:
 def test_a_hook_is_refused_by_place() -> None:
     with pytest.raises(UserError, match="a hook on a tensor between its modules") as error:
         recorded(lambda m, h, x, keep: h.register_hook(lambda g: 2 * g) and h)
-    assert error.value.where.startswith("test_functions.py:") and error.value.remedy
+    assert error.value.where.startswith("test_autograd_functions.py:") and error.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,7 @@ def test_a_gradient_taken_between_modules_is_refused_by_place(glue: Callable[...
         UserError, match=f"forward uses {name} between its modules, which cannot be recorded"
     ) as error:
         recorded(glue)
-    assert error.value.where.startswith("test_functions.py:") and error.value.remedy
+    assert error.value.where.startswith("test_autograd_functions.py:") and error.value.remedy
 
 
 def test_squeezed_dims_are_those_of_several_samples() -> None:
@@ -197,7 +199,7 @@ def test_squeezed_dims_are_those_of_several_samples() -> None:
 
     (node,) = (
         n
-        for n in recorder(Squeezed(), {"x": torch.ones(3, 4)}, ["map"]).graph.nodes
+        for n in record_forward(Squeezed(), {"x": torch.ones(3, 4)}, ["map"]).graph.nodes
         if "squeeze" in str(n.target)
     )
     assert str(node.target) == "aten.squeeze.dims" and node.args[1] == [1]

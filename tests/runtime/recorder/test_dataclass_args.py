@@ -82,4 +82,4 @@ def test_a_class_of_the_model_file_is_none_that_a_plan_can_name(tmp_path: Path) 
         UserError, match="called with a value of type Own, which cannot be written into a plan"
     ) as refused:
         compile_model(written(tmp_path, "Own"), CompileOptions())
-    assert "in a module that the model file imports" in refused.value.remedy
+    assert "in an imported module" in refused.value.remedy

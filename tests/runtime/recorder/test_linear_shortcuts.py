@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from secc.runtime.recorder import recorder, take_at_path
+from secc.runtime.recorder import record_forward, take_at_path
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 0, 4), (2, 3, 4)])
@@ -41,7 +41,7 @@ def test_linear_maps_inside_blocks_have_the_layout_that_torch_gives(
     model = Whole()
     taken = [
         n.meta
-        for n in recorder(model, {"x": torch.ones(shape)}, ["first", "second"]).graph.nodes
+        for n in record_forward(model, {"x": torch.ones(shape)}, ["first", "second"]).graph.nodes
         if n.target is take_at_path
     ]
     for meta, entry in zip(taken, (torch.ones(shape), torch.ones(shape).requires_grad_()), strict=True):

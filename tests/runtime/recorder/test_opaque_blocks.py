@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from secc.runtime.recorder import BlockError, recorder
+from secc.runtime.recorder import BlockError, record_forward
 from secc.runtime.recorder.fold_joins import fold_joins
 
 BATCH = {"x": torch.arange(20.0).reshape(4, 5) / 10 - 1, "keep": torch.tensor([True, False, True, True])}
@@ -18,7 +18,7 @@ BATCH = {"x": torch.arange(20.0).reshape(4, 5) / 10 - 1, "keep": torch.tensor([T
 
 def line_free(call: str) -> str:
     """The name of a random op without its line numbers."""
-    return re.sub(r"test_blocks.py:\d+", "LINE", call)
+    return re.sub(r"test_opaque_blocks.py:\d+", "LINE", call)
 
 
 def test_a_mask_filled_in_the_shape_of_a_result_chooses_rows_inside_a_block() -> None:
@@ -46,7 +46,7 @@ def test_a_mask_filled_in_the_shape_of_a_result_chooses_rows_inside_a_block() ->
         def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
             return self.patches(x, keep).sum()
 
-    (call,) = recorder(Model(), BATCH, ["patches"]).calls
+    (call,) = record_forward(Model(), BATCH, ["patches"]).block_calls
     count = len(BATCH["x"])
     assert next(iter(call.users)).meta["shape"] == (2 * count - len(BATCH["keep"]) // 2, 5)
     assert next(iter(call.users)).meta["requires_grad"]
@@ -61,12 +61,12 @@ def test_random_numbers_and_batch_norm_inside_blocks_are_told() -> None:
         def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
             return self.tower(x).mean()
 
-    found = recorder(Noisy(), BATCH, ["tower"])
+    found = record_forward(Noisy(), BATCH, ["tower"])
     assert {(h.path, h.kind) for h in found.hazards} == {("tower", "batch_norm")}
-    assert [(line_free(d.call), d.shape, d.known) for d in found.draws] == [
+    assert [(line_free(d.draw_name), d.shape, d.is_supported) for d in found.draws] == [
         ("tower.1@LINE#0", (len(BATCH["x"]), 5), True)
     ]
-    quiet = recorder(Noisy().eval(), BATCH, ["tower"])
+    quiet = record_forward(Noisy().eval(), BATCH, ["tower"])
     assert quiet.hazards == [] and quiet.draws == []
 
 
@@ -88,7 +88,7 @@ def test_random_ops_of_alike_layers_have_names_of_their_own() -> None:
             return self.tower(self.tower(x)).mean()
 
     for blocks in (["tower"], [f"tower.{i}" for i in range(4)]):
-        names = [line_free(d.call) for d in recorder(Deep(), BATCH, blocks).draws]
+        names = [line_free(d.draw_name) for d in record_forward(Deep(), BATCH, blocks).draws]
         assert names == [f"tower.{i}@LINE<LINE#{time}" for time in range(2) for i in (1, 2, 3)]
 
 
@@ -118,15 +118,15 @@ def test_a_tensor_that_a_block_uses_and_is_not_given_opens_the_block() -> None:
             return x.sum()
 
     with pytest.raises(BlockError, match="uses a tensor that is made outside of it") as error:
-        recorder(Model(), BATCH, ["encoder", "layers.0", "layers.1"])
-    assert error.value.where.startswith("test_blocks.py:")
+        record_forward(Model(), BATCH, ["encoder", "layers.0", "layers.1"])
+    assert error.value.where.startswith("test_opaque_blocks.py:")
     parts = error.value.suggest_blocks(["encoder", "layers.0"])
     assert parts == ["encoder", "layers.0.cross", "layers.0.own"]
     assert [
         n.target
-        for n in recorder(
+        for n in record_forward(
             Model(), BATCH, ["encoder", "layers.0.own", "layers.0.cross", "layers.1.own", "layers.1.cross"]
-        ).calls
+        ).block_calls
     ]
 
 
@@ -148,7 +148,7 @@ def test_lists_are_joined_as_one_tensor_and_handed_to_blocks_as_two() -> None:
             return (self.own(torch.cat(x)) * self.joins(list(x))).sum()
 
     batch = {"x.*": torch.randn(9, 5), "x.*sizes": torch.tensor([[4], [2], [3]])}
-    own, joins = fold_joins(recorder(Model(), batch, ["own", "joins"])).block_calls
+    own, joins = fold_joins(record_forward(Model(), batch, ["own", "joins"])).block_calls
     assert str(own.args) == "(x_,)" and str(joins.args) == "({'*': x_, '*sizes': x_sizes},)"
     assert next(iter(own.users)).meta["shape"] == (9, 3)
 
@@ -177,8 +177,8 @@ def test_a_result_that_no_sample_decides_is_told_from_one_of_all_samples() -> No
             x, bias, mixed = self.layers[1](self.layers[0](x)[0])
             return x.sum() + bias.sum() + mixed.sum()
 
-    found = recorder(Model(), BATCH, ["layers.0", "layers.1"])
-    alone = {str(out.args[1]): out.meta["alone"] for out in found.calls[1].users}
+    found = record_forward(Model(), BATCH, ["layers.0", "layers.1"])
+    alone = {str(out.args[1]): out.meta["alone"] for out in found.block_calls[1].users}
     assert alone == {"[0]": False, "[1]": True, "[2]": False}
 
 
@@ -208,7 +208,7 @@ def test_a_tensor_that_blocks_keep_opens_all_blocks_of_the_class() -> None:
     with pytest.raises(
         BlockError, match=r"block layers\.0 keeps a tensor on a module, which forward uses"
     ) as error:
-        recorder(Model(), BATCH, ["layers.0", "layers.1"])
+        record_forward(Model(), BATCH, ["layers.0", "layers.1"])
     assert error.value.suggest_blocks(["layers.0", "layers.1"]) == [
         f"layers.{i}.{part}" for i in (0, 1) for part in ("other", "own")
     ]
@@ -242,8 +242,8 @@ def test_lengths_from_inputs_give_packed_sequences_and_alignments_their_shapes()
         "words": torch.randint(1, 6, (3, 3)),
         "counts": counts,
     }
-    found = recorder(Model(), batch, ["heard"])
-    (call,) = found.calls
+    found = record_forward(Model(), batch, ["heard"])
+    (call,) = found.block_calls
     assert next(iter(call.users)).meta["shape"] == (3, 9, 6) and call.meta["reads"]
     (aligned,) = (n for n in found.graph.nodes if "_ctc_loss" in str(n.target))
     assert [r["shape"] for r in aligned.meta["results"]] == [(3,), (3, 9, 7)]

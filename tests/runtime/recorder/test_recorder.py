@@ -287,7 +287,7 @@ class User(nn.Module):
 def test_arguments_and_results_of_blocks_may_be_nested() -> None:
     model = User(lambda x: {"shift": [x[:, :1], None], "mode": "plain", "at": 1.5, "dtype": torch.float32})
     found = record_forward(model, BATCH, ["block"])
-    (call,) = found.calls
+    (call,) = found.block_calls
     assert call.kwargs["times"] == 3 and call.kwargs["extras"]["mode"] == "plain"
     assert sorted(n.args[1] for n in found.graph.nodes if n.target is take_at_path) == [
         ".named['sum']",
@@ -313,7 +313,7 @@ def test_a_part_called_from_outside_of_its_block_is_a_block_of_its_own() -> None
 
     model = Outer()
     found = record_forward(model, BATCH, ["inner"])
-    assert [n.target for n in found.calls] == ["inner", "inner.2"]
+    assert [n.target for n in found.block_calls] == ["inner", "inner.2"]
     assert_replays(found, model)
 
 
@@ -341,7 +341,7 @@ def test_what_forward_sets_on_modules_is_noted_with_the_calls_that_found_it() ->
 
     recorder = Recorder(Outer(), ["inner"])
     for _ in range(2):  # the second recording starts from the model as it was made
-        settings = [call.meta["settings"] for call in recorder.record_forward(BATCH).block_calls]
+        settings = [call.meta["settings"] for call in recorder.record(BATCH).block_calls]
         assert settings == [(), (("off", True, "1"), ("training", False)), (("names", ["b"], "2"),)]
 
 
@@ -372,8 +372,8 @@ def test_equal_layers_are_looked_into_once() -> None:
             return self.tower(x).mean()
 
     recorder = Recorder(Deep(), ["tower"])
-    recorder.record_forward(BATCH)
-    recorder.record_forward(BATCH)
+    recorder.record(BATCH)
+    recorder.record(BATCH)
     assert len(runs) == 2  # the first layer's argument carries no gradient, the others' do
 
 
@@ -406,12 +406,10 @@ def test_attention_inside_blocks_is_learnt_once_for_each_layout() -> None:
     recorder, ops = Recorder(Windowed(lambda x: None), ["tower"]), list[str]()
     see = recorder.on_block_op
     recorder.on_block_op = lambda func, args, kwargs: (ops.append(str(func)), see(func, args, kwargs))[1]  # type: ignore[method-assign]
-    recorder.record_forward({"x": torch.ones(2, 4)})
+    recorder.record({"x": torch.ones(2, 4)})
     attends = [op for op in ops if "softmax" in op or "attention" in op]
     ops.clear()
-    (result,) = [
-        n for n in recorder.record_forward({"x": torch.ones(8, 4)}).graph.nodes if n.target is take_at_path
-    ]
+    (result,) = [n for n in recorder.record({"x": torch.ones(8, 4)}).graph.nodes if n.target is take_at_path]
     assert attends and not set(attends) & set(ops)
     assert result.meta["requires_grad"] and result.meta["shape"] == (8, 4)
 
@@ -458,7 +456,7 @@ def test_a_mask_that_chooses_rows_inside_a_block_decides_its_shape() -> None:
     shapes = [
         next(
             n.meta["shape"]
-            for n in recorder.record_forward(BATCH | {"keep": keep}).graph.nodes
+            for n in recorder.record(BATCH | {"keep": keep}).graph.nodes
             if n.target is take_at_path
         )
         for keep in (BATCH["keep"], ~BATCH["keep"])

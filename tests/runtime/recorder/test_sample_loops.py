@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from secc.runtime.recorder import Replay, recorder
+from secc.runtime.recorder import Replay, record_forward
 from secc.runtime.recorder.fold_joins import fold_joins
 from secc.runtime.recorder.loss_loops import find_loss_loops, roll_loss_loops
 from secc.runtime.recorder.outline import Outline
@@ -49,7 +49,7 @@ NONE: dict[str, Loss] = {
 @pytest.mark.parametrize("loss", LOOPS.values(), ids=LOOPS)
 def test_a_loop_over_samples_is_marked_and_computes_what_it_did(loss: Loss) -> None:
     model = Model(loss)
-    found = roll_loss_loops(fold_joins(recorder(model, BATCH, ["body"])))
+    found = roll_loss_loops(fold_joins(record_forward(model, BATCH, ["body"])))
     (loop,) = find_loss_loops(found)
     assert Outline.of_recording(found).labelled_tensors["loss:0"] is loop and loop.meta["shape"] == (
         (3,) if loop.target is torch.ops.aten.stack.default else ()
@@ -61,4 +61,4 @@ def test_a_loop_over_samples_is_marked_and_computes_what_it_did(loss: Loss) -> N
 
 @pytest.mark.parametrize("loss", NONE.values(), ids=NONE)
 def test_other_sums_are_none(loss: Loss) -> None:
-    assert not find_loss_loops(roll_loss_loops(fold_joins(recorder(Model(loss), BATCH, ["body"]))))
+    assert not find_loss_loops(roll_loss_loops(fold_joins(record_forward(Model(loss), BATCH, ["body"]))))
