@@ -1,10 +1,11 @@
-"""Fails if importing secc is heavy, or if its folders can be imported under their short names.
+"""Checks that importing secc is fast, and that its folders cannot be imported under their short names.
 
     python tools/check_imports.py
 
-`import secc` is what editors, completion and `secc --help` wait for, so it brings neither torch nor the
-solver. A rank imports `secc.runtime` alone, where only torch, triton and safetensors may be installed. `passes` and `runtime` are
-folders of the checkout; importing them as top-level packages would make second copies of their classes.
+`import secc` is what editors, shell completion and `secc --help` wait for, so it must import neither torch
+nor the solver. A rank imports only `secc.runtime`, where only torch, triton and safetensors may be installed.
+`passes` and `runtime` are folders of the checkout; importing them as top-level packages would create second
+copies of their classes.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPILER_ONLY = ("jinja2", "ortools", "rich", "sympy", "typer", "xdsl")
+COMPILER_PACKAGES = ("jinja2", "ortools", "rich", "sympy", "typer", "xdsl")
 FORBIDDEN_IMPORTS: dict[str, tuple[str, ...]] = {
-    "secc": ("torch", *COMPILER_ONLY),
-    "secc.errors": ("torch", *COMPILER_ONLY),
+    "secc": ("torch", *COMPILER_PACKAGES),
+    "secc.errors": ("torch", *COMPILER_PACKAGES),
     "secc.cli": ("torch", "ortools", "sympy", "xdsl", "jinja2"),
 }
 NOT_IMPORTABLE = ("passes", "runtime")
@@ -29,7 +30,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def heavy_import_complaint(module: str, forbidden: tuple[str, ...]) -> str:
-    """A complaint if importing `module` brings one of `forbidden`, else ""."""
+    """A complaint if importing `module` imports one of `forbidden`, else ""."""
     result = run_python(f"import sys, {module}; print(*[m for m in {forbidden!r} if m in sys.modules])")
     if result.returncode:
         return f"import {module} fails: {result.stderr.strip().splitlines()[-1]}"
@@ -37,7 +38,7 @@ def heavy_import_complaint(module: str, forbidden: tuple[str, ...]) -> str:
 
 
 def importable_complaint(name: str) -> str:
-    """A complaint if the folder `name` can be imported as a package of its own, else ""."""
+    """A complaint if the folder `name` can be imported as a top-level package, else ""."""
     return (
         f"import {name} works, but must say that it is secc.{name}"
         if run_python(f"import {name}").returncode == 0

@@ -1,15 +1,15 @@
-"""How precise fused operators and models with them are: errors against float64, beside those of unfused
-PyTorch in the same dtype.
+"""Measures errors of fused operators and models against float64, compared with those of unfused PyTorch.
 
-    python tools/check_precision.py                        every operator at toy sizes, then the models of
-    tests/models and examples python tools/check_precision.py MODEL.py …             these models only python
-    tools/check_precision.py --dtype float16
+    python tools/check_precision.py                     every operator at toy sizes, then the models of
+                                                        tests/models and examples
+    python tools/check_precision.py MODEL.py ...        only these models
+    python tools/check_precision.py --dtype float16
 
-A model's weights and inputs are rounded to the dtype first: what differs is arithmetic alone. The plan's
-sections run in this process, as `secc check` runs them, on one batch of the dataset's samples; the error of
-all gradients is that of one long vector. On a CPU the operators are their references, with
-`TRITON_INTERPRET=1` the Triton kernels through the interpreter. Exit code 1 if a model errs more than `SLACK`
-times as much as without fusion.
+Weights and inputs of a model are rounded to the dtype first, so that only arithmetic differs. The sections of
+the plan run in this process, as `secc check` runs them, on one batch of dataset samples. The error of the
+gradients is that of one long vector of all of them. On a CPU the operators are their PyTorch references, or,
+with `TRITON_INTERPRET=1`, the Triton kernels in the interpreter. Exit code 1 if the error of a model is more
+than ERROR_SLACK times that without fusion.
 """
 
 from __future__ import annotations
@@ -64,25 +64,25 @@ def dataset():
 
 @dataclass(frozen=True)
 class ModelErrors:
-    """Relative errors of a model's loss and of all its gradients."""
+    """Relative errors of a model's loss and of all its gradients together."""
 
     loss: float
     gradient: float
 
     @staticmethod
-    def measure_errors(found: LossAndGradients, exact: LossAndGradients) -> ModelErrors:
+    def measure_errors(result: LossAndGradients, exact: LossAndGradients) -> ModelErrors:
         distance = norm = 0.0
-        for name, wanted in exact.gradients.items():
-            got = found.gradients[name]
-            if wanted is not None and got is not None:
-                distance += float((got.double() - wanted.double()).square().sum())
-                norm += float(wanted.double().square().sum())
-        return ModelErrors(abs(found.loss - exact.loss) / abs(exact.loss), (distance / norm) ** 0.5)
+        for name, expected in exact.gradients.items():
+            got = result.gradients[name]
+            if expected is not None and got is not None:
+                distance += float((got.double() - expected.double()).square().sum())
+                norm += float(expected.double().square().sum())
+        return ModelErrors(abs(result.loss - exact.loss) / abs(exact.loss), (distance / norm) ** 0.5)
 
 
 @dataclass(frozen=True)
 class PrecisionRow:
-    """One model: its rules that matched, and the errors with and without fusion."""
+    """One model: the fusion rules that matched, and the errors with and without fusion."""
 
     model: str
     rules: tuple[str, ...]
@@ -91,6 +91,7 @@ class PrecisionRow:
 
     @property
     def is_fine(self) -> bool:
+        """Whether fusion increases the errors by at most ERROR_SLACK."""
         return (
             self.fused.gradient <= ERROR_SLACK * self.unfused.gradient
             and self.fused.loss <= ERROR_SLACK * self.unfused.loss + 1e-3
@@ -98,7 +99,7 @@ class PrecisionRow:
 
 
 def measure_model(path: Path, dtype: torch.dtype, folder: Path) -> PrecisionRow:
-    """The errors of one model file in `dtype`. Raises UserError for a model that cannot be compiled."""
+    """Measure the errors of a model file in `dtype`. Raises UserError if it cannot be compiled."""
     file = folder / f"{path.stem}_rounded.py"
     name = str(dtype).removeprefix("torch.")
     file.write_text(
@@ -135,12 +136,13 @@ def _to_float64(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def print_report(paths: Sequence[Path], dtype: torch.dtype) -> bool:
-    """Print a table of the models; whether all are fine."""
+    """Print a table of the models. Returns whether all are fine."""
     name = str(dtype).removeprefix("torch.")
     print(
-        f"\n| model in {name} | rules | loss, fused (unfused) | gradients, fused (unfused) |\n| --- | --- | --- | --- |"
+        f"\n| model in {name} | rules | loss, fused (unfused) | gradients, fused (unfused) "
+        "|\n| --- | --- | --- | --- |"
     )
-    right = True
+    all_fine = True
     with tempfile.TemporaryDirectory() as folder:
         for path in paths:
             try:
@@ -151,11 +153,14 @@ def print_report(paths: Sequence[Path], dtype: torch.dtype) -> bool:
             a, b = row.fused, row.unfused
             verdict = "" if row.is_fine else " WORSE"
             print(
-                f"| `{row.model}` | {', '.join(row.rules)} | {a.loss:.1e} ({b.loss:.1e}) | {a.gradient:.1e} ({b.gradient:.1e}){verdict} |",
+                (
+                    f"| `{row.model}` | {', '.join(row.rules)} | {a.loss:.1e} ({b.loss:.1e}) | "
+                    f"{a.gradient:.1e} ({b.gradient:.1e}){verdict} |"
+                ),
                 flush=True,
             )
-            right &= row.is_fine
-    return right
+            all_fine &= row.is_fine
+    return all_fine
 
 
 def main() -> None:
@@ -172,14 +177,14 @@ def main() -> None:
         *(REPOSITORY / "tests" / "models" / f"{name}.py" for name in MODEL_NAMES),
         *(REPOSITORY / "examples" / f"{name}.py" for name in EXAMPLE_NAMES),
     ]
-    right = True
+    all_fine = True
     if not arguments.models:
         device = torch.device(
             "cuda" if torch.cuda.is_available() and not backend.KERNELS_INTERPRETED else "cpu"
         )
-        right = check_precision([*loss_cases(), *memory_bound_cases()], TINY_SIZES, dtype, device)
-    right &= print_report([p.resolve() for p in paths], dtype)
-    sys.exit(0 if right else 1)
+        all_fine = check_precision([*loss_cases(), *memory_bound_cases()], TINY_SIZES, dtype, device)
+    all_fine &= print_report([p.resolve() for p in paths], dtype)
+    sys.exit(0 if all_fine else 1)
 
 
 if __name__ == "__main__":

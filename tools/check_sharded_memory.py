@@ -1,13 +1,12 @@
-"""Predicted memory of ranks that share what they keep, against what the operating system says that their
-processes use.
+"""Compares predicted memory of ranks that share parameters or states with their resident memory.
 
     python -m tools.check_sharded_memory [WAY ...]
 
-A language model of eight layers trains on two gloo ranks in each way to distribute it. Measured is the most
-that a process has resident during the second and third step, less what it had before it built the model and
-less the pages of libraries, which training reads in under each way. A rank keeps what it frees, for the next
-step; here its C library is told to map tensors one by one, parameters too, so that freed ones go back and
-what is resident is in use.
+A language model of eight layers trains on two gloo ranks, distributed in each way. Measured is the peak
+resident memory of a process during the second and third step, without what it had before it built the model,
+and without pages of libraries, which training reads in under each way. A rank reuses freed memory in the next
+step; here its C library is told to map tensors one by one, parameters too, so that freed ones are returned
+and resident memory is in use.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from tools.compare_training import run_plan_ranks
 
 RANK_COUNT, GLOBAL_BATCH = 2, 8
 TWO_REPLICAS = ("dp=2",)
-PINS_BY_WAY = {
+PINS_BY_WAY = {  # pins of the section
     "none": TWO_REPLICAS,
     "zero1": (*TWO_REPLICAS, "sharding=zero1"),
     "zero2": (*TWO_REPLICAS, "sharding=zero2"),
     "zero3": (*TWO_REPLICAS, "sharding=zero3"),
     "tp 2": ("dp=1", "tp=2"),
     "pp 2": ("dp=1", "pp=2"),
-}  # pins of the section
+}
 MODEL_FILE_TEXT = """
 import ctypes
 import os
@@ -45,15 +44,15 @@ BEFORE = [0]
 
 def map_tensors():
     library = ctypes.CDLL(None)
-    library.mallopt(-1, 1 << 16)  # M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD: what is larger is mapped by itself
+    library.mallopt(-1, 1 << 16)  # M_TRIM_THRESHOLD; below: M_MMAP_THRESHOLD
     library.mallopt(-3, 1 << 16)
-    library.malloc_trim(0)  # what is free in the heap would be taken first
+    library.malloc_trim(0)  # free heap memory would be used first
 
 def model():
     map_tensors()
     config = T.Qwen3Config(
-        num_hidden_layers=8, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64, intermediate_size=1536,
-        vocab_size=4000, use_cache=False,
+        num_hidden_layers=8, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+        intermediate_size=1536, vocab_size=4000, use_cache=False,
     )
     BEFORE[0] = BEFORE[0] or used("RssAnon")
     return T.AutoModelForCausalLM.from_config(config)
@@ -65,7 +64,7 @@ def optimizer(params):
         with open(os.path.join(os.environ["MEMORY"], os.environ["RANK"]), "w") as file:
             file.write(str(used("VmHWM") - used("RssFile") - BEFORE[0]))
         if made.steps == 0:
-            open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+            open("/proc/self/clear_refs", "w").write("5")  # reset the peak
         made.steps += 1
 
     made.steps = 0
@@ -87,7 +86,7 @@ def dataset():
 
 
 def compare_resident_memory(way: str, folder: Path) -> tuple[float, float]:
-    """(predicted, measured) bytes of the rank that has more resident, under a way to distribute the model."""
+    """(predicted, measured) bytes of the rank with more resident memory."""
     path, plan = folder / "model.py", folder / "plan"
     path.write_text(MODEL_FILE_TEXT)
     pins = tuple(
@@ -100,17 +99,17 @@ def compare_resident_memory(way: str, folder: Path) -> tuple[float, float]:
     compiled.write_plan(plan, report_page)
     arguments = ["--steps", "3", "--workers", "0", "--log-dir", str(folder / "logs")]
     run_plan_ranks(plan, RANK_COUNT, arguments, {"MEMORY": str(folder)})
-    seen, rank = max((float((folder / str(r)).read_text()), r) for r in range(RANK_COUNT))
-    return next(s.memory_gib for s in compiled.plan.sections if rank in s.mesh.ranks) * 2**30, seen
+    resident, rank = max((float((folder / str(r)).read_text()), r) for r in range(RANK_COUNT))
+    return next(s.memory_gib for s in compiled.plan.sections if rank in s.mesh.ranks) * 2**30, resident
 
 
 def main() -> None:
     print("| way | predicted, MiB | resident, MiB | error |\n| --- | --- | --- | --- |")
     for way in sys.argv[1:] or PINS_BY_WAY:
         with tempfile.TemporaryDirectory() as name:
-            expected, seen = compare_resident_memory(way, Path(name))
+            predicted, resident = compare_resident_memory(way, Path(name))
         print(
-            f"| {way} | {expected / 2**20:.0f} | {seen / 2**20:.0f} | {expected / seen - 1:+.1%} |",
+            f"| {way} | {predicted / 2**20:.0f} | {resident / 2**20:.0f} | {predicted / resident - 1:+.1%} |",
             flush=True,
         )
 

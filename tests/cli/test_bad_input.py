@@ -1,4 +1,4 @@
-"""Bad input ends with exit code 2 and one message: the place, the cause, what to do; never a traceback."""
+"""Bad input ends with exit code 2 and one message with place, cause and remedy, never with a traceback."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ REFUSED = [
 ]
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The message with which a command ends in exit code 2."""
+def error_message_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The message with which a command ends with exit code 2."""
     with pytest.raises(SystemExit) as end:
         main(arguments)
     message = capsys.readouterr().err
@@ -36,32 +36,32 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(("model", "parts"), REFUSED, ids=[name for name, _ in REFUSED])
-def test_a_model_that_cannot_be_compiled(
+def test_model_that_cannot_be_compiled(
     model: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    message = refusal(capsys, "compile", str(MODELS / f"{model}.py"), "-o", str(tmp_path / "plan"))
+    message = error_message_of(capsys, "compile", str(MODELS / f"{model}.py"), "-o", str(tmp_path / "plan"))
     for part in parts:
         assert part in message
     assert not (tmp_path / "plan").exists()
 
 
-def test_a_model_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "cannot read the model file" in refusal(
+def test_missing_model_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot read the model file" in error_message_of(
         capsys, "compile", str(tmp_path / "none.py"), "-o", str(tmp_path / "plan")
     )
 
 
-def test_more_ranks_than_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--cluster", "local:64", "--global-batch", "8", "--no-check"]
-    message = refusal(
+    message = error_message_of(
         capsys, "compile", str(MODELS / "qwen_distil.py"), "-o", str(tmp_path / "plan"), *arguments
     )
     assert "64 ranks are more than can be used" in message
     assert "what to do: use at most" in message
 
 
-def test_an_unknown_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = refusal(
+def test_unknown_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = error_message_of(
         capsys,
         "compile",
         str(MODELS / "qwen_distil.py"),
@@ -74,22 +74,24 @@ def test_an_unknown_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "capture" not in message, "found before the model is read"
 
 
-def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     model = str(MODELS / "qwen_distil.py")
-    assert "cannot" in refusal(capsys, "compile", model, "-o", str(tmp_path / "file" / "plan"))
-    assert "a file, not a directory" in refusal(capsys, "compile", model, "-o", str(tmp_path / "file"))
+    assert "cannot" in error_message_of(capsys, "compile", model, "-o", str(tmp_path / "file" / "plan"))
+    assert "a file, not a directory" in error_message_of(
+        capsys, "compile", model, "-o", str(tmp_path / "file")
+    )
 
 
-def test_an_output_that_is_not_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_directory_that_is_not_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "precious.txt").write_text("keep me")
-    message = refusal(capsys, "compile", str(MODELS / "qwen_distil.py"), "-o", str(tmp_path))
+    message = error_message_of(capsys, "compile", str(MODELS / "qwen_distil.py"), "-o", str(tmp_path))
     assert "not a plan" in message
     assert (tmp_path / "precious.txt").read_text() == "keep me"
 
 
 @pytest.mark.gloo
-def test_a_plan_whose_model_has_changed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_a_changed_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.py"
     shutil.copy(MODELS / "qwen_distil.py", model)
     with pytest.raises(SystemExit, match="0"):
@@ -107,16 +109,16 @@ def test_a_plan_whose_model_has_changed(tmp_path: Path, capfd: pytest.CaptureFix
             ]
         )
     model.write_text(model.read_text() + "\nCHANGED = True\n")
-    message = refusal(capfd, "run", str(tmp_path / "plan"), "--steps", "1")
+    message = error_message_of(capfd, "run", str(tmp_path / "plan"), "--steps", "1")
     assert "has changed since the plan was made" in message
     assert "+CHANGED = True" in message
 
 
-def test_a_plan_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "cannot read the plan" in refusal(capsys, "explain", str(tmp_path))
+def test_missing_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot read the plan" in error_message_of(capsys, "explain", str(tmp_path))
 
 
-def test_a_checkpoint_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "what to do" in refusal(
+def test_missing_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "what to do" in error_message_of(
         capsys, "export", str(tmp_path), "-o", str(tmp_path / "weights.safetensors")
     )

@@ -1,5 +1,4 @@
-"""`secc diff` and `explain --what-if`: what differs is said, what does not is left out, and what cannot be is
-refused."""
+"""`secc diff` and `explain --what-if`: lists differences only, and rejects impossible changes."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ MODEL = Path(__file__).parent.parent / "models" / "llava_tiny.py"
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan with the sections apart on three ranks."""
+    """A plan with separate sections on three ranks."""
     path = tmp_path_factory.mktemp("plan") / "plan"
     compile_model(MODEL, CompileOptions(cluster="local:3", strategy="apart")).write_plan(
         path, lambda plan: ""
@@ -32,8 +31,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def rows(a: Plan, b: Plan) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """(title, first two columns) -> the rest of each row."""
+def difference_rows(a: Plan, b: Plan) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """(title, first two columns) -> the remaining columns of each row."""
     return {
         (t.title, *row[:2]) if t.title != "Plan" else (t.title, row[0]): row[-2:]
         for t in plan_differences(a, b)
@@ -41,28 +40,28 @@ def rows(a: Plan, b: Plan) -> dict[tuple[str, ...], tuple[str, ...]]:
     }
 
 
-def test_a_plan_does_not_differ_from_itself(directory: Path) -> None:
+def test_no_differences_to_itself(directory: Path) -> None:
     assert plan_differences(load_plan(directory), load_plan(directory)) == []
 
 
-def test_what_a_pin_changes(directory: Path) -> None:
-    changed = rows(*what_if.replan_with_changes(directory, ["language_model.dp=1"]))
+def test_differences_of_a_pin(directory: Path) -> None:
+    changed = difference_rows(*what_if.replan_with_changes(directory, ["language_model.dp=1"]))
     assert changed["Sections", "language_model", "dp"] == ("2", "1")
     assert ("Plan", "predicted step, s") in changed
     assert not any(key[0] in {"Edges", "Loss", "Parameters"} for key in changed)
 
 
-def test_what_another_cluster_changes(directory: Path) -> None:
+def test_differences_of_another_cluster(directory: Path) -> None:
     _, other = what_if.replan_with_changes(directory, ["cluster=local:2"])
     assert (other.world_size, other.cluster["name"]) == (2, "local:2")
 
 
-def test_the_same_choice_again_changes_nothing(directory: Path) -> None:
+def test_same_choice_changes_nothing(directory: Path) -> None:
     assert plan_differences(*what_if.replan_with_changes(directory, ["cluster=local:3"])) == []
 
 
-def test_a_plan_with_stages_may_have_others(tmp_path: Path) -> None:
-    """The layers are there, whatever number of stages they were captured for."""
+def test_number_of_stages_can_change(tmp_path: Path) -> None:
+    """A plan can be re-planned for another number of stages than it was captured for."""
     compile_model(
         MODEL.parent / "skips.py", CompileOptions(cluster="local:4", stages=("model.pp=2",))
     ).write_plan(tmp_path / "plan", lambda plan: "")
@@ -70,10 +69,10 @@ def test_a_plan_with_stages_may_have_others(tmp_path: Path) -> None:
     assert "stages" not in pass_pipeline.format_pass(steps[0])
     first, other = what_if.replan_with_changes(tmp_path / "plan", ["model.pp=4"])
     assert [s.mesh.pp for s in (*first.user_sections, *other.user_sections)] == [2, 4]
-    assert not any(title in {"Edges", "Loss"} for title, *_ in rows(first, other))
+    assert not any(title in {"Edges", "Loss"} for title, *_ in difference_rows(first, other))
 
 
-def test_a_tp_that_is_taken_to_be_possible_halves_what_is_summed(directory: Path) -> None:
+def test_assumed_tp_halves_gradient_sums(directory: Path) -> None:
     plan = load_plan(directory)
     asked = replace(plan, sections=tuple(replace(s, mesh=replace(s.mesh, tp=2)) for s in plan.sections))
     found = what_if._assume_sharded_matrices(asked)  # pyright: ignore[reportPrivateUsage]
@@ -81,13 +80,13 @@ def test_a_tp_that_is_taken_to_be_possible_halves_what_is_summed(directory: Path
     assert 2 * Traffic(found).bytes_on_rank(name) == Traffic(asked).bytes_on_rank(name) > 0
 
 
-def test_an_untested_tp_needs_another_compilation(directory: Path) -> None:
+def test_untested_tp_needs_another_compilation(directory: Path) -> None:
     with pytest.raises(UserError, match="was not tested for this section") as error:
         what_if.replan_with_changes(directory, ["language_model.tp=2"])
     assert "compile with --set language_model.tp=2" in error.value.remedy
 
 
-def test_a_plan_with_a_tp_that_was_asked_for_keeps_it_under_other_choices(tmp_path: Path) -> None:
+def test_pinned_tp_is_kept_under_other_choices(tmp_path: Path) -> None:
     """On CPUs only a tp that is asked for is tested."""
     compile_model(
         MODEL.with_name("nano.py"), CompileOptions(cluster="local:2", set=("model.tp=2",))
@@ -112,12 +111,12 @@ def test_a_plan_with_a_tp_that_was_asked_for_keeps_it_under_other_choices(tmp_pa
         ("nothing.dp=1", "unknown section 'nothing'"),
     ],
 )
-def test_a_change_that_cannot_be(directory: Path, change: str, part: str) -> None:
+def test_impossible_changes_are_rejected(directory: Path, change: str, part: str) -> None:
     with pytest.raises(UserError, match=part):
         what_if.replan_with_changes(directory, [change])
 
 
-def test_the_commands_print_json(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_print_json(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (
         ["diff", str(directory), str(directory)],
         ["explain", str(directory), "--what-if", "cluster=local:3"],

@@ -1,5 +1,4 @@
-"""`secc drift`: what a run's times and samples say against its plan, from logs that are written as a run
-writes them."""
+"""`secc drift`: compares times and samples of a run, from logs as a run writes them, with the plan."""
 
 from __future__ import annotations
 
@@ -30,7 +29,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def log(directory: Path, of: Plan, moved: dict[str, float], images: int = 16, steps: int = 6) -> Path:
+def write_run_log(
+    directory: Path, of: Plan, moved: dict[str, float], images: int = 16, steps: int = 6
+) -> Path:
     """The log of a run in which sections took `moved` times as long as predicted and so many of 32 samples
     had images."""
     sections: dict[str, dict[str, float]] = {}
@@ -46,8 +47,8 @@ def log(directory: Path, of: Plan, moved: dict[str, float], images: int = 16, st
     return directory
 
 
-def test_a_section_that_became_slower_gets_more_ranks(plan: Path, tmp_path: Path) -> None:
-    found = measure_drift(plan, log(tmp_path / "logs", load_plan(plan), {"vision_tower": 12.0}))
+def test_slower_section_gets_more_ranks(plan: Path, tmp_path: Path) -> None:
+    found = measure_drift(plan, write_run_log(tmp_path / "logs", load_plan(plan), {"vision_tower": 12.0}))
     assert found.steps == 4 and found.sections["vision_tower"].forward == pytest.approx(12.0)
     assert found.sections["language_model"].backward == pytest.approx(1.0)
     assert found.gain > 0.3
@@ -58,10 +59,10 @@ def test_a_section_that_became_slower_gets_more_ranks(plan: Path, tmp_path: Path
     assert f"vision_tower.dp={found.best_plan.find_section('vision_tower').mesh.dp}" in found.best_pins
 
 
-def test_what_moves_alike_gains_nothing(plan: Path, tmp_path: Path) -> None:
-    same = measure_drift(plan, log(tmp_path / "same", load_plan(plan), {}))
+def test_uniform_slowdown_gains_nothing(plan: Path, tmp_path: Path) -> None:
+    same = measure_drift(plan, write_run_log(tmp_path / "same", load_plan(plan), {}))
     alike = measure_drift(
-        plan, log(tmp_path / "alike", load_plan(plan), {"vision_tower": 3.0, "language_model": 3.0})
+        plan, write_run_log(tmp_path / "alike", load_plan(plan), {"vision_tower": 3.0, "language_model": 3.0})
     )
     assert alike.gain == pytest.approx(same.gain, abs=0.02)
     assert alike.plan.prediction["step_time_s"] == pytest.approx(
@@ -69,30 +70,32 @@ def test_what_moves_alike_gains_nothing(plan: Path, tmp_path: Path) -> None:
     )
 
 
-def test_another_mix_of_samples_counts(plan: Path, tmp_path: Path) -> None:
+def test_mix_of_samples_matters(plan: Path, tmp_path: Path) -> None:
     few, many = (
-        measure_drift(plan, log(tmp_path / str(n), load_plan(plan), {"vision_tower": 6.0}, images=n))
+        measure_drift(
+            plan, write_run_log(tmp_path / str(n), load_plan(plan), {"vision_tower": 6.0}, images=n)
+        )
         for n in (4, 32)
     )
     assert few.mix["pixel_values"][1] == pytest.approx(0.125) and many.mix["none"][1] == 0
     assert many.gain > few.gain
 
 
-def test_the_command_names_the_gain_and_the_choices(
+def test_command_prints_gain_and_choices(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logs = log(tmp_path / "logs", load_plan(plan), {"vision_tower": 12.0})
+    logs = write_run_log(tmp_path / "logs", load_plan(plan), {"vision_tower": 12.0})
     with pytest.raises(SystemExit, match="0"):
         main(["drift", str(plan), str(logs)])
     text = " ".join(capsys.readouterr().out.split())
     assert "another plan would be" in text and "--set vision_tower.dp=" in text
 
 
-def test_logs_that_say_nothing_are_refused(plan: Path, tmp_path: Path) -> None:
+def test_unusable_logs_are_rejected(plan: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read the log of section times"):
         measure_drift(plan, tmp_path)
     with pytest.raises(UserError, match="no step after its first 2"):
-        measure_drift(plan, log(tmp_path / "logs", load_plan(plan), {}, steps=2))
+        measure_drift(plan, write_run_log(tmp_path / "logs", load_plan(plan), {}, steps=2))
     (tmp_path / "logs" / SECTION_TIMES_FILE).write_text("one\n")
     with pytest.raises(UserError, match="not a log"):
         measure_drift(plan, tmp_path / "logs")

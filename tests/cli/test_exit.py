@@ -1,5 +1,4 @@
-"""A command's process ends at once, with all that it has said, its exit code, and what asked to be called at
-the end."""
+"""A command ends its process immediately, with complete output, its exit code, and exit functions called."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ PROGRAM = "import atexit; atexit.register(print, 'last words'); from secc.cli im
         (["opt", "--none"], 2, "", "No such option"),
     ],
 )
-def test_a_process_ends_with_its_command(arguments: list[str], code: int, said: str, complaint: str) -> None:
+def test_process_ends_with_its_command(arguments: list[str], code: int, said: str, complaint: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""Descriptions of clusters: what they mean, and what is said where they mean nothing."""
+"""Cluster descriptions: parsed clusters, and messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_every_preset_has_links_and_sane_figures() -> None:
 
 
 @pytest.mark.usefixtures("no_gpus")
-def test_local_without_gpus_is_cpu_processes() -> None:
+def test_local_without_gpus_uses_cpu_processes() -> None:
     cluster = parse_cluster("local")
     assert cluster.device.backend == "cpu" and cluster.ranks >= 2
     assert parse_cluster("local:5").ranks == 5
 
 
-def test_local_takes_the_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_uses_the_gpus_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "secc.cluster.description.list_local_gpus", lambda: [("NVIDIA H100 80GB HBM3", 79 * GIB)] * 2
     )
@@ -50,7 +50,7 @@ def test_local_takes_the_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None
         parse_cluster("local:3")
 
 
-def test_local_labels_a_gpu_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_local_gpu_is_labelled_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("secc.cluster.description.list_local_gpus", lambda: [("Someone's X1", 16 * GIB)])
     assert (parse_cluster("local").device.kind, parse_cluster("local").device.label) == (
         "Someone's X1",
@@ -58,10 +58,11 @@ def test_local_labels_a_gpu_it_does_not_know(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_file(tmp_path: Path) -> None:
+def test_cluster_file(tmp_path: Path) -> None:
     path = tmp_path / "lab.yaml"
     path.write_text(
-        "nodes: 2\ndevices: 4\nkind: A100\nmemory_gib: 40\nbf16_tflops: 300\nbetween: {gb_s: 12.5, latency_us: 20}\n"
+        "nodes: 2\ndevices: 4\nkind: A100\nmemory_gib: 40\nbf16_tflops: 300\nbetween: {gb_s: "
+        "12.5, latency_us: 20}\n"
     )
     cluster = parse_cluster(str(path))
     assert (cluster.name, cluster.ranks, cluster.device.memory) == ("lab", 8, 40 * GIB)
@@ -70,7 +71,7 @@ def test_file(tmp_path: Path) -> None:
     assert cluster.inside == parse_cluster("8xA100").inside
 
 
-def test_a_files_collectives_stay_with_the_plan(tmp_path: Path) -> None:
+def test_measured_collectives_survive_the_plan(tmp_path: Path) -> None:
     path = tmp_path / "here.yaml"
     entry = "{collective: all_reduce, ranks: 2, gb_s: 1.5, latency_us: 90}"
     path.write_text(f"kind: cpu\ndevices: 2\ninside: {{gb_s: 4, latency_us: 30, collectives: [{entry}]}}\n")
@@ -82,7 +83,7 @@ def test_a_files_collectives_stay_with_the_plan(tmp_path: Path) -> None:
     assert Cluster.from_dict(json.loads(cluster.to_json())) == cluster
 
 
-def test_ranks_of_a_kind() -> None:
+def test_parts_and_views_of_mixed_cluster() -> None:
     cluster = parse_cluster("1x8xH100+2x8xA800")
     assert [(p.name, p.ranks, p.device.kind) for p in cluster.parts_by_kind] == [
         ("1x8xH100", 8, "H100"),
@@ -114,7 +115,7 @@ def test_mixed_kinds(tmp_path: Path) -> None:
     assert parse_cluster(str(path)).groups == cluster.groups
 
 
-def test_a_kind_of_ones_own(tmp_path: Path) -> None:
+def test_kind_without_preset(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text("devices: 8\nkind: X1\nlike: H100\nbf16_tflops: 500.5\n")
     device = parse_cluster(str(path)).device
@@ -122,7 +123,7 @@ def test_a_kind_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["2x8xH100", "1x8xH100+1x8xA800"])
-def test_a_plan_holds_the_whole_cluster(text: str) -> None:
+def test_json_round_trip(text: str) -> None:
     cluster = parse_cluster(text)
     assert Cluster.from_dict(json.loads(cluster.to_json())) == cluster
 
@@ -144,7 +145,7 @@ def test_json_has_what_a_launcher_needs() -> None:
         ("nowhere.yaml", "cannot read the cluster file"),
     ],
 )
-def test_bad_descriptions(text: str, message: str) -> None:
+def test_invalid_descriptions(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         parse_cluster(text)
     assert error.value.remedy
@@ -162,11 +163,17 @@ def test_bad_descriptions(text: str, message: str) -> None:
         ("kind: H100\ndevices: 8\ninside: 3", "expected a link at 'inside', got 3"),
         ("kind: cpu\ndevices: 2\ninside: {collectives: 3}", "expected a measured collective"),
         (
-            "kind: cpu\ndevices: 2\ninside: {collectives: [{collective: sum, ranks: 2, gb_s: 1, latency_us: 1}]}",
+            (
+                "kind: cpu\ndevices: 2\ninside: {collectives: [{collective: sum, ranks: 2, gb_s: "
+                "1, latency_us: 1}]}"
+            ),
             "expected a measured collective",
         ),
         (
-            "kind: cpu\ndevices: 2\ninside: {collectives: [{collective: all_reduce, ranks: 1, gb_s: 1, latency_us: 1}]}",
+            (
+                "kind: cpu\ndevices: 2\ninside: {collectives: [{collective: all_reduce, ranks: 1, "
+                "gb_s: 1, latency_us: 1}]}"
+            ),
             "expected at least 2 ranks",
         ),
         ("kind: H100\ndevices: 8\nmemory_gib: -1", "for 'memory_gib', got -1"),
@@ -176,7 +183,7 @@ def test_bad_descriptions(text: str, message: str) -> None:
         ("groups: [{kind: H100, devices: 2}, {kind: cpu, devices: 2}]", "mixes CPUs and GPUs"),
     ],
 )
-def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_files(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=message):

@@ -1,4 +1,4 @@
-"""IR for tests of costs: blocks of a plain PyTorch model, called one after the other."""
+"""IR for tests of costs: a graph that calls blocks of a plain PyTorch model one after the other."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ HEAD = """sec.graph "g" optional ["px"] {
 """
 
 
-def graph(model: nn.Module, calls: str, declared: str = "") -> ModuleOp:
-    """A graph with a block for each child of `model` and one case holding `calls`, whose operands are %x [B,
-    S, 8] and %m [B, S]."""
+def call_graph(model: nn.Module, calls: str, declared: str = "") -> ModuleOp:
+    """A graph with a block for each child of `model`, and one case with `calls`, with operands %x [B, S,
+    8] and %m [B, S]."""
     blocks = "".join(_block(name, module) for name, module in model.named_children())
-    inputs = '    %x = sec.input "x" : !sec.tensor<[B, S, 8], f32>\n    %m = sec.input "m" : !sec.tensor<[B, S], i64>\n'
+    inputs = (
+        '    %x = sec.input "x" : !sec.tensor<[B, S, 8], f32>\n    %m = sec.input "m" : '
+        "!sec.tensor<[B, S], i64>\n"
+    )
     return module_text.parse_module(
         f'{HEAD}{blocks}{declared}  sec.case "c" when [] {{\n{inputs}{calls}    sec.return (%y)\n  }}\n}}\n'
     )
@@ -33,7 +36,7 @@ def _block(name: str, module: nn.Module) -> str:
     return f'  sec.block "{name}" class "{type(module).__name__}" params {params} trainable {trainable}\n'
 
 
-def attributes(module: ModuleOp) -> list[Mapping[str, str]]:
-    """The text attributes of each call, in order."""
+def call_attributes(module: ModuleOp) -> list[Mapping[str, str]]:
+    """The string attributes of each call, in order."""
     calls = [op for case in graph_of(module).cases for op in case.ops if isinstance(op, CallOp)]
     return [{k: v.data for k, v in call.attributes.items() if isinstance(v, StringAttr)} for call in calls]

@@ -1,4 +1,4 @@
-"""Collectives of real processes, as a cluster file holds them."""
+"""Collectives measured between real processes, and their cluster file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from secc.profile.time_collectives import fit_rings
 PROBED = MachineProbe("a processor", "cpu", 2, 8 << 30, {"f32": 100.0, "bf16": 50.0}, {}, 1e10, 30_000, 4e9)
 
 
-def test_a_cluster_file_without_collectives_is_one(tmp_path: Path) -> None:
+def test_cluster_file_without_collectives(tmp_path: Path) -> None:
     path = tmp_path / "here.yaml"
     path.write_text(to_cluster_yaml(PROBED))
     assert parse_cluster(str(path)).inside.rings == ()
 
 
-def test_the_cluster_file_holds_what_was_measured(tmp_path: Path) -> None:
+def test_cluster_file_holds_measured_collectives(tmp_path: Path) -> None:
     path, ring = tmp_path / "here.yaml", MeasuredRing("all_reduce", 2, 120_000, 17 * 10**8)
     path.write_text(to_cluster_yaml(MachineProbe(**{**vars(PROBED), "rings": [ring]})))
     cluster = parse_cluster(str(path))
@@ -27,7 +27,7 @@ def test_the_cluster_file_holds_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_real_processes_take_time_for_collectives() -> None:
+def test_collectives_of_real_processes() -> None:
     found = time_collectives_over(2, "gloo")
     assert [r.collective for r in fit_rings(2, found)] == list(COLLECTIVES)
     assert all(0 < times[min(times)] < times[max(times)] for times in found.values())

@@ -1,5 +1,4 @@
-"""What `secc explain` says of a plan's choices: alternatives priced as plans are, and time and memory in
-parts that add up."""
+"""Reasons in reports: alternatives are priced as plans are; parts of time and memory add up."""
 
 from __future__ import annotations
 
@@ -28,16 +27,19 @@ TESTS = Path(__file__).parents[1]
 GIB = 1 << 30
 KEYS = ("dp", "tp", "pp", "micro_batch", "sharding", "recompute")
 VLM = (TESTS / "passes" / "allocate_vlm.mlir").read_text()
-LAYERS = 'flops = "2400000*B*S", ops = 20, units = 12, kept = "1000*B*S", working = "20000*B*S", again = "2400000*B*S"'
+LAYERS = (
+    'flops = "2400000*B*S", ops = 20, units = 12, kept = "1000*B*S", working = '
+    '"20000*B*S", again = "2400000*B*S"'
+)
 
 
-def allocated(source: str = VLM, **options: Any) -> ModuleOp:
+def allocate_module(source: str = VLM, **options: Any) -> ModuleOp:
     module = module_text.parse_module(source)
     pass_pipeline.run_passes(module, (Allocate(**({"cluster": "1x3xcpu", "global_batch": 16} | options)),))
     return module
 
 
-def said(module: ModuleOp) -> dict[str, Any]:
+def reasons_of(module: ModuleOp) -> dict[str, Any]:
     return json.loads(attribute_value(graph_of(module), "reasons", "{}"))
 
 
@@ -63,11 +65,11 @@ for _before, _after in (
 
 @pytest.mark.parametrize("section", ["vision", "lm"])
 @pytest.mark.parametrize(("source", "strategy"), [(VLM, "colocate"), (FROZEN, "apart")])
-def test_alternatives_cost_what_plans_with_them_cost(source: str, strategy: str, section: str) -> None:
-    """Pinned in place of what was chosen, with everything else as it was, each alternative gives the step
-    time that was said: also where a frozen section runs ahead of the step."""
-    module = allocated(source, strategy=strategy)
-    found = [a for a in said(module)[section]["alternatives"] if a["fits"]]
+def test_alternatives_match_plans_with_that_choice(source: str, strategy: str, section: str) -> None:
+    """Each alternative, pinned with all other choices, gives the predicted step time; also with prefetch
+    of a frozen section."""
+    module = allocate_module(source, strategy=strategy)
+    found = [a for a in reasons_of(module)[section]["alternatives"] if a["fits"]]
     assert {a["choice"].partition("=")[0] for a in found} >= (
         {"micro_batch", "sharding", "recompute"} if source == VLM else {"micro_batch"}
     )
@@ -75,37 +77,37 @@ def test_alternatives_cost_what_plans_with_them_cost(source: str, strategy: str,
     for alternative in found:
         taken = layouts(module) | {section: alternative["layout"]}
         pins = tuple(f"{s}.{key}={value}" for s, layout in taken.items() for key, value in layout.items())
-        assert step_time(allocated(source, set=pins, strategy=strategy)) == alternative["step_time_s"], (
-            alternative["choice"]
-        )
+        assert (
+            step_time(allocate_module(source, set=pins, strategy=strategy)) == alternative["step_time_s"]
+        ), alternative["choice"]
         assert (
             alternative["step_time_s"] >= step_time(module) or source == FROZEN
         )  # whose plan won in the order that ranks run
 
 
 def test_parts_add_up() -> None:
-    module = allocated(
+    module = allocate_module(
         VLM.replace('outs [""] in @lm', f'outs [""] in @lm {{{LAYERS}, saved = "5000*B*S"}}'),
         set=("lm.recompute=full",),
     )
-    whole = sum(sum(found["time_s"].values()) for found in said(module).values())
+    whole = sum(sum(found["time_s"].values()) for found in reasons_of(module).values())
     assert whole == pytest.approx(step_time(module), rel=0.01)  # both sections share all ranks
-    for name, found in said(module).items():
+    for name, found in reasons_of(module).items():
         section = next(s for s in graph_of(module).sections if s.sym.data == name)
         assert sum(found["memory"]["parts"].values()) == found["memory"]["used"]
         assert found["memory"]["used"] / GIB == pytest.approx(
             attribute_value(section, "memory_gib", 0.0), abs=1e-3
         )
-    assert said(module)["lm"]["memory"]["largest_tensor"]["tensor"] == "f32[B, S, 64] of lm"
+    assert reasons_of(module)["lm"]["memory"]["largest_tensor"]["tensor"] == "f32[B, S, 64] of lm"
 
 
-def test_what_does_not_fit_is_said_with_its_memory() -> None:
-    """Keeping everything would be faster, and needs 12 GiB of a rank that has 7.6."""
-    module = allocated(
+def test_alternatives_that_do_not_fit_show_their_memory() -> None:
+    """Without recomputation the step would be faster, but needs 12 GiB on a rank that has 7.6."""
+    module = allocate_module(
         VLM.replace('outs [""] in @lm', f'outs [""] in @lm {{{LAYERS}, saved = "{150 << 20}*B*S"}}'),
         set=("lm.micro_batch=1",),
     )
-    kept = next(a for a in said(module)["lm"]["alternatives"] if a["choice"] == "recompute=none")
+    kept = next(a for a in reasons_of(module)["lm"]["alternatives"] if a["choice"] == "recompute=none")
     assert not kept["fits"] and kept["memory"] > 11 * GIB and kept["step_time_s"] < step_time(module)
 
 
@@ -121,7 +123,7 @@ def plan() -> Plan:
     return plan_codegen.build_plan(module, ModelRef("model.py", "0" * 64, parameters), {})
 
 
-def test_the_report_says_why(plan: Plan) -> None:
+def test_report_lists_reasons(plan: Plan) -> None:
     found = {t.title: t for t in plan_tables(plan)}
     choices = found["Alternatives"].rows
     assert [r[0] for r in choices].count("language_model") >= 3 and any(

@@ -1,4 +1,4 @@
-"""The page of a plan: what its ranks hold."""
+"""The HTML page of a plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from secc.report.html_page import report_page
 from tests.runtime.schedule.plan_strategies import make_plan, make_section, make_stages
 
 
-def test_ranks_that_hold_the_same_share_a_card() -> None:
+def test_ranks_with_equal_sections_share_a_card() -> None:
     some = [
         make_section("vision", [6]),
         *make_stages("lm", [[0, 1, 4], [2, 3, 5]]),

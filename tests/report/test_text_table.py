@@ -1,5 +1,4 @@
-"""Tables for people: names in few words, alike rows as one, and columns that a narrow terminal does not
-break."""
+"""Text tables: short forms of paths and ranks, merged rows, and columns on narrow terminals."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from secc.report.text_table import TextTable, blocks_text, paths_text
 from secc.runtime.plan.schema import PLAN_VERSION, Mesh, ModelRef, ModuleStyle, Plan, Section
 
 
-def test_layers_in_a_row_are_one() -> None:
+def test_consecutive_layers_are_a_range() -> None:
     paths = ["m.embed", *(f"m.layers.{i}" for i in (0, 1, 2, 4)), "m.2", "head"]
     assert blocks_text(paths) == "m.embed, m.layers.0-2, m.layers.4, m.2, head"
     assert blocks_text(["a.1", "b.2"]) == "a.1, b.2" and blocks_text([]) == ""
@@ -26,12 +25,12 @@ def test_layers_in_a_row_are_one() -> None:
         (["a.b"], "a.b"),
     ],
 )
-def test_what_all_paths_begin_with_is_said_once(paths: list[str], line: str) -> None:
+def test_common_prefix_is_written_once(paths: list[str], line: str) -> None:
     assert paths_text(paths) == line
 
 
 def stage(i: int, layers: range) -> Section:
-    """A stage of `lm` whose layers are cut alike."""
+    """A stage of `lm` with equally split layers."""
     styles = tuple(
         ModuleStyle(f"lm.layers.{n}.{name}", kind)
         for n in layers
@@ -43,7 +42,7 @@ def stage(i: int, layers: range) -> Section:
     )
 
 
-def test_stages_count_as_the_section_that_they_are_of() -> None:
+def test_stages_are_merged_into_their_section() -> None:
     sections = (stage(0, range(0, 3)), stage(1, range(3, 5)))
     plan = Plan(PLAN_VERSION, "", ModelRef("", ""), 4, 4, "own", (), (), sections, (), (), (), {}, {}, {})
     assert tensor_parallel_rows.tensor_parallel_rows(plan) == (
@@ -52,7 +51,7 @@ def test_stages_count_as_the_section_that_they_are_of() -> None:
     )
 
 
-def test_short_columns_stay_whole_while_long_ones_have_room(
+def test_short_columns_are_not_wrapped_if_there_is_space(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = TextTable(

@@ -149,7 +149,7 @@ class MeasuredCosts:
         if measured.backend != device.backend or not fits:
             wanted = device.kind if device.backend == "cuda" else here.description
             raise UserError(
-                f"the cluster {cluster.name} has {wanted}, but the costs were measured on {measured.description}",
+                f"{cluster.name} has {wanted}, but the costs were measured on {measured.description}",
                 remedy="profile the model there (secc profile MODEL.py -o FILE), or leave --costs out",
             )
 

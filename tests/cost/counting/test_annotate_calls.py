@@ -1,5 +1,4 @@
-"""Blocks on the meta device: what is counted, what is kept for backward, and what is said where nothing can
-be counted."""
+"""Counting blocks on the meta device: FLOPs, saved bytes, and fallbacks for blocks that cannot be counted."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from secc.cost.counting.example_arguments import CollatedSamples
 from secc.cost.model.section_cost import integer_attribute
 from secc.ir.dialect.ops import BlockOp, TieOp, graph_of
 from secc.runtime.sections.recompute import install_recompute, recompute_units
-from tests.cost.call_graphs import attributes, graph
+from tests.cost.call_graphs import call_attributes, call_graph
 
 CALL = '    %y = sec.call "f" (%x) args "$0" outs [""] : !sec.tensor<[B, S, 8], f32, grad>\n'
 
@@ -61,7 +60,7 @@ class ReadsValues(nn.Module):
 
 
 class Experts(nn.Module):
-    """Four experts of 8 x 64, of which each token has one."""
+    """Four experts of 8 x 64; each token is routed to one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,29 +72,31 @@ class Experts(nn.Module):
         return torch._grouped_mm(tokens, self.weight, offs=ends)[:, :8].view_as(x)  # pyright: ignore[reportPrivateUsage]
 
 
-def measured(block: nn.Module, calls: str = CALL) -> Any:
+def annotate_block(block: nn.Module, calls: str = CALL) -> Any:
     model = nn.ModuleDict({"f": block})
-    module = graph(model, calls)
+    module = call_graph(model, calls)
     annotate_calls(module, model)
-    return attributes(module)[0]
+    return call_attributes(module)[0]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 7])
-def test_a_frozen_block_holds_what_its_largest_layer_needs_at_once(depth: int) -> None:
-    """A layer's input and 32 numbers wide twice, before and behind the activation; the input is the call's
-    own from the second layer on."""
+def test_peak_of_frozen_block_is_that_of_its_largest_layer(depth: int) -> None:
+    """A layer's input, and 32 features before and after the activation; from the second layer on, the
+    input is the call's own."""
     frozen = CALL.replace('outs [""]', 'outs [""] no_grad').replace(", grad>", ">")
-    assert measured(Stack(depth).requires_grad_(False), frozen)["peak"] == f"{256 + 32 * (depth > 1)}*B*S"
-    assert "peak" not in measured(Stack(depth))
+    assert (
+        annotate_block(Stack(depth).requires_grad_(False), frozen)["peak"] == f"{256 + 32 * (depth > 1)}*B*S"
+    )
+    assert "peak" not in annotate_block(Stack(depth))
 
 
-def on_meta(block: nn.Module, again: Sequence[nn.Module] = ()) -> meta_run.BlockCounts:
+def count_on_meta(block: nn.Module, again: Sequence[nn.Module] = ()) -> meta_run.BlockCounts:
     return meta_run.run_on_meta(
         block, lambda makes: ([makes((3, 5, 8), (40, 8, 1), torch.float32)], {}), grad=True, units=again
     )
 
 
-def test_trials_that_share_what_stands_for_parameters_count_alike() -> None:
+def test_runs_that_share_parameter_stand_ins_count_the_same() -> None:
     block, makes = Stack(3), meta_run.ValuelessTensors()
     shared = [
         meta_run.run_on_meta(
@@ -107,51 +108,51 @@ def test_trials_that_share_what_stands_for_parameters_count_alike() -> None:
         )
         for _ in range(2)
     ]
-    assert shared == [on_meta(block, recompute_units(block))] * 2
+    assert shared == [count_on_meta(block, recompute_units(block))] * 2
 
 
-def test_linear() -> None:
-    """A product over 8 features reaches a fiftieth of a large one's rate."""
-    found = measured(nn.Linear(8, 8))
+def test_linear_layer() -> None:
+    """A product over 8 features reaches 2% of a large product's rate."""
+    found = annotate_block(nn.Linear(8, 8))
     assert (found["flops"], found["saved"], found["cost"]) == ("128*B*S", "32*B*S", "counted")
     assert found["work"] == f"{128 * 50}*B*S"
 
 
-def test_a_token_costs_one_expert() -> None:
-    cost = measured(Experts())
+def test_each_token_is_charged_one_expert() -> None:
+    cost = annotate_block(Experts())
     assert (cost["flops"], cost["cost"]) == ("1024*B*S", "counted")
     assert cost["work"] == f"{1024 * 50}*B*S"  # as a product over 8 features
     assert cost["saved"] == "32*B*S + 16"  # float32 tokens, and where the experts' tokens end
 
 
-def test_attention_counts_as_a_fused_kernel() -> None:
-    found = measured(Attention())
+def test_attention_is_counted_as_fused_kernel() -> None:
+    found = annotate_block(Attention())
     # 2*8*24 for the projection; 4*S*head for each of two heads. Saved: x, qkv (one storage), the output, a
     # log-sum of each head. Causal: S*(S + 1)/2 pairs of each head.
     assert found["flops"] == "16*B*S*S + 400*B*S" and found["attention"] == "16*B*S*S + 16*B*S"
     assert found["saved"] == f"{4 * (8 + 24 + 8 + 2)}*B*S"
 
 
-def test_truth_values_of_masks_count_as_true() -> None:
+def test_truth_values_of_masks_are_true() -> None:
     masked = (
         '    %y = sec.call "f" (%x, %m) args "$0, mask=$1" outs [""] : !sec.tensor<[B, S, 8], f32, grad>\n'
     )
-    assert measured(Attention(), masked)["cost"] == "counted"
+    assert annotate_block(Attention(), masked)["cost"] == "counted"
 
 
-def test_no_grad_keeps_nothing() -> None:
+def test_no_grad_saves_nothing() -> None:
     frozen = '    %y = sec.call "f" (%x) args "$0" outs [""] no_grad : !sec.tensor<[B, S, 8], f32>\n'
-    assert measured(nn.Linear(8, 8), frozen)["saved"] == "0"
+    assert annotate_block(nn.Linear(8, 8), frozen)["saved"] == "0"
 
 
-def test_a_block_that_reads_values_gets_the_estimate() -> None:
-    found = measured(ReadsValues())
+def test_block_that_reads_values_gets_default_estimate() -> None:
+    found = annotate_block(ReadsValues())
     assert (found["flops"], found["saved"], found["cost"]) == ("0", "512*B*S", "default")
     assert (found["kept"], found["working"], found["again"]) == ("32*B*S", "480*B*S", "0")
 
 
 class Padded(nn.Module):
-    """Writes into tensors that it makes itself, with or without naming the device of its argument."""
+    """Writes into tensors that it creates itself, with or without naming the device of its argument."""
 
     def __init__(self, device: bool) -> None:
         super().__init__()
@@ -165,14 +166,14 @@ class Padded(nn.Module):
         return self.up(padded)[:, 1:, :8]
 
 
-def test_tensors_that_a_block_makes_without_a_device_count_as_those_with_one() -> None:
-    named, bare = measured(Padded(device=True)), measured(Padded(device=False))
+def test_tensors_created_with_and_without_device_cost_the_same() -> None:
+    named, bare = annotate_block(Padded(device=True)), annotate_block(Padded(device=False))
     assert bare == named and named["cost"] == "counted"
     assert named["flops"] == "1024*B*S + 1024*B"  # the product of the padded rows
 
 
 class Waved(nn.Module):
-    """Has tensors that are no buffers, and others from NumPy."""
+    """Has tensors that are not buffers, and tensors from NumPy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,8 +184,8 @@ class Waved(nn.Module):
         return self.up(x * self.scale + wave)[..., :8]
 
 
-def test_tensors_that_a_block_has_from_elsewhere_meet_those_without_values() -> None:
-    found = measured(Waved())
+def test_real_tensors_can_be_combined_with_meta_tensors() -> None:
+    found = annotate_block(Waved())
     assert (found["flops"], found["cost"]) == ("1024*B*S", "counted")
     assert (
         found["moved"] == f"{4 * 2 * 8 * 2}*B*S + {2 * 4 * 8}"
@@ -192,7 +193,7 @@ def test_tensors_that_a_block_has_from_elsewhere_meet_those_without_values() -> 
 
 
 class Rated(nn.Module):
-    """Reads values of a tensor that it makes itself."""
+    """Reads values of a tensor that it creates itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,8 +204,8 @@ class Rated(nn.Module):
         return self.up(x * rates[1])[..., :8]
 
 
-def test_values_of_tensors_that_a_block_makes_can_be_read() -> None:
-    found = measured(Rated())
+def test_values_of_tensors_created_in_a_block_can_be_read() -> None:
+    found = annotate_block(Rated())
     assert (found["flops"], found["cost"]) == ("1024*B*S", "counted")
 
 
@@ -216,7 +217,7 @@ class PerSample(nn.Module):
         return torch.cat([functional.scaled_dot_product_attention(p, p, p) for p in parts], dim=1)
 
 
-def test_a_block_that_reads_integers_costs_what_samples_do() -> None:
+def test_block_that_reads_integers_is_measured_on_samples() -> None:
     """Samples of 10 and 30 tokens: pairs 100 and 900, so 25 for each token in the mean, of 2*(8 + 8)
     FLOPs."""
     packed = """    %l = sec.input "lengths" : !sec.tensor<[B], i64>
@@ -224,13 +225,13 @@ def test_a_block_that_reads_integers_costs_what_samples_do() -> None:
     %y = sec.call "f" (%t, %l) args "$0, $1" outs [""] : !sec.tensor<[1, T, 8], f32, grad>
 """
     model = nn.ModuleDict({"f": PerSample()})
-    module = graph(model, packed, '  sec.symbol "T" kind "rows" key "t" dim 1\n')
+    module = call_graph(model, packed, '  sec.symbol "T" kind "rows" key "t" dim 1\n')
     annotate_calls(
         module,
         model,
         CollatedSamples([{"lengths": torch.tensor([n]), "t": torch.zeros(1, n, 8)} for n in (10, 30)], {}),
     )
-    found = attributes(module)[0]
+    found = call_attributes(module)[0]
     assert (found["attention"], found["cost"]) == (f"{25 * 32}*T", "sampled")
 
 
@@ -245,10 +246,10 @@ class ReadsMask(nn.Module):
         return self.up(x)[..., :8] if min(mask.flatten().tolist()) else x
 
 
-def test_padded_samples_that_were_tried_alone_cost_their_rows_together() -> None:
+def test_mean_cost_of_padded_samples_is_linear_in_rows() -> None:
     masked = CALL.replace("(%x)", "(%x, %m)").replace('"$0"', '"$0, $1"')
     model = nn.ModuleDict({"f": ReadsMask()})
-    module = graph(model, masked)
+    module = call_graph(model, masked)
     annotate_calls(
         module,
         model,
@@ -256,27 +257,26 @@ def test_padded_samples_that_were_tried_alone_cost_their_rows_together() -> None
             [{"x": torch.zeros(1, n, 8), "m": torch.ones(1, n, dtype=torch.int64)} for n in (10, 30)], {}
         ),
     )
-    found = attributes(module)[0]
+    found = call_attributes(module)[0]
     assert (found["flops"], found["saved"], found["cost"]) == ("1024*B*S", "32*B*S", "sampled")
 
 
-def test_what_is_kept_where_layers_run_again() -> None:
-    """Each layer of the stack keeps its input, and its second run what it keeps otherwise: the inner 32
-    features twice and its input."""
-    found = measured(Stack(5))
+def test_kept_and_working_bytes_of_recomputed_layers() -> None:
+    """Each layer keeps its input; its second run saves the 32 inner features twice and its input."""
+    found = annotate_block(Stack(5))
     assert found["kept"] == f"{5 * 4 * 8}*B*S" and found["working"] == f"{4 * (32 + 32)}*B*S"
     assert found["saved"] == f"{5 * 4 * (8 + 32 + 32)}*B*S" and found["again"] == found["work"]
     block = Stack(2)
-    plain = on_meta(block)
+    plain = count_on_meta(block)
     assert (plain.kept, plain.working, plain.again) == (plain.saved, 0, 0)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_kept_bytes_are_what_recomputation_keeps(mode: str) -> None:
-    """Against a real run under the wrappers that ranks use; of selective, the share of layers that the cost
-    model takes."""
+def test_kept_bytes_match_a_real_run(mode: str) -> None:
+    """Compared with a real run under the wrappers of the runtime; for selective recomputation, by the
+    share of layers."""
     model, depth = nn.ModuleDict({"f": Stack(6)}), 6
-    found = on_meta(model["f"], recompute_units(model["f"]))
+    found = count_on_meta(model["f"], recompute_units(model["f"]))
     install_recompute(model, ["f"], mode)
     kept: dict[int, torch.Tensor] = {}
 
@@ -294,23 +294,23 @@ def test_kept_bytes_are_what_recomputation_keeps(mode: str) -> None:
     )
 
 
-def test_what_a_whole_block_keeps_includes_its_inputs() -> None:
-    found = measured(Attention())
+def test_kept_bytes_include_inputs_of_a_block() -> None:
+    found = annotate_block(Attention())
     assert (found["kept"], found["working"]) == ("32*B*S", f"{4 * (24 + 8 + 2)}*B*S")
-    assert "kept" not in measured(nn.Linear(8, 8))  # nothing is inside it that could run again
+    assert "kept" not in annotate_block(nn.Linear(8, 8))  # nothing is inside it that could run again
 
 
-def test_layers_like_others_are_counted_without_running() -> None:
-    """Of every depth, the counts with and without it agree."""
+def test_repeated_layers_are_counted_without_running() -> None:
+    """Counts with and without skipping agree for every depth."""
     block = Stack(6)
-    whole, short = on_meta(block), on_meta(block, recompute_units(block))
+    whole, short = count_on_meta(block), count_on_meta(block, recompute_units(block))
     for key in ("flops", "work", "moved", "saved", "ops"):
         assert getattr(whole, key) == getattr(short, key), key
     assert not any("forward" in vars(m) for m in block.modules())
 
 
 class Turned(Stack):
-    """Layers in any order, some perhaps twice."""
+    """Runs its layers in a given order, some perhaps twice."""
 
     def __init__(self, *order: int) -> None:
         super().__init__(3)
@@ -326,23 +326,23 @@ class Turned(Stack):
     ("order", "turned"),
     [((0, 1, 2), False), ((0, 2), False), ((0, 1, 2, 0), True), ((1, 1), True), ((1, 0), True)],
 )
-def test_layers_that_run_twice_or_out_of_turn_are_marked(order: tuple[int, ...], turned: bool) -> None:
+def test_layers_run_twice_or_out_of_order_are_marked(order: tuple[int, ...], turned: bool) -> None:
     block = Turned(*order)
-    assert on_meta(block, recompute_units(block)).units_in_order != turned
-    assert ("noted" in measured(block).get("out_of_turn", "")) == turned
+    assert count_on_meta(block, recompute_units(block)).units_in_order != turned
+    assert ("noted" in annotate_block(block).get("out_of_turn", "")) == turned
 
 
 @pytest.mark.parametrize("depth", [1, 5])
-def test_flops_are_those_of_torch(depth: int) -> None:
+def test_flops_match_torch_flop_counter(depth: int) -> None:
     block = Stack(depth)
     with FlopCounterMode(display=False) as counter:
         block(torch.zeros(3, 5, 8))
-    found = on_meta(block)
+    found = count_on_meta(block)
     assert found.flops == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("depth", [1, 5])
-def test_saved_bytes_are_what_autograd_keeps(depth: int) -> None:
+def test_saved_bytes_match_autograd(depth: int) -> None:
     block, kept = Stack(depth), {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -352,11 +352,11 @@ def test_saved_bytes_are_what_autograd_keeps(depth: int) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         block(torch.zeros(3, 5, 8))
-    found = on_meta(block)
+    found = count_on_meta(block)
     assert found.saved == sum(t.untyped_storage().nbytes() for t in kept.values())
 
 
-def test_alike_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_calls_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[nn.Module] = []
 
     def counted(module: nn.Module, *rest: Any, **options: Any) -> meta_run.BlockCounts:
@@ -366,18 +366,18 @@ def test_alike_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("secc.cost.counting.annotate_calls.run_on_meta", counted)
     model = nn.ModuleDict({"f": nn.Linear(8, 8), "g": nn.Linear(8, 8)})
     second = CALL.replace("%y", "%z").replace('"f"', '"g"')
-    module = graph(model, CALL + second)
+    module = call_graph(model, CALL + second)
     annotate_calls(module, model)
-    assert attributes(module)[0] == attributes(module)[1]
+    assert call_attributes(module)[0] == call_attributes(module)[1]
     assert set(runs) == {model["f"]}
 
 
-def test_bytes_of_blocks_and_ties() -> None:
+def test_bytes_of_blocks_and_tied_parameters() -> None:
     model = nn.ModuleDict(
         {"f": nn.Linear(8, 8, bias=False).to(torch.bfloat16), "g": nn.Linear(8, 8, bias=False)}
     )
     model["g"].weight = model["f"].weight
-    module = graph(model, CALL, '  sec.tie names ["f.weight", "g.weight"]\n')
+    module = call_graph(model, CALL, '  sec.tie names ["f.weight", "g.weight"]\n')
     annotate_calls(module, model)
     ops = list(graph_of(module).body.block.ops)
     assert [integer_attribute(op, "bytes", 0) for op in ops if isinstance(op, BlockOp)] == [128, 128]
@@ -388,10 +388,10 @@ def test_bytes_of_blocks_and_ties() -> None:
     ] == [(64, 128)]
 
 
-def test_the_users_modules_are_left_alone() -> None:
+def test_user_modules_are_not_modified() -> None:
     block = Stack(2)
     before = {n: p.clone() for n, p in block.named_parameters()}
-    measured(block)
+    annotate_block(block)
     assert all(
         torch.equal(p, before[n]) and p.grad is None and not p.is_meta for n, p in block.named_parameters()
     )

@@ -1,4 +1,4 @@
-"""Exact polynomials through measurements."""
+"""Exact polynomials through integer counts."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def test_packed_attention_is_quadratic_in_rows() -> None:
     assert fit_polynomials(lambda sizes: [size_expr.evaluate_expr(wanted, sizes)], {"T": "rows"}) == (wanted,)
 
 
-def test_floor_divisions_are_fitted_where_they_are_whole() -> None:
+def test_floor_divisions_are_fitted_at_multiples() -> None:
     found = fit_polynomials(
         lambda sizes: [3 * sizes["B"] * ((sizes["S"] + 3) // 4)], {"B": "rows", "S": "width"}
     )
     assert found is not None and size_expr.format_expr(found[0]) == "(3*B*S)//4"
 
 
-def test_ranks_read_powers_as_products() -> None:
-    """`secc.runtime.plan.expr_eval` knows no powers."""
+def test_powers_are_printed_as_products() -> None:
+    """`secc.runtime.plan.expr_eval` has no power operator."""
     assert size_expr.format_expr(size_expr.parse_expr("B*S**2 - (S + 1)**2")) == "B*S*S - (S + 1)*(S + 1)"
     assert evaluate_expr(size_expr.format_expr(size_expr.parse_expr("5*B*S**2//2")), {"B": 3, "S": 7}) == 367
 
 
-def test_a_constant_needs_no_symbols() -> None:
+def test_constants_need_no_symbols() -> None:
     assert fit_polynomials(lambda sizes: [11], {}) == (size_expr.parse_expr("11"),)
 
 
-def test_refuses_what_no_polynomial_gives() -> None:
+def test_returns_none_for_non_polynomials() -> None:
     assert fit_polynomials(lambda sizes: [2 ** sizes["S"]], {"S": "width"}) is None
 
 

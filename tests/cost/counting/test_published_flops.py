@@ -54,8 +54,10 @@ def words(makes: meta_run.ValuelessTensors) -> Any:
     (lambda: resnet([3, 4, 23, 3]), picture, 44_549_160, 2 * 7.801e9),
     (lambda: resnet([3, 8, 36, 3]), picture, 60_192_808, 2 * 11.514e9),
     (lambda: T.BertModel(T.BertConfig()).eval(), words, 109_482_240, 22.5e9),
-], ids=["vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "resnet50", "resnet101", "resnet152", "bert_base"])  # fmt: skip
-def test_parameters_and_flops_are_the_published_ones(
+], ids=[
+    "vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "resnet50", "resnet101", "resnet152", "bert_base",
+])  # fmt: skip
+def test_parameters_and_flops_match_published_ones(
     make: Any, arguments: Any, parameters: int, flops: float
 ) -> None:
     with torch.device("meta"):
@@ -69,7 +71,7 @@ def test_parameters_and_flops_are_the_published_ones(
     ("qwen2_5_7b", 7_615_616_512), ("qwen2_5_72b", 72_706_203_648),
     ("qwen3_8b", 8_190_735_360), ("qwen3_32b", 32_762_123_264), ("qwen3_1_7b", 1_720_574_976),
 ])  # fmt: skip
-def test_workloads_have_the_parameters_of_their_models(config: str, parameters: int) -> None:
+def test_workloads_match_parameters_of_their_models(config: str, parameters: int) -> None:
     with torch.device("meta"):
         model = configs.language_model(getattr(configs, config)())
     assert sum(p.numel() for p in model.parameters()) == parameters

@@ -1,4 +1,4 @@
-"""Collectives: which ranks span what, and which way is the fastest."""
+"""Collectives: placement of groups of ranks, and the fastest algorithm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIB = 1 << 30
     ("ranks", "stride", "span"),
     [(8, 1, (8, 1)), (16, 1, (8, 2)), (4, 8, (1, 4)), (8, 4, (2, 4)), (1, 1, (1, 1))],
 )
-def test_ranks_in_a_row(ranks: int, stride: int, span: tuple[int, int]) -> None:
+def test_span_of_consecutive_ranks(ranks: int, stride: int, span: tuple[int, int]) -> None:
     assert (
         span_of_consecutive_ranks(ranks, GPUS, stride)
         == span_of_ranks(range(0, ranks * stride, stride), GPUS)
@@ -33,7 +33,7 @@ def test_ranks_in_a_row(ranks: int, stride: int, span: tuple[int, int]) -> None:
     )
 
 
-def test_large_sums_take_rings_and_small_ones_over_many_nodes_trees() -> None:
+def test_large_sums_use_rings_and_small_ones_over_many_nodes_use_trees() -> None:
     many = parse_cluster("64x8xH100")
     wide = RankSpan(1, 64)
     ring = 2 * 63 * many.between.message_ns(8 * GIB // 64)
@@ -41,19 +41,19 @@ def test_large_sums_take_rings_and_small_ones_over_many_nodes_trees() -> None:
     assert all_reduce_ns(1024, wide, many) < 2 * 63 * many.between.latency_ns / 5
 
 
-def test_nodes_sum_their_parts_at_the_same_time() -> None:
-    """Eight links between nodes carry an eighth each; one ring through all ranks would carry all on each
-    link."""
+def test_shards_are_reduced_between_nodes_in_parallel() -> None:
+    """Eight links between nodes carry an eighth each; a single ring through all ranks would carry
+    everything on each link."""
     two_levels = all_reduce_ns(GIB, RankSpan(8, 4), GPUS)
     assert two_levels < 0.5 * 2 * 31 * GPUS.between.message_ns(GIB // 32)
     assert two_levels > all_reduce_ns(GIB, RankSpan(8, 1), GPUS)
 
 
-def test_gloo_has_rings_alone() -> None:
+def test_gloo_uses_only_rings() -> None:
     assert all_reduce_ns(GIB, RankSpan(8, 4), CPUS) == 2 * 31 * CPUS.between.message_ns(GIB // 32)
 
 
-def test_halves_make_a_whole() -> None:
+def test_reduce_scatter_and_all_gather_take_as_long_as_an_all_reduce() -> None:
     span = RankSpan(8, 1)
     assert reduce_scatter_ns(GIB, span, GPUS) + all_gather_ns(GIB, span, GPUS) == all_reduce_ns(
         GIB, span, GPUS
@@ -61,9 +61,9 @@ def test_halves_make_a_whole() -> None:
     assert all_gather_ns(GIB, RankSpan(1, 1), GPUS) == all_reduce_ns(0, RankSpan(8, 4), GPUS) == 0
 
 
-def test_what_was_measured_counts() -> None:
-    """Rings of the nearest number of ranks, each collective's own; what was not measured is as the link's
-    messages say."""
+def test_measured_collectives_replace_the_model() -> None:
+    """A ring uses the measurement of its collective at the nearest number of ranks; without one, the
+    link's message time."""
     measured = (
         MeasuredRing("all_reduce", 2, 1000, 10**9),
         MeasuredRing("all_reduce", 8, 3000, 10**9),
@@ -76,7 +76,7 @@ def test_what_was_measured_counts() -> None:
     assert reduce_scatter_ns(1 << 20, RankSpan(2, 1), cluster) == 4 * cluster.inside.message_ns(1 << 19)
 
 
-def test_measured_times_become_messages_of_a_ring() -> None:
+def test_measured_times_are_fitted_as_ring_messages() -> None:
     times = {
         size: 6 * (20_000 + size / 4 * 0.5) for size in COLLECTIVE_SIZES
     }  # four ranks send six messages of a fourth of the bytes

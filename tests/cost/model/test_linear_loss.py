@@ -1,4 +1,4 @@
-"""What fused losses on heads cost: logits computed again, no logits kept."""
+"""Cost of losses fused with linear heads: logits are recomputed and not saved."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ sec.graph "g" {
     %y = sec.input "y" : !sec.tensor<[N], i64>
     %w = sec.param "head.weight" : !sec.tensor<[1000, 64], bf16, grad>
     %v = sec.param "teacher.weight" : !sec.tensor<[1000, 128], bf16>
-    %a, %b = sec.glue "secc.linear_cross_entropy" (%x, %w, %y) args "$0, $1, $2" in @s : !sec.tensor<[], f32, grad>, !sec.tensor<[], i64>
-    %c, %d = sec.glue "secc.linear_kl" (%x, %w, %t, %v) args "$0, $1, $2, $3" in @s : !sec.tensor<[], f32, grad>, !sec.tensor<[], i64>
+    %a, %b = sec.glue "secc.linear_cross_entropy" (%x, %w, %y) args "$0, $1, $2" in @s
+      : !sec.tensor<[], f32, grad>, !sec.tensor<[], i64>
+    %c, %d = sec.glue "secc.linear_kl" (%x, %w, %t, %v) args "$0, $1, $2, $3" in @s
+      : !sec.tensor<[], f32, grad>, !sec.tensor<[], i64>
     sec.term "a" (%a) in @s
     sec.return constant "0.0"
   }
@@ -38,21 +40,21 @@ def ops() -> dict[str, GlueOp]:
 @pytest.mark.parametrize(
     ("name", "flops", "backward"), [("cross_entropy", 2 * 64, 6 * 64), ("kl", 6 * 64 + 2 * 128, 0)]
 )
-def test_flops_are_those_of_the_tilings(ops: dict[str, GlueOp], name: str, flops: int, backward: int) -> None:
+def test_flops_follow_the_tilings(ops: dict[str, GlueOp], name: str, flops: int, backward: int) -> None:
     cost = fused_loss_cost(ops[f"secc.linear_{name}"])
     assert cost is not None
     assert size_expr.evaluate_expr(cost.flops, {"N": 10}) == 10 * 1000 * flops
     assert size_expr.evaluate_expr(cost.backward, {"N": 10}) == 10 * 1000 * backward
 
 
-def test_many_rows_keep_hidden_states_and_one_tile(ops: dict[str, GlueOp]) -> None:
+def test_many_rows_save_hidden_states_and_one_tile(ops: dict[str, GlueOp]) -> None:
     cost = fused_loss_cost(ops["secc.linear_cross_entropy"])
     assert cost is not None
     rows = 1 << 22
     assert size_expr.evaluate_expr(cost.saved, {"N": rows}) == rows * (2 * 64 + 8) + (640 << 20)
 
 
-def test_a_section_counts_them(ops: dict[str, GlueOp]) -> None:
+def test_section_cost_includes_fused_losses(ops: dict[str, GlueOp]) -> None:
     graph = graph_of(parse_module(TEXT))
     cost = section_cost(graph, graph.sections[0])
     sizes = {"N": 10}

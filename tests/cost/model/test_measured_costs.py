@@ -1,4 +1,4 @@
-"""Measured costs: prices as text and number, what is refused, and what sections make of them."""
+"""Measured costs: prices as expression and number, rejected files, and costs of sections."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from secc.errors import UserError
 from secc.ir.dialect.ops import CallOp, graph_of
 from secc.profile.time_blocks import SizedBatch, time_blocks
 from secc.runtime.plan.expr_eval import evaluate_expr
-from tests.cost.call_graphs import graph
+from tests.cost.call_graphs import call_graph
 
 CALL = '    %y = sec.call "f" (%x) args "$0" outs [""] in @s : !sec.tensor<[B, S, 8], f32, grad>\n'
 SECTION = '  sec.section "s" mode "train" blocks ["f"]\n'
@@ -39,12 +39,12 @@ MEASURED = Overheads(1, 2, 3, 4, 5, "measured")
 
 
 def module_of(model: nn.Module) -> Any:
-    module = graph(model, CALL, SECTION)
+    module = call_graph(model, CALL, SECTION)
     annotate_calls(module, model)
     return module
 
 
-def table(model: nn.Module, module: Any, hardware: Hardware | None = None) -> MeasuredCosts:
+def measured_costs(model: nn.Module, module: Any, hardware: Hardware | None = None) -> MeasuredCosts:
     call = next(op for case in graph_of(module).cases for op in case.ops if isinstance(op, CallOp))
     prices = CallPrices((1000.0, 0.5, 0.0, 0.25), 0.01)
     return MeasuredCosts(
@@ -53,10 +53,10 @@ def table(model: nn.Module, module: Any, hardware: Hardware | None = None) -> Me
     )
 
 
-def test_a_section_of_timed_blocks_is_measured() -> None:
+def test_section_of_timed_blocks_is_labelled_measured() -> None:
     model = nn.ModuleDict({"f": nn.Linear(8, 8)})
     module = module_of(model)
-    table(model, module).annotate_module(module, model)
+    measured_costs(model, module).annotate_module(module, model)
     cost = section_cost(graph_of(module), next(iter(graph_of(module).sections)))
     device = parse_cluster("local:2").device
     assert roofline.time_label(cost, device) == "measured" and (cost.work, cost.flops) == ("0", "128*B*S")
@@ -67,21 +67,21 @@ def test_a_section_of_timed_blocks_is_measured() -> None:
     )
 
 
-def test_a_stretched_entry_takes_so_many_times_as_long() -> None:
+def test_scaled_block_takes_longer() -> None:
     entry = MeasuredBlock("Linear", CallPrices((1000.0, 0.5, 0.0, 0.25), 0.01), None).scale_times(2.0)
     assert entry == MeasuredBlock("Linear", CallPrices((2000.0, 1.0, 0.0, 0.5), 0.01), None)
 
 
-def test_the_file_holds_the_table(tmp_path: Path) -> None:
+def test_file_round_trip(tmp_path: Path) -> None:
     model = nn.ModuleDict({"f": nn.Linear(8, 8)})
-    made = table(model, module_of(model))
+    made = measured_costs(model, module_of(model))
     path = tmp_path / "costs.json"
     for table_ in (made, replace(made, overheads=MEASURED)):
         path.write_text(table_.to_json())
         assert read_measured_costs(path) == table_
 
 
-def test_measured_overheads_replace_what_clusters_of_that_backend_assume() -> None:
+def test_measured_overheads_replace_those_of_presets() -> None:
     model = nn.ModuleDict({"f": nn.Linear(8, 8)})
     module = module_of(model)
     MeasuredCosts(local_hardware(CPU), {}, MEASURED).annotate_module(module, model)
@@ -97,12 +97,12 @@ def test_measured_overheads_replace_what_clusters_of_that_backend_assume() -> No
     (Hardware("cuda", "NVIDIA A100-SXM4-80GB", 0), "2x8xH100"),
     (Hardware("cuda", "NVIDIA H100 80GB HBM3", 0), "1x2xcpu"),
 ])  # fmt: skip
-def test_a_table_of_other_hardware_is_refused(hardware: Hardware, cluster: str) -> None:
+def test_costs_of_other_hardware_are_rejected(hardware: Hardware, cluster: str) -> None:
     with pytest.raises(UserError, match="measured on"):
         MeasuredCosts(hardware, {}).check_hardware(parse_cluster(cluster))
 
 
-def test_a_table_of_the_clusters_hardware_is_taken() -> None:
+def test_costs_of_the_clusters_hardware_are_accepted() -> None:
     MeasuredCosts(Hardware("cuda", "NVIDIA H100 80GB HBM3", 0), {}).check_hardware(parse_cluster("2x8xH100"))
     MeasuredCosts(local_hardware(CPU), {}).check_hardware(parse_cluster("1x2xcpu"))
 
@@ -110,7 +110,7 @@ def test_a_table_of_the_clusters_hardware_is_taken() -> None:
 @pytest.mark.parametrize(
     "text", ["", "{}", "[1]", json.dumps({"version": 2, "hardware": {"backend": "cpu"}, "blocks": {}})]
 )
-def test_what_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
+def test_other_files_are_rejected(text: str, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)
     with pytest.raises(UserError, match="expected a file of measured costs"):

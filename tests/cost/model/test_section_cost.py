@@ -1,4 +1,4 @@
-"""What sections cost: sums over calls and glue, cases, parameters, and times on a cluster."""
+"""Section costs: sums over calls and glue, cases, parameters, memory, and times on a cluster."""
 
 from __future__ import annotations
 
@@ -34,17 +34,23 @@ HEAD = """sec.graph "g" optional ["px"] {
 """
 X = '    %x = sec.input "x" : !sec.tensor<[B, S, 8], f32>\n'
 H = "!sec.tensor<[B, S, 8], bf16, grad>"
-F = f'    %f = sec.call "f" (%x) args "$0" outs [""] in @lm {{flops = "10*B*S", saved = "4*B*S", ops = 3}} : {H}\n'
+F = (
+    '    %f = sec.call "f" (%x) args "$0" outs [""] in @lm '
+    f'{{flops = "10*B*S", saved = "4*B*S", ops = 3}} : {H}\n'
+)
 ENC = (
     '    %px = sec.input "px" : !sec.tensor<[n, 8], f32>\n'
-    '    %e = sec.call "enc" (%px) args "$0" outs [""] no_grad in @enc {flops = "7*n", saved = "9*n", ops = 5} : !sec.tensor<[n, 8], f32>\n'
-    f'    %g = sec.call "g" (%f, %e) args "$0, $1" outs [""] in @lm {{flops = "20*B*S + n", saved = "0", ops = 4}} : {H}\n'
+    '    %e = sec.call "enc" (%px) args "$0" outs [""] no_grad in @enc {flops = "7*n", '
+    'saved = "9*n", ops = 5} : !sec.tensor<[n, 8], f32>\n'
+    '    %g = sec.call "g" (%f, %e) args "$0, $1" outs [""] in @lm '
+    f'{{flops = "20*B*S + n", saved = "0", ops = 4}} : {H}\n'
     f'    %s = sec.glue "aten.add.Tensor" (%f, %e) args "$0, $1" in @lm : {H}\n'
-    '    %v = sec.glue "aten.view.default" (%s) args "$0, [-1, 8]" in @lm : !sec.tensor<["B*S", 8], bf16, grad>\n'
+    '    %v = sec.glue "aten.view.default" (%s) args "$0, [-1, 8]" in @lm : '
+    '!sec.tensor<["B*S", 8], bf16, grad>\n'
 )
 
 
-def graph(*cases: str, declared: str = "") -> GraphOp:
+def section_graph(*cases: str, declared: str = "") -> GraphOp:
     whens = ("[]", '["px"]')
     bodies = "".join(
         f'  sec.case "c{i}" when {whens[i]} {{\n{ops}    sec.return (%f)\n  }}\n'
@@ -53,19 +59,22 @@ def graph(*cases: str, declared: str = "") -> GraphOp:
     return graph_of(text.parse_module(HEAD + declared + bodies + "}\n"))
 
 
-def cost(found: GraphOp, name: str = "lm") -> SectionCost:
+def cost_of(found: GraphOp, name: str = "lm") -> SectionCost:
     return section_cost(found, next(s for s in found.sections if s.sym.data == name))
 
 
-def test_sizes_that_values_decide_cost_what_they_are_about() -> None:
+def test_data_dependent_sizes_are_estimated() -> None:
     decided = '  sec.symbol "rows_0" kind "data" key "" dim 0 about "(3*B*S)//4"\n'
-    rows = '    %f = sec.call "f" (%x) args "$0" outs [""] in @lm {flops = "10*rows_0 + B", saved = "3*rows_0", ops = 3} : '
-    found = cost(graph(X + rows + "!sec.tensor<[rows_0, 8], bf16, grad>\n", declared=decided))
+    rows = (
+        '    %f = sec.call "f" (%x) args "$0" outs [""] in @lm {flops = "10*rows_0 + B", '
+        'saved = "3*rows_0", ops = 3} : '
+    )
+    found = cost_of(section_graph(X + rows + "!sec.tensor<[rows_0, 8], bf16, grad>\n", declared=decided))
     assert (found.flops, found.saved, found.recompute["full"].saved) == ("8*B*S + B", "2*B*S", "2*B*S")
 
 
-def test_calls_and_glue_add_up() -> None:
-    found = cost(graph(X + F, X + F + ENC))
+def test_calls_and_glue_are_summed() -> None:
+    found = cost_of(section_graph(X + F, X + F + ENC))
     assert found.flops == "30*B*S + n"
     assert (
         found.backward_flops == "50*B*S + (3*n)//2"
@@ -78,11 +87,11 @@ def test_calls_and_glue_add_up() -> None:
 UNITS = 'saved = "100*B*S", ops = 8, units = 3, kept = "10*B*S", working = "30*B*S", again = "9*B*S"'
 
 
-def test_recomputation_keeps_less_and_runs_again() -> None:
-    """Of three layers `full` runs all again and `selective` one; what glue keeps stays, and g keeps what it
-    kept."""
-    found = cost(
-        graph(
+def test_recomputation_saves_less_and_computes_more() -> None:
+    """Of three layers, `full` recomputes all and `selective` one. Glue and g, which has no units, keep
+    what they kept."""
+    found = cost_of(
+        section_graph(
             X + F.replace('saved = "4*B*S", ops = 3', UNITS),
             X + F.replace('saved = "4*B*S", ops = 3', UNITS) + ENC,
         )
@@ -100,74 +109,84 @@ def test_recomputation_keeps_less_and_runs_again() -> None:
     assert again - once == 8 * device.op_ns + 1000 * 9 * 10**6 // (989_000 * 700)
 
 
-def test_selective_recomputation_takes_every_second_of_alike_blocks() -> None:
-    """Blocks f and g are layers side by side: the first one runs again, the last one is kept."""
+def test_selective_recomputation_takes_every_second_equal_block() -> None:
+    """Blocks f and g are equal layers in a row: the first one is recomputed, the last one is not."""
     second = F.replace('"f" (%x)', '"g" (%f)').replace("%f =", "%h =")
     whole = (X + F + second).replace('saved = "4*B*S", ops = 3', UNITS.replace("units = 3", "units = 1"))
-    found = cost(graph(whole))
+    found = cost_of(section_graph(whole))
     assert found.recompute["selective"] == RecomputeCost("110*B*S", "0", "9*B*S", 8)
     assert found.recompute["full"].saved == "20*B*S"
 
 
-def test_a_frozen_section_owes_nothing_backward() -> None:
-    found = cost(graph(X + F, X + F + ENC), "enc")
+def test_frozen_section_has_no_backward() -> None:
+    found = cost_of(section_graph(X + F, X + F + ENC), "enc")
     assert (found.flops, found.backward_flops, found.saved, found.trainable_bytes) == ("7*n", "0", "0", 0)
 
 
-def test_calls_that_nobody_measured_are_estimated_and_say_so() -> None:
-    found = cost(graph(X + F.replace('{flops = "10*B*S", saved = "4*B*S", ops = 3} ', "")))
+def test_calls_without_counts_are_estimated() -> None:
+    found = cost_of(section_graph(X + F.replace('{flops = "10*B*S", saved = "4*B*S", ops = 3} ', "")))
     assert (found.flops, found.label) == ("2000*B*S", "default")
 
 
-def test_parameters_count_once() -> None:
+def test_tied_parameters_count_once() -> None:
     read = (
         '    %p = sec.param "scale" : !sec.tensor<[8], f32, grad>\n'
         '    %q = sec.param "f.weight" : !sec.tensor<[8], f32, grad>\n'
         '    %s = sec.glue "aten.mul.Tensor" (%p, %q) args "$0, $1" in @lm : !sec.tensor<[8], f32, grad>\n'
     )
     tie = '  sec.tie names ["f.weight", "g.weight"] {params = 40, bytes = 160, trainable_bytes = 160}\n'
-    found = cost(graph(X + F + read, X + F + ENC, declared=tie))
+    found = cost_of(section_graph(X + F + read, X + F + ENC, declared=tie))
     assert (found.params, found.param_bytes) == (1000 + 1000 + 8 - 40, 4 * 2008 - 160)
     assert (found.trainable, found.trainable_bytes) == (1000 + 500 + 8 - 40, 4 * 1508 - 160)
 
 
-def test_a_block_called_beside_the_one_that_holds_it_counts_once_and_is_no_layer() -> None:
-    """As a language model's embedding, whose rows glue mixes with others before the layers get them."""
+def test_nested_block_counts_once_and_is_not_a_layer() -> None:
+    """Such as a language model's embedding, when glue mixes its rows with others before the layers."""
     inner = F.replace('"f"', '"f.embed"').replace("%f", "%i")
     block = '  sec.block "f.embed" class "E" params 400 trainable 400\n'
-    found = cost(graph(X + inner + F.replace('saved = "4*B*S", ops = 3', UNITS), declared=block))
+    found = cost_of(section_graph(X + inner + F.replace('saved = "4*B*S", ops = 3', UNITS), declared=block))
     assert (found.params, found.trainable, found.param_bytes) == (1000, 1000, 4000)
     assert (found.largest_layer_bytes, found.outside_layers_bytes) == (-(-4 * 600 // 3), 4 * 400)
 
 
-def test_a_forward_without_backward_holds_what_its_glue_makes_and_what_a_call_needs() -> None:
-    """The call has 100 bytes for each row at most, of which 32 are its result; that stays, and so does what
-    glue makes of it."""
+def test_transient_memory_of_forward_without_backward() -> None:
+    """The call holds up to 100 bytes per row, 32 of them its result. Its result and the outputs of glue
+    stay until the end."""
     made = '    %t = sec.glue "aten.tanh.default" (%e) args "$0" in @enc : !sec.tensor<[n, 8], f32>\n'
-    frozen = graph(X + F + ENC.replace("ops = 5", 'ops = 5, peak = "100*n"') + made)
-    assert cost(frozen, "enc").forward_transient == "132*n"
-    assert cost(frozen, "enc").saved == "0" and cost(frozen, "lm").forward_transient == "0"
-    among = graph(X + F + ENC.replace("ops = 5", 'ops = 5, peak = "100*n"').replace("in @enc", "in @lm"))
-    assert cost(among, "lm").forward_transient == "100*n"
+    frozen = section_graph(X + F + ENC.replace("ops = 5", 'ops = 5, peak = "100*n"') + made)
+    assert cost_of(frozen, "enc").forward_transient == "132*n"
+    assert cost_of(frozen, "enc").saved == "0" and cost_of(frozen, "lm").forward_transient == "0"
+    among = section_graph(
+        X + F + ENC.replace("ops = 5", 'ops = 5, peak = "100*n"').replace("in @enc", "in @lm")
+    )
+    assert cost_of(among, "lm").forward_transient == "100*n"
 
 
-def test_matrix_products_in_glue_count() -> None:
-    product = '    %m = sec.glue "aten.mm.default" (%a, %b) args "$0, $1" in @lm : !sec.tensor<[B, 32], f32, grad>\n'
-    inputs = '    %a = sec.input "x" : !sec.tensor<[B, 8], f32>\n    %b = sec.param "w" : !sec.tensor<[8, 32], f32, grad>\n'
-    found = cost(graph(X + F + inputs + product))
+def test_matrix_products_in_glue_are_counted() -> None:
+    product = (
+        '    %m = sec.glue "aten.mm.default" (%a, %b) args "$0, $1" in @lm : '
+        "!sec.tensor<[B, 32], f32, grad>\n"
+    )
+    inputs = (
+        '    %a = sec.input "x" : !sec.tensor<[B, 8], f32>\n    %b = sec.param "w" : '
+        "!sec.tensor<[8, 32], f32, grad>\n"
+    )
+    found = cost_of(section_graph(X + F + inputs + product))
     assert found.flops == "10*B*S + 512*B" and found.backward_flops == "20*B*S + 512*B"
 
 
-def test_ranks_of_tp_hold_the_logits_of_their_tokens() -> None:
-    """Four ranks keep a quarter of each [B, S, 64] that a loss makes of logits; a sum over the tokens is
-    whole on all of them."""
+def test_tensor_parallelism_divides_logits_by_tokens() -> None:
+    """Four ranks keep a quarter of each [B, S, 64] of the loss; a sum over tokens is replicated."""
     loss = (
         '    %w = sec.param "w" : !sec.tensor<[64, 8], bf16, grad>\n'
-        '    %z = sec.glue "aten.linear.default" (%f, %w) args "$0, $1" in @lm : !sec.tensor<[B, S, 64], bf16, grad>\n'
-        '    %l = sec.glue "aten._log_softmax.default" (%z) args "$0, -1, False" in @lm : !sec.tensor<[B, S, 64], bf16, grad>\n'
-        '    %s = sec.glue "aten.sum.dim_IntList" (%l) args "$0, [-1]" in @lm : !sec.tensor<[B, S], bf16, grad>\n'
+        '    %z = sec.glue "aten.linear.default" (%f, %w) args "$0, $1" in @lm : '
+        "!sec.tensor<[B, S, 64], bf16, grad>\n"
+        '    %l = sec.glue "aten._log_softmax.default" (%z) args "$0, -1, False" in @lm : '
+        "!sec.tensor<[B, S, 64], bf16, grad>\n"
+        '    %s = sec.glue "aten.sum.dim_IntList" (%l) args "$0, [-1]" in @lm : '
+        "!sec.tensor<[B, S], bf16, grad>\n"
     )
-    whole = cost(graph(X + F + loss))
+    whole = cost_of(section_graph(X + F + loss))
     assert (whole.saved, whole.logits_saved) == (
         "262*B*S",
         "256*B*S",
@@ -187,8 +206,8 @@ def test_ranks_of_tp_hold_the_logits_of_their_tokens() -> None:
     )
 
 
-def test_parts_of_the_sequence_keep_less_and_send_more() -> None:
-    whole = replace(cost(graph(X + F)), saved="3400", layers=2, layer_input_bytes="8*B*S")
+def test_sequence_parallelism_saves_less_and_sends_more() -> None:
+    whole = replace(cost_of(section_graph(X + F)), saved="3400", layers=2, layer_input_bytes="8*B*S")
     cut = replace(whole, sequence_parallel=True)
     assert (
         evaluate_expr(cost_on_rank(whole, 4, 1).saved, {}),
@@ -199,32 +218,35 @@ def test_parts_of_the_sequence_keep_less_and_send_more() -> None:
     assert times[1] == pytest.approx(1.25 * times[0], rel=1e-4)
 
 
-def test_the_largest_case_counts() -> None:
+def test_maximum_of_expressions() -> None:
     assert max_expr(["B*S", "B*S + n", "2*B*S"]) == "max(2*B*S, B*S + n)"
     assert max_expr(["B", "B"]) == "B" and max_expr([]) == "0"
 
 
-def test_what_crosses_sections() -> None:
-    (found,) = section_transfers(graph(X + F, X + F + ENC))
+def test_section_transfers() -> None:
+    (found,) = section_transfers(section_graph(X + F, X + F + ENC))
     assert (found.src, found.dst, found.size, found.grad) == ("enc", "lm", "32*n", False)
 
 
 def test_shares_add_up_to_one() -> None:
-    declared = '  sec.pattern when [] share "0.3" {B = 1, S = 5}\n  sec.pattern when ["px"] share "0.1" {B = 1, S = 9, n = 2}\n'
-    found = input_patterns(graph(X + F, declared=declared))
+    declared = (
+        '  sec.pattern when [] share "0.3" {B = 1, S = 5}\n  sec.pattern when ["px"] '
+        'share "0.1" {B = 1, S = 9, n = 2}\n'
+    )
+    found = input_patterns(section_graph(X + F, declared=declared))
     assert [p.share for p in found] == [Fraction(3, 4), Fraction(1, 4)]
     assert found[1].sizes == {"B": 1, "S": 9, "n": 2}
 
 
-def test_times_are_a_roofline_in_whole_nanoseconds() -> None:
+def test_times_follow_the_roofline() -> None:
     device = parse_cluster("1x8xH100").device
-    text = roofline.forward_ns_expression(cost(graph(X + F, X + F + ENC)), device)
+    text = roofline.forward_ns_expression(cost_of(section_graph(X + F, X + F + ENC)), device)
     sizes = {"B": 2, "S": 10**6, "n": 1}
     compute = 1000 * (30 * 2 * 10**6 + 1) // (989_000 * 700)
     assert evaluate_expr(text, sizes) == device.overheads.job + 9 * device.op_ns + compute + 1000 * (
         32 * 2 * 10**6 + 32
     ) // (3350 * 1000)
-    assert roofline.backward_ns_expression(cost(graph(X + F)), "forward", device) == "0"
+    assert roofline.backward_ns_expression(cost_of(section_graph(X + F)), "forward", device) == "0"
 
 
 @pytest.mark.parametrize(("ranks", "messages"), [(1, 0), (2, 2), (8, 14)])
@@ -235,8 +257,8 @@ def test_ring_all_reduce(ranks: int, messages: int) -> None:
     )
 
 
-def test_sharding_sends_as_much_and_steps_on_less() -> None:
-    cluster, found = parse_cluster("2x8xH100"), cost(graph(X + F))
+def test_sharding_sends_as_much_and_updates_less() -> None:
+    cluster, found = parse_cluster("2x8xH100"), cost_of(section_graph(X + F))
     assert roofline.sharded_gradient_reduce_ns(1 << 30, 8, cluster) == roofline.gradient_all_reduce_ns(
         1 << 30, 8, cluster
     )
@@ -258,14 +280,14 @@ def test_all_reduce_over_nodes_is_slower() -> None:
     )
 
 
-def test_memory_grows_with_what_is_in_flight() -> None:
-    room = rank_memory(cost(graph(X + F, X + F + ENC)), activation=1000)
+def test_memory_grows_with_micro_batches_in_flight() -> None:
+    room = rank_memory(cost_of(section_graph(X + F, X + F + ENC)), activation=1000)
     assert room.total_bytes(3) - room.total_bytes(1) == 2000
     assert (room.parameters, room.gradients, room.optimizer) == (8000, 6000, 12000)
 
 
-def test_gradients_and_what_all_micro_batches_keep_are_not_there_at_once() -> None:
-    found = cost(graph(X + F, X + F + ENC))
+def test_gradients_and_all_activations_do_not_coexist() -> None:
+    found = cost_of(section_graph(X + F, X + F + ENC))
     small, large = (rank_memory(found, activation=size, micro_batches=2) for size in (1000, 9000))
     assert small.total_bytes(1) == small.fixed + 1000 + 6000
     assert (
@@ -273,15 +295,17 @@ def test_gradients_and_what_all_micro_batches_keep_are_not_there_at_once() -> No
     )
 
 
-def test_the_largest_sample_may_take_more_than_several_mean_micro_batches() -> None:
-    room = rank_memory(cost(graph(X + F, X + F + ENC)), activation=1000, largest=2500)
+def test_largest_sample_may_exceed_several_micro_batches() -> None:
+    room = rank_memory(cost_of(section_graph(X + F, X + F + ENC)), activation=1000, largest=2500)
     assert [room.total_bytes(n) - room.total_bytes(0) for n in (1, 2, 3)] == [2500, 2500, 3000]
-    alone = rank_memory(cost(graph(X + F, X + F + ENC)), activation=1000, micro_batches=1, largest=9000)
+    alone = rank_memory(
+        cost_of(section_graph(X + F, X + F + ENC)), activation=1000, micro_batches=1, largest=9000
+    )
     assert alone.total_bytes(1) == alone.fixed + 9000
 
 
-def test_memory_of_sharded_states() -> None:
-    found = cost(graph(X + F, X + F + ENC))
+def test_memory_with_sharded_optimizer() -> None:
+    found = cost_of(section_graph(X + F, X + F + ENC))
     size = found.trainable_bytes
     plain, zero1, zero2 = (
         rank_memory(found, 0, dp=4, sharding=s, micro_batches=2) for s in ("none", "zero1", "zero2")
@@ -301,8 +325,8 @@ def test_memory_of_sharded_states() -> None:
     assert rank_memory(found, 0, dp=1, sharding="zero1") == rank_memory(found, 0)
 
 
-def test_zero2_holds_no_whole_gradients_where_a_replica_has_one_micro_batch() -> None:
-    large = replace(cost(graph(X + F)), trainable=2 * 10**9, trainable_bytes=4 * 10**9)
+def test_zero2_with_one_micro_batch_never_holds_all_gradients() -> None:
+    large = replace(cost_of(section_graph(X + F)), trainable=2 * 10**9, trainable_bytes=4 * 10**9)
     zero1, zero2 = (rank_memory(large, 0, dp=4, sharding=s, micro_batches=1) for s in ("zero1", "zero2"))
     window = 4 * 2 * BUCKET_BYTES  # bf16, summed in float32
     assert (
@@ -311,10 +335,10 @@ def test_zero2_holds_no_whole_gradients_where_a_replica_has_one_micro_batch() ->
     )
 
 
-def test_gradients_on_their_way_take_the_place_of_what_the_last_backward_frees() -> None:
-    """Of 6,000 bytes of gradients all travel at once: little is added where a micro-batch keeps much, all of
-    it where it keeps nothing."""
-    found = cost(graph(X + F, X + F + ENC))
+def test_gradients_in_flight_replace_freed_activations() -> None:
+    """All 6,000 bytes of gradients are in flight at once: they add little if a micro-batch keeps much, and
+    all if it keeps nothing."""
+    found = cost_of(section_graph(X + F, X + F + ENC))
     kept = {
         size: rank_memory(found, size, dp=4).total_bytes(1) - rank_memory(found, size).total_bytes(1)
         for size in (0, 4000, 6000, 20_000)
@@ -328,10 +352,10 @@ def test_gradients_on_their_way_take_the_place_of_what_the_last_backward_frees()
     )
 
 
-def test_memory_and_passes_of_sharded_parameters() -> None:
-    """A rank has a fourth of everything, two layers and what is in none; a backward gathers again and sums
-    gradients in float32."""
-    layered = cost(graph(X + F.replace('saved = "4*B*S", ops = 3', UNITS)))
+def test_memory_and_collectives_of_zero3() -> None:
+    """A rank holds a quarter of everything, two layers, and parameters outside of layers; a backward
+    gathers again and reduces gradients in float32."""
+    layered = cost_of(section_graph(X + F.replace('saved = "4*B*S", ops = 3', UNITS)))
     assert (layered.largest_layer_bytes, layered.outside_layers_bytes) == (-(-4000 // 3), 0)
     large = replace(
         layered,
@@ -363,14 +387,16 @@ def test_memory_and_passes_of_sharded_parameters() -> None:
     ]
 
 
-def test_layers_that_run_out_of_turn_are_gathered_with_the_rest() -> None:
-    turned = cost(graph(X + F.replace('saved = "4*B*S", ops = 3', UNITS + ', out_of_turn = "noted"')))
+def test_layers_out_of_order_count_outside_of_layers() -> None:
+    turned = cost_of(
+        section_graph(X + F.replace('saved = "4*B*S", ops = 3', UNITS + ', out_of_turn = "noted"'))
+    )
     assert (turned.largest_layer_bytes, turned.outside_layers_bytes) == (0, 4000)
 
 
-def test_recomputation_adds_its_work_once() -> None:
+def test_working_memory_of_recomputation_counts_once() -> None:
     assert (
-        rank_memory(cost(graph(X + F)), activation=1000, working=50).total_bytes(3)
-        - rank_memory(cost(graph(X + F)), 1000).total_bytes(3)
+        rank_memory(cost_of(section_graph(X + F)), activation=1000, working=50).total_bytes(3)
+        - rank_memory(cost_of(section_graph(X + F)), 1000).total_bytes(3)
         == 50
     )
