@@ -1,9 +1,9 @@
-"""`allocate`: gives each section its ranks, replicas, micro-batch size, sharding and recomputation, and
-writes down the prediction.
+"""`allocate`: gives each section its ranks, replicas, micro-batch size, sharding and recomputation, and notes
+the predicted step.
 
-The choice is `secc.alloc`'s; this pass reads the options, asks, and puts the answer into the attributes of
-sections and graph. Ranks are handed out group by group, the widest tensor parallelism first, so that no
-replica's lies across nodes, then the most work.
+`secc.alloc` makes the choice; this pass reads the options, solves, and writes the result into the attributes
+of sections and graph. Ranks are assigned group by group: the widest tensor parallelism first, so that no tp
+group straddles nodes, then the most work.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ MULTI_RANK_MARGIN = (
 
 @dataclass(frozen=True)
 class SolvedAllocation:
-    """What the solver was asked, and its answer; `run_ahead` are the bytes that a rank keeps for the next
-    step, where they are given."""
+    """An allocation problem with the solver's answer. `run_ahead`: bytes that a rank keeps for the next step,
+    None if not given."""
 
     work: Workload
     problem: Problem
@@ -60,16 +60,21 @@ class SolvedAllocation:
 
 @dataclass(frozen=True)
 class Allocate(ModulePass):
-    """`cluster` as `secc.cluster.parse` reads it; `ranks` of it (0: all); `global_batch` samples (0: eight
-    for each rank); `set` pins choices, NAME.KEY=VALUE; `strategy` is auto, apart, colocate or uniform. With
-    `fit=false` a model that fits no device is planned with the least memory instead of refused, and the
-    prediction says what is missing. `refused` are choices, NAME.KEY=VALUE, that a later pass could not carry
-    out, `stages` numbers of stages, NAME.pp=N, that the model's layers were captured for, and `known` all
-    choices of the plan that they were captured for, which is taken again where it fits, with what was
-    `proven` of it. On CPUs, whose ranks share a memory, replicas of several ranks are for what does not fit
-    otherwise. `objective` is time, or gpus: the fewest ranks on which a step takes at most `step_time`
-    seconds. `run_ahead` is the GiB that a rank keeps of results for the next step where frozen sections run
-    ahead, or auto."""
+    """Options.
+
+    cluster: as `secc.cluster.parse_cluster` reads it. ranks: number of ranks (0: all of the cluster).
+      global_batch: samples (0: eight for each rank).
+    set: pinned choices, NAME.KEY=VALUE. strategy: auto, apart, colocate or uniform. refused: choices,
+      NAME.KEY=VALUE, that a later pass could not carry out.
+    fit: with false, a model that fits no device is planned with the least memory instead of being refused,
+      and the prediction says how much is missing.
+    stages: numbers of stages, NAME.pp=N, that the model's layers were captured for. known: all choices of the
+      plan they were captured for, taken again where it fits, with its solver record `proven`.
+    objective: time, or gpus: the fewest ranks on which a step takes at most `step_time` seconds. run_ahead:
+      GiB that a rank keeps of results for the next step where frozen sections prefetch, or auto.
+
+    On CPUs, whose ranks share a memory, replicas of several ranks are used only where nothing else fits.
+    """
 
     name = "allocate"
     cluster: str = "local"
@@ -94,8 +99,8 @@ class Allocate(ModulePass):
         _write_allocation(graph, solved, self.refine_solution(solved))
 
     def solve_closed_form(self, graph: GraphOp) -> SolvedAllocation:
-        """The best plan by closed forms. Raises UserError where nothing fits, and for options that cannot be
-        had."""
+        """The best plan by closed forms. Raises UserError where nothing fits, and for options that are not
+        possible."""
         work, pins, size = self._read_options(graph)
         asked = self._build_problem(work, pins, size, free=work.cluster.device.backend != "cpu")
         solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
@@ -112,7 +117,7 @@ class Allocate(ModulePass):
         return SolvedAllocation(work, asked, solution, pins, size)
 
     def refine_solution(self, solved: SolvedAllocation) -> RefinedPlan:
-        """The best plan under the order that ranks run, of the solver's and those near it."""
+        """The best plan by simulation with the scheduler, among the solver's plan and its neighbours."""
         asked, trial = solved.problem, PlanEvaluator(solved.work, solved.problem, solved.run_ahead)
         return refine_by_simulation(
             trial, asked, solved.solution.assignment, partial(assign_ranks, asked), MULTI_RANK_MARGIN
@@ -316,8 +321,8 @@ def _feeds_others(asked: Problem, solution: Solution, section: str) -> bool:
 
 
 def assign_ranks(asked: Problem, assignment: Assignment) -> dict[str, list[int]]:
-    """Ranks for each group, in a row, kind of device by kind: those before a group are a multiple of its tp,
-    since tp are powers of two."""
+    """Consecutive ranks for each group, one kind of device after the other. Groups are sorted by decreasing
+    tp, which are powers of two, so each group starts at a multiple of its tp."""
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
     work: dict[str, int] = {}
     widest: dict[str, int] = {}

@@ -1,9 +1,9 @@
-"""`annotate-costs`: sums what calls and glue cost into each section, as expressions over a micro-batch's
+"""`annotate-costs`: sums the costs of calls and glue into each section, as expressions over a micro-batch's
 sizes.
 
-The costs of calls come from `secc.cost.counting.annotate_calls`, which has the user's modules; a call without
-them counts by estimate, and its section is labelled `default`. `allocate` computes the same sums anew, since
-passes between the two may move ops across sections.
+`secc.cost.counting.annotate_calls`, which has the user's modules, writes the costs of calls; other calls are
+estimated, and their section is labelled `default`. `allocate` computes the same sums again, since passes in
+between may move ops to other sections.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class AnnotateCosts(ModulePass):
 
 
 def write_section_cost(section: SectionOp, cost: SectionCost) -> None:
-    """Write a section's cost into its attributes."""
+    """Writes a section's cost into its attributes."""
     for key in ("flops", "backward_flops", "saved", "glue_bytes"):
         section.attributes[key] = StringAttr(getattr(cost, key))
     for key in ("ops", "params", "trainable", "param_bytes", "trainable_bytes"):

@@ -1,10 +1,10 @@
-"""`annotate-patterns`: which optional inputs a sample needs so that a block runs, from the cases in which the
+"""`annotate-patterns`: which optional inputs a sample needs for a block to run, from the cases in which the
 block occurs.
 
-A predicate is a set of optional keys of which a sample needs at least one; the empty set means always. A
-block that runs under a condition of another form (two keys together, or the absence of one) gets the smallest
-predicate that holds whenever the block runs, and a `note` that says so: such a block is then asked for
-samples that do not reach it, which costs time and no exactness.
+A predicate is a set of optional keys, at least one of which a sample needs; the empty set means always. A
+block that runs under another kind of condition (two keys together, or the absence of one) gets the smallest
+predicate that holds whenever it runs, and a `note` that says so: the block then also runs for samples that do
+not reach it, which costs time and no exactness.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def find_predicate(
     """The smallest set of keys that meets every active pattern, and whether it meets no inactive one; earlier
     keys are preferred.
 
-    Among the sets that meet all active patterns, one that meets the fewest inactive patterns is taken.
+    Among the sets of one size that meet all active patterns, the one that meets the fewest inactive patterns
+    is taken.
     """
     if not active or not inactive:
         return frozenset(), True

@@ -1,9 +1,11 @@
-"""`canonicalize`: small rewrites of glue that change no value and no gradient, and one op where equal ops
-stand.
+"""`canonicalize`: small rewrites of glue that change no value and no gradient, then common subexpression
+elimination.
 
-The rules are a table, each a pattern beside its replacement: a condition on an op, and the value that takes
-the place of its result. A value keeps its gradient or its lack of one: an op whose result carries another
-type than the replacement is left alone, so `detach` of something trainable stays.
+Rules are a table: a condition on an op, and the value that replaces its result. A replacement needs the
+result's type, gradient included, so `detach` of something trainable stays.
+
+xDSL's `cse` would compare source lines, and merge calls of blocks, which may draw random numbers; equality
+here leaves out the line, and is for glue alone.
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ def _insert_before(op: GlueOp, new: GlueOp) -> SSAValue:
 
 @dataclass(frozen=True)
 class RewriteRule:
-    """For ops of these base names: where `when` holds, `value` takes the place of the result."""
+    """For ops with one of the base names `ops`: where `when` holds, `value` replaces the result."""
 
     ops: tuple[str, ...]
     when: Callable[[GlueOp], bool]

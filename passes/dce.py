@@ -1,8 +1,9 @@
-"""`dce`: removes pure ops whose results nobody uses, and calls of blocks that reach neither the loss nor a
-guard.
+"""`dce`: removes pure ops without uses, and calls of blocks that reach neither the loss nor a guard.
 
 A block's call may be removed because blocks are functions of their arguments for the purposes of training: a
-call with effects (a buffer updated in forward) is refused before any pass runs.
+call with effects (a buffer updated in forward) is refused before any pass runs. So the ops that count as pure
+here are more than xDSL's trait `Pure` says, which its own dead code elimination goes by: a leaf and a call
+may be removed, but not be merged or repeated.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """`fuse-blocks`: norms, gated activations and rotary embeddings inside the user's modules become fused
 operators.
 
-What may be rewritten was found, and shown equal, where the user's modules are at hand
-(`secc.frontend.fusion`): each `sec.rewrite` is a candidate with the rules that it applies. This pass decides
-which of them a plan takes: those whose rules are on, and, unless told otherwise, only where the devices run
-Triton, since on a CPU the operators are the ops that they replace. Calls whose modules all take their
-rewritten form cost what was measured with it.
+`secc.frontend.fusion`, which has the user's modules, finds what may be rewritten and shows it equal: each
+`sec.rewrite` is a candidate with the rules that it applies. This pass decides which of them a plan takes:
+those with rules that are on and, unless told otherwise, only where the devices run Triton, since on a CPU the
+operators are the ops that they replace. Calls with all modules rewritten get the costs that were measured so.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from secc.runtime.plan.schema import FusionRecord
 
 @dataclass(frozen=True)
 class FuseBlocks(ModulePass):
-    """`without`: rules that are off. `when`: auto (where `cluster`, as `secc.cluster.parse` reads it, runs
-    Triton), always or never."""
+    """Options. without: rules that are off. when: auto (where `cluster`, as `secc.cluster.parse_cluster`
+    reads it, runs Triton), always or never."""
 
     name = "fuse-blocks"
     without: tuple[str, ...] = ()

@@ -42,8 +42,8 @@ _NO_RULE_MATCHES = "its loss is none of those that operators compute"
 
 @dataclass(frozen=True)
 class FuseLinearLoss(ModulePass):
-    """`without`: rules that are off. `when`: auto (where `cluster`, as `secc.cluster.parse` reads it, runs
-    Triton), always or never."""
+    """Options. without: rules that are off. when: auto (where `cluster`, as `secc.cluster.parse_cluster`
+    reads it, runs Triton), always or never."""
 
     name = "fuse-linear-loss"
     without: tuple[str, ...] = ()

@@ -1,8 +1,9 @@
-"""`infer-modes`: what backward every call owes: `train` where parameters take a gradient, `dgrad` where
-gradients pass, else `forward`.
+"""`infer-modes`: which backward every call needs: `train` where parameters take a gradient, `dgrad` where
+gradients only pass through, else `forward`.
 
-A gradient must both leave a call (grad mode on, and trainable parameters or an operand that carries one) and
-arrive there: a call whose results reach the loss through `detach`, comparisons or indices alone owes nothing.
+A gradient must both leave a call (grad mode on, and trainable parameters or an operand that requires a
+gradient) and arrive there: a call with results that reach the loss only through `detach`, comparisons or
+indices needs no backward.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class InferModes(ModulePass):
 
 
 def infer_mode(graph: GraphOp, op: Computation, wanted: set[SSAValue]) -> str:
-    """The mode of a call, or of glue that reads parameters."""
+    """The mode of a call, or of glue that reads parameters; `wanted` are the values that a gradient of the
+    loss reaches."""
     if "no_grad" in op.properties or not any(r in wanted for r in op.results):
         return "forward"
     trainable = any(isinstance(o.owner, ParamOp) and tensor_type(o).requires_grad for o in op.operands)

@@ -1,9 +1,9 @@
 """`insert-transfers`: a `sec.transfer` for every value that crosses sections.
 
 An edge carries one value to one section, by rows per sample, or whole between stages of a pipeline
-(`secc.ir.analysis.transferable_values`). The micro-batches of two sections need not have the same pattern, so
-an edge has one name in all cases (`secc.passes.boundaries.section_edges`), and a case that does without it
-must have no rows for it.
+(`secc.ir.analysis.transferable_values`). Micro-batches of two sections need not have the same pattern, so an
+edge has one name in all cases (`secc.passes.boundaries.section_edges`), and samples of a case without it must
+have no rows for it.
 """
 
 from __future__ import annotations

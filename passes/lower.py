@@ -1,9 +1,9 @@
-"""`lower`: the flat cases become what a plan is printed from.
+"""`lower`: turns the flat cases into the bodies that code is generated from.
 
-Each section gets a `sec.body` for each distinct way through it (`secc.passes.lowering.case_predicates`):
+Each section gets a `sec.body` for each distinct path through it (`secc.passes.lowering.case_predicates`):
 receives, its ops with the input-only glue they need, sends, the numerators of its terms, and the guards under
-which the way holds. The bodies in @terms compute the loss's leaves from inputs and its coefficients from
-leaves. Edges are declared once; the graph keeps what the terms leave over as its attribute `constant`.
+which the path holds. The bodies in @terms compute the loss's leaves from inputs and its coefficients from
+leaves. Edges are declared once; the graph's attribute `constant` has the part of the loss that is in no term.
 """
 
 from __future__ import annotations

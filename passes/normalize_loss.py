@@ -2,9 +2,9 @@
 
 A mean over a micro-batch is not a share of the mean over the whole batch, so a distributed loss needs sums:
 the numerator of a term adds up over samples, its coefficient comes from inputs and sizes of the whole global
-batch. `secc.passes.loss` walks each case from inputs to loss and says of every value whether it is rows, a
-sum, or mixes samples; a loss that mixes them is refused here with the op and the user's line. The old tail of
-the loss is left for `dce`.
+batch. `secc.passes.loss` follows each case from inputs to loss and decides for every value whether it is
+rows, a sum, or mixes samples; a loss that mixes them is refused here with the op and the user's line. `dce`
+removes the old end of the loss.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BALANCE_TERM = "balance_loss"
 
 @dataclass
 class CaseTerms:
-    """What the loss of one case is: parts that add up over samples, and parts that count once."""
+    """The loss of one case: `parts` add up over samples, `constant` counts once."""
 
     case: CaseOp
     context: LossContext
@@ -48,7 +48,7 @@ class CaseTerms:
 
 @dataclass(frozen=True)
 class NormalizeLoss(ModulePass):
-    """`accept`: approximations that the user accepts where a loss is not separable
+    """Options. accept: approximations that the user accepts where a loss is not separable
     (`secc.passes.loss.approximations`)."""
 
     name = "normalize-loss"

@@ -1,9 +1,10 @@
-"""`place`: puts the ranks that `allocate` counted out onto nodes, so that what exchanges most is near.
+"""`place`: maps the ranks that `allocate` assigned onto nodes, so that ranks that exchange much data are
+close.
 
-A replica's tensor parallelism stays inside a node; which group of sections takes which devices, and whether a
-pipeline's replicas or its stages are neighbours, is searched (`secc.alloc.placement.rank_placement`).
-Sections on the same ranks keep the same ranks. What the placement costs stands in the graph's prediction; on
-one node there is nothing to place.
+Tensor parallelism of a replica stays inside a node. Which devices each group of sections takes, and whether
+replicas or stages of a pipeline are neighbours, is searched (`secc.alloc.placement.rank_placement`). Sections
+that share ranks keep sharing them. The graph's prediction has the cost of the placement; on one node nothing
+is placed.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _group_sections(sections: Mapping[str, SectionOp]) -> dict[str, str]:
 
 
 def section_ranks(section: SectionOp) -> tuple[int, ...]:
-    """The ranks that `allocate` gave a section, () before it."""
+    """The ranks that `allocate` gave a section, () before it ran."""
     found = section.attributes.get("ranks")
     return tuple(int(r.value.data) for r in found) if found is not None else ()  # pyright: ignore
 

@@ -1,11 +1,11 @@
-"""`shard-logits`: under tensor parallelism losses are computed on parts of the vocabulary, so that no rank
-has whole logits.
+"""`shard-logits`: under tensor parallelism losses are computed on vocabulary shards, so that no rank has
+whole logits.
 
-A head that is called in the glue gives each rank the logits of its tokens, and so does a product with a
-weight that `shard-tensors` cut. `secc.ir.analysis.vocab_sharding` says what becomes of the ops behind: most
-work on parts as they are, those that run along the vocabulary become `parts.…` glue
-(`secc.runtime.tensor_parallel.vocab_parallel_ops`). What needs whole tensors gets them gathered; the
-section's `whole` says for what.
+A head that glue uses leaves each rank the logits of its tokens, and so does a product with a weight that
+`shard-tensors` split. `secc.ir.analysis.vocab_sharding` says how the ops behind work on shards: most
+unchanged; those that run along the vocabulary become `parts.…` glue
+(`secc.runtime.tensor_parallel.vocab_parallel_ops`). Ops that need whole tensors get them gathered, and the
+section's `whole` names them.
 """
 
 from __future__ import annotations

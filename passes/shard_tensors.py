@@ -1,11 +1,12 @@
-"""`shard-tensors`: takes the cuts of a section's blocks for the section's tp, and says what stays whole.
+"""`shard-tensors`: takes the layouts of a section's blocks for the section's tp, and notes which modules stay
+whole.
 
-`secc.frontend.tp_search` has found and shown them; here they are put together. A parameter that several
-sections have or that glue reads stays whole, and with it the module that it is in, unless all glue that reads
-it can do with some of its tokens each (`secc.ir.analysis.vocab_sharding`); one under several names is cut if
-it is cut alike under each of them. A tp that does not divide heads, or under which nothing could be cut, is
-refused. A plan that is only compared (`assume`) may have a tp under which nobody has cut the blocks yet, if
-they were found to take it; of another one it is told whether it divides what ranks would share.
+`secc.frontend.tp_search` has found and verified the layouts; here they are put together. A parameter of
+several sections, or that glue reads, stays whole with its module, unless all glue that reads it works on
+vocabulary shards (`secc.ir.analysis.vocab_sharding`); tied parameters are split if all of them are split the
+same way. A tp that does not divide the number of heads, or with which nothing can be split, is refused. A
+plan for comparison only (`assume`) may have a tp that was not tested, if the search found it possible for all
+blocks.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """`sink-boundaries`: moves the boundaries of sections to where the fewest bytes cross.
 
-A teacher's head goes into the student's section, so that hidden states travel in place of logits; slicing and
-pooling glue goes to the producer, expanding glue to the consumer; of two tensors computed from one another
-one is sent. Each pair of sections is a minimum cut (`secc.passes.boundaries.boundary_min_cut`), priced by the
-cluster where one is given: work computed twice at its devices' rate, bytes at the link that edges take, and a
-section takes over weights of up to an eighth of a device's memory. Where no boundary can be carried by edges,
-the two sections become one. What was done is kept in the sections' attribute `notes`.
+A teacher's head moves into the student's section, so that hidden states travel in place of logits; slicing
+and pooling glue moves to the producer, expanding glue to the consumer; of two tensors computed from each
+other one is sent. The boundary of each pair of sections is a minimum cut
+(`secc.passes.boundaries.boundary_min_cut`), priced by the cluster if one is given: duplicated work at the
+rate of its devices, bytes at the bandwidth of the link, and a section takes over weights of up to an eighth
+of a device's memory. Where edges can carry no boundary, the two sections are merged. The sections' attribute
+`notes` says what was done.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ WEIGHT_BUDGET_DIVISOR = 8  # the part of a device's memory that weights of other
 
 @dataclass(frozen=True)
 class SinkBoundaries(ModulePass):
-    """`cluster` as `secc.cluster.parse` reads it; "" for text of which none is known, where `flops_per_byte`
-    cost as much time as sending a byte and a section may grow by the share `growth` of its weights."""
+    """Options. cluster: as `secc.cluster.parse_cluster` reads it; "" where none is known: then
+    `flops_per_byte` FLOPs cost as much time as sending a byte, and a section may grow by the share `growth`
+    of its weights."""
 
     name = "sink-boundaries"
     flops_per_byte: int = BoundaryPrices.flops_per_byte
@@ -116,7 +118,7 @@ def _common_dtype(graph: GraphOp) -> str:
 def settle_boundary(
     graph: GraphOp, src: str, dst: str, prices: BoundaryPrices, link: Link | None = None
 ) -> bool:
-    """Move the boundary between two sections to where the fewest bytes cross; False if there is no possible
+    """Moves the boundary between two sections to where the fewest bytes cross; False if there is no possible
     boundary.
 
     With a `link`, the note says how long a sample's messages take over it.

@@ -1,15 +1,14 @@
-"""`split-stages`: a section with `pp` above 1 becomes that many sections, its stages, which the rest of the
-compiler treats as any other.
+"""`split-stages`: replaces a section with `pp` above 1 by that many sections, its pipeline stages.
 
-The section's calls in a row (`secc.passes.boundaries.stage_cuts`) are cut so that the longest stage is as
-short as can be by the cost model, and among such cuts few bytes cross: with a heavy head the last stage has
-fewer layers. Glue that several stages need is then sent or computed again, whichever is cheaper, by the
-minimum cut that also settles boundaries of sections. Ranks of a section are ordered (dp, pp, tp).
+The section's calls (`secc.passes.boundaries.stage_cuts`) are divided so that the longest stage is as short as
+possible by the cost model, then so that few bytes cross: with a heavy head the last stage has fewer layers.
+Glue that several stages need is sent or computed again, whichever is cheaper, by the minimum cut that also
+settles boundaries of sections. Ranks of a section are ordered (dp, pp, tp).
 
-A stage may hold `in_flight` micro-batches between forward and backward: twice as many as there are stages,
-which keeps ragged micro-batches from waiting for each other, or what memory allows, but no fewer than 1F1B
-has. Where the user asks for it (`backward=split`), stages whose backward others wait for compute their
-parameters' gradients later, when nothing else is to be done.
+A stage may hold `in_flight` micro-batches between forward and backward: twice as many as there are stages, so
+that ragged micro-batches do not wait for each other, or as many as memory allows, but no fewer than 1F1B
+(PipeDream-Flush, Narayanan et al. 2021) holds. With `backward=split`, stages that others wait for compute
+gradients of parameters later, in idle time (zero-bubble scheduling, Qi et al. 2023).
 """
 
 from __future__ import annotations

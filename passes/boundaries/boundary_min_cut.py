@@ -44,8 +44,8 @@ _GLUE_PRICE = 0.02
 
 @dataclass(frozen=True)
 class BoundaryPrices:
-    """What a FLOP is worth in bytes sent (their quotient), and the weights that a section may take over:
-    bytes, or where `room` is None a share of its own."""
+    """The price of a FLOP in bytes sent (`flops_per_byte`), and the weights that a section may take over:
+    `max_moved_bytes`, or where that is None the share `growth` of its own."""
 
     flops_per_byte: int = 20000
     growth: float = 0.25
@@ -53,7 +53,7 @@ class BoundaryPrices:
 
 
 class BoundaryCut:
-    """The cut between one pair of sections, `src` before `dst`."""
+    """The minimum cut between one pair of sections, `src` before `dst`."""
 
     def __init__(self, graph: GraphOp, src: str, dst: str, prices: BoundaryPrices) -> None:
         self.graph, self.src, self.dst = graph, src, dst
@@ -68,7 +68,8 @@ class BoundaryCut:
         self.room = prices.growth * own if prices.max_moved_bytes is None else prices.max_moved_bytes
 
     def can_transfer(self, kind: TensorType, src: str, mixed: bool) -> bool:
-        """Whether a tensor of a type, its rows out of order or not, can be sent from a section to `dst`."""
+        """Whether an edge can carry a tensor of type `kind` from section `src` to `dst`; `mixed`: its rows
+        are out of order."""
         key = kind, src, mixed
         if key not in self._sendable:
             self._sendable[key] = can_transfer(
@@ -77,7 +78,7 @@ class BoundaryCut:
         return self._sendable[key]
 
     def find_dst_ops(self) -> set[Operation] | None:
-        """The ops of the two sections that `dst` is to compute, in all cases; None if there is no possible
+        """The ops of the two sections that `dst` should compute, in all cases; None if there is no possible
         boundary."""
         networks = [_CaseNetwork(self, case) for case in self.graph.cases]
         for network in networks:
@@ -231,12 +232,12 @@ def _first_calls(case: CaseOp, section: str) -> set[Operation]:
 
 
 def reads_trainable_parameters(op: Operation) -> bool:
-    """Whether an op reads parameters that train: their gradients belong to one section."""
+    """Whether an op reads trainable parameters; one section alone may, since it computes their gradients."""
     return any(isinstance(producer_of(o), ParamOp) and tensor_type(o).requires_grad for o in op.operands)
 
 
 def block_weight_bytes(block: BlockOp) -> int:
-    """Bytes of a block's weights; in float32 where nobody noted their dtype."""
+    """Bytes of a block's weights, float32 where their dtype is not noted."""
     known = get_number(block, "bytes")
     return 4 * block.params.data if known is None else int(known)
 

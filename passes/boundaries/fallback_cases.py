@@ -1,8 +1,8 @@
-"""Spare cases: for micro-batches of which Python reads what no capture saw. They must not change how a plan
-is cut.
+"""Fallback cases, for micro-batches that take a branch that no capture took. They must not change where
+sections are cut.
 
-The sections of one micro-batch may take different cases, so that a spare case has to exchange the same values
-between sections as the others do. One that does not is dropped, and such micro-batches are then refused.
+The sections of one micro-batch may take different cases, so a fallback case has to exchange the same values
+between sections as the captured cases. One that does not is dropped, and such micro-batches are then refused.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from secc.passes.sections.merge_sections import add_section_notes
 
 
 def find_fallback_cases(graph: GraphOp) -> list[CaseOp]:
-    """The spare cases of a graph."""
+    """The fallback cases of a graph."""
     return [c for c in graph.cases if FALLBACK_ATTRIBUTE in c.attributes]
 
 
 def drop_fallbacks(graph: GraphOp, cases: list[CaseOp]) -> None:
-    """Drop spare cases, with a note for people."""
+    """Removes fallback cases, with a note for the report."""
     for case in cases:
         if case.parent is not None:
             case.detach()
@@ -33,7 +33,8 @@ def drop_fallbacks(graph: GraphOp, cases: list[CaseOp]) -> None:
 
 
 def drop_incompatible_fallbacks(graph: GraphOp) -> None:
-    """Drop the spare cases that exchange other values than the rest, or values that no edge can carry."""
+    """Removes the fallback cases that exchange other values than captured cases, or values that no edge can
+    carry."""
     spare = find_fallback_cases(graph)
     if not spare or not build_edges(graph)[1]:
         return

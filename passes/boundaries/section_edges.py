@@ -1,9 +1,8 @@
-"""The edges between sections: which values cross, and which crossings of different cases are one edge with
-one readable name.
+"""Edges between sections: which values cross, and which crossings of different cases are one edge.
 
 Crossings of different cases are one edge if they have the same ends and type and the same producer (the block
-or op, at its place in the user's code), or else the same consumer: text alone goes into the decoder where a
-text with its image goes in the next case.
+or op, at its place in the user's code), or else the same consumer: text alone enters the decoder where text
+with its image enters in the next case.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ValueIdentity = tuple[
 
 @dataclass(frozen=True, eq=False)
 class ValueCrossing:
-    """A value of one case, made in section `src` and used in section `dst`."""
+    """A value of one case, produced in section `src` and used in section `dst`."""
 
     case: CaseOp
     value: OpResult
@@ -103,8 +102,8 @@ def find_crossings(graph: GraphOp, case: CaseOp) -> list[ValueCrossing]:
 
 
 def op_identities(case: CaseOp) -> dict[Operation, tuple[str, str, int]]:
-    """The identity of each op across cases: its section and target, its place in the user's code, its number
-    among those alike."""
+    """The identity of each op across cases: its section and target, its place in the user's code, and its
+    number among ops with the same of these."""
     seen: dict[tuple[str, str], int] = {}
     found: dict[Operation, tuple[str, str, int]] = {}
     for op in case.ops:
@@ -202,8 +201,7 @@ def _with_grad(kind: TensorType, grad: bool) -> TensorType:
 
 
 def edge_label(graph: GraphOp, value: SSAValue) -> str:
-    """A name for a value: the block that it comes from, with the path of the output; for glue the nearest
-    block or parameter."""
+    """A name for a value: its block with the path of the output; for glue the nearest block or parameter."""
     for op in _iter_upstream(value):
         if isinstance(op, CallOp):
             short = shortest_tail(op.target.data, list(graph.blocks))

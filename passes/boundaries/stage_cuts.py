@@ -1,14 +1,14 @@
-"""Where a section can be cut into pipeline stages: its calls in a row, and between which of them everything
-that crosses can be had.
+"""Where a section can be cut into pipeline stages: its calls in order, and after which of them everything
+that crosses can be sent or computed again.
 
 A *unit* is a call of a block with the glue behind it, up to the next call. Cases share their units (a block's
-n-th call at a place), which stand in one order that all cases agree with; where two cases call blocks in
-different orders there is no cut between these. A cut after a unit is possible if every value that crosses it
-can be sent, or is glue that later stages can compute again from what can be sent.
+n-th call at a place), in one order that all cases agree with; where two cases call blocks in different orders
+there is no cut between them. A cut after a unit is possible if every value that crosses it can be sent, or is
+glue that later stages can compute again from values that can be sent.
 
-Calls stand in the order in which the user makes them, but for those that need no layer of the section: they
-stand before their first user, or at the end. A teacher's head beside a student's layers, called first and
-used last, would send logits through all stages.
+Calls have the order in which the user makes them, but those that need no layer of the section come before
+their first user, or at the end. A teacher's head next to a student's layers, called first and used last,
+would otherwise send logits through all stages.
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ CallKey = tuple[
 @dataclass
 class StageUnits:
     """The units of a section: the calls in order, the unit of each op, and for each possible cut (after which
-    unit) the bytes that cross.
-
-    `impossible` has the reason against each other cut, with the user's file:line.
-    """
+    unit) the bytes that cross it for a mean sample. `impossible` has the reason against each other cut, with
+    the user's file:line."""
 
     graph: GraphOp
     section: str
@@ -63,8 +61,8 @@ class StageUnits:
 
     @property
     def layers(self) -> list[int]:
-        """The units whose blocks are layers: numbered members of a module that holds several of them; all
-        units where none is."""
+        """The units with layers: numbered members of a module that holds several of them; all units if there
+        are none."""
         layers = _layer_calls(self.calls)
         return [i for i, key in enumerate(self.calls) if key in layers]
 
@@ -206,10 +204,10 @@ def _is_recomputable(op: Operation) -> bool:
 
 
 def balance_stages(times: Sequence[int], cuts: dict[int, float], parts: int) -> list[int] | None:
-    """The last units of all parts but the last one: the longest part as short as can be, then the fewest
-    bytes. None if there is no cut.
+    """Divides units into `parts` stages by dynamic programming: the longest stage as short as possible, then
+    the fewest bytes. Returns the last unit of each stage but the last one, None if there is no such cut.
 
-    `times` has the time of each unit, `cuts` the bytes that cross each possible cut.
+    times: ns of each unit. cuts: bytes that cross each possible cut.
     """
     ends = [*sorted(cuts), len(times) - 1]
     sums = [0]

@@ -1,10 +1,10 @@
-"""What a value of the glue means in terms of a head's logits: a sum of products of probabilities,
-log-probabilities and picked entries.
+"""What a value means in terms of a head's logits: a sum of products of probabilities, log-probabilities and
+picked entries.
 
-A formula has one of three kinds: `entries` (one number for each row and token), `rows` (one for each row) and
-`total` (one number, the sum over rows). All spellings of a loss that compute the same come to the same
-formula, which is what rules match. Rows are counted through `View`s: what the user does to the rows of the
-logits is done to hidden states, labels and masks in their place.
+A formula has one of three kinds: `entries` (a number for each row and token), `rows` (one for each row) and
+`total` (one number, the sum over rows). All spellings of a loss that compute the same lead to the same
+formula, which rules match. What the user does to rows of the logits (`RowView`) is done to hidden states,
+labels and masks instead.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class RowView:
 
 
 def append_view(rows: tuple[Expr, ...], views: tuple[RowView, ...], view: RowView) -> tuple[RowView, ...]:
-    """Views with one more, of what has the dims `rows` before them all. Of reshapes in a row the last one
-    counts, if any."""
+    """`views` with one more, on rows with dims `rows`. Of successive reshapes only the last is kept, and that
+    only if it changes the dims."""
     if view.op != "reshape":
         return (*views, view)
     while views and views[-1].op == "reshape":
@@ -53,7 +53,7 @@ def append_view(rows: tuple[Expr, ...], views: tuple[RowView, ...], view: RowVie
 
 @dataclass(frozen=True)
 class RowSource:
-    """A label, or a mask of booleans, for each row."""
+    """A label, or a boolean mask, for each row."""
 
     value: SSAValue
     views: tuple[RowView, ...] = ()
@@ -168,7 +168,7 @@ FormulaTerms = Mapping[ProductKey, float]
 
 @dataclass(frozen=True)
 class Formula:
-    """`kind`, the tokens' dim (`axis`, for entries), and the products with their numbers."""
+    """A sum of products with their numbers. `axis` is the tokens' dim (for entries)."""
 
     kind: str
     terms: FormulaTerms
@@ -179,7 +179,7 @@ class Formula:
         return Formula(kind, {(frozenset(), (factor,)): number}, axis)
 
     def single_factor(self) -> FormulaFactor | None:
-        """The factor that the formula is, if it is one alone."""
+        """The factor that the formula consists of, None if it has more."""
         if len(self.terms) != 1:
             return None
         ((masks, factors), number) = next(iter(self.terms.items()))
@@ -209,7 +209,7 @@ class Formula:
         )
 
     def map_sources(self, change: Callable[[Any], Any], axis: int | None = None) -> Formula:
-        """The formula with `change` made to all logits and all sources of rows in it."""
+        """The formula with `change` applied to all logits and sources of rows in it."""
         terms = {
             (frozenset(change(m) for m in ms), tuple(_map_factor(f, change) for f in fs)): n
             for (ms, fs), n in self.terms.items()
@@ -221,7 +221,7 @@ class Formula:
         return Formula(kind, {(masks, (change(factors),)): n for (masks, factors), n in self.terms.items()})  # pyright: ignore[reportArgumentType]
 
     def sum_rows(self) -> Formula:
-        """The total over all rows, for which the shape that they have at the end does not matter."""
+        """The sum over all rows, which does not depend on their last shape."""
         return replace(self.map_sources(drop_last_reshape), kind=KIND_TOTAL)
 
     def all_logits(self) -> list[HeadLogits]:
@@ -238,7 +238,7 @@ class Formula:
 
 
 def read_source(value: SSAValue) -> RowSource:
-    """A value of the case as a source of rows, with the ops behind it that only change its shape as views."""
+    """A value of the case as a source of rows; ops behind it that only change its shape become views."""
     root = value
     while isinstance(owner := root.owner, GlueOp) and owner.base_name in ROW_PRESERVING_OPS:
         root = owner.operands[0]
@@ -246,14 +246,13 @@ def read_source(value: SSAValue) -> RowSource:
 
 
 def drop_last_reshape(value: Any) -> Any:
-    """Rows without a change of shape at their end."""
+    """Rows without the reshape at their end."""
     views = value.views
     return replace(value, views=views[:-1]) if views and views[-1].op == "reshape" else value
 
 
 def sort_factors(factors: tuple[FormulaFactor, ...]) -> tuple[FormulaFactor, ...]:
-    """Factors in an order that does not depend on how they were written; none is alone among its kind in a
-    loss that rules know."""
+    """Factors in an order that does not depend on how they were written."""
     return tuple(sorted(factors, key=lambda f: type(f).__name__))
 
 

@@ -1,8 +1,7 @@
-"""Reads the glue of a case forward: which values are formulas over a head's logits, and why a value that
-comes from logits is none.
+"""Reads a case forward: which values are formulas over a head's logits, and why others that come from logits
+are not.
 
-A table says which function reads an op, by the op's base name. A spelling of a loss that is not understood is
-a new entry.
+A table says which function reads an op, by the op's base name. A new spelling of a loss is a new entry.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ FLOAT_SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 
 
 class FormulaReader:
-    """The formulas of one case's values. `unread` says for ops on formulas that are none themselves why
-    not."""
+    """The formulas of one case's values. `unread` says for ops on formulas without one themselves why they
+    have none."""
 
     def __init__(self, graph: GraphOp, case: CaseOp) -> None:
         self.graph, self.case = graph, case
@@ -76,17 +75,18 @@ class FormulaReader:
             self.unread[op] = str(reason)
 
     def formula_of(self, value: Any) -> Formula | None:
+        """The formula of a value, None if it has none."""
         return self.formulas.get(value) if isinstance(value, SSAValue) else None
 
     def operand_formula(self, op: Computation, index: int = 0) -> Formula:
-        """The formula of an operand. Raises Unread if it has none."""
+        """The formula of an operand. Raises NotAFormula if it has none."""
         found = self.formula_of(op.operands[index])
         if found is None:
             raise NotAFormula(f"{op.callee} takes something else in the place of logits or probabilities")
         return found
 
     def read_number(self, op: Computation, value: Any) -> float | None:
-        """An argument as a number: written down, or a constant that the model makes of one."""
+        """An argument as a number: a literal, or a constant that holds one; None for anything else."""
         if isinstance(value, OperandRef):
             owner = op.operands[value.index].owner
             text = owner.attributes.get("value") if isinstance(owner, ConstOp) else None
@@ -96,7 +96,8 @@ class FormulaReader:
         return float(value) if isinstance(value, int | float) else None
 
     def read_mask(self, value: SSAValue, like: TensorType, axis: int | None) -> RowSource:
-        """A factor of rows as a mask. Raises Unread unless it is 0 or 1 everywhere and has no gradient."""
+        """A factor of rows as a mask. Raises NotAFormula unless it is 0 or 1 everywhere and needs no
+        gradient."""
         kind = tensor_type(value)
         if kind.requires_grad:
             raise NotAFormula("rows are weighted by something that is trained")
@@ -116,7 +117,7 @@ class FormulaReader:
 
 
 def read_boolean(value: SSAValue) -> RowSource | None:
-    """A value as booleans: one, or the same as numbers 0 and 1."""
+    """A value as booleans, or as numbers cast from booleans; None for any other."""
     shape = tensor_type(value).shape
     while tensor_type(value).dtype.data != "bool":
         owner = value.owner

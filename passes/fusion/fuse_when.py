@@ -1,4 +1,4 @@
-"""When the fusing passes put operators in: where the devices run Triton, unless told otherwise."""
+"""When the fusing passes insert operators: where the devices run Triton, unless the user says otherwise."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ FUSE_WHEN = ("auto", "always", "never")
 
 
 def reason_not_to_fuse(when: str, cluster: str) -> str:
-    """Why nothing is fused on a cluster (as `secc.cluster.parse` reads it), "" if rules may. Raises UserError
-    for another `when`."""
+    """Why nothing is fused on a cluster (as `secc.cluster.parse_cluster` reads it), "" if rules may apply.
+    Raises UserError for an unknown `when`."""
     if when not in FUSE_WHEN:
         raise UserError(f"fusing passes have no {when!r}", remedy=f"choose one of {', '.join(FUSE_WHEN)}")
     if when == "auto" and parse_cluster(cluster).device.backend != "cuda":

@@ -1,5 +1,5 @@
-"""Linear heads: calls of `nn.Linear` blocks, and products by which glue computes logits from a weight (a tied
-embedding's, mostly)."""
+"""Linear heads: calls of `nn.Linear` blocks, and products that compute logits from a weight (usually a tied
+embedding's)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WEIGHT_ATTRIBUTE, BIAS_ATTRIBUTE = (
 
 
 def find_head(graph: GraphOp, op: Computation) -> LinearHead | None:
-    """The head that an op is, if it is one."""
+    """The linear head that an op computes, None if it computes none."""
     if isinstance(op, CallOp):
         return _head_of_block(graph, op)
     return _head_of_product(op) if op.base_name in {"mm", "addmm", "linear"} else None

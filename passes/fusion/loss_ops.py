@@ -1,5 +1,5 @@
-"""Reads what makes rows and totals of entries: sums, means, picked labels, masks, torch's own losses; and
-softcaps."""
+"""Reads ops that compute rows and totals from entries: sums, means, picked labels, masks, torch's own losses;
+and softcaps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def require_same_shape(op: Computation, formulas: Sequence[Formula], types: Sequence[TensorType]) -> None:
-    """Raise Unread unless formulas that an op combines stand for the same entries or rows."""
+    """Raises NotAFormula unless formulas that an op combines stand for the same entries or rows."""
     if len({(f.kind, f.axis if f.kind == KIND_ENTRIES else -1) for f in formulas}) > 1 or (
         len(formulas) > 1 and len({t.shape for t in types}) > 1
     ):
@@ -45,7 +45,7 @@ def require_same_shape(op: Computation, formulas: Sequence[Formula], types: Sequ
 
 
 def read_addend(formula: Formula | None, number: float | None, others: Sequence[Formula | None]) -> Formula:
-    """What is added: a formula, or a number in the place of one. Raises Unread for anything else."""
+    """An addend: a formula, or a number as one. Raises NotAFormula for anything else."""
     if formula is not None:
         return formula
     like = next((f for f in others if f is not None), None)
@@ -55,7 +55,7 @@ def read_addend(formula: Formula | None, number: float | None, others: Sequence[
 
 
 def read_softcap(formula: Formula, number: float) -> Formula | None:
-    """`number * tanh(x / number)`: capped logits."""
+    """`number * tanh(x / number)`: capped logits; None for anything else."""
     plain = formula.single_factor()
     if not isinstance(plain, PlainLogit) or plain.of.softcap != PENDING_TANH or number <= 0:
         return None

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class NotAFormula(Exception):
-    """Why a value is no formula over logits, as a sentence for people."""
+    """Raised for a value that is no formula over logits; its message says why."""

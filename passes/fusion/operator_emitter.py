@@ -1,7 +1,7 @@
-"""Puts an operator in the place of pieces of a loss: hidden states, weights, labels and masks as the operator
-takes them.
+"""Emits fused operators in place of pieces of a loss, with hidden states, weights, labels and masks in the
+form that the operators take.
 
-Ops are made before one op of the case, each once.
+Ops are inserted before one op of the case, equal ops once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IGNORED_LABEL = -100
 
 
 class OperatorEmitter:
-    """Makes ops before `anchor`."""
+    """Inserts ops before `anchor`."""
 
     def __init__(self, graph: GraphOp, case: CaseOp, anchor: Operation) -> None:
         self.graph, self.case, self.anchor = graph, case, anchor
@@ -35,7 +35,7 @@ class OperatorEmitter:
         self.made: dict[EmittedOpKey, list[SSAValue]] = {}
 
     def set_source_line(self, place: str) -> None:
-        """Give the user's file:line to what is made from now on."""
+        """Sets the user's file:line of the ops that are emitted from now on."""
         self.inherited = {"where": StringAttr(place)} if place else {}
 
     def emit_op(
@@ -46,7 +46,7 @@ class OperatorEmitter:
         *types: TensorType,
         **more: Attribute | None,
     ) -> list[SSAValue]:
-        """The results of an op, which is made if it is not there yet."""
+        """The results of an op, which is inserted unless an equal one was."""
         key = (target, args, tuple(operands))
         if key not in self.made:
             made = GlueOp.create_call(target, operands, args, types, **self.inherited, **more)
@@ -66,7 +66,7 @@ class OperatorEmitter:
         shape: Sequence[Expr | int],
         dtype: str = "",
     ) -> SSAValue:
-        """An op with one result, in the dtype of its first operand unless another is given."""
+        """The result of an op, in the dtype of its first operand unless `dtype` is given."""
         type = with_gradient_of(
             TensorType.from_dims(shape, dtype or tensor_type(operands[0]).dtype.data),
             list(operands),
@@ -75,7 +75,7 @@ class OperatorEmitter:
         return self.emit_op(target, operands, args, type)[0]
 
     def apply_views(self, value: SSAValue, views: Sequence[RowView], tail: tuple[int, ...] = ()) -> SSAValue:
-        """A tensor [rows..., *tail] with views of its rows."""
+        """A tensor [rows..., *tail] with views applied to its rows."""
         for view in views:
             shape = (*view.lead, *tail)
             if tensor_type(value).shape != shape or view.op in {"permute", "index"}:
@@ -84,7 +84,7 @@ class OperatorEmitter:
         return value
 
     def emit_hidden(self, logits: HeadLogits, factor: float) -> SSAValue:
-        """The hidden states of the rows, times a factor: scaled hidden states give scaled logits."""
+        """The hidden states of the rows times `factor`: scaled hidden states give scaled logits."""
         value = logits.head.hidden
         width = (logits.head.width,)
         if logits.fixed and tensor_type(value).requires_grad:
@@ -97,7 +97,7 @@ class OperatorEmitter:
         )
 
     def emit_weight(self, logits: HeadLogits) -> SSAValue:
-        """[tokens, H] of the head's weight."""
+        """The head's weight, [tokens, width]."""
         head = logits.head
         value = self.emit_parameter(head.weight)
         shape = [head.tokens, head.width]
@@ -108,7 +108,7 @@ class OperatorEmitter:
         return self.slice_tokens(value, logits, shape)
 
     def emit_bias(self, logits: HeadLogits) -> SSAValue | None:
-        """[tokens] of the head's bias."""
+        """The head's bias, [tokens]; None for a head without one."""
         bias = logits.head.bias
         return (
             None
@@ -117,7 +117,7 @@ class OperatorEmitter:
         )
 
     def slice_tokens(self, value: SSAValue, logits: HeadLogits, shape: list[int]) -> SSAValue:
-        """The part of a parameter for the first tokens."""
+        """The first `logits.tokens` rows of a parameter of shape `shape`."""
         if logits.tokens == shape[0]:
             return value
         return self.emit_glue(
@@ -125,7 +125,7 @@ class OperatorEmitter:
         )
 
     def emit_parameter(self, value: SSAValue | BlockParameter) -> SSAValue:
-        """A parameter as the case reads it."""
+        """The value of a parameter, read before `anchor`."""
         if isinstance(value, SSAValue):
             return value
         for op in self.case.ops:
@@ -144,7 +144,7 @@ class OperatorEmitter:
         return made.results[0]
 
     def emit_mask(self, masks: Sequence[RowSource], lead: tuple[Expr, ...]) -> SSAValue | None:
-        """The rows that all masks keep, in the rows' shape; None for all rows."""
+        """The conjunction of masks in the rows' shape `lead`; None for all rows."""
         total: SSAValue | None = None
         order: dict[SSAValue, int] = {
             value: i for i, op in enumerate(self.case.ops) for value in op.results
@@ -162,7 +162,7 @@ class OperatorEmitter:
         return total
 
     def emit_labels(self, piece: LossPiece, lead: tuple[Expr, ...]) -> tuple[SSAValue, int]:
-        """Labels in the rows' shape, and the one that is left out; masks become labels that are left out."""
+        """Labels in the rows' shape, and the ignored label; masked rows get the ignored label."""
         assert piece.label is not None
         value = self.apply_views(
             self.apply_views(piece.label.value, piece.label.views), [RowView("reshape", lead)]
@@ -176,7 +176,7 @@ class OperatorEmitter:
         return value, ignore
 
     def emit_cross_entropy(self, piece: LossPiece) -> SSAValue:
-        """The sum that `linear_cross_entropy` gives for a piece."""
+        """The sum of a piece by `linear_cross_entropy`."""
         logits = piece.student
         hidden = self.emit_hidden(logits, logits.scale)
         label, ignore = self.emit_labels(piece, tensor_type(hidden).shape[:-1])
@@ -192,7 +192,7 @@ class OperatorEmitter:
         return self._emit_operator("linear_cross_entropy", operands, _format_options(options), logits)[0]
 
     def emit_divergence(self, piece: LossPiece) -> SSAValue:
-        """The sum that `linear_kl` gives for a piece."""
+        """The sum of a piece by `linear_kl`."""
         operands, options = self._divergence_operands(piece, 1.0)
         mask = self.emit_mask(list(piece.masks), tensor_type(operands[0]).shape[:-1])
         return self._emit_operator(
@@ -203,7 +203,7 @@ class OperatorEmitter:
         )[0]
 
     def emit_joint(self, cross_entropy: LossPiece, divergence: LossPiece) -> tuple[SSAValue, SSAValue]:
-        """The sums that `linear_kl_ce` gives: (cross entropy, divergence)."""
+        """Both sums by `linear_kl_ce`: (cross entropy, divergence)."""
         operands, options = self._divergence_operands(divergence, cross_entropy.student.scale)
         lead = tensor_type(operands[0]).shape[:-1]
         label, ignore = self.emit_labels(cross_entropy, lead)
@@ -254,7 +254,7 @@ class OperatorEmitter:
         return found
 
     def emit_total(self, parts: Sequence[tuple[float, SSAValue]]) -> SSAValue:
-        """The sum of multiples of scalars."""
+        """The sum of (number, scalar) products."""
         total: SSAValue | None = None
         for number, value in parts:
             if number != 1:

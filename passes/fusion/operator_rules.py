@@ -1,10 +1,10 @@
-"""The rules of `fuse-linear-loss`: which formula each operator computes, and what of a loss is left when it
+"""The rules of `fuse-linear-loss`: which formula each operator computes, and what of a loss remains when it
 is taken out.
 
 A divergence is a table of products, each with its number, over a student `s` and a teacher `t`; a loss that
-has all of them, times one number, holds the divergence, however it was written. Cross entropy has one product
-for the label and, where labels are smoothed, one for the mean over the tokens. What no rule takes out of a
-loss makes the whole loss stay as it is.
+has all of them, times one number, contains the divergence, however it was written. Cross entropy has one
+product for the label and, where labels are smoothed, one for the mean over the tokens. A loss with products
+that no rule takes out is not fused.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LossPiece:
 
 
 def split_into_pieces(terms: Mapping[ProductKey, float]) -> list[LossPiece] | None:
-    """The pieces that a loss consists of, None if something is left over."""
+    """The pieces that a loss consists of, None if something remains."""
     left, found = dict(terms), list[LossPiece]()
     while left:
         piece = next((p for p, rest in _iter_candidates(left) if _remove_products(left, rest)), None)
@@ -197,7 +197,7 @@ def _iter_smoothed(
 
 
 def is_redundant_mask(mask: RowSource, picked: PickedEntry) -> bool:
-    """Whether a mask keeps just the rows whose label is not the ignored one, which a picked entry leaves out
+    """Whether a mask keeps exactly the rows with a label that is not ignored, which a picked entry leaves out
     anyway."""
     owner = mask.value.owner
     if not isinstance(owner, GlueOp) or owner.base_name not in {"ne", "eq"} or picked.ignore is None:
@@ -214,7 +214,7 @@ def is_redundant_mask(mask: RowSource, picked: PickedEntry) -> bool:
 
 
 def can_be_joint(cross_entropy: LossPiece, divergence: LossPiece) -> bool:
-    """Whether one pass over a student's logits can give both."""
+    """Whether one pass over a student's logits can compute both."""
     a, b = cross_entropy.student, divergence.student
     plain = not a.softcap and a.head.bias is None and a.tokens == b.tokens
     return (
@@ -226,7 +226,7 @@ def can_be_joint(cross_entropy: LossPiece, divergence: LossPiece) -> bool:
 
 
 def find_objection(piece: LossPiece) -> str:
-    """Why an operator does not compute a piece though the formula fits, "" if it does."""
+    """Why an operator does not compute a piece though the formula matches, "" if it does."""
     student, teacher = piece.student, piece.teacher
     if student.tokens <= student.head.width:
         return (

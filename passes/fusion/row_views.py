@@ -1,6 +1,6 @@
-"""Ops that move rows of logits, read as `View`s, which apply to hidden states, labels and masks alike.
+"""Ops that move rows of logits, as `RowView`s, which apply to hidden states, labels and masks as well.
 
-A tensor of entries has its tokens at dim `axis`; what is left are its rows' dims. An op that mixes tokens and
+A tensor of entries has its tokens at dim `axis`; the other dims are its rows'. An op that mixes tokens and
 rows has no view.
 """
 
@@ -24,13 +24,13 @@ MovedRows = tuple[RowView | None, int]  # what happens to rows, and where the to
 
 
 def row_dims(shape: DimShape, axis: int | None) -> DimShape:
-    """The dims of the rows; all dims where there is no dim of tokens."""
+    """The dims of the rows; all dims where `axis` is None."""
     return shape if axis is None else (*shape[:axis], *shape[axis + 1 :])
 
 
 def read_move(op: Computation, axis: int | None) -> MovedRows | None:
-    """What an op does to the rows of its operand 0, whose tokens are at `axis` (None: it has rows only); None
-    if it mixes both."""
+    """What an op does to the rows of its operand 0 with tokens at `axis` (None: rows only), and where the
+    tokens are afterwards; None if it mixes both."""
     before, after = tensor_type(op.operands[0]).shape, tensor_type(op.results[0]).shape
     if op.base_name in SHAPE_OPS:
         return _read_reshape(before, after, axis)

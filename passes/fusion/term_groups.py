@@ -1,8 +1,8 @@
-"""Which terms of a loss are one loss to the rules: a term alone, or several with one coefficient up to a
-number.
+"""Groups the terms of a loss that rules see as one: a single term, or several with coefficients that differ
+by a number only.
 
-Label smoothing and the Jensen-Shannon divergence reach `normalize-loss` as two sums each, with a coefficient
-each; the rules see them as one formula.
+Label smoothing and the Jensen-Shannon divergence come out of `normalize-loss` as two sums each, with a
+coefficient each; the rules see them as one formula.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from secc.passes.loss.term_names import StructureDigests
 
 @dataclass(frozen=True, eq=False)
 class TermGroup:
-    """Terms whose numerators, times numbers relative to the first coefficient, are the sum of `pieces`."""
+    """Terms whose numerators, times numbers relative to the first coefficient, add up to `pieces`."""
 
     terms: tuple[TermOp, ...]
     pieces: tuple[LossPiece, ...]

@@ -1,8 +1,8 @@
-"""Approximations that a user may accept by name, where a loss cannot be computed from micro-batches.
+"""Approximations that a user may accept by name, where a loss cannot be computed exactly from micro-batches.
 
-`balance-loss`: the balance loss of a mixture of experts is a product, or another function, of statistics over
-the batch, one for each expert. Accepted, each micro-batch computes it from its own samples, and counts by
-their share of the global batch's.
+`balance-loss`: the load-balancing loss of a mixture of experts (Switch Transformer, Fedus et al. 2021) is a
+product, or another function, of statistics over the batch, one for each expert. Accepted, each micro-batch
+computes it from its own samples, weighted by their share of the global batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BALANCE_OFFER = (
 
 
 def check_approximations(names: Iterable[str]) -> None:
-    """Raise UserError for a name that stands for no approximation."""
+    """Raises UserError for a name that is not an approximation."""
     for name in names:
         if name not in APPROXIMATIONS:
             raise UserError(
@@ -39,8 +39,8 @@ def check_approximations(names: Iterable[str]) -> None:
 def accept_balance_loss(
     ctx: LossContext, op: Computation, why: str, remedy: str = DEFAULT_REMEDY
 ) -> ValueState:
-    """The state of what `op` makes of statistics over the batch: bad, unless it is one of several experts and
-    the user accepts it."""
+    """The state of what `op` computes from statistics over the batch: bad, unless there is one for each of
+    several experts and the user accepts the approximation."""
     if not (isinstance(op, CallOp) or _takes_statistics(ctx, op)):
         return ctx.refuse_op(op, why, remedy)
     if BALANCE_LOSS not in ctx.accept:
@@ -50,7 +50,7 @@ def accept_balance_loss(
 
 
 def describe_accepted(op: Operation) -> str:
-    """What a plan says of an op whose result micro-batches compute alone."""
+    """The note in a plan for an op with a result that micro-batches compute alone."""
     target = op.properties["target"]
     name = getattr(target, "data", op.name)
     return (

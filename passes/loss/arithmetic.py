@@ -1,4 +1,4 @@
-"""Rules for sums and products: where a loss is put together from terms, weights and divisors."""
+"""Rules for sums and products, from which a loss is composed of terms, weights and divisors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ OperandTerm = SSAValue | Coefficient
 
 
 def read_operand(op: Computation, value: Any) -> OperandTerm | None:
-    """An argument as one of the op's operands, or as a coefficient where it is a number."""
+    """An argument as one of the op's operands, or as a coefficient where it is a number; None for anything
+    else."""
     return (
         op.operands[value.index]
         if isinstance(value, argument_template.OperandRef)
@@ -28,7 +29,7 @@ def read_operand(op: Computation, value: Any) -> OperandTerm | None:
 
 
 def are_still_local(ctx: LossContext, terms: list[OperandTerm]) -> bool:
-    """Whether a linear op on these is exact in any micro-batch."""
+    """Whether a linear op on these terms is exact in any micro-batch."""
     return all(
         not ctx.depends_on_batch(t) if isinstance(t, Coefficient) else isinstance(ctx.state_of(t), LocalState)
         for t in terms
@@ -36,7 +37,7 @@ def are_still_local(ctx: LossContext, terms: list[OperandTerm]) -> bool:
 
 
 def are_plain(ctx: LossContext, terms: list[OperandTerm]) -> bool:
-    """Whether nothing about these needs to be followed: rows as they are, and numbers without sizes."""
+    """Whether nothing about these terms needs to be followed: rows as they are, and numbers without sizes."""
     return all(
         not t.size.free_symbols and not t.factors
         if isinstance(t, Coefficient)
@@ -46,11 +47,12 @@ def are_plain(ctx: LossContext, terms: list[OperandTerm]) -> bool:
 
 
 def state_of_parts(ctx: LossContext, terms: list[OperandTerm], parts: list[SumPart]) -> ValueState:
-    """The state that parts make: Local if all the terms are."""
+    """The state of a sum of parts: local if all terms that they came from are."""
     return LocalState(tuple(parts)) if are_still_local(ctx, terms) else SumState(tuple(parts))
 
 
 def term_parts(ctx: LossContext, term: OperandTerm) -> tuple[SumPart, ...] | None:
+    """A term as a sum of parts; None where it is not one."""
     return (SumPart(term),) if isinstance(term, Coefficient) else ctx.parts_of(term)
 
 
@@ -82,7 +84,7 @@ def format_shape(type: TensorType) -> str:
 
 
 def state_of_addition(ctx: LossContext, op: Computation) -> ValueState | None:
-    """`a + alpha * b`, `a - alpha * b`, and `b - alpha * a`."""
+    """`a + alpha * b`, `a - alpha * b`, and `b - alpha * a`. None where the general rule applies."""
     arguments = op.arguments
     if len(arguments.args) < 2:
         return None
@@ -133,7 +135,7 @@ def _merge_parts(parts: list[SumPart]) -> list[SumPart]:
 
 
 def state_of_product(ctx: LossContext, op: Computation) -> ValueState | None:
-    """A product: a weight times a sum, or entries times entries."""
+    """A product: a weight times a sum, or entries times entries. None where the general rule applies."""
     arguments = op.arguments
     terms = [t for a in arguments.args[:2] if (t := read_operand(op, a)) is not None]
     if len(terms) != 2 or are_plain(ctx, terms):
@@ -223,7 +225,7 @@ def scale_state(state: ValueState, coefficient: Coefficient) -> ValueState:
 
 
 def freeze_part(ctx: LossContext, op: Computation, part: SumPart) -> SumPart:
-    """A part as seen by an op: without its gradient where the op ran without grad mode."""
+    """A part as an op reads it: without its gradient where the op ran without grad mode."""
     if "no_grad" in op.properties and part.atom is not None and tensor_type(part.atom).requires_grad:
         return part.with_atom(
             ctx.pending.make_glue(op, "aten.detach.default", [part.atom], "$0", tensor_type(part.atom))
@@ -232,7 +234,8 @@ def freeze_part(ctx: LossContext, op: Computation, part: SumPart) -> SumPart:
 
 
 def state_of_quotient(ctx: LossContext, op: Computation) -> ValueState | None:
-    """A quotient: a sum divided by a count, a number, or entries by entries."""
+    """A quotient: a sum divided by a count, by a number, or entry by entry. None where the general rule
+    applies."""
     if op.arguments.kwargs.get("rounding_mode") is not None:
         return None
     terms = [t for a in op.arguments.args[:2] if (t := read_operand(op, a)) is not None]

@@ -1,9 +1,9 @@
-"""Ops that tell samples by their places in the batch: pick some, weigh them by number, put them in another
-order, deal their entries out.
+"""Ops that depend on the positions of samples in the batch: they pick some samples, weight them by index,
+reorder them, or move entries from one sample to another.
 
-A micro-batch has other samples in these places than the whole batch, so none of this separates, though the
-shapes say nothing of it. Only dims that are exactly the samples are looked at: rows of tokens may be cut and
-moved within their samples.
+In a micro-batch other samples have these positions than in the whole batch, so none of this is separable,
+though the shapes do not show it. Only dims that are exactly the samples are checked: rows of tokens may be
+cut and moved within their samples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WEIGHING_OPS = frozenset({"mul", "add", "sub", "div", "pow"})
 
 
 def find_misplaced(ctx: LossContext, op: Computation) -> BadState | None:
-    """An op that takes samples by their places in the batch."""
+    """The bad state of an op that depends on positions of samples in the batch, None for any other op."""
     type, result = tensor_type(op.operands[0]), tensor_type(op.results[0])
     name = op.base_name
     if name == "slice":

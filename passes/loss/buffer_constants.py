@@ -1,5 +1,5 @@
-"""Buffers that coefficients are made of, such as the weights of classes: their values when the plan is made
-are constants of the plan.
+"""Buffers that coefficients depend on, such as weights of classes: their values at compile time become
+constants of the plan.
 
 Coefficients are computed where no model is. A run compares its model's buffers with the plan's before it
 starts (`secc.runtime.training.rank_context`).
@@ -21,8 +21,8 @@ def is_known_buffer(op: Operation) -> bool:
 
 
 def replace_buffers(shop: PendingOps, value: SSAValue) -> SSAValue:
-    """An input-only value computed anew with constants in the place of buffers; the value itself if it
-    depends on none."""
+    """An input-only value computed again with constants in place of buffers; the value itself if it depends
+    on none."""
     copies: dict[SSAValue, SSAValue] = {}
 
     def copied(value: SSAValue) -> SSAValue:

@@ -29,7 +29,7 @@ SCALAR_TYPE = TensorType.from_dims([], "f64")
 
 @dataclass(frozen=True)
 class LeafFactor:
-    """The sum over the whole global batch of `value`, an input-only scalar that adds up over samples."""
+    """The sum of `value`, an input-only scalar that adds up over samples, over the whole global batch."""
 
     value: SSAValue
 
@@ -103,12 +103,12 @@ def _power_of_factor(factor: CoefficientFactor, power: int) -> Coefficient:
 
 
 def coefficient_of_factor(factor: CoefficientFactor) -> Coefficient:
-    """The coefficient that is one factor."""
+    """A factor as a coefficient."""
     return _power_of_factor(factor, 1)
 
 
 def coefficient_of_number(value: object) -> Coefficient | None:
-    """The coefficient of a number in an argument list: a Python number or an expression over sizes; None for
+    """A number in an argument list, a Python number or an expression over sizes, as a coefficient; None for
     anything else."""
     match value:
         case bool():
@@ -140,15 +140,14 @@ def sum_coefficients(parts: list[Coefficient]) -> Coefficient:
 
 
 class CoefficientEmitter:
-    """Emits coefficients as glue on float64 scalars; `leaf` gives the value that stands for the sum of a
-    leaf."""
+    """Emits coefficients as ops on float64 scalars; `leaf` gives the value of the sum of a leaf."""
 
     def __init__(self, shop: PendingOps, leaf: Callable[[SSAValue], SSAValue]) -> None:
         self.shop, self.leaf = shop, leaf
         self.known: dict[Coefficient | CoefficientFactor, SSAValue] = {}
 
     def emit_coefficient(self, coefficient: Coefficient) -> SSAValue:
-        """The value of a coefficient."""
+        """The value of a coefficient; equal coefficients are emitted once."""
         if coefficient not in self.known:
             self.known[coefficient] = self._emit_product(coefficient)
         return self.known[coefficient]

@@ -1,7 +1,8 @@
-"""How many labels of a classification loss count: those that are not ignored, each with its class's weight.
+"""The number of labels that count in a classification loss: those that are not ignored, each with its class's
+weight.
 
-The divisor of a mean must be known before any forward. Labels made of inputs are compared with the ignored
-index; labels that a block decides (the argmax of a teacher) are never negative, so only a mask made of inputs
+The divisor of a mean must be known before any forward. Labels that inputs give are compared with the ignored
+index; labels that a block computes (the argmax of a teacher) are never negative, so only a mask from inputs
 can ignore them.
 """
 
@@ -35,8 +36,8 @@ class AllLabels(Enum):
 
 
 def count_labels(ctx: LossContext, op: Computation) -> Coefficient | None:
-    """The number of labels that `op`, a loss on (scores, labels, weight), counts; None where inputs alone do
-    not decide it."""
+    """The number of labels that count in `op`, a loss on (scores, labels, weight); None where inputs alone do
+    not determine it."""
     labels = op.operands[1]
     mask = mask_counted_labels(ctx, op, labels, get_argument(op, 4, "ignore_index", -100))
     if len(op.operands) > 2:
@@ -71,7 +72,8 @@ def _sum_label_weights(ctx: LossContext, op: Computation, mask: SSAValue) -> SSA
 def mask_counted_labels(
     ctx: LossContext, op: Computation, labels: SSAValue, ignored: Any
 ) -> SSAValue | AllLabels | None:
-    """A mask, made of inputs alone, of the labels that are not `ignored`."""
+    """A mask, computed from inputs alone, of the labels that are not `ignored`; None where there is no such
+    mask."""
     type = TensorType.from_dims(tensor_type(labels).shape, "bool")
     if ctx.is_input_only(labels):
         return ctx.pending.make_glue(op, "aten.ne.Scalar", [labels], f"$0, {ignored}", type)

@@ -1,5 +1,5 @@
 """Rules for ops that are linear in one operand: views, selections, casts, masks, contractions. They apply to
-each part of a sum alone."""
+each part of a sum separately."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from secc.passes.loss.value_states import LocalState, StackState, SumPart, SumSt
 
 
 def state_of_linear(ctx: LossContext, op: Computation) -> ValueState | Sequence[ValueState] | None:
-    """An op that is linear in operand 0, the others being rows."""
+    """An op that is linear in operand 0; the other operands are rows."""
     if (
         not op.operands
         or ctx.state_of(op.operands[0]) == LocalState()
@@ -73,7 +73,7 @@ def state_of_cast(ctx: LossContext, op: Computation) -> ValueState | Sequence[Va
 
 
 def state_of_where(ctx: LossContext, op: Computation) -> ValueState | None:
-    """`where(mask, a, b)`: the mask is rows; a is kept where it holds, b elsewhere."""
+    """`where(mask, a, b)` with a mask of rows: `a` where it holds, `b` elsewhere."""
     mask, *choices = (read_operand(op, a) for a in op.arguments.args)
     if not isinstance(mask, SSAValue) or not ctx.is_plain(mask) or len(choices) != 2:
         return None
@@ -95,7 +95,7 @@ def state_of_where(ctx: LossContext, op: Computation) -> ValueState | None:
 
 
 def state_of_masked_fill(ctx: LossContext, op: Computation) -> ValueState | None:
-    """Filling with 0 is linear; another value is not followed."""
+    """Filling with 0 is linear; other values are not followed."""
     value = get_argument(op, 2, "value")
     if (
         len(op.operands) != 2
@@ -113,7 +113,7 @@ def state_of_masked_fill(ctx: LossContext, op: Computation) -> ValueState | None
 
 
 def state_of_stack(ctx: LossContext, op: Computation) -> ValueState | None:
-    """Scalars put beside each other keep their own states."""
+    """Scalars that are stacked keep their own states."""
     refs = op.arguments.args[0]
     if not all(
         isinstance(ctx.state_of(o), LocalState | SumState) and has_one_entry(tensor_type(o))
@@ -126,7 +126,7 @@ def state_of_stack(ctx: LossContext, op: Computation) -> ValueState | None:
 
 
 def state_of_contraction(ctx: LossContext, op: Computation) -> ValueState | None:
-    """Matrix products: linear in both operands; contracting the samples is a sum over them."""
+    """Matrix products: linear in both operands; a contraction over the samples is a sum over them."""
     left, right = (read_operand(op, a) for a in op.arguments.args[:2])
     if not isinstance(left, SSAValue) or not isinstance(right, SSAValue):
         return None

@@ -1,9 +1,9 @@
-"""Scalars that forward returns beside the loss, which a run logs: terms without a gradient, under ids that
-name them.
+"""Scalars that forward returns in addition to the loss, for the run's log: terms without a gradient, with ids
+that name them.
 
-A scalar that separates by sample as a loss does is summed and divided as its terms are, so that what is
-logged is that of the whole global batch. Any other is the mean of what the micro-batches have, weighted by
-their samples, and the plan says so.
+A scalar that is separable by sample is summed and divided as the loss's terms are, so the log has its value
+for the whole global batch. Any other is logged as the mean of the micro-batches' values, weighted by their
+samples, and the plan says so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOGGED_PREFIX = "log:"  # of a term's id; the name follows, and a colon
 
 
 def find_logged(context: LossContext) -> tuple[dict[str, list[SumPart]], list[str]]:
-    """The parts of each scalar of a case by name, and a note for each that does not separate."""
+    """The parts of each logged scalar of a case by name, and a note for each that is not separable."""
     end = context.case.ops[-1]
     assert isinstance(end, ReturnOp)
     found: dict[str, list[SumPart]] = {}

@@ -1,5 +1,5 @@
-"""What every rule may ask while one case's loss is walked: states, sample dims, whether a value depends on
-inputs alone, coefficients."""
+"""The facts that rules may use while the loss of one case is followed: states, sample dims, whether a value
+depends on inputs alone, coefficients."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class LossContext:
                 self.given_values.update(op.results)
 
     def is_random_of_inputs(self, value: SSAValue) -> bool:
-        """Whether a value comes from inputs and random numbers alone."""
+        """Whether a value depends on inputs and random numbers alone."""
         queue, seen = [value], set[SSAValue]()
         while queue:
             op = producer_of(queue.pop())
@@ -88,17 +88,17 @@ class LossContext:
         return value in self.input_only_values
 
     def sample_dims(self, type: TensorType) -> list[int]:
-        """The dims of a tensor that carry samples."""
+        """The dims of a tensor that grow with the samples."""
         return [
             i for i, dim in enumerate(type.shape) if {str(s) for s in dim.free_symbols} & self.sample_symbols
         ]
 
     def carries_samples(self, value: SSAValue) -> bool:
-        """Whether a value has a dim that carries samples."""
+        """Whether a value has a dim that grows with the samples."""
         return bool(self.sample_dims(tensor_type(value)))
 
     def state_of(self, value: SSAValue) -> ValueState:
-        """The state of a value; atoms made while walking are Local."""
+        """The state of a value; values created on the way are local."""
         return self.states.get(value, LocalState())
 
     def parts_of(self, value: SSAValue) -> tuple[SumPart, ...] | None:
@@ -112,7 +112,7 @@ class LossContext:
                 return None
 
     def is_plain(self, value: SSAValue) -> bool:
-        """Whether a value may be used as it is in an op that is not linear."""
+        """Whether an op that is not linear may use a value as it is."""
         state = self.state_of(value)
         if isinstance(state, LocalState):
             return True
@@ -124,7 +124,7 @@ class LossContext:
 
     def coefficient_of(self, value: SSAValue) -> Coefficient | None:
         """A one-entry value as a coefficient, if it depends on inputs and sizes alone and adds up over
-        samples or is made from no input."""
+        samples, or depends on no input."""
         if not has_one_entry(tensor_type(value)):
             return None
         state = self.state_of(value)
@@ -134,7 +134,7 @@ class LossContext:
         return sum_coefficients([c for c in found if c is not None]) if found and None not in found else None
 
     def coefficient_of_part(self, part: SumPart) -> Coefficient | None:
-        """A part as a coefficient, where its atom is one entry known before any forward."""
+        """A part as a coefficient, where its atom is one entry that is known before any forward."""
         if part.atom is None:
             return part.coefficient
         if not has_one_entry(tensor_type(part.atom)) or not self.is_input_only(part.atom):
@@ -148,7 +148,7 @@ class LossContext:
         )
 
     def apply_to_coefficients(self, op: Computation) -> Coefficient | None:
-        """An op on coefficients as a coefficient."""
+        """An op on coefficients as a coefficient; None where an operand is none."""
         operands = [self.coefficient_of(o) for o in op.operands]
         if (
             not isinstance(op, GlueOp)
@@ -161,8 +161,8 @@ class LossContext:
         return coefficient_of_factor(AppliedFactor(op, known)) if len(known) == len(operands) else None
 
     def literal_value(self, value: Any) -> float | None:
-        """The number that an argument is or that a tensor made of Python data holds, in all of its
-        entries."""
+        """The number of an argument, or of a tensor from Python data that holds it in all entries; None for
+        anything else."""
         owner = value.owner if isinstance(value, SSAValue) else None
         if isinstance(owner, ConstOp):
             text = owner.attributes.get("value")
@@ -197,20 +197,20 @@ class LossContext:
 
     def selected_row_count(self, symbol: str) -> SSAValue:
         """The number of rows that a mask selects, as an input-only scalar. Raises UserError where inputs
-        alone do not decide it."""
+        alone do not determine it."""
         if symbol not in self._rows:
             self._rows[symbol] = count_rows(self, symbol)
         return self._rows[symbol]
 
     def depends_on_batch(self, coefficient: Coefficient) -> bool:
-        """Whether a coefficient differs between a micro-batch and the whole batch because more samples are in
-        it."""
+        """Whether a coefficient differs between a micro-batch and the whole batch because that has more
+        samples."""
         return bool(coefficient.factors) or bool(
             {str(s) for s in coefficient.size.free_symbols} & self.sample_symbols
         )
 
     def refuse_op(self, op: Operation, why: str, remedy: str = DEFAULT_REMEDY) -> BadState:
-        """The state of a value that `op` makes by mixing samples."""
+        """The bad state of a value for which `op` mixes samples."""
         target = op.properties.get("target")
         name = getattr(target, "data", op.name)
         return BadState(f"{NOT_SEPARABLE}{name} {why}", op, remedy)
@@ -222,13 +222,13 @@ def is_floating(type: TensorType) -> bool:
 
 
 def has_one_entry(type: TensorType) -> bool:
-    """Whether a tensor has exactly one entry, whatever the sizes."""
+    """Whether a tensor has exactly one entry, for all sizes."""
     return all(d == 1 for d in type.shape)
 
 
 def count_rows(ctx: LossContext, symbol: str) -> SSAValue:
-    """The number that a data symbol stands for: the sum of the mask that selects its rows, or the length of
-    what inputs select."""
+    """The number that a data symbol stands for: the sum of the mask that selects its rows, or the length of a
+    selection from inputs. Raises UserError where inputs alone do not determine it."""
     for op in ctx.case.ops:
         if not isinstance(op, GlueOp):
             continue

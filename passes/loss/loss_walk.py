@@ -1,4 +1,4 @@
-"""The walk over one case's ops from inputs to the loss: each op's rule gives the states of its results."""
+"""Follows one case from inputs to the loss: each op's rule gives the states of its results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ STATE_RULES: dict[str, LossRule] = (
 
 
 def walk_loss(graph: GraphOp, case: CaseOp, accept: Collection[str] = ()) -> tuple[LossContext, ValueState]:
-    """Facts about a case and the state of its loss; `accept` names approximations that may be taken."""
+    """Facts about a case and the state of its loss; `accept` names the approximations that may be taken."""
     context = LossContext(graph, case, accept)
     end = case.ops[-1]
     assert isinstance(end, ReturnOp)
@@ -63,8 +63,8 @@ def walk_loss(graph: GraphOp, case: CaseOp, accept: Collection[str] = ()) -> tup
 
 
 def walk_logged(context: LossContext, value: SSAValue) -> ValueState:
-    """The state of a scalar that is logged. What the loss does not need is walked here: nothing of it refuses
-    a model."""
+    """The state of a logged scalar. Ops that the loss does not need are followed here; none of them makes
+    secc refuse the model."""
     try:
         _walk_ops(context, ops_behind(value))
     except UserError as error:

@@ -1,8 +1,8 @@
-"""A place for ops that a rewrite may need: made detached, and put before the end of the case only if
-something uses them.
+"""Ops that a rewrite may need: created detached, and inserted before the end of the case only if something
+uses them.
 
-Walking the loss makes an op for every way the loss could have been followed; only those that a term needs
-become part of the case.
+Following the loss creates an op for every way in which it could continue; only those that a term needs enter
+the case.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ AnyOp = TypeVar("AnyOp", bound=Operation)
 
 
 class PendingOps:
-    """Makes ops for one case."""
+    """Creates ops for one case."""
 
     def __init__(self) -> None:
         self.ops: list[Operation] = []
 
     def add_op(self, op: AnyOp) -> AnyOp:
-        """Keep an op that was made elsewhere."""
+        """Keeps an op that was created elsewhere; returns it."""
         self.ops.append(op)
         return op
 
     def make_glue(
         self, like: Computation, target: str, operands: list[SSAValue], args: str, type: TensorType
     ) -> SSAValue:
-        """A new op in the place (file:line, grad mode, autocast) of `like`."""
+        """A new op with the source line, grad mode and autocast of `like`; returns its result."""
         inherited = {
             k: v for k, v in like.properties.items() if k in {"no_grad", "autocast", "where", "section"}
         }
@@ -46,8 +46,8 @@ class PendingOps:
     def rebuild_op(
         self, op: Computation, replaced: Mapping[int, SSAValue], args: str | None = None
     ) -> list[SSAValue]:
-        """The results of `op` with other operands (by position) or arguments; those of `op` itself where
-        nothing differs."""
+        """The results of `op` with other operands (by position) or arguments; its own results if nothing
+        differs."""
         operands = [replaced.get(i, operand) for i, operand in enumerate(op.operands)]
         if args is None and all(a is b for a, b in zip(operands, op.operands, strict=True)):
             return list(op.results)
@@ -67,7 +67,7 @@ class PendingOps:
         return list(self.add_op(new).results)
 
     def commit_needed(self, case: CaseOp, needed: Iterable[Operation]) -> None:
-        """Put the needed ops and what they use before the case's end; drop the others."""
+        """Inserts the needed ops, and those that they use, before the case's end; erases the others."""
         wanted = set[Operation]()
         stack = list(needed)
         while stack:
@@ -85,18 +85,18 @@ class PendingOps:
 
 
 def with_gradient_of(type: TensorType, operands: list[SSAValue], no_grad: bool) -> TensorType:
-    """`type` with a gradient exactly if one flows into it."""
+    """`type` with a gradient if and only if one of `operands` requires a gradient and grad mode is on."""
     grad = not no_grad and any(tensor_type(o).requires_grad for o in operands)
     return TensorType.from_dims(type.shape, type.dtype.data, grad)
 
 
 def get_argument(op: Computation, position: int, name: str, default: Any = None) -> Any:
-    """An argument of the recorded call, by position or name; trailing defaults are not recorded."""
+    """An argument of the recorded call, by position or name, `default` where it was not given."""
     return op.arguments.get(position, name, default)
 
 
 def format_with_argument(op: Computation, position: int, name: str, value: Any) -> str:
-    """The argument list with one argument set."""
+    """The argument list with one argument set, as text."""
     arguments = op.arguments
     if position < len(arguments.args):
         arguments.args[position] = value

@@ -22,7 +22,7 @@ REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM = 0, 1, 2
 
 
 def normalize_dims(value: Any, rank: int) -> list[int]:
-    """The dims that a `dim` argument names, counted from the front; all for none."""
+    """The dims that a `dim` argument names, counted from the front; all dims for None or []."""
     if value is None or value == []:
         return list(range(rank))
     dims = cast("list[int]", value if isinstance(value, list | tuple) else [value])
@@ -30,7 +30,7 @@ def normalize_dims(value: Any, rank: int) -> list[int]:
 
 
 def state_of_sum_or_mean(ctx: LossContext, op: Computation) -> ValueState | None:
-    """`sum` and `mean`, over all dims or some."""
+    """`sum` and `mean`, over all dims or some. None where the general rule applies."""
     value = op.operands[0]
     type = tensor_type(value)
     dim_argument = None if op.callee.endswith(".default") else get_argument(op, 1, "dim")
@@ -75,7 +75,7 @@ def _reduce_stack(stack: StackState, mean: bool) -> ValueState:
 
 
 def state_of_other_reduction(ctx: LossContext, op: Computation) -> ValueState | None:
-    """A reduction that is not linear: fine inside a sample, never over samples."""
+    """A reduction that is not linear: allowed inside a sample, bad over samples."""
     name = op.base_name
     type = tensor_type(op.operands[0])
     if len(op.operands) > 1 or not ctx.sample_dims(type):
@@ -135,7 +135,7 @@ def state_of_loss(ctx: LossContext, op: Computation) -> ValueState | None:
 
 
 def states_of_label_loss(ctx: LossContext, op: Computation) -> ValueState | Sequence[ValueState] | None:
-    """`nll_loss`: the negative log likelihood of labels, some ignored; the mean divides by the (weighted)
+    """`nll_loss`: the negative log-likelihood of labels, some ignored; the mean divides by the (weighted)
     number of the others."""
     type = tensor_type(op.operands[0])
     reduction = get_argument(op, 3, "reduction", REDUCTION_MEAN)

@@ -1,4 +1,5 @@
-"""Rules for ops that mix along a dim, and the rule for every op that no table knows: its shapes decide."""
+"""Rules for ops that mix entries along a dim, and the general rule by shapes for every op without an entry in
+a table."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ STATE_REMEDY = (
 
 
 def find_mixing(ctx: LossContext, op: Computation) -> BadState | None:
-    """A known op that makes each sample depend on others."""
+    """The bad state of an op that is known to make samples depend on each other, None for any other op."""
     name = op.base_name
     if not op.operands or (ctx.is_input_only(op.results[0]) and not is_floating(tensor_type(op.results[0]))):
         return None  # positions and offsets that inputs give are bookkeeping
@@ -63,8 +64,8 @@ def _check_batch_norm(ctx: LossContext, op: Computation, position: int | None) -
 
 
 def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
-    """A block's call: exact on rows; an output without samples, made of samples, is a reduction that nobody
-    can look into."""
+    """A block's call is exact on rows; an output without samples, computed from samples, is a reduction
+    inside the block that nothing is known about."""
     block = ctx.graph.blocks[op.target.data]
     if block.couples is not None:
         remedies = {"batch norm": BATCH_NORM_REMEDY, "gradients": FREQUENCY_REMEDY, "a tensor": STATE_REMEDY}
@@ -90,7 +91,7 @@ def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
 
 
 def states_of_other(ctx: LossContext, op: Computation) -> list[ValueState]:
-    """The rule for every other op: functions of coefficients are coefficients; rows stay rows."""
+    """The general rule: functions of coefficients are coefficients; rows stay rows."""
     if op.base_name in FACTORY_OPS:
         return [LOCAL_STATE] * len(op.results)
     if not all(ctx.is_plain(o) for o in op.operands):
@@ -117,7 +118,7 @@ def _states_of_summed(ctx: LossContext, op: Computation) -> list[ValueState]:
 
 
 def find_sum_origin(ctx: LossContext, op: Operation) -> str:
-    """Where the sum that `op` takes was made."""
+    """The source line of the sum that `op` takes, "" where it is the op's own."""
     for value in op.operands:
         for part in ctx.parts_of(value) or ():
             where = part.origin.properties.get("where") if part.origin is not None else None
@@ -134,8 +135,8 @@ def _state_by_shape(ctx: LossContext, op: Computation, index: int) -> ValueState
 
 
 def find_pairing(ctx: LossContext, op: Computation, result: SSAValue) -> BadState | None:
-    """An op whose result has more dims that carry samples than its operands: in-batch negatives. Masks made
-    of inputs may be so."""
+    """The bad state of an op with a result that has more sample dims than its operands, as in-batch negatives
+    have. Masks from inputs may be so."""
     most = max((len(ctx.sample_dims(tensor_type(o))) for o in op.operands), default=0)
     if len(ctx.sample_dims(tensor_type(result))) <= max(most, 1) or ctx.is_input_only(result):
         return None

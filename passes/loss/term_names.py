@@ -1,5 +1,5 @@
-"""Names that all cases share: a term or a leaf that two captures have in common has one id, found from what
-computes it."""
+"""Names that all cases share: a term or leaf that two captures have in common has one id, derived from the
+ops that compute it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ CONSTANT_TERM = "constant"
 
 
 class StructureDigests:
-    """How values are computed, as digests: equal for values that the same ops compute from the same sources,
-    in any case."""
+    """Digests of how values are computed: equal for values that equal ops compute from equal sources, in any
+    case."""
 
     def __init__(self) -> None:
         self.known: dict[SSAValue, str] = {}
@@ -72,7 +72,7 @@ def _operands_of(value: SSAValue) -> list[SSAValue]:
 
 
 class TermNames:
-    """Ids of terms and leaves, given out in the order in which the cases show them."""
+    """Assigns ids to terms and leaves in the order of their first occurrence."""
 
     def __init__(self) -> None:
         self.terms: dict[tuple[object, ...], str] = {}
@@ -80,7 +80,7 @@ class TermNames:
         self.leaves: dict[str, str] = {}
 
     def name_term(self, key: tuple[object, ...], label: str) -> str:
-        """The id of the term with an identity; the first of a label is called by it alone."""
+        """The id of the term with identity `key`; the first term with a label is named by the label alone."""
         if key not in self.terms:
             number = self.labels.get(label, 0)
             self.labels[label] = number + 1
@@ -96,8 +96,8 @@ class TermNames:
 
 
 def part_identities(parts: list[SumPart]) -> list[tuple[object, ...]]:
-    """An identity for each part of one case: where it is summed, by which op, what blocks feed it, and which
-    of those it is."""
+    """An identity for each part of one case: where it is summed, by which op, the blocks behind it, and its
+    number among parts with the same of these."""
     seen: dict[tuple[object, ...], int] = {}
     found: list[tuple[object, ...]] = []
     for part in parts:
@@ -111,7 +111,7 @@ def part_identities(parts: list[SumPart]) -> list[tuple[object, ...]]:
 
 
 def nearest_blocks(op: Operation) -> tuple[str, ...]:
-    """The blocks whose results reach an op through glue alone."""
+    """The blocks with results that reach an op through glue alone."""
     found: set[str] = set()
     seen: set[Operation] = set()
     stack = [op]
@@ -128,7 +128,7 @@ def nearest_blocks(op: Operation) -> tuple[str, ...]:
 
 
 def term_label(part: SumPart) -> str:
-    """What a term is called after."""
+    """The label of a term: the loss that it sums, or "constant"."""
     if not part.summed or part.origin is None:
         return CONSTANT_TERM
     name = part.origin.base_name

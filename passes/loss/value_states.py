@@ -1,10 +1,12 @@
-"""What is known about a value while a loss is walked: whether a micro-batch computes it as the whole batch
+"""What is known about a value while a loss is followed: whether a micro-batch computes it as the whole batch
 would, and if not, as which sum.
 
-`Local`   any micro-batch computes its own rows of the value exactly (or the whole value, where it depends on
-no sample). `Sum`     the value is a sum of parts, coefficient times atom; atoms are computed by
-micro-batches. `Stack`   several scalars in one tensor, each with a state of its own. `Bad`     the value
-mixes samples in a way that no sum over samples can express; an error only if the loss needs it.
+`LocalState`   any micro-batch computes its own rows of the value exactly (or the whole value, if it depends
+on no sample).
+`SumState`     the value is a sum of parts, coefficient times atom; micro-batches compute the atoms.
+`StackState`   several scalars in one tensor, each with a state of its own.
+`BadState`     the value mixes samples in a way that no sum over samples expresses; an error only if the loss
+needs it.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from secc.passes.loss.coefficient import Coefficient
 
 @dataclass(frozen=True)
 class SumPart:
-    """`coefficient * atom`. The atom is None for a plain coefficient; `summed` if it is a sum over samples,
-    made by `origin`."""
+    """`coefficient * atom`. The atom is None for a plain coefficient. `summed`: it is a sum over samples,
+    computed by `origin`."""
 
     coefficient: Coefficient
     atom: SSAValue | None = None
@@ -36,8 +38,8 @@ class SumPart:
 
 @dataclass(frozen=True)
 class LocalState:
-    """Exact in any micro-batch. `parts`, where there are any, say the same with widths of the whole batch
-    taken out."""
+    """Exact in any micro-batch. `parts`, if any, is the same value with widths of the whole batch factored
+    out."""
 
     parts: tuple[SumPart, ...] = ()
 

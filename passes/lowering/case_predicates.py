@@ -1,7 +1,7 @@
-"""Which ways of computing something are one, and what tells the others apart: optional keys and guards.
+"""Merges equal paths through a section, and finds what tells the others apart: optional keys and guards.
 
-A way is what a section computes in one case. Ways with the same code are one where a boolean guard is the
-only difference and both outcomes were captured, and where the optional keys that differ change nothing.
+A path is the code that a section runs in one case. Paths with the same code are merged where a boolean guard
+is the only difference and both outcomes were captured, and where optional keys that differ change nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ InputPattern = frozenset[str]
 
 @dataclass(frozen=True)
 class CasePath:
-    """What a case computes, as canonical text, with the guards it holds under: (canonical text of the value
-    read, outcome)."""
+    """The code of a section in a case, as canonical text, with the guards it holds under: (canonical text of
+    the value read, outcome)."""
 
     pattern: InputPattern
     text: str
@@ -27,13 +27,14 @@ class CasePath:
 
     @property
     def identity(self) -> tuple[str, frozenset[tuple[str, str]]]:
-        """What makes two ways one, whatever case they were found in."""
+        """Equal for equal paths of different cases."""
         return self.text, self.guards
 
 
 @dataclass(frozen=True)
 class CasePredicate:
-    """A way and the patterns, restricted to the keys that matter (`telling`), under which it is taken."""
+    """A path and the patterns under which it is taken, restricted to the keys that matter
+    (`distinguishing_keys`)."""
 
     path: CasePath
     patterns: tuple[InputPattern, ...]
@@ -41,7 +42,7 @@ class CasePredicate:
 
 
 def merge_paths(ways: Iterable[CasePath]) -> list[CasePredicate]:
-    """The distinct ways, each with its patterns, in the order in which they were first met."""
+    """The distinct paths, each with its patterns, in order of first occurrence."""
     by_pattern: dict[InputPattern, list[CasePath]] = {}
     for way in ways:
         by_pattern.setdefault(way.pattern, []).append(way)

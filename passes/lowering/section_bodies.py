@@ -1,8 +1,7 @@
-"""Cuts the ops of a body out of a case: one section's part, a leaf of the loss, the coefficients of its
-terms.
+"""Extracts ops of a body from a case: one section's ops, a leaf of the loss, the coefficients of its terms.
 
-A part is a list of clones. Values from other sections become `sec.receive`, values for them `sec.send`; ops
-in no section are cloned along with whatever needs them.
+The result is a list of clones. Values from other sections become `sec.receive`, values for them `sec.send`;
+ops in no section are cloned wherever they are needed.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ _DATA_SYMBOL = re.compile(rf"\b{DATA_SYMBOL_PREFIX}\d+\b")
 
 
 def extract_section_ops(case: CaseOp, section: str, guards: Sequence[GuardOp]) -> list[Operation]:
-    """The section's ops with its receives, sends and the numerators of its terms, and `guards` with what they
-    read."""
+    """The section's ops with its receives, sends and numerators of its terms, and `guards` with the ops that
+    they read."""
     members = [op for op in case.ops if section_of(op) == section]
     needed = _collect_dependencies(members, lambda op: _is_received(op, section)) | _collect_dependencies(
         guards, lambda op: False
@@ -60,13 +59,13 @@ def extract_section_ops(case: CaseOp, section: str, guards: Sequence[GuardOp]) -
 
 
 def extract_leaf_ops(case: CaseOp, name: str) -> list[Operation]:
-    """What a leaf is computed from, and the leaf itself; nothing if the case does not have it."""
+    """The ops that compute a leaf, and the leaf; [] if the case does not have it."""
     found = [op for op in case.ops if isinstance(op, LeafOp) and op.sym.data == name]
     return _clone_needed(case, found)
 
 
 def extract_coefficient_ops(case: CaseOp) -> list[Operation]:
-    """Each term with its coefficient alone, computed from the leaves' sums and the sizes of the whole global
+    """Each term with only its coefficient, computed from the leaves' sums and sizes of the whole global
     batch."""
     terms = [op for op in case.ops if isinstance(op, TermOp)]
     roots = [producer_of(op.coefficient) for op in terms if op.coefficient is not None]
@@ -88,20 +87,19 @@ def extract_coefficient_ops(case: CaseOp) -> list[Operation]:
 
 
 def extract_guard_ops(case: CaseOp, guard: GuardOp) -> list[Operation]:
-    """What the value of a guard is computed from."""
+    """The ops that compute the value of a guard."""
     return _clone_needed(case, [producer_of(guard.value)])
 
 
 def guards_before_section(case: CaseOp, section: str) -> list[GuardOp]:
-    """The guards that can decide what a section does: those that were read before one of its ops was
-    recorded."""
+    """The guards that can decide what a section does: those read before one of its ops was recorded."""
     ops = case.ops
     last = max((i for i, op in enumerate(ops) if section_of(op) == section), default=-1)
     return [op for op in ops[: last + 1] if isinstance(op, GuardOp)]
 
 
 def make_body(name: str, section: str, when: Iterable[str], ops: Sequence[Operation]) -> BodyOp:
-    """A body of these ops."""
+    """A `sec.body` with these ops."""
     properties = {
         "sym": StringAttr(name),
         "section": SymbolRefAttr(section),
@@ -111,9 +109,9 @@ def make_body(name: str, section: str, when: Iterable[str], ops: Sequence[Operat
 
 
 def canonical_text(ops: Sequence[Operation]) -> str:
-    """A text that parts have in common if they compute the same: without names of values and without places.
+    """A text that is equal for bodies that compute the same: without names of values and source lines.
 
-    The sizes that inputs' values decide are numbered case by case, so they are counted anew here.
+    Symbols of sizes that inputs' values decide are numbered per case, so they are renumbered here.
     """
     for op in ops:
         op.properties.pop("where", None)

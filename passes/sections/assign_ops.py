@@ -1,9 +1,9 @@
-"""Puts the ops of every case into sections, once the blocks have theirs.
+"""Assigns the ops of every case to sections, once the blocks have theirs.
 
-Glue goes to the section of its latest producer, so that data only ever flows from earlier to later sections.
-Glue that depends on no block but reads parameters (an embedding lookup) goes where it is used first. Where an
-edge cannot carry a result to a section that uses it, the consumer computes it from what an edge can carry;
-glue is cheap. Input-only glue stays in no section.
+Glue goes to the section of its latest producer, so that data only flows from earlier to later sections. Glue
+that depends on no block but reads parameters (an embedding lookup) goes where it is used first. Where an edge
+cannot carry a result to a section that uses it, the consumer computes it again from values that an edge can
+carry; glue is cheap. Input-only glue stays in no section.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from secc.ir.dialect.tensor_type import tensor_type
 
 
 def assign_sections(graph: GraphOp) -> None:
-    """Give every call, model-dependent glue and term its section, by the sections' order and blocks; then the
-    sections their modes."""
+    """Gives every call, model-dependent glue and term its section, by the sections' order and blocks; then
+    the sections their modes."""
     for case in graph.cases:
         _CaseAssignment(graph, case).assign_case()
     for section in graph.sections:
@@ -119,7 +119,7 @@ class _CaseAssignment:
 
 
 def duplicate_op(op: Operation, section: str) -> None:
-    """Compute `op` once more, for its uses in `section`."""
+    """Computes `op` a second time, for its uses in `section`."""
     copy = op.clone()
     set_section(copy, section)
     block = op.parent_block()
@@ -130,7 +130,7 @@ def duplicate_op(op: Operation, section: str) -> None:
 
 
 def update_section_mode(graph: GraphOp, section: SectionOp) -> None:
-    """The mode that a section's ops need: gradients of parameters, of received tensors only, or none."""
+    """Sets the mode that a section's ops need: gradients of parameters, of received tensors only, or none."""
     cases = [(case, [op for op in case.ops if section_of(op) == section.sym.data]) for case in graph.cases]
     section.mode = StringAttr(
         strongest_mode(
@@ -140,7 +140,7 @@ def update_section_mode(graph: GraphOp, section: SectionOp) -> None:
 
 
 def required_modes(ops: Iterable[Operation], wanted: Collection[SSAValue]) -> set[str]:
-    """The modes that ops need, of whose results and operands gradients reach those `wanted`."""
+    """The modes that ops need, if `wanted` are the values that a gradient of the loss reaches."""
     return {_required_mode(op, wanted) for op in ops}
 
 

@@ -81,7 +81,7 @@ class BlockGroup:
     notes: list[str] = field(default_factory=list[str])  # what joined it, and why
 
     def absorb(self, other: BlockGroup) -> None:
-        """Take the blocks of `other`; the heavier of the two gives the component."""
+        """Takes the blocks of `other`; the component is that of the heavier group."""
         if other.weight > self.weight:
             self.component = other.component
         self.blocks += other.blocks
@@ -106,8 +106,8 @@ class BlockGrouping:
         return {(home[a], home[b]) for a, b in self._links.flows if home[a] != home[b]}
 
     def find_neighbours(self, group: BlockGroup) -> list[BlockGroup]:
-        """The groups that `group` exchanges values with; if there are none, those whose values meet its own
-        in glue."""
+        """The groups that exchange values with `group`; if there are none, those with values that meet its
+        own in glue."""
         home, me = self._group_of_block(), self.groups.index(group)
         for links in (self._links.flows, self._links.met_in_glue):
             pairs = [(home[a], home[b]) for a, b in links]
@@ -121,7 +121,7 @@ class BlockGrouping:
         return any(self.groups[b] is group for _, b in self.group_flows())
 
     def find_cycles(self) -> list[list[BlockGroup]]:
-        """Groups that depend on each other both ways."""
+        """Sets of groups that depend on each other both ways."""
         return [
             [self.groups[i] for i in sorted(c)]
             for c in digraph.find_cycles(range(len(self.groups)), self.group_flows())
@@ -134,14 +134,14 @@ class BlockGrouping:
         return digraph.is_acyclic(range(len(self.groups)), merged)
 
     def merge_groups(self, keep: BlockGroup, other: BlockGroup, why: str) -> None:
-        """Make `other` a part of `keep`, and note why."""
+        """Merges `other` into `keep`, and notes why."""
         keep.notes.append(f"{other.component} joined {keep.component}: {why}")
         keep.absorb(other)
         self.groups.remove(other)
 
     def sort_groups(self) -> list[BlockGroup]:
-        """Producers first; among free choices conditional groups before those that are always active, and
-        those without backward first."""
+        """Groups with producers first; ties: conditional groups before those that are always active, then
+        those without backward."""
 
         def key(i: int) -> tuple[bool, int, int]:
             group = self.groups[i]
@@ -153,8 +153,8 @@ class BlockGrouping:
         ]
 
     def adopt_idle_blocks(self, idle: Iterable[BlockOp]) -> None:
-        """Give blocks that no case calls to the group of their component, or to the largest: their parameters
-        need a home."""
+        """Adds blocks that no case calls to the group of their component, or to the largest: some section
+        must hold their parameters."""
         for block in idle:
             same = [g for g in self.groups if g.component == component_of(block)]
             max(same or self.groups, key=lambda g: g.weight).blocks.append(block.path.data)
@@ -166,8 +166,8 @@ class BlockGrouping:
 def form_initial_groups(
     graph: GraphOp, each_block: bool, pinned: Mapping[str, str]
 ) -> tuple[list[BlockGroup], list[BlockOp]]:
-    """The blocks by the section they are pinned to, else by component, predicate and mode (or one by one);
-    and those that no case calls."""
+    """Groups the blocks by the section they are pinned to, else by component, predicate and mode (or one by
+    one). Returns the groups, and the blocks that no case calls."""
     calls: dict[str, list[CallOp]] = {}
     for case in graph.cases:
         for op in case.ops:
@@ -192,9 +192,10 @@ def form_initial_groups(
 
 
 def parse_section_pins(graph: GraphOp, sections: Iterable[str]) -> dict[str, str]:
-    """The user's choices "name=path+path", as the section's name for each block at or below the module paths.
+    """Parses the user's sections "name=path+path" into the section of each block at or below the module
+    paths.
 
-    Raises UserError for a choice that cannot be read, that finds no block or that takes another's.
+    Raises UserError for a text that cannot be read, that matches no block or a block of another section.
     """
     chosen: dict[str, str] = {}
     for text in sections:
@@ -219,7 +220,7 @@ def parse_section_pins(graph: GraphOp, sections: Iterable[str]) -> dict[str, str
 
 
 def component_of(block: BlockOp) -> str:
-    """The component of a block; a block is its own where none is declared."""
+    """The component of a block, or the block's own path where none is declared."""
     return block.component.data if block.component is not None else block.path.data
 
 

@@ -9,7 +9,7 @@ from secc.passes.sections.assign_ops import update_section_mode
 
 
 def merge_sections(graph: GraphOp, a: str, b: str) -> SectionOp:
-    """Merge two sections, and those between them, into the one with the most parameters; returns it."""
+    """Merges two sections, and those between them, into the one with the most parameters; returns it."""
     flows = section_flows(graph)
     sections = {s.sym.data: s for s in graph.sections}
     members = [
@@ -54,7 +54,7 @@ def section_flows(graph: GraphOp) -> set[tuple[str, str]]:
 
 
 def add_section_notes(section: SectionOp, *notes: str) -> None:
-    """Keep what was done to a section for the report, in its attribute `notes`."""
+    """Adds notes for the report to a section's attribute `notes`."""
     if notes:
         section.attributes["notes"] = strings_attr([*get_strings(section, "notes"), *notes])
 

@@ -1,5 +1,5 @@
-"""Prints the ops of a `sec.body` as the lines of a Python method: the user's blocks called in order, glue
-spelt out.
+"""Prints the ops of a `sec.body` as the lines of a Python method: calls of the user's blocks in order, and
+the ops between them.
 
 An op is one line. Lines under `no_grad` or autocast are grouped below one `with`. Every symbol that a line
 uses is read from the batch's shapes at the top. A comment gives the user's file:line where it changes.
@@ -44,7 +44,7 @@ _MODULE_NAMESPACES = {"aten": "aten", "secc": "kernels"}  # what the section's m
 
 @dataclass(frozen=True)
 class CodeLine:
-    """A line of code with the context managers it runs under and the place it comes from."""
+    """A line of code with the context managers it runs under and its source line."""
 
     text: str
     context: str = ""
@@ -70,13 +70,14 @@ class BodyPrinter:
     )  # names of vocabularies that ranks have parts of, by their sizes
 
     def print_lines(self, ops: Sequence[Operation]) -> list[str]:
-        """The method's lines, indented from column 0, without its return."""
+        """The lines of a method without its return, not indented."""
         code = [line for op in ops for line in self._print_op(op)]
         symbols = self._used_symbols(ops)
         sizes = [f"{name} = self.vocab_shards({size})" for size, name in self.parts.items()]
         return [f"{name} = {self._symbol_source(name)}" for name in symbols] + sizes + _layout_lines(code)
 
     def name_of(self, value: SSAValue) -> str:
+        """The name of a value that was printed."""
         return self.names[value]
 
     def _used_symbols(self, ops: Iterable[Operation]) -> list[str]:
@@ -228,7 +229,7 @@ def _argument_name(label: str) -> str:
 
 
 def batch_item(key: str) -> str:
-    """`images[0]` -> `batch["images"][0]`."""
+    """The expression that reads a key of the batch: `images[0]` -> `batch["images"][0]`."""
     name, bracket, rest = key.partition("[")
     return f'batch["{name}"]{bracket}{rest}'
 

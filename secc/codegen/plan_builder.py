@@ -1,8 +1,8 @@
-"""`plan.json`: the planned IR as the dataclasses of `secc.runtime.plan.schema`, and the hash that ties a plan
+"""`plan.json`: the lowered IR as the dataclasses of `secc.runtime.plan.schema`, and the hash that ties a plan
 to its model.
 
 The hash covers the lowered IR (graph, shapes, configuration), the model's source and parameters, and the
-versions of secc's plan format and of torch. Wall-clock times and paths stay out of it, so equal inputs give
+versions of secc's plan format and of torch. Wall-clock times and paths are left out, so equal inputs give
 equal plans, byte for byte.
 """
 
@@ -47,7 +47,7 @@ from secc.runtime.plan.schema import Plan
 
 
 def attribute_value(op: Operation, name: str, default: Any) -> Any:
-    """The Python value of an entry of an op's attribute dictionary."""
+    """The Python value of an entry of an op's attribute dictionary, `default` where there is none."""
     found = op.attributes.get(name)
     return default if found is None else _python_value(found)
 
@@ -67,8 +67,7 @@ def _python_value(value: Attribute) -> Any:
 
 
 def build_plan(module: ModuleOp, model: schema.ModelRef, versions: Mapping[str, str]) -> Plan:
-    """The plan of a lowered module. `versions` names what else the plan depends on, such as torch's
-    version."""
+    """The plan of a lowered module. `versions` has what else the hash depends on, such as torch's version."""
     graph = graph_of(module)
     sections = tuple(_plan_section(graph, s, model) for s in graph.sections)
     made = Plan(

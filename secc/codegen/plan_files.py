@@ -1,4 +1,4 @@
-"""All files of a plan directory, as texts: a pure function of the plan, the lowered IR and the dumps, so
+"""All files of a plan directory as texts: a pure function of the plan, the lowered IR and the dumps, so that
 goldens can pin it."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def build_plan_files(
     source: str,
     report: str,
 ) -> PlanFiles:
-    """Relative path -> content. `dumps` are (name, text) of the IR from capture to lowering; `source` is the
+    """Content by relative path. `dumps` are (name, text) of the IR from capture to lowering; `source` is the
     text of the model file."""
     files: PlanFiles = {"plan.json": plan_to_json(plan), "model.py.txt": source, "report.html": report}
     files |= {f"ir/{i:02d}-{name}.mlir": text for i, (name, text) in enumerate(dumps)}
@@ -70,7 +70,7 @@ def build_section_files(plan: Plan, module: ModuleOp, constants: Mapping[str, to
 
 
 def render_rank_file(plan: Plan, rank: int) -> str:
-    """The entry of one rank: which sections it holds and the loop that trains them."""
+    """The script of one rank: which sections it holds, and the loop that trains them."""
     held = [s for s in plan.sections if rank in s.mesh.ranks]
     return render_template(
         "rank.py.j2",

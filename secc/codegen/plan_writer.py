@@ -13,7 +13,7 @@ _EXECUTABLE = {"launch.sh", "slurm.sbatch"}
 
 
 def check_output(directory: Path) -> None:
-    """Refuse early, before minutes of work, an output that could not be written. Raises UserError."""
+    """Refuses early, before minutes of work, an output that could not be written. Raises UserError."""
     if directory.is_file():
         raise UserError("the output is a file, not a directory", str(directory), "choose another -o")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / "plan.json").exists():
@@ -35,8 +35,8 @@ def check_output(directory: Path) -> None:
 
 
 def write_plan_files(directory: Path, files: Mapping[str, str | bytes]) -> None:
-    """Write `files` (paths relative to `directory`), replacing a plan that is there. Raises UserError if that
-    cannot be done."""
+    """Writes `files` (paths relative to `directory`), replacing a plan that is there. Raises UserError if
+    that cannot be done."""
     check_output(directory)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)

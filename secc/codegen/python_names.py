@@ -13,13 +13,13 @@ _RESERVED_NAMES = {"self", "batch", "edges", "torch", "aten", "device", "leaves"
 
 
 class NameScope:
-    """Hands out unique identifiers near the ones that are wished for."""
+    """Assigns unique identifiers close to given texts."""
 
     def __init__(self, taken: set[str] | None = None) -> None:
         self._taken = _RESERVED_NAMES | set(dir(builtins)) | (taken or set())
 
     def claim_name(self, wish: str) -> str:
-        """`wish` as an identifier, with a number behind it if it is taken."""
+        """`wish` as an identifier, with a number appended if it is taken."""
         base = to_python_name(wish)
         found, number = base, 1
         while found in self._taken:
@@ -30,7 +30,7 @@ class NameScope:
 
 
 def to_python_name(text: str) -> str:
-    """The nearest Python identifier to a text."""
+    """The Python identifier closest to a text."""
     name = re.sub(r"\W+", "_", text).strip("_") or "value"
     if name[0].isdigit() or keyword.iskeyword(name):
         name = f"_{name}" if not name[0].isdigit() else f"v{name}"
@@ -43,7 +43,7 @@ def section_class_name(section: str) -> str:
 
 
 def block_attribute_names(paths: list[str], taken: frozenset[str] = frozenset()) -> dict[str, str]:
-    """Attribute names for module paths: the shortest tails that tell them apart and are not `taken`."""
+    """Attribute names for module paths: the shortest unambiguous tails that are not `taken`."""
     names: dict[str, str] = {}
     for path in paths:
         parts = strip_wrappers(path).split(".")

@@ -1,4 +1,4 @@
-"""Jinja2 as codegen and reports use it: templates of `secc.templates`, strict about missing names."""
+"""Jinja2 for code generation and reports: templates of `secc.templates`, strict about missing names."""
 
 from __future__ import annotations
 

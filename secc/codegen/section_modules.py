@@ -52,7 +52,7 @@ class SectionMethod:
 
 @dataclass(frozen=True)
 class GuardMethod:
-    """A method that reads a value again, what it must be (a Python literal), and where the user's forward
+    """A method that reads a value again, what it must equal (a Python literal), and where the user's forward
     reads it."""
 
     name: str
@@ -64,8 +64,8 @@ class GuardMethod:
 
 @dataclass(frozen=True)
 class CaseText:
-    """One way through the section: the optional keys present, its guards, of which cases recorded glue is
-    taken, the labels of that glue, and whether the rest of the forward counts as well."""
+    """One case of a section: the optional keys present, its guards, the cases that recorded glue is taken
+    from, the labels of that glue, and whether the rest of the forward matters as well."""
 
     when: tuple[str, ...]
     method: SectionMethod
@@ -168,7 +168,7 @@ def _computed_ops(ops: Sequence[Operation]) -> list[Operation]:
 
 
 def ops_for_values(ops: Sequence[Operation], values: Sequence[SSAValue]) -> list[Operation]:
-    """The ops, in order, that the given values are computed from."""
+    """The ops, in order, that the given values depend on."""
     wanted: set[Operation] = set()
     stack = list(values)
     while stack:

@@ -1,5 +1,5 @@
-"""What passes ask of a case: where a value comes from, which section it belongs to, and what a size is for
-the dataset's samples."""
+"""Questions that passes ask about a case: where a value comes from, which values a gradient reaches, what
+attributes say, and how large a value is for the dataset's samples."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class ValueOrigin(Enum):
 
 
 def classify_origins(case: CaseOp) -> dict[SSAValue, ValueOrigin]:
-    """The origin of every value of a case. Random glue counts as the model's: no leaf or guard is made of
-    it."""
+    """The origin of every value of a case. Random ops count as the model's: neither leaves nor guards are
+    made from them."""
     found: dict[SSAValue, ValueOrigin] = {}
     for op in case.ops:
         operands = {found[o] for o in op.operands}
@@ -79,7 +79,8 @@ def classify_origins(case: CaseOp) -> dict[SSAValue, ValueOrigin]:
 
 
 def find_gradient_values(case: CaseOp) -> set[SSAValue]:
-    """The values of a case that a gradient of the loss reaches."""
+    """The values of a case that a gradient of the loss reaches, found by walking backwards from the loss and
+    its terms."""
     wanted: set[SSAValue] = set()
     for op in reversed(case.ops):
         match op:
@@ -104,7 +105,7 @@ def is_random_op(op: Operation) -> bool:
 
 
 def producer_of(value: SSAValue) -> Operation:
-    """The op that makes a value; cases have no block arguments."""
+    """The op that produces a value. Cases have no block arguments, so every value has one."""
     assert isinstance(value, OpResult)
     return value.owner
 
@@ -118,7 +119,7 @@ def users_of(op: Operation) -> list[Operation]:
 
 
 def get_strings(op: Operation, name: str) -> tuple[str, ...]:
-    """A list of texts kept as property or attribute `name`, () where there is none."""
+    """The texts in the list kept as property or attribute `name`, () where there is none."""
     found = op.get_attr_or_prop(name)
     return tuple(a.data for a in found if isinstance(a, StringAttr)) if isinstance(found, ArrayAttr) else ()
 
@@ -134,13 +135,13 @@ def get_values(op: Operation, name: str, kind: type[AnyAttribute]) -> tuple[AnyA
 
 
 def get_string(op: Operation, name: str) -> str | None:
-    """A text kept as property or attribute `name`."""
+    """The text kept as property or attribute `name`, None where there is none."""
     found = op.get_attr_or_prop(name)
     return found.data if isinstance(found, StringAttr) else None
 
 
 def get_number(op: Operation, name: str) -> float | None:
-    """A number kept as property or attribute `name`."""
+    """The number kept as property or attribute `name`, None where there is none."""
     match op.get_attr_or_prop(name):
         case IntAttr(data=number):
             return number
@@ -151,24 +152,24 @@ def get_number(op: Operation, name: str) -> float | None:
 
 
 def is_active_for(when: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether something with predicate `when` takes part in a case or sample with the optional keys
-    `pattern`."""
+    """Whether a section or edge with predicate `when` is active for a case or sample with the optional keys
+    `pattern`: it is if `when` is empty, or has one of these keys."""
     return not when or bool(set(when) & set(pattern))
 
 
 def strongest_mode(modes: Iterable[str]) -> str:
-    """The mode that covers all: train, then dgrad, then forward."""
+    """The mode that includes all others: train before dgrad before forward."""
     return max(modes, key=SECTION_MODES.index, default="forward")
 
 
 def call_mode(op: Operation) -> str:
-    """The mode of a call; "train" before `infer-modes` has run."""
+    """The mode of a call, "train" before `infer-modes` has run."""
     return get_string(op, "mode") or "train"
 
 
 class SampleStatistics:
-    """Expectations over the dataset's samples: what `sec.pattern` ops say. Without any, every captured case
-    counts alike, at sizes of 1."""
+    """Means over the dataset's samples, from the `sec.pattern` ops. A graph without them counts every
+    captured case equally, with all sizes 1."""
 
     def __init__(self, graph: GraphOp) -> None:
         self._symbols, self._abouts = list(graph.symbols), size_estimates(graph)
@@ -191,11 +192,12 @@ class SampleStatistics:
         return sizes | {name: evaluate_at_means(about, sizes) for name, about in self._abouts.items()}
 
     def mean(self, size: Callable[[CaseOp], Expr | int]) -> float:
-        """The mean over samples of a size that a case gives as an expression for one sample."""
+        """The mean over samples of `size`, which gives for each case an expression over a sample's sizes."""
         return sum(share * evaluate_at_means(size(case), sizes) for case, share, sizes in self._weights)
 
     def mean_in_case(self, case: CaseOp, size: Expr | int) -> float:
-        """The part of the mean that samples of one case bring: their share times the size."""
+        """The contribution of one case to the mean over samples: the share of its samples times `size` at
+        their mean sizes."""
         if (case, size) not in self._means:
             self._means[case, size] = sum(
                 share * evaluate_at_means(size, sizes) for c, share, sizes in self._weights if c is case
@@ -204,18 +206,19 @@ class SampleStatistics:
 
 
 def size_estimates(graph: GraphOp) -> dict[str, Expr]:
-    """What the sizes that inputs' values decide are about, as expressions that need not be whole."""
+    """Estimates of the sizes that values of the inputs decide, as expressions over other sizes, without
+    rounding."""
     found = {name: s.about.data for name, s in graph.symbols.items() if s.about is not None}
     return {name: size_expr.remove_rounding(size_expr.parse_expr(text)) for name, text in found.items()}
 
 
 def evaluate_at_means(size: Expr | int, sizes: Mapping[str, float]) -> float:
-    """The number of an expression at sizes that need not be whole: statistics are means."""
+    """The value of an expression at mean sizes, which need not be integers."""
     return float(size_expr.evaluate_expr(size, sizes))  # pyright: ignore[reportArgumentType]
 
 
 def value_bytes(value: SSAValue) -> Expr:
-    """The bytes of a value as an expression."""
+    """The bytes of a value as an expression over sizes."""
     return _tensor_bytes(tensor_type(value))
 
 
@@ -228,6 +231,6 @@ def _tensor_bytes(kind: TensorType) -> Expr:
 
 
 def call_flops(call: CallOp) -> Expr | None:
-    """Forward FLOPs of a call as an expression, None before they are measured."""
+    """The forward FLOPs of a call as an expression over sizes, None before they are measured."""
     text = get_string(call, "flops")
     return None if text is None else size_expr.parse_expr(text)

@@ -33,7 +33,7 @@ PASS_OF_RULE = {
 
 
 def check_rule_names(rules: Iterable[str]) -> None:
-    """Raise UserError for a name that is no rule's."""
+    """Raises UserError for a name that is not a fusion rule."""
     for rule in rules:
         if rule not in PASS_OF_RULE:
             raise UserError(
@@ -42,12 +42,13 @@ def check_rule_names(rules: Iterable[str]) -> None:
 
 
 def rules_of_pass(rules: Iterable[str], name: str) -> tuple[str, ...]:
-    """Those of the rules that belong to a pass."""
+    """Those of `rules` that belong to the pass `name`."""
     return tuple(rule for rule in rules if PASS_OF_RULE.get(rule) == name)
 
 
 def record_fusions(graph: GraphOp, found: Iterable[FusionRecord]) -> None:
-    """Add to the record what a pass found, each once: cases have most of it in common."""
+    """Adds what a pass matched, and what not and why, to the graph's record; cases have most entries in
+    common, so each is kept once."""
     known = list(read_fusions(graph))
     known += [f for f in dict.fromkeys(found) if f not in known]
     if known:
@@ -57,7 +58,7 @@ def record_fusions(graph: GraphOp, found: Iterable[FusionRecord]) -> None:
 
 
 def read_fusions(graph: GraphOp) -> tuple[FusionRecord, ...]:
-    """The record, () for none."""
+    """The graph's record of fusions, () where there is none."""
     found = graph.attributes.get(FUSIONS_ATTRIBUTE)
     lines = [a.data for a in found if isinstance(a, StringAttr)] if isinstance(found, ArrayAttr) else []
     return tuple(FusionRecord(*line.split("; ", 3)) for line in lines)

@@ -39,12 +39,12 @@ def read_random_ops(attribute: Attribute | None) -> tuple[RandomOp, ...]:
 
 
 def has_random_op_in(known: Iterable[RandomOp], path: str) -> bool:
-    """Whether any of the random ops is inside the block at `path`."""
+    """Whether one of the random ops lies inside the block at `path`."""
     return any(d.call.startswith(path) and d.call[len(path)] in ".@#" for d in known)
 
 
 def call_site(op: Operation) -> str:
-    """The user's lines that lead to a call, innermost first, with `<` between them; "" where they do not
-    matter."""
+    """The user's lines that lead to a call, innermost first, joined by `<`; "" where the place of the call
+    does not matter."""
     found = op.attributes.get(CALL_SITE_ATTRIBUTE)
     return found.data if isinstance(found, StringAttr) else ""

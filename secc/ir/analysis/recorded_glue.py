@@ -30,5 +30,5 @@ def recorded_label(op: Operation) -> str | None:
 
 
 def read_recorded_cases(attribute: Attribute | None) -> list[dict[str, Any]]:
-    """The entries of a graph's attribute, none for none."""
+    """The entries of a graph's attribute `recorded`, [] where it has none."""
     return json.loads(attribute.data) if isinstance(attribute, StringAttr) else []

@@ -1,9 +1,9 @@
-"""Which values do not have their rows sample after sample, though as many rows as samples give: `cat([chosen,
-rejected])` has all first rows of the samples before all second ones. An edge takes a sample's rows to be one
-behind the other, so it cannot carry those.
+"""Which values have rows in another order than the samples: `cat([chosen, rejected])` has the first rows of
+all samples before all second ones. An edge takes each sample's rows to be adjacent, so it cannot carry such
+values.
 
-A dim that is just a symbol of rows is in order: what moves the rows of a batch among samples is refused when
-the loss is normalised. A block's results are taken to be in the order of its arguments.
+A dim that is a single symbol of rows is in order: ops that move rows among samples are refused when the loss
+is normalised. A block's results are taken to be in the order of its arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNSTACKING_ATTRIBUTE = "apart"  # attribute of the reshapes that `take_apart` p
 
 
 class RowOrder:
-    """The values of a case whose rows are out of order."""
+    """Finds the values of a case with rows out of order: `out_of_order`."""
 
     def __init__(self, graph: GraphOp, case: CaseOp) -> None:
         self._rows = {name for name, s in graph.symbols.items() if s.kind.data == "rows"}
@@ -79,10 +79,10 @@ class RowOrder:
 
 
 def insert_unstacking(graph: GraphOp) -> None:
-    """Behind each block's result of `k*B` rows that are out of order, reshape it to `[k, B, ...]` and back:
-    the first can be sent.
+    """After each block's result of `k*B` rows that are out of order, reshapes it to `[k, B, ...]` and back:
+    an edge can carry the tensor in between.
 
-    `put_together` takes those away that nothing came between.
+    `remove_unstacking` removes the pairs that no boundary came between.
     """
     for case in graph.cases:
         order = RowOrder(graph, case)
@@ -137,7 +137,7 @@ def _make_reshape(op: CallOp, value: SSAValue, kind: TensorType) -> GlueOp:
 
 
 def remove_unstacking(graph: GraphOp) -> None:
-    """Take away what `take_apart` put in where the section that computes a result uses it itself."""
+    """Removes the reshapes of `insert_unstacking` where the section that computes a result uses it itself."""
     for case in graph.cases:
         for back in [
             op for op in case.ops if isinstance(op, GlueOp) and _UNSTACKING_ATTRIBUTE in op.attributes

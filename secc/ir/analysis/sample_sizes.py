@@ -39,8 +39,8 @@ def samples_attr(
 
 
 def select_listed(known: Sequence[tuple[frozenset[str], SampleSizes]]) -> tuple[list[int], list[int]]:
-    """The places of `MOST` samples, evenly taken from those that are known, and of others with the most of a
-    size in their pattern."""
+    """Chooses which samples a graph lists: indices of `MAX_LISTED_SAMPLES` evenly spaced samples, and of
+    further ones with the largest value of some size in their pattern, which memory must have room for."""
     if len(known) <= MAX_LISTED_SAMPLES:
         return list(range(len(known))), []
     even = [k * len(known) // MAX_LISTED_SAMPLES for k in range(MAX_LISTED_SAMPLES)]
@@ -53,8 +53,8 @@ def select_listed(known: Sequence[tuple[frozenset[str], SampleSizes]]) -> tuple[
 
 
 def draw_batches(graph: GraphOp, count: int, batches: int) -> list[tuple[SampleMeta, ...]]:
-    """Batches of `count` samples, drawn with a fixed seed: each of the graph's once before any is there
-    again, none where it lists none."""
+    """Draws `batches` batches of `count` samples with a fixed seed. Each listed sample occurs once before any
+    occurs again; [] where the graph lists none."""
     known = _read_samples(graph, SAMPLES_ATTRIBUTE)
     order: list[tuple[frozenset[str], SampleSizes]] = []
     rng = random.Random(BATCH_SEED)
@@ -68,8 +68,8 @@ def draw_batches(graph: GraphOp, count: int, batches: int) -> list[tuple[SampleM
 
 
 def read_all_samples(graph: GraphOp) -> list[tuple[frozenset[str], SampleSizes]]:
-    """Patterns and sizes of the samples that memory must have room for: those that the graph lists, and
-    larger ones that it does not."""
+    """Patterns and sizes of all samples that memory must have room for: the listed ones, and larger ones that
+    are kept apart."""
     return _read_samples(graph, SAMPLES_ATTRIBUTE) + _read_samples(graph, LARGEST_ATTRIBUTE)
 
 

@@ -1,8 +1,8 @@
-"""Which tensors an edge can carry: by rows per sample, with every shape known on both sides from the samples'
-sizes alone.
+"""Which tensors an edge can carry: rows that add up over samples, in a shape that both ends know from the
+samples' sizes alone.
 
-Stages of a pipeline have the same micro-batches, so between two of them a tensor travels whole, whatever its
-dims, if sizes tell them.
+Stages of one pipeline have the same micro-batches, so between two of them a tensor travels whole, whatever
+its dims, if sizes determine them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from secc.runtime.plan.schema import is_tensor_label
 
 @dataclass(frozen=True)
 class TransferLayout:
-    """How a tensor travels: its sample dim, the rows of one sample, and "dim expression side" for dims cut to
-    the sample's own extent.
+    """How an edge carries a tensor: the dim that counts samples, the rows of one sample as an expression, and
+    (dim, expression, side) for each dim that is cut to the sample's own extent.
 
-    Between stages of a pipeline it travels whole: `dim` is -1 and `rows` is empty.
+    Between stages of one pipeline the tensor travels whole: `dim` is -1 and `rows` is empty.
     """
 
     dim: int
@@ -38,11 +38,11 @@ WHOLE_TENSOR = TransferLayout(-1, "")
 
 
 class NotTransferable(Exception):
-    """Why an edge cannot carry a tensor, as a sentence for people."""
+    """Raised for a tensor that an edge cannot carry; its message says why."""
 
 
 def pipeline_of(section: SectionOp) -> str:
-    """The pipeline that a section is a stage of, "" for none."""
+    """The pipeline that a section is a stage of, "" if it is none."""
     found = section.attributes.get("pipeline")
     return found.data if isinstance(found, StringAttr) else ""
 
@@ -50,8 +50,8 @@ def pipeline_of(section: SectionOp) -> str:
 def layout_between(
     graph: GraphOp, kind: TensorType, src: SectionOp, dst: SectionOp, mixed: bool = False
 ) -> TransferLayout:
-    """How an edge carries a tensor of this type from one section to another. `mixed`: its rows are out of
-    order (`secc.ir.analysis.row_order`). Raises NotCarriable."""
+    """How an edge carries a tensor of type `kind` from one section to another. `mixed`: its rows are not in
+    the order of the samples (`secc.ir.analysis.row_order`). Raises NotTransferable."""
     if pipeline_of(src) and pipeline_of(src) == pipeline_of(dst):
         return whole_layout(graph, kind)
     if mixed:
@@ -73,7 +73,8 @@ def can_transfer(
 
 
 def whole_layout(graph: GraphOp, kind: TensorType) -> TransferLayout:
-    """How a tensor of this type travels between stages of a pipeline. Raises NotCarriable."""
+    """The layout of a tensor that travels whole between stages of a pipeline. Raises NotTransferable where
+    sizes do not determine its shape."""
     _require_known_shape(graph, kind)
     return WHOLE_TENSOR
 
@@ -86,11 +87,11 @@ def _require_known_shape(graph: GraphOp, kind: TensorType) -> None:
 
 
 def row_layout(graph: GraphOp, kind: TensorType) -> TransferLayout:
-    """How an edge carries a tensor of this type by rows.
+    """How an edge carries a tensor by rows per sample.
 
-    One dim adds up over samples (`B`, `576*n_pixel_values`); the others are constant or, where micro-batches
-    have their own widths (`widths "own"`), plain width symbols that can be cut, or the widest of several.
-    Raises NotCarriable.
+    One dim adds up over samples (`B`, `576*n_pixel_values`). The others are constant or, where micro-batches
+    have their own widths (`widths "own"`), single width symbols that can be cut, or the maximum of several.
+    Raises NotTransferable.
     """
     _require_known_shape(graph, kind)
     rows = {name for name, s in graph.symbols.items() if s.kind.data == "rows"}
@@ -119,7 +120,8 @@ def row_layout(graph: GraphOp, kind: TensorType) -> TransferLayout:
 def require_rows_covered(
     graph: GraphOp, how: TransferLayout, src_when: Sequence[str], dst_when: Sequence[str]
 ) -> None:
-    """Every sample for which the consumer wants rows must be one of the producer's. Raises NotCarriable."""
+    """Raises NotTransferable unless every sample that has rows for the consumer is also one of the
+    producer's."""
     covered = bool(dst_when) and set(dst_when) <= set(src_when)
     if src_when and not covered and not has_no_rows(graph, how.rows, src_when):
         raise NotTransferable(
@@ -128,8 +130,8 @@ def require_rows_covered(
 
 
 def has_no_rows(graph: GraphOp, rows: str, absent: Sequence[str]) -> bool:
-    """Whether a sample without the optional keys `absent` has no rows: what counts them has, or never lacks,
-    one of these keys."""
+    """Whether a sample without the optional keys `absent` has no rows: each symbol in `rows` counts entries
+    of one of these keys, or of a key that never occurs without one of them."""
     patterns = [set(strings_of(p.when)) for p in graph.patterns]
 
     def accompanied(key: str) -> bool:

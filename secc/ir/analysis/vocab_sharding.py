@@ -1,11 +1,12 @@
-"""Glue on parts of a vocabulary: which values the ranks of a replica may have parts of, and how each op works
-on them.
+"""Ops on vocabulary shards: which values the ranks of a replica may hold split over the vocabulary, and how
+each op works on them.
 
-Under tensor parallelism a head's ranks have some tokens' logits each. What the user's code makes of logits
-entry by entry, row by row, or by a softmax over the tokens can be made of the parts, with a few numbers a row
-exchanged, so that no rank holds whole logits. A table says for an op what becomes of it (`Step`); an op
-without an entry gets whole tensors, which are gathered for it. All ranks have the values that are whole, so
-where such a value meets parts, its gradient is the sum of what the ranks have ("enter").
+Under tensor parallelism each rank of a head has the logits of some tokens (as in Megatron-LM's
+vocabulary-parallel cross entropy, Shoeybi et al. 2019). What the user's code computes from logits entry by
+entry, row by row, or by a softmax over the tokens works on shards, with a few numbers per row exchanged, so
+that no rank holds whole logits. A table says how an op works on shards (`VocabOp`); an op without an entry
+gets whole tensors, which are gathered for it. Where a whole value meets shards, its gradient is the sum of
+the ranks' gradients ("enter").
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ UNAVERAGED_REDUCTIONS = (0, 2)  # reductions of torch's losses: none and sum
 
 @dataclass(frozen=True)
 class VocabPart:
-    """Ranks have parts of a value along `axis`, where the whole one has `size` entries."""
+    """A value is split along `axis`, where the whole value has `size` entries."""
 
     axis: int
     size: int
@@ -43,10 +44,12 @@ class VocabPart:
 
 @dataclass(frozen=True)
 class VocabOp:
-    """An op on parts: the part that each result is (None: whole), the op and its arguments.
+    """How an op works on shards: for each result how it is split (None: whole), the op to call and its
+    arguments.
 
-    `enter`: whole operands whose gradient is a sum over ranks. `cut`: whole operands of which each rank takes
-    its part, with the axis. `summed`: the ranks' results are addends.
+    enter: whole operands with a gradient that is summed over ranks.
+    cut: whole operands of which each rank takes its part, with the axis.
+    summed: the ranks' results are addends of the whole result.
     """
 
     results: tuple[VocabPart | None, ...]
@@ -58,13 +61,13 @@ class VocabOp:
 
 
 def is_wide(tokens: int, width: int) -> bool:
-    """Whether a matrix [tokens, width] is worth being cut by tokens."""
+    """Whether a matrix [tokens, width] has so many more tokens than columns that it is split by tokens."""
     return tokens > HEAD_WIDTH_RATIO * width
 
 
 def find_sharded_heads(graph: GraphOp, ops: Sequence[Operation]) -> dict[SSAValue, VocabPart]:
-    """What tensor parallelism cuts by tokens: results of those of `ops` that call wide linear maps, wide
-    matrices that they read."""
+    """The values that tensor parallelism splits by tokens: results of `ops` that call wide linear maps, and
+    wide matrices that they read."""
     tied = {name for op in graph.body.block.ops if isinstance(op, TieOp) for name in strings_of(op.names)}
     found, blocks = dict[SSAValue, VocabPart](), graph.blocks
     for op in ops:
@@ -89,8 +92,8 @@ def _is_cut(weight: TensorType, tied: bool) -> bool:
 
 
 class VocabSpread:
-    """What becomes of ops on parts. `steps` are those that work on parts; every other op that reads one of
-    `parts` needs it whole."""
+    """Follows vocabulary shards through ops, from `sources`. `steps` has the ops that work on shards; any
+    other op that reads a value in `parts` needs it whole."""
 
     def __init__(self, ops: Iterable[Operation], sources: Mapping[SSAValue, VocabPart]) -> None:
         self.parts, self.steps = dict(sources), dict[Operation, VocabOp]()
@@ -113,7 +116,7 @@ class VocabSpread:
                     }
 
     def vocabulary_size(self, op: Operation) -> int:
-        """The entries of the vocabulary that an op of `steps` works on."""
+        """The entries of the whole vocabulary that an op in `steps` works on."""
         return next(self.parts[o].size for o in op.operands if o in self.parts)
 
 

@@ -50,14 +50,15 @@ class CallArguments:
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def map_leaves(self, function: Callable[[Any], Any]) -> CallArguments:
-        """The same structure with `function` applied to every leaf."""
+        """A copy with `function` applied to every leaf."""
         return CallArguments(
             [_map_value(a, function) for a in self.args],
             {k: _map_value(v, function) for k, v in self.kwargs.items()},
         )
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument by position or name; trailing defaults are not recorded."""
+        """An argument by position or name, `default` where it was not given (trailing defaults are not
+        recorded)."""
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
     def leaves(self) -> list[Any]:
@@ -82,7 +83,7 @@ def _map_value(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def parse_arguments(text: str) -> CallArguments:
-    """Read a template. Raises ValueError if it is not one."""
+    """Parses a template. Raises ValueError for anything that is not an argument list."""
     return _parse_cached(text).map_leaves(lambda leaf: leaf)
 
 
@@ -135,7 +136,7 @@ def _read_node(node: ast.expr) -> Any:
 def format_arguments(
     arguments: CallArguments, name: Callable[[OperandRef], str] = lambda ref: f"${ref.index}"
 ) -> str:
-    """The text of an argument list, with `name` giving the text of an operand."""
+    """The text of an argument list; `name` gives the text of an operand."""
     positional = [_write_value(a, name) for a in arguments.args]
     keywords = [f"{k}={_write_value(v, name)}" for k, v in arguments.kwargs.items()]
     return ", ".join(positional + keywords)

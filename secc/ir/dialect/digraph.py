@@ -22,18 +22,19 @@ def _build_graph(nodes: Iterable[T], arcs: Arcs[T]) -> Any:
 
 
 def is_acyclic(nodes: Iterable[T], arcs: Arcs[T]) -> bool:
-    """Whether no node reaches itself through another."""
+    """Whether a directed graph has no cycle but arcs from a node to itself."""
     return cast(bool, _nx.is_directed_acyclic_graph(_build_graph(nodes, arcs)))
 
 
 def find_cycles(nodes: Iterable[T], arcs: Arcs[T]) -> list[set[T]]:
-    """The sets of two or more nodes that reach each other."""
+    """The strongly connected components of two or more nodes."""
     found = cast("list[set[T]]", list(_nx.strongly_connected_components(_build_graph(nodes, arcs))))
     return [component for component in found if len(component) > 1]
 
 
 def topological_order(nodes: Iterable[T], arcs: Arcs[T], key: Callable[[T], Any]) -> list[T]:
-    """The nodes of an acyclic graph, each behind those that point to it; free choices go by `key`."""
+    """The nodes of an acyclic graph so that each comes after those that point to it; ties are broken by
+    `key`."""
     return cast("list[T]", list(_nx.lexicographical_topological_sort(_build_graph(nodes, arcs), key=key)))
 
 
@@ -44,15 +45,15 @@ def nodes_between(arcs: Arcs[T], a: T, b: T) -> set[T]:
 
 
 class MinCutNetwork:
-    """A network between a source and a sink, whose nodes the cheapest cut divides into two sides."""
+    """A flow network between a source and a sink; its minimum cut divides the nodes into two sides."""
 
     def __init__(self) -> None:
         self._graph: Any = _nx.DiGraph()
         self._graph.add_nodes_from((_SOURCE, _SINK))
 
     def add_arc(self, a: Hashable, b: Hashable, cost: float | None) -> None:
-        """What it costs to have `a` on the source's side and `b` on the sink's; None forbids it. Costs of
-        equal arcs add up."""
+        """Adds the cost of `a` on the source's and `b` on the sink's side; None forbids it. Parallel arcs add
+        up."""
         known = self._graph.get_edge_data(a, b)
         if known is not None and "capacity" not in known:
             return
@@ -63,16 +64,15 @@ class MinCutNetwork:
             self._graph.add_edge(a, b, capacity=round(cost) + (known["capacity"] if known else 0))
 
     def tie_to_source(self, node: Hashable, cost: float | None) -> None:
-        """What it costs to have `node` on the sink's side; None keeps it on the source's."""
+        """Adds the cost of `node` on the sink's side; None keeps it on the source's."""
         self.add_arc(_SOURCE, node, cost)
 
     def tie_to_sink(self, node: Hashable, cost: float | None) -> None:
-        """What it costs to have `node` on the source's side; None keeps it on the sink's."""
+        """Adds the cost of `node` on the source's side; None keeps it on the sink's."""
         self.add_arc(node, _SINK, cost)
 
     def min_cut_sink_side(self) -> set[Hashable] | None:
-        """The nodes on the sink's side of a cheapest cut, as few as possible; None if every cut is
-        forbidden."""
+        """The nodes on the sink's side of a minimum cut, as few as possible; None if all cuts are forbidden."""
         try:
             _, (_, sink) = _nx.minimum_cut(self._graph, _SOURCE, _SINK)
         except _nx.NetworkXUnbounded:

@@ -45,12 +45,12 @@ _AT_SOURCE_LINE = ("where", "at", TEXT_KIND)
 
 
 def strings_attr(values: Iterable[str]) -> ArrayAttr[StringAttr]:
-    """An attribute that lists texts."""
+    """A list attribute of texts."""
     return ArrayAttr([StringAttr(v) for v in values])
 
 
 def strings_of(attribute: ArrayAttr[StringAttr] | None) -> tuple[str, ...]:
-    """The texts of a list attribute, () for none."""
+    """The texts of a list attribute, () for None."""
     return tuple(a.data for a in attribute) if attribute is not None else ()
 
 
@@ -179,7 +179,7 @@ class BlockOp(LineOp):
 
 @irdl_op_definition
 class CutOp(LineOp):
-    """How a module inside `block` can be cut over `tp` ranks, shown exact (`secc.frontend.tp_search`).
+    """How a module inside `block` can be split over `tp` ranks, shown exact by `secc.frontend.tp_search`.
 
     `styles` has each module that works on parts, `shards` each parameter that is split, `partial` the whole
     parameters of which each rank computes an addend of the gradient, `whole` the modules inside that stay
@@ -385,8 +385,8 @@ class Computation(LineOp):
 
     @property
     def base_name(self) -> str:
-        """The name of an ATen op without overload, `sum` for `aten.sum.dim_IntList`; any other target as it
-        is."""
+        """The name of an ATen op without its overload, `sum` for `aten.sum.dim_IntList`; any other target
+        unchanged."""
         return self.callee.split(".")[1] if self.callee.startswith("aten.") else self.callee
 
     @classmethod
@@ -398,8 +398,8 @@ class Computation(LineOp):
         types: Sequence[TensorType],
         **properties: Attribute | None,
     ) -> Computation:
-        """Build the op; further properties (outs, no_grad, section, where, autocast) by name, None for
-        absent."""
+        """Builds the op. Further properties (outs, no_grad, section, where, autocast) are given by name, None
+        for absent."""
         known: dict[str, Attribute] = {"target": StringAttr(target), "args": StringAttr(args)}
         known |= {k: v for k, v in properties.items() if v is not None}
         return cls.create(operands=list(operands), result_types=list(types), properties=known)
@@ -582,19 +582,18 @@ SecDialect = Dialect(
 
 
 def graph_of(module: Operation) -> GraphOp:
-    """The one graph of a module."""
+    """The graph of a module, which has exactly one."""
     return next(op for op in module.walk() if isinstance(op, GraphOp))
 
 
 def section_of(op: Operation) -> str | None:
-    """The name of the section that an op is in, None where it is in none (inputs, input-only glue,
-    declarations)."""
+    """The section that an op is in, None for inputs, input-only ops and declarations, which are in none."""
     section = op.properties.get("section")
     return section.root_reference.data if isinstance(section, SymbolRefAttr) else None
 
 
 def set_section(op: Operation, name: str | None) -> None:
-    """Move an op into a section."""
+    """Moves an op into a section; None takes it out of its section."""
     if name is None:
         op.properties.pop("section", None)
     else:
@@ -602,5 +601,5 @@ def set_section(op: Operation, name: str | None) -> None:
 
 
 def make_region(ops: Sequence[Operation]) -> Region:
-    """A region of one block that holds `ops`."""
+    """A region with one block that holds `ops`."""
     return Region(Block(ops))

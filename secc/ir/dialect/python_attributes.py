@@ -8,7 +8,7 @@ from xdsl.dialects.builtin import ArrayAttr, Float64Type, FloatAttr, IntegerAttr
 
 
 def int_attr(value: int) -> IntegerAttr[IntegerType]:
-    """A 64-bit integer."""
+    """A 64-bit integer attribute."""
     return IntegerAttr(value, IntegerType(64))
 
 
@@ -18,5 +18,5 @@ def int_list_attr(values: Iterable[int]) -> ArrayAttr[IntegerAttr[IntegerType]]:
 
 
 def float_attr(value: float) -> FloatAttr[Float64Type]:
-    """A 64-bit float."""
+    """A 64-bit float attribute."""
     return FloatAttr(value, Float64Type())

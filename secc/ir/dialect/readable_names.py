@@ -1,4 +1,5 @@
-"""Names that people read: sections and edges by the shortest tail of a module path that tells them apart."""
+"""Names that people read: sections and edges are named after the shortest tail of a module path that is
+unambiguous."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ DATA_SYMBOL_PREFIX = "rows_"  # and a number: a size that inputs' values decide,
 
 
 def to_identifier(text: str) -> str:
-    """The nearest Python identifier to a text."""
+    """The Python identifier closest to a text, never a keyword or reserved name."""
     name = re.sub(r"\W+", "_", text).strip("_") or "model"
     if name[0].isdigit():
         name = f"n{name}"
@@ -36,8 +37,8 @@ def to_identifier(text: str) -> str:
 
 
 def strip_wrappers(path: str) -> str:
-    """A module path without the steps of wrappers (torch.compile's, FSDP's, checkpointing's), unless it has
-    no others."""
+    """A module path without the steps of wrappers (torch.compile, FSDP, checkpointing), unless it consists of
+    nothing else."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPER_NAMES) or path
 
 
@@ -56,7 +57,7 @@ def shortest_tail(path: str, others: Collection[str]) -> str:
 
 
 def make_unique(wish: str, taken: Iterable[str]) -> str:
-    """`wish`, with a number behind it where it is taken."""
+    """`wish`, with a number appended where it is taken."""
     used, name, number = set(taken), wish, 1
     while name in used:
         number += 1

@@ -24,8 +24,8 @@ Expr = sympy.Expr
 
 @cache
 def size_symbol(name: str) -> sympy.Symbol:
-    """The symbol of a size: an integer that is not negative, one object for each name. A micro-batch may have
-    no image."""
+    """The symbol of a size: an integer of at least 0 (a micro-batch may have no image), one object for each
+    name."""
     return sympy.Symbol(name, integer=True, nonnegative=True)
 
 
@@ -47,7 +47,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"min": sympy.Min, "max": sympy.Max}
 
 @cache
 def parse_expr(text: str) -> Expr:
-    """Read an expression. Raises ValueError for anything outside the grammar."""
+    """Parses an expression. Raises ValueError for anything outside the grammar."""
     try:
         body = ast.parse(text.strip(), mode="eval").body
     except SyntaxError:
@@ -130,8 +130,8 @@ class _ExprPrinter(StrPrinter):
 
 @cache  # costs of alike blocks are printed again and again
 def format_expr(expr: Expr | int) -> str:
-    """The expression as text that `parse` reads back to the same expression; integer valued polynomials over
-    `//`."""
+    """The text of an expression; `parse_expr` reads it back to an equal expression. A polynomial with integer
+    values prints over `//`."""
     expr = sympy.sympify(expr) if isinstance(expr, int) else expr
     denominator = sympy.fraction(sympy.together(expr))[1]
     if denominator.is_Integer and denominator != 1:
@@ -142,7 +142,8 @@ def format_expr(expr: Expr | int) -> str:
 
 
 def evaluate_expr(expr: Expr | int, sizes: Mapping[str, int]) -> int | float:
-    """The number that an expression has at given sizes; an int where it is whole."""
+    """The value of an expression at given sizes: an int where it is whole, else a float. Raises ValueError
+    for a size that is missing."""
     if isinstance(expr, int):
         return expr
     with suppress(_NotRational, ZeroDivisionError):
@@ -186,7 +187,7 @@ _EXACT_FUNCTIONS: dict[Any, Callable[[list[int | Fraction]], int | Fraction]] = 
 
 
 def remove_rounding(expr: Expr) -> Expr:
-    """The expression without its roundings, as means want it."""
+    """The expression without floor, for sizes that are means."""
     return cast(Expr, expr.replace(sympy.floor, lambda whole: whole))
 
 

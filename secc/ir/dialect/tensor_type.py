@@ -59,7 +59,7 @@ class TensorType(ParametrizedAttribute, TypeAttribute):
 
     @staticmethod
     def from_dims(dims: Iterable[Expr | int | str], dtype: str, grad: bool = False) -> TensorType:
-        """From expressions (or their texts) and a dtype, short (`f32`) or long (`float32`)."""
+        """A tensor type from expressions (or their texts) and a dtype, short (`f32`) or long (`float32`)."""
         texts = [StringAttr(d if isinstance(d, str) else size_expr.format_expr(d)) for d in dims]
         return TensorType(
             ArrayAttr(texts), StringAttr(SHORT_DTYPES.get(dtype, dtype)), BoolAttr.from_bool(grad)
@@ -126,6 +126,6 @@ def _parse_dim(parser: AttrParser) -> StringAttr:
 
 
 def tensor_type(value: SSAValue) -> TensorType:
-    """The type of a value of the dialect."""
+    """The tensor type of a value of the dialect."""
     assert isinstance(value.type, TensorType)
     return value.type

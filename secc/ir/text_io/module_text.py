@@ -101,7 +101,7 @@ def _format_entry(name: str, attribute: Attribute) -> str:
 
 
 def make_context() -> Context:
-    """A context that knows the dialects of secc."""
+    """An xDSL context with secc's dialects."""
     found = Context()
     found.load_dialect(Builtin)
     found.load_dialect(SecDialect)
@@ -109,7 +109,7 @@ def make_context() -> Context:
 
 
 def parse_module(text: str, name: str = "<text>") -> ModuleOp:
-    """Read and verify a module. Raises UserError with the place drawn into the text."""
+    """Parses and verifies a module. Raises UserError with the place drawn into the text."""
     try:
         module = _TextParser(make_context(), text, name).parse_module()
     except ParseError as error:
@@ -129,19 +129,19 @@ def read_text(path: str | Path) -> str:
 
 
 def read_module(path: str | Path) -> ModuleOp:
-    """Read and verify a file."""
+    """Parses and verifies a file."""
     return parse_module(read_text(path), str(path))
 
 
 def print_module(module: Operation) -> str:
-    """The text of a module; `parse` reads it back to an equal one."""
+    """The text of a module; `parse_module` reads it back to an equal one."""
     stream = StringIO()
     _TextPrinter(stream=stream).print_op(module)
     return stream.getvalue().rstrip() + "\n"
 
 
 def verify_module(module: ModuleOp, name: str = "<text>") -> None:
-    """Check the rules of xDSL and of the dialect. Raises UserError with the first broken one drawn under its
+    """Checks the rules of xDSL and of the dialect. Raises UserError with the first violation drawn under its
     op."""
     for op, message in find_violations(module):
         raise UserError(f"the IR breaks a rule\n{draw_excerpt(module, op, message)}", name)

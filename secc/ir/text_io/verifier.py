@@ -1,7 +1,6 @@
-"""The rules of the dialect, each one function: what a pass may rely on and must leave true.
+"""The rules of the dialect, one function each: what a pass may rely on and must preserve.
 
-They are kept beside each other, not inside the ops, so that the contract between passes can be read on one
-page.
+They stand here together, not inside the ops, so that the contract between passes can be read on one page.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class GraphDeclarations:
 
 
 def find_violations(module: ModuleOp) -> Iterator[RuleViolation]:
-    """Every broken rule, in the order of the text."""
+    """Yields every violation of a rule, in the order of the text."""
     for graph in module.ops:
         if not isinstance(graph, GraphOp):
             yield graph, "only sec.graph may stand in a module"
@@ -73,7 +72,7 @@ def find_violations(module: ModuleOp) -> Iterator[RuleViolation]:
 
 
 def check_arguments(declared: GraphDeclarations, op: Operation) -> Iterator[RuleViolation]:
-    """An argument template reads, and uses each operand and no other."""
+    """An argument template can be parsed, and uses each operand and no other."""
     if not isinstance(op, Computation):
         return
     try:
@@ -88,7 +87,7 @@ def check_arguments(declared: GraphDeclarations, op: Operation) -> Iterator[Rule
 
 
 def check_no_mutation(declared: GraphDeclarations, op: Operation) -> Iterator[RuleViolation]:
-    """Glue is functional: slicing a graph that mutates would lose writes silently."""
+    """Glue is functional: a section that is cut out of a graph with mutations would silently lose writes."""
     if isinstance(op, GlueOp) and not op.target.data.startswith("function."):
         name = op.target.data.split(".")[1] if "." in op.target.data else op.target.data
         if name.endswith("_") and not name.startswith("_"):
@@ -106,7 +105,7 @@ def check_outputs(declared: GraphDeclarations, op: Operation) -> Iterator[RuleVi
 
 
 def check_section(declared: GraphDeclarations, op: Operation) -> Iterator[RuleViolation]:
-    """An op is in a section that is declared."""
+    """An op is in a declared section."""
     name = section_of(op)
     if name not in {None, "terms"} and name not in declared.sections:
         yield op, f"section @{name} is not declared"
