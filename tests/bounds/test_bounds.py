@@ -31,13 +31,23 @@ from tests.runtime.schedule.plan_strategies import (
 
 IMAGE = ("images",)
 CLUSTER = {
-    "name": "1x4xcpu", "nodes": 1, "per_node": 4, "inside": {"latency_ns": 10, "bytes_per_s": 10**9},
+    "name": "1x4xcpu",
+    "nodes": 1,
+    "per_node": 4,
+    "inside": {"latency_ns": 10, "bytes_per_s": 10**9},
     "between": {"latency_ns": 100, "bytes_per_s": 10**9},
     "device": {
-        "kind": "cpu", "backend": "cpu", "gflops": [["f32", 20]], "memory": 1, "memory_bytes_per_s": 10**9, "efficiency_percent": 50,
-        "op_ns": 1, "reserved": 0, "label": "default",
+        "kind": "cpu",
+        "backend": "cpu",
+        "gflops": [["f32", 20]],
+        "memory": 1,
+        "memory_bytes_per_s": 10**9,
+        "efficiency_percent": 50,
+        "op_ns": 1,
+        "reserved": 0,
+        "label": "default",
     },
-}  # fmt: skip
+}
 
 
 def vlm_plan(encoders=1, replicas=1, image="10*I", text="B*S", mode="train"):
@@ -72,7 +82,7 @@ small = random_batches.map(lambda samples: samples[:5])
 
 @given(single, small)
 @settings(max_examples=40)
-def test_the_optimum_lies_between_the_bound_and_the_order(p, samples):
+def test_the_optimum_lies_between_the_bound_and_the_schedule(p, samples):
     work, order = BatchWork(p, samples), schedule_with_makespan(p, samples)[1]
     exact = solve_schedule(work, limit=1.0, hint_ns=order)
     assert exact is not None
@@ -96,8 +106,9 @@ def test_an_exact_schedule_keeps_all_ranks_of_a_replica_busy():
 
 @st.composite
 def random_staged_plans(draw):
-    """A pipeline with stages as long as each other or not, perhaps behind an encoder, with room for any
-    number, in one piece or split."""
+    """Draws a pipeline with equal stages or not, perhaps with an encoder, any in-flight limits, split
+    backwards or not.
+    """
     parts, replicas, encoder = draw(st.integers(2, 4)), draw(st.integers(1, 2)), draw(st.booleans())
     lm = make_stages(
         "lm",
@@ -124,7 +135,7 @@ lengths = st.lists(
 @given(random_staged_plans(), lengths)
 @settings(max_examples=40)
 def test_no_schedule_of_a_pipeline_is_shorter_than_the_bound(p, rows):
-    """The solver's schedules are schedules whether or not it proves them the shortest."""
+    """Also the solver's schedules that are not proven optimal."""
     samples = [
         make_sample(i, *(IMAGE if image else ()), images=n, length=length)
         for i, (image, n, length) in enumerate(rows)
@@ -135,8 +146,7 @@ def test_no_schedule_of_a_pipeline_is_shorter_than_the_bound(p, rows):
 
 
 def test_a_long_sample_leaves_the_last_stages_of_its_replica_idle():
-    """Four stages, one sample of 100 and eight of 10: the last stage waits for the long one, and then for
-    nothing else."""
+    """Four stages, one sample of 100 and eight of 10: the last stage waits for the long one only."""
     lm = make_stages("lm", [[0], [1], [2], [3]], forward="S", backward="2*S")
     samples = [make_sample(i, length=100 if i == 0 else 10) for i in range(9)]
     bound = schedule_bound(make_plan(lm, stage_edges(lm), 4), samples)
@@ -144,7 +154,7 @@ def test_a_long_sample_leaves_the_last_stages_of_its_replica_idle():
     assert bound.ns > 4 * 300
 
 
-def test_room_for_one_makes_a_pipeline_take_one_sample_after_another():
+def test_an_in_flight_limit_of_one_serialises_a_pipeline():
     lm = make_stages("lm", [[0], [1], [2]], in_flight=(1, 1, 1), forward="S", backward="2*S")
     bound = schedule_bound(make_plan(lm, stage_edges(lm), 3), [make_sample(i) for i in range(4)])
     assert (bound.ns, bound.reason) == (4 * 3 * 30, "what lm_0 has room for")
@@ -179,7 +189,7 @@ def test_a_micro_batch_takes_at_least_the_sum_of_its_samples_weights(text, sampl
 
 
 @pytest.mark.parametrize("text", IN_PARTS)
-def test_what_adds_up_is_found_in_products_and_differences(text):
+def test_additive_parts_are_found_in_products_and_differences(text):
     assert any("I" in branch.additive for branch in split_additive(text, SYMBOLS))
 
 
@@ -195,7 +205,8 @@ def test_a_sample_more_than_replicas_costs_a_whole_sample():
 
 def test_the_encoder_must_fill_before_and_drain_after():
     """Two images on one encoder, one replica: a round trip of one image, then the encoder's backward of
-    both."""
+    both.
+    """
     samples = [make_sample(0, *IMAGE, images=2, length=10), make_sample(1, *IMAGE, images=2, length=10)]
     assert schedule_bound(vlm_plan(), samples).ns == 20 + 30 + 2 * 40
     assert schedule_bound(vlm_plan(mode="forward"), samples).ns == 20 + 60
@@ -246,7 +257,7 @@ def test_the_plan_bound_shares_all_work_evenly():
 
 
 def test_the_exact_schedule_finds_what_a_greedy_order_misses():
-    """Three jobs of 2 and two of 3 on two ranks: largest first gives 7, the best is 6."""
+    """Three tasks of 2 and two of 3 on two ranks: largest first gives 7, the optimum is 6."""
     samples = [make_sample(i, length=n) for i, n in enumerate([3, 3, 2, 2, 2])]
     p = make_plan([make_section("lm", [0, 1], forward="B*S", backward="0")], [], 2)
     exact = solve_schedule(BatchWork(p, samples))
@@ -254,9 +265,10 @@ def test_the_exact_schedule_finds_what_a_greedy_order_misses():
     assert {rank for rank, _, _ in exact.placements.values()} == {0, 1}
 
 
-def test_the_exact_schedule_of_a_pipeline_fills_with_weight_gradients_and_keeps_to_the_room():
-    """Two stages, two samples, all parts 10: 60 of work and a forward before on the last one; with room for
-    one, two whole rounds."""
+def test_the_exact_schedule_of_a_pipeline_fills_idle_time_and_keeps_to_in_flight_limits():
+    """Two stages, two samples, all parts 10: 60 of work after a forward on the last stage; with a limit of
+    one, two rounds.
+    """
     lm = make_stages("lm", [[0], [1]], forward="S", backward="2*S")
     split = [dataclasses.replace(s, weight_permille=500) for s in lm]
     tight = [dataclasses.replace(s, in_flight=1) for s in split]
@@ -267,15 +279,16 @@ def test_the_exact_schedule_of_a_pipeline_fills_with_weight_gradients_and_keeps_
     assert [exact.step_ns for exact in found if exact is not None] == [90, 70, 100]
 
 
-def test_an_exact_schedule_of_larger_micro_batches_is_refused():
+def test_an_exact_schedule_of_larger_micro_batches_is_rejected():
     with pytest.raises(ValueError, match="one sample"):
         solve_schedule(
             BatchWork(make_plan([make_section("lm", [0], micro_batch=2)], [], 1), [make_sample(0)])
         )
 
 
-def test_a_replica_of_several_ranks_holds_them_all():
-    """Neither section's own ranks say so: the second has one rank's work on two ranks, the first both for as
-    long as it takes."""
+def test_a_replica_of_several_ranks_occupies_them_all():
+    """Neither section's own ranks show it: the second works on one of two ranks, the first on both for its
+    whole duration.
+    """
     alone, wide = make_section("alone", [0, 1], backward="100*B"), make_section("wide", [0, 1], tp=2)
     assert schedule_bound(make_plan([alone, wide], [], 2), [make_sample(0)]).ns == 300 + 100

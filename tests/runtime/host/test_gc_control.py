@@ -9,7 +9,7 @@ import pytest
 from secc.runtime.host.gc_control import slow_gc
 
 
-def test_looks_for_garbage_are_rare_inside_and_as_before_behind() -> None:
+def test_collections_are_rare_inside_the_block_and_as_before_after_it() -> None:
     before = gc.get_threshold()
     with pytest.raises(KeyError), slow_gc():
         assert gc.get_threshold()[0] > before[0] and gc.get_freeze_count()

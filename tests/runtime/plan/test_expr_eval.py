@@ -25,12 +25,12 @@ sizes = st.fixed_dictionaries({name: st.integers(0, 1000) for name in ("B", "S",
 
 
 @given(expressions, sizes)
-def test_values_are_pythons(text, values):
+def test_values_equal_python(text, values):
     assert evaluate_expr(text, values) == eval(text, {"min": min, "max": max}, dict(values))
 
 
 @given(expressions, st.lists(sizes, max_size=4))
-def test_columns_have_the_values_of_each_place(text, places):
+def test_columns_have_the_value_of_each_row(text, places):
     columns = {name: [place[name] for place in places] for name in ("B", "S", "n_pixels")}
     assert evaluate_expr_columns(text, columns, len(places)) == [
         evaluate_expr(text, place) for place in places
@@ -53,7 +53,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_everything_else_is_refused(text):
+def test_text_outside_the_grammar_is_rejected(text):
     with pytest.raises(ValueError, match="not a size expression"):
         evaluate_expr(text, {"B": 1, "S": 2})
     with pytest.raises(ValueError, match="not a size expression"):

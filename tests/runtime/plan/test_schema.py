@@ -1,5 +1,6 @@
-"""plan.json is read by the version that wrote it: another one's plan is refused before anything of it is
-looked at."""
+"""plan.json is read only by the version that wrote it; other plans are rejected before anything else is
+read.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from secc.runtime.plan.schema import PLAN_VERSION, load_plan
 
 
 @pytest.mark.parametrize("version", [1, PLAN_VERSION + 1, str(PLAN_VERSION)])
-def test_a_plan_of_another_version_is_refused(version: object, tmp_path: Path) -> None:
+def test_a_plan_of_another_version_is_rejected(version: object, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({"version": version}))
     with pytest.raises(
         UserError, match=f"expected a plan of version {PLAN_VERSION}, got version {version!r}"
@@ -24,7 +25,7 @@ def test_a_plan_of_another_version_is_refused(version: object, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"sections": {}}', "version"])
-def test_what_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
+def test_other_json_is_rejected(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(UserError, match="not a plan"):
         load_plan(tmp_path)

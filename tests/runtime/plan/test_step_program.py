@@ -66,7 +66,7 @@ def test_a_schedule_reads_back(sections, programs):
 
 
 @given(st.lists(st.lists(instructions, max_size=5).map(tuple), max_size=3))
-def test_programs_are_made_of_columns_as_they_were_read(programs):
+def test_a_program_table_equals_the_programs_it_was_built_from(programs):
     read = ProgramTable.from_programs(programs, InstructionNames.from_programs(programs))
     made = ProgramTable(read.names, read.columns, read.program_ends)
     assert made[1:] == tuple(programs[1:]) and made == tuple(programs)  # some by themselves, then all at once
@@ -93,17 +93,17 @@ def test_text_names_micro_batches_in_the_direction_of_the_data():
         "SEND e fwd 1 to 0",
     ],
 )
-def test_other_text_is_refused(text):
+def test_other_text_is_rejected(text):
     with pytest.raises(ValueError):
         parse_instruction(text)
 
 
-def test_a_wrong_line_of_a_schedule_is_named():
+def test_an_error_names_the_line_of_the_schedule():
     with pytest.raises(ValueError, match=r"line 2 .*Q lm 1"):
         parse_schedule("rank 0\n  Q lm 1\n")
 
 
-def test_pairs_hold_the_samples_that_both_micro_batches_have():
+def test_pairs_have_the_samples_of_both_micro_batches():
     edge = Edge("features", "vision", "lm", "float32", ("B",), 0, "1", True)
     schedule = schedule_of({"vision": [(0, [1, 4]), (1, [2])], "lm": [(0, [0, 1, 2]), (0, [3, 4])]}, [])
     assert micro_batch_pairs(edge, schedule) == {(0, 0): (1,), (1, 0): (2,), (0, 1): (4,)}

@@ -1,4 +1,4 @@
-"""Small plans and random ones, for tests of the order and of its check."""
+"""Small hand-made plans and random ones (hypothesis strategies) for tests of the scheduler and the checks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def make_section(
 
 
 def make_stages(name, ranks, *, in_flight=(), **options):
-    """A pipeline: `ranks` has those of each stage, `in_flight` what each may hold."""
+    """Returns the stages of a pipeline; `ranks` and `in_flight` have each stage's ranks and in-flight
+    limit.
+    """
     made = [make_section(f"{name}_{i}", r, **options) for i, r in enumerate(ranks)]
     room = in_flight or (0,) * len(made)
     return [
@@ -52,7 +54,7 @@ def make_stages(name, ranks, *, in_flight=(), **options):
 
 
 def stage_edges(pipeline, grad=True):
-    """The edges between a pipeline's stages."""
+    """Returns the edges between a pipeline's stages."""
     return [
         Edge(f"{a.name}_out", a.name, b.name, "float32", ("B", "S", "8"), -1, "", grad)
         for a, b in pairwise(pipeline)
@@ -84,8 +86,9 @@ def make_plan(sections, edges, world_size, widths="own"):
 
 
 def with_prefetch_memory_for(p, samples):
-    """The plan with room on each rank for the results of so many samples to run ahead with, as `edge` makes
-    them."""
+    """Returns the plan with prefetch memory on each rank for the results of `samples` samples on `make_edge`
+    edges.
+    """
     return dataclasses.replace(p, run_ahead_gib=samples * 32 / 2**30)
 
 
@@ -97,15 +100,15 @@ cost_texts = st.sampled_from(["0", "7*B", "B*S", "5*I + 3*S", "max(B*S, 40)"])
 
 
 @st.composite
-def with_memory_bound(draw, made):
-    """The section, with or without a bound on the bytes that its micro-batches keep."""
-    cost = dataclasses.replace(made.cost, saved="3*B + 5*I")
-    return dataclasses.replace(made, cost=cost, room_bytes=draw(st.sampled_from([0, 0, 9, 40])))
+def with_memory_bound(draw, section):
+    """Draws a section with or without a limit on the bytes that its micro-batches save."""
+    cost = dataclasses.replace(section.cost, saved="3*B + 5*I")
+    return dataclasses.replace(section, cost=cost, room_bytes=draw(st.sampled_from([0, 0, 9, 40])))
 
 
 @st.composite
 def random_pipelines(draw, name, world):
-    """A section, or its stages on any ranks, as a list."""
+    """Draws a section, or the stages of one on any ranks, as a list."""
     first = draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True))
     options = {
         "when": draw(st.sampled_from([(), ("images",), ("audio",), KEYS])),
@@ -133,8 +136,9 @@ def random_pipelines(draw, name, world):
 
 @st.composite
 def random_plans(draw):
-    """Any acyclic graph of sections, some in stages, with any meshes, modes, predicates, micro-batch sizes
-    and costs."""
+    """Draws an acyclic graph of sections and pipelines with any meshes, modes, predicates, micro-batch sizes
+    and costs.
+    """
     world = draw(st.integers(1, 5))
     parts = [draw(random_pipelines(f"s{i}", world)) for i in range(draw(st.integers(1, 4)))]
     sections = [s for part in parts for s in part]

@@ -1,5 +1,4 @@
-"""Dealing work to replicas: levelling pieces, and lots where micro-batches of several samples share what each
-takes besides."""
+"""Packing of samples into micro-batches and their assignment to replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ pieces = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 50)), min_size=1, 
 
 
 @given(pieces, st.integers(1, 4), st.data())
-def test_levelling_swaps_pieces_of_one_kind_and_the_busiest_never_gets_busier(some, count, data):
+def test_swaps_stay_within_a_kind_and_never_increase_the_largest_load(some, count, data):
     kinds, weights = [k for k, _ in some], [w for _, w in some]
     ranks = tuple(range(10, 10 + count))
     load = {rank: data.draw(st.integers(0, 100)) for rank in ranks}
@@ -42,25 +41,26 @@ def test_levelling_swaps_pieces_of_one_kind_and_the_busiest_never_gets_busier(so
     assert Counter(zip(kinds, owner, strict=True)) == Counter(zip(kinds, first, strict=True))
 
 
-def test_levelling_finds_the_best_of_two_ranks_where_one_swap_makes_it():
+def test_one_swap_balances_two_ranks():
     owner, load = [0, 0, 1, 1], {0: 17, 1: 7}
     swap_until_balanced([0, 0, 0, 0], [9, 8, 4, 3], owner, (0, 1), load)
     assert load == {0: 12, 1: 12} and owner in ([1, 0, 0, 1], [0, 1, 1, 0])
 
 
 def replica_ends(p, samples):
-    """What each replica of the language model works."""
+    """Returns the work of each replica of the language model, in ns."""
     step, costs, lm = schedule_batch(p, samples), PredictedCosts(p, samples), p.find_section("lm")
     forward, backward = costs.micro_batch_times(lm, [m.samples for m in step.micro_batches["lm"]])
-    found = Counter()
+    work = Counter()
     for m, f, b in zip(step.micro_batches["lm"], forward, backward, strict=True):
-        found[m.replica] += f + b
-    return found
+        work[m.replica] += f + b
+    return work
 
 
-def test_replicas_are_level_in_what_micro_batches_take():
-    """Ragged samples without padding, and a constant for each micro-batch, which samples alone would count
-    once too often."""
+def test_replicas_are_balanced_by_micro_batch_times():
+    """Ragged samples without padding, and a constant per micro-batch that the times of single samples count
+    too often.
+    """
     r = random.Random(1)
     samples = [make_sample(i, "images", length=0, images=r.randint(10, 200)) for i in range(128)]
     for most in (2, 3, 4):
@@ -69,7 +69,7 @@ def test_replicas_are_level_in_what_micro_batches_take():
         assert max(found.values()) <= 1.01 * sum(found.values()) / 8
 
 
-def test_large_and_small_samples_share_micro_batches_where_large_ones_have_no_room():
+def test_large_and_small_samples_share_micro_batches_if_two_large_ones_do_not_fit():
     lm = make_section("lm", [0], micro_batch=2, forward="100 + I", backward="I")
     lm = dataclasses.replace(lm, cost=dataclasses.replace(lm.cost, saved="I"), room_bytes=100)
     samples = [make_sample(i, "images", images=n) for i, n in enumerate([90, 80, 70, 60, 40, 30, 20, 10])]
@@ -82,9 +82,10 @@ def test_large_and_small_samples_share_micro_batches_where_large_ones_have_no_ro
     ]
 
 
-def test_samples_weigh_what_they_add_to_a_micro_batch_on_shared_ranks():
-    """Two replicas of both sections: 100 for each micro-batch of the tower, which holds all four images of a
-    replica."""
+def test_samples_on_shared_ranks_weigh_what_they_add_to_a_micro_batch():
+    """Two replicas of both sections; each micro-batch of the tower takes 100 and holds all four images of a
+    replica.
+    """
     tower = make_section("tower", [0, 1], when=("images",), micro_batch=4, forward="100 + I", backward="0")
     lm = make_section("lm", [0, 1], micro_batch=2, forward="S", backward="S")
     samples = [make_sample(i, *(("images",) if i < 8 else ()), length=50) for i in range(16)]
@@ -95,8 +96,8 @@ def test_samples_weigh_what_they_add_to_a_micro_batch_on_shared_ranks():
 
 
 @given(random_plans(), random_batches)
-def test_micro_batches_take_at_least_what_their_samples_add(p, samples):
-    """So work counted by `share` is a bound, which tells what a search is worth."""
+def test_micro_batches_take_at_least_the_shared_work_of_their_samples(p, samples):
+    """So the sum of `shared_work` is a lower bound, which limits the time spent on the search."""
     composer = MicroBatchComposer(p, samples, SectionGraph(p))
     for s in p.sections:
         forward, backward = composer.costs.micro_batch_times(

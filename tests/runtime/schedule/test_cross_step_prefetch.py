@@ -1,5 +1,4 @@
-"""Sections that run ahead: which ones may, what steps among others hold, and that they are as fast as they
-can be."""
+"""Cross-step prefetch: which sections may prefetch, spliced schedules, their memory, checks and bounds."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ from tests.simulate.test_simulator import cluster
 
 
 def distillation_plan(teachers=2, students=2, load=1.0, room=0, mode="forward"):
-    """A teacher and a student on ranks of their own; a rank may keep the results of `room` samples."""
+    """Returns a teacher and a student on ranks of their own, with prefetch memory for `room` samples."""
     ns = int(100 * load * 3 * teachers / students)
     teacher = make_section("teacher", range(teachers), mode=mode, forward=f"{ns}*S")
     student = make_section("student", range(teachers, teachers + students), forward="100*S", backward="200*S")
@@ -58,7 +57,7 @@ def prefetchable_names(p):
     return [s.name for s in find_prefetchable_sections(p, SectionGraph(p))]
 
 
-def test_what_no_update_changes_may_run_ahead():
+def test_frozen_sections_with_frozen_inputs_may_prefetch():
     frozen, tower = (
         make_section("frozen", [0], mode="forward"),
         make_stages("tower", [[1], [2]], mode="forward"),
@@ -79,7 +78,7 @@ def test_what_no_update_changes_may_run_ahead():
     )  # it shares a rank with what trains
 
 
-def test_a_section_that_reads_what_trains_may_not():
+def test_a_section_with_trained_inputs_may_not_prefetch():
     p = distillation_plan()
     teacher, student = (dataclasses.replace(s, params=("embed.weight",)) for s in p.sections)
     model = dataclasses.replace(p.model, parameters={"embed.weight": "float32[8, 8] train"})
@@ -88,23 +87,32 @@ def test_a_section_that_reads_what_trains_may_not():
         with_prefetch_memory(distillation_plan(mode="train"), 1.0)
 
 
-def test_a_step_among_others_starts_with_results_and_ends_with_the_next_steps():
+def test_a_spliced_step_starts_with_prefetched_results_and_prefetches_for_the_next_step():
     p = distillation_plan(1, 1, room=1)
     samples = [make_sample(0, length=10), make_sample(1, length=20)]
     first, last = consecutive_steps(p, [samples, samples])
     assert [str(i) for i in first[1].programs[0]] == [
-        "F teacher 0", "SEND teacher_to_student fwd 0>0 to 1", "F teacher 1", "SEND teacher_to_student fwd 1>1 to 1",
-        "REDUCE teacher", "F teacher 2", "STEP",
-    ]  # fmt: skip
+        "F teacher 0",
+        "SEND teacher_to_student fwd 0>0 to 1",
+        "F teacher 1",
+        "SEND teacher_to_student fwd 1>1 to 1",
+        "REDUCE teacher",
+        "F teacher 2",
+        "STEP",
+    ]
     assert first[1].micro_batches["teacher"][2].samples == (2,) and first[1].own_samples == 2
     assert [str(i) for i in last[1].programs[0]] == [
-        "SEND teacher_to_student fwd 0>0 to 1", "F teacher 1", "SEND teacher_to_student fwd 1>1 to 1", "REDUCE teacher", "STEP",
-    ]  # fmt: skip
+        "SEND teacher_to_student fwd 0>0 to 1",
+        "F teacher 1",
+        "SEND teacher_to_student fwd 1>1 to 1",
+        "REDUCE teacher",
+        "STEP",
+    ]
     assert parse_schedule(print_schedule(last[1])) == last[1]
 
 
-def test_a_micro_batch_runs_ahead_whose_samples_come_later_upstream():
-    """The tower's micro-batches hold one sample, the teacher's two: its turn is that of the first one."""
+def test_a_micro_batch_is_prefetched_although_its_inputs_have_later_start_times():
+    """The tower's micro-batches hold one sample, the teacher's two, with the start time of the first one."""
     tower, teacher = (
         make_section(name, [0], mode="forward", forward="100*S", micro_batch=n)
         for name, n in (("tower", 1), ("teacher", 2))
@@ -118,7 +126,7 @@ def test_a_micro_batch_runs_ahead_whose_samples_come_later_upstream():
     assert {name: len(micros) for name, micros in found.prefetchable.items()} == {"tower": 8, "teacher": 4}
 
 
-def test_results_for_the_next_step_take_memory_until_they_are_sent():
+def test_prefetched_results_take_memory_until_they_are_sent():
     """A row on the edge has 32 bytes; the teacher has neither parameters nor a backward."""
     p = dataclasses.replace(distillation_plan(1, 1, room=1), cluster=cluster())
     samples = [make_sample(0, length=10), make_sample(1, length=20)]
@@ -131,8 +139,7 @@ def test_results_for_the_next_step_take_memory_until_they_are_sent():
 
 @st.composite
 def random_frozen_plans(draw):
-    """One or two frozen sections or pipelines, the second behind the first or beside it, and a student of
-    both."""
+    """Draws one or two frozen sections or pipelines, in a chain or side by side, and a student of both."""
     first = [
         make_section(
             "a",
@@ -175,7 +182,7 @@ whens = st.sampled_from([(), ("images",)])
     st.sampled_from(["wavefront", "dataset"]),
 )
 @settings(max_examples=120)
-def test_every_step_among_others_is_accepted_and_takes_as_long_as_its_bound_says(p, drawn, order):
+def test_every_spliced_step_is_valid_and_not_shorter_than_its_bound(p, drawn, order):
     found = list(steady_state_steps(p, drawn, order))
     time = sum(simulate(p, samples, step).end for samples, step in found)
     assert time >= len(drawn) * mean_step_bound([BatchWork(p, samples) for samples in drawn]).ns - len(drawn)
@@ -186,7 +193,7 @@ def test_every_step_among_others_is_accepted_and_takes_as_long_as_its_bound_says
 
 @given(random_frozen_plans(), random_batches, random_batches, st.data())
 @settings(max_examples=120)
-def test_the_quick_pass_and_the_checks_agree_on_steps_among_others(p, this, then, data):
+def test_fast_and_full_check_agree_on_spliced_steps(p, this, then, data):
     samples, step = next(iter(steady_state_steps(p, [this, then])))
     rank = data.draw(st.integers(0, p.world_size - 1))
     program = list(step.programs[rank])
@@ -211,7 +218,7 @@ def test_the_quick_pass_and_the_checks_agree_on_steps_among_others(p, this, then
     assert is_valid_schedule(p, samples, changed) == is_explained(p, samples, changed)
 
 
-def test_what_trains_must_not_run_ahead():
+def test_a_prefetched_trained_section_is_rejected():
     p = distillation_plan(1, 1, room=1)
     samples = [make_sample(0, length=10), make_sample(1, length=20)]
     _, step = next(iter(consecutive_steps(p, [samples, samples])))
@@ -235,6 +242,6 @@ def test_a_loaded_teacher_delays_no_student():
     assert ratios[0] > 1.05 and ratios[1] < 1.01
 
 
-def test_the_bound_of_one_batch_is_that_of_steps_with_the_same_one():
+def test_the_bound_of_one_batch_is_the_bound_of_steps_with_equal_batches():
     p, samples = distillation_plan(1, 2, load=3.0, room=2), [make_sample(i, length=10 + i) for i in range(6)]
     assert schedule_bound(p, samples).ns == mean_step_bound([BatchWork(p, samples)] * 2).ns

@@ -1,5 +1,6 @@
-"""Queues of a pipeline's replicas: one replica alone runs as in the step, long micro-batches are dealt to
-few, orders near the bound."""
+"""Planned orders of pipeline replicas: the simulation of one replica, the decoupled simulation, assignment,
+and distance from the bound.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +24,16 @@ from secc.runtime.validation.full_check import check_schedule
 from tools import schedule_mixes
 
 
-def test_a_lane_runs_backwards_first_and_weights_when_nothing_else_is_to_be_done():
-    """Two stages of two micro-batches: the first stage has weights to compute while it waits for the second
-    backward."""
+def test_a_replica_runs_backwards_first_and_weight_gradients_when_idle():
+    """Two stages, two micro-batches: the first stage computes weight gradients while it waits for the second
+    backward.
+    """
     times = [[10, 10], [10, 10]]
-    passage = PipelineReplica(times, times, times, [0, 0]).simulate([0, 1], [0, 0])
-    assert (passage.end, passage.starts, passage.backward_ends) == (70, [0, 10], [40, 60])
+    timeline = PipelineReplica(times, times, times, [0, 0]).simulate([0, 1], [0, 0])
+    assert (timeline.end, timeline.starts, timeline.backward_ends) == (70, [0, 10], [40, 60])
 
 
-def test_a_lane_waits_for_what_is_not_ready_and_for_room():
+def test_a_replica_waits_for_inputs_and_for_the_in_flight_limit():
     times = [[10, 10], [10, 10]]
     assert PipelineReplica(times, times, (), [0, 0]).simulate([1, 0], [34, 5]).starts == [5, 34]
     assert PipelineReplica(times, times, (), [1, 1]).simulate([0, 1], [0, 0]).starts == [0, 40]
@@ -45,8 +47,8 @@ def test_a_lane_waits_for_what_is_not_ready_and_for_room():
     st.sampled_from([0, 50, 120]),
 )
 @settings(max_examples=60)
-def test_a_lane_is_what_the_step_makes_of_the_same_queue(lengths, stages, room, split, size):
-    """One replica without upstream; a word takes a byte where there are `size` bytes of room."""
+def test_a_replica_alone_takes_as_long_as_in_the_whole_step(lengths, stages, room, split, size):
+    """One replica without upstream; a token saves one byte, with a limit of `size` bytes unless 0."""
     samples = [schedule_mixes.text_sample(i, n) for i, n in enumerate(lengths)]
     p = schedule_mixes.vlm_plan(
         samples, 1, 1, 0.5, pipeline=schedule_mixes.PipelineShape(stages, room, split)
@@ -57,20 +59,19 @@ def test_a_lane_is_what_the_step_makes_of_the_same_queue(lengths, stages, room, 
     )
     p = dataclasses.replace(p, sections=tuple(bounded))
     composer = MicroBatchComposer(p, samples, SectionGraph(p))
-    load, lots = critical_pipeline_load(composer)
-    queue = pipeline_order.pyramid_order(range(len(lots)), load)
-    tables = composer.compose_by_order([[lots[m] for m in queue]], [0] * len(samples))
+    load, micro_batches = critical_pipeline_load(composer)
+    order = pipeline_order.pyramid_order(range(len(micro_batches)), load)
+    tables = composer.compose_by_order([[micro_batches[m] for m in order]], [0] * len(samples))
     messages = {e.name: [(m, m) for m in range(len(samples))] if e.src != "vision" else [] for e in p.edges}
     step = build_step_tasks(p, composer.graph, tables, messages, in_order=())
-    assert load.replica.simulate(queue, [0] * len(samples)).end == simulate_tasks(step.graph).makespan
+    assert load.replica.simulate(order, [0] * len(samples)).end == simulate_tasks(step.graph).makespan
 
 
 @pytest.mark.parametrize(
     ("replicas", "stages", "split"), [(1, 4, True), (1, 2, False), (2, 3, True), (3, 2, True)]
 )
-def test_planned_queues_tell_about_when_the_step_ends(replicas, stages, split):
-    """With an encoder that trains, whose order of backwards is guessed, and room for all in flight: mostly
-    exactly, seldom far off."""
+def test_planned_orders_predict_the_end_of_the_step(replicas, stages, split):
+    """With a trained encoder, the order of its backwards is an estimate: mostly exact, seldom far off."""
     errors = sorted(abs(_end_over_plan(seed, replicas, stages, split) - 1) for seed in range(15))
     assert errors[7] < 0.001 and errors[12] < 0.03 and errors[-1] < 0.1
 
@@ -94,9 +95,10 @@ def _end_over_plan(seed, replicas, stages, split):
 
 @pytest.mark.parametrize("mode", ["train", "forward"])
 @pytest.mark.parametrize(("stages", "split", "together"), [(2, True, 1), (3, False, 3), (4, True, 2)])
-def test_a_step_run_in_parts_is_what_its_jobs_run_together_take(mode, stages, split, together):
-    """Each job waits for its rank and for what it needs alone: none ends later than the parts said, and no
-    sample is wanting."""
+def test_decoupled_simulation_agrees_with_simulating_all_tasks(mode, stages, split, together):
+    """Each task waits only for its rank and its inputs: none ends later than the decoupled simulation says,
+    and no sample is missing.
+    """
     for seed in range(4):
         samples = schedule_mixes.multimodal_batch(24, 0.5, seed)
         p = schedule_mixes.vlm_plan(
@@ -106,45 +108,55 @@ def test_a_step_run_in_parts_is_what_its_jobs_run_together_take(mode, stages, sp
             p, sections=(dataclasses.replace(p.sections[0], micro_batch=together), *p.sections[1:])
         )
         composer = MicroBatchComposer(p, samples, SectionGraph(p))
-        load, lots = critical_pipeline_load(composer)
-        found = pipeline_order_candidate(
-            composer, load, lots, pipeline_order.plan_orders(load, pipeline_order.LIKELIEST_STRATEGY)
+        load, micro_batches = critical_pipeline_load(composer)
+        candidate = pipeline_order_candidate(
+            composer, load, micro_batches, pipeline_order.plan_orders(load, pipeline_order.LIKELIEST_STRATEGY)
         )
-        assert "step_tasks" not in vars(found)
-        jobs, ready, free = found.step_tasks.graph, [0] * found.task_count, [0] * p.world_size
-        assert sorted(found.task_order) == list(range(found.task_count))
-        waits = jobs.predecessor_count.copy()
-        for job in found.task_order:
-            assert waits[job] == 0
-            free[jobs.rank_of[job]] = end = max(free[jobs.rank_of[job]], ready[job]) + jobs.duration_ns[job]
-            for then in jobs.successors[job]:
-                ready[then], waits[then] = max(ready[then], end), waits[then] - 1
-        assert max(free) <= found.makespan <= 1.1 * simulate_tasks(jobs).makespan
+        assert "step_tasks" not in vars(candidate)
+        graph, ready, free = candidate.step_tasks.graph, [0] * candidate.task_count, [0] * p.world_size
+        assert sorted(candidate.task_order) == list(range(candidate.task_count))
+        predecessors_left = graph.predecessor_count.copy()
+        for task in candidate.task_order:
+            assert predecessors_left[task] == 0
+            free[graph.rank_of[task]] = end = (
+                max(free[graph.rank_of[task]], ready[task]) + graph.duration_ns[task]
+            )
+            for successor in graph.successors[task]:
+                ready[successor], predecessors_left[successor] = (
+                    max(ready[successor], end),
+                    predecessors_left[successor] - 1,
+                )
+        assert max(free) <= candidate.makespan <= 1.1 * simulate_tasks(graph).makespan
         check_schedule(
             p,
             samples,
             emit_programs(
-                p, composer.graph, found.tables, found.messages, found.task_ranges, found.task_order
+                p,
+                composer.graph,
+                candidate.tables,
+                candidate.messages,
+                candidate.task_ranges,
+                candidate.task_order,
             ),
         )
 
 
-def test_stages_that_others_feed_are_run_together():
-    """What a teacher says comes to the student's last stage: the step is not one of parts."""
+def test_a_pipeline_with_inputs_to_a_later_stage_is_simulated_together():
+    """A teacher feeds the student's last stage, which the decoupled simulation does not cover."""
     samples = schedule_mixes.distillation_batch(16, 0)
     p = schedule_mixes.teacher_student_plan(samples, 2, 2, 0.8, schedule_mixes.PipelineShape(2, 4, True))
     composer = MicroBatchComposer(p, samples, SectionGraph(p))
-    load, lots = critical_pipeline_load(composer)
-    found = pipeline_order_candidate(
-        composer, load, lots, pipeline_order.plan_orders(load, pipeline_order.LIKELIEST_STRATEGY)
+    load, micro_batches = critical_pipeline_load(composer)
+    candidate = pipeline_order_candidate(
+        composer, load, micro_batches, pipeline_order.plan_orders(load, pipeline_order.LIKELIEST_STRATEGY)
     )
-    assert "step_tasks" in vars(found)
-    simulated = simulate_tasks(found.step_tasks.graph)
-    assert (found.task_order, found.makespan) == (simulated.order, simulated.makespan)
+    assert "step_tasks" in vars(candidate)
+    simulated = simulate_tasks(candidate.step_tasks.graph)
+    assert (candidate.task_order, candidate.makespan) == (simulated.order, simulated.makespan)
 
 
 def test_a_search_finds_the_better_of_two_orders():
-    """A long micro-batch that needs the encoder stands first, so that all wait for it."""
+    """A long micro-batch that needs the encoder is first in the initial order, so all others wait for it."""
     samples = schedule_mixes.multimodal_batch(6, 0.5, 1)
     p = schedule_mixes.vlm_plan(samples, 1, 1, 0.8, pipeline=schedule_mixes.PipelineShape(2, 2, False))
     load, _ = critical_pipeline_load(MicroBatchComposer(p, samples, SectionGraph(p)))
@@ -159,14 +171,14 @@ def test_a_search_finds_the_better_of_two_orders():
     )
 
 
-def test_long_micro_batches_are_dealt_to_few_replicas():
+def test_long_micro_batches_go_to_few_replicas():
     dealt = pipeline_order.assign_by_aims([9, 8, 7, 6, 1, 1, 1, 1, 1, 1], [18, 18], share=900)
     assert [[m for m in some if m < 4] for some in dealt] == [[0], [1, 2, 3]] or sorted(dealt[0])[:1] == [0]
     assert [sum([9, 8, 7, 6, 1, 1, 1, 1, 1, 1][m] for m in some) for some in dealt] == [18, 18]
 
 
-def test_some_of_many_replicas_tell_what_all_lose():
-    """Replicas of equal micro-batches: all end alike."""
+def test_lost_time_is_interpolated_between_simulated_replicas():
+    """All replicas have equal micro-batches and so end together."""
     samples = [schedule_mixes.text_sample(i, 100) for i in range(80)]
     p = schedule_mixes.vlm_plan(samples, 1, 20, 0.8, pipeline=schedule_mixes.PipelineShape(2, 4, True))
     found = critical_pipeline_load(MicroBatchComposer(p, samples, SectionGraph(p)))
@@ -176,12 +188,12 @@ def test_some_of_many_replicas_tell_what_all_lose():
     assert {len(queue) for queue in plan.orders} == {4} and len(set(plan.ends)) == 1
 
 
-def test_a_planned_queue_starts_with_what_is_there():
-    """The second in the queue is late, so the third has its turn."""
+def test_a_ready_micro_batch_passes_a_late_one():
+    """The second micro-batch of the order is late, so the third takes its place."""
     assert pipeline_order._yield_late([2, 0, 1], [0, 10, 20], [25, 5, 0]) == [2, 1, 0]
 
 
-def test_who_loses_more_gets_less():
+def test_replicas_that_lose_more_time_get_less_work():
     samples = schedule_mixes.multimodal_batch(64, 0.33, 1)
     p = schedule_mixes.vlm_plan(samples, 1, 2, 0.8, pipeline=schedule_mixes.PipelineShape(4, 16, True))
     found = critical_pipeline_load(MicroBatchComposer(p, samples, SectionGraph(p)))
@@ -212,7 +224,7 @@ def test_two_stages_with_a_split_backward_are_within_two_percent_of_the_bound():
     assert schedule_with_makespan(p, samples)[1] <= 1.02 * schedule_bound(p, samples).ns
 
 
-def test_stages_that_share_ranks_or_feed_others_are_left_to_the_other_order():
+def test_orders_are_not_planned_for_stages_that_share_ranks_or_feed_others():
     samples = schedule_mixes.multimodal_batch(8, 0.5, 0)
     whole = schedule_mixes.vlm_plan(samples, 1, 2, 0.8)
     assert critical_pipeline_load(MicroBatchComposer(whole, samples, SectionGraph(whole))) is None

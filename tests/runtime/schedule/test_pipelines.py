@@ -1,5 +1,6 @@
-"""Pipelines: stages take the same micro-batches in one order, hold no more of them than they may, and leave
-no rank waiting for long."""
+"""Pipelines: stages process the same micro-batches in one order, keep to in-flight limits and are seldom
+idle.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +34,10 @@ from tests.runtime.schedule.test_scheduler import IMAGE, mixed_samples
 
 
 def pipeline_plan(parts, replicas=1, room=(), encoder=False):
-    """A language model in `parts` stages, fed by an encoder on a rank of its own if wanted. Ranks are ordered
-    (dp, pp)."""
+    """Returns a language model in `parts` stages, optionally fed by an encoder on its own rank.
+
+    Ranks are ordered (dp, pp).
+    """
     ranks = [[d * parts + i for d in range(replicas)] for i in range(parts)]
     lm, world = make_stages("lm", ranks, in_flight=room, forward="S", backward="2*S"), parts * replicas
     if not encoder:
@@ -47,7 +50,7 @@ def section_work(program, section):
     return [(i.kind, i.micro) for i in program if i.kind in "FB" and i.section == section]
 
 
-def test_even_micro_batches_run_as_1f1b():
+def test_equal_micro_batches_run_as_1f1b():
     p = pipeline_plan(3, room=(3, 2, 1))
     step = schedule_batch(p, [make_sample(i, length=100) for i in range(5)])
     kinds = [
@@ -56,7 +59,7 @@ def test_even_micro_batches_run_as_1f1b():
     assert kinds == ["FFFBFBFBBB", "FFBFBFBFBB", "FBFBFBFBFB"]
 
 
-def test_no_search_where_all_micro_batches_are_alike(monkeypatch):
+def test_no_search_if_all_micro_batches_are_equal(monkeypatch):
     lm = make_stages("lm", [[0], [1]], in_flight=(2, 1), forward="1000000*B", backward="2000000*B")
     p = make_plan(lm, stage_edges(lm), 2)
     expected = schedule_with_makespan(p, [make_sample(i) for i in range(8)])
@@ -75,9 +78,10 @@ def test_no_search_where_all_micro_batches_are_alike(monkeypatch):
         )
 
 
-def test_stages_between_which_nothing_travels_keep_one_order():
-    """A last stage may work alone for samples of another tower, as a projector does that two towers share,
-    and find others most urgent."""
+def test_stages_without_messages_between_them_keep_one_order():
+    """The last stage may work alone for samples of another tower, like a shared projector, with other
+    urgencies.
+    """
     first, last = make_stages(
         "image", [[1], [2]], in_flight=(1, 1), when=KEYS, forward="10*I", backward="20*I"
     )
@@ -117,7 +121,7 @@ def test_stages_take_ragged_micro_batches_in_one_order(room):
 
 
 @pytest.mark.parametrize("room", [(3, 2, 1), (6, 6, 6), (1, 1, 1)])
-def test_a_stage_holds_no_more_than_it_may(room):
+def test_a_stage_keeps_to_its_in_flight_limit(room):
     p, samples = pipeline_plan(3, room=room), [make_sample(i, length=50 + 37 * i % 200) for i in range(16)]
     done = simulate(p, samples, schedule_batch(p, samples))
     assert [max(n for _, n in in_flight_over_time(done, rank)) <= room[rank] for rank in range(3)] == [
@@ -126,7 +130,7 @@ def test_a_stage_holds_no_more_than_it_may(room):
 
 
 @pytest.mark.parametrize("room", [1, 2, 5])
-def test_an_encoder_holds_no_more_than_it_may(room):
+def test_an_encoder_keeps_to_its_in_flight_limit(room):
     vision = dataclasses.replace(
         make_section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=room
     )
@@ -138,13 +142,13 @@ def test_an_encoder_holds_no_more_than_it_may(room):
     assert max(n for _, n in in_flight_over_time(done, 0)) == room
 
 
-def keeping(found, saved, room):
-    """The section with what its micro-batches keep, and bytes of room for it."""
-    return dataclasses.replace(found, cost=dataclasses.replace(found.cost, saved=saved), room_bytes=room)
+def with_saved_bytes(section, saved, room):
+    """Returns the section with this expression for saved bytes and `room` bytes for them."""
+    return dataclasses.replace(section, cost=dataclasses.replace(section.cost, saved=saved), room_bytes=room)
 
 
-def held(step, rank, saved):
-    """The most bytes that a rank's micro-batches keep at once."""
+def peak_saved_bytes(step, rank, saved):
+    """Returns the peak of the bytes that micro-batches save on a rank."""
     sizes = {
         m.index: sum(saved(step.samples[p]) for p in m.samples) for m in step.schedule.micro_batches["vision"]
     }
@@ -157,8 +161,8 @@ def held(step, rank, saved):
 
 
 @pytest.mark.parametrize("room", [40, 70])
-def test_an_encoder_keeps_no_more_bytes_than_it_has_room_for(room):
-    """Whatever their number: some samples have eight images, most have one."""
+def test_an_encoder_keeps_to_its_byte_limit(room):
+    """Some samples have eight images, most have one."""
     encoder = dataclasses.replace(
         make_section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=6
     )
@@ -168,14 +172,16 @@ def test_an_encoder_keeps_no_more_bytes_than_it_has_room_for(room):
         p = make_plan(
             [vision, make_section("lm", [1, 2], forward="S", backward="2*S")], [make_edge("vision", "lm")], 3
         )
-        return held(simulate(p, samples, schedule_batch(p, samples)), 0, lambda s: 5 * s.sizes["I"])
+        return peak_saved_bytes(
+            simulate(p, samples, schedule_batch(p, samples)), 0, lambda s: 5 * s.sizes["I"]
+        )
 
-    assert most(keeping(encoder, "5*I", 0)) > room
-    assert most(keeping(encoder, "5*I", room)) <= room
+    assert most(with_saved_bytes(encoder, "5*I", 0)) > room
+    assert most(with_saved_bytes(encoder, "5*I", room)) <= room
 
 
-def test_a_sample_larger_than_the_room_is_alone():
-    encoder = keeping(
+def test_a_sample_above_the_byte_limit_runs_alone():
+    encoder = with_saved_bytes(
         dataclasses.replace(
             make_section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=4
         ),
@@ -186,13 +192,16 @@ def test_a_sample_larger_than_the_room_is_alone():
         [encoder, make_section("lm", [1], forward="S", backward="2*S")], [make_edge("vision", "lm")], 2
     )
     samples = [make_sample(i, *IMAGE, images=8 if i == 3 else 1) for i in range(8)]
-    assert held(simulate(p, samples, schedule_batch(p, samples)), 0, lambda s: 5 * s.sizes["I"]) == 40
+    assert (
+        peak_saved_bytes(simulate(p, samples, schedule_batch(p, samples)), 0, lambda s: 5 * s.sizes["I"])
+        == 40
+    )
 
 
 @pytest.mark.parametrize("critical", [False, True])
-def test_micro_batches_of_several_samples_fit_the_room(critical):
-    """Also where the section is cut after another one's queue."""
-    lm = keeping(
+def test_micro_batches_of_several_samples_fit_the_byte_limit(critical):
+    """Also if the section is cut by another section's start times."""
+    lm = with_saved_bytes(
         make_section("lm", [0, 1], micro_batch=4, forward="1000 + B*S", backward="1000 + 2*B*S"), "B*S", 100
     )
     other = make_section("head", [2], forward="1" if critical else "9000*B*S", backward="1")
@@ -201,12 +210,15 @@ def test_micro_batches_of_several_samples_fit_the_room(critical):
     sizes = [
         [samples[p].sizes["S"] for p in m.samples] for m in schedule_batch(p, samples).micro_batches["lm"]
     ]
-    assert sorted(s for some in sizes for s in some) == sorted(s.sizes["S"] for s in samples)
-    assert all(len(some) == 1 or len(some) * max(some) <= 100 for some in sizes) and max(map(len, sizes)) > 1
+    assert sorted(s for lengths in sizes for s in lengths) == sorted(s.sizes["S"] for s in samples)
+    assert (
+        all(len(lengths) == 1 or len(lengths) * max(lengths) <= 100 for lengths in sizes)
+        and max(map(len, sizes)) > 1
+    )
 
 
-def test_a_section_on_the_ranks_of_a_pipeline_does_backwards_as_they_come():
-    """Only what feeds other ranks does all forwards first; stages list the same ranks in another order."""
+def test_a_section_on_the_ranks_of_a_pipeline_does_not_run_forwards_first():
+    """Only sections that feed other ranks do; stages list the same ranks in another order."""
     lm = make_stages("lm", [[0, 2], [1, 3]])
     vision = [make_section("vision", ranks, when=IMAGE) for ranks in (range(4), range(4, 8))]
     graphs = [
@@ -215,7 +227,7 @@ def test_a_section_on_the_ranks_of_a_pipeline_does_backwards_as_they_come():
     assert [g.runs_forwards_first(v) for g, v in zip(graphs, vision, strict=True)] == [False, True]
 
 
-def test_room_is_a_wish_where_a_consumer_needs_more_at_once():
+def test_the_in_flight_limit_yields_to_a_consumer_that_needs_more_at_once():
     lm = make_stages("lm", [[0], [1]], in_flight=(1, 1), forward="S", backward="2*S")
     judge = make_section("judge", [2], micro_batch=4, forward="S", backward="2*S")
     p = make_plan([*lm, judge], [*stage_edges(lm), make_edge("lm_1", "judge")], 3)
@@ -223,9 +235,10 @@ def test_room_is_a_wish_where_a_consumer_needs_more_at_once():
     check_schedule(p, samples, schedule_batch(p, samples))
 
 
-def test_room_beside_a_consumer_is_not_filled_with_parts_of_several_micro_batches():
-    """Each replica holds two images, and wants them two by two by their text, whichever the encoder would
-    have done first."""
+def test_the_in_flight_limit_is_not_filled_with_parts_of_several_micro_batches():
+    """Each replica holds two images, and the language model wants them in pairs by text length, not by image
+    size.
+    """
     vision = dataclasses.replace(
         make_section("vision", [0, 1], when=IMAGE, forward="10*I", backward="20*I"), in_flight=2
     )
@@ -236,7 +249,7 @@ def test_room_beside_a_consumer_is_not_filled_with_parts_of_several_micro_batche
     assert schedule_with_makespan(p, samples)[1] <= 1.01 * work / 2
 
 
-def test_a_split_backward_fills_what_would_be_idle():
+def test_weight_gradients_fill_idle_time():
     whole, samples = pipeline_plan(4, room=(8, 8, 8, 8)), [make_sample(i, length=100) for i in range(8)]
     split = dataclasses.replace(
         whole, sections=tuple(dataclasses.replace(s, weight_permille=500) for s in whole.sections)
@@ -253,7 +266,7 @@ def test_a_split_backward_fills_what_would_be_idle():
 
 
 @pytest.mark.parametrize("parts", [(0, 500, 500), (500, 0, 500), (500, 500, 0)])
-def test_stages_may_be_split_unlike(parts):
+def test_only_some_stages_may_have_split_backwards(parts):
     whole, samples = pipeline_plan(3, room=(6, 6, 6)), [make_sample(i, length=100 + 7 * i) for i in range(8)]
     p = dataclasses.replace(
         whole,
@@ -275,23 +288,23 @@ def test_stages_have_the_same_micro_batches(p, samples):
         assert len({tuple((m.replica, m.samples) for m in step.micro_batches[s.name]) for s in parts}) == 1
 
 
-def test_more_in_flight_serves_ragged_micro_batches_and_all_are_near_the_bound():
+def test_more_in_flight_helps_ragged_micro_batches_and_all_are_near_the_bound():
     samples = mixed_samples(32, 0.0, seed=5)
     times = {
         room: schedule_with_makespan(p, samples)[1] / schedule_bound(p, samples).ns
-        for room, p in _rooms().items()
+        for room, p in _plans_by_limit().items()
     }
     assert times[8] <= times[4] <= 1.35
     assert times[8] < 1.2
 
 
-def _rooms():
+def _plans_by_limit():
     return {n: pipeline_plan(4, room=(n, max(n - 1, 1), max(n - 2, 1), 1)) for n in (4, 8)}
 
 
 @given(random_plans())
 @settings(max_examples=30)
-def test_plan_json_shows_whole_sections_and_keeps_their_stages(p):
+def test_plan_json_shows_user_sections_with_their_stages(p):
     data = json.loads(plan_to_json(p))
     assert list(data["sections"]) == list(p.pipelines)
     for name, parts in p.pipelines.items():
@@ -311,8 +324,8 @@ def test_plan_json_is_read_back(tmp_path):
     }
 
 
-def test_followers_go_in_the_order_of_those_they_follow():
-    jobs = TaskGraph(
+def test_followers_run_in_the_order_of_the_leading_line():
+    graph = TaskGraph(
         2,
         rank_of=[0, 0, 1, 1],
         duration_ns=[1, 1, 5, 5],
@@ -320,5 +333,5 @@ def test_followers_go_in_the_order_of_those_they_follow():
         predecessor_count=[0, 0, 1, 1],
         priority=[1, 0, 2, 3],
     )
-    jobs.follow_order(range(0, 2), range(2, 4))
-    assert simulate_tasks(jobs)[0] == [1, 0, 3, 2]
+    graph.follow_order(range(0, 2), range(2, 4))
+    assert simulate_tasks(graph).order == [1, 0, 3, 2]

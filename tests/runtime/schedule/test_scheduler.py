@@ -1,5 +1,4 @@
-"""The wavefront order: what it promises about micro-batches, about the order of work, and about its
-length."""
+"""The scheduler: assignment, urgency, search, and how close the critical section gets to never waiting."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ TEXT, IMAGE = (), ("images",)
 
 
 def vlm_plan(encoders=1, replicas=2, micro_batch=1, image="100*I", text="S", mode="train"):
-    """An encoder on its own ranks that feeds a language model."""
+    """Returns an encoder on its own ranks that feeds a language model."""
     vision = make_section(
         "vision",
         range(encoders),
@@ -49,7 +48,7 @@ def vlm_plan(encoders=1, replicas=2, micro_batch=1, image="100*I", text="S", mod
 
 
 def mixed_samples(count, share, seed, images=4):
-    """A batch of `count` samples of ragged lengths of which `share` have images, which lengthen them."""
+    """Returns `count` samples of ragged lengths; a `share` of them has images, which lengthen them."""
     r, samples = random.Random(seed), []
     for i in range(count):
         n = r.randint(1, images) if r.random() < share else 0
@@ -64,7 +63,7 @@ def compute_instructions(program):
 
 
 def section_patterns(step, samples, program, kind, name="lm"):
-    """Whether each F or B of a rank's program has images, in order."""
+    """Returns whether each F or B in a rank's program has images, in order."""
     micros = step.micro_batches[name]
     return [
         bool(samples[micros[i.micro].samples[0]].pattern)
@@ -126,7 +125,7 @@ def test_replicas_are_balanced_by_cost_and_by_pattern():
         assert len(held) == 8 and sum(bool(samples[s].pattern) for s in held) == 2
 
 
-def test_micro_batches_are_even_and_no_larger_than_asked():
+def test_micro_batches_have_even_sizes_up_to_the_limit():
     step = schedule_batch(
         vlm_plan(replicas=1, micro_batch=4, text="50 + B*S"),
         [make_sample(i, length=100 + i) for i in range(9)],
@@ -136,8 +135,10 @@ def test_micro_batches_are_even_and_no_larger_than_asked():
     assert longest_together.samples == (6, 7, 8)
 
 
-def test_lots_hold_samples_of_like_length():
-    """Long and short samples in turn: apart, nothing is padded, and both replicas get one lot of each."""
+def test_micro_batches_hold_samples_of_similar_length():
+    """Long and short samples alternate: packed apart, nothing is padded and both replicas get one micro-batch
+    of each.
+    """
     samples = [make_sample(i, length=1000 if i % 2 else 10) for i in range(16)]
     p = vlm_plan(replicas=2, micro_batch=4, text="500 + B*S")
     step, makespan = schedule_with_makespan(p, samples)
@@ -145,15 +146,17 @@ def test_lots_hold_samples_of_like_length():
     assert makespan == 3 * (500 + 4000) + 3 * (500 + 40)
 
 
-def test_lots_are_smaller_where_that_lets_replicas_end_together():
+def test_micro_batches_are_smaller_if_that_balances_replicas():
     samples = [make_sample(i, length=100) for i in range(6)]
     step = schedule_batch(vlm_plan(replicas=2, micro_batch=4, text="10 + B*S"), samples)
     assert sorted(len(m.samples) for m in step.micro_batches["lm"]) == [3, 3]
 
 
 def test_a_search_closes_the_gaps_of_small_batches():
-    """Three jobs of 2 and two of 3 on two ranks: largest first gives 7, the best is 6. It is only sought
-    where that is worth the time."""
+    """Three tasks of 2 and two of 3 on two ranks: largest first gives 7, the optimum is 6.
+
+    The search only runs if the step is worth its time.
+    """
     p = make_plan([make_section("lm", [0, 1], forward="1000*B*S", backward="0")], [], 2)
     lengths = [3, 3, 2, 2, 2]
     assert schedule_with_makespan(p, [make_sample(i, length=n) for i, n in enumerate(lengths)])[1] == 7 * 1000
@@ -163,7 +166,7 @@ def test_a_search_closes_the_gaps_of_small_batches():
     )
 
 
-def test_a_search_tries_no_step_in_which_a_rank_has_too_much_to_do(monkeypatch):
+def test_the_search_simulates_no_step_that_overloads_a_rank(monkeypatch):
     p = make_plan([make_section("lm", [0, 1], forward="1000*B*S", backward="0")], [], 2)
     tried: list[int] = []
 
@@ -181,7 +184,7 @@ def test_a_search_tries_no_step_in_which_a_rank_has_too_much_to_do(monkeypatch):
     assert set(tried) == {6 * 10**9, 7 * 10**9}
 
 
-def test_small_batches_end_soon_after_no_order_could_end_sooner():
+def test_small_batches_end_close_to_the_lower_bound():
     ratios: list[float] = []
     for seed in range(10):
         samples = schedule_mixes.multimodal_batch(64, 0.33, seed)
@@ -190,7 +193,7 @@ def test_small_batches_end_soon_after_no_order_could_end_sooner():
     assert sum(ratios) / 10 < 1.035
 
 
-def test_what_is_searched_is_still_valid_and_keeps_samples_on_their_rank():
+def test_found_orders_are_valid_and_keep_samples_on_their_rank():
     vision, lm = (
         make_section("vision", [0, 1, 2], when=IMAGE, forward="10000000*I"),
         make_section("lm", [0, 1, 2], forward="90000*B*S"),
@@ -203,13 +206,13 @@ def test_what_is_searched_is_still_valid_and_keeps_samples_on_their_rank():
 
 @pytest.mark.parametrize(("mode", "load"), [("forward", 100), ("train", 100), ("forward", 30), ("train", 30)])
 def test_without_text_a_ramp_keeps_the_language_model_busy(mode, load):
-    """Every sample needs the encoder, so nothing hides the first ones but that they are small."""
+    """Every sample needs the encoder, so only the small size of the first ones shortens the initial wait."""
     samples = mixed_samples(128, 1.0, seed=9)
     p = vlm_plan(encoders=4, replicas=4, image=f"{load}*I", mode=mode)
     assert schedule_with_makespan(p, samples)[1] <= 1.03 * schedule_bound(p, samples).ns
 
 
-def test_replicas_get_even_shares_of_what_needs_upstream():
+def test_replicas_get_even_shares_of_samples_that_need_upstream():
     samples = mixed_samples(128, 0.3, seed=10)
     step = schedule_batch(vlm_plan(encoders=2, replicas=4, mode="forward"), samples)
     shares = [0] * 4
@@ -241,7 +244,7 @@ def test_sections_on_the_same_ranks_keep_each_sample_on_its_rank():
         assert [i.section for i in program if i.kind == "REDUCE"] == ["lm", "vision"]
 
 
-def test_dataset_order_takes_the_samples_as_they_come():
+def test_dataset_order_keeps_the_order_of_the_samples():
     samples = mixed_samples(12, 0.5, seed=6)
     step = schedule_batch(vlm_plan(micro_batch=2), samples, order="dataset")
     for program in step.programs:
@@ -261,8 +264,9 @@ def test_padding_to_the_global_width_counts_in_the_cost():
     ("encoders", "replicas", "share"), [(1, 2, 0.5), (4, 8, 0.1), (4, 8, 0.33), (4, 8, 0.75)]
 )
 def test_the_critical_section_hardly_waits(encoders, replicas, share):
-    """Encoders loaded to 90% of the language model: within 2% of its work per replica, a lower bound of any
-    order."""
+    """Encoders at 90% of the language model's load: within 2% of its work per replica, a lower bound of any
+    order.
+    """
     samples = mixed_samples(256, share, seed=7)
     work = sum(3 * s.sizes["S"] for s in samples) // replicas
     image = work * 9 * encoders // (30 * sum(s.sizes["I"] for s in samples))
@@ -272,7 +276,7 @@ def test_the_critical_section_hardly_waits(encoders, replicas, share):
 
 
 @pytest.mark.parametrize(("encoder", "language"), [(1, 2), (1, 4), (2, 4), (2, 1), (4, 1)])
-def test_sections_that_share_ranks_in_other_widths_do_not_keep_each_other_waiting(encoder, language):
+def test_sections_on_the_same_ranks_with_other_tp_do_not_block_each_other(encoder, language):
     vision = make_section(
         "vision",
         range(8),
@@ -289,7 +293,7 @@ def test_sections_that_share_ranks_in_other_widths_do_not_keep_each_other_waitin
     assert schedule_with_makespan(p, samples)[1] <= 1.08 * schedule_bound(p, samples).ns
 
 
-def test_what_cannot_be_scheduled_is_refused():
+def test_plans_that_cannot_be_scheduled_are_rejected():
     a, b = make_section("a", [0]), make_section("b", [0])
     with pytest.raises(ValueError, match="a, b form a cycle"):
         schedule_batch(make_plan([a, b], [make_edge("a", "b"), make_edge("b", "a")], 1), [make_sample(0)])
@@ -301,7 +305,7 @@ def test_what_cannot_be_scheduled_is_refused():
         )
 
 
-def test_batches_that_are_alike_share_one_schedule():
+def test_equal_batches_share_one_schedule():
     order, samples = ScheduleCache(vlm_plan(), "wavefront"), mixed_samples(8, 0.5, seed=0)
     alike = [SampleMeta(s.id + 100, s.pattern, dict(s.sizes)) for s in samples]
     first = order(samples)

@@ -1,4 +1,6 @@
-"""The check accepts every schedule of the wavefront order and catches what is wrong with a changed one."""
+"""The fast and the full check of schedules: they accept what the scheduler makes and explain what is wrong
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ rank 1
 
 
 def move_instruction(step: Schedule, rank: int, text: str, to: int) -> Schedule:
-    """The schedule with one instruction of a rank at another place."""
+    """Returns the schedule with one instruction of a rank at another place."""
     program = [i for i in step.programs[rank] if str(i) != text]
     assert len(program) == len(step.programs[rank]) - 1
     program.insert(to, parse_instruction(text))
@@ -75,7 +77,7 @@ def replace_program(step: Schedule, rank: int, program) -> Schedule:
 
 @given(random_plans(), random_batches, st.sampled_from(["wavefront", "dataset"]))
 @settings(max_examples=150)
-def test_every_schedule_of_the_order_is_accepted(p, samples, order):
+def test_every_schedule_of_the_scheduler_is_valid(p, samples, order):
     check_schedule(p, samples, schedule_batch(p, samples, order=order))
 
 
@@ -95,8 +97,8 @@ def test_a_lost_instruction_is_caught(p, samples, data):
 
 @given(random_plans(), random_batches, st.data())
 @settings(max_examples=150)
-def test_the_quick_pass_and_the_checks_agree(p, samples, data):
-    """On schedules with an instruction changed, moved, doubled or swapped for another."""
+def test_fast_and_full_check_agree(p, samples, data):
+    """On schedules with an instruction changed, moved, doubled or replaced by another."""
     step = schedule_batch(p, samples)
     rank = data.draw(st.integers(0, p.world_size - 1))
     program = list(step.programs[rank])
@@ -120,7 +122,7 @@ def test_the_quick_pass_and_the_checks_agree(p, samples, data):
 
 
 def is_explained(p, samples, step) -> bool:
-    """Whether the checks that say what is wrong find nothing."""
+    """Returns whether the full check finds no error."""
     checker = ScheduleChecker(p, samples, step)
     try:
         parts = (
@@ -162,7 +164,7 @@ def test_swapped_messages_of_a_channel_are_caught():
         check_schedule(VLM_PLAN, IMAGE_SAMPLES, swapped)
 
 
-def test_an_instruction_before_what_it_depends_on_is_caught():
+def test_an_instruction_before_its_input_is_caught():
     with pytest.raises(ScheduleError, match="rank 1 has `B lm 1` before `F lm 1`"):
         check_schedule(VLM_PLAN, IMAGE_SAMPLES, move_instruction(VLM_SCHEDULE, 1, "B lm 1", to=5))
     with pytest.raises(ScheduleError, match="rank 0 has `B vision 1` before `RECV"):
@@ -180,19 +182,17 @@ def test_a_message_to_the_wrong_rank_or_twice_is_caught():
         check_schedule(VLM_PLAN, IMAGE_SAMPLES, astray)
 
 
-def test_a_circle_of_waits_is_drawn_with_its_cells_marked():
+def test_a_deadlock_is_shown_with_its_cells_marked():
     circle = move_instruction(VLM_SCHEDULE, 0, "RECV vision_to_lm bwd 0>0 from 1", to=1)
     with pytest.raises(ScheduleError) as caught:
         check_schedule(VLM_PLAN, IMAGE_SAMPLES, circle)
     text = str(caught.value)
     assert (
-        "deadlock: rank 0 at `RECV vision_to_lm bwd 0>0 from 1` waits for `SEND vision_to_lm bwd 0>0 to 0` on rank 1;"
-        in text
-    )
-    assert (
-        "rank 1 at `RECV vision_to_lm fwd 0>0 from 0` waits for `SEND vision_to_lm fwd 0>0 to 1` on rank 0"
-        in text
-    )
+        "deadlock: rank 0 at `RECV vision_to_lm bwd 0>0 from 1` "
+        "waits for `SEND vision_to_lm bwd 0>0 to 0` on rank 1; "
+        "rank 1 at `RECV vision_to_lm fwd 0>0 from 0` "
+        "waits for `SEND vision_to_lm fwd 0>0 to 1` on rank 0"
+    ) in text
     grid = [line.split() for line in text.splitlines()[1:]]
     assert grid[0] == ["rank", "0", "rank", "1"]
     assert grid[1] == ["0", "F", "vision", "0", ">", "0", "RECV", "vision_to_lm", "fwd", "0>0", "from", "0"]
@@ -209,8 +209,9 @@ def test_reductions_in_different_orders_are_caught():
 
 
 def test_strict_sends_wait_for_their_receives():
-    """The encoder's second forward is sent while the language model offers a gradient: fine with posted
-    sends, a circle without."""
+    """The encoder's second forward is sent while the language model offers a gradient: a deadlock unless
+    sends are posted.
+    """
     with pytest.raises(ScheduleError, match="deadlock"):
         check_schedule(VLM_PLAN, IMAGE_SAMPLES, VLM_SCHEDULE, strict=True)
     alternating = move_instruction(VLM_SCHEDULE, 0, "RECV vision_to_lm bwd 0>0 from 1", to=2)
@@ -220,8 +221,8 @@ def test_strict_sends_wait_for_their_receives():
 ZERO3_PLAN = make_plan([make_section("lm", [0, 1], sharding="zero3")], [], 2)
 
 
-def test_replicas_that_gather_run_in_rounds():
-    """Three samples on two replicas: the second one joins the last round with nothing to compute."""
+def test_zero3_replicas_run_in_rounds():
+    """Three samples on two replicas: the second replica joins the last round with an empty micro-batch."""
     step = schedule_batch(ZERO3_PLAN, [make_sample(i, length=30 - i) for i in range(3)])
     counts = [[len(m.samples) for m in step.micro_batches["lm"] if m.replica == r] for r in (0, 1)]
     assert sorted(counts) == [[1, 0], [1, 1]]
@@ -231,7 +232,7 @@ def test_replicas_that_gather_run_in_rounds():
         check_schedule(ZERO3_PLAN, [make_sample(i, length=30 - i) for i in range(3)], fewer)
 
 
-def test_replicas_that_gather_in_different_orders_are_caught():
+def test_zero3_replicas_in_different_orders_are_caught():
     samples = [make_sample(i) for i in range(4)]
     step = schedule_batch(ZERO3_PLAN, samples)
     first, second, third, fourth, *rest = step.programs[1]
@@ -240,7 +241,7 @@ def test_replicas_that_gather_in_different_orders_are_caught():
         check_schedule(ZERO3_PLAN, samples, replace_program(step, 1, [first, third, second, fourth, *rest]))
     text = str(caught.value)
     assert (
-        "deadlock: rank 0 at `B lm 0` waits for `B lm 2 replica 1` on rank 1; rank 1 at `F lm 3 replica 1` waits for"
-        in text
-    )
+        "deadlock: rank 0 at `B lm 0` waits for `B lm 2 replica 1` on rank 1; "
+        "rank 1 at `F lm 3 replica 1` waits for"
+    ) in text
     assert [line.count(">") for line in text.splitlines()[1:]] == [0, 0, 2, 0, 0, 0, 0]
