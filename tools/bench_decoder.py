@@ -1,6 +1,6 @@
-"""A small decoder on random tokens, in plain PyTorch: what `tools/bench_runtime.py` times.
+"""A small decoder on random tokens in plain PyTorch: the model that `tools/bench_runtime.py` times.
 
-Large enough that a step is mostly matrix products, small enough for one core.
+Large enough that a step consists mostly of matrix products, small enough for one core.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ VOCABULARY, WIDTH, LENGTH, LAYERS, HEADS = 1024, 192, 96, 4, 4
 
 
 class Block(nn.Module):
-    """Causal attention and a feed-forward part, normed before each."""
+    """Causal attention and a feed-forward layer, each after a norm."""
 
     def __init__(self) -> None:
         super().__init__()

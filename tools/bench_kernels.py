@@ -1,16 +1,18 @@
-"""Measures secc's fused operators on this machine's GPU: first that they are right, then time and peak memory
-beside other ways.
+"""Measures secc's fused operators on this machine's GPU: first their errors, then time and peak memory next
+to other implementations.
 
-    python tools/bench_kernels.py                 every operator at the sizes of Qwen3 and Llama models, 4,096
-    to 32,768 rows python tools/bench_kernels.py --quick         at Qwen3-8B's sizes and 8,192 rows only
-    python tools/bench_kernels.py --tune          measures launch parameters first, and keeps them for later
-    runs and training python tools/bench_kernels.py --precision     only the errors against float64, beside
-    unfused PyTorch's; needs no GPU
+    python tools/bench_kernels.py               all operators at the sizes of Qwen3 and Llama models, with 4,096
+                                                to 32,768 rows
+    python tools/bench_kernels.py --quick       only Qwen3-8B's sizes and 8,192 rows
+    python tools/bench_kernels.py --tune        measures launch parameters first, and keeps them for later runs
+                                                and for training
+    python tools/bench_kernels.py --precision   only the errors against float64, next to unfused PyTorch's; needs
+                                                no GPU
 
-Each operator runs forward and backward. Peak memory is what exists beyond inputs and gradients. Bandwidth and
-FLOP/s are the least that any implementation must move and compute, over its time, as shares of what a copy
-and a matrix product reach here. Writes a table, results.json and plot.svg to --out. Exit code 1 if an
-operator is wrong.
+Each operator runs forward and backward. Peak memory is what exists in addition to inputs and gradients.
+Bandwidth and FLOP/s are the least that any implementation must move and compute, divided by its time, as
+shares of what a copy and a matrix product reach on this machine. Writes a table, results.json and plot.svg to
+--out. The exit code is 1 if an operator is wrong.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ from tools.kernel_cases import (
 )
 
 IMPLEMENTATION_COLORS = {"secc": "#2a6fb0", "eager": "#999999", "compile": "#d9a441", "liger": "#5a9a5a"}
-ERROR_SLACK = 2.0  # a fused operator may err this many times as much as unfused PyTorch in the same dtype
+ERROR_SLACK = 2.0  # allowed error, relative to unfused PyTorch in the same dtype
 
 
 @dataclass(frozen=True)
 class DeviceCeilings:
-    """What this GPU reaches: bytes moved by a copy (read and written) and FLOPs of a square product, each per
-    second."""
+    """What this GPU reaches, per second: bytes moved by a copy (read and written) and FLOPs of a square
+    product."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -53,7 +55,7 @@ class DeviceCeilings:
 
 @dataclass(frozen=True)
 class KernelResult:
-    """One way to compute one operator at one size, forward and backward; `failure` says why there is no
+    """One implementation of one operator at one size, forward and backward; `failure`: why there is no
     time."""
 
     case: str
@@ -68,14 +70,14 @@ class KernelResult:
 
 
 def time_milliseconds(run: Callable[[], object]) -> float:
-    """The median of a run's times on the GPU, its L2 cache cleared before each."""
+    """Returns the median time of a run on the GPU, with the L2 cache cleared before each."""
     from triton.testing import do_bench
 
     return do_bench(run, warmup=50, rep=200, return_mode="median")  # pyright: ignore[reportReturnType]  # a number
 
 
 def measure_ceilings(dtype: torch.dtype) -> DeviceCeilings:
-    """Measured here and now: the shares are of this machine, not of a data sheet."""
+    """Measures the ceilings of this machine, so that shares do not refer to a data sheet."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     a = torch.randn(8192, 8192, device="cuda").to(dtype)
@@ -83,15 +85,15 @@ def measure_ceilings(dtype: torch.dtype) -> DeviceCeilings:
     return DeviceCeilings(2 * source.numel() / copy * 1e3, 2 * 8192.0**3 / product * 1e3)
 
 
-def run_implementation(way: Implementation, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    found = way(*inputs)
-    return [found] if isinstance(found, torch.Tensor) else list(found)
+def run_implementation(implementation: Implementation, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    outputs = implementation(*inputs)
+    return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
 
 
 def run_forward_backward(
     case: KernelCase, way: Implementation, inputs: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Forward and backward once: the gradients."""
+    """Runs forward and backward once and returns the gradients."""
     return torch.autograd.grad(
         run_implementation(way, inputs), inputs[: case.differentiable_inputs], upstream
     )
@@ -100,7 +102,7 @@ def run_forward_backward(
 def prepare_inputs(
     case: KernelCase, sizes: ModelSizes, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(inputs, upstream gradients) of one operator, the same for each way."""
+    """Returns (inputs, upstream gradients) of an operator, the same for all implementations."""
     torch.manual_seed(0)
     inputs = [
         x.requires_grad_(i < case.differentiable_inputs)
@@ -118,17 +120,17 @@ def relative_errors(
     upstream: Sequence[torch.Tensor],
     exact: Sequence[torch.Tensor],
 ) -> list[float]:
-    """Relative errors, by norm, of the outputs together and of each gradient."""
+    """Returns relative errors, by norm: of all outputs together, then of each gradient."""
     outputs = torch.cat([o.detach().double().flatten() for o in run_implementation(way, inputs)])
-    found = [outputs, *run_forward_backward(case, way, inputs, upstream)]
-    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+    results = [outputs, *run_forward_backward(case, way, inputs, upstream)]
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(results, exact, strict=True)]
 
 
 def measure_precision(
     case: KernelCase, sizes: ModelSizes, dtype: torch.dtype, device: torch.device
 ) -> dict[str, list[float]]:
-    """The errors of secc's operator and of unfused PyTorch in `dtype`, against unfused PyTorch in float64 on
-    the same numbers."""
+    """Returns the errors of secc's operator and of unfused PyTorch in `dtype`, against unfused PyTorch in
+    float64 on the same numbers."""
     inputs, upstream = prepare_inputs(case, sizes, dtype, device)
     wide = [
         x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs
@@ -150,7 +152,7 @@ def measure_implementation(
     dtype: torch.dtype,
     top: DeviceCeilings,
 ) -> KernelResult:
-    """Time, then the peak of memory in one more step."""
+    """Measures the time of an implementation, then its peak memory in one more step."""
     inputs, upstream = prepare_inputs(case, sizes, dtype, torch.device("cuda"))
     result = KernelResult(case.name, sizes.name, sizes.rows, way)
     try:
@@ -158,7 +160,7 @@ def measure_implementation(
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         gradients = run_forward_backward(case, run, inputs, upstream)
-        beyond = (
+        extra_bytes = (
             torch.cuda.max_memory_allocated() - before - sum(g.numel() * g.element_size() for g in gradients)
         )
     except torch.cuda.OutOfMemoryError:
@@ -168,14 +170,14 @@ def measure_implementation(
     return replace(
         result,
         ms=ms,
-        memory_mib=max(beyond, 0) / 2**20,
+        memory_mib=max(extra_bytes, 0) / 2**20,
         of_bandwidth=moved / ms * 1e3 / top.bytes_per_s,
         of_flops=case.flops(sizes) / ms * 1e3 / top.flops_per_s,
     )
 
 
 def results_table(results: Sequence[KernelResult]) -> str:
-    """The results in Markdown."""
+    """Returns the results as a Markdown table."""
     lines = [
         "| operator | model | rows | way | ms | memory beyond, MiB | of copy | of product |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -188,7 +190,8 @@ def results_table(results: Sequence[KernelResult]) -> str:
 
 
 def draw_results(results: Sequence[KernelResult]) -> str:
-    """Times as bars in SVG: one group for each operator and size, as shares of its slowest way."""
+    """Returns the times as bars in SVG: one group per operator and size, relative to its slowest
+    implementation."""
     groups: dict[tuple[str, str, int], list[KernelResult]] = {}
     for r in results:
         if not r.failure:
@@ -215,33 +218,33 @@ def draw_results(results: Sequence[KernelResult]) -> str:
 def check_precision(
     cases: Sequence[KernelCase], sizes: ModelSizes, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Print the precision report; whether every operator errs at most `SLACK` times as much as unfused
-    PyTorch (and float32's rounding)."""
-    how = (
+    """Prints the precision report. Returns whether all operators err at most `ERROR_SLACK` times as much as
+    unfused PyTorch (plus float32's rounding)."""
+    implementation = (
         "Triton kernels"
         if backend.has_kernels(torch.empty(0, dtype=dtype, device=device))
         else "PyTorch references"
     )
     print(
-        f"Relative errors against float64, {dtype}, {sizes.name} sizes, {sizes.rows} rows, {how}: "
+        f"Relative errors against float64, {dtype}, {sizes.name} sizes, {sizes.rows} rows, {implementation}: "
         "outputs, then each gradient"
     )
-    right = True
+    all_fine = True
     for case in cases:
-        found = measure_precision(case, sizes, dtype, device)
-        pairs = list(zip(found["secc"], found["eager"], strict=True))
-        fine = all(ours <= ERROR_SLACK * theirs + 2e-5 for ours, theirs in pairs)
-        right &= fine
+        errors = measure_precision(case, sizes, dtype, device)
+        pairs = list(zip(errors["secc"], errors["eager"], strict=True))
+        is_fine = all(ours <= ERROR_SLACK * theirs + 2e-5 for ours, theirs in pairs)
+        all_fine &= is_fine
         print(
             f"  {case.name:22}"
             + "  ".join(f"{a:.1e} (unfused {b:.1e})" for a, b in pairs)
-            + ("" if fine else "   WRONG")
+            + ("" if is_fine else "   WRONG")
         )
-    return right
+    return all_fine
 
 
 def tune_kernels(cases: Sequence[KernelCase], sizes: Sequence[ModelSizes], dtype: torch.dtype) -> None:
-    """Measure the launch parameters of every kernel at these sizes."""
+    """Measures the launch parameters of all kernels at these sizes."""
     for s in sizes:
         widths = {"norm": s.hidden, "rows": s.hidden, "gated": s.intermediate, "rope": s.head}
         widths |= {case.name: s.vocabulary for case in cases if case.name in launch_tuning.TUNABLE_KERNELS}
@@ -270,7 +273,7 @@ def parse_arguments() -> argparse.Namespace:
 def bench_cases(
     cases: Sequence[KernelCase], sizes: Sequence[ModelSizes], dtype: torch.dtype, out: Path
 ) -> None:
-    """Time every way of every operator at every size; write the results as they come."""
+    """Times all implementations of all operators at all sizes; writes results as they come."""
     top, results = measure_ceilings(dtype), list[KernelResult]()
     print(
         f"{torch.cuda.get_device_name()}: copy {top.bytes_per_s / 1e12:.2f} TB/s, "

@@ -56,7 +56,7 @@ StepSeconds = list[tuple[float, float]]  # wall and CPU seconds of a step
 
 
 class PlainTrainer:
-    """Training by hand: the rank's share of each global batch, under DDP where there are several ranks."""
+    """Training by hand: this rank's share of each global batch, under DDP if there are several ranks."""
 
     def __init__(self, user: UserModel, global_batch: int) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -72,29 +72,29 @@ class PlainTrainer:
         self.first, self.stride, self.world = rank * self.share, global_batch, world
 
     def train_step(self) -> tuple[float, float]:
-        """One optimizer step. Returns the loss of the global batch and the gradients' norm, as a log wants
-        them."""
+        """Makes one optimizer step. Returns the loss of the global batch and the gradient norm, as for
+        a log."""
         samples = [self.samples[i % len(self.samples)] for i in range(self.first, self.first + self.share)]
         self.first += self.stride
         self.optimizer.zero_grad()
         loss = extract_loss(self.model(**self.user.collate(samples)))
         loss.backward()
         norm = get_total_norm(model_gradients(self.model))
-        told = loss.detach() / self.world
+        global_loss = loss.detach() / self.world
         if self.world > 1:
-            dist.all_reduce(told)
+            dist.all_reduce(global_loss)
         self.optimizer.step()
-        return told.item(), norm.item()
+        return global_loss.item(), norm.item()
 
 
 def model_gradients(model: nn.Module) -> list[torch.Tensor]:
-    """The gradients of a model's parameters."""
+    """Returns the gradients of a model's parameters."""
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 class DecoderStage(nn.Module):
-    """A stage of tools/bench_decoder.py: some of its blocks, behind the embedding or before the head where
-    these are its ends."""
+    """A stage of tools/bench_decoder.py: some of its blocks, with the embedding in the first stage and the
+    head in the last."""
 
     def __init__(self, model: Any, blocks: range) -> None:
         super().__init__()
@@ -108,8 +108,8 @@ class DecoderStage(nn.Module):
 
 
 class PipelineTrainer:
-    """Training by hand with PyTorch's own 1F1B, in the stages of a plan: every rank loads the batch, the last
-    one has the loss."""
+    """Training by hand with PyTorch's own 1F1B, in the stages of a plan: all ranks load the batch, the last
+    one computes the loss."""
 
     def __init__(self, user: UserModel, plan: Plan) -> None:
         torch.manual_seed(0)
@@ -121,18 +121,13 @@ class PipelineTrainer:
         self.schedule = Schedule1F1B(
             PipelineStage(stage, rank, len(counts), torch.device("cpu")), micro_batches, next_token_loss
         )
-        self.stage, self.user, self.batch, self.first, self.samples = (
-            stage,
-            user,
-            plan.global_batch,
-            0,
-            user.dataset(),
-        )
+        self.stage, self.user, self.samples = stage, user, user.dataset()
+        self.batch, self.first = plan.global_batch, 0
         self.ends = rank == 0, rank == len(counts) - 1
 
     def train_step(self) -> tuple[float, float]:
-        """One optimizer step. Returns the loss of the global batch and the norm of all stages' gradients, as
-        a log wants them."""
+        """Makes one optimizer step. Returns the loss of the global batch and the norm of all stages'
+        gradients, as for a log."""
         samples = [self.samples[i % len(self.samples)] for i in range(self.first, self.first + self.batch)]
         self.first += self.batch
         ids, losses = self.user.collate(samples)["input_ids"], list[torch.Tensor]()
@@ -143,19 +138,19 @@ class PipelineTrainer:
         else:
             self.schedule.step(*[ids] * is_first)
         loss = torch.stack(losses).detach().mean() if is_last else torch.zeros(())
-        told = torch.stack([loss, get_total_norm(model_gradients(self.stage)).square()])
-        dist.all_reduce(told)
+        totals = torch.stack([loss, get_total_norm(model_gradients(self.stage)).square()])
+        dist.all_reduce(totals)
         self.optimizer.step()
-        return told[0].item(), told[1].sqrt().item()
+        return totals[0].item(), totals[1].sqrt().item()
 
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The decoder's loss, from its logits [B, S, V] and tokens [B, S]."""
+    """Returns the decoder's loss from logits [B, S, V] and tokens [B, S]."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def time_step(step: Callable[[], object]) -> tuple[float, float]:
-    """Wall and CPU seconds of a step that all ranks start together."""
+    """Returns the wall and CPU seconds of a step that all ranks start together."""
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     step()
@@ -163,37 +158,37 @@ def time_step(step: Callable[[], object]) -> tuple[float, float]:
 
 
 def run_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: Any) -> None:
-    """Times both on one rank and sends (secc's times, the others')."""
-    place = {
+    """Times both trainers on one rank and sends (secc's times, the other's)."""
+    environment = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": world,
         "MASTER_PORT": port,
     }
-    os.environ |= {k: str(v) for k, v in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {k: str(v) for k, v in environment.items()} | {"MASTER_ADDR": "127.0.0.1"}
     sys.path.insert(0, str(plan))
     terms: Any = importlib.import_module("sections.terms")
     arguments = ["--steps", str(WARM_UP_STEPS + steps), "--workers", "0", "--log-dir", str(plan / "logs")]
-    with RankContext(plan, parse_options(arguments), terms) as run:
-        model = run.load_model()
-        mine = [s for s in run.plan.sections if rank in s.mesh.ranks]
-        trainer = Trainer(run, model, [load_section_module(plan, s, model) for s in mine])
-        user, batches = load_model_file(run.user_model.path), trainer.plan_steps()
+    with RankContext(plan, parse_options(arguments), terms) as context:
+        model = context.load_model()
+        own_sections = [s for s in context.plan.sections if rank in s.mesh.ranks]
+        trainer = Trainer(context, model, [load_section_module(plan, s, model) for s in own_sections])
+        user, batches = load_model_file(context.user_model.path), trainer.plan_steps()
         plain = (
-            PipelineTrainer(user, run.plan)
-            if len(run.plan.sections) > len(mine)
-            else PlainTrainer(user, run.plan.global_batch)
+            PipelineTrainer(user, context.plan)
+            if len(context.plan.sections) > len(own_sections)
+            else PlainTrainer(user, context.plan.global_batch)
         )
-        found: tuple[StepSeconds, StepSeconds] = [], []
+        times_of_both: tuple[StepSeconds, StepSeconds] = [], []
         for _ in range(WARM_UP_STEPS + steps):
-            found[0].append(time_step(lambda: trainer.train_step(next(batches))))
-            found[1].append(time_step(plain.train_step))
-        pipe.send(tuple(times[WARM_UP_STEPS:] for times in found))
+            times_of_both[0].append(time_step(lambda: trainer.train_step(next(batches))))
+            times_of_both[1].append(time_step(plain.train_step))
+        pipe.send(tuple(times[WARM_UP_STEPS:] for times in times_of_both))
 
 
 def time_ranks(plan: Path, world: int, steps: int) -> list[tuple[StepSeconds, StepSeconds]]:
-    """`rank_main` on processes of this machine, each with one thread."""
+    """Runs `run_rank` on `world` processes of this machine, each with one thread."""
     context, port = multiprocessing.get_context("spawn"), find_free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     ranks = [
@@ -205,7 +200,7 @@ def time_ranks(plan: Path, world: int, steps: int) -> list[tuple[StepSeconds, St
     try:
         for _, far_end in pipes:
             far_end.close()
-        return [pipe.recv() for pipe, _ in pipes]  # ends in EOFError where a rank fails
+        return [pipe.recv() for pipe, _ in pipes]  # EOFError if a rank fails
     finally:
         for process in ranks:
             process.join(10)
@@ -213,8 +208,8 @@ def time_ranks(plan: Path, world: int, steps: int) -> list[tuple[StepSeconds, St
 
 
 def compile_plan(path: Path, world: int, global_batch: int) -> CompiledPlan:
-    """A plan on all ranks with one micro-batch each: several sections side by side on one rank, pure data
-    parallelism on more."""
+    """Compiles a plan with one micro-batch per rank: all sections on one rank, or pure data parallelism on
+    several."""
     options = {
         "cluster": f"local:{world}",
         "global_batch": global_batch,
@@ -229,7 +224,7 @@ def compile_plan(path: Path, world: int, global_batch: int) -> CompiledPlan:
 
 
 def compile_stages(path: Path, stages: int, global_batch: int, micro_batch: int) -> CompiledPlan:
-    """A plan of one pipeline."""
+    """Compiles a plan of one pipeline."""
     (name,) = compile_model(path, CompileOptions(cluster="local:1", global_batch=global_batch)).plan.pipelines
     choices = (
         f"{name}.pp={stages}",
@@ -243,19 +238,19 @@ def compile_stages(path: Path, stages: int, global_batch: int, micro_batch: int)
     )
 
 
-def compare_plan(made: CompiledPlan, world: int, steps: int, other: str) -> tuple[str, ...]:
+def compare_plan(compiled: CompiledPlan, world: int, steps: int, other: str) -> tuple[str, ...]:
     """The cells of a row: a plan's steps on `world` ranks against those of `other`."""
     with tempfile.TemporaryDirectory() as directory:
         plan = Path(directory) / "plan"
-        made.write_plan(plan, report_page)
+        compiled.write_plan(plan, report_page)
         ranks = time_ranks(plan, world, steps)
     wall = [median(t for t, _ in ranks[0][which]) for which in (0, 1)]
     ratio = median(a / b for (a, _), (b, _) in zip(*ranks[0], strict=True))
     cpu = [median(sum(r[which][step][1] for r in ranks) for step in range(steps)) for which in (0, 1)]
     return (
-        Path(made.plan.model.path).stem,
+        Path(compiled.plan.model.path).stem,
         f"{world}",
-        f"{len(made.plan.sections)}",
+        f"{len(compiled.plan.sections)}",
         other,
         f"{1e3 * wall[0]:.1f}",
         f"{1e3 * wall[1]:.1f}",

@@ -118,7 +118,7 @@ def main() -> None:
 
 @contextmanager
 def _open_folder(keep: Path | None, name: str) -> Iterator[Path]:
-    """A folder of that name that stays, or one that does not."""
+    """Context manager: a folder `name` in `keep` that stays, or a temporary one."""
     if keep is None:
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)
@@ -128,23 +128,23 @@ def _open_folder(keep: Path | None, name: str) -> Iterator[Path]:
 
 
 def compile_with_measured_costs(model: Path, folder: Path, options: argparse.Namespace) -> Path:
-    """A plan with costs measured here, for a cluster that is this machine; plan and costs that are there
-    stay."""
+    """Compiles a plan with costs measured here, for a cluster that is this machine; existing plans and costs
+    are reused."""
     costs, cluster = folder / "costs.json", folder / "here.yaml"
     if (folder / "plan").exists():
         return folder / "plan"
     if not costs.exists():
         costs.write_text(profile_model(model, False, 18, 5, _ignore_progress, options.ranks).costs.to_json())
         cluster.write_text(to_cluster_yaml(replace(probe_machine(_ignore_progress), devices=options.ranks)))
-    wanted = CompileOptions(
+    compile_options = CompileOptions(
         cluster=str(cluster),
         global_batch=options.global_batch,
         strategy=options.strategy,
         set=tuple(options.set),
         costs=str(costs),
     )
-    made = check_exactness(compile_model(model, wanted))
-    made.write_plan(folder / "plan", report_page)
+    compiled = check_exactness(compile_model(model, compile_options))
+    compiled.write_plan(folder / "plan", report_page)
     return folder / "plan"
 
 
@@ -154,27 +154,27 @@ def _ignore_progress(_: str) -> None: ...
 def simulate_run(
     directory: Path, plan: Plan, steps: int, order: str = "wavefront"
 ) -> Iterator[SimulatedStep]:
-    """The steps of a run, in which frozen sections may run ahead."""
+    """Yields the simulated steps of a run, in which frozen sections may prefetch."""
     batches = list(islice(load_global_batches(directory, plan, steps=steps), steps))
     for samples, programs in consecutive_steps(plan, batches, order):
         yield simulate(plan, samples, programs)
 
 
 def computing_ns_by_rank(steps: Sequence[SimulatedStep]) -> list[float]:
-    """What each rank computes in all."""
-    found = [0.0] * steps[0].plan.world_size
+    """Returns the total computing time of each rank."""
+    totals = [0.0] * steps[0].plan.world_size
     for c in chain(*(step.compute for step in steps)):
-        found[c.rank] += c.end - c.start
-    return found
+        totals[c.rank] += c.end - c.start
+    return totals
 
 
 def _existing_logs(folder: Path, name: str) -> list[Path]:
-    """The logs of the runs that are there, in their order."""
+    """Returns the log folders of existing runs, in order."""
     return sorted(folder.glob(f"{name}[0-9]*"), key=lambda path: int(path.name.removeprefix(name)))
 
 
 def _new_logs(folder: Path, name: str, count: int) -> list[Path]:
-    """Where so many further runs log."""
+    """Returns the log folders of `count` further runs."""
     first = len(_existing_logs(folder, name))
     return [folder / f"{name}{first + i}" for i in range(count)]
 
@@ -195,18 +195,20 @@ def compare_with_simulation(
         return
     ratios = [[f / e for f, e in zip(run.seconds, expected, strict=True)][_WARM_UP_STEPS:] for run in runs]
     means = [sum(run.seconds[_WARM_UP_STEPS:]) / sum(expected[_WARM_UP_STEPS:]) for run in runs]
-    slower = [run.mean_gauge_ns(_WARM_UP_STEPS, computing) / gauge_ns for run in runs]
-    evened = [mean / s for mean, s in zip(means, slower, strict=True)]
+    slowdowns = [run.mean_gauge_ns(_WARM_UP_STEPS, computing) / gauge_ns for run in runs]
+    at_equal_speed = [mean / s for mean, s in zip(means, slowdowns, strict=True)]
     simulated = f"{1e3 * median(expected[_WARM_UP_STEPS:]):.1f}"
-    rows = [(str(i + 1), *row) for i, row in enumerate(zip(ratios, means, slower, evened, strict=True))]
-    rows.append(("all", [*chain(*ratios)], median(means), median(slower), median(evened)))
+    rows = [
+        (str(i + 1), *row) for i, row in enumerate(zip(ratios, means, slowdowns, at_equal_speed, strict=True))
+    ]
+    rows.append(("all", [*chain(*ratios)], median(means), median(slowdowns), median(at_equal_speed)))
     for run, steps_over, *figures in rows:
         cells = (_format_quartiles(steps_over), *(f"{figure:.3f}" for figure in figures))
         table.add_row(model.stem, describe_sections(plan), run, simulated, *cells)
 
 
 def _format_quartiles(values: Sequence[float]) -> str:
-    """The median, and the quartiles around it."""
+    """Formats the median and the quartiles around it."""
     low, middle, high = quantiles(values, n=4)
     return f"{middle:.3f} ({low:.2f} to {high:.2f})"
 
@@ -255,7 +257,7 @@ def compare_orders(
 
 
 def _median_ratio(seconds: Mapping[str, Sequence[float]]) -> float:
-    """The ratio of the medians of both orders."""
+    """Returns the dataset order's median over that of the wavefront."""
     wavefront, dataset = (median(seconds[order]) for order in COMPARED_ORDERS)
     return dataset / wavefront
 
@@ -265,7 +267,7 @@ def _format_seconds(seconds: Sequence[float]) -> str:
 
 
 def describe_sections(plan: Plan) -> str:
-    """Sections with the numbers of their ranks."""
+    """Lists sections with their data-parallel size and micro-batch."""
     return ", ".join(f"{s.name} {s.mesh.dp}x{s.micro_batch}" for s in plan.sections)
 
 

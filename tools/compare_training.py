@@ -1,9 +1,8 @@
-"""Trains a plan on gloo ranks of this machine, and its model file in plain PyTorch, and says whether the two
-agree.
+"""Trains a plan on gloo ranks of this machine and its model file in plain PyTorch, and compares the two.
 
 Ranks are forked from a server that has imported torch and transformers once, so that a run of four ranks
-starts in a fraction of a second instead of importing four times. Every wait has a limit. The end-to-end tests
-and the zoo compare through here.
+starts in a fraction of a second. Every wait has a time limit. The end-to-end tests and the model zoo use this
+module.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ import torch
 
 from secc.frontend.dataset.eager_reference import GRADIENT_FLOOR, GRADIENT_TOLERANCE, LOSS_TOLERANCE
 from secc.runtime.model.user_file import load_model_file
-from secc.runtime.plan.schema import Plan
-from secc.runtime.plan.schema import load_plan as load_plan
+from secc.runtime.plan.schema import Plan, load_plan
 from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut
 from tools.train_plain import train_model
 
@@ -34,9 +32,9 @@ PRELOADED_MODULES = ["secc.runtime.training.trainer", "torch.distributed.checkpo
 ]
 RUN_LIMIT_S = 150
 LEARNING_RATE = 1e-3
-LATER_LOSS_TOLERANCE = 1e-4  # relative: losses after the first step
-# an entry below this share of all gradients (a key's bias) is rounding noise, which AdamW turns into steps of
-# any sign
+LATER_LOSS_TOLERANCE = 1e-4  # relative, for losses after the first step
+# Gradient entries below this share of the global norm (a key's bias) are rounding noise, which AdamW turns
+# into steps of any sign.
 NOISE_SHARE = 1e-6
 RECORDING_MODEL_SOURCE = '''
 """{name} with an optimizer that keeps the first step's gradients."""
@@ -67,7 +65,7 @@ def optimizer(params):
 
 @dataclass
 class TrainingResult:
-    """Losses of all steps, the first step's gradients, the parameters at the end; tied parameters under one
+    """Losses of all steps, gradients of the first step, and parameters at the end; tied parameters have one
     of their names."""
 
     losses: list[float]
@@ -76,7 +74,7 @@ class TrainingResult:
 
 
 def write_recording_model(name: str, directory: Path, source: Path) -> Path:
-    """A copy of model file `source/name.py` that records gradients."""
+    """Writes a copy of the model file `source/name.py` that records gradients; returns its path."""
     path = directory / f"recording_{name}.py"
     path.write_text(
         f"import sys\nsys.path.insert(0, {str(source)!r})\n"
@@ -88,7 +86,7 @@ def write_recording_model(name: str, directory: Path, source: Path) -> Path:
 def train_in_one_process(
     path: Path, global_batch: int, steps: int, gradients: Path, seed: int = 0
 ) -> TrainingResult:
-    """Train with plain PyTorch: the whole global batch in one process."""
+    """Trains with plain PyTorch: the whole global batch in one process."""
     gradients.mkdir(exist_ok=True)
     os.environ["GRADIENTS"] = str(gradients)
     model, losses = train_model(load_model_file(path), steps, global_batch, seed)
@@ -98,7 +96,7 @@ def train_in_one_process(
 
 
 def train_distributed(plan: Path, world_size: int, steps: int, work: Path, *options: str) -> TrainingResult:
-    """Train a plan on gloo ranks, from step 1 to `steps`."""
+    """Trains a plan on gloo ranks, from step 1 to `steps`."""
     from secc.runtime.parameters.checkpoint import load_full_state_dict
 
     gradients = work / "gradients"
@@ -130,8 +128,8 @@ def train_distributed(plan: Path, world_size: int, steps: int, work: Path, *opti
 def _assemble_gradient(
     plan: Plan, name: str, held: Mapping[int, torch.Tensor | None], shape: torch.Size
 ) -> torch.Tensor | None:
-    """A parameter's gradient from what each rank has of it: parts of ranks that cut it, or all of it on each
-    of them."""
+    """Assembles a parameter's gradient from what each rank holds: parts on tensor-parallel ranks, otherwise
+    all of it on each."""
     section = next((s for s in plan.sections if s.mesh.tp > 1 and name in s.params), None)
     if section is None or name in section.partial:
         return _join_slices(list(held.values()), shape)
@@ -159,21 +157,22 @@ def _assemble_gradient(
 
 
 def _join_slices(held: Sequence[torch.Tensor | None], shape: torch.Size) -> torch.Tensor | None:
-    """A gradient from what each rank has of it: all of it, or, where the optimizer is sharded, one slice
-    after the other."""
-    known = [g for g in held if g is not None]
-    if not known:
+    """Joins a gradient from replicas: each holds all of it or, with a sharded optimizer, one slice."""
+    present = [g for g in held if g is not None]
+    if not present:
         return None
-    return known[-1] if known[-1].shape == shape else torch.cat([g.flatten() for g in known]).view(shape)
+    return (
+        present[-1] if present[-1].shape == shape else torch.cat([g.flatten() for g in present]).view(shape)
+    )
 
 
 def read_metrics(log_dir: Path) -> list[dict[str, float]]:
-    """The objects of metrics.jsonl."""
+    """Returns the objects in metrics.jsonl."""
     return [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def find_differences(found: TrainingResult, reference: TrainingResult) -> Iterator[str]:
-    """One line for each thing in which a run differs from plain PyTorch by more than the contract allows."""
+    """Yields one line for each way in which a run differs from plain PyTorch beyond the tolerances."""
     yield from _loss_differences(found, reference)
     yield from _gradient_differences(found, reference)
     yield from _parameter_differences(found, reference)
@@ -222,8 +221,8 @@ def _global_norm(reference: TrainingResult) -> float:
 def run_plan_ranks(
     plan: Path, world_size: int, arguments: Sequence[str], environment: dict[str, str] | None = None
 ) -> None:
-    """Run a plan's run.py on `world_size` processes of this machine. Raises AssertionError where one fails or
-    time is up."""
+    """Runs a plan's run.py on `world_size` processes. Raises AssertionError if one fails or takes too
+    long."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED_MODULES)
     place = {
@@ -249,12 +248,12 @@ def run_plan_ranks(
             assert codes == [0] * world_size, f"the ranks ended with {codes}: {_first_error(files)}"
         finally:
             for process in ranks:
-                if process.pid is not None:  # it was started
+                if process.pid is not None:  # started
                     process.kill()
 
 
 def _first_error(files: Sequence[Path]) -> str:
-    """A rank's message, else the last line of a traceback."""
+    """Returns the first error message of a rank, else the last line of a traceback."""
     lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
     return next(
         (line for line in lines if line.startswith("error: ")),
@@ -271,7 +270,7 @@ def _run_rank(plan: Path, rank: int, errors: Path, arguments: list[str], environ
 
 
 def find_free_port() -> int:
-    """A port that nothing listens on now."""
+    """Returns a port that nothing listens on."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]

@@ -1,8 +1,8 @@
-"""What tools/bench_kernels.py compares: for each fused operator its inputs at a model's sizes, and the ways
-to compute it.
+"""The cases of tools/bench_kernels.py: for each fused operator its inputs at a model's sizes, and its
+implementations.
 
-A way is a function of the inputs that returns tensors; the ways are secc's operator, plain PyTorch, and
-Liger-Kernel where it is installed (0.8 or newer). FLOPs and bytes are what any implementation must spend:
+An implementation is a function of the inputs that returns tensors: secc's operator, plain PyTorch, and
+Liger-Kernel (0.8 or newer) if it is installed. FLOPs and bytes are what every implementation must spend:
 products forward and backward, and each tensor moved once.
 """
 
@@ -24,7 +24,7 @@ TEACHER_WIDTH = 5120  # hidden size of the teacher in the distillation losses
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A model's sizes and the number of rows (tokens)."""
+    """The sizes of a model, and the number of rows (tokens)."""
 
     name: str
     hidden: int
@@ -49,17 +49,16 @@ TINY_SIZES = ModelSizes("tiny", 64, 1000, 96, 4, 2, 32, 48)
 
 @dataclass(frozen=True)
 class KernelCase:
-    """One operator: random inputs (those that get gradients first), how many of them do, the ways, and the
-    least work."""
+    """One operator: random inputs, those with gradients first; how many of them have gradients; its
+    implementations; and the least work that it takes. `moved_entries`: entries of the inputs' dtype that are
+    read or written, forward and backward."""
 
     name: str
     make_inputs: Callable[[ModelSizes, torch.dtype, torch.device], list[torch.Tensor]]
     differentiable_inputs: int
     implementations: Mapping[str, Implementation]
     flops: Callable[[ModelSizes], float] = lambda s: 0.0
-    moved_entries: Callable[[ModelSizes], float] = lambda s: (
-        0.0
-    )  # read or written once forward and backward, of the inputs' dtype
+    moved_entries: Callable[[ModelSizes], float] = lambda s: 0.0
     liger_name: str = field(default="", repr=False)
 
 
@@ -92,7 +91,7 @@ def _plain_kl(
 
 
 def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
-    """As Hugging Face's losses take logits: float32 of 16 bits."""
+    """Converts logits to float32, as Hugging Face's losses do; float64 stays."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -128,7 +127,7 @@ def _teacher_flops(s: ModelSizes) -> float:
 
 
 def loss_cases() -> list[KernelCase]:
-    """The losses on linear heads, as means over rows."""
+    """Returns the losses on linear heads, as means over rows."""
     return [
         KernelCase(
             "linear_cross_entropy",
@@ -201,8 +200,8 @@ def _plain_rms(x: torch.Tensor, weight: torch.Tensor, _: torch.Tensor) -> torch.
 
 
 def memory_bound_cases() -> list[KernelCase]:
-    """The operators that memory bounds. Forward and backward: norms move 5 tensors of [rows, hidden], gates 8
-    of [rows, intermediate]."""
+    """Returns the memory-bound operators. Forward and backward, norms move 5 tensors of [rows, hidden], gated
+    activations 8 of [rows, intermediate]."""
 
     def norm(s: ModelSizes) -> float:
         return 5.0 * s.rows * s.hidden
@@ -280,9 +279,8 @@ def _liger_implementations() -> dict[str, Implementation]:
     return {
         "fused_linear_cross_entropy": liger.liger_fused_linear_cross_entropy,
         "fused_linear_jsd": lambda h, w, g, v, _: liger.liger_fused_linear_jsd(h, w, g, v, jsd_beta=0.0),
-        "rms_norm": lambda x, w, _: liger.liger_rms_norm(
-            x, w, 1e-6, in_place=False
-        ),  # the upstream gradient is used again
+        # Not in place, because the upstream gradient is used again.
+        "rms_norm": lambda x, w, _: liger.liger_rms_norm(x, w, 1e-6, in_place=False),
         "layer_norm": lambda x, w, b: liger.liger_layer_norm(x, w, b, 1e-5),
         "swiglu": liger.liger_swiglu,
         "geglu": liger.liger_geglu,
@@ -291,8 +289,8 @@ def _liger_implementations() -> dict[str, Implementation]:
 
 
 def implementations_of(case: KernelCase, compiled: bool) -> dict[str, Implementation]:
-    """The ways to time: secc, eager, torch.compile of eager, and Liger's where it is installed and has
-    one."""
+    """Returns the implementations to time: secc, eager, torch.compile of eager, and Liger's if it is
+    installed and has the operator."""
     ways = dict(case.implementations)
     if compiled:
         ways["compile"] = torch.compile(case.implementations["eager"], dynamic=False)

@@ -1,7 +1,7 @@
-"""Trains a model file as plain PyTorch would: one process, the whole global batch at once. What a plan's
-losses are compared with.
+"""Trains a model file in plain PyTorch: one process, the whole global batch at once. Its losses are the
+reference for those of plans.
 
-python tools/train_plain.py examples/vlm_digits.py --steps 400 --global-batch 32 -o plain.safetensors
+    python tools/train_plain.py examples/vlm_digits.py --steps 400 --global-batch 32 -o plain.safetensors
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from secc.runtime.model.user_file import UserModel, extract_loss, load_model_fil
 def train_model(
     user: UserModel, steps: int, global_batch: int, seed: int = 0, clip: float = 0.0
 ) -> tuple[torch.nn.Module, list[float]]:
-    """The trained model and each step's loss; batch k is samples kN … (k+1)N-1 of the dataset, wrapping by
-    epoch."""
+    """Returns the trained model and the loss of each step. Batch k consists of samples kN … (k+1)N-1 of the
+    dataset, wrapping around at epochs."""
     torch.manual_seed(seed)
     model = user.build_model()
     params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -31,13 +31,8 @@ def train_model(
     length, losses, start = len(user.dataset()), list[float](), time.time()
     for step in range(steps):
         numbers = range(step * global_batch, (step + 1) * global_batch)
-        loss = extract_loss(
-            model(
-                **unflatten_batch(
-                    user.collate([user.load_sample(i % length, seed, epoch=i // length) for i in numbers])
-                )
-            )
-        )
+        samples = [user.load_sample(i % length, seed, epoch=i // length) for i in numbers]
+        loss = extract_loss(model(**unflatten_batch(user.collate(samples))))
         optimizer.zero_grad()
         loss.backward()
         if clip:
