@@ -1,13 +1,13 @@
 """Measures secc's fused operators on this machine's GPU: first their errors, then time and peak memory next
 to other implementations.
 
-    python tools/bench_kernels.py               all operators at the sizes of Qwen3 and Llama models, with 4,096
-                                                to 32,768 rows
-    python tools/bench_kernels.py --quick       only Qwen3-8B's sizes and 8,192 rows
-    python tools/bench_kernels.py --tune        measures launch parameters first, and keeps them for later runs
-                                                and for training
-    python tools/bench_kernels.py --precision   only the errors against float64, next to unfused PyTorch's; needs
-                                                no GPU
+    python tools/bench_kernels.py              all operators at the sizes of Qwen3 and Llama models, with 4,096
+                                               to 32,768 rows
+    python tools/bench_kernels.py --quick      only Qwen3-8B's sizes and 8,192 rows
+    python tools/bench_kernels.py --tune       measures launch parameters first, and keeps them for later runs
+                                               and for training
+    python tools/bench_kernels.py --precision  only the errors against float64, next to unfused PyTorch's;
+                                               needs no GPU
 
 Each operator runs forward and backward. Peak memory is what exists in addition to inputs and gradients.
 Bandwidth and FLOP/s are the least that any implementation must move and compute, divided by its time, as
@@ -312,7 +312,7 @@ def main() -> int:
     if args.precision:
         return 0
     if not gpu:
-        print("there is no GPU here, so nothing was timed; --precision alone needs none", file=sys.stderr)
+        print("no GPU found, so nothing was timed; --precision alone needs none", file=sys.stderr)
         return 2
     models = MODEL_SIZES[1:2] if args.quick else MODEL_SIZES
     sizes = [

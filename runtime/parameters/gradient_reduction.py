@@ -100,8 +100,8 @@ def build_reduction_groups(
 def _groups_of_section(
     section: Section, names: Sequence[str], canonical: Mapping[str, str]
 ) -> Iterator[ReductionGroup]:
-    """Yields one group per tensor-parallel rank, plus one over all ranks of the section for parameters whose
-    gradient is partial on each rank (norms under sequence parallelism)."""
+    """Yields one group per tensor-parallel rank, plus one over all ranks of the section for parameters with a
+    partial gradient on each rank (norms under sequence parallelism)."""
     mesh = section.mesh
     cut, partial = (
         {canonical[n] for n in some} for some in ((s.name for s in section.shards), section.partial)
@@ -351,8 +351,8 @@ class GradientReducer:
         self._enqueue_buckets(reduction, buckets, group)
 
     def _add_zero3_group(self, reduction: ReductionGroup, units: Sequence[ShardedUnit], group: Any) -> None:
-        """Adds a group whose gradients every backward reduces; at the end of the step only their presence is
-        left to exchange."""
+        """Adds a group of zero3 parameters: every backward reduces their gradients, so at the end of the step
+        only their presence is left to exchange."""
         for unit in units:
             self._register_slices(unit, unit.params, reduction)
         self._enqueue_buckets(reduction, [_Zero3Gradients(unit) for unit in units], group)

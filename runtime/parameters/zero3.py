@@ -357,8 +357,8 @@ class Zero3State:
         }
 
     def slices_to_save(self, cuts: Mapping[str, ParameterCut]) -> dict[nn.Parameter, ParameterSlice]:
-        """Returns the slices that this rank writes into a checkpoint. What all ranks of a replica hold alike,
-        its first rank writes."""
+        """Returns the slices that this rank writes into a checkpoint. Slices that all ranks of a replica hold
+        are written by its first rank."""
         saved: dict[nn.Parameter, ParameterSlice] = {}
         for section, units in self.sharded_units.items():
             for leaf, part in (pair for unit in units for pair in unit.slices.values()):

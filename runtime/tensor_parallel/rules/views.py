@@ -17,7 +17,7 @@ from secc.runtime.tensor_parallel.rules.mark import ShardMark, UnshardableCode, 
 if TYPE_CHECKING:
     from secc.runtime.tensor_parallel.shape_mode import WholeShapeMode
 
-MAX_KINDS = 4  # a dim of at most so many entries holds kinds (queries, keys, values), not heads
+MAX_KINDS = 4  # a dim with at most 4 entries holds kinds (queries, keys, values), not heads
 
 
 def shape_rule(
