@@ -240,12 +240,12 @@ def test_a_read_that_changes_nothing_is_dropped_and_one_that_never_moved_guards(
 
 
 class HeldOut:
-    """Has other micro-batches, and none of a width that can be chosen."""
+    """A probe with further micro-batches, but none of a chosen width."""
 
-    free = frozenset[str]()
+    padded_symbols = frozenset[str]()
 
     def __init__(self, observed: list[ObservedRecording]) -> None:
-        self.observed, self.known = observed, SharedExplanations()
+        self.observed, self.explanations = observed, SharedExplanations()
 
     def __call__(self, name: str, size: int) -> None:
         return None
@@ -285,7 +285,7 @@ def test_what_values_of_inputs_decide_is_refused_by_place_and_value() -> None:
 
     with pytest.raises(UserError) as error:
         generalize_captures(observe(Model(glue), SIZES))
-    assert error.value.where.startswith("test_compare.py:") and "(it was " in error.value.message
+    assert error.value.where.startswith("test_generalize.py:") and "(it was " in error.value.message
 
 
 def test_ways_that_only_sizes_tell_apart_are_refused() -> None:
@@ -310,7 +310,7 @@ def test_ops_that_move_with_the_batch_are_refused_by_place() -> None:
 
     with pytest.raises(UserError) as error:
         generalize_captures(observe(Model(glue), SIZES))
-    assert error.value.where.startswith("test_compare.py:")
+    assert error.value.where.startswith("test_generalize.py:")
 
 
 def test_counts_that_values_decide_are_left_to_torch_or_refused() -> None:
