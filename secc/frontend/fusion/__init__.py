@@ -1,8 +1,8 @@
-"""What of the users' modules fused operators can compute: found by tracing, matched with rules that are data,
-shown equal by numbers.
+"""Finds what fused operators can compute in the user's modules: sites are traced, matched with rules that
+are data, and compared numerically.
 
-A *site* is a method of a module (its `forward`, or one that forward calls) or a function that a method calls
-by a global name. `trace` turns a site into a torch.fx graph, `algebra` reads the graph as expressions,
-`rules` and `match` find what a kernel computes, `equivalence` compares both, `code` writes the site down with
-the kernel in place, and `find` goes through a model's blocks.
+A *site* is a method of a module (its `forward`, or one that forward calls) or a function that a method
+calls by a global name. `site_trace` turns a site into a torch.fx graph, `graph_algebra` reads the graph as
+expressions, `fusion_rules` and `pattern_match` find what a kernel computes, `equivalence` compares both,
+`site_source` writes the site with the kernel in place, and `find_fusions` goes through a model's blocks.
 """

@@ -1,4 +1,4 @@
-"""Applies the rules to a site's graph: the outermost matches first, each only if the numbers agree."""
+"""Applies the rules to a site's graph: outermost matches first, each only if the numbers agree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from secc.runtime.recorder.recording import iter_nodes_behind
 
 @dataclass(frozen=True)
 class AppliedRule:
-    """A rule that was applied, and the node whose place it took."""
+    """A rule that was applied, and the node that it replaced."""
 
     rule: str
     node: fx.Node
@@ -36,7 +36,7 @@ class AppliedRule:
 
 @dataclass(frozen=True)
 class MissedRule:
-    """A rule that does not apply, and why; `node` is where."""
+    """A rule that does not apply, why, and at which node."""
 
     rule: str
     reason: str
@@ -46,12 +46,15 @@ class MissedRule:
 def rewrite_graph(
     graph: fx.Graph, tensors: Mapping[str, torch.Tensor], skip: Collection[str]
 ) -> tuple[list[AppliedRule], list[MissedRule]]:
-    """Put fused operators into `graph` by all rules but those in `skip`. `tensors` are the site's parameters
-    and buffers by name."""
+    """Replaces matches of all rules except those in `skip` by fused operators. `tensors` are the site's
+    parameters and buffers by name.
+
+    Returns the applied rules and the rules that nearly matched.
+    """
     algebra = GraphAlgebra(canonicalize_spelling)
     algebra.read_graph(graph)
     rules = [r for r in FUSION_RULES if r.name not in skip]
-    found: list[AppliedRule] = []
+    applied: list[AppliedRule] = []
     missed: list[MissedRule] = []
     for node in reversed(list(algebra.expression_by_node)):
         if not node.users or algebra.is_cast(node):
@@ -64,15 +67,15 @@ def rewrite_graph(
             if reason:
                 missed.append(MissedRule(rule.name, reason, node))
                 continue
-            found.append(AppliedRule(rule.name, node))
+            applied.append(AppliedRule(rule.name, node))
             break
-    signs = {r.required_op for r in rules if r.name in {f.rule for f in found}}
+    signs = {r.required_op for r in rules if r.name in {f.rule for f in applied}}
     missed = [m for m in missed if not any(r.required_op in signs for r in rules if r.name == m.rule)]
     tried = {m.rule for m in missed}
     missed += _explain_near_misses(
         algebra, [r for r in rules if r.required_op not in signs and r.name not in tried]
     )
-    return found[::-1], missed
+    return applied[::-1], missed
 
 
 def _apply_rule(
@@ -83,7 +86,7 @@ def _apply_rule(
     bound: Bindings,
     tensors: Mapping[str, torch.Tensor],
 ) -> str:
-    """Replace what computes `node`. Returns why not, "" if it was done."""
+    """Replaces what computes `node`. Returns why not, "" if it was done."""
     new = _insert_replacement(graph, parse_pattern(rule.replacement), bound, node.meta.get("line", 0))
     leaves = {
         n: _nodes_computing(algebra, v)
@@ -102,7 +105,7 @@ def _apply_rule(
 
 
 def _nodes_computing(algebra: GraphAlgebra, value: GraphExpr) -> list[fx.Node]:
-    """The nodes that compute an expression, casts of it left out."""
+    """Returns the nodes that compute an expression, without casts of it."""
     return [
         value.node,
         *(
@@ -114,7 +117,8 @@ def _nodes_computing(algebra: GraphAlgebra, value: GraphExpr) -> list[fx.Node]:
 
 
 def _insert_replacement(graph: fx.Graph, pattern: PatternExpr, bound: Bindings, line: int) -> fx.Node:
-    """The node for a replacement, right after its last argument; one that is there is used again."""
+    """Returns the node of a replacement, inserted right after its last argument; an equal node is used
+    again."""
     assert isinstance(pattern, PatternCall)
 
     def argument(value: PatternExpr) -> Any:
@@ -125,9 +129,9 @@ def _insert_replacement(graph: fx.Graph, pattern: PatternExpr, bound: Bindings, 
 
     target, args = getattr(operators, pattern.name), tuple(argument(a) for a in pattern.args)
     order = {n: i for i, n in enumerate(graph.nodes)}
-    again = next((n for n in order if n.target is target and n.args == args), None)
-    if again is not None:
-        return again
+    existing = next((n for n in order if n.target is target and n.args == args), None)
+    if existing is not None:
+        return existing
     with graph.inserting_after(max((a for a in args if isinstance(a, fx.Node)), key=lambda n: order[n])):
         new = graph.call_function(target, args)
     new.meta["line"] = line
@@ -135,14 +139,14 @@ def _insert_replacement(graph: fx.Graph, pattern: PatternExpr, bound: Bindings, 
 
 
 def _last_cast(algebra: GraphAlgebra, node: fx.Node) -> fx.Node:
-    """The last of the casts that follow a node, as long as there is nothing else."""
+    """Returns the last of the casts that follow a node, as long as it has no other users."""
     while len(node.users) == 1 and algebra.is_cast(user := next(iter(node.users))) and user.args[0] is node:
         node = user
     return node
 
 
 def _used_parameters(node: fx.Node, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters and buffers that a node depends on without a module's call between."""
+    """Returns the parameters and buffers that a node depends on without a module's call in between."""
     return {
         name: tensors[name]
         for name in sorted(str(n.target) for n in iter_nodes_behind([node]) if n.op == "get_attr")
@@ -150,7 +154,7 @@ def _used_parameters(node: fx.Node, tensors: Mapping[str, torch.Tensor]) -> dict
 
 
 def _erase_unused(graph: fx.Graph) -> None:
-    """Erase what nothing uses; calls of the user's modules stay."""
+    """Erases unused nodes; calls of the user's modules stay."""
     for node in reversed(list(graph.nodes)):
         if (
             not node.users
@@ -161,7 +165,7 @@ def _erase_unused(graph: fx.Graph) -> None:
 
 
 def _explain_near_misses(algebra: GraphAlgebra, rules: list[FusionRule]) -> list[MissedRule]:
-    """For each rule whose sign is in the graph, why its best pattern does not match."""
+    """Returns, for each rule with its required op in the graph, why its best pattern does not match."""
     missed: list[MissedRule] = []
     output = next(
         n for n in next(iter(algebra.expression_by_node)).graph.nodes if n.op == "output"

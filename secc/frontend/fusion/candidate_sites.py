@@ -1,7 +1,7 @@
-"""The places in a module where a kernel may stand: methods of its class, and functions that these call by a
-global name.
+"""The places in a module where a kernel may stand: methods of its class, and functions that these call by
+a global name.
 
-Only code that multiplies, or calls torch's own norms, is worth a trace.
+Only code that multiplies or calls torch's own norms is worth a trace.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _ACTIVATION_NAME = re.compile(r"act|gate|silu|gelu")
 
 
 def candidate_methods(cls: type) -> Iterator[str]:
-    """`forward` first, then the other methods of a class that may compute what a kernel can, the class's own
-    first."""
+    """Yields `forward`, then the other methods of a class that may compute what a kernel can, the class's
+    own first."""
     if getattr(cls.forward, "__name__", "") == "_forward_unimplemented":
         return
     yield "forward"
@@ -56,18 +56,18 @@ def candidate_methods(cls: type) -> Iterator[str]:
 
 
 def candidate_functions(cls: type) -> dict[tuple[str, str], FunctionType]:
-    """The functions of tensors that a class's methods call by a global name, by (method, name)."""
-    found: dict[tuple[str, str], FunctionType] = {}
+    """Returns the functions of tensors that a class's methods call by a global name, by (method, name)."""
+    functions: dict[tuple[str, str], FunctionType] = {}
     for base in reversed(_model_classes(cls)):
         for method, value in vars(base).items():
             inner = inspect.unwrap(value) if isinstance(value, FunctionType) else None
             if isinstance(inner, FunctionType):
-                found |= {(method, name): function for name, function in _called_functions(inner)}
-    return found
+                functions |= {(method, name): function for name, function in _called_functions(inner)}
+    return functions
 
 
 def _model_classes(cls: type) -> list[type]:
-    """The classes whose code computes the model: a framework's base class of all models does not."""
+    """Returns the base classes with the model's own code; a framework's base class of all models has none."""
     modules = [b for b in cls.__mro__ if issubclass(b, nn.Module) and not b.__module__.startswith("torch.")]
     return [b for b in modules if b.__name__ != "PreTrainedModel"]
 
@@ -85,7 +85,7 @@ def _called_functions(function: FunctionType) -> Iterator[tuple[str, FunctionTyp
 
 @cache
 def may_compute_kernel(function: FunctionType) -> bool:
-    """Whether a function may compute what a kernel can: it, or a function that it calls, multiplies and names
+    """Whether a function may compute what a kernel can: it, or a function it calls, multiplies and names
     an operation of a rule."""
     inner = (function.__globals__.get(n) for n in function.__code__.co_names)
     codes = [
@@ -109,16 +109,16 @@ def _has_product(code: CodeType) -> bool:
 
 
 def module_signature(module: nn.Module) -> Any:
-    """What decides a module's graphs beside its plain attributes: class, tensors, the modules directly
-    inside. Equal for alike layers."""
-    held = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    tensors = tuple((n, tuple(t.shape), t.dtype) for n, t in held)
+    """Returns what determines a module's graphs apart from its plain attributes: class, tensors and direct
+    children. It is equal for equal layers."""
+    tensors_by_name = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    tensors = tuple((n, tuple(t.shape), t.dtype) for n, t in tensors_by_name)
     inside = tuple((n, type(m), _constant_attributes(m), has_hooks(m)) for n, m in module.named_children())
     return type(module), tensors, inside, frozenset(p.dtype for p in module.parameters())
 
 
 def plain_attributes(module: nn.Module, names: Iterable[str] | None = None) -> frozenset[tuple[str, Any]]:
-    """Those of a module's plain attributes that have one of the names; all of them for None."""
+    """Returns (name, value) of a module's plain attributes with one of the names; all of them for None."""
     plain = {k: v for k, v in vars(module).items() if not k.startswith("_")}
     return frozenset((k, _comparable_value(v)) for k, v in plain.items() if names is None or k in names)
 

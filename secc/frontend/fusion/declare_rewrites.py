@@ -1,4 +1,5 @@
-"""Writes what was found into the IR: a `sec.rewrite` for each form, and why rules did not apply elsewhere."""
+"""Writes the found fusions into the IR: a `sec.rewrite` for each form, and why rules did not apply
+elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ ANY_RULE = "fuse-blocks"  # in the record, where no rule could be tried
 
 
 def declare_rewrites(graph: GraphOp, found: FoundFusions) -> None:
-    """Put the forms before the graph's first case."""
+    """Inserts the forms before the graph's first case, and records the misses."""
     first = next(op for op in graph.body.block.ops if isinstance(op, CaseOp))
     graph.body.block.insert_ops_before([_rewrite_op(form) for form in found.forms], first)
     fusion_report.record_fusions(

@@ -1,8 +1,8 @@
-"""Whether what a rule found and its replacement compute the same: values and all gradients, at several sizes,
-scales and dtypes.
+"""Tells whether a matched part and its replacement compute the same: values and all gradients, at several
+sizes, scales and dtypes.
 
-The found part runs in float64 as the truth and in each dtype beside the replacement, which must give the same
-dtype and shape and err little more than the user's own code does.
+The part runs in float64 as the truth, and in each dtype next to the replacement, which must give the same
+dtype and shape and may err little more than the user's own code does.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _INPUT_SCALES = (1.0, 1e-2)  # of inputs: an eps in another place shows where en
 
 @dataclass(frozen=True)
 class MatchedPart:
-    """What a rule found: `root` is computed from `leaves` (pattern name to the nodes that are it) and
-    parameters; casts end at `end`."""
+    """What a rule matched: `root` is computed from `leaves` (pattern name to the nodes with its value) and
+    parameters; the casts after it end at `end`."""
 
     root: fx.Node
     end: fx.Node
@@ -36,24 +36,26 @@ class MatchedPart:
     parameters: Mapping[str, torch.Tensor]
 
     def tested_dtypes(self) -> list[tuple[torch.dtype, torch.dtype]]:
-        """Of leaves and parameters: all in one dtype, and leaves of fewer bits than the parameters, which
-        stay what they are."""
-        own = next(iter({p.dtype for p in self.parameters.values() if p.is_floating_point()}), None)
-        if own is None:
+        """Returns (dtype of leaves, dtype of parameters): both equal, and leaves of fewer bits than the
+        parameters, which keep their dtype."""
+        parameter_dtype = next(
+            iter({p.dtype for p in self.parameters.values() if p.is_floating_point()}), None
+        )
+        if parameter_dtype is None:
             return [(d, d) for d in _TESTED_DTYPES]
         return list(
             dict.fromkeys(
                 [
                     (torch.float32, torch.float32),
-                    (own, own),
-                    *((d, own) for d in _TESTED_DTYPES if own is torch.float32),
+                    (parameter_dtype, parameter_dtype),
+                    *((d, parameter_dtype) for d in _TESTED_DTYPES if parameter_dtype is torch.float32),
                 ]
             )
         )
 
 
 def find_difference(part: MatchedPart, new: fx.Node, trials: Sequence[TrialSizes]) -> str:
-    """Why `new` may not stand for the part's root, "" if it may."""
+    """Returns why `new` may not replace the part's root, "" if it may."""
     ran = False
     for trial in trials:
         truths = _float64_results(part, trial)
@@ -65,12 +67,13 @@ def find_difference(part: MatchedPart, new: fx.Node, trials: Sequence[TrialSizes
                 values = _random_values(part, trial, dtype, of_parameters, scale)
                 reason = _compare_replacement(part, new, values, truth, _ROUNDING_BY_DTYPE[dtype])
                 if reason:
-                    return f"{reason} ({_dtype_text(dtype)}, {', '.join(f'{k} {list(v)}' for k, v in trial.items())})"
+                    sizes = ", ".join(f"{name} {list(shape)}" for name, shape in trial.items())
+                    return f"{reason} ({_dtype_text(dtype)}, {sizes})"
     return "" if ran else "none of the sizes that it is tried at runs"
 
 
 def _float64_results(part: MatchedPart, trial: TrialSizes) -> list[RunResults] | None:
-    """What is computed in float64 at each scale, None where the user's code may not take this shape."""
+    """Returns the results in float64 at each scale; None if the user's code may not take these sizes."""
     try:
         return [
             _compute_results(
@@ -90,19 +93,20 @@ def _compare_replacement(
     rounding: float,
 ) -> str:
     try:
-        own = _compute_results(part, part.root, values)
+        expected = _compute_results(part, part.root, values)
     except Exception:  # dtypes that the user's code does not take
         return ""
     try:
-        found = _compute_results(part, new, values)
+        replaced = _compute_results(part, new, values)
     except Exception as error:
         return f"the replacement raises {type(error).__name__}: {error}"
-    for what, f, o, t in zip(_result_names(part), found, own, truth, strict=True):
-        if f.shape != o.shape or f.dtype != o.dtype:
-            return f"{what} is {_dtype_text(f.dtype)}{list(f.shape)} instead of {_dtype_text(o.dtype)}{list(o.shape)}"
-        error, allowed = _relative_error(f, t), _ERROR_SLACK * _relative_error(o, t) + rounding
+    for what, r, e, x in zip(_result_names(part), replaced, expected, truth, strict=True):
+        if r.shape != e.shape or r.dtype != e.dtype:
+            got = f"{_dtype_text(r.dtype)}{list(r.shape)}"
+            return f"{what} is {got} instead of {_dtype_text(e.dtype)}{list(e.shape)}"
+        error, allowed = _relative_error(r, x), _ERROR_SLACK * _relative_error(e, x) + rounding
         if not error <= allowed:
-            return f"{what} errs by {error:.2g}, the module's own code by {_relative_error(o, t):.2g}"
+            return f"{what} errs by {error:.2g}, the module's own code by {_relative_error(e, x):.2g}"
     return ""
 
 
@@ -125,8 +129,8 @@ def _relative_error(found: torch.Tensor, truth: torch.Tensor) -> float:
 def _random_values(
     part: MatchedPart, trial: TrialSizes, dtype: torch.dtype, of_parameters: torch.dtype, scale: float
 ) -> tuple[LeafValues, dict[str, torch.Tensor]]:
-    """Random values for leaves and parameters, the same numbers whatever the dtype; tables (cos, sin) have no
-    gradient."""
+    """Returns random values for leaves and parameters, the same numbers for every dtype; tables (cos, sin)
+    have no gradient."""
     draw = torch.Generator().manual_seed(0)  # torch's own generator is everybody's, and slow to seed
     width = next((p.shape[-1] for p in part.parameters.values() if p.dim()), _DEFAULT_WIDTH)
     leaves: LeafValues = {}
@@ -143,15 +147,15 @@ def _random_values(
 
 
 def _round_to_all_dtypes(value: torch.Tensor) -> torch.Tensor:
-    """Numbers that every dtype has, so that all dtypes compute from the same ones."""
+    """Rounds to numbers that every dtype has, so that all dtypes compute from the same ones."""
     return value.to(torch.bfloat16).to(torch.float16).double()
 
 
 def _compute_results(
     part: MatchedPart, root: fx.Node, values: tuple[LeafValues, dict[str, torch.Tensor]]
 ) -> RunResults:
-    """The value at the part's end with `root` in its place, and the gradients of leaves and parameters for a
-    fixed upstream."""
+    """Returns the value at the part's end with `root` in its place, and gradients of leaves and parameters
+    for a fixed upstream gradient."""
     leaves, parameters = values
     known: dict[fx.Node, Any] = dict(leaves)
     known[part.root] = evaluate_node(root, known, parameters)
@@ -171,7 +175,7 @@ def _compute_results(
 
 
 def evaluate_node(node: fx.Node, known: dict[fx.Node, Any], parameters: Mapping[str, torch.Tensor]) -> Any:
-    """The value of a node from those that are known. Raises KeyError where it depends on anything else."""
+    """Returns the value of a node from known ones. Raises KeyError if it depends on anything else."""
     if node not in known:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: evaluate_node(n, known, parameters))
         if node.op == "get_attr":

@@ -1,5 +1,5 @@
-"""Goes through a model's blocks and finds what fused operators can compute in them; alike modules are looked
-at once."""
+"""Goes through a model's blocks and finds what fused operators can compute in them; equal modules are
+traced once."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from secc.runtime.fusion.install import rebind_globals
 
 @dataclass
 class FusedForm:
-    """Rewritten code, and the modules whose `method` it replaces, or whose method calls it where it calls
-    `function`.
+    """Rewritten code, and the modules with the `method` that it replaces, or in which `method` calls it
+    instead of `function`.
 
-    `code` are the lines of a function, `lines` the user's line for each.
+    code: lines of a function. lines: the user's line for each.
     """
 
     name: str
@@ -48,8 +48,8 @@ class FusedForm:
 
 @dataclass(frozen=True)
 class FusionMiss:
-    """Code in which no rule applies although one might be expected to: which rule ("" for all of them), and
-    why."""
+    """Code to which no rule applies although one might be expected to: the rule ("" for all of them) and
+    the reason."""
 
     cls: str
     site: str
@@ -60,7 +60,7 @@ class FusionMiss:
 
 @dataclass
 class FoundFusions:
-    """All that was found in a model."""
+    """All forms and misses found in a model."""
 
     forms: list[FusedForm]
     misses: list[FusionMiss]
@@ -68,7 +68,7 @@ class FoundFusions:
 
 @dataclass(frozen=True)
 class _SiteResult:
-    """What one site came to: its code, or nothing."""
+    """The rewritten code of one site, or nothing."""
 
     rules: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
@@ -79,8 +79,8 @@ class _SiteResult:
 
 @dataclass(frozen=True)
 class _TracedMethod:
-    """A site, the names of the attributes that its trace read (None: it may have read any), and what these
-    were."""
+    """A method's result, the names of the attributes that its trace read (None: it may have read any), and
+    their values."""
 
     site: _SiteResult
     read_names: frozenset[str] | None
@@ -89,10 +89,10 @@ class _TracedMethod:
 
 @dataclass
 class TracedSites:
-    """What methods and functions came to, for one choice of rules.
+    """Results of methods and functions, for one choice of rules.
 
-    A method's sites are kept with the attributes of the module that its trace read, and what these were:
-    those of another module may be others (a layer's number) where the trace read none of them.
+    A method's results are kept with the attributes that its trace read: for another module the result
+    holds only if these are equal (a layer's number may differ if the trace did not read it).
     """
 
     methods: dict[Any, list[_TracedMethod]] = field(default_factory=dict[Any, "list[_TracedMethod]"])
@@ -100,21 +100,21 @@ class TracedSites:
 
 
 def find_fusions(
-    model: nn.Module, blocks: Iterable[str], skip: Collection[str] = (), looked: TracedSites | None = None
+    model: nn.Module, blocks: Iterable[str], skip: Collection[str] = (), traced: TracedSites | None = None
 ) -> FoundFusions:
-    """What the rules but those in `skip` find in the modules of `blocks` (paths). `model` may be on the meta
-    device; it is not changed.
+    """Applies the rules except those in `skip` to the modules of `blocks` (paths). `model` may be on the
+    meta device; it is not changed.
 
-    `looked` is what an earlier search of the same model came to, and keeps what this one does.
+    traced: results of an earlier search of the same model; new ones are added.
     """
-    search = _FusionSearch(skip, looked or TracedSites())
+    search = _FusionSearch(skip, traced or TracedSites())
     for path, module in _unique_modules(model, blocks):
         search.visit_module(path, module)
     return FoundFusions([f for f in search.forms.values()], list(search.misses))
 
 
 def _unique_modules(model: nn.Module, blocks: Iterable[str]) -> Iterable[tuple[str, nn.Module]]:
-    """Each module in the blocks once, under its first path."""
+    """Yields each module in the blocks once, under its first path."""
     seen = set[int]()
     for block in blocks:
         for path, module in model.get_submodule(block).named_modules(prefix=block):
@@ -131,67 +131,73 @@ class _FusionSearch:
         self._called_functions: dict[type, dict[tuple[str, str], FunctionType]] = {}
 
     def visit_module(self, path: str, module: nn.Module) -> None:
-        """Find the module's forms."""
-        done = set[str]()
+        """Finds the module's forms."""
+        fused_methods = set[str]()
         for method in candidate_sites.candidate_methods(type(module)):
-            if "forward" in done:
+            if "forward" in fused_methods:
                 break  # whatever else the class computes, forward has it inside
-            found = self._fuse_method(module, method)
-            if found.code:
-                done.add(method)
-                self._add_form(path, type(module).__name__, method, "", found)
+            result = self._fuse_method(module, method)
+            if result.code:
+                fused_methods.add(method)
+                self._add_form(path, type(module).__name__, method, "", result)
         cls = type(module)
         if cls not in self._called_functions:
             self._called_functions[cls] = candidate_sites.candidate_functions(cls)
         for (method, name), function in self._called_functions[cls].items():
-            found = self._fuse_function(function)
-            if found.code and method not in done and method not in vars(module) and _may_rebind(cls, method):
-                self._add_form(path, cls.__name__, method, name, found)
+            result = self._fuse_function(function)
+            if (
+                result.code
+                and method not in fused_methods
+                and method not in vars(module)
+                and _may_rebind(cls, method)
+            ):
+                self._add_form(path, cls.__name__, method, name, result)
 
-    def _add_form(self, path: str, cls: str, method: str, function: str, found: _SiteResult) -> None:
-        key = cls, method, function, found.code, found.lines, found.where
+    def _add_form(self, path: str, cls: str, method: str, function: str, result: _SiteResult) -> None:
+        key = cls, method, function, result.code, result.lines, result.where
         if key not in self.forms:
             name = _to_snake_case(function or (cls if method == "forward" else f"{cls}_{method.strip('_')}"))
             name = _unused_name(name, {f.name for f in self.forms.values()})
-            code = (found.code[0].replace("FUSED", name, 1), *found.code[1:])
+            code = (result.code[0].replace("FUSED", name, 1), *result.code[1:])
             self.forms[key] = FusedForm(
-                name, cls, found.rules, method, function, found.where, code, found.lines
+                name, cls, result.rules, method, function, result.where, code, result.lines
             )
         self.forms[key].modules.append(path)
 
     def _fuse_method(self, module: nn.Module, method: str) -> _SiteResult:
         function = getattr(type(module), method, None)
-        known = self._traced_sites.methods.setdefault(
+        earlier = self._traced_sites.methods.setdefault(
             (function, candidate_sites.module_signature(module)), []
         )
-        found = next(
-            (t for t in known if t.attributes == candidate_sites.plain_attributes(module, t.read_names)), None
+        traced = next(
+            (t for t in earlier if t.attributes == candidate_sites.plain_attributes(module, t.read_names)),
+            None,
         )
-        if found is None:
+        if traced is None:
             reads = set[str]()
             name = f"{type(module).__name__}.{method}"
             site = self._trace_and_rewrite(
                 name, function, lambda: trace_method(module, method, reads), module
             )
             names = None if "__dict__" in reads else frozenset(reads)
-            found = _TracedMethod(site, names, candidate_sites.plain_attributes(module, names))
-            known.append(found)
-        self.misses |= dict.fromkeys(found.site.misses)
-        return found.site
+            traced = _TracedMethod(site, names, candidate_sites.plain_attributes(module, names))
+            earlier.append(traced)
+        self.misses |= dict.fromkeys(traced.site.misses)
+        return traced.site
 
     def _fuse_function(self, function: FunctionType) -> _SiteResult:
-        known = self._traced_sites.functions
-        if function not in known:
-            known[function] = self._trace_and_rewrite(
+        results = self._traced_sites.functions
+        if function not in results:
+            results[function] = self._trace_and_rewrite(
                 function.__name__, function, lambda: trace_function(function), None
             )
-        self.misses |= dict.fromkeys(known[function].misses)
-        return known[function]
+        self.misses |= dict.fromkeys(results[function].misses)
+        return results[function]
 
     def _trace_and_rewrite(
         self, site: str, function: Any, trace: Any, module: nn.Module | None
     ) -> _SiteResult:
-        """Trace a site and apply the rules."""
+        """Traces a site and applies the rules."""
         cls = type(module).__name__ if module is not None else ""
         code = plain_code(function)
         where = site_place(code) if code is not None else ""
@@ -200,21 +206,23 @@ class _FusionSearch:
                 _check_dtypes(module, code)
             graph = trace()
             tensors: Mapping[str, torch.Tensor] = named_tensors(module) if module is not None else {}
-            found, missed = rewrite_graph(graph, tensors, self._skip)
+            applied, missed = rewrite_graph(graph, tensors, self._skip)
             misses = tuple(FusionMiss(cls, site, m.rule, m.reason, _miss_place(code, m)) for m in missed)
-            if not found:
+            if not applied:
                 return _SiteResult(misses=misses)
             assert code is not None
             text, lines = write_source(graph, "FUSED", module is not None, code.co_firstlineno)
-            return _SiteResult(tuple(f.rule for f in found), tuple(text), tuple(lines), where, misses)
+            return _SiteResult(tuple(f.rule for f in applied), tuple(text), tuple(lines), where, misses)
         except SiteRefused as refused:
             inner = inspect.unwrap(function)
-            looked = isinstance(inner, FunctionType) and candidate_sites.may_compute_kernel(inner)
-            return _SiteResult(misses=(FusionMiss(cls, site, "", str(refused), where),) if looked else ())
+            was_candidate = isinstance(inner, FunctionType) and candidate_sites.may_compute_kernel(inner)
+            return _SiteResult(
+                misses=(FusionMiss(cls, site, "", str(refused), where),) if was_candidate else ()
+            )
 
 
 def _may_rebind(cls: type, method: str) -> bool:
-    """Whether a method can be told to look up a global elsewhere."""
+    """Whether a method can be rebuilt to look up a global elsewhere."""
     try:
         rebind_globals(getattr(cls, method), {})
     except ValueError:
@@ -223,8 +231,8 @@ def _may_rebind(cls: type, method: str) -> bool:
 
 
 def _check_dtypes(module: nn.Module, code: CodeType) -> None:
-    """Refuse what a rewritten module would do differently in ways that no trace shows: it knows the dtypes of
-    parameters only."""
+    """Refuses code that reads dtypes if the module's parameters have several: a trace only knows the
+    dtypes of parameters."""
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if len(dtypes) > 1 and "dtype" in code.co_names:
         found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))

@@ -1,9 +1,9 @@
-"""The rules of `fuse-blocks`: a pattern beside its replacement, and sizes at which the two are compared.
+"""The rules of `fuse-blocks`: a pattern, its replacement, and sizes at which the two are compared.
 
-Patterns are Python expressions over operations of `algebra`; a name stands for any tensor, the same at each
-place. Casts are not written: the kernels compute in float32, and a comparison in every dtype decides whether
-that is what the user's code means. `SPELLINGS` say which expressions mean the same; they apply first, from
-the innermost outwards.
+Patterns are Python expressions over operations of `graph_algebra`; a name stands for any tensor, the same
+at each place. Casts are not written: the kernels compute in float32, and a comparison in every dtype
+decides whether that is what the user's code means. `SPELLINGS` list expressions with the same meaning;
+they apply first, from the innermost outwards.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ H = -1  # a dim of a trial that the site's parameters decide
 
 @dataclass(frozen=True)
 class FusionRule:
-    """`pattern` may be computed as `replacement`, whose functions are those of
-    `secc.runtime.fusion.operators`.
+    """`pattern` may be computed as `replacement`, with functions of `secc.runtime.fusion.operators`.
 
-    `sign` is the operation without which nobody expects the rule to match; `trials` are sizes of its tensors
-    for the comparison.
+    required_op: the operation without which the rule is not expected to match. trials: sizes of its
+    tensors for the comparison.
     """
 
     name: str
@@ -44,8 +43,8 @@ _GATED_TRIALS: tuple[TrialSizes, ...] = tuple(
 
 
 def _rotary_trials(width: int) -> tuple[TrialSizes, ...]:
-    """Heads before positions, after them, and packed positions without a batch; tables for each sample and
-    for all."""
+    """Sizes with heads before positions, after them, and packed positions without a batch; tables for each
+    sample and for all."""
     shapes = (
         ((2, 4, 5, 8), (2, 1, 5)),
         ((2, 5, 4, 8), (2, 5, 1)),
@@ -77,27 +76,66 @@ SPELLINGS = (
 
 FUSION_RULES = (
     FusionRule(
-        "layer-norm", "(x - mean(x)) * rsqrt(mean(square(x - mean(x))) + eps) * weight + bias", "layer_norm(x, weight, bias, eps)",
-        "rsqrt", _NORM_TRIALS,
+        "layer-norm",
+        "(x - mean(x)) * rsqrt(mean(square(x - mean(x))) + eps) * weight + bias",
+        "layer_norm(x, weight, bias, eps)",
+        "rsqrt",
+        _NORM_TRIALS,
     ),
     FusionRule(
-        "layer-norm", "(x - mean(x)) * rsqrt(mean(square(x - mean(x))) + eps) * weight", "layer_norm(x, weight, None, eps)",
-        "rsqrt", _NORM_TRIALS,
+        "layer-norm",
+        "(x - mean(x)) * rsqrt(mean(square(x - mean(x))) + eps) * weight",
+        "layer_norm(x, weight, None, eps)",
+        "rsqrt",
+        _NORM_TRIALS,
     ),
-    FusionRule("layer-norm", "(x - mean(x)) * rsqrt(mean(square(x - mean(x))) + eps)", "layer_norm(x, None, None, eps)", "rsqrt", _NORM_TRIALS),
-    FusionRule("layer-norm", "layer_norm(x, weight, bias, eps)", "torch_layer_norm(x, weight, bias, eps)", "layer_norm", _NORM_TRIALS),
-    FusionRule("rms-norm", "x * rsqrt(mean(square(x)) + eps) * weight", "rms_norm(x, weight, eps)", "rsqrt", _NORM_TRIALS),
-    FusionRule("rms-norm", "x * rsqrt(mean(square(x)) + eps)", "rms_norm(x, None, eps)", "rsqrt", _NORM_TRIALS),
-    FusionRule("rms-norm", "rms_norm(x, weight, eps)", "torch_rms_norm(x, weight, eps)", "rms_norm", _NORM_TRIALS),
+    FusionRule(
+        "layer-norm",
+        "(x - mean(x)) * rsqrt(mean(square(x - mean(x))) + eps)",
+        "layer_norm(x, None, None, eps)",
+        "rsqrt",
+        _NORM_TRIALS,
+    ),
+    FusionRule(
+        "layer-norm",
+        "layer_norm(x, weight, bias, eps)",
+        "torch_layer_norm(x, weight, bias, eps)",
+        "layer_norm",
+        _NORM_TRIALS,
+    ),
+    FusionRule(
+        "rms-norm",
+        "x * rsqrt(mean(square(x)) + eps) * weight",
+        "rms_norm(x, weight, eps)",
+        "rsqrt",
+        _NORM_TRIALS,
+    ),
+    FusionRule(
+        "rms-norm", "x * rsqrt(mean(square(x)) + eps)", "rms_norm(x, None, eps)", "rsqrt", _NORM_TRIALS
+    ),
+    FusionRule(
+        "rms-norm", "rms_norm(x, weight, eps)", "torch_rms_norm(x, weight, eps)", "rms_norm", _NORM_TRIALS
+    ),
     FusionRule("swiglu", "silu(gate) * up", "swiglu(gate, up)", "silu", _GATED_TRIALS),
     FusionRule("geglu", "gelu_tanh(gate) * up", "geglu(gate, up, 'tanh')", "gelu_tanh", _GATED_TRIALS),
     FusionRule("geglu", "gelu(gate) * up", "geglu(gate, up, 'none')", "gelu", _GATED_TRIALS),
-    FusionRule("rope", "x * cos + rotate_half(x) * sin", "rotate(x, cos, sin)", "rotate_half", _rotary_trials(8)),
     FusionRule(
-        "rope", "cat(low(x) * cos - high(x) * sin, high(x) * cos + low(x) * sin)", "rotate(x, twice(cos), twice(sin))",
-        "high", _rotary_trials(4),
+        "rope", "x * cos + rotate_half(x) * sin", "rotate(x, cos, sin)", "rotate_half", _rotary_trials(8)
     ),
-    FusionRule("rope", "cat(a * cos - b * sin, b * cos + a * sin)", "rotate_parts(a, b, cos, sin)", "cat", _ROTARY_PARTS_TRIALS),
-)  # fmt: skip
+    FusionRule(
+        "rope",
+        "cat(low(x) * cos - high(x) * sin, high(x) * cos + low(x) * sin)",
+        "rotate(x, twice(cos), twice(sin))",
+        "high",
+        _rotary_trials(4),
+    ),
+    FusionRule(
+        "rope",
+        "cat(a * cos - b * sin, b * cos + a * sin)",
+        "rotate_parts(a, b, cos, sin)",
+        "cat",
+        _ROTARY_PARTS_TRIALS,
+    ),
+)
 
 RULE_NAMES = tuple(dict.fromkeys(rule.name for rule in FUSION_RULES))

@@ -1,6 +1,7 @@
-"""Reads torch.fx graphs as expressions: what is computed, whatever it is called and in whatever dtype.
+"""Reads torch.fx graphs as expressions: what is computed, whatever the ops are called and in whatever
+dtype.
 
-Equal expressions are one object. A cast is transparent: its expression is that of what it casts. An op that
+Equal expressions are one object. A cast is transparent: it has the expression of its input. An op that
 `_READERS` does not know is a leaf. Each expression remembers the first node that computes it, before any
 cast.
 """
@@ -17,15 +18,29 @@ Atom = float | str | None
 
 _CAST_METHODS = frozenset({"to", "float", "half", "bfloat16", "double", "type_as", "type"})
 _ELEMENTWISE_OPS = {
-    "mul": "mul", "multiply": "mul", "add": "add", "sub": "sub", "subtract": "sub", "truediv": "div", "div": "div", "neg": "neg",
-    "pow": "pow", "square": "square", "sqrt": "sqrt", "rsqrt": "rsqrt", "tanh": "tanh", "erf": "erf", "sigmoid": "sigmoid", "silu": "silu",
-}  # fmt: skip
+    "mul": "mul",
+    "multiply": "mul",
+    "add": "add",
+    "sub": "sub",
+    "subtract": "sub",
+    "truediv": "div",
+    "div": "div",
+    "neg": "neg",
+    "pow": "pow",
+    "square": "square",
+    "sqrt": "sqrt",
+    "rsqrt": "rsqrt",
+    "tanh": "tanh",
+    "erf": "erf",
+    "sigmoid": "sigmoid",
+    "silu": "silu",
+}
 COMMUTATIVE_OPS = frozenset({"mul", "add"})
 
 
 @dataclass(eq=False)
 class GraphExpr:
-    """An operation on expressions and atoms; `node` computes it. Leaves are operations "node" and
+    """An operation on expressions and atoms; `node` computes it. Leaves are the operations "node" and
     "parameter"."""
 
     op: str
@@ -33,7 +48,7 @@ class GraphExpr:
     node: fx.Node
 
     def walk_expressions(self) -> Iterator[GraphExpr]:
-        """This expression and all inside it; shared ones each time."""
+        """Yields this expression and all expressions inside it; shared ones each time."""
         yield self
         for arg in self.args:
             if isinstance(arg, GraphExpr):
@@ -42,21 +57,20 @@ class GraphExpr:
 
 @dataclass
 class GraphAlgebra:
-    """The expressions of one graph. `rewrite` turns a new expression into the one that stands for it
-    (spellings)."""
+    """The expressions of one graph. `canonicalize` replaces a new expression by its canonical spelling."""
 
     canonicalize: Callable[[GraphAlgebra, GraphExpr], GraphExpr] = lambda _, e: e
     expression_by_node: dict[fx.Node, GraphExpr] = field(default_factory=dict[fx.Node, GraphExpr])
     _interned: dict[Any, GraphExpr] = field(default_factory=dict[Any, GraphExpr])
 
     def read_graph(self, graph: fx.Graph) -> None:
-        """Give every node of a graph its expression."""
+        """Gives every node of a graph its expression."""
         for node in graph.nodes:
             if node.op != "output":
                 self.expression_by_node[node] = self._read_node(node)
 
     def make_expression(self, op: str, args: tuple[GraphExpr | Atom, ...], node: fx.Node) -> GraphExpr:
-        """The expression for an operation; `node` is what computes it if it is new."""
+        """Returns the expression of an operation; `node` computes it if it is new."""
         key = op, tuple(id(a) if isinstance(a, GraphExpr) else ("atom", a) for a in args)
         if key not in self._interned:
             new = GraphExpr(op, args, node)
@@ -94,7 +108,7 @@ class GraphAlgebra:
         return _OPAQUE
 
     def bind_arguments(self, node: fx.Node, *names: str) -> list[Any] | None:
-        """The arguments of a call by position or name (None where they are left out); None if there are
+        """Returns a call's arguments by position or name, None for those left out; None if there are
         others."""
         if len(node.args) > len(names) or not set(node.kwargs) <= set(names):
             return None
@@ -102,7 +116,7 @@ class GraphAlgebra:
         return [found.get(n) for n in names]
 
     def read_argument(self, value: Any) -> GraphExpr | Atom:
-        """The expression or atom of a node's argument."""
+        """Returns the expression or atom of a node's argument."""
         return self._read_argument(value)
 
 
@@ -111,7 +125,7 @@ ReadResult = tuple[str, tuple[GraphExpr | Atom, ...]] | None
 
 
 def called_name(node: fx.Node) -> str:
-    """The short name of what a node calls: `silu`, `mean`, `getitem`."""
+    """Returns the short name of what a node calls: `silu`, `mean`, `getitem`."""
     if node.op == "call_method":
         return str(node.target)
     return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
@@ -177,7 +191,7 @@ def _norm_reader(op: str) -> Callable[[GraphAlgebra, fx.Node], ReadResult]:
 
 
 def _read_cat(algebra: GraphAlgebra, node: fx.Node) -> ReadResult:
-    """Two tensors side by side along the last dim."""
+    """Reads the concatenation of two tensors along the last dim."""
     given = algebra.bind_arguments(node, "tensors", "dim")
     if given is None or not isinstance(given[0], list | tuple) or len(given[0]) != 2 or given[1] != -1:
         return None
@@ -185,7 +199,7 @@ def _read_cat(algebra: GraphAlgebra, node: fx.Node) -> ReadResult:
 
 
 def _read_half(algebra: GraphAlgebra, node: fx.Node) -> ReadResult:
-    """The halves of the last dim: by slices or by chunks."""
+    """Reads halves of the last dim, by slices or by chunks."""
     source, index = node.args
     if not isinstance(source, fx.Node):
         return None
@@ -225,6 +239,14 @@ def _is_half_width(value: Any, of: fx.Node) -> bool:
 
 
 _READERS: dict[str, Callable[[GraphAlgebra, fx.Node], ReadResult]] = {
-    "mean": _reduction_reader("mean"), "var": _reduction_reader("var"), "gelu": _read_gelu, "silu": _read_silu, "layer_norm": _norm_reader("layer_norm"),
-    "rms_norm": _norm_reader("rms_norm"), "cat": _read_cat, "concat": _read_cat, "concatenate": _read_cat, "getitem": _read_half,
-}  # fmt: skip
+    "mean": _reduction_reader("mean"),
+    "var": _reduction_reader("var"),
+    "gelu": _read_gelu,
+    "silu": _read_silu,
+    "layer_norm": _norm_reader("layer_norm"),
+    "rms_norm": _norm_reader("rms_norm"),
+    "cat": _read_cat,
+    "concat": _read_cat,
+    "concatenate": _read_cat,
+    "getitem": _read_half,
+}

@@ -1,7 +1,7 @@
-"""Matches patterns, which are Python expressions, against the expressions of a graph, and says how far a
-match got.
+"""Matches patterns, which are Python expressions, against the expressions of a graph, and reports how far
+a match got.
 
-Sums and products match either way round; nothing is regrouped, so a spelling is written as code writes it.
+Sums and products match either way round; nothing is regrouped, so a pattern is written as code writes it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Bindings = dict[str, GraphExpr | Atom]
 
 @cache
 def parse_pattern(text: str) -> PatternExpr:
-    """A pattern from its text."""
+    """Parses a pattern."""
     return _parse_node(ast.parse(text, mode="eval").body)
 
 
@@ -70,7 +70,8 @@ def _parse_node(node: ast.expr) -> PatternExpr:
 
 @dataclass
 class MatchAttempt:
-    """A try to match: `steps` operations matched before it failed because of `reason` at `node`."""
+    """The furthest failure of a match: `matched_steps` operations matched before it failed at `node` for
+    `reason`."""
 
     matched_steps: int = 0
     reason: str = ""
@@ -78,14 +79,14 @@ class MatchAttempt:
     _count: int = field(default=0, repr=False)
 
     def restart(self) -> None:
-        """Begin at another expression."""
+        """Starts at another expression."""
         self._count = 0
 
     def count_step(self) -> None:
         self._count += 1
 
     def record_failure(self, reason: str, node: fx.Node | None) -> None:
-        """Keep the failure that got furthest."""
+        """Keeps the failure that got furthest."""
         if self._count > self.matched_steps:
             self.matched_steps, self.reason, self.node = self._count, reason, node
 
@@ -93,7 +94,7 @@ class MatchAttempt:
 def match_pattern(
     pattern: PatternExpr, value: GraphExpr | Atom, attempt: MatchAttempt | None = None
 ) -> Bindings | None:
-    """What the pattern's names stand for in `value`, or None."""
+    """Returns what the pattern's variables stand for in `value`; None if it does not match."""
     return _match_node(pattern, value, {}, attempt or MatchAttempt())
 
 
@@ -184,7 +185,7 @@ def _format_value(value: object) -> str:
 def build_expression(
     algebra: GraphAlgebra, pattern: PatternExpr, bound: Bindings, node: fx.Node
 ) -> GraphExpr | Atom:
-    """The expression that a spelling's right side stands for."""
+    """Returns the expression that a spelling's right side stands for."""
     match pattern:
         case PatternCall():
             return algebra.make_expression(
@@ -197,7 +198,7 @@ def build_expression(
 
 
 def canonicalize_spelling(algebra: GraphAlgebra, value: GraphExpr) -> GraphExpr:
-    """The expression that stands for `value` by the spellings."""
+    """Returns the canonical expression of `value` by `SPELLINGS`."""
     for left, right in SPELLINGS:
         pattern = parse_pattern(left)
         if (
@@ -205,7 +206,7 @@ def canonicalize_spelling(algebra: GraphAlgebra, value: GraphExpr) -> GraphExpr:
             and pattern.name == value.op
             and (bound := match_pattern(pattern, value)) is not None
         ):
-            found = build_expression(algebra, parse_pattern(right), bound, value.node)
-            assert isinstance(found, GraphExpr)
-            return found
+            canonical = build_expression(algebra, parse_pattern(right), bound, value.node)
+            assert isinstance(canonical, GraphExpr)
+            return canonical
     return value

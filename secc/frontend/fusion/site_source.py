@@ -1,5 +1,5 @@
-"""A rewritten site as source text: what a plan carries, readable, one statement for each operation, each with
-the line it stands for."""
+"""Writes a rewritten site as source text for the plan: readable, one statement for each operation, each
+with the user's line."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _KNOWN_GLOBALS = frozenset({"torch", "device", "inf", "nan", "NoneType"})
 
 
 def write_source(graph: fx.Graph, name: str, method: bool, first: int) -> tuple[list[str], list[int]]:
-    """The lines of a function `name` that computes `graph`, with `self` first for a method, and for each the
-    user's line.
+    """Returns the lines of a function `name` that computes `graph`, and the user's line for each; a method
+    takes `self` first.
 
-    Raises Refused for what text cannot name.
+    Raises SiteRefused for values that source text cannot name.
     """
     made = graph.python_code("self")
     text = _OPERATOR_PREFIX.sub("fused.", re.sub(r";  \w+(?: = \w+)* = None.*$", "", made.src, flags=re.M))
@@ -42,7 +42,7 @@ def write_source(graph: fx.Graph, name: str, method: bool, first: int) -> tuple[
 
 
 def _user_line(statement: ast.stmt, lines: dict[str, int], graph: fx.Graph, first: int) -> int:
-    """The user's line of a statement: that of the node whose name it assigns; of the return, that of what it
+    """Returns the user's line of a statement: that of the node it assigns, or, for the return, of what it
     returns."""
     if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
         return lines.get(statement.targets[0].id, first)

@@ -1,8 +1,8 @@
-"""Symbolic traces of sites: a method of a module whose submodules stay calls, or a function of tensors.
+"""Symbolic traces of sites: a method of a module with submodules as calls, or a function of tensors.
 
-What a trace cannot follow (a branch on a tensor, a loop over one, a change in place, state that is written)
-is refused with the reason. A parameter's dtype and shape are known while tracing; those of other tensors are
-not. Activations without parameters are looked into.
+Whatever a trace cannot follow (a branch on a tensor, a loop over one, an in-place change, state that is
+written) is refused with the reason. Dtype and shape of a parameter are known while tracing, those of other
+tensors are not. Activations without parameters are traced through.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _RANDOM_CLASSES = ("Dropout", "RReLU")
 
 
 class SiteRefused(Exception):
-    """A site that cannot be traced or rewritten, and why."""
+    """Raised for a site that cannot be traced or rewritten, with the reason."""
 
 
 class _ParameterProxy(fx.Proxy):
-    """A parameter: its dtype and shape are what they are."""
+    """A parameter, with its dtype and shape."""
 
     def __init__(self, node: fx.Node, tracer: fx.Tracer, tensor: torch.Tensor) -> None:
         super().__init__(node, tracer)
@@ -68,7 +68,7 @@ class _SiteTracer(fx.Tracer):
         return super().proxy(node)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """With the line of the site's own file that asks for the node."""
+        """Creates a node with the line of the site's own file that asks for it."""
         node = super().create_node(*args, **kwargs)
         node.meta["line"] = self._current_line()
         return node
@@ -83,7 +83,7 @@ class _SiteTracer(fx.Tracer):
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by every name that they have."""
+    """Returns parameters and buffers by every name that they have."""
     return dict(
         [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     )
@@ -105,7 +105,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def plain_code(function: Any) -> CodeType | None:
-    """The code of a plain Python function, None for anything else, also for a decorated one."""
+    """Returns the code of a plain Python function; None for anything else, also for a decorated one."""
     function = getattr(function, "__func__", function)
     return (
         function.__code__
@@ -115,10 +115,9 @@ def plain_code(function: Any) -> CodeType | None:
 
 
 def trace_method(module: nn.Module, method: str, reads: set[str]) -> fx.Graph:
-    """The graph of a method as it is called with tensors only, other arguments at their defaults. Raises
-    Refused.
+    """Returns the graph of a method called with tensors only and other arguments at their defaults.
 
-    The names of the module's attributes that it looks up go to `reads`.
+    The names of the module's attributes that it reads are added to `reads`. Raises SiteRefused.
     """
     function = getattr(type(module), method)
     code = plain_code(function)
@@ -135,8 +134,8 @@ def trace_method(module: nn.Module, method: str, reads: set[str]) -> fx.Graph:
 
 
 def _watch_reads(module: nn.Module, reads: set[str]) -> nn.Module:
-    """A copy that shares everything, tells what is read of it, and refuses to say whether it trains: that may
-    change after the trace."""
+    """Returns a copy that shares everything, notes which attributes are read, and refuses reads of
+    `training`, which may change after the trace."""
 
     def training(self: nn.Module) -> bool:
         raise SiteRefused("it reads self.training, which may change")
@@ -154,14 +153,14 @@ def _watch_reads(module: nn.Module, reads: set[str]) -> nn.Module:
 
 
 def _asked_by_torch() -> bool:
-    """Whether torch asks for what the caller looks up."""
+    """Whether torch reads the attribute that the caller looks up."""
     frame = inspect.currentframe()
     asking = frame and frame.f_back and frame.f_back.f_back
     return asking is not None and is_internal_file(asking.f_code.co_filename)
 
 
 def trace_function(function: FunctionType) -> fx.Graph:
-    """The graph of a function of tensors. Raises Refused."""
+    """Returns the graph of a function of tensors. Raises SiteRefused."""
     code = plain_code(function)
     if code is None:
         raise SiteRefused("it is wrapped")
@@ -170,8 +169,7 @@ def trace_function(function: FunctionType) -> fx.Graph:
 
 
 def _trace_with_defaults(function: Any, root: nn.Module | FunctionType, tracer: _SiteTracer) -> fx.Graph:
-    """Trace with flags (None, bool, text) at their defaults, and, where that does not work, with numbers at
-    theirs too."""
+    """Traces with flags (None, bool, text) at their defaults; if that fails, with numbers at theirs too."""
     parameters = list(inspect.signature(function).parameters.values())[isinstance(root, nn.Module) :]
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
@@ -191,8 +189,7 @@ def _trace_with_defaults(function: Any, root: nn.Module | FunctionType, tracer: 
 
 
 def _drop_fixed_arguments(graph: fx.Graph, fixed: Mapping[str, Any]) -> None:
-    """Take out the arguments that are left at their defaults, the checks that torch.fx makes of them, and
-    unused variable ones."""
+    """Removes arguments left at their defaults, torch.fx's checks of them, and unused variable arguments."""
     for node in reversed(list(graph.nodes)):
         checks = node.op == "call_function" and getattr(node.target, "__name__", "") in (
             "_assert_is_none",
@@ -219,7 +216,8 @@ def _check_graph(graph: fx.Graph) -> None:
 
 
 def _check_code(code: CodeType) -> None:
-    """A trace would turn `x *= y` into a new tensor, where the user's code writes to the old one."""
+    """Refuses in-place changes: a trace would turn `x *= y` into a new tensor, where the user's code
+    writes to the old one."""
     for i in dis.get_instructions(code):
         if i.opname in ("STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR"):
             raise SiteRefused(f"it writes to {i.argrepr or 'a container'}")
@@ -233,7 +231,7 @@ def _first_error_line(error: Exception | None) -> str:
 
 
 def site_place(code: CodeType, node: fx.Node | None = None) -> str:
-    """file:line of a site, or of a node in it."""
+    """Returns file:line of a site, or of a node in it."""
     return format_source_line(
         code, node.meta.get("line", code.co_firstlineno) if node is not None else code.co_firstlineno
     )

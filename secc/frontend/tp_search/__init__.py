@@ -1,6 +1,7 @@
-"""How blocks can be cut over the ranks of a replica: a mapping is found by running the user's code on parts,
-and then shown exact.
+"""Tensor-parallel layouts of modules, found by running the user's code on parts and then verified
+numerically.
 
-`find` proposes which linear maps are cut by outputs and which by inputs, `verify` compares every gradient
-with the whole module's, and `annotate` writes down what holds for the blocks of a graph.
+`find_mapping` proposes which linear layers are column parallel and which row parallel (the terms are
+Megatron-LM's), `verify_mapping` compares every gradient with the unsplit module's, and `annotate_layouts`
+writes the verified layouts into a graph.
 """

@@ -1,8 +1,9 @@
-"""Writes into a graph how the modules of its blocks can be cut over the ranks of a replica: a `sec.cut` for
+"""Writes into a graph how the modules of its blocks are split over the ranks of a replica: a `sec.cut` for
 each module and tp.
 
-The modules are the layers of a block's stacks, or the block itself where it has none; alike layers are sought
-and shown once. Beside them stand embeddings, cut by vocabulary, and heads, whose logits are gathered.
+The modules are the layers of a block's stacks, or the block itself if it has none; equal layers are
+searched and verified once. Embeddings are split by vocabulary, and heads by vocabulary with gathered
+logits.
 """
 
 from __future__ import annotations
@@ -70,7 +71,12 @@ ANY_LINEAR = ["*"]  # linear map may be cut by outputs
 
 @dataclass
 class ModuleLayout:
-    """How a module is cut, its paths counted from it."""
+    """How a module is split; paths are relative to it.
+
+    partial_parameters: whole parameters with gradients that are partial on each rank. unsplit_reasons: why
+    further modules stay whole. sequence_styles: styles with the sequence split too, and what is partial
+    then.
+    """
 
     styles: list[ModuleStyle] = field(default_factory=list[ModuleStyle])
     shards: list[Shard] = field(default_factory=list[Shard])
@@ -81,8 +87,8 @@ class ModuleLayout:
 
 @dataclass(frozen=True)
 class LayoutSearch:
-    """Mappings of layers by path and count, and what they were shown with: fused operators, and whether norms
-    work on positions."""
+    """Layouts of layers by path and tp, and the conditions they were verified under: the fused operators,
+    and whether norms work on parts of the sequence."""
 
     fused: FusedOperators = ((), "")
     sequence_norms: bool = False
@@ -96,8 +102,8 @@ NO_LAYOUTS = LayoutSearch()
 
 @dataclass(frozen=True)
 class SearchSubject:
-    """What mappings are sought for: the user's model without weights (`meta`), and with them (`model`) if it
-    fits here."""
+    """The model that layouts are searched for: without weights (`meta`), and with weights (`model`) if it
+    fits on this machine."""
 
     meta: nn.Module
     model: nn.Module | None
@@ -109,10 +115,10 @@ class SearchSubject:
 def annotate_layouts(
     module: ModuleOp, subject: SearchSubject, fused: FusedOperators, sought: LayoutSearch = NO_LAYOUTS
 ) -> bool:
-    """Add the cuts of sections with a tp above 1; whether there are any such.
+    """Adds the layouts of sections with a tp above 1; returns whether there are any such sections.
 
-    `fused` has the fused operators that ranks will put into the model, and their code; `sought` what `seek`
-    found for another graph of it.
+    fused: the fused operators that ranks will install in the model, and their code. search: layouts that
+    `search_layouts` found for another graph of the model.
     """
     graph = graph_of(module)
     found = search_layouts(module, subject, fused, sought).layouts
@@ -129,8 +135,8 @@ def annotate_layouts(
 def search_layouts(
     module: ModuleOp, subject: SearchSubject, fused: FusedOperators, known: LayoutSearch = NO_LAYOUTS
 ) -> LayoutSearch:
-    """Mappings of all layers in sections with a tp above 1. Those in `known` are taken if they were shown
-    with the same operators."""
+    """Finds layouts of all layers in sections with a tp above 1. Layouts in `known` are reused if they
+    were verified with the same operators."""
     graph, meta = graph_of(module), subject.meta
     sequence = any(get_string(s, "norms") == "sequence" for s in graph.sections)
     wanted = [
@@ -160,7 +166,7 @@ def search_layouts(
 
 
 def _blocks_with_tp(graph: GraphOp) -> list[tuple[str, int]]:
-    """The blocks of sections with a tp above 1, and that."""
+    """Returns (block, tp) for the blocks of sections with a tp above 1."""
     whole = blocks_with_settings(graph)
     return [
         (block, tp)
@@ -172,14 +178,14 @@ def _blocks_with_tp(graph: GraphOp) -> list[tuple[str, int]]:
 
 
 def blocks_with_settings(graph: GraphOp) -> set[str]:
-    """The blocks that forward sets otherwise for some call (an adapter switched off), for which nothing is
-    shown."""
+    """Returns the blocks that forward switches to other settings for some call (an adapter switched off);
+    no layout of these is verified."""
     calls = (op for case in graph.cases for op in case.ops if isinstance(op, CallOp))
     return {call.target.data for call in calls if SETTINGS_ATTRIBUTE in call.attributes}
 
 
 def layers_to_split(model: nn.Module, block: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a block that are cut each by itself."""
+    """Yields path and module of each module of a block that is split by itself."""
     root = model.get_submodule(block)
     names = {m: n for n, m in root.named_modules(prefix=block, remove_duplicate=False)}
     for unit in recompute_units(root):
@@ -187,18 +193,18 @@ def layers_to_split(model: nn.Module, block: str) -> Iterator[tuple[str, nn.Modu
 
 
 def layer_key(layer: nn.Module) -> LayerKey:
-    """What alike layers have in common: class, and names and shapes of parameters."""
+    """Returns what equal layers have in common: class, and names and shapes of parameters."""
     return type(layer), tuple((n, tuple(p.shape)) for n, p in layer.named_parameters(remove_duplicate=False))
 
 
 def strip_values(layer: nn.Module, call: ModuleCall) -> nn.Module:
-    """A layer without values, if what it is called with has none."""
+    """Returns the layer on the meta device, if the arguments it is called with have no values."""
     bare = any(isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves(call))
     return copy.deepcopy(layer).to("meta") if bare else layer
 
 
 class _LayoutSearcher:
-    """Seeks and shows mappings; those of alike modules once."""
+    """Finds and verifies layouts of layers, those of equal layers once."""
 
     def __init__(
         self,
@@ -251,7 +257,8 @@ class _LayoutSearcher:
     def _find_exact_layout(
         self, path: str, module: nn.Module, like: tuple[nn.Module, ModuleCall] | None, count: int
     ) -> ModuleLayout:
-        """A mapping that is exact: shown on `like`, a small layer with its call, or on the layer itself."""
+        """Returns a layout that was verified on `like`, a small layer with its call, or on the layer
+        itself."""
         call = self.observer.calls[path]
         layer, cutting = strip_values(module, call), ModuleLayout()
         experts, why = self._find_expert_cuts(module, *(like or (module, call)), count)
@@ -277,8 +284,8 @@ class _LayoutSearcher:
     def _find_expert_cuts(
         self, module: nn.Module, like: nn.Module, call: ModuleCall, count: int
     ) -> tuple[dict[str, ExpertCut], dict[str, UnsplitReason]]:
-        """How experts inside a layer are cut, and why others stay whole: found out by `like`, the layer or a
-        small one like it."""
+        """Returns how experts inside a layer are cut, and why others stay whole, tested on `like`: the
+        layer or a small one like it."""
         found = [path for path, m in module.named_modules() if expert_sizes(m)]
         if not found or self.sequence:
             return {}, dict.fromkeys(found, UnsplitReason(UnsplitKind.EXPERTS_BY_SEQUENCE))
@@ -294,8 +301,8 @@ class _LayoutSearcher:
     def _verify_on_small_layer(
         self, like: tuple[nn.Module, ModuleCall], path: str, module: nn.Module, count: int, mapping: TpMapping
     ) -> ModuleLayout:
-        """The mapping of a large layer, if a small one like it has the same one, over as many ranks or two,
-        and that is exact."""
+        """Returns the mapping of a large layer if a small one like it has the same mapping, over as many
+        ranks or two, and that is exact."""
         why = UnsplitReason(UnsplitKind.SMALL_MODEL_DIFFERS)
         for ranks in dict.fromkeys((count, 2)):
             same = replace(
@@ -328,7 +335,7 @@ class _LayoutSearcher:
         )
 
     def _install_fused(self, path: str, module: nn.Module) -> None:
-        """Put fused operators into a copy of the module at `path`."""
+        """Installs fused operators in a copy of the module at `path`."""
         rewrites, source = self.fused
         own = [
             (r, tuple(m.removeprefix(path).lstrip(".") for m in r.modules if f"{m}.".startswith(f"{path}.")))
@@ -339,7 +346,7 @@ class _LayoutSearcher:
     def _verify_sequence_styles(
         self, path: str, module: nn.Module, whole: UnsplitModule, count: int, mapping: TpMapping, shapes: bool
     ) -> SequenceStyles:
-        """The mapping with the sequence in parts between scopes, if it is asked for and exact."""
+        """Returns the mapping with the sequence split between scopes, if it is asked for and exact."""
         styles = mapping.sequence_styles(shapes) if self.sequence else []
         if not styles:
             return [], ()
@@ -351,7 +358,8 @@ class _LayoutSearcher:
     def _verify_mapping(
         self, path: str, module: nn.Module, call: ModuleCall, count: int, mapping: TpMapping
     ) -> ModuleLayout:
-        """The mapping as the code runs it on parts, with whole sizes only if it must."""
+        """Returns the layout of a mapping that is exact. The code sees sizes of parts, or whole sizes if
+        only these work."""
         module, call = materialize_module(module), tree_map(materialize_argument, call)
         cut, whole, why = mapping_shards(module, mapping), UnsplitModule(module, call), None
         for shapes in (True,) if mapping.draws_random else (False, True):
@@ -372,7 +380,7 @@ class _LayoutSearcher:
 def _embedding_and_head_layouts(
     model: nn.Module, block: str, ties: list[tuple[str, ...]], count: int
 ) -> Iterator[tuple[str, ModuleLayout]]:
-    """Embeddings and linear maps of a block that are in none of its layers."""
+    """Yields layouts of a block's embeddings and linear layers that are in none of its layers."""
     inside = tuple(f"{path}." for path, _ in layers_to_split(model, block))
     root = model.get_submodule(block)
     size = sum(p.numel() for p in root.parameters())
@@ -399,7 +407,7 @@ def _embedding_and_head_layouts(
 
 
 def _vocabulary_and_width(table: nn.Embedding | None, head: LinearModule | None) -> tuple[int, int]:
-    """Tokens, and numbers for each."""
+    """Returns the number of tokens, and of features for each."""
     if table is not None:
         return table.num_embeddings, table.embedding_dim
     return (0, 0) if head is None else (head.out_features, head.in_features)

@@ -1,10 +1,10 @@
-"""What the parts of a model are called with: arguments of a module's call, by which a mapping is sought and
-shown.
+"""Collects the arguments that modules of a model are called with, which layouts are searched and verified
+with.
 
-A model that fits here is run on a small batch and its arguments are taken as they are. Of a larger one each
-block runs on the meta device, or, where it reads integers (where samples begin), on fake tensors beside the
-integers of a sample. Then its arguments get random values: for floats any value will do, of integers and
-truth values only those that code does not depend on.
+A model that fits on this machine is run on a small batch, and its arguments are used as they are. Of a
+larger model each block runs on the meta device, or, if it reads integers (where samples begin), on fake
+tensors with the integers of a real sample. Then its arguments get random values: any floats will do, but
+integers and booleans only if the code does not depend on them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CallCollector:
         self.modules, self.calls = modules, dict[str, ModuleCall]()
 
     def run_model(self, model: nn.Module, user: UserModel, survey: DatasetSurvey) -> None:
-        """Run the model on a small batch of each pattern until every module was called."""
+        """Runs the model on a small batch of each pattern until every module was called."""
         for pattern in survey.micro_batch_patterns():
             if self.calls.keys() >= self.modules.keys():
                 return
@@ -49,7 +49,8 @@ class CallCollector:
     def run_blocks_on_meta(
         self, graph: GraphOp, model: nn.Module, samples: CollatedSamples = NO_SAMPLES
     ) -> None:
-        """Run each block without values, where its code lets it, until the modules inside it were called."""
+        """Runs each block without values, if its code allows that, until the modules inside it were
+        called."""
         sizes = {
             name: EXAMPLE_WIDTH if s.kind.data == "width" else EXAMPLE_ROWS
             for name, s in graph.symbols.items()
@@ -76,7 +77,7 @@ class CallCollector:
         inside: Mapping[str, nn.Module],
         example: CallExample | None,
     ) -> None:
-        """One run; what it noted counts if it got as far as the last of the modules."""
+        """Runs one block; its calls count if the last of the modules was called."""
         seen, known = CallCollector(inside), partial(meta_arguments, op, sizes)
         if example is not None:
             known = partial(meta_arguments, op, example.sizes, values=example.values)
@@ -102,8 +103,8 @@ class CallCollector:
         wanted: Mapping[str, nn.Module],
         done: type[BaseException] | None = None,
     ) -> None:
-        """Note calls; `done` is raised in the call behind the last module's, which shows that the last one's
-        code went through."""
+        """Records calls. `done` is raised after the last module's call, which shows that its code ran
+        through."""
         for path in wanted:
             module = model.get_submodule(path)
             hook = module.register_forward_pre_hook(
@@ -124,17 +125,16 @@ class CallCollector:
 
 
 def _batch_entries(batch: Mapping[str, Any]) -> int:
-    """The entries of a collated batch."""
+    """Returns the number of entries of a collated batch."""
     return sum(t.numel() for t in batch.values() if isinstance(t, torch.Tensor))
 
 
 class _AllCalled(BaseException):
-    """Everything was called."""
+    """Raised when every module was called."""
 
 
 def _copy_argument(value: Any, bare: bool) -> Any:
-    """A copy of an argument; floats keep whether gradients flow to them, and no values where they are
-    `bare`."""
+    """Copies an argument. Floats keep whether gradients flow to them, and no values if `bare`."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, FakeTensor) or (bare and value.is_floating_point()):
@@ -144,7 +144,7 @@ def _copy_argument(value: Any, bare: bool) -> Any:
 
 
 def materialize_argument(value: Any) -> Any:
-    """An argument with values, for one that has none."""
+    """Returns an argument with random values, if it has none."""
     if not isinstance(value, torch.Tensor) or not value.is_meta:
         return value
     generator = torch.Generator().manual_seed(value.numel())
@@ -160,12 +160,12 @@ def materialize_argument(value: Any) -> Any:
 
 
 def materialize_module(module: nn.Module) -> nn.Module:
-    """A copy of a module on the CPU in which everything has values, made up where it had none."""
+    """Returns a copy of a module on the CPU, with random values for parameters and buffers that have none."""
     import copy
 
-    made = copy.deepcopy(module)
+    materialized = copy.deepcopy(module)
     generator = torch.Generator().manual_seed(0)
-    for owner in made.modules():
+    for owner in materialized.modules():
         for key, p in list(owner.named_parameters(recurse=False)):
             if p.is_meta:
                 values = torch.randn(p.shape, generator=generator) * (p.shape[-1] if p.ndim else 1) ** -0.5
@@ -173,4 +173,4 @@ def materialize_module(module: nn.Module) -> nn.Module:
         for key, b in list(owner.named_buffers(recurse=False)):
             if b.is_meta:
                 setattr(owner, key, materialize_argument(b))
-    return made
+    return materialized

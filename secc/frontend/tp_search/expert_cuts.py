@@ -1,12 +1,11 @@
-"""How the experts of a mixture are cut that lie side by side in parameters of three dims: each one by its
-inner width.
+"""Cuts the experts of a mixture that lie stacked in 3-D parameters: each expert by its inner width.
 
 A module with such parameters (`[experts, out, in]` or `[experts, in, out]`, for two products or three)
-multiplies in code of its own, with grouped kernels or one expert after the other, so no linear map of it can
-be wrapped. Which dim is the inner width, and whether gate and up lie side by side along it or entry by entry,
-sizes do not say alone. So each way that they allow is tried on all ranks, as threads, against the whole
-module, until one is exact in its results and every gradient. What is left whole (the bias of the last
-product) counts by shares.
+multiplies in its own code, with grouped kernels or one expert after another, so no linear layer of it can
+be wrapped. Sizes alone do not tell which dim is the inner width, and whether gate and up are concatenated
+or interleaved along it. So each cut that the sizes allow is tried on all ranks, as threads, against the
+unsplit module, until one is exact in its results and every gradient. What stays whole (the bias of the
+last product) is added on each rank with its share.
 """
 
 from __future__ import annotations
@@ -27,15 +26,16 @@ ALIGNED_ENTRIES = 8  # numbers of 16 bits: grouped kernels want rows of 16 bytes
 
 
 def expert_sizes(module: nn.Module) -> ExpertSizes:
-    """The sizes of a module's own parameters if they hold several matrices of several experts, else {}."""
-    found = {n: tuple(p.shape) for n, p in module.named_parameters(recurse=False)}
-    matrices = [s for s in found.values() if len(s) == 3]
-    return found if len(matrices) > 1 and len({s[0] for s in matrices}) == 1 else {}
+    """Returns the sizes of a module's own parameters if they hold several matrices of several experts,
+    else {}."""
+    sizes = {n: tuple(p.shape) for n, p in module.named_parameters(recurse=False)}
+    matrices = [s for s in sizes.values() if len(s) == 3]
+    return sizes if len(matrices) > 1 and len({s[0] for s in matrices}) == 1 else {}
 
 
 def find_expert_cuts(layer: nn.Module, call: ModuleCall, count: int) -> dict[str, ExpertCut]:
-    """Ways to cut the experts inside `layer`, by the path of their module. Everything needs values; `call` is
-    the layer's."""
+    """Returns cuts of the experts inside `layer`, by the path of their module. `layer` and `call` must
+    have values."""
     modules = {path: m for path, m in layer.named_modules() if expert_sizes(m)}
     return {
         path: way
@@ -45,7 +45,7 @@ def find_expert_cuts(layer: nn.Module, call: ModuleCall, count: int) -> dict[str
 
 
 def divides_experts(module: nn.Module, way: ExpertCut, count: int) -> bool:
-    """Whether `count` ranks have equal shares of the experts that kernels take."""
+    """Whether `count` ranks have equal shares of the experts, in sizes that grouped kernels accept."""
     return all(
         part % (ALIGNED_ENTRIES * count) == 0 for shard in expert_shards(module, way) for part in shard.parts
     )
@@ -54,12 +54,12 @@ def divides_experts(module: nn.Module, way: ExpertCut, count: int) -> bool:
 def _record_first_calls(
     layer: nn.Module, call: ModuleCall, modules: Mapping[str, nn.Module]
 ) -> dict[str, ModuleCall]:
-    """What each of some modules is called with first."""
-    found: dict[str, ModuleCall] = {}
+    """Returns the arguments of each module's first call."""
+    first_calls: dict[str, ModuleCall] = {}
 
     def watch(path: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
         return module.register_forward_pre_hook(
-            lambda _, *given: found.setdefault(path, given) and None, with_kwargs=True
+            lambda _, *given: first_calls.setdefault(path, given) and None, with_kwargs=True
         )
 
     hooks = [watch(path, module) for path, module in modules.items()]
@@ -72,11 +72,11 @@ def _record_first_calls(
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return first_calls
 
 
 def _find_exact_cut(module: nn.Module, call: ModuleCall, count: int) -> ExpertCut:
-    """The first way that is exact, {} if none is."""
+    """Returns the first cut that is exact, {} if none is."""
     whole = UnsplitModule(module, call)
     even = (way for way in _candidate_cuts(expert_sizes(module)) if divides_experts(module, way, count))
     return next(
@@ -90,8 +90,8 @@ def _find_exact_cut(module: nn.Module, call: ModuleCall, count: int) -> ExpertCu
 
 
 def _candidate_cuts(sizes: ExpertSizes) -> Iterator[ExpertCut]:
-    """What sizes allow: an inner width, which each expert's matrix has once or twice, and its bias
-    perhaps."""
+    """Yields the cuts that sizes allow: an inner width, which each expert's matrix has once or twice, and
+    its bias perhaps."""
     for inner in sorted({n for shape in sizes.values() if len(shape) == 3 for n in shape[1:]}, reverse=True):
         cuts = {
             name: [*_inner_dims(shape, inner), *([] if len(shape) == 3 else [None])]

@@ -1,12 +1,13 @@
-"""Which linear maps of a module are cut by outputs and which by inputs: found by running its code once on the
-parts of one rank.
+"""Finds which linear layers of a module are column parallel and which row parallel, by running its code on
+the parts of one rank.
 
-At first every linear map that gets whole activations is cut by outputs (colwise). What follows sees marked
-parts (`secc.runtime.tensor_parallel.rules.mark`); a linear map that gets parts of its inputs is cut by inputs
-(rowwise), which makes the activation whole again. Where the code refuses parts, either an edge between parts
-of the outputs helps (queries, keys and values of one fused map), or the maps that the parts came from stay
-whole, and the code runs again. So attention is cut by heads and a feed-forward layer by its inner width
-without a word about either, and what stays whole has a reason.
+At first every linear layer with whole inputs is column parallel (split by outputs). The code after it sees
+marked parts (`secc.runtime.tensor_parallel`). A linear layer that gets parts of its inputs is row parallel
+(split by inputs), which makes the activation whole again. If the code refuses parts, either the outputs
+are split at a further boundary (queries, keys and values of one fused layer), or the layers that the parts
+came from stay whole, and the code runs again. So attention is split by heads and a feed-forward layer by
+its inner width without being told, and whatever stays whole has a reason. The resulting layouts are those
+of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ ModuleCall = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called w
 
 @dataclass(frozen=True)
 class TpMapping:
-    """How a module is cut: the parts of what is cut by outputs and by inputs, and why other linear maps stay
-    whole.
+    """How a module is split: sizes of the adjacent parts of column- and row-parallel layers, and why other
+    linear layers stay whole.
 
-    `experts` has for modules of several experts how those are cut (`secc.frontend.tp_search.expert_cuts`),
-    `heads` the numbers of heads that ranks share.
+    scopes: the smallest modules inside which everything split stays. draws_random: whether the code draws
+    random numbers for parts. expert_cuts: how stacked experts are cut (`expert_cuts`). head_counts:
+    numbers of heads that ranks share.
     """
 
     column_parallel: Mapping[str, PartSizes]
@@ -61,7 +63,7 @@ class TpMapping:
 
     @property
     def shared_sizes(self) -> list[SharedSize]:
-        """The sizes that ranks share evenly: numbers of heads, then of outputs."""
+        """Returns what ranks share evenly, as text."""
         outputs = {part for parts in self.column_parallel.values() for part in parts}
         return [SharedSize(n, "heads") for n in sorted(self.head_counts)] + [
             SharedSize(n, "outputs") for n in sorted(outputs)
@@ -69,11 +71,11 @@ class TpMapping:
 
     @property
     def split_modules(self) -> tuple[str, ...]:
-        """The modules that are cut."""
+        """Returns the paths of all split modules."""
         return (*self.column_parallel, *self.row_parallel, *self.expert_cuts)
 
     def layer_styles(self, shapes: bool) -> list[ModuleStyle]:
-        """How the cut modules work on their parts; with `shapes`, their code sees whole sizes."""
+        """Returns how split modules work on their parts; with `shapes`, their code sees whole sizes."""
         around = [ModuleStyle(p, "shapes") for p in self.scopes if shapes]
         linears = [ModuleStyle(p, "colwise") for p in self.column_parallel] + [
             ModuleStyle(p, "rowwise") for p in self.row_parallel
@@ -81,8 +83,8 @@ class TpMapping:
         return around + linears + [ModuleStyle(p, "experts") for p in self.expert_cuts]
 
     def sequence_styles(self, shapes: bool) -> list[ModuleStyle]:
-        """The same with the sequence in parts between the scopes; [] where the module itself is the scope, or
-        experts are cut."""
+        """Returns the styles with the sequence split between the scopes (Megatron-LM's sequence
+        parallelism); [] if the module itself is the scope, or experts are cut."""
         if not self.scopes or "" in self.scopes or self.expert_cuts:
             return []
         around = [
@@ -98,7 +100,7 @@ class TpMapping:
 
 @dataclass
 class _MappingSearch:
-    """The state of the search: `columns` are cut by outputs now, `reasons` say why others are not."""
+    """State of the search: layers that are column parallel for now, and why others are not."""
 
     column_parallel: dict[str, PartSizes]
     unsplit_reasons: dict[str, UnsplitReason] = field(default_factory=dict[str, UnsplitReason])
@@ -121,17 +123,21 @@ class _MappingSearch:
 def find_mapping(
     module: nn.Module, call: ModuleCall, count: int, preferred: Iterable[str] | None = None
 ) -> TpMapping:
-    """A mapping of `module` over `count` ranks. `preferred` are the only maps that may be cut by outputs,
-    where that is known."""
-    found = {path: cut for path, m in module.named_modules() if (cut := as_linear(m)) is not None}
-    allowed = set(found if preferred is None else preferred)
-    search = _MappingSearch({path: (m.out_features,) for path, m in found.items() if path in allowed})
+    """Returns a mapping of `module` over `count` ranks.
+
+    preferred: the only layers that may be column parallel, if the model's authors say so; None for all.
+    """
+    linears = {path: cut for path, m in module.named_modules() if (cut := as_linear(m)) is not None}
+    may_be_column_parallel = set(linears if preferred is None else preferred)
+    search = _MappingSearch(
+        {path: (m.out_features,) for path, m in linears.items() if path in may_be_column_parallel}
+    )
     for path, (outputs,) in list(search.column_parallel.items()):
         if outputs % count:
             search.keep_whole([path], UnsplitReason(UnsplitKind.UNEVEN_OUTPUTS, size=outputs, tp=count))
     while search.column_parallel:
         search.row_parallel, search.reached_linears = {}, set()
-        if _try_mapping(module, call, count, search, found):
+        if _try_mapping(module, call, count, search, linears):
             break
     useful = sources_of([ShardMark(0, parts, sources) for parts, sources in search.row_parallel.values()])
     search.keep_whole(
@@ -140,7 +146,7 @@ def find_mapping(
     rows = {p: parts for p, (parts, _) in search.row_parallel.items()} if search.column_parallel else {}
     whole = {
         p: search.unsplit_reasons.get(p, UnsplitReason(UnsplitKind.WHOLE_ACTIVATIONS))
-        for p in found
+        for p in linears
         if p not in search.column_parallel and p not in rows
     }
     scopes = _outermost_paths(_common_parent([path, *search.row_parallel[path][1]]) for path in rows)
@@ -150,24 +156,24 @@ def find_mapping(
 
 
 def _common_parent(paths: Iterable[str]) -> str:
-    """The module that holds all of these."""
+    """Returns the path of the module that holds all of these."""
     names = zip(*(p.split(".")[:-1] for p in paths), strict=False)
     return ".".join(some[0] for some in takewhile(lambda some: len(set(some)) == 1, names))
 
 
 def _outermost_paths(paths: Iterable[str]) -> tuple[str, ...]:
-    """Paths without those that lie inside others."""
-    kept: list[str] = []
+    """Returns the paths that lie inside no other path."""
+    outermost: list[str] = []
     for path in sorted(set(paths), key=len):
-        if not any(k == "" or f"{path}.".startswith(f"{k}.") for k in kept):
-            kept.append(path)
-    return tuple(kept)
+        if not any(k == "" or f"{path}.".startswith(f"{k}.") for k in outermost):
+            outermost.append(path)
+    return tuple(outermost)
 
 
 def _try_mapping(
     module: nn.Module, call: ModuleCall, count: int, search: _MappingSearch, found: Mapping[str, LinearModule]
 ) -> bool:
-    """One run of the module's code; whether it went through. Else the search has changed."""
+    """Runs the module's code once; returns whether it went through. If not, the search has changed."""
     trial = copy.deepcopy(module)
     for path in found:
         inner = trial.get_submodule(path)
@@ -191,7 +197,8 @@ def _try_mapping(
 
 
 def failure_reason(error: Exception) -> UnsplitReason:
-    """The reason against splitting code that raised `error` on split tensors: the first line of its message."""
+    """The reason against splitting code that raised `error` on split tensors: the first line of its
+    message."""
     lines = str(error).splitlines()
     return UnsplitReason(UnsplitKind.FAILS_ON_PARTS, lines[0] if lines else type(error).__name__)
 
@@ -203,7 +210,7 @@ def _fresh_argument(value: Any) -> Any:
 
 
 def _partial_forward(path: str, module: nn.Module, count: int, search: _MappingSearch) -> Callable[..., Any]:
-    """The forward of a linear map while a mapping is sought."""
+    """Returns the forward of a linear layer during the search."""
     inner = module.forward
 
     @functools.wraps(inner)
@@ -234,8 +241,8 @@ def _partial_product(
 def _adjust_search(
     search: _MappingSearch, refused: UnshardableCode, found: Mapping[str, LinearModule]
 ) -> None:
-    """Cut the outputs of the one map that parts came from at more places, or leave whole those that they came
-    from."""
+    """Splits the outputs of the one layer that the parts came from at further boundaries, or keeps the
+    layers whole that they came from."""
     sources = refused.sources & search.column_parallel.keys()
     if refused.split_points and len(sources) == 1:
         path = next(iter(sources))
@@ -250,25 +257,25 @@ def _adjust_search(
 
 
 def mapping_shards(module: nn.Module, mapping: TpMapping, prefix: str = "") -> list[Shard]:
-    """The parameters that a mapping cuts, under names that start with `prefix`."""
-    found: list[Shard] = []
+    """Returns the parameters that a mapping splits, with names that start with `prefix`."""
+    shards: list[Shard] = []
     for path, parts in mapping.column_parallel.items():
         known = as_linear(module.get_submodule(path))
         assert known is not None
-        found.append(Shard(_join_path(prefix, path, "weight"), known.out_dim, parts))
+        shards.append(Shard(_join_path(prefix, path, "weight"), known.out_dim, parts))
         if known.bias is not None:
-            found.append(Shard(_join_path(prefix, path, "bias"), 0, parts))
+            shards.append(Shard(_join_path(prefix, path, "bias"), 0, parts))
     for path, parts in mapping.row_parallel.items():
         known = as_linear(module.get_submodule(path))
         assert known is not None
-        found.append(Shard(_join_path(prefix, path, "weight"), 1 - known.out_dim, parts))
+        shards.append(Shard(_join_path(prefix, path, "weight"), 1 - known.out_dim, parts))
     for path, way in mapping.expert_cuts.items():
-        found += expert_shards(module.get_submodule(path), way, _join_path(prefix, path))
-    return found
+        shards += expert_shards(module.get_submodule(path), way, _join_path(prefix, path))
+    return shards
 
 
 def expert_shards(module: nn.Module, way: ExpertCut, prefix: str = "") -> list[Shard]:
-    """The parameters of a module of experts that a way cuts."""
+    """Returns the parameters of a module of experts that a cut splits."""
     sizes = {name: module.get_parameter(name).shape[dim] for name, (dim, _) in way.items()}
     return [
         Shard(_join_path(prefix, name), dim, (sizes[name] // parts,) * parts)

@@ -1,8 +1,8 @@
-"""Notes on each block for which tensor parallelism there is something to cut in it, and what its ranks would
-share, before anything is chosen.
+"""Annotates each block with the tensor-parallel degrees that split something in it, and with what its
+ranks would share, before anything is chosen.
 
-The search for a mapping (`secc.frontend.tp_search.find_mapping`) runs without values for each kind of layer; that a
-mapping is exact is shown later, for the one that is chosen.
+The search for a mapping (`find_mapping`) runs without values for each kind of layer; that a mapping is
+exact is verified later, for the chosen one.
 """
 
 from __future__ import annotations
@@ -36,16 +36,21 @@ MappingsByLayer = dict[LayerKey, list[TpMapping]]  # mappings of a kind of layer
 
 
 def annotate_possible_tp(
-    module: ModuleOp, meta: nn.Module, model: nn.Module | None, user: UserModel, survey: DatasetSurvey, samples: CollatedSamples, cluster: Cluster,
+    module: ModuleOp,
+    meta: nn.Module,
+    model: nn.Module | None,
+    user: UserModel,
+    survey: DatasetSurvey,
+    samples: CollatedSamples,
+    cluster: Cluster,
     known: MappingsByLayer,
-) -> None:  # fmt: skip
-    """Write `tp` on each block of `module` with anything to cut: the powers of two, up to the devices of a
-    node, that cut it. `shared` are the numbers of heads and outputs that a tp has to divide, as far as those
-    runs show them.
+) -> None:
+    """Writes `tp` on each block with anything to split: the powers of two, up to the devices of a node,
+    that split it. Writes `shared`: the numbers of heads and outputs that a tp has to divide.
 
-    `meta` is the user's model without weights, `model` one with weights if it fits here. `known` has the
-    mappings that were found for another capture of it, and keeps what is found now. CPUs share a memory:
-    nothing is sought for them.
+    meta: the user's model without weights. model: one with weights, if it fits on this machine. known:
+    mappings found for another capture of the model; new ones are added. CPU ranks share a memory, so
+    nothing is searched for them.
     """
     if cluster.device.backend == "cpu":
         return
@@ -96,7 +101,7 @@ def annotate_possible_tp(
 def _find_mapping_for_tp(
     meta: nn.Module, layer: nn.Module, observer: CallCollector, path: str, tp: int
 ) -> TpMapping | None:
-    """How `tp` cuts a layer; None for one that did not run here."""
+    """Returns how `tp` splits a layer; None for a layer that did not run here."""
     if path not in observer.calls:
         return None
     call, names = observer.calls[path], hf_column_parallel(meta, path)
@@ -107,7 +112,7 @@ def _find_mapping_for_tp(
 
 
 def _mapping_verdict(mapping: TpMapping | None) -> bool | None:
-    """Whether the mapping splits anything; None if the tp does not divide a size that it would have to divide."""
+    """Whether the mapping splits anything; None if sizes forbid this tp."""
     if mapping is None:
         return False
     reasons = list(mapping.unsplit_reasons.values())
@@ -118,8 +123,8 @@ def _mapping_verdict(mapping: TpMapping | None) -> bool | None:
 
 
 def _shared_sizes(mappings: Sequence[TpMapping | None]) -> list[SharedSize]:
-    """What ranks share under the first tp that the layer takes; where it takes none, what those do not
-    divide."""
+    """Returns what ranks share under the first tp that the layer takes; if it takes none, the sizes that
+    no tp divides."""
     known = [mapping for mapping in mappings if mapping is not None]
     taken = next((mapping for mapping in known if _mapping_verdict(mapping)), None)
     if taken is not None:

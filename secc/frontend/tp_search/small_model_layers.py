@@ -1,8 +1,8 @@
-"""Layers of the user's small model, on which the mappings of layers that are too large to run here are shown
-exact.
+"""Layers of the user's small model, on which mappings are verified for layers that are too large to run
+here.
 
-A small layer is like a large one if it is of the same class and its linear maps have the same names; only
-sizes differ.
+A small layer stands for a large one if it is of the same class and its linear layers have the same names;
+only sizes differ.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from secc.runtime.tensor_parallel.linear_modules import as_linear
 
 
 class SmallModelLayers:
-    """The user's `small_model()`, built and run when it is first asked for."""
+    """Layers of the user's `small_model()`, which is built and run when it is first needed."""
 
     def __init__(self, user: UserModel, survey: DatasetSurvey) -> None:
         self._user, self._survey = user, survey
         self._layers_by_kind: dict[object, tuple[nn.Module, ModuleCall]] | None = None
 
     def find_like(self, layer: nn.Module) -> tuple[nn.Module, ModuleCall] | None:
-        """A layer like `layer` with what it was called with, None if there is none."""
+        """Returns a small layer like `layer` with the arguments of its call; None if there is none."""
         if self._layers_by_kind is None:
             self._layers_by_kind = self._collect_layers()
         return self._layers_by_kind.get(_layer_kind(layer))

@@ -1,7 +1,7 @@
 """Ranks as threads of this process: enough to run a small module as a tensor-parallel replica runs it,
-gradients included.
+with gradients.
 
-Autograd runs a CPU backward in the thread that asks for it, so threads can meet in a collective there, too.
+Autograd runs a CPU backward in the thread that calls it, so threads can meet in a collective there too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RANK_TIMEOUT_SECONDS = 60.0  # seconds that a rank waits for the others
 
 
 class _ThreadExchange:
-    """Where all ranks bring a tensor and see those of the others."""
+    """Exchanges one tensor of each rank with all ranks."""
 
     def __init__(self, size: int) -> None:
         self.tensors: list[torch.Tensor] = [torch.empty(0)] * size
@@ -30,7 +30,7 @@ class _ThreadExchange:
 
 
 class ThreadGroup:
-    """A `secc.runtime.tensor_parallel.replica_group.Group` of threads."""
+    """A `Group` of `secc.runtime.tensor_parallel.group` with threads as ranks."""
 
     def __init__(self, index: int, size: int, meeting: _ThreadExchange) -> None:
         self.index, self.size, self._exchange = index, size, meeting
@@ -48,7 +48,8 @@ class ThreadGroup:
 
 
 def run_thread_ranks(count: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
-    """`work(group)` on `count` ranks; their results in order. Raises what the first failing rank raised."""
+    """Runs `work(group)` on `count` ranks and returns the results in order. Raises what the first failing
+    rank raised."""
     meeting = _ThreadExchange(count)
     results: list[Any] = [None] * count
     errors: list[BaseException] = []

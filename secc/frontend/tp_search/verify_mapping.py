@@ -1,5 +1,5 @@
-"""Shows a mapping exact: a module on all ranks, as threads, against the whole module: its results and every
-gradient."""
+"""Verifies a mapping: runs a module on all ranks, as threads, and compares its results and every gradient
+with the unsplit module's."""
 
 from __future__ import annotations
 
@@ -34,11 +34,8 @@ FLOAT32_TOLERANCE_FACTOR = 10  # times as much may float32 differ
 
 @dataclass(frozen=True)
 class MappingVerdict:
-    """What the comparison showed.
-
-    reason: None where results and all gradients are exact. partial_parameters: whole parameters of which each rank
-    computes an addend of the gradient, so that gradients must be summed over the ranks.
-    """
+    """Result of the comparison. reason: "" if all is exact. partial_parameters: whole parameters with
+    gradients that have to be summed over ranks."""
 
     reason: UnsplitReason | None
     partial_parameters: tuple[str, ...] = ()
@@ -52,8 +49,8 @@ class _ModuleRun:
 
 
 class UnsplitModule:
-    """A module and a call of it, with which mappings are compared: what the whole module computes is found
-    once for all of them."""
+    """A module and a call of it as the reference for mappings; its results are computed once for all of
+    them."""
 
     def __init__(self, module: nn.Module, call: ModuleCall) -> None:
         self._module, self._call = module, call
@@ -66,8 +63,10 @@ class UnsplitModule:
         shards: Sequence[Shard],
         fuse: Callable[[nn.Module], None] = lambda module: None,
     ) -> MappingVerdict:
-        """Compare the module cut over `count` ranks with the whole one. `fuse` puts fused operators into a
-        rank's module."""
+        """Compares the module split over `count` ranks with the unsplit one.
+
+        fuse: installs fused operators in a rank's module.
+        """
         state = torch.random.get_rng_state()
         try:
             self._reference = whole, expected = self._reference or _run_unsplit(self._module, self._call)
@@ -82,8 +81,8 @@ class UnsplitModule:
 
 
 def _run_unsplit(module: nn.Module, call: ModuleCall) -> tuple[nn.Module, _ModuleRun]:
-    """A copy of the module with what it computes: in float64 unless it is large, or its code knows none
-    (grouped products of experts)."""
+    """Returns a copy of the module with its results, in float64 unless the module is large or its code
+    does not support float64 (grouped products of experts)."""
     if sum(p.numel() for p in module.parameters()) < FLOAT32_PARAMETERS:
         with contextlib.suppress(Exception):
             wide = _make_trainable(copy.deepcopy(module).double())
@@ -93,7 +92,7 @@ def _run_unsplit(module: nn.Module, call: ModuleCall) -> tuple[nn.Module, _Modul
 
 
 def _make_trainable(wide: nn.Module) -> nn.Module:
-    """The module, of which all parameters train."""
+    """Returns the module with all parameters trainable."""
     for p in wide.parameters():
         p.requires_grad_(p.is_floating_point())
     return wide
@@ -144,8 +143,8 @@ def _run_with_gradients(module: nn.Module, call: ModuleCall) -> _ModuleRun:
 
 
 class _CoordinateRandomness(TorchDispatchMode):
-    """Random numbers by an entry's coordinates and the number of the draw: the same on one rank as on
-    several."""
+    """Derives random numbers from an entry's coordinates and the number of the draw: the same on one rank
+    as on several."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,16 +191,16 @@ def _compare_ranks(
             return MappingVerdict(UnsplitReason(UnsplitKind.INPUT_GRADIENTS_DIFFER))
     partial: list[str] = []
     for name, gradient in expected.gradients.items():
-        own = [r.gradients[name] for r in ranks]
+        rank_gradients = [r.gradients[name] for r in ranks]
         if name in cuts:
             if not all(
                 _gradients_match(g, None if gradient is None else c.take_shard(gradient), total)
-                for g, c in zip(own, cuts[name], strict=True)
+                for g, c in zip(rank_gradients, cuts[name], strict=True)
             ):
                 return MappingVerdict(UnsplitReason(UnsplitKind.GRADIENT_DIFFERS, name))
-        elif not all(_gradients_match(g, gradient, total) for g in own):
-            if any(g is None for g in own) or not _gradients_match(
-                torch.stack([g for g in own if g is not None]).sum(0), gradient, total
+        elif not all(_gradients_match(g, gradient, total) for g in rank_gradients):
+            if any(g is None for g in rank_gradients) or not _gradients_match(
+                torch.stack([g for g in rank_gradients if g is not None]).sum(0), gradient, total
             ):
                 return MappingVerdict(UnsplitReason(UnsplitKind.GRADIENT_DIFFERS, name))
             partial.append(name)
