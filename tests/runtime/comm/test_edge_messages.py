@@ -113,7 +113,7 @@ def test_rows_arrive_in_the_consumers_order(data: st.DataObject) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_gradient_takes_the_same_way_back(data: st.DataObject) -> None:
+def test_a_gradient_travels_back_in_the_same_messages(data: st.DataObject) -> None:
     edge = data.draw(st.sampled_from([FEATURES, PACKED, HIDDEN, LEFT]))
     schedule, samples = data.draw(steps(edge))
     layout = EdgeLayout(edge, PLAN, schedule, samples)
@@ -126,14 +126,14 @@ def test_a_gradient_takes_the_same_way_back(data: st.DataObject) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_tags_tell_messages_apart(data: st.DataObject) -> None:
+def test_tags_are_unique(data: st.DataObject) -> None:
     schedule, samples = data.draw(steps(PACKED))
     layout = EdgeLayout(PACKED, PLAN, schedule, samples)
     tags = {layout.pair_tag(pair) for pair in layout.pairs}
     assert len(tags) == len(layout.pairs) and all(0 <= t < 2**30 for t in tags)
 
 
-def test_global_widths_need_no_cuts() -> None:
+def test_with_global_widths_samples_are_not_cut() -> None:
     samples = [SampleMeta(i, frozenset(), {"B": 1, "S": s, "n": 0}) for i, s in enumerate((2, 5))]
     micros = {name: tuple(MicroBatch(i, name, 0, (i,)) for i in range(2)) for name in ("teacher", "decoder")}
     layout = EdgeLayout(HIDDEN, dataclasses.replace(PLAN, widths="global"), Schedule(micros, ()), samples)

@@ -1,4 +1,4 @@
-"""Sends that may be left unreceived: the limit is safe, and as small as asked for where that is."""
+"""Sends that may be left unreceived: the limit cannot deadlock, and is as small as asked for if possible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parse_programs(*texts: str) -> Schedule:
     )
 
 
-def test_a_rank_that_is_received_from_in_order_may_wait_after_one_send() -> None:
+def test_one_unreceived_send_suffices_if_messages_are_received_in_order() -> None:
     chain = parse_programs("SEND a fwd 0>0 to 1, SEND a fwd 1>1 to 1, SEND a fwd 2>2 to 1",
                      "RECV a fwd 0>0 from 0, RECV a fwd 1>1 from 0, RECV a fwd 2>2 from 0")  # fmt: skip
     assert find_send_limit(chain, 1) == 1

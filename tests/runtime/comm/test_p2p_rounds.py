@@ -1,5 +1,5 @@
-"""Exchanges of `--comm rounds`: each message is in one, both of its ranks enter them in one order, and nobody
-waits for ever."""
+"""Rounds of `--comm rounds`: each message is in one round, both of its ranks enter the rounds in one
+order, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def as_messages(step: Schedule, entries: list[RoundsByInstruction]) -> Schedule:
 
 @given(random_plans(), random_batches)
 @settings(max_examples=60)
-def test_exchanges_are_entered_in_one_order_and_a_valid_step(p, samples):
+def test_rounds_are_entered_in_one_order_and_complete(p, samples):
     step = schedule_batch(p, samples)
     found = plan_rounds(step, p.sections)
     check_schedule(p, samples, as_messages(step, found))

@@ -1,5 +1,5 @@
-"""The data plane: every rank knows the same of a global batch, and gets its own samples, whoever loads
-them."""
+"""The data plane: every rank knows the same about a global batch and gets its own samples, whichever rank
+loads them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Data(torch.utils.data.Dataset):
         return LENGTH
 
     def __getitem__(self, i):
-        item = {"ids": torch.full((2 + i % 3,), i), "labels": torch.tensor([-100] + [i] * (1 + i % 3)), "noise": torch.rand(1)}
+        labels = torch.tensor([-100] + [i] * (1 + i % 3))
+        item = {"ids": torch.full((2 + i % 3,), i), "labels": labels, "noise": torch.rand(1)}
         if i % 2:
             item["pixels"] = torch.full((1 + i % 3, 2, 2, 2), random.random())
         BREAK
@@ -154,7 +155,7 @@ def test_shuffle_is_a_permutation_of_each_epoch(plane):
     ] == epochs[2]
 
 
-def test_a_resumed_run_sees_what_an_unbroken_one_sees(plane):
+def test_a_resumed_run_gets_the_same_batches_as_an_unbroken_one(plane):
     unbroken, resumed = plane(seed=3), plane(seed=3, start=2)
     for _ in range(2):
         unbroken.next_batch()
@@ -162,7 +163,7 @@ def test_a_resumed_run_sees_what_an_unbroken_one_sees(plane):
     assert equal(unbroken.load_micro_batch([1, 3]), resumed.load_micro_batch([1, 3]))
 
 
-def test_a_number_of_epochs_ends_with_what_is_left(plane):
+def test_the_last_batch_of_the_last_epoch_holds_the_rest(plane):
     p = plane(plan_of(global_batch=5), epochs=2)
     assert p.epochs.step_count == 3
     batches = [p.next_batch() for _ in range(3)]
@@ -173,7 +174,7 @@ def test_a_number_of_epochs_ends_with_what_is_left(plane):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_worker_loads_the_same_as_the_process_itself(plane, workers):
+def test_worker_and_inline_loading_give_the_same_batches(plane, workers):
     inline, worker = plane(), plane(workers=workers)
     for _ in range(3):
         assert inline.next_batch() == worker.next_batch()
@@ -182,7 +183,7 @@ def test_a_worker_loads_the_same_as_the_process_itself(plane, workers):
             assert equal(inline.load_micro_batch(positions), worker.load_micro_batch(positions))
 
 
-def test_batches_may_be_asked_for_in_another_order_or_never(plane):
+def test_announced_batches_may_be_loaded_in_another_order_or_not_at_all(plane):
     inline, worker = plane(), plane(workers=1)
     for _ in range(3):
         assert inline.next_batch() == worker.next_batch()
@@ -203,7 +204,7 @@ def test_loading_leaves_the_random_streams_alone(plane):
     assert (torch.rand(1), random.random()) == expected
 
 
-def test_items_drawn_together_are_those_drawn_alone(model_file):
+def test_sharing_the_rng_restore_does_not_change_items(model_file):
     user = load_model_file(model_file())
     alone = [user.load_sample(i) for i in range(3)]
     torch.manual_seed(1)
@@ -215,7 +216,7 @@ def test_items_drawn_together_are_those_drawn_alone(model_file):
     assert all(equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
-def test_batches_are_padded_to_the_global_width_where_the_plan_says_so(plane):
+def test_batches_are_padded_to_global_widths(plane):
     own, padded = plane(), plane(plan_of(widths="global"))
     own.next_batch()
     padded.next_batch()
@@ -223,14 +224,13 @@ def test_batches_are_padded_to_the_global_width_where_the_plan_says_so(plane):
     assert padded.load_micro_batch([0])["labels"].tolist() == [[-100, 0, -100, -100]]
 
 
-def test_tokens_without_labels_are_the_entries_of_the_first_input(plane):
+def test_without_labels_tokens_are_entries_of_the_first_input(plane):
     assert plane(plan_of(labels_key="")).next_batch().tokens == 2 + 3 + 4 + 2
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_samples_that_do_not_load_can_be_left_out(plane, workers, capsys):
-    """Exactly as if the dataset's batch had not held them: sums, sizes and positions are those of the
-    others."""
+def test_samples_that_fail_to_load_can_be_skipped(plane, workers, capsys):
+    """Sums, sizes and positions are exactly those of a dataset without these samples."""
     p = plane(broken="if i in (1, 2): raise OSError('no such image')", workers=workers, skip_bad=True)
     batch = p.next_batch()
     assert [s.id for s in batch.samples] == [0, 3] and batch.skipped_indices == (1, 2)
@@ -244,18 +244,18 @@ def test_samples_that_do_not_load_can_be_left_out(plane, workers, capsys):
     assert "step 1: a sample is left out: " in said and "dataset()[2] raises OSError: no such image" in said
 
 
-def test_a_batch_of_which_no_sample_loads_ends_the_run(plane):
+def test_a_batch_without_any_loaded_sample_ends_the_run(plane):
     with pytest.raises(UserError, match="none of the 4 samples of step 1 loads"):
         plane(broken="raise OSError('no disk')", skip_bad=True).next_batch()
 
 
-def test_bad_samples_do_not_hide_samples_unlike_the_plans(plane):
+def test_skipping_bad_samples_still_rejects_samples_that_do_not_fit_the_plan(plane):
     with pytest.raises(UserError, match="lacks the input 'noise'"):
         plane(broken="del item['noise']", skip_bad=True).next_batch()
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_sample_that_does_not_load_is_named(plane, workers):
+def test_the_error_names_the_sample_that_failed_to_load(plane, workers):
     p = plane(broken="if i == 2: raise OSError('no such image')", workers=workers)
     with pytest.raises(UserError, match=r"dataset\(\)\[2\].*no such image") as caught:
         p.next_batch()
@@ -275,7 +275,7 @@ def test_a_sample_that_does_not_load_is_named(plane, workers):
         ("item['ids'] = 'text'", r"'ids' of dataset\(\)\[0\] is no tensor"),
     ],
 )
-def test_samples_unlike_the_plans_are_refused(plane, broken, message):
+def test_samples_that_do_not_fit_the_plan_are_rejected(plane, broken, message):
     with pytest.raises(UserError, match=message):
         plane(broken=broken).next_batch()
 
@@ -322,8 +322,8 @@ def _rank(rank: int, world: int, path: Path, plan: Plan, workers: int, results) 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("workers", "sizes"), [(0, ""), (1, ""), (0, SIZES), (1, SIZES)])
-def test_all_ranks_know_what_one_rank_would(plane, model_file, workers, sizes):
-    """Three ranks load uneven shares; the sums of leaves are equal to the last bit."""
+def test_three_ranks_agree_with_a_single_one(plane, model_file, workers, sizes):
+    """Three ranks load uneven shares; batch-wide sums are equal to the last bit."""
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
     path, plan, single = (
@@ -349,8 +349,8 @@ def test_all_ranks_know_what_one_rank_would(plane, model_file, workers, sizes):
 
 
 @pytest.mark.gloo
-def test_rows_travel_with_other_numbers_where_all_ranks_have_them(model_file):
-    """Without a message of their own; a sample that does not load is told of when its step comes."""
+def test_metadata_rows_travel_with_exchanged_values(model_file):
+    """They need no message of their own. A sample that fails to load is reported when its step begins."""
     path = model_file("if i == 5: raise OSError('no such image')")
 
     def target(rank: int) -> tuple[bool, bool, str]:
@@ -373,7 +373,7 @@ def test_rows_travel_with_other_numbers_where_all_ranks_have_them(model_file):
     ]
 
 
-def test_with_sizes_ahead_a_rank_loads_what_it_trains(model_file, tmp_path, monkeypatch):
+def test_with_declared_sizes_a_rank_loads_the_samples_it_trains(model_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     user = load_model_file(model_file("open('loaded', 'a').write(f'{i} ')", SIZES))
     plane = DataPlane(user, plan_of(), 2, 3, leaves=LEAVES, order=_backwards)
@@ -399,13 +399,13 @@ def test_with_sizes_ahead_a_rank_loads_what_it_trains(model_file, tmp_path, monk
         ("None", r"sizes\(0\) is None, not a dict"),
     ],
 )
-def test_sizes_that_are_wrong_are_refused(plane, said, message):
+def test_wrong_declared_sizes_are_rejected(plane, said, message):
     with pytest.raises(UserError, match=message) as caught:
         plane(sizes=f"\ndef sizes(i):\n    return {said}\n", order=_alone).next_batch()
     assert "model.py:" in caught.value.where
 
 
-def test_sizes_may_be_shapes_with_or_without_the_samples_dim(model_file):
+def test_declared_sizes_may_be_shapes_with_or_without_the_samples_dim(model_file):
     said = "\ndef sizes(i):\n    return {'ids': [2], 'labels': (1, 2), 'noise': 1, 'pixels': [4, 2, 2, 2]}\n"
     declared = DeclaredSizes(load_model_file(model_file(sizes=said)), SYMBOLS, INPUTS)
     assert declared.sample_metadata(3) == SampleMeta(3, frozenset({"pixels"}), {"B": 1, "S": 2, "n": 4})

@@ -22,14 +22,14 @@ def test_sequences_are_padded_and_masked():
     assert batch["attention_mask"].sum(1).tolist() == [2, 5, 3]
 
 
-def test_a_mask_is_made_without_padding_too_but_only_where_forward_takes_one_and_samples_have_none():
+def test_a_mask_is_added_if_forward_takes_one_and_samples_have_none():
     assert "attention_mask" in default_collate(TEXT[:1], ["attention_mask"])
     assert "attention_mask" not in default_collate(TEXT, ["input_ids"])
     own = [{**s, "attention_mask": torch.full_like(s["labels"], 7)} for s in TEXT]
     assert default_collate(own, ["attention_mask"])["attention_mask"].unique().tolist() == [0, 7]
 
 
-def test_images_are_stacked_or_concatenated_by_what_all_samples_show():
+def test_all_samples_decide_whether_images_are_stacked_or_concatenated():
     ragged = [{"x": torch.zeros(n, 3, 4, 4)} for n in (1, 2, 1)]
     collate = DefaultCollate.fit(ragged, [])
     assert collate(ragged)["x"].shape == (4, 3, 4, 4)
@@ -39,7 +39,7 @@ def test_images_are_stacked_or_concatenated_by_what_all_samples_show():
     assert default_collate([{"x": torch.zeros(1, 3, 4, 4)}, {}], [])["x"].shape == (1, 3, 4, 4)
 
 
-def test_a_plan_carries_the_rules_of_the_samples_it_was_made_from():
+def test_rules_follow_from_a_plans_inputs():
     samples = [
         {"input_ids": [1, 2], "x": torch.ones(1, 3, 2, 2), "y": 0.5},
         {"input_ids": [3]},
@@ -82,7 +82,7 @@ def test_numbers_arrays_and_texts():
         ([{"x": [[1], [2, 3]]}], "cannot be made a tensor"),
     ],
 )
-def test_samples_without_a_rule_are_refused(samples: list[dict[str, object]], message: str):
+def test_samples_without_a_rule_are_rejected(samples: list[dict[str, object]], message: str):
     with pytest.raises(UserError, match=message) as caught:
         default_collate(samples, [])
     assert caught.value.remedy
@@ -100,9 +100,7 @@ INPUTS = (
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2)), min_size=1, max_size=6), st.data())
-def test_sizes_of_a_batch_are_those_of_its_samples_combined(
-    sizes: list[tuple[int, int]], data: st.DataObject
-):
+def test_sizes_of_a_batch_combine_its_samples_sizes(sizes: list[tuple[int, int]], data: st.DataObject):
     samples = [{"input_ids": torch.ones(s)} | ({"x": torch.zeros(n, 2)} if n else {}) for s, n in sizes]
     collate = DefaultCollate({"input_ids": 2, "x": 2}, mask=False)
     parts = [read_symbol_sizes(collate([s]), SYMBOLS) for s in samples]
@@ -115,7 +113,7 @@ def test_sizes_of_a_batch_are_those_of_its_samples_combined(
     )
 
 
-def test_a_symbol_without_a_key_is_the_number_of_samples():
+def test_a_symbol_without_a_key_counts_samples():
     assert read_symbol_sizes({}, (Symbol("B", "rows", "", 0),)) == {"B": 1}
 
 
@@ -132,7 +130,7 @@ def test_a_batch_is_padded_to_given_widths():
     check_batch_shapes(padded, INPUTS, {"B": 1, "S": 4})
 
 
-def test_padding_without_a_value_and_unplanned_shapes_are_refused():
+def test_padding_without_a_value_and_unplanned_shapes_are_rejected():
     inputs = (Input("positions", "int64", ("B", "S")),)
     with pytest.raises(UserError, match="'positions': expected padding with one constant along dim 1"):
         pad_batch({"positions": torch.tensor([[0, 1]])}, inputs, {"S": 3})

@@ -1,5 +1,5 @@
-"""Hugging Face checkpoints: `from_pretrained` inside `model()`, and their files as `--init`, under the names
-that the hub has."""
+"""Hugging Face checkpoints: `from_pretrained` inside `model()`, and their files as `--init`, under the
+hub's names."""
 
 from __future__ import annotations
 
@@ -22,8 +22,13 @@ from tests.runtime.gloo_ranks import free_port, run_ranks
 
 CPU = torch.device("cpu")
 TEXT: dict[str, Any] = dict(
-    vocab_size=200, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
-)  # fmt: skip
+    vocab_size=200,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
 VISION: dict[str, Any] = dict(
     hidden_size=16,
     intermediate_size=32,
@@ -134,11 +139,12 @@ def test_from_pretrained_runs_in_one_process_of_a_node(
 
 
 @pytest.mark.parametrize("teacher", ["LlamaForCausalLM", "LlamaModel"])
-def test_hub_names_are_translated_and_prefixes_found(checkpoints: Path, tmp_path: Path, teacher: str) -> None:
+def test_hub_names_are_mapped_and_prefixes_found(checkpoints: Path, tmp_path: Path, teacher: str) -> None:
     """LLaVA's files say `language_model.model.layers`, the module `model.language_model.layers`; a base model
     lacks its `model.`."""
     text, vision = f"T.LlamaConfig(**{TEXT!r})", f"T.CLIPVisionConfig(**{VISION!r})"
-    llava = f"T.LlavaForConditionalGeneration(T.LlavaConfig(vision_config={vision}, text_config={text}, image_token_id=3))"
+    config = f"T.LlavaConfig(vision_config={vision}, text_config={text}, image_token_id=3)"
+    llava = f"T.LlavaForConditionalGeneration({config})"
     user = user_of(tmp_path, llava, f"T.{teacher}({text})")
     model = user.build_model()
     plan = plan_of(model)
@@ -164,8 +170,8 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_experts_in_files_of_their_own_are_joined(name: str, tmp_path: Path) -> None:
-    """The hub has one tensor an expert, the module one for all; `save_pretrained` writes as the hub does."""
+def test_experts_stored_one_by_one_are_joined(name: str, tmp_path: Path) -> None:
+    """The hub has one tensor per expert, the module one for all; `save_pretrained` writes as the hub does."""
     torch.manual_seed(5)
     config = getattr(T, f"{name}Config")(**MIXTURES[name])
     teacher = getattr(T, f"{name}ForCausalLM")(config)
@@ -183,7 +189,7 @@ def test_experts_in_files_of_their_own_are_joined(name: str, tmp_path: Path) -> 
     assert found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
 
 
-def test_a_mixture_that_lacks_an_expert_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_missing_expert_is_reported_by_name(tmp_path: Path) -> None:
     teacher = T.MixtralForCausalLM(T.MixtralConfig(**MIXTURES["Mixtral"]))
     teacher.save_pretrained(tmp_path / "teacher")
     (file,) = (tmp_path / "teacher").glob("*.safetensors")

@@ -1,5 +1,5 @@
-"""Weights from files and from the one process of a node that builds the model: the same everywhere, and
-nothing held without need."""
+"""Weights from files, and from the one process of a node that builds the model: the same on all ranks, and
+without holding what a rank does not need."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def same(found: nn.Module, expected: dict[str, torch.Tensor], name: str = "text"
 
 
 @pytest.mark.gloo
-def test_one_process_of_a_node_builds_and_hands_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_of_a_node_builds_and_broadcasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, ties, buffers of all kinds and plain attributes, random or computed, are those that one
     process makes."""
     path = model_file(tmp_path, noise="torch.randn(400, 400)")
@@ -152,8 +152,8 @@ def test_one_process_of_a_node_builds_and_hands_out(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_files_are_read_onto_the_bare_model(tmp_path: Path, dtype: str) -> None:
-    """In the model's dtype; a table that no file has is computed, whatever its size."""
+def test_files_are_read_into_the_meta_model(tmp_path: Path, dtype: str) -> None:
+    """In the model's dtype. A table that no file has is computed, whatever its size."""
     expected = plain(model_file(tmp_path), 9)
     saved(expected, tmp_path / "weights")
     model = here(model_file(tmp_path, dtype=dtype), (("", tmp_path / "weights"),))
@@ -179,7 +179,7 @@ def test_components_come_from_their_own_directories(
     assert "1 stored tensors have no place in the model: text/model.extra" in capsys.readouterr().err
 
 
-def test_shards_follow_their_index(tmp_path: Path) -> None:
+def test_an_index_selects_the_shards(tmp_path: Path) -> None:
     path = model_file(tmp_path)
     expected = plain(path, 9)
     saved(expected, tmp_path / "weights")
@@ -205,21 +205,21 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changed", "message"), REFUSED)
-def test_weights_that_do_not_fit_are_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+def test_weights_that_do_not_fit_are_rejected(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
     path = model_file(tmp_path)
     saved(plain(path, 9), tmp_path / "weights", **changed)
     with pytest.raises(UserError, match=message):
         here(path, (("", tmp_path / "weights"),))
 
 
-def test_a_large_random_buffer_that_no_file_has_is_refused(tmp_path: Path) -> None:
+def test_a_large_random_buffer_without_a_file_is_rejected(tmp_path: Path) -> None:
     path = model_file(tmp_path, noise="torch.randn(400, 400)")
     saved(plain(path, 9), tmp_path / "weights")
     with pytest.raises(UserError, match=r"the buffer tower\.noise is not saved with the model"):
         here(path, (("", tmp_path / "weights"),))
 
 
-def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
+def test_directories_without_safetensors_and_unknown_modules_are_rejected(tmp_path: Path) -> None:
     path = model_file(tmp_path)
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "pytorch_model.bin").touch()
@@ -229,16 +229,16 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
         here(path, (("txt", tmp_path / "weights"),))
 
 
-def test_options_name_directories_and_components(tmp_path: Path) -> None:
+def test_init_options_name_directories_and_components(tmp_path: Path) -> None:
     assert parse_options([]).init == parse_options(["--init", "seed"]).init == ()
     found = parse_options(["--init", "a/b=c", "--init", "text.layers.0=/w"]).init
     assert found == (("", Path("a/b=c")), ("text.layers.0", Path("/w")))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_rank_never_has_room_for_what_it_does_not_hold(tmp_path: Path) -> None:
-    """The text has 78 MB in the model, and the file another dtype; the rank of the tower needs a small part
-    of that."""
+def test_peak_memory_of_a_rank_leaves_out_what_it_does_not_hold(tmp_path: Path) -> None:
+    """The text part has 78 MB in the model, and the file has another dtype; the rank of the tower needs a
+    small part of that."""
     path = model_file(tmp_path, width=3000)
     saved(plain(path, 9).to(torch.float16), tmp_path / "weights")
     plan = plan_of(path, (0, 1))

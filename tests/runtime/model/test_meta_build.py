@@ -1,5 +1,5 @@
 """Models without weights: large tensors have no storage, small ones have values, checkpoints are not read,
-ties hold."""
+shared parameters stay shared."""
 
 from __future__ import annotations
 
@@ -56,11 +56,18 @@ def test_large_tensors_have_no_storage_and_small_ones_have_values(tmp_path: Path
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_from_pretrained_reads_the_configuration_alone(tmp_path: Path) -> None:
+def test_from_pretrained_reads_only_the_configuration(tmp_path: Path) -> None:
     config = T.Qwen3Config(
-        vocab_size=8192, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"],
-    )  # fmt: skip
+        vocab_size=8192,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+    )
     config.save_pretrained(tmp_path / "checkpoint")  # and no weights
     model = build_meta_model(_user(tmp_path, CHECKPOINT.format(path=str(tmp_path / "checkpoint"))))
     assert isinstance(model, T.Qwen3ForCausalLM) and not model.training
@@ -69,6 +76,6 @@ def test_from_pretrained_reads_the_configuration_alone(tmp_path: Path) -> None:
     assert torch.isfinite(model.model.rotary_emb.inv_freq).all()
 
 
-def test_a_missing_small_model_is_refused(tmp_path: Path) -> None:
+def test_a_missing_small_model_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="small_model"):
         build_meta_model(_user(tmp_path, PLAIN), small=True)

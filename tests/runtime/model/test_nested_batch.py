@@ -19,7 +19,7 @@ from secc.runtime.model.nested_batch import (
 ONE, TWO = torch.ones(1), torch.ones(2)
 
 
-def test_flat_and_nested_undo_each_other() -> None:
+def test_flatten_and_unflatten_are_inverses() -> None:
     batch = {
         "text": {"ids": ONE, "more": {"mask": TWO}},
         "levels": [ONE, TWO],
@@ -32,19 +32,18 @@ def test_flat_and_nested_undo_each_other() -> None:
     assert unflatten_batch(found) == batch and {argument_of_key(key) for key in found} == batch.keys()
 
 
-def test_what_is_none_is_missing() -> None:
+def test_none_is_left_out() -> None:
     assert flatten_batch({"text": {"ids": ONE, "mask": None}, "images": None}) == {"text.ids": ONE}
 
 
 @pytest.mark.parametrize("batch", [{"a.b": ONE}, {"a": {"b.c": ONE}}, {"a": {3: ONE}}, {"a": {"3": ONE}}])
-def test_keys_that_cannot_be_told_from_nested_ones_are_refused(batch: dict[str, Any]) -> None:
+def test_keys_that_look_like_nested_ones_are_rejected(batch: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="a batch has the key") as error:
         flatten_batch(batch, "model.py:7")
     assert error.value.where == "model.py:7"
 
 
-# -- lists that grow with the samples
-# ---------------------------------------------------------------------------------------------
+# -- lists that grow with the samples --------------------------------------------------------------------
 
 
 def picture(height: int, width: int) -> torch.Tensor:
@@ -65,15 +64,20 @@ def _half(value: Any, i: int) -> Any:
     return value[i : i + 1]
 
 
-def test_lists_of_one_tensor_a_sample_are_two_tensors_and_their_widths() -> None:
+def test_growing_lists_become_entries_sizes_and_widths() -> None:
     batch = {"pictures": [picture(2, 4), picture(3, 4)], "text": {"words": [ONE, TWO]}, "thumbs": [TWO, TWO]}
     lists = grown(batch)
     assert lists == {"pictures": 2, "text.words": 1, "thumbs": 0}
     found = flatten_batch(batch, lists=lists)
     assert {k: tuple(v.shape) for k, v in found.items()} == {
-        "pictures.*": (15, 4), "pictures.*sizes": (2, 2), "pictures.*most": (0, 3, 3), "text.words.*": (3,), "text.words.*sizes": (2, 1),
-        "text.words.*most": (0, 2), "thumbs.*": (2, 2),
-    }  # fmt: skip
+        "pictures.*": (15, 4),
+        "pictures.*sizes": (2, 2),
+        "pictures.*most": (0, 3, 3),
+        "text.words.*": (3,),
+        "text.words.*sizes": (2, 1),
+        "text.words.*most": (0, 2),
+        "thumbs.*": (2, 2),
+    }
     back = unflatten_batch(found)
     assert (
         torch.equal(back["pictures"][1], picture(3, 4))
@@ -83,7 +87,7 @@ def test_lists_of_one_tensor_a_sample_are_two_tensors_and_their_widths() -> None
     assert growing_lists_from_dims({k: [str(d) for d in v.shape] for k, v in found.items()}) == lists
 
 
-def test_a_list_of_dicts_is_a_list_for_each_key() -> None:
+def test_a_list_of_dicts_becomes_a_list_per_key() -> None:
     batch = {
         "targets": [{"boxes": torch.zeros(2, 4), "kinds": ONE}, {"boxes": torch.ones(3, 4), "kinds": TWO}]
     }
@@ -101,7 +105,7 @@ def test_a_list_of_dicts_is_a_list_for_each_key() -> None:
     )
 
 
-def test_a_list_of_as_many_tensors_in_every_batch_is_none_that_grows() -> None:
+def test_a_list_of_constant_length_is_no_growing_list() -> None:
     levels = [torch.zeros(2, 5), torch.zeros(2, 3)]
     assert (
         find_growing_lists(
@@ -117,11 +121,11 @@ def test_a_list_of_as_many_tensors_in_every_batch_is_none_that_grows() -> None:
     )
 
 
-def test_an_empty_list_is_missing() -> None:
+def test_an_empty_growing_list_is_left_out() -> None:
     assert flatten_batch({"pictures": [], "ids": ONE}, lists={"pictures": 2}) == {"ids": ONE}
 
 
-def test_a_list_whose_tensors_differ_elsewhere_than_in_the_samples_drawn_is_refused() -> None:
+def test_tensors_that_differ_in_an_unexpected_dim_are_rejected() -> None:
     with pytest.raises(
         UserError, match=r"the list 'pictures' has tensors of the shapes \[3, 2, 4\], \[3, 2, 5\]"
     ):

@@ -1,4 +1,4 @@
-"""Loading model files, and every way in which they can be wrong."""
+"""Loading model files, and the ways in which they can be wrong."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_file_loads_twice_without_sharing_state(write: Write):
     assert [len(s["input_ids"]) for s in first.dataset()] == [2, 3, 4]
 
 
-def test_defaults_of_a_file_with_a_model_and_a_dataset_only(write: Write):
+def test_defaults_of_a_file_with_only_a_model_and_a_dataset(write: Write):
     user = load_model_file(write(MODEL + DATA))
     model = user.build_model()
     optimizer = user.build_optimizer(list(model.named_parameters()))
@@ -80,7 +80,7 @@ def test_forward_with_keyword_arguments_takes_any_key(write: Write):
     user.check_batch_keys(["input_ids", "anything"], ["input_ids"])
 
 
-def test_a_module_beside_the_model_file_is_imported_and_blamed(write: Write, tmp_path: Path):
+def test_errors_are_located_in_modules_next_to_the_model_file(write: Write, tmp_path: Path):
     (tmp_path / "beside_the_model.py").write_text("def broken():\n    raise ValueError('not today')\n")
     user = load_model_file(write("import beside_the_model\ndef model():\n    beside_the_model.broken()\n"))
     with pytest.raises(UserError, match="model\\(\\) raises ValueError: not today") as caught:
@@ -173,7 +173,7 @@ def everything(user: UserModel) -> None:
         (MODEL + DATA + "def scheduler(optimizer):\n    return 1\n", "has no step", "def scheduler"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_said_with_its_place(write: Write, text: str, message: str, place: str):
+def test_errors_of_a_model_file_have_a_place(write: Write, text: str, message: str, place: str):
     path = write("import torch\n" + text)
     with pytest.raises(UserError, match=message) as caught:
         everything(load_model_file(path))
@@ -186,13 +186,16 @@ def test_what_is_wrong_in_a_file_is_said_with_its_place(write: Write, text: str,
     assert caught.value.remedy
 
 
-def test_an_iterable_dataset_is_refused(write: Write):
-    text = "class Stream(torch.utils.data.IterableDataset):\n    __iter__ = None\ndef dataset():\n    return Stream()\n"
+def test_an_iterable_dataset_is_rejected(write: Write):
+    text = (
+        "class Stream(torch.utils.data.IterableDataset):\n    __iter__ = None\n"
+        "def dataset():\n    return Stream()\n"
+    )
     with pytest.raises(UserError, match="IterableDataset"):
         load_model_file(write(MODEL + text)).dataset()
 
 
-def test_an_optimizer_that_does_not_expect_names_is_told_what_it_gets(write: Write):
+def test_an_optimizer_error_explains_the_named_parameters(write: Write):
     path = write(
         MODEL + "def optimizer(params):\n    return torch.optim.SGD([p for p in params if p.ndim > 1])\n"
     )
@@ -202,7 +205,7 @@ def test_an_optimizer_that_does_not_expect_names_is_told_what_it_gets(write: Wri
     assert caught.value.where == line_of(path, "return torch.optim.SGD")
 
 
-def test_samples_are_functions_of_seed_epoch_and_number(write: Write):
+def test_samples_depend_on_seed_epoch_and_index_only(write: Write):
     user = load_model_file(
         write(
             MODEL
@@ -210,12 +213,16 @@ def test_samples_are_functions_of_seed_epoch_and_number(write: Write):
 import random, numpy
 class Noise:
     def __len__(self): return 3
-    def __getitem__(self, i): return {"x": torch.tensor([random.random(), float(numpy.random.rand()), float(torch.rand(()))])}
+    def __getitem__(self, i):
+        return {"x": torch.tensor([random.random(), float(numpy.random.rand()), float(torch.rand(()))])}
 def dataset(): return Noise()
 """
         )
     )
-    draw = lambda *key: user.load_sample(*key)["x"].tolist()
+
+    def draw(*key: int) -> list[float]:
+        return user.load_sample(*key)["x"].tolist()
+
     before = torch.get_rng_state()
     assert draw(0, 1, 0) == draw(0, 1, 0)
     assert len({tuple(draw(*key)) for key in [(0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 1, 1)]}) == 4
@@ -247,7 +254,7 @@ def test_the_loss_is_found(output: object):
     "output",
     [None, torch.zeros(3), torch.tensor(1), {"logits": torch.zeros(1)}, 2.0, (torch.zeros(3), LOSS, LOSS)],
 )
-def test_what_is_no_loss_is_refused(output: object):
+def test_outputs_without_a_loss_are_rejected(output: object):
     with pytest.raises(UserError, match="forward returns no loss") as caught:
         extract_loss(output, "model.py:3")
     assert caught.value.where == "model.py:3" and "labels" in caught.value.remedy

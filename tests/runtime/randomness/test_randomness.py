@@ -1,5 +1,4 @@
-"""Random numbers belong to samples: no split of a batch, no padding, no order and no recomputation changes
-them."""
+"""Random numbers belong to samples: no split of a batch, padding, order or recomputation changes them."""
 
 from __future__ import annotations
 
@@ -76,11 +75,10 @@ def of(samples: Sequence[int], S: int = 3, T: int = 0) -> dict[int, dict[str, in
     return {i: {"B": 1, "S": S, "T": T} for i in samples}
 
 
-# -- the numbers
-# ------------------------------------------------------------------------------------------------------------------
+# -- the numbers -----------------------------------------------------------------------------------------
 
 
-def test_bits_are_even_and_neighbours_do_not_know_each_other() -> None:
+def test_bits_are_balanced_and_neighbours_uncorrelated() -> None:
     z = plain_bits((200, 300))
     ones = torch.stack([(z >> b & 1).double().mean() for b in range(64)])
     assert (ones - 0.5).abs().max() < 5 * 0.5 / math.sqrt(z.numel())
@@ -94,12 +92,12 @@ def test_bits_are_even_and_neighbours_do_not_know_each_other() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(0, 90), max_size=4))
-def test_bits_of_any_shape_are_those_of_a_larger_one(shape: list[int]) -> None:
+def test_bits_of_a_shape_are_a_slice_of_those_of_a_larger_one(shape: list[int]) -> None:
     larger = plain_bits([n + 2 for n in shape])
     assert torch.equal(plain_bits(shape), larger[tuple(slice(0, n) for n in shape)])
 
 
-def test_bits_of_long_rows_are_mixed_in_pieces() -> None:
+def test_bits_of_long_rows_are_mixed_in_chunks() -> None:
     z = plain_bits((3, 70_000))
     assert torch.equal(z[2], plain_bits((3, 80_000))[2, :70_000])
     assert torch.equal(z[:, :5], plain_bits((3, 5)))
@@ -148,7 +146,7 @@ def test_uniform_numbers_stay_below_one(dtype: torch.dtype) -> None:
     assert found.dtype == dtype and found.min() >= 0 and found.max() < 1
 
 
-def test_noise_never_is_infinite_or_zero() -> None:
+def test_exponential_noise_is_never_infinite_or_zero() -> None:
     found = drawn(aten.exponential_.default, torch.empty(200_000))
     assert found.min() > 0 and found.isfinite().all()
 
@@ -157,7 +155,7 @@ def test_a_permutation_has_every_number_once() -> None:
     assert sorted(drawn(aten.randperm.default, 50).tolist()) == list(range(50))
 
 
-def test_choices_without_replacement_differ() -> None:
+def test_multinomial_without_replacement_draws_distinct_indices() -> None:
     found = drawn(aten.multinomial.default, torch.tensor([[1.0, 1.0, 5.0, 0.0]]).expand(100, 4), 3)
     assert all(sorted(row) == [0, 1, 2] for row in found.tolist())
 
@@ -169,8 +167,7 @@ def test_dropout_keeps_and_scales() -> None:
     assert drawn(aten.native_dropout.default, torch.ones(4), 1.0, True)[0].tolist() == [0] * 4
 
 
-# -- whose numbers
-# ----------------------------------------------------------------------------------------------------------------
+# -- whose numbers ---------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=40)
@@ -179,7 +176,7 @@ def test_dropout_keeps_and_scales() -> None:
     st.integers(1, 6),
     st.sampled_from([((0,), "B"), ((0,), "2*B"), ((1,), "B"), ((0,), "B*S")]),
 )
-def test_a_split_and_an_order_do_not_change_a_samples_numbers(
+def test_splits_and_order_do_not_change_a_samples_numbers(
     order: list[int], size: int, rule: tuple[tuple[int, ...], str]
 ) -> None:
     drawing, dim = Drawing(rule), rule[0][0]
@@ -198,19 +195,19 @@ def test_a_split_and_an_order_do_not_change_a_samples_numbers(
         )
 
 
-def test_a_wider_padding_does_not_move_numbers() -> None:
+def test_wider_padding_does_not_change_numbers() -> None:
     drawing = Drawing(((0,), "B"))
     narrow = drawing.one(of(range(3), S=5), torch.rand, 3, 2, 5, 5)
     assert torch.equal(drawing.one(of(range(3), S=9), torch.rand, 3, 2, 9, 9)[:, :, :5, :5], narrow)
 
 
-def test_packed_samples_have_their_own_places_in_every_dim() -> None:
+def test_packed_samples_are_keyed_in_every_dim() -> None:
     drawing = Drawing(((2, 3), "T"))
     packed = drawing.one(of([0], T=4) | of([1], T=3), torch.rand, 1, 2, 7, 7)
     assert torch.equal(packed[:, :, 4:, 4:], drawing.one(of([1], T=3), torch.rand, 1, 2, 3, 3))
 
 
-def test_steps_samples_and_calls_draw_other_numbers() -> None:
+def test_steps_samples_and_calls_draw_different_numbers() -> None:
     drawing = Drawing(((0,), "B"), ((0,), "B"))
     draws = drawing.draws(of([0, 1]))
     with draws.forward():
@@ -226,15 +223,14 @@ def test_a_sample_that_comes_twice_draws_twice() -> None:
     assert keys[:2] == make_sample_keys(1, [SampleMeta(i, frozenset(), {}) for i in (4, 7)])
 
 
-def test_numbers_that_samples_share_are_the_same_in_every_micro_batch() -> None:
+def test_shared_numbers_are_equal_in_every_micro_batch() -> None:
     drawing = Drawing(((), "0"))
     assert torch.equal(drawing.one(of([0, 1, 2]), torch.rand, 4), drawing.one(of([5]), torch.rand, 4))
     assert drawing.one(of([0]), torch.rand, ()) == drawing.one(of([3]), torch.rand, ())
     assert drawing.one(of([0]), torch.rand, ()) != drawing.one(of([0]), torch.rand, (), seed=9)
 
 
-# -- modules
-# ----------------------------------------------------------------------------------------------------------------------
+# -- modules ---------------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -264,7 +260,7 @@ def names(model: nn.Module, x: torch.Tensor) -> list[str]:
             found.append(error.message.rpartition("(")[2].rstrip(")"))
 
 
-def test_the_names_say_module_and_line() -> None:
+def test_draw_names_have_module_and_line() -> None:
     found = names(Net(), torch.randn(2, 3, 8))
     line = int(found[2].rpartition(":")[2].removesuffix("#0"))
     assert found[:2] == [f"drop@test_randomness.py:{line - 3}#{n}" for n in (0, 1)]
@@ -287,14 +283,14 @@ class TwoLines(nn.Module):
         return self.again(x)
 
 
-def test_the_names_say_from_where_a_module_is_called() -> None:
+def test_draw_names_have_the_lines_that_call_a_module() -> None:
     found = names(TwoLines(), torch.randn(2, 3, 8))
     first, second = (sorted(c.partition("<")[2] for c in some) for some in (found[:4], found[4:]))
     lines = [int(name.rpartition(":")[2].partition("#")[0]) for name in (first[0], second[0])]
     assert len(found) == 8 and lines[1] == lines[0] + 1
 
 
-def test_a_section_calls_a_block_as_the_users_forward_does() -> None:
+def test_a_section_gives_a_block_the_users_call_site() -> None:
     model, x = TwoLines(), torch.randn(2, 3, 8)
     calls = names(model, x)
     draws = Drawing(*[((0,), "B")] * 8, model=model, calls=calls).draws(of([0, 1]))
@@ -306,7 +302,7 @@ def test_a_section_calls_a_block_as_the_users_forward_does() -> None:
         assert torch.equal(model.net(x), expected)
 
 
-def test_torchs_own_code_has_no_line() -> None:
+def test_lines_of_torch_are_left_out() -> None:
     layers = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
     )
@@ -369,7 +365,7 @@ def test_recomputation_draws_the_same_numbers(reentrant: bool) -> None:
         torch.testing.assert_close(regradients[name], gradient)
 
 
-def test_the_global_generators_values_are_not_drawn_from() -> None:
+def test_global_generators_do_not_matter() -> None:
     model, x = Net(), torch.randn(2, 3, 8)
     calls = names(model, x)
     torch.manual_seed(1)
@@ -378,24 +374,23 @@ def test_the_global_generators_values_are_not_drawn_from() -> None:
     assert torch.equal(run(model, calls, x, range(2))[0], first)
 
 
-# -- refusals
-# ---------------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------------
 
 
-def test_a_place_no_capture_saw_is_refused() -> None:
+def test_a_draw_at_an_unknown_place_is_rejected() -> None:
     draws = Drawing().draws(of([0]))
     with pytest.raises(UserError, match="where no capture saw it") as error, draws.forward():
         torch.rand(3)
     assert error.value.where.startswith("test_randomness.py:")
 
 
-def test_an_op_that_cannot_be_keyed_is_refused() -> None:
+def test_an_unsupported_random_op_is_rejected() -> None:
     draws = Drawing(((0,), "B")).draws(of([0]))
     with pytest.raises(UserError, match="draws random numbers that cannot be tied"), draws.forward():
         torch.poisson(torch.ones(3))
 
 
-def test_rows_that_are_not_the_samples_are_refused() -> None:
+def test_rows_that_do_not_match_the_samples_are_rejected() -> None:
     with pytest.raises(UserError, match=r"shape \[3, 2\], but the samples' rows are 2"):
         Drawing(((0,), "B")).one(of([0, 1]), torch.rand, 3, 2)
 
@@ -410,7 +405,7 @@ class NoisyBackward(torch.autograd.Function):
         return gradient * torch.rand_like(gradient)
 
 
-def test_numbers_that_only_a_backward_draws_are_refused() -> None:
+def test_draws_only_in_the_backward_are_rejected() -> None:
     draws = Drawing(((0,), "B")).draws(of([0]))
     with draws.forward():
         out = NoisyBackward.apply(torch.ones(1, 3, requires_grad=True))
@@ -418,7 +413,7 @@ def test_numbers_that_only_a_backward_draws_are_refused() -> None:
         out.sum().backward()
 
 
-def test_ops_without_chance_are_left_alone() -> None:
+def test_deterministic_ops_are_not_intercepted() -> None:
     draws = Drawing().draws(of([0]))
     with draws.forward():
         x = F.dropout(torch.ones(3), 0.0) + F.dropout(torch.ones(3), 0.5, training=False)

@@ -1,5 +1,5 @@
-"""The user's autograd functions between modules: one call each, with the user's own backward; and those that
-no plan can hold."""
+"""The user's autograd functions between modules: one call each, with the user's own backward; and
+functions that a plan cannot hold."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_function_is_one_call_with_its_own_backward(name: str) -> None:
     assert_replays(found, model)
 
 
-def test_without_a_gradient_a_function_is_its_ops() -> None:
+def test_without_a_gradient_a_function_is_recorded_as_its_ops() -> None:
     found, model = recorded(lambda m, h, x, keep: h * Twice.apply(x[:, :3]))
     assert "aten.mul.Tensor" in targets(found) and not any(t.startswith("function") for t in targets(found))
     assert_replays(found, model)
@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_function_that_no_plan_can_hold_is_refused_by_place(name: str) -> None:
+def test_functions_that_a_plan_cannot_hold_are_rejected_with_their_place(name: str) -> None:
     glue, message = REFUSED[name]
     with pytest.raises(BlockError, match=message) as error:
         recorded(glue)
@@ -166,7 +166,7 @@ def test_names_print_and_parse() -> None:
         assert UserFunction.parse(str(function)) == function
 
 
-def test_a_hook_is_refused_by_place() -> None:
+def test_a_tensor_hook_is_rejected_with_its_place() -> None:
     with pytest.raises(UserError, match="a hook on a tensor between its modules") as error:
         recorded(lambda m, h, x, keep: h.register_hook(lambda g: 2 * g) and h)
     assert error.value.where.startswith("test_autograd_functions.py:") and error.value.remedy
@@ -180,7 +180,9 @@ def test_a_hook_is_refused_by_place() -> None:
     ],
     ids=["grad", "backward"],
 )
-def test_a_gradient_taken_between_modules_is_refused_by_place(glue: Callable[..., Any], name: str) -> None:
+def test_gradients_taken_between_modules_are_rejected_with_their_place(
+    glue: Callable[..., Any], name: str
+) -> None:
     with pytest.raises(
         UserError, match=f"forward uses {name} between its modules, which cannot be recorded"
     ) as error:
@@ -188,7 +190,7 @@ def test_a_gradient_taken_between_modules_is_refused_by_place(glue: Callable[...
     assert error.value.where.startswith("test_autograd_functions.py:") and error.value.remedy
 
 
-def test_squeezed_dims_are_those_of_several_samples() -> None:
+def test_squeeze_never_drops_the_samples_dim() -> None:
     class Squeezed(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

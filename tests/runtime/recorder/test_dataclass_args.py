@@ -1,5 +1,5 @@
-"""Dataclasses as arguments of blocks: a library's is built anew by sections, what no rank could import is
-refused."""
+"""Dataclasses as arguments of blocks: sections rebuild those of libraries; those that a rank cannot import
+are rejected."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def written(tmp_path: Path, name: str) -> Path:
     return path
 
 
-def test_a_section_builds_the_object_that_it_received_in_parts(tmp_path: Path) -> None:
+def test_a_section_rebuilds_a_dataclass_from_its_fields(tmp_path: Path) -> None:
     sections = ("encoder=encoder", "decoder=decoder")
     plan = tmp_path / "plan"
     compiled = compile_and_write(
@@ -77,7 +77,7 @@ def test_a_section_builds_the_object_that_it_received_in_parts(tmp_path: Path) -
     )
 
 
-def test_a_class_of_the_model_file_is_none_that_a_plan_can_name(tmp_path: Path) -> None:
+def test_a_dataclass_of_the_model_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="called with a value of type Own, which cannot be written into a plan"
     ) as refused:

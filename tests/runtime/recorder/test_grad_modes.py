@@ -54,7 +54,9 @@ def _stopped(m: Any, h: torch.Tensor, x: torch.Tensor, keep: torch.Tensor) -> to
 
 
 def _checkpointed(m: Any, h: torch.Tensor, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    step = lambda a, b: torch.relu(a) * b + m.body(x)
+    def step(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.relu(a) * b + m.body(x)
+
     return checkpoint(step, h, m.scale, use_reentrant=False) + checkpoint(
         step, h, m.scale, use_reentrant=True
     )

@@ -1,5 +1,4 @@
-"""Linear maps inside blocks, which are not run: what the recorder says of their results is what torch
-gives."""
+"""Linear maps inside blocks are not run: the recorder predicts the layouts that torch gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rules say of ops on fake tensors is what torch says."""
+"""Shape rules of ops on fake tensors give what torch gives."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def calls(n: int) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 5])
-def test_layouts_are_torchs_also_of_what_was_learnt_at_another_size(n: int) -> None:
+def test_layouts_equal_torchs_even_if_learned_at_another_size(n: int) -> None:
     for func, args, kwargs in [*calls(4), *calls(n)]:
         assert layout(meta_rules.run_with_rule(func, args, kwargs)) == layout(func(*args, **kwargs)), func
 
@@ -76,7 +76,7 @@ def test_views_share_their_storage() -> None:
         assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
 
 
-def test_real_tensors_keep_their_values_and_shapes_that_do_not_fit_are_refused() -> None:
+def test_real_tensors_keep_their_values_and_wrong_shapes_are_errors() -> None:
     assert meta_rules.run_with_rule(aten.add.Tensor, (torch.ones(2), torch.ones(2)), {}).tolist() == [2, 2]
     assert isinstance(meta_rules.run_with_rule(aten.add.Tensor, (fake(2), fake(2)), {}), FakeTensor)
     with pytest.raises(RuntimeError):

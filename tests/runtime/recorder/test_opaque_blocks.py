@@ -1,5 +1,5 @@
-"""What is learnt of a block while its result's shape is: rows that masks choose, random numbers, samples that
-it couples."""
+"""What the recorder learns about a block when it runs it for its shapes: rows chosen by masks, random
+numbers, coupled samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def line_free(call: str) -> str:
     return re.sub(r"test_opaque_blocks.py:\d+", "LINE", call)
 
 
-def test_a_mask_filled_in_the_shape_of_a_result_chooses_rows_inside_a_block() -> None:
+def test_a_mask_made_like_a_result_may_choose_rows_inside_a_block() -> None:
     """UDOP marks the patches that have words in a tensor made by `full_like` of what it embedded."""
 
     class Patches(nn.Module):
@@ -52,7 +52,7 @@ def test_a_mask_filled_in_the_shape_of_a_result_chooses_rows_inside_a_block() ->
     assert next(iter(call.users)).meta["requires_grad"]
 
 
-def test_random_numbers_and_batch_norm_inside_blocks_are_told() -> None:
+def test_random_ops_and_batch_norm_inside_blocks_are_reported() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -70,7 +70,7 @@ def test_random_numbers_and_batch_norm_inside_blocks_are_told() -> None:
     assert quiet.hazards == [] and quiet.draws == []
 
 
-def test_random_ops_of_alike_layers_have_names_of_their_own() -> None:
+def test_random_ops_of_equal_layers_have_different_names() -> None:
     class Layer(nn.Module):
         def __init__(self, p: float) -> None:
             super().__init__()
@@ -104,7 +104,7 @@ class Conditioned(nn.Module):
         return self.own(x) + self.cross(self.memory)
 
 
-def test_a_tensor_that_a_block_uses_and_is_not_given_opens_the_block() -> None:
+def test_a_hidden_input_suggests_the_blocks_parts() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -130,7 +130,7 @@ def test_a_tensor_that_a_block_uses_and_is_not_given_opens_the_block() -> None:
     ]
 
 
-def test_lists_are_joined_as_one_tensor_and_handed_to_blocks_as_two() -> None:
+def test_growing_lists_are_passed_to_blocks_as_entries_and_sizes() -> None:
     class Joins(nn.Module):
         def forward(self, pictures: list[torch.Tensor]) -> torch.Tensor:
             return torch.cat(pictures).sum() * self.weight
@@ -167,7 +167,7 @@ class Biased(nn.Module):
         return self.own(x), bias, mixed
 
 
-def test_a_result_that_no_sample_decides_is_told_from_one_of_all_samples() -> None:
+def test_results_independent_of_inputs_are_marked() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -194,7 +194,7 @@ class Keeping(nn.Module):
         return x
 
 
-def test_a_tensor_that_blocks_keep_opens_all_blocks_of_the_class() -> None:
+def test_a_stored_tensor_suggests_the_parts_of_all_blocks_of_the_class() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -214,7 +214,7 @@ def test_a_tensor_that_blocks_keep_opens_all_blocks_of_the_class() -> None:
     ]
 
 
-def test_lengths_from_inputs_give_packed_sequences_and_alignments_their_shapes() -> None:
+def test_packed_sequences_and_ctc_losses_have_shapes_from_input_lengths() -> None:
     class Heard(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""The recorder: what it writes down of a forward, what it refuses, and that what it wrote replays exactly."""
+"""The recorder: what it records of a forward, what it rejects, and that recordings replay exactly."""
 
 from __future__ import annotations
 
@@ -43,8 +43,11 @@ def recorded(glue: Callable[..., Any], batch: dict[str, torch.Tensor] = BATCH) -
 
 
 def assert_replays(found: Recording, model: nn.Module, batch: dict[str, torch.Tensor] = BATCH) -> None:
-    """Loss and every gradient, and which parameters have one, are eager's."""
-    copies = lambda: {k: v.clone() for k, v in batch.items()}
+    """Check that loss and gradients, and which parameters have one, equal those of the eager model."""
+
+    def copies() -> dict[str, torch.Tensor]:
+        return {k: v.clone() for k, v in batch.items()}
+
     parameters = list(model.parameters())
     eager, replayed = (
         extract_loss(model(**copies())),
@@ -84,15 +87,17 @@ def test_blocks_are_opaque_and_every_op_has_its_place() -> None:
     assert_replays(found, model)
 
 
-def test_a_model_on_the_meta_device_records_alike() -> None:
-    glue = lambda m, h, x, keep: h * m.scale[keep.sum() - 1]
+def test_a_model_on_the_meta_device_gives_the_same_recording() -> None:
+    def glue(m: Any, h: torch.Tensor, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        return h * m.scale[keep.sum() - 1]
+
     found, _ = recorded(glue)
     with torch.device("meta"):
         model = Model(glue)
     assert targets(record_forward(model, BATCH, ["body", "head"])) == targets(found)
 
 
-def test_the_users_model_is_left_alone() -> None:
+def test_the_users_model_is_not_changed() -> None:
     model = Model(lambda m, h, x, keep: h)
     before = {n: p.clone() for n, p in model.state_dict().items()}
     keys = set(model.body.__dict__)
@@ -224,7 +229,7 @@ READING: list[Callable[..., Any]] = [
 
 
 @pytest.mark.parametrize("glue", READING)
-def test_reading_a_blocks_value_is_refused_by_place(glue: Callable[..., Any]) -> None:
+def test_reading_a_blocks_value_is_rejected_with_its_place(glue: Callable[..., Any]) -> None:
     with pytest.raises(UserError) as error:
         recorded(glue)
     assert error.value.where.startswith("test_recorder.py:") and error.value.remedy
@@ -240,7 +245,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_recording_cannot_hold_is_refused_by_place(name: str) -> None:
+def test_glue_that_cannot_be_recorded_is_rejected_with_its_place(name: str) -> None:
     with pytest.raises(UserError, match=name) as error:
         recorded(REFUSED[name])
     assert error.value.where.startswith("test_recorder.py:")
@@ -296,13 +301,13 @@ def test_arguments_and_results_of_blocks_may_be_nested() -> None:
     assert_replays(found, model)
 
 
-def test_an_argument_that_no_text_can_spell_names_the_block() -> None:
+def test_the_error_for_an_argument_without_source_text_names_the_block() -> None:
     with pytest.raises(BlockError) as error:
         record_forward(User(lambda x: {"shift": [x[:, :1]], "thing": object()}), BATCH, ["block"])
     assert error.value.path == "block" and "object" in error.value.message
 
 
-def test_a_part_called_from_outside_of_its_block_is_a_block_of_its_own() -> None:
+def test_a_part_called_outside_its_block_becomes_a_block() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -317,7 +322,7 @@ def test_a_part_called_from_outside_of_its_block_is_a_block_of_its_own() -> None
     assert_replays(found, model)
 
 
-def test_what_forward_sets_on_modules_is_noted_with_the_calls_that_found_it() -> None:
+def test_attributes_that_forward_sets_are_noted_with_the_calls_they_affect() -> None:
     class Switched(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -355,7 +360,7 @@ def test_autocast_is_noted_and_replayed() -> None:
     assert_replays(found, model)
 
 
-def test_equal_layers_are_looked_into_once() -> None:
+def test_equal_layers_run_once() -> None:
     runs = []
 
     class Layer(nn.Linear):
@@ -402,7 +407,7 @@ class _Windows(nn.Module):
         )
 
 
-def test_attention_inside_blocks_is_learnt_once_for_each_layout() -> None:
+def test_attention_inside_blocks_runs_once_per_layout() -> None:
     recorder, ops = Recorder(Windowed(lambda x: None), ["tower"]), list[str]()
     see = recorder.on_block_op
     recorder.on_block_op = lambda func, args, kwargs: (ops.append(str(func)), see(func, args, kwargs))[1]  # type: ignore[method-assign]
@@ -414,7 +419,7 @@ def test_attention_inside_blocks_is_learnt_once_for_each_layout() -> None:
     assert result.meta["requires_grad"] and result.meta["shape"] == (8, 4)
 
 
-def test_large_inputs_have_values_only_where_forward_reads_them() -> None:
+def test_large_inputs_have_values_only_if_forward_reads_them() -> None:
     seen = list[str]()
 
     class Wide(nn.Module):
@@ -493,7 +498,7 @@ def test_grouped_products_have_a_shape_in_float32() -> None:
     )
 
 
-def test_a_forward_without_a_loss_is_refused() -> None:
+def test_a_forward_without_a_loss_is_rejected() -> None:
     class Bare(nn.Linear):
         def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
             return F.linear(x, self.weight)
@@ -502,7 +507,7 @@ def test_a_forward_without_a_loss_is_refused() -> None:
         record_forward(Bare(5, 2), BATCH, [])
 
 
-def test_a_branch_on_a_random_number_is_refused_by_place() -> None:
+def test_a_branch_on_a_random_number_is_rejected_with_its_place() -> None:
     class Chance(nn.Linear):
         def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
             y = F.linear(x, self.weight)
@@ -513,7 +518,7 @@ def test_a_branch_on_a_random_number_is_refused_by_place() -> None:
     assert error.value.where.startswith("test_recorder.py:")
 
 
-def test_a_recording_travels_as_bytes() -> None:
+def test_a_recording_survives_serialisation() -> None:
     def glue(model: Model, h: torch.Tensor, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         kept = h[keep] if keep.any() else h
         return (kept * torch.tensor([1.0, 2.0, 3.0])).split(2)[0] + model.scale

@@ -1,5 +1,4 @@
-"""Loops over samples in a loss: which sums are taken for one, and that a marked recording computes what it
-did."""
+"""Loops over samples in a loss: which sums are recognised, and that a marked recording computes the same."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ NONE: dict[str, Loss] = {
 
 
 @pytest.mark.parametrize("loss", LOOPS.values(), ids=LOOPS)
-def test_a_loop_over_samples_is_marked_and_computes_what_it_did(loss: Loss) -> None:
+def test_a_loop_over_samples_is_marked_and_computes_the_same(loss: Loss) -> None:
     model = Model(loss)
     found = roll_loss_loops(fold_joins(record_forward(model, BATCH, ["body"])))
     (loop,) = find_loss_loops(found)
@@ -60,5 +59,5 @@ def test_a_loop_over_samples_is_marked_and_computes_what_it_did(loss: Loss) -> N
 
 
 @pytest.mark.parametrize("loss", NONE.values(), ids=NONE)
-def test_other_sums_are_none(loss: Loss) -> None:
+def test_other_sums_are_not_marked(loss: Loss) -> None:
     assert not find_loss_loops(roll_loss_loops(fold_joins(record_forward(Model(loss), BATCH, ["body"]))))

@@ -1,5 +1,5 @@
-"""A model file whose glue has other ops for every batch: the rows of a sample are averaged, in a loop over
-numbers that Python reads."""
+"""A model file with glue that has different ops in every batch: the rows of a sample are averaged, in a
+loop over numbers that Python reads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def dataset():
     for i in range(40):
         g = torch.Generator().manual_seed(i)
         n = 1 + i % 5
-        samples.append(dict(x=torch.randn(n, 4, generator=g), counts=torch.tensor(n), y=torch.randn((), generator=g)))
+        x, y = torch.randn(n, 4, generator=g), torch.randn((), generator=g)
+        samples.append(dict(x=x, counts=torch.tensor(n), y=y))
     return samples
 
 

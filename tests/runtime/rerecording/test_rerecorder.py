@@ -1,5 +1,5 @@
-"""Glue that values decide: the outline of a recording, the programs cut out of it, the comparison with a
-plan, and what the cache keeps."""
+"""Glue that depends on values: the outline of a recording, the programs cut out of it, the comparison with
+a plan, and the cache."""
 
 from __future__ import annotations
 
@@ -42,18 +42,17 @@ def outline(model: nn.Module, batch: Mapping[str, Any]) -> Outline:
     return Outline.of_recording(fold_joins(Recorder(model, ["body", "decoder"]).record(batch)))
 
 
-# -- outlines
-# ---------------------------------------------------------------------------------------------------------------------
+# -- outlines --------------------------------------------------------------------------------------------
 
 
-def test_an_outline_has_the_blocks_and_what_they_are_made_from(made: CompiledPlan) -> None:
+def test_an_outline_has_the_blocks_and_the_sources_of_their_arguments(made: CompiledPlan) -> None:
     found = outline(made.user.build_model(), batch(made, 1, 2))
     assert list(found.call_labels.values()) == ["body", "decoder"]
     assert found.sources_by_label() == SOURCES
     assert found.known_shapes()["result body "] == (5, 6)
 
 
-def test_outlines_are_alike_where_recordings_are_not(made: CompiledPlan) -> None:
+def test_outlines_are_equal_although_recordings_differ(made: CompiledPlan) -> None:
     model = made.user.build_model()
     few, many = (outline(model, batch(made, *some)) for some in ((1, 2), (1, 2, 3)))
     sources = few.sources_by_label()
@@ -79,8 +78,7 @@ def test_a_block_called_twice_has_two_labels() -> None:
     ] == ["result body#1 "]
 
 
-# -- programs
-# ---------------------------------------------------------------------------------------------------------------------
+# -- programs --------------------------------------------------------------------------------------------
 
 
 class Host:
@@ -95,7 +93,7 @@ class Host:
         raise AssertionError(name)
 
 
-def test_a_program_computes_what_the_glue_did_and_carries_gradients(made: CompiledPlan) -> None:
+def test_a_program_computes_the_glue_and_its_gradients(made: CompiledPlan) -> None:
     model, given = made.user.build_model(), batch(made, 1, 4, 2)
     found, _ = write_programs(outline(model, given), given)
     program = pickle.loads(pickle.dumps(found["decoder:0"]))
@@ -110,7 +108,7 @@ def test_a_program_computes_what_the_glue_did_and_carries_gradients(made: Compil
     torch.testing.assert_close(torch.autograd.grad(again, parameters), torch.autograd.grad(loss, parameters))
 
 
-def test_integers_that_inputs_decide_travel_and_numbers_do_not(made: CompiledPlan) -> None:
+def test_integers_from_inputs_are_stored_in_programs_and_floats_are_not(made: CompiledPlan) -> None:
     class Positions(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -130,8 +128,7 @@ def test_integers_that_inputs_decide_travel_and_numbers_do_not(made: CompiledPla
     ] and read <= {"counts"}
 
 
-# -- comparison with the plan
-# -----------------------------------------------------------------------------------------------------
+# -- comparison with the plan ----------------------------------------------------------------------------
 
 
 def problem(made: CompiledPlan, model: nn.Module, given: Batch, **sizes: int) -> UserError | None:
@@ -141,12 +138,12 @@ def problem(made: CompiledPlan, model: nn.Module, given: Batch, **sizes: int) ->
     return find_outline_mismatch(outline(model, given).make_skeleton(SOURCES), case.nodes, known)
 
 
-def test_a_micro_batch_that_goes_the_plans_way_matches(made: CompiledPlan) -> None:
+def test_a_micro_batch_on_the_planned_path_matches(made: CompiledPlan) -> None:
     for some in ((0,), (1, 2), (4, 9, 14, 3, 8)):
         assert problem(made, made.user.build_model(), batch(made, *some)) is None
 
 
-def test_another_way_behind_the_glue_is_named_by_its_line(made: CompiledPlan) -> None:
+def test_another_path_after_the_glue_is_reported_with_its_line(made: CompiledPlan) -> None:
     model = made.user.build_model()
     model.twice = True
     found = problem(made, model, batch(made, 1, 2))
@@ -154,20 +151,19 @@ def test_another_way_behind_the_glue_is_named_by_its_line(made: CompiledPlan) ->
     assert found.where == "reader.py:21" and "--stats-samples" in found.remedy
 
 
-def test_a_tensor_of_another_size_differs(made: CompiledPlan) -> None:
+def test_a_tensor_of_another_size_is_a_mismatch(made: CompiledPlan) -> None:
     found = problem(made, made.user.build_model(), batch(made, 1, 2), B=3)
     assert found is not None and "the argument decoder:0 differs from every capture" in found.message
 
 
-# -- the cache
-# --------------------------------------------------------------------------------------------------------------------
+# -- the cache -------------------------------------------------------------------------------------------
 
 
 def glue(found: Mapping[str, Any]) -> RecordedGlue:
     return found[RECORDING_KEY]
 
 
-def test_what_decided_nothing_does_not_record_anew(made: CompiledPlan, tmp_path: Path) -> None:
+def test_inputs_that_decide_nothing_share_a_recording(made: CompiledPlan, tmp_path: Path) -> None:
     recorder, given = reader_model.rerecorder(made, tmp_path), batch(made, 1, 2)
     first = glue(recorder.add_recorded_glue(given, 2))
     assert (
@@ -179,7 +175,7 @@ def test_what_decided_nothing_does_not_record_anew(made: CompiledPlan, tmp_path:
     assert again.recorded_during is None and again.programs is first.programs
 
 
-def test_other_values_of_what_decided_are_recorded_anew(made: CompiledPlan, tmp_path: Path) -> None:
+def test_other_values_of_deciding_inputs_are_recorded_again(made: CompiledPlan, tmp_path: Path) -> None:
     recorder = reader_model.rerecorder(made, tmp_path)
     some, other = batch(made, 1, 3), batch(made, 3, 1)  # 2 and 4 rows, 4 and 2 rows: alike but for the counts
     first, second = (glue(recorder.add_recorded_glue(b, 2)) for b in (some, other))
@@ -189,7 +185,7 @@ def test_other_values_of_what_decided_are_recorded_anew(made: CompiledPlan, tmp_
     )
 
 
-def test_a_micro_batch_that_goes_another_way_is_refused_before_its_step(
+def test_a_micro_batch_on_another_path_is_rejected_before_its_step(
     made: CompiledPlan, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="goes a way that the plan does not have"):

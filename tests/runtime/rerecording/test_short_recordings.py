@@ -1,5 +1,5 @@
-"""Recordings that leave out what nothing needs: blocks of known sizes do not run, what stands behind the last
-block wanted is not recorded, and micro-batches that decide alike are recorded once."""
+"""Recordings leave out what is not needed: blocks with known sizes do not run, a recording ends with the
+last block of interest, and micro-batches with equal deciding inputs are recorded once."""
 
 from __future__ import annotations
 
@@ -97,11 +97,10 @@ def text(recording: Recording) -> list[Any]:
     return [(n.op, str(n.target), str(n.args), n.meta.get("shape")) for n in recording.graph.nodes]
 
 
-# -- blocks that do not run
-# -------------------------------------------------------------------------------------------------------
+# -- blocks that do not run ------------------------------------------------------------------------------
 
 
-def test_a_block_of_known_sizes_does_not_run_and_the_recording_is_the_same() -> None:
+def test_a_block_with_known_sizes_does_not_run_and_the_recording_is_the_same() -> None:
     found = recorder(Looker())
     short = found.record(batch(5), rules(5))
     assert CALLS == ["body"] and text(short) == text(found.record(batch(5)))
@@ -109,14 +108,14 @@ def test_a_block_of_known_sizes_does_not_run_and_the_recording_is_the_same() -> 
 
 
 @pytest.mark.parametrize("model", [Looker(looks=True), Looker(counts=True)], ids=["looked at", "a number"])
-def test_a_block_runs_where_more_than_the_known_sizes_counts(model: nn.Module) -> None:
+def test_a_block_runs_if_more_than_its_known_sizes_counts(model: nn.Module) -> None:
     found = recorder(model)
     short = found.record(batch(5), rules(5))
     assert CALLS == ["body", "body"]
     assert text(short) == text(Recorder(model, ["words", "body", "head"]).record(batch(5)))
 
 
-def test_a_result_that_is_not_as_recorded_is_refused() -> None:
+def test_a_result_of_another_shape_than_recorded_is_rejected() -> None:
     given = batch(5)
     made, _ = write_programs(Outline.of_recording(recorder(Looker()).record(given, rules(5))), given)
     glue = RecordedGlue("c0", made, {"head:0": ["result body .wanted"]}, None)
@@ -128,11 +127,10 @@ def test_a_result_that_is_not_as_recorded_is_refused() -> None:
         glue.run(section, given, "head:0", [torch.zeros(6, 4)])
 
 
-# -- recordings that end
-# ----------------------------------------------------------------------------------------------------------
+# -- recordings that end ---------------------------------------------------------------------------------
 
 
-def test_a_recording_ends_with_the_block_that_is_asked_for() -> None:
+def test_a_recording_ends_with_the_requested_call() -> None:
     found, given = recorder(Looker()), batch(5)
     whole, short = (Outline.of_recording(r) for r in (found.record(given), found.record(given, until=2)))
     assert short.recording.ends_early and list(short.call_labels.values()) == ["words", "body", "head"]
@@ -145,7 +143,7 @@ def test_a_recording_ends_with_the_block_that_is_asked_for() -> None:
     assert list(Outline.of_recording(found.record(given, until=1)).call_labels.values()) == ["words", "body"]
 
 
-def test_a_recording_that_ends_has_the_shapes_of_all_results_that_are_known() -> None:
+def test_a_short_recording_has_all_known_result_shapes() -> None:
     found, given = recorder(Looker()), batch(5)
     known = Outline.of_recording(found.record(given, until=1)).known_shapes()
     assert known["result words "] == (3, 4)
@@ -153,7 +151,7 @@ def test_a_recording_that_ends_has_the_shapes_of_all_results_that_are_known() ->
     assert "result words " not in guessed and guessed["body:0"] == (5, 4)
 
 
-def test_a_call_in_vain_is_told() -> None:
+def test_a_call_with_an_unused_result_is_reported() -> None:
     assert recorder(Looker(vain=True)).record(batch(5)).has_idle_calls
 
 
@@ -166,7 +164,7 @@ def collated(made: CompiledPlan, *indices: int) -> Batch:
     return made.user.collate([made.user.load_sample(i) for i in indices])
 
 
-def test_rows_are_told_by_a_recording_that_ends_and_by_a_whole_one_where_it_ended_too_early(
+def test_row_counts_come_from_a_short_recording_or_a_whole_one_if_it_ended_too_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = reader_model.SOURCE.replace("h[start : start + n].mean(0)", "h[start : start + n // 2 + 1]")
@@ -182,7 +180,7 @@ def test_rows_are_told_by_a_recording_that_ends_and_by_a_whole_one_where_it_ende
     assert [early.add_row_counts(collated(made, i))["decoder:0"].shape for i in (2, 3, 4, 2, 7)] == rows
 
 
-def test_a_section_gets_what_the_whole_recording_would_give_it(made: CompiledPlan, tmp_path: Path) -> None:
+def test_short_and_whole_recordings_give_a_section_the_same(made: CompiledPlan, tmp_path: Path) -> None:
     front, whole = (
         reader_model.rerecorder(made, tmp_path, only="front"),
         reader_model.rerecorder(made, tmp_path),
@@ -201,8 +199,7 @@ def glue(found: Batch) -> RecordedGlue:
     return found[RECORDING_KEY]
 
 
-# -- what is kept
-# -----------------------------------------------------------------------------------------------------------------
+# -- what is kept ----------------------------------------------------------------------------------------
 
 SAME: list[tuple[str, Callable[[Batch], Batch]]] = [
     ("values that decided nothing", lambda b: b | {"x": b["x"] + 1}),
@@ -222,7 +219,7 @@ OTHER: list[tuple[str, Callable[[Batch], Batch]]] = [
 
 
 @pytest.mark.parametrize("change", [c for _, c in (*SAME, *OTHER)], ids=[name for name, _ in (*SAME, *OTHER)])
-def test_only_what_decided_tells_recordings_apart(change: Callable[[Batch], Batch]) -> None:
+def test_cache_keys_depend_on_deciding_inputs_only(change: Callable[[Batch], Batch]) -> None:
     kept, decides = (
         RecordingCache[str](),
         RecordingDependencies(frozenset({"x", "rows"}), frozenset({"rows"})),
@@ -236,7 +233,7 @@ def test_only_what_decided_tells_recordings_apart(change: Callable[[Batch], Batc
     )
 
 
-def test_what_decides_for_the_first_time_ends_what_was_kept_without_it() -> None:
+def test_a_newly_deciding_input_clears_the_cache() -> None:
     kept, first, later = (
         RecordingCache[str](),
         RecordingDependencies(frozenset({"x"})),
@@ -247,7 +244,7 @@ def test_what_decides_for_the_first_time_ends_what_was_kept_without_it() -> None
     assert kept.get("kind", batch(5)) is None and kept.get("kind", batch(6)) == "other"
 
 
-def test_a_section_of_few_inputs_records_less_often(made: CompiledPlan, tmp_path: Path) -> None:
+def test_a_section_that_needs_fewer_inputs_records_less_often(made: CompiledPlan, tmp_path: Path) -> None:
     both = reader_model.rerecorder(made, tmp_path)  # of a rank that has the other section too
     for i in (*range(10), *range(10)):
         both.add_recorded_glue(collated(made, i), 1, "front")

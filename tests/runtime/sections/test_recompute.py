@@ -1,4 +1,4 @@
-"""Recomputation: which modules run again, and that nothing but memory and time changes."""
+"""Recomputation: which modules run again, and that it changes only memory and time."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def step(built: nn.ModuleDict) -> tuple[torch.Tensor, list[torch.Tensor | None]]
 @pytest.mark.parametrize(
     ("mode", "runs"), [("none", [1, 1, 1]), ("selective", [1, 2, 1]), ("full", [2, 2, 2])]
 )
-def test_the_chosen_layers_run_again_and_nothing_changes(mode: str, runs: list[int]) -> None:
+def test_selected_layers_run_again_with_equal_results(mode: str, runs: list[int]) -> None:
     plain, again = model(), model()
     recompute.install_recompute(again, BLOCKS, mode)
     expected, found = step(plain), step(again)
@@ -84,8 +84,8 @@ def test_the_chosen_layers_run_again_and_nothing_changes(mode: str, runs: list[i
     assert list(again.state_dict()) == list(plain.state_dict())
 
 
-def test_less_is_kept() -> None:
-    """Bytes that autograd keeps under each mode; the inputs of what runs again are among them."""
+def test_recomputation_saves_memory() -> None:
+    """Compares the bytes that autograd saves under each mode, inputs of recomputed units included."""
 
     def kept(mode: str) -> int:
         built, sizes = model(depth=8), dict[int, int]()
@@ -113,7 +113,7 @@ def test_units_are_layers_or_whole_blocks() -> None:
     assert recompute.select_recomputed_units(built, BLOCKS, "none") == []
 
 
-def test_layers_that_are_blocks_are_a_stack_in_their_order() -> None:
+def test_blocks_of_one_class_form_a_stack_in_their_order() -> None:
     built = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(11))})
     blocks = [f"layers.{i}" for i in (*range(2, 11), 0, 1)]
     assert select_alternate_blocks(blocks, dict.fromkeys(blocks, "Layer")) == [
@@ -129,7 +129,7 @@ def test_caches_are_not_filled_twice() -> None:
     assert all(torch.equal(a, b) for a, b in zip(step(plain)[1], step(again)[1], strict=True))  # pyright: ignore[reportArgumentType]
 
 
-def test_nothing_runs_again_without_gradients_and_installing_twice_is_once() -> None:
+def test_without_gradients_nothing_runs_again_and_installing_twice_is_harmless() -> None:
     built = model()
     recompute.install_recompute(built, BLOCKS, "full")
     recompute.install_recompute(built, BLOCKS, "full")
@@ -140,7 +140,7 @@ def test_nothing_runs_again_without_gradients_and_installing_twice_is_once() -> 
     assert [layer.runs for layer in built["tower"].layers] == [3, 3, 3]
 
 
-def test_another_mode_is_refused() -> None:
+def test_an_unknown_mode_is_rejected() -> None:
     with pytest.raises(UserError, match="unknown recomputation mode 'some'"):
         recompute.install_recompute(model(), BLOCKS, "some")
 
@@ -161,7 +161,7 @@ def test_a_plan_that_recomputes_trains_as_plain_pytorch(tmp_path: Path) -> None:
             torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_layer_runs_again_as_it_was_set_in_its_forward() -> None:
+def test_a_layer_runs_again_with_the_settings_of_its_forward() -> None:
     class Switch(nn.Module):
         def __init__(self) -> None:
             super().__init__()
