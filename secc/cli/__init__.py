@@ -37,9 +37,11 @@ class LazyCommands(TyperGroup):
     """Looks up a command by importing `secc.cli.NAME` and taking its function `command`."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:
+        """Names of all commands, in the order of --help."""
         return list(COMMAND_NAMES)
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> TyperCommand | None:
+        """Import a command; None if there is no such command."""
         if cmd_name not in COMMAND_NAMES:
             return None
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

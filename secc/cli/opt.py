@@ -66,13 +66,12 @@ def _run_passes(source: str, name: str, pipeline: str, dump: bool) -> tuple[str,
 
     steps = passes.parse_pipeline(pipeline)
     module = module_text.parse_module(source, name)
-    made = passes.parse_dump_header(source)
-    record = passes.run_passes(module, steps, dump=dump, done=made)
+    earlier_passes = passes.parse_dump_header(source)
+    record = passes.run_passes(module, steps, dump=dump, done=earlier_passes)
     for step, after in record.dumps:
         print(f"// after {step}\n{after}", file=sys.stderr)
-    return passes.format_dump_header([*made, *map(passes.format_pass, steps)]) + module_text.print_module(
-        module
-    ), record
+    header = passes.format_dump_header([*earlier_passes, *map(passes.format_pass, steps)])
+    return header + module_text.print_module(module), record
 
 
 def _times_text(seconds: list[tuple[str, float]]) -> str:

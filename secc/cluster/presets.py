@@ -43,7 +43,7 @@ A800 = _gpu_device("A800", 312, 19.5, 9.7, 80 * GIB, 2039)
 # Other sources give the B200 80 TFLOPS in f32 and 8 TB/s; the HGX board's figures are for eight GPUs as they
 # are sold in nodes.
 B200 = _gpu_device("B200", 2250, 75, 37, 180 * GB, 7700)
-# Ada has one unit for f64 beside 64 for f32, unlike the others, which have one beside two.
+# Ada has one f64 unit per 64 f32 units; the others have one per two.
 L40S = _gpu_device("L40S", 362, 91.6, 1.43, 48 * GB, 864)
 
 # One process with one thread: no vendor's figure fits, so these are defaults of the order that a server core
@@ -113,7 +113,7 @@ FIGURE_SOURCES: dict[str, dict[str, str]] = {
     },
     "a800": {
         "rates": (
-            "as NVIDIA A100 80 GB, of which it is the variant for export: 312 TFLOPS bf16, 19.5 f32, 9.7 f64"
+            "as NVIDIA A100 80 GB (the A800 is its export variant): 312 TFLOPS bf16, 19.5 f32, 9.7 f64"
         ),
         "memory": "as NVIDIA A100 80 GB: 2,039 GB/s",
         "inside": (

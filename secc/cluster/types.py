@@ -184,9 +184,9 @@ class Cluster:
     def view_of_ranks(self, ranks: Iterable[int]) -> Cluster:
         """The cluster with figures that hold for these ranks: those of one kind if all are of that kind,
         else the worst ones."""
-        wanted, start = set(ranks), 0
+        requested, start = set(ranks), 0
         for part in self.parts_by_kind:
-            if wanted and wanted <= set(range(start, start + part.ranks)):
+            if requested and requested <= set(range(start, start + part.ranks)):
                 return part
             start += part.ranks
         return self

@@ -143,8 +143,10 @@ def _tensor_overhead_ns(steps: Sequence[Sequence[_RankStep]], traffic: Traffic) 
     overheads = [0]
     for rank in range(traffic.plan.world_size):
         if count := len(traffic.updated_parameters(rank)):
-            spent = _median_ns(sum(ranks[rank].ns_by_kind[kind] for kind in UPDATE_PHASES) for ranks in steps)
-            overheads.append(max(0, spent - traffic.optimizer_memory_ns(rank)) // count)
+            update_ns = _median_ns(
+                sum(ranks[rank].ns_by_kind[kind] for kind in UPDATE_PHASES) for ranks in steps
+            )
+            overheads.append(max(0, update_ns - traffic.optimizer_memory_ns(rank)) // count)
     return max(overheads)
 
 

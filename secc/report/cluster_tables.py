@@ -24,7 +24,7 @@ def cluster_tables(cluster: Cluster) -> list[TextTable]:
 
 def _device_table(group: NodeGroup) -> TextTable:
     device, sources = group.device, FIGURE_SOURCES.get(group.device.kind.lower(), {})
-    known, links = DEVICE_PRESETS.get(device.kind.lower()), LINK_PRESETS.get(device.kind.lower())
+    preset, links = DEVICE_PRESETS.get(device.kind.lower()), LINK_PRESETS.get(device.kind.lower())
 
     def row(name: str, value: str, key: str, is_preset: bool) -> tuple[str, str, str]:
         return name, value, sources[key] if is_preset else "given"
@@ -35,15 +35,15 @@ def _device_table(group: NodeGroup) -> TextTable:
             f"peak {name}",
             f"{gflops / 1000:g} TFLOP/s",
             "rates",
-            known is not None and (name, gflops) in known.gflops,
+            preset is not None and (name, gflops) in preset.gflops,
         )
         for name, gflops in device.gflops
     ]
-    same = known is not None and device.memory_bytes_per_s == known.memory_bytes_per_s
+    same_bandwidth = preset is not None and device.memory_bytes_per_s == preset.memory_bytes_per_s
     rows = (
         *rates,
-        row("memory", memory, "memory", known is not None and device.memory == known.memory),
-        row("memory rate", f"{device.memory_bytes_per_s / 1e9:g} GB/s", "memory", same),
+        row("memory", memory, "memory", preset is not None and device.memory == preset.memory),
+        row("memory rate", f"{device.memory_bytes_per_s / 1e9:g} GB/s", "memory", same_bandwidth),
         row(
             "inside a node",
             _link_text(group.inside),

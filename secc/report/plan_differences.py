@@ -20,7 +20,7 @@ PRESENT, ABSENT = "present", "—"
 
 def plan_differences(a: Plan, b: Plan) -> list[TextTable]:
     """Tables of the differences from plan `a` to plan `b`; [] for equal plans."""
-    found = [
+    tables = [
         TextTable("Plan", ("", "first", "second", "ratio"), tuple(_headline_rows(a, b))),
         _difference_table(
             "Sections", "section", _by_name(a.user_sections), _by_name(b.user_sections), SECTION_FIELDS
@@ -37,7 +37,7 @@ def plan_differences(a: Plan, b: Plan) -> list[TextTable]:
             tuple(_mapping_rows(a.model.parameters, b.model.parameters)),
         ),
     ]
-    return [t for t in found if t.rows]
+    return [t for t in tables if t.rows]
 
 
 def _section_edges(plan: Plan) -> tuple[Edge, ...]:

@@ -40,10 +40,10 @@ def tensor_parallel_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
 
 def _count_modules(plan: Plan, section: Section) -> Counter[tuple[str, str]]:
     """Count the modules of a section or stage by (path pattern, what happens to them)."""
-    cut = Counter((_wildcard_path(s.module), STYLE_DESCRIPTIONS[s.kind]) for s in section.styles)
-    cut |= Counter((_wildcard_path(n), "whole, gradient summed over tp") for n in section.partial)
-    whole = (w.partition(": ") for w in plan.checks.get("whole", {}).get(section.name, ()))
-    return cut | Counter((_wildcard_path(path), f"whole: {reason}") for path, _, reason in whole)
+    fates = Counter((_wildcard_path(s.module), STYLE_DESCRIPTIONS[s.kind]) for s in section.styles)
+    fates |= Counter((_wildcard_path(n), "whole, gradient summed over tp") for n in section.partial)
+    unsplit = (line.partition(": ") for line in plan.checks.get("whole", {}).get(section.name, ()))
+    return fates | Counter((_wildcard_path(path), f"whole: {reason}") for path, _, reason in unsplit)
 
 
 def _wildcard_path(path: str) -> str:

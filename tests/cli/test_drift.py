@@ -32,8 +32,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_run_log(
     directory: Path, of: Plan, moved: dict[str, float], images: int = 16, steps: int = 6
 ) -> Path:
-    """The log of a run in which sections took `moved` times as long as predicted and so many of 32 samples
-    had images."""
+    """Write the log of a run with section times of `moved` times the prediction, and images in `images` of
+    32 samples."""
     sections: dict[str, dict[str, float]] = {}
     for name, kind, _ in section_time_columns(of):
         word = {"F": "forward_s", "B": "backward_s"}[kind]
@@ -61,11 +61,11 @@ def test_slower_section_gets_more_ranks(plan: Path, tmp_path: Path) -> None:
 
 def test_uniform_slowdown_gains_nothing(plan: Path, tmp_path: Path) -> None:
     same = measure_drift(plan, write_run_log(tmp_path / "same", load_plan(plan), {}))
-    alike = measure_drift(
+    uniform = measure_drift(
         plan, write_run_log(tmp_path / "alike", load_plan(plan), {"vision_tower": 3.0, "language_model": 3.0})
     )
-    assert alike.gain == pytest.approx(same.gain, abs=0.02)
-    assert alike.plan.prediction["step_time_s"] == pytest.approx(
+    assert uniform.gain == pytest.approx(same.gain, abs=0.02)
+    assert uniform.plan.prediction["step_time_s"] == pytest.approx(
         3 * same.plan.prediction["step_time_s"], rel=0.02
     )
 

@@ -82,7 +82,7 @@ def test_alternatives_match_plans_with_that_choice(source: str, strategy: str, s
         ), alternative["choice"]
         assert (
             alternative["step_time_s"] >= step_time(module) or source == FROZEN
-        )  # whose plan won in the order that ranks run
+        )  # chosen by simulated time, not by the closed form
 
 
 def test_parts_add_up() -> None:

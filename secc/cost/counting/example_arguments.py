@@ -73,15 +73,15 @@ def compute_operand_values(
 
     Evaluates backwards from the call, so that no other operation runs.
     """
-    known: dict[SSAValue, torch.Tensor | None] = {}
+    computed: dict[SSAValue, torch.Tensor | None] = {}
 
     def value_of(ssa: SSAValue) -> torch.Tensor | None:
-        if ssa not in known:
-            known[ssa] = None
+        if ssa not in computed:
+            computed[ssa] = None
             if isinstance(ssa.owner, Operation):
                 for result, tensor in zip(ssa.owner.results, run_op(ssa.owner), strict=False):
-                    known[result] = tensor
-        return known[ssa]
+                    computed[result] = tensor
+        return computed[ssa]
 
     def run_op(op: Operation) -> Sequence[torch.Tensor | None]:
         match op:

@@ -158,7 +158,7 @@ class ValuelessTensors:
         return self(size, contiguous_strides(tuple(size)), dtype)
 
     def parameter_stand_in(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The tensor that stands for a parameter."""
+        """The tensor that replaces a parameter."""
         if parameter not in self._parameters:
             self._parameters[parameter] = self(
                 parameter.size(), parameter.stride(), parameter.dtype, parameter.requires_grad
@@ -171,6 +171,7 @@ class ValuelessTensors:
 
     @property
     def device(self) -> torch.device:
+        """The device of tensors created by this object."""
         return torch.device("meta" if self.fake_mode is None else "cpu")
 
 

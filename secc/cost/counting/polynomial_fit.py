@@ -33,12 +33,12 @@ def fit_polynomials(measure: MeasureAt, kinds: Mapping[str, str]) -> tuple[Expr,
     basis fits.
     """
     names = sorted(kinds)
-    known: dict[tuple[int, ...], Sequence[int]] = {}
+    measured: dict[tuple[int, ...], Sequence[int]] = {}
 
     def counts_at(point: tuple[int, ...]) -> Sequence[int]:
-        if point not in known:
-            known[point] = measure(dict(zip(names, point, strict=True)))
-        return known[point]
+        if point not in measured:
+            measured[point] = measure(dict(zip(names, point, strict=True)))
+        return measured[point]
 
     held_out = tuple(HELD_OUT_SIZE + SIZE_STEP * i for i in range(len(names)))
     for basis in _candidate_bases(names, kinds):

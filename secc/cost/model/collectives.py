@@ -30,11 +30,12 @@ class RankSpan:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks."""
         return self.ranks_per_node * self.nodes
 
 
 def span_of_consecutive_ranks(ranks: int, cluster: Cluster, stride: int = 1) -> RankSpan:
-    """The placement of `ranks` ranks, of which neighbours are `stride` apart."""
+    """The placement of `ranks` ranks at distance `stride`."""
     per_node = max(1, min(ranks, cluster.per_node // stride))
     return RankSpan(per_node, ceil(ranks / per_node))
 
@@ -66,7 +67,7 @@ def all_reduce_ns(size: int, span: RankSpan, cluster: Cluster) -> int:
 
 
 def reduce_scatter_ns(size: int, span: RankSpan, cluster: Cluster) -> int:
-    """Nanoseconds of a reduce-scatter of `size` bytes, of which each rank gets its shard."""
+    """Nanoseconds of a reduce-scatter of `size` bytes; each rank gets one shard of the sum."""
     return _half_all_reduce_ns("reduce_scatter", size, span, cluster)
 
 

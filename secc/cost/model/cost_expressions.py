@@ -21,11 +21,11 @@ def max_expr(texts: Iterable[str]) -> str:
 
 @cache
 def _max_of_sorted(texts: tuple[str, ...]) -> str:
-    kept: list[str] = []
+    maximal: list[str] = []
     for text in texts:
-        if not any(_always_exceeds(other, text) for other in kept):
-            kept = [other for other in kept if not _always_exceeds(text, other)] + [text]
-    return kept[0] if len(kept) == 1 else f"max({', '.join(kept)})" if kept else "0"
+        if not any(_always_exceeds(other, text) for other in maximal):
+            maximal = [other for other in maximal if not _always_exceeds(text, other)] + [text]
+    return maximal[0] if len(maximal) == 1 else f"max({', '.join(maximal)})" if maximal else "0"
 
 
 def _always_exceeds(more: str, less: str) -> bool:

@@ -60,8 +60,8 @@ def _processor_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return found or platform.processor() or platform.machine()
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return name or platform.processor() or platform.machine()
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,13 @@ class MeasuredCosts:
     def to_json(self) -> str:
         """The file as text."""
         blocks = {k: asdict(e) for k, e in self.entries.items()}
-        found = {
+        data = {
             "version": COSTS_VERSION,
             "hardware": asdict(self.hardware),
             "gauge_ns": self.gauge_ns,
             "blocks": blocks,
         }
-        return json.dumps(found | ({"overheads": asdict(self.overheads)} if self.overheads else {}), indent=1)
+        return json.dumps(data | ({"overheads": asdict(self.overheads)} if self.overheads else {}), indent=1)
 
     def check_hardware(self, cluster: Cluster) -> None:
         """Raise UserError unless the costs were measured on the cluster's hardware."""
@@ -147,9 +147,9 @@ class MeasuredCosts:
             else (measured.backend, measured.name) == (here.backend, here.name)
         )
         if measured.backend != device.backend or not fits:
-            wanted = device.kind if device.backend == "cuda" else here.description
+            required = device.kind if device.backend == "cuda" else here.description
             raise UserError(
-                f"{cluster.name} has {wanted}, but the costs were measured on {measured.description}",
+                f"{cluster.name} has {required}, but the costs were measured on {measured.description}",
                 remedy="profile the model there (secc profile MODEL.py -o FILE), or leave --costs out",
             )
 

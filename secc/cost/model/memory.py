@@ -73,9 +73,13 @@ class RankMemory(NamedTuple):
         If all micro-batches of the step are in flight at once, there are no gradients yet when activations
         peak: gradients count in full only after the first of them has finished its backward.
         """
-        kept = self.activation_bytes(in_flight)
-        early = 0 if in_flight < self.micro_batches else self.activation_bytes(in_flight - 1) - kept
-        return max(0, self.gradients + early, self._last_backward_peak() - kept)
+        activations = self.activation_bytes(in_flight)
+        # Gradients of earlier micro-batches exist next to the activations, unless all micro-batches of the
+        # step are in flight: then the first gradients appear when one of them has been freed.
+        freed = 0
+        if in_flight >= self.micro_batches:
+            freed = activations - self.activation_bytes(in_flight - 1)
+        return max(0, self.gradients - freed, self._last_backward_peak() - activations)
 
     def _last_backward_peak(self) -> int:
         """Peak of gradients and activations during the last backward, while gradients are reduced.
@@ -88,13 +92,16 @@ class RankMemory(NamedTuple):
             return 0
         return max(map(self._last_backward_bytes, (reduced.in_flight_bytes, reduced.total_bytes)))
 
-    def _last_backward_bytes(self, made: int) -> int:
-        """Gradients and activations when `made` bytes of the gradients to reduce have been produced."""
+    def _last_backward_bytes(self, produced: int) -> int:
+        """Gradients and activations when `produced` bytes of the gradients to reduce exist."""
         reduced = self.reduced
-        remaining = reduced.total_bytes - made
-        own = remaining if reduced.own_freed else made if self.micro_batches == 1 else reduced.total_bytes
-        linear = self.activation_bytes(1) * remaining + self.gradients * own + reduced.shard_bytes * made
-        return linear // reduced.total_bytes + min(made, reduced.in_flight_bytes)
+        remaining = reduced.total_bytes - produced
+        own = remaining if reduced.own_freed else produced if self.micro_batches == 1 else reduced.total_bytes
+        # The part not yet produced still has its share of the last micro-batch's activations. The rank's own
+        # gradients shrink as buckets are freed (`own_freed`), grow from nothing if this is the only
+        # micro-batch of the step, or exist in full from earlier ones. Sums grow with what is produced.
+        linear = self.activation_bytes(1) * remaining + self.gradients * own + reduced.shard_bytes * produced
+        return linear // reduced.total_bytes + min(produced, reduced.in_flight_bytes)
 
 
 def rank_memory(
@@ -173,11 +180,11 @@ def _zero3_memory(
     Gradients of a layer exist twice, as produced and in a flat buffer. Those of parameters outside of layers
     stay until the pass ends.
     """
-    layer, rest = cost.largest_layer_bytes, cost.outside_layers_bytes
-    wide_layer, wide_rest = (
-        size * cost.gradient_sum_bytes // max(1, cost.param_bytes) for size in (layer, rest)
+    layer, outside = cost.largest_layer_bytes, cost.outside_layers_bytes
+    wide_layer, wide_outside = (
+        size * cost.gradient_sum_bytes // max(1, cost.param_bytes) for size in (layer, outside)
     )
-    buffers = 2 * layer + rest + max(2 * wide_layer + wide_rest, 2 * wide_rest)
+    buffers = 2 * layer + outside + max(2 * wide_layer + wide_outside, 2 * wide_outside)
     parameters, gradients, states, masters = (
         -(-size // dp)
         for size in (

@@ -58,10 +58,10 @@ class _RecomputeSum:
 
 
 @cache
-def _interpolate(rest: Expr, part: Expr, share: Fraction) -> str:
-    """Linear interpolation: share * part + (1 - share) * rest."""
+def _interpolate(without: Expr, with_: Expr, share: Fraction) -> str:
+    """Linear interpolation from `without` to `with_` by `share`."""
     return size_expr.format_expr(
-        sympy.expand(rest + sympy.Rational(share.numerator, share.denominator) * (part - rest))
+        sympy.expand(without + sympy.Rational(share.numerator, share.denominator) * (with_ - without))
     )
 
 

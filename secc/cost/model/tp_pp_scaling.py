@@ -53,60 +53,71 @@ def cost_on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
     divide `ops` and glue."""
     if tp * pp == 1:
         return cost
-    stage = largest_stage_share(cost, pp)
-    cut = stage / tp
+    stage_share = largest_stage_share(cost, pp)
+    divided_share = stage_share / tp
     replicated_parts = ALL_ACTIVATION_PARTS - CUT_ACTIVATION_PARTS
-    activations = Fraction(replicated_parts + Fraction(CUT_ACTIVATION_PARTS, tp)) / ALL_ACTIVATION_PARTS
-    kept = stage * activations
+    activations_per_layer = (
+        Fraction(replicated_parts + Fraction(CUT_ACTIVATION_PARTS, tp)) / ALL_ACTIVATION_PARTS
+    )
+    activations_share = stage_share * activations_per_layer
     if cost.sequence_parallel:  # inputs of the divided products are gathered and saved whole
         divided_parts = ALL_ACTIVATION_PARTS - GATHERED_ACTIVATION_PARTS
-        kept = stage * (GATHERED_ACTIVATION_PARTS + Fraction(divided_parts, tp)) / ALL_ACTIVATION_PARTS
-    slower = _narrowing_slowdown(cost.narrowest_dim, tp)
+        activations_share = (
+            stage_share * (GATHERED_ACTIVATION_PARTS + Fraction(divided_parts, tp)) / ALL_ACTIVATION_PARTS
+        )
+    slowdown = _narrowing_slowdown(cost.narrowest_dim, tp)
     recompute = {
-        kind: _recompute_on_rank(costs, stage, cut * slower, kept, cost.logits_saved, cut)
+        kind: _recompute_on_rank(
+            costs, stage_share, divided_share * slowdown, activations_share, cost.logits_saved, divided_share
+        )
         for kind, costs in cost.recompute.items()
     }
     counts = {
-        key: _ceil_share(getattr(cost, key), cut)
+        key: _ceil_share(getattr(cost, key), divided_share)
         for key in ("params", "trainable", "param_bytes", "trainable_bytes", "master_bytes")
     }
     return replace(
         cost,
         largest_layer_bytes=-(-cost.largest_layer_bytes // tp),
         outside_layers_bytes=-(-cost.outside_layers_bytes // tp),
-        flops=_scale_expression(cost.flops, cut),
-        backward_flops=_scale_expression(cost.backward_flops, cut),
-        work=_scale_expression(cost.work, cut * slower),
-        backward_work=_scale_expression(cost.backward_work, cut * slower),
-        saved=_scale_in_parts(cost.saved, kept, cost.logits_saved, cut),
-        glue_bytes=_scale_in_parts(cost.glue_bytes, kept, cost.logits_moved, cut),
-        logits_saved=_scale_expression(cost.logits_saved, cut),
-        logits_moved=_scale_expression(cost.logits_moved, cut),
+        flops=_scale_expression(cost.flops, divided_share),
+        backward_flops=_scale_expression(cost.backward_flops, divided_share),
+        work=_scale_expression(cost.work, divided_share * slowdown),
+        backward_work=_scale_expression(cost.backward_work, divided_share * slowdown),
+        saved=_scale_in_parts(cost.saved, activations_share, cost.logits_saved, divided_share),
+        glue_bytes=_scale_in_parts(cost.glue_bytes, activations_share, cost.logits_moved, divided_share),
+        logits_saved=_scale_expression(cost.logits_saved, divided_share),
+        logits_moved=_scale_expression(cost.logits_moved, divided_share),
         logits_backward_transient=_scale_expression(cost.logits_backward_transient, Fraction(1, tp)),
-        forward_transient=_scale_expression(cost.forward_transient, activations),
+        forward_transient=_scale_expression(cost.forward_transient, activations_per_layer),
         narrowest_dim=cost.narrowest_dim // tp,
-        forward_ns=_scale_expression(cost.forward_ns, cut),
-        backward_ns=_scale_expression(cost.backward_ns, cut),
-        layer_input_bytes=_scale_expression(cost.layer_input_bytes, stage),
-        ops=_ceil_share(cost.ops, stage),
-        layers=_ceil_share(cost.layers, stage),
+        forward_ns=_scale_expression(cost.forward_ns, divided_share),
+        backward_ns=_scale_expression(cost.backward_ns, divided_share),
+        layer_input_bytes=_scale_expression(cost.layer_input_bytes, stage_share),
+        ops=_ceil_share(cost.ops, stage_share),
+        layers=_ceil_share(cost.layers, stage_share),
         recompute=recompute,
         **counts,
     )
 
 
 def _recompute_on_rank(
-    costs: RecomputeCost, stage: Fraction, divided: Fraction, kept: Fraction, logits: str, cut: Fraction
+    costs: RecomputeCost,
+    stage: Fraction,
+    divided: Fraction,
+    activations_share: Fraction,
+    logits: str,
+    cut: Fraction,
 ) -> RecomputeCost:
     """Recomputation cost on a rank: recomputed layers keep their inputs, which every rank of tp holds
     whole; logits are divided."""
     saved = _scale_in_parts(costs.saved, stage, logits, cut)
     return RecomputeCost(
         saved,
-        _scale_expression(costs.working, kept / stage),
+        _scale_expression(costs.working, activations_share / stage),
         _scale_expression(costs.work, divided),
         _ceil_share(costs.ops, stage),
-        _scale_expression(costs.moved, kept),
+        _scale_expression(costs.moved, activations_share),
     )
 
 

@@ -78,7 +78,7 @@ def test_calls_and_glue_are_summed() -> None:
     assert found.flops == "30*B*S + n"
     assert (
         found.backward_flops == "50*B*S + (3*n)//2"
-    )  # f twice its forward, g, half of which trains, one and a half times
+    )  # f: twice its forward; g, half of it trainable: 1.5 times
     assert found.glue_bytes == "32*B*S + 32*n"  # the addition's operands and result; the view moves nothing
     assert found.saved == "20*B*S"
     assert (found.ops, found.dtype, found.label) == (9, "bf16", "counted")
