@@ -1,14 +1,14 @@
-"""What goes wrong because of the user's input: one exception that carries everything a helpful message needs.
+"""`UserError`, the exception for errors in the user's input, with everything that a helpful message needs.
 
 Every other exception is a defect of secc. The command line and the ranks turn a `UserError` into one message
-and exit code 2. It lives here because ranks raise it too; the compiler imports it as `secc.errors`.
+and exit code 2. It lives here because ranks raise it, too; the compiler imports it as `secc.errors`.
 """
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """Bad input, with the place it was found and what to do about it.
+    """Bad input, with its place and a remedy.
 
     `message` is the cause in one sentence; `where` a `file:line` or another place ("" if there is none);
     `remedy` what the user can do ("" if the cause says it).

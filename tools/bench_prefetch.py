@@ -59,25 +59,23 @@ class PrefetchSetting:
                 schedule_mixes.multimodal_batch(self.count, 0.33, BATCHES_PER_SEED * seed + k)
                 for k in range(BATCHES_PER_SEED)
             ]
-        every, pipeline = (
-            [s for batch in batches for s in batch],
-            schedule_mixes.PipelineShape(self.stages, 2 * self.stages, split=self.stages > 1),
-        )
+        samples = [s for batch in batches for s in batch]
+        pipeline = schedule_mixes.PipelineShape(self.stages, 2 * self.stages, split=self.stages > 1)
         if self.kind == "teacher → student":
-            made, symbol = (
-                schedule_mixes.teacher_student_plan(every, self.upstream, self.replicas, self.load, pipeline),
-                "T",
+            plan = schedule_mixes.teacher_student_plan(
+                samples, self.upstream, self.replicas, self.load, pipeline
             )
+            symbol = "T"
         else:
-            made, symbol = (
-                schedule_mixes.vlm_plan(every, self.upstream, self.replicas, self.load, "forward", pipeline),
-                "I",
+            plan = schedule_mixes.vlm_plan(
+                samples, self.upstream, self.replicas, self.load, "forward", pipeline
             )
-        carried = (
+            symbol = "I"
+        edges = (
             replace(e, dims=(symbol, str(RESULT_WIDTH)), rows=symbol, dtype="bfloat16") if not e.grad else e
-            for e in made.edges
+            for e in plan.edges
         )
-        return replace(made, edges=tuple(carried)), batches
+        return replace(plan, edges=tuple(edges)), batches
 
     def memory_gib(self, batches: list[schedule_mixes.SampleList], lead: int) -> float:
         """GiB on a rank for the results that the critical section's replicas want first."""

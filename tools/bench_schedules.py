@@ -38,11 +38,8 @@ from secc.runtime.validation.full_check import check_schedule
 from tools import schedule_mixes
 from tools.benchmark_table import BenchmarkTable, add_json_option
 
-BatchCase = Callable[[int], tuple[Plan, list[SampleMeta]]]  # of a seed
-IMAGE_SHARES, UPSTREAM_LOADS = (
-    (0.10, 0.33, 0.75),
-    (0.6, 0.8, 1.0),
-)  # shares of samples with images; work of a rank upstream over one of the consumer
+IMAGE_SHARES = (0.10, 0.33, 0.75)  # of the samples
+UPSTREAM_LOADS = (0.6, 0.8, 1.0)  # work of an upstream rank over that of a rank of the consumer
 
 
 def build_case(
@@ -222,13 +219,11 @@ def small_case(seed: int) -> tuple[Plan, list[SampleMeta]]:
             *["pipeline"] * 3,
         ]
     )
-    images, load, count, upstream, replicas = (
-        r.choice([0.33, 0.5, 0.75]),
-        r.choice([0.5, 0.8, 1.0]),
-        r.randint(5, 10),
-        r.randint(1, 2),
-        r.randint(1, 3),
-    )
+    images = r.choice([0.33, 0.5, 0.75])
+    load = r.choice([0.5, 0.8, 1.0])
+    count = r.randint(5, 10)
+    upstream = r.randint(1, 2)
+    replicas = r.randint(1, 3)
     if kind != "pipeline":
         return build_case(kind, images, load, count, upstream, replicas, seed)
     samples, stages = schedule_mixes.multimodal_batch(count, images, seed), r.randint(2, 4)
@@ -329,10 +324,8 @@ def print_scheduling_cost(repeats: int, most: int, json_file: Path | None) -> No
         json_file,
     )
     for stages in (1, 2, 4, 8):
-        pipeline, largest = (
-            schedule_mixes.PipelineShape(stages, 2 * stages, stages > 1),
-            min(most, 131072 if stages <= 2 else 16384),
-        )
+        pipeline = schedule_mixes.PipelineShape(stages, 2 * stages, stages > 1)
+        largest = min(most, 131072 if stages <= 2 else 16384)
         for count, encoders, replicas in (
             (16, 1, 2),
             (128, 4, 8),

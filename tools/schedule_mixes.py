@@ -1,5 +1,7 @@
-"""Global batches and plans for benchmarks of schedules: the reference workloads' sample mixes
-(`tools/workloads/parts/mix.py`) with fixed seeds, and sections with linear costs.
+"""Global batches and plans for benchmarks of schedules.
+
+The sample mixes are those of the reference workloads (`tools/workloads/parts/mix.py`) with fixed seeds;
+sections have linear costs.
 """
 
 from __future__ import annotations
@@ -19,34 +21,36 @@ MIX_SYMBOLS = (
     Symbol("I", "rows", "images", 0),
     Symbol("A", "rows", "audio", 0),
 )
-TOKEN_NS = 30_000  # of the language model's forward on one replica, so that 32 samples take seconds
+TOKEN_NS = 30_000  # ns of the language model's forward per token on one replica: 32 samples take seconds
 
 SampleList = list[SampleMeta]
 
 
 def multimodal_batch(count: int, images: float, seed: int, audio: float = 0.0) -> SampleList:
-    """Samples with text, and with images and audio in these shares. T: tokens, I: patches, A: audio
-    frames."""
+    """Draws samples with text, and with images and audio in these shares.
+
+    Symbols: T tokens, I patches, A audio frames.
+    """
     r = random.Random(f"multimodal {count} {images} {audio} {seed}")
     return [_multimodal_sample(i, r, r.random() < images, r.random() < audio) for i in range(count)]
 
 
 def _multimodal_sample(i: int, r: random.Random, image: bool, audio: bool) -> SampleMeta:
-    held = mix.multimodal(r, image, audio)
-    tokens = sum(held.images)
+    drawn = mix.multimodal(r, image, audio)
+    tokens = sum(drawn.images)
     pattern = (IMAGE_PATTERN if image else frozenset()) | (AUDIO_PATTERN if audio else frozenset())
     return SampleMeta(
-        i, pattern, {"B": 1, "T": held.text + tokens + held.frames // 2, "I": 4 * tokens, "A": held.frames}
+        i, pattern, {"B": 1, "T": drawn.text + tokens + drawn.frames // 2, "I": 4 * tokens, "A": drawn.frames}
     )
 
 
 def text_sample(i: int, tokens: int) -> SampleMeta:
-    """A sample of text alone."""
+    """Returns a sample of text alone."""
     return SampleMeta(i, frozenset(), {"B": 1, "T": tokens, "I": 0, "A": 0})
 
 
 def distillation_batch(count: int, seed: int) -> SampleList:
-    """Samples of text for a teacher and a student."""
+    """Draws samples of text for a teacher and a student."""
     r = random.Random(f"distillation {count} {seed}")
     return [text_sample(i, mix.distillation(r).text) for i in range(count)]
 
@@ -54,56 +58,57 @@ def distillation_batch(count: int, seed: int) -> SampleList:
 def linear_section(
     name: str, ranks: range, symbol: str, ns: int, mode: str = "train", when: frozenset[str] = frozenset()
 ) -> Section:
-    """A section that takes `ns` for each entry of a symbol forward, and twice that backward; one sample to a
-    micro-batch."""
+    """Returns a section that takes `ns` per entry of a symbol forward, and twice that backward; its
+    micro-batches hold one sample.
+    """
     cost = Cost(f"{ns}*{symbol}", f"{2 * ns}*{symbol}" if mode == "train" else "0")
     return Section(name, "", mode, tuple(when), (), (), Mesh(tuple(ranks), len(ranks)), 1, cost=cost)
 
 
 def build_plan(sections: list[Section], edges: list[tuple[str, str]]) -> Plan:
-    """The plan of these sections, all edges with gradients where both ends owe a backward."""
+    """Builds the plan of these sections; edges return gradients where both ends have a backward."""
     modes = {s.name: s.mode for s in sections}
-    made = tuple(
+    plan_edges = tuple(
         Edge(f"{a}_{b}", a, b, "float32", ("B",), 0, "1", "forward" not in (modes[a], modes[b]))
         for a, b in edges
     )
     world = 1 + max(r for s in sections for r in s.mesh.ranks)
     return Plan(
-        PLAN_VERSION,
-        "",
-        ModelRef("", ""),
-        world,
-        0,
-        "own",
-        MIX_SYMBOLS,
-        (),
-        tuple(sections),
-        made,
-        (),
-        (),
-        {},
-        {},
-        {},
+        version=PLAN_VERSION,
+        hash="",
+        model=ModelRef("", ""),
+        world_size=world,
+        global_batch=0,
+        widths="own",
+        symbols=MIX_SYMBOLS,
+        inputs=(),
+        sections=tuple(sections),
+        edges=plan_edges,
+        terms=(),
+        ties=(),
+        cluster={},
+        solver={},
+        prediction={},
     )
 
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """How a section runs in stages, each of which takes as long as the section takes in one.
+    """How a section runs as a pipeline; each stage takes as long as the whole section takes on one rank.
 
-    A stage holds at most `room` micro-batches between forward and backward; `split`: half of a backward is
-    for weights and comes later.
+    `max_in_flight`: micro-batches that a stage may hold between forward and backward (0: any number).
+    `split`: half of a backward computes weight gradients and may come later.
     """
 
     stages: int = 1
     max_in_flight: int = 0
     split: bool = False
 
-    def split_section(self, whole: Section) -> list[Section]:
-        """The stages of a section: replica d has the ranks from `first + d * stages` on."""
+    def split_section(self, section: Section) -> list[Section]:
+        """Returns the stages of a section; replica d has the ranks from `first + d * stages` on."""
         if self.stages == 1:
-            return [replace(whole, weight_permille=500 if self.split else 0)]
-        first, dp = whole.mesh.ranks[0], whole.mesh.dp
+            return [replace(section, weight_permille=500 if self.split else 0)]
+        first, dp = section.mesh.ranks[0], section.mesh.dp
         meshes = [
             Mesh(tuple(range(first + i, first + i + dp * self.stages, self.stages)), dp)
             for i in range(self.stages)
@@ -111,9 +116,9 @@ class PipelineShape:
         weight = 500 if self.split else 0
         return [
             replace(
-                whole,
-                name=f"{whole.name}_{i}",
-                pipeline=whole.name,
+                section,
+                name=f"{section.name}_{i}",
+                pipeline=section.name,
                 stage=i,
                 mesh=m,
                 in_flight=self.max_in_flight,
@@ -131,8 +136,9 @@ def vlm_plan(
     mode: str = "train",
     pipeline: PipelineShape = PipelineShape(),
 ) -> Plan:
-    """An encoder on its own ranks and a language model; `load` is the encoder's work on each rank over the
-    language model's."""
+    """Returns an encoder on its own ranks and a language model; `load` is the work of an encoder's rank over
+    a replica's.
+    """
     passes = 3 if mode == "train" else 1
     ns = forward_ns_per_entry(samples, "I", encoders, replicas, load, passes)
     vision = linear_section("vision", range(encoders), "I", ns, mode, IMAGE_PATTERN)
@@ -141,24 +147,25 @@ def vlm_plan(
 
 
 def shared_ranks_plan(
-    samples: SampleList, ranks: int, widths: tuple[int, int], load: float, micro_batch: int = 1
+    samples: SampleList, ranks: int, tp_sizes: tuple[int, int], load: float, micro_batch: int = 1
 ) -> Plan:
-    """An encoder and a language model on the same ranks, in replicas of `widths` ranks each; `load` as
-    above."""
-    narrow, wide = (Mesh(tuple(range(ranks)), ranks // tp, 1, tp) for tp in widths)
-    ns = forward_ns_per_entry(samples, "I", narrow.dp, wide.dp, load, 3)
+    """Returns an encoder and a language model on the same ranks, with these tp sizes; `load` as in
+    `vlm_plan`.
+    """
+    vision_mesh, lm_mesh = (Mesh(tuple(range(ranks)), ranks // tp, 1, tp) for tp in tp_sizes)
+    ns = forward_ns_per_entry(samples, "I", vision_mesh.dp, lm_mesh.dp, load, 3)
     vision = replace(
         linear_section("vision", range(ranks), "I", ns, when=IMAGE_PATTERN),
-        mesh=narrow,
+        mesh=vision_mesh,
         micro_batch=micro_batch,
     )
-    lm = replace(linear_section("lm", range(ranks), "T", TOKEN_NS), mesh=wide)
+    lm = replace(linear_section("lm", range(ranks), "T", TOKEN_NS), mesh=lm_mesh)
     return build_plan([vision, lm], [("vision", "lm")])
 
 
 def omni_plan(samples: SampleList, encoders: int, replicas: int, load: float) -> Plan:
-    """Vision and audio encoders on ranks of their own, both into a language model."""
-    made = [
+    """Returns vision and audio encoders on ranks of their own that feed a language model."""
+    encoder_sections = [
         linear_section(
             name,
             ranks,
@@ -171,9 +178,9 @@ def omni_plan(samples: SampleList, encoders: int, replicas: int, load: float) ->
             ("audio", range(encoders, encoders + max(1, encoders // 2)), "A", AUDIO_PATTERN),
         )
     ]
-    first = made[-1].mesh.ranks[-1] + 1
+    first = encoder_sections[-1].mesh.ranks[-1] + 1
     return build_plan(
-        [*made, linear_section("lm", range(first, first + replicas), "T", TOKEN_NS)],
+        [*encoder_sections, linear_section("lm", range(first, first + replicas), "T", TOKEN_NS)],
         [("vision", "lm"), ("audio", "lm")],
     )
 
@@ -181,7 +188,7 @@ def omni_plan(samples: SampleList, encoders: int, replicas: int, load: float) ->
 def teacher_student_plan(
     samples: SampleList, teachers: int, students: int, load: float, pipeline: PipelineShape = PipelineShape()
 ) -> Plan:
-    """A frozen teacher on its own ranks and a student, whose last stage takes what the teacher says."""
+    """Returns a frozen teacher on its own ranks and a student; the teacher feeds the student's last stage."""
     ns = forward_ns_per_entry(samples, "T", teachers, students, load, 1)
     student = pipeline.split_section(
         linear_section("student", range(teachers, teachers + students), "T", TOKEN_NS)
@@ -194,13 +201,12 @@ def teacher_student_plan(
 
 
 def shared_encoder_plan(samples: SampleList, encoders: int, replicas: int, load: float) -> Plan:
-    """One encoder with two consumers on ranks of their own: a language model and, half as large, a head for
-    images alone."""
+    """Returns one encoder with two consumers on ranks of their own: a language model and, half as large, a
+    head for images alone.
+    """
     ns = forward_ns_per_entry(samples, "I", encoders, replicas, load, 3)
-    lm, head = (
-        range(encoders, encoders + replicas),
-        range(encoders + replicas, encoders + replicas + max(1, replicas // 4)),
-    )
+    lm = range(encoders, encoders + replicas)
+    head = range(encoders + replicas, encoders + replicas + max(1, replicas // 4))
     sections = [
         linear_section("vision", range(encoders), "I", ns, when=IMAGE_PATTERN),
         linear_section("lm", lm, "T", TOKEN_NS),
@@ -212,7 +218,8 @@ def shared_encoder_plan(samples: SampleList, encoders: int, replicas: int, load:
 def forward_ns_per_entry(
     samples: SampleList, symbol: str, ranks: int, replicas: int, load: float, passes: int
 ) -> int:
-    """The forward time of an entry of `symbol` that loads `ranks` ranks with `load` of what loads the
-    language model's replicas."""
+    """Returns the forward ns per entry of `symbol` that loads each of `ranks` ranks with `load` times the
+    work of one of the language model's replicas.
+    """
     tokens, entries = (sum(s.sizes[name] for s in samples) for name in ("T", symbol))
     return max(1, round(load * 3 * TOKEN_NS * tokens * ranks / (replicas * passes * max(1, entries))))

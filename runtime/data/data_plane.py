@@ -127,7 +127,7 @@ class DataPlane:
         self._shares = _LoadShares(self.epochs, world_size, user, plan, order)
         fetchers = SampleWorkers(user, seed, workers) if workers > 1 else None
         pool = (
-            WorkerPool(rerecorder.record_micro_batch, recorders, "secc-recorder", held=1)
+            WorkerPool(rerecorder.record_micro_batch, recorders, "secc-recorder", max_requests=1)
             if workers and recorders and rerecorder is not None
             else None
         )

@@ -1,7 +1,8 @@
-"""Several processes that do the same work side by side for a rank's loader: loading samples, recording glue.
+"""A pool of forked processes that do the same work in parallel for a rank's loader: loading samples,
+recording glue.
 
-They are forked together with the loader, which gives them work and takes what is done in any order. Each
-holds few requests at a time, so that neither end of a pipe waits in a send while the other does.
+They are forked together with the loader, which gives them work and collects results in any order. Each
+process holds few requests at a time, so the two ends of a pipe never both block in a send.
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ from typing import Any
 from secc.runtime.errors import UserError
 from secc.runtime.host.child_processes import prepare_worker_process
 
-DEAD_WORKER_REMEDY = "the host may be out of memory; with --workers 0 samples load in the training process, which shows what happens"
+DEAD_WORKER_REMEDY = (
+    "the host may be out of memory; with --workers 0 samples load in the training process, "
+    "which shows what happens"
+)
 
 
 class WorkerPool:
-    """`count` forked processes that compute `work(*arguments)`. Make it before threads, process groups and
-    GPU contexts.
+    """`count` forked processes that compute `work(*arguments)`.
 
-    Each has up to `held` requests: two where requests are small, so that one waits while one is in work, else
-    one.
+    Create it before threads, process groups and GPU contexts, because of the fork. Each process holds up to
+    `max_requests` requests: two if requests are small, so that one waits while another is computed, else one.
     """
 
-    def __init__(self, work: Callable[..., Any], count: int, name: str, held: int) -> None:
+    def __init__(self, work: Callable[..., Any], count: int, name: str, max_requests: int) -> None:
         context = multiprocessing.get_context("fork")
         self._max_requests, self._request_counts, self._processes = (
-            held,
+            max_requests,
             dict[Connection, int](),
             dict[Connection, Any](),
         )
@@ -48,33 +51,36 @@ class WorkerPool:
 
     @property
     def connections(self) -> list[Connection]:
-        """What becomes readable when `take` has something."""
+        """The connections that become readable when `collect_results` has a result."""
         return list(self._request_counts)
 
     def submit_work(self, token: Hashable, *arguments: Any) -> None:
-        """Compute `work(*arguments)`, after what was given before; `token` names the result."""
+        """Queues `work(*arguments)`; `token` names the result."""
         self._queued.append((token, arguments))
         self._send_queued()
 
     def collect_results(self, timeout: float | None = None) -> list[tuple[Any, Any]]:
-        """Tokens and results that are there, after waiting for one (at most so many seconds). A result may be
-        an exception."""
-        found: list[tuple[Any, Any]] = []
+        """Waits for a result, for at most `timeout` seconds, and returns (token, result) of all that have
+        arrived.
+
+        A result may be an exception. Raises UserError if a process has ended.
+        """
+        results: list[tuple[Any, Any]] = []
         for pipe in wait(self.connections, timeout):
             assert isinstance(pipe, Connection)
             try:
-                found.append(pickle.loads(pipe.recv_bytes()))
+                results.append(pickle.loads(pipe.recv_bytes()))
             except (EOFError, OSError):
                 raise UserError(
-                    f"a {self._processes[pipe].name} process of this rank has ended",
+                    f"a {self._processes[pipe].name} process of this rank has ended unexpectedly",
                     remedy=DEAD_WORKER_REMEDY,
                 ) from None
             self._request_counts[pipe] -= 1
         self._send_queued()
-        return found
+        return results
 
     def close(self) -> None:
-        """End the processes."""
+        """Ends the processes."""
         for pipe, process in self._processes.items():
             pipe.close()
             process.terminate()
@@ -90,8 +96,9 @@ class WorkerPool:
 
 
 def run_capturing_errors(work: Callable[..., Any], *arguments: Any) -> Any:
-    """The result, or the exception to raise in the rank: a UserError as it is, a defect with its
-    traceback."""
+    """Returns work(*arguments), or the exception to raise in the rank: a UserError as it is, others as a
+    RuntimeError with their traceback.
+    """
     try:
         return work(*arguments)
     except UserError as error:

@@ -73,6 +73,7 @@ def halve_large_micro_batches(
 
 
 def _halve(samples: SamplePositions, wanted: bool) -> list[SamplePositions]:
+    """Returns the two halves of a micro-batch if `wanted` and possible, else the micro-batch itself."""
     half = len(samples) // 2
     return [samples[:half], samples[half:]] if wanted and half else [samples]
 

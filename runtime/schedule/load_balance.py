@@ -105,8 +105,8 @@ def _find_best_swap(
             kind, weight, _ = given
             # Swapping moves `difference` from the busiest rank to rank r; half the gap is best, so only the
             # two pieces next to weight - gap / 2 can win.
-            at = bisect_left(pieces_by_rank[r], (kind, weight - gap // 2, 0))
-            for taken in pieces_by_rank[r][max(0, at - 1) : at + 1]:
+            nearest = bisect_left(pieces_by_rank[r], (kind, weight - gap // 2, 0))
+            for taken in pieces_by_rank[r][max(0, nearest - 1) : nearest + 1]:
                 difference = weight - taken[1]
                 if taken[0] == kind and 0 < difference < gap:
                     swap = _Swap(max(busy[top] - difference, busy[r] + difference), r, given, taken)

@@ -469,8 +469,8 @@ class MicroBatchComposer:
         """Returns (forward, backward) ns of micro-batches that are all active in the section."""
         if set(map(len, micro_batches)) - {1}:
             return self.costs.micro_batch_times(section, micro_batches)
-        at, (forward, backward) = [p for (p,) in micro_batches], self.sample_times[section.name]
-        return list(map(forward.__getitem__, at)), list(map(backward.__getitem__, at))
+        positions, (forward, backward) = [p for (p,) in micro_batches], self.sample_times[section.name]
+        return list(map(forward.__getitem__, positions)), list(map(backward.__getitem__, positions))
 
     def critical_start_times(self, assignment: ReplicaAssignment, lead: int) -> IntColumn:
         """Returns when the critical section wants each sample: the work on its replica that is more urgent.
@@ -557,9 +557,9 @@ class MicroBatchComposer:
         ascending = positions if all_single else [tuple(sorted(samples)) for samples in positions]
         micros = _build_micro_batches(section, [r for r, _ in cut], ascending)
         if all_single:
-            at = [p for (p,) in positions]
+            sample_of = [p for (p,) in positions]
             columns = (
-                list(map(column.__getitem__, at))
+                list(map(column.__getitem__, sample_of))
                 for column in (
                     *self.sample_times[name],
                     upstream_backward,
@@ -606,20 +606,24 @@ class MicroBatchComposer:
 
 
 def _build_micro_batches(
-    section: Section, replica: Iterable[int], lots: Sequence[SamplePositions]
+    section: Section, replicas: Iterable[int], micro_batches: Sequence[SamplePositions]
 ) -> tuple[MicroBatch, ...]:
-    """The section's micro-batches, without a call for each of the thousands."""
-    return tuple(rows_from_columns(MicroBatch, (range(len(lots)), repeat(section.name), replica, lots)))
+    """Builds a section's micro-batches from columns, without a call for each of thousands."""
+    return tuple(
+        rows_from_columns(
+            MicroBatch, (range(len(micro_batches)), repeat(section.name), replicas, micro_batches)
+        )
+    )
 
 
 def _add_empty_micro_batches(cut: AssignedMicroBatches, replicas: int) -> AssignedMicroBatches:
-    """The cut with empty micro-batches for replicas that have fewer than others."""
+    """Adds empty micro-batches for replicas that have fewer than others."""
     counts = Counter(r for r, _ in cut)
-    most = max(counts.values(), default=0)
-    return cut + [(r, ()) for r in range(replicas) for _ in range(most - counts[r])]
+    max_count = max(counts.values(), default=0)
+    return cut + [(r, ()) for r in range(replicas) for _ in range(max_count - counts[r])]
 
 
-def _equalize_replica_load(load: dict[int, int], team: Iterable[Section]) -> None:
-    """All ranks of a replica are as busy as the busiest of them."""
-    for ranks in (ranks for s in team for ranks in ranks_by_replica(s) if len(ranks) > 1):
+def _equalize_replica_load(load: dict[int, int], sections: Iterable[Section]) -> None:
+    """Sets the load of all ranks of a replica to that of its busiest rank."""
+    for ranks in (ranks for s in sections for ranks in ranks_by_replica(s) if len(ranks) > 1):
         load |= dict.fromkeys(ranks, max(load[r] for r in ranks))

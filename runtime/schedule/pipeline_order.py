@@ -240,7 +240,7 @@ def plan_orders(load: PipelineLoad, strategy: OrderStrategy) -> PipelineOrders:
     time.
     """
     aims = _guess_aims(load, strategy.longest_permille)
-    first, *others = strategy.shapes
+    first, *other_shapes = strategy.shapes
     shapes = [first] * load.replica_count
     best: PipelineOrders | None = None
     if load.replica_count > MAX_SIMULATED_REPLICAS:
@@ -251,7 +251,7 @@ def plan_orders(load: PipelineLoad, strategy: OrderStrategy) -> PipelineOrders:
     for round_index in range(strategy.rounds - (load.replica_count > MAX_SIMULATED_REPLICAS)):
         assigned = assign_by_aims(load.work_ns, aims, strategy.longest_permille)
         orders = _shape_orders(
-            load, assigned, shapes, others if round_index == 0 else (), strategy.yields_late
+            load, assigned, shapes, other_shapes if round_index == 0 else (), strategy.yields_late
         )
         best = orders if best is None or orders.end < best.end else best
         aims = _equalize_ends(

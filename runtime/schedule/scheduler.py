@@ -230,9 +230,9 @@ def _try_candidates(composer: MicroBatchComposer, least: MakespanBound) -> Sched
     """Returns the shortest candidate; tries further priority rules only while there is something to gain."""
     if (pipeline := critical_pipeline_load(composer)) is not None:
         return _try_pipeline_orders(composer, *pipeline, least)
-    first, *others = composer.list_priority_rules()
+    first, *other_rules = composer.list_priority_rules()
     best = _build_candidate(composer, composer.compose_by_priority(first))
-    for rule in others:
+    for rule in other_rules:
         if worthwhile_tries(best.task_count, best.makespan, least) < PRIORITY_RULE_TRIES:
             break
         candidate = _build_candidate(composer, composer.compose_by_priority(rule))

@@ -82,15 +82,15 @@ def _end_over_plan(seed, replicas, stages, split):
         samples, 2, replicas, 0.8, pipeline=schedule_mixes.PipelineShape(stages, 16, split)
     )
     composer = MicroBatchComposer(p, samples, SectionGraph(p))
-    load, lots = critical_pipeline_load(composer)
-    plan = (
+    load, micro_batches = critical_pipeline_load(composer)
+    planned = (
         pipeline_order.improve_last_order(
             load, pipeline_order.plan_orders(load, pipeline_order.LIKELIEST_STRATEGY)
         )
         if seed % 2
         else pipeline_order.plan_orders(load, pipeline_order.LIKELIEST_STRATEGY)
     )
-    return pipeline_order_candidate(composer, load, lots, plan).makespan / plan.end
+    return pipeline_order_candidate(composer, load, micro_batches, planned).makespan / planned.end
 
 
 @pytest.mark.parametrize("mode", ["train", "forward"])
@@ -172,9 +172,14 @@ def test_a_search_finds_the_better_of_two_orders():
 
 
 def test_long_micro_batches_go_to_few_replicas():
-    dealt = pipeline_order.assign_by_aims([9, 8, 7, 6, 1, 1, 1, 1, 1, 1], [18, 18], share=900)
-    assert [[m for m in some if m < 4] for some in dealt] == [[0], [1, 2, 3]] or sorted(dealt[0])[:1] == [0]
-    assert [sum([9, 8, 7, 6, 1, 1, 1, 1, 1, 1][m] for m in some) for some in dealt] == [18, 18]
+    assigned = pipeline_order.assign_by_aims([9, 8, 7, 6, 1, 1, 1, 1, 1, 1], [18, 18], share=900)
+    assert [[m for m in micro_batches if m < 4] for micro_batches in assigned] == [[0], [1, 2, 3]] or sorted(
+        assigned[0]
+    )[:1] == [0]
+    assert [sum([9, 8, 7, 6, 1, 1, 1, 1, 1, 1][m] for m in micro_batches) for micro_batches in assigned] == [
+        18,
+        18,
+    ]
 
 
 def test_lost_time_is_interpolated_between_simulated_replicas():

@@ -307,10 +307,10 @@ def test_plans_that_cannot_be_scheduled_are_rejected():
 
 def test_equal_batches_share_one_schedule():
     order, samples = ScheduleCache(vlm_plan(), "wavefront"), mixed_samples(8, 0.5, seed=0)
-    alike = [SampleMeta(s.id + 100, s.pattern, dict(s.sizes)) for s in samples]
+    equal = [SampleMeta(s.id + 100, s.pattern, dict(s.sizes)) for s in samples]
     first = order(samples)
-    assert order(alike) is first
+    assert order(equal) is first
     longer = SampleMeta(100, samples[0].pattern, {**samples[0].sizes, "S": 10_000})
-    assert order([longer, *alike[1:]]) is not first
+    assert order([longer, *equal[1:]]) is not first
     other = SampleMeta(100, samples[0].pattern ^ set(IMAGE), samples[0].sizes)
-    assert order([other, *alike[1:]]) is not first
+    assert order([other, *equal[1:]]) is not first
