@@ -1,8 +1,8 @@
-"""Each baseline's best step on the same samples, devices and costs as a plan of secc.
+"""Finds each baseline's best step on the same samples, devices and costs as a plan.
 
-Layouts are ranked in closed form from the dataset's mean samples; of the best the order is computed, without
-programs and messages, unless their work alone (`bound`) takes longer than orders that are known; those whose
-order is shortest are simulated, and the shortest step that holds no more than there is memory counts.
+Layouts are ranked in closed form from the dataset's mean samples. The orders of the best are computed,
+without programs and messages, unless a bound on their work (`secc.baselines.layout_bound`) already exceeds
+known orders. The layouts with the shortest orders are simulated, and the shortest step within memory counts.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from secc.simulate.events import SimulatedStep
 from secc.simulate.simulator import simulate
 
 ALL_BASELINES = "all"
-SIMULATED_AT_ONCE = 5  # layouts of a baseline that are simulated at once
-SIMULATION_ROUNDS = 4  # of them, until one fits
-ORDERED_AT_ONCE = 8  # whose orders are computed at a time
+SIMULATED_AT_ONCE = 5  # layouts of a baseline that are simulated in one round
+SIMULATION_ROUNDS = 4  # rounds at most, until a layout fits
+ORDERED_AT_ONCE = 8  # layouts that are ordered before bounds are compared again
 
 
 @dataclass(frozen=True)
 class BaselineResult:
-    """A baseline's best: its step time, the devices that have work, and the layout as text. Without a layout
-    that fits all are None."""
+    """A baseline's best: step time, number of devices with work, and the layout as text. Both numbers are
+    None if no layout fits."""
 
     step_time_s: float | None
     gpus: int | None
@@ -46,15 +46,14 @@ class BaselineResult:
 
 
 def parse_baseline_names(text: str) -> list[str]:
-    """The baselines named in `all` or a list such as `uniform,mimo`. Raises UserError for one that there is
-    not."""
+    """Baselines named by `all` or a list such as `uniform,mimo`. Raises UserError for an unknown name."""
     names = (
         list(SCHEMES) if text == ALL_BASELINES else [name.strip() for name in text.split(",") if name.strip()]
     )
     unknown = [name for name in names if name not in SCHEMES]
     if unknown or not names:
         raise UserError(
-            f"there is no baseline {', '.join(unknown) or text!r}",
+            f"expected names of baselines, got {', '.join(unknown) or text!r}",
             remedy=f"baselines are {', '.join(SCHEMES)}, or all",
         )
     return names
@@ -72,10 +71,10 @@ class BaselineComparison:
         scheme = SCHEMES[name]
         layouts = scheme.layouts(self.space, BaselineBatch(self.base.plan, batches[0]).anchor)
         for _ in range(SIMULATION_ROUNDS):
-            some = [layouts[i] for i in self._rank_by_order(layouts, scheme, batches[0])]
-            if (found := self._shortest_simulated(some, scheme, batches)) is not None:
-                return found
-            layouts = [layout for layout in layouts if layout not in some]
+            ranked = [layouts[i] for i in self._rank_by_order(layouts, scheme, batches[0])]
+            if (result := self._shortest_simulated(ranked, scheme, batches)) is not None:
+                return result
+            layouts = [layout for layout in layouts if layout not in ranked]
         return BaselineResult(None, None, "no layout fits")
 
     def _shortest_simulated(
@@ -84,7 +83,7 @@ class BaselineComparison:
         scheme: BaselineScheme,
         batches: Sequence[Sequence[SampleMeta]],
     ) -> BaselineResult | None:
-        """The layout with the shortest simulated steps, None where none of them fits."""
+        """The layout with the shortest simulated steps; None if none fits memory."""
         if not layouts:
             return None
         first, *others = layouts
@@ -103,24 +102,29 @@ class BaselineComparison:
     def _rank_by_order(
         self, layouts: Sequence[BaselineLayout], scheme: BaselineScheme, samples: Sequence[SampleMeta]
     ) -> list[int]:
-        """The places of those with the shortest orders. Those that could take the least are looked at first,
-        until no other can be among the shortest."""
+        """Indices of the layouts with the shortest orders.
+
+        Layouts are ordered in the sequence of their bounds, until no remaining bound is below the best
+        orders.
+        """
         bounds = map_in_processes(
             lambda layout: self._lower_bound(layout, scheme, samples) + self._longest_update_ns(layout),
             layouts,
         )
-        left = sorted(range(len(layouts)), key=lambda i: bounds[i])
-        looks: list[tuple[int, int]] = []
-        while left and (len(looks) < SIMULATED_AT_ONCE or bounds[left[0]] < looks[-1][0]):
-            some, left = left[:ORDERED_AT_ONCE], left[ORDERED_AT_ONCE:]
-            found = map_in_processes(lambda i: self._ordered_step_ns(layouts[i], scheme, samples), some)
-            looks = sorted([*looks, *zip(found, some, strict=True)])[:SIMULATED_AT_ONCE]
-        return [i for _, i in looks]
+        remaining = sorted(range(len(layouts)), key=lambda i: bounds[i])
+        shortest: list[tuple[int, int]] = []
+        while remaining and (len(shortest) < SIMULATED_AT_ONCE or bounds[remaining[0]] < shortest[-1][0]):
+            next_layouts, remaining = remaining[:ORDERED_AT_ONCE], remaining[ORDERED_AT_ONCE:]
+            ordered_ns = map_in_processes(
+                lambda i: self._ordered_step_ns(layouts[i], scheme, samples), next_layouts
+            )
+            shortest = sorted([*shortest, *zip(ordered_ns, next_layouts, strict=True)])[:SIMULATED_AT_ONCE]
+        return [i for _, i in shortest]
 
     def _lower_bound(
         self, layout: BaselineLayout, scheme: BaselineScheme, samples: Sequence[SampleMeta]
     ) -> int:
-        """Ns that no order of its micro-batches can beat."""
+        """Ns that no order of the layout's micro-batches can beat."""
         batch = BaselineBatch(plan_from_layout(self.base, layout), samples)
         return layout_lower_bound(
             batch.plan, batch.costs, cut_micro_batches(batch, scheme.order, layout.samples_per_micro_batch)
@@ -129,7 +133,7 @@ class BaselineComparison:
     def _ordered_step_ns(
         self, layout: BaselineLayout, scheme: BaselineScheme, samples: Sequence[SampleMeta]
     ) -> int:
-        """Ns of a step by its order alone, and of the longest update."""
+        """Ns of a step by its order alone, plus the longest gradient reduction and optimizer step."""
         return order_step(
             plan_from_layout(self.base, layout), samples, scheme, layout
         ).makespan + self._longest_update_ns(layout)
@@ -147,28 +151,28 @@ class BaselineComparison:
         batches: Sequence[Sequence[SampleMeta]],
         most: int | None,
     ) -> int | None:
-        """Ns of the steps together, None where one of them does not fit, or they take longer than `most`."""
-        found = [self._lower_bound(layout, scheme, samples) for samples in batches]
+        """Sum of the simulated steps in ns; None if one does not fit memory, or the sum exceeds `most`."""
+        step_ns = [self._lower_bound(layout, scheme, samples) for samples in batches]
         for k, samples in enumerate(batches):
-            if most is not None and sum(found) > most:
+            if most is not None and sum(step_ns) > most:
                 return None
-            if (own := self._simulate_if_fits(layout, scheme, samples)) is None:
+            if (simulated_ns := self._simulate_if_fits(layout, scheme, samples)) is None:
                 return None
-            found[k] = own
-        return sum(found)
+            step_ns[k] = simulated_ns
+        return sum(step_ns)
 
     def _simulate_if_fits(
         self, layout: BaselineLayout, scheme: BaselineScheme, samples: Sequence[SampleMeta]
     ) -> int | None:
-        """Ns of a step, None where it holds more than a rank has memory for."""
-        found = simulate_step(plan_from_layout(self.base, layout), samples, scheme, layout)
-        return found.end if peak_rank_bytes(found, layout) <= self.space.capacity else None
+        """Ns of a simulated step, None if a rank exceeds memory."""
+        simulated = simulate_step(plan_from_layout(self.base, layout), samples, scheme, layout)
+        return simulated.end if peak_rank_bytes(simulated, layout) <= self.space.capacity else None
 
 
 def order_step(
     plan: Plan, samples: Sequence[SampleMeta], scheme: BaselineScheme, layout: BaselineLayout
 ) -> FixedSchedule:
-    """The order of one step of a baseline."""
+    """Orders one step of a baseline."""
     return FixedSchedule(
         plan,
         samples,
@@ -180,36 +184,39 @@ def order_step(
 def simulate_step(
     plan: Plan, samples: Sequence[SampleMeta], scheme: BaselineScheme, layout: BaselineLayout
 ) -> SimulatedStep:
-    """One step of a baseline. Raises ScheduleError for a schedule that must not run, which would be an error
-    of this package."""
+    """Simulates one step of a baseline. A ScheduleError would be a bug of this package."""
     return simulate(plan, samples, order_step(plan, samples, scheme, layout).emit_schedule())
 
 
-def peak_rank_bytes(found: SimulatedStep, layout: BaselineLayout) -> int:
-    """Bytes on the rank of a step that holds the most: what stays, and of each section the most that is in
-    flight at once.
+def peak_rank_bytes(simulated: SimulatedStep, layout: BaselineLayout) -> int:
+    """Bytes on the fullest rank of a step: what stays there, plus of each section the most that is in flight
+    at once.
 
-    A sample that is larger than all that the plan lists counts as the largest of these: neither plans nor
-    layouts are made for it.
+    A sample that is larger than all listed ones counts as the largest of these: neither plans nor baselines
+    are made for it.
     """
-    plan, needs = found.plan, Counter[int]()
-    costs = PredictedCosts(plan, found.samples)
-    lots = {s.name: [m.samples for m in found.schedule.micro_batches[s.name]] for s in plan.sections}
-    kept = {
+    plan, needs = simulated.plan, Counter[int]()
+    costs = PredictedCosts(plan, simulated.samples)
+    samples_of = {
+        s.name: [m.samples for m in simulated.schedule.micro_batches[s.name]] for s in plan.sections
+    }
+    kept_by_section = {
         s.name: _kept_bytes(
-            costs, s, lots[s.name], layout.sections[s.user_section_name].memory.largest_sample
+            costs, s, samples_of[s.name], layout.sections[s.user_section_name].memory.largest_sample
         )
         for s in plan.sections
     }
     changes: dict[tuple[str, int], list[tuple[int, int, int]]] = defaultdict(list)
-    for c in (c for c in found.compute if kept[c.section]):
-        size = kept[c.section][c.micro]
+    for c in (c for c in simulated.compute if kept_by_section[c.section]):
+        size = kept_by_section[c.section][c.micro]
         changes[c.section, c.rank].append((c.start, 1, size) if c.kind == "F" else (c.end, -1, -size))
     for s in plan.sections:
         memory = layout.sections[s.user_section_name].memory
         for rank in s.mesh.ranks[:: s.mesh.tp]:
-            own = sorted(changes[s.name, rank])
-            number, size = (max(accumulate(change[i] for change in own), default=0) for i in (1, 2))
+            changes_of_rank = sorted(changes[s.name, rank])
+            number, size = (
+                max(accumulate(change[i] for change in changes_of_rank), default=0) for i in (1, 2)
+            )
             needs[rank] += (
                 memory.total_bytes(1)
                 if s.mode == "forward"
@@ -219,19 +226,20 @@ def peak_rank_bytes(found: SimulatedStep, layout: BaselineLayout) -> int:
 
 
 def _kept_bytes(
-    costs: PredictedCosts, section: Section, lots: Sequence[SamplePositions], largest: int
+    costs: PredictedCosts, section: Section, micro_batches: Sequence[SamplePositions], largest: int
 ) -> list[int]:
-    """Bytes that micro-batches keep; of one sample no more than the largest listed one does, where samples
+    """Bytes that micro-batches keep; a single sample counts at most as the largest listed one, if samples
     are listed."""
     return [
-        min(size, largest or size) if len(lot) == 1 else size
-        for lot, size in zip(lots, costs.saved_bytes(section, lots), strict=False)
+        min(size, largest or size) if len(positions) == 1 else size
+        for positions, size in zip(micro_batches, costs.saved_bytes(section, micro_batches), strict=False)
     ]
 
 
 def describe_layout(layout: BaselineLayout) -> str:
-    """A layout for people: `vision dp4, language_model dp7 tp2 pp2; 4 samples a micro-batch`."""
-    return f"{', '.join(_describe_sections(layout))}; {layout.samples_per_micro_batch} mean samples a micro-batch"
+    """A layout as text: `vision dp4, language_model dp7 tp2 pp2; 4 samples a micro-batch`."""
+    sections = ", ".join(_describe_sections(layout))
+    return f"{sections}; {layout.samples_per_micro_batch} mean samples a micro-batch"
 
 
 def _describe_sections(layout: BaselineLayout) -> Iterable[str]:

@@ -1,11 +1,10 @@
-"""A baseline's layout as a plan that the simulator executes: which ranks, replicas, stages and tensor
-parallelism each section has.
+"""Turns a baseline's layout (ranks, replicas, stages and tensor parallelism of each section) into a plan for
+the simulator.
 
-The sections are those of the plan that is compared, taken whole from the IR that its directory keeps; times
-come from the same cost model. Three things are kinder to a baseline than they would be in truth. Stages are
-cut evenly wherever they are wanted, also where the model's layers were not captured one by one. What passes
-between stages costs a link's latency, but no bytes. And a parameter of several sections is reduced by one of
-them alone.
+The sections are those of the compared plan, whole, from the IR in its directory; times come from the same
+cost model. Three simplifications favour baselines. Stages are cut evenly wherever they are wanted, even if
+the model's layers were not captured one by one. Activations between stages cost a link's latency, but no
+bytes. A parameter of several sections is reduced by one of them alone.
 """
 
 from __future__ import annotations
@@ -42,11 +41,12 @@ UNBOUNDED_IN_FLIGHT = 1 << 30  # micro-batches in flight: more than a step has
 
 @dataclass(frozen=True)
 class BaselineContext:
-    """What all baselines of a plan share: `plan` has every section whole, on rank 0; `ranks` is how many
-    devices there are, also where the plan leaves some idle.
+    """What all baselines of a plan share.
 
-    `late` has the edges that only the last stage of their consumer needs, such as a teacher's hidden states
-    for a student's loss.
+    plan: the plan with every section whole, on rank 0.
+    ranks: number of devices, including those that the plan leaves idle.
+    last_stage_edges: edges that only the last stage of their consumer needs, such as a teacher's hidden
+        states for a student's loss.
     """
 
     plan: Plan
@@ -55,17 +55,18 @@ class BaselineContext:
     last_stage_edges: frozenset[str]
 
     def mean_tokens(self, pattern: InputPattern) -> int:
-        """Of the mean sample of a pattern."""
+        """Tokens of the mean sample of a pattern."""
         return count_tokens(self.plan, self.work.mean_micro_batch_sizes(pattern, 1))
 
 
 @dataclass(frozen=True)
 class SectionLayout:
-    """A section under a layout: its configuration and its ranks, ordered (dp, pp, tp) with tp fastest.
+    """A section under a layout: its candidate, its ranks in order (dp, pp, tp) with tp fastest, and its
+    memory on one rank.
 
-    `memory` is that of one of its ranks, `turns` how many micro-batches that counts where their number is not
-    bounded, and `room` how many more than 1F1B needs a stage may hold between forward and backward, None for
-    as many as bytes allow.
+      alternating_in_flight: micro-batches that memory counts where their number is not bounded.
+      extra_in_flight: how many micro-batches more than 1F1B needs a stage may hold, None for as many as bytes
+          allow.
     """
 
     chosen: Candidate
@@ -75,42 +76,42 @@ class SectionLayout:
     extra_in_flight: int | None = 0
 
     def in_flight(self, stage: int) -> int:
-        """How many micro-batches a stage may hold, 0 where nothing else asks for more than a few."""
+        """In-flight limit of a stage; 0 if only few are needed."""
         if self.extra_in_flight is None:
             return UNBOUNDED_IN_FLIGHT
         return self.chosen.pp - stage + self.extra_in_flight if self.chosen.pp > 1 else self.extra_in_flight
 
     def counted_in_flight(self, stage: int) -> int:
-        """How many of them its memory is counted with."""
+        """Number of micro-batches in flight that the memory estimate counts."""
         bounded = 0 if self.extra_in_flight is None else self.in_flight(stage)
         return min(bounded or self.alternating_in_flight, self.chosen.micro_batches)
 
     def stage_of(self, rank: int) -> int:
-        """The stage that a rank has, -1 for ranks of other sections."""
+        """Stage of a rank, -1 for ranks of other sections."""
         return self.ranks.index(rank) // self.chosen.tp % self.chosen.pp if rank in self.ranks else -1
 
     def bytes_on_rank(self, rank: int) -> int:
-        """Bytes on a rank."""
+        """Bytes of this section on a rank."""
         stage = self.stage_of(rank)
         return self.memory.total_bytes(self.counted_in_flight(stage)) if stage >= 0 else 0
 
 
 @dataclass(frozen=True)
 class BaselineLayout:
-    """Each section's part, by name. `samples`: how many mean samples' tokens fill a micro-batch. `ahead`: who
-    does all forwards first."""
+    """Layouts by section name. A micro-batch is filled up to the tokens of `samples_per_micro_batch` mean
+    samples; sections in `forwards_first` do all forwards first."""
 
     sections: Mapping[str, SectionLayout]
     samples_per_micro_batch: int
     forwards_first: frozenset[str] = frozenset()
 
     def bytes_on_rank(self, rank: int) -> int:
-        """Bytes on a rank."""
+        """Bytes of all sections on a rank."""
         return sum(part.bytes_on_rank(rank) for part in self.sections.values())
 
     def peak_bytes(self) -> int:
-        """Bytes on the rank that needs the most. Parts of alike ranks: the first ones of their stages
-        tell."""
+        """Bytes on the fullest rank. Replicas are alike, so only the first rank of each stage is
+        considered."""
         return max(
             self.bytes_on_rank(r)
             for part in self.sections.values()
@@ -119,12 +120,13 @@ class BaselineLayout:
 
     @property
     def used_ranks(self) -> int:
-        """How many devices have work."""
+        """Number of devices with work."""
         return len({r for part in self.sections.values() for r in part.ranks})
 
 
 def load_context(directory: Path) -> BaselineContext:
-    """The base of the plan in `directory`. Raises UserError for a directory without the IR of a plan."""
+    """Loads the context of the plan in `directory`. Raises UserError for a directory without the IR of a
+    plan."""
     plan = load_plan(directory)
     steps, path = what_if.load_before_allocate(directory)
     module = module_text.parse_module(path.read_text(), str(path))
@@ -153,7 +155,7 @@ def load_context(directory: Path) -> BaselineContext:
 
 
 def _reaches_layers(module: ModuleOp, edge: Edge) -> bool:
-    """Whether several calls of its consumer depend on what an edge brings: then the first stage needs it."""
+    """Whether several calls of the consumer depend on an edge: then its first stage needs it."""
     for body in module.walk():
         if isinstance(body, BodyOp) and body.section.root_reference.data == edge.dst:
             reached = {
@@ -173,7 +175,7 @@ def _reaches_layers(module: ModuleOp, edge: Edge) -> bool:
 
 
 def count_tokens(plan: Plan, sizes: Mapping[str, int]) -> int:
-    """The entries of a sample's labels; at least 1."""
+    """Number of entries of a sample's labels; at least 1."""
     labels = next((i for i in plan.inputs if i.key == plan.labels_key), None)
     return max(1, prod(evaluate_expr(d, sizes) for d in labels.dims)) if labels is not None else 1
 
@@ -200,10 +202,10 @@ def plan_from_layout(base: BaselineContext, layout: BaselineLayout) -> Plan:
             "",
             a.mode != "forward" and b.mode != "forward",
         )
-        for own in stages.values()
-        for a, b in pairwise(own)
+        for own_stages in stages.values()
+        for a, b in pairwise(own_stages)
     ]
-    sections = _deduplicate_parameters([s for own in stages.values() for s in own])
+    sections = _deduplicate_parameters([s for own_stages in stages.values() for s in own_stages])
     world = 1 + max(r for s in sections for r in s.mesh.ranks)
     model = _model_on_rank(base.plan, sections)
     return dataclasses.replace(
@@ -212,9 +214,9 @@ def plan_from_layout(base: BaselineContext, layout: BaselineLayout) -> Plan:
 
 
 def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayout) -> Iterator[Section]:
-    """A section's stages, alike in time; itself alone without pipeline."""
-    part = layout.sections[section.name]
-    c = part.chosen
+    """Yields a section's stages with equal times; the section itself without a pipeline."""
+    layout_of_section = layout.sections[section.name]
+    c = layout_of_section.chosen
     rank = compute_rank_load(base.work.loads[section.name], c.tp, c.pp, base.work.cluster)
     cost = Cost(
         rank.forward_ns,
@@ -224,16 +226,18 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
     )
     shares = list(_split_parameters(base.plan, section.params, c.pp))
     for i in range(c.pp):
-        own = tuple(r for k, r in enumerate(part.ranks) if k // c.tp % c.pp == i)
-        named = {"name": f"{section.name}.{i}", "pipeline": section.name, "stage": i} if c.pp > 1 else {}
+        stage_ranks = tuple(r for k, r in enumerate(layout_of_section.ranks) if k // c.tp % c.pp == i)
+        stage_fields = (
+            {"name": f"{section.name}.{i}", "pipeline": section.name, "stage": i} if c.pp > 1 else {}
+        )
         yield dataclasses.replace(
             section,
-            **named,
-            mesh=Mesh(own, c.dp, 1, c.tp),
+            **stage_fields,
+            mesh=Mesh(stage_ranks, c.dp, 1, c.tp),
             params=shares[i],
             cost=cost,
             micro_batch=base.plan.global_batch,  # tokens and bytes bound what is packed
-            in_flight=part.in_flight(i),
+            in_flight=layout_of_section.in_flight(i),
             room_bytes=_in_flight_bytes(base.work, rank, layout, i),
             sharding=c.sharding,
             recompute=c.recompute,
@@ -241,7 +245,7 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
 
 
 def _in_flight_bytes(work: Workload, load: SectionLoad, layout: BaselineLayout, stage: int) -> int:
-    """What the micro-batches of a stage may keep, as plans bound it
+    """Bytes that the micro-batches of a stage may keep, bounded as in plans
     (`secc.alloc.refine.in_flight_limits`)."""
     if load.mode == "forward":
         return 0
@@ -260,27 +264,27 @@ def _in_flight_bytes(work: Workload, load: SectionLoad, layout: BaselineLayout, 
 
 
 def _split_parameters(plan: Plan, params: tuple[str, ...], parts: int) -> Iterator[tuple[str, ...]]:
-    """Parameters cut in their order into parts of about the same bytes."""
+    """Splits parameters, in order, into parts of about equal bytes."""
     sizes = [parameter_bytes(plan, name) for name in params]
-    total, found, passed = sum(sizes), [list[str]() for _ in range(parts)], 0
-    for name, own in zip(params, sizes, strict=True):
-        found[min(parts - 1, (passed + own // 2) * parts // max(total, 1))].append(name)
-        passed += own
-    yield from map(tuple, found)
+    total, parts_of_parameters, bytes_before = sum(sizes), [list[str]() for _ in range(parts)], 0
+    for name, size in zip(params, sizes, strict=True):
+        parts_of_parameters[min(parts - 1, (bytes_before + size // 2) * parts // max(total, 1))].append(name)
+        bytes_before += size
+    yield from map(tuple, parts_of_parameters)
 
 
 def _deduplicate_parameters(sections: list[Section]) -> list[Section]:
-    """The sections with each parameter left to the first that holds it."""
+    """Sections with each parameter left only in the first section that holds it."""
     seen: set[str] = set()
-    found: list[Section] = []
+    deduplicated: list[Section] = []
     for s in sections:
-        found.append(dataclasses.replace(s, params=tuple(p for p in s.params if p not in seen)))
+        deduplicated.append(dataclasses.replace(s, params=tuple(p for p in s.params if p not in seen)))
         seen |= set(s.params)
-    return found
+    return deduplicated
 
 
 def _model_on_rank(plan: Plan, sections: list[Section]) -> ModelRef:
-    """The table of parameters with what a rank has of each under tensor parallelism."""
+    """Table of parameters with the entries that one rank has under tensor parallelism."""
     table = dict(plan.model.parameters)
     for s in sections:
         for name in s.params if s.mesh.tp > 1 else ():
@@ -291,5 +295,5 @@ def _model_on_rank(plan: Plan, sections: list[Section]) -> ModelRef:
 
 
 def count_layers(base: BaselineContext, section: str) -> int:
-    """How many layers a section can be cut between; at least 1."""
+    """Number of layers between which a section can be cut; at least 1."""
     return max(1, base.work.stackable_layers(base.work.loads[section]))

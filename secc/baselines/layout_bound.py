@@ -1,9 +1,9 @@
-"""The least that a step of given micro-batches takes, without its order: what makes most layouts not worth
-ordering.
+"""Lower bound on the step time of fixed micro-batches. Layouts with a bound above the best known step are
+skipped without scheduling them.
 
-A rank does all the work that it has. A stage behind others starts no sooner than the shortest micro-batch has
-passed them, and is followed by what their backwards take, unless its own are split: then gradients of
-weights, for which nobody waits, may end the step.
+A rank does all its work. A later stage starts no sooner than the shortest micro-batch has passed the earlier
+ones, and is followed by the earlier stages' backwards, unless its own backwards are split: then weight
+gradients, for which nothing waits, may end the step.
 """
 
 from __future__ import annotations
@@ -18,23 +18,29 @@ from secc.runtime.schedule.batch_packing import AssignedMicroBatches
 
 
 def layout_lower_bound(plan: Plan, costs: PredictedCosts, cuts: Mapping[str, AssignedMicroBatches]) -> int:
-    """Ns that no order of the micro-batches `cuts`, by whole sections, can beat."""
+    """Returns ns that no order of these micro-batches can beat. `cuts` has the micro-batches by whole
+    section."""
     busy: defaultdict[int, int] = defaultdict(int)  # by the first rank of a replica
-    staged = 0
+    stage_bound = 0
     for name, stages in plan.pipelines.items():
         replicas, lots = [r for r, _ in cuts[name]], [lot for _, lot in cuts[name]]
         head, tail = [0] * len(lots), [0] * len(lots)  # what earlier stages take before and after
         for s in stages:
             forward, backward = costs.micro_batch_times(s, lots)
             ranks = replica_first_ranks(s)
-            work, first, last = ([0] * len(ranks), dict[int, int](), dict[int, int]())
-            for r, f, b, before, after in zip(replicas, forward, backward, head, tail, strict=True):
+            work, shortest_before, shortest_after = ([0] * len(ranks), dict[int, int](), dict[int, int]())
+            for r, f, b, head_ns, tail_ns in zip(replicas, forward, backward, head, tail, strict=True):
                 work[r] += f + b
-                first[r] = min(first.get(r, before), before)
-                last[r] = min(last.get(r, after), after)
+                shortest_before[r] = min(shortest_before.get(r, head_ns), head_ns)
+                shortest_after[r] = min(shortest_after.get(r, tail_ns), tail_ns)
             for r, rank in enumerate(ranks):
                 busy[rank] += work[r]
-                staged = max(staged, work[r] + first.get(r, 0) + (0 if s.weight_permille else last.get(r, 0)))
-            awaited = map(int.__sub__, backward, weight_backward_times(s, backward))
-            head, tail = list(map(int.__add__, head, forward)), list(map(int.__add__, tail, awaited))
-    return max(staged, *busy.values(), 0)
+                stage_bound = max(
+                    stage_bound,
+                    work[r]
+                    + shortest_before.get(r, 0)
+                    + (0 if s.weight_permille else shortest_after.get(r, 0)),
+                )
+            input_gradients = map(int.__sub__, backward, weight_backward_times(s, backward))
+            head, tail = list(map(int.__add__, head, forward)), list(map(int.__add__, tail, input_gradients))
+    return max(stage_bound, *busy.values(), 0)

@@ -1,20 +1,19 @@
-"""The published schemes: for each its layouts, the best first by closed form, and the order in which samples
-pass.
+"""The published schemes: for each its layouts, the best first by closed form, and the order of samples.
 
-| name | devices | order |
-| --- | --- | --- |
-| uniform (Megatron-LM) | every section on all, one (tp, pp, dp); encoders in the first stage | dataset, 1F1B
-|
-| colocate (FSDP2) | every section on every device, data parallel | dataset |
-| mimo (Megatron-Core MIMO) | apart, replicas in powers of two | dataset |
-| disttrain | apart | largest first to the least loaded, small micro-batches first |
-| entrain | apart, from mean loads | equal encoder load in each micro-batch, the rest deferred |
-| spindle | level by level on all devices, shared within a level so that all end together | dataset, wave by
-wave |
-| bubble (Optimus) | every device has encoders and the anchor, whose pipeline's bubbles encoders fill |
-dataset |
+- uniform (Megatron-LM): every section on all devices with one (tp, pp, dp), encoders in the first stage;
+  dataset order, 1F1B.
+- colocate (FSDP2): every section on every device, data parallel; dataset order.
+- mimo (Megatron-Core MIMO): sections on separate devices, replicas in powers of two; dataset order.
+- disttrain: sections on separate devices; largest samples first to the least loaded replica, small
+  micro-batches first.
+- entrain: sections on separate devices by their mean loads; equal encoder load in each micro-batch, the rest
+  deferred.
+- spindle: level by level on all devices, shared within a level such that all end together; dataset order,
+  wave by wave.
+- bubble (Optimus): every device has encoders and the anchor; encoders fill the bubbles of the anchor's
+  pipeline; dataset order.
 
-docs/baselines.md says what of each is not modelled.
+docs/baselines.md says what is not modelled of each.
 """
 
 from __future__ import annotations
@@ -32,18 +31,19 @@ from secc.cost.model.memory import ReducedGradients
 
 @dataclass(frozen=True)
 class BaselineScheme:
-    """A baseline: its layouts for the section that is its anchor, and its order of samples."""
+    """A baseline: its layouts, given the section that is its anchor, and its order of samples."""
 
     layouts: Callable[[BaselineSpace, str], list[BaselineLayout]]
     order: PackingOrder
 
 
-def _rank_layouts(found: Iterator[tuple[int, BaselineLayout]]) -> list[BaselineLayout]:
-    return [layout for _, layout in sorted(found, key=lambda pair: pair[0])[:MAX_RANKED_LAYOUTS]]
+def _rank_layouts(timed_layouts: Iterator[tuple[int, BaselineLayout]]) -> list[BaselineLayout]:
+    """The `MAX_RANKED_LAYOUTS` best layouts by closed-form time."""
+    return [layout for _, layout in sorted(timed_layouts, key=lambda pair: pair[0])[:MAX_RANKED_LAYOUTS]]
 
 
 def _total_time(chosen: ChosenCandidates) -> int:
-    """What a step takes where all sections are on all devices."""
+    """Closed-form step time where all sections are on all devices."""
     return sum(c.time_ns for c in chosen.values())
 
 
@@ -59,22 +59,23 @@ def _separate_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]
 
 
 def _layouts_of_separate(
-    space: BaselineSpace, ways: Sequence[ChosenCandidates], anchor: str
+    space: BaselineSpace, choices: Sequence[ChosenCandidates], anchor: str
 ) -> list[BaselineLayout]:
-    """Sections that wait for others' backwards hold as many micro-batches as they have memory for."""
-    found: list[BaselineLayout] = []
-    for chosen in ways:
+    """Layouts with sections on separate ranks. Sections that wait for others' backwards hold as many
+    micro-batches as memory allows."""
+    layouts: list[BaselineLayout] = []
+    for chosen in choices:
         parts, start = dict[str, SectionLayout](), 0
         for name in sorted(chosen, key=lambda n: n != anchor):
             c = chosen[name]
-            held = space.max_in_flight(name, c)
-            more = max(0, held - c.pp) if name in space.awaited else 0
+            in_flight = space.max_in_flight(name, c)
+            extra = max(0, in_flight - c.pp) if name in space.awaited else 0
             parts[name] = space.section_layout(
-                name, c, range(start, start + c.ranks), held if c.pp == 1 else more
+                name, c, range(start, start + c.ranks), in_flight if c.pp == 1 else extra
             )
             start += c.ranks
-        found.append(BaselineLayout({n: parts[n] for n in chosen}, chosen[anchor].micro_batch))
-    return found
+        layouts.append(BaselineLayout({n: parts[n] for n in chosen}, chosen[anchor].micro_batch))
+    return layouts
 
 
 # -- sections together
@@ -85,8 +86,8 @@ def _uniform_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]:
 
 
 def _uniform_meshes(space: BaselineSpace, anchor: str) -> Iterator[tuple[int, BaselineLayout]]:
-    """One mesh on all devices; the other sections whole in the first stage, or cut into as many stages as the
-    anchor."""
+    """Yields layouts with one mesh on all devices; other sections are whole in the first stage, or cut
+    into as many stages as the anchor."""
     for tp, pp, dp, size in _anchor_meshes(space, anchor):
         for deep in (False, True) if pp > 1 else (False,):
             stages = {
@@ -97,12 +98,14 @@ def _uniform_meshes(space: BaselineSpace, anchor: str) -> Iterator[tuple[int, Ba
 
 
 def _uniform_layout(space: BaselineSpace, pp: int, size: int, chosen: ChosenCandidates) -> BaselineLayout:
-    first = {
+    first_stage_ranks = {
         n: tuple(r for r in range(space.ranks) if r // c.tp % pp == 0) for n, c in chosen.items() if c.pp < pp
     }
     return BaselineLayout(
         {
-            n: space.section_layout(n, c, first.get(n, range(space.ranks)), pp if n in first else 0)
+            n: space.section_layout(
+                n, c, first_stage_ranks.get(n, range(space.ranks)), pp if n in first_stage_ranks else 0
+            )
             for n, c in chosen.items()
         },
         size,
@@ -110,8 +113,7 @@ def _uniform_layout(space: BaselineSpace, pp: int, size: int, chosen: ChosenCand
 
 
 def _anchor_meshes(space: BaselineSpace, anchor: str) -> Iterator[tuple[int, int, int, int]]:
-    """(tp, pp, dp, mean samples in a micro-batch) of an anchor that takes all devices, or as many as its
-    replicas fill."""
+    """Yields (tp, pp, dp, mean samples in a micro-batch) of an anchor that takes all devices."""
     for tp, pp, size in product(space.tp_degrees(), space.stage_counts(anchor), MICRO_BATCH_SIZES):
         dp = space.ranks // (tp * pp)
         if dp and dp * tp * pp == space.ranks and size in space.micro_batch_sizes(anchor, dp):
@@ -119,7 +121,7 @@ def _anchor_meshes(space: BaselineSpace, anchor: str) -> Iterator[tuple[int, int
 
 
 def _colocate_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]:
-    """Parameters, gradients and optimizer states lie sharded over all devices; gathering them again is taken
+    """Parameters, gradients and optimizer states are sharded over all devices; gathering them is assumed
     to cost nothing."""
     return _rank_layouts(_sharded_layouts(space, anchor))
 
@@ -141,7 +143,7 @@ def _sharded_layout(space: BaselineSpace, size: int, chosen: ChosenCandidates) -
 
 
 def _shard_over_all(part: SectionLayout, ranks: int) -> SectionLayout:
-    """With the states of a rank's shards, and gradients only while they are on their way."""
+    """Layout of a section with the states of one rank's shard, and gradients only until they are reduced."""
     m, whole = part.memory, ("optimizer",) if part.chosen.sharding == "none" else ()
     shards = {key: getattr(m, key) // ranks for key in ("parameters", "gradients", *whole)}
     return replace(
@@ -150,8 +152,8 @@ def _shard_over_all(part: SectionLayout, ranks: int) -> SectionLayout:
 
 
 def _bubble_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]:
-    """The anchor as in `uniform`; every device has a whole encoder (over tp), and runs it whenever its stage
-    waits."""
+    """The anchor as in `uniform`; every device has a whole encoder (over tp) and runs it whenever its
+    stage waits."""
     return _rank_layouts(_bubble_meshes(space, anchor))
 
 
@@ -209,7 +211,7 @@ def _spindle_layout(
 
 
 def _share_level(space: BaselineSpace, level: Sequence[str], tp: int) -> Iterator[tuple[str, int, int]]:
-    """(section, first replica, replicas) of a level's sections, side by side."""
+    """Yields (section, first replica, replicas) of a level's sections, next to each other."""
     counts = _proportional_replicas(
         [max(1, _time_on_one_replica(space, n, tp)) for n in level], space.ranks // tp
     )
@@ -217,7 +219,7 @@ def _share_level(space: BaselineSpace, level: Sequence[str], tp: int) -> Iterato
 
 
 def _section_levels(space: BaselineSpace) -> list[list[str]]:
-    """Sections by how many others come before them."""
+    """Sections by the length of the longest path from a source."""
     depth = dict.fromkeys(space.names, 0)
     for name in space.names:  # producers first
         for c in space.base.work.crossings:
@@ -227,13 +229,13 @@ def _section_levels(space: BaselineSpace) -> list[list[str]]:
 
 
 def _time_on_one_replica(space: BaselineSpace, section: str, tp: int) -> int:
-    """What a section takes on one replica."""
+    """Ns of a section's step on one replica."""
     return space.recompute_variants(section, (tp, 1, 1), 1)[0].time_ns
 
 
 def _proportional_replicas(work: Sequence[int], replicas: int) -> list[int]:
-    """How many of `replicas` each gets so that all end together: in proportion to their work, rounded down,
-    the rest to the slowest."""
+    """Replicas of each section such that all end together: in proportion to work, rounded down, the rest
+    to the slowest."""
     if replicas < len(work):
         return [0] * len(work)
     counts = [max(1, w * replicas // sum(work)) for w in work]

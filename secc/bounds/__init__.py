@@ -1,2 +1,5 @@
-"""What can be said about schedules without running them: what each sample owes, and how short no step can
-be."""
+"""Lower bounds on step time that hold for every schedule, and the per-sample work that they are computed
+from.
+
+Imports `secc.cost.model`, `secc.cluster` and the runtime's plan; nothing here schedules.
+"""

@@ -1,17 +1,17 @@
-"""How much of a micro-batch's time each of its samples accounts for, whatever else is in the micro-batch.
+"""Splits the time of a micro-batch into shares of its samples that hold whatever else is in the micro-batch.
 
 A bound over all ways to form micro-batches needs numbers `w(x)` such that every micro-batch M of at most m
-samples takes at least the sum of `w(x)` over M. The time is a text over the micro-batch's symbols. Its
+samples takes at least the sum of `w(x)` over M. The time is an expression over the micro-batch's symbols. Its
 polynomial parts are read as sums of monomials:
 
-- A monomial with a rows symbol and a coefficient that is not negative is *additive*: rows add up, widths take
-  their maximum, so it is at
-  least the sum of its values for the samples alone. Whole division rounds down, which keeps that true. Where
-  a coefficient is negative, widths count from 1, so that `B*S - B`, which is `B*(S - 1)`, has none.
+- A monomial with a rows symbol and a nonnegative coefficient is *additive*: rows add up and widths take their
+  maximum, so it is at least the sum of its values for the samples alone. Floor division keeps that true.
+  Where a coefficient is negative, widths are counted from 1, so that `B*S - B`, which is `B*(S - 1)`, has no
+  negative one.
 - Anything else (constants, such as the time to issue operations, and monomials of widths) does not fall when
-  samples join, so it is at
-  least its value for each of m samples alone, and therefore at least the m-th part of their sum.
-- Of a maximum any branch is a lower bound; the caller takes the one that says most.
+  samples are added, so it is at least its value for each of m samples alone, and therefore at least the m-th
+  part of their sum.
+- Any branch of a maximum is a lower bound; the caller takes the largest.
 
 So `w(x) = additive(x) + rest(x) / m`.
 """
@@ -31,8 +31,8 @@ from secc.runtime.plan.schema import Symbol
 
 @dataclass(frozen=True)
 class AdditiveParts:
-    """Two texts over symbols whose sum is at most the time: the additive part, and a rest that never falls
-    when samples join."""
+    """Two expressions with a sum of at most the time: the additive part, and a rest that never falls when
+    samples are added."""
 
     additive: str
     rest: str
@@ -40,8 +40,10 @@ class AdditiveParts:
 
 @cache
 def split_additive(text: str, symbols: tuple[Symbol, ...]) -> tuple[AdditiveParts, ...]:
-    """The parts of a time, one entry for each branch of its maxima. Raises ValueError for what is no size
-    expression."""
+    """Splits a time expression into its additive part and rest, one entry for each branch of its maxima.
+
+    Raises ValueError for text that is not a size expression.
+    """
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError:
@@ -88,8 +90,8 @@ def _is_polynomial(node: ast.expr) -> bool:
 
 
 def _split_monomials(node: ast.expr, symbols: tuple[Symbol, ...]) -> BranchTerms:
-    """A polynomial's monomials; as a whole it counts as rest where a coefficient is negative, because nothing
-    is known of its parts."""
+    """Splits the monomials of a polynomial. If a coefficient stays negative, the whole polynomial counts
+    as rest."""
     whole = size_expr.parse_expr(ast.unparse(node))
     widths = [size_expr.size_symbol(s.name) for s in symbols if s.kind == "width"]
     rows = {size_expr.size_symbol(s.name) for s in symbols if s.kind == "rows"}

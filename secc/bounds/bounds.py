@@ -1,39 +1,40 @@
-"""Certified lower bounds on the time of a step: no order of the samples, and no way to deal them to replicas,
-can be faster.
+"""Certified lower bounds on step time: no order of the samples, and no assignment to replicas, can be faster.
 
-The *schedule bound* holds for the plan's allocation: which ranks each section has, and at most how many
-samples a micro-batch holds. The *plan bound* holds for every allocation of the same devices: all work, at the
-least each sample can add, spread evenly. Both assume only what costs promise: a micro-batch takes at least as
-long as each of its samples alone, and at least the sum of their weights (`secc/bounds/additive.py`). A `Unit`
-is a sample's forward and backward in one section; its head and tail are the times that must pass before its
+The *schedule bound* holds for the plan's allocation: the ranks of each section, and the most samples in a
+micro-batch. The *plan bound* holds for every allocation of the same devices: all work, at the least that each
+sample can add, spread evenly. Both assume only that a micro-batch takes at least as long as each of its
+samples alone, and at least the sum of their weights (`secc/bounds/additive.py`). A `SampleVisit` is a
+sample's forward and backward in one section; its *head* and *tail* are the times that must pass before its
 start and after its end (`secc/bounds/work.py`).
 
-A *pool* is a set of q0 ranks on which some sections' work must be done: the ranks of one section, of sections
-that share ranks, or all. Take any set S of jobs of these sections: whole units, or their forwards or
-backwards alone, of weight w, head h and tail t. Let T be the time of the step.
+A *pool* is a set of q0 ranks on which the work of some sections must be done: the ranks of one section, of
+sections that share ranks, or all ranks. Let S be any set of jobs of these sections (whole visits, or their
+forwards or backwards alone) of weight w, head h and tail t, and let T be the step time.
 
-*Sets.* Some number q <= q0 of ranks have jobs of S. On each of these nothing of S starts before the head of
-its first job of S, and the step ends no sooner than the tail of its last job after that job's end; in between
-lies all its work of S. So T >= h + work + t there. (A micro-batch starts when all its samples may and its
-work is at least its samples' weights, so this holds for micro-batches of several samples, too.) Summed over
-the q ranks, whose first jobs are different jobs, as are their last ones:
+*Sets.* Some number q <= q0 of ranks have jobs of S. On each of them nothing of S starts before the head of
+its first job of S, and the step ends no sooner than the tail of its last job after that job's end; all its
+work of S lies in between. So T >= h + work + t there. (A micro-batch starts when all its samples may, and its
+work is at least its samples' weights, so this holds for micro-batches of several samples, too.) The first
+jobs of the q ranks are different jobs, and so are the last ones. Summed over these ranks:
+
     q T >= sum of w over S + the q smallest heads + the q smallest tails.
-The bound is the least over q, because idle ranks are allowed. Heads and tails of units are those of the
-forward's start and of the backward's end, which lie on the same rank. The sets tried are prefixes: the
-largest weights, heads, tails, heads and tails together.
+
+The bound is the minimum over q, because ranks may stay idle. Heads and tails of visits are those of the
+forward's start and of the backward's end, which are on the same rank. The sets that are tried are prefixes:
+of the largest weights, heads, tails, and heads and tails together.
 
 *Packing.* Of the k q0 + 1 largest jobs some rank has at least k + 1, which take at least as long as the k + 1
-smallest of them. So T >= min h + that + min t, the minima over these jobs.
+smallest of them. So T >= min h + that + min t, with the minima over these jobs.
 
-*Chain.* T >= h + duration + t of every job: the longest way through one sample's own work.
+*Chain.* T >= h + duration + t of every job: the longest path through one sample's own work.
 
-*Even.* A replica of several ranks holds them all for as long as its work takes. The ranks' times together are
-no more than T each, so T is at least all that work over the number of ranks: the plan bound, which pools do
-not imply where replicas of different widths share ranks. So it is taken for such ranks alone, too.
+*Even.* A replica of several ranks occupies all of them while it works. The ranks' times sum to at most T
+each, so T is at least all that work over the number of ranks: the plan bound. Pools do not imply it where
+replicas of different widths share ranks, so it is also applied to such ranks alone.
 
-Heads, tails and chains include messages between ranks at their fastest, and tails the reduction of the
-section's gradients, which follows its last backward. After the last reduction every rank waits for all others
-(the global norm), and then takes its optimizer step: the longest of these adds to any bound.
+Heads, tails and chains include messages between ranks at their fastest, and tails include the reduction of
+the section's gradients, which follows its last backward. After the last reduction every rank waits for all
+others (the global norm) and then takes its optimizer step: the longest of these adds to any bound.
 """
 
 from __future__ import annotations
@@ -47,15 +48,13 @@ from secc.bounds.work import BatchWork, SampleVisit
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import SampleMeta, owes_backward
 
-MAX_TRIED_PREFIXES = (
-    64  # up to so many jobs every prefix is tried, beyond that prefixes that grow by a quarter
-)
+# Up to this number of jobs every prefix is tried, beyond it prefixes that grow by a quarter.
+MAX_TRIED_PREFIXES = 64
 
 
 @dataclass(frozen=True)
 class LowerBound:
-    """A lower bound on a step in ns, and what it rests on, for people: the argument and the pool's
-    sections."""
+    """A lower bound on a step in ns, and the argument and sections that it rests on, as text."""
 
     ns: int
     reason: str
@@ -69,28 +68,32 @@ class _BoundJob:
 
 
 def schedule_bound(plan: Plan, samples: Sequence[SampleMeta]) -> LowerBound:
-    """The largest of the bounds above for one global batch.
+    """Returns the largest bound for one global batch under the plan's allocation.
 
-    Where sections run ahead it is that of a step among steps with the same batch (`secc/bounds/steady_state.py`).
+    Where sections prefetch for the next step, it is the bound of a step among steps with the same batch
+    (`secc/bounds/steady_state.py`).
     """
     return schedule_bound_of_work(BatchWork(plan, samples))
 
 
 def schedule_bound_of_work(work: BatchWork) -> LowerBound:
-    """`schedule_bound` of work that is at hand."""
+    """`schedule_bound` of work that is computed already."""
     even = LowerBound(plan_bound_of_work(work), "all work, spread evenly over all ranks")
     return max([bound_without_prefetch(work), *prefetch_work_bounds(work), even], key=lambda b: b.ns)
 
 
 def bound_without_prefetch(work: BatchWork) -> LowerBound:
-    """The bound on a step of the sections that do not run ahead."""
-    found = bound_until_optimizer(work)
-    closing = max((work.traffic.optimizer_ns(r) for r in range(work.plan.world_size)), default=0)
-    return LowerBound(found.ns + closing + work.traffic.overheads.step_ns(len(work.samples)), found.reason)
+    """Bound on a step of the sections that do not prefetch."""
+    until_optimizer = bound_until_optimizer(work)
+    optimizer_ns = max((work.traffic.optimizer_ns(r) for r in range(work.plan.world_size)), default=0)
+    return LowerBound(
+        until_optimizer.ns + optimizer_ns + work.traffic.overheads.step_ns(len(work.samples)),
+        until_optimizer.reason,
+    )
 
 
 def prefetch_work_bounds(work: BatchWork) -> list[LowerBound]:
-    """For each set of ranks on which sections run ahead, the work of one global batch on each of them."""
+    """For each set of ranks with prefetching sections: one global batch's work there, spread evenly."""
     ranks = {name: frozenset(work.replica_ranks[name]) for name in work.prefetching}
     return [
         LowerBound(
@@ -103,32 +106,33 @@ def prefetch_work_bounds(work: BatchWork) -> list[LowerBound]:
 
 
 def bound_until_optimizer(work: BatchWork) -> LowerBound:
-    """The bound on the time until all gradients are summed."""
+    """Bound on the time until all gradients are reduced."""
     best = max(_all_bounds(work), key=lambda b: b.ns)
     for name, stages in work.plan.pipelines.items():
         if len(stages) > 1 and stages[0].micro_batch == 1 and owes_backward(stages[0]):
-            found = long_sample_bound(work, stages, best.ns)
+            with_long_samples = long_sample_bound(work, stages, best.ns)
             best = (
-                LowerBound(found, f"the longest samples on the ranks of {name}") if found > best.ns else best
+                LowerBound(with_long_samples, f"the longest samples on the ranks of {name}")
+                if with_long_samples > best.ns
+                else best
             )
     return best
 
 
 def plan_bound(plan: Plan, samples: Sequence[SampleMeta]) -> int:
-    """The time in ns that the global batch's work takes if all ranks share it evenly and nothing ever
-    waits."""
+    """Ns that the global batch's work takes if all ranks share it evenly and never wait."""
     return plan_bound_of_work(BatchWork(plan, samples))
 
 
 def plan_bound_of_work(work: BatchWork) -> int:
-    """`plan_bound` of work that is at hand."""
-    total = sum(
-        sum(work.least_work(s.name)) * s.mesh.tp for s in work.sections
-    )  # all ranks of a replica take the time
+    """`plan_bound` of work that is computed already."""
+    # All tp ranks of a replica are busy for its whole work.
+    total = sum(sum(work.least_work(s.name)) * s.mesh.tp for s in work.sections)
     return -(-total // max(1, work.plan.world_size))
 
 
 def _all_bounds(work: BatchWork) -> Iterator[LowerBound]:
+    """Yields the bounds by chains, sets, packing, even spread and in-flight limits."""
     yield LowerBound(max(_chain_lengths(work), default=0), "the longest way of one sample")
     for ranks, sections in _rank_pools(work, work.replica_ranks):
         where = ", ".join(sections)
@@ -163,19 +167,20 @@ def _all_bounds(work: BatchWork) -> Iterator[LowerBound]:
 
 
 def _last_tail(u: SampleVisit) -> int:
-    """The tail of a unit's last job."""
+    """Tail of a visit's last job."""
     late = u.backward_tail if u.second_part_tail is None else u.second_part_tail
     return u.forward_tail if late is None else late
 
 
 def _chain_lengths(work: BatchWork) -> Iterator[int]:
+    """Yields the length of each sample's path through a section."""
     for name, units in work.visits.items():
         for u in units if name not in work.prefetching else ():
             yield u.forward_head + u.forward + u.forward_tail
 
 
 def _rank_pools(work: BatchWork, where: Mapping[str, Sequence[int]]) -> list[tuple[int, list[str]]]:
-    """Numbers of ranks, and the sections whose work is done there and nowhere else; `where` has the ranks of
+    """(number of ranks, sections that run there and nowhere else) of each pool; `where` has the ranks of
     sections."""
     sets = {frozenset(ranks) for name, ranks in where.items() if name not in work.prefetching}
     components = set(sets)
@@ -183,14 +188,14 @@ def _rank_pools(work: BatchWork, where: Mapping[str, Sequence[int]]) -> list[tup
         components = components - set(overlapping) | {overlapping[0] | overlapping[1]}
     names = [s.name for s in work.sections if s.name not in work.prefetching]
     pools = sets | components | {frozenset().union(*sets)}
-    inside = {pool: [n for n in names if pool.issuperset(where[n])] for pool in pools}
-    return sorted((len(pool), names) for pool, names in inside.items())
+    sections_of_pool = {pool: [n for n in names if pool.issuperset(where[n])] for pool in pools}
+    return sorted((len(pool), names) for pool, names in sections_of_pool.items())
 
 
 def _job_families(units: Sequence[SampleVisit]) -> Iterator[tuple[str, list[_BoundJob]]]:
-    """Whole units, forwards alone and backwards alone; where backwards are split, also all but either end of
-    a unit."""
-    late = [
+    """Yields (name, jobs): whole visits, forwards and backwards; with split backwards also all but either
+    end of a visit."""
+    with_backward = [
         (u, h, t) for u in units if (h := u.backward_head) is not None and (t := u.backward_tail) is not None
     ]
     totals = [u.forward_weight + u.backward_weight + u.second_part_weight for u in units]
@@ -198,21 +203,25 @@ def _job_families(units: Sequence[SampleVisit]) -> Iterator[tuple[str, list[_Bou
         "all work",
         [_BoundJob(w, u.forward_head, _last_tail(u)) for w, u in zip(totals, units, strict=True)],
     )
-    if late:
+    if with_backward:
         yield "forwards", [_BoundJob(u.forward_weight, u.forward_head, u.forward_tail) for u in units]
-        yield "backwards", [_BoundJob(u.backward_weight, h, t) for u, h, t in late]
+        yield "backwards", [_BoundJob(u.backward_weight, h, t) for u, h, t in with_backward]
     if any(u.second_part for u in units):
         yield (
             "forwards and input gradients",
-            [_BoundJob(u.forward_weight + u.backward_weight, u.forward_head, t) for u, _, t in late],
+            [_BoundJob(u.forward_weight + u.backward_weight, u.forward_head, t) for u, _, t in with_backward],
         )
         yield (
             "backwards and weights",
-            [_BoundJob(u.backward_weight + u.second_part_weight, h, _last_tail(u)) for u, h, _ in late],
+            [
+                _BoundJob(u.backward_weight + u.second_part_weight, h, _last_tail(u))
+                for u, h, _ in with_backward
+            ],
         )
 
 
 def _best_set_bound(jobs: Sequence[_BoundJob], ranks: int) -> int:
+    """The largest *sets* bound over the tried prefixes."""
     orders = (
         sorted(jobs, key=lambda j: -j.weight),
         sorted(jobs, key=lambda j: -j.head),
@@ -225,7 +234,7 @@ def _best_set_bound(jobs: Sequence[_BoundJob], ranks: int) -> int:
 
 
 def _set_bound(jobs: Sequence[_BoundJob], ranks: int) -> int:
-    """The least over q of (work + q smallest heads + q smallest tails) / q, rounded up."""
+    """Minimum over q of (work + q smallest heads + q smallest tails) / q, rounded up."""
     total = sum(j.weight for j in jobs)
     heads = accumulate(sorted(j.head for j in jobs))
     tails = accumulate(sorted(j.tail for j in jobs))
@@ -234,6 +243,7 @@ def _set_bound(jobs: Sequence[_BoundJob], ranks: int) -> int:
 
 
 def _prefix_sizes(n: int) -> Iterable[int]:
+    """Sizes of the prefixes to try: all up to `MAX_TRIED_PREFIXES`, beyond that growing by a quarter."""
     if n <= MAX_TRIED_PREFIXES:
         return range(1, n + 1)
     sizes, k = {n}, 1
@@ -244,6 +254,7 @@ def _prefix_sizes(n: int) -> Iterable[int]:
 
 
 def _packing_bound(jobs: Sequence[_BoundJob], ranks: int) -> int:
+    """The largest *packing* bound over k."""
     order = sorted(jobs, key=lambda j: -j.weight)
     weights = list(accumulate(j.weight for j in order))
     heads = list(accumulate((j.head for j in order), min))

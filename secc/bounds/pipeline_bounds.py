@@ -1,40 +1,45 @@
-"""Certified bounds that hold for pipelines only: room in flight, and what one long sample does to its
-replica.
+"""Certified bounds for pipelines: from in-flight limits, and from long samples, which delay their replica.
 
-All stages of a pipeline have the same samples on the same replica; x, y are samples, one to a micro-batch. F,
-B, W are the times of their forward, backward and, where that is split, its second part at a stage; on the
-last stage a sample has the work `w = F + B + W`. T is the time of the step. Nothing here assumes that stages
+All stages of a pipeline have the same samples on the same replica; x and y are samples, one to a micro-batch.
+F, B, W are the times of their forward, backward and, where backward is split, its second part at a stage; on
+the last stage a sample has the work `w = F + B + W`. T is the step time. Nothing here assumes that stages
 take samples in one order.
 
-*Slots.* A stage with room for C micro-batches holds one from the start of its F to the end of its B or W,
-which takes at least the *hold*: the way down to the last section that returns a gradient, the way back, and
-W. So C slots on each of the D replicas are C D machines on which the holds must be done, and sets and packing
-of `secc/bounds/bounds.py` hold for them. Room is a wish where a consumer needs several micro-batches at once,
-so this holds where none does.
+*Slots.* A stage with in-flight limit C holds a micro-batch from the start of its F to the end of its B or W,
+which takes at least the *hold*: the time down to the last section that returns a gradient, the time back, and
+W. So C slots on each of the D replicas are C D machines on which the holds must be done, and *sets* and
+*packing* of `secc/bounds/bounds.py` apply to them. The scheduler exceeds the limit only where a consumer
+needs several micro-batches at once, so this holds where no consumer does.
 
-*Long samples.* Let x be on a replica, and A the samples whose F on the last stage comes before that of x.
-Each y in A keeps x back for at least `h(y)`, its shortest F at any stage: if y is before x at the first stage
-too, while y runs there; else there is a stage where y comes after x and a next one where y comes before x,
-and while y runs on this one, x has left the former and not started here. These times are disjoint, since
-those at one stage are, and those of different stages lie between different F of x. With V the time of the F
-of x before the last stage,
-    F of x on the last stage starts at  t >= V + sum of h over A.                                          (1)
-What the last stage does before t is work of A alone, so up to t it is idle for at least V - sum of (w - h)
-over A. Let L be the time that x still takes from t on. Then sum of h over A <= T - V - L by (1), so with r
-the largest (w - h)/h of any sample the last stage of x's replica is idle for
+*Long samples.* Let x be on a replica, and A the samples with F on the last stage before that of x. Each y in
+A delays x by at least `h(y)`, its shortest F at any stage: if y is before x at the first stage too, while y
+runs there; else there is a stage where y comes after x and a next one where y comes before x, and while y
+runs on the latter, x has left the former and not started on the latter. These times are disjoint, since those
+at one stage are, and those of different stages lie between different F of x. With V the time of the F of x
+before the last stage,
+
+    F of x on the last stage starts at  t >= V + sum of h over A.                                    (1)
+
+The last stage does only work of A before t, so up to t it is idle for at least V - sum of (w - h) over A. Let
+L be the time that x still takes from t on. Then sum of h over A <= T - V - L by (1). So with r the largest (w
+- h)/h of any sample the last stage of x's replica is idle for
+
     phi(x) = V - r (T - V - L).
+
 The same holds backwards in time: let U be the time of the B of x on other stages, b(y) the shortest B of y at
-any stage, and Z the samples whose B on the last stage comes after that of x. From the end of that B to the
-end of the step it takes at least U + sum of b over Z. From t to the end of that B the stage has the F and B
-of x and of all samples in neither set. So x is kept back by S = T - V - U - F - B at most, of which a sample
-in A, in Z, in both or in neither takes at least h, b, h + b or F + B. Outside of that time the stage does at
-most w, w, w or W of such a sample's work, and the W of x. So with R the largest of (w - h)/h, (w - b)/b and
-W/(F + B) of any sample it is idle for
+any stage, and Z the samples with B on the last stage after that of x. From the end of that B to the end of
+the step it takes at least U + sum of b over Z. From t to the end of that B the stage has the F and B of x and
+of all samples in neither set. So x is delayed by S = T - V - U - F - B at most, of which a sample in A, in Z,
+in both or in neither takes at least h, b, h + b or F + B. Outside of that time the stage does at most w, w, w
+or W of such a sample's work, and the W of x. So with R the largest of (w - h)/h, (w - b)/b and W/(F + B) of
+any sample it is idle for
+
     phi'(x) = V + U - W - R S.
-In a step of time T the last stage of a replica does at most T - phi, the larger one of the worst of its
-samples. Sort samples by phi. Some replica has the first; as soon as the first few are more work than the
-worst k replicas can do, another one has one of these, which costs it at least the phi of the last of them.
-The bound is the least T in which D replicas, charged like this, can do all work.
+
+In a step of time T the last stage of a replica does at most T - phi, with the largest phi or phi' of its
+samples. Sort samples by it. Some replica has the first; as soon as the first few are more work than the worst
+k replicas can do, another one has one of these, which costs it at least the phi of the last of them. The
+bound is the least T in which D replicas, charged like this, can do all work.
 """
 
 from __future__ import annotations
@@ -52,13 +57,13 @@ PhiLine = tuple[int, int]  # a and b of (a - b T) / divisor
 
 @dataclass(frozen=True, slots=True)
 class _SampleCharge:
-    """A sample's work on a pipeline's last stage, and the lines over T of which the largest is its phi."""
+    """A sample's work on a pipeline's last stage, and the lines over T with phi as their maximum."""
 
     work: int
     lines: tuple[PhiLine, ...]
 
     def idle_ns(self, time: int, divisor: int) -> int:
-        """For how long a replica's last stage is idle, rounded down."""
+        """phi: idle time of the last stage of the sample's replica in a step of `time`, rounded down."""
         return max(0, *((a - b * time) // divisor for a, b in self.lines))
 
 
@@ -66,8 +71,8 @@ class _SampleCharge:
 
 
 def hold_times(work: BatchWork, section: Section, trips: Mapping[tuple[str, int], int]) -> list[int]:
-    """For each unit, the least time that it takes room at a stage for, in ns; of a micro-batch of several at
-    least their sum."""
+    """For each visit the least time, in ns, that it occupies a slot of a stage; for a micro-batch of
+    several samples at least their sum."""
     return [
         (trips[u.section, u.sample] + u.backward + u.second_part) // section.micro_batch
         for u in work.visits[section.name]
@@ -75,24 +80,25 @@ def hold_times(work: BatchWork, section: Section, trips: Mapping[tuple[str, int]
 
 
 def round_trip_times(work: BatchWork) -> dict[tuple[str, int], int]:
-    """From the start of each forward to the earliest start of its backward, in ns, by section and sample."""
+    """Time from the start of each forward to the earliest start of its backward, in ns, by section and
+    sample."""
     units = {(u.section, u.sample): u for units in work.visits.values() for u in units}
     trips: dict[tuple[str, int], int] = {}
     for s in reversed(work.sections):
-        back = [a for a in work.edges if a.src == s.name and a.returns_gradient]
+        returning = [a for a in work.edges if a.src == s.name and a.returns_gradient]
         for u in work.visits[s.name]:
-            ways = (
+            returns = (
                 a.message_ns[p] * 2 + trips[a.dst, p] + units[a.dst, p].backward
-                for a in back
+                for a in returning
                 for p in (u.sample,)
                 if p in a.message_ns
             )
-            trips[s.name, u.sample] = u.forward + max(ways, default=0)
+            trips[s.name, u.sample] = u.forward + max(returns, default=0)
     return trips
 
 
 def has_in_flight_slots(work: BatchWork, section: Section) -> bool:
-    """Whether a stage never holds more than it has room for: no consumer outside of the pipeline makes it."""
+    """Whether a stage never exceeds its in-flight limit: no consumer outside the pipeline forces it to."""
     if not section.pipeline or not section.in_flight or not owes_backward(section):
         return False
     stages = {s.name for s in work.sections if s.user_section_name == section.user_section_name}
@@ -103,8 +109,7 @@ def has_in_flight_slots(work: BatchWork, section: Section) -> bool:
 
 
 def long_sample_bound(work: BatchWork, stages: Sequence[Section], least: int) -> int:
-    """The bound by long samples in ns, or `least` where it says no more than that. Stages take one sample at
-    a time."""
+    """Bound by long samples in ns, or `least` if it is not larger. Stages must take one sample at a time."""
     units = [{u.sample: u for u in work.visits[s.name]} for s in stages]
     ways, divisor = _sample_charges([[by[p] for by in units] for p in sorted(units[0])])
     if not ways or _replicas_suffice(ways, divisor, stages[-1].mesh.dp, least):
@@ -121,26 +126,26 @@ def long_sample_bound(work: BatchWork, stages: Sequence[Section], least: int) ->
 
 
 def _sample_charges(samples: Sequence[Sequence[SampleVisit]]) -> tuple[list[_SampleCharge], int]:
-    """The ways of samples, each given by its units from the first stage to the last, and the divisor of their
-    lines."""
-    keeps = [_shortest_passes(units) for units in samples]
-    if not samples or any(h == 0 or b == 0 for h, b in keeps):
+    """Charges of samples, each given by its visits from the first stage to the last, and the common
+    divisor of their lines."""
+    shortest = [_shortest_passes(units) for units in samples]
+    if not samples or any(h == 0 or b == 0 for h, b in shortest):
         return [], 1
-    rates, both = [], []
-    for units, (h, b) in zip(samples, keeps, strict=True):
+    rates, rates_with_backward = [], []
+    for units, (h, b) in zip(samples, shortest, strict=True):
         last, w = units[-1], _visit_work(units[-1])
         rates.append(Fraction(w - h, h))
-        both += [Fraction(w - b, b), Fraction(last.second_part, last.forward + last.backward)]
-    r, both_ways = max(rates), max(rates + both)
-    divisor = r.denominator * both_ways.denominator
+        rates_with_backward += [Fraction(w - b, b), Fraction(last.second_part, last.forward + last.backward)]
+    r, r_with_backward = max(rates), max(rates + rates_with_backward)
+    divisor = r.denominator * r_with_backward.denominator
     return [
-        _SampleCharge(_visit_work(units[-1]), tuple(_phi_lines(units, r, both_ways, divisor)))
+        _SampleCharge(_visit_work(units[-1]), tuple(_phi_lines(units, r, r_with_backward, divisor)))
         for units in samples
     ], divisor
 
 
 def _shortest_passes(units: Sequence[SampleVisit]) -> tuple[int, int]:
-    """h and b of a sample."""
+    """h and b of a sample: its shortest forward and backward on any stage."""
     return min(u.forward for u in units), min(u.backward for u in units)
 
 
@@ -148,25 +153,30 @@ def _visit_work(u: SampleVisit) -> int:
     return u.forward + u.backward + u.second_part
 
 
-def _phi_lines(units: Sequence[SampleVisit], r: Fraction, both: Fraction, divisor: int) -> Iterator[PhiLine]:
-    """phi and phi' of a sample."""
+def _phi_lines(
+    units: Sequence[SampleVisit], r: Fraction, r_with_backward: Fraction, divisor: int
+) -> Iterator[PhiLine]:
+    """Lines of phi and phi' of a sample."""
     *before, last = units
-    way_in, way_out = sum(u.forward for u in before), sum(u.backward for u in before)
+    earlier_forwards, earlier_backwards = sum(u.forward for u in before), sum(u.backward for u in before)
     rest = last.forward + last.forward_tail
-    yield _phi_line(way_in, r, way_in + rest, divisor)
+    yield _phi_line(earlier_forwards, r, earlier_forwards + rest, divisor)
     yield _phi_line(
-        way_in + way_out - last.second_part, both, way_in + way_out + last.forward + last.backward, divisor
+        earlier_forwards + earlier_backwards - last.second_part,
+        r_with_backward,
+        earlier_forwards + earlier_backwards + last.forward + last.backward,
+        divisor,
     )
 
 
-def _phi_line(idle: int, rate: Fraction, own: int, divisor: int) -> PhiLine:
-    """idle - rate * (T - own)."""
+def _phi_line(idle: int, rate: Fraction, offset: int, divisor: int) -> PhiLine:
+    """Line of idle - rate * (T - own)."""
     slope = int(rate * divisor)
-    return idle * divisor + slope * own, slope
+    return idle * divisor + slope * offset, slope
 
 
 def _replicas_suffice(ways: Iterable[_SampleCharge], divisor: int, replicas: int, time: int) -> bool:
-    """Whether so many last stages can do all work in this time."""
+    """Whether `replicas` last stages can do all work in `time`."""
     ordered = sorted(((w.idle_ns(time, divisor), w.work) for w in ways), reverse=True)
     charged = capacity = work = 0
     for phi, own in ordered:

@@ -1,9 +1,8 @@
-"""What moves besides samples' own work, in nanoseconds: messages between ranks, reductions of gradients, the
-optimizer's step.
+"""Times of what a step does besides samples' own work: messages between ranks, gradient reductions, optimizer
+steps.
 
-The cluster is the one that the plan was made for; a plan without one (written by hand, say) moves everything
-at once. Parameters are counted from plan.json's own table, which is what the ranks' reductions are made from,
-too.
+The cluster is the one that the plan was made for; without one (a plan written by hand) all of these take no
+time. Parameters are counted from the table in plan.json, from which the ranks' reductions are also made.
 """
 
 from __future__ import annotations
@@ -29,16 +28,17 @@ FREE_LINK = Link(0, 10**18)
 
 @dataclass(frozen=True)
 class Traffic:
-    """Times of messages, reductions and optimizer steps under a plan."""
+    """Times, in ns, of messages, reductions and optimizer steps under a plan."""
 
     plan: Plan
 
     @cached_property
     def cluster(self) -> Cluster | None:
+        """Cluster of the plan, None if it has none."""
         return Cluster.from_dict(self.plan.cluster)
 
     def link_between(self, a: int, b: int) -> Link:
-        """The link between two ranks: inside their node, or between nodes."""
+        """Link between two ranks: inside a node, or between nodes."""
         if self.cluster is None:
             return FREE_LINK
         return (
@@ -48,8 +48,7 @@ class Traffic:
         )
 
     def fastest_link(self, edge: Edge) -> Link | None:
-        """The link with the least latency between ranks of an edge's ends, or None where a sample may stay on
-        its rank."""
+        """Link with the least latency between the ends of an edge; None if a sample may stay on its rank."""
         sources, targets = (self.plan.find_section(name).mesh.ranks for name in (edge.src, edge.dst))
         if set(sources) & set(targets):
             return None
@@ -65,14 +64,14 @@ class Traffic:
         trained = [name for name, what in self.plan.model.parameters.items() if what.endswith(" train")]
         canonical = {n: tie.names[0] for tie in self.plan.ties for n in tie.names}
         names = {canonical.get(n, n) for n in trained}
-        every = {n: canonical.get(n, n) for s in self.plan.sections for n in (*s.params, *names)}
-        return build_reduction_groups(self.plan, sorted(names), every)
+        canonical_names = {n: canonical.get(n, n) for s in self.plan.sections for n in (*s.params, *names)}
+        return build_reduction_groups(self.plan, sorted(names), canonical_names)
 
     def reduce_ns(self, held: ReductionGroup) -> int:
-        """A sum of the gradients of `held`; where their optimizer is sharded, parts of it, and the parameters
-        gathered.
+        """Time to reduce the gradients of a group: an all-reduce, or with a sharded optimizer a
+        reduce-scatter and an all-gather of parameters.
 
-        Under `zero3` every backward has summed its gradients, and no parameter is gathered.
+        0 under ZeRO-3, where every backward reduces its gradients and no parameter is gathered at the end.
         """
         if self.cluster is None or len(held.ranks) < 2 or held.sharding == "zero3":
             return 0
@@ -84,12 +83,12 @@ class Traffic:
         return reduce_scatter_ns(summed, span, self.cluster) + all_gather_ns(gathered, span, self.cluster)
 
     def section_reduce_ns(self, section: str) -> int:
-        """The reductions of the gradients that belong to a section alone, on the rank that they take longest
-        on."""
-        alone = [h for h in self.reduction_groups if h.sections == (section,)]
+        """Time to reduce the gradients that belong to one section alone, on the rank where it takes
+        longest."""
+        own_groups = [h for h in self.reduction_groups if h.sections == (section,)]
         return max(
             (
-                sum(self.reduce_ns(h) for h in alone if r in h.ranks)
+                sum(self.reduce_ns(h) for h in own_groups if r in h.ranks)
                 for r in self.plan.find_section(section).mesh.ranks
             ),
             default=0,
@@ -97,18 +96,18 @@ class Traffic:
 
     @cached_property
     def shard_counts(self) -> dict[str, int]:
-        """Over how many ranks each parameter that is cut is cut, by the first of its names."""
+        """Number of tp ranks that share each sharded parameter, by its first name."""
         canonical = {n: tie.names[0] for tie in self.plan.ties for n in tie.names}
         return {
             canonical.get(shard.name, shard.name): s.mesh.tp for s in self.plan.sections for shard in s.shards
         }
 
     def bytes_on_rank(self, name: str) -> int:
-        """Bytes that a rank has of a parameter, as modules compute with it."""
+        """Bytes that a rank holds of a parameter in the dtype that modules compute with."""
         return self._entries_on_rank(name) * self.compute_dtype(name).itemsize
 
     def gradient_bytes_on_rank(self, name: str) -> int:
-        """Bytes of a parameter's gradient as ranks sum it: in float32 where the parameter has fewer bits
+        """Bytes of a parameter's gradient as ranks reduce it: at least float32
         (`runtime/parameters/sharded_optimizer.py`)."""
         return (
             self._entries_on_rank(name)
@@ -116,18 +115,16 @@ class Traffic:
         )
 
     def updated_bytes_on_rank(self, name: str) -> int:
-        """Bytes of a parameter as the optimizer and its states have it: of its master, where the plan
-        computes in fewer bits."""
+        """Bytes of what the optimizer updates: the master under mixed precision, else the parameter."""
         return self._entries_on_rank(name) * self._dtype_and_entries(name)[0].itemsize
 
     def master_bytes_on_rank(self, name: str) -> int:
-        """Bytes of a parameter's master on a rank; 0 where it is updated itself."""
+        """Bytes of a parameter's float32 master on a rank; 0 if the parameter is updated itself."""
         updated = self.updated_bytes_on_rank(name)
         return updated if updated != self.bytes_on_rank(name) else 0
 
     def compute_dtype(self, name: str) -> torch.dtype:
-        """What modules compute with a parameter in: under mixed precision fewer bits than the model's own
-        float32."""
+        """Dtype that modules compute with: under mixed precision narrower than the model's float32."""
         own, _ = self._dtype_and_entries(name)
         return self._mixed_dtype if own == torch.float32 and self._mixed_dtype is not None else own
 
@@ -146,7 +143,7 @@ class Traffic:
         return self._parsed_parameters.get(name, (torch.float32, 0))
 
     def optimizer_ns(self, rank: int) -> int:
-        """The optimizer's step on a rank: what memory takes, and what comes with each tensor."""
+        """Optimizer step of a rank: memory traffic, plus a fixed overhead for each tensor."""
         return self.optimizer_memory_ns(rank) + sum(
             len(h.names) * self.overheads.tensor // _shard_count(h)
             for h in self.reduction_groups
@@ -154,55 +151,55 @@ class Traffic:
         )
 
     def optimizer_memory_ns(self, rank: int) -> int:
-        """What memory takes in the optimizer's step on a rank."""
+        """Time of the optimizer's memory traffic on a rank."""
         if self.cluster is None:
             return 0
-        moved = sum(
+        bytes_moved = sum(
             self._optimizer_bytes(p) // _shard_count(h)
             for h in self.reduction_groups
             if rank in h.ranks
             for p in h.names
         )
-        return 1000 * moved // self.cluster.view_of_ranks([rank]).device.memory_bytes_per_us
+        return 1000 * bytes_moved // self.cluster.view_of_ranks([rank]).device.memory_bytes_per_us
 
     def _optimizer_bytes(self, name: str) -> int:
-        """Bytes that the optimizer's step moves for a parameter; from its master it is written anew."""
+        """Bytes that the optimizer step moves for a parameter; where it has a master, the parameter is
+        rewritten from it."""
         return OPTIMIZER_MEMORY_PASSES * self.updated_bytes_on_rank(name) + (
             self.bytes_on_rank(name) if self.master_bytes_on_rank(name) else 0
         )
 
     def updated_parameters(self, rank: int) -> list[str]:
-        """The parameters that a rank's optimizer updates."""
+        """Parameters that a rank's optimizer updates."""
         return [p for h in self.reduction_groups if rank in h.ranks for p in h.names]
 
     @cached_property
     def overheads(self) -> Overheads:
-        """What a rank does beside computing."""
+        """Overheads of a rank besides computing."""
         return Overheads() if self.cluster is None else self.cluster.device.overheads
 
 
 def _shard_count(held: ReductionGroup) -> int:
-    """How many ranks share the optimizer's states."""
+    """Number of ranks that share the optimizer states."""
     return 1 if held.sharding == "none" else len(held.ranks)
 
 
 def parameter_bytes(plan: Plan, name: str) -> int:
-    """Bytes of a parameter as the model file has it; 0 for a name the plan does not know."""
+    """Bytes of a parameter in the model file's dtype; 0 for an unknown name."""
     dtype, entries = _parse_parameter(plan.model.parameters.get(name, ""))
     return dtype.itemsize * entries
 
 
 def _parse_parameter(what: str) -> tuple[torch.dtype, int]:
-    """(dtype, number of entries) of a parameter, from its entry `float32[64, 64] train` in the plan."""
-    found = re.fullmatch(r"(\w+)\[([\d, ]*)\].*", what)
-    if found is None:
+    """(dtype, number of entries) from a parameter's entry in the plan, such as `float32[64, 64] train`."""
+    match = re.fullmatch(r"(\w+)\[([\d, ]*)\].*", what)
+    if match is None:
         return torch.float32, 0
-    return getattr(torch, found[1]), prod(int(n) for n in found[2].split(",") if n.strip())
+    return getattr(torch, match[1]), prod(int(n) for n in match[2].split(",") if n.strip())
 
 
 def sample_bytes(edge: Edge, sizes: Mapping[str, int]) -> int:
-    """Bytes that a sample of these sizes sends over an edge, alone in its micro-batch: its rows, at its own
-    extents."""
+    """Bytes that a sample of these sizes sends over an edge if it is alone in its micro-batch."""
     dims = {d: evaluate_expr(text, sizes) for d, text in enumerate(edge.dims)}
     if edge.dim >= 0:
         dims |= {d: evaluate_expr(text, sizes) for d, text, _ in edge.extents} | {
@@ -212,5 +209,5 @@ def sample_bytes(edge: Edge, sizes: Mapping[str, int]) -> int:
 
 
 def message_ns(link: Link | None, sizes: Iterable[int]) -> int:
-    """Time of one message of these parts; nothing where it stays on its rank."""
+    """Time of one message made of parts of these sizes; 0 if it stays on its rank."""
     return 0 if link is None else link.message_ns(sum(sizes))

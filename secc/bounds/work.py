@@ -1,14 +1,12 @@
-"""What one global batch owes under a plan, sample by sample: the common ground of the bounds and of the exact
-schedule.
+"""Work of one global batch under a plan, sample by sample: input of the bounds and of the exact schedule.
 
 A sample passes through every section that is active for it: forward along the edges, backward against them
-where gradients return. With its durations alone that gives, for each forward and backward, a *head*, the time
-that must pass before it can start, and a *tail*, the time that must pass after its end until the step ends:
-the longest ways through the sample's own work, plus the messages between ranks, plus what closes a section
-(the reduction of its gradients).
+where gradients return. Its durations alone give, for each forward and backward, a *head* (time that must pass
+before it can start) and a *tail* (time from its end to the end of the step): the longest paths through the
+sample's own work, plus messages between ranks, plus the reduction of a section's gradients.
 
-A section that runs ahead can have done its work in the step before, so it delays nothing; what it owes is for
-`secc/bounds/steady_state.py`.
+A prefetching section can have done its work in the step before, so it delays nothing; its own work is bounded
+in `secc/bounds/steady_state.py`.
 """
 
 from __future__ import annotations
@@ -38,10 +36,12 @@ from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections
 class SampleVisit:
     """Forward and backward of one sample in one section, which run on one rank. All times in ns.
 
-    `forward`, `backward`: durations of the sample alone. `forward_weight`, `backward_weight`: what it adds to
-    any micro-batch. Heads and tails as the module says; those of the backward are None in a section that owes
-    none. Of a split backward all this is that of its first part; `last`, `last_weight` and `last_tail` are
-    the second part's duration, what it adds, and the tail behind it.
+    forward, backward: durations of the sample alone.
+    forward_weight, backward_weight: what the sample adds to any micro-batch.
+    forward_head, forward_tail, backward_head, backward_tail: see the module; None for a backward that is
+        not owed.
+    second_part, second_part_weight, second_part_tail: the weight-gradient part of a split backward; the
+        backward fields are then those of the first part.
     """
 
     section: str
@@ -61,8 +61,8 @@ class SampleVisit:
 
 @dataclass(frozen=True)
 class WorkEdge:
-    """An edge between sections as the schedule sees it: `gradient` returns, and each sample's message takes
-    `wait` ns each way."""
+    """An edge between sections. `returns_gradient`: whether gradients return; `message_ns`: each sample's
+    message, each way."""
 
     src: str
     dst: str
@@ -71,7 +71,7 @@ class WorkEdge:
 
 
 class BatchWork:
-    """The units of one global batch, by section, in the order of the plan's graph."""
+    """Visits of one global batch by section, in the order of the plan's graph."""
 
     def __init__(self, plan: Plan, samples: Sequence[SampleMeta], traffic: Traffic | None = None) -> None:
         self.plan, self.samples, self.traffic = plan, samples, traffic or Traffic(plan)
@@ -89,25 +89,29 @@ class BatchWork:
         self.closing_ns = {s.name: self.traffic.section_reduce_ns(s.name) for s in plan.sections}
         self._costs = PredictedCosts(plan, samples)
         self._sample_times = {s.name: self._measure_samples(s) for s in plan.sections}
-        named = {s.name: s for s in plan.sections}
+        sections_by_name = {s.name: s for s in plan.sections}
         self.edges = [
-            WorkEdge(e.src, e.dst, returns_gradient(e, named), self._message_times(e)) for e in plan.edges
+            WorkEdge(e.src, e.dst, returns_gradient(e, sections_by_name), self._message_times(e))
+            for e in plan.edges
         ]
         self.visits = self._build_visits()
 
     def _measure_samples(self, section: Section) -> dict[int, tuple[int, int, int]]:
-        """(forward, backward, second part of a split backward) of each active sample on its own."""
+        """(forward, backward, second part of a split backward) ns of each active sample alone."""
         forward, backward = self._costs.sample_times(section)
-        later = [weight_backward_ns(section, b) for b in backward]
-        return {p: (forward[p], backward[p] - later[p], later[p]) for p in self.active_samples[section.name]}
+        second_parts = [weight_backward_ns(section, b) for b in backward]
+        return {
+            p: (forward[p], backward[p] - second_parts[p], second_parts[p])
+            for p in self.active_samples[section.name]
+        }
 
     def _message_times(self, edge: Edge) -> dict[int, int]:
-        """The message of each sample that both ends of an edge see, over the fastest link there is."""
-        both = set(self.active_samples[edge.src]) & set(self.active_samples[edge.dst])
+        """Message of each sample that both ends of an edge handle, over the fastest link there is."""
+        shared_samples = set(self.active_samples[edge.src]) & set(self.active_samples[edge.dst])
         link = self.traffic.fastest_link(edge)
         return {
             p: message_ns(link, [sample_bytes(edge, self._costs.sample_sizes(p))] if link else ())
-            for p in both
+            for p in shared_samples
         }
 
     def _build_visits(self) -> dict[str, list[SampleVisit]]:
@@ -151,10 +155,10 @@ class BatchWork:
         return [forward[p] + backward[p] for p in self.active_samples[section]]
 
     def _additive_weights(self, section: Section) -> dict[int, tuple[int, int]]:
-        """For each sample what it adds to a micro-batch's forward and backward: all of it, where
-        micro-batches are single samples.
+        """(forward, backward) of each sample that it adds to a micro-batch; all of it where micro-batches are
+        single samples.
 
-        Of a split backward both parts count.
+        For a split backward this counts both parts.
         """
         name, together = section.name, min(section.micro_batch, len(self.active_samples[section.name]))
         if together <= 1:
@@ -167,7 +171,7 @@ class BatchWork:
         return {p: (forward[p], backward[p]) for p in self.active_samples[name]}
 
     def _additive_shares(self, text: str, positions: Sequence[int], together: int) -> dict[int, int]:
-        """Each sample's part of a time, by the branch of its maxima that says most."""
+        """Each sample's share of a time, by the branch of its maxima with the largest sum."""
         branches = [
             {
                 p: evaluate_expr(b.additive, self._costs.sample_sizes(p))
@@ -181,51 +185,53 @@ class BatchWork:
     # -- longest ways
 
     def _heads(self) -> dict[tuple[str, str, int], int]:
-        """The earliest start of each forward and backward if every sample had the ranks for itself."""
+        """Earliest start of each forward and backward if every sample had the ranks for itself."""
         heads: dict[tuple[str, str, int], int] = {}
         for s in self.sections:
-            into = [a for a in self.edges if a.dst == s.name and a.src not in self.prefetching]
+            incoming = [a for a in self.edges if a.dst == s.name and a.src not in self.prefetching]
             for p in self.active_samples[s.name]:
                 ends = (
                     heads["F", a.src, p] + self._sample_times[a.src][p][0] + a.message_ns[p]
-                    for a in into
+                    for a in incoming
                     if p in a.message_ns
                 )
                 heads["F", s.name, p] = max(ends, default=0)
         for s in reversed(self.sections):
-            back = [a for a in self.edges if a.src == s.name and a.returns_gradient]
+            returning = [a for a in self.edges if a.src == s.name and a.returns_gradient]
             for p in self.active_samples[s.name] if owes_backward(s) else ():
                 ends = [
                     heads["B", a.dst, p] + self._sample_times[a.dst][p][1] + a.message_ns[p]
-                    for a in back
+                    for a in returning
                     if p in a.message_ns
                 ]
                 heads["B", s.name, p] = max([heads["F", s.name, p] + self._sample_times[s.name][p][0], *ends])
         return heads
 
     def _tails(self) -> dict[tuple[str, str, int], int]:
-        """The time after the end of each forward and backward that the sample still takes until its sections
-        are closed."""
+        """Time from the end of each forward and backward until the sample's sections have reduced their
+        gradients."""
         tails: dict[tuple[str, str, int], int] = {}
         for s in self.sections:
-            back = [a for a in self.edges if a.dst == s.name and a.returns_gradient]
+            returning = [a for a in self.edges if a.dst == s.name and a.returns_gradient]
             for p in self.active_samples[s.name] if owes_backward(s) else ():
-                rest = (
+                following = (
                     a.message_ns[p] + self._sample_times[a.src][p][1] + tails["B", a.src, p]
-                    for a in back
+                    for a in returning
                     if p in a.message_ns
                 )
                 tails["B", s.name, p] = max(
-                    [self._sample_times[s.name][p][2] + self.closing_ns[s.name], *rest]
+                    [self._sample_times[s.name][p][2] + self.closing_ns[s.name], *following]
                 )
         for s in reversed(self.sections):
-            out = [a for a in self.edges if a.src == s.name]
+            outgoing = [a for a in self.edges if a.src == s.name]
             for p in self.active_samples[s.name]:
-                rest = [
+                following = [
                     a.message_ns[p] + self._sample_times[a.dst][p][0] + tails["F", a.dst, p]
-                    for a in out
+                    for a in outgoing
                     if p in a.message_ns
                 ]
-                own = [self._sample_times[s.name][p][1] + tails["B", s.name, p]] if owes_backward(s) else []
-                tails["F", s.name, p] = max([self.closing_ns[s.name], *own, *rest])
+                own_backward = (
+                    [self._sample_times[s.name][p][1] + tails["B", s.name, p]] if owes_backward(s) else []
+                )
+                tails["F", s.name, p] = max([self.closing_ns[s.name], *own_backward, *following])
         return tails

@@ -1,10 +1,10 @@
-"""A simulated step as a Chrome trace (chrome://tracing, Perfetto): a process for each rank, as a traced run
-writes it.
+"""Writes simulated steps as a Chrome trace (chrome://tracing, Perfetto), with a process for each rank, like a
+traced run.
 
-Events of computation carry `{kind, section, replica, stage, microbatch, samples}`, those of transfers `{kind:
-SEND|RECV, edge, direction, src, dst, samples, bytes}`; samples are dataset indices. Transfers run beside
-computation, so they have tracks of their own within the rank, as have reductions; memory in flight is a
-counter. Times are microseconds.
+Computation events have `{kind, section, replica, stage, microbatch, samples}`, transfers `{kind: SEND|RECV,
+edge, direction, src, dst, samples, bytes}`; samples are dataset indices. Transfers and reductions overlap
+with computation, so they have tracks of their own; micro-batches in flight are a counter. Times are in
+microseconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRACK_NAMES = {
 
 
 def make_chrome_trace(steps: list[SimulatedStep]) -> dict[str, Any]:
-    """The trace of consecutive steps as a JSON object."""
+    """Trace of consecutive steps as a JSON object."""
     events, start = list(_metadata_events(steps[0])), 0
     for step in steps:
         for event in _step_events(step):
@@ -117,8 +117,8 @@ def _computation_args(step: SimulatedStep, c: ComputeEvent) -> TraceEvent:
         "stage": c.stage,
         "microbatch": c.micro,
     }
-    ahead = {"ahead": True} if step.schedule.is_of_next_batch(micro) else {}
-    return args | {"samples": [step.samples[p].id for p in micro.samples]} | ahead
+    prefetch_mark = {"ahead": True} if step.schedule.is_of_next_batch(micro) else {}
+    return args | {"samples": [step.samples[p].id for p in micro.samples]} | prefetch_mark
 
 
 def _transfer_args(step: SimulatedStep, t: TransferEvent) -> TraceEvent:

@@ -1,10 +1,8 @@
-"""A simulated step as a picture: rows are ranks, colours are sections, what is dark computes and what is
-blank is idle.
+"""Draws a simulated step: rows are ranks, colours are sections, dark is computing and blank is idle.
 
-The same rows are drawn with characters for a terminal and as SVG in a page of its own, without scripts or
-outside resources. Forwards are drawn full, backwards lighter, reductions and the optimizer grey; where a rank
-waits for a message on its way, not for others to compute, that is marked. Rows are those of
-`secc.simulate.drawing_rows`.
+The same rows are drawn with characters for a terminal, and as SVG in a self-contained HTML page. Forwards are
+opaque, backwards lighter, reductions and the optimizer grey; waiting for a message in transit is marked, in
+contrast to waiting for other ranks to compute. The rows come from `secc.simulate.drawing_rows`.
 """
 
 from __future__ import annotations
@@ -19,18 +17,18 @@ from secc.simulate.step_measures import StepMeasures
 COLOURS = ("#1f6fb2", "#d9741c", "#2e8b4f", "#9a4fb0", "#b23a48", "#7a6a1f", "#008a8a", "#555fbf")
 TERMINAL_COLOURS = ("blue", "yellow", "green", "magenta", "red", "cyan", "bright_blue", "bright_green")
 NO_SECTION_COLOUR, WAIT_COLOUR = "#9a9a9a", "#f2c4b8"
-LEGEND_SWATCH_STYLE = "display:inline-block;width:12px;height:12px;margin:0 4px 0 12px"  # of a legend
-MAX_TERMINAL_ROWS, MAX_PAGE_ROWS = 32, 64  # rows
-MAX_LABEL_LENGTH = 30  # characters of a row's label
-ROW_HEIGHT, ROW_GAP, LEFT_MARGIN, CHART_WIDTH, FOOT_HEIGHT = 18, 4, 200, 1200, 40  # of the SVG, in pixels
+LEGEND_SWATCH_STYLE = "display:inline-block;width:12px;height:12px;margin:0 4px 0 12px"
+MAX_TERMINAL_ROWS, MAX_PAGE_ROWS = 32, 64
+MAX_LABEL_LENGTH = 30  # characters
+ROW_HEIGHT, ROW_GAP, LEFT_MARGIN, CHART_WIDTH, FOOT_HEIGHT = 18, 4, 200, 1200, 40  # pixels of the SVG
 
 
 # -- terminal
 
 
 def render_terminal(step: SimulatedStep, width: int) -> list[list[tuple[str, str]]]:
-    """Lines of (characters, style of rich) for a terminal of `width` columns; the last ones tell when and
-    what is what."""
+    """Returns lines of (characters, rich style) for a terminal with `width` columns; the last lines are
+    time axis and legend."""
     drawn = build_rows(step, MAX_TERMINAL_ROWS)
     shown = [_shorten_label(row.label) for row in drawn.rows]
     labels = max(map(len, shown), default=0)
@@ -45,7 +43,7 @@ def render_terminal(step: SimulatedStep, width: int) -> list[list[tuple[str, str
     legend = [(f"█ {s.name}  ", _section_style(i)) for i, s in enumerate(step.plan.user_sections)]
     return [
         *lines,
-        [*legend, ("█ forward  ▒ backward  ─ reduce, optimizer  ~ message on its way  · idle", "dim")],
+        [*legend, ("█ forward  ▒ backward  ─ reduce, optimizer  ~ message in transit  · idle", "dim")],
     ]
 
 
@@ -54,7 +52,7 @@ def _shorten_label(label: str) -> str:
 
 
 def _time_axis_text(columns: int, end: int) -> str:
-    """The times at both ends of the rows and in the middle."""
+    """Times at both ends of the rows and in the middle."""
     last, middle = _format_time(end), _format_time(end // 2)
     return f"{'0':<{columns // 2}}{middle:<{columns - columns // 2 - len(last)}}{last}"
 
@@ -68,7 +66,7 @@ def _left_out_text(drawn: DrawnRows) -> str:
 
 
 def _terminal_cells(bars: Sequence[DrawnBar], columns: int, end: int) -> list[tuple[str, str]]:
-    """Each column shows what fills most of it."""
+    """One character for each column: the kind that fills most of it."""
     share: list[dict[tuple[int, str], int]] = [{} for _ in range(columns)]
     for bar in bars:
         what = (bar.section, bar.kind)
@@ -99,16 +97,18 @@ def _section_style(section: int) -> str:
 
 
 def render_svg(step: SimulatedStep) -> str:
-    """The step as an SVG element; hovering over a bar tells what it is."""
+    """The step as an SVG element; each bar has a tooltip."""
     drawn = build_rows(step, MAX_PAGE_ROWS)
     height = len(drawn.rows) * (ROW_HEIGHT + ROW_GAP) + FOOT_HEIGHT
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT_MARGIN + CHART_WIDTH + 10} {height}" font-family="sans-serif" font-size="11">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT_MARGIN + CHART_WIDTH + 10} {height}"'
+        ' font-family="sans-serif" font-size="11">'
     ]
     for i, row in enumerate(drawn.rows):
         y = i * (ROW_HEIGHT + ROW_GAP)
         parts.append(
-            f'<text x="{LEFT_MARGIN - 6}" y="{y + 13}" text-anchor="end">{escape(_shorten_label(row.label))}<title>{escape(row.label)}</title></text>'
+            f'<text x="{LEFT_MARGIN - 6}" y="{y + 13}" text-anchor="end">'
+            f"{escape(_shorten_label(row.label))}<title>{escape(row.label)}</title></text>"
         )
         parts.append(
             f'<rect x="{LEFT_MARGIN}" y="{y}" width="{CHART_WIDTH}" height="{ROW_HEIGHT}" fill="#f1f1f1"/>'
@@ -125,16 +125,16 @@ def render_svg(step: SimulatedStep) -> str:
 def _svg_bar(bar: DrawnBar, y: int, end: int) -> str:
     x = LEFT_MARGIN + bar.start * CHART_WIDTH / max(end, 1)
     w = (bar.end - bar.start) * CHART_WIDTH / max(end, 1)
-    colour = (
-        WAIT_COLOUR
-        if bar.kind == MESSAGE_WAIT
-        else NO_SECTION_COLOUR
-        if bar.section == NO_SECTION
-        else COLOURS[bar.section % len(COLOURS)]
-    )
+    if bar.kind == MESSAGE_WAIT:
+        colour = WAIT_COLOUR
+    else:
+        colour = NO_SECTION_COLOUR if bar.section == NO_SECTION else COLOURS[bar.section % len(COLOURS)]
     opacity = {"B": "0.55", "W": "0.3"}.get(bar.kind, "1")
-    shape = f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{ROW_HEIGHT}" fill="{colour}" fill-opacity="{opacity}"'
-    return f"{shape} stroke='white' stroke-width='0.3'><title>{escape(bar.title)}, {(bar.end - bar.start) / 1e6:.3f} ms</title></rect>"
+    return (
+        f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{ROW_HEIGHT}" fill="{colour}"'
+        f" fill-opacity=\"{opacity}\" stroke='white' stroke-width='0.3'>"
+        f"<title>{escape(bar.title)}, {(bar.end - bar.start) / 1e6:.3f} ms</title></rect>"
+    )
 
 
 def _svg_axis(y: int, end: int) -> list[str]:
@@ -147,7 +147,7 @@ def _svg_axis(y: int, end: int) -> list[str]:
 
 
 def render_html_figure(step: SimulatedStep, measures: StepMeasures) -> str:
-    """The drawing for an HTML page, below its legend."""
+    """The drawing with its legend, for an HTML page."""
     named = [
         (COLOURS[i % len(COLOURS)], f"{s.name} (busy {measures.sections[s.name].busy:.0%})")
         for i, s in enumerate(step.plan.user_sections)
@@ -157,20 +157,22 @@ def render_html_figure(step: SimulatedStep, measures: StepMeasures) -> str:
         for colour, name in [
             *named,
             (NO_SECTION_COLOUR, "reductions, optimizer"),
-            (WAIT_COLOUR, "message on its way"),
+            (WAIT_COLOUR, "message in transit"),
         ]
     )
     return f"<p>{legend}; forwards full, backwards lighter, blank is idle.</p>{render_svg(step)}"
 
 
 def render_html_page(step: SimulatedStep, measures: StepMeasures) -> str:
-    """An HTML page with the drawing, the legend and the headline figures."""
+    """HTML page with the headline figures, the legend and the drawing."""
     facts = (
-        f"step {measures.step_time_s:.6g} s, schedule bound {measures.schedule_bound_s:.6g} s ({escape(measures.bound_reason)}), "
+        f"step {measures.step_time_s:.6g} s, "
+        f"schedule bound {measures.schedule_bound_s:.6g} s ({escape(measures.bound_reason)}), "
         f"plan bound {measures.plan_bound_s:.6g} s, {measures.gpus} ranks"
     )
     style = "body{font:14px sans-serif;margin:24px}"
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Simulated step</title><style>{style}</style>'
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        f"<title>Simulated step</title><style>{style}</style>"
         f"<h1>One step</h1><p>{facts}</p>{render_html_figure(step, measures)}</html>\n"
     )

@@ -1,8 +1,8 @@
-"""The rows of a drawn step: which ranks get one, in which order, and what each does.
+"""Rows of a drawn step: which ranks get one, in which order, and the bars in it.
 
-The ranks of a replica compute the same, so they share a row. Rows stand section by section, replica by
-replica, stage below stage, however ranks are numbered. Where there are more than can be read, each section
-keeps replicas in proportion, the first and the last among them.
+The ranks of a replica compute the same, so they share a row. Rows are ordered by section, then replica, then
+stage, however ranks are numbered. If there are too many, each section keeps replicas in proportion, the first
+and last among them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from secc.runtime.plan.replica_routes import ranks_by_replica
 from secc.simulate.events import ComputeEvent, SimulatedStep
 
 NO_SECTION = -1
-MESSAGE_WAIT = "WAIT"  # the kind of a bar in which a rank waits for a message on its way
+MESSAGE_WAIT = "WAIT"  # kind of a bar: the rank waits for a message in transit
 RowRanks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class DrawnBar:
-    """A stretch of a row: start and end in ns, the whole section's number (or NO_SECTION), its kind, and what
-    a reader is told of it."""
+    """A bar: start and end in ns, the index of the whole section (or NO_SECTION), its kind, and a tooltip."""
 
     start: int
     end: int
@@ -33,7 +32,7 @@ class DrawnBar:
 
 @dataclass(frozen=True)
 class DrawnRow:
-    """Ranks that do the same, and what that is, in order of time."""
+    """Ranks that do the same, and their bars in order of time."""
 
     label: str
     bars: tuple[DrawnBar, ...]
@@ -41,7 +40,7 @@ class DrawnRow:
 
 @dataclass(frozen=True)
 class DrawnRows:
-    """The rows that are drawn, and how many ranks are in none of them."""
+    """The rows, and the number of ranks that are in none of them."""
 
     rows: tuple[DrawnRow, ...]
     left_out: int
@@ -49,8 +48,8 @@ class DrawnRows:
 
 @dataclass(frozen=True)
 class _RankRow:
-    """Ranks that hold the same replicas of sections, and the replica of which whole section their row stands
-    with."""
+    """Ranks that hold the same replicas of sections, and the whole section and replica that their row is
+    sorted by."""
 
     ranks: RowRanks
     label: str
@@ -59,48 +58,49 @@ class _RankRow:
 
 
 def build_rows(step: SimulatedStep, most: int) -> DrawnRows:
-    """At most about `most` rows of a step; every section has at least a replica, with all its stages."""
-    lanes = _list_rank_rows(step)
-    of = {
-        name: sorted({lane.replica for lane in lanes if lane.whole_section == name})
-        for name in dict.fromkeys(x.whole_section for x in lanes)
+    """Builds about `most` rows of a step at most; every section keeps at least one replica with all its
+    stages."""
+    rank_rows = _list_rank_rows(step)
+    replicas_by_section = {
+        name: sorted({row.replica for row in rank_rows if row.whole_section == name})
+        for name in dict.fromkeys(x.whole_section for x in rank_rows)
     }
-    kept = {
-        name: set(_pick_evenly(some, len(some) * min(most, len(lanes)) // len(lanes)))
-        for name, some in of.items()
+    kept_replicas = {
+        name: set(_pick_evenly(replicas, len(replicas) * min(most, len(rank_rows)) // len(rank_rows)))
+        for name, replicas in replicas_by_section.items()
     }
-    shown = [lane for lane in lanes if lane.replica in kept[lane.whole_section]]
-    computed: dict[int, list[ComputeEvent]] = {lane.ranks[0]: [] for lane in shown}
+    kept_rows = [row for row in rank_rows if row.replica in kept_replicas[row.whole_section]]
+    computed: dict[int, list[ComputeEvent]] = {row.ranks[0]: [] for row in kept_rows}
     for c in step.compute:
         if c.rank in computed:
             computed[c.rank].append(c)
-    numbers = _section_numbers(step)
-    made = tuple(
-        DrawnRow(lane.label, tuple(_rank_bars(step, lane.ranks[0], computed[lane.ranks[0]], numbers)))
-        for lane in shown
+    section_indices = _section_numbers(step)
+    drawn_rows = tuple(
+        DrawnRow(row.label, tuple(_rank_bars(step, row.ranks[0], computed[row.ranks[0]], section_indices)))
+        for row in kept_rows
     )
-    return DrawnRows(made, step.plan.world_size - sum(len(lane.ranks) for lane in shown))
+    return DrawnRows(drawn_rows, step.plan.world_size - sum(len(row.ranks) for row in kept_rows))
 
 
 # -- which ranks
 
 
 def _list_rank_rows(step: SimulatedStep) -> list[_RankRow]:
-    """In the order in which they are drawn; ranks that hold nothing last."""
+    """Rows in the order in which they are drawn; idle ranks last."""
     order = {s.name: i for i, s in enumerate(step.plan.sections)}
-    whole = {s.name: s.user_section_name for s in step.plan.sections}
-    first = {name: min(order[s] for s, w in whole.items() if w == name) for name in whole.values()}
-    found: list[tuple[tuple[int, int, int], _RankRow]] = []
+    whole_of = {s.name: s.user_section_name for s in step.plan.sections}
+    first = {name: min(order[s] for s, w in whole_of.items() if w == name) for name in whole_of.values()}
+    keyed_rows: list[tuple[tuple[int, int, int], _RankRow]] = []
     for held, ranks in _ranks_by_replicas(step).items():
         label = f"{_format_ranks(ranks)} {', '.join(name for name, _ in held) or 'idle'}"
         name, replica = held[0] if held else ("", 0)
-        place = (first[whole[name]], replica, order[name]) if held else (len(order), 0, 0)
-        found.append((place, _RankRow(ranks, label, whole.get(name, ""), replica)))
-    return [lane for _, lane in sorted(found, key=lambda item: (item[0], item[1].ranks))]
+        sort_key = (first[whole_of[name]], replica, order[name]) if held else (len(order), 0, 0)
+        keyed_rows.append((sort_key, _RankRow(ranks, label, whole_of.get(name, ""), replica)))
+    return [lane for _, lane in sorted(keyed_rows, key=lambda item: (item[0], item[1].ranks))]
 
 
 def _ranks_by_replicas(step: SimulatedStep) -> dict[tuple[tuple[str, int], ...], RowRanks]:
-    """The ranks that hold the same replicas: (section, replica) of each."""
+    """Ranks by the (section, replica) pairs that they hold."""
     held: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
     for s in step.plan.sections:
         for replica, ranks in enumerate(ranks_by_replica(s)):
@@ -112,14 +112,14 @@ def _ranks_by_replicas(step: SimulatedStep) -> dict[tuple[tuple[str, int], ...],
     return {key: tuple(ranks) for key, ranks in found.items()}
 
 
-def _pick_evenly(some: Sequence[int], count: int) -> Iterable[int]:
-    """So many of them, evenly, with the first and the last; the first alone where there is room for fewer."""
+def _pick_evenly(items: Sequence[int], count: int) -> Iterable[int]:
+    """`count` items, evenly spaced, with the first and the last; the first alone if `count` is 1."""
     return (
-        some
-        if count >= len(some)
-        else some[:1]
+        items
+        if count >= len(items)
+        else items[:1]
         if count < 2
-        else [some[k * (len(some) - 1) // (count - 1)] for k in range(count)]
+        else [items[k * (len(items) - 1) // (count - 1)] for k in range(count)]
     )
 
 
@@ -137,7 +137,7 @@ def _format_ranks(ranks: RowRanks) -> str:
 
 
 def _section_numbers(step: SimulatedStep) -> dict[str, int]:
-    """The number of the whole section that each section is of."""
+    """Index of the whole section that each section belongs to."""
     whole = {s.name: i for i, s in enumerate(step.plan.user_sections)}
     return {s.name: whole[s.user_section_name] for s in step.plan.sections}
 
@@ -160,7 +160,7 @@ def _rank_bars(
                 step.end,
                 NO_SECTION,
                 "STEP",
-                "optimizer, and what a step takes beside its program",
+                "optimizer, and overheads of the step",
             )
         )
     return sorted(found, key=lambda b: b.start)

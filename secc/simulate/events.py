@@ -1,4 +1,4 @@
-"""What happens in a simulated step, as plain data. All times are integer ns since the step's start."""
+"""Events of a simulated step, as plain data. All times are integer ns since the start of the step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from secc.runtime.plan.step_program import SampleMeta, Schedule
 
 @dataclass(frozen=True, slots=True)
 class ComputeEvent:
-    """F or B of a micro-batch on a rank, which was free from `free` on; from `waited` on it waited for
-    nothing but a message on its way."""
+    """F, B or W of a micro-batch on a rank.
+
+    free_at: when the rank became free.
+    in_transit_from: from here until `start` the rank waited only for a message in transit; before, for
+        other ranks to compute.
+    """
 
     rank: int
     kind: str
@@ -27,7 +31,7 @@ class ComputeEvent:
 
 @dataclass(frozen=True, slots=True)
 class TransferEvent:
-    """A message: posted by its sender at `sent`, on its way from `start` to `end`."""
+    """A message: posted by its sender at `posted_at`, in transit from `start` to `end`."""
 
     edge: str
     direction: str
@@ -44,7 +48,7 @@ class TransferEvent:
 
 @dataclass(frozen=True, slots=True)
 class ReductionEvent:
-    """The sum of gradients that sections hold in common, over their ranks."""
+    """Reduction of gradients that sections hold in common, over their ranks."""
 
     sections: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -56,8 +60,9 @@ class ReductionEvent:
 class SimulatedStep:
     """One simulated step.
 
-    `stepped`: when each rank reached the end of its program; `synced`: when all gradients were summed; `end`:
-    when the step ends.
+    program_ends: when each rank reached the end of its program.
+    gradients_summed: when all gradients were reduced.
+    end: end of the step.
     """
 
     plan: Plan

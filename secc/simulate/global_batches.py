@@ -1,4 +1,4 @@
-"""The global batches that a run of a plan would train on, as the metadata that its order is made from."""
+"""The global batches that a run of a plan would train on, as the metadata that schedules are made from."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from secc.runtime.plan.step_program import SampleMeta
 def load_global_batches(
     directory: Path, plan: Plan, seed: int = 0, shuffle: bool = False, steps: int = 1
 ) -> Iterator[tuple[SampleMeta, ...]]:
-    """The samples of the first `steps` global batches, as the ranks draw them from the plan's model file, or
-    as its `sizes(i)` says.
+    """Yields the samples of the first `steps` global batches as the ranks draw them: from the plan's model
+    file, or from its `sizes(i)`.
 
-    Raises UserError if the model file is missing or no longer the one that the plan was made from.
+    Raises UserError if the model file is missing or has changed since the plan was made.
     """
     user = load_user_model(plan, directory)
     user.use_plan_inputs(plan.inputs)

@@ -1,15 +1,15 @@
-"""The simulator: executes the programs that ranks execute, in modelled time, as the engine executes them.
+"""Executes step programs in modelled time, as the engine executes them on ranks.
 
-Computation takes the plan's costs, and the ranks of a replica compute together, as do replicas that gather
-parameters. As in `runtime/comm/p2p_channels.py`, a send is posted and never blocks, receives are posted a
-window ahead of the program, a message moves once both its ends are posted and the links are free, and a
-computation waits for the messages that it consumes. A reduction starts when all its ranks have reached it and
-runs beside what follows; one rank's reductions follow each other. At the end of its program a rank waits for
-its sends and reductions, then all ranks wait for each other (the global norm), then each takes its optimizer
-step. What a rank does beside computing counts, too: a job's overhead is in its costs, a message's keeps the
-sender busy, a step's (planning, metadata) stands at its end.
+Computation takes the plan's costs; the ranks of a replica compute together, and so do replicas that gather
+parameters (ZeRO-3). As in `runtime/comm/p2p_channels.py`, a send is posted and never blocks, receives are
+posted a window ahead of the program, a message moves once both its ends are posted and the links are free,
+and a computation waits for the messages that it consumes. A reduction starts when all its ranks have reached
+it and overlaps with what follows; the reductions of one rank run one after the other. At the end of its
+program a rank waits for its sends and reductions, then all ranks wait for each other (the global norm), then
+each takes its optimizer step. Overheads of a rank count, too: a task's is part of its cost, a message's
+occupies the sender, a step's (planning, metadata) is added at its end.
 
-Every simulation checks the schedule first (`runtime/validation/full_check.py`): completeness, dependencies,
+Every simulation first checks the schedule (`runtime/validation/full_check.py`): completeness, dependencies,
 order of channels, no deadlock. Events are processed in order of time and rank, so the same input gives the
 same result.
 """
@@ -42,16 +42,15 @@ from secc.runtime.validation.full_check import check_schedule
 from secc.simulate.events import ComputeEvent, ReductionEvent, SimulatedStep, TransferEvent
 from secc.simulate.link_contention import Network
 
-MessageKey = tuple[
-    str, str, int, int, int, int
-]  # edge, direction, producer's and consumer's micro-batch, sender, receiver
-ComputeKey = tuple[str, str, int, int]  # kind, section, micro-batch, rank
+# (edge, direction, producer's micro-batch, consumer's micro-batch, sender, receiver)
+MessageKey = tuple[str, str, int, int, int, int]
+ComputeKey = tuple[str, str, int, int]  # (kind, section, micro-batch, rank)
 
 
 def simulate(
     plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule, traffic: Traffic | None = None
 ) -> SimulatedStep:
-    """One step under the plan's costs and cluster. Raises ScheduleError for a schedule that must not run."""
+    """Simulates one step under the plan's costs and cluster. Raises ScheduleError for an invalid schedule."""
     with pause_gc():
         check_schedule(plan, samples, schedule)
         return _Simulator(plan, samples, schedule, traffic or Traffic(plan)).run()
@@ -59,7 +58,7 @@ def simulate(
 
 @dataclass(slots=True)
 class _Message:
-    """A message that has not arrived; `sent` and `expected` are when its ends were posted."""
+    """A message; `send_posted` and `receive_posted` are the times when its ends were posted."""
 
     sender: int
     receiver: int
@@ -73,8 +72,8 @@ class _Message:
 
 @dataclass(slots=True)
 class _Rank:
-    """Where a rank is: the next instruction, since when it is free, its receives in program order and how
-    many it passed."""
+    """State of a rank: its program, the next instruction, since when it is free, and its receives in
+    program order."""
 
     program: Sequence[Instruction]
     next_instruction: int = 0
@@ -83,11 +82,13 @@ class _Rank:
     passed_receives: int = 0
     last_reduction_end: int = 0  # when its last reduction ends
     last_arrival: int = 0  # when its last message arrives
-    packing: int = -1  # the SEND whose message it packs, or has packed last
+    packing: int = -1  # index of the SEND instruction that is packed now, or was packed last
     program_end: int | None = None
 
 
 class _Simulator:
+    """One simulation: runs ranks in order of time until all have ended."""
+
     def __init__(
         self, plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule, traffic: Traffic
     ) -> None:
@@ -114,27 +115,28 @@ class _Simulator:
         self.reductions: list[ReductionEvent] = []
 
     def run(self) -> SimulatedStep:
+        """Runs all ranks to their ends, then the reductions of tied parameters and the optimizer."""
         for index in range(len(self.ranks)):
             self.post_receives(index, 0)
         while self.wake_times:
             time, index = heapq.heappop(self.wake_times)
             self.resume_rank(index, time)
         stepped = tuple(self._program_end(index) for index in range(len(self.ranks)))
-        for held in self.traffic.reduction_groups:
-            if len(held.sections) > 1:  # tied over sections: reduced at the end
-                self.run_reduction(held, max(stepped[r] for r in held.ranks))
+        for group in self.traffic.reduction_groups:
+            if len(group.sections) > 1:  # tied over sections: reduced at the end
+                self.run_reduction(group, max(stepped[r] for r in group.ranks))
         synced = max(
             (max(stepped[i], r.last_reduction_end, r.last_arrival) for i, r in enumerate(self.ranks)),
             default=0,
         )
-        own = len(self.samples) if self.schedule.own_samples is None else self.schedule.own_samples
+        own_samples = len(self.samples) if self.schedule.own_samples is None else self.schedule.own_samples
         updated = synced + max((self.traffic.optimizer_ns(r) for r in range(len(self.ranks))), default=0)
-        end = updated + self.traffic.overheads.step_ns(own)
+        end = updated + self.traffic.overheads.step_ns(own_samples)
         parts = (tuple(self.compute), tuple(self.transfers), tuple(self.reductions))
         return SimulatedStep(self.plan, self.samples, self.schedule, *parts, stepped, synced, end)
 
     def resume_rank(self, index: int, time: int) -> None:
-        """Run a rank from `time` until it computes, waits or ends."""
+        """Runs a rank from `time` until it computes, waits or ends."""
         rank = self.ranks[index]
         while rank.next_instruction < len(rank.program):
             i = rank.program[rank.next_instruction]
@@ -161,10 +163,10 @@ class _Simulator:
     # -- computation
 
     def start_computation(self, index: int, i: Instruction) -> bool:
-        """Compute, if the arrival of all that is needed is known; otherwise the rank will be woken by the
-        first that is not.
+        """Starts a computation if the arrival of all its messages is known; else the first missing one will
+        wake the rank.
 
-        The last rank of a replica lets the others start, too.
+        Ranks that compute together wait for each other; the last one starts the computation for all of them.
         """
         rank = self.ranks[index]
         messages = [self.messages[k] for k in self.consumed_messages[i.kind, i.section, i.micro, index]]
@@ -172,19 +174,21 @@ class _Simulator:
         if missing is not None:
             missing.receiver_waits = True
             return False
-        last = max(messages, key=lambda m: m.arrival or 0, default=None)
-        arrival = last.arrival or 0 if last is not None else 0
+        last_message = max(messages, key=lambda m: m.arrival or 0, default=None)
+        arrival = last_message.arrival or 0 if last_message is not None else 0
         start = max(rank.free_at, arrival)
-        waited = (
-            start if arrival <= rank.free_at or last is None else max(rank.free_at, last.send_posted or 0)
+        in_transit_from = (
+            start
+            if arrival <= rank.free_at or last_message is None
+            else max(rank.free_at, last_message.send_posted or 0)
         )
-        in_step = self.rounds.get((i.section, i.micro), (i.micro,))
-        together = self.waiting_together[i.kind, i.section, in_step[0]]
-        together[index] = i, waited, start
-        if len(together) < self.sections[i.section].mesh.tp * len(in_step):
+        lockstep = self.rounds.get((i.section, i.micro), (i.micro,))
+        together = self.waiting_together[i.kind, i.section, lockstep[0]]
+        together[index] = i, in_transit_from, start
+        if len(together) < self.sections[i.section].mesh.tp * len(lockstep):
             return False
         start = max(at for _, _, at in together.values())
-        end = start + max(self.computation_ns(i._replace(micro=m)) for m in in_step)
+        end = start + max(self.computation_ns(i._replace(micro=m)) for m in lockstep)
         for member, (own, before, _) in together.items():
             self._record_computation(member, own, before, start, end)
             self.ranks[member].next_instruction += member != index  # the caller's own goes on there
@@ -201,6 +205,7 @@ class _Simulator:
         heapq.heappush(self.wake_times, (end, index))
 
     def computation_ns(self, i: Instruction) -> int:
+        """Duration of an F, B or W instruction."""
         forward, backward = (column[i.micro] for column in self.durations[i.section])
         weight = weight_backward_ns(self.sections[i.section], backward)
         return {"F": forward, "B": backward - weight, "W": weight}[i.kind]
@@ -208,7 +213,8 @@ class _Simulator:
     # -- messages
 
     def pack_message(self, rank: _Rank, index: int, time: int) -> bool:
-        """Whether a rank has packed the message that it sends; otherwise it starts to, and will be woken."""
+        """Whether a rank has packed the message that it sends; if not, packing starts and will wake the
+        rank."""
         if rank.packing == rank.next_instruction or not self.traffic.overheads.message:
             return True
         rank.packing, rank.free_at = rank.next_instruction, time + self.traffic.overheads.message
@@ -216,14 +222,14 @@ class _Simulator:
         return False
 
     def post_receives(self, index: int, time: int) -> None:
-        """Post the receives up to a window beyond those that the program passed."""
+        """Posts receives up to a window beyond those that the program has passed."""
         rank = self.ranks[index]
         first = rank.passed_receives + RECEIVE_WINDOW - 1 if rank.passed_receives else 0
         for key in rank.receives[first : rank.passed_receives + RECEIVE_WINDOW]:
             self.post_message_end(key, time, sent=False)
 
     def post_message_end(self, key: MessageKey, time: int, sent: bool) -> None:
-        """One end of a message is ready; if the other is, too, it moves."""
+        """Posts one end of a message; if the other one is posted too, the message moves."""
         m = self.messages[key]
         if sent:
             m.send_posted = time
@@ -240,8 +246,8 @@ class _Simulator:
             heapq.heappush(self.wake_times, (time, m.receiver))
 
     def _list_messages(self) -> tuple[dict[MessageKey, _Message], dict[ComputeKey, list[MessageKey]]]:
-        """Every message between ranks, and which of them each computation consumes."""
-        place = {
+        """All messages between ranks, and the messages that each computation consumes."""
+        ranks_of = {
             (n, m.index): ranks_by_replica(self.sections[n])[m.replica]
             for n, micros in self.schedule.micro_batches.items()
             for m in micros
@@ -251,21 +257,21 @@ class _Simulator:
         for e in self.plan.edges:
             layout = EdgeLayout(e, self.plan, self.schedule, self.samples)
             flag = {"fwd": 0, "bwd": 1}  # gradients are followed by a flag
-            for pair, shared in layout.pairs.items():
-                a, b, entries = place[e.src, pair[0]], place[e.dst, pair[1]], layout.message_numel(pair)
-                ways = [("fwd", ("F", e.dst, pair[1]), route_message(a, b))]
-                ways += (
+            for pair, samples in layout.pairs.items():
+                a, b, entries = ranks_of[e.src, pair[0]], ranks_of[e.dst, pair[1]], layout.message_numel(pair)
+                transfers = [("fwd", ("F", e.dst, pair[1]), route_message(a, b))]
+                transfers += (
                     [("bwd", ("B", e.src, pair[0]), route_message(b, a))]
                     if returns_gradient(e, self.sections)
                     else []
                 )
-                for direction, used, parts in ways:
+                for direction, consumer, parts in transfers:
                     for part in parts:
                         start, stop = slice_bounds(entries, part.index, part.count)
                         key = (e.name, direction, *pair, part.sender, part.receiver)
                         size = (stop - start + flag[direction]) * layout.dtype.itemsize
-                        messages[key] = _Message(part.sender, part.receiver, shared, size)
-                        needs[*used, part.receiver].append(key)
+                        messages[key] = _Message(part.sender, part.receiver, samples, size)
+                        needs[*consumer, part.receiver].append(key)
         return messages, needs
 
     def _rank_state(self, program: Sequence[Instruction], index: int) -> _Rank:
@@ -279,20 +285,21 @@ class _Simulator:
 
     def reach_reduction(self, i: Instruction, index: int, time: int) -> None:
         """A rank reaches the reduction of a section; the last one starts it."""
-        for held in self.traffic.reduction_groups:
-            if held.sections == (i.section,) and index in held.ranks:
-                self.reached[held].append(time)
-                if len(self.reached[held]) == len(held.ranks):
-                    self.run_reduction(held, time)
+        for group in self.traffic.reduction_groups:
+            if group.sections == (i.section,) and index in group.ranks:
+                self.reached[group].append(time)
+                if len(self.reached[group]) == len(group.ranks):
+                    self.run_reduction(group, time)
 
-    def run_reduction(self, held: ReductionGroup, ready: int) -> None:
-        if len(held.ranks) < 2:
+    def run_reduction(self, group: ReductionGroup, ready: int) -> None:
+        """Runs a reduction on its ranks, after their earlier ones."""
+        if len(group.ranks) < 2:
             return
-        start = max([ready, *(self.ranks[r].last_reduction_end for r in held.ranks)])
-        end = start + self.traffic.reduce_ns(held)
-        for r in held.ranks:
+        start = max([ready, *(self.ranks[r].last_reduction_end for r in group.ranks)])
+        end = start + self.traffic.reduce_ns(group)
+        for r in group.ranks:
             self.ranks[r].last_reduction_end = end
-        self.reductions.append(ReductionEvent(held.sections, held.ranks, start, end))
+        self.reductions.append(ReductionEvent(group.sections, group.ranks, start, end))
 
     def _program_end(self, index: int) -> int:
         stepped = self.ranks[index].program_end

@@ -1,6 +1,5 @@
-"""Steps among others, for sections that run ahead (`runtime/schedule/cross_step_prefetch.py`): a step alone
-neither finds what was computed in the step before nor computes anything for the next one.
-"""
+"""Steps in a sequence, for plans with cross-step prefetch (`runtime/schedule/cross_step_prefetch.py`): a
+single step neither finds results of the step before nor computes any for the next one."""
 
 from __future__ import annotations
 
@@ -18,26 +17,30 @@ ScheduledBatch = tuple[tuple[SampleMeta, ...], Schedule]  # the samples that the
 def steady_state_steps(
     plan: Plan, batches: Sequence[BatchSamples], order: str = "wavefront"
 ) -> Iterator[ScheduledBatch]:
-    """A step for each batch, as if the batches came round and round: what a run does in the long run."""
+    """Yields a step for each batch, as if the batches repeated in a cycle: the long-run behaviour."""
     return _spliced_steps(plan, batches, order, wraps=True)
 
 
 def consecutive_steps(
     plan: Plan, batches: Sequence[BatchSamples], order: str = "wavefront"
 ) -> Iterator[ScheduledBatch]:
-    """The steps of a run that has these batches and no others."""
+    """Yields the steps of a run that has these batches and no others."""
     return _spliced_steps(plan, batches, order, wraps=False)
 
 
 def _spliced_steps(
     plan: Plan, batches: Sequence[BatchSamples], order: str, wraps: bool
 ) -> Iterator[ScheduledBatch]:
-    alone = [schedule_batch(plan, samples, order=order) for samples in batches]
+    schedules = [schedule_batch(plan, samples, order=order) for samples in batches]
     for k, samples in enumerate(batches):
-        then = (k + 1) % len(batches)
-        coming = alone[then] if wraps or then else None
-        found = splice_prefetch(plan, alone[k], len(samples), coming, warm=wraps or k > 0)
+        next_index = (k + 1) % len(batches)
+        next_schedule = schedules[next_index] if wraps or next_index else None
+        spliced = splice_prefetch(plan, schedules[k], len(samples), next_schedule, warm=wraps or k > 0)
         yield (
-            (tuple(samples) if coming is None or not coming.prefetchable else (*samples, *batches[then])),
-            found,
+            (
+                tuple(samples)
+                if next_schedule is None or not next_schedule.prefetchable
+                else (*samples, *batches[next_index])
+            ),
+            spliced,
         )

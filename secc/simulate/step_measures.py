@@ -1,5 +1,5 @@
-"""What a simulated step says about a plan: time against the bounds, who is busy, what waits show, memory, and
-use of the hardware."""
+"""Measures of a simulated step: time against the bounds, busy shares, waits, memory, and hardware
+utilisation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ADAM_STATES = 2  # AdamW's, of a trained parameter
 
 @dataclass(frozen=True)
 class SectionShare:
-    """A section's part of a step: how busy it keeps its `gpus` ranks, from 0 to 1."""
+    """A section's part of a step: the share of time, from 0 to 1, for which its `gpus` ranks are busy."""
 
     busy: float
     gpus: int
@@ -35,12 +35,12 @@ class SectionShare:
 
 @dataclass(frozen=True)
 class StepMeasures:
-    """One simulated step. Times in seconds; `mfu` and `peak_memory_gib` (of the fullest rank) are None where
-    the plan does not say enough.
+    """Measures of one simulated step, times in seconds.
 
-    `exposed_communication_s` is what a rank waits in the mean for messages and reductions that are on their
-    way, `waiting_s` what it waits for other ranks to compute. `in_flight`: the most micro-batches that any
-    rank holds between forward and backward.
+    exposed_communication_s: mean time that a rank waits for messages and reductions in transit.
+    waiting_s: mean time that a rank waits for other ranks to compute.
+    in_flight: most micro-batches between forward and backward on any rank.
+    mfu, peak_memory_gib (of the fullest rank): None where the plan does not say enough.
     """
 
     step_time_s: float
@@ -57,7 +57,7 @@ class StepMeasures:
 
 
 def measure_step(step: SimulatedStep) -> StepMeasures:
-    """The measures of a simulated step, with the bounds of its plan and samples."""
+    """Measures a simulated step, with the bounds of its plan and samples."""
     traffic = Traffic(step.plan)
     work = BatchWork(step.plan, step.samples[: step.schedule.own_samples], traffic)
     bound: LowerBound = schedule_bound_of_work(work)
@@ -86,7 +86,7 @@ def measure_step(step: SimulatedStep) -> StepMeasures:
 
 
 def mean_measures(steps: Sequence[StepMeasures], bound: LowerBound) -> StepMeasures:
-    """Measures over several steps: means of times, peaks of memory; `bound` is that on the mean step
+    """Measures over several steps: means of times, maxima of memory. `bound` is the bound on the mean step
     (`secc.bounds.steady_state`)."""
     n, last = len(steps), steps[-1]
     sections = {
@@ -124,26 +124,25 @@ def _section_shares(step: SimulatedStep) -> dict[str, SectionShare]:
 
 
 def _total_waits(step: SimulatedStep) -> tuple[int, int]:
-    """(time on the way, time of others), summed over the ranks: before computations, and at the end until all
-    gradients are summed."""
+    """(waits for messages and reductions in transit, waits for other ranks) summed over the ranks, in ns."""
     exposed = sum(c.start - c.in_transit_from for c in step.compute)
     waiting = sum(c.in_transit_from - c.free_at for c in step.compute)
     for rank, stepped in enumerate(step.program_ends):
-        late = sum(
+        late_reductions = sum(
             r.end - max(stepped, r.start) for r in step.reductions if rank in r.ranks and r.end > stepped
         )
-        exposed += late
-        waiting += max(0, step.gradients_summed - stepped - late)
+        exposed += late_reductions
+        waiting += max(0, step.gradients_summed - stepped - late_reductions)
     return exposed, waiting
 
 
 @dataclass(frozen=True)
 class BusiestRank:
-    """The rank that computes longest, which a shorter step must relieve, and what its step consists of, in
-    seconds.
+    """The rank that computes longest, which limits the step, and what its step consists of, in seconds.
 
-    `exposed_s`: waits for messages that are on their way, `waiting_s`: for other ranks to compute;
-    `closing_s` is behind its last backward.
+    exposed_s: waits for messages in transit.
+    waiting_s: waits for other ranks to compute.
+    closing_s: from its last computation to the end of the step.
     """
 
     rank: int
@@ -155,7 +154,7 @@ class BusiestRank:
 
 
 def find_busiest_rank(step: SimulatedStep) -> BusiestRank | None:
-    """None for a step that computes nothing."""
+    """The busiest rank, None for a step that computes nothing."""
     busy: Counter[int] = Counter()
     for c in step.compute:
         busy[c.rank] += c.end - c.start
@@ -171,7 +170,7 @@ def find_busiest_rank(step: SimulatedStep) -> BusiestRank | None:
 
 
 def _model_flops_utilization(step: SimulatedStep, traffic: Traffic) -> float | None:
-    """Floating-point operations of the model over what all ranks could do at peak in the time of the step."""
+    """FLOPs of the model over the peak of all ranks in the time of the step (MFU)."""
     costs = [s.cost for s in step.plan.sections]
     if traffic.cluster is None or step.end == 0 or not all(c.flops and c.dtype for c in costs):
         return None
@@ -180,9 +179,9 @@ def _model_flops_utilization(step: SimulatedStep, traffic: Traffic) -> float | N
     for s in step.plan.sections:
         peaks = dict(traffic.cluster.view_of_ranks(s.mesh.ranks).device.gflops)
         for m in (m for m in step.schedule.micro_batches[s.name] if not step.schedule.is_of_next_batch(m)):
-            at = sizes.micro_batch_sizes(m.samples)
-            flops = evaluate_expr(s.cost.flops, at) + (
-                evaluate_expr(s.cost.backward_flops or "0", at) if s.mode != "forward" else 0
+            symbols = sizes.micro_batch_sizes(m.samples)
+            flops = evaluate_expr(s.cost.flops, symbols) + (
+                evaluate_expr(s.cost.backward_flops or "0", symbols) if s.mode != "forward" else 0
             )
             busy += flops / peaks.get(s.cost.dtype, peaks["f32"])
     return busy / (step.plan.world_size * step.end)
@@ -200,10 +199,10 @@ def in_flight_over_time(step: SimulatedStep, rank: int) -> list[tuple[int, int]]
 def memory_over_time(
     step: SimulatedStep, rank: int, traffic: Traffic | None = None
 ) -> list[tuple[int, int]] | None:
-    """(time, bytes) on a rank at each change: parameters, gradients, optimizer states, what micro-batches in
-    flight keep, and results that are computed a step ahead.
+    """(time, bytes) on a rank at each change: parameters, gradients, optimizer states, saved activations, and
+    prefetched results.
 
-    None where the plan does not say what micro-batches keep.
+    None where the plan does not say what micro-batches save.
     """
     held = [s for s in step.plan.sections if rank in s.mesh.ranks]
     if any(s.mode != "forward" and not s.cost.saved for s in held):
@@ -222,28 +221,30 @@ def memory_over_time(
 
 
 def _fixed_bytes(step: SimulatedStep, rank: int, traffic: Traffic) -> int:
-    """Parameters, and for those that train gradients, masters and optimizer states, of which a sharded
-    section's ranks have their part."""
+    """Parameters, and for trained ones gradients, masters and optimizer states; of sharded ones only this
+    rank's part."""
     sections = {n: s for s in step.plan.sections if rank in s.mesh.ranks for n in s.params}
     trained = {n for n, what in step.plan.model.parameters.items() if what.endswith(" train")}
     return sum(_fixed_parameter_bytes(traffic, s, name, name in trained) for name, s in sections.items())
 
 
 def _fixed_parameter_bytes(traffic: Traffic, section: Section, name: str, trained: bool) -> int:
-    """Bytes of a parameter, and of what comes with it where it trains."""
+    """Bytes of a parameter and, if it is trained, of its gradient, master and optimizer states."""
     count = section.mesh.dp if section.sharding != "none" else 1
     gathered = section.sharding == "zero3"
     size = traffic.bytes_on_rank(name) // (count if gathered else 1)
     updated = traffic.updated_bytes_on_rank(name)
     if not trained:
         return size
-    own = updated + (updated // count if count > 1 else 0)  # gradients, and the sums of this rank's shard
-    gradients = traffic.gradient_bytes_on_rank(name) // count if gathered else own
+    gradient_and_shard = updated + (
+        updated // count if count > 1 else 0
+    )  # gradients, and the sums of this rank's shard
+    gradients = traffic.gradient_bytes_on_rank(name) // count if gathered else gradient_and_shard
     return size + gradients + (ADAM_STATES * updated + traffic.master_bytes_on_rank(name)) // count
 
 
-def _running_totals(found: Iterable[TimedChange]) -> list[tuple[int, int]]:
-    changes = sorted(found)
+def _running_totals(changes_in_any_order: Iterable[TimedChange]) -> list[tuple[int, int]]:
+    changes = sorted(changes_in_any_order)
     return [
         (time, total)
         for (time, _), total in zip(changes, accumulate(change for _, change in changes), strict=True)
@@ -263,8 +264,8 @@ def _in_flight_changes(step: SimulatedStep, rank: int, amount: MicroBatchAmount)
 def _prefetched_result_changes(
     step: SimulatedStep, rank: int, sizes: PredictedCosts
 ) -> Iterator[TimedChange]:
-    """What a rank keeps of results between steps: those of the step before until all are sent, those for the
-    next one from their start."""
+    """Changes by prefetched results: those of the step before until all are sent, those for the next step
+    from their start."""
     for section in (s for s in step.plan.sections if rank in s.mesh.ranks):
         out = {e.name: e for e in step.plan.edges if e.src == section.name}
         sent: Counter[int] = Counter()
