@@ -113,7 +113,7 @@ def test_fewest_ranks_for_a_step_time() -> None:
     assert {key: solver[key] for key in asked} == asked
 
 
-def test_a_step_time_that_nothing_reaches_names_the_best() -> None:
+def test_an_impossible_step_time_names_the_shortest() -> None:
     with pytest.raises(UserError) as error:
         allocate_model(objective="gpus", step_time=1e-6)
     best = prediction(allocate_model())["step_time_s"]
@@ -125,7 +125,7 @@ def test_a_step_time_that_nothing_reaches_names_the_best() -> None:
 KINDS = "1x4xH100+1x4xA800"
 
 
-def test_sections_on_kinds_of_devices() -> None:
+def test_sections_on_mixed_device_kinds() -> None:
     """What the mixed cluster takes is no longer than either kind alone or all ranks at the slower one's pace
     take."""
     source = large_model(10**9, 10**9)
@@ -187,7 +187,7 @@ def test_replicas_of_several_ranks_where_memory_demands_them() -> None:
     assert section_attribute(plain, "lm", "tp") == section_attribute(plain, "lm", "pp") == 1
 
 
-def test_no_more_stages_are_looked_at_than_calls_run_layers() -> None:
+def test_stages_are_limited_by_the_layers_that_calls_run() -> None:
     """The stack has eight layers, and a forward calls two of them."""
     source = with_cuttable_blocks(VLM.read_text()).replace(
         LM, LM + ' {flops = "2400000*B*S", ops = 20, layers = 2 : i64}'
@@ -196,7 +196,7 @@ def test_no_more_stages_are_looked_at_than_calls_run_layers() -> None:
     assert section_attribute(module, "lm", "pp") == 2  # and what else it could be was looked at, too
 
 
-def test_what_was_refused_is_not_chosen_again() -> None:
+def test_refused_choices_are_not_chosen_again() -> None:
     source = with_cuttable_blocks(large_model(10_000_000_000, 10_000_000_000))
     module = allocate_model(source, cluster="1x8xH100", refused=("lm.pp",))
     assert section_attribute(module, "lm", "pp") == 1 and section_attribute(module, "lm", "tp") == 4
@@ -233,11 +233,14 @@ def test_micro_batches_shrink_to_fit_memory() -> None:
 
 MIB = 1 << 20
 LM = 'outs [""] in @lm'
-LAYERS = 'flops = "2400000*B*S", ops = 20, units = 12, kept = "1000*B*S", working = "20000*B*S", again = "2400000*B*S"'
+LAYERS = (
+    'flops = "2400000*B*S", ops = 20, units = 12, '
+    'kept = "1000*B*S", working = "20000*B*S", again = "2400000*B*S"'
+)
 
 
 @pytest.mark.parametrize(("saved", "way"), [(1, "none"), (150, "selective"), (1000, "full")])
-def test_recomputation_where_memory_asks_for_it(saved: int, way: str) -> None:
+def test_recomputation_where_memory_demands_it(saved: int, way: str) -> None:
     """A sample with an image has 80 positions, of each of which `saved` MiB are kept, and a device has 8
     GiB."""
     source = VLM.read_text().replace(LM, f'{LM} {{{LAYERS}, saved = "{saved * MIB}*B*S"}}')
@@ -257,7 +260,7 @@ def test_larger_micro_batches_and_recomputation_are_weighed() -> None:
     assert section_attribute(allocate_model(costly), "lm", "recompute") != "none"
 
 
-def test_states_are_sharded_where_that_is_faster_or_fits() -> None:
+def test_optimizer_states_are_sharded_where_faster_or_needed() -> None:
     assert section_attribute(allocate_model(cluster="1x3xH100"), "lm", "sharding") == "zero1"
     assert section_attribute(allocate_model(), "lm", "sharding") == "none"  # gloo's reduce-scatter is slow
     heavy = large_model(
@@ -278,7 +281,7 @@ def test_an_optimizer_that_is_not_elementwise_stays_whole() -> None:
             allocate_model(source, set=(choice,))
 
 
-def test_what_a_frozen_section_does_not_have_cannot_be_pinned() -> None:
+def test_frozen_sections_refuse_pins_of_training() -> None:
     frozen = VLM.read_text().replace(
         'sec.section "vision" mode "train"', 'sec.section "vision" mode "forward"'
     )
@@ -408,7 +411,7 @@ def test_the_smallest_change_that_fits(
     assert remedy in error.value.remedy
 
 
-def test_what_does_not_fit_can_be_planned_all_the_same() -> None:
+def test_models_that_do_not_fit_can_be_planned_on_request() -> None:
     module = allocate_model(large_model(10_000_000_000), fit=False)
     assert prediction(module)["missing_gib"] > 29
     assert "missing_gib" not in prediction(allocate_model(fit=False))

@@ -93,13 +93,13 @@ def test_every_sample_passes_each_of_its_sections_once(p, samples, order, size):
 
 @given(random_plans(), random_batches, st.sampled_from(sorted(SCHEMES)), st.integers(1, 4))
 @settings(max_examples=100, deadline=None)
-def test_no_order_of_micro_batches_is_shorter_than_their_least(p, samples, name, size):
+def test_no_order_is_shorter_than_the_layout_bound(p, samples, name, size):
     p, order = packed(p), SCHEMES[name].order
     cut = cut_micro_batches(BaselineBatch(p, samples), order, size)
     assert layout_lower_bound(p, PredictedCosts(p, samples), cut) <= FixedSchedule(p, samples, cut).makespan
 
 
-def test_the_least_counts_what_earlier_stages_take():
+def test_the_layout_bound_counts_earlier_stages():
     """Two micro-batches of 10 and 20 in three stages: the last one waits for twice 10, and its backwards are
     followed by twice 20."""
     lm = make_stages("lm", [[0], [1], [2]], forward="S", backward="2*S")
@@ -123,7 +123,7 @@ def test_the_smallest_micro_batches_come_first_and_last():
     assert lots == [[[1], [2], [0]]]
 
 
-def test_what_a_micro_batch_has_too_much_of_waits_for_a_lighter_one():
+def test_excess_samples_are_deferred_to_lighter_micro_batches():
     samples = [
         make_sample(0, *IMAGE, images=4),
         make_sample(1),
@@ -145,7 +145,7 @@ def with_room(p, space, **room):
     )
 
 
-def test_no_micro_batch_of_several_samples_keeps_more_than_there_is_room_for():
+def test_micro_batches_of_several_samples_fit_the_in_flight_bytes():
     p = with_room(packed(make_plan([make_section("lm", [0], forward="10*S", backward="10*S")], [], 1)), 25)
     samples = [make_sample(i, length=n) for i, n in enumerate((20, 10, 20, 40))]
     assert [lot for _, lot in cut_micro_batches(BaselineBatch(p, samples), pack_dataset_order, 99)["lm"]] == [
@@ -156,7 +156,7 @@ def test_no_micro_batch_of_several_samples_keeps_more_than_there_is_room_for():
 
 
 @pytest.mark.parametrize(("space", "held"), [(99, 10 + 20 + 30), (45, 10 + 20)])
-def test_the_fullest_rank_has_what_stays_and_the_most_that_is_in_flight_at_once(space, held):
+def test_the_fullest_rank_has_fixed_memory_and_the_most_in_flight(space, held):
     p = with_room(packed(vlm()), space, in_flight=9)
     samples = [make_sample(i, *IMAGE, length=10 * (i + 1)) for i in range(3)]
     one = on_one(p)
@@ -164,7 +164,7 @@ def test_the_fullest_rank_has_what_stays_and_the_most_that_is_in_flight_at_once(
 
 
 @pytest.mark.parametrize(("alone", "held"), [(1, 12 + 10 + 12), (9, 40)])
-def test_a_sample_larger_than_all_listed_ones_counts_as_the_largest_of_these(alone, held):
+def test_a_sample_larger_than_all_listed_counts_as_the_largest_listed(alone, held):
     p = with_room(packed(vlm()), 99, in_flight=9)
     samples = [make_sample(i, *IMAGE, length=n) for i, n in enumerate((40, 10, 20))]
     one = on_one(p, alone, largest=12)
@@ -247,7 +247,7 @@ def test_the_command_prints_each_baseline(directory, capsys):
     assert all(b["step_time_s"] > 0 and 1 <= b["gpus"] <= 4 for b in found.values())
 
 
-def test_a_baseline_that_there_is_not_is_named(directory, capsys):
+def test_an_unknown_baseline_is_named(directory, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["simulate", str(directory), "--baselines", "uniform,other"])
     assert ended.value.code == 2

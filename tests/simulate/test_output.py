@@ -104,7 +104,7 @@ def test_of_many_ranks_every_section_keeps_some_rows():
     assert "(8 more ranks" in "".join(part for line in render_terminal(step, 80) for part, _ in line)
 
 
-def test_waits_for_messages_are_drawn_apart_from_idle_time():
+def test_waits_for_messages_are_drawn_unlike_idle_time():
     kinds = [(b.kind, b.end - b.start) for b in build_rows(STEP, 8).rows[0].bars]
     assert kinds[:3] == [("F", 100), (MESSAGE_WAIT, 10 + 32 + 4), ("B", 200)]
 

@@ -34,10 +34,17 @@ ROW = 32  # bytes of a sample's row on the edges of these plans
 def cluster(latency=10, gb_s=1, per_node=8, **overheads):
     link = {"latency_ns": latency, "bytes_per_s": gb_s * 10**9}
     device = {
-        "kind": "cpu", "backend": "cpu", "gflops": [["f32", 20]], "memory": 1, "memory_bytes_per_s": 10**9, "efficiency_percent": 50,
-        "op_ns": 1, "reserved": 0, "label": "default",
+        "kind": "cpu",
+        "backend": "cpu",
+        "gflops": [["f32", 20]],
+        "memory": 1,
+        "memory_bytes_per_s": 10**9,
+        "efficiency_percent": 50,
+        "op_ns": 1,
+        "reserved": 0,
+        "label": "default",
         "overheads": overheads,
-    }  # fmt: skip
+    }
     far = {"latency_ns": 10 * latency, "bytes_per_s": gb_s * 10**9}
     return {
         "name": "test",
@@ -113,7 +120,7 @@ def test_gradients_are_summed_in_float32_and_parameters_gathered_as_modules_have
 
 @given(random_plans(), random_batches, st.sampled_from(["wavefront", "dataset"]))
 @settings(max_examples=100)
-def test_without_a_cluster_a_step_takes_what_the_order_predicts(p, samples, order):
+def test_without_a_cluster_a_step_takes_the_makespan(p, samples, order):
     programs, makespan = schedule_with_makespan(p, samples, order=order)
     end = simulate(p, samples, programs).end
     # A forward that got room only because nothing else could run starts sooner than the order thinks:
@@ -121,7 +128,7 @@ def test_without_a_cluster_a_step_takes_what_the_order_predicts(p, samples, orde
     assert end == makespan or (end < makespan and any(s.in_flight for s in p.sections))
 
 
-def test_replicas_in_step_take_the_longest_forward_and_the_longest_backward():
+def test_zero3_replicas_take_the_longest_forward_and_backward():
     """One job does both in the last section, and no micro-batch is the longest in both."""
     p = make_plan(
         [make_section("lm", [0, 1], micro_batch=2, sharding="zero3", forward="7*B", backward="5*I + 3*S")],
@@ -160,8 +167,11 @@ def test_a_message_takes_its_latency_and_its_bytes():
     step = run(vlm(cluster=cluster()), [make_sample(0, *IMAGE)])
     wait, back = 10 + ROW, 10 + ROW + 4  # a gradient is followed by a flag
     assert [(c.kind, c.section, c.start) for c in step.compute] == [
-        ("F", "vision", 0), ("F", "lm", 100 + wait), ("B", "lm", 150 + wait), ("B", "vision", 250 + wait + back),
-    ]  # fmt: skip
+        ("F", "vision", 0),
+        ("F", "lm", 100 + wait),
+        ("B", "lm", 150 + wait),
+        ("B", "vision", 250 + wait + back),
+    ]
     assert step.end == 450 + wait + back
     assert [(t.direction, t.src, t.dst, t.size) for t in step.transfers] == [
         ("fwd", 0, 1, ROW),
@@ -181,7 +191,7 @@ def test_messages_of_one_sender_share_its_link():
     ]
 
 
-def test_what_ranks_do_beside_computing_takes_time():
+def test_overheads_of_ranks_take_time():
     """A sender is busy with its message before it moves, the optimizer with each tensor, a step with each
     sample of its batch."""
     samples = [make_sample(0, *IMAGE)]
@@ -225,7 +235,7 @@ def test_an_invalid_schedule_is_not_simulated():
         simulate(p, samples, lost)
 
 
-def test_waits_are_told_apart():
+def test_waits_for_messages_and_for_ranks_are_separate():
     """The language model waits for the encoder's forward, then for the message; the encoder for both ways and
     the round trip."""
     step = run(vlm(cluster=cluster()), [make_sample(0, *IMAGE)])
@@ -238,7 +248,7 @@ def test_waits_are_told_apart():
     assert m.schedule_bound_s == pytest.approx((450 + 2 * wait) / 1e9)
 
 
-def test_the_busiest_rank_is_told_apart_from_those_that_wait_for_it():
+def test_the_busiest_rank_is_the_one_others_wait_for():
     p = trained(vlm(replicas=2, cluster=cluster(tensor=5)), lm=100)
     b = find_busiest_rank(run(p, [make_sample(0, *IMAGE)]))
     wait, back = 10 + ROW, 10 + ROW + 4

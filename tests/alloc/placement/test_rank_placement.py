@@ -64,7 +64,7 @@ def problems(draw: st.DrawFn) -> PlacementProblem:
 
 @settings(max_examples=60, deadline=None)
 @given(problems())
-def test_search_finds_what_trying_all_placements_finds(problem: PlacementProblem) -> None:
+def test_search_finds_the_best_of_all_placements(problem: PlacementProblem) -> None:
     placed, found = search_placement(problem)
     assert placement_cost(problem, placed) == found
     assert sorted(r for ranks in placed.values() for r in ranks) == list(range(problem.world_size))

@@ -6,7 +6,7 @@ from secc.alloc.problem.candidate_pruning import powers_of_two, prune_dominated,
 from secc.alloc.problem.types import Candidate
 
 
-def test_counts_of_replicas() -> None:
+def test_replica_counts() -> None:
     assert powers_of_two(1) == [1] and powers_of_two(80) == [1, 2, 4, 8, 16, 32, 64]
     assert list(replica_counts(2, 16, 8, 5)) == [1, 2, 3, 4, 5]  # small clusters rank by rank
     assert [4 * n for n in replica_counts(4, 64, 8, 64)] == [
@@ -22,7 +22,7 @@ def test_counts_of_replicas() -> None:
     ]  # large ones node by node
 
 
-def test_only_what_is_better_in_something_is_left() -> None:
+def test_dominated_candidates_are_removed() -> None:
     fast = Candidate(dp=1, micro_batch=4, time_ns=100, fill_ns=40, memory=100)
     waits_less = Candidate(dp=1, micro_batch=1, time_ns=120, fill_ns=10, memory=100)
     smaller = Candidate(dp=1, micro_batch=1, time_ns=130, fill_ns=40, memory=10)
@@ -39,20 +39,20 @@ def test_only_what_is_better_in_something_is_left() -> None:
     )  # where sections must have one micro-batch size
 
 
-def test_of_equals_the_plainest_is_left() -> None:
+def test_of_equal_candidates_the_plainest_stays() -> None:
     plain, again = (Candidate(dp=2, micro_batch=1, time_ns=5, recompute=way) for way in ("none", "full"))
     assert prune_dominated([again, plain], 1000) == (plain,)
     wide = Candidate(dp=1, tp=2, micro_batch=1, time_ns=5)
     assert prune_dominated([wide, plain], 1000) == (plain,)
 
 
-def test_stages_beat_stages_only() -> None:
+def test_stages_dominate_stages_only() -> None:
     staged, slower = (Candidate(dp=1, pp=2, micro_batch=1, time_ns=ns) for ns in (5, 6))
     wide = Candidate(dp=1, tp=2, micro_batch=1, time_ns=6)
     assert set(prune_dominated([staged, slower, wide], 1000)) == {staged, wide}
 
 
-def test_what_does_not_fit_stays_only_to_say_what_is_missing() -> None:
+def test_candidates_that_do_not_fit_stay_only_if_nothing_fits() -> None:
     large, larger = (Candidate(dp=1, micro_batch=1, time_ns=1, memory=size) for size in (2000, 3000))
     fits = Candidate(dp=1, micro_batch=1, time_ns=9, memory=900)
     assert prune_dominated([large, larger, fits], 1000) == (fits,)

@@ -27,7 +27,7 @@ def language_model() -> tuple[Workload, SectionLoad]:
     return work, work.loads["lm"]
 
 
-def test_alike_samples_have_no_spread() -> None:
+def test_equal_samples_have_no_spread() -> None:
     even = SizeSpread((PERMILLE,) * 8)
     assert (even.longest_micro_batch(2), even.mean_round_maximum(4, 2, 1), even.replica_imbalance(4, 2)) == (
         PERMILLE,
@@ -71,7 +71,7 @@ def test_replicas_that_gather_wait_for_each_other() -> None:
     assert ragged.time_ns > alike.time_ns
 
 
-def test_a_trial_waits_for_the_longest_of_a_round() -> None:
+def test_scheduled_rounds_take_their_longest_micro_batch() -> None:
     work = vlm_problem()[2].work
     asked = build_problem(
         work, 4, "colocate", parse_pins(["lm.sharding=zero3", "lm.micro_batch=1"], work.loads)
@@ -85,7 +85,7 @@ def test_a_trial_waits_for_the_longest_of_a_round() -> None:
     assert trial.evaluate(solution.assignment, ranks).time_ns >= sum(ends) // len(ends)
 
 
-def test_rounds_are_dealt_alike_pieces() -> None:
+def test_similar_micro_batches_share_a_round() -> None:
     load: dict[int, int] = {0: 5}
     assert assign_in_rounds([9, 8, 3, 2], (0, 1), load) == [1, 0, 1, 0]
     assert load == {0: 5 + 8 + 2, 1: 9 + 3}

@@ -39,7 +39,7 @@ def optimizer(params):
         ("torch.optim.Muon([])", ".requires_grad_(False)", ""),
     ],
 )
-def test_the_users_optimizer_is_tried_without_weights(
+def test_the_users_optimizer_is_probed_without_weights(
     tmp_path: Path, optimizer: str, frozen: str, reason: str
 ) -> None:
     path = tmp_path / "model.py"

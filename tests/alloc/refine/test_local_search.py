@@ -68,7 +68,7 @@ def test_samples_print_and_parse_with_the_graph() -> None:
     assert sample_sizes.draw_batches(graph_of(module_text.parse_module(VLM.read_text())), 32, 4) == []
 
 
-def test_a_plan_without_anything_to_wait_for_takes_what_the_closed_form_says() -> None:
+def test_without_waits_a_schedule_takes_the_closed_form_time() -> None:
     """All on one device, of mean samples: work is all there is."""
     _, asked, trial = vlm_problem(ragged=False, ranks=1)
     solution = solve_allocation(asked)
@@ -77,7 +77,7 @@ def test_a_plan_without_anything_to_wait_for_takes_what_the_closed_form_says() -
     assert tried.fits and tried.time_ns == pytest.approx(solution.time_ns, rel=0.01)
 
 
-def test_what_is_in_flight_must_fit() -> None:
+def test_micro_batches_in_flight_must_fit() -> None:
     _, asked, trial = vlm_problem()
     solution = solve_allocation(asked)
     assert solution is not None
@@ -121,7 +121,7 @@ def test_the_winner_is_no_longer_than_the_solver_s_plan(ragged: bool) -> None:
     )
 
 
-def test_looks_and_trials_in_other_processes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluations_in_other_processes_find_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     _, asked, trial = vlm_problem()
     solution = solve_allocation(asked)
     assert solution is not None
@@ -134,7 +134,7 @@ def test_looks_and_trials_in_other_processes_find_the_same(monkeypatch: pytest.M
     )
 
 
-def test_plans_far_behind_at_a_look_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_with_a_bad_estimate_are_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     _, asked, trial = vlm_problem()
     solution = solve_allocation(asked)
     assert solution is not None
@@ -176,7 +176,7 @@ def test_a_plan_that_does_not_fit_on_later_batches_does_not_win(monkeypatch: pyt
     assert second.evaluation.fits and second.assignment != first.assignment
 
 
-def test_devices_that_nobody_uses_are_handed_out() -> None:
+def test_idle_devices_are_assigned() -> None:
     """A plan on two of four devices, where sections are apart, is near plans on more."""
     _, asked, trial = vlm_problem()
     asked = replace(asked, strategy="apart")
@@ -186,7 +186,7 @@ def test_devices_that_nobody_uses_are_handed_out() -> None:
     assert sum(asked.sections[s][i].ranks for s, i in won.assignment.choice.items()) == 4
 
 
-def test_replicas_in_step_win_only_where_the_order_says_so() -> None:
+def test_zero3_wins_only_by_its_scheduled_step() -> None:
     """Closed forms that promise too much of zero3 have it tried; what it takes is what counts."""
     _, asked, trial = vlm_problem()
     cheap = {
@@ -222,7 +222,7 @@ def test_candidates_made_in_other_processes_are_the_same(monkeypatch: pytest.Mon
     assert build_problem(trial.work, 4, "auto", Pins()) == asked
 
 
-def test_a_known_plan_is_taken_again() -> None:
+def test_a_plan_is_rebuilt_from_its_choices() -> None:
     module, asked, _ = vlm_problem()
     Allocate(cluster="1x4xcpu", global_batch=32).apply(module_text.make_context(), module)
     texts = plan_choices.list_plan_choices(graph_of(module))

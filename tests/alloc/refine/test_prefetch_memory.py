@@ -24,7 +24,7 @@ def run_ahead_gib(module) -> float:
     return attribute_value(graph_of(module), "run_ahead_gib", 0.0)
 
 
-def test_a_frozen_section_on_its_own_ranks_gets_room_for_what_its_consumers_want_first() -> None:
+def test_a_frozen_section_on_its_own_ranks_gets_prefetch_memory() -> None:
     pins = ("vision.dp=1", "lm.dp=2", "vision.micro_batch=1", "lm.micro_batch=2")
     module = allocate_model(FROZEN, strategy="apart", set=pins)
     features = 16 * 64 * 4  # of a sample, which has one image
@@ -34,7 +34,7 @@ def test_a_frozen_section_on_its_own_ranks_gets_room_for_what_its_consumers_want
     assert run_ahead_gib(allocate_model(strategy="apart")) == 0
 
 
-def test_nothing_waits_for_what_was_computed_before() -> None:
+def test_consumers_do_not_wait_for_prefetched_results() -> None:
     always = FROZEN.replace(
         'when [] share "0.5"', 'when [] share "0.0"'
     )  # no text to train on until the first images are encoded
@@ -48,7 +48,7 @@ def test_nothing_waits_for_what_was_computed_before() -> None:
     assert times[0] < times[1]
 
 
-def test_memory_that_is_asked_for_is_part_of_the_sections() -> None:
+def test_requested_prefetch_memory_counts_in_the_plan() -> None:
     plain, more = (allocate_model(FROZEN, strategy="apart", run_ahead=text) for text in ("0", "0.5"))
     assert section_attribute(more, "vision", "memory_gib") == pytest.approx(
         section_attribute(plain, "vision", "memory_gib") + 0.5, abs=1e-3
@@ -65,6 +65,6 @@ def test_memory_that_is_asked_for_is_part_of_the_sections() -> None:
         (FROZEN, {"run_ahead": "1", "strategy": "colocate"}, "shares ranks with a section that trains"),
     ],
 )
-def test_what_cannot_run_ahead_is_refused(source: str, options: dict[str, str], message: str) -> None:
+def test_impossible_run_ahead_is_refused(source: str, options: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         allocate_model(source, **options)

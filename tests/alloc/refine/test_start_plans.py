@@ -31,7 +31,7 @@ def fastest(problem: Problem, test: Callable[[Assignment], bool]) -> int | None:
 
 @given(problems())
 @settings(max_examples=60, deadline=None)
-def test_the_best_plan_of_each_kind_is_among_the_starts(problem: Problem) -> None:
+def test_starts_include_the_best_plan_of_each_kind(problem: Problem) -> None:
     problem = replace(problem, strategy="auto")
     assume(len(problem.sections) > 1 and (best := solve_allocation(problem)) is not None)
     assert best is not None
@@ -58,7 +58,7 @@ def test_the_best_plan_of_each_kind_is_among_the_starts(problem: Problem) -> Non
             assert wanted in {evaluate_assignment(problem, a).time_ns for a in found if kind(a)}
 
 
-def test_equally_many_replicas_are_a_start_although_others_are_faster() -> None:
+def test_equal_replica_counts_are_a_start_although_others_are_faster() -> None:
     def ways(fast: int) -> tuple[Candidate, ...]:
         return tuple(
             Candidate(

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secc.alloc.problem.closed_form import evaluate_assignment
-from secc.alloc.problem.types import AllocEdge, Assignment, Candidate, Problem, Solution
+from secc.alloc.problem.types import (
+    AllocEdge,
+    Assignment,
+    Candidate,
+    Problem,
+    Solution,
+    exclude_candidates,
+)
 from secc.alloc.solver import cpsat_model as model
 from secc.alloc.solver import subproblem
 from secc.alloc.solver.cpsat_model import solve_allocation, solve_least_memory, solve_least_time
@@ -37,7 +44,7 @@ def test_solver_agrees_with_brute_force(problem: Problem) -> None:
     st.one_of(problem_instances.problems(), problem_instances.mixed_problems()),
     st.none() | st.integers(20, 200),
 )
-def test_what_a_large_problem_rules_out_is_not_missed(problem: Problem, deadline: int | None) -> None:
+def test_pruning_of_large_problems_keeps_the_optimum(problem: Problem, deadline: int | None) -> None:
     asked = replace(problem, deadline=deadline)
     with patch.object(model, "WARM_START_CANDIDATES", 0):
         found, plain = solve_allocation(asked), solve_allocation(asked, margin=0.25)
@@ -46,9 +53,33 @@ def test_what_a_large_problem_rules_out_is_not_missed(problem: Problem, deadline
     assert _figures(plain) == _figures(plainer)
 
 
+@settings(max_examples=120, deadline=None)
+@given(
+    st.one_of(problem_instances.problems(), problem_instances.mixed_problems()),
+    st.integers(1, 4),
+    st.sampled_from((0, 1 << 30)),
+)
+def test_excluded_candidates_are_not_chosen(problem: Problem, most: int, warm_start: int) -> None:
+    """The rest is as if they did not exist, with and without a greedy start."""
+    restricted = exclude_candidates(problem, lambda c: c.micro_batch > most)
+    best: tuple[int, int] | None = None
+    for a in problem_instances.assignments(problem):
+        if all(problem.sections[s][i].micro_batch <= most for s, i in a.choice.items()):
+            try:
+                value = evaluate_assignment(problem, a)
+            except ValueError:
+                continue
+            best = min(best or (value.time_ns, value.ranks), (value.time_ns, value.ranks))
+    with patch.object(model, "WARM_START_CANDIDATES", warm_start):
+        solution = solve_allocation(restricted)
+    assert _figures(solution) == best
+    if solution is not None:
+        assert evaluate_assignment(problem, solution.assignment).time_ns == solution.time_ns
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(problem_instances.problems(), problem_instances.mixed_problems()), st.integers(10, 200))
-def test_a_bound_leaves_every_assignment_within_it(problem: Problem, most: int) -> None:
+def test_pruning_keeps_every_assignment_within_the_bound(problem: Problem, most: int) -> None:
     left = subproblem.prune_by_step_time(problem, most)
     whole = [(v.time_ns, v.ranks) for v in problem_instances.feasible_values(problem)]
     found = (
@@ -65,12 +96,12 @@ def test_a_bound_leaves_every_assignment_within_it(problem: Problem, most: int) 
 
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(problem_instances.problems(), problem_instances.mixed_problems()), st.integers(10, 400))
-def test_a_guess_is_an_assignment_within_the_bound(problem: Problem, most: int) -> None:
+def test_greedy_assignments_are_within_the_bound(problem: Problem, most: int) -> None:
     if (found := greedy_assignment(problem, most)) is not None:
         assert evaluate_assignment(problem, found).time_ns <= most
 
 
-def test_a_guess_shares_out_the_ranks() -> None:
+def test_greedy_assignments_divide_the_ranks() -> None:
     """Twelve ranks for works of one to two: four and eight of them, apart; on the same ones memory is
     short."""
     few = [Candidate(n, 1, 1200 // n, memory=3 * GIB) for n in (2, 4, 8)]
@@ -80,7 +111,7 @@ def test_a_guess_shares_out_the_ranks() -> None:
     assert greedy_assignment(problem, 299) is None
 
 
-def test_a_guess_fills_whole_nodes() -> None:
+def test_greedy_assignments_fill_whole_nodes() -> None:
     """The fewest ranks would be 1 + 4; with a node of 4 for each section all are whole."""
 
     def ways(work: int) -> tuple[Candidate, ...]:
@@ -96,7 +127,7 @@ def _figures(solution: Solution | None) -> tuple[int, int] | None:
 
 @settings(max_examples=120, deadline=None)
 @given(problem_instances.mixed_problems())
-def test_kinds_of_devices_agree_with_brute_force(problem: Problem) -> None:
+def test_solver_agrees_with_brute_force_on_mixed_devices(problem: Problem) -> None:
     best = min(((v.time_ns, v.ranks) for v in problem_instances.feasible_values(problem)), default=None)
     solution = solve_allocation(problem)
     assert best == (None if solution is None else (solution.time_ns, solution.ranks))
@@ -104,7 +135,7 @@ def test_kinds_of_devices_agree_with_brute_force(problem: Problem) -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(problem_instances.problems(), st.integers(20, 200))
-def test_fewest_ranks_for_a_time_agree_with_brute_force(problem: Problem, deadline: int) -> None:
+def test_fewest_ranks_for_a_deadline_agree_with_brute_force(problem: Problem, deadline: int) -> None:
     asked = replace(problem, deadline=deadline)
     best = min(((v.ranks, v.time_ns) for v in problem_instances.feasible_values(asked)), default=None)
     solution = solve_allocation(asked)
@@ -120,7 +151,7 @@ def test_fewest_ranks_for_a_time_agree_with_brute_force(problem: Problem, deadli
 
 @settings(max_examples=60, deadline=None)
 @given(problem_instances.problems())
-def test_a_margin_buys_plainer_replicas_and_no_more(problem: Problem) -> None:
+def test_a_margin_allows_narrower_replicas_only(problem: Problem) -> None:
     fastest, plain = solve_allocation(problem), solve_allocation(problem, margin=0.25)
     if fastest is None or plain is None:
         assert plain is None and fastest is None
@@ -134,7 +165,7 @@ def test_a_margin_buys_plainer_replicas_and_no_more(problem: Problem) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(problem_instances.problems())
-def test_least_memory_is_where_plans_begin(problem: Problem) -> None:
+def test_below_the_least_memory_nothing_fits(problem: Problem) -> None:
     need = solve_least_memory(problem)
     unlimited = replace(problem, capacity=1 << 40)
     assert (need is None) == (next(problem_instances.feasible_values(unlimited), None) is None)
@@ -193,7 +224,7 @@ def test_sharing_adds_times_and_memory() -> None:
     assert (value.time_ns, value.ranks, value.memory) == (400, 1, {"encoder": 5 * GIB})
 
 
-def test_apart_takes_the_longest_with_what_is_not_hidden() -> None:
+def test_apart_takes_the_longest_section_and_exposed_waits() -> None:
     assert (
         evaluate_assignment(_pair(latency_ns=30, independent_ns=40), APART).time_ns == 150
     )  # hidden behind work that needs no encoder
@@ -220,7 +251,7 @@ def test_a_deadline_frees_ranks() -> None:
     )
 
 
-def test_few_places_in_flight_are_taken_round_after_round() -> None:
+def test_small_in_flight_budgets_take_several_rounds() -> None:
     problem = _pair(latency_ns=30, round_trip_ns=90)
     encoder = replace(problem.sections["encoder"][0], rounds=3, memory_ahead=2 * GIB)
     capped = replace(problem, sections={**problem.sections, "encoder": (encoder,)})
