@@ -1,8 +1,8 @@
 """Measures secc's fused operators on this machine's GPU: first their errors, then time and peak memory next
 to other implementations.
 
-    python tools/bench_kernels.py              all operators at the sizes of Qwen3 and Llama models, with 4,096
-                                               to 32,768 rows
+    python tools/bench_kernels.py              all operators at the sizes of Qwen3 and Llama models,
+                                               4,096 to 32,768 rows
     python tools/bench_kernels.py --quick      only Qwen3-8B's sizes and 8,192 rows
     python tools/bench_kernels.py --tune       measures launch parameters first, and keeps them for later runs
                                                and for training

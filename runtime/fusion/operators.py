@@ -43,23 +43,25 @@ def _with_fallback(
     def decorate(operator: TensorOperator) -> TensorOperator:
         @functools.wraps(operator)
         def run(x: torch.Tensor, *others: Any) -> torch.Tensor:
-            found, rest = mark_of(x), [mark_of(t) for t in others if isinstance(t, torch.Tensor)]
-            if found is None and not any(rest):
+            first_mark, other_marks = mark_of(x), [mark_of(t) for t in others if isinstance(t, torch.Tensor)]
+            if first_mark is None and not any(other_marks):
                 return operator(x, *others)
-            if found is None or not (
-                _have_same_marks(found, rest) if elementwise else not any(rest) and found.dim != x.dim() - 1
+            if first_mark is None or not (
+                _have_same_marks(first_mark, other_marks)
+                if elementwise
+                else not any(other_marks) and first_mark.dim != x.dim() - 1
             ):
                 return plain(x, *others)
             with torch._C.DisableTorchFunction():  # sizes are those of the part
-                return set_mark(operator(x, *others), found)
+                return set_mark(operator(x, *others), first_mark)
 
         return run
 
     return decorate
 
 
-def _have_same_marks(found: ShardMark, rest: list[ShardMark | None]) -> bool:
-    return all(m is not None and (m.dim, m.parts) == (found.dim, found.parts) for m in rest)
+def _have_same_marks(first: ShardMark, others: list[ShardMark | None]) -> bool:
+    return all(m is not None and (m.dim, m.parts) == (first.dim, first.parts) for m in others)
 
 
 @_with_fallback(lambda gate, up: F.silu(gate) * up, elementwise=True)

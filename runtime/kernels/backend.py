@@ -89,7 +89,8 @@ def check_same_kind(name: str, *tensors: torch.Tensor | None) -> None:
     given = [t for t in tensors if t is not None]
     kinds = {(t.dtype, t.device) for t in given}
     if len(kinds) > 1 or not given[0].is_floating_point():
-        found = ", ".join(f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in given)
+        kinds_found = ", ".join(f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in given)
         raise UserError(
-            f"{name} needs floating tensors of one dtype on one device, not {found}", remedy="cast them first"
+            f"{name}: expected floating tensors of one dtype on one device, got {kinds_found}",
+            remedy="cast them first",
         )

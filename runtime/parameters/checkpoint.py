@@ -95,9 +95,9 @@ def find_checkpoint(directory: Path) -> Path:
     if (directory / MANIFEST_FILE).exists():
         return directory
     try:
-        found = directory / (directory / LATEST_FILE).read_text().strip()
-        if (found / MANIFEST_FILE).exists():
-            return found
+        latest = directory / (directory / LATEST_FILE).read_text().strip()
+        if (latest / MANIFEST_FILE).exists():
+            return latest
     except OSError:
         pass
     raise UserError("no checkpoint found", str(directory), _NO_CHECKPOINT_REMEDY)

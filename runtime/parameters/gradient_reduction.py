@@ -104,7 +104,7 @@ def _groups_of_section(
     partial gradient on each rank (norms under sequence parallelism)."""
     mesh = section.mesh
     cut, partial = (
-        {canonical[n] for n in some} for some in ((s.name for s in section.shards), section.partial)
+        {canonical[n] for n in names_of} for names_of in ((s.name for s in section.shards), section.partial)
     )
     complete = tuple(n for n in names if n not in partial)
     for tp_rank in range(mesh.tp) if complete else ():

@@ -67,11 +67,11 @@ class WholeShapeMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        found = collect_marks((args, kwargs))
-        if not found:
+        marks = collect_marks((args, kwargs))
+        if not marks:
             return func(*args, **kwargs)
         rule: Callable[..., Any] = find_rule(func)
-        return rule(self, func, args, kwargs, found)
+        return rule(self, func, args, kwargs, marks)
 
     def local_length(self, parts: Sequence[int]) -> int:
         """Returns the number of entries of `parts` that a rank has; the same on every rank."""
@@ -79,16 +79,16 @@ class WholeShapeMode(TorchFunctionMode):
 
     def whole_shape(self, tensor: torch.Tensor) -> list[int]:
         """Returns the shape of the whole tensor that `tensor` is a part of."""
-        shape, found = list(tensor.shape), mark_of(tensor)
-        if found is not None:
-            shape[found.dim] = found.whole_size
+        shape, mark = list(tensor.shape), mark_of(tensor)
+        if mark is not None:
+            shape[mark.dim] = mark.whole_size
         return shape
 
     @contextmanager
-    def draw_shard(self, found: ShardMark) -> Iterator[None]:
+    def draw_shard(self, mark: ShardMark) -> Iterator[None]:
         """Makes random ops inside draw this rank's part of the numbers of the whole tensor."""
         self.drew_random_numbers = True
-        with part.drawing_shard(found.dim, self.rank_ranges(found.parts)):
+        with part.drawing_shard(mark.dim, self.rank_ranges(mark.parts)):
             yield
 
     def rank_ranges(self, parts: Sequence[int]) -> list[tuple[int, int]]:

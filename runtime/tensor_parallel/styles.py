@@ -53,7 +53,7 @@ def apply_styles(
     root: nn.Module, styles: Iterable[ModuleStyle], group: ReplicaGroup, parts: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Wraps the modules of `styles`, at paths relative to `root`. `parts`: of each cut parameter, by name."""
-    entrance = ShardedRegion(group)
+    region = ShardedRegion(group)
     for style in styles:
         module, prefix = root.get_submodule(style.module), f"{style.module}." if style.module else ""
         own = {
@@ -61,21 +61,21 @@ def apply_styles(
             for name, _ in module.named_parameters(recurse=False)
             if f"{prefix}{name}" in parts
         }
-        module.forward = _STYLE_WRAPPERS[style.kind](module, entrance, own)
+        module.forward = _STYLE_WRAPPERS[style.kind](module, region, own)
 
 
-def _wrap_colwise(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
-    return _wrap_cut_outputs(module, own["weight"], entrance)
+def _wrap_colwise(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
+    return _wrap_cut_outputs(module, own["weight"], region)
 
 
-def _wrap_rowwise(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
-    return _wrap_cut_inputs(module, entrance.reduce_output)
+def _wrap_rowwise(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
+    return _wrap_cut_inputs(module, region.reduce_output)
 
 
 def _wrap_cut_outputs(module: nn.Module, parts: tuple[int, ...], enter: Exchange) -> Forward:
     """Wraps a linear map with cut outputs."""
-    found = _require_linear(module)
-    found.set_sizes(found.out_features, found.in_features)
+    linear = _require_linear(module)
+    linear.set_sizes(linear.out_features, linear.in_features)
     inner = module.forward
 
     @functools.wraps(inner)
@@ -89,30 +89,30 @@ def _wrap_cut_outputs(module: nn.Module, parts: tuple[int, ...], enter: Exchange
 def _wrap_cut_inputs(module: nn.Module, leave: Exchange) -> Forward:
     """Wraps a linear map with cut inputs: `leave` sums the partial outputs of the ranks; the bias counts
     once."""
-    found = _require_linear(module)
-    found.set_sizes(found.out_features, found.in_features)
+    linear = _require_linear(module)
+    linear.set_sizes(linear.out_features, linear.in_features)
 
     @functools.wraps(module.forward)
     def forward(x: torch.Tensor) -> torch.Tensor:
-        out = leave(found.multiply_weight(x))
-        return out if found.bias is None else out + found.bias.to(out.dtype)
+        out = leave(linear.multiply_weight(x))
+        return out if linear.bias is None else out + linear.bias.to(out.dtype)
 
     return forward
 
 
-def _wrap_gather(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
-    found, group = _require_linear(module), entrance.group
-    found.set_sizes(found.out_features, found.in_features)
+def _wrap_gather(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
+    linear, group = _require_linear(module), region.group
+    linear.set_sizes(linear.out_features, linear.in_features)
     inner, sizes = module.forward, _rank_sizes(sum(own["weight"]), group)
 
     @functools.wraps(inner)
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return gather_last_dim(inner(entrance(x)), group, sizes)
+        return gather_last_dim(inner(region(x)), group, sizes)
 
     return forward
 
 
-def _wrap_experts(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
+def _wrap_experts(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
     inner, whole = (
         module.forward,
         [name for name, _ in module.named_parameters(recurse=False) if name not in own],
@@ -120,10 +120,10 @@ def _wrap_experts(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> 
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(partial(_exchange_floats, entrance), (args, kwargs))
-        with _share_parameters(module, whole, entrance.group.size):
+        args, kwargs = tree_map(partial(_exchange_floats, region), (args, kwargs))
+        with _share_parameters(module, whole, region.group.size):
             out = inner(*args, **kwargs)
-        return tree_map(partial(_exchange_floats, entrance.reduce_output), out)
+        return tree_map(partial(_exchange_floats, region.reduce_output), out)
 
     return forward
 
@@ -144,26 +144,26 @@ def _share_parameters(module: nn.Module, names: Sequence[str], count: int) -> It
             del vars(module)[name]
 
 
-def _wrap_vocab(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
-    found, group = as_embedding(module), entrance.group
-    assert found is not None
+def _wrap_vocab(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
+    table, group = as_embedding(module), region.group
+    assert table is not None
     start, stop = slice_bounds(sum(own["weight"]), group.index, group.size)
-    found.num_embeddings = stop - start
-    if found.padding_idx is not None:
-        found.padding_idx = found.padding_idx - start if start <= found.padding_idx < stop else None
+    table.num_embeddings = stop - start
+    if table.padding_idx is not None:
+        table.padding_idx = table.padding_idx - start if start <= table.padding_idx < stop else None
     inner = module.forward
 
     @functools.wraps(inner)
     def forward(ids: torch.Tensor) -> torch.Tensor:
         elsewhere = (ids < start) | (ids >= stop)
         rows = inner((ids - start).masked_fill(elsewhere, 0))
-        return entrance.reduce_output(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+        return region.reduce_output(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
     return forward
 
 
-def _wrap_sequence(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
-    inner, positions = module.forward, entrance.positions
+def _wrap_sequence(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
+    inner, positions = module.forward, region.positions
 
     @functools.wraps(inner)
     def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -175,8 +175,8 @@ def _wrap_sequence(module: nn.Module, entrance: ShardedRegion, own: OwnParts) ->
     return forward
 
 
-def _wrap_join(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
-    inner, positions = module.forward, entrance.positions
+def _wrap_join(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
+    inner, positions = module.forward, region.positions
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -188,20 +188,20 @@ def _wrap_join(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> For
     return forward
 
 
-def _wrap_columns(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
+def _wrap_columns(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
     return _wrap_cut_outputs(module, own["weight"], lambda x: x)
 
 
-def _wrap_scatter(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
-    return _wrap_cut_inputs(module, entrance.positions.reduce_scatter_positions)
+def _wrap_scatter(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
+    return _wrap_cut_inputs(module, region.positions.reduce_scatter_positions)
 
 
-def _wrap_shapes(module: nn.Module, entrance: ShardedRegion, own: OwnParts) -> Forward:
-    inner, group = module.forward, entrance.group
+def _wrap_shapes(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
+    inner, group = module.forward, region.group
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with WholeShapeMode(group.index, group.size, entrance):
+        with WholeShapeMode(group.index, group.size, region):
             return inner(*args, **kwargs)
 
     return forward
@@ -222,9 +222,9 @@ _STYLE_WRAPPERS: dict[str, Callable[[nn.Module, ShardedRegion, OwnParts], Forwar
 
 
 def _require_linear(module: nn.Module) -> LinearModule:
-    found = as_linear(module)
-    assert found is not None
-    return found
+    linear = as_linear(module)
+    assert linear is not None
+    return linear
 
 
 def _rank_sizes(total: int, group: ReplicaGroup) -> list[int]:

@@ -570,9 +570,9 @@ class _StepExecution:
                 tensor.dtype,
             )
         if tuple(tensor.shape) != shape:
-            found = f"{tensor.dtype}{list(tensor.shape)}"
+            actual = f"{tensor.dtype}{list(tensor.shape)}"
             raise RuntimeError(
-                f"`{i}`: edge {edge.name} is {found}, but the plan has {layout.dtype}{list(shape)}"
+                f"`{i}`: edge {edge.name} is {actual}, but the plan has {layout.dtype}{list(shape)}"
             )
 
     def sample_ids(self, samples: Sequence[int]) -> list[int]:

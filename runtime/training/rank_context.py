@@ -179,11 +179,11 @@ class RankContext(ExitStack):
         if the plan needs none."""
         if not self.plan.recorded:
             return None
-        mine = [s for s in self.plan.sections if self.rank in s.mesh.ranks]
+        own_sections = [s for s in self.plan.sections if self.rank in s.mesh.ranks]
         return Rerecorder(
             self.plan,
             lambda: cast_model(build_meta_model(self.user_model), self.plan.dtype),
-            lambda model: [load_section_module(self.directory, s, model) for s in mine],
+            lambda model: [load_section_module(self.directory, s, model) for s in own_sections],
         )
 
     def load_model(self) -> nn.Module:

@@ -19,23 +19,23 @@ FunctionArguments = Sequence[Any]
 FunctionRule = Callable[["WholeShapeMode", Any, FunctionArguments, dict[str, Any], list[ShardMark]], Any]
 
 
-def first_mark(found: list[ShardMark], args: FunctionArguments) -> ShardMark:
+def first_mark(marks: list[ShardMark], args: FunctionArguments) -> ShardMark:
     """Returns the mark of the first argument. Raises UnshardableCode if it is whole while another one
     is not."""
     first = mark_of(args[0])
     if first is None:
-        raise UnshardableCode(UnsplitReason(UnsplitKind.WRITES_INTO_WHOLE), sources_of(found))
+        raise UnshardableCode(UnsplitReason(UnsplitKind.WRITES_INTO_WHOLE), sources_of(marks))
     return first
 
 
-def split_fractions(found: ShardMark, *entries: int) -> tuple[tuple[int, int], ...]:
+def split_fractions(mark: ShardMark, *entries: int) -> tuple[tuple[int, int], ...]:
     """Returns entries of the marked dim as fractions of it, without its ends."""
-    return tuple((entry, found.whole_size) for entry in entries if 0 < entry < found.whole_size)
+    return tuple((entry, mark.whole_size) for entry in entries if 0 < entry < mark.whole_size)
 
 
-def set_marks(tensors: Any, found: ShardMark) -> Any:
+def set_marks(tensors: Any, mark: ShardMark) -> Any:
     """Sets the same mark on all tensors."""
-    return tuple(set_mark(t, found) for t in tensors)
+    return tuple(set_mark(t, mark) for t in tensors)
 
 
 def copy_whole_operands(mode: WholeShapeMode, values: Any) -> Any:
@@ -53,10 +53,10 @@ def match_shard(
     from the right, as in broadcasting."""
     assert common is not None
     dim = common.dim - ((ndim or tensor.ndim) - tensor.ndim)
-    own = mark_of(tensor)
-    if own is not None:
-        if own.dim != dim or own.parts != common.parts:
-            raise UnshardableCode(UnsplitReason(UnsplitKind.DIFFERENT_PARTS), own.sources | common.sources)
+    mark = mark_of(tensor)
+    if mark is not None:
+        if mark.dim != dim or mark.parts != common.parts:
+            raise UnshardableCode(UnsplitReason(UnsplitKind.DIFFERENT_PARTS), mark.sources | common.sources)
         return tensor
     if dim < 0 or tensor.shape[dim] == 1:
         return mode.copy_to_shards(tensor)

@@ -60,10 +60,10 @@ def mark_of(value: Any) -> ShardMark | None:
     return getattr(value, _MARK_ATTRIBUTE, None) if isinstance(value, torch.Tensor) else None
 
 
-def set_mark(value: Any, found: ShardMark | None) -> Any:
+def set_mark(value: Any, mark: ShardMark | None) -> Any:
     """Sets the mark of a tensor, or removes it (None); returns `value`."""
-    if isinstance(value, torch.Tensor) and (found is not None or hasattr(value, _MARK_ATTRIBUTE)):
-        setattr(value, _MARK_ATTRIBUTE, found)
+    if isinstance(value, torch.Tensor) and (mark is not None or hasattr(value, _MARK_ATTRIBUTE)):
+        setattr(value, _MARK_ATTRIBUTE, mark)
     return value
 
 
