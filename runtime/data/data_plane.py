@@ -388,9 +388,9 @@ def _split_skipped(
 ) -> tuple[tuple[int, ...], list[SampleRecord], tuple[int, ...]]:
     """Return the positions and the records of samples that loaded, and the dataset indices of skipped
     samples."""
-    kept = tuple(p for p, r in enumerate(records) if isinstance(r, SampleRecord))
+    kept_positions = tuple(p for p, r in enumerate(records) if isinstance(r, SampleRecord))
     return (
-        kept,
+        kept_positions,
         [r for r in records if isinstance(r, SampleRecord)],
         tuple(r.index for r in records if isinstance(r, SkippedSample)),
     )

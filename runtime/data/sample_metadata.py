@@ -160,15 +160,15 @@ class RecordCodec:
                 )
 
 
-def _input_mismatch_error(index: int, known: Input, value: Any) -> UserError:
-    found = (
+def _input_mismatch_error(index: int, expected: Input, value: Any) -> UserError:
+    received = (
         f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
         if isinstance(value, torch.Tensor)
         else "no tensor"
     )
-    planned = f"{known.dtype}[{', '.join(known.dims)}]"
+    planned = f"{expected.dtype}[{', '.join(expected.dims)}]"
     return UserError(
-        f"input {known.key!r} of dataset()[{index}] is {found}, but the plan has {planned}",
+        f"input {expected.key!r} of dataset()[{index}] is {received}, but the plan has {planned}",
         remedy=RECOMPILE_REMEDY,
     )
 

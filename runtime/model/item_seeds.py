@@ -102,6 +102,6 @@ def choose_survey_indices(length: int, count: int = 64, seed: int = 0) -> list[i
     """Choose at most `count` indices that represent a dataset of `length` samples: the first ones and as many
     random others, ascending."""
     first = list(range(min(length, (count + 1) // 2)))
-    rest = range(len(first), length)
-    others = random.Random(seed).sample(rest, min(count - len(first), len(rest)))
+    remaining = range(len(first), length)
+    others = random.Random(seed).sample(remaining, min(count - len(first), len(remaining)))
     return first + sorted(others)

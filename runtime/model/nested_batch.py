@@ -41,22 +41,22 @@ def flatten_batch(
     `where` is collate's file:line for messages. Raises UserError for a key that could be confused with those
     of nested values, and for a growing list with tensors that differ in dims that were equal before.
     """
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in batch.items():
-        found |= _flatten_value(_check_key(key, False, where), value, where, lists)
-    return found
+        flattened |= _flatten_value(_check_key(key, False, where), value, where, lists)
+    return flattened
 
 
 def unflatten_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Restore the nested batch that forward takes from a flat one."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for key, value in batch.items():
         *path, last = key.split(KEY_SEPARATOR)
-        inner = found
+        inner = arguments
         for step in path:
             inner = inner.setdefault(step, {})
         inner[last] = value
-    return {key: _restore_lists(value) for key, value in found.items()}
+    return {key: _restore_lists(value) for key, value in arguments.items()}
 
 
 def argument_of_key(key: str) -> str:
@@ -83,20 +83,20 @@ def listed(value: Any) -> Any:
 
 def find_tensor_lists(batch: Mapping[str, Any]) -> dict[str, Sequence[torch.Tensor]]:
     """Return the lists of tensors in a batch as collate returns it, by their flat keys."""
-    found: dict[str, Sequence[torch.Tensor]] = {}
+    tensor_lists: dict[str, Sequence[torch.Tensor]] = {}
     for key, value in batch.items():
         if isinstance(value, Mapping):
-            found |= {
+            tensor_lists |= {
                 f"{key}{KEY_SEPARATOR}{inner}": tensors for inner, tensors in find_tensor_lists(value).items()
             }
         elif type(value) in (list, tuple) and value and all(isinstance(v, torch.Tensor) for v in value):
-            found[key] = value
+            tensor_lists[key] = value
         elif (columns := dict_list_columns(value)) is not None:
-            found |= {
+            tensor_lists |= {
                 f"{key}{KEY_SEPARATOR}{EACH_SUFFIX}{KEY_SEPARATOR}{inner}": tensors
                 for inner, tensors in columns.items()
             }
-    return found
+    return tensor_lists
 
 
 def may_hold_growing_lists(batch: Mapping[str, Any]) -> bool:
@@ -133,10 +133,12 @@ def find_growing_lists(
     tensors_by_key: dict[str, list[torch.Tensor]] = {}
     lengths: dict[str, list[tuple[int, list[int]]]] = {}
     for together, singles in groups:
-        alone = [find_tensor_lists(s) for s in singles]
+        single_lists = [find_tensor_lists(s) for s in singles]
         for key, tensors in find_tensor_lists(together).items():
             tensors_by_key.setdefault(key, []).extend(tensors)
-            lengths.setdefault(key, []).append((len(tensors), [len(one[key]) for one in alone if key in one]))
+            lengths.setdefault(key, []).append(
+                (len(tensors), [len(one[key]) for one in single_lists if key in one])
+            )
     grown = [
         key
         for key, seen in lengths.items()
@@ -172,12 +174,12 @@ def _flatten_value(key: str, value: Any, where: str, lists: GrowingLists) -> dic
         }
     named = isinstance(value, Mapping)
     steps = value.items() if named else ((str(i), v) for i, v in enumerate(value))
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for step, child in steps:
-        found |= _flatten_value(
+        flattened |= _flatten_value(
             f"{key}{KEY_SEPARATOR}{_check_key(step, True, where) if named else step}", child, where, lists
         )
-    return found
+    return flattened
 
 
 def _is_list_of_dicts(key: str, lists: GrowingLists) -> bool:
@@ -221,12 +223,12 @@ def _join_list(key: str, tensors: Sequence[torch.Tensor], leading: int, where: s
     if not leading:
         return {name: torch.stack(list(tensors))}
     sizes = torch.tensor([t.shape[:leading] for t in tensors])
-    most = torch.empty(0, *(sizes.amax(0).tolist()))
+    largest = torch.empty(0, *(sizes.amax(0).tolist()))
     entries = torch.cat([t.flatten(0, leading - 1) for t in tensors])
     return {
         name: entries,
         f"{key}{KEY_SEPARATOR}{SIZES_SUFFIX}": sizes,
-        f"{key}{KEY_SEPARATOR}{LARGEST_SUFFIX}": most,
+        f"{key}{KEY_SEPARATOR}{LARGEST_SUFFIX}": largest,
     }
 
 

@@ -60,18 +60,18 @@ def running_module_and_lines(paths: Mapping[int, str]) -> tuple[str, SourceLines
     Frames outside the outermost module do not count: on a rank they belong to a section, which knows the
     lines of the user's forward that it replaces.
     """
-    frame, path, lines, inside = sys._getframe(1), None, list[str](), 1
+    frame, path, lines, lines_inside = sys._getframe(1), None, list[str](), 1
     while frame is not None:
         if frame.f_code is _MODULE_CALL_CODE:
-            known = paths.get(id(frame.f_locals["self"]))
-            if known is not None:
-                path, inside = known if path is None else path, len(lines)
-            if known == "":  # the path of the whole model
+            module_path = paths.get(id(frame.f_locals["self"]))
+            if module_path is not None:
+                path, lines_inside = module_path if path is None else path, len(lines)
+            if module_path == "":  # the path of the whole model
                 break
         elif not is_internal_file(frame.f_code.co_filename):
             lines.append(format_source_line(frame.f_code, frame.f_lineno))
         frame = frame.f_back
-    return path or "", tuple(lines[:inside])
+    return path or "", tuple(lines[:lines_inside])
 
 
 def random_call_name(path: str, lines: SourceLines) -> str:

@@ -172,11 +172,11 @@ class BlockResult:
                 return leaf
             if leaf.argument_index is not None:
                 return arguments[leaf.argument_index]
-            known = next((t for known, t in new if known is leaf), None)
-            if known is None:
-                known = new_fake_tensor(mode, leaf.shape, leaf.stride, leaf.dtype, leaf.requires_grad)
-                new.append((leaf, known))
-            return known
+            fake = next((t for known_leaf, t in new if known_leaf is leaf), None)
+            if fake is None:
+                fake = new_fake_tensor(mode, leaf.shape, leaf.stride, leaf.dtype, leaf.requires_grad)
+                new.append((leaf, fake))
+            return fake
 
         return nested_values.map_leaves(self.skeleton, tensor), new
 
@@ -209,11 +209,11 @@ class BlockResult:
 def _holds_tensors_only(value: Any) -> bool:
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return False
-    found = nested_values.children_of(value)
+    children = nested_values.children_of(value)
     return (
         value is None or isinstance(value, ResultTensor)
-        if found is None
-        else all(_holds_tensors_only(child) for _, child in found)
+        if children is None
+        else all(_holds_tensors_only(child) for _, child in children)
     )
 
 
@@ -292,27 +292,27 @@ class BlockResultCache:
         return self._run_or_recall(path, key, arguments, run)
 
     def _run_or_recall(
-        self, path: str, now: tuple[Any, ...], arguments: Any, run: Callable[[], BlockRun]
+        self, path: str, base_key: tuple[Any, ...], arguments: Any, run: Callable[[], BlockRun]
     ) -> BlockResult:
         inputs = [t for _, t in nested_values.iter_tensors(arguments)]
-        key = (*now, _describe_arguments(arguments))
-        known = (key, self._value_digests(inputs)) if key in self._keys_reading_values else key
-        if known in self._results:
-            return self._results[known]
+        key = (*base_key, _describe_arguments(arguments))
+        cache_key = (key, self._value_digests(inputs)) if key in self._keys_reading_values else key
+        if cache_key in self._results:
+            return self._results[cache_key]
         # An empty context: Hugging Face's output recorders collect what runs in the caller's context, and
         # this run is not the user's.
-        out, alone, reads, hazards, draws = contextvars.Context().run(run)
-        found = BlockResult(
-            result_skeleton(out, inputs, alone),
+        out, input_independent, reads, hazards, draws = contextvars.Context().run(run)
+        result = BlockResult(
+            result_skeleton(out, inputs, input_independent),
             reads,
             hazards,
             tuple(d.relative_to_block(path) for d in draws),
         )
         if reads:
             self._keys_reading_values.add(key)
-        self._results[(key, self._value_digests(inputs)) if reads else key] = found
-        self._results_by_layout[(*now, _describe_arguments(arguments, sizes=False))] = found
-        return found
+        self._results[(key, self._value_digests(inputs)) if reads else key] = result
+        self._results_by_layout[(*base_key, _describe_arguments(arguments, sizes=False))] = result
+        return result
 
     def _value_digests(self, inputs: list[torch.Tensor]) -> tuple[bytes, ...]:
         return tuple(self._digests.digest_of(t) for t in inputs if not is_fake(t))
@@ -336,11 +336,11 @@ class TensorDigests:
     def digest_of(self, tensor: torch.Tensor) -> bytes:
         if torch.is_inference(tensor):
             return _hash_values(tensor)
-        known = self._known.get(tensor)
-        if known is None or known[0] != tensor._version:
-            known = tensor._version, _hash_values(tensor)
-            self._known[tensor] = known
-        return known[1]
+        cached = self._known.get(tensor)
+        if cached is None or cached[0] != tensor._version:
+            cached = tensor._version, _hash_values(tensor)
+            self._known[tensor] = cached
+        return cached[1]
 
 
 def _describe_module(module: nn.Module) -> Any:

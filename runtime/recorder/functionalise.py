@@ -191,10 +191,10 @@ class _Functionaliser:
 
     def _replay_apply(self, node: fx.Node, args: Any) -> Any:
         """Replay the user's own autograd function as one call."""
-        known = node.meta.get("results") or [node.meta]
+        result_metas = node.meta.get("results") or [node.meta]
         with self._unwrapped():
-            results = [new_fake_tensor(self._mode, r["shape"], r["stride"], r["dtype"]) for r in known]
-        self.tape.emit_function(node.target, args, results, [r["carries"] for r in known])  # type: ignore[arg-type]
+            results = [new_fake_tensor(self._mode, r["shape"], r["stride"], r["dtype"]) for r in result_metas]
+        self.tape.emit_function(node.target, args, results, [r["carries"] for r in result_metas])  # type: ignore[arg-type]
         wrapped = tuple(_torch._to_functional_tensor(r) for r in results)
         return wrapped if "results" in node.meta else wrapped[0]
 

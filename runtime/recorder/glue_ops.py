@@ -62,13 +62,13 @@ def written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     schema = func._schema
     if not schema.is_mutable:
         return []
-    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
-    marked = [
-        given[a.name]
+    by_name = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
+    written = [
+        by_name[a.name]
         for a in schema.arguments
-        if a.alias_info is not None and a.alias_info.is_write and a.name in given
+        if a.alias_info is not None and a.alias_info.is_write and a.name in by_name
     ]
-    return [t for t in pytree.tree_leaves(marked) if isinstance(t, torch.Tensor)]
+    return [t for t in pytree.tree_leaves(written) if isinstance(t, torch.Tensor)]
 
 
 class OpExecutor:

@@ -158,8 +158,8 @@ class _ProgramWriter:
 
     def _needed_nodes(self, root: fx.Node) -> list[fx.Node]:
         """What the program has to hold or to compute, in order."""
-        found = set(iter_nodes_behind([root], lambda n: self._outline.is_source(n) or self._is_value(n)))
-        return [n for n in self._outline.recording.graph.nodes if n in found]
+        needed = set(iter_nodes_behind([root], lambda n: self._outline.is_source(n) or self._is_value(n)))
+        return [n for n in self._outline.recording.graph.nodes if n in needed]
 
     def _is_value(self, node: fx.Node) -> bool:
         return node.op == "get_attr" or self._values.is_folded(node)

@@ -141,10 +141,10 @@ class CallInterceptor(TorchFunctionMode):
         data = args[1] if func is torch.Tensor.new_tensor else args[0] if args else kwargs.get("data")
         if isinstance(data, torch.Tensor):
             return func(*args, **kwargs)
-        found = [t for _, t in nested_values.iter_tensors(data)]
-        for t in found:
+        inner_tensors = [t for _, t in nested_values.iter_tensors(data)]
+        for t in inner_tensors:
             self._listener.on_read("tensor", t)
-        if not found:
+        if not inner_tensors:
             return func(*args, **kwargs)
         with self._listener.pause_recording():
             return func(*args, **kwargs)

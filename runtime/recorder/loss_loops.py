@@ -63,13 +63,15 @@ def _roll_sum(graph: fx.Graph, root: fx.Node) -> None:
         return
     with graph.inserting_before(root):
         stacked = _insert_node(graph, root, aten.stack.default, (inner,), (len(inner),))
-        made = _insert_node(graph, root, aten.sum.default, (stacked,), ())
-        made.meta["loop"] = True
-        found = made if scale is None else _insert_node(graph, root, scale[0], (made, scale[1]), ())
+        looped_sum = _insert_node(graph, root, aten.sum.default, (stacked,), ())
+        looped_sum.meta["loop"] = True
+        total = (
+            looped_sum if scale is None else _insert_node(graph, root, scale[0], (looped_sum, scale[1]), ())
+        )
         for other in summands:
             if other not in per_sample and other != 0:
-                found = _insert_node(graph, root, aten.add.Tensor, (found, other), ())
-    root.replace_all_uses_with(found)
+                total = _insert_node(graph, root, aten.add.Tensor, (total, other), ())
+    root.replace_all_uses_with(total)
 
 
 def _iter_summands(node: Any, root: fx.Node) -> Iterator[Any]:

@@ -54,21 +54,21 @@ def constant_digest(tensor: torch.Tensor) -> str:
 
 
 def find_outline_mismatch(
-    found: Recording, nodes: OutlineNodes, sizes: Mapping[str, int]
+    recording: Recording, nodes: OutlineNodes, sizes: Mapping[str, int]
 ) -> UserError | None:
     """Return where the outline of a micro-batch differs from the plan's `nodes`; None if it does not. `sizes`
     are the micro-batch's symbols.
 
     Of a recording that ended early, the part that exists is compared.
     """
-    return _OutlineMatcher(found, nodes, sizes).run()
+    return _OutlineMatcher(recording, nodes, sizes).run()
 
 
 class _OutlineMatcher:
     """Compares node by node."""
 
-    def __init__(self, found: Recording, nodes: OutlineNodes, sizes: Mapping[str, int]) -> None:
-        self._found, self._nodes, self._sizes = found, nodes, sizes
+    def __init__(self, recording: Recording, nodes: OutlineNodes, sizes: Mapping[str, int]) -> None:
+        self._found, self._nodes, self._sizes = recording, nodes, sizes
         self._planned_number: dict[fx.Node, int] = {}
 
     def run(self) -> UserError | None:

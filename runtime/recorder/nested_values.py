@@ -76,15 +76,15 @@ def iter_batch_tensors(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.T
 def map_leaves(value: Any, leaf: Callable[[str, Any], Any], path: str = "") -> Any:
     """Return a copy of the containers in `value`, with every leaf replaced by `leaf(path, old)`. Objects
     of other types are leaves."""
-    found = children_of(value)
-    if found is None:
+    children = children_of(value)
+    if children is None:
         return leaf(path, value)
-    new = [(step, map_leaves(child, leaf, path + step)) for step, child in found]
+    new_children = [(step, map_leaves(child, leaf, path + step)) for step, child in children]
     if isinstance(value, (list, tuple)):
-        items = [child for _, child in new]
+        items = [child for _, child in new_children]
         return type(value)(*items) if hasattr(value, "_fields") else _rebuild_sequence(value, items)
     result = copy.copy(value)
-    for (step, child), (_, old) in zip(new, found, strict=True):
+    for (step, child), (_, old) in zip(new_children, children, strict=True):
         if child is not old:
             _set_child(result, step, child)
     return result

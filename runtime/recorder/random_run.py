@@ -34,7 +34,7 @@ def layout_by_random_run(
 
     `runs` makes the calls. Exceptions of the module are passed on.
     """
-    layouts, found = list[Any](), None
+    layouts, skeleton = list[Any](), None
     for seed in _RANDOM_RUN_SEEDS:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -42,13 +42,15 @@ def layout_by_random_run(
                 name: _random_state_tensor(t)
                 for name, t in (*module.named_parameters(), *module.named_buffers())
             }
-            given = nested_values.map_leaves((args, kwargs), lambda _, value: _random_value(value))
-            out, alone = runs(partial(functional_call, module, state, *given))
-        found = result_skeleton(out, [t for _, t in nested_values.iter_tensors(given)], alone)
-        layouts.append(nested_values.map_leaves(found, _leaf_layout))
-    if found is None or layouts[0] != layouts[1]:
+            random_arguments = nested_values.map_leaves((args, kwargs), lambda _, value: _random_value(value))
+            out, input_independent = runs(partial(functional_call, module, state, *random_arguments))
+        skeleton = result_skeleton(
+            out, [t for _, t in nested_values.iter_tensors(random_arguments)], input_independent
+        )
+        layouts.append(nested_values.map_leaves(skeleton, _leaf_layout))
+    if skeleton is None or layouts[0] != layouts[1]:
         return None
-    return BlockResult(found, False, (), ()).build_fakes(
+    return BlockResult(skeleton, False, (), ()).build_fakes(
         mode, [t for _, t in nested_values.iter_tensors((args, kwargs))]
     )
 

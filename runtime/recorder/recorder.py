@@ -188,14 +188,14 @@ class Recorder:
                 without_distribution_validation(),
                 watch_attributes(self._on_attribute_set),
             ):
-                found = self._run_forward(inputs)
+                loss_and_scalars = self._run_forward(inputs)
         finally:
             self._settings.reset_modules()
-        ends_early = found is None
+        ends_early = loss_and_scalars is None
         if ends_early:
             self._tape.graph.output(())
         else:
-            loss, scalars = found
+            loss, scalars = loss_and_scalars
             self._tape.graph.output(self._tape.node_of(loss))
             for name, tensor in scalars.items() if self.keeps_scalars else ():
                 meta = self._tape.node_of(tensor).meta
@@ -229,8 +229,8 @@ class Recorder:
         """Run forward. Returns the loss and the other scalars; None if the recording ends early."""
         where = forward_source_line(type(self._model))
         try:
-            given = self._unflatten_inputs(inputs)
-            output = self._model(**given)
+            arguments = self._unflatten_inputs(inputs)
+            output = self._model(**arguments)
             loss = extract_loss(output, where)
         except RecordingEnded:
             return None
@@ -239,10 +239,10 @@ class Recorder:
         except Exception as error:
             message = f"forward raises {type(error).__name__}: {error}"
             path = next(filter(self._recorded_modules.collects_outputs, sorted(self.blocks)), None)
-            if path is not None and (around := self._recorded_modules.enclosing_module(path)) is not None:
+            if path is not None and (enclosing := self._recorded_modules.enclosing_module(path)) is not None:
                 raise BlockError(
                     path,
-                    around,
+                    enclosing,
                     message,
                     error_source_line(error) or where,
                     "take a larger module as the block",
@@ -262,9 +262,9 @@ class Recorder:
         """Restore the batch that forward takes. Lists that grow with the samples are recognised by their
         tensors from now on."""
         self._unpacking = forward_source_line(type(self._model))
-        given = unflatten_batch(inputs)
+        arguments = unflatten_batch(inputs)
         self._unpacking = ""
-        lists = find_tensor_lists(given)
+        lists = find_tensor_lists(arguments)
         grown = {key.removesuffix(f".{EACH_SUFFIX}") for key in inputs if key.endswith(f".{EACH_SUFFIX}")}
         for key in grown:
             columns = {
@@ -273,7 +273,7 @@ class Recorder:
                 if f"{key}.{step}" in inputs
             }
             self._lists[tuple(map(id, lists[key]))] = columns
-        return given
+        return arguments
 
     def _pack_lists(self, value: Any) -> Any:
         """Replace growing lists in a block's arguments by the tensors that they were made from."""

@@ -51,9 +51,9 @@ def _linear_layout(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> TensorLayout | None:
     """Return the layout of a linear map's result; None if torch itself has to decide."""
-    given = [x, weight] if bias is None else [x, weight, bias]
+    tensors = [x, weight] if bias is None else [x, weight, bias]
     plain = (
-        all(is_fake(t) and t.dtype == x.dtype for t in given)
+        all(is_fake(t) and t.dtype == x.dtype for t in tensors)
         and x.ndim > 1
         and weight.ndim == 2
         and not autocast_state()
@@ -65,21 +65,21 @@ def _linear_layout(
         shape,
         contiguous_strides(shape),
         x.dtype,
-        torch.is_grad_enabled() and any(t.requires_grad for t in given),
+        torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
     )
 
 
 def _attention_key(args: Any, kwargs: Any) -> Any:
     """Return what decides the layout of attention's result; None if it has values or is random."""
     try:
-        given = encode_arguments((args, kwargs), _describe_layout)
+        description = encode_arguments((args, kwargs), _describe_layout)
     except NotLiteral:
         return None
     if not is_fake(args[0] if args else kwargs.get("query")) or (
         args[4] if len(args) > 4 else kwargs.get("dropout_p", 0)
     ):
         return None
-    return repr(given), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state()
+    return repr(description), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state()
 
 
 def _describe_layout(t: torch.Tensor) -> Any:

@@ -53,16 +53,18 @@ class TensorOrigins:
         changed by what the block was given."""
         if not self._running_block:
             return []
-        given = argument_tensors(args, kwargs)
-        new = func._schema.name.removeprefix("aten::") in _NEW_TENSOR_OPS
-        alone = (new or all(map(self.is_input_independent, given))) and not is_random(func, args, kwargs)
-        changed = [] if alone else written_tensors(func, args, kwargs)
+        inputs = argument_tensors(args, kwargs)
+        takes_shape_only = func._schema.name.removeprefix("aten::") in _NEW_TENSOR_OPS
+        independent = (takes_shape_only or all(map(self.is_input_independent, inputs))) and not is_random(
+            func, args, kwargs
+        )
+        changed = [] if independent else written_tensors(func, args, kwargs)
         if changed:
             self._forget_written(changed)
         for tensor in argument_tensors((out,), {}):
-            self._note_tensor(tensor, alone)
-        found = (self._names.get(t.untyped_storage()._cdata) for t in changed)
-        return [name for name in found if name is not None]
+            self._note_tensor(tensor, independent)
+        names = (self._names.get(t.untyped_storage()._cdata) for t in changed)
+        return [name for name in names if name is not None]
 
     def _forget_written(self, changed: list[torch.Tensor]) -> None:
         """Forget that these tensors and their views are independent of inputs: what a block was given was
@@ -91,5 +93,5 @@ class TensorOrigins:
 
     def making_block(self, tensor: torch.Tensor) -> str:
         """Return the other block that made a tensor from what it was given, "" if there is none."""
-        found: str = self._making_blocks.get(tensor, "") or ""
-        return "" if found == self._running_block else found
+        block: str = self._making_blocks.get(tensor, "") or ""
+        return "" if block == self._running_block else block
