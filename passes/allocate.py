@@ -166,11 +166,14 @@ class Allocate(ModulePass):
     def _rank_count(self, cluster: Cluster) -> int:
         if self.ranks > cluster.ranks:
             raise UserError(
-                f"{self.ranks} ranks asked for, but the cluster {cluster.name} has {cluster.ranks}",
+                f"expected at most {cluster.ranks} ranks, which the cluster {cluster.name} has, got {self.ranks}",
                 remedy="ask for fewer",
             )
         if self.ranks < 0 or self.global_batch < 0:
-            raise UserError("ranks and global batch cannot be negative", remedy="correct the number")
+            raise UserError(
+                f"expected ranks and global batch of at least 0, got {self.ranks} and {self.global_batch}",
+                remedy="correct the number",
+            )
         if self.ranks > cluster.per_node and self.ranks % cluster.per_node:
             whole = self.ranks // cluster.per_node * cluster.per_node
             raise UserError(
@@ -183,16 +186,16 @@ class Allocate(ModulePass):
     def _check_options(self, work: Workload, ranks: int, pins: Pins) -> None:
         if self.strategy not in STRATEGIES:
             raise UserError(
-                f"there is no strategy {self.strategy!r}", remedy=f"strategies are {', '.join(STRATEGIES)}"
+                f"unknown strategy {self.strategy!r}", remedy=f"strategies are {', '.join(STRATEGIES)}"
             )
         if self.objective not in OBJECTIVES:
             raise UserError(
-                f"there is no objective {self.objective!r}", remedy=f"objectives are {', '.join(OBJECTIVES)}"
+                f"unknown objective {self.objective!r}", remedy=f"objectives are {', '.join(OBJECTIVES)}"
             )
         if (self.objective == "gpus") != (self.step_time != 0) or not 0 <= self.step_time < inf:
             raise UserError(
-                f"the objective {self.objective} and a step time of {self.step_time:g} s do not "
-                "belong together",
+                "expected a positive, finite step time with the objective gpus, and none with another; got "
+                f"{self.objective} with {self.step_time:g} s",
                 remedy="give --objective gpus --step-time SECONDS, or neither",
             )
         if self.objective == "gpus":
@@ -200,8 +203,8 @@ class Allocate(ModulePass):
         usable = count_usable_ranks(work, self.strategy, pins, ranks)
         if ranks > usable:
             raise UserError(
-                f"{ranks} ranks are more than can be used: a global batch of {work.global_batch} "
-                f"samples has work for at most {usable}",
+                f"expected at most {usable} ranks, for which a global batch of {work.global_batch} samples has "
+                f"work, got {ranks}",
                 remedy=f"use at most {usable} ranks, or a larger global batch",
             )
 
@@ -242,7 +245,7 @@ def _write_allocation(graph: GraphOp, solved: SolvedAllocation, won: RefinedPlan
     if kept:
         graph.attributes["run_ahead_gib"] = float_attr(kept / GIB)
     label = "default" if any(load.label == "default" for load in work.loads.values()) else "roofline"
-    told = {
+    solver_record = {
         "status": solution.status,
         "gap": solution.gap,
         **_search_facts(won),
@@ -255,7 +258,7 @@ def _write_allocation(graph: GraphOp, solved: SolvedAllocation, won: RefinedPlan
         "reasons": StringAttr(
             json.dumps(explain_choices(work, asked, solution, pins.refused, results, size))
         ),
-        "solver": StringAttr(json.dumps(told)),
+        "solver": StringAttr(json.dumps(solver_record)),
         "prediction": StringAttr(
             json.dumps(
                 {

@@ -90,12 +90,12 @@ def _lower_section(graph: GraphOp, section: str, cases: Sequence[CaseOp]) -> Non
 def _note_rerecorded_cases(graph: GraphOp, cases: Sequence[CaseOp]) -> None:
     """Name those cases of the body made last whose glue is recorded anew: each micro-batch is compared with
     them."""
-    anew, made = (
+    rerecorded, body = (
         [c.sym.data for c in cases if recorded_glue.RERECORD_ATTRIBUTE in c.attributes],
         graph.body.block.last_op,
     )
-    if anew and made is not None:
-        made.attributes[recorded_glue.RERECORD_ATTRIBUTE] = strings_attr(anew)
+    if rerecorded and body is not None:
+        body.attributes[recorded_glue.RERECORD_ATTRIBUTE] = strings_attr(rerecorded)
 
 
 def _drop_unneeded_fallbacks(ways: Sequence[CasePath]) -> list[CasePath]:

@@ -1,13 +1,13 @@
 """The cheapest boundary between two sections: which of their ops the consumer computes, as a minimum cut.
 
 Every op of the producer section `src` and of the consumer section `dst` is a node, on the sink's side if
-`dst` computes it. A value whose producer is on the source's side and that is wanted on the other is sent:
+`dst` computes it. A value that is produced on the source's side and used on the other is sent:
 that costs its expected bytes per sample, twice if its gradient comes back, and is forbidden where no edge can
 carry it. A block of `src` may move to `dst` where there is room for its weights: its work is then done once
 as before, by the ranks that `allocate` gives it there. The blocks that `src` starts with stay, so that it has
 work: whether it shares the ranks of `dst` is for `allocate` to say. Computing a block in both costs its work.
 An op of `dst` may move to `src` if all it needs is there. Cases share their nodes (ops at the same place in
-the user's code), so that all are cut alike.
+the user's code), so that all cases are cut at the same places.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def drop_fallbacks(graph: GraphOp, cases: list[CaseOp]) -> None:
     if cases:
         add_section_notes(
             graph.sections[-1],
-            "a micro-batch of which Python reads what no capture saw is refused: its glue cannot "
-            "be recorded anew",
+            "micro-batches that take a branch not seen during capture will be rejected: the code between "
+            "modules cannot be re-recorded for them",
         )
 
 

@@ -30,7 +30,7 @@ from secc.ir.text_io.verifier import source_line
 CrossingProblem = tuple["ValueCrossing", str]
 ValueIdentity = tuple[
     str, str, int, int
-]  # target, file:line and lines that lead there, how many alike came before, index of result or operand
+]  # target, file:line and lines that lead there, how many ops with the same of these came before, index of result or operand
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +70,8 @@ class SectionEdge:
         """Whether a crossing of another case could be this edge."""
         ends = (crossing.src, crossing.dst) == (self.src, self.dst)
         kind = tensor_type(crossing.value)
-        alike = (kind.dims, kind.dtype) == (self.type.dims, self.type.dtype)
-        return ends and alike and all(c.case is not crossing.case for c in self.crossings)
+        same_type = (kind.dims, kind.dtype) == (self.type.dims, self.type.dtype)
+        return ends and same_type and all(c.case is not crossing.case for c in self.crossings)
 
 
 def find_crossings(graph: GraphOp, case: CaseOp) -> list[ValueCrossing]:
@@ -163,10 +163,10 @@ class _EdgeBuilder:
                 self._open_edge(crossing)
 
     def _join_edge(
-        self, crossing: ValueCrossing, alike: Callable[[ValueCrossing, ValueCrossing], bool]
+        self, crossing: ValueCrossing, matches: Callable[[ValueCrossing, ValueCrossing], bool]
     ) -> bool:
         for edge in self.edges:
-            if edge.accepts_crossing(crossing) and any(alike(crossing, other) for other in edge.crossings):
+            if edge.accepts_crossing(crossing) and any(matches(crossing, other) for other in edge.crossings):
                 edge.crossings.append(crossing)
                 edge.type = _with_grad(edge.type, edge.type.requires_grad or crossing.grad)
                 return True

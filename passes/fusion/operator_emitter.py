@@ -316,4 +316,4 @@ def _view_call(view: RowView, shape: Sequence[Expr | int], tail: int) -> tuple[s
                 argument_template.CallArguments([argument_template.OperandRef(0), *view.args])
             )
         case _:
-            raise UserError(f"there is no view {view.op}")
+            raise UserError(f"unknown view {view.op!r} of rows")

@@ -31,7 +31,7 @@ def check_approximations(names: Iterable[str]) -> None:
     for name in names:
         if name not in APPROXIMATIONS:
             raise UserError(
-                f"there is no approximation {name!r} to accept",
+                f"unknown approximation {name!r}",
                 remedy=f"accept {' or '.join(APPROXIMATIONS)}",
             )
 

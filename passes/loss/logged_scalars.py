@@ -13,7 +13,7 @@ from xdsl.ir import SSAValue
 from secc.ir.dialect.ops import GlueOp, ReturnOp, strings_of
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT
-from secc.passes.loss.loss_context import NOT_SEPARABLE, LossContext, is_floating
+from secc.passes.loss.loss_context import LossContext, is_floating
 from secc.passes.loss.loss_walk import walk_logged
 from secc.passes.loss.value_states import BadState, StackState, SumPart
 
@@ -34,11 +34,7 @@ def find_logged(context: LossContext) -> tuple[dict[str, list[SumPart]], list[st
             else context.parts_of(value)
         )
         if parts is None:
-            why = (
-                state.message.removeprefix(NOT_SEPARABLE)
-                if isinstance(state, BadState)
-                else "it is no sum over samples"
-            )
+            why = state.reason if isinstance(state, BadState) else "it is no sum over samples"
             notes.append(
                 f"{name} is logged as the mean of the micro-batches' own values, weighted by samples: {why}"
             )

@@ -31,7 +31,6 @@ from secc.passes.loss.value_states import BadState, LocalState, StackState, SumP
 
 WIDTH_KIND, DATA_KIND = "width", "data"
 COUNT_TYPE = TensorType.from_dims([], "i64")
-NOT_SEPARABLE = "the loss is not separable by sample: "
 DEFAULT_REMEDY = "let the loss be a sum or mean over samples of what each sample gives alone"
 
 
@@ -213,7 +212,7 @@ class LossContext:
         """The bad state of a value for which `op` mixes samples."""
         target = op.properties.get("target")
         name = getattr(target, "data", op.name)
-        return BadState(f"{NOT_SEPARABLE}{name} {why}", op, remedy)
+        return BadState(f"{name} {why}", op, remedy)
 
 
 def is_floating(type: TensorType) -> bool:

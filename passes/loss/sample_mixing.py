@@ -24,6 +24,16 @@ STATE_REMEDY = (
     "or change it after the step"
 )
 
+# What couples the samples of a batch inside a block, by kind of hazard: the cause in words, and the remedy.
+COUPLINGS = {
+    "batch_norm": ("batch norm in training mode", BATCH_NORM_REMEDY),
+    "frequency": (
+        "gradients by how often a row is looked up in the batch, scale_grad_by_freq",
+        FREQUENCY_REMEDY,
+    ),
+    "state": ("a tensor of the model that forward changes depending on its inputs", STATE_REMEDY),
+}
+
 
 def find_mixing(ctx: LossContext, op: Computation) -> BadState | None:
     """The bad state of an op that is known to make samples depend on each other, None for any other op."""
@@ -68,14 +78,9 @@ def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
     inside the block that nothing is known about."""
     block = ctx.graph.blocks[op.target.data]
     if block.couples is not None:
-        remedies = {"batch norm": BATCH_NORM_REMEDY, "gradients": FREQUENCY_REMEDY, "a tensor": STATE_REMEDY}
-        remedy = next(
-            (text for start, text in remedies.items() if block.couples.data.startswith(start)),
-            BATCH_NORM_REMEDY,
-        )
-        return [ctx.refuse_op(op, f"couples the samples of a batch: {block.couples.data}", remedy)] * len(
-            op.results
-        )
+        cause, remedy = COUPLINGS[block.couples.kind.data]
+        place = f"{cause} ({block.couples.subject.data}) at {block.couples.where.data}"
+        return [ctx.refuse_op(op, f"couples the samples of a batch: {place}", remedy)] * len(op.results)
     for value in op.operands:
         if not ctx.is_plain(value):
             return [ctx.refuse_op(op, "takes a value that depends on all samples")] * len(op.results)

@@ -56,12 +56,17 @@ class StackState:
 
 @dataclass(frozen=True)
 class BadState:
-    """Why a value cannot be computed from micro-batches, the op that makes it so, and what the user can
-    do."""
+    """A value that cannot be computed from micro-batches: why, the op that mixes samples, and what the user
+    can do."""
 
-    message: str
+    reason: str
     op: Operation
     remedy: str
+
+    @property
+    def message(self) -> str:
+        """The error message for a loss that needs the value."""
+        return f"the loss is not separable by sample: {self.reason}"
 
 
 ValueState = LocalState | SumState | StackState | BadState

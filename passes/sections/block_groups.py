@@ -2,7 +2,7 @@
 a cycle.
 
 Blocks are the nodes. A *flow* joins the block that makes a value to the block that takes it, directly or
-through glue; blocks whose values only meet in glue (the loss of teacher and student) are *met*. Both hold
+through glue; blocks with values that only meet in glue (the loss of teacher and student) are *met*. Both hold
 over all cases, so that all cases get the same sections.
 """
 

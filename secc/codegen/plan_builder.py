@@ -105,7 +105,7 @@ def build_plan(module: ModuleOp, model: schema.ModelRef, versions: Mapping[str, 
 
 
 def _plan_checks(graph: GraphOp) -> dict[str, Any]:
-    """What the user accepted, what forward logs beside the loss, and what tensor parallelism leaves whole."""
+    """What the user accepted, how scalars are logged, and which modules tensor parallelism leaves whole."""
     said = {
         name: list(found)
         for name in (ACCEPTED_ATTRIBUTE, LOGGED_ATTRIBUTE)
@@ -129,7 +129,7 @@ def _plan_reasons(graph: GraphOp) -> dict[str, Any]:
 
 
 def _recorded_cases(graph: GraphOp) -> tuple[schema.RerecordedCase, ...]:
-    """The cases whose glue ranks record anew."""
+    """The cases with glue that ranks re-record for each micro-batch."""
     taken = {
         name
         for body in _all_bodies(graph)

@@ -88,6 +88,6 @@ def test_nothing_else_is_accepted_by_that_name(tmp_path: Path) -> None:
 
 
 def test_only_known_approximations_have_names() -> None:
-    with pytest.raises(UserError, match="there is no approximation 'batch-norm' to accept"):
+    with pytest.raises(UserError, match="unknown approximation 'batch-norm'"):
         for step in pass_pipeline.parse_pipeline('normalize-loss{accept="batch-norm"}'):
             step.apply(None, None)  # type: ignore[arg-type, attr-defined]

@@ -92,9 +92,9 @@ class Part(nn.Module):
 """
 COUPLED = {
     "gradients by frequency": (FREQUENT, r"how often a row is looked up"),
-    "renormalised rows": (FREQUENT.replace("scale_grad_by_freq=True", "max_norm=1.0"), r"by what it is given \(part\.table\.weight\)"),
-    "statistics": (STATISTICS, r"forward changes by what it is given \(part\.mean\)"),
-    "statistics in a new tensor": (REPLACED, r"forward changes by what it is given \(mean\)"),
+    "renormalised rows": (FREQUENT.replace("scale_grad_by_freq=True", "max_norm=1.0"), r"depending on its inputs \(part\.table\.weight\)"),
+    "statistics": (STATISTICS, r"forward changes depending on its inputs \(part\.mean\)"),
+    "statistics in a new tensor": (REPLACED, r"forward changes depending on its inputs \(mean\)"),
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@
 // WITHOUT: fusions = ["swiglu; MLP: lm.mlp; model.py:9; ", "rms-norm; Norm: lm.norm and 1 more; model.py:3; the rule rms-norm is off", "rms-norm; Other: odd.norm; ; the rule rms-norm is off"]
 // GPU: fusions = ["swiglu; MLP: lm.mlp; model.py:9; ", "rms-norm
 // CPU: fusions = ["fuse-blocks; all modules; ; on CPUs the operators take longer than the ops that they replace; --fuse puts them in", "swiglu; MLP: lm.mlp; model.py:9; on CPUs
-// BAD: fusing passes have no 'often'
+// BAD: unknown value 'often' for option when
 // BAD: choose one of auto, always, never
 sec.graph "g" {
   sec.symbol "B" kind "rows" key "x" dim 0

@@ -46,15 +46,14 @@ from secc.ir.dialect.readable_names import (
 )
 from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import TensorType
+from secc.ir.dialect.typed_attributes import CouplingAttr
 from secc.runtime.plan import schema
 from secc.runtime.recorder import Hazard, is_read_node, outline, read_value, take_at_path
 from secc.runtime.sections.autograd_functions import UserFunctionCall
 
-_COUPLING_TEXTS = {
-    "batch_norm": "batch norm in training mode",
-    "frequency": "gradients by how often a row is looked up in the batch, scale_grad_by_freq",
-    "state": "a tensor of the model that forward changes by what it is given",
-}
+_COUPLING_KINDS = frozenset(
+    {"batch_norm", "frequency", "state"}
+)  # hazards that make samples depend on each other
 
 
 def capture_to_ir(capture: Capture) -> ModuleOp:
@@ -183,11 +182,11 @@ def _block_op(block: CapturedBlock, hazards: list[Hazard]) -> BlockOp:
     if block.where:
         properties["where"] = StringAttr(block.where)
     couples = next(
-        (f"{_COUPLING_TEXTS[h.kind]} ({h.op}) at {h.where}" for h in hazards if h.kind in _COUPLING_TEXTS),
+        (CouplingAttr.of(h.kind, h.op, h.where) for h in hazards if h.kind in _COUPLING_KINDS),
         None,
     )
     if couples is not None:
-        properties["couples"] = StringAttr(couples)
+        properties["couples"] = couples
     return BlockOp.create(properties=properties)
 
 

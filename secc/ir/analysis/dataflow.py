@@ -177,9 +177,9 @@ class SampleStatistics:
         self._means: dict[tuple[CaseOp, Expr | int], float] = {}  # most values are of few types
         cases = [c for c in graph.cases if FALLBACK_ATTRIBUTE not in c.attributes]
         for case in cases:
-            alike = sum(set(strings_of(c.when)) == set(strings_of(case.when)) for c in cases)
+            same_pattern = sum(set(strings_of(c.when)) == set(strings_of(case.when)) for c in cases)
             for share, sizes in self._samples_of_case(graph, case):
-                self._weights.append((case, share / alike, sizes))
+                self._weights.append((case, share / same_pattern, sizes))
 
     def _samples_of_case(self, graph: GraphOp, case: CaseOp) -> list[tuple[float, dict[str, float]]]:
         if not graph.patterns:

@@ -36,9 +36,7 @@ def check_rule_names(rules: Iterable[str]) -> None:
     """Raises UserError for a name that is not a fusion rule."""
     for rule in rules:
         if rule not in PASS_OF_RULE:
-            raise UserError(
-                f"there is no fusion rule {rule!r}", remedy=f"rules are {', '.join(PASS_OF_RULE)}"
-            )
+            raise UserError(f"unknown fusion rule {rule!r}", remedy=f"rules are {', '.join(PASS_OF_RULE)}")
 
 
 def rules_of_pass(rules: Iterable[str], name: str) -> tuple[str, ...]:

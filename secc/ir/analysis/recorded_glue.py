@@ -1,4 +1,4 @@
-"""Glue in the IR that is recorded anew for each micro-batch: an op `recorded.LABEL` makes one tensor for a
+"""Glue in the IR that is re-recorded for each micro-batch: an op `recorded.LABEL` makes one tensor for a
 block, of what it is made from.
 
 The graph's attribute `recorded` holds, as JSON, what ranks must know to record
@@ -15,9 +15,7 @@ from xdsl.ir import Attribute, Operation
 
 RECORDED_ATTRIBUTE = "recorded"  # of a graph
 RERECORD_ATTRIBUTE = "anew"  # of a case, and of a body that lower cuts out of one
-FALLBACK_ATTRIBUTE = (
-    "spare"  # of a case for micro-batches of which Python reads what no capture saw; it may be dropped
-)
+FALLBACK_ATTRIBUTE = "spare"  # of a fallback case, for branches that no capture took; it may be dropped
 RECORDED_PREFIX = "recorded."  # of the target of a glue op
 
 

@@ -174,7 +174,7 @@ def _exact_quotient(quotient: Expr) -> Expr:
 
 def _read_extent(graph: GraphOp, dim: int, size: Expr) -> tuple[int, str, str]:
     """(dim, extent of one sample, side that is padded) of a dim that is cut to the sample's own width."""
-    widths = size.args if isinstance(size, sympy.Max) else (size,)  # the wider of two: what was padded alike
+    widths = size.args if isinstance(size, sympy.Max) else (size,)  # the wider of two widths
     sides = {_padding_side(graph, graph.symbols[w.name]) for w in widths if isinstance(w, sympy.Symbol)}
     if not all(isinstance(w, sympy.Symbol) for w in widths) or len(sides) != 1:
         raise NotTransferable(

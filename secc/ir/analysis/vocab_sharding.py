@@ -29,7 +29,7 @@ VOCAB_OP_PREFIX = "parts."  # of glue that `secc.runtime.tensor_parallel.vocab_p
 VOCAB_SIZE_ATTRIBUTE = "parts"  # the attribute of glue that works on parts: the entries of the whole
 SHARD_LENGTH = DottedName("parts.length")  # in arguments: this rank's entries
 HEAD_WIDTH_RATIO = (
-    2  # a linear map with more outputs than so many times its inputs is a head, an embedding alike
+    2  # a linear map with more than this many times as many outputs as inputs is a head; so is an embedding
 )
 UNAVERAGED_REDUCTIONS = (0, 2)  # reductions of torch's losses: none and sum
 

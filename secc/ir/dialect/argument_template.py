@@ -87,7 +87,7 @@ def parse_arguments(text: str) -> CallArguments:
     return _parse_cached(text).map_leaves(lambda leaf: leaf)
 
 
-@cache  # alike blocks are called alike
+@cache  # equal blocks are called with equal templates
 def _parse_cached(text: str) -> CallArguments:
     named = _OPERAND_PATTERN.sub(lambda found: found[1] or f"{_OPERAND_PREFIX}{found[2]}", text)
     try:

@@ -21,6 +21,7 @@ from xdsl.printer import Printer
 from xdsl.utils.mlir_lexer import MLIRLexer
 
 TEXT_KIND, TEXTS_KIND, NUMBER_KIND, SECTION_KIND, FLAG_KIND = "text", "texts", "number", "section", "flag"
+RECORD_KIND = "record"  # an attribute with fields (`secc.ir.dialect.typed_attributes`)
 RECORDS_KIND = "records"  # a list of attributes with fields (`secc.ir.dialect.typed_attributes`)
 Keywords = tuple[tuple[str, str, str], ...]
 
@@ -45,7 +46,7 @@ class LineOp(IRDLOperation):
             value = self.properties.get(name)
             if value is None:
                 continue
-            if kind == RECORDS_KIND:
+            if kind in (RECORD_KIND, RECORDS_KIND):
                 printer.print_string(f" {keyword} ")
                 printer.print_attribute(value)
             else:
@@ -153,6 +154,8 @@ def _parse_value(parser: Parser, kind: str) -> Attribute:
             return IntAttr(parser.parse_integer())
         case _ if kind == SECTION_KIND:
             return SymbolRefAttr(parser.parse_symbol_name())
+        case _ if kind == RECORD_KIND:
+            return parser.parse_attribute()
         case _ if kind == RECORDS_KIND:
             return ArrayAttr(
                 parser.parse_comma_separated_list(parser.Delimiter.SQUARE, parser.parse_attribute)

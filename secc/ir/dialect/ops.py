@@ -30,6 +30,7 @@ from secc.ir.dialect import argument_template
 from secc.ir.dialect.assembly_format import (
     FLAG_KIND,
     NUMBER_KIND,
+    RECORD_KIND,
     RECORDS_KIND,
     SECTION_KIND,
     TEXT_KIND,
@@ -38,7 +39,14 @@ from secc.ir.dialect.assembly_format import (
     LineOp,
 )
 from secc.ir.dialect.tensor_type import TensorType
-from secc.ir.dialect.typed_attributes import ExtentAttr, ShardAttr, SharedSizeAttr, StyleAttr, UnsplitAttr
+from secc.ir.dialect.typed_attributes import (
+    CouplingAttr,
+    ExtentAttr,
+    ShardAttr,
+    SharedSizeAttr,
+    StyleAttr,
+    UnsplitAttr,
+)
 
 _IN_SECTION = ("section", "in", SECTION_KIND)
 _AT_SOURCE_LINE = ("where", "at", TEXT_KIND)
@@ -163,7 +171,7 @@ class BlockOp(LineOp):
     path, cls = prop_def(StringAttr), prop_def(StringAttr)
     params, trainable, layers = prop_def(IntAttr), prop_def(IntAttr), opt_prop_def(IntAttr)
     component, where = opt_prop_def(StringAttr), opt_prop_def(StringAttr)
-    when, couples = opt_prop_def(ArrayAttr[StringAttr]), opt_prop_def(StringAttr)
+    when, couples = opt_prop_def(ArrayAttr[StringAttr]), opt_prop_def(CouplingAttr)
     HEADLINE: ClassVar[str | None] = "path"
     KEYWORDS: ClassVar[Keywords] = (
         ("cls", "class", TEXT_KIND),
@@ -172,7 +180,7 @@ class BlockOp(LineOp):
         ("component", "component", TEXT_KIND),
         ("layers", "layers", NUMBER_KIND),
         ("when", "when", TEXTS_KIND),
-        ("couples", "couples", TEXT_KIND),
+        ("couples", "couples", RECORD_KIND),
         _AT_SOURCE_LINE,
     )
 
@@ -577,7 +585,7 @@ SecDialect = Dialect(
         SendOp,
         ReturnOp,
     ],
-    [TensorType, ShardAttr, StyleAttr, UnsplitAttr, SharedSizeAttr, ExtentAttr],
+    [TensorType, ShardAttr, StyleAttr, UnsplitAttr, SharedSizeAttr, ExtentAttr, CouplingAttr],
 )
 
 

@@ -128,7 +128,7 @@ class _ExprPrinter(StrPrinter):
         return f"max({', '.join(sorted(self._print(a) for a in expr.args))})"
 
 
-@cache  # costs of alike blocks are printed again and again
+@cache  # equal blocks have equal costs, which are printed many times
 def format_expr(expr: Expr | int) -> str:
     """The text of an expression; `parse_expr` reads it back to an equal expression. A polynomial with integer
     values prints over `//`."""

@@ -131,6 +131,22 @@ class UnsplitAttr(_RecordAttribute):
 
 
 @irdl_attr_definition
+class CouplingAttr(_RecordAttribute):
+    """What makes a block's samples depend on each other: the kind of hazard ("batch_norm", "frequency" or
+    "state", `secc.runtime.recorder.hazards`), the op or tensor, and the user's file:line."""
+
+    name = "sec.coupling"
+    kind: StringAttr
+    subject: StringAttr
+    where: StringAttr
+
+    @classmethod
+    def of(cls, kind: str, subject: str, where: str) -> CouplingAttr:
+        """The attribute of a hazard."""
+        return cls(StringAttr(kind), StringAttr(subject), StringAttr(where))
+
+
+@irdl_attr_definition
 class SharedSizeAttr(_RecordAttribute):
     """A size that ranks of a replica share evenly, and its unit."""
 

@@ -84,7 +84,7 @@ def test_the_ir_verifies_and_reads_back(models: Path, name: str) -> None:
 
 def test_ties_and_couplings_are_declared(models: Path) -> None:
     assert 'sec.tie names ["embed.weight", "head.weight"]' in print_module(_module(models, "two_modalities"))
-    assert 'couples "batch norm in training mode' in print_module(_module(models, "batchnorm"))
+    assert 'couples #sec.coupling<"batch_norm", ' in print_module(_module(models, "batchnorm"))
 
 
 def test_glue_is_functional_and_guards_read_inputs(models: Path) -> None:

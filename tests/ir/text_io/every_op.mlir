@@ -6,7 +6,7 @@ builtin.module {
     sec.pattern when ["pixel_values"] share "0.5" {B = 1 : i64, S = 80 : i64, n = 2.500000e+00 : f64}
     %0 = sec.key "pixel_values" optional : !sec.tensor<[n, 3, 32, 32], f32>
     %1 = sec.key "input_ids" pads ["1 right 0"] : !sec.tensor<[B, S], i64>
-    sec.block "tower" class "Tower" params 303 trainable 3 component "tower" layers 2 when ["pixel_values"] couples "batch norm" at "modèle.py:3" {note = "text"}
+    sec.block "tower" class "Tower" params 303 trainable 3 component "tower" layers 2 when ["pixel_values"] couples #sec.coupling<"batch_norm", "aten.native_batch_norm.default", "modèle.py:4"> at "modèle.py:3" {note = "text"}
     sec.block "lm" class "LM" params 4 trainable 4
     sec.cut "lm.mlp" block "lm" tp 2 styles [#sec.style<"lm.mlp.up", "colwise">] shards [#sec.shard<"lm.mlp.up.weight", 0, [8, 8]>] partial ["lm.norm"] whole [#sec.unsplit<"lm.x", "small", "", 0, 0>]
     sec.tie names ["lm.head.weight", "lm.embed.weight"]
