@@ -166,7 +166,7 @@ class Allocate(ModulePass):
     def _rank_count(self, cluster: Cluster) -> int:
         if self.ranks > cluster.ranks:
             raise UserError(
-                f"expected at most {cluster.ranks} ranks, which the cluster {cluster.name} has, got {self.ranks}",
+                f"expected at most {cluster.ranks} ranks, all of {cluster.name}, got {self.ranks}",
                 remedy="ask for fewer",
             )
         if self.ranks < 0 or self.global_batch < 0:
@@ -203,8 +203,8 @@ class Allocate(ModulePass):
         usable = count_usable_ranks(work, self.strategy, pins, ranks)
         if ranks > usable:
             raise UserError(
-                f"expected at most {usable} ranks, for which a global batch of {work.global_batch} samples has "
-                f"work, got {ranks}",
+                f"expected at most {usable} ranks, for which a global batch of {work.global_batch} samples "
+                f"has work, got {ranks}",
                 remedy=f"use at most {usable} ranks, or a larger global batch",
             )
 

@@ -28,9 +28,9 @@ from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.ir.text_io.verifier import source_line
 
 CrossingProblem = tuple["ValueCrossing", str]
-ValueIdentity = tuple[
-    str, str, int, int
-]  # target, file:line and lines that lead there, how many ops with the same of these came before, index of result or operand
+# (target, file:line and the lines that lead there, number among ops with the same of these, index of the
+# result or operand)
+ValueIdentity = tuple[str, str, int, int]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@
 // GPU: fusions = ["swiglu; MLP: lm.mlp; model.py:9; ", "rms-norm
 // CPU: fusions = ["fuse-blocks; all modules; ; on CPUs the operators take longer than the ops that they replace; --fuse puts them in", "swiglu; MLP: lm.mlp; model.py:9; on CPUs
 // BAD: unknown value 'often' for option when
-// BAD: choose one of auto, always, never
+// BAD: expected auto, always, never
 sec.graph "g" {
   sec.symbol "B" kind "rows" key "x" dim 0
   sec.block "lm" class "LM" params 10 trainable 10

@@ -72,7 +72,8 @@ class MinCutNetwork:
         self.add_arc(node, _SINK, cost)
 
     def min_cut_sink_side(self) -> set[Hashable] | None:
-        """The nodes on the sink's side of a minimum cut, as few as possible; None if all cuts are forbidden."""
+        """The nodes on the sink's side of a minimum cut, as few as possible; None if every cut is
+        forbidden."""
         try:
             _, (_, sink) = _nx.minimum_cut(self._graph, _SOURCE, _SINK)
         except _nx.NetworkXUnbounded:

@@ -54,7 +54,7 @@ def test_a_spare_case_has_the_edges_of_the_others(glue: str, kept: bool) -> None
     found = graph(glue)
     drop_incompatible_fallbacks(found)
     assert [c.sym.data for c in find_fallback_cases(found)] == (["c1"] if kept else [])
-    assert ["is refused" in note for s in found.sections for note in get_strings(s, "notes")] == (
+    assert ["will be rejected" in note for s in found.sections for note in get_strings(s, "notes")] == (
         [] if kept else [True]
     )
 
