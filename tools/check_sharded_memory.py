@@ -5,7 +5,7 @@
 A language model of eight layers trains on two gloo ranks, distributed in each way. Measured is the peak
 resident memory of a process during the second and third step, without what it had before it built the model,
 and without pages of libraries, which training reads in under each way. A rank reuses freed memory in the next
-step; here its C library is told to map tensors one by one, parameters too, so that freed ones are returned
+step; here its C library is set to map tensors one by one, parameters too, so that freed ones are returned
 and resident memory is in use.
 """
 
@@ -30,7 +30,7 @@ PINS_BY_WAY = {  # pins of the section
     "tp 2": ("dp=1", "tp=2"),
     "pp 2": ("dp=1", "pp=2"),
 }
-MODEL_FILE_TEXT = """
+MEASURED_MODEL_TEXT = """
 import ctypes
 import os
 import torch
@@ -88,7 +88,7 @@ def dataset():
 def compare_resident_memory(way: str, folder: Path) -> tuple[float, float]:
     """(predicted, measured) bytes of the rank with more resident memory."""
     path, plan = folder / "model.py", folder / "plan"
-    path.write_text(MODEL_FILE_TEXT)
+    path.write_text(MEASURED_MODEL_TEXT)
     pins = tuple(
         f"model.{pin}" for pin in ("sharding=none", "micro_batch=2", "recompute=none", *PINS_BY_WAY[way])
     )

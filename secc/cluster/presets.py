@@ -48,7 +48,7 @@ L40S = _gpu_device("L40S", 362, 91.6, 1.43, 48 * GB, 864)
 
 # One process with one thread: no vendor's figure fits, so these are defaults of the order that a server core
 # reaches.
-CPU = Device(
+CPU_PROCESS = Device(
     "cpu",
     "cpu",
     (("bf16", 10), ("f16", 5), ("f32", 20), ("f64", 10)),
@@ -61,7 +61,7 @@ CPU = Device(
     CPU_OVERHEADS,
 )
 
-DEVICE_PRESETS = {d.kind.lower(): d for d in (H100, H200, A100, A800, B200, L40S, CPU)}
+DEVICE_PRESETS = {d.kind.lower(): d for d in (H100, H200, A100, A800, B200, L40S, CPU_PROCESS)}
 
 # (inside a node, between nodes), one direction for each device.
 LINK_PRESETS = {

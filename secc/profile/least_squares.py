@@ -14,7 +14,7 @@ def nonnegative_least_squares(
     """Minimise the squared relative errors of `rows @ x` against `targets` over x >= 0. Returns x.
 
     Solves the unconstrained problem for every set of unknowns that may differ from 0, and takes the best
-    feasible one (exponential in the number of unknowns, of which there are at most four).
+    feasible one. This is exponential in the number of unknowns; there are at most four.
 
     rows: [points, unknowns]. targets: [points].
     """

@@ -48,8 +48,8 @@ from secc.profile.speed_gauge import SpeedGauge, time_at_mean_speed
 from secc.runtime.plan.expr_eval import evaluate_expr
 
 MAX_BUILT_BYTES = 4 << 30  # of the parameters of a group of blocks, and of the operands and results of a call
-HELD_OUT_EVERY = 3  # sizes, of which one is held out of the fit
-MAX_ROUNDS, MIN_TIMING_S = 40, 4.0  # short blocks: rounds until so many seconds per block have passed
+HELD_OUT_EVERY = 3  # one of three sizes is held out of the fit
+MAX_ROUNDS, MIN_TIMING_S = 40, 4.0  # limits for short blocks: rounds, and seconds per block
 MICRO_BATCHES_PER_STEP = 4  # gradients are accumulated over these
 
 
@@ -96,7 +96,7 @@ def time_blocks(
     """Time every kind of call once.
 
     module: IR with counted costs. model: may be on the meta device. batches: micro-batches of several sizes.
-    constants: tensors that forward creates from Python data. repeat: minimum number of timed rounds.
+    constants: tensors of any shape made of Python data. repeat: minimum number of timed rounds.
     progress: called with a line for each group of blocks. ranks: ranks of a node that compute at the same
         time.
 

@@ -59,7 +59,7 @@ def _alternatives_table(plan: Plan) -> TextTable:
 
 
 def _alternative_rows(plan: Plan, name: str, alternatives: Any) -> Iterator[tuple[str, ...]]:
-    """Alternatives that fit, fastest first, then those that do not."""
+    """Alternatives that fit, fastest first, then the others."""
     step = float(plan.prediction.get("step_time_s", 0.0))
     for a in sorted(alternatives, key=lambda a: (not a["fits"], _waits_for_replicas(a), a["step_time_s"])):
         layout, step_time = a["layout"], float(a["step_time_s"])

@@ -26,7 +26,7 @@ REFUSED = [
 
 
 def error_message_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The message with which a command ends with exit code 2."""
+    """Run a command that must end with exit code 2; returns its message."""
     with pytest.raises(SystemExit) as end:
         main(arguments)
     message = capsys.readouterr().err

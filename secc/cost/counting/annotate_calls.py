@@ -230,8 +230,8 @@ class _CallMeasurer:
         return _call_cost_from_runs([*runs.values()], fitted, "counted", len(recompute_units(block)), peak)
 
     def _measure_on_samples(self, case: CaseOp, call: CallOp, block: nn.Module) -> CallCost | None:
-        """Fit the mean cost over dataset samples, for blocks whose cost depends on values of inputs (such
-        as boundaries of packed samples or image grids)."""
+        """Fit the mean cost over dataset samples, for blocks that depend on values of inputs (such as
+        boundaries of packed samples or image grids)."""
         terms = self._mean_cost_terms(call)
         runs, points, tensors = list[BlockCounts](), list[list[int]](), ValuelessTensors(fake=True)
         try:
@@ -275,8 +275,10 @@ class _CallMeasurer:
 def _fit_peak(
     run: Callable[[dict[str, int]], BlockCounts], runs: Sequence[BlockCounts], kinds: Mapping[str, str]
 ) -> Expr:
-    """Fit the peak of live bytes: the maximum of one polynomial for each operation at which some run
-    peaked. 0 if runs issue different operations, whose positions do not correspond."""
+    """Fit the peak of live bytes: the maximum of one polynomial for each operation at which some run peaked.
+
+    0 if runs issue different operations: their positions do not correspond then.
+    """
     positions = sorted({t.live_bytes.index(t.peak) for t in runs if t.live_bytes})
     if not positions or len({len(t.live_bytes) for t in runs}) > 1:
         return ZERO

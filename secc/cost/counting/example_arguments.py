@@ -68,10 +68,11 @@ class CallExamples:
 def compute_operand_values(
     call: CallOp, batch: Mapping[str, Any], sizes: Mapping[str, int], constants: Mapping[str, torch.Tensor]
 ) -> OperandValues:
-    """Compute the operands of a call that inputs alone determine, for one collated batch. Returns the
-    non-floating ones.
+    """Compute the operands of a call that inputs alone determine, for one collated batch.
 
-    Evaluates backwards from the call, so that no other operation runs.
+    batch: tensors by key. sizes: symbol values. constants: tensors by name, of any shape. Returns the values
+    of non-floating operands, with the shapes that the operands' types have at `sizes`. Evaluates backwards
+    from the call, so that no other operation runs.
     """
     computed: dict[SSAValue, torch.Tensor | None] = {}
 

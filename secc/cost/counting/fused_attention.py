@@ -18,7 +18,7 @@ MakeEmpty = Callable[[Sequence[int], torch.dtype], torch.Tensor]  # from size an
 
 
 def has_no_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is fake or on the meta device."""
+    """Whether a tensor (of any shape) is fake or on the meta device."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta  # properties pass through the modes
 
 

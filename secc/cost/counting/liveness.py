@@ -25,7 +25,8 @@ class LiveBytesTracker:
         self._watched: dict[int, weakref.ref[Any]] = {}
 
     def record_results(self, results: Iterable[torch.Tensor]) -> None:
-        """Count the storages of an operation's results, unless they are arguments or counted already."""
+        """Count the storages of an operation's results (of any shape), unless they are arguments or
+        counted already."""
         for tensor in results:
             key, storage = storage_key(tensor), tensor.untyped_storage()
             if key not in self._counted_storages:

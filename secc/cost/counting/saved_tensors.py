@@ -33,7 +33,8 @@ class SavedTensorsTracker:
         self._repeated_bytes = self._repeated_outside_bytes = 0  # of skipped layers
 
     def pack_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pack hook of `torch.autograd.graph.saved_tensors_hooks`: record the tensor."""
+        """Pack hook of `torch.autograd.graph.saved_tensors_hooks`: record a tensor of any shape, and
+        return it unchanged."""
         self._record_storage(tensor, self._sizes, self._inside[-1] if self.is_inside_unit else self._outside)
         return tensor
 
@@ -43,7 +44,7 @@ class SavedTensorsTracker:
         return self._depth > 0
 
     def is_parameter_or_buffer(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a parameter or buffer, or a view of one."""
+        """Whether a tensor of any shape is a parameter or buffer, or a view of one."""
         return storage_key(tensor) in self._state_storages
 
     @property
@@ -106,6 +107,7 @@ class SavedTensorsTracker:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """A key that identifies a tensor's storage while it is alive."""
+    """A key that identifies the storage of a tensor, whatever its shape or view, while the storage is
+    alive."""
     # torch has no public name for it
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

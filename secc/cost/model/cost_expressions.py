@@ -15,7 +15,8 @@ from secc.ir.dialect.size_expr import Expr
 
 
 def max_expr(texts: Iterable[str]) -> str:
-    """The symbolic maximum of expressions, without those that another one exceeds for all sizes."""
+    """The symbolic maximum of expressions. Expressions that another one exceeds for all sizes are left
+    out."""
     return _max_of_sorted(tuple(sorted(set(texts))))
 
 

@@ -42,7 +42,7 @@ class GemmEfficiency:
     label: str = "default"
 
     def percent_of_rate(self, dim: int) -> float:
-        """Percent for a product whose smallest weight dimension is `dim`, by linear interpolation in the
+        """Percent for a product with smallest weight dimension `dim`, by linear interpolation in the
         table."""
         dims = [d for d, _ in self.percent_by_dim]
         i = bisect_right(dims, dim)

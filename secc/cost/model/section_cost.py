@@ -50,7 +50,7 @@ from secc.ir.dialect.tensor_type import tensor_type
 from secc.runtime.plan.expr_eval import evaluate_expr
 
 FLOAT32_BYTES = 4  # per entry of a parameter without a recorded dtype
-VIEW_OPS = frozenset({  # views move no data
+VIEW_OP_NAMES = frozenset({  # views move no data
     "view", "_unsafe_view", "reshape", "slice", "select", "permute", "transpose", "t", "unsqueeze", "squeeze",
     "expand", "detach", "alias", "split", "split_with_sizes", "unbind", "as_strided", "unfold", "diagonal",
     "narrow", "chunk",
@@ -60,7 +60,7 @@ VIEW_OPS = frozenset({  # views move no data
 ATTENTION_BACKWARD_FLOPS_RATIO = 2
 # Backward time over forward time: a fused kernel keeps no scores and computes them again.
 ATTENTION_BACKWARD_TIME_RATIO = sympy.Rational(5, 2)
-MATMUL_OPS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+MATMUL_OP_NAMES = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _EXPRESSION_FIELDS = (  # fields of SectionCost that are expressions over size symbols
     "flops",
     "backward_flops",
@@ -164,7 +164,7 @@ class _CostAccumulator:
     """Running sums over the operations of one case.
 
     Counters hold each addend (an expression as text) with its multiplicity, so that the equal layers of a
-    stack are added once. Sets hold alternatives, of which the maximum is taken.
+    stack are added once. Sets hold alternatives; their maximum counts.
     """
 
     flops: Counter[str] = field(default_factory=Counter[str])
@@ -213,7 +213,7 @@ def _substitute_estimates(cost: SectionCost, estimates: Mapping[str, Expr]) -> S
 
 
 def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp) -> SectionCost:
-    """The cost of a section over all symbols, including those that depend on values of inputs."""
+    """The cost of a section over all symbols, data-dependent ones included."""
     name, blocks = section.sym.data, graph.blocks
     recomputed = selectively_recomputed_blocks(graph, strings_of(section.blocks))
     ops_by_case = [ops for case in graph.cases if (ops := ops_in_section(case, name))]
@@ -350,7 +350,7 @@ def _accumulate_case(
 def _add_backward_transient(op: GlueOp, sums: _CostAccumulator, spread: VocabSpread) -> None:
     """Add the gradients that an operation's backward reads and writes, without those of parameters, which
     persist and are counted with the parameters."""
-    if not owes_backward(op) or op.base_name in VIEW_OPS or fused_loss_cost(op) is not None:
+    if not owes_backward(op) or op.base_name in VIEW_OP_NAMES or fused_loss_cost(op) is not None:
         return
     gradients = (
         value
@@ -362,8 +362,7 @@ def _add_backward_transient(op: GlueOp, sums: _CostAccumulator, spread: VocabSpr
 
 
 def _max_over_patterns(graph: GraphOp, texts: Collection[str]) -> str:
-    """The maximum of many expressions; only those that are largest at the mean sizes of some pattern are
-    compared.
+    """The maximum of many expressions. Only the largest one at the mean sizes of each pattern takes part.
 
     Expressions with data-dependent symbols are left out: these symbols have no mean size.
     """
@@ -383,7 +382,7 @@ def _max_over_patterns(graph: GraphOp, texts: Collection[str]) -> str:
 
 def _add_logits_bytes(op: GlueOp, sums: _CostAccumulator, spread: VocabSpread) -> None:
     """Add the bytes of tensors with a vocabulary dimension, which tensor parallelism divides by tokens."""
-    if op not in spread.steps or op.base_name in VIEW_OPS:
+    if op not in spread.steps or op.base_name in VIEW_OP_NAMES:
         return
     written = [result for result in op.results if result in spread.parts]
     read = [operand for operand in op.operands if operand in spread.parts]
@@ -444,12 +443,12 @@ def _add_glue(op: GlueOp, sums: _CostAccumulator) -> None:
         _add_fused_loss(op, fused, sums)
         return
     sums.ops += 1
-    if op.base_name in VIEW_OPS:
+    if op.base_name in VIEW_OP_NAMES:
         return
     written = _sum_of_bytes(op.results)
     sums.glue_bytes[_sum_of_bytes([*op.results, *op.operands])] += 1
     sums.outputs[written] += 1
-    flops = _matmul_flops(op) if op.base_name in MATMUL_OPS else None
+    flops = _matmul_flops(op) if op.base_name in MATMUL_OP_NAMES else None
     if flops is not None:
         sums.flops[size_expr.format_expr(flops)] += 1
         sums.work[size_expr.format_expr(flops)] += 1

@@ -69,7 +69,8 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, 1)
         ends = torch.full((4,), 1, device=x.device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return torch._grouped_mm(tokens, self.weight, offs=ends)[:, :8].view_as(x)  # pyright: ignore[reportPrivateUsage]
+        products = torch._grouped_mm(tokens, self.weight, offs=ends)  # pyright: ignore[reportPrivateUsage]
+        return products[:, :8].view_as(x)
 
 
 def annotate_block(block: nn.Module, calls: str = CALL) -> Any:
@@ -218,8 +219,7 @@ class PerSample(nn.Module):
 
 
 def test_block_that_reads_integers_is_measured_on_samples() -> None:
-    """Samples of 10 and 30 tokens: pairs 100 and 900, so 25 for each token in the mean, of 2*(8 + 8)
-    FLOPs."""
+    """Samples of 10 and 30 tokens have 100 and 900 pairs, so 25 pairs per token, of 2*(8 + 8) FLOPs each."""
     packed = """    %l = sec.input "lengths" : !sec.tensor<[B], i64>
     %t = sec.input "t" : !sec.tensor<[1, T, 8], f32, grad>
     %y = sec.call "f" (%t, %l) args "$0, $1" outs [""] : !sec.tensor<[1, T, 8], f32, grad>
