@@ -147,7 +147,8 @@ class Allocate(ModulePass):
         return (solved, RefinedPlan(found, tried, value.time_ns, trials)) if tried.fits else None
 
     def _read_options(self, graph: GraphOp) -> tuple[Workload, Pins, int | None]:
-        """What the options ask for: the work, the pins, and bytes for running ahead."""
+        """Reads the options: the work, the pins, and the bytes for prefetched results. Raises UserError for
+        invalid ones."""
         cluster = cluster_with_overheads(graph, parse_cluster(self.cluster))
         ranks = self._rank_count(cluster)
         pins = pins_.parse_pins((*self.stages, *self.set), [s.sym.data for s in graph.sections], self.refused)
@@ -272,8 +273,8 @@ def _write_allocation(graph: GraphOp, solved: SolvedAllocation, won: RefinedPlan
 
 
 def _objective_facts(asked: Problem, ranks: int) -> dict[str, Any]:
-    """What else than the least time was asked for, and the ranks left over where the plan's cluster has only
-    the nodes that are used."""
+    """The objective if it is not time, and the ranks left over if the plan's cluster is reduced to the nodes
+    in use."""
     found: dict[str, Any] = (
         {} if asked.deadline is None else {"objective": "gpus", "deadline_s": asked.deadline / 10**9}
     )
@@ -308,7 +309,7 @@ def _used_cluster(
 def _missing_memory(
     work: Workload, value: PlanValue, solution: Solution, chosen: dict[str, Candidate]
 ) -> dict[str, float]:
-    """How much more memory a rank needs than it can use, if it does."""
+    """GiB that a rank needs beyond its usable memory, if any."""
     group = solution.assignment.group
     missing = max(
         value.memory[group[s]] - work.for_kind(c.kind).cluster.device.usable_memory for s, c in chosen.items()

@@ -4,8 +4,10 @@ elimination.
 Rules are a table: a condition on an op, and the value that replaces its result. A replacement needs the
 result's type, gradient included, so `detach` of something trainable stays.
 
-xDSL's `cse` would compare source lines, and merge calls of blocks, which may draw random numbers; equality
-here leaves out the line, and is for glue alone.
+xDSL's `cse` does not serve: it compares all properties, so equal ops on different lines of the user's code
+would stay, and it merges all ops with the trait `Pure`, which glue that draws random numbers has, too. Its
+pattern rewriter applies rules to a fixed point in an order of its own; here one pass in the order of the case
+is enough.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def _scalar_argument(op: GlueOp) -> object:
 
 
 def _permutation(op: GlueOp) -> list[int] | None:
-    """Where each dim of the result comes from, for ops that swap dims."""
+    """The operand's dim of each dim of the result, for ops that permute dims; None for any other."""
     rank = len(tensor_type(op.operands[0]).dims)
     dims, rest = list(range(rank)), op.arguments.args[1:]
     match op.base_name:
@@ -69,7 +71,7 @@ def _permutation(op: GlueOp) -> list[int] | None:
 
 
 def _cancel_swap(op: GlueOp) -> SSAValue | None:
-    """What a swap that undoes the swap before it gives."""
+    """The value before two permutations that cancel each other."""
     inner = _producer_of_first(op)
     if inner is None or inner.base_name not in _DIM_SWAPS:
         return None

@@ -147,7 +147,7 @@ class _CaseFuser:
         return None
 
     def _describe_other_use(self, head: LinearHead, live: set[Operation]) -> tuple[str, str]:
-        """What keeps logits alive although a loss on them could be fused."""
+        """Why logits are needed although a loss on them could be fused, and where."""
         unread = self._first_unread_op(head, live)
         if unread is not None:
             return f"its logits are also used elsewhere: {unread[0]}", unread[1]

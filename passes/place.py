@@ -142,7 +142,7 @@ def _find_flows(work: Workload, group: Mapping[str, str]) -> list[EdgeTraffic]:
 
 
 def _pipeline_chain(work: Workload, load: SectionLoad, section: SectionOp, group: str) -> PipelineTraffic:
-    """What enters a layer travels from one stage to the next."""
+    """Traffic between neighbouring stages: the input of a layer, and its gradient."""
     size = _step_total(work, load, load.cost.layer_input_bytes) // max(1, load.cost.layers)
     return PipelineTraffic(
         group,
@@ -154,7 +154,7 @@ def _pipeline_chain(work: Workload, load: SectionLoad, section: SectionOp, group
 
 
 def _step_total(work: Workload, load: SectionLoad, size: str) -> int:
-    """What a text about a micro-batch is for all samples of a step."""
+    """The value of an expression over a micro-batch's sizes, summed over all samples of a step."""
     return sum(
         evaluate_expr(size, micro_batch_sizes(work.graph, p.sizes, ceil(work.global_batch * p.share)))
         for p in load.active_patterns

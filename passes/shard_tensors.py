@@ -186,7 +186,7 @@ def _token_shardable_matrices(graph: GraphOp, section: SectionOp, tp: int) -> di
 
 
 def _needed_whole(case: CaseOp, section: str, found: Mapping[str, tuple[int, int]]) -> set[str]:
-    """Those of some matrices that an op needs whole, cut by tokens as they are."""
+    """Those of the matrices in `found` that some op needs whole if they are split by tokens."""
     # What is a matrix still: parameters, then views and casts of them.
     made: dict[SSAValue, str] = {
         op.result: op.path.data for op in case.ops if isinstance(op, ParamOp) and op.path.data in found
@@ -204,7 +204,7 @@ def _needed_whole(case: CaseOp, section: str, found: Mapping[str, tuple[int, int
 def _make_head_cuts(
     graph: GraphOp, cuts: list[CutOp], by_tokens: Mapping[str, tuple[int, int]], tp: int
 ) -> list[CutOp]:
-    """Cuts for heads and embeddings of which glue reads the weight and that no block's cut has."""
+    """Layouts of heads and embeddings that glue reads by their weight and that no block's layout contains."""
     known = {shard.parameter.data for cut in cuts for shard in cut.shards}
     tied = {n for op in graph.body.block.ops if isinstance(op, TieOp) for n in strings_of(op.names)}
     found = {

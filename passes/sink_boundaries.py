@@ -91,7 +91,7 @@ class SinkBoundaries(ModulePass):
         return False
 
     def _edge_link(self) -> Link | None:
-        """What edges between sections may have to take."""
+        """The slowest link that edges between sections may have to use, None without a cluster."""
         cluster = parse_cluster(self.cluster) if self.cluster else None
         return cluster.slowest_link(cluster.ranks) if cluster is not None else None
 
@@ -109,7 +109,7 @@ class SinkBoundaries(ModulePass):
 
 
 def _common_dtype(graph: GraphOp) -> str:
-    """What most blocks give: what they compute in."""
+    """The dtype of most blocks' results, which is the one they compute in."""
     calls = [op for case in graph.cases for op in case.ops if isinstance(op, CallOp) and op.results]
     found = Counter(tensor_type(call.results[0]).dtype.data for call in calls)
     return max(sorted(found), key=lambda name: found[name], default="f32")
@@ -162,8 +162,8 @@ class _BoundaryMove:
         )
 
     def _describe_move(self, blocks: list[str], before: float, after: float) -> str:
-        """What moved, the bytes before and after, what work and weights came along, and what a sample's
-        messages take."""
+        """The note: blocks that moved, bytes before and after, the work and weights that moved, and the time
+        of a sample's messages."""
         calls = [
             op
             for case in self.graph.cases

@@ -265,8 +265,8 @@ def _rank_load(work: Workload, section: SectionOp) -> SectionLoad:
 
 
 def _replica_span(stage: SectionOp, cluster: Cluster) -> RankSpan | None:
-    """Where a stage's ranks are that sum gradients and gather parameters together, the widest place of tp;
-    None before there are ranks."""
+    """The span over nodes of the ranks that sum gradients and gather parameters together (the widest over tp
+    ranks); None before ranks are assigned."""
     ranks, tp = _ranks_of(stage), int(get_number(stage, "tp") or 1)
     return (
         max((span_of_ranks(ranks[place::tp], cluster) for place in range(tp)), key=lambda span: span.nodes)
@@ -286,10 +286,10 @@ def _candidate_choice(section: SectionOp) -> tuple[int, int, str, str]:
 
 
 def _in_flight_limit(work: Workload, load: SectionLoad, parts: int) -> int:
-    """How many micro-batches a stage may hold: as many as help and memory allows, at least one for itself and
-    each stage behind it.
+    """The number of micro-batches that a stage may hold: as many as help and memory allows, at least one for
+    itself and each stage behind it.
 
-    A pipeline that feeds sections on other ranks was given a number by `allocate`.
+    A pipeline that feeds sections on other ranks keeps the number that `allocate` chose.
     """
     if given := int(get_number(load.section, "in_flight") or 0):
         return given
@@ -308,7 +308,8 @@ def _rank_memory(work: Workload, load: SectionLoad) -> int:
 
 
 def _in_flight_bytes(work: Workload, load: SectionLoad, memory: int, holders: int) -> int:
-    """What the micro-batches of a stage may keep, on a rank whose sections need `memory` together."""
+    """The bytes that micro-batches of a stage may keep, on a rank with sections that need `memory` bytes
+    together."""
     if load.mode == "forward":
         return 0
     own = replace(work, cluster=work.cluster.view_of_ranks(_ranks_of(load.section)))

@@ -184,8 +184,8 @@ class _CaseNetwork:
         )
 
     def _duplication_cost(self, op: Operation) -> float:
-        """What it costs to compute an op in the other section, in bytes; at least one, so that nothing moves
-        in vain."""
+        """The cost, in bytes sent, of computing an op in the other section; at least 1, so that no op moves
+        without a gain."""
         if isinstance(op, CallOp):
             return max(
                 1.0,

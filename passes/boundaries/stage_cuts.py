@@ -145,7 +145,7 @@ class StageUnits:
         self.impossible.setdefault(cut, (reason, where))
 
     def _add_crossing_bytes(self, case: CaseOp) -> None:
-        """What crosses each cut in one case."""
+        """Adds the bytes that cross each cut in one case, and forbids cuts that a value cannot cross."""
         statistics, wanted, at = SampleStatistics(self.graph), find_gradient_values(case), op_identities(case)
         for value, last in self._iter_long_lived(case):
             first = self.unit_of_op[value.owner]

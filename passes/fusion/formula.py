@@ -72,7 +72,7 @@ class BlockParameter:
 
 @dataclass(frozen=True)
 class LinearHead:
-    """What makes logits: `hidden` [..., H] times the transpose of `weight` [V, H] ([H, V] if `transposed`),
+    """Logits as a product: `hidden` [..., H] times the transpose of `weight` [V, H] ([H, V] if `transposed`),
     plus `bias` [V]."""
 
     logits: SSAValue

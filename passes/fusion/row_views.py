@@ -75,7 +75,7 @@ def _product_of_dims(dims: Sequence[Expr]) -> Expr:
 
 
 def _dim_order(op: Computation, rank: int) -> list[int]:
-    """Which dim of the operand each dim of the result is."""
+    """The operand's dim of each dim of the result."""
     dims = list(range(rank))
     if op.base_name == "t":
         return dims[::-1]

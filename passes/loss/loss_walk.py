@@ -125,7 +125,7 @@ def _result_states(ctx: LossContext, op: Computation) -> list[ValueState]:
 
 
 def _propagate_bad(ctx: LossContext, op: Computation, bad: BadState) -> list[ValueState]:
-    """What follows a mixing op: integers from inputs stay bookkeeping, all else is as bad."""
+    """States of the results of an op on a bad value: integers from inputs stay local, all else is bad."""
     if all(
         ctx.is_input_only(r) and ctx.carries_samples(r) and not is_floating(tensor_type(r))
         for r in op.results

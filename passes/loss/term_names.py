@@ -138,7 +138,7 @@ def term_label(part: SumPart) -> str:
 
 
 def _is_kl(op: Operation) -> bool:
-    """Whether what is summed is a Kullback-Leibler divergence, by the ops that torch makes of it."""
+    """Whether a sum is a Kullback-Leibler divergence, recognised by the ops that torch uses for it."""
     near: set[str] = set()
     stack, depth = [(op, 0)], 6
     while stack:

@@ -120,7 +120,7 @@ def _plan_checks(graph: GraphOp) -> dict[str, Any]:
 
 
 def _plan_reasons(graph: GraphOp) -> dict[str, Any]:
-    """What `allocate` says of each section, and how the section was formed."""
+    """The reasons of `allocate` for each section, and notes on how the section was formed."""
     found: dict[str, Any] = json.loads(attribute_value(graph, "reasons", "{}"))
     for s in graph.sections:
         if notes := attribute_value(s, "notes", ()):
@@ -192,8 +192,8 @@ def _plan_section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> sche
 
 
 def _fsdp_units(graph: GraphOp, op: SectionOp) -> tuple[str, ...]:
-    """The blocks that the section's cases call once each, in one order for all of them, whose layers run in
-    turn, and of whose parameters no glue reads any."""
+    """The FSDP units of a section: blocks that its cases call once each, all cases in one order, with layers
+    that run in order, and with no parameter that glue reads."""
     found = bodies_of(graph, op.sym.data)
     read = {p.path.data for body in found for p in body.walk() if isinstance(p, ParamOp)}
     calls = [[c for c in body.walk() if isinstance(c, CallOp)] for body in found]

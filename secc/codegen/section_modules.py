@@ -230,6 +230,6 @@ def _leaf_method(graph: GraphOp, ops: Sequence[Operation], leaf: LeafOp) -> Sect
 
 
 def _loss_constant(graph: GraphOp) -> str:
-    """What the terms leave over of the loss, counted once for a global batch."""
+    """The part of the loss that is in no term, counted once for a global batch."""
     found = graph.attributes.get("constant")
     return found.data if isinstance(found, StringAttr) else "0.0"

@@ -116,7 +116,7 @@ def test_a_pass_that_breaks_a_rule_is_a_defect_of_secc(rename: None) -> None:
         pass_pipeline.run_passes(module_text.parse_module(SOURCE), [Rename(breaks=True)])
 
 
-def test_progress_hears_of_each_pass_before_it_runs(rename: None) -> None:
+def test_progress_is_called_with_each_pass_before_it_runs(rename: None) -> None:
     heard: list[str] = []
     record = pass_pipeline.run_passes(
         module_text.parse_module(SOURCE),
@@ -164,7 +164,7 @@ def test_opt_prints_between_passes_and_times_them_on_stderr(
     assert err.splitlines()[-1].endswith("100.0 %  total") and " s " in err.splitlines()[-3]
 
 
-def test_opt_for_machines(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_opt_prints_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = opt(capsys, file, "-p", "dce", "--json")
     found = json.loads(out)
     assert found["ir"].startswith("// secc opt") and [s["pass"] for s in found["seconds"]] == ["dce"]

@@ -71,7 +71,9 @@ def compare(user: UserModel, found: Capture, module: ModuleOp) -> None:
 @pytest.mark.parametrize(
     ("before", "loss", "rules"), FUSED, ids=[f"{before}; {loss}" for before, loss, _ in FUSED]
 )
-def test_a_spelling_is_fused_exactly(before: str, loss: str, rules: list[str], tmp_path: Path) -> None:
+def test_each_spelling_of_a_loss_is_fused_exactly(
+    before: str, loss: str, rules: list[str], tmp_path: Path
+) -> None:
     user, found, module = fused(tmp_path, before, loss)
     noted = read_fusions(graph_of(module))
     assert [f.rule for f in noted] == rules, noted
@@ -85,7 +87,7 @@ def test_a_spelling_is_fused_exactly(before: str, loss: str, rules: list[str], t
 @pytest.mark.parametrize(
     ("before", "loss", "why"), REFUSED, ids=[f"{before}; {loss}" for before, loss, _ in REFUSED]
 )
-def test_a_loss_that_stays_as_it_is_says_why(before: str, loss: str, why: str, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_fused_has_a_reason(before: str, loss: str, why: str, tmp_path: Path) -> None:
     _, _, module = fused(tmp_path, before, loss)
     noted = read_fusions(graph_of(module))
     assert noted and all(why in f.why and f.where.startswith("model.py:") for f in noted), noted

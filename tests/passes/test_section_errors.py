@@ -1,4 +1,4 @@
-"""What the passes on sections refuse: each with the place and what to do, none with a traceback."""
+"""Errors of the passes on sections: each has a place and a remedy, and none is a traceback."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_sink_boundaries_merges_what_insert_transfers_would_refuse() -> None:
     assert "case 'text' computes without it" in get_strings(section, "notes")[0]
 
 
-def test_lower_wants_transfers() -> None:
+def test_lower_requires_transfers() -> None:
     assert "insert-transfers before lower" in refusal(SECTIONS + CHAIN, "lower").remedy
 
 
@@ -111,7 +111,7 @@ def test_a_constant_that_depends_on_the_case_is_refused() -> None:
     assert "0.0, 1.0" in refusal(SECTIONS + CHAIN + "\n" + other, "insert-transfers,lower").message
 
 
-def test_a_leaf_has_one_way_to_be_computed() -> None:
+def test_a_leaf_that_cases_compute_differently_is_refused() -> None:
     def counted(op: str, **named: str) -> str:
         leaf = (
             f'%s = sec.glue "{op}" (%x) args "$0" : !sec.tensor<[], f32>\n%n = sec.leaf "count" (%s) : '

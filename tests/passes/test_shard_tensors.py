@@ -1,4 +1,4 @@
-"""Cuts that cannot be had are refused with the reason, and ties over sections keep parameters whole."""
+"""A tp that is not possible is refused with the reason, and parameters tied across sections stay whole."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_heads_that_tp_does_not_divide_are_refused() -> None:
     assert error.value.remedy == "set lm.tp to 3"
 
 
-def test_a_section_of_which_nothing_can_be_cut_is_refused() -> None:
+def test_a_section_with_nothing_to_split_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"lm\.tp=3 is impossible: none of its modules can be split \(this tp was not tested"
     ):
@@ -48,7 +48,7 @@ def test_a_stage_is_refused_by_the_name_of_its_section() -> None:
     assert error.value.choices == ("whole.tp",)
 
 
-def test_a_plan_to_compare_may_have_a_tp_that_blocks_were_found_to_take() -> None:
+def test_a_plan_to_compare_may_have_any_feasible_tp() -> None:
     three = SOURCE.replace("{tp = 2 : i64}", "{tp = 3 : i64}")
     with pytest.raises(ImpossibleChoice):
         sharded(three, "shard-tensors{assume=true}")
@@ -76,7 +76,7 @@ def test_a_plan_to_compare_may_have_a_tp_that_blocks_were_found_to_take() -> Non
         ),
     ],
 )
-def test_a_tp_to_compare_that_does_not_divide_what_ranks_share_is_refused(
+def test_a_tp_to_compare_that_does_not_divide_a_shared_size_is_refused(
     tp: int, message: str, remedy: str
 ) -> None:
     asked = SOURCE.replace("{tp = 2 : i64}", f"{{tp = {tp} : i64}}")
@@ -90,7 +90,7 @@ def test_a_tp_to_compare_that_does_not_divide_what_ranks_share_is_refused(
     assert (error.value.message, error.value.remedy) == (message, remedy)
 
 
-def test_a_tp_to_compare_that_nobody_looked_at_may_divide_what_ranks_share() -> None:
+def test_an_untested_tp_to_compare_may_divide_the_shared_sizes() -> None:
     three = SOURCE.replace("{tp = 2 : i64}", "{tp = 3 : i64}")
     known = re.sub(r'(sec.block "tower".*)', r'\1 {tp = [], shared = [#sec.shared<9, "heads">]}', three)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What `split-stages` notes at a stage is what its own ranks take."""
+"""The costs that `split-stages` notes for a stage are those of its own ranks."""
 
 from __future__ import annotations
 

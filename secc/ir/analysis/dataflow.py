@@ -51,7 +51,7 @@ _RANDOM_OPS = (
 
 
 class ValueOrigin(Enum):
-    """Where a value comes from: the batch and constants alone, the whole global batch (leaves, sizes), or the
+    """The source of a value: the batch and constants alone, the whole global batch (leaves, sizes), or the
     model."""
 
     INPUT = "input"

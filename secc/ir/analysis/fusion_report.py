@@ -40,7 +40,7 @@ def check_rule_names(rules: Iterable[str]) -> None:
 
 
 def rules_of_pass(rules: Iterable[str], name: str) -> tuple[str, ...]:
-    """Those of `rules` that belong to the pass `name`."""
+    """The rules in `rules` that belong to the pass `name`."""
     return tuple(rule for rule in rules if PASS_OF_RULE.get(rule) == name)
 
 

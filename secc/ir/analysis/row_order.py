@@ -18,7 +18,7 @@ from secc.ir.dialect.tensor_type import TensorType, tensor_type
 
 _JOINING_OPS = frozenset({"cat", "repeat"})
 _RESHAPING_OPS = frozenset({"view", "reshape", "_unsafe_view", "flatten"})
-_UNSTACKING_ATTRIBUTE = "apart"  # attribute of the reshapes that `take_apart` puts in
+_UNSTACKING_ATTRIBUTE = "apart"  # attribute of the reshapes that `insert_unstacking` inserts
 
 
 class RowOrder:
@@ -72,8 +72,7 @@ class RowOrder:
         )
 
     def _entries_before_rows(self, kind: TensorType) -> sympy.Expr | None:
-        """How many entries stand before those of the first sample's next row: the product of the dims in
-        front of the rows."""
+        """The product of the dims in front of the rows, None where no dim counts rows."""
         dim = next((i for i, d in enumerate(kind.shape) if size_expr.symbol_names(d) & self._rows), None)
         return None if dim is None else sympy.expand(sympy.Mul(*kind.shape[:dim]))
 

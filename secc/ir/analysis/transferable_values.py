@@ -80,7 +80,7 @@ def whole_layout(graph: GraphOp, kind: TensorType) -> TransferLayout:
 
 
 def _require_known_shape(graph: GraphOp, kind: TensorType) -> None:
-    """Raise NotCarriable for a shape that sizes do not tell."""
+    """Raises NotTransferable for a shape that sizes do not determine."""
     known = {name for name, s in graph.symbols.items() if s.kind.data != "data"}
     if any(size_expr.symbol_names(d) - known for d in kind.shape):
         raise NotTransferable(f"values of the inputs decide the shape {_format_shape(kind)}")
@@ -167,13 +167,14 @@ def _is_additive(size: Expr, rows: set[str], banned: set[str]) -> bool:
 
 
 def _exact_quotient(quotient: Expr) -> Expr:
-    """What is rounded down, where that is a multiple of rows."""
+    """The quotient without floor, where it is a multiple of rows."""
     whole, over = sympy.fraction(sympy.together(quotient))
     return quotient if not over.is_Integer or whole.as_coeff_Add()[0] != 0 else whole / over
 
 
 def _read_extent(graph: GraphOp, dim: int, size: Expr) -> tuple[int, str, str]:
-    """(dim, extent of one sample, side that is padded) of a dim that is cut to the sample's own width."""
+    """(dim, extent of one sample, padded side) of a dim that is cut to the sample's own width. Raises
+    NotTransferable."""
     widths = size.args if isinstance(size, sympy.Max) else (size,)  # the wider of two widths
     sides = {_padding_side(graph, graph.symbols[w.name]) for w in widths if isinstance(w, sympy.Symbol)}
     if not all(isinstance(w, sympy.Symbol) for w in widths) or len(sides) != 1:

@@ -134,7 +134,7 @@ class _OpReader:
 
     @property
     def axis(self) -> int:
-        """Of operand 0, -1 if it is whole."""
+        """The split axis of operand 0, -1 if it is whole."""
         first = self.parts[0]
         return -1 if first is None else first.axis
 
@@ -167,7 +167,7 @@ class _OpReader:
         return self.make_step(*[None for _ in self.op.results], target=VOCAB_OP_PREFIX + name, **more)
 
     def operands_entering(self, *places: int) -> tuple[int, ...]:
-        """Those of some operands that are whole and have a gradient."""
+        """The operands at `places` that are whole and require a gradient."""
         return tuple(i for i in places if self.parts[i] is None and self.types[i].requires_grad)
 
 
@@ -320,8 +320,8 @@ def _shard_softmax(r: _OpReader) -> VocabOp | None:
 
 
 def _shard_nll_loss(r: _OpReader) -> VocabOp | None:
-    """`nll_loss`: the label's entry of each row; the tokens' dim is 1, or 0 of one row. What is left out is
-    counted by nobody."""
+    """`nll_loss`: the label's entry of each row; the tokens' dim is 1, or 0 of a single row. Its second
+    result must be unused."""
     spatial, weight = "2d" in r.op.base_name, r.arguments.get(2, "weight")
     unread = not any(True for v in r.op.results[1:] for _ in v.uses)
     if (

@@ -1,11 +1,14 @@
-"""The common form of the dialect's ops: a headline, operands, keyword properties, an attribute dictionary,
-result types.
+"""The common text form of the dialect's ops: a headline, operands, keyword properties, an attribute
+dictionary, result types.
 
-    %0 = sec.call "model.vision_tower" (%px) args "$0" outs ["[0]"] in @vision_tower at "model.py:12" :
-    !sec.tensor<[B, 64], f32>
+    %0 = sec.call "model.tower" (%px) args "$0" outs ["[0]"] in @tower at "model.py:12" : !sec.tensor<[B, 64],
+      f32>
 
-One printer and one parser serve all ops, so the text form is the same everywhere: a keyword property prints
-as its keyword (`in` for `section`, `at` for `where`) and its value; a flag prints as its keyword alone.
+One printer and one parser serve all ops: a keyword property prints as its keyword (`in` for `section`, `at`
+for `where`) and its value; a flag prints as its keyword alone.
+
+xDSL's declarative `assembly_format` does not serve: it needs the types of operands in the text, or rules to
+infer them. Here operands stand above in straight-line code, which keeps lines short.
 """
 
 from __future__ import annotations
@@ -130,7 +133,7 @@ def quote_text(string: str) -> str:
 
 
 def _format_value(value: Attribute) -> str:
-    """What prints behind the keyword of a property."""
+    """The text behind the keyword of a property."""
     match value:
         case UnitAttr():
             return ""

@@ -134,7 +134,7 @@ class SymbolOp(LineOp):
 
 @irdl_op_definition
 class PatternOp(LineOp):
-    """What the dataset's samples look like: the share with these optional keys, and attributes `SYMBOL = mean
+    """A pattern of the dataset's samples: the share with these optional keys, and attributes `SYMBOL = mean
     size of one sample`."""
 
     name = "sec.pattern"

@@ -108,7 +108,7 @@ class TensorType(ParametrizedAttribute, TypeAttribute):
 
 
 def _find_problem(dims: Iterable[StringAttr], dtype: str) -> str | None:
-    """What is wrong with a type, None if nothing is."""
+    """The first fault of a type, None if there is none."""
     if dtype not in LONG_DTYPES:
         return f"unknown dtype {dtype}; known are {', '.join(LONG_DTYPES)}"
     for dim in dims:

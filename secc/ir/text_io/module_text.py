@@ -80,7 +80,7 @@ class _TextPrinter(Printer):
 
 
 class _AttributePrinter(Printer):
-    """The same for one attribute, whole."""
+    """Prints one attribute, whole."""
 
     print_string_literal = _TextPrinter.print_string_literal
 

@@ -1,4 +1,4 @@
-"""Which values have their rows sample after sample."""
+"""Which values have rows in the order of the samples."""
 
 from __future__ import annotations
 

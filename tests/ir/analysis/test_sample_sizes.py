@@ -1,5 +1,4 @@
-"""Sizes of samples in the IR: an even choice of them to draw batches from, and the largest of all for
-memory."""
+"""Sizes of samples in the IR: an even selection to draw batches from, and the largest ones for memory."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ IMAGE, TEXT = frozenset({"pixel_values"}), frozenset[str]()
     ),
     st.integers(1, 20),
 )
-def test_what_is_known_of_each_pattern_is_no_larger_than_what_is_taken(
+def test_the_listed_samples_include_the_largest_of_each_pattern(
     drawn: list[tuple[frozenset[str], int, int]], most: int
 ) -> None:
     known = [(pattern, {"S": s, "n": n}) for pattern, s, n in drawn]

@@ -48,7 +48,7 @@ def test_rows_and_extents(dims: tuple[str, ...], expected: TransferLayout) -> No
 @pytest.mark.parametrize(
     "dims", [(), ("S", "8"), ("B", "n"), ("B*n",), ("B + 1",), ("(n + 1)//2",), ("B*S", "8"), ("B", "S - 1")]
 )
-def test_what_does_not_add_up_or_cannot_be_cut_is_refused(dims: tuple[str, ...]) -> None:
+def test_rows_that_do_not_add_up_and_dims_that_cannot_be_cut_are_refused(dims: tuple[str, ...]) -> None:
     with pytest.raises(NotTransferable):
         row_layout(graph(), kind(*dims))
 

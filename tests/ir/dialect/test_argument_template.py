@@ -1,4 +1,4 @@
-"""Argument templates: what is written is read back the same, and the structure is what a call was given."""
+"""Argument templates: formatting and parsing are inverse, and the structure is that of the recorded call."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_operands_are_named_by_the_caller() -> None:
     )
 
 
-def test_map_visits_every_leaf() -> None:
+def test_map_leaves_visits_every_leaf() -> None:
     found = argument_template.parse_arguments("[$0, ($1, 2)], {'a': slice($2, None)}, k=B")
     assert [leaf for leaf in found.leaves() if isinstance(leaf, OperandRef)] == [
         OperandRef(0),
@@ -102,7 +102,7 @@ def test_map_visits_every_leaf() -> None:
 @pytest.mark.parametrize(
     "text", ["$0,, 1", "1)", "open('x')", "[x for x in y]", "a.b.c()", "lambda: 0", "$0.item()"]
 )
-def test_what_is_no_argument_list_is_refused(text: str) -> None:
+def test_text_that_is_no_argument_list_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         argument_template.parse_arguments(text)
 

@@ -6,7 +6,7 @@ from secc.codegen.python_names import block_attribute_names
 from secc.ir.dialect.readable_names import shortest_tail
 
 
-def test_wrappers_are_looked_through() -> None:
+def test_names_ignore_wrapper_modules() -> None:
     compiled = [
         "_orig_mod.vision._orig_mod",
         "_orig_mod.text.layers.0._orig_mod",

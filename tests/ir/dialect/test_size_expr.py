@@ -77,14 +77,14 @@ def test_expressions_are_simplified(text: str, printed: str) -> None:
         "lambda: 1",
     ],
 )
-def test_anything_else_is_refused_by_both(text: str) -> None:
+def test_text_outside_the_grammar_is_refused_by_both_readers(text: str) -> None:
     with pytest.raises(ValueError):
         size_expr.parse_expr(text)
     with pytest.raises(ValueError):
         rank.evaluate_expr(text, {"B": 1, "S": 1})
 
 
-def test_a_mean_that_is_no_whole_number_is_the_fraction_nearest_to_it() -> None:
+def test_a_fractional_mean_evaluates_to_the_nearest_float() -> None:
     """Sizes are whole, shares of them need not be, and means may be given as sizes."""
     share = size_expr.parse_expr("B*S") / 7 + size_expr.parse_expr("S//4")
     assert (

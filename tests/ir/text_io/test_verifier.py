@@ -70,10 +70,10 @@ def test_the_excerpt_shows_the_lines_around_the_op() -> None:
     assert len(str(error.value).splitlines()) < 10
 
 
-def test_a_graph_alone_may_stand_in_a_module() -> None:
+def test_a_module_holds_one_graph_and_nothing_else() -> None:
     with pytest.raises(UserError, match=r"only sec\.graph may stand in a module"):
         module_text.parse_module('sec.symbol "B" kind "rows" key "x" dim 0')
 
 
-def test_what_keeps_the_rules_parses() -> None:
+def test_a_module_without_violations_parses() -> None:
     assert len(list(module_text.parse_module(graph(CALL, RETURN)).ops)) == 1

@@ -1,5 +1,5 @@
-"""A spare case is kept where it exchanges the values that the other cases do, and dropped, with a note, where
-it would need others."""
+"""A fallback case is kept if it exchanges the same values between sections as captured cases, else dropped
+with a note."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def graph(*glue: str) -> GraphOp:
 @pytest.mark.parametrize(
     ("glue", "kept"), [(FITTING, True), (OTHER_ROWS, False), (TANH.format(section="encoder"), False)]
 )
-def test_a_spare_case_has_the_edges_of_the_others(glue: str, kept: bool) -> None:
+def test_a_fallback_case_is_kept_if_it_has_the_edges_of_captured_cases(glue: str, kept: bool) -> None:
     found = graph(glue)
     drop_incompatible_fallbacks(found)
     assert [c.sym.data for c in find_fallback_cases(found)] == (["c1"] if kept else [])
@@ -59,13 +59,13 @@ def test_a_spare_case_has_the_edges_of_the_others(glue: str, kept: bool) -> None
     )
 
 
-def test_one_misfit_does_not_drop_the_others() -> None:
+def test_an_incompatible_fallback_does_not_drop_the_others() -> None:
     found = graph(OTHER_ROWS, FITTING)
     drop_incompatible_fallbacks(found)
     assert [c.sym.data for c in found.cases] == ["c0", "c2"]
 
 
-def test_dropping_says_so_once() -> None:
+def test_dropped_fallbacks_are_noted_once() -> None:
     found = graph(FITTING, FITTING)
     drop_fallbacks(found, find_fallback_cases(found))
     assert find_fallback_cases(found) == [] and len(get_strings(found.sections[-1], "notes")) == 1

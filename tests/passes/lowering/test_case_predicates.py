@@ -1,4 +1,4 @@
-"""Merging ways loses none: whatever was captured still finds its code, and code under the guards it was
+"""Merging paths loses none: every capture still takes its own code, and no code runs under guards it was not
 captured with."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def way(pattern: InputPattern, text: str, **guards: str) -> CasePath:
 
 
 @given(CAPTURES)
-def test_each_capture_finds_its_own_code_and_no_other(
+def test_each_capture_takes_its_own_code_and_no_other(
     captures: dict[tuple[InputPattern, str, str, str], str],
 ) -> None:
     ways = merge_paths(way(p, text, first=a, second=b, third=c) for (p, a, b, c), text in captures.items())
@@ -46,7 +46,7 @@ def test_an_outcome_that_was_not_captured_keeps_its_guard() -> None:
     assert found.path.guards == {("mask", "True")}
 
 
-def test_keys_that_change_nothing_do_not_tell_ways_apart() -> None:
+def test_keys_that_change_nothing_do_not_distinguish_paths() -> None:
     ways = merge_paths(
         [way(frozenset(), "a"), way(frozenset({"px"}), "b"), way(frozenset({"px", "hint"}), "b")]
     )
