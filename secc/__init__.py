@@ -1,3 +1,3 @@
 """secc: a section compiler for compound training models. See README.md."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

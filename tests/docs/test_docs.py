@@ -114,6 +114,7 @@ def options(root: Path) -> set[str]:
         for parameter in command.params
         for option in (*parameter.opts, *parameter.secondary_opts)
     }
+    known |= {option for parameter in commands.params for option in parameter.opts}
     known |= set(run_options.make_parser()._option_string_actions)
     known |= {"--hypothesis-seed"}  # a plugin's
     scripts = [
