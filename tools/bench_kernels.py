@@ -29,6 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from secc.runtime.kernels import backend, launch_tuning
+from tools.benchmark_table import BenchmarkTable, add_json_option
 from tools.kernel_cases import (
     MODEL_SIZES,
     TINY_SIZES,
@@ -216,30 +217,32 @@ def draw_results(results: Sequence[KernelResult]) -> str:
 
 
 def check_precision(
-    cases: Sequence[KernelCase], sizes: ModelSizes, dtype: torch.dtype, device: torch.device
+    cases: Sequence[KernelCase],
+    sizes: ModelSizes,
+    dtype: torch.dtype,
+    device: torch.device,
+    json_file: Path | None = None,
 ) -> bool:
-    """Prints the precision report. Returns whether all operators err at most `ERROR_SLACK` times as much as
-    unfused PyTorch (plus float32's rounding)."""
+    """Prints the errors of all operators and writes them to `json_file`, if any. Returns whether all
+    operators err at most `ERROR_SLACK` times as much as unfused PyTorch (plus float32's rounding)."""
     implementation = (
         "Triton kernels"
         if backend.has_kernels(torch.empty(0, dtype=dtype, device=device))
         else "PyTorch references"
     )
-    print(
+    about = (
         f"Relative errors against float64, {dtype}, {sizes.name} sizes, {sizes.rows} rows, {implementation}: "
-        "outputs, then each gradient"
+        "outputs, then each gradient."
     )
+    table = BenchmarkTable(("operator", "fused", "unfused", "verdict"), about, json_file)
     all_fine = True
     for case in cases:
         errors = measure_precision(case, sizes, dtype, device)
         pairs = list(zip(errors["secc"], errors["eager"], strict=True))
         is_fine = all(ours <= ERROR_SLACK * theirs + 2e-5 for ours, theirs in pairs)
         all_fine &= is_fine
-        print(
-            f"  {case.name:22}"
-            + "  ".join(f"{a:.1e} (unfused {b:.1e})" for a, b in pairs)
-            + ("" if is_fine else "   WRONG")
-        )
+        cells = [", ".join(f"{error:.1e}" for error in column) for column in zip(*pairs, strict=True)]
+        table.add_row(case.name, *cells, "" if is_fine else "WRONG")
     return all_fine
 
 
@@ -267,6 +270,7 @@ def parse_arguments() -> argparse.Namespace:
         default=Path("bench_kernels"),
         help="folder for results.json, table.md and plot.svg",
     )
+    add_json_option(parser)
     return parser.parse_args()
 
 
@@ -305,6 +309,7 @@ def main() -> int:
         replace(MODEL_SIZES[1], rows=512) if gpu else TINY_SIZES,
         dtype,
         torch.device("cuda" if gpu else "cpu"),
+        args.json,
     )
     if not right:
         print("an operator is wrong; nothing was timed", file=sys.stderr)

@@ -35,6 +35,7 @@ from secc.errors import UserError
 from secc.frontend.dataset.eager_reference import LossAndGradients, run_eager
 from secc.runtime.kernels import backend
 from tools.bench_kernels import ERROR_SLACK, check_precision
+from tools.benchmark_table import BenchmarkTable, add_json_option
 from tools.kernel_cases import TINY_SIZES, loss_cases, memory_bound_cases
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -135,12 +136,14 @@ def _to_float64(batch: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def print_report(paths: Sequence[Path], dtype: torch.dtype) -> bool:
-    """Print a table of the models. Returns whether all are fine."""
+def print_report(paths: Sequence[Path], dtype: torch.dtype, json_file: Path | None) -> bool:
+    """Prints a table of the models and writes it to `json_file`, if any. Returns whether all are fine."""
     name = str(dtype).removeprefix("torch.")
-    print(
-        f"\n| model in {name} | rules | loss, fused (unfused) | gradients, fused (unfused) "
-        "|\n| --- | --- | --- | --- |"
+    print()
+    table = BenchmarkTable(
+        (f"model in {name}", "rules", "loss, fused (unfused)", "gradients, fused (unfused)"),
+        "Relative errors against float64; in brackets without fusion.",
+        json_file,
     )
     all_fine = True
     with tempfile.TemporaryDirectory() as folder:
@@ -148,17 +151,12 @@ def print_report(paths: Sequence[Path], dtype: torch.dtype) -> bool:
             try:
                 row = measure_model(path, dtype, Path(folder))
             except UserError as error:
-                print(f"| `{path.stem}` | {error.message} | | |")
+                table.add_row(f"`{path.stem}`", error.message, "", "")
                 continue
             a, b = row.fused, row.unfused
             verdict = "" if row.is_fine else " WORSE"
-            print(
-                (
-                    f"| `{row.model}` | {', '.join(row.rules)} | {a.loss:.1e} ({b.loss:.1e}) | "
-                    f"{a.gradient:.1e} ({b.gradient:.1e}){verdict} |"
-                ),
-                flush=True,
-            )
+            loss, gradients = (f"{x:.1e} ({y:.1e})" for x, y in ((a.loss, b.loss), (a.gradient, b.gradient)))
+            table.add_row(f"`{row.model}`", ", ".join(row.rules), loss, gradients + verdict)
             all_fine &= row.is_fine
     return all_fine
 
@@ -171,6 +169,7 @@ def main() -> None:
         "models", nargs="*", type=Path, help="model files (default: those of tests/models and examples)"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    add_json_option(parser)
     arguments = parser.parse_args()
     dtype = getattr(torch, arguments.dtype)
     paths = arguments.models or [
@@ -183,7 +182,7 @@ def main() -> None:
             "cuda" if torch.cuda.is_available() and not backend.KERNELS_INTERPRETED else "cpu"
         )
         all_fine = check_precision([*loss_cases(), *memory_bound_cases()], TINY_SIZES, dtype, device)
-    all_fine &= print_report([p.resolve() for p in paths], dtype)
+    all_fine &= print_report([p.resolve() for p in paths], dtype, arguments.json)
     sys.exit(0 if all_fine else 1)
 
 

@@ -1,6 +1,6 @@
 """Compares predicted memory of ranks that share parameters or states with their resident memory.
 
-    python -m tools.check_sharded_memory [WAY ...]
+    python -m tools.check_sharded_memory [WAY ...]     prints a table; `--json FILE` writes it
 
 A language model of eight layers trains on two gloo ranks, distributed in each way. Measured is the peak
 resident memory of a process during the second and third step, without what it had before it built the model,
@@ -11,13 +11,14 @@ and resident memory is in use.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.report.html_page import report_page
+from tools.benchmark_table import BenchmarkTable, add_json_option
 from tools.compare_training import run_plan_ranks
 
 RANK_COUNT, GLOBAL_BATCH = 2, 8
@@ -104,14 +105,22 @@ def compare_resident_memory(way: str, folder: Path) -> tuple[float, float]:
 
 
 def main() -> None:
-    print("| way | predicted, MiB | resident, MiB | error |\n| --- | --- | --- | --- |")
-    for way in sys.argv[1:] or PINS_BY_WAY:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("ways", nargs="*", metavar="WAY", default=list(PINS_BY_WAY))
+    add_json_option(parser)
+    options = parser.parse_args()
+    table = BenchmarkTable(
+        ("way", "predicted, MiB", "resident, MiB", "error"),
+        f"Predicted against resident memory of {RANK_COUNT} gloo ranks; the rank that has more.",
+        options.json,
+    )
+    for way in options.ways:
         with tempfile.TemporaryDirectory() as name:
             predicted, resident = compare_resident_memory(way, Path(name))
-        print(
-            f"| {way} | {predicted / 2**20:.0f} | {resident / 2**20:.0f} | {predicted / resident - 1:+.1%} |",
-            flush=True,
-        )
+        error = f"{predicted / resident - 1:+.1%}"
+        table.add_row(way, f"{predicted / 2**20:.0f}", f"{resident / 2**20:.0f}", error)
 
 
 if __name__ == "__main__":
