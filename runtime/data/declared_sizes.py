@@ -42,7 +42,8 @@ class DeclaredSizes:
         sizes = {"B": 1} if "B" in self._symbols else {}
         for key, value in declared.items():
             if key not in self._inputs:
-                raise self._sizes_error(index, f"has the key {key!r}, which is no input of the model")
+                inputs = ", ".join(sorted(self._inputs))
+                raise self._sizes_error(index, f"has the key {key!r}; expected inputs of the model: {inputs}")
             for name, size in self._read_symbols(index, self._inputs[key], value):
                 if sizes.setdefault(name, size) != size:
                     raise self._sizes_error(
@@ -83,12 +84,12 @@ class DeclaredSizes:
             if len(set(varying_dims)) > 1:
                 raise self._sizes_error(
                     index,
-                    f"gives one number for {model_input.key!r}, which has the dims [{dims}]",
+                    f"gives one number for {model_input.key!r}; expected the dims [{dims}]",
                 )
             return [(varying_dims[0], value)] if varying_dims else []
         if not isinstance(value, Sequence) or not all(isinstance(n, int) for n in value):
             raise self._sizes_error(
-                index, f"gives {value!r} for {model_input.key!r}, which is no number and no shape"
+                index, f"gives {value!r} for {model_input.key!r}; expected a number or a shape"
             )
         shape = (
             (1, *value)

@@ -156,9 +156,7 @@ class OpExecutor:
             i is not None and i.dtype in (torch.bool, torch.uint8) and self.has_unknown_values(i)
             for i in args[1]
         ):
-            self._fail(
-                "rows are chosen by a mask that depends on a block's result", _COMPUTE_INSIDE_MODULE_REMEDY
-            )
+            self._fail("a mask that depends on a block's result selects rows", _COMPUTE_INSIDE_MODULE_REMEDY)
         if not is_fake(args[0]):
             return func(*args, **kwargs)
         return func(args[0], [i for mask in args[1] for i in _mask_to_indices(mask)])

@@ -219,6 +219,6 @@ def _mismatch_error(node: fx.Node) -> UserError:
     shown = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
     if node.target is recorded_glue:
         what, shown = "the argument", node.args[0]
-    message = f"forward goes a way that the plan does not have: {what} {shown} differs from every capture"
+    message = f"forward takes a path that the plan does not have: {what} {shown} differs from every capture"
     remedy = "let dataset() show such samples earlier, or compile again with more --stats-samples"
     return UserError(message, node.meta.get("where", ""), remedy)

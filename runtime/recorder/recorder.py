@@ -346,7 +346,7 @@ class Recorder:
         """Run an op on random values."""
         if any(map(is_fake, argument_tensors(args, kwargs))):
             self.fail(
-                f"{func} takes a tensor without values that is no argument of the module",
+                f"{func} takes a tensor without values that is not passed to the module",
                 "pass it as an argument",
             )
         out = func(*args, **kwargs)
@@ -380,7 +380,7 @@ class Recorder:
                 self._refuse_kept_tensor(maker, path)
             if self._tape.is_computed(tensor):
                 message = (
-                    f"block {path} uses a tensor that is made outside of it and is no argument of its forward"
+                    f"block {path} uses a tensor that is made outside of it and is not passed to its forward"
                 )
                 parts = self._recorded_modules.parts_with_weights(path)
                 raise self._block_error(path, message, "pass it as an argument", parts)
@@ -456,7 +456,7 @@ class Recorder:
             self._watch.note_hazard("state", name)
         elif not self.paused and self._executor.has_unknown_values(value):
             self.fail(
-                f"forward puts another tensor in the place of the buffer {name}, between its modules",
+                f"forward replaces the buffer {name} between its modules",
                 NO_BATCH_STATE_REMEDY,
             )
 
@@ -535,7 +535,7 @@ class Recorder:
             raise BlockError(
                 path,
                 None,
-                f"a forward hook sees what {watched} gives",
+                f"a forward hook reads the result of {watched}",
                 current_source_line(),
                 "take smaller blocks",
                 parts,
@@ -691,7 +691,7 @@ class Recorder:
     def _refuse_stray_tensor(self, tensor: torch.Tensor) -> NoReturn:
         if maker := self._origins.making_block(tensor):
             self._refuse_kept_tensor(maker, self._open[-1])
-        message = "a tensor of a block's result travels inside an object that cannot be looked into"
+        message = "a block's result holds a tensor inside an object of unknown type"
         self.fail(message, "return it in a tuple, dict or dataclass")
 
 

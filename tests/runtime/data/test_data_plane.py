@@ -394,7 +394,7 @@ def test_with_declared_sizes_a_rank_loads_the_samples_it_trains(model_file, tmp_
             "{'ids': [2, 2, 2]}",
             r"sizes\(0\) gives the shape \[2, 2, 2\] for 'ids', which has the dims \[B, S\]",
         ),
-        ("{'idx': 2}", r"sizes\(0\) has the key 'idx', which is no input"),
+        ("{'idx': 2}", r"sizes\(0\) has the key 'idx'; expected inputs of the model"),
         ("{}", r"sizes\(0\) does not say how large 'ids' is"),
         ("None", r"sizes\(0\) is None, not a dict"),
     ],

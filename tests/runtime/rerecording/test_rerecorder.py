@@ -188,5 +188,5 @@ def test_other_values_of_deciding_inputs_are_recorded_again(made: CompiledPlan, 
 def test_a_micro_batch_on_another_path_is_rejected_before_its_step(
     made: CompiledPlan, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="goes a way that the plan does not have"):
+    with pytest.raises(UserError, match="takes a path that the plan does not have"):
         reader_model.rerecorder(made, tmp_path, twice=True).add_recorded_glue(batch(made, 1, 2), 2)
