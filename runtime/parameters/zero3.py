@@ -188,7 +188,7 @@ class UnitGatherer:
         """Moves to the next unit of the pass.
 
         The gather of the unit after it starts before this one is waited for, so it overlaps with the
-        computation of this unit; at most two units are present at a time.
+        computation of this unit. Afterwards only this unit and the next one occupy memory.
         """
         self._position += 1
         self._prefetch_next()
@@ -205,15 +205,15 @@ class UnitGatherer:
         the unit before it, so that at most one is in flight."""
         if self._is_backward:
             self._accumulate_pending()
-            self._reducing_units = [flat for flat in self.units[unit] if flat.is_trained]
-            for flat in self._reducing_units:
-                flat.start_reduce()
-        for flat in self.units[unit]:
-            flat.release_values()
+            self._reducing_units = [part for part in self.units[unit] if part.is_trained]
+            for part in self._reducing_units:
+                part.start_reduce()
+        for part in self.units[unit]:
+            part.release_values()
 
     def _accumulate_pending(self) -> None:
-        for flat in self._reducing_units:
-            flat.accumulate_reduced()
+        for part in self._reducing_units:
+            part.accumulate_reduced()
         self._reducing_units = ()
 
     def wrap_unit(self, unit: int, module: nn.Module) -> None:

@@ -115,8 +115,8 @@ def emulate_rank(directory: Path, options: RunOptions) -> None:
 class Emulator:
     """Executes the programs of one rank in emulated time."""
 
-    def __init__(self, run: RankContext, table: EmulationTable) -> None:
-        self.context, self.table, self.plan, self.rank = run, table, run.plan, run.rank
+    def __init__(self, context: RankContext, table: EmulationTable) -> None:
+        self.context, self.table, self.plan, self.rank = context, table, context.plan, context.rank
         self.sections = {s.name: s for s in self.plan.sections}
         self.replicas = {name: ranks_by_replica(s) for name, s in self.sections.items()}
         self.store: Any = distributed_c10d._get_default_store()

@@ -49,13 +49,13 @@ class Trainer:
     """Trains this rank's sections. Construct it at the same point on all ranks, because creating process
     groups is collective.
 
-    `run`: this rank's context. `model`: the user's model from `RankContext.load_model`. `sections`: this
+    `context`: this rank of the run. `model`: the user's model from `RankContext.load_model`. `sections`: this
     rank's generated section modules on that model.
     """
 
-    def __init__(self, run: RankContext, model: nn.Module, sections: Sequence[SectionModule]) -> None:
-        self.context, self.model, self.terms = run, model, run.terms
-        self.plan, self.options = run.plan, run.options
+    def __init__(self, context: RankContext, model: nn.Module, sections: Sequence[SectionModule]) -> None:
+        self.context, self.model, self.terms = context, model, context.terms
+        self.plan, self.options = context.plan, context.options
         canonical = canonical_names(model)
         params = dict(model.named_parameters())
         reductions = build_reduction_groups(
@@ -63,26 +63,28 @@ class Trainer:
         )
         # The wrappers of a module's forward nest in the order in which they are installed: fused code first
         # (innermost), then tensor-parallel collectives, recomputation, and gathers around all of it.
-        install_fused(model, self.plan.rewrites, read_fused_source(run.directory))
-        groups = make_replica_groups(self.plan, run.rank)
+        install_fused(model, self.plan.rewrites, read_fused_source(context.directory))
+        groups = make_replica_groups(self.plan, context.rank)
         styles.install_styles(self.plan, model, groups)
         for section in self.plan.sections:
-            if run.rank in section.mesh.ranks:
+            if context.rank in section.mesh.ranks:
                 recompute.install_recompute(model, section.blocks, section.recompute)
-        run.zero3.wrap_units()
+        context.zero3.wrap_units()
         self.reducer = GradientReducer(
             reductions,
             params,
-            run.rank,
-            run.device,
-            run.parameter_cuts,
+            context.rank,
+            context.device,
+            context.parameter_cuts,
             compute_dtype(self.plan.dtype),
-            run.zero3.sharded_units,
+            context.zero3.sharded_units,
         )
         # Masters have been made, so the model can now be cast; parameters of no section keep their dtype.
         used = {canonical[n] for s in self.plan.sections for n in s.params}
         cast_model(model, self.plan.dtype, but=params.keys() - used)
-        transport = TRANSPORTS[self.options.comm](self.plan, run.rank, run.device, self.options.debug_comm)
+        transport = TRANSPORTS[self.options.comm](
+            self.plan, context.rank, context.device, self.options.debug_comm
+        )
         held_sections = {s.name: s for s in sections}
         for section in sections:
             section.group = groups.get(section.name)
@@ -91,30 +93,30 @@ class Trainer:
             held_sections,
             transport,
             self.reducer.start_section,
-            run.trace,
+            context.trace,
             self.reducer.arm_overlap_hooks,
             groups,
-            run.zero3.gatherers,
+            context.zero3.gatherers,
         )
         self._owned_names = self._find_owned_names(model)
-        self._trained_names = {n for h in reductions if run.rank in h.ranks for n in h.names}
+        self._trained_names = {n for h in reductions if context.rank in h.ranks for n in h.names}
         self.optimizer = self._make_optimizer(
-            {params[n]: n for h in reductions if run.rank in h.ranks for n in h.names}
+            {params[n]: n for h in reductions if context.rank in h.ranks for n in h.names}
         )
         self.scheduler = (
-            run.user_model.build_scheduler(self.optimizer) if self.optimizer is not None else None
+            context.user_model.build_scheduler(self.optimizer) if self.optimizer is not None else None
         )
-        self.step_number = run.resumed_manifest.step if run.resumed_manifest else 0
-        if run.resumed_checkpoint is not None:
+        self.step_number = context.resumed_manifest.step if context.resumed_manifest else 0
+        if context.resumed_checkpoint is not None:
             checkpoint.load_optimizer_state(
-                run.resumed_checkpoint,
+                context.resumed_checkpoint,
                 self.optimizer,
                 self.scheduler,
                 self.reducer.optimized_slices,
-                run.rank,
+                context.rank,
             )
-        self.metrics = MetricsLog(run.log_dir, run.last_step) if run.rank == 0 else None
-        self.section_times = SectionTimesLog(run.log_dir, self.plan) if run.rank == 0 else None
+        self.metrics = MetricsLog(context.log_dir, context.last_step) if context.rank == 0 else None
+        self.section_times = SectionTimesLog(context.log_dir, self.plan) if context.rank == 0 else None
         self._step_start = time.perf_counter()
 
     def plan_steps(self) -> Iterator[PlannedStep]:

@@ -92,6 +92,7 @@ def unflatten_rule(
 def _view_shard(
     mode: WholeShapeMode, tensor: torch.Tensor, wanted: list[int], mark: ShardMark
 ) -> torch.Tensor:
+    """Views a part as its part of the whole tensor viewed as `wanted`."""
     whole = mode.whole_shape(tensor)
     if -1 in wanted:
         others = prod(s for s in wanted if s != -1)
@@ -119,7 +120,10 @@ def _locate_dim(
 def _locate_in_split(
     mode: WholeShapeMode, wanted: list[int], dim: int, parts: tuple[int, ...], mark: ShardMark
 ) -> tuple[int, tuple[int, ...]]:
+    """Returns (the cut dim, its parts) where a dim with `parts` becomes the dims of `wanted` from `dim` on.
+    Parts must not be divided by the new dims, so that each rank's entries stay contiguous."""
     total = sum(parts)
+    # The dim stays, or is merged with the ones after it: each part grows by the same factor.
     if wanted[dim] >= total:
         if wanted[dim] % total:
             raise UnshardableCode(UnsplitReason(UnsplitKind.MERGED_WITH_PIECE), mark.sources)
@@ -127,13 +131,14 @@ def _locate_in_split(
     if total % wanted[dim]:
         raise UnshardableCode(UnsplitReason(UnsplitKind.SPLIT_UNEVENLY), mark.sources)
     inner = total // wanted[dim]
-    if (
-        len(parts) == wanted[dim] and set(parts) == {inner} and inner > 1
-    ):  # kinds side by side, each of them cut
+    # [3 * width] viewed as [3, width, ...]: the new dim counts kinds side by side (queries, keys, values), and
+    # each kind is cut along the dim after it.
+    if len(parts) == wanted[dim] and set(parts) == {inner} and inner > 1:
         after = next(d for d in range(dim + 1, len(wanted)) if wanted[d] > 1)
         return _locate_in_split(mode, wanted, after, (inner,), mark)
     if any(part % inner for part in parts):
         raise UnshardableCode(UnsplitReason(UnsplitKind.SPLIT_ACROSS_EDGES), mark.sources)
+    # [heads * size] viewed as [heads, size]: the heads are cut, if their number is divisible by tp.
     outer = tuple(part // inner for part in parts)
     if any(part % mode.count for part in outer):
         if wanted[dim] <= MAX_KINDS and len(parts) == 1:
