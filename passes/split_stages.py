@@ -24,6 +24,7 @@ from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 
 from secc.alloc.problem.candidates import (
+    IN_FLIGHT_PER_STAGE,
     SectionLoad,
     Workload,
     build_workload,
@@ -61,7 +62,6 @@ from secc.passes.sections.assign_ops import required_modes, update_section_mode
 from secc.passes.sink_boundaries import settle_boundary
 from secc.runtime.plan.expr_eval import evaluate_expr
 
-IN_FLIGHT_PER_STAGE = 2  # times as many micro-batches in flight as there are stages, where memory allows
 DEFAULT_CLUSTER = "1x8xH100"  # for IR that no allocation has been made for: only the ratios of times matter
 
 

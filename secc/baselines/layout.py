@@ -35,7 +35,7 @@ from secc.ir.text_io import module_text
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.schema import Cost, Edge, Mesh, ModelRef, Plan, Section, load_plan
 
-MIN_LAYER_CALLS = 2  # calls behind an edge: more than a head beside the layers
+MIN_LAYER_CALLS = 2  # an edge with this many dependent calls reaches layers, and not only a head
 UNBOUNDED_IN_FLIGHT = 1 << 30  # micro-batches in flight: more than a step has
 
 

@@ -26,7 +26,7 @@ class BaselineBatch:
 
     plan: Plan
     samples: Sequence[SampleMeta]
-    sections: dict[str, Section] = field(init=False)  # the first stage of each, whose replicas count for all
+    sections: dict[str, Section] = field(init=False)  # first stage of each; its replicas count for all stages
     anchor: str = field(init=False)
     tokens: list[int] = field(init=False)
     costs: PredictedCosts = field(init=False)

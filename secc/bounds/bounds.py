@@ -162,7 +162,7 @@ def _all_bounds(work: BatchWork) -> Iterator[LowerBound]:
             ]
             yield LowerBound(
                 max(_best_set_bound(jobs, slots), _packing_bound(jobs, slots)),
-                f"what {section.name} has room for",
+                f"the in-flight limit of {section.name}",
             )
 
 

@@ -157,7 +157,7 @@ def test_a_long_sample_leaves_the_last_stages_of_its_replica_idle():
 def test_an_in_flight_limit_of_one_serialises_a_pipeline():
     lm = make_stages("lm", [[0], [1], [2]], in_flight=(1, 1, 1), forward="S", backward="2*S")
     bound = schedule_bound(make_plan(lm, stage_edges(lm), 3), [make_sample(i) for i in range(4)])
-    assert (bound.ns, bound.reason) == (4 * 3 * 30, "what lm_0 has room for")
+    assert (bound.ns, bound.reason) == (4 * 3 * 30, "the in-flight limit of lm_0")
 
 
 TIMES = [

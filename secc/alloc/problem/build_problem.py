@@ -40,11 +40,11 @@ def build_problem(work: Workload, ranks: int, strategy: str, pins: Pins, free: b
     """
     if work.by_kind and strategy in {"auto", "apart"} and ranks == work.cluster.ranks:
         return _build_mixed_problem(work, strategy, pins, free)
-    capacity, alike = work.cluster.device.usable_memory, strategy == "uniform"
+    capacity, by_micro_batch = work.cluster.device.usable_memory, strategy == "uniform"
     sections: dict[str, tuple[Candidate, ...]] = {}
-    for name, fitting in _fitting_candidates(work, work.loads, ranks, pins, free, alike).items():
+    for name, fitting in _fitting_candidates(work, work.loads, ranks, pins, free, by_micro_batch).items():
         on_all_kinds = (replace(c, kind=ALL_KINDS) for c in fitting) if work.by_kind else fitting
-        sections[name] = candidate_pruning.prune_dominated(on_all_kinds, capacity, alike)
+        sections[name] = candidate_pruning.prune_dominated(on_all_kinds, capacity, by_micro_batch)
     return Problem(
         sections, price_edges(work, sections), ranks, capacity, strategy, pins.together, work.cluster.per_node
     )
@@ -115,10 +115,10 @@ def _fitting_candidates(
     ranks: int,
     pins: Pins,
     free: bool,
-    alike: bool = False,
+    by_micro_batch: bool = False,
     whole: bool = False,
 ) -> dict[str, list[Candidate]]:
-    """Undominated candidates of sections on up to `ranks` devices, or with `whole` on exactly so many.
+    """Undominated candidates of sections on up to `ranks` devices, or with `whole` on exactly that many.
 
     Candidates that fit no device are included only for sections without a fitting one.
     """
@@ -131,7 +131,7 @@ def _fitting_candidates(
             of_this_shape = _candidates_of_shape(
                 work, loads[name], ranks, pins, shape, min(map(prod, shapes[name])), whole, most
             )
-            return candidate_pruning.prune_dominated(of_this_shape, capacity, alike)
+            return candidate_pruning.prune_dominated(of_this_shape, capacity, by_micro_batch)
 
         items = [(name, shape) for name in names for shape in shapes[name]]
         by_shape = (

@@ -38,19 +38,19 @@ def replica_counts(replica: int, ranks: int, per_node: int, most: int) -> Iterat
 
 
 def prune_dominated(
-    candidates: Iterable[Candidate], capacity: int, alike: bool = False
+    candidates: Iterable[Candidate], capacity: int, by_micro_batch: bool = False
 ) -> tuple[Candidate, ...]:
     """Removes candidates that another one on as many ranks dominates; of equal ones the plainest stays.
 
-    With `alike`, only candidates with the same micro-batch size are compared. Candidates above `capacity`
-    bytes are removed unless nothing fits: then the smallest ones stay, so that messages can say how much is
-    missing.
+    With `by_micro_batch`, only candidates with the same micro-batch size are compared. Candidates above
+    `capacity` bytes are removed unless nothing fits: then the smallest ones stay, so that messages can say
+    how much is missing.
     """
     all_candidates = list(candidates)
     fitting = [c for c in all_candidates if c.memory <= capacity] or _smallest_candidates(all_candidates)
     groups: dict[tuple[int, bool, int], list[Candidate]] = {}
     for c in fitting:
-        groups.setdefault((c.ranks, c.pp > 1, c.micro_batch if alike else 0), []).append(c)
+        groups.setdefault((c.ranks, c.pp > 1, c.micro_batch if by_micro_batch else 0), []).append(c)
     return tuple(
         c for group in groups.values() for c in _pareto_front(group, max(1, capacity // MEMORY_RESOLUTION))
     )

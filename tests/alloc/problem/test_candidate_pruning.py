@@ -35,7 +35,7 @@ def test_dominated_candidates_are_removed() -> None:
         elsewhere,
     }
     assert beaten in prune_dominated(
-        [fast, smaller, beaten], 1000, alike=True
+        [fast, smaller, beaten], 1000, by_micro_batch=True
     )  # where sections must have one micro-batch size
 
 

@@ -1,5 +1,5 @@
-"""What the spread of samples adds to closed forms: nothing where samples are alike, and what waiting for the
-longest takes where not."""
+"""What the spread of samples adds to closed forms: nothing for equal samples, and waiting for the longest
+otherwise."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_stages_wait_for_the_longest_micro_batch() -> None:
 def test_replicas_that_gather_wait_for_each_other() -> None:
     work, own = language_model()
     even = replace(own, spread=SizeSpread((PERMILLE,), own.spread.pattern_means))
-    ragged, alike = (price_candidate(work, each, 4, 1, "zero3") for each in (own, even))
-    assert ragged.time_ns > alike.time_ns
+    ragged, even_candidate = (price_candidate(work, each, 4, 1, "zero3") for each in (own, even))
+    assert ragged.time_ns > even_candidate.time_ns
 
 
 def test_scheduled_rounds_take_their_longest_micro_batch() -> None:
@@ -76,13 +76,13 @@ def test_scheduled_rounds_take_their_longest_micro_batch() -> None:
     asked = build_problem(
         work, 4, "colocate", parse_pins(["lm.sharding=zero3", "lm.micro_batch=1"], work.loads)
     )
-    solution, trial = solve_allocation(asked), PlanEvaluator(work, asked)
+    solution, evaluator = solve_allocation(asked), PlanEvaluator(work, asked)
     assert solution is not None
     ranks = hand_out_ranks(asked, solution.assignment)
     chosen = {s: cs[solution.assignment.choice[s]] for s, cs in asked.sections.items()}
-    plan = trial._build_plan(solution.assignment, chosen, ranks)  # pyright: ignore[reportPrivateUsage]
-    ends = [find_candidate(plan, batch).makespan for batch in trial.batches]
-    assert trial.evaluate(solution.assignment, ranks).time_ns >= sum(ends) // len(ends)
+    plan = evaluator._build_plan(solution.assignment, chosen, ranks)  # pyright: ignore[reportPrivateUsage]
+    ends = [find_candidate(plan, batch).makespan for batch in evaluator.batches]
+    assert evaluator.evaluate(solution.assignment, ranks).time_ns >= sum(ends) // len(ends)
 
 
 def test_similar_micro_batches_share_a_round() -> None:

@@ -1,4 +1,4 @@
-"""Choices of the solver under the order that ranks run, and the contest between them."""
+"""The solver's choices under the scheduler that ranks run, and the local search among them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ VLM = Path(__file__).parents[2] / "passes" / "allocate_vlm.mlir"
 
 
 def vlm_problem(ragged: bool = True, ranks: int = 4):
-    """The example on CPUs: its module, problem and trial; half of the samples have images, of one to four
-    times their mean size."""
+    """The example on CPUs: its module, problem and evaluator; half of the samples have images, one to four
+    of them (`ragged`) or one."""
     module = module_text.parse_module(
         VLM.read_text().replace('optional ["pixel_values"]', 'optional ["pixel_values"] widths "own"')
     )
@@ -58,10 +58,10 @@ def hand_out_ranks(asked: Problem, a: Assignment) -> dict[str, list[int]]:
 
 
 def test_samples_print_and_parse_with_the_graph() -> None:
-    module, _, trial = vlm_problem()
+    module, _, evaluator = vlm_problem()
     graph = graph_of(module_text.parse_module(module_text.print_module(module)))
-    assert sample_sizes.draw_batches(graph, 32, 4) == trial.batches and len(trial.batches) == 4
-    for batch in trial.batches:
+    assert sample_sizes.draw_batches(graph, 32, 4) == evaluator.batches and len(evaluator.batches) == 4
+    for batch in evaluator.batches:
         assert sorted(s.sizes["n"] for s in batch) == sorted(
             2 * [0] * 8 + 4 * [1, 2, 3, 4]
         )  # all of them, twice
@@ -70,21 +70,21 @@ def test_samples_print_and_parse_with_the_graph() -> None:
 
 def test_without_waits_a_schedule_takes_the_closed_form_time() -> None:
     """All on one device, of mean samples: work is all there is."""
-    _, asked, trial = vlm_problem(ragged=False, ranks=1)
+    _, asked, evaluator = vlm_problem(ragged=False, ranks=1)
     solution = solve_allocation(asked)
     assert solution is not None
-    tried = trial.evaluate(solution.assignment, hand_out_ranks(asked, solution.assignment))
-    assert tried.fits and tried.time_ns == pytest.approx(solution.time_ns, rel=0.01)
+    evaluation = evaluator.evaluate(solution.assignment, hand_out_ranks(asked, solution.assignment))
+    assert evaluation.fits and evaluation.time_ns == pytest.approx(solution.time_ns, rel=0.01)
 
 
 def test_micro_batches_in_flight_must_fit() -> None:
-    _, asked, trial = vlm_problem()
+    _, asked, evaluator = vlm_problem()
     solution = solve_allocation(asked)
     assert solution is not None
     ranks = hand_out_ranks(asked, solution.assignment)
-    assert trial.evaluate(solution.assignment, ranks).fits
+    assert evaluator.evaluate(solution.assignment, ranks).fits
     assert (
-        not PlanEvaluator(trial.work, replace(asked, capacity=1 << 20))
+        not PlanEvaluator(evaluator.work, replace(asked, capacity=1 << 20))
         .evaluate(solution.assignment, ranks)
         .fits
     )
@@ -105,37 +105,43 @@ def test_memory_holds_the_largest_listed_sample() -> None:
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_the_winner_is_no_longer_than_the_solver_s_plan(ragged: bool) -> None:
-    _, asked, trial = vlm_problem(ragged)
+    _, asked, evaluator = vlm_problem(ragged)
     solution = solve_allocation(asked)
     assert solution is not None
 
     def hand_out(a: Assignment) -> dict[str, list[int]]:
         return hand_out_ranks(asked, a)
 
-    first = trial.evaluate(solution.assignment, hand_out(solution.assignment))
-    won = refine_by_simulation(trial, asked, solution.assignment, hand_out, 0.0)
-    assert won.evaluation.time_ns <= first.time_ns * 1.002 and won.evaluation.fits and won.evaluated_plans > 1
-    assert won.closed_form_ns == evaluate_assignment(asked, won.assignment).time_ns
-    assert won == refine_by_simulation(
-        PlanEvaluator(trial.work, asked), asked, solution.assignment, hand_out, 0.0
+    first = evaluator.evaluate(solution.assignment, hand_out(solution.assignment))
+    refined = refine_by_simulation(evaluator, asked, solution.assignment, hand_out, 0.0)
+    assert (
+        refined.evaluation.time_ns <= first.time_ns * 1.002
+        and refined.evaluation.fits
+        and refined.evaluated_plans > 1
+    )
+    assert refined.closed_form_ns == evaluate_assignment(asked, refined.assignment).time_ns
+    assert refined == refine_by_simulation(
+        PlanEvaluator(evaluator.work, asked), asked, solution.assignment, hand_out, 0.0
     )
 
 
 def test_evaluations_in_other_processes_find_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, asked, trial = vlm_problem()
+    _, asked, evaluator = vlm_problem()
     solution = solve_allocation(asked)
     assert solution is not None
-    alone = refine_by_simulation(trial, asked, solution.assignment, lambda a: hand_out_ranks(asked, a), 0.0)
+    alone = refine_by_simulation(
+        evaluator, asked, solution.assignment, lambda a: hand_out_ranks(asked, a), 0.0
+    )
     monkeypatch.setattr(trials, "MIN_PARALLEL_TASKS", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert (
-        refine_by_simulation(trial, asked, solution.assignment, lambda a: hand_out_ranks(asked, a), 0.0)
+        refine_by_simulation(evaluator, asked, solution.assignment, lambda a: hand_out_ranks(asked, a), 0.0)
         == alone
     )
 
 
 def test_plans_with_a_bad_estimate_are_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, asked, trial = vlm_problem()
+    _, asked, evaluator = vlm_problem()
     solution = solve_allocation(asked)
     assert solution is not None
     runs: list[int] = []
@@ -146,24 +152,26 @@ def test_plans_with_a_bad_estimate_are_not_evaluated(monkeypatch: pytest.MonkeyP
         return step(*args, soon=soon)
 
     monkeypatch.setattr(PlanEvaluator, "evaluate_batch", counted)
-    won = refine_by_simulation(trial, asked, solution.assignment, lambda a: hand_out_ranks(asked, a), 0.0)
+    refined = refine_by_simulation(
+        evaluator, asked, solution.assignment, lambda a: hand_out_ranks(asked, a), 0.0
+    )
     assert (
-        runs.count(True) == won.evaluated_plans
-        and len(trial.batches) <= runs.count(False) < len(trial.batches) * won.evaluated_plans
+        runs.count(True) == refined.evaluated_plans
+        and len(evaluator.batches) <= runs.count(False) < len(evaluator.batches) * refined.evaluated_plans
     )
 
 
 def test_a_plan_that_does_not_fit_on_later_batches_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, asked, trial = vlm_problem()
+    _, asked, evaluator = vlm_problem()
     solution = solve_allocation(asked)
     assert solution is not None
 
-    def won() -> RefinedPlan:
+    def refined() -> RefinedPlan:
         return refine_by_simulation(
-            trial, asked, solution.assignment, lambda a: hand_out_ranks(asked, a), 0.0
+            evaluator, asked, solution.assignment, lambda a: hand_out_ranks(asked, a), 0.0
         )
 
-    first, step = won(), PlanEvaluator.evaluate_batch
+    first, step = refined(), PlanEvaluator.evaluate_batch
 
     def fuller(
         self: PlanEvaluator, a: Assignment, ranks: GroupRanks, batch: BatchSamples, *, soon: bool = False
@@ -172,30 +180,30 @@ def test_a_plan_that_does_not_fit_on_later_batches_does_not_win(monkeypatch: pyt
         return replace(found, fits=a != first.assignment or batch is self.batches[0])
 
     monkeypatch.setattr(PlanEvaluator, "evaluate_batch", fuller)
-    second = won()
+    second = refined()
     assert second.evaluation.fits and second.assignment != first.assignment
 
 
 def test_idle_devices_are_assigned() -> None:
     """A plan on two of four devices, where sections are apart, is near plans on more."""
-    _, asked, trial = vlm_problem()
+    _, asked, evaluator = vlm_problem()
     asked = replace(asked, strategy="apart")
     single = {s: next(i for i, c in enumerate(cs) if c.ranks == 1) for s, cs in asked.sections.items()}
     small = Assignment(single, {s: s for s in single})
-    won = refine_by_simulation(trial, asked, small, lambda a: hand_out_ranks(asked, a), 0.0)
-    assert sum(asked.sections[s][i].ranks for s, i in won.assignment.choice.items()) == 4
+    refined = refine_by_simulation(evaluator, asked, small, lambda a: hand_out_ranks(asked, a), 0.0)
+    assert sum(asked.sections[s][i].ranks for s, i in refined.assignment.choice.items()) == 4
 
 
 def test_zero3_wins_only_by_its_scheduled_step() -> None:
     """Closed forms that promise too much of zero3 have it tried; what it takes is what counts."""
-    _, asked, trial = vlm_problem()
+    _, asked, evaluator = vlm_problem()
     cheap = {
         s: tuple(replace(c, sharding=LOCKSTEP_SHARDING, time_ns=c.time_ns // 2) for c in cs)
         for s, cs in asked.sections.items()
     }
     both = {s: (*cs, *cheap[s]) for s, cs in asked.sections.items()}
-    asked = replace(asked, sections=both, edges=problems.price_edges(trial.work, both))
-    trial, solution = PlanEvaluator(trial.work, asked), solve_allocation(asked)
+    asked = replace(asked, sections=both, edges=problems.price_edges(evaluator.work, both))
+    evaluator, solution = PlanEvaluator(evaluator.work, asked), solve_allocation(asked)
     assert solution is not None and uses_zero3(asked, solution.assignment)
     looked: list[Assignment] = []
 
@@ -203,11 +211,11 @@ def test_zero3_wins_only_by_its_scheduled_step() -> None:
         looked.append(a)
         return hand_out_ranks(asked, a)
 
-    won = refine_by_simulation(trial, asked, solution.assignment, hand_out, 0.0)
-    assert any(uses_zero3(asked, a) for a in looked) and not uses_zero3(asked, won.assignment)
+    refined = refine_by_simulation(evaluator, asked, solution.assignment, hand_out, 0.0)
+    assert any(uses_zero3(asked, a) for a in looked) and not uses_zero3(asked, refined.assignment)
     assert (
-        won.evaluation.time_ns
-        <= trial.evaluate(solution.assignment, hand_out_ranks(asked, solution.assignment)).time_ns
+        refined.evaluation.time_ns
+        <= evaluator.evaluate(solution.assignment, hand_out_ranks(asked, solution.assignment)).time_ns
     )
 
 
@@ -216,10 +224,10 @@ def uses_zero3(asked: Problem, a: Assignment) -> bool:
 
 
 def test_candidates_made_in_other_processes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, asked, trial = vlm_problem()
+    _, asked, evaluator = vlm_problem()
     monkeypatch.setattr(problems, "PARALLEL_PRICING_RANKS", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    assert build_problem(trial.work, 4, "auto", Pins()) == asked
+    assert build_problem(evaluator.work, 4, "auto", Pins()) == asked
 
 
 def test_a_plan_is_rebuilt_from_its_choices() -> None:

@@ -1,4 +1,4 @@
-"""The plans that a contest starts from, against all assignments of small problems."""
+"""The start plans of the local search, against all assignments of small problems."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def chosen(problem: Problem, a: Assignment) -> list[Candidate]:
 
 
 def fastest(problem: Problem, test: Callable[[Assignment], bool]) -> int | None:
-    """The shortest step of the legal assignments of which the test holds, by trying all."""
+    """The shortest step of the feasible assignments with `test(a)`, by trying all."""
     found: list[int] = []
     for a in assignments(problem):
         try:
