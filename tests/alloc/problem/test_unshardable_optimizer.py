@@ -35,7 +35,7 @@ def optimizer(params):
             "",
             "Muon does not step on a part of a parameter",
         ),
-        ("torch.optim.SGD([p for n, p in params if n == 'none'])", "", "optimizer() could not be asked here"),
+        ("torch.optim.SGD([p for n, p in params if n == 'none'])", "", "optimizer() fails on this machine"),
         ("torch.optim.Muon([])", ".requires_grad_(False)", ""),
     ],
 )
