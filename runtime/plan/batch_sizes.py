@@ -53,7 +53,7 @@ def pad_sample_sizes(
 ) -> list[Mapping[str, int]]:
     """Returns each sample's symbol values, with the global batch's widths if the plan pads to those.
 
-    From position `own` on the samples belong to the next global batch, which has widths of its own.
+    From position `own_samples` on the samples belong to the next global batch, which has widths of its own.
     """
     if plan.widths != "global":
         return [s.sizes for s in samples]

@@ -89,9 +89,9 @@ def pack_and_assign(
 ) -> list[tuple[SamplePositions, int]]:
     """Packs samples into micro-batches and assigns them to replicas; returns (samples, replica) pairs.
 
-    `groups` are the positions of each pattern's samples, sorted by size. `others` is each sample's work in
-    other sections on the same ranks. `load` is the ns that each rank does already; the new work is added to
-    it. No micro-batch of several samples exceeds the memory of one of the section's `stages`.
+    `groups` are the positions of each pattern's samples, sorted by size. `other_work` is each sample's work
+    in other sections on the same ranks. `load` is the ns that each rank does already; the new work is added
+    to it. No micro-batch of several samples exceeds the memory of one of the section's `stages`.
     """
     times = [_run_times(costs, stages, section, group) for group in groups]
     best = _BestAssignment(groups, other_work, ranks, load, gathers_parameters(section))

@@ -258,7 +258,7 @@ class MicroBatchComposer:
             for owed, ready_or_size, own_work, pattern in columns
         ]
 
-    # -- dealing
+    # -- assignment
 
     @cached_property
     def assignment(self) -> ReplicaAssignment:
@@ -323,11 +323,8 @@ class MicroBatchComposer:
         # Stable sorts, the most significant key last: by priority class, then largest first, then by pattern.
         order = sorted(samples, key=self.pattern_ids.__getitem__)
         order.sort(key=weights.__getitem__, reverse=True)
-        order.sort(
-            key=list(
-                map(self.pattern_classes[most_downstream.name].__getitem__, self.pattern_ids)
-            ).__getitem__
-        )
+        classes = list(map(self.pattern_classes[most_downstream.name].__getitem__, self.pattern_ids))
+        order.sort(key=classes.__getitem__)
         owner = [0] * self.sample_count
         assign = assign_in_rounds if any(map(gathers_parameters, sections)) else assign_least_loaded
         for p, replica in zip(order, assign([weights[p] for p in order], ranks, load), strict=True):
@@ -342,8 +339,7 @@ class MicroBatchComposer:
     ) -> tuple[list[list[SamplePositions]], IntColumn]:
         """Returns the critical section's micro-batches by replica, and the replica of each sample."""
         section = self.critical_section
-        work = self.sample_work[self.critical_section.name]
-        share = self.shared_work[self.critical_section.name]
+        work, share = self.sample_work[section.name], self.shared_work[section.name]
         groups: dict[int, list[int]] = defaultdict(list)
         for p in self.active_samples[section.name]:
             groups[self.pattern_ids[p]].append(p)

@@ -59,10 +59,10 @@ def improve_order(
     start: TimedOrder,
     count: int,
 ) -> tuple[dict[str, MicroBatchTable], TimedOrder]:
-    """Searches for a step no longer than `found`, with `count` tries.
+    """Searches for a step no longer than `start`, with `count` tries.
 
     Returns its tables, with micro-batches on their new replicas, and its order. Changes the tasks of `step`.
-    The micro-batches in `early` stay on their replicas, because they are prefetched in another step.
+    The micro-batches in `prefetchable` stay on their replicas, because they are prefetched in another step.
     """
     if _is_symmetric(step):
         return dict(tables), start
@@ -90,21 +90,23 @@ def _is_symmetric(step: StepTasks) -> bool:
     )
 
 
-def worthwhile_tries(tasks: int, makespan: int, least: MakespanBound) -> int:
-    """Returns how many tries a step of `jobs` tasks and this makespan is worth; 0 if they are too few."""
-    return min(MAX_TRIES, affordable_runs(tasks, makespan, least, tasks // MIN_TRIES_DIVISOR))
+def worthwhile_tries(tasks: int, makespan: int, lower_bound: MakespanBound) -> int:
+    """Returns how many tries a step of this many `tasks` and this makespan is worth; 0 if they are
+    too few.
+    """
+    return min(MAX_TRIES, affordable_runs(tasks, makespan, lower_bound, tasks // MIN_TRIES_DIVISOR))
 
 
-def affordable_runs(tasks: int, makespan: int, least: MakespanBound, few: int) -> int:
-    """Returns how many simulations of `jobs` tasks a step is worth; 0 if fewer than `few`.
+def affordable_runs(tasks: int, makespan: int, lower_bound: MakespanBound, minimum: int) -> int:
+    """Returns how many simulations of this many `tasks` a step is worth; 0 if fewer than `minimum`.
 
     They may take a share of the predicted step time and of the gap to the lower bound.
     """
     count = makespan // PLANNING_TIME_DIVISOR // (TRY_NS_PER_TASK * tasks) if tasks else 0
-    if count < few or makespan - (bound := least()) <= makespan // NEAR_BOUND_DIVISOR:
+    if count < minimum or makespan - (bound := lower_bound()) <= makespan // NEAR_BOUND_DIVISOR:
         return 0
     count = min(count, (makespan - bound) // GAIN_DIVISOR // (TRY_NS_PER_TASK * tasks))
-    return count if count >= few else 0
+    return count if count >= minimum else 0
 
 
 def _find_blocks(

@@ -311,7 +311,7 @@ def _shape_orders(
     """Orders the micro-batches of each replica, simulates them, and estimates upstream.
 
     A replica that loses much takes the shape of `tried` that ends first; this changes `shapes`. With
-    `yields`, a replica that waits for upstream lets ready micro-batches pass late ones, which mostly ends
+    `lets_pass`, a replica that waits for upstream lets ready micro-batches pass late ones, which mostly ends
     sooner. For replicas that decide the end of the step, the order without that is tried as well.
     """
     initial = [shape(micro_batches, load) for shape, micro_batches in zip(shapes, assigned, strict=True)]

@@ -161,8 +161,8 @@ def find_candidate(plan: Plan, samples: Sequence[SampleMeta], *, soon: bool = Fa
 class FixedSchedule:
     """The step of given micro-batches, in a given order on each replica; for baselines.
 
-    `cuts` has each user section's micro-batches as (replica, sample positions); stages of a pipeline share
-    theirs. Sections named in `ahead` run all forwards first, the others run a backward as soon as they can;
+    `micro_batches` has each user section's as (replica, sample positions); stages of a pipeline share theirs.
+    Sections named in `forwards_first` run all forwards first, the others run a backward as soon as they can;
     nothing is prefetched. Raises ValueError if the micro-batches wait for each other in a circle.
     """
 
@@ -170,19 +170,21 @@ class FixedSchedule:
         self,
         plan: Plan,
         samples: Sequence[SampleMeta],
-        cuts: Mapping[str, AssignedMicroBatches],
-        ahead: Iterable[str] = (),
+        micro_batches: Mapping[str, AssignedMicroBatches],
+        forwards_first: Iterable[str] = (),
     ) -> None:
         plan = replace(plan, run_ahead_gib=0.0)
         with pause_gc():
-            composer = MicroBatchComposer(plan, samples, SectionGraph(plan, frozenset(ahead)))
+            composer = MicroBatchComposer(plan, samples, SectionGraph(plan, frozenset(forwards_first)))
             tables: dict[str, MicroBatchTable] = {}
-            for s in plan.sections:
+            for section in plan.sections:
                 start_times = [0] * len(samples)
-                for place, (_, positions) in enumerate(cuts[s.user_section_name]):
-                    for p in positions:
-                        start_times[p] = place
-                tables[s.name] = composer.build_table(s, cuts[s.user_section_name], start_times)
+                for position, (_, positions) in enumerate(micro_batches[section.user_section_name]):
+                    for sample in positions:
+                        start_times[sample] = position
+                tables[section.name] = composer.build_table(
+                    section, micro_batches[section.user_section_name], start_times
+                )
             self._candidate = _build_candidate(composer, tables, tables)
 
     @property
@@ -206,12 +208,12 @@ def _schedule_with_makespan(plan: Plan, samples: Sequence[SampleMeta], order: st
     return _emit_candidate(best), best.makespan
 
 
-def _find_candidate(composer: MicroBatchComposer, least: MakespanBound) -> ScheduleCandidate:
-    """Returns the shortest candidate found. `least` returns a makespan in ns that no order can beat; the gap
-    to it bounds the time spent on the search.
+def _find_candidate(composer: MicroBatchComposer, lower_bound: MakespanBound) -> ScheduleCandidate:
+    """Returns the shortest candidate found. `lower_bound` returns a makespan in ns that no order can beat;
+    the gap to it bounds the time spent on the search.
     """
-    best = _try_candidates(composer, least)
-    count = worthwhile_tries(best.task_count, best.makespan, least)
+    best = _try_candidates(composer, lower_bound)
+    count = worthwhile_tries(best.task_count, best.makespan, lower_bound)
     if best.in_order_sections:  # planning the pipeline's orders took the other half
         count //= 2
     if count:
@@ -226,14 +228,14 @@ def _find_candidate(composer: MicroBatchComposer, least: MakespanBound) -> Sched
     return best
 
 
-def _try_candidates(composer: MicroBatchComposer, least: MakespanBound) -> ScheduleCandidate:
+def _try_candidates(composer: MicroBatchComposer, lower_bound: MakespanBound) -> ScheduleCandidate:
     """Returns the shortest candidate; tries further priority rules only while there is something to gain."""
     if (pipeline := critical_pipeline_load(composer)) is not None:
-        return _try_pipeline_orders(composer, *pipeline, least)
+        return _try_pipeline_orders(composer, *pipeline, lower_bound)
     first, *other_rules = composer.list_priority_rules()
     best = _build_candidate(composer, composer.compose_by_priority(first))
     for rule in other_rules:
-        if worthwhile_tries(best.task_count, best.makespan, least) < PRIORITY_RULE_TRIES:
+        if worthwhile_tries(best.task_count, best.makespan, lower_bound) < PRIORITY_RULE_TRIES:
             break
         candidate = _build_candidate(composer, composer.compose_by_priority(rule))
         best = candidate if candidate.makespan < best.makespan else best
@@ -244,7 +246,7 @@ def _try_pipeline_orders(
     composer: MicroBatchComposer,
     load: pipeline_order.PipelineLoad,
     micro_batches: Sequence[SamplePositions],
-    least: MakespanBound,
+    lower_bound: MakespanBound,
 ) -> ScheduleCandidate:
     """Returns the shortest candidate with planned orders of the critical pipeline's replicas.
 
@@ -255,12 +257,12 @@ def _try_pipeline_orders(
     best = pipeline_order_candidate(composer, load, micro_batches, orders)
     for strategy in pipeline_order.OTHER_STRATEGIES:
         spent += PIPELINE_ORDER_TRIES * (1 + load.replica_count // pipeline_order.MAX_SIMULATED_REPLICAS)
-        if not affordable_runs(best.task_count, best.makespan, least, spent):
+        if not affordable_runs(best.task_count, best.makespan, lower_bound, spent):
             break
         other_orders = pipeline_order.improve_last_order(load, pipeline_order.plan_orders(load, strategy))
         candidate = pipeline_order_candidate(composer, load, micro_batches, other_orders)
         best, orders = (candidate, other_orders) if candidate.makespan < best.makespan else (best, orders)
-    if count := worthwhile_tries(best.task_count, best.makespan, least):
+    if count := worthwhile_tries(best.task_count, best.makespan, lower_bound):
         candidate = pipeline_order_candidate(
             composer, load, micro_batches, pipeline_order.search_orders(load, orders, count // 2)
         )

@@ -107,7 +107,7 @@ def build_step_tasks(
 ) -> StepTasks:
     """Builds the task graph of these micro-batches, with priorities.
 
-    Replicas of the sections `in_turn` run their forwards in the order of their micro-batches. Sections in
+    Replicas of the sections `in_order` run their forwards in the order of their micro-batches. Sections in
     `without` and their messages are left out.
     """
     step = StepTasks(TaskGraph(plan.world_size), number_tasks(plan, graph, tables, without))
