@@ -131,7 +131,7 @@ def _locate_in_split(
     if total % wanted[dim]:
         raise UnshardableCode(UnsplitReason(UnsplitKind.SPLIT_UNEVENLY), mark.sources)
     inner = total // wanted[dim]
-    # [3 * width] viewed as [3, width, ...]: the new dim counts kinds side by side (queries, keys, values), and
+    # [3 * width] viewed as [3, width, ...]: the new dim counts kinds side by side (queries, keys, values);
     # each kind is cut along the dim after it.
     if len(parts) == wanted[dim] and set(parts) == {inner} and inner > 1:
         after = next(d for d in range(dim + 1, len(wanted)) if wanted[d] > 1)

@@ -97,7 +97,7 @@ def test_table_has_the_times_of_the_cost_model(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--epochs", "1"], "whole steps"), (["--log-dir", "/dev/null/logs"], "cannot write")],
+    [(["--epochs", "1"], "does not support --epochs"), (["--log-dir", "/dev/null/logs"], "cannot write")],
 )
 def test_errors_are_one_message(tmp_path, capsys, arguments, message):
     write_plan(tmp_path / "plan", UNEVEN)
