@@ -1,7 +1,8 @@
-"""Why tensor parallelism leaves a module, or a parameter, whole: a kind with its numbers, and the one table that puts
-it into words.
+"""Why tensor parallelism leaves a module, or a parameter, whole: a kind with its numbers, and the one table
+that puts it into words.
 
-What a plan may choose depends on kinds and sizes, never on the sentences: rewording `SENTENCES` changes no plan.
+What a plan may choose depends on kinds and sizes, never on the sentences: rewording `SENTENCES` changes no
+plan.
 """
 
 from __future__ import annotations

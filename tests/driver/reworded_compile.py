@@ -1,8 +1,9 @@
 """Compiles models with every sentence of secc replaced by another text, and prints plans and IR as JSON.
 
-Run as `python reworded_compile.py KEEP|REPLACE MODEL CLUSTER [MODEL CLUSTER ...]`. With REPLACE, secc's modules are loaded through an
-import hook that rewrites their string constants before they are compiled: texts of three words or more, parts of f-strings included,
-docstrings and generated code left out. So a decision that reads a sentence (a prefix, a pattern, a word in a message) goes another way.
+Run as `python reworded_compile.py KEEP|REPLACE MODEL CLUSTER [MODEL CLUSTER ...]`. With REPLACE, secc's
+modules are loaded through an import hook that rewrites their string constants before they are compiled: texts
+of three words or more, parts of f-strings included, docstrings and generated code left out. So a decision
+that reads a sentence (a prefix, a pattern, a word in a message) goes another way.
 """
 
 from __future__ import annotations
