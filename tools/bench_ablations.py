@@ -177,7 +177,9 @@ def ablation_row(name: str, plans: Path) -> list[str]:
     kept = graph.attributes.pop(sample_sizes.SAMPLES_ATTRIBUTE)
     means = own.choose_plan(PlanEvaluator(own.work, own.problem, None))
     graph.attributes[sample_sizes.SAMPLES_ATTRIBUTE] = kept
-    alone, alike = (found.assignment if found is not None else None for found in (own.solver_plan, uniform))
+    alone, uniform_plan = (
+        found.assignment if found is not None else None for found in (own.solver_plan, uniform)
+    )
     times = [step for a in draw_random_plans(own.problem) if (step := own.step_seconds(a)) is not None]
     other = (
         make_setting(before, allocate)
@@ -186,7 +188,7 @@ def ablation_row(name: str, plans: Path) -> list[str]:
     )
     without = other.step_seconds(other.choose_plan(other.evaluator)) if other is not None else None
     steps = [
-        *map(own.step_seconds, (alone, means, alike, proportional_assignment(own.problem))),
+        *map(own.step_seconds, (alone, means, uniform_plan, proportional_assignment(own.problem))),
         statistics.median(times) if times else None,
         without,
     ]

@@ -99,7 +99,8 @@ def _shared_ranks_plan(samples: schedule_mixes.SampleList, ranks: int) -> Plan:
 
 
 def _sharded_plan(samples: schedule_mixes.SampleList, ranks: int, way: str) -> Plan:
-    """The same, with 16-bit parameters whose optimizer states, or all of which, the ranks share."""
+    """The plan of `_shared_ranks_plan` with 16-bit parameters and ZeRO mode `way`: ranks share optimizer
+    states, or all states."""
     plan = _shared_ranks_plan(samples, ranks)
     names = {s.name: f"{s.name}.weight" for s in plan.sections}
     sections = tuple(replace(s, sharding=way, params=(names[s.name],)) for s in plan.sections)
@@ -151,13 +152,13 @@ LARGE_CASES = [name for name in EMULATION_CASES if name.startswith("64")]
 
 
 def write_plan_directory(directory: Path, case: EmulationCase, batches: int) -> Plan:
-    """A plan directory that can be emulated, whose dataset has the samples of so many steps."""
+    """Writes a plan directory that can be emulated; its dataset has the samples of `batches` steps."""
     samples = [s for seed in range(batches) for s in case.draw_samples(case.samples, seed)]
     text = MODEL.read_text()
-    made = case.build_plan(samples[: case.samples])
+    plan_of_case = case.build_plan(samples[: case.samples])
     plan = replace(
-        made,
-        model=ModelRef("model.py", hashlib.sha256(text.encode()).hexdigest(), made.model.parameters),
+        plan_of_case,
+        model=ModelRef("model.py", hashlib.sha256(text.encode()).hexdigest(), plan_of_case.model.parameters),
         global_batch=case.samples,
         inputs=(Input("ids", "int64", ("1", "T")), Input("images", "float32", ("I",), optional=True)),
         symbols=tuple(s for s in schedule_mixes.MIX_SYMBOLS if s.name in "TI"),
