@@ -1,5 +1,5 @@
-"""Why tensor parallelism leaves a module, or a parameter, whole: a kind with its numbers, and the one table
-that puts it into words.
+"""Why tensor parallelism leaves a module or parameter whole: a kind with its numbers, and the one table of
+sentences.
 
 What a plan may choose depends on kinds and sizes, never on the sentences: rewording `SENTENCES` changes no
 plan.
@@ -114,7 +114,7 @@ SENTENCES: dict[UnsplitKind, str] = {
     UnsplitKind.PARAMETER_READ_OUTSIDE: "one of its parameters is read outside",
     UnsplitKind.PARAMETER_SHARED: "one of its parameters belongs to several sections",
     UnsplitKind.TIED_TO_OTHER_LAYOUT: "one of its parameters is tied to one that is split otherwise",
-    UnsplitKind.NORMS_WHOLE: "its norms have the whole sequence: its code does not run on a part of the positions",
+    UnsplitKind.NORMS_WHOLE: "its norms keep the whole sequence: its code does not run on positions alone",
     UnsplitKind.LOGITS_GATHERED: "its logits are gathered for {subject}",
 }
 
@@ -135,8 +135,8 @@ class SharedSize:
 
 @dataclass(frozen=True)
 class UnsplitReason:
-    """Why a module stays whole. `subject` names the function, parameter or error concerned, `size` is what `tp` does
-    not divide (0 where no size matters)."""
+    """Why a module stays whole. `subject` names the function, parameter or error concerned; `size` is the
+    size that `tp` does not divide (0 where no size matters)."""
 
     kind: UnsplitKind
     subject: str = ""
