@@ -15,14 +15,14 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
 
 
-def test_results_come_in_the_order_of_the_items_from_other_processes(two_cores: None) -> None:
+def test_results_come_from_other_processes_in_order(two_cores: None) -> None:
     factor = 3
     found = process_map.map_in_processes(lambda n: (factor * n, os.getpid()), range(6))
     assert [n for n, _ in found] == [0, 3, 6, 9, 12, 15]
     assert os.getpid() not in {process for _, process in found}
 
 
-def test_copies_stay_from_round_to_round(two_cores: None) -> None:
+def test_forked_processes_stay_between_rounds(two_cores: None) -> None:
     seen: list[int] = []
 
     def work(n: int) -> tuple[int, list[int]]:
@@ -38,20 +38,20 @@ def test_copies_stay_from_round_to_round(two_cores: None) -> None:
     assert any({1, 2, 3} & set(known) for known in remembered.values())
 
 
-def test_copies_make_no_copies(two_cores: None) -> None:
+def test_forked_processes_do_not_fork(two_cores: None) -> None:
     found = process_map.map_in_processes(
         lambda n: {os.getpid(), *process_map.map_in_processes(lambda _: os.getpid(), range(3))}, range(2)
     )
     assert [len(some) for some in found] == [1, 1]
 
 
-def test_one_function_runs_beside_other_work(two_cores: None) -> None:
+def test_one_function_runs_in_the_background(two_cores: None) -> None:
     with process_map.run_in_background(os.getpid) as process:
         here = [os.getpid(), *process_map.map_in_processes(lambda n: n, range(2))]
         assert here == [os.getpid(), 0, 1] and process() != os.getpid()
 
 
-def test_a_patient_copy_is_nicer(two_cores: None) -> None:
+def test_a_low_priority_process_is_nicer(two_cores: None) -> None:
     with (
         process_map.run_in_background(lambda: os.nice(0), low_priority=True) as patient,
         process_map.run_in_background(lambda: os.nice(0)) as other,
@@ -59,7 +59,7 @@ def test_a_patient_copy_is_nicer(two_cores: None) -> None:
         assert patient() > other() == os.nice(0)
 
 
-def test_errors_come_back_as_they_are(two_cores: None) -> None:
+def test_errors_are_raised_unchanged(two_cores: None) -> None:
     def refuse(_: int) -> None:
         raise UserError("no", "model.py:1", "say yes")
 

@@ -22,7 +22,7 @@ def captured(*blocks: str) -> Any:
     return SimpleNamespace(blocks=dict.fromkeys(blocks), notes=notes)
 
 
-def test_what_could_be_opened_is_not_refused() -> None:
+def test_stages_of_opened_blocks_are_not_refused() -> None:
     check_opened_blocks(staging(), captured("model.vision.layers.0", "model.lm.layers.0"))
 
 

@@ -1,4 +1,4 @@
-"""A fresh plan's simulated step: what report, plan.json and trace.json say of it."""
+"""The simulated step of a fresh plan in the report, plan.json and trace.json."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_plan_directory_has_a_drawn_step_and_its_trace(tmp_path: Path):
     assert "<svg" in (tmp_path / "plan" / "report.html").read_text()
 
 
-def test_sizes_that_values_decide_are_taken_as_they_were_captured():
+def test_sizes_that_values_decide_are_estimated_from_captures():
     seen = preview_step(compiled("counts_rows.py"))
     assert seen.drawing and any(name == "simulated step" for name, _ in plan_summary(seen.plan))
 

@@ -1,5 +1,5 @@
-"""Compiles a model file, checks it against the eager model and writes its plan; training and comparing is
-`tools.compare_training`."""
+"""Compiles a model file, checks it against the eager model and writes its plan; `tools.ranks` trains and
+compares."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ __all__ = [
 
 
 def compile_and_write(path: Path, output: Path, check: bool = True, **options: object) -> CompiledPlan:
-    """Compile, check against the eager model, and write the plan."""
+    """Compiles a model, checks it against the eager model, and writes the plan."""
     compiled = compile_model(path, CompileOptions(**options))  # pyright: ignore[reportArgumentType]
     if check:
         compiled = check_exactness(compiled)
@@ -58,15 +58,14 @@ def compile_and_write(path: Path, output: Path, check: bool = True, **options: o
 
 
 class LayerCaptureCache:
-    """What is learnt for one plan and holds for others of the model: its captures in layers, and the IR of
-    each capture."""
+    """Captures in layers, and the IR of each capture, which hold for every plan of a model."""
 
     def __init__(self) -> None:
         self.capture_by_blocks: dict[tuple[str, ...], Capture] = {}
         self.ir_texts: list[tuple[Capture, str]] = []
 
     def ir_of(self, make: Callable[[Capture], ModuleOp], captured: Capture) -> ModuleOp:
-        """The IR of a capture, made when it is first asked for."""
+        """Returns the IR of a capture, computed once."""
         known = next((text for own, text in self.ir_texts if own is captured), None)
         if known is None:
             known = print_module(make(captured))
@@ -75,7 +74,7 @@ class LayerCaptureCache:
 
 
 class _CachingPlanner(Planner):
-    """A planner that captures a model in the same layers once."""
+    """A planner that captures a model in the same layers only once."""
 
     def __init__(self, source: CapturedModel, pinned: tuple[str, ...], layered: LayerCaptureCache) -> None:
         super().__init__(source, pinned, lambda _: nullcontext(), lambda _: None)
@@ -91,7 +90,7 @@ class _CachingPlanner(Planner):
 def replan(
     compiled: CompiledPlan, options: CompileOptions, layered: LayerCaptureCache | None = None
 ) -> CompiledPlan:
-    """The model that was captured for one plan under another one."""
+    """Plans a captured model again under other options."""
 
     def make_passes(**changes: tuple[str, ...]) -> tuple[ModulePass, ...]:
         return build_pipeline(dataclasses.replace(options, **changes))

@@ -1,5 +1,4 @@
-"""What random models are made of: the classes of their components, spellings of losses, and their datasets,
-as text."""
+"""Building blocks of random models, as text: classes of components, spellings of losses, and datasets."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ class Text(nn.Module):
 DATASET = '''
 
 def place(sample, key, token, most, share, g):
-    """Give `share` of the samples up to `most` rows under `key`, and as many placeholders as they have patches."""
+    """Give `share` of the samples up to `most` rows under `key`, and a placeholder for each patch."""
     if torch.rand((), generator=g) < share:
         rows = int(torch.randint(1, most + 1, (), generator=g))
         sample[key] = torch.randn(rows, PATCHES, FEATURES, generator=g)
@@ -78,7 +77,8 @@ class Samples(torch.utils.data.Dataset):
     def __getitem__(self, i):
         g = torch.Generator().manual_seed(i)
         ids = torch.randint(5, VOCABULARY, (int(torch.randint(4, 15, (), generator=g)),), generator=g)
-        sample = {"input_ids": ids, "labels": torch.where(torch.rand(ids.shape, generator=g) < 0.2, -100, ids)}
+        labels = torch.where(torch.rand(ids.shape, generator=g) < 0.2, -100, ids)
+        sample = {"input_ids": ids, "labels": labels}
         sample["labels"][-1] = ids[-1]
         # inputs
         return sample
@@ -106,19 +106,24 @@ LANGUAGE = (
     f"(weight.flatten() * ({_EACH} * keep).sum(1)).sum() / weight.sum()",
     "F.nll_loss(logits[:, :-1].log_softmax(-1).transpose(1, 2), labels[:, 1:])",
     "F.cross_entropy(logits[:, :-1][labels[:, 1:] != -100], labels[:, 1:][labels[:, 1:] != -100])",
-    "-(logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0)).squeeze(-1) * keep).sum() / keep.sum()",
+    "-(logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0)).squeeze(-1) * keep).sum()"
+    " / keep.sum()",
     f"F.cross_entropy({_SHIFTED}) + 1e-2 * (logits[:, :-1].logsumexp(-1).square() * keep).sum() / keep.sum()",
 )
 
 DISTILLING = (
-    "(F.kl_div(logits.log_softmax(-1), {name}_logits.softmax(-1), reduction='none').sum(-1)[:, 1:] * keep).sum() / keep.sum()",
-    "4 * F.kl_div((logits / 2).log_softmax(-1)[labels > 0], ({name}_logits / 2).softmax(-1)[labels > 0], reduction='batchmean')",
+    "(F.kl_div(logits.log_softmax(-1), {name}_logits.softmax(-1), reduction='none').sum(-1)[:, 1:] * keep)"
+    ".sum() / keep.sum()",
+    "4 * F.kl_div((logits / 2).log_softmax(-1)[labels > 0], ({name}_logits / 2).softmax(-1)[labels > 0],"
+    " reduction='batchmean')",
     "-(({name}_logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)[:, :-1] * keep).sum() / keep.sum()",
-    "((logits.softmax(-1) * (logits.log_softmax(-1) - {name}_logits.log_softmax(-1))).sum(-1)[:, :-1] * keep).sum() / keep.sum()",
+    "((logits.softmax(-1) * (logits.log_softmax(-1) - {name}_logits.log_softmax(-1))).sum(-1)[:, :-1] * keep)"
+    ".sum() / keep.sum()",
     "((self.{name}_project(h) - {name}_h).square().mean(-1)[:, 1:] * keep).sum() / keep.sum()",
     "F.mse_loss(self.{name}_project(h)[labels != -100], {name}_h[labels != -100])",
     "((1 - F.cosine_similarity(self.{name}_project(h), {name}_h, dim=-1))[:, 1:] * keep).sum() / keep.sum()",
-    "-(logits.log_softmax(-1).gather(-1, {name}_logits.topk(4).indices).sum(-1)[:, 1:] * keep).sum() / keep.sum()",
+    "-(logits.log_softmax(-1).gather(-1, {name}_logits.topk(4).indices).sum(-1)[:, 1:] * keep).sum()"
+    " / keep.sum()",
 )
 
 JUDGING = (

@@ -1,10 +1,10 @@
-"""Random small compound models, written as model files that a person can read and run.
+"""Writes small random compound models as model files that a person can read and run.
 
-python -m tests.e2e.random_models 17 > model.py
+    python -m tests.e2e.random_models 17 > model.py
 
-A seed decides everything: which encoders there are and which samples have their inputs, how features join the
-text (in the places of placeholders, before the tokens, added to every state), what is frozen, tied, shared or
-called twice, which teachers speak, how padding is kept away, and how each loss is spelt.
+The seed decides everything: which encoders there are and which samples have their inputs, how features
+join the text (at placeholders, before the tokens, added to every state), what is frozen, tied, shared or
+called twice, which teachers there are, how padding is masked, and how each loss is written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FREEZING_CALLS = ("", ".requires_grad_(False)")
 
 @dataclass
 class ModelDraft:
-    """A model file in the making: lines of `__init__` and `forward`, terms of the loss, lines that make a
+    """A model file being written: lines of `__init__` and `forward`, terms of the loss, lines that make a
     sample."""
 
     rng: random.Random
@@ -61,7 +61,7 @@ class ModelDraft:
 
 
 def write_random_model(seed: int) -> str:
-    """The text of the model file of a seed."""
+    """Returns the text of the model file of a seed."""
     m = ModelDraft(random.Random(seed))
     m.width = m.rng.choice((8, 12, 16))
     m.dropout = 0.1 if m.flip(0.2) else 0.0
@@ -77,7 +77,7 @@ def write_random_model(seed: int) -> str:
 
 
 def _add_encoders(m: ModelDraft) -> list[tuple[str, str]]:
-    """Components that see other inputs than text, each (name, how its features join the text)."""
+    """Adds components with inputs other than text; returns (name, how its features join the text) of each."""
     found: list[tuple[str, str]] = []
     for i, name in enumerate(ENCODERS[: m.rng.choice((0, 1, 1, 2, 2, 3))]):
         join = m.rng.choice(("places", "places", "before", "added"))
@@ -87,12 +87,14 @@ def _add_encoders(m: ModelDraft) -> list[tuple[str, str]]:
             frozen = m.rng.choice(("", "", *FREEZING_CALLS))
             m.has_trained |= not frozen
             m.init_lines.append(
-                f"self.{name} = Encoder({FEATURES}, {m.width}, {m.rng.choice((1, 2, 3))}, {m.dropout}){frozen}"
+                f"self.{name} = Encoder({FEATURES}, {m.width}, {m.rng.choice((1, 2, 3))}, "
+                f"{m.dropout}){frozen}"
             )
         line = f"{name}_seen = self.{encoder}({name})"
         if m.flip(0.3):
             m.init_lines.append(
-                f"self.{name}_adapter = nn.Sequential(nn.Linear({m.width}, {m.width}), nn.GELU(), nn.Linear({m.width}, {m.width}))"
+                f"self.{name}_adapter = nn.Sequential(nn.Linear({m.width}, {m.width}), nn.GELU(), "
+                f"nn.Linear({m.width}, {m.width}))"
             )
             line = f"{name}_seen = self.{name}_adapter(self.{encoder}({name}))"
             m.has_trained = True
@@ -102,8 +104,8 @@ def _add_encoders(m: ModelDraft) -> list[tuple[str, str]]:
 
 
 def _add_input(m: ModelDraft, name: str, i: int, join: str, line: str) -> None:
-    """The key of an encoder: rows in the places of placeholders, which samples may lack, or one entry for
-    each sample."""
+    """Adds the key of an encoder: rows at placeholders, which samples may lack, or one entry for each
+    sample."""
     if join != "places":
         m.arguments.append(name)
         m.sample_lines.append(f'sample["{name}"] = torch.randn({PATCHES}, {FEATURES}, generator=g)')
@@ -118,11 +120,12 @@ def _add_input(m: ModelDraft, name: str, i: int, join: str, line: str) -> None:
 
 
 def _add_language(m: ModelDraft, features: Sequence[tuple[str, str]]) -> None:
-    """The text component: embedding, features, layers, head, and its losses."""
+    """Adds the text component: embedding, features, layers, head, and its losses."""
     frozen = m.flip(0.2) and m.has_trained
     m.has_trained |= not frozen
     m.init_lines.append(
-        f"self.text = Text({m.width}, {m.rng.choice((1, 2, 3))}, {m.attention!r}, {m.dropout}){'.requires_grad_(False)' if frozen else ''}"
+        f"self.text = Text({m.width}, {m.rng.choice((1, 2, 3))}, {m.attention!r}, {m.dropout})"
+        f"{'.requires_grad_(False)' if frozen else ''}"
     )
     tie = m.flip(0.3)
     if tie:
@@ -152,12 +155,13 @@ def _add_language(m: ModelDraft, features: Sequence[tuple[str, str]]) -> None:
 
 
 def _add_branches(m: ModelDraft, features: Sequence[tuple[str, str]]) -> None:
-    """A second consumer of an encoder's features or of the text's states, with a loss of its own."""
+    """Adds a second consumer of an encoder's features or of the text's states, with its own loss."""
     if m.flip(0.35):
         source = m.rng.choice(["pooled", *m.steering_expressions])
         if source == "pooled":
             m.forward_lines.append(
-                "pooled = (h * mask[:, -h.shape[1]:, None]).sum(1) / mask[:, -h.shape[1]:].sum(1, keepdim=True)"
+                "pooled = (h * mask[:, -h.shape[1]:, None]).sum(1)"
+                " / mask[:, -h.shape[1]:].sum(1, keepdim=True)"
             )
         m.init_lines.append(
             f"self.judge = nn.Sequential(nn.Linear({m.width}, 12), nn.GELU(), nn.Linear(12, 3))"
@@ -182,7 +186,7 @@ def _add_branches(m: ModelDraft, features: Sequence[tuple[str, str]]) -> None:
 
 
 def _add_teachers(m: ModelDraft) -> None:
-    """Frozen models whose logits or states the text component follows."""
+    """Adds frozen models with logits or states that the text component is distilled from."""
     for name in TEACHERS[: m.rng.choice((0, 0, 1, 1, 2))]:
         width = m.rng.choice((m.width, 20))
         m.init_lines.append(

@@ -1,9 +1,9 @@
-"""Draws plans at random: ranks for each section, shared or not, and every choice that a user may pin or ask
-of a run.
+"""Draws plans at random: ranks for each section, shared or not, and every choice that a user may pin or
+give to a run.
 
-A draw keeps to what may be pinned at all (a split backward needs stages, a frozen section has nothing to
-shard but its parameters). What the compiler refuses beyond that, for a model's own reasons (heads that tp
-does not divide, too few layers), `grant` leaves out.
+A draw keeps to choices that may be pinned at all (a split backward needs stages, a frozen section can only
+shard its parameters). Choices that the compiler refuses for a model's own reasons (heads that tp does not
+divide, too few layers) are dropped by `plan_without_refused_pins`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ RUN_OPTION_CHOICES = (
 
 @dataclass(frozen=True)
 class WantedPlan:
-    """A way to distribute a model: processes, samples of a step, pins by section, the dtype, and options of
-    the run."""
+    """A way to distribute a model: number of ranks, samples of a step, pins by section, dtype, and options
+    of the run."""
 
     ranks: int
     global_batch: int
@@ -48,7 +48,7 @@ class WantedPlan:
 
     @property
     def options(self) -> CompileOptions:
-        """What `secc compile` is asked."""
+        """The compile options."""
         return CompileOptions(
             cluster=f"local:{self.ranks}", global_batch=self.global_batch, set=self.pins, dtype=self.dtype
         )
@@ -67,7 +67,7 @@ class WantedPlan:
 def draw_random_plan(
     rng: random.Random, sections: Sequence[Section], dtypes: Sequence[str] = ("",)
 ) -> WantedPlan:
-    """A plan of two to six ranks for a model with these sections."""
+    """Draws a plan of two to six ranks for a model with these sections."""
     groups = _draw_groups(rng, [s.name for s in sections])
     rng.shuffle(groups)  # who is cut first has most ranks to choose from
     pins, ranks = list[str](), 0
@@ -85,7 +85,7 @@ def draw_random_plan(
 
 
 def _draw_groups(rng: random.Random, names: Sequence[str]) -> list[list[str]]:
-    """Sections by the devices they share: mostly each has its own."""
+    """Groups sections by the devices they share; mostly each has its own."""
     found: list[list[str]] = []
     for name in names:
         if found and rng.random() < 0.2:
@@ -96,7 +96,7 @@ def _draw_groups(rng: random.Random, names: Sequence[str]) -> list[list[str]]:
 
 
 def _draw_shape(rng: random.Random, sizes: Container[int]) -> tuple[int, int, int]:
-    """tp, pp and dp for as many ranks as one of `sizes`; each way to cut is as likely as any other."""
+    """Draws tp, pp and dp with a product in `sizes`; each (tp, pp) is equally likely."""
     found = [
         (tp, pp, dp)
         for tp in TP_CHOICES
@@ -136,8 +136,8 @@ def _may_shard(section: Section, sharding: str, split: bool) -> bool:
 def plan_without_refused_pins(
     wanted: WantedPlan, planned: Callable[[CompileOptions], CompiledPlan]
 ) -> tuple[WantedPlan, CompiledPlan]:
-    """The wish without what is refused, pin by pin, and its plan. Raises UserError if nothing is left to
-    leave out."""
+    """Drops refused pins one by one; returns what is left and its plan. Raises UserError if it is refused
+    without pins."""
     try:
         made = planned(wanted.options)
         if wanted.run_options[:1] == ("--run-ahead",) and not cross_step_prefetch.find_prefetchable_sections(
@@ -158,8 +158,8 @@ def plan_without_refused_pins(
 
 
 def _find_refused_pins(pins: Sequence[str], refusal: UserError) -> list[str]:
-    """The pin that the message or its remedy names, else the last one; how many replicas there are, too,
-    where that changes their size."""
+    """Returns the pin that the message or its remedy names, else the last one; and the section's dp if its
+    tp or pp changes."""
     named = next((pin for pin in pins if pin in refusal.message), "")
     named = named or next((pin for pin in pins if pin.partition("=")[0] in refusal.remedy), pins[-1])
     section, _, choice = named.rpartition(".")
@@ -172,7 +172,7 @@ def _find_refused_pins(pins: Sequence[str], refusal: UserError) -> list[str]:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """A plan as it was granted, what it has, and what went wrong with its run, "" where it is exact."""
+    """A plan without its refused pins, its features, and the error of its run, "" if it is exact."""
 
     granted: WantedPlan
     plan_features: tuple[str, ...] = ()
@@ -180,7 +180,7 @@ class RunOutcome:
 
 
 def try_plan(model: ReferencedModel, wanted: WantedPlan, folder: Path) -> RunOutcome:
-    """A run of the model under a plan as wanted, compared with its reference."""
+    """Runs the model under a plan and compares it with its reference."""
     granted, has = wanted, tuple[str, ...]()
     try:
         granted, made = plan_without_refused_pins(wanted, model.plan_with)
@@ -196,7 +196,7 @@ def try_plan(model: ReferencedModel, wanted: WantedPlan, folder: Path) -> RunOut
 
 
 def list_features(made: CompiledPlan) -> tuple[str, ...]:
-    """What a plan has beside replicas: "tp=2", "zero1", "recompute=full" and their like."""
+    """Returns the features of a plan other than replicas: "tp=2", "zero1", "recompute=full" and so on."""
     found = {made.plan.dtype, f"ranks={made.plan.world_size}"} - {""}
     for s in made.plan.user_sections:
         found |= {

@@ -1,10 +1,9 @@
 """Trains random models under random plans and compares with plain PyTorch.
 
-python -m tests.e2e.random_runs 0 100 --plans 3 -o failures      seeds 0 … 99; the model files of those that
-fail are kept
+    python -m tests.e2e.random_runs 0 100 --plans 3 -o failures
 
-A model with dropout is compared with its plan for one rank, which is compared with the eager model when it is
-made.
+tries the seeds 0 to 99 and keeps the model files of failures. A model with dropout is compared with its
+plan for one rank, which is compared with the eager model when it is compiled.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ STEPS = 2
 
 
 def try_model(seed: int, folder: Path, plans: int = 1) -> list[RunOutcome]:
-    """The runs of the model of a seed under each of its plans. `folder` keeps the files."""
+    """Runs the model of a seed under each of its plans; `folder` keeps the files."""
     (folder / f"seed{seed}.py").write_text(write_random_model(seed))
     model = write_recording_model(f"seed{seed}", folder, folder)
     try:
@@ -106,11 +105,13 @@ def main() -> int:
         done, failures = done + len(outcomes), failures + sum(bool(o.error) for o in outcomes)
         had.update(feature for o in outcomes for feature in o.plan_features)
         print(
-            f"seed {seed}: {', '.join(o.error or ' '.join(('exact', *o.plan_features)) for o in outcomes)} ({time.perf_counter() - start:.1f} s)",
+            f"seed {seed}: {', '.join(o.error or ' '.join(('exact', *o.plan_features)) for o in outcomes)} "
+            f"({time.perf_counter() - start:.1f} s)",
             flush=True,
         )
     print(
-        f"{done - failures} of {done} runs exact; plans with {', '.join(f'{name}: {n}' for name, n in sorted(had.items()))}"
+        f"{done - failures} of {done} runs exact; plans with "
+        f"{', '.join(f'{name}: {n}' for name, n in sorted(had.items()))}"
     )
     return 1 if failures else 0
 

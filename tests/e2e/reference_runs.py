@@ -1,8 +1,8 @@
-"""What plans are compared with, in float32 and in mixed precision, and a capture of which many plans are
-made.
+"""References that plans are compared with, in float32 and in mixed precision, and a captured model for
+many plans.
 
-In float32 that is plain PyTorch, within the contract; under `--dtype bf16` it is the recipe that people write
-by hand, within the tolerances of `secc.frontend.dataset.eager_reference`.
+In float32 the reference is plain PyTorch, within the exactness contract; under `--dtype bf16` it is the
+usual handwritten recipe, within the tolerances of `eager_reference`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def write_named_recording_model(name: str, directory: Path) -> Path:
 
 
 def train_mixed_by_hand(path: Path, global_batch: int, steps: int) -> TrainingResult:
-    """bfloat16 parameters with float32 masters, the whole batch in one process; gradients are those of the
-    first step."""
+    """Trains bfloat16 parameters with float32 masters, the whole batch in one process; gradients are those
+    of the first step."""
     user = load_model_file(path)
     torch.manual_seed(0)
     model = user.build_model()
@@ -76,7 +76,7 @@ def train_mixed_by_hand(path: Path, global_batch: int, steps: int) -> TrainingRe
 
 
 def list_rounded_differences(found: TrainingResult, reference: TrainingResult, dtype: str) -> Iterator[str]:
-    """What `differences` says of float32, under the tolerances of a plan's dtype."""
+    """Yields the differences of two runs under the tolerances of a plan's dtype."""
     difference = compare_results(
         LossAndGradients(found.losses[0], found.gradients),
         LossAndGradients(reference.losses[0], reference.gradients),
@@ -98,7 +98,7 @@ def list_rounded_differences(found: TrainingResult, reference: TrainingResult, d
 
 
 class ReferencedModel:
-    """A model file, captured once for each dtype, and what it is compared with."""
+    """A model file, captured once for each dtype, and its references."""
 
     def __init__(self, name: str, folder: Path, steps: int) -> None:
         self.folder, self.steps = folder, steps
@@ -116,12 +116,12 @@ class ReferencedModel:
         return train_in_one_process(self.path, global_batch, self.steps, self.folder / f"plain{global_batch}")
 
     def plan_with(self, options: CompileOptions) -> CompiledPlan:
-        """The model under a plan with these options, the dtype among them."""
+        """Plans the model with these options, the dtype among them."""
         return replan(self.compiled(options.dtype), options, self._layer_cache(options.dtype))
 
     def list_differences(self, made: CompiledPlan, folder: Path, *run_options: str) -> list[str]:
-        """In what a run of the plan differs from the reference. Raises AssertionError for one that does not
-        end well."""
+        """Returns the differences between a run of the plan and the reference. Raises AssertionError if
+        the run fails."""
         made.write_plan(folder / "plan", report_page)
         found = train_distributed(
             folder / "plan", made.plan.world_size, self.steps, folder / "run", *run_options

@@ -1,5 +1,5 @@
-"""`--accept balance-loss`: a mixture of experts' balance loss by micro-batches, named in the plan; without
-the flag it is refused."""
+"""`--accept balance-loss` computes a mixture of experts' balance loss by micro-batches and names it in the
+plan; without the flag such a loss is refused."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 
 def model():
-    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    moe = dict(num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.1)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, **heads)
+    moe = dict(num_local_experts=4, num_experts_per_tok=2)
+    moe |= dict(output_router_logits=True, router_aux_loss_coef=0.1)
     return MixtralForCausalLM(MixtralConfig(**sizes, **moe, use_cache=False, max_position_embeddings=32))
 
 
@@ -44,7 +46,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "model.py"
 
 
-def test_a_balance_loss_is_computed_by_micro_batches_only_if_that_is_accepted(path: Path) -> None:
+def test_a_balance_loss_by_micro_batches_needs_accept(path: Path) -> None:
     with pytest.raises(UserError, match="multiplies two sums over samples") as refused:
         compile_model(path, CompileOptions())
     assert "--accept balance-loss computes it for each micro-batch alone" in refused.value.remedy
@@ -58,7 +60,7 @@ def test_a_balance_loss_is_computed_by_micro_batches_only_if_that_is_accepted(pa
     assert "balance_loss" in {t.name for t in compiled.plan.terms}
 
 
-def test_a_micro_batch_counts_by_its_share_of_the_samples() -> None:
+def test_micro_batches_are_weighted_by_their_share_of_the_samples() -> None:
     compiled = compile_model(MODELS / "experts.py", CompileOptions(accept=("balance-loss",), widths="own"))
     assert compiled.model is not None
     model, user = compiled.model, compiled.user
@@ -74,7 +76,7 @@ def test_a_micro_batch_counts_by_its_share_of_the_samples() -> None:
     assert compare_results(found, LossAndGradients(float(wanted.detach()), copy_gradients(model))).is_exact
 
 
-def test_nothing_else_is_accepted_by_that_name(tmp_path: Path) -> None:
+def test_accepting_a_balance_loss_accepts_no_other_coupling(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(
         (MODELS / "experts.py")
@@ -87,7 +89,7 @@ def test_nothing_else_is_accepted_by_that_name(tmp_path: Path) -> None:
     assert "--accept" not in refused.value.remedy
 
 
-def test_only_known_approximations_have_names() -> None:
+def test_an_unknown_approximation_is_refused() -> None:
     with pytest.raises(UserError, match="unknown approximation 'batch-norm'"):
         for step in pass_pipeline.parse_pipeline('normalize-loss{accept="batch-norm"}'):
             step.apply(None, None)  # type: ignore[arg-type, attr-defined]

@@ -1,5 +1,5 @@
-"""A condition that Python reads of a whole batch: micro-batches may decide for themselves only where the loss
-does not move with it."""
+"""Conditions that Python reads of a whole batch: micro-batches may decide them separately only if the loss
+does not depend on them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ DEPENDS = (
 
 
 @pytest.mark.parametrize("branch", DEPENDS)
-def test_a_loss_that_moves_with_what_the_whole_batch_decides_is_refused_by_place(
+def test_a_loss_that_depends_on_a_whole_batch_condition_is_refused_with_its_line(
     branch: str, tmp_path: Path
 ) -> None:
     with pytest.raises(
@@ -89,7 +89,7 @@ class Model("""
     ("factor", "refused"),
     [("(2 if keep.sum() > 70 else 1)", True), ("(1 if keep.sum() > 70 else 1.0)", False)],
 )
-def test_what_a_block_decides_by_the_whole_batch_is_compared_at_its_size(
+def test_conditions_inside_blocks_are_compared_at_global_batch_size(
     factor: str, refused: bool, tmp_path: Path
 ) -> None:
     text = MODEL.replace("class Model(", BLOCK.replace("FACTOR", factor)).replace("BRANCH", "pass")
@@ -117,9 +117,9 @@ MAKES_NO_DIFFERENCE = (
 
 
 @pytest.mark.parametrize("branch", MAKES_NO_DIFFERENCE)
-def test_micro_batches_may_decide_what_the_loss_does_not_move_with(branch: str, tmp_path: Path) -> None:
+def test_conditions_that_leave_the_loss_unchanged_are_accepted(branch: str, tmp_path: Path) -> None:
     assert all(p["exact"] for p in compiled(branch, tmp_path).plan.checks["patterns"])
 
 
-def test_a_threshold_that_no_global_batch_reaches_is_taken(tmp_path: Path) -> None:
+def test_a_threshold_above_the_global_batch_is_accepted(tmp_path: Path) -> None:
     assert compiled(DEPENDS[0], tmp_path, global_batch=4).plan.checks["patterns"]

@@ -1,5 +1,5 @@
-"""Ways in which research code is written: nested batches, packed images, conditioned layers, loops over the
-batch, lengths."""
+"""Styles of research code: nested batches, packed images, conditioned layers, loops over the batch,
+lengths."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_packed_images_in_a_nested_batch_are_exact() -> None:
     assert {i.key for i in plan.inputs if i.optional} == {"images.patches", "images.image", "images.places"}
 
 
-def test_layers_that_are_told_of_pictures_are_cut_into_their_parts() -> None:
+def test_layers_conditioned_on_pictures_are_captured_by_their_parts() -> None:
     plan = compiled("conditioned").plan
     assert {"layers.0.seen", "layers.0.mlp"} <= {b for s in plan.sections for b in s.blocks}
     assert any(
@@ -45,7 +45,7 @@ def test_layers_that_are_told_of_pictures_are_cut_into_their_parts() -> None:
     )
 
 
-def test_a_module_that_is_called_in_a_loop_over_the_batch_hides_in_the_block_around_it() -> None:
+def test_a_module_called_in_a_loop_over_the_batch_becomes_part_of_a_larger_block() -> None:
     plan = compiled("one_by_one").plan
     assert {b for s in plan.sections for b in s.blocks} == {"captioner", "head"}
     (note,) = (note for note in plan.checks["notes"] if "one block" in note)
@@ -71,7 +71,7 @@ def test_lists_of_dicts_that_grow_with_the_samples_are_exact() -> None:
     assert [n["kind"][1] for n in plan.recorded[0].nodes if n["kind"][:2] == ["recorded", "loss:0"]]
 
 
-def test_losses_that_a_loop_over_samples_adds_up_are_exact() -> None:
+def test_losses_summed_in_a_loop_over_samples_are_exact() -> None:
     plan = compiled("per_sample").plan
     (case,) = plan.recorded
     assert [
@@ -80,7 +80,7 @@ def test_losses_that_a_loop_over_samples_adds_up_are_exact() -> None:
     assert {"layers", "teacher"} <= {b.split(".")[1] for s in plan.sections for b in s.blocks}
 
 
-def test_a_loop_over_samples_around_modules_is_refused_with_what_to_do() -> None:
+def test_a_loop_over_samples_around_modules_is_refused_with_a_remedy() -> None:
     with pytest.raises(
         UserError, match=r"per_sample_modules\.py:\d+: the glue's ops change with the batch"
     ) as error:
@@ -88,7 +88,7 @@ def test_a_loop_over_samples_around_modules_is_refused_with_what_to_do() -> None
     assert "nn.Module of its own that returns rows of the samples" in (error.value.remedy or "")
 
 
-def test_a_tower_that_keeps_a_tensor_for_another_is_cut_into_its_parts() -> None:
+def test_a_tower_that_stores_a_tensor_for_another_is_captured_by_its_parts() -> None:
     plan = compiled("kept").plan
     assert {"vision.layers.0", "text.seen", "text.layers.2"} <= {b for s in plan.sections for b in s.blocks}
     assert plan.checks["notes"][0].startswith(
@@ -96,7 +96,7 @@ def test_a_tower_that_keeps_a_tensor_for_another_is_cut_into_its_parts() -> None
     )
 
 
-def test_a_block_that_takes_lengths_has_its_shapes_from_their_values() -> None:
+def test_a_block_that_takes_lengths_gets_its_shapes_from_their_values() -> None:
     plan = compiled("heard").plan
     assert {"encoder", "head"} == {b for s in plan.sections for b in s.blocks}
 
@@ -104,7 +104,7 @@ def test_a_block_that_takes_lengths_has_its_shapes_from_their_values() -> None:
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", ["listed", "boxes", "per_sample", "kept"])
-def test_ranks_train_as_plain_pytorch_does(name: str, tmp_path: Path) -> None:
+def test_ranks_train_like_plain_pytorch(name: str, tmp_path: Path) -> None:
     model = write_recording_model(name, tmp_path, MODELS)
     made = check_exactness(
         compile_model(model, CompileOptions(cluster="local:3", global_batch=12, strategy="apart")),

@@ -1,5 +1,5 @@
-"""A frozen tower in training mode runs ahead: its random numbers are those of the step that uses them; bad
-samples are left out."""
+"""A frozen tower in training mode computes forwards of the next step: its random numbers are those of the
+step that uses them, and bad samples are left out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_dropout_ahead_of_the_step_draws_what_one_rank_draws(apart: Path, tmp_path: Path) -> None:
+def test_dropout_in_prefetched_forwards_draws_like_one_rank(apart: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     compile_and_write(MODELS / "frozen_tower.py", alone, cluster="local:1", global_batch=GLOBAL_BATCH)
     for plan, ranks, name in ((alone, 1, "one"), (apart, 3, "apart")):
@@ -51,7 +51,7 @@ def test_dropout_ahead_of_the_step_draws_what_one_rank_draws(apart: Path, tmp_pa
     assert ahead(tmp_path / "apart.json") and not ahead(tmp_path / "one.json")
 
 
-def test_samples_of_the_next_step_that_do_not_load_are_left_out(apart: Path, tmp_path: Path) -> None:
+def test_prefetched_samples_that_do_not_load_are_left_out(apart: Path, tmp_path: Path) -> None:
     """Sample 14 is in the second step, of which the first one computes a part."""
     for name, options in (("ahead", []), ("not", ["--run-ahead", "0"])):
         arguments = [

@@ -1,7 +1,7 @@
-"""Training a plan computes what plain PyTorch computes: every step's loss, the first step's gradients, the
-parameters after five steps.
+"""Training a plan computes what plain PyTorch computes: every step's loss, the first step's gradients, and
+the parameters after five steps.
 
-These plans have fused operators in them; other files train without.
+These plans use fused operators; plans of other test files do not.
 """
 
 from __future__ import annotations
@@ -30,14 +30,27 @@ STEPS, GLOBAL_BATCH = 5, 12
 
 # The allocation may leave ranks of such small models idle; where a strategy is named, all of them are wanted.
 CASES = [
-    ("llava_tiny", 2, "auto"), ("llava_tiny", 3, "apart"), ("two_modalities", 3, "auto"), ("two_modalities", 4, "colocate"),
-    ("qwen_distil", 2, "apart"), ("qwen_distil", 4, "auto"), ("whisper_tiny", 2, "auto"), ("internvl_tiny", 3, "apart"),
-    ("padded_mean", 3, "colocate"), ("vlm_digits", 3, "apart"), ("autograd_functions", 2, "apart"),
-]  # fmt: skip
+    ("llava_tiny", 2, "auto"),
+    ("llava_tiny", 3, "apart"),
+    ("two_modalities", 3, "auto"),
+    ("two_modalities", 4, "colocate"),
+    ("qwen_distil", 2, "apart"),
+    ("qwen_distil", 4, "auto"),
+    ("whisper_tiny", 2, "auto"),
+    ("internvl_tiny", 3, "apart"),
+    ("padded_mean", 3, "colocate"),
+    ("vlm_digits", 3, "apart"),
+    ("autograd_functions", 2, "apart"),
+]
 SLOW = [
-    ("vlm_digits", 2, "colocate"), ("vlm_digits", 4, "apart"), ("llava_tiny", 4, "apart"), ("two_modalities", 2, "colocate"),
-    ("qwen_distil", 3, "colocate"), ("whisper_tiny", 4, "apart"), ("internvl_tiny", 4, "colocate"),
-]  # fmt: skip
+    ("vlm_digits", 2, "colocate"),
+    ("vlm_digits", 4, "apart"),
+    ("llava_tiny", 4, "apart"),
+    ("two_modalities", 2, "colocate"),
+    ("qwen_distil", 3, "colocate"),
+    ("whisper_tiny", 4, "apart"),
+    ("internvl_tiny", 4, "colocate"),
+]
 
 
 @pytest.mark.gloo
@@ -117,7 +130,8 @@ def dataset():
     made = []
     for i in range(40):
         gain = torch.randn(4, generator=torch.Generator().manual_seed(i))
-        made.append({"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(i)), "gain": gain - gain.mean()})
+        g = torch.Generator().manual_seed(i)
+        made.append({"x": torch.randn(4, 8, generator=g), "gain": gain - gain.mean()})
     return made
 """
 

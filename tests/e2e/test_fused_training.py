@@ -1,5 +1,5 @@
-"""Plans with fused operators inside the user's modules train as plain PyTorch does without them, beside
-everything else that plans do."""
+"""Plans with fused operators inside the user's modules train like plain PyTorch without them, in
+combination with other plan features."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ LLAVA = ("language_model.sharding=zero1", "language_model.recompute=selective", 
 CASES = [
     ("llava_tiny", 3, LLAVA, {"swiglu", "rms-norm", "rope", "layer-norm"}),
     pytest.param(
-        "qwen_distil", 3, ("student.sharding=zero2", "student.recompute=full", "student.dp=2"), {"swiglu", "rms-norm", "rope"},
+        "qwen_distil",
+        3,
+        ("student.sharding=zero2", "student.recompute=full", "student.dp=2"),
+        {"swiglu", "rms-norm", "rope"},
         marks=pytest.mark.slow,
     ),
     pytest.param("vlm_digits", 3, (), {"swiglu", "rms-norm", "rope", "layer-norm"}, marks=pytest.mark.slow),
     pytest.param("whisper_tiny", 2, (), {"layer-norm"}, marks=pytest.mark.slow),
-]  # fmt: skip
+]
 
 
 @pytest.mark.gloo
@@ -71,7 +74,7 @@ def test_the_distillation_example_trains_as_plain_pytorch(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_glue_that_is_recorded_anew_meets_fused_heads() -> None:
+def test_rerecorded_glue_works_with_fused_heads() -> None:
     row = look(entry("qwen2_5_vl"), run=False, fuse=True)
     assert row.check == EXACT
 

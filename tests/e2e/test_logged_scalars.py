@@ -1,5 +1,5 @@
-"""Scalars that forward returns beside the loss: a run logs what the whole global batch has, and the plan
-names those of which it cannot."""
+"""Scalars that forward returns in addition to the loss: a run logs those of the whole global batch, and
+the plan names the ones it cannot compute."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ def test_a_run_logs_the_scalars_of_the_whole_batch(tmp_path: Path) -> None:
     assert min(spread) / 2 < found["spread"] < 2 * max(spread)
     (note,) = compiled.plan.checks["logged"]
     assert note.startswith(
-        "spread is logged as the mean of the micro-batches' own values, weighted by samples: aten.std.correction"
+        "spread is logged as the mean of the micro-batches' own values, "
+        "weighted by samples: aten.std.correction"
     )
 
 
-def test_a_scalar_that_no_plan_can_hold_is_not_logged_and_joins_no_blocks(tmp_path: Path) -> None:
+def test_a_scalar_that_no_plan_can_compute_is_not_logged_and_merges_no_blocks(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     text = PATH.read_text().replace('"spread": hidden.std()', '"spread": sum(row.norm() for row in hidden)')
     path.write_text(text)
@@ -74,7 +75,7 @@ def test_a_scalar_that_no_plan_can_hold_is_not_logged_and_joins_no_blocks(tmp_pa
         "float(ce) * mse",
     ],
 )
-def test_a_number_that_only_a_run_knows_is_logged_and_nothing_else(use: str, tmp_path: Path) -> None:
+def test_a_number_known_only_at_run_time_is_logged(use: str, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(PATH.read_text().replace('"loss": ce + 0.5 * mse', f'"loss": {use}'))
     with pytest.raises(UserError, match="Python reads a value") as refused:

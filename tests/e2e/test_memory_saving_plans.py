@@ -1,5 +1,5 @@
-"""Plans that shard optimizer states and recompute train as plain PyTorch does, with Hugging Face's models,
-caches and all."""
+"""Plans that shard optimizer states and recompute activations train like plain PyTorch, with Hugging Face
+models and their caches."""
 
 from __future__ import annotations
 

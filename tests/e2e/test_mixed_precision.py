@@ -1,4 +1,4 @@
-"""`--dtype bf16`: plans train as the recipe does that people write by hand, and sums stay in float32."""
+"""`--dtype bf16`: plans train like a handwritten mixed-precision recipe, and sums stay in float32."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SLOW = [
 @pytest.mark.parametrize(
     ("name", "ranks", "choices"), CASES + [pytest.param(*c, marks=pytest.mark.slow) for c in SLOW]
 )
-def test_a_plan_trains_as_the_recipe_by_hand(
+def test_a_plan_trains_like_the_handwritten_recipe(
     name: str, ranks: int, choices: tuple[str, ...], tmp_path: Path
 ) -> None:
     model = write_named_recording_model(name, tmp_path)
@@ -134,7 +134,7 @@ def test_gradients_are_summed_in_float32(tmp_path: Path) -> None:
         assert torch.equal(value, runs[1].parameters[name]), name
 
 
-def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
+def test_impossible_mixed_precision_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot compute in 'fp8'"):
         compile_and_write(MODELS_FOLDER / "nano.py", tmp_path / "plan", dtype="fp8")
     model = tmp_path / "half.py"

@@ -1,5 +1,4 @@
-"""Every way in which components can be joined is cut into the sections that a user expects, and the plan is
-exact."""
+"""Each way to join components gives the sections that a user expects, and the plan is exact."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def test_structures_are_exact_in_their_sections(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HABITS)
-def test_what_research_code_does_beside_computing_is_exact(name: str) -> None:
+def test_side_effects_of_research_code_are_exact(name: str) -> None:
     row = look(entry(name), run=False)
     assert (row.check, row.glue) == (EXACT, "generic")
     assert row.sections == HABITS[name]

@@ -1,5 +1,5 @@
-"""What modules keep from call to call is refused by place where it would couple micro-batches; what only
-looks as if is taken."""
+"""State that modules keep between calls is refused, with its line, if it couples micro-batches, and
+accepted if it does not."""
 
 from __future__ import annotations
 
@@ -92,10 +92,13 @@ class Part(nn.Module):
 """
 COUPLED = {
     "gradients by frequency": (FREQUENT, r"how often a row is looked up"),
-    "renormalised rows": (FREQUENT.replace("scale_grad_by_freq=True", "max_norm=1.0"), r"depending on its inputs \(part\.table\.weight\)"),
+    "renormalised rows": (
+        FREQUENT.replace("scale_grad_by_freq=True", "max_norm=1.0"),
+        r"depending on its inputs \(part\.table\.weight\)",
+    ),
     "statistics": (STATISTICS, r"forward changes depending on its inputs \(part\.mean\)"),
     "statistics in a new tensor": (REPLACED, r"forward changes depending on its inputs \(mean\)"),
-}  # fmt: skip
+}
 
 
 def written(tmp_path: Path, part: str) -> Path:
@@ -105,7 +108,7 @@ def written(tmp_path: Path, part: str) -> Path:
 
 
 @pytest.mark.parametrize("name", COUPLED)
-def test_what_couples_micro_batches_is_refused_by_place(tmp_path: Path, name: str) -> None:
+def test_module_state_that_couples_micro_batches_is_refused_with_its_line(tmp_path: Path, name: str) -> None:
     part, message = COUPLED[name]
     with pytest.raises(UserError, match=message) as found:
         compile_model(written(tmp_path, part), CompileOptions(cluster="local:2", global_batch=4))
@@ -113,7 +116,7 @@ def test_what_couples_micro_batches_is_refused_by_place(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("part", [COUNTED, FROZEN_IN_16_BITS, WEIGHT_NORM])
-def test_what_does_not_is_exact(tmp_path: Path, part: str) -> None:
+def test_module_state_that_couples_nothing_is_exact(tmp_path: Path, part: str) -> None:
     compiled = compile_and_write(
         written(tmp_path, part),
         tmp_path / "plan",

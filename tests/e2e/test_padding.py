@@ -1,5 +1,5 @@
-"""Packed batches, padding on either side, and edges between widths: exact, with own widths where padding is
-unseen."""
+"""Packed batches, padding on either side, and edges between widths are exact, with own widths where
+padding does not reach the loss."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def model():
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, **heads)
     return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False, max_position_embeddings=64))
 """
 # Hugging Face's packing: positions that start anew.
@@ -50,7 +51,8 @@ RESETS = """
 
 def collate(samples):
     positions = torch.cat([torch.arange(len(s["input_ids"])) for s in samples])[None]
-    return dict(input_ids=packed(samples, "input_ids"), labels=packed(samples, "labels"), position_ids=positions)
+    ids, labels = packed(samples, "input_ids"), packed(samples, "labels")
+    return dict(input_ids=ids, labels=labels, position_ids=positions)
 """
 # Padding before the tokens. The first label counts only where it is asked for: padding predicts it.
 LEFT = """
@@ -59,8 +61,10 @@ def collate(samples):
     width = max(len(s["input_ids"]) for s in samples)
     pad = lambda x, value: torch.cat([x.new_full((width - len(x),), value), x])
     mask = torch.stack([pad(torch.ones_like(s["input_ids"]), 0) for s in samples])
-    ids, labels = torch.stack([pad(s["input_ids"], 0) for s in samples]), torch.stack([pad(s[LABELS], -100) for s in samples])
-    return dict(input_ids=ids, labels=labels, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+    ids = torch.stack([pad(s["input_ids"], 0) for s in samples])
+    labels = torch.stack([pad(s[LABELS], -100) for s in samples])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return dict(input_ids=ids, labels=labels, attention_mask=mask, position_ids=positions)
 """
 # Attention within each sample of a packed batch, by the offsets of its samples, which a block reads.
 OFFSETS = """
@@ -73,14 +77,16 @@ class Layer(nn.Module):
     def forward(self, x, offsets):
         q, k, v = self.qkv(x).chunk(3, -1)
         spans = [slice(a, b) for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
-        found = [F.scaled_dot_product_attention(q[:, None, s], k[:, None, s], v[:, None, s], is_causal=True)[:, 0] for s in spans]
+        attend = F.scaled_dot_product_attention
+        found = [attend(q[:, None, s], k[:, None, s], v[:, None, s], is_causal=True)[:, 0] for s in spans]
         return x + self.out(torch.cat(found, 1))
 
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.layers, self.head = nn.Embedding(64, 16), nn.ModuleList(Layer() for _ in range(3)), nn.Linear(16, 64)
+        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
 
     def forward(self, input_ids, labels, cu_seqlens):
         x = self.embed(input_ids)
@@ -95,7 +101,8 @@ def model():
 
 def collate(samples):
     lengths = torch.tensor([0] + [len(s["input_ids"]) for s in samples])
-    return dict(input_ids=packed(samples, "input_ids"), labels=packed(samples, "labels"), cu_seqlens=lengths.cumsum(0).int())
+    ids, labels = packed(samples, "input_ids"), packed(samples, "labels")
+    return dict(input_ids=ids, labels=labels, cu_seqlens=lengths.cumsum(0).int())
 """
 # An encoder of sounds as long as they are, a decoder of texts as long as they are.
 EDGE = """
@@ -104,7 +111,8 @@ class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
         self.inp = nn.Linear(8, 16)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2))
+        options = dict(dropout=0.0, batch_first=True)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, **options) for _ in range(2))
 
     def forward(self, sound, mask):
         x = self.inp(sound) * mask[..., None]
@@ -117,7 +125,8 @@ class Decoder(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(64, 16)
-        self.layers = nn.ModuleList(nn.TransformerDecoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2))
+        options = dict(dropout=0.0, batch_first=True)
+        self.layers = nn.ModuleList(nn.TransformerDecoderLayer(16, 2, 32, **options) for _ in range(2))
 
     def forward(self, ids, memory, mask):
         x = self.embed(ids)

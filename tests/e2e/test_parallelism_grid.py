@@ -1,7 +1,8 @@
-"""Every parallelism with every other: six models under plans of two to six ranks train as plain PyTorch does.
+"""Every parallelism combined with every other: six models under plans of two to six ranks train like plain
+PyTorch.
 
-A model is captured once for each dtype and planned anew for each row; ranks are forked from one server that
-has imported everything.
+A model is captured once for each dtype and planned again for each row; ranks are forked from one server
+that has imported everything.
 """
 
 from __future__ import annotations
@@ -69,18 +70,21 @@ SLOW = {
         (4, "language_model.tp=2 vision_tower.tp=2 vision_tower.micro_batch=2"),
         (
             6,
-            "language_model.tp=2 language_model.dp=2 language_model.sharding=zero1 vision_tower.dp=2 vision_tower.sharding=zero2",
+            "language_model.tp=2 language_model.dp=2 language_model.sharding=zero1 "
+            "vision_tower.dp=2 vision_tower.sharding=zero2",
         ),
         (6, "language_model.tp=2 language_model.pp=2 vision_tower.pp=2"),
         (4, "language_model.pp=2 vision_tower.tp=2 language_model.micro_batch=2"),
         (
             3,
-            "language_model.pp=2 language_model.backward=split vision_tower.dp=1 language_model.micro_batch=1",
+            "language_model.pp=2 language_model.backward=split "
+            "vision_tower.dp=1 language_model.micro_batch=1",
         ),
         (5, "language_model.pp=2 language_model.dp=2 language_model.sharding=zero2 vision_tower.dp=1 bf16"),
         (
             6,
-            "language_model.tp=2 language_model.dp=2 language_model.sharding=zero3 vision_tower.dp=2 vision_tower.sharding=zero1 bf16",
+            "language_model.tp=2 language_model.dp=2 language_model.sharding=zero3 "
+            "vision_tower.dp=2 vision_tower.sharding=zero1 bf16",
         ),
     ],
     "qwen_distil": [
@@ -100,7 +104,8 @@ SLOW = {
         (3, "encoder.dp=2 encoder.sharding=zero1 decoder.dp=1 decoder.recompute=full"),
         (
             4,
-            "encoder.dp=1 encoder.recompute=selective decoder.dp=3 decoder.sharding=zero2 decoder.micro_batch=2",
+            "encoder.dp=1 encoder.recompute=selective "
+            "decoder.dp=3 decoder.sharding=zero2 decoder.micro_batch=2",
         ),
         (5, "encoder.dp=2 encoder.sharding=zero3 decoder.dp=3 decoder.sharding=zero3"),
         (4, "encoder.tp=2 decoder.tp=2 decoder.micro_batch=3"),

@@ -1,5 +1,4 @@
-"""Runs that end with a partial batch and leave samples out are exactly those of plain PyTorch on the samples
-that are there."""
+"""Runs with a partial last batch and with samples left out equal plain PyTorch on the remaining samples."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ class Model(nn.Module):
         self.embed, self.mix, self.head = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 20)
 
     def forward(self, input_ids, labels):
-        return F.cross_entropy(self.head(self.mix(self.embed(input_ids)).tanh()).flatten(0, 1), labels.flatten())
+        states = self.mix(self.embed(input_ids)).tanh()
+        return F.cross_entropy(self.head(states).flatten(0, 1), labels.flatten())
 
 
 class Data(torch.utils.data.Dataset):

@@ -1,4 +1,4 @@
-"""Sections in pipeline stages train exactly what plain PyTorch trains."""
+"""Sections in pipeline stages train like plain PyTorch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,27 @@ STEPS, GLOBAL_BATCH = 4, 12
 CASES = [
     ("skips", 3, ("model.pp=3", "model.backward=split", "model.micro_batch=2")),
     ("llava_tiny", 3, ("language_model.pp=2", "vision_tower.dp=1")),
-]  # fmt: skip
+]
 SLOW = [
     ("skips", 4, ("model.pp=2", "model.dp=2", "model.sharding=zero3", "model.recompute=full")),
-    ("skips", 4, ("model.pp=2", "model.dp=2", "model.sharding=zero1", "model.recompute=selective", "model.micro_batch=2")),
+    (
+        "skips",
+        4,
+        (
+            "model.pp=2",
+            "model.dp=2",
+            "model.sharding=zero1",
+            "model.recompute=selective",
+            "model.micro_batch=2",
+        ),
+    ),
     ("skips", 5, ("model.pp=5", "model.micro_batch=1")),
     ("skips", 4, ("model.pp=2", "model.dp=2", "model.sharding=zero2", "model.backward=split")),
-    ("llava_tiny", 5, ("language_model.pp=2", "language_model.dp=2", "vision_tower.dp=1", "language_model.backward=split")),
+    (
+        "llava_tiny",
+        5,
+        ("language_model.pp=2", "language_model.dp=2", "vision_tower.dp=1", "language_model.backward=split"),
+    ),
     ("qwen_distil", 2, ("student.pp=2", "teacher.with=student")),
     ("qwen_distil", 4, ("student.pp=2", "teacher.pp=2")),
     ("qwen_distil", 5, ("student.pp=2", "teacher.pp=3")),
@@ -39,7 +53,7 @@ SLOW = [
     ("llava_tiny", 4, ("language_model.pp=2", "language_model.dp=2", "vision_tower.with=language_model")),
     ("whisper_tiny", 4, ("decoder.pp=2", "encoder.pp=2")),
     ("llava_tiny", 5, ("language_model.pp=2", "language_model.tp=2", "vision_tower.dp=1")),
-]  # fmt: skip
+]
 
 
 @pytest.mark.gloo
@@ -96,7 +110,7 @@ def test_a_checkpoint_may_change_its_stages(tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_random_ops_and_clipping_do_not_see_stages(tmp_path: Path) -> None:
+def test_random_ops_and_clipping_are_independent_of_stages(tmp_path: Path) -> None:
     model = write_recording_model("gpt2_dropout", tmp_path, MODELS)
     runs: list[TrainingResult] = []
     for ranks, pins in ((1, ()), (4, ("model.pp=2", "model.dp=2", "model.micro_batch=2"))):
@@ -119,7 +133,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "choice", "message", "remedy"), REFUSED)
-def test_stages_that_cannot_be_are_refused(
+def test_impossible_stages_are_refused(
     name: str, choice: str, message: str, remedy: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as error:
@@ -136,7 +150,7 @@ def test_stages_that_cannot_be_are_refused(
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("choices", [(), ("model.sharding=zero2", "model.recompute=full")])
-def test_stages_whose_replicas_are_neighbours(choices: tuple[str, ...], tmp_path: Path) -> None:
+def test_stages_with_neighbouring_replicas(choices: tuple[str, ...], tmp_path: Path) -> None:
     """Where messages between two nodes take long, each has one stage's replicas, and a replica's ranks are
     not in a row."""
     cluster = tmp_path / "cluster.yaml"

@@ -1,4 +1,4 @@
-"""Random small compound models under random plans train as plain PyTorch does. `random_runs` tries any range
+"""Small random compound models under random plans train like plain PyTorch. `random_runs` tries any range
 of seeds."""
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def test_random_ops_draw_the_same_under_any_plan(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.gloo
-def test_steps_and_seeds_draw_other_numbers(tmp_path: Path) -> None:
+def test_each_step_and_seed_draws_other_numbers(tmp_path: Path) -> None:
     (tmp_path / "still.py").write_text(STILL)
     compile_and_write(tmp_path / "still.py", tmp_path / "plan", cluster="local:1", global_batch=4)
     losses = [

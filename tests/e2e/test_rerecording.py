@@ -1,5 +1,5 @@
-"""Micro-batches of which Python reads what no capture saw are recorded anew: for each way of reading, as
-plain PyTorch computes them."""
+"""Micro-batches on branches not seen during capture are re-recorded, for each way of reading a value, and
+compute what plain PyTorch computes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def rank_of(made: CompiledPlan, folder: Path) -> OneRankPlan:
 
 
 @pytest.mark.parametrize("kind", READS)
-def test_a_branch_that_no_capture_took_is_recorded_anew(tmp_path: Path, kind: str) -> None:
+def test_a_branch_not_seen_during_capture_is_rerecorded(tmp_path: Path, kind: str) -> None:
     made = compiled(tmp_path, READS[kind])
     rank = rank_of(made, tmp_path)
     assert [s.name for s in made.plan.sections] == ["front", "back"]
@@ -105,7 +105,7 @@ def test_a_branch_that_no_capture_took_is_recorded_anew(tmp_path: Path, kind: st
 
 
 @pytest.mark.gloo
-def test_ranks_train_a_micro_batch_that_no_capture_saw(tmp_path: Path) -> None:
+def test_ranks_train_on_a_branch_not_seen_during_capture(tmp_path: Path) -> None:
     """The third global batch holds the sample; one rank records it while the step before trains."""
     source = (
         SOURCE.replace("{read}", READS["bool"])
@@ -130,7 +130,7 @@ def test_ranks_train_a_micro_batch_that_no_capture_saw(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
-def test_ranks_train_what_several_processes_record(tmp_path: Path) -> None:
+def test_ranks_train_with_several_recording_processes(tmp_path: Path) -> None:
     """A section of few inputs, whose recordings end early and are often known, and one that wants the whole
     forward."""
     (tmp_path / "rows_reader.py").write_text(reader_model.SOURCE)

@@ -1,5 +1,5 @@
-"""Rows of several batches one behind the other (`cat([chosen, rejected])`) are no rows sample after sample:
-edges do not carry them so."""
+"""Rows of concatenated batches (`cat([chosen, rejected])`) do not lie sample after sample, so section
+edges do not carry them as such."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def compiled(tmp_path: Path, joined: str = "torch.cat([first, second])") -> Comp
     return compile_model(tmp_path / "model.py", CompileOptions(cluster="local:2", global_batch=12))
 
 
-def test_halves_of_a_batch_cross_with_a_dim_of_their_own() -> None:
+def test_stacked_halves_of_a_batch_can_cross_sections() -> None:
     row = look(entry("two_views"), run=False)
     assert row.check == EXACT
     assert row.sections == {"teacher": "forward", "student": "train"}
 
 
-def test_rows_that_a_block_puts_out_of_order_are_noticed(tmp_path: Path) -> None:
+def test_rows_reordered_by_a_block_are_detected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not compute what plain PyTorch computes"):
         check_exactness(compiled(tmp_path), required=True)
     assert check_exactness(

@@ -1,5 +1,5 @@
-"""How sections are formed where a tower does little work: the better plan's step decides, both steps are
-told, and training is exact."""
+"""Whether a small tower becomes a section: the plan with the shorter step decides, both step times are
+reported, and training is exact."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GLOBAL_BATCH = 12
 
 
 @pytest.mark.gloo
-def test_a_small_tower_stays_a_section_where_the_step_is_shorter_for_it(tmp_path: Path) -> None:
+def test_a_small_tower_stays_a_section_if_that_shortens_the_step(tmp_path: Path) -> None:
     model = write_recording_model("looked_up", tmp_path, MODELS)
     plan = compile_and_write(model, tmp_path / "plan", cluster="1x3xcpu", global_batch=GLOBAL_BATCH).plan
     told = [n for reasons in plan.reasons.values() for n in reasons.get("formed", ())]

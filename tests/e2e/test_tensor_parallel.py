@@ -1,5 +1,5 @@
-"""Tensor-parallel plans train as plain PyTorch does: sections of the user's own modules, cut, and edges
-between unlike replicas."""
+"""Tensor-parallel plans train like plain PyTorch, with the user's own modules split, and with edges
+between replicas of different tp."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ SLOW = [
         "llava_tiny",
         4,
         "colocate",
-        "language_model.tp=2 language_model.norms=sequence language_model.sharding=zero1 language_model.recompute=full",
+        "language_model.tp=2 language_model.norms=sequence "
+        "language_model.sharding=zero1 language_model.recompute=full",
     ),
 ]
 
@@ -126,7 +127,7 @@ def test_dropout_on_parts_draws_what_one_rank_draws(tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_checkpoints_pass_between_cuts(tmp_path: Path) -> None:
+def test_checkpoints_load_under_another_tp(tmp_path: Path) -> None:
     """Two steps in two parts of every matrix and a sharded optimizer, one in four parts, the rest whole: as
     plain PyTorch does all five."""
     model = write_recording_model("nano", tmp_path, MODELS)
@@ -154,7 +155,7 @@ def test_checkpoints_pass_between_cuts(tmp_path: Path) -> None:
     assert list(find_differences(TrainingResult(losses, first.gradients, found.parameters), reference)) == []
 
 
-def test_norms_on_parts_of_the_sequence_are_refused_where_no_layer_was_shown_exact(tmp_path: Path) -> None:
+def test_sequence_parallel_norms_are_refused_if_no_layer_was_verified(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"model\.norms=sequence is impossible: no layer of it was shown exact"
     ):
@@ -166,7 +167,7 @@ def test_norms_on_parts_of_the_sequence_are_refused_where_no_layer_was_shown_exa
         )
 
 
-def test_what_cannot_be_cut_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_impossible_tp_is_refused_with_the_reason(tmp_path: Path) -> None:
     for choice, ranks, reason in (
         ("student.tp=4", 4, "tp=4 does not divide 2 heads"),
         ("student.tp=3", 3, "tp=3 does not divide"),

@@ -1,4 +1,4 @@
-"""Public architectures compile, are exact, and train on three ranks as in plain PyTorch: a few by default,
+"""Public architectures compile, are exact, and train on three ranks like plain PyTorch: a few by default,
 the whole zoo as slow tests."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def test_all_other_architectures_train_exactly(name: str) -> None:
     assert (row.check, row.run) == (EXACT, EXACT)
 
 
-def test_glue_that_depends_on_values_is_recorded_anew() -> None:
+def test_glue_that_depends_on_values_is_rerecorded() -> None:
     row = look(entry("mistral3"), run=False)
     assert (
         row.check == EXACT
@@ -42,7 +42,7 @@ def test_glue_that_depends_on_values_is_recorded_anew() -> None:
     assert "differs between batches" in row.notes[0] and "modeling_mistral3.py:" in row.notes[0]
 
 
-def test_every_entry_has_a_name_of_its_own_and_writes_a_model_file() -> None:
+def test_every_entry_has_a_unique_name_and_a_model_file() -> None:
     names = [e.name for e in entries()]
     assert len(names) == len(set(names)) >= 25
     assert all(f'entry("{e.name}")' in e.source() for e in entries())

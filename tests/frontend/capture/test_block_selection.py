@@ -1,5 +1,5 @@
-"""Which modules become blocks, and how the choice moves: heads, losses, cuts, the user's own choice, and
-calls that cannot be recorded."""
+"""Which modules become blocks, and how heads, losses, opened components, named blocks and calls that
+cannot be recorded change that."""
 
 from __future__ import annotations
 
@@ -134,11 +134,11 @@ class Merged(Wrapped):
         return self.out(x)
 
 
-def test_a_wide_projection_beside_the_layers_stays_with_them() -> None:
+def test_a_wide_projection_before_the_last_layer_is_no_head() -> None:
     assert chosen(Pair(Merged(), Stack())) == ["first", "second"]
 
 
-def test_a_cut_component_has_its_layers_as_blocks() -> None:
+def test_an_opened_component_has_its_layers_as_blocks() -> None:
     found = chosen(Pair(Wrapped(), Stack()), cut={"first"})
     assert found == [
         "first.tower.embed",
@@ -162,7 +162,7 @@ def test_a_path_that_is_no_module_is_refused(option: dict[str, Sequence[str]]) -
         chosen(Pair(Stack(), Stack()), **option)
 
 
-def test_layers_that_cannot_be_called_from_text_stay_inside_their_component() -> None:
+def test_layers_with_arguments_that_cannot_be_recorded_stay_inside_their_component() -> None:
     found = select_blocks(Pair(Wrapped(thing=True), Stack()), [TOKENS])
     assert found.blocks == ["first", "second"]
 
@@ -174,7 +174,7 @@ def test_the_component_is_the_largest_module_without_another_stack() -> None:
     assert ModuleTree(Language()).component_of("head") == ""
 
 
-def test_stacks_are_lists_of_alike_layers_with_weights() -> None:
+def test_stacks_are_lists_of_equal_layers_with_weights() -> None:
     assert is_layer_stack(nn.ModuleList([Layer(), Layer()])) and is_layer_stack(
         nn.Sequential(Layer(), Layer(), Layer())
     )
@@ -204,5 +204,5 @@ def test_a_stack_may_mix_layers_of_one_file_that_have_parts() -> None:
     assert not is_layer_stack(nn.ModuleList([Deep(Layer(), Layer()), DeepCrossing(Layer(), Layer())]))
 
 
-def test_coarser_blocks_take_the_place_of_those_inside() -> None:
+def test_a_coarser_block_replaces_the_blocks_inside_it() -> None:
     assert replace_with_parent(["a.b.0", "a.b.1", "a.c", "ab"], "a.b") == ["a.b", "a.c", "ab"]

@@ -50,7 +50,7 @@ def test_a_generic_graph_is_exact_at_an_unseen_size(models: Path, name: str) -> 
         ("qwen_distil", "student"),
     ],
 )
-def test_a_component_cut_at_its_layers_is_exact(models: Path, name: str, cut: str) -> None:
+def test_a_component_opened_to_its_layers_is_exact(models: Path, name: str, cut: str) -> None:
     user = load_model_file(models / f"{name}.py")
     found = capture_user_model(user, cut={cut})
     layers = [p for p in found.blocks if p.startswith(cut) and ".layers." in p]
@@ -78,7 +78,7 @@ def test_llava_has_a_case_for_each_pattern_and_its_blocks(models: Path) -> None:
     assert tower.trainable_count == tower.parameter_count > 0 and tower.where.startswith("modeling_clip.py:")
 
 
-def test_frozen_parts_and_ties_are_seen(models: Path) -> None:
+def test_frozen_parts_and_tied_parameters_are_recorded(models: Path) -> None:
     found = _capture(models, "internvl_tiny")[1]
     assert found.blocks["model.vision_tower"].trainable_count == 0
     assert ("model.language_model.embed_tokens.weight", "lm_head.weight") in [tuple(t) for t in found.ties]
@@ -92,7 +92,8 @@ from torch import nn
 class Joined(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = (nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2))) for _ in range(2))
+        stack = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2)))
+        self.first, self.second = stack(), stack()
     def forward(self, x):
         return self.second(torch.stack([self.first(row) * i for i, row in enumerate(x)]))
 
@@ -108,7 +109,7 @@ def dataset(): return [{"x": torch.full((4,), float(i)), "labels": torch.tensor(
 """
 
 
-def test_glue_that_no_size_explains_is_hidden_in_a_block_with_a_note(tmp_path: Path) -> None:
+def test_glue_that_no_size_explains_becomes_part_of_a_block_with_a_note(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(LOOPING)
     user = load_model_file(path)
@@ -119,7 +120,7 @@ def test_glue_that_no_size_explains_is_hidden_in_a_block_with_a_note(tmp_path: P
     assert_equals_eager(user, found, [user.load_sample(i) for i in range(11)], build_real_model(user))
 
 
-def test_what_couples_samples_inside_a_block_is_told_by_place(models: Path) -> None:
+def test_ops_that_couple_samples_inside_a_block_are_listed_with_their_line(models: Path) -> None:
     found = capture_user_model(load_model_file(models / "batchnorm.py"))
     assert [(h.path, h.kind, h.where) for h in found.hazards] == [("norm", "batch_norm", "batchnorm.py:19")]
 
@@ -130,20 +131,20 @@ def test_random_ops_are_found_with_the_dim_of_their_samples(models: Path) -> Non
     ]
 
 
-def test_what_mixes_samples_at_random_is_refused_by_place(models: Path) -> None:
+def test_random_mixing_of_samples_is_refused_with_its_line(models: Path) -> None:
     with pytest.raises(UserError, match="mixes the samples") as error:
         capture_user_model(load_model_file(models / "mixup.py"))
     assert error.value.where == "mixup.py:19" and error.value.remedy
 
 
-def test_a_branch_on_a_blocks_value_is_refused_by_place(models: Path) -> None:
+def test_a_branch_on_a_blocks_result_is_refused_with_its_line(models: Path) -> None:
     with pytest.raises(UserError) as error:
         capture_user_model(load_model_file(models / "reads_block_value.py"))
     assert error.value.where == "reads_block_value.py:19"
     assert "encoder" in error.value.message and error.value.remedy
 
 
-def test_a_way_that_only_samples_without_padding_take_is_captured(models: Path) -> None:
+def test_a_path_taken_only_without_padding_is_captured(models: Path) -> None:
     user = load_model_file(models / "rare_full_mask.py")
     found = capture_user_model(user)
     assert [c.rerecord_reason for c in found.cases] == [None, None]
@@ -151,7 +152,7 @@ def test_a_way_that_only_samples_without_padding_take_is_captured(models: Path) 
     assert_equals_eager(user, found, [user.load_sample(50)] * 3, build_real_model(user))
 
 
-def test_a_count_that_is_1_where_nothing_counts_is_so_in_the_graph(models: Path) -> None:
+def test_a_count_clamped_to_1_stays_clamped_in_the_graph(models: Path) -> None:
     user = load_model_file(models / "counts_rows.py")
     found = capture_user_model(user)
     assert_equals_eager(user, found, [user.load_sample(i) for i in range(5)], build_real_model(user))
@@ -159,7 +160,7 @@ def test_a_count_that_is_1_where_nothing_counts_is_so_in_the_graph(models: Path)
     assert_equals_eager(user, found, ignored, build_real_model(user))
 
 
-def test_a_count_that_is_0_where_nothing_counts_stays_so(models: Path, tmp_path: Path) -> None:
+def test_a_count_that_may_be_0_stays_so_in_the_graph(models: Path, tmp_path: Path) -> None:
     file = tmp_path / "plain_count.py"
     file.write_text((models / "counts_rows.py").read_text().replace("max(len(y), 1)", "len(y)"))
     (case,) = capture_user_model(load_model_file(file)).cases
@@ -196,7 +197,7 @@ def collate(samples):
 """
 
 
-def test_a_width_that_all_captures_of_a_way_share_is_no_constant(tmp_path: Path) -> None:
+def test_a_width_shared_by_all_captures_of_a_path_is_no_constant(tmp_path: Path) -> None:
     """Whatever is padded at all is padded to 7 in the captures, and the model's own table has as many entries
     and two."""
     (tmp_path / "model.py").write_text(ONE_WIDTH)
@@ -230,7 +231,8 @@ def dataset():
     made = []
     for i in range(64):
         g = torch.Generator().manual_seed(i)
-        made.append({"a": torch.randint(1, 30, (30 - i % 12,), generator=g), "b": torch.randint(1, 30, (4 + 7 * i % 20,), generator=g)})
+        a = torch.randint(1, 30, (30 - i % 12,), generator=g)
+        made.append({"a": a, "b": torch.randint(1, 30, (4 + 7 * i % 20,), generator=g)})
     return made
 """
 
@@ -279,7 +281,7 @@ def _split(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 @pytest.mark.parametrize(("name", "cut"), [("llava_tiny", "model.vision_tower"), ("two_modalities", "")])
-def test_recordings_made_by_a_copy_of_the_process_give_the_same_capture(
+def test_recordings_of_a_forked_process_give_the_same_capture(
     models: Path, monkeypatch: pytest.MonkeyPatch, name: str, cut: str
 ) -> None:
     text = lambda: print_module(
@@ -292,7 +294,7 @@ def test_recordings_made_by_a_copy_of_the_process_give_the_same_capture(
 
 
 @pytest.mark.parametrize("refused", [3, 4])
-def test_a_late_micro_batch_that_is_refused_tells_the_same_in_a_copy_of_the_process(
+def test_a_refused_micro_batch_gives_the_same_error_in_a_forked_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
     path = tmp_path / "late.py"

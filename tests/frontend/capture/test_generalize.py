@@ -1,5 +1,5 @@
-"""Comparison of captures: which expressions explain moved numbers, which reads become guards, and what is
-refused."""
+"""Comparison of captures: which expressions explain varying numbers, which reads become guards, and what
+is refused."""
 
 from __future__ import annotations
 
@@ -28,13 +28,26 @@ ROWS = [
 ]
 
 EXPRESSIONS = [
-    "7", "S", "B*S", "B*S - B", "576*I", "S + 1", "(S + 3)//4", "B*((S + 1)//2)", "16*I + B", "S*S", "2*B*S + 3", "(S - 1)//2 + 1",
-    "B*S*I", "(B*(B + 1))//2", "3*I*S - 5",
-]  # fmt: skip
+    "7",
+    "S",
+    "B*S",
+    "B*S - B",
+    "576*I",
+    "S + 1",
+    "(S + 3)//4",
+    "B*((S + 1)//2)",
+    "16*I + B",
+    "S*S",
+    "2*B*S + 3",
+    "(S - 1)//2 + 1",
+    "B*S*I",
+    "(B*(B + 1))//2",
+    "3*I*S - 5",
+]
 
 
 @pytest.mark.parametrize("source", EXPRESSIONS)
-def test_a_size_is_explained_by_the_expression_it_came_from(source: str) -> None:
+def test_a_size_is_explained_by_its_generating_expression(source: str) -> None:
     wanted = parse_expr(source)
     found = SizeFitter(ROWS).fit_integer([int(evaluate_expr(wanted, row)) for row in ROWS])
     assert found is not None
@@ -59,20 +72,20 @@ def test_an_explanation_fits_every_observation(values: list[int]) -> None:
 
 
 @pytest.mark.parametrize("source", ["max(S, T)", "max(S, T) - S", "2*B*max(S, T)", "B*max(S, T) - B"])
-def test_the_wider_of_two_widths_is_found_where_both_orders_were_met(source: str) -> None:
+def test_the_maximum_of_two_widths_is_found_if_both_orders_occur(source: str) -> None:
     rows = [{**row, "T": t} for row, t in zip(ROWS, (14, 12, 19, 21, 23), strict=True)]
     wanted = parse_expr(source)
     found = SizeFitter(rows, free={"S", "T"}).fit_integer([int(evaluate_expr(wanted, row)) for row in rows])
     assert found is not None and format_expr(found) == format_expr(wanted)
 
 
-def test_numbers_without_a_reason_stay_unexplained() -> None:
+def test_random_numbers_stay_unexplained() -> None:
     assert SizeFitter(ROWS).fit_integer([914, 13, 577, 2, 86]) is None
     assert SizeFitter(ROWS).fit_real([0.5, 0.1, 0.77, 0.3, 0.9]) is None
 
 
 @pytest.mark.parametrize("source", ["1/B", "0.5/B", "0.25", "1/(B*(S - 1))", "0.1*S"])
-def test_moved_floats_are_multiples_or_quotients(source: str) -> None:
+def test_varying_floats_are_multiples_or_quotients_of_sizes(source: str) -> None:
     wanted = parse_expr(source)
     found = SizeFitter(ROWS).fit_real(
         [float(wanted.subs({size_symbol(k): v for k, v in row.items()})) for row in ROWS]
@@ -167,7 +180,7 @@ def test_kl_divergence_over_the_batch_is_divided_by_the_number_of_samples() -> N
     assert format_expr(div.meta["args"][1]) == "B"
 
 
-def test_taking_apart_and_joining_reads_as_a_reshape() -> None:
+def test_unbinding_and_joining_is_read_as_a_reshape() -> None:
     def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         rows = torch.cat(list(h))
         again = torch.stack(h.unbind(1), 0)
@@ -181,7 +194,7 @@ def test_taking_apart_and_joining_reads_as_a_reshape() -> None:
     )
 
 
-def test_rows_chosen_by_a_mask_have_a_size_of_their_own() -> None:
+def test_rows_selected_by_a_mask_get_their_own_symbol() -> None:
     case, _ = generic(lambda m, h, mask: m.head(h[mask]).square().mean())
     assert list(case.data_symbols) == ["rows_0"] and {
         str(s) for s in case.data_symbols["rows_0"].free_symbols
@@ -190,7 +203,7 @@ def test_rows_chosen_by_a_mask_have_a_size_of_their_own() -> None:
     assert [format_expr(d) for d in index.meta["shape"]] == ["rows_0", "6"]
 
 
-def test_a_size_that_values_decide_is_about_what_it_follows() -> None:
+def test_a_size_that_values_decide_is_estimated_from_other_sizes() -> None:
     rows = [
         {**row, "rows_0": row["I"] * 25 // 10, "rows_1": row["B"] * row["S"] * 3 // 4, "rows_2": 0}
         for row in ROWS
@@ -201,7 +214,7 @@ def test_a_size_that_values_decide_is_about_what_it_follows() -> None:
     assert evaluate_expr(found[1], {"B": 10, "S": 100}) == pytest.approx(750, rel=0.02) and found[2] == 0
 
 
-def test_constants_made_of_sizes_are_made_anew() -> None:
+def test_constants_made_of_sizes_are_computed_in_the_graph() -> None:
     def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         rows, width, _ = h.shape
         return (
@@ -226,7 +239,7 @@ def test_a_branch_on_inputs_gives_a_case_for_each_outcome() -> None:
     assert_exact(model, cases[1], batch(6, 15, 3, full=True))
 
 
-def test_a_read_that_changes_nothing_is_dropped_and_one_that_never_moved_guards() -> None:
+def test_reads_without_effect_are_dropped_and_constant_reads_become_guards() -> None:
     def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         assert mask.any()
         if mask.all():
@@ -257,7 +270,7 @@ class HeldOut:
         yield from ()
 
 
-def test_a_count_that_is_a_floor_division_by_chance_is_not_taken_for_one() -> None:
+def test_a_count_that_equals_a_floor_division_by_chance_is_recognised() -> None:
     model = Model(lambda m, h, mask: h.sum() / int(mask[:, 0].sum()))
 
     def counting(samples: int, counted: int, width: int) -> dict[str, torch.Tensor]:
@@ -279,7 +292,7 @@ def test_a_count_that_is_a_floor_division_by_chance_is_not_taken_for_one() -> No
     assert_exact(model, case, counting(6, 5, 14))
 
 
-def test_what_values_of_inputs_decide_is_refused_by_place_and_value() -> None:
+def test_numbers_that_values_decide_are_refused_with_place_and_value() -> None:
     def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return h[:, : int(mask.sum(1).max())].mean()
 
@@ -288,7 +301,7 @@ def test_what_values_of_inputs_decide_is_refused_by_place_and_value() -> None:
     assert error.value.where.startswith("test_generalize.py:") and "(it was " in error.value.message
 
 
-def test_ways_that_only_sizes_tell_apart_are_refused() -> None:
+def test_paths_that_only_sizes_tell_apart_are_refused() -> None:
     """No guard could choose between them at run time."""
     with pytest.raises(UserError):
         generalize_captures(
@@ -304,7 +317,7 @@ def test_reading_a_constant_guards_nothing() -> None:
     assert case.guards == []
 
 
-def test_ops_that_move_with_the_batch_are_refused_by_place() -> None:
+def test_ops_that_change_with_the_batch_are_refused_with_their_line() -> None:
     def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return torch.stack([m.head(row).mean() for row in h]).sum()
 
@@ -313,7 +326,7 @@ def test_ops_that_move_with_the_batch_are_refused_by_place() -> None:
     assert error.value.where.startswith("test_generalize.py:")
 
 
-def test_counts_that_values_decide_are_left_to_torch_or_refused() -> None:
+def test_counts_that_values_decide_are_inferred_by_torch_or_refused() -> None:
     case, model = generic(lambda m, h, mask: m.head(h[mask].reshape(-1, 2, 3)[:, 0].repeat(1, 2)).mean())
     assert_exact(model, case, batch(6, 15, 3))
     case, model = generic(lambda m, h, mask: h[mask].sum() / (h[mask].shape[0] * h.shape[1] + 1))
@@ -324,7 +337,7 @@ def test_counts_that_values_decide_are_left_to_torch_or_refused() -> None:
         )
 
 
-def test_sizes_are_whole_multiples_where_the_samples_allow_it() -> None:
+def test_integer_multiples_are_preferred() -> None:
     rows = [{"B": b, "I": 3 * b} for b in (2, 3, 4, 5, 7)]
     assert [SizeFitter(rows).fit_integer([k * b for b in (2, 3, 4, 5, 7)]) for k in (1, 3)] == [
         size_symbol("B"),
@@ -332,7 +345,7 @@ def test_sizes_are_whole_multiples_where_the_samples_allow_it() -> None:
     ]
 
 
-def test_other_patterns_tell_what_a_pattern_leaves_open() -> None:
+def test_other_patterns_decide_between_several_explanations() -> None:
     """Samples of the second pattern have one image each, so that images and samples are as many."""
     model = Model(lambda m, h, mask: (h.sum(1) * torch.ones(len(h), 1)).mean())
 

@@ -1,4 +1,4 @@
-"""Only a layer that is `nn.Linear` and nothing more may give way to an operator on its weight."""
+"""Only layers that are exactly `nn.Linear` may be replaced by an operator on their weight."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def noted(layer: nn.Module) -> ModuleOp:
     return module
 
 
-def test_a_plain_layer_is_noted_with_the_types_of_its_parameters() -> None:
+def test_a_plain_linear_layer_is_annotated_with_its_parameter_types() -> None:
     attributes = graph_of(noted(nn.Linear(2, 3, dtype=torch.bfloat16))).blocks["head"].attributes
     assert attributes == {
         "weight": TensorType.from_dims([3, 2], "bf16", True),
@@ -50,5 +50,5 @@ def test_a_plain_layer_is_noted_with_the_types_of_its_parameters() -> None:
 @pytest.mark.parametrize(
     "layer", [Linear(2, 3), hooked(), wrapped(), parametrizations.weight_norm(nn.Linear(2, 3))]
 )
-def test_a_layer_that_does_more_is_not(layer: nn.Module) -> None:
+def test_a_layer_that_does_more_than_nn_linear_is_not_annotated(layer: nn.Module) -> None:
     assert not graph_of(noted(layer)).blocks["head"].attributes

@@ -1,5 +1,5 @@
-"""Whose numbers a random op draws is found from its shapes in several captures; what cannot be told is
-refused by place."""
+"""Which sample each random number belongs to is found from shapes in several captures; ambiguous ops are
+refused with their line."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("shapes", "options", "message"), REFUSED)
-def test_what_cannot_be_told_is_refused_by_place(
+def test_random_ops_without_a_sample_dim_are_refused_with_their_line(
     shapes: list[tuple[int, ...]], options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as error:
@@ -87,7 +87,7 @@ def test_what_cannot_be_told_is_refused_by_place(
     assert error.value.where == "model.py:7" and error.value.remedy
 
 
-def test_a_part_that_is_skipped_at_times_keeps_its_numbers() -> None:
+def test_a_module_skipped_in_some_batches_keeps_its_random_numbers() -> None:
     assert found(*[(b, 3) for b, _, _ in SIZES], repeat=(1, 0, 1, 1, 0, 1)) == [
         RandomOp("drop@model.py:7#0", (0,), "B", "model.py:7")
     ]

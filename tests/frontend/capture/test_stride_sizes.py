@@ -1,4 +1,4 @@
-"""Floor divisions are found among the many that fit a few lengths, by asking for the lengths that tell them
+"""Floor divisions are found among the many that fit a few lengths, by asking for lengths that tell them
 apart."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Listener(nn.Module):
         return nn.functional.cross_entropy(self.head(x + torch.arange(x.shape[1])[:, None]).sum(1), labels)
 
 
-def test_a_capture_asks_for_the_widths_it_needs(user_of: Callable[..., UserModel]) -> None:
+def test_a_capture_probes_the_widths_it_needs(user_of: Callable[..., UserModel]) -> None:
     samples = [{"sound": torch.randn(120 + 37 * i % 211), "labels": torch.tensor(i % 2)} for i in range(40)]
     found = capture_user_model(user_of(samples, model=Listener))
     lengths = [n.meta["args"] for n in found.cases[0].generic.graph.nodes if "arange" in str(n.target)]

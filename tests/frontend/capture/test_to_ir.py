@@ -1,4 +1,4 @@
-"""The IR of a capture: it verifies, prints and parses back, and says what the capture knew."""
+"""The IR of a capture verifies, prints and parses back, and holds what the capture found."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LLAVA = """
 // CHECK: sec.call "lm_head"
 // CHECK: [[LOSS:%[0-9]+]], {{%[0-9]+}} = sec.glue "aten.nll_loss_forward.default"
 // CHECK: sec.return ([[LOSS]])
-"""
+"""  # noqa: E501
 
 DISTILLATION = """
 // CHECK: sec.block "teacher.model" class "Qwen3Model"

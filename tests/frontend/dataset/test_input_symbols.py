@@ -53,7 +53,7 @@ def test_ragged_optional_images(user_of: UserOf):
     assert found.sample_patterns[1] == frozenset("x")
 
 
-def test_one_image_in_some_samples_is_not_the_number_of_samples(user_of: UserOf):
+def test_one_image_per_sample_is_told_from_the_number_of_samples(user_of: UserOf):
     found = described(
         user_of([t | ({"x": torch.zeros(1, 3, 4, 4)} if i % 2 else {}) for i, t in enumerate(TEXTS)])
     )
@@ -97,7 +97,7 @@ def test_left_padding_by_the_user(user_of: UserOf):
     assert pads(found) == left
 
 
-def test_a_padded_batch_is_what_collate_gives_in_wider_company(user_of: UserOf):
+def test_a_padded_batch_equals_collate_with_a_longer_sample(user_of: UserOf):
     user = user_of(TEXTS)
     found = described(user)
     alone, together = user.collate(TEXTS[:1]), user.collate([TEXTS[0], TEXTS[6]])
@@ -105,7 +105,7 @@ def test_a_padded_batch_is_what_collate_gives_in_wider_company(user_of: UserOf):
     assert all(torch.equal(padded[key][0], together[key][0]) for key in padded)
 
 
-def test_sides_that_a_keys_content_leaves_open_follow_another_key(user_of: UserOf):
+def test_an_ambiguous_padding_side_follows_another_key(user_of: UserOf):
     def collate(samples: list[Sample]) -> Sample:
         sides = {"constant": torch.ones_like, "input_ids": torch.Tensor.clone}
         make = lambda f: pad_sequence(
@@ -116,7 +116,7 @@ def test_sides_that_a_keys_content_leaves_open_follow_another_key(user_of: UserO
     assert pads(described(user_of(TEXTS, collate=collate)))["constant"] == ((1, "left", 1.0),)
 
 
-def test_padding_that_is_not_one_value_is_not_a_pad(user_of: UserOf):
+def test_padding_with_several_values_is_no_pad(user_of: UserOf):
     def collate(samples: list[Sample]) -> Sample:
         ids = pad_sequence([s["input_ids"] for s in samples], batch_first=True)
         return {"input_ids": ids, "position_ids": torch.arange(ids.shape[1]).expand_as(ids).contiguous()}
@@ -150,7 +150,7 @@ def test_a_packed_batch_has_rows_along_dim_1(user_of: UserOf):
     assert found.sample_sizes[0] == {"B": 1, "n_input_ids": 3}
 
 
-def test_a_width_of_an_optional_key_is_its_own(user_of: UserOf):
+def test_an_optional_key_has_its_own_width(user_of: UserOf):
     samples = [t | ({"mask": torch.ones(len(t["input_ids"]))} if i % 2 else {}) for i, t in enumerate(TEXTS)]
     assert dims(described(user_of(samples)))["mask"] == ("n_mask", "S_mask")
 
@@ -248,7 +248,7 @@ def stacked(samples: list[Sample]) -> torch.Tensor:
         ),
     ],
 )
-def test_what_cannot_be_split_is_refused(
+def test_dims_that_follow_no_rule_are_refused(
     user_of: UserOf, collate: Callable[[list[Sample]], Sample], message: str
 ):
     with pytest.raises(UserError, match=message) as caught:
@@ -266,8 +266,10 @@ def test_a_list_that_some_samples_leave_empty_is_optional(user_of: UserOf):
     }
     found = described(user_of(samples, collate=collate))
     assert {i.key: i.dims for i in found.inputs if i.optional} == {
-        "pictures.*": ("n_pictures_0", "4"), "pictures.*sizes": ("n_pictures", "2"), "pictures.*most": ("0", "3", "S_pictures")
-    }  # fmt: skip
+        "pictures.*": ("n_pictures_0", "4"),
+        "pictures.*sizes": ("n_pictures", "2"),
+        "pictures.*most": ("0", "3", "S_pictures"),
+    }
 
 
 def test_values_that_never_change_are_no_inputs(user_of: UserOf):

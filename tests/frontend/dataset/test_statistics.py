@@ -1,4 +1,4 @@
-"""How frequent patterns are and how large samples: drawn, said by sizes(i), or given by a file."""
+"""Shares of patterns and mean sizes of samples: drawn, declared by sizes(i), or given by a file."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_survey_counts_what_it_draws(tmp_path: Path) -> None:
     assert {p["sizes"]["n_rows"] > 0 for p in found["patterns"] if p["when"]} == {True}
 
 
-def test_sizes_tell_of_the_whole_dataset_and_find_rare_patterns(tmp_path: Path) -> None:
+def test_declared_sizes_cover_the_whole_dataset_and_find_rare_patterns(tmp_path: Path) -> None:
     path = model_file(tmp_path, rare="i % 250 == 77", sizes=True)
     assert len(load_model_file(path).dataset()) == 1000
     found = {tuple(p["when"]): p for p in stats_of(path)["patterns"]}
@@ -111,7 +111,7 @@ def test_sizes_that_are_wrong_are_refused_when_the_plan_is_made(
     assert "sizes(0) says that 'input_ids' is 5 large, but it is 4" in capsys.readouterr().err
 
 
-def test_a_file_gives_what_the_allocation_reckons_with(tmp_path: Path) -> None:
+def test_a_statistics_file_gives_the_numbers_for_allocation(tmp_path: Path) -> None:
     path = model_file(tmp_path)
     stats = stats_of(path)
     for pattern in stats["patterns"]:
@@ -165,13 +165,13 @@ def test_samples_that_do_not_load_can_be_left_out_of_a_plan(tmp_path: Path) -> N
     assert len(notes) == 1 and "a sample was left out: dataset()[3] raises OSError" in notes[0]
 
 
-def test_a_dataset_of_which_nothing_loads_is_refused(tmp_path: Path) -> None:
+def test_a_dataset_without_a_sample_that_loads_is_refused(tmp_path: Path) -> None:
     user = load_model_file(model_file(tmp_path, broken="raise OSError('no disk')"))
     with pytest.raises(UserError, match="none of the 8 samples that were drawn loads"):
         survey_dataset(user, 8, skip_bad=True)
 
 
-def test_the_random_stream_is_left_alone(tmp_path: Path) -> None:
+def test_the_global_random_state_is_unchanged(tmp_path: Path) -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
     survey_dataset(load_model_file(model_file(tmp_path)), 8)

@@ -65,7 +65,7 @@ def test_unions_are_bounded(user_of: UserOf):
 
 
 @pytest.mark.parametrize("pattern", [frozenset(), frozenset("x"), frozenset("y"), frozenset("xy")])
-def test_micro_batches_have_their_pattern_and_move_in_every_size(user_of: UserOf, pattern: frozenset[str]):
+def test_micro_batches_have_their_pattern_and_vary_in_every_size(user_of: UserOf, pattern: frozenset[str]):
     found = survey_dataset(user_of(MIXED))
     batches = found.compose_batches(pattern)
     assert tuple(len(b) for b in batches) == BATCH_SAMPLE_COUNTS
@@ -77,7 +77,7 @@ def test_micro_batches_have_their_pattern_and_move_in_every_size(user_of: UserOf
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_two_keys_have_as_many_samples_in_all_micro_batches(user_of: UserOf, seed: int):
+def test_no_two_keys_have_equal_sample_counts_in_all_micro_batches(user_of: UserOf, seed: int):
     """With one row for each sample that has them, rows of two keys, and the number of samples, would look
     alike."""
     rng = random.Random(seed)
@@ -108,7 +108,7 @@ def test_even_micro_batches_need_no_padding(user_of: UserOf):
             assert pattern_of(found, batch) == pattern
 
 
-def test_long_texts_are_cropped_to_where_their_labels_are(user_of: UserOf):
+def test_long_texts_are_cropped_to_a_window_with_labels(user_of: UserOf):
     labels = torch.cat([torch.full((2000,), -100), torch.arange(1000)])
     found = survey_dataset(
         user_of([{"input_ids": torch.arange(3000), "labels": labels.clone(), "kind": 3} for _ in range(5)])
@@ -153,7 +153,7 @@ def test_without_crops_only_the_datasets_own_samples_remain(user_of: UserOf):
     )
 
 
-def test_lists_are_cropped_as_tensors_are(user_of: UserOf):
+def test_lists_are_cropped_like_tensors(user_of: UserOf):
     found = survey_dataset(
         user_of([{"input_ids": list(range(300)), "labels": list(range(300))} for _ in range(3)])
     )
@@ -185,14 +185,14 @@ def test_a_survey_holds_few_samples_in_memory(user_of: UserOf):
     assert all(d.shapes["input_ids"][1] == sequence_length(MIXED[d.index]) for d in found.drawn_samples)
 
 
-def test_a_survey_is_deterministic_and_looks_beyond_the_first_samples(user_of: UserOf):
+def test_a_survey_is_deterministic_and_draws_beyond_the_first_samples(user_of: UserOf):
     samples = [text(4)] * 900 + [text(5, x=image())] * 100
     first, second = (survey_dataset(user_of(samples)) for _ in range(2))
     assert [d.index for d in first.drawn_samples] == [d.index for d in second.drawn_samples]
     assert first.optional_keys == {"x"}
 
 
-def test_a_pattern_of_no_samples_is_a_defect(user_of: UserOf):
+def test_a_pattern_without_samples_raises(user_of: UserOf):
     with pytest.raises(ValueError, match="no samples unite"):
         survey_dataset(user_of(MIXED)).compose_batches(frozenset({"nothing"}))
 
