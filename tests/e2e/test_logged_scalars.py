@@ -59,9 +59,7 @@ def test_a_scalar_that_no_plan_can_compute_is_not_logged_and_merges_no_blocks(tm
     path.write_text(text)
     plan = compile_model(path, CompileOptions()).plan
     (note,) = plan.checks["notes"]
-    assert (
-        note.startswith("what forward returns beside the loss is not logged, because") and "model.py:" in note
-    )
+    assert note.startswith("further results of forward are not logged, because") and "model.py:" in note
     assert [t.name for t in plan.terms] == ["cross_entropy", "mse"]
     assert sorted(b for s in plan.sections for b in s.blocks) == ["head", "student", "teacher"]
 

@@ -23,8 +23,8 @@ from secc.runtime.plan.step_program import is_active
 from secc.runtime.recorder import Recorder
 from secc.runtime.sections.base import SectionModule
 
-MAX_BATCH_SAMPLES = 64  # samples of a batch at most, and RECORDED of them where the whole glue is recorded
-MAX_RECORDED_SAMPLES = 16
+MAX_BATCH_SAMPLES = 64
+MAX_RECORDED_SAMPLES = 16  # where all glue is recorded, which is slower than evaluating guards
 
 SampleList = list[dict[str, Any]]
 ReadValue = Callable[[Mapping[str, Any]], object]

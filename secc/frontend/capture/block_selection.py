@@ -33,7 +33,7 @@ class ModuleCalls:
     last_call: int = 0
     took_labels: bool = False
     returned_loss: bool = False
-    returned_side_loss: bool = False  # whether it returned one beside other results
+    returned_side_loss: bool = False  # whether it returned one among other results
     feature_widths: tuple[int, int] = (0, 0)
 
 

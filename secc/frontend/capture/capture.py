@@ -232,7 +232,7 @@ class _CaseFinder:
                     frontier.notes.append(
                         CaptureNote(
                             "",
-                            f"what forward returns beside the loss is not logged, because {error.message}",
+                            f"further results of forward are not logged, because {error.message}",
                             error.where,
                         )
                     )

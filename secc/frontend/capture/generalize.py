@@ -79,7 +79,7 @@ class BatchProbe(Protocol):
     found for other patterns.
     """
 
-    padded_symbols: frozenset[str]  # the symbols whose size can be chosen
+    padded_symbols: frozenset[str]  # symbols for which any larger size can be had
     explanations: SharedExplanations  # what was found of the other patterns
 
     def __call__(self, name: str, size: int) -> ObservedRecording | None:

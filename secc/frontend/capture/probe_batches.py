@@ -30,8 +30,8 @@ from secc.runtime.recorder.fold_joins import fold_joins
 from secc.runtime.recorder.outline import Outline
 from secc.runtime.recorder.serialization import dump_recording, load_recording
 
-_ROTATIONS = 3  # choices of samples that are tried for micro-batches whose sizes move independently
-SLOW_RECORDING_SECONDS = 0.1  # seconds of recordings beside which a copy of this process is cheap
+_ROTATIONS = 3  # choices of samples to try, for micro-batches with sizes that vary independently
+SLOW_RECORDING_SECONDS = 0.1  # recordings that take longer are worth forking this process
 _EXTRA_WIDTHS = (2, 5, 3, 7, 4)  # by how much one width is padded beyond another
 
 

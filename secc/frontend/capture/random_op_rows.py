@@ -22,7 +22,7 @@ from secc.runtime.plan.schema import RandomOp
 from secc.runtime.recorder.recording import RandomOpCall
 
 _UNTIED_REMEDY = "set dropout probabilities to 0, or put the module into eval mode in model()"
-_ROWS_REMEDY = "draw numbers for a tensor whose first dim is the samples', or switch the random op off"
+_ROWS_REMEDY = "draw numbers for a tensor with the samples as first dim, or switch the random op off"
 
 
 @dataclass

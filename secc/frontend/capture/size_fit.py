@@ -19,8 +19,8 @@ from secc.frontend.capture.stride_sizes import find_strides, find_telling_length
 from secc.ir.dialect.size_expr import Expr, evaluate_expr, size_symbol, symbol_names
 
 MAX_DEGREE = 3
-MAX_DENOMINATOR = 8  # S*(S + 1)//2 and its like; a larger denominator is chance
-MODULUS = (1 << 61) - 1
+MAX_DENOMINATOR = 8  # as in S*(S + 1)//2; a larger denominator fits by chance
+MODULUS = (1 << 61) - 1  # a Mersenne prime, for a quick test whether a linear system has a solution
 
 ValueColumn = tuple[int, ...]
 BasisTerm = tuple[Callable[[], Expr], ValueColumn]  # an expression, made when it is wanted, and its values

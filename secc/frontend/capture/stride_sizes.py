@@ -20,10 +20,9 @@ import torch
 from secc.ir.dialect.size_expr import Expr, size_symbol
 
 MAX_DIVISOR = 1024  # the largest divisor that is looked for: raw sound has strides of 320 and 384
-NATURAL_DIVISORS = frozenset(
-    {*range(2, 17), 20, 24, 28, 32, 48, 64}
-)  # divisors that need no proof where lengths cannot be chosen
-_COMPARED_STRIDES, _COMPARED_LENGTHS = 300, 256  # how many strides are compared, and at how many lengths
+# Divisors that are accepted without a telling length, where lengths cannot be chosen.
+NATURAL_DIVISORS = frozenset({*range(2, 17), 20, 24, 28, 32, 48, 64})
+_COMPARED_STRIDES, _COMPARED_LENGTHS = 300, 256  # strides that are compared, and lengths to compare them at
 
 SizeRow = Mapping[str, int]
 

@@ -28,9 +28,9 @@ from secc.runtime.randomness.micro_batch_draws import (
 LOSS_TOLERANCE = 1e-6  # relative
 GRADIENT_TOLERANCE = 1e-5  # of the parameter's own gradient norm, plus
 GRADIENT_FLOOR = 1e-8  # of the norm of all gradients: some gradients, such as a key bias, are rounding noise
-# The same where modules compute in bfloat16, whose unit roundoff is 4e-3: a batch that is cut otherwise
-# rounds otherwise. A loss that plain PyTorch computes in bfloat16 was seen 1 % off its value in float32 at
-# the same weights.
+# (loss, gradient, floor) for modules that compute in float32 and in bfloat16. The unit roundoff of bfloat16
+# is 4e-3, and each way to split a batch rounds differently: plain PyTorch's own loss in bfloat16 was
+# observed 1 % off its value in float32 at the same weights.
 TOLERANCES_BY_DTYPE = {"": (LOSS_TOLERANCE, GRADIENT_TOLERANCE, GRADIENT_FLOOR), "bf16": (2e-2, 5e-2, 2e-3)}
 
 REFERENCE_SEED = 0  # of the step that a comparison stands for

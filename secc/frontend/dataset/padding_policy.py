@@ -21,12 +21,11 @@ from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.batch_sizes import combine_sizes, pad_batch, read_symbol_sizes
 from secc.runtime.plan.schema import RandomOp
 
-_SMALL_MODEL_PARAMETERS = (
-    1 << 22
-)  # parameters of a model whose every micro-batch of a survey is probed, of others two of each pattern
+# Of a model with fewer parameters all micro-batches of the survey are probed, else two of each pattern.
+_SMALL_MODEL_PARAMETERS = 1 << 22
 _EXTRA_PADDING = 3  # positions of extra padding, odd so that it shows in patch and pooling sizes
-# times its own width: so far a micro-batch is padded, if the dataset has samples as wide, since convolutions
-# swallow a few positions
+# Padding up to this multiple of a batch's own width, if the dataset has samples as wide: convolutions absorb
+# a few padded positions, so a little extra padding may not show.
 _MAX_WIDENING = 4
 
 

@@ -21,7 +21,7 @@ from secc.frontend.dataset.survey import (
 from secc.runtime.model.item_seeds import choose_survey_indices
 from secc.runtime.model.user_file import UserModel
 
-MAX_SCANNED_SAMPLES = 4096  # samples of which sizes(i) is asked
+MAX_SCANNED_SAMPLES = 4096  # calls of sizes(i) to find rare patterns
 RARE_PATTERN_SAMPLES = 4  # samples to draw of each pattern that sizes(i) knows
 
 

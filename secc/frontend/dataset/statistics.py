@@ -29,7 +29,7 @@ from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.schema import is_tensor_label
 from secc.runtime.plan.step_program import SampleMeta
 
-MAX_DECLARED_SAMPLES = 4096  # samples of which sizes(i) is asked
+MAX_DECLARED_SAMPLES = 4096  # calls of sizes(i) for statistics
 _STATISTICS_REMEDY = "write the file with `secc stats MODEL.py -o FILE` and change the numbers in it"
 
 

@@ -35,12 +35,10 @@ CROPPED_LENGTHS = (29, 43, 23, 37, 31)  # tokens of the longest sample of each m
 BATCH_PLACES = (0, 3, 1, 4, 2)
 MAX_UNION_PATTERNS = 16
 MAX_UNITED_KEYS = 8  # all unions of up to this many optional keys are considered
-HEAVY_SAMPLE_ENTRIES = (
-    1 << 20
-    # entries of a sample's pictures, clips and sounds: one that has more, and far more than others, is in no
-    # micro-batch
-)
-HEAVY_MEDIAN_RATIO = 2  # times the median of its pattern
+# A sample with more entries of pictures, clips and sounds than this, and than twice its pattern's median, is
+# left out of all micro-batches.
+HEAVY_SAMPLE_ENTRIES = 1 << 20
+HEAVY_MEDIAN_RATIO = 2
 
 
 @dataclass(frozen=True)

@@ -51,16 +51,12 @@ from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 from secc.runtime.sections.recompute import recompute_units
 from secc.runtime.tensor_parallel.linear_modules import LinearModule, as_embedding, as_linear
 
-MAX_RUN_ENTRIES = 1 << 29  # entries of a module that is run here
-LARGE_MODULE_ENTRIES = (
-    1 << 26
-)  # entries of one in whose place one of the user's small model is run, if there is one
-MEDIUM_MODULE_ENTRIES = (
-    1 << 22
-)  # and of one that takes seconds, which is run itself where the small one does not show it
-HEAD_SHARE_DIVISOR = (
-    8  # a wide linear map is a head if it has at least one in so many of its block's parameters
-)
+# Parameter entries of a module. Above the first, it is never run on this machine. Above the second, only a
+# layer of the user's small model is run instead. Above the third, that layer is tried first.
+MAX_RUN_ENTRIES = 1 << 29
+LARGE_MODULE_ENTRIES = 1 << 26
+MEDIUM_MODULE_ENTRIES = 1 << 22
+HEAD_SHARE_DIVISOR = 8  # a wide linear layer with at least 1/8 of its block's parameters is a head
 
 
 FusedOperators = tuple[Sequence[CodeRewrite], str]

@@ -116,7 +116,7 @@ def test_glue_that_no_size_explains_becomes_part_of_a_block_with_a_note(tmp_path
     found = capture_user_model(user)
     assert sorted(found.blocks) == ["head", "joined"]
     (note,) = found.notes
-    assert note.path == "joined" and note.where == "model.py:10"
+    assert note.path == "joined" and note.where == "model.py:11"
     assert_equals_eager(user, found, [user.load_sample(i) for i in range(11)], build_real_model(user))
 
 
