@@ -44,7 +44,7 @@ LLAVA = """
 // CHECK: sec.call "lm_head"
 // CHECK: [[LOSS:%[0-9]+]], {{%[0-9]+}} = sec.glue "aten.nll_loss_forward.default"
 // CHECK: sec.return ([[LOSS]])
-"""  # noqa: E501
+"""
 
 DISTILLATION = """
 // CHECK: sec.block "teacher.model" class "Qwen3Model"
