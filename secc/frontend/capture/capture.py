@@ -420,7 +420,10 @@ def _readable_buffers(
 ) -> dict[str, torch.Tensor]:
     """Returns the buffers that glue reads and that no block can change, if their values are known."""
     read_names = {str(n.target) for case in cases for n in case.generic.graph.nodes if n.op == "get_attr"}
-    inside = lambda name: any(name.startswith(f"{path}.") for path in blocks)
+
+    def inside(name: str) -> bool:
+        return any(name.startswith(f"{path}.") for path in blocks)
+
     return {
         name: b.detach()
         for name, b in model.named_buffers()

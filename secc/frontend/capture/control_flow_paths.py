@@ -64,7 +64,10 @@ def graph_signature(graph: fx.Graph) -> Any:
     """Returns what must be equal for captures to be compared node by node: ops, structure of arguments and
     modes, but no numbers and no values read."""
     index = {n: i for i, n in enumerate(graph.nodes)}
-    constant = lambda n: n.op == "get_attr" and str(n.target).startswith("_constant")
+
+    def constant(n: fx.Node) -> bool:
+        return n.op == "get_attr" and str(n.target).startswith("_constant")
+
     return tuple(
         (
             n.op,

@@ -260,7 +260,9 @@ def _node_to_data(node: fx.Node, number: Mapping[fx.Node, int], data: Collection
 
 
 def _value_to_data(value: Any, number: Mapping[fx.Node, int]) -> Any:
-    recurse: Callable[[Any], Any] = lambda v: _value_to_data(v, number)
+    def recurse(v: Any) -> Any:
+        return _value_to_data(v, number)
+
     match value:
         case fx.Node():
             return {"node": number[value]}
