@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from secc.runtime.errors import UserError
-from secc.runtime.model import init_weights, user_file
+from secc.runtime.model import imported_code, init_weights, user_file
 from secc.runtime.model.hf_weight_mapping import WeightSource
 from secc.runtime.model.init_weights import InitDirectories
 from secc.runtime.model.item_seeds import seeded_rngs
@@ -43,9 +43,14 @@ MAX_DIFF_LINES = 40
 BUILD_EVERYWHERE_BYTES = 1 << 25  # up to this size every rank builds the model: faster than receiving it
 
 
+def imported_file_copy(name: str) -> str:
+    """Returns the path in the plan directory of the copy of a user's module at compile time."""
+    return f"imports/{name}.py.txt"
+
+
 def load_user_model(plan: Plan, directory: Path) -> UserModel:
-    """Loads the model file of the plan in `directory`. Raises UserError, with a diff, if the file has changed
-    since the plan was made."""
+    """Loads the model file of the plan in `directory`. Raises UserError, with a diff, if the file or what it
+    imports has changed since the plan was made."""
     path = directory / plan.model.path
     try:
         text = path.read_bytes()
@@ -62,7 +67,39 @@ def load_user_model(plan: Plan, directory: Path) -> UserModel:
             before.splitlines(),
             text.decode().splitlines(),
         )
-    return user_file.load_model_file(path)
+    user = user_file.load_model_file(path)
+    _check_imported_code(plan, directory, path)
+    return user
+
+
+def _check_imported_code(plan: Plan, directory: Path, model_file: Path) -> None:
+    """Raises UserError if a file of the user's that the model file imports, or the version of a package that
+    defines its modules, differs from when the plan was made."""
+    for name, digest in plan.model.imports.items():
+        path = imported_code.find_module_file(name)
+        if path is None:
+            message = f"the plan was made with the module {name}, which this machine does not find"
+            remedy = "put its file next to the model file or on PYTHONPATH, or compile again"
+            raise UserError(message, str(model_file), remedy)
+        text = path.read_bytes()
+        if hashlib.sha256(text).hexdigest() != digest:
+            copy = directory / imported_file_copy(name)
+            before = copy.read_text() if copy.exists() else ""
+            raise _model_changed_error(
+                f"the module {name}, which the model file imports, has changed since the plan was made",
+                path,
+                before.splitlines(),
+                text.decode(errors="replace").splitlines(),
+            )
+    for name, version in plan.model.packages.items():
+        installed = imported_code.package_version(name)
+        if installed != version:
+            raise UserError(
+                f"the plan was made with {name} {version}, but {installed or 'no version'} is installed: its"
+                " modules may compute something else",
+                str(model_file),
+                f"install {name} {version}, or compile again",
+            )
 
 
 @dataclass(frozen=True)

@@ -278,13 +278,15 @@ class RerecordedCase:
 
 @dataclass(frozen=True)
 class ModelRef:
-    """The user's model file, with a hash and parameter list that show whether it has changed since
-    compilation.
+    """The user's model file, with what shows whether it has changed since compilation: hashes of it and of
+    the user's files that it imports, its parameters, and versions of packages that define its modules.
     """
 
     path: str
     sha256: str
     parameters: dict[str, str] = field(default_factory=dict)  # name -> "float32[64, 64] train"
+    imports: dict[str, str] = field(default_factory=dict)  # module name -> SHA-256 of its file
+    packages: dict[str, str] = field(default_factory=dict)  # name -> version
 
 
 @dataclass(frozen=True)

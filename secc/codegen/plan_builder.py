@@ -154,6 +154,7 @@ def _plan_hash(module: ModuleOp, model: schema.ModelRef, versions: Mapping[str, 
         model.sha256,
         json.dumps(model.parameters, sort_keys=True),
         json.dumps(dict(versions), sort_keys=True),
+        *(f"{name} {digest}" for name, digest in sorted(model.imports.items())),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

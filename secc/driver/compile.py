@@ -52,11 +52,12 @@ from secc.frontend.tp_search.possible_tp import MappingsByLayer, annotate_possib
 from secc.ir.dialect.ops import graph_of
 from secc.passes.fusion.fuse_when import reason_not_to_fuse
 from secc.runtime.fusion.install import installed_temporarily
+from secc.runtime.model import imported_code
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.user_file import UserModel, load_model_file
 from secc.runtime.parameters.elementwise_check import why_not_elementwise
 from secc.runtime.parameters.mixed_precision import cast_model, check_trainable_dtype, compute_dtype
-from secc.runtime.parameters.rank_weights import describe_parameters
+from secc.runtime.parameters.rank_weights import describe_parameters, imported_file_copy
 from secc.runtime.plan import schema as plan_schema
 from secc.runtime.plan.schema import ModelRef, Plan
 
@@ -99,11 +100,17 @@ class CompiledPlan:
             self.plan.model, path=os.path.relpath(self.user.path.resolve(), directory.resolve())
         )
         plan = dataclasses.replace(self.plan, model=model)
+        imports = {
+            imported_file_copy(name): path.read_bytes()
+            for name in plan.model.imports
+            if (path := imported_code.find_module_file(name)) is not None
+        }
         write_plan_files(
             directory,
             build_plan_files(
                 plan, self.module, self.dumps, self.constants, self.user.path.read_text(), page(plan)
             )
+            | imports
             | dict(other_files or {}),
         )
 
@@ -226,7 +233,7 @@ def load_and_capture(
             user.use_small_dataset()
     with time_step("build the model on the meta device"):
         meta = build_meta_model(user, small=options.small)
-        ref = make_model_ref(user, meta)
+        parameters = describe_parameters(meta)
         check_trainable_dtype(meta, options.dtype)
         cast_model(meta, options.dtype)
     with time_step("draw samples"):
@@ -241,7 +248,8 @@ def load_and_capture(
         if options.stats is not None:
             inputs = statistics.read_statistics(options.stats, inputs, survey)
         capture = dataclasses.replace(capture, inputs=inputs)
-    return user, meta, ref, survey, inputs, capture
+    # Now that the model has run, all code that it imports has been imported.
+    return user, meta, make_model_ref(user, meta, parameters), survey, inputs, capture
 
 
 def _build_annotated_ir(
@@ -346,10 +354,17 @@ def _collect_notes(
     return {"notes": list(dict.fromkeys(lines))} if lines else {}
 
 
-def make_model_ref(user: UserModel, meta: nn.Module) -> ModelRef:
-    """Returns what ties a plan to its model: the file, its hash, and names, shapes and dtypes of the
-    parameters."""
-    return ModelRef(str(user.path.resolve()), user.sha256, describe_parameters(meta))
+def make_model_ref(user: UserModel, meta: nn.Module, parameters: dict[str, str]) -> ModelRef:
+    """Returns what ties a plan to its model: the file and those that it imports, by their hashes, versions of
+    packages, and the given names, shapes and dtypes of the parameters."""
+    files = imported_code.find_imported_files(user.module, meta)
+    return ModelRef(
+        str(user.path.resolve()),
+        user.sha256,
+        parameters,
+        {name: imported_code.digest_file(path) for name, path in files.items()},
+        imported_code.find_package_versions(meta),
+    )
 
 
 def _build_model_if_small(user: UserModel, meta: nn.Module, small: bool) -> nn.Module | None:

@@ -25,6 +25,25 @@ REFUSED = [
 ]
 
 
+NET_FILE = """
+import torch
+from torch import nn
+SCALE = 1.0
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+    def forward(self, x):
+        return (self.inner(x).square() * SCALE).mean()
+"""
+MODEL_FILE = """
+import torch
+from stale_net import Net
+def model(): return Net()
+def dataset(): return [{"x": torch.full((4,), float(i))} for i in range(8)]
+"""
+
+
 def error_message_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Run a command that must end with exit code 2; returns its message."""
     with pytest.raises(SystemExit) as end:
@@ -112,6 +131,27 @@ def test_plan_of_a_changed_model(tmp_path: Path, capfd: pytest.CaptureFixture[st
     message = error_message_of(capfd, "run", str(tmp_path / "plan"), "--steps", "1")
     assert "has changed since the plan was made" in message
     assert "+CHANGED = True" in message
+
+
+@pytest.mark.gloo
+def test_plan_of_a_changed_import(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Glue comes from a file that the model file imports, which is edited after compilation."""
+    (tmp_path / "stale_net.py").write_text(NET_FILE)
+    (tmp_path / "model.py").write_text(MODEL_FILE)
+    plan = str(tmp_path / "plan")
+    arguments = ["compile", str(tmp_path / "model.py"), "-o", plan, "--cluster", "local:2"]
+    with pytest.raises(SystemExit, match="0"):
+        main([*arguments, "--global-batch", "8", "--no-check"])
+    with pytest.raises(SystemExit, match="0"):
+        main(["run", plan, "--steps", "1"])
+    (tmp_path / "stale_net.py").write_text(NET_FILE.replace("SCALE = 1.0", "SCALE = 3.0"))
+    message = error_message_of(capfd, "run", plan, "--steps", "2")
+    assert "stale_net.py: the module stale_net" in message
+    assert "has changed since the plan was made" in message
+    assert "+SCALE = 3.0" in message and "compile the model again" in message
+    (tmp_path / "stale_net.py").unlink()
+    shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+    assert "stale_net" in error_message_of(capfd, "run", plan, "--steps", "2")
 
 
 def test_missing_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

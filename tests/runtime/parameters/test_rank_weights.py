@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from secc.runtime.errors import UserError
+from secc.runtime.model.imported_code import package_version
 from secc.runtime.parameters.rank_weights import build_rank_model, load_user_model, state_dict_owners
 from tests.runtime.captioner_plans import APART, FIXTURE, UNEVEN, make_plan, write_plan
 
@@ -105,3 +106,13 @@ def test_missing_model_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "plan" / "model.py").unlink()
     with pytest.raises(UserError, match="cannot read the plan's model file: No such file"):
         load_user_model(plan, tmp_path / "plan")
+
+
+def test_other_version_of_a_package_is_rejected() -> None:
+    plan = make_plan(APART)
+    same = dataclasses.replace(plan.model, packages={"safetensors": package_version("safetensors")})
+    load_user_model(dataclasses.replace(plan, model=same), FIXTURE)
+    other = dataclasses.replace(plan.model, packages={"safetensors": "0.0.1"})
+    with pytest.raises(UserError, match=r"made with safetensors 0\.0\.1, but .* is installed") as error:
+        load_user_model(dataclasses.replace(plan, model=other), FIXTURE)
+    assert "install safetensors 0.0.1, or compile again" in str(error.value)

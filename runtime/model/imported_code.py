@@ -1,0 +1,122 @@
+"""What the model file's code consists of besides the file itself: the user's own files that it imports, with
+their contents' digests, and the installed packages that define the model's modules, with their versions.
+
+A plan holds code of all of them, frozen when it was made: the ops between blocks. So a rank compares them
+before it trains. Files are known by their module names, since folders differ between machines.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.metadata
+import importlib.util
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+
+from torch import nn
+
+from secc.runtime.model.source_lines import is_internal_file
+
+_PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
+_STANDARD_LIBRARY = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+
+
+def find_imported_files(module: ModuleType, model: nn.Module) -> dict[str, Path]:
+    """Finds the user's files that the model file imports, directly or not, and those that define modules of
+    `model`, by module name in order. Imports that have not been executed do not count."""
+    waiting = [*_imported_modules(module), *_defining_modules(model)]
+    found: dict[str, Path] = {}
+    while waiting:
+        name = waiting.pop()
+        path = _user_file(sys.modules[name])
+        if path is None or name in found or sys.modules[name] is module:
+            continue
+        found[name] = path
+        waiting += _imported_modules(sys.modules[name])
+    return dict(sorted(found.items()))
+
+
+def find_package_versions(model: nn.Module) -> dict[str, str]:
+    """Finds the versions of the installed packages, other than torch, that define modules of `model`."""
+    names = {
+        name.partition(".")[0]
+        for name in _defining_modules(model)
+        if not is_internal_file(getattr(sys.modules[name], "__file__", None) or "<>")
+        and _user_file(sys.modules[name]) is None
+    }
+    return {name: version for name in sorted(names) if (version := package_version(name))}
+
+
+def package_version(name: str) -> str:
+    """Returns the version of the distribution that has the package `name`, "" if none is installed."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    for distribution in importlib.metadata.packages_distributions().get(name, ()):
+        return importlib.metadata.version(distribution)
+    return ""
+
+
+def find_module_file(name: str) -> Path | None:
+    """Returns the file of a module, imported or not; None if there is no such module."""
+    module = sys.modules.get(name)
+    with suppress(ImportError, ValueError):
+        spec = getattr(module, "__spec__", None) or importlib.util.find_spec(name)
+        return Path(spec.origin) if spec is not None and spec.origin else None
+    return None
+
+
+def digest_file(path: Path) -> str:
+    """Returns the SHA-256 of a file's contents. Raises OSError if it cannot be read."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _user_file(module: ModuleType) -> Path | None:
+    """Returns the module's Python file if it is the user's: neither installed, nor of the standard library,
+    torch or secc."""
+    file = getattr(module, "__file__", None)
+    if not file or not file.endswith(".py") or is_internal_file(file):
+        return None
+    path = Path(file)
+    if _PACKAGE_FOLDERS.intersection(path.parts) or any(map(path.is_relative_to, _STANDARD_LIBRARY)):
+        return None
+    return path
+
+
+def _defining_modules(model: nn.Module) -> set[str]:
+    """Returns the names of the imported Python modules that define classes of the model's modules."""
+    classes = {base for part in model.modules() for base in type(part).__mro__}
+    return {c.__module__ for c in classes} & sys.modules.keys()
+
+
+def _imported_modules(module: ModuleType) -> Iterator[str]:
+    """Yields the names of the imported modules that import statements anywhere in a module's file name."""
+    try:
+        tree = ast.parse(Path(module.__file__ or "").read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            source = _absolute_name(node, module)
+            names = [source, *(f"{source}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")  # importing a.b executes the file of a, too
+            prefixes = (".".join(parts[:i]) for i in range(1, len(parts) + 1))
+            yield from (prefix for prefix in prefixes if sys.modules.get(prefix) is not None)
+
+
+def _absolute_name(node: ast.ImportFrom, module: ModuleType) -> str:
+    """Returns the full name of the module that a `from` statement names; "" beyond the top package."""
+    if not node.level:
+        return node.module or ""
+    with suppress(ImportError):
+        return importlib.util.resolve_name("." * node.level + (node.module or ""), module.__package__ or "")
+    return ""

@@ -1,0 +1,73 @@
+"""What a model file imports: the user's files and packages that plans keep track of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from secc.runtime.model.imported_code import find_imported_files, find_package_versions, package_version
+from secc.runtime.model.user_file import load_model_file
+
+NET = """
+from torch import nn
+from . import constants
+from .layers.scale import Scaled as _Scaled
+class Net(nn.Linear):
+    pass
+"""
+MODEL = """
+import json, torch, numpy
+import imported_net_pkg.extra as extra
+from imported_net_pkg.net import Net
+def model(): return Net(2, 2)
+def dataset():
+    from imported_net_pkg import data
+    return data.samples
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    package = tmp_path / "imported_net_pkg"
+    (package / "layers").mkdir(parents=True)
+    texts = {
+        "__init__.py": "",
+        "net.py": NET,
+        "constants.py": "SCALE = 1.0",
+        "extra.py": "",
+        "data.py": "samples = [{}]",
+        "unused.py": "",
+        "layers/__init__.py": "",
+        "layers/scale.py": "class Scaled: pass",
+    }
+    for name, text in texts.items():
+        (package / name).write_text(text)
+    (tmp_path / "model.py").write_text(MODEL)
+    return tmp_path / "model.py"
+
+
+def test_files_are_found_through_all_imports_of_the_user(model_file: Path) -> None:
+    user = load_model_file(model_file)
+    model = user.build_model()
+    before = find_imported_files(user.module, model)
+    names = ["", ".constants", ".extra", ".layers", ".layers.scale", ".net"]
+    assert list(before) == [f"imported_net_pkg{name}" for name in names]
+    assert before["imported_net_pkg.net"] == model_file.parent / "imported_net_pkg" / "net.py"
+    user.dataset()  # imports a module when it is called
+    assert "imported_net_pkg.data" in find_imported_files(user.module, model)
+
+
+def test_packages_of_modules_have_their_versions() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    model = nn.Sequential(LlamaRMSNorm(4), nn.Linear(4, 4))
+    assert find_package_versions(model) == {"transformers": transformers.__version__}
+    assert find_package_versions(nn.Linear(4, 4)) == {}
+
+
+def test_version_of_a_package_with_another_name_than_its_distribution() -> None:
+    assert package_version("yaml") == package_version("PyYAML") != ""
+    assert package_version("no_such_package") == ""
