@@ -1,5 +1,5 @@
-"""What a rank runs. It needs torch, triton, safetensors and the standard library; importing the package itself
-imports none of them."""
+"""What a rank runs. It needs torch, triton, safetensors and the standard library; importing the package
+itself imports none of them."""
 
 if __name__ != "secc.runtime":
     raise ImportError(

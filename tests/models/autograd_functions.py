@@ -67,7 +67,10 @@ class Gate(torch.autograd.Function):
 class Student(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        layers = lambda: nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+
+        def layers() -> nn.ModuleList:
+            return nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+
         self.encoder = nn.Sequential(nn.Linear(8, 16), *layers()).requires_grad_(False)
         self.student = nn.Sequential(nn.Linear(16, 16), *layers())
         self.classes, self.domains = nn.Linear(16, 4), nn.Linear(16, 3)
@@ -94,8 +97,11 @@ class Samples(Dataset):  # type: ignore[type-arg]
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         g = torch.Generator().manual_seed(i)
-        draw = lambda n: torch.randint(n, (), generator=g)
-        return {"x": torch.randn(8, generator=g), "label": draw(4), "domain": draw(3)}
+        return {
+            "x": torch.randn(8, generator=g),
+            "label": torch.randint(4, (), generator=g),
+            "domain": torch.randint(3, (), generator=g),
+        }
 
 
 def model() -> nn.Module:

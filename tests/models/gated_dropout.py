@@ -11,8 +11,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 def model() -> nn.Module:
     config = T5Config(
-        vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
-        dropout_rate=0.1, decoder_start_token_id=0, pad_token_id=0, use_cache=False,
+        vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4,
+        feed_forward_proj="gated-gelu", dropout_rate=0.1,
+        decoder_start_token_id=0, pad_token_id=0, use_cache=False,
     )  # fmt: skip
     return T5ForConditionalGeneration(config).train()
 

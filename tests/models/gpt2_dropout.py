@@ -11,7 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 def model() -> nn.Module:
     config = GPT2Config(
-        vocab_size=61, n_positions=32, n_embd=32, n_layer=3, n_head=4, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, use_cache=False,
+        vocab_size=61, n_positions=32, n_embd=32, n_layer=3, n_head=4,
+        resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, use_cache=False,
         attn_implementation="sdpa",
     )  # fmt: skip
     made = GPT2LMHeadModel(config).train()

@@ -96,7 +96,8 @@ def dataset() -> list[dict[str, torch.Tensor]]:
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     ids = [s["ids"] for s in samples]
     return {
-        "ids": pad_sequence(ids, batch_first=True), "labels": pad_sequence(ids, batch_first=True, padding_value=-100),
+        "ids": pad_sequence(ids, batch_first=True),
+        "labels": pad_sequence(ids, batch_first=True, padding_value=-100),
         "pictures": [s["picture"] for s in samples], "sounds": [s["sound"] for s in samples],
         "small": {"thumbs": [s["thumb"] for s in samples]},
     }  # fmt: skip

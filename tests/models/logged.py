@@ -45,5 +45,11 @@ def model() -> nn.Module:
 
 def dataset() -> list[dict[str, torch.Tensor]]:
     g = torch.Generator().manual_seed(0)
-    draw = lambda: {"x": torch.randn(8, generator=g), "weight": torch.rand((), generator=g)}
-    return [{**draw(), "label": torch.tensor(i * 7 % 4)} for i in range(24)]
+    return [
+        {
+            "x": torch.randn(8, generator=g),
+            "weight": torch.rand((), generator=g),
+            "label": torch.tensor(i * 7 % 4),
+        }
+        for i in range(24)
+    ]

@@ -284,9 +284,10 @@ def _split(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_recordings_of_a_forked_process_give_the_same_capture(
     models: Path, monkeypatch: pytest.MonkeyPatch, name: str, cut: str
 ) -> None:
-    text = lambda: print_module(
-        capture_to_ir(capture_user_model(load_model_file(models / f"{name}.py"), cut={cut} - {""}))
-    )
+    def text() -> str:
+        user = load_model_file(models / f"{name}.py")
+        return print_module(capture_to_ir(capture_user_model(user, cut={cut} - {""})))
+
     monkeypatch.setattr(probe_batches, "SLOW_RECORDING_SECONDS", float("inf"))
     alone = text()
     taken = _split(monkeypatch)

@@ -31,7 +31,8 @@ LLAVA = """
 // CHECK: sec.case "c1" when ["pixel_values"] {
 // CHECK: [[IDS:%[0-9]+]] = sec.input "input_ids"
 // CHECK: [[PX:%[0-9]+]] = sec.input "pixel_values"
-// CHECK: [[TEXT:%[0-9]+]] = sec.call "model.language_model.embed_tokens" ([[IDS]]) args "$0" outs [""] at "modeling_llava.py
+// CHECK: [[TEXT:%[0-9]+]] = sec.call "model.language_model.embed_tokens" ([[IDS]])
+// CHECK-SAME: args "$0" outs [""] at "modeling_llava.py
 // CHECK: sec.call "model.vision_tower" ([[PX]])
 // CHECK-SAME: outs [".last_hidden_state"]
 // CHECK-SAME: !sec.tensor<[n_pixel_values, 17, 32], f32, grad>

@@ -108,10 +108,11 @@ def test_a_padded_batch_equals_collate_with_a_longer_sample(user_of: UserOf):
 def test_an_ambiguous_padding_side_follows_another_key(user_of: UserOf):
     def collate(samples: list[Sample]) -> Sample:
         sides = {"constant": torch.ones_like, "input_ids": torch.Tensor.clone}
-        make = lambda f: pad_sequence(
-            [f(s["input_ids"]) for s in samples], batch_first=True, padding_value=1, padding_side="left"
-        )
-        return {key: make(f) for key, f in sides.items()}
+        columns = {key: [f(s["input_ids"]) for s in samples] for key, f in sides.items()}
+        return {
+            key: pad_sequence(column, batch_first=True, padding_value=1, padding_side="left")
+            for key, column in columns.items()
+        }
 
     assert pads(described(user_of(TEXTS, collate=collate)))["constant"] == ((1, "left", 1.0),)
 
@@ -260,10 +261,10 @@ def test_a_list_that_some_samples_leave_empty_is_optional(user_of: UserOf):
     samples = [
         t | {"pictures": [torch.randn(3, 2 + k, 4) for k in range(i % 3)]} for i, t in enumerate(TEXTS)
     ]
-    collate: Callable[[list[Sample]], Sample] = lambda some: {
-        "x": stacked(some),
-        "pictures": [p for s in some for p in s["pictures"]],
-    }
+
+    def collate(samples: list[Sample]) -> Sample:
+        return {"x": stacked(samples), "pictures": [p for s in samples for p in s["pictures"]]}
+
     found = described(user_of(samples, collate=collate))
     assert {i.key: i.dims for i in found.inputs if i.optional} == {
         "pictures.*": ("n_pictures_0", "4"),
