@@ -36,7 +36,7 @@ class TensorBox:
         return prod(length for _, length in self.box)
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the box of `tensor` as a view."""
+        """Return the box of `tensor` as a view. The box has one (start, length) for each dim of `tensor`."""
         for dim, (start, length) in enumerate(self.box):
             if length != tensor.shape[dim]:
                 tensor = tensor.narrow(dim, start, length)
@@ -102,14 +102,15 @@ class EdgeLayout:
     def pack_message(
         self, tensor: torch.Tensor, side: str, pair: MicroBatchPair, *more: torch.Tensor
     ) -> torch.Tensor:
-        """Copy the message of `pair` from the micro-batch's tensor on `side` into a new flat buffer,
-        followed by `more`."""
+        """Copy the message of `pair` from the micro-batch's tensor on `side`, in the edge's shape, into a new
+        1-D buffer, followed by `more` (1-D, of the same dtype)."""
         return torch.cat([*(cut.view(tensor).reshape(-1) for cut in self.message_boxes(side, pair)), *more])
 
     def unpack_message(
         self, message: torch.Tensor, tensor: torch.Tensor, side: str, pair: MicroBatchPair
     ) -> None:
-        """Copy a message into its boxes of the micro-batch's tensor on `side`."""
+        """Copy a message, a 1-D buffer as from `pack_message`, into its boxes of the micro-batch's tensor on
+        `side`."""
         start = 0
         for cut in self.message_boxes(side, pair):
             view = cut.view(tensor)

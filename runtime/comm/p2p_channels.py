@@ -121,7 +121,7 @@ class Transport:
         self._post_receives_ahead()
 
     def send(self, message: Message, values: torch.Tensor) -> None:
-        """Start to send `values`, a flat buffer that nothing else uses."""
+        """Start to send `values`, a 1-D buffer that nothing else uses. An empty one is not sent."""
         if values.numel() == 0:
             return
         peer, group, tag = (
@@ -260,7 +260,8 @@ def plan_channels(plan: Plan) -> dict[tuple[str, str, bool], list[int]]:
 
 
 def check_header(message: Message, received: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raise RuntimeError if the received header differs from the expected one."""
+    """Raise RuntimeError if the received header differs from the expected one; both are 1-D integers with one
+    entry for each field."""
     names = ("edge and direction", "samples and part", "number of entries", "dtype")
     differing = [n for n, a, b in zip(names, received.tolist(), expected.tolist(), strict=True) if a != b]
     if differing:
@@ -270,7 +271,7 @@ def check_header(message: Message, received: torch.Tensor, expected: torch.Tenso
 
 
 def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """View the tensor in a dtype that every backend can send."""
+    """View a tensor of any shape in a dtype that every backend can send: bool as uint8."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 

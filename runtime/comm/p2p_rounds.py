@@ -161,7 +161,7 @@ class RoundTransport(Transport):
             self._enter_round(exchange)
 
     def send(self, message: Message, values: torch.Tensor) -> None:
-        """Keep `values`, a flat buffer that nothing else uses, until the round."""
+        """Keep `values`, a 1-D buffer that nothing else uses, until the round."""
         self._outgoing[message] = values
 
     def receive(self, message: Message) -> None:

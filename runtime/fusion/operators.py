@@ -66,13 +66,13 @@ def _have_same_marks(first: ShardMark, others: list[ShardMark | None]) -> bool:
 
 @_with_fallback(lambda gate, up: F.silu(gate) * up, elementwise=True)
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Returns silu(gate) * up."""
+    """Returns silu(gate) * up. `gate` and `up` have the same shape, which is the result's."""
     return kernels.swiglu(gate, up)
 
 
 @_with_fallback(lambda gate, up, approximate: F.gelu(gate, approximate=approximate) * up, elementwise=True)
 def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: Literal["none", "tanh"]) -> torch.Tensor:
-    """Returns gelu(gate) * up."""
+    """Returns gelu(gate) * up. `gate` and `up` have the same shape, which is the result's."""
     return kernels.geglu(gate, up, approximate)
 
 
@@ -179,5 +179,6 @@ def twice(table: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_parts(a: torch.Tensor, b: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Returns cat(a * cos - b * sin, b * cos + a * sin): halves as two tensors, tables of half the width."""
+    """Returns cat(a * cos - b * sin, b * cos + a * sin) along the last dim: `a` and `b` are the halves of a
+    head as two tensors [..., R / 2], `cos` and `sin` tables of the same width."""
     return rotate(torch.cat([a, b], -1), twice(cos), twice(sin))

@@ -35,14 +35,14 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def has_kernels(x: torch.Tensor) -> bool:
-    """Whether operators on `x` run Triton kernels, by device, dtype and what is installed."""
+    """Whether operators on `x` (of any shape) run Triton kernels, by device, dtype and what is installed."""
     if triton is None or x.dtype not in KERNEL_DTYPES:
         return False
     return KERNELS_INTERPRETED if x.device.type == "cpu" else x.is_cuda
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Makes the tensor's device current, because Triton launches there."""
+    """Makes the device of `x` (of any shape) current, because Triton launches there."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 

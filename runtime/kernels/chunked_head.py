@@ -41,8 +41,8 @@ CHUNK_LOGITS_BYTES = {
 
 
 def choose_chunk_rows(name: str, hidden: torch.Tensor, vocabulary: int) -> int:
-    """Returns the number of rows in a chunk, for `vocabulary` tokens on each rank. It is the same on all
-    ranks that share a vocabulary."""
+    """Returns the number of rows of `hidden` [N, H] in a chunk, for `vocabulary` tokens on each rank. It is
+    the same on all ranks that share a vocabulary."""
     forced = launch_tuning.choose_launch(name, vocabulary, hidden).rows
     if forced:
         return forced
@@ -53,8 +53,8 @@ def choose_chunk_rows(name: str, hidden: torch.Tensor, vocabulary: int) -> int:
 
 
 def weight_sum_dtype(hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> torch.dtype:
-    """Returns the dtype in which a weight's gradient is summed over chunks of `chunk` rows (see Rounding
-    above)."""
+    """Returns the dtype in which the gradient of `weight` [V, H] is summed over chunks of `chunk` rows of
+    `hidden` [N, H] (see Rounding above)."""
     own = weight.is_cuda and ceil_div(hidden.shape[0], chunk) <= MAX_OWN_DTYPE_CHUNKS
     return weight.dtype if own else accumulator_dtype(weight.dtype)
 
@@ -123,7 +123,8 @@ class ChunkedHeadGradient:
 
 
 def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Computes total += a @ b, for factors of at most as many bits as the sum."""
+    """Computes total += a @ b, with `total` [M, N], `a` [M, K] and `b` [K, N], for factors of at most as many
+    bits as the sum."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
@@ -146,8 +147,8 @@ def make_fake_gradients(
 def scale_saved_gradients(
     ctx, upstream: torch.Tensor, dtypes: tuple[torch.dtype, ...]
 ) -> list[torch.Tensor | None]:
-    """Returns the saved gradients times the upstream one, each rounded once to its dtype; None for those not
-    required.
+    """Returns the saved gradients times the upstream one (0-dim), each in its own shape and rounded once to
+    its dtype; None for gradients that are not required.
 
     They are scaled in place if the dtype allows, because a second copy of the weight's gradient could be the
     peak of memory. So backward can run only once; a second one raises UserError.
@@ -181,7 +182,7 @@ def _is_autocast_on(hidden: torch.Tensor) -> bool:
 
 
 def cast_as_autocast(hidden: torch.Tensor) -> torch.Tensor:
-    """Returns hidden states in the autocast dtype if autocast is on, as PyTorch's linear would.
+    """Returns hidden states [..., H] in the autocast dtype if autocast is on, as PyTorch's linear would.
 
     The weight is cast in `ChunkedHead`, below autograd, so that a float32 weight's gradient is summed in
     float32 and never exists in 16 bits.

@@ -57,7 +57,8 @@ class LogitTiles:
 
     @staticmethod
     def choose_tiles(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LogitTiles:
-        """Returns the tiling described above, or the one from `launch_tuning`."""
+        """Returns the tiling of `hidden` [N, H] by `weight` [V, H] and `bias` [V] described above, or the one
+        from `launch_tuning`."""
         count, width = hidden.shape
         launch = launch_tuning.choose_launch(CROSS_ENTROPY_NAME, weight.shape[0] or 1, hidden)
         rows = launch.rows or max(ceil_div(count, ROW_TILE_COUNT), MIN_TILE_ROWS)
@@ -258,7 +259,8 @@ def sharded_linear_cross_entropy(
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`linear_cross_entropy` on this rank's tokens (from `rule.first_token` on) of a vocabulary that the
-    ranks of `group` share."""
+    ranks of `group` share: `hidden` [..., H], `weight` [v, H], `target` [...], `bias` [v] with v tokens on
+    this rank."""
     check_head_fits(CROSS_ENTROPY_NAME, hidden, weight, bias)
     hidden = cast_as_autocast(hidden)
     check_argument(

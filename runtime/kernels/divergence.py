@@ -272,8 +272,9 @@ def _value_reference(
 def gradient_at_token_reference(
     log_q: torch.Tensor, log_p: torch.Tensor, inner: torch.Tensor, rule: Divergence
 ) -> torch.Tensor:
-    """Returns the derivative of the rows' divergences with respect to the student's logits; `inner` [rows] is
-    R (see the module)."""
+    """Returns the derivative [rows, width] of the rows' divergences with respect to the student's logits.
+    `log_q` and `log_p` [rows, width] are log-probabilities of student and teacher; `inner` [rows] is R (see
+    the module)."""
     q = log_q.exp()
     if rule.kind == "forward":
         change = q - log_p.exp()
@@ -315,7 +316,8 @@ def compute_row_values(
     rule: Divergence, shards: VocabGroup, *, gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns (this shard's values [rows], R [rows] of all shards); with `gradient`, the student's logits are
-    overwritten by their derivative."""
+    overwritten by their derivative. `student` and `teacher` are logits [rows, width], `norms` [4, rows] is
+    from `compute_row_norms`, `kept` [rows] has 0 for rows that do not count."""
     once = gradient and not rule.needs_row_value
     values, inner = compute_value_and_gradient_(
         name, student, teacher, norms, norms[0], kept, rule, value=True, gradient=once

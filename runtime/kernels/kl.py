@@ -30,7 +30,8 @@ LINEAR_KL_NAME = "linear_kl"
 
 
 def counted_rows(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
-    """Returns [rows] of uint8: 1 for rows that count."""
+    """Returns [rows] of uint8: 1 for rows that count, those with a `mask` [rows] other than 0. `hidden`
+    [rows, H] gives rows and device if there is no mask."""
     return (
         hidden.new_ones(hidden.shape[0], dtype=torch.uint8) if mask is None else (mask != 0).to(torch.uint8)
     )
@@ -105,8 +106,8 @@ def check_head_pair(
     name: str, student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor,
     teacher_weight: torch.Tensor, mask: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Raises UserError unless both heads fit their hidden states and have the same rows and vocabulary, and
-    the mask fits the rows."""
+    """Raises UserError unless both heads, each `hidden` [..., H] and `weight` [v, H] with a width H of its
+    own, fit and have the same rows and vocabulary, and `mask` [...] fits the rows."""
     check_head_fits(f"{name}, the student", student_hidden, student_weight)
     check_head_fits(f"{name}, the teacher", teacher_hidden, teacher_weight)
     check_argument(
@@ -168,7 +169,8 @@ def sharded_linear_kl(
     student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor,
     teacher_weight: torch.Tensor, mask: torch.Tensor | None, rule: Divergence, vocabulary: int, group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`linear_kl` on the tokens of both vocabularies that this rank of `group` holds."""
+    """`linear_kl` on the tokens of both vocabularies that this rank of `group` holds: weights are [v, H] and
+    [v, K], the other shapes are the same. `vocabulary` is the number of tokens on all ranks."""
     check_head_pair(LINEAR_KL_NAME, student_hidden, student_weight, teacher_hidden, teacher_weight, mask)
     check_argument(vocabulary > 0, f"{LINEAR_KL_NAME}: an empty vocabulary")
     student_hidden, teacher_hidden, teacher_weight = (

@@ -123,7 +123,8 @@ def write_weighted_gradient_(
     rule: Divergence,
     labels: LabelTarget,
 ) -> None:
-    """Replaces a chunk's student logits by their gradient of the weighted sum of both losses."""
+    """Replaces a chunk's student logits [rows, width] by their gradient of the weighted sum of both losses.
+    `teacher` [rows, width] are logits, `kept` and `target` [rows] mask and labels."""
     rows, width = student.shape
     if not has_kernels(student):
         _write_weighted_gradient_reference_(student, teacher, kept, target, up, rule, labels)
@@ -266,11 +267,11 @@ def linear_kl_ce(
     label_smoothing: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`linear_kl` and `linear_cross_entropy` of one student. Returns (sum of the divergence, its rows, sum of
-    the cross entropy, its rows).
+    the cross entropy, its rows), all 0-dim.
 
-    Arguments as there: `mask` selects the rows of the divergence, `target` (with `ignore_index`) those of the
-    cross entropy, which uses temperature 1. The caller may weight the sums as desired, or use only one.
-    Raises UserError as these functions do.
+    Arguments and shapes as there: `mask` [...] selects the rows of the divergence, `target` [...] (with
+    `ignore_index`) those of the cross entropy, which uses temperature 1. The caller may weight the sums as
+    desired, or use only one. Raises UserError as these functions do.
     """
     return sharded_linear_kl_ce(
         student_hidden, student_weight, teacher_hidden, teacher_weight, target, mask,
@@ -284,7 +285,8 @@ def sharded_linear_kl_ce(
     teacher_weight: torch.Tensor, target: torch.Tensor, mask: torch.Tensor | None, rule: Divergence,
     labels: LabelTarget, group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`linear_kl_ce` on the tokens of both vocabularies that this rank of `group` holds."""
+    """`linear_kl_ce` on the tokens of both vocabularies that this rank of `group` holds: weights are [v, H]
+    and [v, K], the other shapes are the same."""
     check_head_pair(LINEAR_KL_CE_NAME, student_hidden, student_weight, teacher_hidden, teacher_weight, mask)
     student_hidden, teacher_hidden, teacher_weight = (
         cast_as_autocast(student_hidden),

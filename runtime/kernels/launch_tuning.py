@@ -109,7 +109,8 @@ def measurement_key(name: str, size: int, dtype: torch.dtype, device: torch.devi
 
 
 def choose_launch(name: str, size: int, like: torch.Tensor) -> LaunchParameters:
-    """Returns the parameters for rows of `size` entries of `like`'s dtype on its device. Never measures."""
+    """Returns the parameters for rows of `size` entries of `like`'s dtype on its device; the shape of `like`
+    does not matter. Never measures."""
     if name in _forced_launches:
         return _forced_launches[name]
     if like.is_cuda:

@@ -152,7 +152,7 @@ def _rotate_checked(name: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Te
 
 
 def rotate_one(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of one tensor; see `rope`."""
+    """Rotary position embedding of one tensor [B, heads, S, D]; see `rope`."""
     return _rotate_checked("x", x, *_check_tables(cos, sin))
 
 

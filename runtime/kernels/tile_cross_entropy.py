@@ -50,8 +50,8 @@ class LabelTarget:
         check_argument(self.softcap >= 0, f"{name}: softcap must be positive", "None means no cap")
 
     def check_labels(self, target: torch.Tensor) -> None:
-        """Raises UserError for a label that is not a token. Not checked on a GPU, because reading the labels
-        would stall it; the loss of such a row is NaN there."""
+        """Raises UserError for a label in `target` [N] that is not a token. Not checked on a GPU, because
+        reading the labels would stall it; the loss of such a row is NaN there."""
         if not target.is_cuda and bool(((target != self.ignore_index) & self.is_outside(target)).any()):
             bad = target[(target != self.ignore_index) & self.is_outside(target)][0].item()
             check_argument(
@@ -61,7 +61,8 @@ class LabelTarget:
             )
 
     def is_outside(self, target: torch.Tensor) -> torch.Tensor:
-        """Returns which labels are not tokens of the vocabulary (normally including `ignore_index`)."""
+        """Returns a bool for each label of `target`, in its shape: whether it is no token of the vocabulary
+        (`ignore_index` normally is none)."""
         return (target < 0) | (target >= self.vocabulary)
 
 
@@ -254,8 +255,8 @@ def write_logits_gradient_(
     upstream: torch.Tensor,
     rule: LabelTarget,
 ) -> None:
-    """Replaces a tile's products hidden @ weight.T by their gradient of `upstream` (one number) times the
-    summed loss."""
+    """Replaces a tile's products hidden @ weight.T, `logits` [rows, width], by their gradient of `upstream`
+    (one number) times the summed loss. `bias` is [width], `target` [rows], `norms` [2, rows]."""
     rows, width = logits.shape
     if not has_kernels(logits):
         _write_logits_gradient_reference_(logits, bias, target, norms, upstream, rule)

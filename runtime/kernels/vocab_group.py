@@ -51,10 +51,10 @@ class VocabGroup:
         return torch.stack(parts)
 
     def sum_in_rank_order(self, partial: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over shards, added in rank order."""
+        """Returns the sum of `partial` (any shape) over shards, added in rank order."""
         return self.all_gather(partial).sum(0) if self.group else partial
 
     def all_reduce_(self, whole: torch.Tensor) -> None:
-        """Replaces a large tensor by its sum over shards."""
+        """Replaces a large tensor (any shape) by its sum over shards."""
         if self.group:
             dist.all_reduce(whole, group=self._process_group())

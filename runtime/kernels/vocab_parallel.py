@@ -62,8 +62,8 @@ def vocab_parallel_linear_kl(
     kind: DivergenceKind = "forward",
     beta: float = 0.5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear_kl` with the same slice [v, …] of `vocabulary` tokens in both weights of a rank. Collective
-    over `group`."""
+    """`linear_kl` with the same slice of v of the `vocabulary` tokens in both weights of a rank, [v, H] and
+    [v, K]; the other shapes are the same. Collective over `group`."""
     rule = Divergence(kind, beta, temperature)
     return kl.sharded_linear_kl(
         student_hidden,
@@ -94,8 +94,8 @@ def vocab_parallel_linear_kl_ce(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`linear_kl_ce` with tokens first … first + v of `vocabulary` in both weights of a rank. Collective over
-    `group`."""
+    """`linear_kl_ce` with tokens first … first + v of `vocabulary` in both weights of a rank, [v, H] and [v,
+    K]; the other shapes are the same. Collective over `group`."""
     rule, labels = (
         Divergence(kind, beta, temperature),
         LabelTarget(ignore_index, label_smoothing, 0.0, first, vocabulary),

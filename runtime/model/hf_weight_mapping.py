@@ -69,8 +69,8 @@ class ConvertedTensor:
         return self.stored_parts[0][1].file
 
     def read_into(self, target: torch.Tensor) -> None:
-        """Read all parts one after another, convert them, and copy the result. Needs the memory of the tensor
-        and of its parts in addition to `target`."""
+        """Read all parts one after another, convert them, and copy the result into `target`, a tensor in the
+        shape of the parameter. Needs the memory of the tensor and of its parts in addition to `target`."""
 
         def read(entry: StoredTensor) -> torch.Tensor:
             part = torch.empty(entry.shape, dtype=target.dtype)

@@ -473,7 +473,7 @@ class GradientReducer:
         return torch.cat(norms).double().square().sum()
 
     def clip_gradients(self, norm: torch.Tensor, limit: float) -> None:
-        """Scales all gradients so that their global norm, now `norm`, is at most `limit`."""
+        """Scales all gradients so that their global norm, now `norm` (0-dim), is at most `limit`."""
         factor = (limit / (norm + _CLIP_EPSILON)).clamp(max=1.0)
         for param in self.optimized_slices:
             if param.grad is not None:

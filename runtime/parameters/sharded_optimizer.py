@@ -51,7 +51,7 @@ class ParameterSlice:
 
 
 def whole_parameter_slice(name: str, param: torch.Tensor, cut: ParameterCut | None = None) -> ParameterSlice:
-    """Returns the slice that covers all that this rank holds of a parameter."""
+    """Returns the slice that covers all that this rank holds of a parameter, of any shape."""
     return ParameterSlice(name, param.shape, 0, param.numel(), cut)
 
 
@@ -101,7 +101,7 @@ class FlatParameters:
         self.copy_masters_to_shard()
 
     def set_gradients(self, total: torch.Tensor) -> None:
-        """Sets the gradients of the slices from `total` [shard_size], of any dtype."""
+        """Sets the gradients of the slices from `total`, of shape [shard_size] and any dtype."""
         total, position = total.to(self.masters.dtype), 0
         for param, _ in self.slices.values():
             param.grad = total[position : position + param.numel()].view(param.shape)
@@ -125,15 +125,16 @@ def valueless_placeholder(param: torch.Tensor, device: torch.device) -> torch.Te
 
 
 def start_reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: Any) -> dist.Work:
-    """Starts to sum `whole` [n * size] over the n ranks of `group`; rank i receives entries [i * size, (i +
-    1) * size) in `part`."""
+    """Starts to sum `whole`, of shape [n * size], over the n ranks of `group`; rank i receives entries [i *
+    size, (i + 1) * size) in `part`."""
     work = _torch_reduce_scatter(part, whole, dist.ReduceOp.SUM, group=group, async_op=True)
     assert work is not None
     return work
 
 
 def start_all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> dist.Work:
-    """Starts to collect `part` [size] of each of the n ranks of `group` in `whole` [n * size]."""
+    """Starts to collect `part`, of shape [size], of each of the n ranks of `group` in `whole`, of shape [n *
+    size]."""
     work = _torch_all_gather(whole, part, group=group, async_op=True)
     assert work is not None
     return work

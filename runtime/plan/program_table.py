@@ -71,7 +71,7 @@ class InstructionColumns(NamedTuple):
     rank: Tensor
 
     def take_rows(self, indices: Tensor) -> InstructionColumns:
-        """Returns the rows at these indices."""
+        """Returns the rows at these indices, a 1-D tensor of integers or bools."""
         return InstructionColumns(*(column[indices] for column in self))
 
 

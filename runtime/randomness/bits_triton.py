@@ -27,7 +27,7 @@ def _mix_kernel(rows, last, out, width, total, BLOCK: tl.constexpr):
 
 
 def has_bits_kernel(x: torch.Tensor) -> bool:
-    """Whether the kernel runs on tensors like `x`."""
+    """Whether the kernel runs on tensors on the device of `x`, of any shape."""
     return triton is not None and (x.is_cuda or KERNELS_INTERPRETED)
 
 

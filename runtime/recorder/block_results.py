@@ -65,12 +65,13 @@ def autocast_state() -> str:
 
 
 def is_large_input(tensor: torch.Tensor) -> bool:
-    """Whether an input is recorded without its values as long as forward does not read them."""
+    """Whether an input, by its dtype and number of entries in all dims, is recorded without its values as
+    long as forward does not read them."""
     return tensor.is_floating_point() and tensor.numel() > LARGE_INPUT_ENTRIES
 
 
 def copy_without_values(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a fake copy, with the strides that `clone` would give it."""
+    """Return a fake copy of the same shape, with the strides that `clone` would give it."""
     with mode:
         return mode.from_tensor(tensor.detach()).clone()
 
@@ -163,7 +164,8 @@ class BlockResult:
     def build_fakes(
         self, mode: FakeTensorMode, arguments: list[torch.Tensor]
     ) -> tuple[Any, list[tuple[ResultTensor, torch.Tensor]]]:
-        """Make a new result with fake tensors. Returns it, and the new tensors with their ResultTensor. A
+        """Make a new result with fake tensors in the shapes of the recorded ones. `arguments` are the tensors
+        of the call, which results may be. Returns the result, and the new tensors with their ResultTensor. A
         tensor that occurs twice is one tensor."""
         new: list[tuple[ResultTensor, torch.Tensor]] = []
 
@@ -334,6 +336,8 @@ class TensorDigests:
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # with the version that they are of
 
     def digest_of(self, tensor: torch.Tensor) -> bytes:
+        """Returns a digest of the values of a tensor of any shape. It is cached until an op changes the
+        tensor in place."""
         if torch.is_inference(tensor):
             return _hash_values(tensor)
         cached = self._known.get(tensor)
@@ -371,8 +375,8 @@ def _hash_values(tensor: torch.Tensor) -> bytes:
 
 
 def result_skeleton(out: Any, inputs: list[torch.Tensor], alone: frozenset[int]) -> Any:
-    """Return a block's result with ResultTensor objects in place of tensors; the same object for the same
-    tensor."""
+    """Return a block's result with ResultTensor objects (shape, dtype, strides) in place of tensors; the same
+    object for the same tensor."""
     leaves: dict[int, ResultTensor] = {}
     position = {id(t): i for i, t in enumerate(inputs)}
 

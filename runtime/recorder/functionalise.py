@@ -41,7 +41,7 @@ def functionalise_tape(
     tape: Tape, values: Callable[[fx.Node], torch.Tensor], mode: FakeTensorMode, fail: FailCallback
 ) -> Tape:
     """Return a tape with the same glue and no writes. `values` gives the tensor of a placeholder or
-    `get_attr` node as it was before the recording."""
+    `get_attr` node as it was before the recording, in the shape that the node has on the tape."""
     return _Functionaliser(tape, values, mode, fail).run()
 
 

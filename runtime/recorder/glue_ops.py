@@ -82,13 +82,13 @@ class OpExecutor:
         ] = {}  # storages whose values depend on blocks, by address of the handle
 
     def has_unknown_values(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's values depend on blocks or parameters."""
+        """Whether the values of a tensor (any shape) depend on blocks or parameters."""
         return is_fake(tensor) or (
             bool(self._unknown_storages) and tensor.untyped_storage()._cdata in self._unknown_storages
         )
 
     def mark_unknown(self, tensor: torch.Tensor) -> None:
-        """Mark a tensor's values as unknown: random ones differ on a rank."""
+        """Mark the values of a tensor (any shape) as unknown: random ones differ on a rank."""
         if not is_fake(tensor):
             storage = tensor.untyped_storage()
             self._unknown_storages[storage._cdata] = storage
@@ -245,7 +245,7 @@ class GlueRecorder:
                 self.run_op(aten.nonzero.default, (mask,), {})
 
     def record_read(self, kind: str, tensor: torch.Tensor) -> None:
-        """Record that Python reads a tensor's values."""
+        """Record that Python reads the values of a tensor of any shape."""
         self._require_known_values(kind, tensor)
         node = self.tape.node_of(tensor)
         self.tape.emit_read(kind, read_value(kind, tensor.detach()), [node])
@@ -286,7 +286,7 @@ class GlueRecorder:
             self.refuse_read(kind, tensor)
 
     def refuse_read(self, kind: str, tensor: torch.Tensor) -> NoReturn:
-        """Raise for a read of values that are not known while recording."""
+        """Raise for a read of values of a tensor (any shape) that are not known while recording."""
         source = describe_origin(self.tape.node_of(tensor))
         remedy = (
             "leave it out if it is for checks or the log (scalars that forward returns are logged); "

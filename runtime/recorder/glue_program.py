@@ -73,7 +73,8 @@ class GlueProgram:
     result: int = 0
 
     def run(self, source: Callable[[str], torch.Tensor], host: ProgramHost) -> torch.Tensor:
-        """Compute the tensor. `source` returns the tensor of a source."""
+        """Compute the tensor, in the shape that the recorded micro-batch gives it. `source` returns the
+        tensor of a source."""
         device = host.device
         slots: list[Any] = [*map(source, self.sources), *(_expand_value(v, device) for v in self.values)]
         last = self._last_uses()

@@ -61,26 +61,27 @@ class Tape:
         return Tape(self._state, now, self.constants, self._stray)
 
     def bind_tensor(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        """Let `node` stand for `tensor` from now on."""
+        """Let `node` stand for `tensor`, the object whatever its shape, from now on."""
         self._nodes_by_tensor[id(tensor)] = node
         self._kept_tensors.append(tensor)
 
     def find_node(self, tensor: torch.Tensor) -> fx.Node | None:
-        """Return the node of a tensor, None if it has none yet."""
+        """Return the node of a tensor (any shape), None if it has none yet."""
         return self._nodes_by_tensor.get(id(tensor))
 
     def state_name(self, tensor: torch.Tensor) -> str | None:
-        """Return the name of the parameter or buffer that a tensor is, None if it is none."""
+        """Return the name of the parameter or buffer (any shape) that a tensor is, None if it is none."""
         return self._state.get(id(tensor))
 
     def is_computed(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is an input or was computed, and is no parameter, buffer or constant."""
+        """Whether a tensor (any shape) is an input or was computed, and is no parameter, buffer or
+        constant."""
         node = self._nodes_by_tensor.get(id(tensor))
         return node is not None and node.op != "get_attr"
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
-        """Return the node of a tensor. A tensor that is unknown so far becomes a parameter's node or a new
-        constant with its present values."""
+        """Return the node of a tensor of any shape. A tensor that is unknown so far becomes a parameter's
+        node or a new constant with its present values."""
         node = self._nodes_by_tensor.get(id(tensor))
         if node is not None:
             return node
@@ -95,7 +96,8 @@ class Tape:
         return node
 
     def head_node(self, op: str, name: str, tensor: torch.Tensor) -> fx.Node:
-        """Return the placeholder or `get_attr` node of a name. Placeholders come first, as fx requires."""
+        """Return the placeholder or `get_attr` node of a name, with the shape and dtype of `tensor`.
+        Placeholders come first, as fx requires."""
         if name in self._heads:
             return self._heads[name]
         node = self.graph.create_node(op, name) if op == "get_attr" else self.graph.placeholder(name)
@@ -136,8 +138,8 @@ class Tape:
     def emit_function(
         self, func: Callable[..., Any], args: Any, results: Sequence[torch.Tensor], grads: Sequence[bool]
     ) -> None:
-        """Add a node for an autograd function with these results; `grads` says which of them carry a
-        gradient."""
+        """Add a node for an autograd function with these results, of any shapes; `grads` says for each
+        whether it carries a gradient."""
         node = self.emit_op(func, args, {}, results[0] if len(results) == 1 else tuple(results))
         for i, (tensor, grad) in enumerate(zip(results, grads, strict=True)):
             self.node_of(tensor).meta |= {"carries": grad, "stride": tensor.stride()}
@@ -159,7 +161,8 @@ class Tape:
         return node
 
     def emit_take(self, call: fx.Node, path: str, tensor: torch.Tensor, requires_grad: bool) -> fx.Node:
-        """Add a node for the tensor at an access path of a block's result."""
+        """Add a node, with the shape and strides of `tensor`, for the tensor at an access path of a block's
+        result."""
         node = self.graph.call_function(take_at_path, (call, path))
         node.meta = {k: call.meta[k] for k in MOMENT_KEYS}
         node.meta |= {"requires_grad": requires_grad, "stride": tensor.stride()}

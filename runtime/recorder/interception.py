@@ -64,10 +64,10 @@ class RecordingListener(Protocol):
         """Glue or Python uses these tensors in a way that may depend on their shapes."""
 
     def on_read(self, kind: str, tensor: torch.Tensor) -> None:
-        """Python reads the values of a tensor."""
+        """Python reads the values of a tensor of any shape."""
 
     def read_scalar(self, tensor: torch.Tensor) -> Any:
-        """Python reads a tensor's only value."""
+        """Python reads the only value of a tensor, which may have any number of dims."""
 
     def pause_recording(self) -> Any:
         """Context in which nothing is recorded."""

@@ -48,7 +48,7 @@ def node_kind(node: fx.Node) -> list[Any]:
 
 
 def constant_digest(tensor: torch.Tensor) -> str:
-    """Return a name for a constant, from its contents."""
+    """Return a name for a constant of any shape, from its shape, dtype and contents."""
     text = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.flatten().tolist()}"
     return f"constant_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 

@@ -136,9 +136,9 @@ def to_literal(value: Any) -> Any:
 
 
 def encode_arguments(value: Any, tensor: Callable[[torch.Tensor], Any]) -> Any:
-    """Return arguments of a call with tensors replaced by `tensor(t)`: tuples, lists and plain dicts of
-    literals. Dataclasses of libraries become dicts (`secc.runtime.model.dataclass_args`). Raises
-    NotLiteral."""
+    """Return arguments of a call with tensors (of any shapes) replaced by `tensor(t)`: tuples, lists and
+    plain dicts of literals. Dataclasses of libraries become dicts (`secc.runtime.model.dataclass_args`).
+    Raises NotLiteral."""
     if isinstance(value, torch.Tensor):
         return tensor(value)
     if type(value) is list:

@@ -427,13 +427,13 @@ class Recorder:
         self._touched.mark_used(values)
 
     def on_read(self, kind: str, tensor: torch.Tensor) -> None:
-        """Record that Python reads a tensor's values."""
+        """Record that Python reads the values of a tensor of any shape."""
         with self.pause_recording():
             self._glue.record_read(kind, tensor)
 
     def read_scalar(self, tensor: torch.Tensor) -> Any:
-        """Return a tensor's only value for Python. An unknown one may be for the log, so it fails only
-        when it is used."""
+        """Return a tensor's only value for Python; the tensor may have any number of dims. An unknown value
+        may be for the log, so it fails only when it is used."""
         if self._has_valueless_inputs or not self._executor.has_unknown_values(tensor) or tensor.numel() != 1:
             return tensor.item()
         return DeferredScalar(tensor.detach().reshape(()), lambda: self._glue.refuse_read("item", tensor))

@@ -184,8 +184,8 @@ class CallObserver:
 
 
 def read_value(kind: str, tensor: torch.Tensor) -> Any:
-    """Return the values that Python read, in a form that can be compared. It is the target of read nodes
-    that are no ATen ops."""
+    """Return the values that Python read in a form that can be compared: nested lists in the tensor's shape,
+    or a hash of many. It is the target of read nodes that are no ATen ops."""
     if tensor.numel() <= _MAX_COMPARED_ENTRIES:
         return tensor.tolist()
     return hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()

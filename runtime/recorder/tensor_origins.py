@@ -83,15 +83,17 @@ class TensorOrigins:
             self._making_blocks[tensor] = self._running_block
 
     def adopt_result(self, tensor: torch.Tensor, alone: bool) -> None:
-        """Note a tensor that a part of the running block returns, without having run again."""
+        """Note a tensor (any shape) that a part of the running block returns, without having run again."""
         if self._running_block:
             self._note_tensor(tensor, alone)
 
     def is_input_independent(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a weight, or was made in this run without anything that the block was given."""
+        """Whether a tensor (any shape) is a weight, or was made in this run without anything that the block
+        was given."""
         return id(tensor) in self._state or id(tensor) in self._independent_tensors
 
     def making_block(self, tensor: torch.Tensor) -> str:
-        """Return the other block that made a tensor from what it was given, "" if there is none."""
+        """Return the other block that made a tensor (any shape) from what it was given, "" if there is
+        none."""
         block: str = self._making_blocks.get(tensor, "") or ""
         return "" if block == self._running_block else block

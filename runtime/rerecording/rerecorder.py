@@ -78,8 +78,8 @@ class RecordedGlue:
     def run(
         self, section: SectionModule, batch: Mapping[str, Any], label: str, sources: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Compute the tensor `label`. `sources` are the tensors that the section passes for it, in the
-        plan's order."""
+        """Compute the tensor `label`. `sources` are the tensors that the section passes for it, in the plan's
+        order; raises UserError if their shapes differ from the recorded ones."""
         passed = dict(zip(self.planned_sources[label], sources, strict=True))
         self._check_shapes(label, passed)
 

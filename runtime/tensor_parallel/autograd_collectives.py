@@ -55,12 +55,12 @@ class _GatherLastDim(torch.autograd.Function):
 
 
 def copy_to_shards(x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
-    """Returns `x`, whose gradient will be summed over all ranks (Megatron's f)."""
+    """Returns `x` (any shape) and sums its gradient over all ranks in backward (Megatron's f)."""
     return _CopyToShards.apply(x, group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
 
 def reduce_from_shards(x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
-    """Returns the sum of `x` over all ranks (Megatron's g)."""
+    """Returns the sum of `x` (any shape) over all ranks (Megatron's g)."""
     return _ReduceFromShards.apply(x, group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
 
@@ -73,7 +73,7 @@ class ShardedRegion:
         self._last_input: tuple[weakref.ref[torch.Tensor], bool, torch.Tensor] | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns `x`, whose gradient will be summed over all ranks."""
+        """Returns `x` (any shape) and sums its gradient over all ranks in backward."""
         grad = torch.is_grad_enabled()
         if not (grad and x.requires_grad):
             return x
@@ -84,7 +84,7 @@ class ShardedRegion:
         return entered
 
     def reduce_output(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of `x` over all ranks."""
+        """Returns the sum of `x` (any shape) over all ranks."""
         self._last_input = None
         return reduce_from_shards(x, self.group)
 

@@ -43,7 +43,7 @@ class LinearModule:
         return self.weight.shape[1 - self.out_dim]
 
     def multiply_weight(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the linear map of `x` without the bias."""
+        """Returns the linear map [..., out] of `x` [..., in], without the bias."""
         return F.linear(x, self.weight if self.out_dim == 0 else self.weight.t())
 
     def set_sizes(self, outputs: int, inputs: int) -> None:

@@ -49,7 +49,7 @@ class ParameterCut:
         return torch.Size(sizes)
 
     def take_shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns the rank's part of a tensor, in memory of its own."""
+        """Returns the rank's part of `whole`, shorter along `dim` only, in memory of its own."""
         return torch.cat(
             [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim
         ).contiguous()

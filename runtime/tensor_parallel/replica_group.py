@@ -26,7 +26,8 @@ class ReplicaGroup(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over all ranks; may write it into `tensor`, which is contiguous."""
+        """Returns the sum over all ranks; may write it into `tensor`, which is contiguous and of any
+        shape."""
         ...
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -46,10 +47,12 @@ class ReplicaProcessGroup:
         self.ranks, self.index, self.size, self.handle = ranks, ranks.index(rank), len(ranks), group
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replaces `tensor`, of any shape, by its sum over all ranks, and returns it."""
         dist.all_reduce(tensor, group=self.handle)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """Concatenates the 1-D tensors of all ranks; `lengths` are their lengths."""
         longest = max(lengths)
         padded = (
             tensor
@@ -61,6 +64,8 @@ class ReplicaProcessGroup:
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
     def reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """Sums a 1-D tensor over all ranks and returns this rank's part; `lengths` are the lengths of the
+        parts."""
         longest = max(lengths)
         if min(lengths) < longest:
             tensor = torch.cat(

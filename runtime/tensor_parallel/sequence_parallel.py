@@ -91,16 +91,17 @@ class SequencePositions:
         self.group, self.sequence_length = group, 0
 
     def split_positions(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's positions of a tensor that all ranks hold."""
+        """Returns this rank's positions [rows, own positions, width] of `x` [rows, positions, width], which
+        all ranks hold."""
         self.sequence_length = x.shape[POSITION_DIM]
         return _SplitPositions.apply(x, self.group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
     def gather_positions(self, x: torch.Tensor, parts: bool) -> torch.Tensor:
-        """Concatenates all ranks' positions. With `parts`, the consumers compute a part on each rank, so
-        gradients are summed over ranks; otherwise all ranks compute the same, and each takes its own
-        positions of the gradient."""
+        """Concatenates all ranks' positions `x` [rows, own positions, width] to [rows, positions, width].
+        With `parts`, the consumers compute a part on each rank, so gradients are summed over ranks; otherwise
+        all ranks compute the same, and each takes its own positions of the gradient."""
         return _GatherPositions.apply(x, self.group, self.sequence_length, parts)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
     def reduce_scatter_positions(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's positions of the sum of `x` over all ranks."""
+        """Returns this rank's positions of the sum of `x` [rows, positions, width] over all ranks."""
         return _ReduceScatterPositions.apply(x, self.group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]

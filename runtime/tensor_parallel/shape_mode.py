@@ -47,8 +47,9 @@ class WholeShapeMode(TorchFunctionMode):
         self.head_counts = set[int]()  # numbers of heads that have been split over ranks
 
     def copy_to_shards(self, whole: torch.Tensor) -> torch.Tensor:
-        """Prepares a whole tensor for use with parts. Each rank's gradient of an activation is then a
-        summand, so it is summed over ranks; gradients of parameters are summed once per step instead."""
+        """Prepares a whole tensor (any shape) for use with parts. Each rank's gradient of an activation is
+        then a summand, so it is summed over ranks; gradients of parameters are summed once per step
+        instead."""
         return (
             whole
             if isinstance(whole, torch.nn.Parameter) or not whole.requires_grad
@@ -100,6 +101,7 @@ class WholeShapeMode(TorchFunctionMode):
         ]
 
     def take_shard(self, whole: torch.Tensor, dim: int, parts: Sequence[int]) -> torch.Tensor:
-        """Returns this rank's part of a whole tensor."""
+        """Returns this rank's part of a whole tensor along `dim`; `parts` are the sizes of the parts of that
+        dim that are each split evenly."""
         pieces = [whole.narrow(dim, start, stop - start) for start, stop in self.rank_ranges(parts)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

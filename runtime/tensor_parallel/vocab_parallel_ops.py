@@ -39,12 +39,15 @@ class SingleRankGroup:
     index, size = 0, 1
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns `tensor` (any shape): the sum over one rank."""
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """Returns the 1-D `tensor`: it is all ranks' already."""
         return tensor
 
     def reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """Returns the 1-D `tensor`: this rank's part is all of it."""
         return tensor
 
 
@@ -67,11 +70,11 @@ class VocabShards:
         )
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Prepares a whole tensor for use with shards: its gradient is summed over ranks."""
+        """Prepares a whole tensor (any shape) for use with shards: its gradient is summed over ranks."""
         return copy_to_shards(x, self.group) if x.requires_grad and torch.is_grad_enabled() else x
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of `x` over all ranks."""
+        """Returns the sum of `x` (any shape) over all ranks."""
         return reduce_from_shards(x, self.group)
 
     def take(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -108,15 +111,18 @@ class VocabShards:
         return combine_softmax_partials(maxima, sums)
 
     def log_softmax(self, x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
-        """`torch.log_softmax` over the whole vocabulary, contiguous as torch's."""
+        """`torch.log_softmax` over the whole vocabulary, contiguous as torch's. `x` has this rank's `length`
+        entries along `dim`, and so has the result."""
         return _LogSoftmax.apply(x, dim, self, half_to_float)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
     def softmax(self, x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
-        """`torch.softmax` over the whole vocabulary."""
+        """`torch.softmax` over the whole vocabulary. `x` has this rank's `length` entries along `dim`, and so
+        has the result."""
         return _Softmax.apply(x, dim, self, half_to_float)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
     def logsumexp(self, x: torch.Tensor, dim: int | Sequence[int], keepdim: bool = False) -> torch.Tensor:
-        """`torch.logsumexp` over the whole vocabulary."""
+        """`torch.logsumexp` over the whole vocabulary: of `x` with `length` entries along `dim`, without that
+        dim unless `keepdim`."""
         (vocab_dim,) = dim if isinstance(dim, Sequence) else (dim,)
         result: torch.Tensor = _LogSumExp.apply(x, vocab_dim, self)  # pyright: ignore[reportUnknownMemberType,reportAssignmentType]
         return result if keepdim else result.squeeze(vocab_dim)
@@ -129,11 +135,12 @@ class VocabShards:
         return total / (x.numel() // self.length * self.size // max(total.numel(), 1))
 
     def amax(self, x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
-        """Returns the maxima over the vocabulary, without a gradient."""
+        """Returns the maxima over the vocabulary, `dim` of `x`, without a gradient."""
         return self._stack_ranks(x.detach().amax(dim, keepdim)).amax(0)
 
     def argmax(self, x: torch.Tensor, dim: int, keepdim: bool = False) -> torch.Tensor:
-        """Returns the positions of the maxima; the first one of equal entries."""
+        """Returns the positions in the whole vocabulary of the maxima along `dim`; the first one of equal
+        entries."""
         best, place = x.detach().max(dim, keepdim)
         places = self._stack_ranks(place + self.start)
         return places.gather(0, self._stack_ranks(best).argmax(0, keepdim=True)).squeeze(0)
@@ -141,8 +148,8 @@ class VocabShards:
     def topk(
         self, x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the `k` largest entries over the vocabulary and their positions, chosen from the `k`
-        largest of each rank."""
+        """Returns the `k` largest entries over the vocabulary, along `dim`, and their positions, chosen from
+        the `k` largest of each rank."""
         counts = [min(k, length) for length in self._rank_lengths()]
         best, place = x.detach().topk(min(k, self.length), dim)
         best, place = (
@@ -154,7 +161,8 @@ class VocabShards:
     def gather(
         self, x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False
     ) -> torch.Tensor:
-        """`torch.gather` along the vocabulary: the rank that has an entry contributes it, the others zero."""
+        """`torch.gather` along the vocabulary, `dim` of `x`; `index` counts in the whole vocabulary and has
+        the result's shape. The rank that has an entry contributes it, the others zero."""
         here = (index >= self.start) & (index < self.stop)
         return self.leave(x.gather(dim, (index - self.start).clamp(0, self.length - 1)).where(here, 0))
 

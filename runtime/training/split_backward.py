@@ -27,8 +27,8 @@ KeptGradients = dict[GraphInput, torch.Tensor | None]  # gradients kept for the 
 
 
 def split_backward(roots: Sequence[BackwardRoot], leaves: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Computes the `.grad` of `leaves`. Returns a function, to be called once, that accumulates the gradients
-    of the parameters.
+    """Computes the `.grad` of `leaves`, each in the shape of its leaf. Returns a function, to be called once,
+    that accumulates the gradients of the parameters.
 
     A graph that cannot be split (a side input leads to another side input) runs as one backward.
     """

@@ -37,7 +37,8 @@ class BlockingPoints(NamedTuple):
 
     @staticmethod
     def for_groups(at: Tensor, groups: Tensor) -> BlockingPoints:
-        """Returns blocking points of collectives: each instruction waits for its whole group."""
+        """Returns blocking points of collectives: the instruction at each position `at` [N] waits for its
+        whole group, `groups` [N]."""
         return BlockingPoints(at, -1 - groups, torch.zeros_like(at))
 
 

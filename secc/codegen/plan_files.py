@@ -32,8 +32,8 @@ def build_plan_files(
     source: str,
     report: str,
 ) -> PlanFiles:
-    """Content by relative path. `dumps` are (name, text) of the IR from capture to lowering; `source` is the
-    text of the model file."""
+    """Content by relative path. `dumps` are (name, text) of the IR from capture to lowering; `constants` are
+    tensors of any shape by key; `source` is the text of the model file."""
     files: PlanFiles = {"plan.json": plan_to_json(plan), "model.py.txt": source, "report.html": report}
     files |= {f"ir/{i:02d}-{name}.mlir": text for i, (name, text) in enumerate(dumps)}
     files |= build_section_files(plan, module, constants)
@@ -47,7 +47,7 @@ def build_plan_files(
 
 
 def build_section_files(plan: Plan, module: ModuleOp, constants: Mapping[str, torch.Tensor]) -> PlanFiles:
-    """The modules under sections/, with the constants that they read."""
+    """The modules under sections/, with the constants that they read: tensors of any shape by key."""
     graph = graph_of(module)
     package = '"""The sections of this plan: the user\'s blocks in order, and the ops between them."""\n'
     files: PlanFiles = {"sections/__init__.py": package}

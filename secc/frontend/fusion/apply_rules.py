@@ -47,7 +47,7 @@ def rewrite_graph(
     graph: fx.Graph, tensors: Mapping[str, torch.Tensor], skip: Collection[str]
 ) -> tuple[list[AppliedRule], list[MissedRule]]:
     """Replaces matches of all rules except those in `skip` by fused operators. `tensors` are the site's
-    parameters and buffers by name.
+    parameters and buffers by name, in their own shapes.
 
     Returns the applied rules and the rules that nearly matched.
     """

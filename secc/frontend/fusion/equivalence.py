@@ -175,7 +175,8 @@ def _compute_results(
 
 
 def evaluate_node(node: fx.Node, known: dict[fx.Node, Any], parameters: Mapping[str, torch.Tensor]) -> Any:
-    """Returns the value of a node from known ones. Raises KeyError if it depends on anything else."""
+    """Returns the value of a node from known ones. `parameters` are tensors of any shape by the targets of
+    `get_attr` nodes. Raises KeyError if the node depends on anything else."""
     if node not in known:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: evaluate_node(n, known, parameters))
         if node.op == "get_attr":

@@ -36,14 +36,18 @@ class ThreadGroup:
         self.index, self.size, self._exchange = index, size, meeting
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replaces `tensor`, of any shape, by its sum over all threads, and returns it."""
         with torch.no_grad():
             total = torch.stack(self._exchange.exchange_tensors(self.index, tensor)).sum(0)
             return tensor.copy_(total)
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """Concatenates the 1-D tensors of all threads; `lengths` are their lengths."""
         return torch.cat(self._exchange.exchange_tensors(self.index, tensor))
 
     def reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """Sums a 1-D tensor over all threads and returns this thread's part; `lengths` are the lengths of the
+        parts."""
         return self.all_reduce(tensor.clone()).split(list(lengths))[self.index].clone()
 
 
