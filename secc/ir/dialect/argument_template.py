@@ -43,8 +43,8 @@ class DottedName:
 
 @dataclass
 class CallArguments:
-    """Positional and keyword arguments: nested lists, tuples, dicts of Ref, Name, sympy expressions and
-    literals."""
+    """Positional and keyword arguments: nested lists, tuples, dicts of OperandRef, DottedName, sympy
+    expressions and literals."""
 
     args: list[Any] = field(default_factory=list[Any])
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])

@@ -379,7 +379,7 @@ class Computation(LineOp):
 
     @property
     def arguments(self) -> argument_template.CallArguments:
-        """The argument list as a structure; `template.Ref(i)` is operand i."""
+        """The argument list as a structure; `OperandRef(i)` is operand i."""
         properties = self.properties["args"]
         assert isinstance(properties, StringAttr)
         return argument_template.parse_arguments(properties.data)
