@@ -28,8 +28,8 @@ PASS_CLASSES = {
     "fuse-linear-loss": "fuse_linear_loss.FuseLinearLoss",
     "annotate-patterns": "annotate_patterns.AnnotatePatterns",
     "infer-modes": "infer_modes.InferModes",
-    "coarsen": "coarsen.Coarsen",
     "fuse-blocks": "fuse_blocks.FuseBlocks",
+    "coarsen": "coarsen.Coarsen",
     "annotate-costs": "annotate_costs.AnnotateCosts",
     "sink-boundaries": "sink_boundaries.SinkBoundaries",
     "allocate": "allocate.Allocate",
@@ -39,7 +39,7 @@ PASS_CLASSES = {
     "shard-logits": "shard_logits.ShardLogits",
     "insert-transfers": "insert_transfers.InsertTransfers",
     "lower": "lower.Lower",
-}
+}  # in the order of the default pipeline
 
 
 def load_pass(name: str) -> type[ModulePass]:

@@ -16,6 +16,8 @@ from xdsl.passes import ModulePass
 
 from secc import pass_pipeline
 from secc.cli import main
+from secc.driver.compile_options import CompileOptions
+from secc.driver.default_pipeline import build_pipeline
 from secc.errors import UserError
 from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io import module_text
@@ -62,6 +64,11 @@ def rename(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", pass_pipeline.PASS_CLASSES)
 def test_every_registered_pass_loads_under_its_name(name: str) -> None:
     assert pass_pipeline.load_pass(name).name == name
+
+
+def test_the_registry_is_in_the_order_of_the_default_pipeline() -> None:
+    runs = list(dict.fromkeys(step.name for step in build_pipeline(CompileOptions())))
+    assert list(pass_pipeline.PASS_CLASSES)[: len(runs)] == runs
 
 
 def test_options_are_the_fields_of_the_pass(rename: None) -> None:
