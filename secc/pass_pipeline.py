@@ -39,7 +39,8 @@ PASS_CLASSES = {
     "shard-logits": "shard_logits.ShardLogits",
     "insert-transfers": "insert_transfers.InsertTransfers",
     "lower": "lower.Lower",
-}  # in the order of the default pipeline
+    "drop-conversions": "drop_conversions.DropConversions",
+}  # in the order of the default pipeline; then those that only `secc opt` runs
 
 
 def load_pass(name: str) -> type[ModulePass]:
