@@ -27,7 +27,8 @@ from secc.baselines.compare import BaselineComparison
 from secc.baselines.schemes import SCHEMES
 from secc.bounds.steady_state import mean_step_bound
 from secc.bounds.work import BatchWork
-from secc.runtime.plan.schema import Plan, load_plan
+from secc.runtime.plan.plan_file import load_plan
+from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import SampleMeta
 from secc.simulate.global_batches import load_global_batches
 from secc.simulate.simulator import simulate

@@ -41,7 +41,8 @@ from secc.profile.machine_probe import probe_machine, to_cluster_yaml
 from secc.profile.measured_training import read_step_times, train_plan
 from secc.profile.model_profile import profile_model
 from secc.report.html_page import report_page
-from secc.runtime.plan.schema import Plan, load_plan
+from secc.runtime.plan.plan_file import load_plan
+from secc.runtime.plan.schema import Plan
 from secc.simulate.events import SimulatedStep
 from secc.simulate.global_batches import load_global_batches
 from secc.simulate.simulator import simulate

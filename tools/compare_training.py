@@ -22,7 +22,8 @@ import torch
 
 from secc.frontend.dataset.eager_reference import GRADIENT_FLOOR, GRADIENT_TOLERANCE, LOSS_TOLERANCE
 from secc.runtime.model.user_file import load_model_file
-from secc.runtime.plan.schema import Plan, load_plan
+from secc.runtime.plan.plan_file import load_plan
+from secc.runtime.plan.schema import Plan
 from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut
 from tools.train_plain import train_model
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from itertools import islice, zip_longest
 from pathlib import Path
 
-from secc.runtime.plan.schema import Plan, load_plan
+from secc.runtime.plan.plan_file import load_plan
+from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import SampleMeta, Schedule, print_instruction
 from secc.runtime.schedule.scheduler import SCHEDULE_ORDERS, schedule_batch
 from secc.simulate.global_batches import load_global_batches

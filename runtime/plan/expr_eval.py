@@ -18,6 +18,7 @@ SymbolValues = Mapping[str, int]
 SizeColumns = Mapping[str, Sequence[int]]
 
 _BINARY_OPS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
+_SHOWN_CHARACTERS = 200
 _ALLOWED_CALLS: dict[str, Callable[..., int]] = {"min": min, "max": max}
 
 
@@ -47,6 +48,12 @@ def evaluate_expr_columns(text: str | int, columns: SizeColumns, count: int) -> 
             f"unknown symbol {unknown.args[0]!r} in {text}; expected one of {sorted(columns)}"
         ) from None
     return [value] * count if isinstance(value, int) else value
+
+
+@cache
+def expression_symbols(text: str) -> frozenset[str]:
+    """Returns the symbols of expression `text`. Raises ValueError for text outside the grammar."""
+    return frozenset(_parse_expr(text)[1])
 
 
 def divides_exactly(text: str, sizes: SymbolValues) -> bool:
@@ -91,12 +98,11 @@ def _compile_column_expr(text: str) -> Callable[[SizeColumns], int | list[int]]:
 
 def _parse_expr(text: str) -> tuple[str, dict[str, str]]:
     """Returns expression `text` with its symbols replaced by safe variable names, and {symbol: variable}."""
-    try:
-        body = ast.parse(text, mode="eval").body
-    except SyntaxError:
-        raise ValueError(f"not a size expression: {text!r}") from None
     names: dict[str, str] = {}
-    return ast.unparse(_rename_symbols(body, names)), names
+    try:
+        return ast.unparse(_rename_symbols(ast.parse(text, mode="eval").body, names)), names
+    except (SyntaxError, RecursionError, MemoryError):  # the latter two: nested too deeply
+        raise ValueError(f"not a size expression: {text[:_SHOWN_CHARACTERS]!r}") from None
 
 
 def _rename_symbols(node: ast.expr, names: dict[str, str]) -> ast.expr:
@@ -110,6 +116,8 @@ def _rename_symbols(node: ast.expr, names: dict[str, str]) -> ast.expr:
             return ast.Name(names.setdefault(name, f"_{len(names)}"))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return ast.UnaryOp(ast.USub(), _rename_symbols(operand, names))
+        case ast.BinOp(op=ast.FloorDiv() | ast.Mod(), right=ast.Constant(value=0)):
+            pass
         case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _BINARY_OPS):
             return ast.BinOp(_rename_symbols(left, names), op, _rename_symbols(right, names))
         case ast.Call(func=ast.Name(id=name) as func, args=[_, *_] as args, keywords=[]) if (

@@ -8,12 +8,10 @@ unless a name says GiB, times in integer nanoseconds (`_ns`) or seconds (`_s`); 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from secc.runtime.errors import UserError
 
 CLASS_KEY = "*class"  # key that marks a dict as a flattened object; its value names the class
 # Key suffixes of a list that grows with the samples: its entries joined, their sizes, their largest size
@@ -341,11 +339,11 @@ class Plan:
         tp).
         """
         return tuple(
-            _join_stages(stages) if stages[0].pipeline else stages[0] for stages in self.pipelines.values()
+            join_stages(stages) if stages[0].pipeline else stages[0] for stages in self.pipelines.values()
         )
 
 
-def _join_stages(stages: tuple[Section, ...]) -> Section:
+def join_stages(stages: tuple[Section, ...]) -> Section:
     """Joins the stages of a pipeline into one section; its memory is that of the fullest rank."""
     first, costs = stages[0], [s.cost for s in stages]
     dp, tp = first.mesh.dp, first.mesh.tp
@@ -388,69 +386,12 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def plan_to_json(plan: Plan) -> str:
-    """Returns the text of plan.json."""
-    return json.dumps(plan_to_dict(plan), indent=2) + "\n"
+    """Returns the text of plan.json, with a digest of its contents."""
+    data = json.loads(json.dumps(plan_to_dict(plan)))
+    return json.dumps(data | {"digest": plan_digest(data)}, indent=2) + "\n"
 
 
-def load_plan(directory: str | Path) -> Plan:
-    """Reads `directory/plan.json`. Raises UserError if it is missing, not a plan, or of another version."""
-    path = Path(directory) / "plan.json"
-    try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(
-            f"cannot read the plan: {error.strerror}",
-            str(path),
-            "make it with `secc compile MODEL.py -o PLAN/`",
-        ) from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"not a plan: {error}", str(path), "compile the model again") from None
-    if not isinstance(data, dict) or "version" not in data:
-        raise UserError("not a plan: it has no version", str(path), "compile the model again")
-    if data["version"] != PLAN_VERSION:
-        message = f"expected a plan of version {PLAN_VERSION}, got version {data['version']!r}"
-        raise UserError(message, str(path), "compile the model again")
-    data["sections"] = [
-        part for section in data["sections"].values() for part in section.get("stages") or [section]
-    ]
-    return _build_dataclass(Plan, data)
-
-
-def _build_dataclass(cls: Any, data: Any) -> Any:
-    """Builds a dataclass from JSON data, its nested dataclasses included."""
-    nested: dict[str, Any] = {
-        "model": ModelRef,
-        "symbols": Symbol,
-        "inputs": Input,
-        "sections": Section,
-        "edges": Edge,
-        "terms": LossTerm,
-        "ties": TiedParameter,
-        "draws": RandomOp,
-        "fusions": FusionRecord,
-        "rewrites": CodeRewrite,
-        "recorded": RerecordedCase,
-        "mesh": Mesh,
-        "cost": Cost,
-        "shards": Shard,
-        "styles": ModuleStyle,
-    }
-    values: dict[str, Any] = {}
-    for f in dataclasses.fields(cls):
-        if f.name not in data:
-            continue
-        value = data[f.name]
-        if (cls, f.name) in _UNNESTED_FIELDS or f.name not in nested:
-            values[f.name] = _lists_to_tuples(value) if isinstance(value, list) else value
-        elif isinstance(value, list):
-            values[f.name] = tuple(_build_dataclass(nested[f.name], v) for v in value)
-        else:
-            values[f.name] = _build_dataclass(nested[f.name], value)
-    return cls(**values)
-
-
-def _lists_to_tuples(value: Any) -> Any:
-    return tuple(_lists_to_tuples(v) for v in value) if isinstance(value, list) else value
-
-
-_UNNESTED_FIELDS = {(TiedParameter, "sections")}  # a list of names, not of Section objects
+def plan_digest(data: dict[str, Any]) -> str:
+    """Returns the digest of the contents of plan.json, with the order of their keys: that of the sections has
+    a meaning."""
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()

@@ -28,7 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from secc.runtime.errors import UserError
 from secc.runtime.host.child_processes import die_with_parent
-from secc.runtime.plan import schema
+from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.training.emulation import emulate_rank
 from secc.runtime.training.options import RunOptions, parse_options
 
@@ -113,7 +113,7 @@ def run_plan(directory: str | Path, arguments: Sequence[str] = ()) -> int:
     """
     directory = Path(directory).resolve()
     parse_options(arguments)
-    world_size = schema.load_plan(directory).world_size
+    world_size = load_plan(directory).world_size
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -29,7 +29,7 @@ from secc.runtime.parameters import checkpoint
 from secc.runtime.parameters.mixed_precision import cast_model
 from secc.runtime.parameters.rank_weights import build_rank_model, canonical_names, load_user_model
 from secc.runtime.parameters.zero3 import Zero3State
-from secc.runtime.plan import schema as plan
+from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.replica_routes import ranks_by_replica
 from secc.runtime.plan.schema import Plan
 from secc.runtime.rerecording.rerecorder import Rerecorder
@@ -82,7 +82,7 @@ class RankContext(ExitStack):
         super().__init__()
         self.directory, self.options, self.terms = directory, options, terms
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.plan = with_prefetch_memory(plan.load_plan(directory), options.run_ahead)
+        self.plan = with_prefetch_memory(load_plan(directory), options.run_ahead)
         check_world_size(self.plan, self.world_size)
         self.device = _choose_device()
         self.user_model = load_user_model(self.plan, directory)

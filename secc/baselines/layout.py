@@ -33,7 +33,8 @@ from secc.driver import what_if
 from secc.ir.dialect.ops import BodyOp, CallOp, ReceiveOp, graph_of
 from secc.ir.text_io import module_text
 from secc.runtime.plan.expr_eval import evaluate_expr
-from secc.runtime.plan.schema import Cost, Edge, Mesh, ModelRef, Plan, Section, load_plan
+from secc.runtime.plan.plan_file import load_plan
+from secc.runtime.plan.schema import Cost, Edge, Mesh, ModelRef, Plan, Section
 
 MIN_LAYER_CALLS = 2  # an edge with this many dependent calls reaches layers, and not only a head
 UNBOUNDED_IN_FLIGHT = 1 << 30  # micro-batches in flight: more than a step has

@@ -19,6 +19,6 @@ SECOND_PLAN_ARGUMENT = Annotated[
 def command(first: FIRST_PLAN_ARGUMENT, second: SECOND_PLAN_ARGUMENT, json: JSON_OPTION = False) -> None:
     """Compare two plans: sections, layouts, edges, loss and predictions."""
     from secc.report.plan_differences import plan_differences
-    from secc.runtime.plan.schema import load_plan
+    from secc.runtime.plan.plan_file import load_plan
 
     print_differences(plan_differences(load_plan(first), load_plan(second)), json)

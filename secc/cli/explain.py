@@ -31,7 +31,7 @@ def command(plan: PLAN_ARGUMENT, what_if: WHAT_IF_OPTION = None, json: JSON_OPTI
         _print_what_if(plan, what_if, json)
         return
     from secc.report.plan_tables import plan_summary, plan_tables
-    from secc.runtime.plan.schema import load_plan
+    from secc.runtime.plan.plan_file import load_plan
 
     loaded = load_plan(plan)
     if json:

@@ -62,7 +62,7 @@ def _run_emulated(directory: Path, logs: Path, arguments: list[str], scale: floa
 
     from secc.cli.console import out
     from secc.errors import UserError
-    from secc.runtime.plan.schema import load_plan
+    from secc.runtime.plan.plan_file import load_plan
     from secc.runtime.training.emulation import EMULATION_FILE, table_to_json
     from secc.runtime.training.launch import run_plan
     from secc.runtime.training.options import parse_options

@@ -50,7 +50,7 @@ def command(
     """Simulate steps of a plan: their time, its ratio to lower bounds, and where ranks wait."""
     from secc.bounds.steady_state import mean_step_bound
     from secc.bounds.work import BatchWork
-    from secc.runtime.plan.schema import load_plan
+    from secc.runtime.plan.plan_file import load_plan
     from secc.simulate.step_measures import mean_measures, measure_step
 
     loaded = load_plan(plan)

@@ -28,7 +28,8 @@ from secc.errors import UserError
 from secc.ir.dialect.ops import GraphOp, strings_of
 from secc.ir.dialect.python_attributes import int_attr
 from secc.runtime.monitoring.section_times import MAX_KEPT_STEPS, SECTION_TIMES_FILE, UNCOUNTED_STEPS
-from secc.runtime.plan.schema import Plan, Section, load_plan
+from secc.runtime.plan.plan_file import load_plan
+from secc.runtime.plan.schema import Plan, Section
 
 TIMED_DIRECTIONS = ("forward_s", "backward_s")
 

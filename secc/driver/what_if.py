@@ -24,7 +24,8 @@ from secc.ir.analysis.tp_layouts import feasible_tp
 from secc.ir.dialect.ops import GraphOp, graph_of, strings_of
 from secc.ir.dialect.python_attributes import int_list_attr
 from secc.ir.text_io import module_text
-from secc.runtime.plan.schema import Plan, Shard, load_plan
+from secc.runtime.plan.plan_file import load_plan
+from secc.runtime.plan.schema import Plan, Shard
 
 ALLOCATE_PASS, SHARD_PASS = "allocate", "shard-tensors"
 ONE_STAGE = ".pp=1"  # ends the pin of a section whose layers were not captured

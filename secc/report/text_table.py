@@ -16,6 +16,9 @@ class TextTable:
     note: str = ""
 
 
+_MAX_DIGITS = 9  # of a layer's number; longer ones are no numbers of layers
+
+
 def blocks_text(paths: Sequence[str]) -> str:
     """Module paths in one line, with consecutive layers as a range and a common prefix written once:
     `model.{embed, layers.0-31, norm}`."""
@@ -23,7 +26,7 @@ def blocks_text(paths: Sequence[str]) -> str:
     spans: list[tuple[str, int, int]] = []
     for path in paths:
         head, dot, number = path.rpartition(".")
-        if not number.isdecimal():
+        if not number.isdecimal() or len(number) > _MAX_DIGITS:
             spans.append((path, -1, -1))
         elif spans and spans[-1][0] == head + dot and 0 <= spans[-1][2] == int(number) - 1:
             spans[-1] = (head + dot, spans[-1][1], int(number))

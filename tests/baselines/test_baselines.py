@@ -29,8 +29,8 @@ from secc.cli import main
 from secc.cost.model.memory import RankMemory
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
+from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.predicted_costs import PredictedCosts
-from secc.runtime.plan.schema import load_plan
 from secc.runtime.schedule.scheduler import FixedSchedule
 from secc.simulate.global_batches import load_global_batches
 from tests.runtime.schedule.plan_strategies import (

@@ -16,7 +16,8 @@ from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
 from secc.report.plan_differences import plan_differences
-from secc.runtime.plan.schema import Plan, load_plan
+from secc.runtime.plan.plan_file import load_plan
+from secc.runtime.plan.schema import Plan
 
 MODEL = Path(__file__).parent.parent / "models" / "llava_tiny.py"
 

@@ -13,7 +13,8 @@ from secc.driver.compile_options import CompileOptions
 from secc.driver.replan_from_run import measure_drift
 from secc.errors import UserError
 from secc.runtime.monitoring.section_times import SECTION_TIMES_FILE, section_time_columns
-from secc.runtime.plan.schema import Plan, load_plan
+from secc.runtime.plan.plan_file import load_plan
+from secc.runtime.plan.schema import Plan
 
 MODEL = Path(__file__).parent.parent / "models" / "llava_tiny.py"
 IMAGES = ("pixel_values",)

@@ -10,7 +10,7 @@ import pytest
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.report.html_page import report_page
-from secc.runtime.plan.schema import load_plan
+from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.schedule.scheduler import schedule_batch
 from secc.simulate.global_batches import load_global_batches
 from tools.print_step import micro_batch_lines, program_lines, sample_lines

@@ -13,7 +13,8 @@ import pytest
 from secc.cluster import Overheads
 from secc.profile.measured_training import StepTimes, train_plan
 from secc.profile.trace_overheads import PROFILED_STEPS, WARMUP_STEPS, overheads_from_trace, scale_overheads
-from secc.runtime.plan.schema import Plan, load_plan
+from secc.runtime.plan.plan_file import load_plan
+from secc.runtime.plan.schema import Plan
 from tests.runtime.captioner_plans import APART, write_plan
 from tests.simulate.test_simulator import cluster, trained, vlm
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 
 from secc.bounds.bounds import schedule_bound
-from secc.runtime.plan.schema import Cost, load_plan, plan_to_json
+from secc.runtime.plan.plan_file import load_plan
+from secc.runtime.plan.schema import Cost, Input, Symbol, plan_to_json
 from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.schedule.list_scheduler import TaskGraph, simulate_tasks
 from secc.runtime.schedule.scheduler import schedule_batch, schedule_with_makespan
@@ -313,7 +314,18 @@ def test_plan_json_shows_user_sections_with_their_stages(p):
 
 
 def test_plan_json_is_read_back(tmp_path):
+    images = Input("images", "float32", ("I",), optional=True)
     p = pipeline_plan(3, replicas=2, encoder=True)
+    p = dataclasses.replace(
+        p,
+        global_batch=8,
+        inputs=(images,),
+        symbols=(Symbol("I", "rows", "images", 0), Symbol("S", "width", "ids", 1)),
+        sections=tuple(
+            dataclasses.replace(s, module=f"sections/part_{i}.py") for i, s in enumerate(p.sections)
+        ),
+        edges=tuple(dataclasses.replace(e, when=p.find_section(e.src).when) for e in p.edges),
+    )
     (tmp_path / "plan.json").write_text(plan_to_json(p))
     assert load_plan(tmp_path) == p
     assert json.loads(plan_to_json(p))["sections"]["lm"]["mesh"] == {
