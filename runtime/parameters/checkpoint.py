@@ -1,14 +1,10 @@
 """Checkpoints written by torch.distributed.checkpoint, keyed by the user's names and independent of the plan.
 
-    DIR/step_00000005/   model/NAME, optimizer/NAME/KEY, groups/RANK, scheduler/RANK
-                         (torch.distributed.checkpoint)
-                         checkpoint.json: step, seed, shuffle, global batch, names in the state dict and
-                         which of them are tied
-    DIR/latest           the name of the newest complete checkpoint
+    model/NAME, optimizer/NAME/KEY, groups/RANK, scheduler/RANK
 
-Every tensor is written once, by the first rank that holds it; of a sharded state each rank writes its part. A
-checkpoint is written under a temporary name and renamed when it is complete. Random numbers need no state:
-data and micro-batches are seeded by seed, step and sample.
+Every tensor is written once, by the first rank that holds it; of a sharded state each rank writes its part.
+`checkpoint_folder` says where checkpoints lie and how they are kept whole. Random numbers need no state: data
+and micro-batches are seeded by seed, step and sample.
 
 `sliced_tensor_store` is imported inside functions, because a rank without checkpoints starts almost a second
 sooner without it.
@@ -16,11 +12,8 @@ sooner without it.
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +22,16 @@ import torch.distributed as dist
 from torch import nn
 
 from secc.runtime.errors import UserError
+from secc.runtime.parameters.checkpoint_folder import (
+    CheckpointManifest,
+    FileDigest,
+    FoundCheckpoint,
+    digest_file,
+    find_checkpoint,
+    publish_checkpoint,
+    scratch_path,
+    start_checkpoint,
+)
 from secc.runtime.parameters.rank_weights import canonical_names
 from secc.runtime.parameters.sharded_optimizer import ParameterSlice
 from secc.runtime.parameters.zero3 import Zero3State
@@ -36,22 +39,6 @@ from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut
 
 # What the rank's optimizer updates -> the part of a user's parameter that it is.
 OptimizedSlices = Mapping[nn.Parameter, ParameterSlice]
-LATEST_FILE = "latest"
-_NO_CHECKPOINT_REMEDY = "give a directory that a run with --save has written"
-MANIFEST_FILE = "checkpoint.json"
-
-
-@dataclass(frozen=True)
-class CheckpointManifest:
-    """Metadata of a checkpoint. `names` are the keys of the state dict in its order; `tied` maps a name to
-    the name that its tensor is stored under."""
-
-    step: int
-    seed: int
-    shuffle: bool
-    global_batch: int
-    names: tuple[str, ...]
-    tied: dict[str, str]
 
 
 def make_manifest(
@@ -71,45 +58,16 @@ def save_checkpoint(directory: Path, state: Mapping[str, Any], about: Checkpoint
     finished checkpoint."""
     from secc.runtime.parameters import sliced_tensor_store
 
-    final = directory / f"step_{about.step:08d}"
-    scratch = directory / f".{final.name}.tmp"
-    if _current_rank() == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
+    rank, scratch = _current_rank(), scratch_path(directory, about.step)
+    if rank == 0:
+        start_checkpoint(directory, about.step)
     _wait_for_ranks()
-    sliced_tensor_store.write_entries(scratch, dict(state))
-    if _current_rank() == 0:
-        (scratch / MANIFEST_FILE).write_text(json.dumps(asdict(about)))
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(scratch, final)
-        pointer = directory / f".{LATEST_FILE}.tmp"
-        pointer.write_text(final.name + "\n")
-        os.replace(pointer, directory / LATEST_FILE)
+    written = sliced_tensor_store.write_entries(scratch, dict(state))
+    files = _gather_digests({path.name: digest_file(path, sync=True) for path in written})
+    if rank == 0:
+        publish_checkpoint(directory, replace(about, files=files))
     _wait_for_ranks()
-    return final
-
-
-def find_checkpoint(directory: Path) -> Path:
-    """Returns `directory` if it is a checkpoint, else the latest checkpoint in it. Raises UserError if there
-    is none."""
-    if (directory / MANIFEST_FILE).exists():
-        return directory
-    try:
-        latest = directory / (directory / LATEST_FILE).read_text().strip()
-        if (latest / MANIFEST_FILE).exists():
-            return latest
-    except OSError:
-        pass
-    raise UserError("no checkpoint found", str(directory), _NO_CHECKPOINT_REMEDY)
-
-
-def read_manifest(checkpoint: Path) -> CheckpointManifest:
-    """Reads the manifest of a checkpoint. Raises UserError if it is missing or malformed."""
-    try:
-        data = json.loads((checkpoint / MANIFEST_FILE).read_text())
-        return CheckpointManifest(**data | {"names": tuple(data["names"])})
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"not a checkpoint: {error}", str(checkpoint), _NO_CHECKPOINT_REMEDY) from None
+    return directory / f"step_{about.step:08d}"
 
 
 def model_state(
@@ -238,23 +196,23 @@ def load_optimizer_state(
         scheduler.load_state_dict(target[scheduler_key])
 
 
-def load_full_state_dict(directory: str | Path) -> dict[str, torch.Tensor]:
-    """Reads the user's whole state dict from a checkpoint (or the latest one in `directory`) onto the CPU, in
-    one process.
+def load_full_state_dict(source: str | Path | FoundCheckpoint) -> dict[str, torch.Tensor]:
+    """Reads the user's whole state dict from a checkpoint (or the latest whole one in a directory) onto the
+    CPU, in one process.
 
     It includes frozen parameters and buffers; tied parameters are one tensor under each of their names.
-    Raises UserError if there is no checkpoint.
+    Raises UserError if there is no checkpoint, or if a file of it is damaged.
     """
     from secc.runtime.parameters import sliced_tensor_store
 
-    checkpoint = find_checkpoint(Path(directory))
-    manifest = read_manifest(checkpoint)
+    found = source if isinstance(source, FoundCheckpoint) else find_checkpoint(Path(source))
+    manifest = found.manifest
     target: dict[str, Any] = {
         k: _empty_on_cpu(v)
-        for k, v in sliced_tensor_store.stored_entries(checkpoint).items()
+        for k, v in sliced_tensor_store.stored_entries(found.path).items()
         if k.startswith("model/")
     }
-    sliced_tensor_store.read_entries(checkpoint, target, alone=True)
+    sliced_tensor_store.read_entries(found.path, target, alone=True)
     return {name: target[f"model/{manifest.tied.get(name, name)}"] for name in manifest.names}
 
 
@@ -322,3 +280,12 @@ def _current_rank() -> int:
 def _wait_for_ranks() -> None:
     if dist.is_initialized():
         dist.barrier()
+
+
+def _gather_digests(own: dict[str, FileDigest]) -> dict[str, FileDigest]:
+    """Returns the digests of all ranks' files on rank 0, its own on the others. Collective."""
+    if not dist.is_initialized():
+        return own
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(own, gathered)
+    return {name: digest for files in gathered or [own] for name, digest in files.items()}

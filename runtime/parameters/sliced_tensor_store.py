@@ -130,10 +130,13 @@ class _LoadPlanner(DefaultLoadPlanner):
         return entry.box_memory(index) if isinstance(entry, TensorSlice) else super().lookup_tensor(index)
 
 
-def write_entries(directory: Path, state: dict[str, Any]) -> None:
-    """Writes this rank's entries. Collective; no two ranks may write the same key."""
+def write_entries(directory: Path, state: dict[str, Any]) -> list[Path]:
+    """Writes this rank's entries. Collective; no two ranks may write the same key. Returns the files that
+    this rank wrote."""
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     save(state, storage_writer=FileSystemWriter(directory), planner=planner)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return [*sorted(directory.glob(f"__{rank}_*.distcp")), *([directory / ".metadata"] if rank == 0 else [])]
 
 
 def stored_entries(directory: Path) -> dict[str, torch.Tensor | None]:

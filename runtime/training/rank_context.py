@@ -7,6 +7,7 @@ wrong number of ranks, a changed model, a directory that is not writable.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -25,7 +26,8 @@ from secc.runtime.host.child_processes import keep_freed_memory
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.monitoring.chrome_trace import ChromeTrace
 from secc.runtime.monitoring.run_summary import available_cores
-from secc.runtime.parameters import checkpoint
+from secc.runtime.parameters.checkpoint import load_model_state
+from secc.runtime.parameters.checkpoint_folder import FoundCheckpoint, find_checkpoint
 from secc.runtime.parameters.mixed_precision import cast_model
 from secc.runtime.parameters.rank_weights import build_rank_model, canonical_names, load_user_model
 from secc.runtime.parameters.zero3 import Zero3State
@@ -87,25 +89,20 @@ class RankContext(ExitStack):
         self.device = _choose_device()
         self.user_model = load_user_model(self.plan, directory)
         self.log_dir = options.log_dir or directory / "logs"
-        self.resumed_checkpoint = checkpoint.find_checkpoint(options.resume) if options.resume else None
-        self.resumed_manifest = (
-            checkpoint.read_manifest(self.resumed_checkpoint) if self.resumed_checkpoint else None
-        )
+        self.resumed = find_checkpoint(options.resume) if options.resume else None
+        manifest = self.resumed.manifest if self.resumed else None
         epochs = EpochOrder(len(self.user_model.dataset()), self.plan.global_batch, epochs=options.epochs)
         self.last_step = options.steps or epochs.step_count or DEFAULT_STEPS
-        if self.resumed_manifest is not None:
-            _check_resumption(self.plan, self.resumed_manifest, options, self.last_step)
-        self.seed = (
-            options.seed
-            if options.seed is not None
-            else self.resumed_manifest.seed
-            if self.resumed_manifest
-            else 0
-        )
-        self.shuffle = options.shuffle or bool(self.resumed_manifest and self.resumed_manifest.shuffle)
+        if self.resumed is not None:
+            _check_resumption(self.plan, self.resumed, options, self.last_step)
+        self.first_step = manifest.step if manifest else 0
+        self.seed = options.seed if options.seed is not None else manifest.seed if manifest else 0
+        self.shuffle = options.shuffle or bool(manifest and manifest.shuffle)
         self.trace = ChromeTrace(options.trace, self.rank, self.device)
         if self.rank == 0:
             _check_writable(self.log_dir, options)
+            for note in self.resumed.notes() if self.resumed else ():
+                sys.stderr.write(note + "\n")
         self.schedule_batch = ScheduleCache(self.plan, options.order)
         self.parameter_cuts: dict[str, ParameterCut] = {}  # parameters that tensor parallelism cuts
         # Forks its loader, which is safe only before process groups and GPU contexts exist.
@@ -147,7 +144,7 @@ class RankContext(ExitStack):
             workers=self.options.workers,
             order=self.schedule_batch,
             device=self.device,
-            start=self.resumed_manifest.step if self.resumed_manifest else 0,
+            start=self.first_step,
             ahead=1 + (self.records_ahead and self.plan.run_ahead_gib > 0),
             rerecorder=self._make_rerecorder(),
             recorders=self.recorder_count,
@@ -199,8 +196,8 @@ class RankContext(ExitStack):
         self.zero3 = Zero3State(
             self.plan, model, self.rank, self.device, self.parameter_cuts, canonical, built.deferred_sources
         )
-        if self.resumed_checkpoint is not None:
-            checkpoint.load_model_state(self.resumed_checkpoint, model, self.parameter_cuts, self.zero3)
+        if self.resumed is not None:
+            load_model_state(self.resumed.path, model, self.parameter_cuts, self.zero3)
         return model
 
 
@@ -246,22 +243,21 @@ def _choose_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _check_resumption(
-    plan: Plan, manifest: checkpoint.CheckpointManifest, options: RunOptions, steps: int
-) -> None:
+def _check_resumption(plan: Plan, resumed: FoundCheckpoint, options: RunOptions, steps: int) -> None:
     """Raises UserError if the checkpoint does not fit the plan or leaves nothing to train."""
+    manifest, where = resumed.manifest, str(resumed.path)
     if manifest.global_batch != plan.global_batch:
         message = (
             f"the checkpoint was made with global batches of {manifest.global_batch} samples, the plan has"
             f" {plan.global_batch}"
         )
-        raise UserError(message, str(options.resume), f"compile with --global-batch {manifest.global_batch}")
+        raise UserError(message, where, f"compile with --global-batch {manifest.global_batch}")
     if manifest.step >= steps:
         given = f"--epochs {options.epochs}" if options.epochs else f"--steps {steps}"
         message = f"the checkpoint is of step {manifest.step}, so {given} leaves nothing to do"
         raise UserError(
             message,
-            str(options.resume),
+            where,
             "give the number of the last step or epoch, counted from the start of training",
         )
 

@@ -106,10 +106,10 @@ class Trainer:
         self.scheduler = (
             context.user_model.build_scheduler(self.optimizer) if self.optimizer is not None else None
         )
-        self.step_number = context.resumed_manifest.step if context.resumed_manifest else 0
-        if context.resumed_checkpoint is not None:
+        self.step_number = context.first_step
+        if context.resumed is not None:
             checkpoint.load_optimizer_state(
-                context.resumed_checkpoint,
+                context.resumed.path,
                 self.optimizer,
                 self.scheduler,
                 self.reducer.optimized_slices,

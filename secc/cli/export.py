@@ -3,6 +3,7 @@ model."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -24,8 +25,12 @@ def command(
 
     from secc.errors import UserError
     from secc.runtime.parameters.checkpoint import load_full_state_dict
+    from secc.runtime.parameters.checkpoint_folder import find_checkpoint
 
-    state = load_full_state_dict(checkpoint)
+    found = find_checkpoint(checkpoint)
+    for note in found.notes():
+        sys.stderr.write(note + "\n")
+    state = load_full_state_dict(found)
     # safetensors rejects tensors that share memory, so a tied parameter is written once for each name.
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
     try:

@@ -11,6 +11,7 @@ import torch
 
 from secc.runtime.errors import UserError
 from secc.runtime.parameters import checkpoint, sliced_tensor_store
+from secc.runtime.parameters.checkpoint_folder import find_checkpoint
 from secc.runtime.training.options import parse_options
 from secc.runtime.training.rank_context import RankContext
 from tests.runtime.captioner_plans import ALONE, APART, UNEVEN, reference, write_plan
@@ -92,15 +93,15 @@ def test_tied_tensors_are_stored_once(unbroken: Path) -> None:
 
 
 def test_an_unfinished_checkpoint_is_not_found(unbroken: Path, tmp_path: Path) -> None:
-    assert checkpoint.find_checkpoint(unbroken / "saved").name == "step_00000010"
+    assert find_checkpoint(unbroken / "saved").path.name == "step_00000010"
     assert sorted(p.name for p in (unbroken / "saved").iterdir()) == [
         "latest",
         "step_00000005",
         "step_00000010",
     ]
-    (tmp_path / ".step_00000001.tmp").mkdir()
+    (tmp_path / "step_00000001.incomplete").mkdir()
     with pytest.raises(UserError, match="no checkpoint found"):
-        checkpoint.find_checkpoint(tmp_path)
+        find_checkpoint(tmp_path)
 
 
 def test_checkpoint_of_another_model_is_rejected(unbroken: Path, tmp_path: Path) -> None:

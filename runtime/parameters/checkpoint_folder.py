@@ -1,0 +1,250 @@
+"""A folder of checkpoints on disk: written durably, described by manifests, checked before anything is read.
+
+    DIR/step_00000005/              a checkpoint: data files and checkpoint.json, its manifest
+    DIR/step_00000005.incomplete/   one that is being written
+    DIR/step_00000005.new/, .old/   the two whole ones of a step that is saved again, until they have swapped
+    DIR/latest                      the name of the newest complete checkpoint
+
+Files and folders are synced before the rename that publishes them, so neither a killed process nor a lost
+machine leaves a folder without the checkpoint that was there. A manifest has the size and SHA-256 of every
+other file, and a digest of itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from secc.runtime.errors import UserError
+
+LATEST_FILE = "latest"
+MANIFEST_FILE = "checkpoint.json"
+_INCOMPLETE, _NEW, _OLD = ".incomplete", ".new", ".old"
+_CHECKPOINT_NAME = re.compile(r"step_(\d{8,})(\.new|\.old)?")
+_NO_CHECKPOINT_REMEDY = "give a directory that a run with --save has written"
+_DAMAGE_REMEDY = "take another checkpoint of the run; a directory of checkpoints names the newest whole one"
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """Size in bytes and SHA-256 of a file, in hexadecimal digits."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class CheckpointManifest:
+    """Metadata of a checkpoint. `names` are the keys of the state dict in its order; `tied` maps a name to
+    the name that its tensor is stored under; `files` are the data files by name, None in a checkpoint from
+    before files had checksums."""
+
+    step: int
+    seed: int
+    shuffle: bool
+    global_batch: int
+    names: tuple[str, ...]
+    tied: dict[str, str]
+    files: dict[str, FileDigest] | None = None
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint to read. `damaged` says what is wrong with those that would have been taken before it."""
+
+    path: Path
+    manifest: CheckpointManifest
+    damaged: tuple[UserError, ...] = ()
+
+    def notes(self) -> Iterator[str]:
+        """Yields what a user should know about the choice, a line each."""
+        for error in self.damaged:
+            yield f"note: {error.where}: {error.message}; taking {self.path.name} instead"
+        if self.manifest.files is None:
+            yield f"note: {self.path}: written before checkpoints had checksums, so its files are not checked"
+
+
+def start_checkpoint(directory: Path, step: int) -> None:
+    """Makes the empty folder that a checkpoint is written into, and tidies what killed runs left behind."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in sorted(directory.glob("step_*.*")):
+        whole = path.with_suffix("")
+        if path.suffix in (_NEW, _OLD) and not whole.exists():
+            os.rename(path, whole)
+        elif path.suffix in (_INCOMPLETE, _NEW, _OLD):
+            shutil.rmtree(path)
+    scratch_path(directory, step).mkdir()
+
+
+def scratch_path(directory: Path, step: int) -> Path:
+    """Returns the folder that a checkpoint is written into."""
+    return directory / f"step_{step:08d}{_INCOMPLETE}"
+
+
+def publish_checkpoint(directory: Path, manifest: CheckpointManifest) -> Path:
+    """Gives the written checkpoint its manifest and its name, and points `latest` to it. Returns its path.
+
+    At every moment the folder holds a whole checkpoint, even if the step was saved before.
+    """
+    scratch = scratch_path(directory, manifest.step)
+    final, new, old = (scratch.with_suffix(suffix) for suffix in ("", _NEW, _OLD))
+    _write_synced(scratch / MANIFEST_FILE, _encode_manifest(manifest))
+    _sync(scratch)
+    if final.exists():
+        os.rename(scratch, new)
+        os.rename(final, old)
+        os.rename(new, final)
+        _sync(directory)
+        shutil.rmtree(old)
+    else:
+        os.rename(scratch, final)
+        _sync(directory)
+    pointer = directory / f".{LATEST_FILE}.tmp"
+    _write_synced(pointer, final.name + "\n")
+    os.replace(pointer, directory / LATEST_FILE)
+    _sync(directory)
+    return final
+
+
+def digest_file(path: Path, sync: bool = False) -> FileDigest:
+    """Reads a file for its size and SHA-256; with `sync`, its contents are on the disk afterwards."""
+    with path.open("rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileDigest(file.tell(), sha256)
+
+
+def find_checkpoint(directory: Path) -> FoundCheckpoint:
+    """Returns `directory` if it is a checkpoint, else the latest whole checkpoint in it; its files have been
+    checked.
+
+    Raises UserError if there is none, or if a file of the checkpoint `directory` is damaged.
+    """
+    if (directory / MANIFEST_FILE).exists():
+        return FoundCheckpoint(directory, check_checkpoint(directory))
+    damaged: list[UserError] = []
+    for path in _checkpoints_by_preference(directory):
+        try:
+            return FoundCheckpoint(path, check_checkpoint(path), tuple(damaged))
+        except UserError as error:
+            damaged.append(error)
+    if damaged:
+        raise UserError(f"{damaged[0].message}; no other checkpoint is whole", damaged[0].where)
+    raise UserError("no checkpoint found", str(directory), _NO_CHECKPOINT_REMEDY)
+
+
+def check_checkpoint(checkpoint: Path) -> CheckpointManifest:
+    """Returns the manifest of a checkpoint. Raises UserError for the first file that is missing or not the one
+    that was written."""
+    manifest = read_manifest(checkpoint)
+    if manifest.files is None:
+        return manifest
+    for name, expected in manifest.files.items():
+        _compare_file(checkpoint / name, "bytes", expected.size, lambda path: path.stat().st_size)
+    for path in sorted(checkpoint.glob("*.distcp")):
+        if path.name not in manifest.files:
+            message = "damaged checkpoint: the file is not one of this checkpoint's"
+            raise UserError(message, str(path), _DAMAGE_REMEDY)
+    for name, expected in manifest.files.items():
+        _compare_file(checkpoint / name, "SHA-256", expected.sha256, lambda path: digest_file(path).sha256)
+    return manifest
+
+
+def _compare_file(path: Path, quantity: str, expected: object, measure: Callable[[Path], object]) -> None:
+    """Raises UserError if the file cannot be read or its `quantity` is another than expected."""
+    try:
+        found = measure(path)
+    except OSError as error:
+        raise UserError(f"damaged checkpoint: {error.strerror}", str(path), _DAMAGE_REMEDY) from None
+    if found != expected:
+        message = f"damaged checkpoint: {quantity} of the file: {expected} were written, {found} found"
+        raise UserError(message, str(path), _DAMAGE_REMEDY)
+
+
+def read_manifest(checkpoint: Path) -> CheckpointManifest:
+    """Reads the manifest of a checkpoint. Raises UserError if it is missing or malformed."""
+    path = checkpoint / MANIFEST_FILE
+    try:
+        return _decode_manifest(path.read_text())
+    except OSError as error:
+        message = f"not a checkpoint: {error.strerror}"
+        raise UserError(message, str(checkpoint), _NO_CHECKPOINT_REMEDY) from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        message = f"damaged checkpoint: the manifest cannot be read: {error}"
+        raise UserError(message, str(path), _DAMAGE_REMEDY) from None
+
+
+def _encode_manifest(manifest: CheckpointManifest) -> str:
+    fields = asdict(manifest)
+    return json.dumps(fields | {"digest": _digest_fields(fields)}, indent=1)
+
+
+def _decode_manifest(text: str) -> CheckpointManifest:
+    """Raises ValueError, TypeError, KeyError or AttributeError for text that is no manifest."""
+    fields: dict[str, Any] = json.loads(text)
+    digest = fields.pop("digest", None)
+    if (digest is not None or "files" in fields) and digest != _digest_fields(fields):
+        raise ValueError("its digest is of other contents")
+    files: dict[str, Any] | None = fields.pop("files", None)
+    for name in files or ():
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is not a file name")
+    fields["names"] = tuple(fields["names"])
+    digests = None if files is None else {name: FileDigest(**file) for name, file in files.items()}
+    return CheckpointManifest(**fields, files=digests)
+
+
+def _digest_fields(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _checkpoints_by_preference(directory: Path) -> list[Path]:
+    """Returns the checkpoints in a folder: the latest, those before it from the newest on, then those after
+    it, which a run that went back to an earlier step has left.
+
+    If `directory` itself was a checkpoint that is being replaced, returns the two that swap.
+    """
+    if not directory.is_dir():
+        swapping = (directory.with_name(directory.name + suffix) for suffix in (_NEW, _OLD))
+        return [path for path in swapping if (path / MANIFEST_FILE).exists()]
+    found = [
+        (int(match[1]), (_OLD, None, _NEW).index(match[2]), path)
+        for path in directory.iterdir()
+        if (match := _CHECKPOINT_NAME.fullmatch(path.name)) and (path / MANIFEST_FILE).exists()
+    ]
+    latest = _read_latest(directory)
+    found.sort(key=lambda entry: (latest is None or entry[0] <= latest, *entry), reverse=True)
+    return [path for _, _, path in found]
+
+
+def _read_latest(directory: Path) -> int | None:
+    """Returns the step that `latest` names; None if it is missing or names none."""
+    try:
+        match = _CHECKPOINT_NAME.fullmatch((directory / LATEST_FILE).read_text().strip())
+    except (OSError, ValueError):
+        return None
+    return int(match[1]) if match else None
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(directory: Path) -> None:
+    """Makes the entries of a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
