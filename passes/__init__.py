@@ -1,4 +1,4 @@
-"""Passes over the `sec` IR, one file each. A pass is a frozen dataclass whose fields are its options;
+"""Passes over the `sec` IR, one file each. A pass is a frozen dataclass; its fields are its options;
 `secc.pass_pipeline` knows their names."""
 
 if __name__ != "secc.passes":

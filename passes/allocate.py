@@ -73,7 +73,7 @@ class Allocate(ModulePass):
     objective: time, or gpus: the fewest ranks on which a step takes at most `step_time` seconds. run_ahead:
       GiB that a rank keeps of results for the next step where frozen sections prefetch, or auto.
 
-    On CPUs, whose ranks share a memory, replicas of several ranks are used only where nothing else fits.
+    On CPUs, where ranks share a memory, replicas of several ranks are used only if nothing else fits.
     """
 
     name = "allocate"
@@ -282,8 +282,8 @@ def _objective_facts(asked: Problem, ranks: int) -> dict[str, Any]:
 
 
 def _search_facts(won: RefinedPlan) -> dict[str, Any]:
-    """The step by the closed forms that the solver minimises, and under the order that ranks run, for which
-    so many plans were tried."""
+    """Returns two predictions of the step: by the closed forms that the solver minimises, and simulated in
+    the order that ranks run, with the number of plans that were simulated."""
     return {
         "closed_form_s": won.closed_form_ns / 10**9,
         "simulated_s": won.evaluation.time_ns / 10**9,
@@ -294,8 +294,8 @@ def _search_facts(won: RefinedPlan) -> dict[str, Any]:
 def _used_cluster(
     work: Workload, asked: Problem, solution: Solution, chosen: dict[str, Candidate]
 ) -> Cluster:
-    """The cluster, without nodes of a kind that is not needed where kinds are mixed: ranks are numbered over
-    those that are."""
+    """Returns the cluster without nodes of a kind that is not needed, if it has several kinds: ranks are
+    numbered over the nodes that are used."""
     groups = [chosen[g] for g in dict.fromkeys(solution.assignment.group.values())]
     return (
         work.cluster.trim_to_ranks(

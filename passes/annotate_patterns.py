@@ -1,7 +1,7 @@
-"""`annotate-patterns`: which optional inputs a sample needs for a block to run, from the cases in which the
-block occurs.
+"""`annotate-patterns`: finds the optional inputs that a sample needs for a block to run, from the cases that
+call the block.
 
-A predicate is a set of optional keys, at least one of which a sample needs; the empty set means always. A
+A predicate is a set of optional keys. A sample needs at least one of them; the empty set means always. A
 block that runs under another kind of condition (two keys together, or the absence of one) gets the smallest
 predicate that holds whenever it runs, and a `note` that says so: the block then also runs for samples that do
 not reach it, which costs time and no exactness.

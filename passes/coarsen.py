@@ -64,9 +64,9 @@ class Coarsen(ModulePass):
 
     by: "component", or "block" for a section per block. min_share: share of the model's work below which a
     group is merged. sections: sections that the user named, "NAME=PATH+PATH". small_stacks: "share" judges
-    groups with a stack by `min_share` too; "merge" and "keep" merge or keep those that are small for
-    `cluster`, after a comparison of the step times `step_ns` (chosen variant, other variant; empty if only
-    one of them fits), found by closed forms or, if `simulated`, by simulated steps.
+    groups with a stack by `min_share` too; "merge" and "keep" merge or keep groups with a stack that are
+    small for `cluster`, after a comparison of the step times `step_ns` (chosen variant, other variant; empty
+    if only one of them fits), found by closed forms or, if `simulated`, by simulated steps.
     """
 
     name = "coarsen"

@@ -37,7 +37,7 @@ from secc.passes.fusion.operator_rules import (
 from secc.passes.fusion.term_groups import TermGroup
 from secc.runtime.plan.schema import FusionRecord
 
-_NO_RULE_MATCHES = "its loss is none of those that operators compute"
+_NO_RULE_MATCHES = "no fused operator computes its loss"
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class _CaseFuser:
         return notes + [self._describe_refusal(head) for head in self.reader.compared if head not in fused]
 
     def _select_groups(self, found: list[TermGroup]) -> list[TermGroup]:
-        """The groups that operators compute, without those that share a head with something that needs its
-        logits."""
+        """Returns the groups that operators compute, without groups that share a head with something
+        that needs its logits."""
         kept = [g for g in found if self._is_computable(g)]
         while True:
             live = _needed_ops(self.case, kept)

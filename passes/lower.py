@@ -88,7 +88,7 @@ def _lower_section(graph: GraphOp, section: str, cases: Sequence[CaseOp]) -> Non
 
 
 def _note_rerecorded_cases(graph: GraphOp, cases: Sequence[CaseOp]) -> None:
-    """Name those cases of the body made last whose glue is recorded anew: each micro-batch is compared with
+    """Names the cases of the last body that have re-recorded glue; the runtime compares each micro-batch with
     them."""
     rerecorded, body = (
         [c.sym.data for c in cases if recorded_glue.RERECORD_ATTRIBUTE in c.attributes],

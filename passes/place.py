@@ -102,8 +102,8 @@ def _build_problem(
 
 
 def _make_group(cluster: Cluster, name: str, sections: list[SectionOp]) -> PlacementGroup:
-    """Stages may be outside where nothing else has the same ranks, whose order a section with other replicas
-    would not want."""
+    """Describes the group of `sections`, which share their ranks, to the placement. Stages may be the outer
+    axis only if no other group has these ranks: a section with other replicas needs another order of them."""
     unit = max(_mesh_size(s, "tp") for s in sections)
     ranks = section_ranks(sections[0])
     return PlacementGroup(

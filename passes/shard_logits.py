@@ -3,7 +3,7 @@ whole logits.
 
 A head that glue uses leaves each rank the logits of its tokens, and so does a product with a weight that
 `shard-tensors` split. `secc.ir.analysis.vocab_sharding` says how the ops behind work on shards: most
-unchanged; those that run along the vocabulary become `parts.…` glue
+unchanged; ops that run along the vocabulary become `parts.…` glue
 (`secc.runtime.tensor_parallel.vocab_parallel_ops`). Ops that need whole tensors get them gathered, and the
 section's `whole` names them.
 """
@@ -161,7 +161,7 @@ class _LogitsRewriter:
         return op
 
     def _head_name(self, value: SSAValue) -> str:
-        """The head whose logits a value is made of."""
+        """Returns the head that made the logits behind a value."""
         while value not in self.names:
             value = next(o for o in producer_of(value).operands if o in self.spread.parts)
         return self.names[value].removesuffix(".weight")

@@ -4,8 +4,8 @@ whole.
 `secc.frontend.tp_search` has found and verified the layouts; here they are put together. A parameter of
 several sections, or that glue reads, stays whole with its module, unless all glue that reads it works on
 vocabulary shards (`secc.ir.analysis.vocab_sharding`); tied parameters are split if all of them are split the
-same way. A tp that does not divide the number of heads, or with which nothing can be split, is refused. A
-plan for comparison only (`assume`) may have a tp that was not tested, if the search found it possible for all
+same way. A tp is refused if it does not divide the number of heads, or if nothing can be split by it. A plan
+for comparison only (`assume`) may have a tp that was not tested, if the search found it possible for all
 blocks.
 """
 
@@ -118,7 +118,7 @@ def _untested_tp_error(name: str, tp: int, sizes: Sequence[SharedSize], possible
 
 
 def _suggest_tp(whole: str, reasons: Iterable[UnsplitAttr]) -> str:
-    """The remedy for a tp that does not divide sizes: those that divide all of them."""
+    """The remedy for a tp that does not divide sizes: the numbers that divide all of them."""
     return _format_remedy(whole, dividing_tp(undivided_sizes(reason.value for reason in reasons)))
 
 

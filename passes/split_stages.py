@@ -89,7 +89,7 @@ def _plan_cluster(graph: GraphOp) -> Cluster:
 
 
 def _split_section(graph: GraphOp, section: SectionOp, device: Device) -> list[SectionOp]:
-    """Put the stages of a section in its place. Raises UserError if it cannot be cut into so many."""
+    """Replaces a section by its stages. Raises UserError if it cannot be cut into that number of stages."""
     parts, units = int(get_number(section, "pp") or 1), StageUnits(graph, section.sym.data)
     if parts > len(units.layers):
         raise _refuse_split(section, parts, _describe_units(units), most=len(units.layers))
@@ -130,7 +130,8 @@ def _refuse_split(section: SectionOp, parts: int, reason: str, where: str = "", 
 
 
 def _unit_times(graph: GraphOp, section: SectionOp, units: StageUnits, device: Device) -> list[int]:
-    """Forward and backward ns of each unit for a micro-batch, in the mean over the dataset's patterns."""
+    """Returns forward and backward ns of each unit for a micro-batch, averaged over the dataset's
+    patterns."""
     name, samples, recompute = (
         section.sym.data,
         int(get_number(section, "micro_batch") or 1),
@@ -185,7 +186,7 @@ def _declare_stages(graph: GraphOp, section: SectionOp, parts: int) -> list[Sect
 
 
 def _assign_blocks(graph: GraphOp, section: SectionOp, stages: Sequence[SectionOp]) -> None:
-    """Give each stage the blocks that it calls, in the section's order; the first one keeps those that
+    """Gives each stage the blocks that it calls, in the section's order; the first one keeps blocks that
     nothing calls."""
     calls: dict[str, set[str]] = {}
     for case in graph.cases:

@@ -1,12 +1,12 @@
-"""Where a section can be cut into pipeline stages: its calls in order, and after which of them everything
-that crosses can be sent or computed again.
+"""Finds where a section can be cut into pipeline stages: orders its calls, and lists the calls after which
+everything that crosses can be sent or computed again.
 
 A *unit* is a call of a block with the glue behind it, up to the next call. Cases share their units (a block's
 n-th call at a place), in one order that all cases agree with; where two cases call blocks in different orders
 there is no cut between them. A cut after a unit is possible if every value that crosses it can be sent, or is
 glue that later stages can compute again from values that can be sent.
 
-Calls have the order in which the user makes them, but those that need no layer of the section come before
+Calls have the order in which the user makes them, but calls that need no layer of the section come before
 their first user, or at the end. A teacher's head next to a student's layers, called first and used last,
 would otherwise send logits through all stages.
 """
@@ -81,7 +81,8 @@ class StageUnits:
     def _delay_independent_calls(
         self, called: list[tuple[CallKey, Operation]]
     ) -> list[tuple[CallKey, Operation]]:
-        """The calls of a case with those that need no layer before their first user."""
+        """Returns the calls of a case in order, moving each call that needs no layer to just before its first
+        user."""
         layers = _layer_calls([key for key, _ in called])
         fixed = {op for key, op in called if key in layers}
         behind: dict[Operation, set[Operation]] = {}  # the calls that an op needs
@@ -99,7 +100,7 @@ class StageUnits:
         return order
 
     def _merge_sequence(self, sequence: Sequence[CallKey]) -> None:
-        """Add the calls that other cases do not have behind those that come before them."""
+        """Inserts the calls that other cases do not have after the calls that precede them."""
         place = 0
         for key in sequence:
             if key in self.calls:

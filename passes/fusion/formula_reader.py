@@ -49,7 +49,7 @@ class FormulaReader:
         self.unread: dict[Operation, str] = {}
         self.compared: dict[
             LinearHead, None
-        ] = {}  # heads whose logits are normalised over the tokens: losses, not layers
+        ] = {}  # heads with logits normalised over the tokens: losses, not layers
         for op in case.ops:
             if isinstance(op, Computation):
                 self._read_op(op)

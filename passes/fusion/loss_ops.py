@@ -64,7 +64,7 @@ def read_softcap(formula: Formula, number: float) -> Formula | None:
     )
 
 
-PENDING_TANH = -1.0  # the softcap of logits whose tanh was taken and that are not yet multiplied
+PENDING_TANH = -1.0  # the softcap of logits after tanh and before the multiplication
 
 
 def _read_tanh(r: FormulaReader, op: Computation) -> Formula:

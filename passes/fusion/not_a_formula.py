@@ -1,4 +1,4 @@
-"""The exception with which reading a loss stops at an op."""
+"""The exception that ends reading a loss at an op."""
 
 from __future__ import annotations
 

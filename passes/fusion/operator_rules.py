@@ -36,8 +36,8 @@ CROSS_ENTROPY_RULE, KL_RULE, KL_CE_RULE = "linear-cross-entropy", "linear-kl", "
 ProductTable = Mapping[tuple[FormulaFactor, ...], float]
 _TOLERANCE = 1e-9
 
-# The products of each divergence of a student from a teacher, of which `m` is the mixture share * teacher +
-# (1 - share) * student.
+# The products of each divergence of a student `s` from a teacher `t`; `m` is the mixture
+# share * teacher + (1 - share) * student.
 DIVERGENCES: dict[str, Callable[[HeadLogits, HeadLogits, LogMixture], ProductTable]] = {
     "forward": lambda s, t, m: {
         _token_sum(Probability(t), LogProbability(t)): 1,

@@ -29,7 +29,8 @@ from secc.passes.loss.term_names import StructureDigests
 
 @dataclass(frozen=True, eq=False)
 class TermGroup:
-    """Terms whose numerators, times numbers relative to the first coefficient, add up to `pieces`."""
+    """Loss terms that are computed together: their numerators, times numbers relative to the first
+    coefficient, add up to `pieces`."""
 
     terms: tuple[TermOp, ...]
     pieces: tuple[LossPiece, ...]
@@ -96,8 +97,8 @@ def _group_by_coefficient(terms: Sequence[TermOp]) -> list[list[tuple[TermOp, fl
 
 
 def _coefficient_identity(structure: StructureDigests, value: SSAValue) -> object:
-    """Equal for coefficients that are computed alike; the shape of labels does not matter to how many of them
-    count."""
+    """Returns a value that is equal for coefficients that are computed in the same way. A reshape of the
+    labels does not change how many of them count, so it is ignored."""
     op = value.owner
     if isinstance(op, LeafOp):
         return _coefficient_identity(structure, op.value)

@@ -1,4 +1,4 @@
-"""The number of labels that count in a classification loss: those that are not ignored, each with its class's
+"""The number of labels that count in a classification loss: all that are not ignored, each with its class's
 weight.
 
 The divisor of a mean must be known before any forward. Labels that inputs give are compared with the ignored

@@ -255,7 +255,7 @@ def count_rows(ctx: LossContext, symbol: str) -> SSAValue:
 
 
 def _count_length(ctx: LossContext, op: GlueOp, value: SSAValue, symbol: str) -> SSAValue:
-    """The length of the dim of a value whose size is `symbol`."""
+    """The length of a value's dim of size `symbol`."""
     type = tensor_type(value)
     while len(type.dims) > 1:
         dim = next(d for d, size in enumerate(type.shape) if str(size) != symbol)

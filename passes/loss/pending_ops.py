@@ -1,7 +1,7 @@
 """Ops that a rewrite may need: created detached, and inserted before the end of the case only if something
 uses them.
 
-Following the loss creates an op for every way in which it could continue; only those that a term needs enter
+Following the loss creates an op for every way in which it could continue; only ops that a term needs enter
 the case.
 """
 
@@ -67,7 +67,7 @@ class PendingOps:
         return list(self.add_op(new).results)
 
     def commit_needed(self, case: CaseOp, needed: Iterable[Operation]) -> None:
-        """Inserts the needed ops, and those that they use, before the case's end; erases the others."""
+        """Inserts the needed ops, and the ops that they use, before the case's end; erases the others."""
         wanted = set[Operation]()
         stack = list(needed)
         while stack:

@@ -140,8 +140,8 @@ class BlockGrouping:
         self.groups.remove(other)
 
     def sort_groups(self) -> list[BlockGroup]:
-        """Groups with producers first; ties: conditional groups before those that are always active, then
-        those without backward."""
+        """Returns the groups with producers first; ties: conditional groups before groups that are always
+        active, then groups without backward."""
 
         def key(i: int) -> tuple[bool, int, int]:
             group = self.groups[i]

@@ -199,7 +199,7 @@ class RoundTransport(Transport):
             places.append((m, tensors, slice(before, len(outgoing) + len(incoming))))
         ops = outgoing + incoming
         works = dist.batch_isend_irecv(ops) if ops else []
-        # gloo returns a handle per operation, each of which may be waited for once; NCCL returns one for all.
+        # gloo returns a handle per operation, and each may be waited for once; NCCL returns one for all.
         each = works if len(works) == len(ops) else works[:1] * len(ops)
         self._works += [(work, [op.tensor]) for work, op in zip(each, outgoing, strict=False)]
         for m, tensors, place in places:

@@ -27,8 +27,8 @@ _STANDARD_LIBRARY = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", 
 
 
 def find_imported_files(module: ModuleType, model: nn.Module) -> dict[str, Path]:
-    """Finds the user's files that the model file imports, directly or not, and those that define modules of
-    `model`, by module name in order. Imports that have not been executed do not count."""
+    """Finds the user's files that the model file imports, directly or not, and the files that define modules
+    of `model`, by module name in order. Imports that have not been executed do not count."""
     waiting = [*_imported_modules(module), *_defining_modules(model)]
     found: dict[str, Path] = {}
     while waiting:

@@ -251,7 +251,7 @@ class UserModel:
         if isinstance(dataset, IterableDataset):
             remedy = "return a map-style dataset: one with __len__ and __getitem__"
             raise UserError(
-                "dataset() returns an IterableDataset, whose samples cannot be drawn by number", place, remedy
+                "dataset() returns an IterableDataset; its samples cannot be drawn by number", place, remedy
             )
         if (
             not hasattr(dataset, "__getitem__")
@@ -401,7 +401,7 @@ def is_model_file_module(module: str) -> bool:
 
 
 def model_file_module(model: nn.Module) -> str:
-    """Name of the imported module whose `model()` made this model."""
+    """Name of the imported module with the `model()` that made this model."""
     return getattr(model, _MODEL_FILE_ATTRIBUTE)
 
 
@@ -428,7 +428,7 @@ def extract_loss(output: Any, where: str = "") -> torch.Tensor:
     if isinstance(loss, torch.Tensor):
         received = f"a tensor of shape {list(loss.shape)} and dtype {str(loss.dtype).removeprefix('torch.')}"
     else:
-        received = _describe_type(output) + (" whose loss is None" if hasattr(output, "loss") else "")
+        received = _describe_type(output) + (" with loss None" if hasattr(output, "loss") else "")
     remedy = (
         "let forward return the loss: a scalar tensor, a tuple that begins with it, "
         "or an object or dict with `loss` (Hugging Face models need `labels`)"

@@ -126,7 +126,7 @@ class SectionTimesLog:
         samples: Sequence[SampleMeta],
         schedule: Schedule,
     ) -> None:
-        """Writes the times of a step; `samples` are those that `schedule` refers to."""
+        """Writes the times of a step; `samples` are the samples that `schedule` refers to."""
         # A schedule object is reused for steps with equal sizes, and predictions depend on sizes alone.
         if self._latest_prediction is None or self._latest_prediction[0] is not schedule:
             self._latest_prediction = schedule, predict_section_seconds(self._plan, samples, schedule)

@@ -132,8 +132,8 @@ def _tied_group(
         others = set(s.mesh.ranks) - set(s.mesh.ranks[:: s.mesh.tp])
         if others & contributing or not {canonical[n] for n in s.partial}.isdisjoint(names):
             raise ValueError(
-                f"section {s.name} with tp={s.mesh.tp} shares {names[0]} with a section whose replicas have"
-                " another number of ranks"
+                f"section {s.name} with tp={s.mesh.tp} shares {names[0]} with a section that has"
+                " another number of ranks in each replica"
             )
     return ReductionGroup(
         tuple(names),

@@ -43,7 +43,7 @@ def compute_dtype(name: str) -> torch.dtype | None:
 
 
 def check_trainable_dtype(model: nn.Module, name: str) -> None:
-    """Raises UserError for a model whose trainable parameters are all in 16 bits already: there is nothing to
+    """Raises UserError if all trainable parameters of the model are in 16 bits already: there is nothing to
     keep masters of."""
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
     if compute_dtype(name) is None or not trained or torch.float32 in trained:

@@ -114,8 +114,8 @@ class RankModel:
 def build_rank_model(
     plan: Plan, user: UserModel, rank: int, device: torch.device, seed: int, init: InitDirectories = ()
 ) -> RankModel:
-    """Builds the model with the weights that `model()` makes after `torch.manual_seed(seed)`, or with those
-    that `init` names, and materialises what `rank` holds on `device`.
+    """Builds the model with the weights that `model()` makes after `torch.manual_seed(seed)`, or with the
+    weights that `init` names, and materialises what `rank` holds on `device`.
 
     Collective over the ranks of a node if the model is large. Raises UserError if the parameters differ from
     the plan's, or if `init` lacks some of them.

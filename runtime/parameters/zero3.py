@@ -381,7 +381,7 @@ def read_parameter(source: WeightSource, param: nn.Parameter, cut: ParameterCut 
 
 
 def zero3_parameter_names(plan: Plan, section: Section, canonical: Mapping[str, str]) -> list[str]:
-    """Returns the canonical names of the parameters that the replicas of `section` shard: those that no other
+    """Returns the canonical names of the parameters that the replicas of `section` shard: all that no other
     section holds.
 
     Parameters with partial gradients on the ranks of a replica (norms under sequence parallelism) are few and

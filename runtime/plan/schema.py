@@ -120,7 +120,7 @@ class Section:
     unknown). With `weight_permille`, the backward is split: B computes the gradients of the inputs and W
     those of the parameters (zero-bubble pipelines), and W takes this many thousandths of the backward.
 
-    Under `zero3`, `units` are the blocks whose layers all-gather their parameters one by one, in calling
+    Under `zero3`, `units` are the blocks with layers that all-gather their parameters one by one, in calling
     order. With tp, `shards` and `styles` say how its modules are sharded; the gradients of the unsharded
     parameters in `partial` are partial sums on each tp rank.
     """
@@ -317,7 +317,7 @@ class Plan:
     fused: tuple[str, ...] = ()  # blocks that fused operators replace; they only provide parameters
     recorded: tuple[RerecordedCase, ...] = ()
     dtype: str = ""  # what modules compute in, with float32 masters ("bf16"); "" for the model's own
-    labels_key: str = ""  # the input whose entries other than -100 are counted as tokens
+    labels_key: str = ""  # the input with labels; entries other than -100 are counted as tokens
     # Memory on each rank of a prefetching section for results of the next global batch.
     run_ahead_gib: float = 0.0
 

@@ -97,10 +97,10 @@ MicroBatchSets = Mapping[str, frozenset[int]]  # section name -> indices of micr
 class Schedule:
     """The micro-batches of each section and one program per rank, for one global batch.
 
-    With cross-step prefetch (`secc.runtime.schedule.cross_step_prefetch`): `prefetchable` are the
-    micro-batches with forwards that the previous step may compute. In a step spliced with its neighbours,
-    `prefetched` are those that the previous step did compute, so they have no F here, and sample positions
-    from `own_samples` on belong to the next global batch.
+    With cross-step prefetch (`secc.runtime.schedule.cross_step_prefetch`): the previous step may compute the
+    forwards of the micro-batches `prefetchable`. In a step spliced with its neighbours, it did compute the
+    forwards of `prefetched`, so they have no F here, and sample positions from `own_samples` on belong to the
+    next global batch.
     """
 
     micro_batches: dict[str, tuple[MicroBatch, ...]]
@@ -138,7 +138,7 @@ def gathers_parameters(section: Section) -> bool:
 def gather_rounds(
     sections: Iterable[Section], micro_batches: Mapping[str, Sequence[MicroBatch]]
 ) -> dict[tuple[str, int], tuple[MicroBatch, ...]]:
-    """Groups the micro-batches of ZeRO-3 sections into rounds, in each of which every replica runs one
+    """Groups the micro-batches of ZeRO-3 sections into rounds. In each round every replica runs one
     micro-batch.
 
     Returns (section, index) -> all micro-batches of the round. Round k consists of each replica's k-th

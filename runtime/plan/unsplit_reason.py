@@ -72,7 +72,7 @@ SENTENCES: dict[UnsplitKind, str] = {
     UnsplitKind.UNEVEN_HEADS: "tp={tp} does not divide {size} heads",
     UnsplitKind.UNEVEN_OUTPUTS: "tp={tp} does not divide its {size} outputs",
     UnsplitKind.UNEVEN_EXPERTS: "tp={tp} does not divide the inner width of its experts into parts of {size}",
-    UnsplitKind.WRITES_INTO_WHOLE: "a whole tensor is changed by values of which a rank has only a part",
+    UnsplitKind.WRITES_INTO_WHOLE: "a whole tensor is changed by values that are split over ranks",
     UnsplitKind.DIFFERENT_PARTS: "its operands are split in different ways",
     UnsplitKind.OTHER_SIZE: "a split tensor meets one of another size",
     UnsplitKind.TIMES_VECTOR: "a split tensor is multiplied with a vector",

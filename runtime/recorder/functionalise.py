@@ -78,7 +78,7 @@ class _Functionaliser:
         self._meta: NodeMeta = {}
         self._detaching = False
         self._values_by_node: dict[fx.Node, Any] = {}
-        self._gradient_carriers: set[Any] = set()  # nodes whose value has a gradient
+        self._gradient_carriers: set[Any] = set()  # nodes that have a value with a gradient
         self.tape = old.make_successor(lambda: dict(self._meta))
         self._glue = GlueRecorder(self.tape, OpExecutor(mode, fail), fail, sizes=False)
 

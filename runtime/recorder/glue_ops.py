@@ -79,7 +79,7 @@ class OpExecutor:
         self._mode, self._fail = mode, fail
         self._unknown_storages: dict[
             int, torch.UntypedStorage
-        ] = {}  # storages whose values depend on blocks, by address of the handle
+        ] = {}  # storages with values that depend on blocks, by address of the handle
 
     def has_unknown_values(self, tensor: torch.Tensor) -> bool:
         """Whether the values of a tensor (any shape) depend on blocks or parameters."""

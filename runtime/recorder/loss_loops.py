@@ -134,7 +134,7 @@ def _is_batch_tensor(node: fx.Node) -> bool:
 
 
 def _dim0_selection(node: fx.Node) -> SampleRow | None:
-    """Return the tensor of which a node takes a part along dim 0, and the start of that part."""
+    """Return the tensor from which a node takes a part along dim 0, and the start of that part."""
     args: Any = node.args
     if node.target is aten.select.int and args[1] % len(args[0].meta["shape"]) == 0:
         return args[0], args[2] % args[0].meta["shape"][0]

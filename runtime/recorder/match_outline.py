@@ -106,7 +106,7 @@ class _OutlineMatcher:
                 self._planned_number[node] = self._find_made_constant(constant)
 
     def _find_made_constant(self, constant: torch.Tensor) -> int:
-        """Return the number of the node with which the plan computes a constant from sizes, -1 if there is
+        """Return the number of the node that computes a constant from sizes in the plan, -1 if there is
         none."""
         for number, node in enumerate(self._nodes):
             if (

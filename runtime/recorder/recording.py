@@ -4,7 +4,7 @@ A recording's graph is a `torch.fx.Graph` of
 - placeholders, named by batch key, and `get_attr` nodes for parameters, buffers and recorded constants;
 - `call_module` nodes for blocks, with `take_at_path` nodes for the tensors that the glue uses of their
   results;
-- `call_function` nodes for ATen ops, none of which mutates;
+- `call_function` nodes for ATen ops that mutate nothing;
 - reads: nodes with `meta["read"]` that stand where Python read a value of a tensor.
 
 Every node's meta has `where` ("file:line"), `module` (path of the module outside of blocks that ran), `grad`
@@ -51,8 +51,8 @@ class BlockError(UserError):
         self.path, self.coarser, self.parts = path, coarser, tuple(parts)
 
     def suggest_blocks(self, blocks: Collection[str]) -> list[str] | None:
-        """Return other blocks with which a recording may succeed: finer ones if these show more, else a
-        coarser one; None if there are none."""
+        """Return other blocks that may let a recording succeed: finer ones if these show more, else a coarser
+        one; None if there are none."""
         if self.parts:
             return sorted(
                 {b for b in blocks if not any(p.startswith(f"{b}.") for p in self.parts)} | set(self.parts)

@@ -1,8 +1,8 @@
 """Finds the inputs with shapes that may have decided something in a recording.
 
-An input that was only passed to blocks, with results that nothing looked at, leaves no mark on what was
-recorded. Every op, and every access of Python to a tensor, marks the tensors that it is given; all inputs
-that these are computed from, through ops and blocks, count.
+An input that was only passed to blocks, with results that nothing reads, leaves no mark on what was recorded.
+Every op, and every access of Python to a tensor, marks the tensors that it is given; all inputs that these
+are computed from, through ops and blocks, count.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class RecordedCase:
         return call_of_label(label) in self._call_numbers
 
     def last_call_number(self, labels: Iterable[str]) -> int:
-        """Number of the block call with which a recording may end and still have all `labels`. Labels of
-        calls that the case does not have are ignored."""
+        """Number of the last block call that a recording needs to have all `labels`. Labels of calls that the
+        case does not have are ignored."""
         calls = [(call, delay) for call, delay in map(_call_and_delay, labels) if call in self._call_numbers]
         return max((self._call_numbers[call] + delay for call, delay in calls), default=0)
 

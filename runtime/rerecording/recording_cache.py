@@ -3,7 +3,7 @@
 A recording depends on the shapes of the inputs that glue or Python touched. It also depends on the values of
 inputs that decided something: a value that Python read, the shape of an op's result, what a block does, or a
 value that is stored in a program. Which inputs these are is learned from recordings, separately for each
-kind, and only grows. An input that was only passed to blocks, with results that nothing looked at, decides
+kind, and only grows. An input that was only passed to blocks, with results that nothing reads, decides
 nothing.
 """
 

@@ -7,8 +7,8 @@ the plan does not have is rejected here, before its step.
 
 Most of a forward need not run for that, and two shortcuts leave it out. Both number the calls of blocks as
 the plan does, so they are used for an input pattern only after a whole recording of it has shown that forward
-calls no block whose result is unused. First, blocks do not run if the plan knows the sizes of their results.
-Second, a recording ends with the last block that gets recorded glue from one of the rank's sections.
+uses the results of all blocks it calls. First, blocks do not run if the plan knows the sizes of their
+results. Second, a recording ends with the last block that gets recorded glue from one of the rank's sections.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from secc.runtime.sections.base import RECORDING_KEY, SectionCase, SectionModule
 
 
 class ShapeOnly(NamedTuple):
-    """Stands in a batch for a tensor of which only the shape is known."""
+    """Stands in a batch for a tensor if only its shape is known."""
 
     shape: tuple[int, ...]
 
@@ -299,8 +299,8 @@ class Rerecorder:
             rules = common_shape_rules([c.shape_rules(sizes) for c in cases])
         rules = {call: shapes for call, shapes in rules.items() if call not in self._calls_with_counted_rows}
         # First try a recording that ends early. It may leave open which case the micro-batch follows, or may
-        # end before a call whose rows are asked for, if this path reaches that call later than the plan's
-        # cases do. Then the whole forward is recorded.
+        # end before a call if its rows are needed and this path reaches it later than the plan's cases do.
+        # Then the whole forward is recorded.
         outline = self._record_outline(batch, rules, request.last_call if numbered else None)
         if outline.recording.ends_early:
             if self._has_all_row_counts(outline, cases):

@@ -139,7 +139,7 @@ class DecoupledSimulation:
         """Merges the parts into one order of all tasks and the makespan.
 
         Tasks without duration go before others that start at the same time. Two without duration stay in the
-        order of `pieces`, in which a task comes after those that it may wait for.
+        order of `pieces`, where a task comes after every task that it may wait for.
         """
         pieces = [
             *self._time_other_tasks(others, order, starts, False),

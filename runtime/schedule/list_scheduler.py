@@ -87,7 +87,8 @@ class TaskGraph:
         return arrival
 
     def follow_order(self, first: range, then: range) -> None:
-        """Makes the tasks `then` run in the order of the tasks `first`, each of which its follower waits for.
+        """Makes the tasks `then` run in the order of the tasks `first`. Each task of `then` waits for its
+        counterpart in `first`.
 
         All of them must have priorities already.
         """
@@ -197,7 +198,7 @@ class _ListScheduler:
         bits = max(1, len(priority)).bit_length()
         mask, running = (1 << bits) - 1, list[int]()
         order, starts, time, last_rank = list[int](), list[int](), 0, -1
-        ranks_to_visit = list(range(rank_count))  # those that became free or got a ready task
+        ranks_to_visit = list(range(rank_count))  # ranks that became free or got a ready task
         while True:
             # 1. Start what can start now.
             for rank in ranks_to_visit:
@@ -279,7 +280,7 @@ class _ListScheduler:
     # -- tasks on several ranks
 
     def start_simultaneous(self, task: int, rank: int) -> bool:
-        """Starts a task of `rank` and those that start with it, and returns whether it did.
+        """Starts a task of `rank` and the tasks that start with it, and returns whether it did.
 
         It does not if they have started before, if the in-flight limit defers the task, or if one of the
         ranks is busy; then the ranks are reserved.

@@ -68,10 +68,10 @@ UNREACHABLE_NS = 1 << 62  # as a lower bound: every makespan is good enough
 class ScheduleCandidate:
     """One way to run the step, and its simulated makespan.
 
-    `tables` has each section's micro-batches; `prefetchable` those that the previous step may compute.
-    Replicas of `in_order_sections` run their forwards in the order of their micro-batches. `messages` are the
-    pairs of micro-batches that exchange a tensor, and `task_ranges` the task numbers of each section.
-    `task_order` lists all tasks by start time; `makespan` is in ns.
+    `tables` has each section's micro-batches; `prefetchable` the micro-batches that the previous step may
+    compute. Replicas of `in_order_sections` run their forwards in the order of their micro-batches.
+    `messages` are the pairs of micro-batches that exchange a tensor, and `task_ranges` the task numbers of
+    each section. `task_order` lists all tasks by start time; `makespan` is in ns.
     """
 
     composer: MicroBatchComposer

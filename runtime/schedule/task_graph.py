@@ -57,7 +57,7 @@ class TaskRanges:
 
     @property
     def ranges(self) -> list[range]:
-        """Task ranges of the forwards, the backwards and the W parts; those that exist."""
+        """Task ranges of the forwards, the backwards and the W parts, as far as they exist."""
         return [
             range(start, start + self.count)
             for start in dict.fromkeys((self.forward_start, self.backward_start, self.weight_start))
@@ -273,8 +273,8 @@ def _forward_keys(
     """Returns the sort keys of a section's forwards, most urgent first; the last entry is the task.
 
     With `holds_outputs`, the section holds its outputs until other sections have used them, so it follows the
-    critical start times: an in-flight budget full of inputs to many micro-batches would block those that it
-    could complete.
+    critical start times: an in-flight budget full of inputs to many micro-batches would block the ones that
+    it could complete.
     """
     tasks = range(task_ranges.forward_start, task_ranges.forward_start + task_ranges.count)
     if holds_outputs:

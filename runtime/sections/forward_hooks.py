@@ -22,7 +22,7 @@ _LIBRARY_PREFIXES = ("transformers.", "peft.", "accelerate.")
 
 
 def is_output_collector(hook: Any) -> bool:
-    """Whether a hook is one of those with which Hugging Face collects results for a caller."""
+    """Whether a hook is one that Hugging Face uses to collect results for a caller."""
     return _module_name_of(hook) == _COLLECTOR_MODULE
 
 
@@ -57,7 +57,7 @@ def without_user_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def run_forward_hooks(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
     """Return the result of a block's call after its hooks: `out` is what the module itself returned. Runs the
-    user's hooks and those that collect results for a caller outside the block."""
+    user's hooks and the hooks that collect results for a caller outside the block."""
     user_hooks = user_forward_hooks(module)
     for number, hook in module._forward_hooks.items():
         if number not in user_hooks and not is_output_collector(hook):

@@ -429,7 +429,7 @@ class _StepExecution:
     def gather_message(
         self, parts: Sequence[torch.Tensor], section: str, lengths: Sequence[int]
     ) -> torch.Tensor:
-        """Joins this rank's slices of a message with those that the other ranks of its replica received
+        """Joins this rank's slices of a message with the slices that the other ranks of its replica received
         (`lengths` entries each; empty if each rank received all of it)."""
         received = parts[0] if len(parts) == 1 else torch.cat(list(parts))
         return self.engine.groups[section].all_gather(received, lengths) if any(lengths) else received

@@ -276,7 +276,7 @@ class Trainer:
         )
 
     def _find_owned_names(self, model: nn.Module) -> set[str]:
-        """Returns the state-dict entries that this rank writes: those that it is the first rank to hold, and
+        """Returns the state-dict entries that this rank writes: each entry that no earlier rank holds, and
         its parts of cut parameters if its replica is the first."""
         owners = state_dict_owners(self.plan, model)
         own_replicas = {

@@ -329,7 +329,8 @@ class ScheduleChecker:
     def _awaited_instructions(
         self, strict: bool
     ) -> Iterator[tuple[PlacedInstruction, Sequence[PlacedInstruction]]]:
-        """Yields instructions with those that other ranks must have reached before they complete."""
+        """Yields each instruction with the instructions that other ranks must have reached before it
+        completes."""
         for link in self.links:
             if link.message_slice is not None:
                 yield _place_receive(link), (_place_send(link),)

@@ -45,7 +45,7 @@ class BaselineContext:
     """What all baselines of a plan share.
 
     plan: the plan with every section whole, on rank 0.
-    ranks: number of devices, including those that the plan leaves idle.
+    ranks: number of devices, including any that the plan leaves idle.
     last_stage_edges: edges that only the last stage of their consumer needs, such as a teacher's hidden
         states for a student's loss.
     """
@@ -111,7 +111,7 @@ class BaselineLayout:
         return sum(part.bytes_on_rank(rank) for part in self.sections.values())
 
     def peak_bytes(self) -> int:
-        """Bytes on the fullest rank. Replicas are alike, so only the first rank of each stage is
+        """Bytes on the fullest rank. Replicas do the same work, so only the first rank of each stage is
         considered."""
         return max(
             self.bytes_on_rank(r)

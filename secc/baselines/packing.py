@@ -94,7 +94,7 @@ def assign_longest_first(positions: Iterable[int], weights: Sequence[int], parts
     return assigned
 
 
-# -- orders: the anchor's lots and, where they differ, those that the other sections follow
+# -- orders: the anchor's micro-batches and, where they differ, the micro-batches of other sections
 
 PackingOrder = Callable[[BaselineBatch, int], tuple[list[ReplicaMicroBatches], list[ReplicaMicroBatches]]]
 
@@ -102,8 +102,8 @@ PackingOrder = Callable[[BaselineBatch, int], tuple[list[ReplicaMicroBatches], l
 def pack_dataset_order(
     batch: BaselineBatch, samples: int
 ) -> tuple[list[ReplicaMicroBatches], list[ReplicaMicroBatches]]:
-    """Samples in dataset order, round-robin over replicas, packed first-fit. Returns (anchor's
-    micro-batches, those that other sections follow)."""
+    """Samples in dataset order, round-robin over replicas, packed first-fit. Returns (micro-batches of the
+    anchor, micro-batches that other sections follow)."""
     positions, dp = batch.active_positions(batch.anchor), batch.replica_count(batch.anchor)
     micro_batches = [
         pack_first_fit(positions[r::dp], batch.tokens, batch.token_budget(samples)) for r in range(dp)

@@ -125,8 +125,7 @@ class BaselineSpace:
         make_layout: Callable[[ChosenCandidates], BaselineLayout],
         time: Callable[[ChosenCandidates], int],
     ) -> Iterator[tuple[int, BaselineLayout]]:
-        """Yields (time, layout) of the fastest recompute modes with which all ranks have enough memory, if
-        any."""
+        """Yields (time, layout) of the fastest recompute modes that fit the memory of all ranks, if any."""
         choices = (dict(zip(variants, chosen, strict=True)) for chosen in product(*variants.values()))
         for chosen in sorted(choices, key=time):
             layout = make_layout(chosen)
@@ -180,8 +179,8 @@ class BaselineSpace:
         return [chosen for _, _, chosen in every[:MAX_RANKED_LAYOUTS]]
 
     def _fastest_by_ranks(self, section: str, powers: bool, anchor: bool) -> list[list[Candidate]]:
-        """The fastest configuration for each number of devices, without those that more devices do not make
-        faster.
+        """Returns the fastest configuration for each number of devices, leaving out numbers of devices that
+        are no faster than a smaller one.
 
         For the anchor one list for each micro-batch size; for sections that wait for others' backwards one
         for each recompute mode.

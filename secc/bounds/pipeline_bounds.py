@@ -29,10 +29,10 @@ L be the time that x still takes from t on. Then sum of h over A <= T - V - L by
 The same holds backwards in time: let U be the time of the B of x on other stages, b(y) the shortest B of y at
 any stage, and Z the samples with B on the last stage after that of x. From the end of that B to the end of
 the step it takes at least U + sum of b over Z. From t to the end of that B the stage has the F and B of x and
-of all samples in neither set. So x is delayed by S = T - V - U - F - B at most, of which a sample in A, in Z,
-in both or in neither takes at least h, b, h + b or F + B. Outside of that time the stage does at most w, w, w
-or W of such a sample's work, and the W of x. So with R the largest of (w - h)/h, (w - b)/b and W/(F + B) of
-any sample it is idle for
+of all samples in neither set. So x is delayed by S = T - V - U - F - B at most, and a sample in A, in Z, in
+both or in neither takes at least h, b, h + b or F + B of that. Outside of that time the stage does at most w,
+w, w or W of such a sample's work, and the W of x. So with R the largest of (w - h)/h, (w - b)/b and W/(F + B)
+of any sample it is idle for
 
     phi'(x) = V + U - W - R S.
 

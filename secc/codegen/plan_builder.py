@@ -228,8 +228,8 @@ def _section_cost(op: SectionOp) -> schema.Cost:
 
 
 def _section_params(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> tuple[str, ...]:
-    """The parameters that a section holds: those of the blocks its bodies call, and those that its glue
-    reads."""
+    """The parameters that a section holds: the parameters of the blocks its bodies call, and any that its
+    glue reads."""
     found = bodies_of(graph, op.sym.data)
     read = {p.path.data for body in found for p in body.walk() if isinstance(p, ParamOp)}
     blocks = strings_of(op.blocks)

@@ -355,8 +355,8 @@ def _collect_notes(
 
 
 def make_model_ref(user: UserModel, meta: nn.Module, parameters: dict[str, str]) -> ModelRef:
-    """Returns what ties a plan to its model: the file and those that it imports, by their hashes, versions of
-    packages, and the given names, shapes and dtypes of the parameters."""
+    """Returns what ties a plan to its model: the model file and the files it imports, by their hashes,
+    versions of packages, and the given names, shapes and dtypes of the parameters."""
     files = imported_code.find_imported_files(user.module, meta)
     return ModelRef(
         str(user.path.resolve()),

@@ -28,7 +28,7 @@ from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.schema import Plan, Shard
 
 ALLOCATE_PASS, SHARD_PASS = "allocate", "shard-tensors"
-ONE_STAGE = ".pp=1"  # ends the pin of a section whose layers were not captured
+ONE_STAGE = ".pp=1"  # ends the pin of a section without captured layers
 # Options of `allocate`; everything else is a section's choice.
 ALLOCATE_OPTIONS = {
     "cluster": str,

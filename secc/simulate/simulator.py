@@ -222,7 +222,7 @@ class _Simulator:
         return False
 
     def post_receives(self, index: int, time: int) -> None:
-        """Posts receives up to a window beyond those that the program has passed."""
+        """Posts receives up to a window ahead of the last one that the program has passed."""
         rank = self.ranks[index]
         first = rank.passed_receives + RECEIVE_WINDOW - 1 if rank.passed_receives else 0
         for key in rank.receives[first : rank.passed_receives + RECEIVE_WINDOW]:

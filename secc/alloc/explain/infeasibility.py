@@ -98,7 +98,7 @@ def _find_binding_section(work: Workload, relaxed: Problem) -> tuple[str, str]:
 
 
 def _suggest_remedy(work: Workload, asked: Problem, pins: Pins, section: str, need: int) -> str:
-    """The smallest change with which the solver finds a plan: of a choice, else the strategy, else the
+    """Finds the smallest change that gives the solver a plan: of a choice, else the strategy, else the
     devices. If none of those suffices, how large devices must be."""
     suggestion = _suggest_choice(work, asked, pins) or _suggest_strategy(work, asked, pins)
     if suggestion:

@@ -168,7 +168,7 @@ def _start_orders(problem: PlacementProblem) -> Iterator[UnitOrder]:
 
 
 def _axis_choices(problem: PlacementProblem) -> Iterator[frozenset[str]]:
-    """Yields every set of groups whose stages are the outer axis."""
+    """Yields every choice of the groups that get their stages as the outer axis of their ranks."""
     choosable = [g.name for g in problem.groups if 1 < g.stages < g.units]
     for chosen in product((False, True), repeat=len(choosable)):
         yield frozenset(name for name, is_outer in zip(choosable, chosen, strict=True) if is_outer)

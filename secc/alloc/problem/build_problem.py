@@ -28,7 +28,7 @@ from secc.ir.analysis.tp_layouts import feasible_tp
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.validation.send_window import DEFAULT_SEND_LIMIT
 
-# From this number of ranks on, a section has so many candidates that forked processes price them sooner.
+# From this number of ranks on, forked processes price a section's many candidates faster.
 PARALLEL_PRICING_RANKS = 64
 
 
@@ -161,8 +161,8 @@ def _candidates_of_shape(
     whole: bool,
     capacity: int | None,
 ) -> Iterator[Candidate]:
-    """Yields candidates of one (tp, pp), without those that need more than `capacity` bytes. `least` is
-    the number of ranks of the smallest replica."""
+    """Yields the candidates of one (tp, pp) that need at most `capacity` bytes. `least` is the number of
+    ranks of the smallest replica."""
     modes, size_of_replica = list_sharding_and_recompute(work, load, pins), prod(shape)
     replica = require_rank_load(work, load, *shape, ranks)
     most = min(ranks // size_of_replica, work.global_batch)
@@ -185,7 +185,7 @@ def _candidates_of_shape(
 def parallel_shapes(
     work: Workload, load: SectionLoad, pins: Pins, ranks: int, free: bool = True
 ) -> list[tuple[int, int]]:
-    """The (tp, pp) to consider: pinned ones, and with `free` those that the section supports."""
+    """The (tp, pp) to consider: pinned ones, and with `free` all that the section supports."""
     undivided = (load.cost.trainable and work.unshardable) or pins.splits_backward(load.name)
     tps = [1, *feasible_tp(work.graph, load.section)] if free and not undivided else [1]
     layers = min(count_declared_layers(work.graph, load.section), work.stackable_layers(load))

@@ -459,7 +459,7 @@ def in_flight_variants(work: Workload, load: SectionLoad, c: Candidate) -> list[
 
 
 def _vary_in_flight(work: Workload, load: SectionLoad, c: Candidate, rank: RankMemory) -> list[Candidate]:
-    """`in_flight_variants` for a rank whose memory is already known."""
+    """Returns the `in_flight_variants` of a candidate, given the memory of a rank."""
     if not c.in_flight or load.name not in work.producing_sections:
         return [c]
     least = min(c.micro_batches, max(load.pp, IN_FLIGHT_FOR_LOCAL_CONSUMERS))

@@ -6,7 +6,7 @@ to the best neighbour until none is better, `MAX_EVALUATED_PLANS` were evaluated
 a budget. A neighbour differs in one thing: one section runs as another candidate on as many ranks, or ranks
 move from one group to another, or idle ranks are added to a group. Neighbours are ranked by the closed forms,
 such that each section gets its first neighbour before any gets its second, and other (tp, pp, ranks) come
-before other micro-batches. A plan whose scheduled step exceeds memory does not count.
+before other micro-batches. A plan does not count if its scheduled step exceeds memory.
 
 A full evaluation schedules several global batches with the scheduler's own search. To save time there are
 three levels. An *estimate* schedules one batch without search. Plans within `ESTIMATE_MARGIN` of the best
@@ -151,7 +151,7 @@ class _LocalSearch:
         }
 
     def run(self, best: Sequence[Assignment]) -> RefinedPlan:
-        """Runs the search from some plans, the first of which is the best of the neighbourhood."""
+        """Runs the search from several plans. The first one is the best of the neighbourhood."""
         # With a deadline the objective is the number of devices, which the solver has already minimised.
         searches = self.problem.deadline is None
         other_starts = start_plans(self.neighbourhood, best[0], self.margin) if searches else ()
@@ -331,8 +331,8 @@ class _LocalSearch:
                 )
 
     def _shifted_rank_count(self, section: str, ranks: int, shift: int) -> int | None:
-        """The number of ranks `shift` steps up or down among those that a section may have, None beyond
-        the ends."""
+        """Returns the number of ranks `shift` steps above or below `ranks` in the sorted numbers that a
+        section may have, None beyond the ends."""
         counts = sorted(self.candidates_by_ranks[section])
         at = counts.index(ranks) + shift
         return counts[at] if 0 <= at < len(counts) else None

@@ -1,5 +1,4 @@
-"""Restricts a problem to some of its candidates: to those that a bound on the step time allows, or of one
-kind.
+"""Restricts a problem to some of its candidates: to all that a bound on the step time allows, or to one kind.
 
 A model with thousands of candidates takes long to build and to search. A good assignment bounds the step
 time, and that rules most candidates out.

@@ -68,9 +68,9 @@ def select_blocks(
     """Selects blocks by how `model(**batch)` calls its modules; one batch for each pattern is enough, and
     nothing is computed.
 
-    cut: components whose layers are to be blocks. named: blocks that the user chose; the rules apply to
-    all other modules. recorder: a recorder of the model, left with other blocks than it had. seen: module
-    calls of an earlier selection. Raises UserError for a path that the model does not have, and for a
+    cut: components that are split into their layers as blocks. named: blocks that the user chose; the rules
+    apply to all other modules. recorder: a recorder of the model, left with other blocks than it had. seen:
+    module calls of an earlier selection. Raises UserError for a path that the model does not have, and for a
     forward that cannot be recorded.
     """
     tree = ModuleTree(model)

@@ -137,9 +137,9 @@ def capture_model(
     """Captures `model` (on the meta device or with weights) for every pattern that the survey's samples
     can form.
 
-    cut: components whose layers are to be blocks. blocks: modules that the user wants as blocks. before:
-    an earlier capture of the model with the same samples. Raises UserError, with file:line and remedy, for
-    what cannot be captured.
+    cut: components that are split into their layers as blocks. blocks: modules that the user wants as blocks.
+    before: an earlier capture of the model with the same samples. Raises UserError, with file:line and
+    remedy, for what cannot be captured.
     """
     recorder = Recorder(model, ()) if before is None else before.recorder
     recorder.keeps_scalars = True
@@ -189,7 +189,7 @@ def capture_model(
 
 
 class _CaseFinder:
-    """Finds the cases of all patterns, and the blocks with which capturing them succeeds."""
+    """Finds the cases of all patterns, and the blocks that let their capture succeed."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class _CaseFinder:
                     raise error from None
 
     def _replace_failing_block(self, error: BlockError | GlueError) -> list[str]:
-        """Returns blocks with which a capture that failed may succeed, and notes the change. Raises
+        """Returns other blocks, after a capture failed, that may let it succeed, and notes the change. Raises
         `error` if there are none."""
         blocks = self.frontier.blocks
         around = error.coarser if isinstance(error, BlockError) else error.module or None
@@ -328,8 +328,8 @@ class _CaseFinder:
         return None
 
     def _would_join_components(self, path: str) -> bool:
-        """Whether a module as one block would hold blocks of several components, or of one whose layers
-        are to be blocks. The model itself would."""
+        """Whether a module as one block would hold blocks of several components, or several layers of a
+        component that is split into layers. The model itself would."""
         if not path:
             return True
         inside, tree = [b for b in self.frontier.blocks if b.startswith(f"{path}.")], ModuleTree(self.model)

@@ -210,7 +210,7 @@ def _fit_combinations(values: ValueColumn, bases: Iterable[tuple[BasisTerm, ...]
 
 
 def _solve_exactly(columns: Sequence[ValueColumn], values: ValueColumn) -> list[Fraction] | None:
-    """Solves for coefficients with which the columns add up to the values, by Gaussian elimination over
+    """Solves for the coefficients of the columns in a sum equal to the values, by Gaussian elimination over
     fractions; None if there are none, if they are not unique, or if one is 0."""
     if not _may_have_solution(columns, values):
         return None

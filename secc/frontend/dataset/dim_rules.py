@@ -66,8 +66,7 @@ def explain_dims(observations: Sequence[ShapeObservation], integral: Iterable[st
     """Finds symbols and expressions for all dims.
 
     integral: keys of integer tensors, which may be text. where: file:line of collate, for messages. Raises
-    UserError, naming key and dim, for a dim that follows no rule and for a key whose number of dims
-    changes.
+    UserError, naming key and dim, for a dim that follows no rule and for a key if its number of dims changes.
     """
     extents = DimRules()
     table = _classify_dims(observations, extents, where)

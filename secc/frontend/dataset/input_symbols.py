@@ -1,5 +1,5 @@
-"""Describes the inputs of a model by symbols: which dim of which key is constant, a number of rows, or a
-padded width.
+"""Describes the inputs of a model by symbols: each dim of each key is constant, a number of rows, or a padded
+width.
 
 The user declares nothing: batches of `collate` over many sets of samples are compared with the same
 samples collated alone. A dim that never changes is constant, one that adds up over the samples counts
@@ -30,10 +30,10 @@ IGNORED_LABEL = -100
 class ModelInputs:
     """The inputs of a model.
 
-    symbols: `B` first. inputs: the tensors of a batch. labels_key: the key whose entries other than -100
-    count as tokens, "" without labels. sample_sizes, sample_patterns: symbol values and pattern of each
-    known sample (the survey's, in order, unless the model file's `sizes(i)` gives more). given_statistics:
-    from a file, (pattern, share of the samples, mean of each symbol).
+    symbols: `B` first. inputs: the tensors of a batch. labels_key: the key with labels, where entries other
+    than -100 count as tokens, "" without labels. sample_sizes, sample_patterns: symbol values and pattern of
+    each known sample (the survey's, in order, unless the model file's `sizes(i)` gives more).
+    given_statistics: from a file, (pattern, share of the samples, mean of each symbol).
     """
 
     symbols: tuple[schema.Symbol, ...]

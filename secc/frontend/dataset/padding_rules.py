@@ -1,5 +1,5 @@
-"""Finds out how collate pads: on which side and with which value, by comparing each sample's rows in a
-batch with the sample collated alone.
+"""Finds out how collate pads: on which side and by what value, by comparing each sample's rows in a batch
+with the sample collated alone.
 
 The comparison also shows that the samples of a batch are in order and independent of each other; edges
 between sections and micro-batches rely on both. Integers may depend on other samples if other keys show
@@ -86,7 +86,7 @@ def find_pads(
 ) -> dict[str, KeyPads]:
     """Returns the pads of every key with padded widths, from batches and their samples collated alone.
 
-    Raises UserError for a key whose rows are not those of the samples in order.
+    Raises UserError if the rows of a key are not the samples' rows in order.
     """
     evidence = {
         p.key: p for key in dict.fromkeys(k for k, _ in extents.kinds) if (p := _start_evidence(key, extents))

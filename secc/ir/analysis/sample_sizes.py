@@ -1,9 +1,9 @@
-"""Sizes of the dataset's samples in the IR, which are what means leave out: the spread.
+"""Sizes of the dataset's samples in the IR. They show the spread, which means leave out.
 
 The graph's attribute `samples` has the symbols' names, such as `B S n`, then a text for each pattern: its
 optional keys and the sizes of one sample after the other, such as `pixel_values | 1,80,2 1,64,1`. Where more
-are known than are listed, `largest` has, in the same form, those that memory must have room for and the list
-leaves out.
+samples are known than are listed, `largest` has, in the same form, the largest samples that the list leaves
+out; memory must have room for them.
 """
 
 from __future__ import annotations

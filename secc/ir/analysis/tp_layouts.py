@@ -27,8 +27,9 @@ def make_cut_op(
 ) -> CutOp:
     """A `sec.cut` of the module at `path` over `tp` ranks.
 
-    `block` is "" where glue alone reads the module's parameters. `partial` names whole parameters of which
-    each rank computes an addend of the gradient, `unsplit` has the modules inside that stay whole, by path.
+    `block` is "" where glue alone reads the module's parameters. `partial` names whole parameters with
+    gradients that are summed over ranks, because each rank computes an addend; `unsplit` has the modules
+    inside that stay whole, by path.
     """
     return CutOp.create(
         properties={

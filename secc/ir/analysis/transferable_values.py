@@ -154,7 +154,7 @@ def has_no_rows(graph: GraphOp, rows: str, absent: Sequence[str]) -> bool:
 def _is_additive(size: Expr, rows: set[str], banned: set[str]) -> bool:
     """Whether a size is a sum of rows symbols with factors in which no banned symbol occurs.
 
-    A quotient such as `n//4` counts as one: ranks refuse samples whose own rows it does not divide
+    A quotient such as `n//4` counts as one: ranks refuse samples with rows that 4 does not divide
     (`secc.runtime.data.sample_metadata`).
     """
     rest = sympy.expand(size.replace(sympy.floor, _exact_quotient))

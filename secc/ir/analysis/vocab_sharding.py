@@ -48,8 +48,8 @@ class VocabOp:
     arguments.
 
     enter: whole operands with a gradient that is summed over ranks.
-    cut: whole operands of which each rank takes its part, with the axis.
-    summed: the ranks' results are addends of the whole result.
+    cut: whole operands, with the axis along which each rank takes its part. summed: the ranks' results are
+    addends of the whole result.
     """
 
     results: tuple[VocabPart | None, ...]
@@ -61,7 +61,7 @@ class VocabOp:
 
 
 def is_wide(tokens: int, width: int) -> bool:
-    """Whether a matrix [tokens, width] has so many more tokens than columns that it is split by tokens."""
+    """Whether a matrix [tokens, width] is split by tokens, because it has many more tokens than columns."""
     return tokens > HEAD_WIDTH_RATIO * width
 
 

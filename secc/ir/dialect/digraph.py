@@ -33,8 +33,8 @@ def find_cycles(nodes: Iterable[T], arcs: Arcs[T]) -> list[set[T]]:
 
 
 def topological_order(nodes: Iterable[T], arcs: Arcs[T], key: Callable[[T], Any]) -> list[T]:
-    """The nodes of an acyclic graph so that each comes after those that point to it; ties are broken by
-    `key`."""
+    """Returns the nodes of an acyclic graph in topological order: each after all nodes that point to it; ties
+    are broken by `key`."""
     return cast("list[T]", list(_nx.lexicographical_topological_sort(_build_graph(nodes, arcs), key=key)))
 
 

@@ -163,8 +163,8 @@ class BlockOp(LineOp):
     The component is the largest module around the block that holds no other stack of layers; `coarsen` groups
     by it. `layers` is the number of layers in the component's stack, 0 for a component without one (a
     projector, a head). `couples` says what in the block makes samples of a batch depend on each other, such
-    as batch norm in training mode. `annotate-patterns` writes `when`: the optional keys of which a sample
-    needs one to reach the block, [] for always.
+    as batch norm in training mode. `annotate-patterns` writes `when`: a sample reaches the block if it has at
+    least one of these optional keys ([]: always).
     """
 
     name = "sec.block"
@@ -190,8 +190,8 @@ class CutOp(LineOp):
     """How a module inside `block` can be split over `tp` ranks, shown exact by `secc.frontend.tp_search`.
 
     `styles` has each module that works on parts, `shards` each parameter that is split, `partial` the whole
-    parameters of which each rank computes an addend of the gradient, `whole` the modules inside that stay
-    whole, with the reason.
+    parameters with gradients that are summed over ranks (each rank computes an addend), `whole` the modules
+    inside that stay whole, with the reason.
     """
 
     name = "sec.cut"
@@ -223,8 +223,8 @@ class RewriteOp(LineOp):
     """Code with fused operators that may stand in for `method` of `modules` (or for `function`, which their
     method calls by that name).
 
-    `rules` are those of `fuse-blocks` that it applies; `code` lists the user's line and the text of each
-    line. `fuse-blocks` erases those that are not wanted.
+    `rules` are the rules of `fuse-blocks` that it applies; `code` lists the user's line and the text of each
+    line. `fuse-blocks` erases all that are not wanted.
     """
 
     name = "sec.rewrite"
@@ -249,8 +249,8 @@ class RewriteOp(LineOp):
 
 @irdl_op_definition
 class SectionOp(LineOp):
-    """A section: its mode (forward, dgrad, train), the optional keys of which a sample needs one (none:
-    always active), its blocks.
+    """A section: its mode (forward, dgrad, train), its blocks, and the optional keys that activate it (a
+    sample needs one of them; none: always active).
 
     The attribute dictionary holds what `annotate-costs` and `allocate` decide: dp, tp, pp, micro_batch,
     ranks, ...
@@ -303,7 +303,7 @@ class BodyOp(LineOp):
 
 
 class _SourceOp(LineOp):
-    """An op without operands whose value comes from outside the case."""
+    """An op without operands; its value comes from outside the case."""
 
     result = result_def(TensorType)
 

@@ -11,13 +11,13 @@ _WRAPPER_NAMES = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_modu
 _RESERVED_NAMES = {"terms"}  # the bodies of the loss's bookkeeping live under this name
 
 KNOWN_BUFFER_ATTRIBUTE = (
-    "buffer"  # the attribute of a `sec.param` that is a buffer whose values are known when the plan is made
+    "buffer"  # the attribute of a `sec.param` that is a buffer with values known when the plan is made
 )
 ACCEPTED_ATTRIBUTE = (
     "accepted"  # the attribute of a graph that says which approximations of the loss were taken, and where
 )
 LOGGED_ATTRIBUTE = "logged"  # the attribute of a graph that says of what is logged what is no exact sum
-# the attribute of a call whose layers were seen to run twice, or not in the order in which they stand
+# the attribute of a call with layers that ran twice, or not in the order of their definition
 OUT_OF_TURN_ATTRIBUTE = "out_of_turn"
 # the attribute of a call that lists, of `outs`, what holds the same whatever the block is called with
 BATCH_INDEPENDENT_ATTRIBUTE = "alone"

@@ -1,5 +1,5 @@
-"""The one type of the dialect: a tensor whose dims are size expressions, with its dtype and whether it
-carries a gradient."""
+"""The one type of the dialect: a tensor with size expressions as dims, with its dtype and whether it carries
+a gradient."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _parse_field(parser: AttrParser) -> Attribute:
 @irdl_attr_definition
 class ShardAttr(_RecordAttribute):
     """A parameter that is split over the ranks of a replica: name, dim, and the sizes of the parts that lie
-    side by side along it, each of which is split evenly."""
+    side by side along it. Each part is split evenly."""
 
     name = "sec.shard"
     parameter: StringAttr

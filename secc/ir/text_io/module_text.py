@@ -52,8 +52,8 @@ class _TextPrinter(Printer):
             self.stream.write(text)
 
     def print_ssa_value(self, value: SSAValue) -> str:
-        """As xDSL does, but for values whose names would be the same: the third that wants to be `x`, and one
-        that wants to be `x_2`."""
+        """Names values as xDSL does, but keeps names apart that xDSL would give twice: the third value with
+        the hint `x`, and one with the hint `x_2`."""
         hint = value.name_hint
         if not hint or value in self._ssa_values:
             return super().print_ssa_value(value)
