@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from secc.runtime.host.cpu_cores import available_cores
+
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
@@ -52,7 +54,7 @@ def process_mapper(
         pools: list[ProcessPoolExecutor] = []
 
         def run(items: Sequence[ItemT]) -> list[ResultT]:
-            workers = min(available_cores(), max_workers)
+            workers = min(max_forked_workers(), max_workers)
             if min(workers, len(items)) < 2:
                 return [function(item) for item in items]
             if not pools:
@@ -74,7 +76,7 @@ def run_in_background(
     With one core, `function` runs in this process when the result is asked for. A `low_priority` copy yields
     cores to other processes.
     """
-    if available_cores() < 2:
+    if max_forked_workers() < 2:
         yield function
         return
     with _make_pool(1, low_priority) as pool:
@@ -100,14 +102,11 @@ def _set_forked_work(work: Callable[[Any], Any]) -> Iterator[None]:
         _forked_work = None
 
 
-def available_cores() -> int:
-    """Returns the cores that this process may use; 1 if it cannot be forked or is itself a forked worker."""
+def max_forked_workers() -> int:
+    """Returns how many forked workers may run at a time: one on each core that this process may use; 1 if it
+    cannot be forked or is itself a forked worker."""
     forks = "fork" in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon
-    return (
-        len(os.sched_getaffinity(0))
-        if forks and hasattr(os, "sched_getaffinity") and _forked_work is None
-        else 1
-    )
+    return available_cores() if forks and hasattr(os, "sched_getaffinity") and _forked_work is None else 1
 
 
 def _init_worker(low_priority: bool = False) -> None:

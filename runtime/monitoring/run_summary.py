@@ -8,7 +8,6 @@ than modelled, and a mix of samples that differs from the one that the plan was 
 
 from __future__ import annotations
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import compress
@@ -16,6 +15,7 @@ from math import sqrt
 from pathlib import Path
 from statistics import median, stdev
 
+from secc.runtime.host.cpu_cores import available_cores
 from secc.runtime.monitoring.section_times import MeasuredStep, SectionSeconds, section_time_columns
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Plan
@@ -56,11 +56,6 @@ def _misprediction_reasons(plan: Plan, processes: int) -> Iterator[str]:
     if processes > (cores := available_cores()):
         shared = f"{processes} ranks and loaders share {cores} cores here"
         yield f"  {shared}, while the prediction assumes one core per rank"
-
-
-def available_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def predict_sample_seconds(plan: Plan, samples: Sequence[SampleMeta]) -> dict[str, float]:

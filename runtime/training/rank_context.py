@@ -23,9 +23,9 @@ from secc.runtime.data.data_plane import DataPlane
 from secc.runtime.data.epoch_order import EpochOrder
 from secc.runtime.errors import UserError
 from secc.runtime.host.child_processes import keep_freed_memory
+from secc.runtime.host.cpu_cores import available_cores
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.monitoring.chrome_trace import ChromeTrace
-from secc.runtime.monitoring.run_summary import available_cores
 from secc.runtime.parameters.checkpoint import load_model_state
 from secc.runtime.parameters.checkpoint_folder import FoundCheckpoint, find_checkpoint
 from secc.runtime.parameters.mixed_precision import cast_model

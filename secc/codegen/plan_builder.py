@@ -271,7 +271,7 @@ def _bytes_per_sample(graph: GraphOp, op: EdgeOp) -> float:
         sizes = {name: attribute_value(pattern, name, 0) for name in graph.symbols}
         entries = 1.0
         for dim in kind.shape:
-            entries *= size_expr.evaluate_expr(dim, sizes)
+            entries *= size_expr.evaluate_size(dim, sizes)
         total += float(pattern.share.data) * entries * kind.itemsize
     return round(total, 3)
 

@@ -38,7 +38,7 @@ def random_arguments(
             case DottedName(text=text):
                 return getattr(torch, text.removeprefix("torch."))
             case sympy.Expr():
-                return size_expr.evaluate_expr(leaf, sizes)
+                return size_expr.evaluate_size(leaf, sizes)
             case _:
                 return leaf
 
@@ -47,7 +47,7 @@ def random_arguments(
 
 
 def _random_operand(type_: TensorType, sizes: Mapping[str, int], device: torch.device) -> torch.Tensor:
-    dims = [int(size_expr.evaluate_expr(d, sizes)) for d in type_.shape]
+    dims = [int(size_expr.evaluate_size(d, sizes)) for d in type_.shape]
     dtype = getattr(torch, type_.torch_dtype)
     if dtype == torch.bool:
         return torch.ones(dims, dtype=dtype, device=device)

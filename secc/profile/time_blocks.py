@@ -228,7 +228,7 @@ def _call_bytes(call: CallOp, batch: SizedBatch) -> int:
 
 
 def _tensor_bytes(type_: TensorType, sizes: Mapping[str, int]) -> int:
-    return int(size_expr.evaluate_expr(count_entries(type_), sizes)) * type_.itemsize
+    return int(size_expr.evaluate_size(count_entries(type_), sizes)) * type_.itemsize
 
 
 def _call_parts(call: CallOp, sizes: Mapping[str, int]) -> dict[str, float]:

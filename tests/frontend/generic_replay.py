@@ -15,7 +15,7 @@ from secc.frontend.capture.generalize import GenericGraph
 from secc.frontend.dataset.eager_reference import LossAndGradients, compare_results, copy_gradients, run_eager
 from secc.frontend.dataset.input_symbols import describe_inputs
 from secc.frontend.dataset.sampling import survey_dataset
-from secc.ir.dialect.size_expr import evaluate_expr
+from secc.ir.dialect.size_expr import evaluate_size
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.batch_sizes import read_symbol_sizes
@@ -39,7 +39,7 @@ class GenericReplay(Replay):
             case fx.Node():
                 return self.env[value]
             case sympy.Expr():
-                return evaluate_expr(value, self.sizes)
+                return evaluate_size(value, self.sizes)
             case list() | tuple():
                 return type(value)(self._value(v) for v in value)
             case dict():

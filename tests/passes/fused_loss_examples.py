@@ -250,7 +250,7 @@ REFUSED: list[tuple[str, str, str]] = [
     (
         f"{HEAD}; {TEACHER}",
         "F.cross_entropy(y.flatten(0, 1), t.softmax(-1).flatten(0, 1))",
-        "its loss is none of those",
+        "no fused operator computes its loss",
     ),
     (
         f"{HEAD}; t = self.biased_teacher(x)",
@@ -260,7 +260,7 @@ REFUSED: list[tuple[str, str, str]] = [
     (
         f"{HEAD}; t = self.biased(h)",
         "F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='batchmean')",
-        "its loss is none of those",
+        "no fused operator computes its loss",
     ),
     (
         f"{HEAD}; {TEACHER}",

@@ -31,7 +31,7 @@ from secc.cost.counting.example_arguments import (
 from secc.cost.counting.meta_run import BlockCounts, ValuelessTensors, run_on_meta
 from secc.cost.counting.polynomial_fit import fit_mean_cost, fit_polynomials
 from secc.cost.model.default_estimate import ZERO, CallCost, default_call_cost
-from secc.cost.model.section_cost import owes_backward
+from secc.cost.model.section_cost import op_has_backward
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.argument_template import DottedName, OperandRef
 from secc.ir.dialect.ops import BlockOp, CallOp, CaseOp, GraphOp, TieOp, graph_of, strings_of
@@ -214,7 +214,7 @@ class _CallMeasurer:
                     call.no_grad is None,
                     recompute_units(block),
                     tensors,
-                    has_backward=owes_backward(call),
+                    has_backward=op_has_backward(call),
                 )
             return runs[key]
 
@@ -244,10 +244,10 @@ class _CallMeasurer:
                         call.no_grad is None,
                         recompute_units(block),
                         tensors,
-                        has_backward=owes_backward(call),
+                        has_backward=op_has_backward(call),
                     )
                 )
-                points.append([int(size_expr.evaluate_expr(term, example.sizes)) for term in terms])
+                points.append([int(size_expr.evaluate_size(term, example.sizes)) for term in terms])
         except Exception:  # as above
             return None
         if not runs or not terms:
@@ -341,7 +341,7 @@ def meta_arguments(
             case DottedName(text=text):
                 return getattr(torch, text.removeprefix("torch."))
             case sympy.Expr():
-                return size_expr.evaluate_expr(leaf, sizes)
+                return size_expr.evaluate_size(leaf, sizes)
             case _:
                 return leaf
 
@@ -350,6 +350,6 @@ def meta_arguments(
 
 
 def _meta_operand(type_: TensorType, sizes: Mapping[str, int], tensors: ValuelessTensors) -> torch.Tensor:
-    dims = [int(size_expr.evaluate_expr(d, sizes)) for d in type_.shape]
+    dims = [int(size_expr.evaluate_size(d, sizes)) for d in type_.shape]
     strides = [prod(dims[i + 1 :]) for i in range(len(dims))]
     return tensors(dims, strides, getattr(torch, type_.torch_dtype), type_.requires_grad)

@@ -110,7 +110,7 @@ def _run_glue(op: GlueOp, operands: Sequence[Any], sizes: Mapping[str, int]) -> 
             case DottedName(text=text):
                 return getattr(torch, text.removeprefix("torch."))
             case sympy.Expr():
-                return size_expr.evaluate_expr(leaf, sizes)
+                return size_expr.evaluate_size(leaf, sizes)
             case _:
                 return leaf
 

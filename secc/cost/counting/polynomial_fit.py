@@ -45,7 +45,7 @@ def fit_polynomials(measure: MeasureAt, kinds: Mapping[str, str]) -> tuple[Expr,
         points = [tuple(FIRST_SIZE + SIZE_STEP * e for e in exponents) for exponents in basis]
         polynomials = _solve_coefficients(names, basis, points, [counts_at(p) for p in points])
         sizes = dict(zip(names, held_out, strict=True))
-        if [size_expr.evaluate_expr(f, sizes) for f in polynomials] == list(counts_at(held_out)):
+        if [size_expr.evaluate_size(f, sizes) for f in polynomials] == list(counts_at(held_out)):
             return polynomials
     return None
 

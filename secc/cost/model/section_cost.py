@@ -350,7 +350,7 @@ def _accumulate_case(
 def _add_backward_transient(op: GlueOp, sums: _CostAccumulator, spread: VocabSpread) -> None:
     """Add the gradients that an operation's backward reads and writes, without those of parameters, which
     persist and are counted with the parameters."""
-    if not owes_backward(op) or op.base_name in VIEW_OP_NAMES or fused_loss_cost(op) is not None:
+    if not op_has_backward(op) or op.base_name in VIEW_OP_NAMES or fused_loss_cost(op) is not None:
         return
     gradients = (
         value
@@ -387,7 +387,7 @@ def _add_logits_bytes(op: GlueOp, sums: _CostAccumulator, spread: VocabSpread) -
     written = [result for result in op.results if result in spread.parts]
     read = [operand for operand in op.operands if operand in spread.parts]
     sums.logits_moved[_sum_of_bytes([*written, *read])] += 1
-    if owes_backward(op):
+    if op_has_backward(op):
         sums.logits_saved[_sum_of_bytes(written)] += 1
 
 
@@ -406,7 +406,7 @@ def _add_call(call: CallOp, block: BlockOp, sums: _CostAccumulator, recomputed: 
         sums.layers += layers
         entering = cost.kept if cost.kept != 0 else layers * result_bytes
         sums.layer_input_bytes[size_expr.format_expr(entering)] += 1
-    if owes_backward(call):
+    if op_has_backward(call):
         backward_flops, backward_work = _backward_flops_and_work(cost, _backward_forward_ratio(block))
         sums.backward_flops[backward_flops] += 1
         measured = call.attributes.get("backward_ns")
@@ -452,7 +452,7 @@ def _add_glue(op: GlueOp, sums: _CostAccumulator) -> None:
     if flops is not None:
         sums.flops[size_expr.format_expr(flops)] += 1
         sums.work[size_expr.format_expr(flops)] += 1
-    if owes_backward(op):
+    if op_has_backward(op):
         sums.saved[written] += 1
         sums.recompute.add_saved_bytes(written)
         if flops is not None:
@@ -468,7 +468,7 @@ def _add_fused_loss(op: GlueOp, cost: FusedLossCost, sums: _CostAccumulator) -> 
     sums.flops[size_expr.format_expr(cost.flops)] += 1
     sums.work[size_expr.format_expr(cost.flops)] += 1
     sums.glue_bytes[size_expr.format_expr(cost.moved)] += 1
-    if owes_backward(op):
+    if op_has_backward(op):
         sums.backward_flops[size_expr.format_expr(cost.backward)] += 1
         sums.backward_work[size_expr.format_expr(cost.backward)] += 1
         sums.saved[size_expr.format_expr(cost.saved)] += 1
@@ -515,7 +515,7 @@ def _matmul_flops(op: GlueOp) -> Expr:
     return 2 * count_entries(tensor_type(op.results[0])) * tensor_type(op.operands[-2]).shape[-1]
 
 
-def owes_backward(op: Operation) -> bool:
+def op_has_backward(op: Operation) -> bool:
     """Whether a backward runs for this operation: it ran with gradients on, and a result requires one."""
     return "no_grad" not in op.properties and any(tensor_type(r).requires_grad for r in op.results)
 
@@ -609,7 +609,7 @@ def _glue_parameters(graph: GraphOp, section: str, paths: list[str]) -> list[tup
     for path, op in sorted(read.items()):
         if not any(path.startswith(f"{p}.") for p in paths):
             type_ = tensor_type(op.result)
-            entries = int(size_expr.evaluate_expr(count_entries(type_), {}))
+            entries = int(size_expr.evaluate_size(count_entries(type_), {}))
             trainable = entries * type_.requires_grad
             counts.append((entries, trainable, entries * type_.itemsize, trainable * type_.itemsize))
     return counts

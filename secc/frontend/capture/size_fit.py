@@ -16,7 +16,7 @@ from math import prod
 import sympy
 
 from secc.frontend.capture.stride_sizes import find_strides, find_telling_length
-from secc.ir.dialect.size_expr import Expr, evaluate_expr, size_symbol, symbol_names
+from secc.ir.dialect.size_expr import Expr, evaluate_size, size_symbol, symbol_names
 
 MAX_DEGREE = 3
 MAX_DENOMINATOR = 8  # as in S*(S + 1)//2; a larger denominator fits by chance
@@ -65,7 +65,7 @@ class SizeFitter:
         if known not in self._column_cache:
             moving = symbol_names(known) <= set(self.moving_symbols)
             self._column_cache[known] = (
-                tuple(int(evaluate_expr(known, row)) for row in self.size_rows) if moving else None
+                tuple(int(evaluate_size(known, row)) for row in self.size_rows) if moving else None
             )
         return self._column_cache[known]
 

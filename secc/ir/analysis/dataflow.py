@@ -214,7 +214,7 @@ def size_estimates(graph: GraphOp) -> dict[str, Expr]:
 
 def evaluate_at_means(size: Expr | int, sizes: Mapping[str, float]) -> float:
     """The value of an expression at mean sizes, which need not be integers."""
-    return float(size_expr.evaluate_expr(size, sizes))  # pyright: ignore[reportArgumentType]
+    return float(size_expr.evaluate_size(size, sizes))  # pyright: ignore[reportArgumentType]
 
 
 def value_bytes(value: SSAValue) -> Expr:

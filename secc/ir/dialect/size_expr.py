@@ -141,7 +141,7 @@ def format_expr(expr: Expr | int) -> str:
     return _ExprPrinter().doprint(expr)
 
 
-def evaluate_expr(expr: Expr | int, sizes: Mapping[str, int]) -> int | float:
+def evaluate_size(expr: Expr | int, sizes: Mapping[str, int]) -> int | float:
     """The value of an expression at given sizes: an int where it is whole, else a float. Raises ValueError
     for a size that is missing."""
     if isinstance(expr, int):

@@ -43,20 +43,20 @@ def ops() -> dict[str, GlueOp]:
 def test_flops_follow_the_tilings(ops: dict[str, GlueOp], name: str, flops: int, backward: int) -> None:
     cost = fused_loss_cost(ops[f"secc.linear_{name}"])
     assert cost is not None
-    assert size_expr.evaluate_expr(cost.flops, {"N": 10}) == 10 * 1000 * flops
-    assert size_expr.evaluate_expr(cost.backward, {"N": 10}) == 10 * 1000 * backward
+    assert size_expr.evaluate_size(cost.flops, {"N": 10}) == 10 * 1000 * flops
+    assert size_expr.evaluate_size(cost.backward, {"N": 10}) == 10 * 1000 * backward
 
 
 def test_many_rows_save_hidden_states_and_one_tile(ops: dict[str, GlueOp]) -> None:
     cost = fused_loss_cost(ops["secc.linear_cross_entropy"])
     assert cost is not None
     rows = 1 << 22
-    assert size_expr.evaluate_expr(cost.saved, {"N": rows}) == rows * (2 * 64 + 8) + (640 << 20)
+    assert size_expr.evaluate_size(cost.saved, {"N": rows}) == rows * (2 * 64 + 8) + (640 << 20)
 
 
 def test_section_cost_includes_fused_losses(ops: dict[str, GlueOp]) -> None:
     graph = graph_of(parse_module(TEXT))
     cost = section_cost(graph, graph.sections[0])
     sizes = {"N": 10}
-    assert size_expr.evaluate_expr(size_expr.parse_expr(cost.flops), sizes) == 10 * 1000 * (8 * 64 + 2 * 128)
-    assert size_expr.evaluate_expr(size_expr.parse_expr(cost.backward_flops), sizes) == 10 * 1000 * 6 * 64
+    assert size_expr.evaluate_size(size_expr.parse_expr(cost.flops), sizes) == 10 * 1000 * (8 * 64 + 2 * 128)
+    assert size_expr.evaluate_size(size_expr.parse_expr(cost.backward_flops), sizes) == 10 * 1000 * 6 * 64

@@ -18,7 +18,7 @@ from secc.frontend.capture.control_flow_paths import ObservedRecording
 from secc.frontend.capture.generalize import GenericGraph, generalize_captures
 from secc.frontend.capture.shared_explanations import SharedExplanations
 from secc.frontend.capture.size_fit import SizeFitter
-from secc.ir.dialect.size_expr import evaluate_expr, format_expr, parse_expr, size_symbol
+from secc.ir.dialect.size_expr import evaluate_size, format_expr, parse_expr, size_symbol
 from secc.runtime.recorder import Recorder
 from secc.runtime.recorder.fold_joins import fold_joins
 from tests.frontend.generic_replay import GenericReplay
@@ -49,18 +49,18 @@ EXPRESSIONS = [
 @pytest.mark.parametrize("source", EXPRESSIONS)
 def test_a_size_is_explained_by_its_generating_expression(source: str) -> None:
     wanted = parse_expr(source)
-    found = SizeFitter(ROWS).fit_integer([int(evaluate_expr(wanted, row)) for row in ROWS])
+    found = SizeFitter(ROWS).fit_integer([int(evaluate_size(wanted, row)) for row in ROWS])
     assert found is not None
     elsewhere = {"B": 11, "S": 38, "I": 5}
-    assert evaluate_expr(found, elsewhere) == evaluate_expr(wanted, elsewhere)
-    assert evaluate_expr(parse_expr(format_expr(found)), elsewhere) == evaluate_expr(wanted, elsewhere)
+    assert evaluate_size(found, elsewhere) == evaluate_size(wanted, elsewhere)
+    assert evaluate_size(parse_expr(format_expr(found)), elsewhere) == evaluate_size(wanted, elsewhere)
 
 
 @given(st.integers(-9, 9), st.integers(-9, 9), st.integers(-50, 50))
 @settings(max_examples=40, deadline=None)
 def test_linear_sizes_are_explained(a: int, b: int, c: int) -> None:
     wanted = a * size_symbol("B") + b * size_symbol("S") + c
-    found = SizeFitter(ROWS).fit_integer([int(evaluate_expr(sympy.sympify(wanted), row)) for row in ROWS])
+    found = SizeFitter(ROWS).fit_integer([int(evaluate_size(sympy.sympify(wanted), row)) for row in ROWS])
     assert found is not None and sympy.simplify(found - wanted) == 0
 
 
@@ -68,14 +68,14 @@ def test_linear_sizes_are_explained(a: int, b: int, c: int) -> None:
 @settings(max_examples=15, deadline=None)
 def test_an_explanation_fits_every_observation(values: list[int]) -> None:
     found = SizeFitter(ROWS).fit_integer(values)
-    assert found is None or [evaluate_expr(found, row) for row in ROWS] == values
+    assert found is None or [evaluate_size(found, row) for row in ROWS] == values
 
 
 @pytest.mark.parametrize("source", ["max(S, T)", "max(S, T) - S", "2*B*max(S, T)", "B*max(S, T) - B"])
 def test_the_maximum_of_two_widths_is_found_if_both_orders_occur(source: str) -> None:
     rows = [{**row, "T": t} for row, t in zip(ROWS, (14, 12, 19, 21, 23), strict=True)]
     wanted = parse_expr(source)
-    found = SizeFitter(rows, free={"S", "T"}).fit_integer([int(evaluate_expr(wanted, row)) for row in rows])
+    found = SizeFitter(rows, free={"S", "T"}).fit_integer([int(evaluate_size(wanted, row)) for row in rows])
     assert found is not None and format_expr(found) == format_expr(wanted)
 
 
@@ -211,7 +211,7 @@ def test_a_size_that_values_decide_is_estimated_from_other_sizes() -> None:
     fitter = SizeFitter(rows, free="S")
     found = [fitter.estimate_data_size(f"rows_{i}", [f"rows_{i}" for i in range(3)]) for i in range(3)]
     assert [{str(s) for s in f.free_symbols} for f in found] == [{"I"}, {"B", "S"}, set()]
-    assert evaluate_expr(found[1], {"B": 10, "S": 100}) == pytest.approx(750, rel=0.02) and found[2] == 0
+    assert evaluate_size(found[1], {"B": 10, "S": 100}) == pytest.approx(750, rel=0.02) and found[2] == 0
 
 
 def test_constants_made_of_sizes_are_computed_in_the_graph() -> None:

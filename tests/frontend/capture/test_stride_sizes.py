@@ -12,7 +12,7 @@ from torch import nn
 
 from secc.frontend.capture.size_fit import SizeFitter
 from secc.frontend.capture.stride_sizes import find_strides, find_telling_length
-from secc.ir.dialect.size_expr import evaluate_expr, format_expr
+from secc.ir.dialect.size_expr import evaluate_size, format_expr
 from secc.runtime.model.user_file import UserModel
 from tests.frontend.generic_replay import capture_user_model
 
@@ -43,7 +43,7 @@ def test_a_chain_of_convolutions_is_one_division(divisor: int, offset: int) -> N
     found = fitter.fit_integer([value(r) for r in fitter.size_rows])
     assert found is not None
     for length in range(911, 3000, 37):
-        assert evaluate_expr(found, {"B": 2, "S": length}) == value({"S": length})
+        assert evaluate_size(found, {"B": 2, "S": length}) == value({"S": length})
 
 
 def test_a_stride_may_be_scaled_by_other_sizes() -> None:

@@ -36,7 +36,7 @@ def texts() -> st.SearchStrategy[str]:
 @given(texts(), sizes)
 @settings(max_examples=300, deadline=None)
 def test_sympy_and_ranks_agree(text: str, at: dict[str, int]) -> None:
-    assert size_expr.evaluate_expr(size_expr.parse_expr(text), at) == rank.evaluate_expr(text, at)
+    assert size_expr.evaluate_size(size_expr.parse_expr(text), at) == rank.evaluate_expr(text, at)
 
 
 @given(texts(), sizes)
@@ -44,7 +44,7 @@ def test_sympy_and_ranks_agree(text: str, at: dict[str, int]) -> None:
 def test_a_printed_expression_has_the_same_value_on_a_rank(text: str, at: dict[str, int]) -> None:
     printed = size_expr.format_expr(size_expr.parse_expr(text))
     assert rank.evaluate_expr(printed, at) == rank.evaluate_expr(text, at)
-    assert size_expr.evaluate_expr(size_expr.parse_expr(printed), at) == rank.evaluate_expr(text, at)
+    assert size_expr.evaluate_size(size_expr.parse_expr(printed), at) == rank.evaluate_expr(text, at)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_a_fractional_mean_evaluates_to_the_nearest_float() -> None:
     """Sizes are whole, shares of them need not be, and means may be given as sizes."""
     share = size_expr.parse_expr("B*S") / 7 + size_expr.parse_expr("S//4")
     assert (
-        size_expr.evaluate_expr(share, {"B": 3, "S": 5}) == 15 / 7 + 1
-        and size_expr.evaluate_expr(share, {"B": 7, "S": 5}) == 6
+        size_expr.evaluate_size(share, {"B": 3, "S": 5}) == 15 / 7 + 1
+        and size_expr.evaluate_size(share, {"B": 7, "S": 5}) == 6
     )
-    assert size_expr.evaluate_expr(size_expr.parse_expr("2*S + 1"), {"S": 2.25}) == 5.5  # pyright: ignore[reportArgumentType]
-    assert isinstance(size_expr.evaluate_expr(share, {"B": 7, "S": 5}), int)
+    assert size_expr.evaluate_size(size_expr.parse_expr("2*S + 1"), {"S": 2.25}) == 5.5  # pyright: ignore[reportArgumentType]
+    assert isinstance(size_expr.evaluate_size(share, {"B": 7, "S": 5}), int)
 
 
 def test_floats_keep_all_their_digits() -> None:
@@ -101,6 +101,6 @@ def test_floats_keep_all_their_digits() -> None:
 
 def test_a_missing_size_is_named() -> None:
     with pytest.raises(ValueError, match="S"):
-        size_expr.evaluate_expr(size_expr.parse_expr("B*S"), {"B": 2})
+        size_expr.evaluate_size(size_expr.parse_expr("B*S"), {"B": 2})
     with pytest.raises(ValueError, match="S"):
         rank.evaluate_expr("B*S", {"B": 2})

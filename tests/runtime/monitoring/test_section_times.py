@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from secc.runtime.host.cpu_cores import available_cores
 from secc.runtime.monitoring.run_summary import (
     SAMPLE_SECONDS_KEY,
-    available_cores,
     drift_warning,
     predict_sample_seconds,
     summary_lines,
