@@ -120,6 +120,8 @@ class _CaseNetwork:
         movable = op in self.movable
         once = 1.0 if isinstance(op, CallOp) else self._duplication_cost(op)
         self.cut.tie_to_source(self.at[op], once if movable else None)
+        # Once blocks may move, it matters whether `src` still computes an op that `dst` computes: the work of
+        # a block would be paid twice. A second node stands for what `src` computes.
         if movable and self.blocks_move:
             self._add_src_copy(op)
         self._require_operands(op)
@@ -129,6 +131,8 @@ class _CaseNetwork:
         """A node for what `src` computes of an op, where others need it there. A block that is computed in
         both costs its work."""
         copy = self._copy_node(op)
+        # The copy is on the source's side if `src` computes the op: always if `dst` does not, and if a user
+        # in `src` or in another section needs the result from there.
         self.cut.add_arc(self.at[op], copy, None)
         if isinstance(op, CallOp):
             self.cut.add_arc(copy, self.at[op], self._duplication_cost(op))
@@ -144,6 +148,7 @@ class _CaseNetwork:
     def _add_consumer_op(self, op: Operation) -> None:
         movable = self._may_move_up(op)
         self.cut.tie_to_sink(self.at[op], self._duplication_cost(op) if movable else None)
+        # An op moves up only together with its producers in `dst`: `src` receives nothing from `dst`.
         for operand in self._require_operands(op):
             if movable and section_of(operand.owner) == self.b.dst:
                 self.cut.add_arc(self.at[op], self.at[operand.owner], None)
@@ -169,6 +174,7 @@ class _CaseNetwork:
                 price = self._message_bytes(result)
             else:
                 price = None
+            # The value's own node stands between producer and users, so that several users pay once.
             self.cut.add_arc(self.at[op], self._value_node(result), price)
 
     def _value_node(self, value: OpResult) -> tuple[object, int]:

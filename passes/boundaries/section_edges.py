@@ -82,6 +82,7 @@ def find_crossings(graph: GraphOp, case: CaseOp) -> list[ValueCrossing]:
     for op in case.ops:
         src = section_of(op)
         for result in op.results if src is not None else ():
+            # Sorted by identity, because `uses` has no order that is the same in all cases.
             uses = sorted(result.uses, key=lambda u: (at[u.operation], u.index))
             ends = dict.fromkeys(end for u in uses if (end := section_of(u.operation)) not in {None, src})
             for dst in ends:
@@ -151,6 +152,8 @@ class _EdgeBuilder:
         self.problems: list[CrossingProblem] = []
 
     def add_crossings(self, found: list[ValueCrossing]) -> None:
+        # The same op in two cases is the same edge. What is left may still feed the same operand of the same
+        # consumer (two cases compute it by different ops); then it shares that consumer's edge.
         left = [
             c
             for c in found

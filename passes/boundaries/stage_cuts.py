@@ -46,6 +46,8 @@ class StageUnits:
     impossible: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
 
     def __post_init__(self) -> None:
+        # 1. One order of units for all cases. 2. Each op gets a unit. 3. All cuts start as possible at no
+        # cost; each case then forbids cuts, or adds the bytes that cross them.
         sequences = [self._delay_independent_calls(self._keyed_calls(case)) for case in self.graph.cases]
         for sequence in sequences:
             self._merge_sequence([key for key, _ in sequence])
@@ -84,6 +86,8 @@ class StageUnits:
         """Returns the calls of a case in order, moving each call that needs no layer to just before its first
         user."""
         layers = _layer_calls([key for key, _ in called])
+        # `fixed` become the layers and every call that needs one; these keep their order. The other calls are
+        # inserted from last to first, so that a call finds its users in `order` even if they were moved too.
         fixed = {op for key, op in called if key in layers}
         behind: dict[Operation, set[Operation]] = {}  # the calls that an op needs
         for op in self._section_ops(called[0][1].parent_op()) if called else ():
@@ -113,6 +117,7 @@ class StageUnits:
         """The unit of each op: of its latest producer, or else of its first user; what depends on nothing is
         at the end."""
         ops = self._section_ops(case)
+        # Forward: glue joins its latest producer's unit. Backward: what has no producer joins its first user.
         for op in ops:
             behind = [
                 self.unit_of_op[o.owner]
@@ -135,6 +140,7 @@ class StageUnits:
     # ----------------------------------------------------------------------------------------------
 
     def _forbid_reordered_cuts(self, sequence: Sequence[int]) -> None:
+        # A case that calls `unit` after a later one would pass each cut between them there and back.
         latest = -1
         for unit in sequence:
             for cut in range(unit, latest):
@@ -210,6 +216,8 @@ def balance_stages(times: Sequence[int], cuts: dict[int, float], parts: int) -> 
 
     times: ns of each unit. cuts: bytes that cross each possible cut.
     """
+    # The first run finds the shortest longest stage; the second one takes it as a limit and minimises bytes,
+    # then the sum of squares of the stages' times, which is least for even ones.
     ends = [*sorted(cuts), len(times) - 1]
     sums = [0]
     for time in times:
@@ -230,9 +238,11 @@ def _best_partition(
 ) -> ScoredPartition | None:
     """The best partition by its longest part; by bytes and evenness where `limit` bounds each part."""
     found: dict[int, ScoredPartition] = {-1: ((0, 0), [])}
+    # found[end]: best division of units 0 … end into `part` parts, with the ends of all parts.
     for part in range(parts):
         after: dict[int, ScoredPartition] = {}
         for end in ends:
+            # The last part, and no other, ends at the last unit.
             if (part == parts - 1) != (end == len(sums) - 2):
                 continue
             for start, (cost, at) in found.items():

@@ -61,6 +61,9 @@ class _CaseAssignment:
         self.origin, self.mixed = classify_origins(case), RowOrder(graph, case).out_of_order
 
     def assign_case(self) -> None:
+        # First from producers to users: glue follows its latest producer. Then from users to producers: glue
+        # without a section gets its users', and glue that cannot be sent is copied to them. In this order
+        # an op's users have their sections, copies included, before the op is settled.
         for op in self.case.ops:
             if isinstance(op, CallOp):
                 set_section(op, self.home[op.target.data])
@@ -105,6 +108,7 @@ class _CaseAssignment:
             (s for s in used_in - {home} if stays or not self._can_transfer(op, home, s)),
             key=lambda name: self.rank[name],
         )
+        # Not used where it is: the op itself moves to the first of these, and only the others get copies.
         if stuck and home not in used_in:
             set_section(op, stuck.pop(0))
         for name in stuck:

@@ -56,6 +56,7 @@ class BlockLinks:
             SSAValue, frozenset[str]
         ] = {}  # the blocks that a value comes from with nothing but glue in between
         for op in case.ops:
+            # A block hides what is behind it: links are between blocks with nothing but glue in between.
             sources = frozenset[str]().union(*(behind[o] for o in op.operands))
             if isinstance(op, CallOp):
                 path = op.target.data
@@ -130,6 +131,7 @@ class BlockGrouping:
     def may_merge(self, a: BlockGroup, b: BlockGroup) -> bool:
         """Whether the groups stay free of cycles when `a` and `b` become one."""
         one, two = self.groups.index(a), self.groups.index(b)
+        # Flows between the two become arcs from the merged group to itself, which are no cycles.
         merged = {(one if u == two else u, one if v == two else v) for u, v in self.group_flows()}
         return digraph.is_acyclic(range(len(self.groups)), merged)
 

@@ -12,6 +12,7 @@ def merge_sections(graph: GraphOp, a: str, b: str) -> SectionOp:
     """Merges two sections, and those between them, into the one with the most parameters; returns it."""
     flows = section_flows(graph)
     sections = {s.sym.data: s for s in graph.sections}
+    # What lies on a path between the two would depend on the merged section and feed it: a cycle.
     members = [
         s
         for name, s in sections.items()

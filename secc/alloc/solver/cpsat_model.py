@@ -91,6 +91,7 @@ def solve_allocation(
         and sum(map(len, coarse.sections.values())) >= WARM_START_CANDIDATES
     ):
         start = greedy_assignment(coarse, most)
+    # The start's own step time bounds the optimum, so candidates that exceed it alone can be left out.
     if start is not None and coarse.deadline is None:
         most = min(most, evaluate_assignment(coarse, start).time_ns)
     if (subproblem := parts.prune_by_step_time(coarse, most)) is None:
@@ -309,6 +310,8 @@ class AllocationModel:
         return self._chosen_value(section, [getattr(c, name) for c in self.problem.sections[section]])
 
     def _add_choice(self) -> None:
+        # A group is named after its first section: s may only join groups of sections up to itself, and only
+        # groups that their own first section is in. So each partition into groups has one encoding.
         for i, s in enumerate(self.names):
             self.cp.add_exactly_one(self.x[s])
             for x, c in zip(self.x[s], self.problem.sections[s], strict=True):
@@ -321,8 +324,10 @@ class AllocationModel:
     def _add_ranks(self) -> None:
         for (s, g), member in self.y.items():
             self.cp.add(self.ranks[g] == self._chosen_field(s, "ranks")).only_enforce_if(member)
+        # A group without sections has no ranks, so that `used_ranks` can sum over all groups.
         for g in self.names:
             self.cp.add(self.ranks[g] == 0).only_enforce_if(self.y[g, g].negated())
+        # A plan takes part of one node, or several whole nodes.
         used, per_node = self.used_ranks, self.problem.per_node
         self.cp.add(used <= self.problem.ranks)
         several = self.several = self.cp.new_bool_var("several nodes")
@@ -332,11 +337,14 @@ class AllocationModel:
 
     def _add_work(self) -> None:
         self._sum_over_groups("time_ns", self.work)
+        # Implied by the other constraints, but it bounds T in the linear relaxation, which they hardly do.
         self.cp.add(self.sum_over_sections("work") <= self.problem.ranks * self.step_time)
 
     def _add_memory(self) -> None:
         """Counts bytes as MiB, rounded up for each candidate."""
         parts: dict[str, list[Any]] = {g: [] for g in self.names}
+        # m[s,g] is only bounded from below: where the section is not in g, it may be 0. Its own upper bound
+        # keeps CP-SAT's domains small.
         for s in self.names:
             need, most = self._section_mebibytes(s)
             for g in self.names[: self.names.index(s) + 1]:
@@ -356,6 +364,7 @@ class AllocationModel:
                 self.cp.add(on[g] == self._chosen_value(s, taken)).only_enforce_if(member)
             for g in self.names:
                 self.cp.add(on[g] == 0).only_enforce_if(self.y[g, g].negated())
+                # `some` is forced to 1 by a rank of kind k in g; then g must fit the memory of that kind.
                 some = self.cp.new_bool_var(f"some of {k} in {g}")
                 self.cp.add(on[g] <= pool.ranks * some)
                 self.cp.add(self.held[g] <= pool.capacity >> 20).only_enforce_if(some)
@@ -364,6 +373,7 @@ class AllocationModel:
             self.cp.add(total <= pool.ranks * any_of)
             self.cp.add(total == self.problem.per_node * nodes).only_enforce_if(self.several)
             used.append(any_of)
+        # Part of one node: only one kind of device can be used.
         if used:
             self.cp.add(sum(used) <= 1).only_enforce_if(self.several.negated())
 
@@ -378,6 +388,8 @@ class AllocationModel:
         for e in self.problem.edges:
             if section not in (e.src, e.dst):
                 continue
+            # Messages take memory only between ranks, at the producer and at the consumer. A producer also
+            # runs ahead of a consumer elsewhere and holds more micro-batches (`memory_ahead`).
             apart = self.a[e.src, e.dst]
             held = [_mebibytes(b) for b in (e.sent_bytes if section == e.src else e.returned_bytes)]
             messages = self.cp.new_int_var(0, max(held), f"messages[{section},{e.src},{e.dst}]")
@@ -402,6 +414,7 @@ class AllocationModel:
             self.cp.add(total == sum(parts[g]))
 
     def _add_separation(self) -> None:
+        # both[g] = y[u,g] and y[s,g]. It is 1 for at most one g, so apart = 1 - sum of both.
         for (u, s), apart in self.a.items():
             both: list[cp_model.IntVar] = []
             for g in self.names[: min(self.names.index(u), self.names.index(s)) + 1]:
@@ -414,6 +427,7 @@ class AllocationModel:
         for e in self.problem.edges:
             apart = self.a[e.src, e.dst]
             self.cp.add(self.delay[e.dst] >= self.delay[e.src]).only_enforce_if(apart.negated())
+            # Work of s that needs nothing from u hides part of the latency (`independent_ns`).
             wait = self._chosen_value(e.src, e.latency_ns) + self._chosen_value(
                 e.dst, [m - f for m, f in zip(e.message_ns, e.independent_ns, strict=True)]
             )
@@ -423,6 +437,8 @@ class AllocationModel:
         for (s, g), member in self.y.items():
             self.cp.add(self.step_time >= self.work[g] + self.delay[s]).only_enforce_if(member)
         for e in self.problem.edges:
+            # If its gradients come from elsewhere, u ends with the round trip of its last micro-batch through
+            # s, as far as other work of u (`slack_ns`) does not hide it.
             exposed = self._chosen_value(e.dst, e.round_trip_ns) - self._chosen_value(e.src, e.slack_ns)
             for g in self.names[: self.names.index(e.src) + 1]:
                 condition = [self.a[e.src, e.dst], self.y[e.src, g]]
@@ -439,6 +455,8 @@ class AllocationModel:
         for e in self.problem.edges:
             sources, back = self.problem.sections[e.src], e.gradient_return_ns
             for count in sorted({c.rounds for c in sources} - {1}):
+                # `most` is the large constant: `trip - away` is at most 0 if the chosen candidate has another
+                # number of rounds, or if both sections share a group.
                 most = count * (max(e.latency_ns) + max(back))
                 trips = [
                     count * n if c.rounds == count else -most

@@ -114,6 +114,8 @@ def generalize_captures(
         found, notes = _merge_or_split(group, probe)
         cases += found
         problems += notes
+    # A rank picks a case by its guards, so each case must reject every recording of the other cases. A case
+    # without such a guard would compute something else for their batches without an error.
     for case, group in cases:
         strangers = [o for o in observed if all(o is not member for member in group)]
         if not all(_guard_rejects(case, reads[id(o)]) for o in strangers):
@@ -143,6 +145,8 @@ def _merge_or_split(
         return [(merge_captures(group, probe), group)], []
     except UnexplainedNumber as error:
         problem = error.diagnostic
+    # The ops are equal, yet sizes do not explain a number: a value that Python read may decide it. With each
+    # such path by itself the value is constant, and a guard on it makes the case valid.
     parts: dict[Any, list[ObservedRecording]] = {}
     for o in group:
         parts.setdefault(path_signature(o.recording)[1], []).append(o)
@@ -180,6 +184,8 @@ def _merge_with_probes(
     group: Sequence[ObservedRecording], probe: BatchProbe | None, names: RowNames | None
 ) -> GenericGraph:
     recordings = list(group) + (_probe_constant_widths(group, probe) if probe is not None else [])
+    # Each round asks for one recording at a size where the present explanations could fail (`find_doubt`). It
+    # ends when none is in doubt, no such batch exists, or the batch takes another path.
     for _ in range(_MAX_PROBES if probe is not None else 0):
         assert probe is not None
         doubt = _CaptureMerger(recordings, probe, names).find_doubt()
@@ -189,9 +195,12 @@ def _merge_with_probes(
         ):
             break
         recordings.append(extra)
+    # A quotient fits few values easily by chance, so it is tested on samples that no fit has seen.
     if probe is not None and _CaptureMerger(recordings, probe, names).uses_floor_division():
         ways = [path_signature(o.recording) for o in recordings]
         recordings += [o for o in probe.record_held_out() if path_signature(o.recording) in ways]
+    # A count that values decide may be 0, where an op may behave differently. The recording without rows is
+    # merged too if that is possible, so that explanations hold there as well.
     if probe is not None and _CaptureMerger(recordings, probe, names).takes_data_symbols():
         for empty in probe.record_without_rows():
             if graph_signature(empty.recording.graph) == graph_signature(recordings[0].recording.graph):
@@ -293,11 +302,14 @@ class _CaptureMerger:
         dropped: list[fx.Node] = []
         for order, read in enumerate(self._first_recording.reads):
             read.node.meta["order"] = order
+        # Nodes are visited in the order of execution: a data symbol that one node introduces can explain the
+        # numbers of later nodes, because `_fitter` has it from then on.
         for nodes in list(zip(*(g.nodes for g in self._graphs), strict=True)):
             if is_read_node(nodes[0]) and self._is_read_explained(nodes):
                 dropped.append(nodes[0])
             else:
                 explained[nodes[0]] = self._explain_node(nodes)
+        # A value that Python read without an op that takes it may have decided anything else.
         for problem in self._unused_reads.values():
             raise problem
         return explained, dropped
@@ -338,6 +350,9 @@ class _CaptureMerger:
             for leaf in argument_template.CallArguments([a]).leaves()
             if isinstance(leaf, sympy.Expr)
         ]
+        # A plan computes numbers from sizes, which are known before the forward; these are not. An op that
+        # also accepts a tensor in place of the number gets the tensor that holds it; no other op can be
+        # called.
         decided = set[str]().union(*(symbol_names(e) for e in numbers)) & set(self._data_names)
         if decided and self._data_numbers.accepts_tensor(node, arguments[0]) and not arguments[1]:
             for name in decided:
@@ -389,6 +404,8 @@ class _CaptureMerger:
         return self._explanations.find_fitting(node, values, self._fitter) or self._fitter.fit_integer(values)
 
     def _explain_dim(self, node: fx.Node, dim: int, values: Sequence[int]) -> Expr:
+        # 1. Sizes explain the dim. 2. It adds up over the samples: a symbol of its own, named by `RowNames`.
+        # 3. Values decide it (re-recorded glue, an op with a dynamic shape): a data symbol of this graph.
         expr = self._explain_integer(node, values)
         if expr is not None:
             return expr
@@ -439,6 +456,7 @@ class _CaptureMerger:
             return True  # what is done with its tensors has numbers of its own
         if all(v == values[0] for v in values):
             return not _depends_on_inputs(nodes[0])
+        # Both outcomes led to the same ops and explainable numbers, so the value decided nothing.
         if all(isinstance(v, bool) for v in values) or nodes[0].meta["read"][0] == "size":
             return True
         try:
@@ -448,6 +466,8 @@ class _CaptureMerger:
             problem = _unexplained_number(
                 nodes[0], f"Python reads a value ({kind}) of the inputs that sizes do not explain", values
             )
+            # Python may pass a number that it took out of a tensor to an op. So the number gets a symbol, and
+            # the problem is raised at the end unless an op takes that (`_check_data_symbols`).
             if kind != "item":
                 raise problem from None
             read = nodes[0].args[0]
