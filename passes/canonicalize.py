@@ -128,7 +128,7 @@ class RewriteRule:
     value: Callable[[GlueOp], SSAValue | None]
 
 
-def _always(op: GlueOp) -> bool:
+def _is_any_op(op: GlueOp) -> bool:
     return True
 
 
@@ -138,27 +138,29 @@ REWRITE_RULES = (
     ),  # a cast to the dtype that it has
     RewriteRule(
         (*_VIEW_OPS, "expand", "squeeze", "alias", "lift_fresh", "lift_fresh_copy", "positive"),
-        _always,
+        _is_any_op,
         _first_operand,
     ),
-    RewriteRule(("detach",), _always, _first_operand),  # of what carries no gradient: else the types differ
+    RewriteRule(
+        ("detach",), _is_any_op, _first_operand
+    ),  # of what carries no gradient: else the types differ
     RewriteRule(
         ("slice",), lambda op: len(op.arguments.args) < 5, _first_operand
     ),  # all of a dim: else the shapes differ
     RewriteRule(("add", "sub"), lambda op: _scalar_argument(op) == 0, _first_operand),
     RewriteRule(("mul", "div"), lambda op: _scalar_argument(op) == 1, _first_operand),
-    RewriteRule(_DIM_SWAPS, _always, _cancel_swap),
+    RewriteRule(_DIM_SWAPS, _is_any_op, _cancel_swap),
     RewriteRule(
         ("neg",),
-        _always,
+        _is_any_op,
         lambda op: (
             inner.operands[0]
             if (inner := _producer_of_first(op)) is not None and inner.base_name == "neg"
             else None
         ),
     ),
-    RewriteRule(_VIEW_OPS, _always, _merge_views),
-    RewriteRule(("bitwise_not", "logical_not"), _always, _negate_comparison),
+    RewriteRule(_VIEW_OPS, _is_any_op, _merge_views),
+    RewriteRule(("bitwise_not", "logical_not"), _is_any_op, _negate_comparison),
 )
 
 

@@ -110,7 +110,7 @@ def _rewrite_case(
     leaves: dict[str, SSAValue] = {}
     current = ""
 
-    def leaf(value: SSAValue) -> SSAValue:
+    def emit_leaf(value: SSAValue) -> SSAValue:
         key = structure.digest_value(value)
         if key not in leaves:
             name = StringAttr(names.name_leaf(key, current))
@@ -120,7 +120,7 @@ def _rewrite_case(
             ).results[0]
         return leaves[key]
 
-    emitter = CoefficientEmitter(shop, leaf)
+    emitter = CoefficientEmitter(shop, emit_leaf)
     for key, part in zip(part_identities(found.parts), found.parts, strict=True):
         current = names.name_term(
             key, only or (_BALANCE_TERM if _is_balance_loss(found.context, part) else term_label(part))

@@ -34,10 +34,10 @@ def map_in_processes(function: Callable[[ItemT], ResultT], items: Iterable[ItemT
     """
     listed = list(items)
 
-    def at(place: int) -> ResultT:
+    def call_at(place: int) -> ResultT:
         return function(listed[place])
 
-    with process_mapper(at, len(listed)) as run:
+    with process_mapper(call_at, len(listed)) as run:
         return run(range(len(listed)))
 
 

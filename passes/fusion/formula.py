@@ -228,12 +228,12 @@ class Formula:
         """All logits that occur."""
         found: dict[HeadLogits, None] = {}
 
-        def see(value: Any) -> Any:
+        def note_logits(value: Any) -> Any:
             if isinstance(value, HeadLogits):
                 found[value] = None
             return value
 
-        self.map_sources(see)
+        self.map_sources(note_logits)
         return list(found)
 
 

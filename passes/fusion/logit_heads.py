@@ -114,11 +114,11 @@ def adds_bias(op: Computation, formula: Formula | None) -> bool:
 def add_bias(op: Computation, formula: Formula) -> Formula:
     """The logits with the bias that an op adds."""
 
-    def change(value: Any) -> Any:
+    def set_bias(value: Any) -> Any:
         return (
             value
             if isinstance(value, RowSource)
             else replace(value, head=replace(value.head, bias=op.operands[1]))
         )
 
-    return formula.map_sources(change)
+    return formula.map_sources(set_bias)

@@ -25,7 +25,7 @@ def replace_buffers(shop: PendingOps, value: SSAValue) -> SSAValue:
     on none."""
     copies: dict[SSAValue, SSAValue] = {}
 
-    def copied(value: SSAValue) -> SSAValue:
+    def copy_value(value: SSAValue) -> SSAValue:
         if value not in copies:
             copies[value] = value
             owner = value.owner
@@ -34,9 +34,9 @@ def replace_buffers(shop: PendingOps, value: SSAValue) -> SSAValue:
                 copies[value] = shop.add_op(
                     ConstOp.create_source(BUFFER_CONSTANT_PREFIX + owner.path.data, tensor_type(value))
                 ).results[0]
-            elif any(copied(o) is not o for o in owner.operands):
-                new = owner.clone(value_mapper={o: copied(o) for o in owner.operands})
+            elif any(copy_value(o) is not o for o in owner.operands):
+                new = owner.clone(value_mapper={o: copy_value(o) for o in owner.operands})
                 copies.update(zip(owner.results, shop.add_op(new).results, strict=True))
         return copies[value]
 
-    return copied(value)
+    return copy_value(value)

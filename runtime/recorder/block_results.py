@@ -192,14 +192,14 @@ class BlockResult:
         determine the rest of it."""
         new: dict[ResultTensor, ResultTensor] = {}
 
-        def sized(_: str, leaf: Any) -> Any:
+        def resize_leaf(_: str, leaf: Any) -> Any:
             if isinstance(leaf, ResultTensor) and leaf.argument_index is None and leaf not in new:
                 new[leaf] = leaf.with_shape(shapes.get(leaf.path))
             return new.get(leaf, leaf) if isinstance(leaf, ResultTensor) else leaf
 
         if not self.is_plain:
             return None
-        skeleton = nested_values.map_leaves(self.skeleton, sized)
+        skeleton = nested_values.map_leaves(self.skeleton, resize_leaf)
         fits = all(
             old.is_dense and len(leaf.shape) == len(old.shape)
             for old, leaf in new.items()
@@ -229,14 +229,14 @@ def new_fake_tensor(
     """Make a fake tensor that no mode sees. It is no leaf of autograd, since glue may change a block's
     result in place."""
 
-    def made() -> torch.Tensor:
+    def make_fake() -> torch.Tensor:
         return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), _CPU)
 
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
         return (
-            _GradientSource.apply(_GRADIENT_LEAF, made)
+            _GradientSource.apply(_GRADIENT_LEAF, make_fake)
             if requires_grad and not torch.is_inference_mode_enabled()
-            else made()
+            else make_fake()
         )
 
 

@@ -125,8 +125,8 @@ def _inputs_deciding_by_value(recording: Recording) -> frozenset[str]:
     """Return the inputs with values that were read by Python, or decided the shape of an op's result or
     what a block does."""
 
-    def decides(node: Any) -> bool:
+    def is_deciding_node(node: Any) -> bool:
         dynamic = any(tag in _DYNAMIC_TAGS for tag in getattr(node.target, "tags", ()))
         return is_read_node(node) or dynamic or bool(node.meta.get("reads"))
 
-    return inputs_behind(filter(decides, recording.graph.nodes))
+    return inputs_behind(filter(is_deciding_node, recording.graph.nodes))

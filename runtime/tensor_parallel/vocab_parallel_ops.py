@@ -124,7 +124,7 @@ class VocabShards:
         """`torch.logsumexp` over the whole vocabulary: of `x` with `length` entries along `dim`, without that
         dim unless `keepdim`."""
         (vocab_dim,) = dim if isinstance(dim, Sequence) else (dim,)
-        result: torch.Tensor = _LogSumExp.apply(x, vocab_dim, self)  # pyright: ignore[reportUnknownMemberType,reportAssignmentType]
+        result: torch.Tensor = _VocabLogSumExp.apply(x, vocab_dim, self)  # pyright: ignore[reportUnknownMemberType,reportAssignmentType]
         return result if keepdim else result.squeeze(vocab_dim)
 
     def mean(
@@ -254,7 +254,7 @@ class _Softmax(torch.autograd.Function):
         return (out * (wide - total)).to(ctx.dtype), None, None, None
 
 
-class _LogSumExp(torch.autograd.Function):
+class _VocabLogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, parts: VocabShards) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         greatest, log = norms = parts.softmax_norms(x.to(accumulator_dtype(x.dtype)), dim)

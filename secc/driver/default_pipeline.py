@@ -26,10 +26,10 @@ def build_pipeline(options: CompileOptions) -> tuple[ModulePass, ...]:
         ("dce", {}),
         ("normalize-loss", {"accept": options.accept}),  # the loss as a sum of terms over samples
         ("dce", {}),
-        *_fusing("fuse-linear-loss", options),  # heads and losses without materialised logits
+        *_fusion_passes("fuse-linear-loss", options),  # heads and losses without materialised logits
         ("annotate-patterns", {}),  # the optional inputs that each block needs
         ("infer-modes", {}),  # what trains, what passes gradients on, what only runs forward
-        *_fusing("fuse-blocks", options),  # kernels inside the user's modules
+        *_fusion_passes("fuse-blocks", options),  # kernels inside the user's modules
         ("coarsen", cluster | {"max_sections": options.max_sections, "sections": options.sections}),
         ("annotate-costs", {}),  # time, memory and messages of each section
         ("sink-boundaries", cluster),  # boundaries of sections to where the fewest bytes cross
@@ -49,7 +49,7 @@ def fusion_mode(options: CompileOptions) -> str:
     return {None: "auto", True: "always", False: "never"}[options.fuse]
 
 
-def _fusing(name: str, options: CompileOptions) -> list[tuple[str, Mapping[str, Any]]]:
+def _fusion_passes(name: str, options: CompileOptions) -> list[tuple[str, Mapping[str, Any]]]:
     """The fusing pass `name`; none if the user wants no fusion."""
     if options.fuse is False:
         return []

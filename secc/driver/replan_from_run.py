@@ -75,12 +75,12 @@ def measure_drift(directory: Path, log_dir: Path) -> DriftReport:
     mix: dict[str, tuple[float, float]] = {}
     for candidate_allocate in (dataclasses.replace(allocate, **_pinned_allocate_options(plan)), allocate):
 
-        def adapt(graph: GraphOp) -> None:
+        def set_measured_values(graph: GraphOp) -> None:
             what_if.allow_plan_tp(plan, graph)
             _set_time_ratios(graph, drifts)
             mix.update(_replace_statistics(graph, steps))
 
-        module = what_if.reallocate(ir_file, candidate_allocate, passes[1:], adapt)
+        module = what_if.reallocate(ir_file, candidate_allocate, passes[1:], set_measured_values)
         plans.append(plan_codegen.build_plan(module, plan.model, {}))
     now, best = (float(p.prediction["step_time_s"]) for p in plans)
     return DriftReport(

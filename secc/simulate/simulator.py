@@ -57,7 +57,7 @@ def simulate(
 
 
 @dataclass(slots=True)
-class _Message:
+class _SimulatedMessage:
     """A message; `send_posted` and `receive_posted` are the times when its ends were posted."""
 
     sender: int
@@ -245,14 +245,16 @@ class _Simulator:
         if m.receiver_waits:
             heapq.heappush(self.wake_times, (time, m.receiver))
 
-    def _list_messages(self) -> tuple[dict[MessageKey, _Message], dict[ComputeKey, list[MessageKey]]]:
+    def _list_messages(
+        self,
+    ) -> tuple[dict[MessageKey, _SimulatedMessage], dict[ComputeKey, list[MessageKey]]]:
         """All messages between ranks, and the messages that each computation consumes."""
         ranks_of = {
             (n, m.index): ranks_by_replica(self.sections[n])[m.replica]
             for n, micros in self.schedule.micro_batches.items()
             for m in micros
         }
-        messages: dict[MessageKey, _Message] = {}
+        messages: dict[MessageKey, _SimulatedMessage] = {}
         needs: dict[ComputeKey, list[MessageKey]] = defaultdict(list)
         for e in self.plan.edges:
             layout = EdgeLayout(e, self.plan, self.schedule, self.samples)
@@ -270,7 +272,7 @@ class _Simulator:
                         start, stop = slice_bounds(entries, part.index, part.count)
                         key = (e.name, direction, *pair, part.sender, part.receiver)
                         size = (stop - start + flag[direction]) * layout.dtype.itemsize
-                        messages[key] = _Message(part.sender, part.receiver, samples, size)
+                        messages[key] = _SimulatedMessage(part.sender, part.receiver, samples, size)
                         needs[*consumer, part.receiver].append(key)
         return messages, needs
 

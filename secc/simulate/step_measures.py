@@ -211,12 +211,12 @@ def memory_over_time(
     sizes = PredictedCosts(step.plan, step.samples, step.schedule.own_samples)
     saved = {s.name: s.cost.saved for s in held}
 
-    def kept(section: str, micro: int) -> int:
+    def saved_bytes(section: str, micro: int) -> int:
         return evaluate_expr(
             saved[section], sizes.micro_batch_sizes(step.schedule.micro_batches[section][micro].samples)
         )
 
-    changes = [*_in_flight_changes(step, rank, kept), *_prefetched_result_changes(step, rank, sizes)]
+    changes = [*_in_flight_changes(step, rank, saved_bytes), *_prefetched_result_changes(step, rank, sizes)]
     return [(0, fixed), *((time, fixed + bytes_) for time, bytes_ in _running_totals(changes))]
 
 

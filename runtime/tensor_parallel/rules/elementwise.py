@@ -33,12 +33,12 @@ def along_dim_rule(
     out = func(*args, **kwargs)
     gone = sum(d % args[0].ndim < mark.dim for d in dims)
 
-    def marked(t: Any) -> Any:
+    def mark_result(t: Any) -> Any:
         if not isinstance(t, torch.Tensor):
             return t
         return set_mark(t, mark if t.ndim == args[0].ndim else mark.at_dim(mark.dim - gone))
 
-    return tree_map(marked, out)
+    return tree_map(mark_result, out)
 
 
 def normalization_rule(

@@ -195,27 +195,27 @@ def _coarsen_problem(problem: Problem) -> Problem:
     and bytes to whole MiB."""
     unit = _time_unit(problem)
 
-    def up(ns: int) -> int:
+    def round_up(ns: int) -> int:
         return -(-ns // unit)
 
-    def ups(e: AllocEdge, *names: str) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(map(up, getattr(e, name))) for name in names}
+    def round_up_fields(e: AllocEdge, *names: str) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(map(round_up, getattr(e, name))) for name in names}
 
-    def of(c: Candidate) -> Candidate:
+    def coarsen_candidate(c: Candidate) -> Candidate:
         return replace(
             c,
-            time_ns=up(c.time_ns),
+            time_ns=round_up(c.time_ns),
             memory=_mebibytes(c.memory) << 20,
             memory_ahead=_mebibytes(c.memory_ahead) << 20,
         )
 
-    sections = {s: tuple(map(of, cs)) for s, cs in problem.sections.items()}
+    sections = {s: tuple(map(coarsen_candidate, cs)) for s, cs in problem.sections.items()}
     edges = tuple(
         replace(
             e,
             sent_bytes=_round_up_to_mebibytes(e.sent_bytes),
             returned_bytes=_round_up_to_mebibytes(e.returned_bytes),
-            **ups(e, "latency_ns", "slack_ns", "independent_ns", "message_ns", "round_trip_ns"),
+            **round_up_fields(e, "latency_ns", "slack_ns", "independent_ns", "message_ns", "round_trip_ns"),
         )
         for e in problem.edges
     )

@@ -202,14 +202,14 @@ def section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
 def _substitute_estimates(cost: SectionCost, estimates: Mapping[str, Expr]) -> SectionCost:
     """Replace data-dependent symbols in all expressions by their estimates."""
 
-    def substituted(costs: SectionCost | RecomputeCost, fields: Iterable[str]) -> dict[str, Any]:
+    def substitute_fields(costs: SectionCost | RecomputeCost, fields: Iterable[str]) -> dict[str, Any]:
         return {field: substitute_estimates(getattr(costs, field), estimates) for field in fields}
 
     recompute = {
-        kind: replace(costs, **substituted(costs, ("saved", "working", "work", "moved")))
+        kind: replace(costs, **substitute_fields(costs, ("saved", "working", "work", "moved")))
         for kind, costs in cost.recompute.items()
     }
-    return replace(cost, recompute=recompute, **substituted(cost, _EXPRESSION_FIELDS))
+    return replace(cost, recompute=recompute, **substitute_fields(cost, _EXPRESSION_FIELDS))
 
 
 def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp) -> SectionCost:

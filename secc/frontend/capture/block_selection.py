@@ -231,7 +231,7 @@ def _trace_module_calls(
         seen: dict[str, ModuleCalls] = {}
         recorder.use_blocks(blocks)
         try:
-            with recorder.observed_by(_CallObserver(seen)):
+            with recorder.observed_by(_ModuleCallCounter(seen)):
                 for batch in batches:
                     recorder.record(batch)
             return seen
@@ -242,7 +242,7 @@ def _trace_module_calls(
             blocks = other
 
 
-class _CallObserver(CallObserver):
+class _ModuleCallCounter(CallObserver):
     """Fills in `ModuleCalls` from a recorder's calls."""
 
     def __init__(self, seen: dict[str, ModuleCalls]) -> None:

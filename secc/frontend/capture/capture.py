@@ -421,13 +421,13 @@ def _readable_buffers(
     """Returns the buffers that glue reads and that no block can change, if their values are known."""
     read_names = {str(n.target) for case in cases for n in case.generic.graph.nodes if n.op == "get_attr"}
 
-    def inside(name: str) -> bool:
+    def is_inside_block(name: str) -> bool:
         return any(name.startswith(f"{path}.") for path in blocks)
 
     return {
         name: b.detach()
         for name, b in model.named_buffers()
-        if name in read_names and not b.is_meta and not inside(name)
+        if name in read_names and not b.is_meta and not is_inside_block(name)
     }
 
 

@@ -99,11 +99,11 @@ class SizeFitter:
         if not any(values) or not products:
             return sympy.Integer(0)
 
-        def spread(names: Sequence[str]) -> float:
+        def ratio_spread(names: Sequence[str]) -> float:
             ratios = [v / c for v, c in zip(values, self._product_column(names), strict=True) if v]
             return (max(ratios) - min(ratios)) / sum(ratios)
 
-        best = min(products, key=spread)
+        best = min(products, key=ratio_spread)
         total = sum(c for v, c in zip(values, self._product_column(best), strict=True) if v)
         return sympy.Rational(round(1000 * sum(values) / total), 1000) * _make_monomial(best)
 

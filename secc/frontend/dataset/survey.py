@@ -267,7 +267,7 @@ def _equalize_lengths(samples: list[Sample], resize: bool) -> list[Sample]:
     others are replaced by the first."""
     size = sequence_length(samples[0])
 
-    def fit(sample: Sample) -> Sample:
+    def fit_length(sample: Sample) -> Sample:
         if sequence_length(sample) == size:
             return sample
         return (
@@ -276,7 +276,7 @@ def _equalize_lengths(samples: list[Sample], resize: bool) -> list[Sample]:
             else samples[0]
         )
 
-    return [fit(s) for s in samples]
+    return [fit_length(s) for s in samples]
 
 
 def _pick_samples(groups: list[list[Sample]], count: int, k: int) -> list[Sample]:

@@ -410,22 +410,22 @@ def _vocabulary_and_width(table: nn.Embedding | None, head: LinearModule | None)
 
 
 def _add_layout_op(graph: GraphOp, block: str, path: str, count: int, cutting: ModuleLayout) -> None:
-    def at(name: str) -> str:
+    def path_of(name: str) -> str:
         return ".".join(n for n in (path, name) if n)
 
     op = make_cut_op(
         path,
         block,
         count,
-        [replace(s, name=at(s.name)) for s in cutting.shards],
-        [replace(s, module=at(s.module)) for s in cutting.styles],
-        [at(n) for n in cutting.partial_parameters],
-        {at(p): why for p, why in cutting.unsplit_reasons.items()},
+        [replace(s, name=path_of(s.name)) for s in cutting.shards],
+        [replace(s, module=path_of(s.module)) for s in cutting.styles],
+        [path_of(n) for n in cutting.partial_parameters],
+        {path_of(p): why for p, why in cutting.unsplit_reasons.items()},
     )
     styles, partial = cutting.sequence_styles
     if styles:
         op.attributes["positions"] = ArrayAttr(
-            [StyleAttr.of(replace(s, module=at(s.module))) for s in styles]
+            [StyleAttr.of(replace(s, module=path_of(s.module))) for s in styles]
         )
-        op.attributes["positions_partial"] = strings_attr(at(n) for n in partial)
+        op.attributes["positions_partial"] = strings_attr(path_of(n) for n in partial)
     graph.body.block.insert_op_before(op, graph.cases[0])

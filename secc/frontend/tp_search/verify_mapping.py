@@ -156,14 +156,14 @@ class _CoordinateRandomness(TorchDispatchMode):
             return func(*args, **kwargs)
         self.draw_count += 1
 
-        def drawn(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        def draw_bits(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
             return generate_bits(
                 [coordinate_offsets(d, at) for d, at in enumerate(part.global_coordinates(shape, device))],
                 hash_key(self.draw_count),
                 device,
             )
 
-        return random_op_values.draw_op_result(func, args, kwargs, drawn)
+        return random_op_values.draw_op_result(func, args, kwargs, draw_bits)
 
 
 def _prepare_argument(dtype: torch.dtype, value: Any) -> Any:

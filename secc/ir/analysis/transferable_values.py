@@ -134,11 +134,11 @@ def has_no_rows(graph: GraphOp, rows: str, absent: Sequence[str]) -> bool:
     of one of these keys, or of a key that never occurs without one of them."""
     patterns = [set(strings_of(p.when)) for p in graph.patterns]
 
-    def accompanied(key: str) -> bool:
+    def needs_absent_key(key: str) -> bool:
         having = [p for p in patterns if key in p]
         return bool(having) and all(p & set(absent) for p in having)
 
-    def counted(name: str, symbol: SymbolOp) -> bool:
+    def is_counted_with_absent_key(name: str, symbol: SymbolOp) -> bool:
         """Whether only samples with one of these keys have rows that a recording counts."""
         having = [set(strings_of(p.when)) for p in graph.patterns if get_number(p, name)]
         return is_tensor_label(symbol.key.data) and bool(having) and all(p & set(absent) for p in having)
@@ -146,7 +146,7 @@ def has_no_rows(graph: GraphOp, rows: str, absent: Sequence[str]) -> bool:
     gone = [
         (size_expr.size_symbol(name), 0)
         for name, s in graph.symbols.items()
-        if s.key.data in absent or accompanied(s.key.data) or counted(name, s)
+        if s.key.data in absent or needs_absent_key(s.key.data) or is_counted_with_absent_key(name, s)
     ]
     return size_expr.parse_expr(rows).subs(gone) == 0
 
