@@ -142,8 +142,8 @@ def find_checkpoint(directory: Path) -> FoundCheckpoint:
 
 
 def check_checkpoint(checkpoint: Path) -> CheckpointManifest:
-    """Returns the manifest of a checkpoint. Raises UserError for the first file that is missing or not the one
-    that was written."""
+    """Returns the manifest of a checkpoint. Raises UserError for the first file that is missing or not
+    the one that was written."""
     manifest = read_manifest(checkpoint)
     if manifest.files is None:
         return manifest

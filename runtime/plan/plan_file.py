@@ -8,7 +8,7 @@ inside the plan directory, and its sizes are limited.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -638,8 +638,7 @@ def _check_unique(what: str, names: Sequence[str]) -> None:
 
 def _check_known(names: Iterable[str], known: Iterable[str], what: str, place: str) -> None:
     known = known if isinstance(known, dict | set) else frozenset(known)
-    unknown: Callable[[str], bool] = lambda name: name not in known
-    found = next(filter(unknown, names), None)
+    found = next((name for name in names if name not in known), None)
     if found is not None:
         raise MalformedValue(f"the plan has no {what} {shapes.show_value(found)}", place)
 

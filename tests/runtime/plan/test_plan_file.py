@@ -28,8 +28,10 @@ Place = tuple[str | int, ...]
 OUTLINE = [
     {"kind": ["input", "input_ids"]},
     {"kind": ["call", "encoder", True, None], "args": [{"node": 0}], "kwargs": {}},
-    {"kind": ["result", "", "torch.float32", 2], "shape": ["n_images", None], "args": [{"node": 1}], "kwargs": {}},
-    {"kind": ["recorded", "glue 1", "torch.int64", 1], "shape": ["3*B"], "sources": [0], "where": "model.py:3"},
+    {"kind": ["result", "", "torch.float32", 2], "shape": ["n_images", None], "args": [{"node": 1}],
+     "kwargs": {}},
+    {"kind": ["recorded", "glue 1", "torch.int64", 1], "shape": ["3*B"], "sources": [0],
+     "where": "model.py:3"},
     {"kind": ["op", "aten.add.Tensor", True], "args": [{"node": 2}, {"size": "B", "over": 2}], "kwargs": {}},
     {"kind": ["loss"], "args": [{"node": 4}]},
 ]  # fmt: skip
@@ -156,15 +158,19 @@ def test_a_reformatted_plan_is_the_same_plan(tmp_path: Path) -> None:
         (("terms", 1, "section"), 3, "terms[1].section: expected text, got 3"),
         (("sections", "decoder", "mesh", "ranks"), [1, 9], "expected different ranks below the plan's 3"),
         (("sections", "decoder", "mesh", "dp"), 5, "expected dp * pp * tp = 5 ranks, got 2"),
-        (("sections", "decoder", "module"), "sections/../../x.py", "sections.decoder.module: expected sections/NAME.py"),
+        (("sections", "decoder", "module"), "sections/../../x.py",
+         "sections.decoder.module: expected sections/NAME.py"),
         (("sections", "encoder", "cost", "saved"), "B*Q", "the plan has no symbol 'Q'"),
-        (("sections", "encoder", "cost", "saved"), "__import__('os')", "expected an expression over the inputs' sizes"),
+        (("sections", "encoder", "cost", "saved"), "__import__('os')",
+         "expected an expression over the inputs' sizes"),
         (("edges", 0, "dim"), 4, "edges[0].dim: expected a dim with rows"),
         (("edges", 0, "when"), [], "edges[0].when: expected what its source is active for"),
         (("world_size",), 10**9, "world_size: expected an integer from 1 to 65536, got 1000000000"),
         (("cluster",), {"name": "x"}, "cluster: lacks the key 'nodes'"),
-        (("recorded", 0, "nodes", 3, "sources"), [77], "recorded[0].nodes[3]: refers to a node outside 0 to 5"),
-        (("recorded", 0, "nodes", 0), {"kind": ["op", "load_library", True], "args": ["/x.so"], "kwargs": {}, "made": True},
+        (("recorded", 0, "nodes", 3, "sources"), [77],
+         "recorded[0].nodes[3]: refers to a node outside 0 to 5"),
+        (("recorded", 0, "nodes", 0),
+         {"kind": ["op", "load_library", True], "args": ["/x.so"], "kwargs": {}, "made": True},
          "expected an op of aten that is computed from sizes"),
     ],
 )  # fmt: skip
@@ -184,7 +190,8 @@ def test_a_message_names_the_place_and_what_was_expected(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\xff\xfe", b"[" * 200_000, b'{"version": ' + b"9" * 6000 + b"}", b'{"version": 1e999}', b"\0", b"{}"],
+    [b"", b"\xff\xfe", b"[" * 200_000, b'{"version": ' + b"9" * 6000 + b"}", b'{"version": 1e999}', b"\0",
+     b"{}"],
     ids=["empty", "no-utf8", "deep", "long-number", "infinite", "nul", "no-keys"],
 )  # fmt: skip
 def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
