@@ -213,6 +213,10 @@ def load_full_state_dict(source: str | Path | FoundCheckpoint) -> dict[str, torc
         if k.startswith("model/")
     }
     sliced_tensor_store.read_entries(found.path, target, alone=True)
+    for name in manifest.names:
+        if f"model/{manifest.tied.get(name, name)}" not in target:
+            message = f"the checkpoint is damaged: {name!a} is missing"
+            raise UserError(message, str(found.path), "take a checkpoint that a run with --save has written")
     return {name: target[f"model/{manifest.tied.get(name, name)}"] for name in manifest.names}
 
 

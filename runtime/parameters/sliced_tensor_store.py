@@ -7,6 +7,8 @@ the stored data does not depend on how the writing run was sharded, and any othe
 
 from __future__ import annotations
 
+import io
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,21 +16,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from secc.runtime.errors import UserError
+from secc.runtime.parameters.checkpoint_metadata import read_metadata
 from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut, TensorBounds
+
+_REMEDY = "take a checkpoint that a run with --save has written"
 
 
 class TensorSlice:
@@ -129,6 +136,24 @@ class _LoadPlanner(DefaultLoadPlanner):
         entry = self.state_dict[index.fqn]
         return entry.box_memory(index) if isinstance(entry, TensorSlice) else super().lookup_tensor(index)
 
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Reads an object of plain data and tensors; torch's own method unpickles anything."""
+        name = read_item.dest_index.fqn
+        try:
+            self.state_dict[name] = torch.load(value, weights_only=True)
+        except Exception as error:  # a torn pickle fails in many ways
+            unknown = re.search(r"GLOBAL ([\w.]+)", str(error))
+            cause = f"holds {unknown[1]}, which may run code" if unknown else "is torn or not plain data"
+            raise UserError(f"the checkpoint's entry {name!a} {cause}", "", _REMEDY) from None
+
+
+class _CheckedReader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Reads the metadata without running what it may hold; torch's own method unpickles anything."""
+        metadata = read_metadata(Path(self.path))
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
 
 def write_entries(directory: Path, state: dict[str, Any]) -> list[Path]:
     """Writes this rank's entries. Collective; no two ranks may write the same key. Returns the files that
@@ -142,11 +167,7 @@ def write_entries(directory: Path, state: dict[str, Any]) -> list[Path]:
 def stored_entries(directory: Path) -> dict[str, torch.Tensor | None]:
     """Returns what is stored: a meta tensor for each tensor, None for any other object. Raises UserError if
     it cannot be read."""
-    try:
-        metadata = FileSystemReader(directory).read_metadata().state_dict_metadata
-    except OSError as error:
-        remedy = "give a directory that a run with --save has written"
-        raise UserError(f"not a checkpoint: {error.strerror}", str(directory), remedy) from None
+    metadata = read_metadata(directory).state_dict_metadata
     return {
         key: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         if isinstance(entry, TensorStorageMetadata)
@@ -156,13 +177,21 @@ def stored_entries(directory: Path) -> dict[str, torch.Tensor | None]:
 
 
 def read_entries(directory: Path, target: dict[str, Any], alone: bool = False) -> None:
-    """Reads the keys of `target`, tensors in place. Collective unless `alone`."""
+    """Reads the keys of `target`, tensors in place. Collective unless `alone`. Raises UserError if an entry
+    is damaged or holds an object that may run code."""
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        load(
-            target,
-            storage_reader=FileSystemReader(directory),
-            planner=planner,
-            no_dist=alone or not dist.is_initialized(),
-        )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            load(
+                target,
+                storage_reader=_CheckedReader(directory),
+                planner=planner,
+                no_dist=alone or not dist.is_initialized(),
+            )
+    except CheckpointException as failed:
+        cause = next(iter(failed.failures.values()))[0]
+        if isinstance(cause, UserError):
+            raise UserError(cause.message, str(directory), cause.remedy) from None
+        line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        raise UserError(f"the checkpoint is damaged: {line}", str(directory), _REMEDY) from None
