@@ -32,6 +32,7 @@ from secc.ir.dialect.ops import (
     strings_of,
 )
 from secc.ir.dialect.readable_names import make_unique, to_identifier
+from secc.passes.loss.term_names import StructureDigests
 from secc.passes.lowering.case_predicates import CasePath, CasePredicate, InputPattern, merge_paths
 from secc.passes.lowering.section_bodies import (
     canonical_text,
@@ -138,10 +139,12 @@ def _guard_reading(case: CaseOp, guard: GuardOp) -> tuple[str, str]:
 
 def _lower_leaf(graph: GraphOp, leaf: str) -> None:
     """One body computes a leaf, for samples of the patterns that have it. Raises UserError if cases compute
-    it differently."""
+    it with different ops.
+
+    Shapes may differ: a mask that picks every row of one case's captures gives rows that sizes explain.
+    """
     ways = merge_paths(
-        CasePath(_case_pattern(case), canonical_text(extract_leaf_ops(case, leaf)), frozenset(), case)
-        for case in graph.cases
+        CasePath(_case_pattern(case), _leaf_structure(case, leaf), frozenset(), case) for case in graph.cases
     )
     found, *others = (f for f in ways if extract_leaf_ops(f.path.case, leaf))
     if others:
@@ -154,6 +157,13 @@ def _lower_leaf(graph: GraphOp, leaf: str) -> None:
     _append_body(
         graph, to_identifier(f"leaves_{leaf}"), TERMS_SECTION, found, extract_leaf_ops(found.path.case, leaf)
     )
+
+
+def _leaf_structure(case: CaseOp, leaf: str) -> str:
+    """A text that is equal for cases that compute a leaf with equal ops; "" without the leaf."""
+    digests = StructureDigests()
+    found = [op for op in case.ops if isinstance(op, LeafOp) and op.sym.data == leaf]
+    return " ".join(digests.digest_value(op.operands[0]) for op in found)
 
 
 def _lower_coefficients(graph: GraphOp) -> None:

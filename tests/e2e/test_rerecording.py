@@ -24,6 +24,7 @@ from tests.e2e.harness import (
 )
 from tests.runtime.rerecording import reader_model
 
+MODELS = Path(__file__).parent.parent / "models"
 RARE = 777  # an index that no survey of this dataset draws
 UNDRAWN = 38  # another one, in an early global batch
 SOURCE = """
@@ -149,6 +150,16 @@ def test_ranks_train_with_several_recording_processes(tmp_path: Path) -> None:
     micros = steps[0]["recorded"] + steps[0]["kept"]
     assert micros >= 2 and all(m["recorded"] + m["kept"] == micros for m in steps)
     assert all(m["exposed_s"] >= 0 for m in steps) and steps[0]["recording_s"] > 0
+
+
+@pytest.mark.gloo
+def test_images_that_a_mask_picks_train_as_plain_pytorch(tmp_path: Path) -> None:
+    """Most captures have five images by chance; the plan must hold for any number of them."""
+    model = write_recording_model("idefics3_rows", tmp_path, MODELS)
+    made = compile_and_write(model, tmp_path / "plan", cluster="local:3", global_batch=12)
+    assert [case.spare for case in made.plan.recorded] == [False]
+    found = train_distributed(tmp_path / "plan", made.plan.world_size, 3, tmp_path / "run", "--workers", "1")
+    assert list(find_differences(found, train_in_one_process(model, 12, 3, tmp_path / "plain"))) == []
 
 
 def assert_traced(events: list[dict[str, Any]], sample: int) -> None:

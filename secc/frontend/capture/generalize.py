@@ -112,7 +112,11 @@ def generalize_captures(
     cases, problems = [], []
     for group in ways:
         found, notes = _merge_or_split(group, probe)
-        cases += found
+        for case, members in found:
+            if (problem := _find_fixed_size(case, members, observed)) is None:
+                cases.append((case, members))
+            else:
+                problems.append(problem)
         problems += notes
     # A rank picks a case by its guards, so each case must reject every recording of the other cases. A case
     # without such a guard would compute something else for their batches without an error.
@@ -154,6 +158,24 @@ def _merge_or_split(
         return [], [problem]
     results = [_merge_or_split(part, probe) for part in parts.values()]
     return [c for cases, _ in results for c in cases], [p for _, problems in results for p in problems]
+
+
+def _find_fixed_size(
+    case: GenericGraph, group: Sequence[ObservedRecording], observed: Sequence[ObservedRecording]
+) -> GlueDiagnostic | None:
+    """Returns why a case holds at one size only: its captures had the same number of rows by chance, which
+    decides a number that Python reads. None for a case that holds at every size."""
+    guard = next((g for g in case.guards if not isinstance(g.meta["read"][1], bool)), None)
+    if guard is None:
+        return None
+    for name in group[0].sizes:
+        if len({o.sizes[name] for o in group}) == 1 < len({o.sizes[name] for o in observed}):
+            message = (
+                f"all captures that took this path have {name} = {group[0].sizes[name]}, so sizes cannot be "
+                "told from constants"
+            )
+            return GlueDiagnostic(message, guard.meta["where"])
+    return None
 
 
 class RowNames(Protocol):

@@ -252,6 +252,18 @@ def test_reads_without_effect_are_dropped_and_constant_reads_become_guards() -> 
     assert_exact(model, case, batch(6, 15, 3))
 
 
+def test_captures_that_have_one_number_of_rows_by_chance_give_no_case() -> None:
+    """Its guard would accept this number of rows only, and constants would stand where sizes belong."""
+
+    def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        rows = h.split([1] * int((mask[:, 0] | True).sum()))
+        return torch.stack([r.square().mean() for r in rows]).sum()
+
+    sizes = [(5, 11), (5, 17), (5, 13), (2, 24), (3, 19)]
+    with pytest.raises(UserError, match="ops change with the batch"):
+        generalize_captures(observe(Model(glue), sizes))
+
+
 class HeldOut:
     """A probe with further micro-batches, but none of a chosen width."""
 
