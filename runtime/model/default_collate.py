@@ -121,12 +121,14 @@ def value_to_tensor(key: str, value: Any) -> torch.Tensor:
 
 
 def _choose_batch_ndim(shapes: list[tuple[int, ...]], optional: bool) -> int:
-    """Number of dims in a batch. Stacks of images are concatenated: those of varying number and, where only
-    some samples have the key, all but a single image with 3 or 4 channels."""
+    """Number of dims in a batch. Stacks of images are concatenated: those of varying number, those of one
+    image each (`[1, channels, height, width]`, as image processors return), and, where only some samples have
+    the key, all but a single image with 3 or 4 channels."""
     ndim = len(shapes[0])
-    ragged = len({shape[:1] for shape in shapes}) > 1
+    leading = {shape[:1] for shape in shapes}
+    ragged, single = len(leading) > 1, ndim == 4 and leading == {(1,)}
     one_image = ndim == 3 and shapes[0][0] in (3, 4)
-    return ndim if ndim >= 2 and (ragged or (optional and not one_image)) else ndim + 1
+    return ndim if ndim >= 2 and (ragged or single or (optional and not one_image)) else ndim + 1
 
 
 def _pad_sequences(tensors: list[torch.Tensor], value: float) -> torch.Tensor:

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.driver.exactness_check import check_exactness
 from secc.runtime.errors import UserError
 from secc.runtime.model.default_collate import DefaultCollate, default_collate
 from secc.runtime.plan.batch_sizes import check_batch_shapes, combine_sizes, pad_batch, read_symbol_sizes
 from secc.runtime.plan.schema import Input, Symbol
 
+PROCESSED_IMAGES = """
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 4), nn.Linear(4, 2)
+    def forward(self, pixel_values, labels):
+        logits = self.head(self.conv(pixel_values).mean((2, 3)))
+        return nn.functional.cross_entropy(logits, labels)
+class Samples(torch.utils.data.Dataset):
+    def __len__(self): return 16
+    def __getitem__(self, i):
+        g = torch.Generator().manual_seed(i)
+        return {"pixel_values": torch.randn(1, 3, 8, 8, generator=g), "labels": i % 2}
+def model(): return Model()
+def dataset(): return Samples()
+"""
 TEXT = [{"input_ids": torch.arange(n), "labels": torch.arange(n)} for n in (2, 5, 3)]
 
 
@@ -37,6 +60,17 @@ def test_all_samples_decide_whether_images_are_stacked_or_concatenated():
     assert default_collate([{"x": torch.zeros(3, 4, 4)}] * 2, [])["x"].shape == (2, 3, 4, 4)
     assert default_collate([{"x": torch.zeros(3, 4, 4)}, {}], [])["x"].shape == (1, 3, 4, 4)
     assert default_collate([{"x": torch.zeros(1, 3, 4, 4)}, {}], [])["x"].shape == (1, 3, 4, 4)
+
+
+def test_single_images_of_processors_are_concatenated():
+    """Image processors return [1, channels, height, width], also where every sample has one image."""
+    samples = [{"x": torch.full((1, 3, 4, 4), float(i))} for i in range(3)]
+    fitted = DefaultCollate.fit(samples, [])
+    planned = DefaultCollate.from_inputs([Input("x", "float32", ("n_x", "3", "4", "4"))])
+    for collate in (fitted, planned):
+        assert collate(samples)["x"][:, 0, 0, 0].tolist() == [0.0, 1.0, 2.0]
+        assert collate(samples[:1])["x"].shape == (1, 3, 4, 4)
+    assert default_collate([{"x": torch.zeros(2, 3, 4, 4)}] * 3, [])["x"].shape == (3, 2, 3, 4, 4)  # frames
 
 
 def test_rules_follow_from_a_plans_inputs():
@@ -136,3 +170,11 @@ def test_padding_without_a_value_and_unplanned_shapes_are_rejected():
         pad_batch({"positions": torch.tensor([[0, 1]])}, inputs, {"S": 3})
     with pytest.raises(UserError, match=r"expected the shape \[B, S\] = \[1, 3\] of the plan, got \[1, 2\]"):
         check_batch_shapes({"positions": torch.tensor([[0, 1]])}, inputs, {"B": 1, "S": 3})
+
+
+def test_a_model_of_processed_images_is_checked_without_a_collate(tmp_path: Path) -> None:
+    """A convolution takes [samples, 3, H, W], and refuses what stacking would give it."""
+    (tmp_path / "model.py").write_text(PROCESSED_IMAGES)
+    compiled = compile_model(tmp_path / "model.py", CompileOptions(cluster="local:2", global_batch=8))
+    (checked,) = check_exactness(compiled).plan.checks["patterns"]
+    assert checked["exact"]
