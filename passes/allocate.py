@@ -184,7 +184,8 @@ class Allocate(ModulePass):
             )
         return self.ranks or cluster.ranks
 
-    def _check_options(self, work: Workload, ranks: int, pins: Pins) -> None:
+    def check_choices(self) -> None:
+        """Raises UserError for a strategy, objective or step time that is wrong whatever the model is."""
         if self.strategy not in STRATEGIES:
             raise UserError(
                 f"unknown strategy {self.strategy!r}", remedy=f"strategies are {', '.join(STRATEGIES)}"
@@ -199,6 +200,9 @@ class Allocate(ModulePass):
                 f"{self.objective} with {self.step_time:g} s",
                 remedy="give --objective gpus --step-time SECONDS, or neither",
             )
+
+    def _check_options(self, work: Workload, ranks: int, pins: Pins) -> None:
+        self.check_choices()
         if self.objective == "gpus":
             return
         usable = count_usable_ranks(work, self.strategy, pins, ranks)

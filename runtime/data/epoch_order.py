@@ -12,6 +12,14 @@ import torch
 from secc.runtime.model.item_seeds import derive_item_seed
 
 
+def repeated_samples_text(length: int, global_batch: int) -> str:
+    """Returns what to tell about a dataset of `length` samples, fewer than a global batch."""
+    return (
+        f"dataset() has {length} samples, fewer than the global batch of {global_batch}: a step trains samples"
+        " more than once"
+    )
+
+
 class EpochOrder:
     """The sequence over a dataset of `length` samples in batches of `global_batch`; `epochs` is None for
     an endless one."""

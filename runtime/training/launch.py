@@ -30,6 +30,7 @@ from secc.runtime.errors import UserError
 from secc.runtime.host.child_processes import die_with_parent
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.training.emulation import emulate_rank
+from secc.runtime.training.machine_check import check_machine
 from secc.runtime.training.options import RunOptions, parse_options
 
 LOST_PEER_EXIT_CODE = 75  # of a rank that lost its connection to another rank
@@ -109,15 +110,16 @@ def run_plan(directory: str | Path, arguments: Sequence[str] = ()) -> int:
 
     Returns 0; 2 after a UserError on the ranks, which has been printed; 1 if a rank died, after a message
     that names it; 128 + n if signal n ended the run. Leaves no process behind. Raises UserError for a plan or
-    options that cannot be read.
+    options that cannot be read, and for a machine without the plan's devices.
     """
     directory = Path(directory).resolve()
-    parse_options(arguments)
-    world_size = load_plan(directory).world_size
+    options, plan = parse_options(arguments), load_plan(directory)
+    if options.emulate is None:
+        check_machine(plan, range(plan.world_size))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=world_size,
+        nproc_per_node=plan.world_size,
         run_id=uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from secc.runtime.data.data_plane import DataPlane
-from secc.runtime.data.epoch_order import EpochOrder
+from secc.runtime.data.epoch_order import EpochOrder, repeated_samples_text
 from secc.runtime.errors import UserError
 from secc.runtime.host.child_processes import keep_freed_memory
 from secc.runtime.host.cpu_cores import available_cores
@@ -39,6 +39,7 @@ from secc.runtime.schedule.cross_step_prefetch import with_prefetch_memory
 from secc.runtime.schedule.scheduler import ScheduleCache
 from secc.runtime.sections.base import load_section_module
 from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut, cut_parameters, find_parameter_cuts
+from secc.runtime.training.machine_check import check_gpu_memory, check_machine
 from secc.runtime.training.options import RunOptions
 
 DEFAULT_STEPS = 100
@@ -86,12 +87,18 @@ class RankContext(ExitStack):
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.plan = with_prefetch_memory(load_plan(directory), options.run_ahead)
         check_world_size(self.plan, self.world_size)
+        first = self.rank - int(os.environ.get("LOCAL_RANK", "0"))  # on this machine
+        if options.emulate is None:
+            check_machine(self.plan, range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         self.device = _choose_device()
         self.user_model = load_user_model(self.plan, directory)
         self.log_dir = options.log_dir or directory / "logs"
         self.resumed = find_checkpoint(options.resume) if options.resume else None
         manifest = self.resumed.manifest if self.resumed else None
-        epochs = EpochOrder(len(self.user_model.dataset()), self.plan.global_batch, epochs=options.epochs)
+        sample_count, global_batch = len(self.user_model.dataset()), self.plan.global_batch
+        if self.rank == 0 and sample_count < global_batch:
+            sys.stderr.write(f"{repeated_samples_text(sample_count, global_batch)}\n")
+        epochs = EpochOrder(sample_count, global_batch, epochs=options.epochs)
         self.last_step = options.steps or epochs.step_count or DEFAULT_STEPS
         if self.resumed is not None:
             _check_resumption(self.plan, self.resumed, options, self.last_step)
@@ -185,7 +192,9 @@ class RankContext(ExitStack):
 
     def load_model(self) -> nn.Module:
         """Returns the user's model with this rank's weights; parameters that only other ranks need are on the
-        meta device. Collective if the model is large or a checkpoint is resumed."""
+        meta device. Collective if the model is large or a checkpoint is resumed. Raises UserError for a GPU
+        with too little memory."""
+        check_gpu_memory(self.plan, self.rank, self.device)
         built = build_rank_model(
             self.plan, self.user_model, self.rank, self.device, self.seed, self.options.init
         )

@@ -106,6 +106,8 @@ def command(
         from secc.codegen.plan_writer import check_output
         from secc.driver.compile import compile_model
         from secc.driver.compile_options import CompileOptions
+        from secc.report.text_table import amount_text
+        from secc.runtime.data.epoch_order import repeated_samples_text
     check_output(output)
     options = CompileOptions(
         cluster=cluster,
@@ -141,8 +143,11 @@ def command(
 
         print_json(plan_to_dict(plan))
         return
-    sections = f"{len(plan.pipelines)} sections on {plan.world_size} ranks"
+    sections = f"{amount_text(len(plan.pipelines), 'section')} on {amount_text(plan.world_size, 'rank')}"
     out.print(f"[bold]{output}[/]: {sections}, {_checked_text(plan.checks)}", soft_wrap=True)
+    samples = len(compiled.user.dataset())
+    if samples < plan.global_batch:
+        out.print(f"  {repeated_samples_text(samples, plan.global_batch)}", soft_wrap=True)
     for line in plan.checks.get("accepted", ()):
         out.print(f"  accepted {line}", soft_wrap=True)
     _print_free_ranks(plan)
@@ -188,7 +193,9 @@ def _print_fusion(plan: Plan) -> None:
 
 
 def _checked_text(checks: dict[str, object]) -> str:
+    from secc.report.text_table import amount_text
+
     patterns = checks.get("patterns")
     if isinstance(patterns, tuple | list) and patterns:
-        return f"shown to be exact for {len(patterns)} input pattern{'s' if len(patterns) > 1 else ''}"
+        return f"shown to be exact for {amount_text(len(patterns), 'input pattern')}"
     return str(checks.get("reason", "not compared with the eager model"))

@@ -50,6 +50,7 @@ from secc.frontend.fusion.declare_rewrites import declare_rewrites
 from secc.frontend.fusion.find_fusions import TracedSites, find_fusions
 from secc.frontend.tp_search.possible_tp import MappingsByLayer, annotate_possible_tp
 from secc.ir.dialect.ops import graph_of
+from secc.passes.allocate import Allocate
 from secc.passes.fusion.fuse_when import reason_not_to_fuse
 from secc.runtime.fusion.install import installed_temporarily
 from secc.runtime.model import imported_code
@@ -62,6 +63,7 @@ from secc.runtime.plan import schema as plan_schema
 from secc.runtime.plan.schema import ModelRef, Plan
 
 TimedStep = Callable[[str], contextlib.AbstractContextManager[None]]
+WIDTHS = ("auto", "own", "global")  # of micro-batches
 MAX_LOCAL_MODEL_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
 
 
@@ -212,8 +214,20 @@ def compile_model(
 
 def _validate_options(options: CompileOptions) -> None:
     """Raises UserError for options that are wrong whatever the model is, before the model is loaded."""
-    build_pipeline(options)
+    for step in build_pipeline(options):
+        if isinstance(step, Allocate):
+            step.check_choices()
     compute_dtype(options.dtype)
+    numbers = (
+        ("--global-batch", options.global_batch),
+        ("--stats-samples", options.stats_samples),
+        ("--max-sections", options.max_sections),
+    )
+    for name, number in numbers:
+        if number is not None and number < 1:
+            raise UserError(f"{name}: expected at least 1, got {number}", remedy="give a larger number")
+    if options.widths not in WIDTHS:
+        raise UserError(f"unknown widths {options.widths!r}", remedy=f"widths are {', '.join(WIDTHS)}")
     cluster = parse_cluster(options.cluster)
     if options.costs:
         costs.read_measured_costs(Path(options.costs)).check_hardware(cluster)
@@ -297,13 +311,18 @@ def _declare_fusions(
 
 
 def unshardable_reason(user: UserModel, meta: nn.Module) -> str:
-    """Returns why the user's optimizer cannot be sharded over replicas (ZeRO); "" if it can."""
+    """Returns why the user's optimizer cannot be sharded over replicas (ZeRO); "" if it can.
+
+    Raises UserError if optimizer() returns no optimizer. Where it raises, this machine may be the cause.
+    """
     trained = [(name, p) for name, p in meta.named_parameters() if p.requires_grad]
     if not trained:
         return ""
     try:
         return why_not_elementwise(user.build_optimizer(trained)) or ""
     except UserError as error:
+        if error.__cause__ is None:
+            raise
         return f"optimizer() fails on this machine: {error.message}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from secc.cluster.presets import FIGURE_SOURCES
-from secc.report.text_table import TextTable, bytes_text, seconds_text
+from secc.report.text_table import TextTable, amount_text, bytes_text, seconds_text
 from secc.runtime.plan.schema import Plan
 
 SAME_STEP_TOLERANCE = 1e-4  # relative changes of the step below this count as none
@@ -155,7 +155,7 @@ def _cost_origins_table(plan: Plan) -> TextTable:
         rows += [
             (
                 name,
-                f"{count} block{'s' if count != 1 else ''}",
+                amount_text(count, "block"),
                 COST_ORIGIN_DESCRIPTIONS.get(str(kind), str(kind)),
             )
             for kind, count in counts

@@ -75,6 +75,11 @@ def bytes_text(count: float) -> str:
     raise AssertionError
 
 
+def amount_text(count: int, noun: str) -> str:
+    """A number with a noun in its plural form where that is due: `1 rank`, `2 ranks`."""
+    return f"{count} {noun}{'s' if count != 1 else ''}"
+
+
 def count_text(count: int) -> str:
     """A number of weights with a decimal unit: `3.5M`."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):

@@ -1,0 +1,72 @@
+"""Compares the devices and the memory that a plan needs with those of this machine, before anything is
+loaded: a rank without its GPU would compute on the CPU for minutes, until the machine has no memory left.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+
+import torch
+
+from secc.runtime.errors import UserError
+from secc.runtime.plan.schema import Plan
+
+GIB = 1 << 30
+_OTHER_MACHINE_REMEDY = (
+    "start it on the plan's cluster with launch.sh or slurm.sbatch, compile for this machine with --cluster"
+    " local, or try it here with `secc run PLAN/ --emulate`"
+)
+
+
+def check_machine(plan: Plan, ranks: Collection[int]) -> None:
+    """Raises UserError if this machine lacks GPUs for the plan's `ranks` that run here, or, if these run on
+    the CPU, memory."""
+    kind = _gpu_kind(plan)
+    if kind:
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if found < len(ranks):
+            raise UserError(
+                f"the plan needs {len(ranks)} {kind} GPU{'s' if len(ranks) > 1 else ''} on this machine, which"
+                f" has {found or 'none'}",
+                remedy=_OTHER_MACHINE_REMEDY,
+            )
+        return
+    needed, available = sum(memory_of_rank(plan, rank) for rank in ranks), _host_memory() / GIB
+    if needed > available:
+        raise UserError(
+            f"the plan needs {needed:.3g} GiB of memory for {len(ranks)} ranks on this machine, which has"
+            f" {available:.3g} GiB",
+            remedy="compile it for more machines, or with --set SECTION.sharding=zero3 or .recompute=full",
+        )
+
+
+def check_gpu_memory(plan: Plan, rank: int, device: torch.device) -> None:
+    """Raises UserError if the plan needs more memory on `rank` than its GPU has."""
+    if device.type != "cuda":
+        return
+    needed, properties = memory_of_rank(plan, rank), torch.cuda.get_device_properties(device)
+    if needed * GIB > properties.total_memory:
+        raise UserError(
+            f"the plan needs {needed:.3g} GiB of memory on rank {rank}, whose {properties.name} has"
+            f" {properties.total_memory / GIB:.3g} GiB",
+            remedy="compile for this kind of device: secc compile --cluster",
+        )
+
+
+def memory_of_rank(plan: Plan, rank: int) -> float:
+    """Returns the GiB that the plan's sections need on a rank."""
+    return sum(s.memory_gib for s in plan.sections if rank in s.mesh.ranks)
+
+
+def _gpu_kind(plan: Plan) -> str:
+    """Returns the kinds of the plan's devices if all are GPUs, else ""."""
+    groups = plan.cluster.get("groups") or [plan.cluster]
+    devices = [group.get("device", {}) for group in groups]
+    if not all(device.get("backend") == "cuda" for device in devices):
+        return ""
+    return " or ".join(dict.fromkeys(device["kind"] for device in devices))
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

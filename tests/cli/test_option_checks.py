@@ -1,0 +1,76 @@
+"""Options that are wrong whatever the model is are refused before it is read; what it returns is checked
+without a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secc.cli import main
+from tests.cli.test_bad_input import error_message_of
+
+MODEL = """
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+    def forward(self, x):
+        return self.inner(x).square().mean()
+def model(): return Model()
+def dataset(): return [{"x": torch.full((4,), float(i))} for i in range(6)]
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    return tmp_path / "model.py"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "part"),
+    [
+        ("--strategy", "foo", "unknown strategy 'foo'"),
+        ("--objective", "foo", "unknown objective 'foo'"),
+        ("--step-time", "1.5", "expected a positive, finite step time with the objective gpus"),
+        ("--global-batch", "0", "--global-batch: expected at least 1, got 0"),
+        ("--stats-samples", "0", "--stats-samples: expected at least 1, got 0"),
+        ("--max-sections", "0", "--max-sections: expected at least 1, got 0"),
+        ("--widths", "foo", "unknown widths 'foo'"),
+    ],
+)
+def test_wrong_option_is_found_before_the_model_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str, part: str
+) -> None:
+    arguments = ["compile", str(tmp_path / "missing.py"), "-o", str(tmp_path / "plan"), option, value]
+    message = error_message_of(capsys, *arguments)
+    assert part in message and "what to do" in message
+
+
+def test_check_refuses_an_optimizer_that_is_none(
+    model_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_file.write_text(MODEL + "def optimizer(params): return list(params)\n")
+    message = error_message_of(capsys, "check", str(model_file))
+    assert "model.py:12: optimizer() returns an object of type list, not a torch.optim.Optimizer" in message
+
+
+@pytest.mark.gloo
+def test_dataset_smaller_than_the_global_batch_is_said(
+    model_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = str(tmp_path / "plan")
+    said = "dataset() has 6 samples, fewer than the global batch of 8: a step trains samples more than once"
+    arguments = ["--cluster", "local:1", "--global-batch"]
+    for global_batch in ("6", "8"):
+        with pytest.raises(SystemExit, match="0"):
+            main(["compile", str(model_file), "-o", plan, *arguments, global_batch])
+        captured = capfd.readouterr().out
+        assert (said in captured) == (global_batch == "8")
+        assert "1 section on 1 rank, shown to be exact for 1 input pattern\n" in captured
+    with pytest.raises(SystemExit, match="0"):
+        main(["run", plan, "--steps", "1"])
+    assert capfd.readouterr().err.count(said) == 1
