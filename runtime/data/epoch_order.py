@@ -15,8 +15,8 @@ from secc.runtime.model.item_seeds import derive_item_seed
 def repeated_samples_text(length: int, global_batch: int) -> str:
     """Returns what to tell about a dataset of `length` samples, fewer than a global batch."""
     return (
-        f"dataset() has {length} samples, fewer than the global batch of {global_batch}: a step trains samples"
-        " more than once"
+        f"dataset() has {length} samples, fewer than the global batch of {global_batch}: a step trains "
+        "samples more than once"
     )
 
 

@@ -27,8 +27,8 @@ def check_machine(plan: Plan, ranks: Collection[int]) -> None:
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if found < len(ranks):
             raise UserError(
-                f"the plan needs {len(ranks)} {kind} GPU{'s' if len(ranks) > 1 else ''} on this machine, which"
-                f" has {found or 'none'}",
+                f"the plan needs {len(ranks)} {kind} GPU{'s' if len(ranks) > 1 else ''} on this machine, "
+                f"which has {found or 'none'}",
                 remedy=_OTHER_MACHINE_REMEDY,
             )
         return
