@@ -1,7 +1,7 @@
 """Reads the `.metadata` of a checkpoint of torch.distributed.checkpoint without trusting it.
 
-The file is a pickle, and unpickling what a stranger wrote may run code. Here the names that checkpoints
-need become plain records, every other name is refused, and the real metadata is built from the records only after
+The file is a pickle, and unpickling what a stranger wrote may run code. Here the names that checkpoints need
+become plain records, every other name is refused, and the real metadata is built from the records only after
 each value was checked: types, files inside the checkpoint, bytes that the files have, and boxes that fill
 each tensor.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint may come from a stranger: reading it runs none of its code; a damaged one is refused in a line."""
+"""A checkpoint may come from a stranger: reading it runs no code, and a damaged one is refused in a line."""
 
 from __future__ import annotations
 
