@@ -29,6 +29,7 @@ from secc.runtime.parameters.checkpoint_folder import (
     digest_file,
     find_checkpoint,
     publish_checkpoint,
+    remove_old_checkpoints,
     scratch_path,
     start_checkpoint,
 )
@@ -42,20 +43,22 @@ OptimizedSlices = Mapping[nn.Parameter, ParameterSlice]
 
 
 def make_manifest(
-    model: nn.Module, step: int, seed: int, shuffle: bool, global_batch: int
+    model: nn.Module, step: int, seed: int, shuffle: bool, global_batch: int, run: str | None = None
 ) -> CheckpointManifest:
-    """Returns the manifest of `model` after `step` steps."""
+    """Returns the manifest of `model` after `step` steps of the run with the id `run`."""
     canonical = canonical_names(model)
     names = tuple(model.state_dict())
     stored = {n: next(m for m in names if canonical.get(m, m) == canonical.get(n, n)) for n in names}
     return CheckpointManifest(
-        step, seed, shuffle, global_batch, names, {n: s for n, s in stored.items() if n != s}
+        step, seed, shuffle, global_batch, names, {n: s for n, s in stored.items() if n != s}, run=run
     )
 
 
-def save_checkpoint(directory: Path, state: Mapping[str, Any], about: CheckpointManifest) -> Path:
-    """Writes this rank's entries `state` to `directory/step_XXXXXXXX`. Collective. Returns the path of the
-    finished checkpoint."""
+def save_checkpoint(
+    directory: Path, state: Mapping[str, Any], about: CheckpointManifest, keep: int | None = None
+) -> Path:
+    """Writes this rank's entries `state` to `directory/step_XXXXXXXX`, then deletes all but the newest `keep`
+    checkpoints there (None: deletes none). Collective. Returns the path of the finished checkpoint."""
     from secc.runtime.parameters import sliced_tensor_store
 
     rank, scratch = _current_rank(), scratch_path(directory, about.step)
@@ -66,6 +69,8 @@ def save_checkpoint(directory: Path, state: Mapping[str, Any], about: Checkpoint
     files = _gather_digests({path.name: digest_file(path, sync=True) for path in written})
     if rank == 0:
         publish_checkpoint(directory, replace(about, files=files))
+        if keep is not None:
+            remove_old_checkpoints(directory, keep)
     _wait_for_ranks()
     return directory / f"step_{about.step:08d}"
 

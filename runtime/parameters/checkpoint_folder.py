@@ -3,6 +3,7 @@
     DIR/step_00000005/              a checkpoint: data files and checkpoint.json, its manifest
     DIR/step_00000005.incomplete/   one that is being written
     DIR/step_00000005.new/, .old/   the two whole ones of a step that is saved again, until they have swapped
+    DIR/step_00000005.removed/      one that is being deleted
     DIR/latest                      the name of the newest complete checkpoint
 
 Files and folders are synced before the rename that publishes them, so neither a killed process nor a lost
@@ -26,7 +27,7 @@ from secc.runtime.errors import UserError
 
 LATEST_FILE = "latest"
 MANIFEST_FILE = "checkpoint.json"
-_INCOMPLETE, _NEW, _OLD = ".incomplete", ".new", ".old"
+_INCOMPLETE, _NEW, _OLD, _REMOVED = ".incomplete", ".new", ".old", ".removed"
 _CHECKPOINT_NAME = re.compile(r"step_(\d{8,})(\.new|\.old)?")
 _NO_CHECKPOINT_REMEDY = "give a directory that a run with --save has written"
 _DAMAGE_REMEDY = "take another checkpoint of the run; a directory of checkpoints names the newest whole one"
@@ -43,8 +44,8 @@ class FileDigest:
 @dataclass(frozen=True)
 class CheckpointManifest:
     """Metadata of a checkpoint. `names` are the keys of the state dict in its order; `tied` maps a name to
-    the name that its tensor is stored under; `files` are the data files by name, None in a checkpoint from
-    before files had checksums."""
+    the name that its tensor is stored under; `files` are the data files by name; `run` is the same for all
+    checkpoints of a run. Checkpoints from before files had checksums have neither `files` nor `run`."""
 
     step: int
     seed: int
@@ -53,6 +54,7 @@ class CheckpointManifest:
     names: tuple[str, ...]
     tied: dict[str, str]
     files: dict[str, FileDigest] | None = None
+    run: str | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def start_checkpoint(directory: Path, step: int) -> None:
         whole = path.with_suffix("")
         if path.suffix in (_NEW, _OLD) and not whole.exists():
             os.rename(path, whole)
-        elif path.suffix in (_INCOMPLETE, _NEW, _OLD):
+        elif path.suffix in (_INCOMPLETE, _NEW, _OLD, _REMOVED):
             shutil.rmtree(path)
     scratch_path(directory, step).mkdir()
 
@@ -111,6 +113,31 @@ def publish_checkpoint(directory: Path, manifest: CheckpointManifest) -> Path:
     os.replace(pointer, directory / LATEST_FILE)
     _sync(directory)
     return final
+
+
+def remove_old_checkpoints(directory: Path, keep: int) -> None:
+    """Deletes all but the newest `keep` checkpoints; those that a run has gone back behind are the oldest."""
+    for path in _checkpoints_by_preference(directory)[keep:]:
+        removed = path.with_suffix(_REMOVED)
+        os.rename(path, removed)
+        shutil.rmtree(removed)
+
+
+def has_checkpoints(directory: Path) -> bool:
+    """Tells whether a folder holds a checkpoint, whole or damaged."""
+    return bool(_checkpoints_by_preference(directory))
+
+
+def check_folder_is_free(directory: Path, resumed: FoundCheckpoint | None) -> None:
+    """Raises UserError if a folder to save in holds checkpoints of another run than the resumed one."""
+    if resumed is not None and resumed.path.parent.resolve() == directory.resolve():
+        return
+    for path in _checkpoints_by_preference(directory):
+        run = resumed.manifest.run if resumed is not None else None
+        if run is None or read_manifest(path).run != run:
+            message = f"the directory holds checkpoints of another run, {path.name} for one"
+            remedy = "continue that run with --resume auto, or give another --save"
+            raise UserError(message, str(directory), remedy)
 
 
 def digest_file(path: Path, sync: bool = False) -> FileDigest:
@@ -214,11 +241,11 @@ def _checkpoints_by_preference(directory: Path) -> list[Path]:
     """
     if not directory.is_dir():
         swapping = (directory.with_name(directory.name + suffix) for suffix in (_NEW, _OLD))
-        return [path for path in swapping if (path / MANIFEST_FILE).exists()]
+        return [path for path in swapping if path.is_dir()]
     found = [
         (int(match[1]), (_OLD, None, _NEW).index(match[2]), path)
         for path in directory.iterdir()
-        if (match := _CHECKPOINT_NAME.fullmatch(path.name)) and (path / MANIFEST_FILE).exists()
+        if (match := _CHECKPOINT_NAME.fullmatch(path.name)) and path.is_dir()
     ]
     latest = _read_latest(directory)
     found.sort(key=lambda entry: (latest is None or entry[0] <= latest, *entry), reverse=True)

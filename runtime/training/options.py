@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from secc.runtime.errors import UserError
 from secc.runtime.model.init_weights import InitDirectories
@@ -18,7 +18,7 @@ class RunOptions:
     """Options of a run; None means not given.
 
     Without `steps` and `epochs` a run has 100 steps; without `seed` it uses the checkpoint's seed or 0; an
-    empty `init` means weights from the seed.
+    empty `init` means weights from the seed. `resume` "auto" continues from `save` if it holds checkpoints.
     """
 
     steps: int | None = None
@@ -29,7 +29,8 @@ class RunOptions:
     clip: float | None = None
     save: Path | None = None
     save_every: int | None = None
-    resume: Path | None = None
+    keep: int | None = None
+    resume: Path | Literal["auto"] | None = None
     trace: Path | None = None
     comm: str = "channels"
     debug_comm: bool = False
@@ -82,8 +83,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--save-every", type=_at_least(1), metavar="K", help="write one after every K steps")
     p.add_argument(
-        "--resume", type=Path, metavar="DIR", help="continue from a checkpoint, or from the latest one in DIR"
+        "--keep", type=_at_least(1), metavar="N", help="keep only the newest N checkpoints (default: all)"
     )
+    text = (
+        "continue from a checkpoint, or from the latest whole one in DIR; auto: from the latest in --save, or"
+        " from the beginning if it holds none"
+    )
+    p.add_argument("--resume", type=_parse_resume, metavar="DIR|auto", help=text)
     p.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of all ranks")
     text = (
         "how messages between sections are sent: each in its own channel, or in rounds that all ranks enter"
@@ -143,9 +149,18 @@ def parse_options(arguments: Sequence[str]) -> RunOptions:
             "--steps and --epochs were both given, and each says where the run ends",
             remedy="give one of them",
         )
-    if options.save_every is not None and options.save is None:
-        raise UserError("--save-every needs --save DIR", remedy="give the directory for checkpoints")
+    needy = {
+        "--save-every": options.save_every is not None,
+        "--keep": options.keep is not None,
+        "--resume auto": options.resume == "auto",
+    }
+    for option in (name for name, given in needy.items() if given and options.save is None):
+        raise UserError(f"{option} needs --save DIR", remedy="give the directory for checkpoints")
     return options
+
+
+def _parse_resume(text: str) -> Path | Literal["auto"]:
+    return "auto" if text == "auto" else Path(text)
 
 
 def _parse_init(text: str) -> tuple[str, Path]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +28,12 @@ from secc.runtime.host.cpu_cores import available_cores
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.monitoring.chrome_trace import ChromeTrace
 from secc.runtime.parameters.checkpoint import load_model_state
-from secc.runtime.parameters.checkpoint_folder import FoundCheckpoint, find_checkpoint
+from secc.runtime.parameters.checkpoint_folder import (
+    FoundCheckpoint,
+    check_folder_is_free,
+    find_checkpoint,
+    has_checkpoints,
+)
 from secc.runtime.parameters.mixed_precision import cast_model
 from secc.runtime.parameters.rank_weights import build_rank_model, canonical_names, load_user_model
 from secc.runtime.parameters.zero3 import Zero3State
@@ -93,7 +99,7 @@ class RankContext(ExitStack):
         self.device = _choose_device()
         self.user_model = load_user_model(self.plan, directory)
         self.log_dir = options.log_dir or directory / "logs"
-        self.resumed = find_checkpoint(options.resume) if options.resume else None
+        self.resumed = _find_resumed(options)
         manifest = self.resumed.manifest if self.resumed else None
         sample_count, global_batch = len(self.user_model.dataset()), self.plan.global_batch
         if self.rank == 0 and sample_count < global_batch:
@@ -103,12 +109,15 @@ class RankContext(ExitStack):
         if self.resumed is not None:
             _check_resumption(self.plan, self.resumed, options, self.last_step)
         self.first_step = manifest.step if manifest else 0
+        self.run_id = (manifest.run if manifest else None) or uuid.uuid4().hex  # rank 0's is the run's
         self.seed = options.seed if options.seed is not None else manifest.seed if manifest else 0
         self.shuffle = options.shuffle or bool(manifest and manifest.shuffle)
         self.trace = ChromeTrace(options.trace, self.rank, self.device)
         if self.rank == 0:
             _check_writable(self.log_dir, options)
-            for note in self.resumed.notes() if self.resumed else ():
+            if options.save is not None:
+                check_folder_is_free(options.save, self.resumed)
+            for note in _resumption_notes(options, self.resumed):
                 sys.stderr.write(note + "\n")
         self.schedule_batch = ScheduleCache(self.plan, options.order)
         self.parameter_cuts: dict[str, ParameterCut] = {}  # parameters that tensor parallelism cuts
@@ -250,6 +259,22 @@ def _choose_device() -> torch.device:
     if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
         return torch.device("cuda", local)
     return torch.device("cpu")
+
+
+def _find_resumed(options: RunOptions) -> FoundCheckpoint | None:
+    """Returns the checkpoint that the run continues from; None if it starts from the beginning."""
+    if options.resume != "auto":
+        return find_checkpoint(options.resume) if options.resume is not None else None
+    assert options.save is not None
+    return find_checkpoint(options.save) if has_checkpoints(options.save) else None
+
+
+def _resumption_notes(options: RunOptions, resumed: FoundCheckpoint | None) -> Iterator[str]:
+    """Yields what a user should know about where the run starts, a line each."""
+    if resumed is not None:
+        yield from resumed.notes()
+    if options.resume == "auto":
+        yield f"continuing from {resumed.path}" if resumed else f"no checkpoint in {options.save}: starting"
 
 
 def _check_resumption(plan: Plan, resumed: FoundCheckpoint, options: RunOptions, steps: int) -> None:

@@ -261,10 +261,16 @@ class Trainer:
             )
         if self.scheduler is not None:
             state[f"scheduler/{self.context.rank}"] = self.scheduler.state_dict()
+        context = self.context
         manifest = checkpoint.make_manifest(
-            self.model, self.step_number, self.context.seed, self.context.shuffle, self.plan.global_batch
+            self.model,
+            self.step_number,
+            context.seed,
+            context.shuffle,
+            self.plan.global_batch,
+            context.run_id,
         )
-        checkpoint.save_checkpoint(self.options.save, state, manifest)
+        checkpoint.save_checkpoint(self.options.save, state, manifest, self.options.keep)
 
     def _master_state(self) -> dict[str, Any]:
         """Returns the float32 masters that this rank writes; empty without mixed precision."""

@@ -11,7 +11,7 @@ import torch
 
 from secc.runtime.errors import UserError
 from secc.runtime.parameters import checkpoint, sliced_tensor_store
-from secc.runtime.parameters.checkpoint_folder import find_checkpoint
+from secc.runtime.parameters.checkpoint_folder import find_checkpoint, read_manifest
 from secc.runtime.training.options import parse_options
 from secc.runtime.training.rank_context import RankContext
 from tests.runtime.captioner_plans import ALONE, APART, UNEVEN, reference, write_plan
@@ -119,6 +119,35 @@ def test_resuming_a_finished_run_is_rejected(
         RankContext(
             tmp_path / "plan", parse_options(["--steps", "5", "--resume", str(unbroken / "saved")]), terms
         )
+
+
+def test_one_command_serves_first_start_and_restart(
+    unbroken: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "saved"
+    arguments = ["--save", str(saved), "--save-every", "1", "--keep", "2", "--resume", "auto"]
+    arguments += ["--log-dir", str(tmp_path / "logs"), "--clip", "1", "--shuffle"]
+    train(unbroken / "plan", UNEVEN, 3, *arguments)
+    assert f"no checkpoint in {saved}: starting" in capfd.readouterr().err
+    assert sorted(p.name for p in saved.iterdir()) == ["latest", "step_00000002", "step_00000003"]
+    data = saved / "step_00000003" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-7])
+    train(unbroken / "plan", UNEVEN, 5, *arguments)
+    said = capfd.readouterr().err
+    assert (
+        f"note: {data}: damaged checkpoint" in said and f"continuing from {saved / 'step_00000002'}" in said
+    )
+    assert_same_contents(unbroken / "saved" / "step_00000005", saved / "step_00000005")
+    assert len({read_manifest(saved / f"step_{step:08d}").run for step in (4, 5)}) == 1
+
+
+def test_the_folder_of_another_run_is_not_written(
+    unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    write_plan(tmp_path / "plan", ALONE)
+    with pytest.raises(UserError, match="holds checkpoints of another run"):
+        RankContext(tmp_path / "plan", parse_options(["--save", str(unbroken / "saved")]), terms)
 
 
 def assert_same_contents(a: Path, b: Path) -> None:

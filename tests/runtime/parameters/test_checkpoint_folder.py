@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from secc.cli import main
 from secc.runtime.errors import UserError
 from secc.runtime.parameters.checkpoint import load_full_state_dict, make_manifest, save_checkpoint
-from secc.runtime.parameters.checkpoint_folder import MANIFEST_FILE, find_checkpoint
+from secc.runtime.parameters.checkpoint_folder import MANIFEST_FILE, check_folder_is_free, find_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SYSTEM_CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync")
@@ -26,13 +26,13 @@ class Killed(BaseException):
     """Ends a save as a signal does."""
 
 
-def save(directory: Path, step: int, value: float) -> Path:
+def save(directory: Path, step: int, value: float, keep: int | None = None, run: str | None = None) -> Path:
     """Saves a model with all weights `value`."""
     model = torch.nn.Linear(4, 2)
     torch.nn.init.constant_(model.weight, value)
     torch.nn.init.constant_(model.bias, value)
     state = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-    return save_checkpoint(directory, state, make_manifest(model, step, 0, False, 1))
+    return save_checkpoint(directory, state, make_manifest(model, step, 0, False, 1, run), keep)
 
 
 def saved_value(directory: Path) -> float:
@@ -146,12 +146,10 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(
         main(export)
     message = "".join(capsys.readouterr().err.split())
     assert str(last if file == MANIFEST_FILE and damage is Path.unlink else last / file) in message
-    if file == MANIFEST_FILE and damage is Path.unlink:
-        return
     found = find_checkpoint(tmp_path)
     assert found.path.name == "step_00000005" and saved_value(tmp_path) == 1.0
     (note,) = found.notes()
-    assert note.startswith(f"note: {last / file}: damaged checkpoint") and "step_00000005" in note
+    assert note.startswith(f"note: {last}") and "step_00000005" in note
 
 
 def test_a_file_that_was_not_written_is_refused(tmp_path: Path) -> None:
@@ -186,3 +184,28 @@ def test_checkpoints_without_checksums_still_load_with_a_note(tmp_path: Path) ->
     assert saved_value(tmp_path) == 1.0
     (note,) = find_checkpoint(tmp_path).notes()
     assert "not checked" in note
+
+
+def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 20):
+        save(tmp_path, step, float(step))
+    save(tmp_path, 8, 8.0, keep=3)  # the run has gone back behind step 20
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "latest",
+        "step_00000004",
+        "step_00000006",
+        "step_00000008",
+    ]
+    assert saved_value(tmp_path) == 8.0
+
+
+def test_a_folder_takes_the_checkpoints_of_one_run(tmp_path: Path) -> None:
+    save(tmp_path / "one", 5, 1.0, run="a")
+    save(tmp_path / "branch", 10, 1.0, run="a")
+    save(tmp_path / "other", 5, 1.0, run="b")
+    check_folder_is_free(tmp_path / "missing", None)
+    check_folder_is_free(tmp_path / "one", find_checkpoint(tmp_path / "one"))
+    check_folder_is_free(tmp_path / "one", find_checkpoint(tmp_path / "branch"))
+    for resumed in (None, find_checkpoint(tmp_path / "other")):
+        with pytest.raises(UserError, match="holds checkpoints of another run, step_00000005"):
+            check_folder_is_free(tmp_path / "one", resumed)
