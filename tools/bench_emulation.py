@@ -159,13 +159,18 @@ def write_plan_directory(directory: Path, case: EmulationCase, batches: int) -> 
     plan = replace(
         plan_of_case,
         model=ModelRef("model.py", hashlib.sha256(text.encode()).hexdigest(), plan_of_case.model.parameters),
+        sections=tuple(replace(s, module=f"sections/{s.name}.py") for s in plan_of_case.sections),
         global_batch=case.samples,
         inputs=(Input("ids", "int64", ("1", "T")), Input("images", "float32", ("I",), optional=True)),
         symbols=tuple(s for s in schedule_mixes.MIX_SYMBOLS if s.name in "TI"),
         cluster=EMULATED_CLUSTER,
     )
+    active = {s.name: s.when for s in plan.sections}
     plan = replace(
-        plan, edges=tuple(replace(e, dims=("T", str(TOKEN_ROW_WIDTH)), rows="T") for e in plan.edges)
+        plan,
+        edges=tuple(
+            replace(e, dims=("T", str(TOKEN_ROW_WIDTH)), rows="T", when=active[e.src]) for e in plan.edges
+        ),
     )
     for name, content in (
         ("model.py", text),
