@@ -4,7 +4,8 @@ python -m tools.compare_plans compile FOLDER [NAME ...]   plans of the zoo and t
 python -m tools.compare_plans compare BEFORE AFTER        what differs between two such folders
 
 Run the first command in a checkout of each version with the same path for models (`--models`), since a plan
-names its model file. Hashes, versions, sentences (reasons, notes) and lines of source files are not compared.
+names its model file. Digests, hashes, versions, sentences (reasons, notes) and lines of source files are not
+compared.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from tools.bench_workloads import WORKLOADS
 from tools.zoo_models import entries
 
-NOT_COMPARED = re.compile(r"^\.(version|hash)$")
+NOT_COMPARED = re.compile(r"^\.(version|hash|digest)$")
 SENTENCES_AND_LINES = re.compile(
     r"\.(why|reason|where|call)$|^\.checks\.(notes|whole)|^\.reasons\.|^\.fusions"
 )
