@@ -19,13 +19,13 @@ _OTHER_MACHINE_REMEDY = (
 )
 
 
-def check_machine(plan: Plan, ranks: Collection[int]) -> None:
-    """Raises UserError if this machine lacks GPUs for the plan's `ranks` that run here, or, if these run on
-    the CPU, memory."""
+def check_machine(plan: Plan, ranks: Collection[int], share_gpus: bool = False) -> None:
+    """Raises UserError if this machine lacks GPUs for the plan's `ranks` that run here (with `share_gpus`,
+    has none), or, if these run on the CPU, memory."""
     kind = _gpu_kind(plan)
     if kind:
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if found < len(ranks):
+        if found < (1 if share_gpus else len(ranks)):
             raise UserError(
                 f"the plan needs {len(ranks)} {kind} GPU{'s' if len(ranks) > 1 else ''} on this machine, "
                 f"which has {found or 'none'}",
@@ -41,14 +41,16 @@ def check_machine(plan: Plan, ranks: Collection[int]) -> None:
         )
 
 
-def check_gpu_memory(plan: Plan, rank: int, device: torch.device) -> None:
-    """Raises UserError if the plan needs more memory on `rank` than its GPU has."""
+def check_gpu_memory(plan: Plan, ranks: Collection[int], device: torch.device) -> None:
+    """Raises UserError if the plan needs more memory on `ranks`, which compute on one GPU, than it has."""
     if device.type != "cuda":
         return
-    needed, properties = memory_of_rank(plan, rank), torch.cuda.get_device_properties(device)
+    needed = sum(memory_of_rank(plan, rank) for rank in ranks)
+    properties = torch.cuda.get_device_properties(device)
     if needed * GIB > properties.total_memory:
         raise UserError(
-            f"the plan needs {needed:.3g} GiB of memory on rank {rank}, whose {properties.name} has"
+            f"the plan needs {needed:.3g} GiB of memory on rank{'s' if len(ranks) > 1 else ''}"
+            f" {', '.join(map(str, ranks))}, but the {properties.name} there has"
             f" {properties.total_memory / GIB:.3g} GiB",
             remedy="compile for this kind of device: secc compile --cluster",
         )

@@ -33,6 +33,7 @@ class RunOptions:
     resume: Path | Literal["auto"] | None = None
     trace: Path | None = None
     comm: str = "channels"
+    share_gpus: bool = False
     debug_comm: bool = False
     shuffle: bool = False
     skip_bad_samples: bool = False
@@ -101,6 +102,11 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="send and check a header with every message between sections",
     )
+    text = (
+        "let several ranks compute on one GPU where this machine has fewer GPUs than ranks; messages then"
+        " travel through the host's memory (slow: to try a plan, not to train)"
+    )
+    p.add_argument("--share-gpus", action="store_true", help=text)
     p.add_argument("--shuffle", action="store_true", help="shuffle the dataset in every epoch")
     p.add_argument(
         "--skip-bad-samples",

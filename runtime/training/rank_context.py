@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from secc.runtime.comm.host_staged_group import register_backend
 from secc.runtime.data.data_plane import DataPlane
 from secc.runtime.data.epoch_order import EpochOrder, repeated_samples_text
 from secc.runtime.errors import UserError
@@ -95,8 +96,9 @@ class RankContext(ExitStack):
         check_world_size(self.plan, self.world_size)
         first = self.rank - int(os.environ.get("LOCAL_RANK", "0"))  # on this machine
         if options.emulate is None:
-            check_machine(self.plan, range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        self.device = _choose_device()
+            local_ranks = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            check_machine(self.plan, local_ranks, options.share_gpus)
+        self.device = _choose_device(options.share_gpus)
         self.user_model = load_user_model(self.plan, directory)
         self.log_dir = options.log_dir or directory / "logs"
         self.resumed = _find_resumed(options)
@@ -130,9 +132,13 @@ class RankContext(ExitStack):
         if self.device.type == "cpu":
             torch.set_num_threads(1)
             keep_freed_memory()
-            dist.init_process_group("gloo")
         else:
             torch.cuda.set_device(self.device)
+        if self.options.share_gpus:
+            dist.init_process_group(register_backend(stage_all=self.device.type == "cpu"))
+        elif self.device.type == "cpu":
+            dist.init_process_group("gloo")
+        else:
             dist.init_process_group("cpu:gloo,cuda:nccl", device_id=self.device)
         self.callback(dist.destroy_process_group)
         self.trace.start_trace(", ".join(s.name for s in self.plan.sections if self.rank in s.mesh.ranks))
@@ -199,11 +205,19 @@ class RankContext(ExitStack):
             lambda model: [load_section_module(self.directory, s, model) for s in own_sections],
         )
 
+    def _ranks_on_device(self) -> list[int]:
+        """Returns the ranks that compute on this rank's device."""
+        if not self.options.share_gpus or self.device.type == "cpu":
+            return [self.rank]
+        gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+        local_ranks = range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        return [self.rank - local + other for other in local_ranks if other % gpus == local % gpus]
+
     def load_model(self) -> nn.Module:
         """Returns the user's model with this rank's weights; parameters that only other ranks need are on the
         meta device. Collective if the model is large or a checkpoint is resumed. Raises UserError for a GPU
         with too little memory."""
-        check_gpu_memory(self.plan, self.rank, self.device)
+        check_gpu_memory(self.plan, self._ranks_on_device(), self.device)
         built = build_rank_model(
             self.plan, self.user_model, self.rank, self.device, self.seed, self.options.init
         )
@@ -253,11 +267,13 @@ def check_world_size(plan: Plan, world_size: int) -> None:
         raise UserError(f"the plan cannot be run: {error}", remedy="compile with pp=1") from None
 
 
-def _choose_device() -> torch.device:
-    """Returns the GPU of this rank if the machine has one for each of its ranks, else the CPU."""
+def _choose_device(share_gpus: bool) -> torch.device:
+    """Returns the GPU of this rank if the machine has one for each of its ranks, or has any and they share
+    them; else the CPU."""
     local, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
-        return torch.device("cuda", local)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus >= ranks or (gpus and share_gpus):
+        return torch.device("cuda", local % gpus)
     return torch.device("cpu")
 
 

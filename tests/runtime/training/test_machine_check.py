@@ -65,7 +65,7 @@ def test_smaller_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties())
     plan, gpu = with_memory(make_plan(APART), 20.0), torch.device("cuda", 0)
-    check_gpu_memory(plan, 0, torch.device("cpu"))
-    check_gpu_memory(plan, 1, gpu)
-    with pytest.raises(UserError, match="needs 40 GiB of memory on rank 0, whose A10 has 24 GiB"):
-        check_gpu_memory(plan, 0, gpu)
+    check_gpu_memory(plan, [0], torch.device("cpu"))
+    check_gpu_memory(plan, [1], gpu)
+    with pytest.raises(UserError, match="needs 40 GiB of memory on rank 0, but the A10 there has 24 GiB"):
+        check_gpu_memory(plan, [0], gpu)
