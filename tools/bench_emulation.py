@@ -24,7 +24,7 @@ from statistics import median
 from secc.runtime.plan.schema import Input, ModelRef, Plan
 from secc.runtime.plan.schema import plan_to_json as plan_json
 from secc.runtime.training.emulation import EMULATION_FILE, table_to_json
-from secc.runtime.training.launch import run_plan
+from secc.runtime.training.supervisor import run_plan
 from secc.simulate.emulation_table import compare_emulated_steps, make_emulation_table
 from secc.simulate.global_batches import load_global_batches
 from tools import schedule_mixes

@@ -156,7 +156,7 @@ class LoaderProcess:
 
     def close(self) -> None:
         """End the background process and its pools."""
-        self._process.terminate()
+        self._process.kill()
         self._process.join()
         self._receiver_thread.join(timeout=5)
         self._pipe.close()

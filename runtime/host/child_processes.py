@@ -1,45 +1,30 @@
-"""Settings of a process: die together with its parent, start as a worker, keep freed memory. They leave no
-process behind when a rank is killed.
-"""
+"""Settings of a process: start as a worker, keep freed memory."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 import signal
 import sys
 
 import torch
 
-_PR_SET_PDEATHSIG = 1
+from secc.runtime.host.parent_death import die_with_parent
+
+# Finish the step, save and end; SIGUSR1 is Slurm's warning before a job ends.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MALLOPT_VALUES = {
     -1: 1 << 30,  # M_TRIM_THRESHOLD: free bytes that may stay at the end of the heap
     -3: 1 << 25,  # M_MMAP_THRESHOLD: blocks of more bytes are mapped outside the heap
 }
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Asks the kernel to kill this process when its parent ends, however the parent ends (prctl
-    PR_SET_PDEATHSIG).
-
-    Does nothing on systems other than Linux. `parent` is the parent's process id; pass it where the parent
-    may have ended before this call.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    parent = os.getppid() if parent is None else parent
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the kernel knew
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def prepare_worker_process(parent: int) -> None:
-    """Sets up a process that loads samples: it dies with the rank `parent`, leaves Ctrl-C to it and computes
-    in one thread.
+    """Sets up a process that loads samples: it dies with the rank `parent`, leaves requests to stop to it
+    (Slurm signals every process of a job) and computes in one thread.
     """
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)  # the rank's thread pool does not survive a fork
 
 

@@ -83,7 +83,7 @@ class WorkerPool:
         """Ends the processes."""
         for pipe, process in self._processes.items():
             pipe.close()
-            process.terminate()
+            process.kill()
             process.join()
 
     def _send_queued(self) -> None:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from secc.runtime.comm.edge_messages import EdgeLayout, MicroBatchPair
 from secc.runtime.errors import UserError
@@ -41,6 +40,7 @@ from secc.runtime.plan.step_program import (
 )
 from secc.runtime.training.options import RunOptions
 from secc.runtime.training.rank_context import RankContext
+from secc.runtime.training.rendezvous import connect_to, listen_on
 from secc.runtime.training.step_planner import PlannedStep, plan_steps
 
 EMULATION_FILE = "emulation.jsonl"
@@ -119,7 +119,7 @@ class Emulator:
         self.context, self.table, self.plan, self.rank = context, table, context.plan, context.rank
         self.sections = {s.name: s for s in self.plan.sections}
         self.replicas = {name: ranks_by_replica(s) for name, s in self.sections.items()}
-        self.store: Any = distributed_c10d._get_default_store()
+        self.store: Any = _open_message_store(self.rank)
 
     def emulate_step(self, step: PlannedStep) -> int:
         """Executes the program of a step. Returns the ns from its start to the end of the step."""
@@ -150,6 +150,17 @@ class Emulator:
             _reduction_end(self.table, times, self.scale_ns)
             + self.scale_ns(max(self.table.optimizer, default=0))
         )
+
+
+def _open_message_store(rank: int) -> Any:
+    """Returns the store that messages' arrival times pass through: a server of rank 0 on the loopback device,
+    because a file cannot be awaited within microseconds. It carries times only."""
+    port = torch.zeros((), dtype=torch.int64)
+    server = listen_on("127.0.0.1") if rank == 0 else None
+    if server is not None:
+        port.fill_(server.port)
+    dist.broadcast(port, 0)
+    return server or connect_to("127.0.0.1", int(port))
 
 
 def _reduction_end(table: EmulationTable, times: list[list[int]], scaled: Callable[[int], int]) -> int:

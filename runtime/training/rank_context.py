@@ -48,6 +48,7 @@ from secc.runtime.sections.base import load_section_module
 from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut, cut_parameters, find_parameter_cuts
 from secc.runtime.training.machine_check import check_gpu_memory, check_machine
 from secc.runtime.training.options import RunOptions
+from secc.runtime.training.rendezvous import is_joinable, open_store
 
 DEFAULT_STEPS = 100
 MAX_RECORDERS = 4  # per rank, unless --recorders says more: a step has few micro-batches per rank
@@ -129,17 +130,19 @@ class RankContext(ExitStack):
     def __enter__(self) -> RankContext:
         super().__enter__()
         self.callback(self.data_plane.close)
+        store = open_store(self.rank, self.plan.hash)
         if self.device.type == "cpu":
             torch.set_num_threads(1)
             keep_freed_memory()
         else:
             torch.cuda.set_device(self.device)
+        meeting: dict[str, Any] = {"store": store, "rank": self.rank, "world_size": self.world_size}
         if self.options.share_gpus:
-            dist.init_process_group(register_backend(stage_all=self.device.type == "cpu"))
+            dist.init_process_group(register_backend(stage_all=self.device.type == "cpu"), **meeting)
         elif self.device.type == "cpu":
-            dist.init_process_group("gloo")
+            dist.init_process_group("gloo", **meeting)
         else:
-            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=self.device)
+            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=self.device, **meeting)
         self.callback(dist.destroy_process_group)
         self.trace.start_trace(", ".join(s.name for s in self.plan.sections if self.rank in s.mesh.ranks))
         return self
@@ -251,14 +254,14 @@ def check_loss_buffers(terms: LossTermsModule, model: nn.Module) -> None:
 
 def check_world_size(plan: Plan, world_size: int) -> None:
     """Raises UserError for a wrong number of ranks, and for meshes that step programs cannot express."""
-    if world_size != plan.world_size or "MASTER_ADDR" not in os.environ:
+    if world_size != plan.world_size or not is_joinable():
         problem = f"{world_size} were started"
         if world_size == plan.world_size:
-            problem = "run.py was started without torchrun"
+            problem = "run.py was started by itself"
         raise UserError(
             f"the plan is made for {plan.world_size} ranks, but {problem}",
-            remedy=f"start it with `torchrun --nproc-per-node {plan.world_size} run.py`, or compile for"
-            " another cluster",
+            remedy=f"start it with `secc run` or `torchrun --nproc-per-node {plan.world_size} run.py`, or"
+            " compile for another cluster",
         )
     try:
         for section in plan.sections:

@@ -39,7 +39,7 @@ def command(
 ) -> None:
     """Train a plan on this machine. --json prints the metrics of the last step. Other options are those of
     the plan's run.py."""
-    from secc.runtime.training.launch import run_plan
+    from secc.runtime.training.supervisor import run_plan
 
     logs = (log_dir or plan / "logs").resolve()
     if emulate:
@@ -64,8 +64,8 @@ def _run_emulated(directory: Path, logs: Path, arguments: list[str], scale: floa
     from secc.errors import UserError
     from secc.runtime.plan.plan_file import load_plan
     from secc.runtime.training.emulation import EMULATION_FILE, table_to_json
-    from secc.runtime.training.launch import run_plan
     from secc.runtime.training.options import parse_options
+    from secc.runtime.training.supervisor import run_plan
     from secc.simulate.emulation_table import compare_emulated_steps, make_emulation_table
     from secc.simulate.global_batches import load_global_batches
 

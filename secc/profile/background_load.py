@@ -6,7 +6,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from secc.runtime.host.child_processes import die_with_parent
+from secc.runtime.host.parent_death import die_with_parent
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 from secc.errors import UserError
 from secc.profile.machine_probe import find_free_port
 from secc.profile.speed_gauge import time_at_mean_speed
-from secc.runtime.training.launch import rank_environment
+from secc.runtime.training.supervisor import rank_environment
 
 TRAINING_TIMEOUT_S = 300
 

@@ -5,64 +5,30 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from secc.runtime.errors import UserError
-from secc.runtime.training.launch import run_plan
 from secc.runtime.training.options import parse_options
 from secc.runtime.training.rank_context import RankContext
+from secc.runtime.training.supervisor import run_plan
 from tests.runtime.captioner_plans import ALONE, APART, FIXTURE, UNEVEN, write_plan
 from tests.runtime.fixtures.captioner.sections import terms
+from tests.runtime.run_processes import process_of_rank, ranks_of, start, start_run, wait_for_step
 from tests.runtime.train_captioner import train
 
 pytestmark = pytest.mark.gloo
-LAUNCH = (
-    "import sys; from secc.runtime.training.launch import run_plan;"
-    " sys.exit(run_plan(sys.argv[1], sys.argv[2:]))"
-)
-
-
-def start(*command: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *command],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.getcwd()},
-    )
-
-
-def ranks_of(plan: Path) -> Iterator[tuple[int, str]]:
-    """Yields (process, rank) of every process that runs the plan's run.py, including loaders."""
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdecimal() and str(plan / "run.py").encode() in (
-                entry / "cmdline"
-            ).read_bytes().split(b"\0"):
-                environment = dict(
-                    v.split(b"=", 1) for v in (entry / "environ").read_bytes().split(b"\0") if b"=" in v
-                )
-                yield int(entry.name), environment.get(b"RANK", b"").decode()
-        except OSError:
-            continue
 
 
 def test_killed_rank_ends_all_and_is_named(tmp_path: Path) -> None:
     plan = tmp_path / "plan"
     write_plan(plan, UNEVEN)
-    process = start("-c", LAUNCH, str(plan), "--steps", "1000000")
-    deadline = time.monotonic() + 60
-    while not (plan / "logs" / "metrics.jsonl").exists() or not (plan / "logs" / "metrics.jsonl").read_text():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+    process = start_run(plan, "--steps", "1000000")
+    wait_for_step(plan, 1, process)
     assert len(list(ranks_of(plan))) >= 6  # each rank and its loader
-    victim = min(pid for pid, rank in ranks_of(plan) if rank == "1")
+    victim = process_of_rank(plan, 1)
     os.kill(victim, signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -148,7 +114,11 @@ def test_unwritable_output_is_rejected(tmp_path: Path, option: str, monkeypatch:
     write_plan(tmp_path / "plan", ALONE)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write to the directory") as error:
-        RankContext(tmp_path / "plan", parse_options([option, str(tmp_path / "file" / "inside")]), terms)
+        RankContext(
+            tmp_path / "plan",
+            parse_options([option, str(tmp_path / "file" / "inside")]),
+            terms,  # pyright: ignore[reportArgumentType]
+        )
     assert f"give another {option}" in error.value.remedy
 
 

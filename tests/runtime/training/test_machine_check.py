@@ -14,8 +14,8 @@ import torch
 from secc.cluster import parse_cluster
 from secc.runtime.errors import UserError
 from secc.runtime.plan.schema import Plan, plan_to_json
-from secc.runtime.training.launch import run_plan
 from secc.runtime.training.machine_check import check_gpu_memory, check_machine, memory_of_rank
+from secc.runtime.training.supervisor import run_plan
 from tests.runtime.captioner_plans import APART, make_plan, write_plan
 
 H100: dict[str, Any] = json.loads(parse_cluster("2xH100").to_json())

@@ -1,0 +1,94 @@
+"""How the ranks of a run find each other: one key-value store for each attempt of a run.
+
+- Started by secc's launcher, all ranks are on one machine and meet in a file of a folder that only this user
+  may enter (c10d's FileStore). Nothing listens, so a stranger can neither join nor read nor write.
+- Started by torchrun, ranks use its agent's TCP store, which listens on every interface of the first node and
+  asks for no secret. Keys carry the run's id and the attempt, so that a rank left over from another run, or
+  from an earlier attempt, meets nobody.
+- Started otherwise, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, rank 0 listens on the interface
+  of MASTER_ADDR only.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+STORE_VARIABLE = "SECC_STORE"  # path of the store's file, from secc's launcher
+ATTEMPT_VARIABLE = "SECC_ATTEMPT"  # 0, then one more after each restart by secc's launcher
+_c10d: Any = dist  # torch does not declare its stores
+_JOIN_TIMEOUT = timedelta(minutes=10)
+
+
+def attempt_number() -> int:
+    """Returns how often the ranks of this run were started again after a failure."""
+    return int(os.environ.get(ATTEMPT_VARIABLE) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def is_joinable() -> bool:
+    """Tells whether the environment says how to meet the other ranks."""
+    return STORE_VARIABLE in os.environ or "MASTER_ADDR" in os.environ
+
+
+def open_store(rank: int, plan_hash: str) -> Any:
+    """Joins the store of this run's attempt."""
+    path = os.environ.get(STORE_VARIABLE)
+    if path:
+        store: Any = _c10d.FileStore(path, -1)
+        store.set_timeout(_JOIN_TIMEOUT)
+        return store
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return _c10d.PrefixStore(f"secc/{run}/{plan_hash}/{attempt_number()}", _open_tcp_store(rank))
+
+
+def connect_agent_store(timeout: timedelta) -> Any:
+    """Returns the store that outlives this rank: the launcher's file, or that of torchrun's agent; None if
+    rank 0 keeps the store itself."""
+    if STORE_VARIABLE in os.environ:
+        store: Any = _c10d.FileStore(os.environ[STORE_VARIABLE], -1)
+        store.set_timeout(timeout)
+        return store
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "MASTER_ADDR" not in os.environ:
+        return None
+    try:
+        agents = connect_to(*_master_address(), timeout)
+    except RuntimeError:
+        return None
+    return _c10d.PrefixStore(f"secc/{attempt_number()}", agents)
+
+
+def listen_on(address: str, port: int = 0) -> Any:
+    """Returns the server of a TCP store that listens on one interface instead of on all of them."""
+    family, kind, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(where)
+    listener.listen(1024)
+    port = listener.getsockname()[1]
+    return _c10d.TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_JOIN_TIMEOUT,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def connect_to(address: str, port: int, timeout: timedelta = _JOIN_TIMEOUT) -> Any:
+    """Returns a client of the TCP store at an address. Raises RuntimeError if there is none."""
+    return _c10d.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def _open_tcp_store(rank: int) -> Any:
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return listen_on(*_master_address())
+    return connect_to(*_master_address())
+
+
+def _master_address() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
