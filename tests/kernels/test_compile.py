@@ -1,131 +1,55 @@
-"""Compiles every launch for a GPU that need not be present: operators run on CPU tensors, and Triton only
-compiles."""
+"""Compiles every launch for GPUs that need not be present: each kernel fits into registers and loads wide."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from secc.runtime import kernels
-from secc.runtime.kernels import (
-    backend,
-    divergence,
-    gated,
-    gather_scatter_rows,
-    kl_cross_entropy,
-    launch_tuning,
-    norms,
-    rotary,
-    tile_cross_entropy,
+pytest.importorskip("triton")
+
+from tools.compile_kernels import (
+    OperatorLaunches,
+    all_launches,
+    compile_launches,
+    compile_only,
+    measure_resources,
 )
 
-triton = pytest.importorskip("triton")
-
-
-class Hopper:
-    """The part of a driver that Triton needs to compile."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Collects launches compiled for a Hopper GPU instead of running them; operators take CPU tensors for GPU
-    tensors."""
-    from triton.runtime.driver import driver
-    from triton.runtime.jit import JITFunction
-
-    found: list[Any] = []
-    run = JITFunction.run
-    monkeypatch.setattr(
-        JITFunction,
-        "run",
-        lambda self, *args, **kwargs: found.append(run(self, *args, **{**kwargs, "warmup": True})),
-    )
-    for module in (
-        divergence,
-        tile_cross_entropy,
-        gated,
-        kl_cross_entropy,
-        norms,
-        rotary,
-        gather_scatter_rows,
-    ):
-        monkeypatch.setattr(module, "has_kernels", lambda x: x.dtype in backend.KERNEL_DTYPES)
-    monkeypatch.setattr(driver, "_active", Hopper())
-    return found
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.bfloat16).requires_grad_()
-
-
-def losses() -> None:
-    hidden, weight, target = random(3, 32), random(4096, 32), torch.tensor([1, 2, -100])
-    with launch_tuning.use_launch("linear_cross_entropy", launch_tuning.LaunchParameters(1024, 3, 4)):
-        kernels.linear_cross_entropy(hidden, weight, target)
-        kernels.linear_cross_entropy(
-            hidden, weight, target, bias=random(4096), softcap=30.0, label_smoothing=0.1
-        )[0].backward()
-    for kind in divergence.DIVERGENCE_KINDS:
-        with (
-            launch_tuning.use_launch("linear_kl", launch_tuning.LaunchParameters(1024, 3, 4)),
-            launch_tuning.use_launch("linear_kl_ce", launch_tuning.LaunchParameters(1024, 3, 4)),
-        ):
-            kernels.linear_kl(hidden, weight, hidden, weight, kind=kind)
-            divergences, _, entropies, _ = kernels.linear_kl_ce(
-                hidden, weight, hidden, weight, target, kind=kind
-            )
-            (divergences + entropies).backward()
-
-
-def norms_of(width: int) -> Callable[[], None]:
-    def run() -> None:
-        x, weight = random(5, width), random(width)
-        kernels.rms_norm(x, weight).sum().backward()
-        kernels.layer_norm(x, weight, random(width), residual=x)[0].sum().backward()
-
-    return run
-
-
-def entries() -> None:
-    for function in (kernels.swiglu, kernels.geglu, lambda g, u: kernels.geglu(g, u, "none")):
-        function(random(3, 4096), random(3, 4096)).sum().backward()
-    kernels.rope(random(1, 32, 2, 128), random(1, 8, 2, 128), torch.ones(2, 128), torch.ones(2, 128))[
-        0
-    ].sum().backward()
-    kernels.rope(random(1, 32, 2, 80), random(1, 8, 2, 80), torch.ones(2, 64), torch.ones(2, 64))
-
-
-def moves() -> None:
-    x, index = random(8, 4096), torch.tensor([0, 3])
-    kernels.gather_rows(x, index).sum().backward()
-    kernels.scatter_rows(x, index, random(2, 4096)).sum().backward()
+LAUNCHES = all_launches()
+# What a step of an 8B model launches; the other sizes, dtypes and architectures are slow.
+MAIN = (
+    "linear_cross_entropy",
+    "linear_kl forward",
+    "norms 128",
+    "norms 4096",
+    "gates 12288",
+    "rope 128",
+    "rows 8192",
+)
+WITHOUT_ROWS = ("_row_losses_kernel", "_mix_kernel")  # they read a few numbers a row, or compute them
 
 
 @pytest.mark.parametrize(
-    ("run", "launches"), [(losses, 28), (norms_of(128), 4), (norms_of(4096), 4), (entries, 11), (moves, 5)]
+    "launches", [launch for launch in LAUNCHES if launch.name in MAIN], ids=lambda x: x.name
 )
-def test_every_launch_compiles(compiled, run, launches):
-    run()
-    assert len(compiled) == launches
+def test_launches_for_hopper_load_wide_and_do_not_spill(launches: OperatorLaunches) -> None:
+    with compile_only(90) as compiled:
+        launches.run(torch.bfloat16)
+    assert compiled
     for kernel in compiled:
-        assert kernel.asm["cubin"]
-        if kernel.name == "_row_losses_kernel":  # a few numbers a row
-            continue
-        assert re.search(r"ld\.global\S*\.v[48]", kernel.asm["ptx"]), (
-            f"{kernel.name} does not load 16 bytes at a time"
-        )
+        assert measure_resources(kernel).stack_bytes == 0, f"{kernel.name} spills"
+        if kernel.name not in WITHOUT_ROWS:
+            wide = re.search(r"ld\.global\S*\.v[48]", kernel.asm["ptx"])
+            assert wide, f"{kernel.name} does not load 16 bytes at a time"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_no_kernel_spills(architecture: int, dtype: torch.dtype) -> None:
+    found = compile_launches(LAUNCHES, architecture, dtype)
+    assert len(found) > 40
+    assert [(operator, r) for operator, r in found if r.stack_bytes] == []
