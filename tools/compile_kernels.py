@@ -164,7 +164,8 @@ def _run_norms(width: int) -> Callable[[torch.dtype], None]:
 def _run_gates(width: int) -> Callable[[torch.dtype], None]:
     def run(dtype: torch.dtype) -> None:
         for gate in (kernels.swiglu, kernels.geglu, lambda g, u: kernels.geglu(g, u, "none")):
-            gate(_random(dtype, 3, width), _random(dtype, 3, width)).sum().backward()
+            out: torch.Tensor = gate(_random(dtype, 3, width), _random(dtype, 3, width))
+            out.sum().backward()
 
     return run
 
