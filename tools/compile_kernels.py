@@ -155,7 +155,9 @@ def _run_divergence(kind: Any) -> Callable[[torch.dtype], None]:
 def _run_norms(width: int) -> Callable[[torch.dtype], None]:
     def run(dtype: torch.dtype) -> None:
         x, weight = _random(dtype, 5, width), _random(dtype, width)
-        kernels.rms_norm(x, weight).sum().backward()
+        normed = kernels.rms_norm(x, weight)
+        assert isinstance(normed, torch.Tensor)
+        normed.sum().backward()
         kernels.layer_norm(x, weight, _random(dtype, width), residual=x)[0].sum().backward()
 
     return run
@@ -164,8 +166,7 @@ def _run_norms(width: int) -> Callable[[torch.dtype], None]:
 def _run_gates(width: int) -> Callable[[torch.dtype], None]:
     def run(dtype: torch.dtype) -> None:
         for gate in (kernels.swiglu, kernels.geglu, lambda g, u: kernels.geglu(g, u, "none")):
-            out: torch.Tensor = gate(_random(dtype, 3, width), _random(dtype, 3, width))
-            out.sum().backward()
+            gate(_random(dtype, 3, width), _random(dtype, 3, width)).sum().backward()
 
     return run
 
