@@ -16,6 +16,7 @@ step has proved equal on both ends.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping
@@ -98,6 +99,13 @@ class Transport:
 
     def _create_groups(self, plan: Plan) -> dict[tuple[str, str, bool], Any]:
         return {key: dist.new_group(ranks) for key, ranks in plan_channels(plan).items()}
+
+    def for_plan(self, plan: Plan) -> Transport:
+        """Return a transport for steps of another plan with the same edges and meshes, over the same process
+        groups. The two are used in turn, never at once."""
+        other = copy.copy(self)
+        other._sections, other._step = plan.sections, _TransportStep({}, [])
+        return other
 
     def start_step(self, layouts: Mapping[str, EdgeLayout], schedule: Schedule) -> None:
         """Start a step with this rank's program."""

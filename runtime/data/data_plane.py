@@ -96,6 +96,7 @@ class DataPlane:
     - `order`: makes the schedule of samples with known sizes, to choose which samples each rank loads.
     - `device`: where `load_micro_batch` puts tensors.
     - `ahead`: number of global batches requested beyond the one that is trained.
+    - `batches`: which samples make up each batch, in place of the epochs of training.
     - `rerecorder`: records glue that depends on values, where samples are collated or, with workers, in
       `recorders` further processes.
     """
@@ -119,11 +120,13 @@ class DataPlane:
         ahead: int = 1,
         rerecorder: Rerecorder | None = None,
         recorders: int = 0,
+        batches: EpochOrder | None = None,
     ) -> None:
         user.use_plan_inputs(plan.inputs)
         self.plan, self.rank, self.world_size, self.device = plan, rank, world_size, torch.device(device)
-        self.epochs = EpochOrder(len(user.dataset()), plan.global_batch, seed, shuffle, epochs)
-        self._codec = RecordCodec(plan, leaves)
+        self.epochs = batches or EpochOrder(len(user.dataset()), plan.global_batch, seed, shuffle, epochs)
+        self.minimum_widths: dict[str, int] = {}  # by symbol, if micro-batches are padded to common widths
+        self._codec = RecordCodec(plan, leaves, user.sample_name)
         self._shares = _LoadShares(self.epochs, world_size, user, plan, order)
         fetchers = SampleWorkers(user, seed, workers) if workers > 1 else None
         pool = (
@@ -184,6 +187,8 @@ class DataPlane:
     ) -> GlobalBatch:
         sizes = combine_sizes([r.meta.sizes for r in records], self.plan.symbols)
         padded = self.plan.widths == "global"
+        if padded:
+            sizes |= {name: max(sizes[name], width) for name, width in self.minimum_widths.items()}
         widths = tuple((s.name, sizes[s.name]) for s in self.plan.symbols if s.is_padded) if padded else ()
         wider = any(
             r.meta.sizes[name] != width for r in records for name, width in widths

@@ -7,6 +7,8 @@ epoch). The sequence is endless or ends after a number of epochs; then the last 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from secc.runtime.model.item_seeds import derive_item_seed
@@ -56,3 +58,30 @@ class EpochOrder:
             generator = torch.Generator().manual_seed(derive_item_seed(self.seed, epoch, -1))
             self._permutation = epoch, torch.randperm(self.length, generator=generator).tolist()
         return self._permutation[1]
+
+
+class EvaluationOrder(EpochOrder):
+    """Batches of at most `batch` samples that go through several sets one after another, without end: a
+    batch never spans two sets, and each pass has the same batches of the same samples.
+
+    `lengths` are the numbers of samples of the sets, which follow each other in one dataset.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch: int, seed: int = 0) -> None:
+        super().__init__(sum(lengths), batch, seed)
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        # (set, first dataset index, number of samples) of the batches of one pass.
+        self.batches = [
+            (number, start + first, min(batch, length - first))
+            for number, (start, length) in enumerate(zip(starts, lengths, strict=True))
+            for first in range(0, length, batch)
+        ]
+
+    def samples_in_step(self, step: int) -> int:
+        """Number of samples in a step's batch."""
+        return self.batches[step % len(self.batches)][2]
+
+    def locate_sample(self, step: int, position: int) -> tuple[int, int]:
+        """Return (0, dataset index) of the sample at `position` of the step's batch: every pass draws the
+        samples of epoch 0."""
+        return 0, self.batches[step % len(self.batches)][1] + position

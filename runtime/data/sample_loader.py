@@ -158,7 +158,9 @@ class SampleLoader:
         except UserError as error:
             index = self.epochs.locate_sample(step, position)[1]
             raise UserError(
-                f"dataset()[{index}] cannot be collated: {error.message}", error.where, error.remedy
+                f"{self.user.sample_name(index)} cannot be collated: {error.message}",
+                error.where,
+                error.remedy,
             ) from error
 
     def _load_item(self, step: int, position: int) -> dict[str, Any]:

@@ -47,8 +47,13 @@ class SkippedSample(NamedTuple):
 class RecordCodec:
     """Makes records of samples, and encodes them as rows of `width` integers."""
 
-    def __init__(self, plan: Plan, leaves: Mapping[str, BatchSumFunction]) -> None:
-        self.plan, self.sum_functions = plan, dict(leaves)
+    def __init__(
+        self,
+        plan: Plan,
+        leaves: Mapping[str, BatchSumFunction],
+        sample_name: Callable[[int], str] = "dataset()[{}]".format,
+    ) -> None:
+        self.plan, self.sum_functions, self._sample_name = plan, dict(leaves), sample_name
         self._inputs = {i.key: i for i in plan.inputs}
         self._optional = sorted(i.key for i in plan.inputs if i.optional)
         self._pattern_words = -(-len(self._optional) // PATTERN_BITS_PER_WORD)
@@ -121,18 +126,19 @@ class RecordCodec:
         for key, value in batch.items():
             if isinstance(value, torch.Tensor) and key not in self._inputs:
                 raise UserError(
-                    f"dataset()[{index}] has the input {key!r}, which no sample had for the plan",
+                    f"{self._sample_name(index)} has the input {key!r}, which no sample had for the plan",
                     remedy=RECOMPILE_REMEDY,
                 )
         for key, planned in self._inputs.items():
             if key not in batch and not planned.optional:
                 raise UserError(
-                    f"dataset()[{index}] lacks the input {key!r}, which every sample had for the plan",
+                    f"{self._sample_name(index)} lacks the input {key!r}, which every sample had for the"
+                    " plan",
                     remedy=RECOMPILE_REMEDY,
                 )
             value = batch.get(key)
             if key in batch and not (isinstance(value, torch.Tensor) and value.ndim == len(planned.dims)):
-                raise _input_mismatch_error(index, planned, value)
+                raise _input_mismatch_error(self._sample_name(index), planned, value)
 
     def _compare_shapes(self, index: int, batch: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """Raise UserError for dtypes and dims that differ from the plan's. Later they would fail, or give
@@ -144,7 +150,7 @@ class RecordCodec:
                 tuple(evaluate_expr(text, sizes) for text in planned.dims),
             )
             if value.dtype != dtype or tuple(value.shape) != shape:
-                raise _input_mismatch_error(index, planned, value)
+                raise _input_mismatch_error(self._sample_name(index), planned, value)
 
     def _compare_rows(self, index: int, sizes: Mapping[str, int]) -> None:
         """Raise UserError if the sample's rows of an edge are not a whole number. Where a model joins
@@ -152,7 +158,7 @@ class RecordCodec:
         for edge in self.plan.edges:
             if not divides_exactly(edge.rows, sizes):
                 message = (
-                    f"dataset()[{index}] does not have a whole number of rows of {edge.name!r}: "
+                    f"{self._sample_name(index)} does not have a whole number of rows of {edge.name!r}: "
                     f"{edge.rows} is no integer for it"
                 )
                 raise UserError(
@@ -160,7 +166,7 @@ class RecordCodec:
                 )
 
 
-def _input_mismatch_error(index: int, expected: Input, value: Any) -> UserError:
+def _input_mismatch_error(sample: str, expected: Input, value: Any) -> UserError:
     received = (
         f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
         if isinstance(value, torch.Tensor)
@@ -168,7 +174,7 @@ def _input_mismatch_error(index: int, expected: Input, value: Any) -> UserError:
     )
     planned = f"{expected.dtype}[{', '.join(expected.dims)}]"
     return UserError(
-        f"input {expected.key!r} of dataset()[{index}] is {received}, but the plan has {planned}",
+        f"input {expected.key!r} of {sample} is {received}, but the plan has {planned}",
         remedy=RECOMPILE_REMEDY,
     )
 

@@ -1,12 +1,13 @@
 """Imports the user's model file, calls its functions, and turns what can be wrong with it into UserErrors.
 
 The file is plain PyTorch. It defines `model()` and `dataset()`, and optionally `collate`, `optimizer`,
-`scheduler`, `sizes`, `small_model` and `small_dataset`. The compiler and the ranks both load it through this
-module, so that both see the same functions and the same defaults.
+`scheduler`, `sizes`, `small_model`, `small_dataset`, `eval_dataset` and `metrics`. The compiler and the ranks
+both load it through this module, so that both see the same functions and the same defaults.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import inspect
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import ConcatDataset, IterableDataset
 
 from secc.runtime.errors import UserError
 from secc.runtime.model.default_collate import DefaultCollate
@@ -53,6 +54,7 @@ class UserModel:
         self.path, self.module, self.sha256 = path, module, sha256
         self._uses_small_dataset = False
         self._cached_dataset: Any = None
+        self._evaluation_sets: dict[str, Any] = {}  # by name; filled in what `for_evaluation` returns
         self._forward_signature: Mapping[str, inspect.Parameter] | None = None
         self._forward_line = ""
         self._default_collate: DefaultCollate | None = None
@@ -120,8 +122,9 @@ class UserModel:
     def dataset(self) -> Any:
         """Return the map-style dataset; the file's function is called once."""
         if self._cached_dataset is None:
+            function = "small_dataset" if self._uses_small_dataset else "dataset"
             self._cached_dataset = self._check_dataset(
-                self.call_function("small_dataset" if self._uses_small_dataset else "dataset")
+                self.call_function(function), "dataset()", self.function_source_line(function)
             )
         return self._cached_dataset
 
@@ -129,13 +132,67 @@ class UserModel:
         """Use `small_dataset()` instead of `dataset()` and `sizes` from now on, if the file defines it."""
         self._uses_small_dataset = self.defines("small_dataset")
 
+    def for_evaluation(self) -> UserModel:
+        """Return this model file with the samples of `eval_dataset()` as its dataset, those of several sets
+        one after another; `sizes` does not apply to them. Raises UserError if the file has no usable
+        `eval_dataset()`."""
+        given = self.call_function("eval_dataset")
+        sets = dict(given) if isinstance(given, Mapping) else {"": given}
+        place = self.function_source_line("eval_dataset")
+        for name, one in sets.items():
+            what = f"eval_dataset()[{name!r}]" if name else "eval_dataset()"
+            if not isinstance(name, str) or not (name.isidentifier() or one is given):
+                raise UserError(
+                    f"eval_dataset() has the key {name!r}", place, "name each set by a word, as in a metric"
+                )
+            self._check_dataset(one, what, place)
+        if not sets:
+            raise UserError("eval_dataset() is empty", place, "return a dataset, or several by name")
+        user = copy.copy(self)
+        user._evaluation_sets = sets
+        user._cached_dataset = ConcatDataset(list(sets.values()))
+        return user
+
+    @property
+    def evaluation_lengths(self) -> dict[str, int]:
+        """The number of samples of each evaluation set by name, "" for a single one without a name; only of
+        what `for_evaluation` returns."""
+        return {name: len(one) for name, one in self._evaluation_sets.items()}
+
+    def compute_metrics(self, outputs: Mapping[str, float]) -> dict[str, float]:
+        """Call the file's `metrics` with the loss and the further scalars of an evaluation set. Returns its
+        numbers; empty if the file has none."""
+        if not self.defines("metrics"):
+            return {}
+        place, numbers = self.function_source_line("metrics"), self.call_function("metrics", dict(outputs))
+        if not isinstance(numbers, Mapping):
+            raise UserError(
+                f"metrics() returns {_describe_type(numbers)}, not a dict", place, "return {name: number}"
+            )
+        for name, value in numbers.items():
+            if not isinstance(value, int | float) and not _is_scalar_tensor(value):
+                raise UserError(
+                    f"metrics() gives {_describe_type(value)} for {name!r}, not a number",
+                    place,
+                    "return {name: number}",
+                )
+        return {str(name): float(value) for name, value in numbers.items()}
+
+    def sample_name(self, i: int) -> str:
+        """The expression by which a user knows sample `i`: `dataset()[3]`, `eval_dataset()['long'][3]`."""
+        for name, one in self._evaluation_sets.items():
+            if i < len(one):
+                return f"eval_dataset(){f'[{name!r}]' if name else ''}[{i}]"
+            i -= len(one)
+        return f"dataset()[{i}]"
+
     def load_sample(self, i: int, seed: int = 0, epoch: int = 0) -> dict[str, Any]:
         """Load sample `i` with random states seeded by (seed, epoch, i)."""
         dataset = self.dataset()
-        item = self.call_guarded(f"dataset()[{i}]", lambda: load_seeded_item(dataset, i, seed, epoch))
+        item = self.call_guarded(self.sample_name(i), lambda: load_seeded_item(dataset, i, seed, epoch))
         if not isinstance(item, Mapping):
             raise UserError(
-                f"dataset()[{i}] is {_describe_type(item)}, not a dict",
+                f"{self.sample_name(i)} is {_describe_type(item)}, not a dict",
                 self._getitem_source_line(),
                 "return a dict of forward's arguments",
             )
@@ -246,12 +303,11 @@ class UserModel:
                 remedy,
             )
 
-    def _check_dataset(self, dataset: Any) -> Any:
-        place = self.function_source_line("small_dataset" if self._uses_small_dataset else "dataset")
+    def _check_dataset(self, dataset: Any, what: str, place: str) -> Any:
         if isinstance(dataset, IterableDataset):
             remedy = "return a map-style dataset: one with __len__ and __getitem__"
             raise UserError(
-                "dataset() returns an IterableDataset; its samples cannot be drawn by number", place, remedy
+                f"{what} returns an IterableDataset; its samples cannot be drawn by number", place, remedy
             )
         if (
             not hasattr(dataset, "__getitem__")
@@ -259,12 +315,12 @@ class UserModel:
             or isinstance(dataset, Mapping)
         ):
             raise UserError(
-                f"dataset() returns {_describe_type(dataset)}, not a map-style dataset",
+                f"{what} returns {_describe_type(dataset)}, not a map-style dataset",
                 place,
                 "give it __len__ and __getitem__",
             )
-        if self.call_guarded("len(dataset())", lambda: len(dataset)) == 0:
-            raise UserError("dataset() is empty", place, "return a dataset with at least one sample")
+        if self.call_guarded(f"len({what})", lambda: len(dataset)) == 0:
+            raise UserError(f"{what} is empty", place, "return a dataset with at least one sample")
         return dataset
 
     @contextmanager
@@ -277,6 +333,8 @@ class UserModel:
             raise UserError(error.message, error.where or self._getitem_source_line(), error.remedy) from None
 
     def _getitem_source_line(self) -> str:
+        if self._evaluation_sets:
+            return self.function_source_line("eval_dataset")
         return self._source_line(
             getattr(type(self.dataset()), "__getitem__", None)
         ) or self.function_source_line("dataset")
@@ -318,7 +376,8 @@ class UserModel:
 
     def defines(self, function: str) -> bool:
         """Whether the model file defines `function`."""
-        return hasattr(self.module, function) and not (self._uses_small_dataset and function == "sizes")
+        other_samples = self._uses_small_dataset or bool(self._evaluation_sets)
+        return hasattr(self.module, function) and not (other_samples and function == "sizes")
 
     def function_source_line(self, function: str) -> str:
         """file:line of a function of the model file, or the file's path if the line is not available."""

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,11 +31,31 @@ class MetricsLog:
         self._file.flush()
         self._show_progress(values)
 
+    def log_evaluation(
+        self, step: int, name: str, values: Mapping[str, float], samples: int, tokens: int, seconds: float
+    ) -> None:
+        """Writes the evaluation of a set after a step, with the key `eval`: the set's name, or "eval" for an
+        only set. Its line has the keys of a step's, and no gradient norm."""
+        line = {"step": step, "eval": name or "eval"} | dict(values)
+        line |= {"grad_norm": None, "samples": samples, "tokens": tokens, "step_time_s": seconds}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        shown = "  ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in values.items())
+        self._end_line()
+        self._stream.write(f"evaluation{f' of {name}' if name else ''} after step {step}:  {shown}")
+        self._stream.write(f"  ({samples} samples, {seconds:.1f} s)\n")
+        self._stream.flush()
+
     def close(self) -> None:
         """Ends the progress line and closes the file."""
+        self._end_line()
+        self._file.close()
+
+    def _end_line(self) -> None:
+        """Ends a progress line that is written in place."""
         if self._in_place and self._shown_width:
             self._stream.write("\n")
-        self._file.close()
+        self._shown_width = 0
 
     def _show_progress(self, values: dict[str, Any]) -> None:
         now, last = time.monotonic(), values["step"] >= self._last_step

@@ -1,6 +1,6 @@
 """Checkpoints written by torch.distributed.checkpoint, keyed by the user's names and independent of the plan.
 
-    model/NAME, optimizer/NAME/KEY, groups/RANK, scheduler/RANK
+    model/NAME, ema/NAME, optimizer/NAME/KEY, groups/RANK, scheduler/RANK
 
 Every tensor is written once, by the first rank that holds it; of a sharded state each rank writes its part.
 `checkpoint_folder` says where checkpoints lie and how they are kept whole. Random numbers need no state: data
@@ -38,6 +38,7 @@ from secc.runtime.parameters.sharded_optimizer import ParameterSlice
 from secc.runtime.parameters.zero3 import Zero3State
 from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut
 
+AVERAGE_PREFIX = "ema/"  # of the keys of averaged weights (`weight_average`)
 # What the rank's optimizer updates -> the part of a user's parameter that it is.
 OptimizedSlices = Mapping[nn.Parameter, ParameterSlice]
 
@@ -201,23 +202,30 @@ def load_optimizer_state(
         scheduler.load_state_dict(target[scheduler_key])
 
 
-def load_full_state_dict(source: str | Path | FoundCheckpoint) -> dict[str, torch.Tensor]:
+def load_full_state_dict(
+    source: str | Path | FoundCheckpoint, averaged: bool = False
+) -> dict[str, torch.Tensor]:
     """Reads the user's whole state dict from a checkpoint (or the latest whole one in a directory) onto the
     CPU, in one process.
 
-    It includes frozen parameters and buffers; tied parameters are one tensor under each of their names.
-    Raises UserError if there is no checkpoint, or if a file of it is damaged.
+    It includes frozen parameters and buffers; tied parameters are one tensor under each of their names. With
+    `averaged`, trained parameters have the values of `--ema`. Raises UserError if there is no checkpoint, if
+    a file of it is damaged, or if it has no averages.
     """
     from secc.runtime.parameters import sliced_tensor_store
 
     found = source if isinstance(source, FoundCheckpoint) else find_checkpoint(Path(source))
     manifest = found.manifest
-    target: dict[str, Any] = {
-        k: _empty_on_cpu(v)
-        for k, v in sliced_tensor_store.stored_entries(found.path).items()
-        if k.startswith("model/")
-    }
-    sliced_tensor_store.read_entries(found.path, target, alone=True)
+    stored = sliced_tensor_store.stored_entries(found.path)
+    averages = {f"model/{k.removeprefix(AVERAGE_PREFIX)}": k for k in stored if k.startswith(AVERAGE_PREFIX)}
+    if averaged and not averages:
+        raise UserError(
+            "the checkpoint has no average of the weights", str(found.path), "take one of a run with --ema"
+        )
+    keys = {k: averages.get(k, k) if averaged else k for k in stored if k.startswith("model/")}
+    read: dict[str, Any] = {k: _empty_on_cpu(stored[k]) for k in keys.values()}
+    sliced_tensor_store.read_entries(found.path, read, alone=True)
+    target = {name: read[k] for name, k in keys.items()}
     for name in manifest.names:
         if f"model/{manifest.tied.get(name, name)}" not in target:
             message = f"the checkpoint is damaged: {name!a} is missing"

@@ -52,9 +52,20 @@ def make_sample_keys(seed: int, samples: Sequence[SampleMeta]) -> list[int]:
 
 
 class ModelRandomness:
-    """The plan's random ops by name, and the paths of the model's modules."""
+    """The plan's random ops by name, and the paths of the model's modules.
 
-    def __init__(self, model: nn.Module, draws: Iterable[RandomOp], symbols: Sequence[Symbol]) -> None:
+    With `dropout_off`, dropout in a section's glue changes nothing, as under `model.eval()`; modules know it
+    themselves.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        draws: Iterable[RandomOp],
+        symbols: Sequence[Symbol],
+        dropout_off: bool = False,
+    ) -> None:
+        self.dropout_off = dropout_off
         self.paths, self.symbols = module_paths_by_id(model), symbols
         self.draws = {d.call: d for d in draws}
 
@@ -111,6 +122,8 @@ class MicroBatchDraws:
     def draw_named(self, call: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return `function(*args, **kwargs)`, a random op of a section's glue, under its name in the
         user's forward."""
+        if self._model.dropout_off and random_op_values.is_dropout(function):
+            return random_op_values.identity_dropout(function, *args)
         self._given_name = call
         try:
             return function(*args, **kwargs)

@@ -45,6 +45,19 @@ def is_supported(func: Any) -> bool:
     return _op_name(func) in _DISTRIBUTIONS or func is _DROPOUT
 
 
+def is_dropout(func: Any) -> bool:
+    """Whether a recorded op of glue belongs to dropout: PyTorch makes dropout of `bernoulli` with a
+    probability, divided by it, or of `native_dropout`."""
+    return func is _DROPOUT or func is torch.ops.aten.bernoulli.p
+
+
+def identity_dropout(func: Any, x: torch.Tensor, p: float, *_: Any) -> Any:
+    """Return what an op of `is_dropout` gives where dropout keeps everything and scales by 1."""
+    if func is _DROPOUT:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    return torch.full_like(x, p)  # the division by p that follows gives exactly 1
+
+
 def draw_op_result(func: Any, args: Any, kwargs: Any, bits: BitSource) -> Any:
     """Compute the op's result from `bits`, in place if the op works in place."""
     given = named_arguments(func, args, kwargs)

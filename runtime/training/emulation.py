@@ -92,10 +92,12 @@ def emulate_rank(directory: Path, options: RunOptions) -> None:
     assert options.emulate is not None
     table = read_table(options.emulate)
     terms: Any = importlib.import_module("sections.terms")
-    only_steps = dataclasses.replace(options, workers=0, resume=None, save=None, save_every=None, trace=None)
+    only_steps = dataclasses.replace(
+        options, workers=0, resume=None, save=None, save_every=None, trace=None, eval_every=None
+    )
     with RankContext(directory, only_steps, terms) as context:
         emulator, since = Emulator(context, table), time.monotonic_ns()
-        for number, step in enumerate(plan_steps(context, 0), 1):
+        for number, step in enumerate(plan_steps(context, 0, context.last_step), 1):
             batch, program_ns = step.batch, emulator.emulate_step(step)
             now = time.monotonic_ns()
             if context.rank == 0:

@@ -57,14 +57,14 @@ class StepInput:
 
     `samples`: those of the global batch, followed by those of the next batch if sections prefetch it.
     `load_batch`: returns the collated batch of one of this rank's micro-batches, on the device.
-    `coefficients`: the factor of each loss term. `seed` and `later_seed`: the random streams of this step and
-    the next.
+    `coefficients`: the factor of each loss term; None in an evaluation, which sums numerators by term. `seed`
+    and `later_seed`: the random streams of this step and the next.
     """
 
     schedule: Schedule
     samples: Sequence[SampleMeta]
     load_batch: Callable[[MicroBatch], Batch]
-    coefficients: Mapping[str, float]
+    coefficients: Mapping[str, float] | None
     seed: int
     later_seed: int = 0
 
@@ -115,7 +115,7 @@ class Engine:
     `on_last(section)` is called before the last backward of a section in a program, `on_reduce(section)`
     after it and at the program's REDUCE instructions (for sections without a backward on this rank).
     `groups`: the process group of this rank's replica, for sections with several ranks per replica. `passes`:
-    the gatherers of sections with zero3.
+    the gatherers of sections with zero3. `evaluates`: dropout in glue is off; blocks have their own mode.
     """
 
     def __init__(
@@ -128,6 +128,7 @@ class Engine:
         on_last: Callable[[str], None] = lambda section: None,
         groups: Mapping[str, ReplicaGroup] | None = None,
         passes: Mapping[str, UnitGatherer] | None = None,
+        evaluates: bool = False,
     ) -> None:
         self.plan, self.sections, self.transport, self.trace = plan, sections, transport, trace
         self.on_reduce, self.on_last_backward, self.groups = on_reduce, on_last, groups or {}
@@ -144,7 +145,7 @@ class Engine:
         self.edges = {e.name: e for e in plan.edges}
         models = [s.whole_model for s in sections.values()]
         self.randomness = (
-            ModelRandomness(models[0], plan.draws, plan.symbols) if plan.draws and models else None
+            ModelRandomness(models[0], plan.draws, plan.symbols, evaluates) if plan.draws and models else None
         )
         self.stopwatch = SectionStopwatch(self.device)
         # (schedule, sizes of samples, layouts) of the previous step.
@@ -168,11 +169,11 @@ class Engine:
         share of the loss (float64, 0-dim).
 
         Afterwards `logged` holds this rank's shares of the scalars that the user's forward returns next to
-        the loss.
+        the loss. Without coefficients the loss is 0, and `numerators` holds this rank's sums by term.
         """
         execution = _StepExecution(self, step)
         loss = execution.run_program()
-        self.logged = execution.logged
+        self.logged, self.numerators = execution.logged, execution.numerators
         return loss
 
 
@@ -194,6 +195,7 @@ class _StepExecution:
         self.in_flight: dict[tuple[str, int], _InFlightMicroBatch] = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.device)
         self.logged = {t.logged_scalar: torch.zeros_like(self.loss) for t in plan.terms if t.logged_scalar}
+        self.numerators: dict[str, torch.Tensor] = {}
 
     def run_program(self) -> torch.Tensor:
         """Executes the instructions of this rank in order and returns its share of the loss."""
@@ -285,6 +287,7 @@ class _StepExecution:
         live = self.in_flight[i.section, i.micro]
         gradients = self.receive_gradients(i.section, i.micro, live.outputs)
         roots = [(live.outputs[name], g) for name, g in gradients.items()]
+        assert self.step.coefficients is not None
         roots += [
             (t, torch.full_like(t, self.step.coefficients[name]))
             for name, t in live.loss_terms.items()
@@ -325,8 +328,12 @@ class _StepExecution:
 
     def add_loss(self, terms: Tensors) -> None:
         """Adds loss terms (0-dim numerators) times their coefficients to the loss, or to the scalar that they
-        log."""
+        log. Without coefficients, sums the numerators by term."""
         for name, numerator in terms.items():
+            if self.step.coefficients is None:
+                value = numerator.detach().double()
+                self.numerators[name] = self.numerators[name] + value if name in self.numerators else value
+                continue
             share = numerator.detach().double() * self.step.coefficients[name]
             if logs := logged_scalar_name(name):
                 self.logged[logs] += share

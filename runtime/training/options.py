@@ -11,6 +11,7 @@ from typing import Literal, NoReturn
 from secc.runtime.errors import UserError
 from secc.runtime.model.init_weights import InitDirectories
 from secc.runtime.schedule.scheduler import SCHEDULE_ORDERS
+from secc.runtime.training.best_checkpoint import BestMetric
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,17 @@ class RunOptions:
     order: str = "wavefront"
     emulate: Path | None = None
     run_ahead: float | None = None
+    eval_every: int | None = None
+    eval_batch: int | None = None
+    eval_only: Literal["trained", "ema"] | None = None
+    keep_best: BestMetric | None = None
+    patience: int | None = None
+    ema: float | None = None
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run evaluates the model."""
+        return self.eval_every is not None or self.eval_only is not None
 
 
 class _OptionParser(argparse.ArgumentParser):
@@ -137,6 +149,31 @@ def make_parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--run-ahead", type=_not_negative, metavar="GIB", help=text)
     p.add_argument(
+        "--eval-every",
+        type=_at_least(1),
+        metavar="N",
+        help="evaluate on eval_dataset() after every N steps and after the last one",
+    )
+    p.add_argument(
+        "--eval-batch",
+        type=_at_least(1),
+        metavar="N",
+        help="samples that are evaluated together (default: the global batch); results do not depend on it",
+    )
+    text = (
+        "keep the checkpoint with the lowest (:max: highest) value of a metric in DIR/best of --save DIR, as"
+        " in eval/loss or eval/accuracy:max"
+    )
+    p.add_argument("--keep-best", type=_parse_metric, metavar="METRIC", help=text)
+    text = "end training after N evaluations in a row without a better value of the --keep-best metric"
+    p.add_argument("--patience", type=_at_least(1), metavar="N", help=text)
+    text = (
+        "keep an exponential moving average of the trained weights with this decay, as 0.999; it is saved"
+        " with checkpoints, and evaluations use it"
+    )
+    p.add_argument("--ema", type=_decay, metavar="D", help=text)
+    p.add_argument("--eval-only", choices=("trained", "ema"), help=argparse.SUPPRESS)  # secc eval
+    p.add_argument(
         "--emulate",
         type=Path,
         metavar="FILE",
@@ -159,10 +196,28 @@ def parse_options(arguments: Sequence[str]) -> RunOptions:
         "--save-every": options.save_every is not None,
         "--keep": options.keep is not None,
         "--resume auto": options.resume == "auto",
+        "--keep-best": options.keep_best is not None,
     }
     for option in (name for name, given in needy.items() if given and options.save is None):
         raise UserError(f"{option} needs --save DIR", remedy="give the directory for checkpoints")
+    if options.keep_best is not None and not options.evaluates:
+        raise UserError("--keep-best needs --eval-every N", remedy="say how often to evaluate")
+    if options.patience is not None and options.keep_best is None:
+        raise UserError("--patience needs --keep-best METRIC", remedy="say which metric counts")
     return options
+
+
+def _parse_metric(text: str) -> BestMetric:
+    try:
+        return BestMetric.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _decay(text: str) -> float:
+    if not 0 <= float(text) < 1:
+        raise argparse.ArgumentTypeError("must be at least 0 and less than 1")
+    return float(text)
 
 
 def _parse_resume(text: str) -> Path | Literal["auto"]:

@@ -22,11 +22,12 @@ from torch import nn
 
 from secc.runtime.comm.host_staged_group import register_backend
 from secc.runtime.data.data_plane import DataPlane
-from secc.runtime.data.epoch_order import EpochOrder, repeated_samples_text
+from secc.runtime.data.epoch_order import EpochOrder, EvaluationOrder, repeated_samples_text
 from secc.runtime.errors import UserError
 from secc.runtime.host.child_processes import keep_freed_memory
 from secc.runtime.host.cpu_cores import available_cores
 from secc.runtime.model.meta_build import build_meta_model
+from secc.runtime.model.user_file import UserModel
 from secc.runtime.monitoring.chrome_trace import ChromeTrace
 from secc.runtime.parameters.checkpoint import load_model_state
 from secc.runtime.parameters.checkpoint_folder import (
@@ -46,6 +47,7 @@ from secc.runtime.schedule.cross_step_prefetch import with_prefetch_memory
 from secc.runtime.schedule.scheduler import ScheduleCache
 from secc.runtime.sections.base import load_section_module
 from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut, cut_parameters, find_parameter_cuts
+from secc.runtime.training.evaluation_data import EvaluationData
 from secc.runtime.training.machine_check import check_gpu_memory, check_machine
 from secc.runtime.training.options import RunOptions
 from secc.runtime.training.rendezvous import is_joinable, open_store
@@ -124,12 +126,15 @@ class RankContext(ExitStack):
                 sys.stderr.write(note + "\n")
         self.schedule_batch = ScheduleCache(self.plan, options.order)
         self.parameter_cuts: dict[str, ParameterCut] = {}  # parameters that tensor parallelism cuts
-        # Forks its loader, which is safe only before process groups and GPU contexts exist.
+        # They fork their loaders, which is safe only before process groups and GPU contexts exist.
         self.data_plane = self._make_data_plane()
+        self.evaluation_data = self._make_evaluation_data() if options.evaluates else None
 
     def __enter__(self) -> RankContext:
         super().__enter__()
         self.callback(self.data_plane.close)
+        if self.evaluation_data is not None:
+            self.callback(self.evaluation_data.data_plane.close)
         store = open_store(self.rank, self.plan.hash)
         if self.device.type == "cpu":
             torch.set_num_threads(1)
@@ -175,6 +180,39 @@ class RankContext(ExitStack):
             recorders=self.recorder_count,
         )
 
+    def _make_evaluation_data(self) -> EvaluationData:
+        def make_data_plane(user: UserModel, batches: EvaluationOrder) -> DataPlane:
+            return DataPlane(
+                user,
+                self.plan,
+                self.rank,
+                self.world_size,
+                self.seed,
+                leaves=self.terms.LEAVES,
+                skip_bad=self.options.skip_bad_samples,
+                workers=self.options.workers,
+                device=self.device,
+                rerecorder=self._make_rerecorder(evaluates=True),
+                batches=batches,
+            )
+
+        o = self.options
+        return EvaluationData(
+            self.plan, self.rank, self.user_model, o.eval_batch, o.order, self.trace, make_data_plane
+        )
+
+    def loss_coefficients(
+        self, batch_sums: Mapping[str, float], sizes: Mapping[str, int], pattern: frozenset[str]
+    ) -> dict[str, float]:
+        """Returns the coefficients of the loss terms for a batch with these batch-wide sums, sizes and
+        optional inputs. Raises UserError if the plan has no loss for the combination of inputs."""
+        try:
+            return self.terms.coefficients(batch_sums, sizes, pattern)
+        except KeyError:
+            message = f"the plan has no loss for a batch with {sorted(pattern) or 'no optional inputs'}"
+            remedy = "let dataset() show such samples earlier, or compile again with more --stats-samples"
+            raise UserError(message, remedy=remedy) from None
+
     @property
     def recorder_count(self) -> int:
         """The number of processes that re-record glue next to the loader: as given, else the cores of this
@@ -196,15 +234,20 @@ class RankContext(ExitStack):
         """Whether glue is re-recorded for most micro-batches, so that planning one step early pays."""
         return any(not case.spare for case in self.plan.recorded)
 
-    def _make_rerecorder(self) -> Rerecorder | None:
-        """Returns what re-records data-dependent glue, with this rank's sections on a model of its own; None
-        if the plan needs none."""
+    def _make_rerecorder(self, evaluates: bool = False) -> Rerecorder | None:
+        """Returns what re-records data-dependent glue, with this rank's sections on a model of its own, in
+        eval mode if it `evaluates`; None if the plan needs none."""
         if not self.plan.recorded:
             return None
+
+        def make_model() -> nn.Module:
+            model = cast_model(build_meta_model(self.user_model), self.plan.dtype)
+            return model.eval() if evaluates else model
+
         own_sections = [s for s in self.plan.sections if self.rank in s.mesh.ranks]
         return Rerecorder(
             self.plan,
-            lambda: cast_model(build_meta_model(self.user_model), self.plan.dtype),
+            make_model,
             lambda model: [load_section_module(self.directory, s, model) for s in own_sections],
         )
 
@@ -305,7 +348,7 @@ def _check_resumption(plan: Plan, resumed: FoundCheckpoint, options: RunOptions,
             f" {plan.global_batch}"
         )
         raise UserError(message, where, f"compile with --global-batch {manifest.global_batch}")
-    if manifest.step >= steps:
+    if manifest.step >= steps and not options.eval_only:
         given = f"--epochs {options.epochs}" if options.epochs else f"--steps {steps}"
         message = f"the checkpoint is of step {manifest.step}, so {given} leaves nothing to do"
         raise UserError(

@@ -10,12 +10,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
-from secc.runtime.data.data_plane import GlobalBatch
+from secc.runtime.data.data_plane import DataPlane, GlobalBatch
+from secc.runtime.monitoring.chrome_trace import ChromeTrace
+from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import SampleMeta, Schedule
 from secc.runtime.schedule.cross_step_prefetch import splice_prefetch
-from secc.runtime.training.rank_context import RankContext
+from secc.runtime.schedule.scheduler import ScheduleCache
 from secc.runtime.validation.full_check import check_schedule
+
+
+class StepSource(Protocol):
+    """What steps are planned from: the plan, this rank, its data, and the schedules of batches."""
+
+    plan: Plan
+    rank: int
+    data_plane: DataPlane
+    schedule_batch: ScheduleCache
+    trace: ChromeTrace
 
 
 @dataclass(frozen=True)
@@ -32,19 +45,19 @@ class PlannedStep:
         return self.batch.samples + (self.next_batch.samples if self.next_batch is not None else ())
 
 
-def plan_steps(context: RankContext, first: int, ahead: int = 0) -> Iterator[PlannedStep]:
-    """Yields the steps from number `first` (counted from 0) to the last of the run. Each is planned `ahead`
-    steps before it is yielded."""
+def plan_steps(context: StepSource, first: int, last: int, ahead: int = 0) -> Iterator[PlannedStep]:
+    """Yields the steps from number `first` (counted from 0) up to, but without, `last`. Each is planned
+    `ahead` steps before it is yielded."""
     prefetches = context.plan.run_ahead_gib > 0
     drawn: deque[GlobalBatch] = deque()
     planned: deque[PlannedStep] = deque()
     number, latest = first, None
-    for due in range(first, context.last_step):
-        while number < min(context.last_step, due + 1 + ahead + prefetches):
+    for due in range(first, last):
+        while number < min(last, due + 1 + ahead + prefetches):
             with context.trace.record_event("METADATA", kind="METADATA"):
                 drawn.append(context.data_plane.next_batch())
             number += 1
-        while len(planned) < min(context.last_step - due, 1 + ahead):
+        while len(planned) < min(last - due, 1 + ahead):
             with context.trace.record_event("PLAN", kind="PLAN"):
                 latest = _plan_step(
                     context, drawn.popleft(), drawn[0] if prefetches and drawn else None, first, latest
@@ -54,7 +67,7 @@ def plan_steps(context: RankContext, first: int, ahead: int = 0) -> Iterator[Pla
 
 
 def _plan_step(
-    context: RankContext,
+    context: StepSource,
     batch: GlobalBatch,
     then: GlobalBatch | None,
     first: int,

@@ -11,6 +11,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,12 +34,15 @@ from secc.runtime.parameters.gradient_reduction import GradientReducer, build_re
 from secc.runtime.parameters.mixed_precision import cast_model, compute_dtype
 from secc.runtime.parameters.rank_weights import canonical_names, state_dict_owners
 from secc.runtime.parameters.sharded_optimizer import shard_optimizer
+from secc.runtime.parameters.weight_average import WeightAverage
 from secc.runtime.plan.replica_routes import ranks_by_replica
 from secc.runtime.sections import recompute
 from secc.runtime.sections.base import SectionModule
 from secc.runtime.tensor_parallel import styles
 from secc.runtime.tensor_parallel.replica_group import make_replica_groups
+from secc.runtime.training.best_checkpoint import BestCheckpoint
 from secc.runtime.training.engine import Engine, StepInput
+from secc.runtime.training.evaluation import EvaluationResult, Evaluator
 from secc.runtime.training.rank_context import RankContext
 from secc.runtime.training.step_batches import StepBatches
 from secc.runtime.training.step_planner import PlannedStep, plan_steps
@@ -107,7 +112,18 @@ class Trainer:
             context.user_model.build_scheduler(self.optimizer) if self.optimizer is not None else None
         )
         self.step_number = context.first_step
-        if context.resumed is not None:
+        self.average = self._make_average()
+        self._evaluator = Evaluator(context, model, self.engine) if context.evaluation_data else None
+        best = self.options.keep_best
+        self._best = (
+            BestCheckpoint(
+                best, self.options.save, self.options.patience, self.options.eval_every, self.step_number
+            )
+            if best is not None and self.options.save is not None
+            else None
+        )
+        self._stops_early = False
+        if context.resumed is not None and not self.options.eval_only:
             checkpoint.load_optimizer_state(
                 context.resumed.path,
                 self.optimizer,
@@ -126,7 +142,10 @@ class Trainer:
         recordings are made in the meantime. After the last step, rank 0 prints the run's summary.
         """
         self._step_start = time.perf_counter()
-        yield from plan_steps(self.context, self.step_number, ahead=self.context.records_ahead)
+        if self.options.eval_only:
+            self.evaluate()
+        else:
+            yield from self._plan_training()
         if self.metrics is not None and self.section_times is not None:
             self.metrics.close()
             self.section_times.close()
@@ -135,11 +154,18 @@ class Trainer:
             ):
                 sys.stderr.write(line + "\n")
 
+    def _plan_training(self) -> Iterator[PlannedStep]:
+        context = self.context
+        for step in plan_steps(context, self.step_number, context.last_step, ahead=context.records_ahead):
+            yield step
+            if self._stops_early:
+                return
+
     def train_step(self, step: PlannedStep) -> float:
         """Trains on one global batch: one optimizer step. Returns the loss over the whole global batch, which
         is the same on every rank."""
         batch = step.batch
-        coefficients = self._loss_coefficients(batch)
+        coefficients = self.context.loss_coefficients(batch.batch_sums, batch.sizes, batch.pattern)
         self.reducer.reset_gradients()
         seed, later_seed = (
             derive_item_seed(self.context.seed, -1, number) for number in (batch.step, batch.step + 1)
@@ -173,24 +199,13 @@ class Trainer:
             self.reducer.clip_gradients(norm, self.options.clip)
         if self.optimizer is not None:
             self.optimizer.step()
+        if self.average is not None:
+            self.average.update()
         self.reducer.gather_parameters()
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(loss)
         elif self.scheduler is not None:
             self.scheduler.step()
-
-    def _loss_coefficients(self, batch: GlobalBatch) -> dict[str, float]:
-        """Returns the coefficients of the loss terms for a global batch. Raises UserError if the plan has no
-        loss for its combination of optional inputs."""
-        pattern = frozenset[str]().union(*(s.pattern for s in batch.samples))
-        try:
-            return self.terms.coefficients(batch.batch_sums, batch.sizes, pattern)
-        except KeyError:
-            message = (
-                f"the plan has no loss for a global batch with {sorted(pattern) or 'no optional inputs'}"
-            )
-            remedy = "let dataset() show such samples earlier, or compile again with more --stats-samples"
-            raise UserError(message, remedy=remedy) from None
 
     def _sum_over_ranks(
         self, share: torch.Tensor, squared: torch.Tensor, batches: StepBatches
@@ -230,20 +245,81 @@ class Trainer:
             }
             skipped = {"skipped": len(batch.skipped_indices)} if self.options.skip_bad_samples else {}
             self.metrics.log_step({**logged} | values | skipped | {"step_time_s": seconds})
-        self._step_start = time.perf_counter()
+        if self._evaluator is not None and self._is_evaluation_due():
+            self.evaluate()
         if self.options.save is not None and self._is_save_due():
             self.save_checkpoint()
+        self._step_start = time.perf_counter()
         return seconds
+
+    def _is_evaluation_due(self) -> bool:
+        every = self.options.eval_every
+        return every is not None and (
+            self.step_number % every == 0 or self.step_number == self.context.last_step
+        )
+
+    def evaluate(self) -> list[EvaluationResult]:
+        """Evaluates the model, or the average of its weights if the run keeps one, on `eval_dataset()`, logs
+        the results, and saves the checkpoint if it is the best. Collective."""
+        if self._evaluator is None:
+            raise UserError("this run does not evaluate", remedy="start it with --eval-every N")
+        weights = self.average.in_use() if self.average is not None else nullcontext()
+        with self.context.trace.record_event("EVALUATE", kind="EVALUATE"):
+            with weights:
+                if self.average is not None:
+                    self.reducer.gather_parameters()
+                results = self._evaluator.evaluate()
+            if self.average is not None:
+                self.reducer.gather_parameters()
+        if self.metrics is not None:
+            for result in results:
+                self.metrics.log_evaluation(
+                    self.step_number,
+                    result.name,
+                    result.values,
+                    result.samples,
+                    result.tokens,
+                    result.seconds,
+                )
+        if self._best is not None and not self.options.eval_only:
+            values = {name: value for r in results for name, value in r.metric_names().items()}
+            if self._best.is_improved(self.step_number, values):
+                self.save_checkpoint(self._best.folder, keep=1)
+                if self.context.rank == 0:
+                    self._best.record()
+            self._stops_early = self._best.gives_up(self.step_number)
+        return results
+
+    def _make_average(self) -> WeightAverage | None:
+        """Returns the average of the weights, continued from the resumed checkpoint; None if the run keeps
+        none. Raises UserError if it is to be evaluated, but the checkpoint has none."""
+        resumed, only = self.context.resumed, self.options.eval_only
+        if self.options.ema is None and only != "ema":
+            return None
+        average = WeightAverage(self.options.ema or 0.0, self.reducer.optimized_slices)
+        if resumed is not None and not average.load(resumed.path):
+            if only == "ema":
+                message = "the checkpoint has no average of the weights"
+                raise UserError(
+                    message, str(resumed.path), "evaluate it without --ema, or train with --ema D"
+                )
+            if self.context.rank == 0:
+                sys.stderr.write("the checkpoint has no average of the weights: it starts from its weights\n")
+        return average
 
     def _is_save_due(self) -> bool:
         every = self.options.save_every
-        return self.step_number == self.context.last_step or (
-            every is not None and self.step_number % every == 0
+        return (
+            self.step_number == self.context.last_step
+            or self._stops_early
+            or (every is not None and self.step_number % every == 0)
         )
 
-    def save_checkpoint(self) -> None:
-        """Writes a checkpoint. Collective."""
-        assert self.options.save is not None
+    def save_checkpoint(self, folder: Path | None = None, keep: int | None = None) -> None:
+        """Writes a checkpoint to `folder`, which keeps the newest `keep`; by default as --save and --keep
+        say. Collective."""
+        folder, keep = (folder, keep) if folder is not None else (self.options.save, self.options.keep)
+        assert folder is not None
         zero3 = self.context.zero3
         # In mixed precision, float32 masters are saved in place of the trained parameters.
         written = self._owned_names - (self._trained_names if self.plan.dtype else set[str]())
@@ -261,6 +337,8 @@ class Trainer:
             )
         if self.scheduler is not None:
             state[f"scheduler/{self.context.rank}"] = self.scheduler.state_dict()
+        if self.average is not None:
+            state |= self.average.state(self._value_owned_names())
         context = self.context
         manifest = checkpoint.make_manifest(
             self.model,
@@ -270,7 +348,7 @@ class Trainer:
             self.plan.global_batch,
             context.run_id,
         )
-        checkpoint.save_checkpoint(self.options.save, state, manifest, self.options.keep)
+        checkpoint.save_checkpoint(folder, state, manifest, keep)
 
     def _master_state(self) -> dict[str, Any]:
         """Returns the float32 masters that this rank writes; empty without mixed precision."""
@@ -315,7 +393,7 @@ class Trainer:
 
         Raises UserError if the plan shards the optimizer, but it is not elementwise.
         """
-        if not trained:
+        if not trained or self.options.eval_only:
             return None
         try:
             optimizer = self.context.user_model.build_optimizer(

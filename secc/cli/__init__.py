@@ -20,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 COMMAND_NAMES = (
     "compile",
     "run",
+    "eval",
     "check",
     "explain",
     "diff",

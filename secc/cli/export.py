@@ -18,6 +18,9 @@ def command(
         Path, typer.Argument(help="checkpoint directory written by secc run --save", metavar="DIR")
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="file to write", metavar="FILE.safetensors")],
+    ema: Annotated[
+        bool, typer.Option("--ema", help="write the averaged weights of a run with --ema")
+    ] = False,
     json: JSON_OPTION = False,
 ) -> None:
     """Write the weights of a checkpoint under the names of the user's model, for `load_state_dict`."""
@@ -30,7 +33,7 @@ def command(
     found = find_checkpoint(checkpoint)
     for note in found.notes():
         sys.stderr.write(note + "\n")
-    state = load_full_state_dict(found)
+    state = load_full_state_dict(found, averaged=ema)
     # safetensors rejects tensors that share memory, so a tied parameter is written once for each name.
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
     try:

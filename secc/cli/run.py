@@ -53,7 +53,8 @@ def command(
 def _last_metrics(path: Path) -> object:
     import json
 
-    return json.loads(path.read_text().splitlines()[-1])
+    lines = map(json.loads, reversed(path.read_text().splitlines()))
+    return next(line for line in lines if "eval" not in line)
 
 
 def _run_emulated(directory: Path, logs: Path, arguments: list[str], scale: float, json: bool) -> int:

@@ -50,6 +50,8 @@ from secc.runtime.rerecording.rerecorder import Rerecorder
 from secc.runtime.schedule.scheduler import schedule_batch
 from secc.runtime.sections.base import SectionModule, load_plan_module, load_section_module
 from secc.runtime.training.engine import EdgeDtypeMismatch, Engine, StepInput
+from secc.runtime.training.evaluation import eval_mode
+from secc.runtime.training.evaluation_data import evaluation_plan
 
 CHECK_MICRO_BATCH = 2
 CPU_DEVICE = torch.device("cpu")
@@ -94,7 +96,38 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
     for pattern in patterns:
         if not pattern.difference.is_exact:
             return _retry_with_global_widths(compiled, pattern)
-    return _add_checks(compiled, {"patterns": [p.as_dict() for p in patterns]})
+    checks: dict[str, object] = {"patterns": [p.as_dict() for p in patterns]}
+    if compiled.user.defines("eval_dataset") and (reason := _why_not_evaluable(compiled, compiled.model)):
+        checks["evaluation"] = reason
+    return _add_checks(compiled, checks)
+
+
+def _why_not_evaluable(compiled: CompiledPlan, model: nn.Module) -> str:
+    """Returns why evaluations under the plan would differ from plain PyTorch in eval mode, "" if they do
+    not. The plan was captured in the mode in which `model()` returns modules, so code of forward that runs in
+    one mode only shows as a difference of the loss."""
+    with tempfile.TemporaryDirectory() as name, eval_mode(model), torch.no_grad():
+        directory = Path(name) / "plan"
+        compiled.write_sections(directory)
+        rank = OneRankPlan(evaluation_plan(compiled.plan), directory, compiled.user, model)
+        for pattern in compiled.survey.micro_batch_patterns():
+            samples = compiled.survey.compose_batches(pattern)[-1]
+            draws = PlanRandomness(model, compiled.plan.draws, compiled.plan.symbols).draws_for(
+                compiled.user, samples
+            )
+            try:
+                reference = run_eager(model, compiled.user.collate(samples), draws)
+                difference = _compare_step(
+                    compiled, rank, samples, CHECK_MICRO_BATCH, reference, evaluates=True
+                )
+            except Exception as error:  # whatever the user's code raises in eval mode
+                return (str(error).strip() or type(error).__name__).splitlines()[0]
+            if difference.loss > 1:
+                return (
+                    "in eval mode forward computes another loss than the plan, which was captured in training"
+                    " mode; move code that depends on self.training into a module that forward calls"
+                )
+    return ""
 
 
 def _retry_with_global_widths(compiled: CompiledPlan, inexact: PatternCheck) -> CompiledPlan:
@@ -212,10 +245,13 @@ def _compare_step(
     samples: Sequence[Mapping[str, Any]],
     max_samples: int,
     reference: LossAndGradients,
+    evaluates: bool = False,
 ) -> ResultDifference:
-    """Compares one step in micro-batches of at most `max_samples`; repeats it in float64 if float32
-    differs."""
-    difference = compare_results(rank.run_step(samples, max_samples), reference, compiled.plan.dtype)
+    """Compares one step in micro-batches of at most `max_samples`, or its evaluation; repeats it in float64
+    if float32 differs."""
+    difference = compare_results(
+        rank.run_step(samples, max_samples, evaluates), reference, compiled.plan.dtype
+    )
     if difference.is_exact or compiled.plan.dtype:
         return difference
     double = rank.to_float64()
@@ -224,7 +260,7 @@ def _compare_step(
             compiled.user, samples
         )
         double_reference = run_eager(double.model, _batch_to_float64(compiled.user.collate(samples)), draws)
-        in_double = compare_results(double.run_step(samples, max_samples), double_reference)
+        in_double = compare_results(double.run_step(samples, max_samples, evaluates), double_reference)
     except Exception:  # the model cannot compute in float64: a dtype is spelt out
         return difference
     return in_double if in_double.is_exact else difference
@@ -327,16 +363,20 @@ class OneRankPlan:
         return OneRankPlan(*self._constructor_arguments, copy.deepcopy(self.model).double(), double=True)
 
     def run_step(
-        self, samples: Sequence[Mapping[str, Any]], max_samples: int = CHECK_MICRO_BATCH
+        self,
+        samples: Sequence[Mapping[str, Any]],
+        max_samples: int = CHECK_MICRO_BATCH,
+        evaluates: bool = False,
     ) -> LossAndGradients:
         """Returns loss and gradients of one global batch, in micro-batches of at most `max_samples` samples.
+        If it `evaluates`, dropout in glue is off.
 
         The compared model is in float32 even if the user's is partly in 16 bits; section edges then take the
         dtypes that their tensors turn out to have.
         """
         while True:
             try:
-                return self._run_step_once(samples, max_samples)
+                return self._run_step_once(samples, max_samples, evaluates)
             except EdgeDtypeMismatch as found:
                 edges = (
                     dataclasses.replace(e, dtype=found.dtype) if e.name == found.edge else e
@@ -344,7 +384,9 @@ class OneRankPlan:
                 )
                 self.plan = dataclasses.replace(self.plan, edges=tuple(edges))
 
-    def _run_step_once(self, samples: Sequence[Mapping[str, Any]], max_samples: int) -> LossAndGradients:
+    def _run_step_once(
+        self, samples: Sequence[Mapping[str, Any]], max_samples: int, evaluates: bool
+    ) -> LossAndGradients:
         plan = dataclasses.replace(
             self.plan, sections=_with_uneven_micro_batches(self.plan.sections, max_samples)
         )
@@ -378,6 +420,7 @@ class OneRankPlan:
             Transport(plan, 0, CPU_DEVICE),
             lambda _: None,
             ChromeTrace(None, 0, CPU_DEVICE),
+            evaluates=evaluates,
         )
         with installed_temporarily(self.model, plan.rewrites, self._fused_source):
             loss = engine.run_step(

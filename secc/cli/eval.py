@@ -1,0 +1,66 @@
+"""`secc eval PLAN/ --resume DIR`: evaluates the weights of a checkpoint on `eval_dataset()`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from secc.cli.compile import JSON_OPTION
+from secc.cli.console import out, print_json, print_table
+from secc.cli.explain import PLAN_ARGUMENT
+from secc.cli.run import CONTEXT as CONTEXT  # options of run.py that are not listed here are passed on
+
+
+def command(
+    context: typer.Context,
+    plan: PLAN_ARGUMENT,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="a checkpoint, or a folder of them (default: initial weights)", metavar="DIR"),
+    ] = None,
+    eval_batch: Annotated[
+        int | None,
+        typer.Option(help="samples that are evaluated together (default: the global batch)", min=1),
+    ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="evaluate the averaged weights of a run with --ema")
+    ] = False,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="directory of metrics.jsonl (default: PLAN/logs)")
+    ] = None,
+    json: JSON_OPTION = False,
+) -> None:
+    """Evaluate a checkpoint, or the initial weights, on the eval_dataset() of the model file: the loss over
+    the whole set, further scalars, and metrics()."""
+    from secc.report.text_table import TextTable
+    from secc.runtime.training.supervisor import run_plan
+
+    logs = (log_dir or plan / "logs").resolve()
+    metrics = logs / "metrics.jsonl"
+    before = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    arguments = ["--log-dir", str(logs), "--eval-only", "ema" if ema else "trained"]
+    arguments += ["--resume", str(resume)] if resume is not None else []
+    arguments += ["--eval-batch", str(eval_batch)] if eval_batch is not None else []
+    code = run_plan(plan, [*context.args, *arguments])
+    if code:
+        raise typer.Exit(code)
+    results = [_parse_line(line) for line in metrics.read_text().splitlines()[before:]]
+    if json:
+        print_json(results)
+        return
+    for result in results:
+        about = f"after step {result['step']}, {result['samples']} samples in {result['step_time_s']:.3g} s"
+        rows = tuple((name, f"{value:.6g}") for name, value in result["values"].items())
+        print_table(TextTable(f"Evaluation: {result['eval']}", ("metric", "value"), rows, about))
+    out.print(f"written to {metrics}", soft_wrap=True)
+
+
+def _parse_line(line: str) -> dict[str, Any]:
+    import json
+
+    data = json.loads(line)
+    fixed = ("step", "eval", "grad_norm", "samples", "tokens", "step_time_s")
+    values = {name: value for name, value in data.items() if name not in fixed}
+    return {name: data[name] for name in fixed if name != "grad_norm"} | {"values": values}

@@ -1,0 +1,193 @@
+"""An evaluation gives what plain PyTorch gives for the whole set as one batch in eval mode, under every kind
+of plan; averages of weights are those of a plain loop and survive a resumption under another plan."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.driver.exactness_check import check_exactness
+from secc.runtime.model.user_file import UserModel, extract_loss, load_model_file
+from secc.runtime.parameters.checkpoint import load_full_state_dict
+from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks
+
+MODELS = Path(__file__).parent.parent / "models"
+PATH = MODELS / "evaluated.py"
+
+
+def evaluate_plainly(user: UserModel, state: dict[str, torch.Tensor]) -> dict[str, dict[str, float]]:
+    """Evaluates each set as one batch."""
+    model = user.build_model()
+    model.load_state_dict(state)
+    model.eval()
+    found: dict[str, dict[str, float]] = {}
+    with torch.no_grad():
+        for name, one in user.call_function("eval_dataset").items():
+            output = model(**user.collate([one[i] for i in range(len(one))]))
+            values = {key: float(value) for key, value in output.items()}
+            found[name] = values | {
+                "accuracy": values["right"] / values["count"],
+                "perplexity": math.exp(values["ce"]),
+            }
+    return found
+
+
+def check_evaluations(lines: list[dict[str, Any]], expected: dict[str, dict[str, float]]) -> None:
+    assert [line["eval"] for line in lines] == list(expected)
+    for line in lines:
+        for key, value in expected[line["eval"]].items():
+            assert line[key] == pytest.approx(value, rel=1e-6), (line["eval"], key)
+        assert line["samples"] == {"short": 5, "long": 23}[line["eval"]] and line["tokens"] == line["count"]
+
+
+def read_evaluations(directory: Path) -> list[dict[str, Any]]:
+    return [m for m in read_metrics(directory) if "eval" in m]
+
+
+def evaluations(directory: Path, step: int) -> list[dict[str, Any]]:
+    return [m for m in read_evaluations(directory) if m["step"] == step]
+
+
+PLANS = [
+    pytest.param(3, ("vision.micro_batch=2", "body.micro_batch=3"), ("--eval-batch", "4"), id="apart"),
+    pytest.param(3, ("body.pp=2",), ("--eval-batch", "7"), id="pipeline", marks=pytest.mark.slow),
+    pytest.param(3, ("body.tp=2",), ("--comm", "rounds"), id="tensor-parallel", marks=pytest.mark.slow),
+    pytest.param(3, ("body.sharding=zero3", "body.dp=2"), (), id="zero3", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("ranks", "pins", "options"), PLANS)
+def test_an_evaluation_is_that_of_the_whole_set_in_one_batch(
+    ranks: int, pins: tuple[str, ...], options: tuple[str, ...], tmp_path: Path
+) -> None:
+    compiled = compile_and_write(
+        PATH, tmp_path / "plan", cluster=f"local:{ranks}", global_batch=8, strategy="apart", set=pins
+    )
+    assert "evaluation" not in compiled.plan.checks
+    arguments = [
+        "--log-dir",
+        str(tmp_path),
+        "--workers",
+        "0",
+        "--save",
+        str(tmp_path / "saved"),
+        "--steps",
+        "2",
+    ]
+    run_plan_ranks(tmp_path / "plan", compiled.plan.world_size, [*arguments, "--eval-every", "2", *options])
+    user = load_model_file(PATH)
+    user.use_plan_inputs(compiled.plan.inputs)
+    check_evaluations(
+        evaluations(tmp_path, 2), evaluate_plainly(user, load_full_state_dict(tmp_path / "saved"))
+    )
+
+
+@pytest.mark.gloo
+def test_averaged_weights_are_those_of_a_plain_loop_and_resume_under_another_plan(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(PATH.read_text().replace("DROPOUT = 0.2", "DROPOUT = 0.0"))
+    for name, choices in {"one": (), "two": ("body.sharding=zero2", "body.dp=2")}.items():
+        compile_and_write(
+            path,
+            tmp_path / name,
+            check=False,
+            cluster="local:3",
+            global_batch=8,
+            strategy="apart",
+            set=choices,
+        )
+    common = ["--workers", "0", "--save", str(tmp_path / "saved"), "--ema", "0.7", "--eval-batch", "6"]
+    kept = ["--keep-best", "eval/long_loss", "--eval-every", "1", "--log-dir", str(tmp_path)]
+    ranks = {
+        name: json.loads((tmp_path / name / "plan.json").read_text())["world_size"] for name in ("one", "two")
+    }
+    run_plan_ranks(tmp_path / "one", ranks["one"], [*common, *kept, "--steps", "2"])
+    resumed = [*common, *kept, "--steps", "4", "--resume", str(tmp_path / "saved")]
+    run_plan_ranks(tmp_path / "two", ranks["two"], resumed)
+
+    user = load_model_file(path)
+    torch.manual_seed(0)
+    model = user.build_model()
+    average = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = user.build_optimizer(list(model.named_parameters()))
+    for step in range(4):
+        optimizer.zero_grad()
+        model(**user.collate([user.load_sample(8 * step + i) for i in range(8)]))["loss"].backward()
+        optimizer.step()
+        for name, p in model.named_parameters():
+            average[name].lerp_(p.detach(), 1 - 0.7)
+    saved = load_full_state_dict(tmp_path / "saved", averaged=True)
+    for name, value in average.items():
+        torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=1e-6)
+    assert not torch.equal(saved["head.weight"], load_full_state_dict(tmp_path / "saved")["head.weight"])
+    check_evaluations(evaluations(tmp_path, 4), evaluate_plainly(user, saved))
+    losses = {m["step"]: m["loss"] for m in read_evaluations(tmp_path) if m["eval"] == "long"}
+    best = json.loads((tmp_path / "saved" / "best" / "best.json").read_text())
+    assert best["value"] == min(losses.values()) == losses[best["step"]] and list(losses) == [1, 2, 3, 4]
+    assert (tmp_path / "saved" / "best" / f"step_{best['step']:08d}").is_dir()
+
+    # `secc eval` of the averages gives the same, on the other plan.
+    only = ["--eval-only", "ema", "--resume", str(tmp_path / "saved"), "--log-dir", str(tmp_path / "eval")]
+    run_plan_ranks(tmp_path / "one", ranks["one"], [*only, "--workers", "0"])
+    check_evaluations(evaluations(tmp_path / "eval", 4), evaluate_plainly(user, saved))
+
+
+@pytest.mark.gloo
+def test_training_ends_early_without_a_better_value(tmp_path: Path) -> None:
+    text = (
+        PATH.read_text()
+        + "\n\ndef optimizer(params):\n    return torch.optim.SGD(params, lr=0.1, maximize=True)\n"
+    )
+    (tmp_path / "model.py").write_text(text)
+    compile_and_write(
+        tmp_path / "model.py", tmp_path / "plan", check=False, cluster="local:1", global_batch=8
+    )
+    arguments = [
+        "--log-dir",
+        str(tmp_path),
+        "--workers",
+        "0",
+        "--save",
+        str(tmp_path / "saved"),
+        "--steps",
+        "20",
+    ]
+    arguments += ["--eval-every", "2", "--keep-best", "eval/long_loss", "--patience", "2"]
+    run_plan_ranks(tmp_path / "plan", 1, arguments)
+    assert [m["step"] for m in read_evaluations(tmp_path) if m["eval"] == "long"] == [2, 4, 6]
+    assert (tmp_path / "saved" / "step_00000006").is_dir()
+    assert json.loads((tmp_path / "saved" / "best" / "best.json").read_text())["step"] == 2
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_set_has_common_widths_if_padding_reaches_the_loss(tmp_path: Path) -> None:
+    text = (MODELS / "padded_mean.py").read_text()
+    (tmp_path / "model.py").write_text(text + "\n\ndef eval_dataset():\n    return dataset()\n")
+    compiled = compile_and_write(tmp_path / "model.py", tmp_path / "plan", cluster="local:2", global_batch=4)
+    assert compiled.plan.widths == "global"
+    arguments = ["--log-dir", str(tmp_path), "--workers", "0", "--eval-only", "trained", "--eval-batch", "3"]
+    run_plan_ranks(tmp_path / "plan", compiled.plan.world_size, arguments)
+    user = load_model_file(tmp_path / "model.py")
+    torch.manual_seed(0)
+    model, samples = user.build_model().eval(), [user.load_sample(i) for i in range(len(user.dataset()))]
+    with torch.no_grad():
+        expected = float(extract_loss(model(**user.collate(samples))))
+    assert [m["loss"] for m in read_metrics(tmp_path)] == [pytest.approx(expected, rel=1e-6)]
+
+
+def test_a_forward_that_does_something_else_in_eval_mode_cannot_be_evaluated(tmp_path: Path) -> None:
+    text = PATH.read_text().replace(
+        "logits = self.head(hidden)", "logits = self.head(hidden * (2.0 if self.training else 1.0))"
+    )
+    (tmp_path / "model.py").write_text(text)
+    compiled = check_exactness(compile_model(tmp_path / "model.py", CompileOptions(global_batch=8)))
+    assert "self.training" in str(compiled.plan.checks["evaluation"])
