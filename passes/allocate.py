@@ -349,7 +349,7 @@ def _write_section(
 ) -> None:
     """FLOPs and parameters are those of the whole section; what is saved, and times, those of one rank of a
     replica."""
-    rank = work.rank_load(load, chosen.tp, chosen.pp)
+    rank = work.rank_load(load, chosen.tp, chosen.pp, chosen.ep)
     forward_ns, backward_ns = micro_batch_time_expressions(
         work, rank, chosen.dp, chosen.sharding, chosen.recompute
     )
@@ -368,4 +368,4 @@ def _write_section(
         "label": StringAttr(rank.label),
         "forward_ns": StringAttr(forward_ns),
         "backward_ns": StringAttr(backward_ns),
-    }
+    } | ({"ep": int_attr(chosen.ep)} if chosen.ep > 1 else {})

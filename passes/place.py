@@ -127,7 +127,7 @@ def _nodes_of_kind(cluster: Cluster, ranks: tuple[int, ...]) -> range:
 
 def _gradient_sum(work: Workload, load: SectionLoad, section: SectionOp, group: str) -> GradientSum:
     tp, pp = _mesh_size(section, "tp"), _mesh_size(section, "pp")
-    size = compute_rank_load(load, tp, pp, work.cluster).cost.gradient_sum_bytes
+    size = compute_rank_load(load, tp, pp, work.cluster, _mesh_size(section, "ep")).cost.gradient_sum_bytes
     return GradientSum(group, size, pp, tp, sharded=(get_string(section, "sharding") or "none") != "none")
 
 

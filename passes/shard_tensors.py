@@ -20,7 +20,7 @@ from xdsl.ir import SSAValue
 from xdsl.passes import ModulePass
 
 from secc.errors import ImpossibleChoice, UserError
-from secc.ir.analysis.dataflow import get_string
+from secc.ir.analysis.dataflow import get_number, get_string
 from secc.ir.analysis.tp_layouts import dividing_tp, feasible_tp, make_cut_op, shared_sizes, undivided_sizes
 from secc.ir.analysis.vocab_sharding import VocabPart, VocabSpread, is_wide
 from secc.ir.dialect.ops import (
@@ -40,6 +40,16 @@ from secc.ir.dialect.typed_attributes import UnsplitAttr
 from secc.runtime.plan.schema import Shard
 from secc.runtime.plan.unsplit_reason import SharedSize, UnsplitKind, UnsplitReason
 
+# Why experts are not split among ranks.
+EXPERT_REASONS = frozenset(
+    {
+        UnsplitKind.UNEVEN_EXPERTS,
+        UnsplitKind.UNEVEN_EXPERT_COUNT,
+        UnsplitKind.EXPERTS_BY_SEQUENCE,
+        UnsplitKind.EXPERTS_INEXACT,
+    }
+)
+
 
 @dataclass(frozen=True)
 class ShardTensors(ModulePass):
@@ -58,9 +68,14 @@ class ShardTensors(ModulePass):
 
 
 def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) -> None:
-    blocks = strings_of(section.blocks)
+    blocks, ep = strings_of(section.blocks), int(get_number(section, "ep") or 1)
+    own = [
+        c
+        for c in graph.cuts
+        if (c.tp.data, 1 if c.ep is None else c.ep.data) == (tp, ep) and c.block.data in blocks
+    ]
     # A block may lie in another one (an embedding that is also called by itself), and is cut once.
-    cuts = list({c.path.data: c for c in graph.cuts if c.tp.data == tp and c.block.data in blocks}.values())
+    cuts = list({c.path.data: c for c in own}.values())
     name = f"{get_string(section, 'pipeline') or section.sym.data}.tp={tp}"
     if assume and not cuts:
         if tp in feasible_tp(graph, section):
@@ -75,6 +90,9 @@ def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) ->
         raise ImpossibleChoice(
             UserError(f"{name} is impossible: {heads[0]}", remedy=_suggest_tp(whole, heads)), [name]
         )
+    if ep > 1:
+        with_experts = [path for path in blocks if "experts" in graph.blocks[path].attributes]
+        _require_split_experts(whole, ep, cuts, with_experts)
     kept, why = _select_usable_cuts(graph, section, cuts, set(by_tokens))
     split = {shard.parameter.data for cut in kept for shard in cut.shards}
     why += [
@@ -82,7 +100,8 @@ def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) ->
         for parameter in _matrices_read_by_glue(graph, section)
         if parameter not in split
     ]
-    computes_parts = any(style.kind.data in {"colwise", "experts"} for cut in kept for style in cut.styles)
+    kinds = {style.kind.data for cut in kept for style in cut.styles}
+    computes_parts = not kinds.isdisjoint({"colwise", "experts", "routed"})
     uneven = not computes_parts and any(reason.value.is_uneven for reason in unsplit)
     if uneven or not any(cut.styles.data for cut in kept):
         reasons = unsplit + why
@@ -100,6 +119,18 @@ def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) ->
         "partial": strings_attr(parameter for cut in kept for parameter in strings_of(cut.partial)),
         "whole": ArrayAttr([*(reason for cut in kept for reason in cut.whole), *why]),
     }
+
+
+def _require_split_experts(section: str, ep: int, cuts: list[CutOp], with_experts: list[str]) -> None:
+    """Raises ImpossibleChoice if some experts of a section, which are in these blocks, do not form `ep`
+    parts."""
+    split = {c.block.data for c in cuts if any(style.kind.data == "routed" for style in c.styles)}
+    unsplit = [reason for cut in cuts for reason in cut.whole]
+    of_experts = [reason for reason in unsplit if reason.value.kind in EXPERT_REASONS]
+    if of_experts or not split.issuperset(with_experts):
+        cause = next(iter(of_experts or unsplit), "this ep was not tested during compilation")
+        message, remedy = f"{section}.ep={ep} is impossible: {cause}", f"leave {section}.ep out"
+        raise ImpossibleChoice(UserError(message, remedy=remedy), [f"{section}.ep={ep}"])
 
 
 def _untested_tp_error(name: str, tp: int, sizes: Sequence[SharedSize], possible: Sequence[int]) -> UserError:

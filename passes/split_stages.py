@@ -259,9 +259,9 @@ def _weight_permille(work: Workload, load: SectionLoad) -> int:
 
 def _rank_load(work: Workload, section: SectionOp) -> SectionLoad:
     """A section's load on one of its ranks."""
-    tp, pp = int(get_number(section, "tp") or 1), int(get_number(section, "pp") or 1)
+    tp, pp, ep = (int(get_number(section, key) or 1) for key in ("tp", "pp", "ep"))
     return compute_rank_load(
-        work.loads[section.sym.data], tp, pp, work.cluster.view_of_ranks(_ranks_of(section))
+        work.loads[section.sym.data], tp, pp, work.cluster.view_of_ranks(_ranks_of(section)), ep
     )
 
 

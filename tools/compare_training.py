@@ -24,7 +24,7 @@ from secc.frontend.dataset.eager_reference import GRADIENT_FLOOR, GRADIENT_TOLER
 from secc.runtime.model.user_file import load_model_file
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.schema import Plan
-from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut
+from secc.runtime.tensor_parallel.parameter_cuts import cut_of_shard
 from tools.train_plain import train_model
 
 PRELOADED_MODULES = ["secc.runtime.training.trainer", "torch.distributed.checkpoint", "torch._dynamo"] + [
@@ -141,10 +141,7 @@ def _assemble_gradient(
     ]
     if shard is None:
         return _join_slices(places[0], shape)
-    cuts = [
-        ParameterCut(shape, shard.dim, shard.parts, place, section.mesh.tp)
-        for place in range(section.mesh.tp)
-    ]
+    cuts = [cut_of_shard(shard, shape, place, section.mesh.tp) for place in range(section.mesh.tp)]
     own = [_join_slices(some, cut.local_shape) for some, cut in zip(places, cuts, strict=True)]
     if all(g is None for g in own):
         return None
@@ -153,7 +150,8 @@ def _assemble_gradient(
         assert part is not None
         sizes = [stop - start for start, stop in cut.ranges]
         for (start, stop), piece in zip(cut.ranges, part.split(sizes, cut.dim), strict=True):
-            whole.narrow(cut.dim, start, stop - start).copy_(piece)
+            experts = whole[slice(*cut.experts)] if cut.ep > 1 else whole
+            experts.narrow(cut.dim, start, stop - start).copy_(piece)
     return whole
 
 

@@ -225,10 +225,16 @@ def record(
     return check
 
 
-def dataclass_of(cls: Any, shapes: Mapping[str, Shape], left_out: Sequence[str] = ()) -> Shape:
-    """An object with exactly the fields of a dataclass but those `left_out`; gives the dataclass."""
+def dataclass_of(
+    cls: Any, shapes: Mapping[str, Shape], left_out: Sequence[str] = (), optional: Sequence[str] = ()
+) -> Shape:
+    """An object with exactly the fields of a dataclass but those `left_out`; gives the dataclass. `optional`
+    ones, which older files lack, have the dataclass's defaults."""
     names = [f.name for f in dataclasses.fields(cls) if f.name not in left_out]
-    fields = record({name: shapes[name] for name in names})
+    fields = record(
+        {name: shapes[name] for name in names if name not in optional},
+        {name: shapes[name] for name in optional},
+    )
     return lambda value: cls(**fields(value))
 
 

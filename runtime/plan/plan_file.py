@@ -102,7 +102,14 @@ _EXPRESSIONS = shapes.items_of(_expression, _MAX_DIM + 1)
 
 _MESH = shapes.dataclass_of(
     schema.Mesh,
-    {"ranks": shapes.items_of(_RANK, MAX_RANKS, 1), "dp": _DEGREE, "pp": _DEGREE, "tp": _DEGREE},
+    {
+        "ranks": shapes.items_of(_RANK, MAX_RANKS, 1),
+        "dp": _DEGREE,
+        "pp": _DEGREE,
+        "tp": _DEGREE,
+        "ep": _DEGREE,
+    },
+    optional=("ep",),
 )
 _COST = shapes.dataclass_of(
     schema.Cost,
@@ -138,7 +145,14 @@ _SECTION_FIELDS: dict[str, Shape] = {
     "weight_permille": shapes.integer(0, 1000),
     "shards": shapes.items_of(
         shapes.dataclass_of(
-            schema.Shard, {"name": _TEXT, "dim": _DIM, "parts": shapes.items_of(_POSITIVE, least=1)}
+            schema.Shard,
+            {
+                "name": _TEXT,
+                "dim": _DIM,
+                "parts": shapes.items_of(_POSITIVE, least=1),
+                "ep": _DEGREE,
+            },
+            optional=("ep",),
         )
     ),
     "styles": shapes.items_of(shapes.dataclass_of(schema.ModuleStyle, {"module": _TEXT, "kind": _TEXT})),
@@ -180,9 +194,10 @@ def _stage_problem(stage: Section, first: Section, number: int) -> MalformedValu
         return shapes.expected(f"stage {number}", stage.stage).inside("stage")
     if not stage.pipeline or stage.pipeline != first.pipeline:
         return shapes.expected("the pipeline's name", stage.pipeline).inside("pipeline")
-    same = (stage.mesh.dp, stage.mesh.tp, stage.micro_batch) == (
+    same = (stage.mesh.dp, stage.mesh.tp, stage.mesh.ep, stage.micro_batch) == (
         first.mesh.dp,
         first.mesh.tp,
+        first.mesh.ep,
         first.micro_batch,
     )
     if not same or stage.mesh.pp != 1:
@@ -578,6 +593,9 @@ def _check_section(plan: Plan, section: Section, symbols: set[str], optional_key
     if len(mesh.ranks) != mesh.dp * mesh.pp * mesh.tp:
         message = f"expected dp * pp * tp = {mesh.dp * mesh.pp * mesh.tp} ranks, got {len(mesh.ranks)}"
         raise MalformedValue(message, f"{place}.mesh.ranks")
+    if mesh.tp % mesh.ep:
+        message = f"expected a divisor of the {mesh.tp} ranks of a replica, got {mesh.ep}"
+        raise MalformedValue(message, f"{place}.mesh.ep")
     if max(mesh.ranks) >= plan.world_size or len(set(mesh.ranks)) < len(mesh.ranks):
         message = f"expected different ranks below the plan's {plan.world_size}"
         raise MalformedValue(message, f"{place}.mesh.ranks")
@@ -597,6 +615,9 @@ def _check_section(plan: Plan, section: Section, symbols: set[str], optional_key
         sizes = _parameter_sizes(plan.model.parameters[shard.name])
         if shard.dim >= len(sizes) or sum(shard.parts) != sizes[shard.dim]:
             raise MalformedValue(f"expected parts of one dim of {sizes}", where)
+        if mesh.tp % shard.ep or sizes[0] % shard.ep or (shard.ep > 1 and shard.dim == 0):
+            message = f"expected a divisor of {mesh.tp} ranks and of {sizes[0]} experts, got {shard.ep}"
+            raise MalformedValue(message, f"{where}.ep")
 
 
 def _check_edges(plan: Plan, symbols: set[str]) -> None:

@@ -64,12 +64,16 @@ class Input:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a section, ordered (dp, pp, tp) with tp fastest; `len(ranks) == dp * pp * tp`."""
+    """The ranks of a section, ordered (dp, pp, tp) with tp fastest; `len(ranks) == dp * pp * tp`.
+
+    `ep` parts of the experts lie on the ranks that hold copies of the section; it adds no ranks.
+    """
 
     ranks: tuple[int, ...]
     dp: int = 1
     pp: int = 1
     tp: int = 1
+    ep: int = 1
 
 
 @dataclass(frozen=True)
@@ -94,11 +98,15 @@ class Cost:
 class Shard:
     """A parameter cut along `dim` over the ranks of a tensor-parallel replica; `parts` are the sizes of
     blocks stored one after another in that dim, each cut by itself.
+
+    With `ep` above 1, dim 0 (experts) is cut into `ep` blocks first, and the ranks of one block, which are
+    consecutive, share it along `dim`.
     """
 
     name: str
     dim: int
     parts: tuple[int, ...]
+    ep: int = 1
 
 
 @dataclass(frozen=True)
@@ -359,7 +367,7 @@ def join_stages(stages: tuple[Section, ...]) -> Section:
         mode=max((s.mode for s in stages), key=("forward", "dgrad", "train").index),
         blocks=tuple(dict.fromkeys(b for s in stages for b in s.blocks)),
         params=tuple(dict.fromkeys(p for s in stages for p in s.params)),
-        mesh=Mesh(ranks, dp, len(stages), tp),
+        mesh=Mesh(ranks, dp, len(stages), tp, first.mesh.ep),
         memory_gib=max(s.memory_gib for s in stages),
         cost=dataclasses.replace(
             costs[0],

@@ -18,6 +18,7 @@ class UnsplitKind(StrEnum):
     UNEVEN_HEADS = "uneven_heads"
     UNEVEN_OUTPUTS = "uneven_outputs"
     UNEVEN_EXPERTS = "uneven_experts"
+    UNEVEN_EXPERT_COUNT = "uneven_expert_count"
     # Code that cannot run on one rank's part of a tensor (`secc.runtime.tensor_parallel.rules`).
     WRITES_INTO_WHOLE = "writes_into_whole"
     DIFFERENT_PARTS = "different_parts"
@@ -72,6 +73,7 @@ SENTENCES: dict[UnsplitKind, str] = {
     UnsplitKind.UNEVEN_HEADS: "tp={tp} does not divide {size} heads",
     UnsplitKind.UNEVEN_OUTPUTS: "tp={tp} does not divide its {size} outputs",
     UnsplitKind.UNEVEN_EXPERTS: "tp={tp} does not divide the inner width of its experts into parts of {size}",
+    UnsplitKind.UNEVEN_EXPERT_COUNT: "ep={tp} does not divide its {size} experts",
     UnsplitKind.WRITES_INTO_WHOLE: "a whole tensor is changed by values that are split over ranks",
     UnsplitKind.DIFFERENT_PARTS: "its operands are split in different ways",
     UnsplitKind.OTHER_SIZE: "a split tensor meets one of another size",
@@ -136,7 +138,7 @@ class SharedSize:
 @dataclass(frozen=True)
 class UnsplitReason:
     """Why a module stays whole. `subject` names the function, parameter or error concerned; `size` is the
-    size that `tp` does not divide (0 where no size matters)."""
+    size that `tp` (of experts: `ep`) does not divide (0 where no size matters)."""
 
     kind: UnsplitKind
     subject: str = ""

@@ -1,8 +1,9 @@
 """Which part of a parameter each rank of a tensor-parallel replica holds.
 
-A parameter is cut along one dim. The dim may hold several parts side by side (queries, keys and values of a
-fused projection, the two halves of a gated one). A rank holds its share of each part, one after the other, so
-that the user's code finds each where it expects it.
+A parameter is cut along one dim; those of experts may be cut into blocks of whole experts before. The dim may
+hold several parts side by side (queries, keys and values of a fused projection, the two halves of a gated
+one). A rank holds its share of each part, one after the other, so that the user's code finds each where it
+expects it.
 """
 
 from __future__ import annotations
@@ -24,19 +25,26 @@ TensorBounds = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 @dataclass(frozen=True)
 class ParameterCut:
     """The part that rank `index` of `count` holds of a tensor of `shape`, cut along `dim`, which holds
-    `parts` side by side."""
+    `parts` side by side. With `ep` above 1, dim 0 is cut into `ep` blocks first; `count / ep` consecutive
+    ranks share a block along `dim`."""
 
     shape: torch.Size
     dim: int
     parts: tuple[int, ...]
     index: int
     count: int
+    ep: int = 1
+
+    @cached_property
+    def experts(self) -> tuple[int, int]:
+        """The rank's entries along dim 0 as (start, stop), before the tensor is cut along `dim`."""
+        return slice_bounds(self.shape[0], self.index * self.ep // self.count, self.ep)
 
     @cached_property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """The rank's entries along `dim` as (start, stop), one for each part."""
-        starts = [0, *accumulate(self.parts)]
-        shares = (slice_bounds(size, self.index, self.count) for size in self.parts)
+        starts, sharing = [0, *accumulate(self.parts)], self.count // self.ep
+        shares = (slice_bounds(size, self.index % sharing, sharing) for size in self.parts)
         return tuple(
             (offset + start, offset + stop) for offset, (start, stop) in zip(starts, shares, strict=False)
         )
@@ -45,11 +53,15 @@ class ParameterCut:
     def local_shape(self) -> torch.Size:
         """The shape of the rank's part."""
         sizes = list(self.shape)
+        if self.ep > 1:
+            sizes[0] = self.experts[1] - self.experts[0]
         sizes[self.dim] = sum(stop - start for start, stop in self.ranges)
         return torch.Size(sizes)
 
     def take_shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns the rank's part of `whole`, shorter along `dim` only, in memory of its own."""
+        """Returns the rank's part of `whole`, in memory of its own."""
+        if self.ep > 1:
+            whole = whole[slice(*self.experts)]
         return torch.cat(
             [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim
         ).contiguous()
@@ -58,6 +70,8 @@ class ParameterCut:
         """Translates a box of the rank's part into boxes of the whole tensor: yields (box, start, length),
         where `start` and `length` are the box's position along `dim` within the given one."""
         offsets, sizes = local
+        if self.ep > 1:
+            offsets = _replace_at(offsets, 0, offsets[0] + self.experts[0])
         first, last = offsets[self.dim], offsets[self.dim] + sizes[self.dim]
         places = [0, *accumulate(stop - start for start, stop in self.ranges)]
         for (start, _), (begin, end) in zip(self.ranges, pairwise(places), strict=True):
@@ -84,12 +98,13 @@ def find_parameter_cuts(
         ranks = next((r for r in ranks_by_replica(section) if rank in r), ())
         for shard in section.shards if len(ranks) > 1 else ():
             name = canonical[shard.name]
-            cuts[name] = _cut_of_shard(shard, shapes[name], ranks.index(rank), len(ranks))
+            cuts[name] = cut_of_shard(shard, shapes[name], ranks.index(rank), len(ranks))
     return cuts
 
 
-def _cut_of_shard(shard: Shard, shape: torch.Size, index: int, count: int) -> ParameterCut:
-    return ParameterCut(shape, shard.dim, shard.parts, index, count)
+def cut_of_shard(shard: Shard, shape: torch.Size, index: int, count: int) -> ParameterCut:
+    """Returns the part of a sharded parameter of `shape` that rank `index` of `count` holds."""
+    return ParameterCut(shape, shard.dim, shard.parts, index, count, shard.ep)
 
 
 def cut_parameters(

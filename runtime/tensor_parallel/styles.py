@@ -6,6 +6,8 @@ parts into the whole.
     gather    colwise with gathered outputs: a head over the vocabulary in a module that needs whole logits
     experts   each rank has a part of the inner width of experts stored as parameters of the module: whole
               input, outputs are summed; of the module's whole parameters each rank counts a share
+    routed    each rank has some experts of the module, or ranks that share these have a part of their inner
+              width: the module gets the tokens routed to them, outputs are summed (`expert_parallel`)
     vocab     each rank has some rows of an embedding: rows of other ranks count as zero, outputs are summed
     sequence  a layer that works on some positions on each rank (`sequence_parallel`); inside of it:
     join      modules that receive all positions,
@@ -29,8 +31,9 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from secc.runtime.plan.replica_routes import slice_bounds
-from secc.runtime.plan.schema import ModuleStyle, Plan
+from secc.runtime.plan.schema import ModuleStyle, Plan, Shard
 from secc.runtime.tensor_parallel.autograd_collectives import ShardedRegion, gather_last_dim
+from secc.runtime.tensor_parallel.expert_parallel import route_to_own_experts
 from secc.runtime.tensor_parallel.linear_modules import LinearModule, as_embedding, as_linear
 from secc.runtime.tensor_parallel.replica_group import ReplicaGroup
 from secc.runtime.tensor_parallel.rules.mark import ShardMark, set_mark
@@ -38,37 +41,37 @@ from secc.runtime.tensor_parallel.shape_mode import WholeShapeMode, in_whole_sha
 
 Forward = Callable[..., Any]
 Exchange = Callable[[torch.Tensor], torch.Tensor]  # a collective of the replica
-OwnParts = Mapping[str, tuple[int, ...]]  # the parts of each cut parameter of the module itself
+OwnShards = Mapping[str, Shard]  # the module's own parameters that are cut
 
 
 def install_styles(plan: Plan, model: nn.Module, groups: Mapping[str, ReplicaGroup]) -> None:
     """Wraps the modules of this rank's sections, after their parameters have been cut."""
     for section in plan.sections:
         if section.name in groups:
-            parts = {s.name: s.parts for s in section.shards}
-            apply_styles(model, section.styles, groups[section.name], parts)
+            apply_styles(model, section.styles, groups[section.name], section.shards)
 
 
 def apply_styles(
-    root: nn.Module, styles: Iterable[ModuleStyle], group: ReplicaGroup, parts: Mapping[str, tuple[int, ...]]
+    root: nn.Module, styles: Iterable[ModuleStyle], group: ReplicaGroup, shards: Iterable[Shard]
 ) -> None:
-    """Wraps the modules of `styles`, at paths relative to `root`. `parts`: of each cut parameter, by name."""
-    region = ShardedRegion(group)
+    """Wraps the modules of `styles`, at paths relative to `root`, after parameters were cut as `shards`
+    says."""
+    region, by_name = ShardedRegion(group), {shard.name: shard for shard in shards}
     for style in styles:
         module, prefix = root.get_submodule(style.module), f"{style.module}." if style.module else ""
         own = {
-            name: parts[f"{prefix}{name}"]
+            name: by_name[f"{prefix}{name}"]
             for name, _ in module.named_parameters(recurse=False)
-            if f"{prefix}{name}" in parts
+            if f"{prefix}{name}" in by_name
         }
         module.forward = _STYLE_WRAPPERS[style.kind](module, region, own)
 
 
-def _wrap_colwise(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
-    return _wrap_cut_outputs(module, own["weight"], region)
+def _wrap_colwise(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
+    return _wrap_cut_outputs(module, own["weight"].parts, region)
 
 
-def _wrap_rowwise(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
+def _wrap_rowwise(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
     return _wrap_cut_inputs(module, region.reduce_output)
 
 
@@ -100,10 +103,10 @@ def _wrap_cut_inputs(module: nn.Module, leave: Exchange) -> Forward:
     return forward
 
 
-def _wrap_gather(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
+def _wrap_gather(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
     linear, group = _require_linear(module), region.group
     linear.set_sizes(linear.out_features, linear.in_features)
-    inner, sizes = module.forward, _rank_sizes(sum(own["weight"]), group)
+    inner, sizes = module.forward, _rank_sizes(sum(own["weight"].parts), group)
 
     @functools.wraps(inner)
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +115,7 @@ def _wrap_gather(module: nn.Module, region: ShardedRegion, own: OwnParts) -> For
     return forward
 
 
-def _wrap_experts(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
+def _wrap_experts(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
     inner, whole = (
         module.forward,
         [name for name, _ in module.named_parameters(recurse=False) if name not in own],
@@ -126,6 +129,10 @@ def _wrap_experts(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Fo
         return tree_map(partial(_exchange_floats, region.reduce_output), out)
 
     return forward
+
+
+def _wrap_routed(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
+    return route_to_own_experts(module, region, own.values())
 
 
 def _exchange_floats(exchange: Exchange, value: Any) -> Any:
@@ -144,10 +151,10 @@ def _share_parameters(module: nn.Module, names: Sequence[str], count: int) -> It
             del vars(module)[name]
 
 
-def _wrap_vocab(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
+def _wrap_vocab(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
     table, group = as_embedding(module), region.group
     assert table is not None
-    start, stop = slice_bounds(sum(own["weight"]), group.index, group.size)
+    start, stop = slice_bounds(sum(own["weight"].parts), group.index, group.size)
     table.num_embeddings = stop - start
     if table.padding_idx is not None:
         table.padding_idx = table.padding_idx - start if start <= table.padding_idx < stop else None
@@ -162,7 +169,7 @@ def _wrap_vocab(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forw
     return forward
 
 
-def _wrap_sequence(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
+def _wrap_sequence(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
     inner, positions = module.forward, region.positions
 
     @functools.wraps(inner)
@@ -175,7 +182,7 @@ def _wrap_sequence(module: nn.Module, region: ShardedRegion, own: OwnParts) -> F
     return forward
 
 
-def _wrap_join(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
+def _wrap_join(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
     inner, positions = module.forward, region.positions
 
     @functools.wraps(inner)
@@ -188,15 +195,15 @@ def _wrap_join(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forwa
     return forward
 
 
-def _wrap_columns(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
-    return _wrap_cut_outputs(module, own["weight"], lambda x: x)
+def _wrap_columns(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
+    return _wrap_cut_outputs(module, own["weight"].parts, lambda x: x)
 
 
-def _wrap_scatter(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
+def _wrap_scatter(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
     return _wrap_cut_inputs(module, region.positions.reduce_scatter_positions)
 
 
-def _wrap_shapes(module: nn.Module, region: ShardedRegion, own: OwnParts) -> Forward:
+def _wrap_shapes(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
     inner, group = module.forward, region.group
 
     @functools.wraps(inner)
@@ -207,11 +214,12 @@ def _wrap_shapes(module: nn.Module, region: ShardedRegion, own: OwnParts) -> For
     return forward
 
 
-_STYLE_WRAPPERS: dict[str, Callable[[nn.Module, ShardedRegion, OwnParts], Forward]] = {
+_STYLE_WRAPPERS: dict[str, Callable[[nn.Module, ShardedRegion, OwnShards], Forward]] = {
     "colwise": _wrap_colwise,
     "rowwise": _wrap_rowwise,
     "gather": _wrap_gather,
     "experts": _wrap_experts,
+    "routed": _wrap_routed,
     "vocab": _wrap_vocab,
     "sequence": _wrap_sequence,
     "join": _wrap_join,

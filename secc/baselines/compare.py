@@ -140,7 +140,8 @@ class BaselineComparison:
 
     def _longest_update_ns(self, layout: BaselineLayout) -> int:
         parts = (
-            (self.space.rank_load(n, p.chosen.tp, p.chosen.pp), p.chosen) for n, p in layout.sections.items()
+            (self.space.rank_load(n, p.chosen.tp, p.chosen.pp, p.chosen.ep), p.chosen)
+            for n, p in layout.sections.items()
         )
         return max(gradient_and_optimizer_ns(self.base.work, load, c.dp, c.sharding) for load, c in parts)
 

@@ -218,7 +218,7 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
     """Yields a section's stages with equal times; the section itself without a pipeline."""
     layout_of_section = layout.sections[section.name]
     c = layout_of_section.chosen
-    rank = compute_rank_load(base.work.loads[section.name], c.tp, c.pp, base.work.cluster)
+    rank = compute_rank_load(base.work.loads[section.name], c.tp, c.pp, base.work.cluster, c.ep)
     cost = Cost(
         rank.forward_ns,
         rank.backward_ns[c.recompute],
@@ -234,7 +234,7 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
         yield dataclasses.replace(
             section,
             **stage_fields,
-            mesh=Mesh(stage_ranks, c.dp, 1, c.tp),
+            mesh=Mesh(stage_ranks, c.dp, 1, c.tp, c.ep),
             params=shares[i],
             cost=cost,
             micro_batch=base.plan.global_batch,  # tokens and bytes bound what is packed

@@ -73,8 +73,8 @@ class BaselineSpace:
         share = -(-self.base.work.active_sample_count(self.base.work.loads[section]) // dp)
         return [n for n in MICRO_BATCH_SIZES if n <= share] or [1]
 
-    def _rank_load(self, section: str, tp: int, pp: int) -> SectionLoad:
-        return compute_rank_load(self.base.work.loads[section], tp, pp, self.base.work.cluster)
+    def _rank_load(self, section: str, tp: int, pp: int, ep: int = 1) -> SectionLoad:
+        return compute_rank_load(self.base.work.loads[section], tp, pp, self.base.work.cluster, ep)
 
     def _recompute_variants(self, section: str, mesh: MeshShape, size: int) -> list[Candidate]:
         """A configuration under each recompute mode, the fastest first."""
@@ -93,7 +93,7 @@ class BaselineSpace:
     def _candidate_memory(self, section: str, c: Candidate) -> RankMemory:
         """Memory of a rank with micro-batches that hold as many of the largest samples as their tokens
         allow."""
-        load, work = self.rank_load(section, c.tp, c.pp), self.base.work
+        load, work = self.rank_load(section, c.tp, c.pp, c.ep), self.base.work
         size = max(
             1,
             ceil(
@@ -111,7 +111,9 @@ class BaselineSpace:
         )
 
     def _alternating_in_flight(self, section: str, c: Candidate) -> int:
-        return in_flight_alternating(self.base.work, self.rank_load(section, c.tp, c.pp), c.micro_batches)
+        return in_flight_alternating(
+            self.base.work, self.rank_load(section, c.tp, c.pp, c.ep), c.micro_batches
+        )
 
     def max_in_flight(self, section: str, c: Candidate) -> int:
         """Number of micro-batches that a rank without other sections can hold between forward and

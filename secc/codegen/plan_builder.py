@@ -173,6 +173,7 @@ def _plan_section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> sche
             attribute_value(op, "dp", 1),
             attribute_value(op, "pp", 1),
             attribute_value(op, "tp", 1),
+            attribute_value(op, "ep", 1),
         ),
         micro_batch=attribute_value(op, "micro_batch", 1),
         recompute=attribute_value(op, "recompute", "none"),

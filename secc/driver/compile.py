@@ -48,6 +48,7 @@ from secc.frontend.dataset.sampling import survey_dataset
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.frontend.fusion.declare_rewrites import declare_rewrites
 from secc.frontend.fusion.find_fusions import TracedSites, find_fusions
+from secc.frontend.tp_search.expert_cuts import annotate_experts
 from secc.frontend.tp_search.possible_tp import MappingsByLayer, annotate_possible_tp
 from secc.ir.dialect.ops import graph_of
 from secc.passes.allocate import Allocate
@@ -177,6 +178,7 @@ def compile_model(
     def make_ir(capture: Capture) -> ModuleOp:
         samples = CollatedSamples(batches, capture.constants)
         module = _build_annotated_ir(user, meta, samples, capture, width, options, clock, cache)
+        annotate_experts(module, meta)
         with clock.measure("find possible tp of blocks"):
             cluster = parse_cluster(options.cluster)
             annotate_possible_tp(module, meta, model, user, survey, samples, cluster, cache.mappings)

@@ -102,6 +102,7 @@ def _pinned_allocate_options(plan: Plan) -> dict[str, Any]:
 
 def _section_pins(s: Section) -> Iterator[str]:
     values = {"dp": s.mesh.dp, "tp": s.mesh.tp, "pp": s.mesh.pp, "micro_batch": s.micro_batch}
+    values |= {"ep": s.mesh.ep} if s.mesh.ep > 1 else {}
     words = {"sharding": s.sharding, "recompute": s.recompute}
     yield from (
         f"{s.name}.{key}={value}"

@@ -13,6 +13,7 @@ STYLE_DESCRIPTIONS = {
     "rowwise": "split by inputs",
     "gather": "split by outputs, which are gathered",
     "experts": "experts split by their inner width",
+    "routed": "each rank has some of the experts",
     "vocab": "split by rows",
     "shapes": "code sees full sizes",
     "sequence": "works on a part of the positions",

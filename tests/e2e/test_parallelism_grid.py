@@ -37,7 +37,7 @@ FAST = {
         (4, "encoder.tp=2 decoder.dp=2 decoder.sharding=zero3 decoder.micro_batch=2"),
         (3, "encoder.dp=1 decoder.pp=2 decoder.backward=split"),
     ],
-    "qwen3_moe": [(2, "tp=2 sharding=zero1 micro_batch=5")],
+    "qwen3_moe": [(2, "tp=2 sharding=zero1 micro_batch=5"), (2, "tp=2 ep=2 sharding=zero1 micro_batch=5")],
 }
 SLOW = {
     "nano": [
@@ -119,13 +119,30 @@ SLOW = {
         (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=2"),
         (4, "tp=2 pp=2 micro_batch=3 recompute=selective"),
         (4, "tp=2 dp=2 sharding=zero2 bf16"),
+        (4, "tp=2 ep=2 dp=2 sharding=zero3 recompute=full micro_batch=2"),
+        (4, "tp=2 ep=2 pp=2 micro_batch=3 recompute=selective"),
+        (4, "tp=2 ep=2 dp=2 sharding=zero2 bf16"),
     ],
     "gpt_oss": [
         (4, "tp=2 dp=2 sharding=zero1"),
         (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=1"),
+        (4, "tp=2 ep=2 dp=2 recompute=full micro_batch=1"),
     ],
+    "deepseek_v3": [
+        (4, "tp=4 ep=4 sharding=zero1 micro_batch=3"),
+        (4, "tp=4 ep=2 recompute=full micro_batch=2"),
+        (4, "tp=2 ep=2 pp=2 micro_batch=3"),
+    ],
+    "mixtral": [(4, "tp=2 ep=2 dp=2 sharding=zero2 micro_batch=1")],
+    "glm4_moe": [(2, "tp=2 ep=2 recompute=selective micro_batch=3")],
 }
-EXPERTS = ("qwen3_moe", "gpt_oss")  # which tp cuts by their inner width
+EXPERTS = (
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "mixtral",
+    "glm4_moe",
+)  # which tp cuts by their inner width, or with ep into whole experts
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +172,11 @@ def test_a_plan_trains_as_plain_pytorch(
     )
     held = {s.name: s for s in made.plan.user_sections}
     for section, key, value in ((*pin.split("=")[0].split("."), pin.split("=")[1]) for pin in _pins(pins)):
-        if key in ("tp", "pp", "dp"):
+        if key in ("tp", "pp", "dp", "ep"):
             assert getattr(held[section].mesh, key) == int(value)
         elif key in ("sharding", "recompute"):
             assert getattr(held[section], key) == value
-    cut = any(style.kind == "experts" for s in made.plan.sections for style in s.styles)
-    assert cut == (name in EXPERTS and any(s.mesh.tp > 1 for s in made.plan.sections))
+    kinds = {style.kind for s in made.plan.sections for style in s.styles} & {"experts", "routed"}
+    cut = name in EXPERTS and any(s.mesh.tp > 1 for s in made.plan.sections)
+    assert kinds == ({"routed" if "ep=" in pins else "experts"} if cut else set())
     assert model.list_differences(made, tmp_path) == []

@@ -12,9 +12,10 @@ import transformers as T
 from torch import nn
 
 from secc.frontend.tp_search.expert_cuts import find_expert_cuts
-from secc.frontend.tp_search.find_mapping import expert_shards
+from secc.frontend.tp_search.find_mapping import expert_shards, expert_style
 from secc.frontend.tp_search.verify_mapping import UnsplitModule
 from secc.runtime.plan.schema import ModuleStyle
+from secc.runtime.tensor_parallel.parameter_cuts import cut_of_shard
 from tests.tensor_parallel.model_layers import first_layer
 
 WIDTH, INNER, EXPERTS = 32, 64, 4
@@ -59,6 +60,61 @@ def test_experts_of_models_are_cut(config: Any, halves: tuple[int, ...], count: 
     assert verdict.partial_parameters == ((f"{path}.down_proj_bias",) if config is GPT_OSS else ())
 
 
+@pytest.mark.parametrize(("count", "ep"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize("config", [MIXTRAL, QWEN3, GPT_OSS])
+def test_ranks_hold_whole_experts(config: Any, count: int, ep: int) -> None:
+    """Each rank has its experts' rows of every parameter, and what is routed to others costs it nothing. Two
+    ranks that share experts cut them by their inner width, unless a bias would be added by both."""
+    module, args, kwargs = first_layer(config)
+    cuts = find_expert_cuts(module, (args, kwargs), count, ep)
+    if config is GPT_OSS and ep < count:
+        assert cuts == {}
+        return
+    ((path, way),) = cuts.items()
+    shards = expert_shards(module.get_submodule(path), way, path)
+    sizes = {n: p.numel() for n, p in module.get_submodule(path).named_parameters(prefix=path)}
+    for index in range(count):
+        own = [cut_of_shard(s, module.get_parameter(s.name).shape, index, count).local_shape for s in shards]
+        assert sum(shape.numel() for shape in own) * count == sum(sizes.values())
+        assert {shape[0] for shape in own} == {EXPERTS // ep}
+    verdict = UnsplitModule(module, (args, kwargs)).compare_mapping(count, [expert_style(way, path)], shards)
+    assert (verdict.reason, verdict.partial_parameters) == (None, ())
+
+
+class DroppedTokens(nn.Module):
+    """Experts that each take their first two tokens only: which ones depends on other tokens of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(self.up.shape[0]):
+            rows, places = torch.where(chosen == expert)
+            rows, places = rows[::2], places[::2]
+            result = (x[rows] @ self.up[expert]).relu() @ self.down[expert]
+            out = out.index_add(0, rows, result * weights[rows, places, None])
+        return out
+
+
+def test_experts_that_drop_tokens_by_their_place_keep_to_one_part_each() -> None:
+    """A capacity is per expert, so experts on different ranks drop what they drop together."""
+    torch.manual_seed(0)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.experts = nn.Linear(WIDTH, EXPERTS), DroppedTokens()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights, chosen = self.router(x).softmax(-1).topk(2)
+            return x + self.experts(x, chosen, weights)
+
+    call = ((torch.randn(9, WIDTH, requires_grad=True),), {})
+    assert set(find_expert_cuts(Layer(), call, 2, 2)) == {"experts"}
+
+
 class Experts(nn.Module):
     """Three products of all experts at once, in plain PyTorch; `mixed` has what sums over the inner width
     before the last one."""
@@ -90,7 +146,7 @@ def test_plain_experts_are_cut_and_routers_get_whole_gradients() -> None:
     torch.manual_seed(0)
     module, call = Layer(mixed=False), ((torch.randn(6, WIDTH, requires_grad=True),), {})
     way = find_expert_cuts(module, call, 2)["experts"]
-    assert way == {"gate": (2, 1), "up": (2, 1), "down": (1, 1)}
+    assert way.inner == {"gate": (2, 1), "up": (2, 1), "down": (1, 1)}
     verdict = UnsplitModule(module, call).compare_mapping(
         2, [ModuleStyle("experts", "experts")], expert_shards(module.experts, way, "experts")
     )

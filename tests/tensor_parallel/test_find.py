@@ -202,7 +202,7 @@ def test_norms_on_parts_of_the_sequence_are_exact_and_keep_less(config: Any, cou
                     for s in cut
                 },
             )
-            apply_styles(part, styles, group, {s.name: s.parts for s in cut})
+            apply_styles(part, styles, group, cut)
             inputs = [a.detach().clone().requires_grad_() for a in args]
             return kept(part, *inputs, **kwargs)
 

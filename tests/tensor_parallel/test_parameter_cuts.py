@@ -43,9 +43,10 @@ def test_parts_of_a_parameter_reassemble(shape, data):
     dim, count = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 4))
     parts = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     shape[dim] = sum(parts)
+    ep = data.draw(st.integers(1, 3)) if dim else 1
     whole, back = torch.randn(shape), torch.zeros(shape)
-    for index in range(count):
-        cut = ParameterCut(whole.shape, dim, parts, index, count)
+    for index in range(count * ep):
+        cut = ParameterCut(whole.shape, dim, parts, index, count * ep, ep)
         own = cut.take_shard(whole)
         assert own.shape == cut.local_shape
         start = data.draw(st.integers(0, own.numel()))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 from secc.alloc.explain.cost_breakdown import break_down_memory, break_down_time, find_largest_tensor
@@ -30,6 +31,8 @@ from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Assignment, Candidate, Problem, Solution
 from secc.alloc.refine import prefetch_memory
 from secc.cost.model.section_cost import count_cost_origins
+
+LAYOUT_KEYS = ("dp", "tp", "pp", "ep", "micro_batch", "sharding", "recompute")
 
 UNLIMITED_BYTES = 1 << 62
 
@@ -153,9 +156,7 @@ def _price_alternatives(
             continue
         alternative = {
             "choice": what,
-            "layout": {
-                key: getattr(other, key) for key in ("dp", "tp", "pp", "micro_batch", "sharding", "recompute")
-            },
+            "layout": {key: getattr(other, key) for key in LAYOUT_KEYS},
             "step_time_s": value.time_ns / 10**9,
             "memory": value.memory[assignment.group[name]],
             "fits": value.memory[assignment.group[name]] <= asked.usable_bytes(other),
@@ -174,7 +175,7 @@ def _on_other_kinds(work: Workload, c: Candidate, name: str) -> Iterator[tuple[s
     """Yields the candidate on as many devices of another kind."""
     for kind, other in enumerate(work.by_kind):
         if kind != c.kind and c.ranks <= other.cluster.ranks:
-            replica = require_rank_load(other, other.loads[name], c.tp, c.pp, c.ranks)
+            replica = require_rank_load(other, other.loads[name], c.tp, c.pp, c.ranks, c.ep)
             found = price_candidate(other, replica, c.dp, c.micro_batch, c.sharding, c.recompute)
             yield f"on {other.cluster.device.kind}", replace(found, kind=kind)
 
@@ -198,7 +199,7 @@ def _change_one_choice(
         yield from _with_shape(work, load, c, f"tp={tp}", tp, c.pp)
     for pp in _adjacent_values([pp for tp, pp in allowed if tp == c.tp], c.pp):
         yield from _with_shape(work, load, c, f"pp={pp}", c.tp, pp)
-    replica = require_rank_load(work, load, c.tp, c.pp, c.ranks)
+    replica = require_rank_load(work, load, c.tp, c.pp, c.ranks, c.ep)
     for size in (c.micro_batch // 2, min(2 * c.micro_batch, samples)):
         if 0 < size != c.micro_batch:
             yield f"micro_batch={size}", price_candidate(work, replica, c.dp, size, c.sharding, c.recompute)
@@ -212,7 +213,7 @@ def _change_one_choice(
         )
     )
     for dp in _adjacent_values(counts, c.dp):
-        larger = require_rank_load(work, load, c.tp, c.pp, max(ranks, c.ranks))
+        larger = require_rank_load(work, load, c.tp, c.pp, max(ranks, c.ranks), c.ep)
         yield (
             f"dp={dp}",
             price_candidate(
@@ -236,7 +237,12 @@ def _with_shape(
         yield (
             what,
             price_candidate(
-                work, require_rank_load(work, load, tp, pp, c.ranks), dp, size, c.sharding, c.recompute
+                work,
+                require_rank_load(work, load, tp, pp, c.ranks, gcd(c.ep, tp)),
+                dp,
+                size,
+                c.sharding,
+                c.recompute,
             ),
         )
 

@@ -21,7 +21,7 @@ from secc.ir.dialect.ops import GraphOp, SectionOp
 
 # Assumed where nothing is known of how a plan was found.
 DEFAULT_SOLVER_STATUS = {"status": "FEASIBLE", "gap": "1.0", "tried": "1"}
-NUMBER_KEYS, WORD_KEYS = ("dp", "tp", "pp", "micro_batch"), ("sharding", "recompute")
+NUMBER_KEYS, WORD_KEYS = ("dp", "tp", "pp", "ep", "micro_batch"), ("sharding", "recompute")
 
 
 def list_plan_choices(graph: GraphOp) -> tuple[str, ...]:

@@ -164,7 +164,8 @@ def _candidates_of_shape(
     """Yields the candidates of one (tp, pp) that need at most `capacity` bytes. `least` is the number of
     ranks of the smallest replica."""
     modes, size_of_replica = list_sharding_and_recompute(work, load, pins), prod(shape)
-    replica = require_rank_load(work, load, *shape, ranks)
+    ep = pins.pinned_number(load.name, "ep") or 1
+    replica = require_rank_load(work, load, *shape, ranks, ep)
     most = min(ranks // size_of_replica, work.global_batch)
     if size_of_replica > least and (pins.pinned_number(load.name, "dp") or 1) > most:
         return  # the pinned dp is possible with smaller replicas only
@@ -195,6 +196,8 @@ def parallel_shapes(
         for tp in pins.number_choices(load.name, "tp", tps)
         for pp in pins.number_choices(load.name, "pp", stages)
     ]
+    ep = pins.pinned_number(load.name, "ep") or 1
+    shapes = [shape for shape in shapes if shape[0] % ep == 0] or shapes
     both_pinned = pins.pinned_number(load.name, "tp") and pins.pinned_number(load.name, "pp")
     return (
         shapes

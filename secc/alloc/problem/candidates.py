@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from math import ceil, lcm
+from math import ceil, gcd, lcm
 
 from xdsl.dialects.builtin import StringAttr
 
@@ -38,6 +38,7 @@ from secc.cost.model.zero3_cost import Zero3Collectives, zero3_collectives
 from secc.errors import UserError
 from secc.ir.analysis import sample_sizes
 from secc.ir.analysis.dataflow import get_number
+from secc.ir.analysis.tp_layouts import expert_counts
 from secc.ir.dialect.ops import GraphOp, SectionOp
 from secc.runtime.plan.expr_eval import evaluate_expr, evaluate_expr_columns
 
@@ -62,8 +63,9 @@ class SectionLoad:
     it is active for.
 
     `backward_ns` maps each recompute mode to an expression. `tp` and `pp` say how many ranks share a replica:
-    cost and times are those of one of these ranks (1, 1: the whole section). `spread` describes how the times
-    of its samples differ. The `cached_*` fields memoise results of this module's functions.
+    cost and times are those of one of these ranks (1, 1: the whole section). Its experts form `ep` parts.
+    `spread` describes how the times of its samples differ. The `cached_*` fields memoise results of this
+    module's functions.
     """
 
     section: SectionOp
@@ -76,6 +78,7 @@ class SectionLoad:
     spread: SizeSpread = field(default_factory=SizeSpread)
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     cached_numbers: dict[object, tuple[int, int]] = field(
         init=False, repr=False, compare=False, default_factory=dict[object, tuple[int, int]]
     )
@@ -127,8 +130,8 @@ class Workload:
     cached_layers: dict[str, int] = field(
         init=False, repr=False, compare=False, default_factory=dict[str, int]
     )
-    cached_rank_loads: dict[tuple[str, int, int], SectionLoad] = field(
-        init=False, repr=False, compare=False, default_factory=dict[tuple[str, int, int], SectionLoad]
+    cached_rank_loads: dict[tuple[str, int, int, int], SectionLoad] = field(
+        init=False, repr=False, compare=False, default_factory=dict[tuple[str, int, int, int], SectionLoad]
     )
     cached_sizes: dict[tuple[frozenset[str], int], dict[str, int]] = field(
         init=False,
@@ -183,11 +186,12 @@ class Workload:
             loads={name: compute_rank_load(load, 1, 1, cluster) for name, load in self.loads.items()},
         )
 
-    def rank_load(self, load: SectionLoad, tp: int, pp: int) -> SectionLoad:
-        """Load of a section on one rank of its replicas of `tp * pp` ranks (memoised)."""
-        key = load.name, tp, pp
+    def rank_load(self, load: SectionLoad, tp: int, pp: int, ep: int = 1) -> SectionLoad:
+        """Load of a section on one rank of its replicas of `tp * pp` ranks, with experts in `ep` parts
+        (memoised)."""
+        key = load.name, tp, pp, ep
         if key not in self.cached_rank_loads:
-            self.cached_rank_loads[key] = compute_rank_load(load, tp, pp, self.cluster)
+            self.cached_rank_loads[key] = compute_rank_load(load, tp, pp, self.cluster, ep)
         return self.cached_rank_loads[key]
 
     def stackable_layers(self, load: SectionLoad) -> int:
@@ -238,8 +242,9 @@ def _build_section_load(
     )
 
 
-def compute_rank_load(whole: SectionLoad, tp: int, pp: int, cluster: Cluster) -> SectionLoad:
-    """Load of a section on one rank of its replicas of `tp * pp` ranks, given the whole section's load."""
+def compute_rank_load(whole: SectionLoad, tp: int, pp: int, cluster: Cluster, ep: int = 1) -> SectionLoad:
+    """Load of a section on one rank of its replicas of `tp * pp` ranks, with experts in `ep` parts, given the
+    whole section's load."""
     cost, device, mode = tp_pp_scaling.cost_on_rank(whole.cost, tp, pp), cluster.device, whole.mode
     all_reduce = tp_pp_scaling.tp_all_reduce_ns(cost, tp, cluster)
     measured_permille = [
@@ -263,6 +268,7 @@ def compute_rank_load(whole: SectionLoad, tp: int, pp: int, cluster: Cluster) ->
         label=roofline.time_label(cost, device),
         tp=tp,
         pp=pp,
+        ep=ep,
     )
 
 
@@ -289,10 +295,12 @@ def _order_sections(graph: GraphOp, edges: Iterable[SectionTransfer]) -> list[tu
     return placed
 
 
-def require_rank_load(work: Workload, load: SectionLoad, tp: int, pp: int, ranks: int) -> SectionLoad:
+def require_rank_load(
+    work: Workload, load: SectionLoad, tp: int, pp: int, ranks: int, ep: int = 1
+) -> SectionLoad:
     """Returns the section's load on one rank of its replicas.
 
-    Raises UserError for a `tp` or `pp` that is impossible on `ranks` ranks or for this section.
+    Raises UserError for a `tp`, `pp` or `ep` that is impossible on `ranks` ranks or for this section.
     """
     if tp * pp > ranks:
         message = (
@@ -309,7 +317,28 @@ def require_rank_load(work: Workload, load: SectionLoad, tp: int, pp: int, ranks
     if pp > max(1, layer_count):
         message = f"{load.name}.pp={pp} is impossible: the section has {layer_count} layers to cut between"
         raise UserError(message, remedy=f"set {load.name}.pp to at most {max(1, layer_count)}")
-    return work.rank_load(load, tp, pp)
+    if ep > 1:
+        _require_expert_parts(work, load, tp, ep)
+    return work.rank_load(load, tp, pp, ep)
+
+
+def _require_expert_parts(work: Workload, load: SectionLoad, tp: int, ep: int) -> None:
+    """Raises UserError if the section's experts cannot form `ep` parts on replicas of `tp` ranks."""
+    counts = expert_counts(work.graph, load.section)
+    out = f"leave {load.name}.ep out"
+    if not counts:
+        raise UserError(f"{load.name}.ep={ep} is impossible: the section has no experts", remedy=out)
+    common = gcd(*counts)
+    if common % ep:
+        possible = [n for n in range(2, common + 1) if common % n == 0 and tp % n == 0]
+        remedy = f"set {load.name}.ep to {' or '.join(map(str, possible))}" if possible else out
+        counted = " and ".join(map(str, counts))
+        raise UserError(
+            f"{load.name}.ep={ep} is impossible: it does not divide {counted} experts", remedy=remedy
+        )
+    if tp % ep:
+        message = f"{load.name}.ep={ep} is impossible: it does not divide the {tp} ranks (tp) of a replica"
+        raise UserError(message, remedy=f"set {load.name}.tp to a multiple of {ep}, or {out}")
 
 
 def list_sharding_and_recompute(work: Workload, load: SectionLoad, pins: Pins) -> list[tuple[str, str]]:
@@ -422,6 +451,7 @@ def _make_candidate(
         recompute=recompute,
         tp=load.tp,
         pp=load.pp,
+        ep=load.ep,
         sharding=sharding,
     )
 

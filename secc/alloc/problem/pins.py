@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from secc.errors import UserError
 
-PIN_NUMBERS = ("dp", "micro_batch", "tp", "pp", "micro_tokens")
+PIN_NUMBERS = ("dp", "micro_batch", "tp", "pp", "ep", "micro_tokens")
 # Values of each key, in the order of preference among equals.
 PIN_WORDS = {
     "sharding": ("none", "zero1", "zero2", "zero3"),

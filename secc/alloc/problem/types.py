@@ -20,6 +20,7 @@ class Candidate:
       memory_ahead: bytes on a rank with `in_flight` micro-batches between forward and backward, as a section
           with consumers on other ranks has them.
       rounds: how often in a step the in-flight budget is used; 1 where all forwards come first.
+      ep: number of parts that experts form, on the ranks that hold copies of the section.
       kind: index of the device kind, or `ALL_KINDS`.
       excluded: the candidate must not be chosen (`exclude_candidates`).
     """
@@ -36,6 +37,7 @@ class Candidate:
     rounds: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     recompute: str = "none"
     sharding: str = "none"
     kind: int = 0

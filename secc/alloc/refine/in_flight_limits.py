@@ -36,7 +36,7 @@ def in_flight_limit(
     `value`."""
     group, c = assignment.group, asked.sections[section][assignment.choice[section]]
     work_on_kind = work.for_kind(c.kind)
-    load = work_on_kind.rank_load(work_on_kind.loads[section], c.tp, c.pp)
+    load = work_on_kind.rank_load(work_on_kind.loads[section], c.tp, c.pp, c.ep)
     if load.mode == "forward":
         return InFlightLimit()
     same_group = [(s, i) for s, i in assignment.choice.items() if group[s] == group[section]]

@@ -201,7 +201,7 @@ class PlanEvaluator:
                 when,
                 (),
                 (),
-                Mesh(stage_ranks, c.dp, 1, c.tp),
+                Mesh(stage_ranks, c.dp, 1, c.tp, c.ep),
                 c.micro_batch,
                 c.recompute,
                 c.sharding,
@@ -217,7 +217,7 @@ class PlanEvaluator:
     def _rank_load(self, section: str, c: Candidate) -> tuple[Workload, SectionLoad]:
         """(workload on the candidate's device kind, load of the section on one rank)."""
         work = self.work.for_kind(c.kind)
-        return work, work.rank_load(work.loads[section], c.tp, c.pp)
+        return work, work.rank_load(work.loads[section], c.tp, c.pp, c.ep)
 
     # -- what the order leaves out
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from secc.frontend.dataset.survey import DatasetSurvey
 from secc.frontend.tp_search.call_collector import CallCollector, materialize_argument, materialize_module
 from secc.frontend.tp_search.expert_cuts import (
     ALIGNED_ENTRIES,
+    count_of_experts,
     divides_experts,
     expert_sizes,
     find_expert_cuts,
@@ -81,15 +83,27 @@ class ModuleLayout:
     sequence_styles: SequenceStyles = ([], ())  # styles with the sequence in parts, and what is partial then
 
 
+class Degrees(NamedTuple):
+    """The numbers of ranks that layers are split over, and of parts that their experts form."""
+
+    tp: int
+    ep: int = 1
+
+    @property
+    def smallest(self) -> Degrees:
+        """Returns the smallest degrees of the same form: experts whole on ranks, or shared by several."""
+        return Degrees(4, 2) if 1 < self.ep < self.tp else Degrees(2, min(2, self.ep))
+
+
 @dataclass(frozen=True)
 class LayoutSearch:
-    """Layouts of layers by path and tp, and the conditions they were verified under: the fused operators,
-    and whether norms work on parts of the sequence."""
+    """Layouts of layers by path and degrees, and the conditions they were verified under: the fused
+    operators, and whether norms work on parts of the sequence."""
 
     fused: FusedOperators = ((), "")
     sequence_norms: bool = False
-    layouts: Mapping[tuple[str, int], ModuleLayout] = field(
-        default_factory=dict[tuple[str, int], ModuleLayout]
+    layouts: Mapping[tuple[str, Degrees], ModuleLayout] = field(
+        default_factory=dict[tuple[str, Degrees], ModuleLayout]
     )
 
 
@@ -120,11 +134,11 @@ def annotate_layouts(
     found = search_layouts(module, subject, fused, sought).layouts
     ties = [strings_of(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
     wanted = _blocks_with_tp(graph)
-    for block, count in wanted:
+    for block, degrees in wanted:
         for path, _ in layers_to_split(subject.meta, block):
-            _add_layout_op(graph, block, path, count, found[path, count])
-        for path, cutting in _embedding_and_head_layouts(subject.meta, block, ties, count):
-            _add_layout_op(graph, block, path, count, cutting)
+            _add_layout_op(graph, block, path, degrees, found[path, degrees])
+        for path, cutting in _embedding_and_head_layouts(subject.meta, block, ties, degrees.tp):
+            _add_layout_op(graph, block, path, degrees, cutting)
     return bool(wanted)
 
 
@@ -136,15 +150,15 @@ def search_layouts(
     graph, meta = graph_of(module), subject.meta
     sequence = any(get_string(s, "norms") == "sequence" for s in graph.sections)
     wanted = [
-        (path, m, count)
-        for block, count in _blocks_with_tp(graph)
+        (path, m, degrees)
+        for block, degrees in _blocks_with_tp(graph)
         for path, m in layers_to_split(meta, block)
     ]
     same = (known.fused, known.sequence_norms) == (fused, sequence)
     found = {
         (path, n): known.layouts[path, n] for path, _, n in wanted if same and (path, n) in known.layouts
     }
-    layers = {path: m for path, m, count in wanted if (path, count) not in found}
+    layers = {path: m for path, m, degrees in wanted if (path, degrees) not in found}
     if layers:
         observer = CallCollector(
             {p: layers[p] for p in {layer_key(m): p for p, m in reversed(layers.items())}.values()}
@@ -155,17 +169,15 @@ def search_layouts(
         seeker = _LayoutSearcher(
             meta, subject.model, observer, SmallModelLayers(subject.user, subject.survey), fused, sequence
         )
-        found |= {
-            (path, count): seeker.find_layout(path, count) for path, _, count in wanted if path in layers
-        }
+        found |= {(path, d): seeker.find_layout(path, d) for path, _, d in wanted if path in layers}
     return LayoutSearch(fused, sequence, found)
 
 
-def _blocks_with_tp(graph: GraphOp) -> list[tuple[str, int]]:
-    """Returns (block, tp) for the blocks of sections with a tp above 1."""
+def _blocks_with_tp(graph: GraphOp) -> list[tuple[str, Degrees]]:
+    """Returns (block, tp and ep) for the blocks of sections with a tp above 1."""
     whole = blocks_with_settings(graph)
     return [
-        (block, tp)
+        (block, Degrees(tp, int(get_number(s, "ep") or 1)))
         for s in graph.sections
         if (tp := int(get_number(s, "tp") or 1)) > 1
         for block in strings_of(s.blocks)
@@ -221,14 +233,14 @@ class _LayoutSearcher:
         self._layouts_by_kind: dict[object, ModuleLayout] = {}
         self.sequence = sequence
 
-    def find_layout(self, path: str, count: int) -> ModuleLayout:
+    def find_layout(self, path: str, degrees: Degrees) -> ModuleLayout:
         module = self.source.get_submodule(path)
-        key = (layer_key(module), count)
+        key = (layer_key(module), degrees)
         if key not in self._layouts_by_kind:
-            self._layouts_by_kind[key] = self._search_layout(path, module, count)
+            self._layouts_by_kind[key] = self._search_layout(path, module, degrees)
         return self._layouts_by_kind[key]
 
-    def _search_layout(self, path: str, module: nn.Module, count: int) -> ModuleLayout:
+    def _search_layout(self, path: str, module: nn.Module, degrees: Degrees) -> ModuleLayout:
         size, experts = sum(p.numel() for p in module.parameters()), any(map(expert_sizes, module.modules()))
         like = (
             self.small.find_like(module)
@@ -243,21 +255,21 @@ class _LayoutSearcher:
                     p: why for p, m in module.named_modules() if as_linear(m) is not None or expert_sizes(m)
                 }
             )
-        cutting = self._find_exact_layout(path, module, like, count)
+        cutting = self._find_exact_layout(path, module, like, degrees)
         return (
             cutting
             if cutting.styles or like is None or size > LARGE_MODULE_ENTRIES
-            else self._find_exact_layout(path, module, None, count)
+            else self._find_exact_layout(path, module, None, degrees)
         )
 
     def _find_exact_layout(
-        self, path: str, module: nn.Module, like: tuple[nn.Module, ModuleCall] | None, count: int
+        self, path: str, module: nn.Module, like: tuple[nn.Module, ModuleCall] | None, degrees: Degrees
     ) -> ModuleLayout:
         """Returns a layout that was verified on `like`, a small layer with its call, or on the layer
         itself."""
-        call = self.observer.calls[path]
+        call, count = self.observer.calls[path], degrees.tp
         layer, cutting = strip_values(module, call), ModuleLayout()
-        experts, why = self._find_expert_cuts(module, *(like or (module, call)), count)
+        experts, why = self._find_expert_cuts(module, *(like or (module, call)), degrees)
         for names, cut in product(
             filter(None, (hf_column_parallel(self.meta, path), ANY_LINEAR)),
             (experts, {}) if experts else ({},),
@@ -270,7 +282,7 @@ class _LayoutSearcher:
             if not mapping.column_parallel and not cut:
                 cutting = ModuleLayout(unsplit_reasons=dict(mapping.unsplit_reasons))
             elif like is not None:
-                cutting = self._verify_on_small_layer(like, path, module, count, mapping)
+                cutting = self._verify_on_small_layer(like, path, module, degrees, mapping)
             else:
                 cutting = self._verify_mapping(path, module, call, count, mapping)
             if cutting.styles:
@@ -278,32 +290,45 @@ class _LayoutSearcher:
         return cutting
 
     def _find_expert_cuts(
-        self, module: nn.Module, like: nn.Module, call: ModuleCall, count: int
+        self, module: nn.Module, like: nn.Module, call: ModuleCall, degrees: Degrees
     ) -> tuple[dict[str, ExpertCut], dict[str, UnsplitReason]]:
         """Returns how experts inside a layer are cut, and why others stay whole, tested on `like`: the
         layer or a small one like it."""
-        found = [path for path, m in module.named_modules() if expert_sizes(m)]
+        count, ep = degrees
+        found = {path: sizes for path, m in module.named_modules() if (sizes := expert_sizes(m))}
         if not found or self.sequence:
             return {}, dict.fromkeys(found, UnsplitReason(UnsplitKind.EXPERTS_BY_SEQUENCE))
         like, call = materialize_module(like), tree_map(materialize_argument, call)
-        ways = find_expert_cuts(like, call, count) or find_expert_cuts(like, call, 2)
+        why = {
+            path: UnsplitReason(UnsplitKind.UNEVEN_EXPERT_COUNT, size=count_of_experts(sizes), tp=ep)
+            for path, sizes in found.items()
+            if count_of_experts(sizes) % ep
+        }
+        ways = find_expert_cuts(like, call, *degrees) or find_expert_cuts(like, call, *degrees.smallest)
+        ways = {path: replace(way, ep=ep) for path, way in ways.items() if path not in why}
         cut = {
             path: way for path, way in ways.items() if divides_experts(module.get_submodule(path), way, count)
         }
-        uneven = UnsplitReason(UnsplitKind.UNEVEN_EXPERTS, size=ALIGNED_ENTRIES, tp=count)
+        uneven = UnsplitReason(UnsplitKind.UNEVEN_EXPERTS, size=ALIGNED_ENTRIES, tp=count // ep)
         inexact = UnsplitReason(UnsplitKind.EXPERTS_INEXACT)
-        return cut, {path: uneven if path in ways else inexact for path in found if path not in cut}
+        left = {path: uneven if path in ways else inexact for path in found if path not in cut}
+        return cut, left | why
 
     def _verify_on_small_layer(
-        self, like: tuple[nn.Module, ModuleCall], path: str, module: nn.Module, count: int, mapping: TpMapping
+        self,
+        like: tuple[nn.Module, ModuleCall],
+        path: str,
+        module: nn.Module,
+        degrees: Degrees,
+        mapping: TpMapping,
     ) -> ModuleLayout:
         """Returns the mapping of a large layer if a small one like it has the same mapping, over as many
-        ranks or two, and that is exact."""
+        ranks or the fewest of this form, and that is exact."""
         why = UnsplitReason(UnsplitKind.SMALL_MODEL_DIFFERS)
-        for ranks in dict.fromkeys((count, 2)):
+        for ranks, ep in dict.fromkeys((degrees, degrees.smallest)):
             same = replace(
                 find_mapping(like[0], like[1], ranks, mapping.column_parallel),
-                expert_cuts=mapping.expert_cuts,
+                expert_cuts={path: replace(way, ep=ep) for path, way in mapping.expert_cuts.items()},
             )
             if (
                 same.column_parallel.keys() != mapping.column_parallel.keys()
@@ -409,18 +434,19 @@ def _vocabulary_and_width(table: nn.Embedding | None, head: LinearModule | None)
     return (0, 0) if head is None else (head.out_features, head.in_features)
 
 
-def _add_layout_op(graph: GraphOp, block: str, path: str, count: int, cutting: ModuleLayout) -> None:
+def _add_layout_op(graph: GraphOp, block: str, path: str, degrees: Degrees, cutting: ModuleLayout) -> None:
     def path_of(name: str) -> str:
         return ".".join(n for n in (path, name) if n)
 
     op = make_cut_op(
         path,
         block,
-        count,
+        degrees.tp,
         [replace(s, name=path_of(s.name)) for s in cutting.shards],
         [replace(s, module=path_of(s.module)) for s in cutting.styles],
         [path_of(n) for n in cutting.partial_parameters],
         {path_of(p): why for p, why in cutting.unsplit_reasons.items()},
+        degrees.ep,
     )
     styles, partial = cutting.sequence_styles
     if styles:

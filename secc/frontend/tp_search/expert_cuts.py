@@ -1,4 +1,5 @@
-"""Cuts the experts of a mixture that lie stacked in 3-D parameters: each expert by its inner width.
+"""Cuts the experts of a mixture that lie stacked in 3-D parameters: each expert by its inner width, or with
+`ep` into parts of whole experts.
 
 A module with such parameters (`[experts, out, in]` or `[experts, in, out]`, for two products or three)
 multiplies in its own code, with grouped kernels or one expert after another, so no linear layer of it can
@@ -6,22 +7,28 @@ be wrapped. Sizes alone do not tell which dim is the inner width, and whether ga
 or interleaved along it. So each cut that the sizes allow is tried on all ranks, as threads, against the
 unsplit module, until one is exact in its results and every gradient. What stays whole (the bias of the
 last product) is added on each rank with its share.
+
+Parts of whole experts are shown twice: as the module was called, and with all tokens routed to one expert, so
+that other ranks get none. Where several ranks share a part, they cut its experts by their inner width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
+from xdsl.dialects.builtin import ModuleOp
 
-from secc.frontend.tp_search.find_mapping import ExpertCut, ModuleCall, expert_shards
+from secc.frontend.tp_search.find_mapping import ExpertCut, ModuleCall, expert_shards, expert_style
 from secc.frontend.tp_search.verify_mapping import UnsplitModule
-from secc.runtime.plan.schema import ModuleStyle
+from secc.ir.dialect.ops import graph_of
+from secc.ir.dialect.python_attributes import int_list_attr
 
 ExpertSizes = Mapping[str, Sequence[int]]
-EXPERTS_STYLE = ModuleStyle("", "experts")
 ALIGNED_ENTRIES = 8  # numbers of 16 bits: grouped kernels want rows of 16 bytes
 
 
@@ -33,21 +40,33 @@ def expert_sizes(module: nn.Module) -> ExpertSizes:
     return sizes if len(matrices) > 1 and len({s[0] for s in matrices}) == 1 else {}
 
 
-def find_expert_cuts(layer: nn.Module, call: ModuleCall, count: int) -> dict[str, ExpertCut]:
-    """Returns cuts of the experts inside `layer`, by the path of their module. `layer` and `call` must
-    have values."""
+def annotate_experts(module: ModuleOp, meta: nn.Module) -> None:
+    """Writes `experts` on each block of a graph that has some: the numbers of experts of its mixtures."""
+    for path, block in graph_of(module).blocks.items():
+        mixtures = filter(None, map(expert_sizes, meta.get_submodule(path).modules()))
+        if counts := sorted({count_of_experts(sizes) for sizes in mixtures}):
+            block.attributes["experts"] = int_list_attr(counts)
+
+
+def find_expert_cuts(layer: nn.Module, call: ModuleCall, count: int, ep: int = 1) -> dict[str, ExpertCut]:
+    """Returns cuts over `count` ranks of the experts inside `layer`, by the path of their module; experts
+    form `ep` parts. `layer` and `call` must have values."""
     modules = {path: m for path, m in layer.named_modules() if expert_sizes(m)}
     return {
         path: way
         for path, inner in _record_first_calls(layer, call, modules).items()
-        if (way := _find_exact_cut(modules[path], inner, count))
+        if (way := _find_exact_cut(modules[path], inner, count, ep)) is not None
     }
 
 
 def divides_experts(module: nn.Module, way: ExpertCut, count: int) -> bool:
     """Whether `count` ranks have equal shares of the experts, in sizes that grouped kernels accept."""
+    sharing = count // way.ep
     return all(
-        part % (ALIGNED_ENTRIES * count) == 0 for shard in expert_shards(module, way) for part in shard.parts
+        part % (ALIGNED_ENTRIES * sharing) == 0
+        for shard in expert_shards(module, way)
+        if shard.name in way.inner
+        for part in shard.parts
     )
 
 
@@ -75,30 +94,56 @@ def _record_first_calls(
     return first_calls
 
 
-def _find_exact_cut(module: nn.Module, call: ModuleCall, count: int) -> ExpertCut:
-    """Returns the first cut that is exact, {} if none is."""
-    whole = UnsplitModule(module, call)
-    even = (way for way in _candidate_cuts(expert_sizes(module)) if divides_experts(module, way, count))
+def _find_exact_cut(module: nn.Module, call: ModuleCall, count: int, ep: int) -> ExpertCut | None:
+    """Returns the first cut that is exact, None if none is."""
+    sizes = expert_sizes(module)
+    if ep > 1 and any(shape[0] % ep or shape[0] != count_of_experts(sizes) for shape in sizes.values()):
+        return None
+    calls = [call] if ep == 1 else [call, _route_to_first(call)]
+    references = [UnsplitModule(module, each) for each in calls]
+    even = (way for way in _candidate_cuts(sizes, count, ep) if divides_experts(module, way, count))
     return next(
         (
             way
             for way in even
-            if whole.compare_mapping(count, [EXPERTS_STYLE], expert_shards(module, way)).reason is None
+            if all(
+                whole.compare_mapping(count, [expert_style(way)], expert_shards(module, way)).reason is None
+                for whole in references
+            )
         ),
-        {},
+        None,
     )
 
 
-def _candidate_cuts(sizes: ExpertSizes) -> Iterator[ExpertCut]:
-    """Yields the cuts that sizes allow: an inner width, which each expert's matrix has once or twice, and
-    its bias perhaps."""
+def count_of_experts(sizes: ExpertSizes) -> int:
+    """Returns the number of experts that parameters of these sizes hold."""
+    return next(shape[0] for shape in sizes.values() if len(shape) == 3)
+
+
+def _route_to_first(call: ModuleCall) -> ModuleCall:
+    """Returns the call with all tokens routed to the first expert."""
+
+    def change(value: Any) -> Any:
+        integers = isinstance(value, torch.Tensor) and not value.is_floating_point()
+        return torch.zeros_like(value) if integers else value
+
+    return tree_map(change, call)
+
+
+def _candidate_cuts(sizes: ExpertSizes, count: int, ep: int) -> Iterator[ExpertCut]:
+    """Yields the cuts that sizes allow: whole experts where `ep` ranks share them, else an inner width, which
+    each expert's matrix has once or twice, and its bias perhaps."""
+    if ep == count:
+        yield ExpertCut(ep=ep)
+        return
     for inner in sorted({n for shape in sizes.values() if len(shape) == 3 for n in shape[1:]}, reverse=True):
         cuts = {
             name: [*_inner_dims(shape, inner), *([] if len(shape) == 3 else [None])]
             for name, shape in sizes.items()
         }
         for chosen in product(*cuts.values()):
-            yield {name: cut for name, cut in zip(cuts, chosen, strict=True) if cut is not None}
+            by_name = {name: cut for name, cut in zip(cuts, chosen, strict=True) if cut is not None}
+            yield ExpertCut(by_name, ep)
 
 
 def _inner_dims(shape: Sequence[int], inner: int) -> Iterator[tuple[int, int]]:

@@ -37,10 +37,20 @@ from secc.runtime.tensor_parallel.rules.mark import (
 from secc.runtime.tensor_parallel.shape_mode import WholeShapeMode
 
 PartSizes = tuple[int, ...]
-ExpertCut = Mapping[
-    str, tuple[int, int]
-]  # of each parameter of experts that is cut: the dim, and how many parts lie side by side along it
 ModuleCall = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
+
+
+@dataclass(frozen=True)
+class ExpertCut:
+    """How the parameters of experts, stacked along dim 0, are cut.
+
+    inner: of each parameter that is cut by the inner width of experts, the dim, and how many parts lie side
+    by side along it. ep: the number of parts that experts form; with more than one, every parameter is cut
+    along dim 0, and the ranks that share a part cut it by `inner`.
+    """
+
+    inner: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    ep: int = 1
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,7 @@ class TpMapping:
         linears = [ModuleStyle(p, "colwise") for p in self.column_parallel] + [
             ModuleStyle(p, "rowwise") for p in self.row_parallel
         ]
-        return around + linears + [ModuleStyle(p, "experts") for p in self.expert_cuts]
+        return around + linears + [expert_style(way, p) for p, way in self.expert_cuts.items()]
 
     def sequence_styles(self, shapes: bool) -> list[ModuleStyle]:
         """Returns the styles with the sequence split between the scopes (Megatron-LM's sequence
@@ -276,11 +286,18 @@ def mapping_shards(module: nn.Module, mapping: TpMapping, prefix: str = "") -> l
 
 def expert_shards(module: nn.Module, way: ExpertCut, prefix: str = "") -> list[Shard]:
     """Returns the parameters of a module of experts that a cut splits."""
-    sizes = {name: module.get_parameter(name).shape[dim] for name, (dim, _) in way.items()}
-    return [
-        Shard(_join_path(prefix, name), dim, (sizes[name] // parts,) * parts)
-        for name, (dim, parts) in way.items()
+    shapes = {name: p.shape for name, p in module.named_parameters(recurse=False)}
+    inner = [
+        Shard(_join_path(prefix, name), dim, (shapes[name][dim] // parts,) * parts, way.ep)
+        for name, (dim, parts) in way.inner.items()
     ]
+    rows = [name for name in shapes if way.ep > 1 and name not in way.inner]
+    return inner + [Shard(_join_path(prefix, name), 0, (shapes[name][0],)) for name in rows]
+
+
+def expert_style(way: ExpertCut, path: str = "") -> ModuleStyle:
+    """Returns how a module of experts works on its parts."""
+    return ModuleStyle(path, "experts" if way.ep == 1 else "routed")
 
 
 def _join_path(*names: str) -> str:

@@ -22,7 +22,7 @@ from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 from secc.runtime.randomness import random_op_values
 from secc.runtime.randomness import shard_coordinates as part
 from secc.runtime.randomness.bits import coordinate_offsets, generate_bits, hash_key
-from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut
+from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut, cut_of_shard
 from secc.runtime.tensor_parallel.styles import apply_styles
 
 MAPPING_TOLERANCE = 1e-5  # of a gradient's own norm, plus
@@ -114,7 +114,7 @@ def _run_rank(
     memo: dict[int, object] = {id(p): nn.Parameter(values, p.requires_grad) for p, values in own.items()}
     part = copy.deepcopy(whole, memo)
     fuse(part)
-    apply_styles(part, styles, group, {s.name: s.parts for s in shards})
+    apply_styles(part, styles, group, shards)
     return _run_with_gradients(part, call)
 
 
@@ -122,10 +122,7 @@ def _cuts_by_name(module: nn.Module, shards: Sequence[Shard], count: int) -> dic
     shapes = {n: p.shape for n, p in module.named_parameters(remove_duplicate=False)}
     first: dict[nn.Parameter, str] = {}
     names = {n: first.setdefault(p, n) for n, p in module.named_parameters(remove_duplicate=False)}
-    return {
-        names[s.name]: [ParameterCut(shapes[s.name], s.dim, s.parts, i, count) for i in range(count)]
-        for s in shards
-    }
+    return {names[s.name]: [cut_of_shard(s, shapes[s.name], i, count) for i in range(count)] for s in shards}
 
 
 def _run_with_gradients(module: nn.Module, call: ModuleCall) -> _ModuleRun:

@@ -24,8 +24,9 @@ def make_cut_op(
     styles: Iterable[ModuleStyle] = (),
     partial: Iterable[str] = (),
     unsplit: Mapping[str, UnsplitReason] | None = None,
+    ep: int = 1,
 ) -> CutOp:
-    """A `sec.cut` of the module at `path` over `tp` ranks.
+    """A `sec.cut` of the module at `path` over `tp` ranks, with experts in `ep` parts.
 
     `block` is "" where glue alone reads the module's parameters. `partial` names whole parameters with
     gradients that are summed over ranks, because each rank computes an addend; `unsplit` has the modules
@@ -43,6 +44,7 @@ def make_cut_op(
                 [UnsplitAttr.of(module, reason) for module, reason in (unsplit or {}).items()]
             ),
         }
+        | ({"ep": IntAttr(ep)} if ep > 1 else {})
     )
 
 
@@ -57,6 +59,13 @@ def feasible_tp(graph: GraphOp, section: SectionOp) -> list[int]:
         if isinstance(values, ArrayAttr)
     ]
     return sorted(set.intersection(*by_block)) if by_block else []
+
+
+def expert_counts(graph: GraphOp, section: SectionOp) -> list[int]:
+    """The numbers of experts of a section's mixtures; [] for a section without experts."""
+    noted = [graph.blocks[path].attributes.get("experts") for path in strings_of(section.blocks)]
+    counts = (n for values in noted if isinstance(values, ArrayAttr) for n in values)
+    return sorted({int(n.value.data) for n in counts if isinstance(n, IntegerAttr)})
 
 
 def shared_sizes(graph: GraphOp, section: SectionOp) -> list[SharedSize]:

@@ -189,19 +189,21 @@ class BlockOp(LineOp):
 class CutOp(LineOp):
     """How a module inside `block` can be split over `tp` ranks, shown exact by `secc.frontend.tp_search`.
 
-    `styles` has each module that works on parts, `shards` each parameter that is split, `partial` the whole
-    parameters with gradients that are summed over ranks (each rank computes an addend), `whole` the modules
-    inside that stay whole, with the reason.
+    `ep` is the number of parts that its experts form (none: 1). `styles` has each module that works on parts,
+    `shards` each parameter that is split, `partial` the whole parameters with gradients that are summed over
+    ranks (each rank computes an addend), `whole` the modules inside that stay whole, with the reason.
     """
 
     name = "sec.cut"
     path, block, tp = prop_def(StringAttr), prop_def(StringAttr), prop_def(IntAttr)
+    ep = opt_prop_def(IntAttr)
     styles, shards = prop_def(ArrayAttr[StyleAttr]), prop_def(ArrayAttr[ShardAttr])
     partial, whole = prop_def(ArrayAttr[StringAttr]), prop_def(ArrayAttr[UnsplitAttr])
     HEADLINE: ClassVar[str | None] = "path"
     KEYWORDS: ClassVar[Keywords] = (
         ("block", "block", TEXT_KIND),
         ("tp", "tp", NUMBER_KIND),
+        ("ep", "ep", NUMBER_KIND),
         ("styles", "styles", RECORDS_KIND),
         ("shards", "shards", RECORDS_KIND),
         ("partial", "partial", TEXTS_KIND),

@@ -58,24 +58,36 @@ def _parse_field(parser: AttrParser) -> Attribute:
 @irdl_attr_definition
 class ShardAttr(_RecordAttribute):
     """A parameter that is split over the ranks of a replica: name, dim, and the sizes of the parts that lie
-    side by side along it. Each part is split evenly."""
+    side by side along it. Each part is split evenly. `ep`: blocks of dim 0 that are split off before."""
 
     name = "sec.shard"
     parameter: StringAttr
     dim: IntAttr
     parts: ArrayAttr[IntAttr]
+    ep: IntAttr
+
+    def print_parameters(self, printer: Printer) -> None:
+        shown = self.parameters if self.ep.data > 1 else self.parameters[:-1]
+        with printer.in_angle_brackets():
+            printer.print_list(shown, lambda field: _print_field(printer, field))
+
+    @classmethod
+    def parse_parameters(cls, parser: AttrParser) -> Sequence[Attribute]:
+        fields = super().parse_parameters(parser)
+        return fields if len(fields) == 4 else [*fields, IntAttr(1)]
 
     @classmethod
     def of(cls, shard: Shard) -> ShardAttr:
         """The attribute of a shard."""
-        return cls(
-            StringAttr(shard.name), IntAttr(shard.dim), ArrayAttr([IntAttr(part) for part in shard.parts])
-        )
+        parts = ArrayAttr([IntAttr(part) for part in shard.parts])
+        return cls(StringAttr(shard.name), IntAttr(shard.dim), parts, IntAttr(shard.ep))
 
     @property
     def value(self) -> Shard:
         """The shard."""
-        return Shard(self.parameter.data, self.dim.data, tuple(part.data for part in self.parts))
+        return Shard(
+            self.parameter.data, self.dim.data, tuple(part.data for part in self.parts), self.ep.data
+        )
 
 
 @irdl_attr_definition

@@ -1,0 +1,22 @@
+"""A GLM-4 mixture of experts of Hugging Face: a dense layer, then layers with a shared expert and a router of
+sigmoids with a correction for each expert."""
+
+from __future__ import annotations
+
+import torch
+import transformers as T
+from torch import nn
+
+
+def model() -> nn.Module:
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    experts = dict(moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1)
+    config = T.Glm4MoeConfig(**sizes, **heads, **experts, first_k_dense_replace=1, use_cache=False)
+    return T.Glm4MoeForCausalLM(config)
+
+
+def dataset() -> list[dict[str, torch.Tensor]]:
+    g = torch.Generator().manual_seed(0)
+    ids = [torch.randint(1, 64, (n,), generator=g) for n in [5, 9, 14, 3] * 12]
+    return [{"input_ids": i, "labels": i.clone()} for i in ids]
