@@ -3,16 +3,30 @@ sigmoids with a correction for each expert."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers as T
 from torch import nn
 
 
 def model() -> nn.Module:
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    experts = dict(moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1)
-    config = T.Glm4MoeConfig(**sizes, **heads, **experts, first_k_dense_replace=1, use_cache=False)
+    more: dict[str, Any] = {"head_dim": 8}
+    config = T.Glm4MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        use_cache=False,
+        **more,
+    )
     return T.Glm4MoeForCausalLM(config)
 
 

@@ -19,7 +19,7 @@ from secc.runtime.tensor_parallel.parameter_cuts import cut_of_shard
 from tests.tensor_parallel.model_layers import first_layer
 
 WIDTH, INNER, EXPERTS = 32, 64, 4
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": WIDTH,
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
@@ -27,7 +27,7 @@ SMALL = {
     "head_dim": 8,
     "vocab_size": 64,
 }
-SOME = {"num_experts": EXPERTS, "num_experts_per_tok": 2}
+SOME: dict[str, Any] = {"num_experts": EXPERTS, "num_experts_per_tok": 2}
 MIXTRAL = T.MixtralConfig(**SMALL, intermediate_size=INNER, num_local_experts=EXPERTS, num_experts_per_tok=2)
 QWEN3 = T.Qwen3MoeConfig(**SMALL, **SOME, intermediate_size=48, moe_intermediate_size=INNER)
 SQUARE = T.Qwen3MoeConfig(**SMALL, **SOME, intermediate_size=48, moe_intermediate_size=WIDTH)

@@ -43,7 +43,7 @@ def shown(
     return found, plain, shapes
 
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": WIDTH,
     "intermediate_size": 48,
     "num_hidden_layers": 2,

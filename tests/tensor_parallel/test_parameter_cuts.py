@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from hypothesis import given
@@ -16,7 +17,9 @@ ranks = st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True).map(tup
 
 
 @given(ranks, ranks, st.integers(0, 40))
-def test_every_receiving_rank_gets_the_whole_message(sources, targets, size):
+def test_every_receiving_rank_gets_the_whole_message(
+    sources: tuple[int, ...], targets: tuple[int, ...], size: int
+) -> None:
     parts = route_message(sources, targets)
     assert all(p.sender in sources and p.receiver in targets and p.receiver not in sources for p in parts)
     lacking = [r for r in targets if r not in sources]
@@ -39,7 +42,7 @@ shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 
 
 @given(shapes, st.data())
-def test_parts_of_a_parameter_reassemble(shape, data):
+def test_parts_of_a_parameter_reassemble(shape: list[int], data: Any) -> None:
     dim, count = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 4))
     parts = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     shape[dim] = sum(parts)
@@ -53,7 +56,7 @@ def test_parts_of_a_parameter_reassemble(shape, data):
         for a, b in ((0, start), (start, own.numel())):  # as with an optimizer sharded over replicas
             for (offsets, sizes), memory in TensorSlice(
                 own.view(-1)[a:b], own.shape, a, cut
-            )._boxes_with_memory():
+            )._boxes_with_memory():  # pyright: ignore[reportPrivateUsage]
                 place = back
                 for d, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
                     place = place.narrow(d, offset, size)
