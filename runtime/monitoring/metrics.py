@@ -14,10 +14,38 @@ METRICS_FILE = "metrics.jsonl"
 _PROGRESS_INTERVAL_S = 10.0  # between progress lines if the stream is not a terminal
 
 
+def find_lost_steps(directory: Path, checkpoint_step: int) -> tuple[int, float]:
+    """Returns the number and the seconds of the steps that the last run in a log directory has trained after
+    the step of a checkpoint."""
+    count, seconds = 0, 0.0
+    try:
+        lines = (directory / METRICS_FILE).read_text().splitlines()
+    except (OSError, ValueError):
+        return 0, 0.0
+    for line in reversed(lines):
+        try:
+            step, spent = json.loads(line)["step"], json.loads(line)["step_time_s"]
+        except (ValueError, KeyError, TypeError):
+            continue  # a line that was being written, or that is no step's
+        if step <= checkpoint_step:
+            break
+        count, seconds = count + 1, seconds + spent
+        if step == checkpoint_step + 1:
+            break
+    return count, seconds
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Removes the beginning of a line that a killed run has left at the end of a file."""
+    if path.exists() and (text := path.read_bytes()) and not text.endswith(b"\n"):
+        os.truncate(path, text.rfind(b"\n") + 1)
+
+
 class MetricsLog:
     """Appends to `directory/metrics.jsonl` and shows progress towards `last_step` on `stream`."""
 
     def __init__(self, directory: Path, last_step: int, stream: TextIO = sys.stderr) -> None:
+        _drop_torn_line(directory / METRICS_FILE)
         self._file = (directory / METRICS_FILE).open("a")
         self._last_step, self._stream = last_step, stream
         self._in_place = stream.isatty()

@@ -23,7 +23,7 @@ from secc.runtime.errors import UserError
 from secc.runtime.host.parent_death import die_with_launcher
 from secc.runtime.training.emulation import emulate_rank
 from secc.runtime.training.options import RunOptions, parse_options
-from secc.runtime.training.rendezvous import connect_agent_store
+from secc.runtime.training.rendezvous import connect_agent_store, restart_pause, torchrun_restarts
 
 LOST_PEER_EXIT_CODE = 75  # of a rank that lost its connection to another rank
 _STORE_TIMEOUT = timedelta(seconds=5)
@@ -35,6 +35,7 @@ def main(train: Callable[[RunOptions], None]) -> int:
     die_with_launcher()
     try:
         options = parse_options(sys.argv[1:])
+        _pause_before_restart()
         if options.emulate is not None:
             emulate_rank(Path(sys.argv[0]).resolve().parent.parent, options)
         else:
@@ -79,3 +80,9 @@ def _report_once(error: UserError) -> None:
     elif store is not None:
         with suppress(RuntimeError):  # the printing rank has exited; the launcher reports that
             store.wait(["secc/error/printed"], _STORE_TIMEOUT)
+
+
+def _pause_before_restart() -> None:
+    """Waits before a restart by torchrun, which starts its processes again at once."""
+    if torchrun_restarts():
+        time.sleep(restart_pause(torchrun_restarts()))

@@ -41,6 +41,7 @@ class RunOptions:
     workers: int = 1
     recorders: int | None = None
     order: str = "wavefront"
+    max_restarts: int = 0
     emulate: Path | None = None
     run_ahead: float | None = None
     eval_every: int | None = None
@@ -137,6 +138,11 @@ def make_parser() -> argparse.ArgumentParser:
         " loader process does it)"
     )
     p.add_argument("--recorders", type=_at_least(0), metavar="N", help=text)
+    text = (
+        "after a failure start all ranks again, N times at most, from the newest checkpoint in --save"
+        " (default 0; under torchrun, give torchrun's --max-restarts)"
+    )
+    p.add_argument("--max-restarts", type=_at_least(0), default=0, metavar="N", help=text)
     p.add_argument(
         "--order",
         choices=SCHEDULE_ORDERS,

@@ -29,6 +29,7 @@ from secc.runtime.host.cpu_cores import available_cores
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.monitoring.chrome_trace import ChromeTrace
+from secc.runtime.monitoring.metrics import find_lost_steps
 from secc.runtime.parameters.checkpoint import load_model_state
 from secc.runtime.parameters.checkpoint_folder import (
     FoundCheckpoint,
@@ -50,7 +51,7 @@ from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut, cut_parame
 from secc.runtime.training.evaluation_data import EvaluationData
 from secc.runtime.training.machine_check import check_gpu_memory, check_machine
 from secc.runtime.training.options import RunOptions
-from secc.runtime.training.rendezvous import is_joinable, open_store
+from secc.runtime.training.rendezvous import attempt_number, is_joinable, open_store
 
 DEFAULT_STEPS = 100
 MAX_RECORDERS = 4  # per rank, unless --recorders says more: a step has few micro-batches per rank
@@ -112,7 +113,7 @@ class RankContext(ExitStack):
         epochs = EpochOrder(sample_count, global_batch, epochs=options.epochs)
         self.last_step = options.steps or epochs.step_count or DEFAULT_STEPS
         if self.resumed is not None:
-            _check_resumption(self.plan, self.resumed, options, self.last_step)
+            _check_resumption(self.plan, self.resumed, options, self.last_step, self.rank)
         self.first_step = manifest.step if manifest else 0
         self.run_id = (manifest.run if manifest else None) or uuid.uuid4().hex  # rank 0's is the run's
         self.seed = options.seed if options.seed is not None else manifest.seed if manifest else 0
@@ -122,7 +123,7 @@ class RankContext(ExitStack):
             _check_writable(self.log_dir, options)
             if options.save is not None:
                 check_folder_is_free(options.save, self.resumed)
-            for note in _resumption_notes(options, self.resumed):
+            for note in _resumption_notes(options, self.resumed, self.log_dir):
                 sys.stderr.write(note + "\n")
         self.schedule_batch = ScheduleCache(self.plan, options.order)
         self.parameter_cuts: dict[str, ParameterCut] = {}  # parameters that tensor parallelism cuts
@@ -325,22 +326,37 @@ def _choose_device(share_gpus: bool) -> torch.device:
 
 def _find_resumed(options: RunOptions) -> FoundCheckpoint | None:
     """Returns the checkpoint that the run continues from; None if it starts from the beginning."""
-    if options.resume != "auto":
-        return find_checkpoint(options.resume) if options.resume is not None else None
-    assert options.save is not None
-    return find_checkpoint(options.save) if has_checkpoints(options.save) else None
+    if _continues_by_itself(options) and options.save is not None and has_checkpoints(options.save):
+        return find_checkpoint(options.save)
+    return find_checkpoint(options.resume) if isinstance(options.resume, Path) else None
 
 
-def _resumption_notes(options: RunOptions, resumed: FoundCheckpoint | None) -> Iterator[str]:
+def _continues_by_itself(options: RunOptions) -> bool:
+    """Tells whether the run takes the newest checkpoint in --save, if there is one, and else starts as its
+    options say: with --resume auto, and after a failure."""
+    return options.resume == "auto" or attempt_number() > 0
+
+
+def _resumption_notes(options: RunOptions, resumed: FoundCheckpoint | None, log_dir: Path) -> Iterator[str]:
     """Yields what a user should know about where the run starts, a line each."""
     if resumed is not None:
         yield from resumed.notes()
-    if options.resume == "auto":
-        yield f"continuing from {resumed.path}" if resumed else f"no checkpoint in {options.save}: starting"
+    if not _continues_by_itself(options):
+        return
+    if resumed is not None:
+        yield f"continuing from {resumed.path}"
+    elif options.save is not None:
+        yield f"no checkpoint in {options.save}: starting"
+    if attempt_number():
+        steps, seconds = find_lost_steps(log_dir, resumed.manifest.step if resumed else 0)
+        yield f"restart {attempt_number()}: {steps} steps ({seconds:.1f} s) were lost and are computed again"
 
 
-def _check_resumption(plan: Plan, resumed: FoundCheckpoint, options: RunOptions, steps: int) -> None:
-    """Raises UserError if the checkpoint does not fit the plan or leaves nothing to train."""
+def _check_resumption(
+    plan: Plan, resumed: FoundCheckpoint, options: RunOptions, steps: int, rank: int
+) -> None:
+    """Raises UserError if the checkpoint does not fit the plan or leaves nothing to train; ends the process
+    with 0 if that is no error."""
     manifest, where = resumed.manifest, str(resumed.path)
     if manifest.global_batch != plan.global_batch:
         message = (
@@ -348,6 +364,10 @@ def _check_resumption(plan: Plan, resumed: FoundCheckpoint, options: RunOptions,
             f" {plan.global_batch}"
         )
         raise UserError(message, where, f"compile with --global-batch {manifest.global_batch}")
+    if manifest.step >= steps and _continues_by_itself(options) and not options.eval_only:
+        if rank == 0:
+            sys.stderr.write(f"the run is complete: {where} is of step {manifest.step} of {steps}\n")
+        raise SystemExit(0)
     if manifest.step >= steps and not options.eval_only:
         given = f"--epochs {options.epochs}" if options.epochs else f"--steps {steps}"
         message = f"the checkpoint is of step {manifest.step}, so {given} leaves nothing to do"

@@ -19,14 +19,25 @@ from typing import Any
 import torch.distributed as dist
 
 STORE_VARIABLE = "SECC_STORE"  # path of the store's file, from secc's launcher
-ATTEMPT_VARIABLE = "SECC_ATTEMPT"  # 0, then one more after each restart by secc's launcher
+ATTEMPT_VARIABLE = "SECC_ATTEMPT"  # restarts so far by secc's launcher, launch.sh or Slurm
 _c10d: Any = dist  # torch does not declare its stores
+_MAX_PAUSE_S = 60  # before a restart
 _JOIN_TIMEOUT = timedelta(minutes=10)
 
 
 def attempt_number() -> int:
     """Returns how often the ranks of this run were started again after a failure."""
-    return int(os.environ.get(ATTEMPT_VARIABLE) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    return int(os.environ.get(ATTEMPT_VARIABLE) or 0) + torchrun_restarts()
+
+
+def torchrun_restarts() -> int:
+    """Returns how often torchrun's agent, if there is one, has started this rank again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def restart_pause(failures: int) -> int:
+    """Returns the seconds to wait after the given number of failures in a row."""
+    return min(_MAX_PAUSE_S, 2 ** (failures - 1))
 
 
 def is_joinable() -> bool:
@@ -42,7 +53,7 @@ def open_store(rank: int, plan_hash: str) -> Any:
         store.set_timeout(_JOIN_TIMEOUT)
         return store
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return _c10d.PrefixStore(f"secc/{run}/{plan_hash}/{attempt_number()}", _open_tcp_store(rank))
+    return _c10d.PrefixStore(f"secc/{run}/{plan_hash}/{torchrun_restarts()}", _open_tcp_store(rank))
 
 
 def connect_agent_store(timeout: timedelta) -> Any:
@@ -58,7 +69,7 @@ def connect_agent_store(timeout: timedelta) -> Any:
         agents = connect_to(*_master_address(), timeout)
     except RuntimeError:
         return None
-    return _c10d.PrefixStore(f"secc/{attempt_number()}", agents)
+    return _c10d.PrefixStore(f"secc/{torchrun_restarts()}", agents)
 
 
 def listen_on(address: str, port: int = 0) -> Any:

@@ -1,4 +1,6 @@
-"""The launcher: starts the ranks of a plan on this machine, watches them, and ends them. `secc run` calls it.
+"""The launcher: starts the ranks of a plan on this machine, watches them, starts them again after a failure,
+and ends them. `secc run` calls it; `python -m secc.runtime.training.supervisor PLAN [options]` does the same
+without the compiler.
 
 Ranks meet in a private folder (`rendezvous`), and every process of a rank belongs to the rank's own session,
 which the launcher kills as a whole. A launcher that is killed itself leaves nothing behind either: its ranks
@@ -10,6 +12,7 @@ ends them at once.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -22,15 +25,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from secc.runtime.errors import UserError
 from secc.runtime.host.parent_death import LAUNCHER_VARIABLE
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.training.launch import LOST_PEER_EXIT_CODE
 from secc.runtime.training.machine_check import check_machine
 from secc.runtime.training.options import parse_options
-from secc.runtime.training.rendezvous import ATTEMPT_VARIABLE, STORE_VARIABLE
+from secc.runtime.training.rendezvous import ATTEMPT_VARIABLE, STORE_VARIABLE, restart_pause
 
 _ENVIRONMENT_DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
 _POLL_S = 0.05
+_STEADY_S = 300  # an attempt that ran longer did not fail at once
 _CAUSE_GRACE_S = 0.3  # after a rank has failed, for others that fail by themselves at the same time
 _LOST_PEER_GRACE_S = 10  # after a rank has lost a peer, for that peer to say what happened
 
@@ -38,24 +43,39 @@ _LOST_PEER_GRACE_S = 10  # after a rank has lost a peer, for that peer to say wh
 def run_plan(directory: str | Path, arguments: Sequence[str] = ()) -> int:
     """Trains the plan in `directory` with all its ranks on this machine; `arguments` are those of run.py.
 
+    After a failure all ranks start again, `--max-restarts` times at most, from the newest checkpoint in
+    `--save`. A UserError would be raised again, so it ends the run.
+
     Returns 0; 2 after a UserError on the ranks, which has been printed; 1 if a rank died, after a message
-    that names it; 128 + n if signal n ended the run. Leaves no process behind. Raises UserError for a plan or
-    options that cannot be read, and for a machine without the plan's devices.
+    that names it; 128 + n if signal n ended the run at once. Leaves no process behind. Raises UserError for a
+    plan or options that cannot be read, and for a machine without the plan's devices.
     """
     directory = Path(directory).resolve()
     options, plan = parse_options(arguments), load_plan(directory)
     if options.emulate is None:
-        check_machine(plan, range(plan.world_size))
-    with (
-        tempfile.TemporaryDirectory(prefix="secc-") as folder,
-        rank_environment(),
-        _StopRequests() as requests,
-        _RankGroup(directory, arguments, plan.world_size, Path(folder), requests) as ranks,
-    ):
-        codes = ranks.wait()
-        if requests.count > 1 or (requests.count and any(codes.values())):
-            return 128 + requests.last
-        return ranks.report_failures(codes)
+        check_machine(plan, range(plan.world_size), options.share_gpus)
+    private_folder = tempfile.TemporaryDirectory(prefix="secc-")
+    with private_folder as folder, rank_environment(), _StopRequests() as requests:
+        quick_failures = 0
+        for attempt in itertools.count():
+            began = time.monotonic()
+            store = Path(folder) / f"store_{attempt}"
+            with _RankGroup(directory, arguments, plan.world_size, store, requests, attempt) as ranks:
+                codes = ranks.wait()
+            if requests.count > 1 or (requests.count and any(codes.values())):
+                return 128 + requests.last
+            result = ranks.report_failures(codes)
+            if result != 1 or attempt == options.max_restarts:
+                return result
+            quick_failures = 1 if time.monotonic() - began > _STEADY_S else quick_failures + 1
+            pause = restart_pause(quick_failures)
+            source = (
+                f"the newest checkpoint in {options.save}" if options.save else "the beginning (no --save)"
+            )
+            sys.stderr.write(f"restart {attempt + 1} of {options.max_restarts} in {pause} s from {source}\n")
+            if requests.wait(pause):
+                return 128 + requests.last
+    raise AssertionError("unreachable")
 
 
 class _StopRequests:
@@ -78,6 +98,13 @@ class _StopRequests:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
+    def wait(self, seconds: float) -> bool:
+        """Waits for some seconds or a request; tells whether there is one."""
+        deadline = time.monotonic() + seconds
+        while not self.count and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return self.count > 0
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         self.last = signal.Signals(number)
@@ -91,14 +118,14 @@ class _RankGroup:
         directory: Path,
         arguments: Sequence[str],
         world_size: int,
-        folder: Path,
+        store: Path,
         requests: _StopRequests,
-        attempt: int = 0,
+        attempt: int,
     ) -> None:
         self._requests, self._passed_on = requests, 0
         common = os.environ | {
             LAUNCHER_VARIABLE: str(os.getpid()),
-            STORE_VARIABLE: str(folder / f"store_{attempt}"),
+            STORE_VARIABLE: str(store),
             ATTEMPT_VARIABLE: str(attempt),
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
@@ -137,6 +164,8 @@ class _RankGroup:
                 deadline = 0.0
             elif self._requests.count > self._passed_on:
                 self._passed_on = self._requests.count
+                name = self._requests.last.name
+                sys.stderr.write(f"{name}: the run ends after this step; once more ends it at once\n")
                 for process in self._processes:
                     with suppress(ProcessLookupError):
                         process.send_signal(signal.SIGTERM)
@@ -186,3 +215,11 @@ def rank_environment() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(run_plan(sys.argv[1], sys.argv[2:]))
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

@@ -46,6 +46,7 @@ from secc.runtime.training.evaluation import EvaluationResult, Evaluator
 from secc.runtime.training.rank_context import RankContext
 from secc.runtime.training.step_batches import StepBatches
 from secc.runtime.training.step_planner import PlannedStep, plan_steps
+from secc.runtime.training.stop_request import StopRequest
 
 TRANSPORTS = {"channels": Transport, "rounds": RoundTransport}
 
@@ -133,13 +134,16 @@ class Trainer:
             )
         self.metrics = MetricsLog(context.log_dir, context.last_step) if context.rank == 0 else None
         self.section_times = SectionTimesLog(context.log_dir, self.plan) if context.rank == 0 else None
+        self.stop_request, self._stops = StopRequest(), False
+        self.stop_request.listen()
         self._step_start = time.perf_counter()
 
     def plan_steps(self) -> Iterator[PlannedStep]:
         """Yields the remaining steps of the run; the data of the next one loads while one trains.
 
         If glue is re-recorded per micro-batch, the next step is also planned one step early, so that its
-        recordings are made in the meantime. After the last step, rank 0 prints the run's summary.
+        recordings are made in the meantime. After the last step, or a request to stop, rank 0 prints the
+        run's summary.
         """
         self._step_start = time.perf_counter()
         if self.options.eval_only:
@@ -153,12 +157,21 @@ class Trainer:
                 self.plan, self.section_times.steps, self.context.log_dir, self.context.local_process_count
             ):
                 sys.stderr.write(line + "\n")
+            if self._stops and self.step_number < self.context.last_step:
+                sys.stderr.write(self._stop_message() + "\n")
+
+    def _stop_message(self) -> str:
+        """Returns what a user should know after a request to stop was met."""
+        stopped = f"stopped as asked after step {self.step_number} of {self.context.last_step}"
+        if self.options.save is None:
+            return f"{stopped}; nothing was saved, because there was no --save"
+        return f"{stopped} and saved to {self.options.save}\n  what to do: add --resume auto to continue"
 
     def _plan_training(self) -> Iterator[PlannedStep]:
         context = self.context
         for step in plan_steps(context, self.step_number, context.last_step, ahead=context.records_ahead):
             yield step
-            if self._stops_early:
+            if self._stops_early or self._stops:
                 return
 
     def train_step(self, step: PlannedStep) -> float:
@@ -211,7 +224,7 @@ class Trainer:
         self, share: torch.Tensor, squared: torch.Tensor, batches: StepBatches
     ) -> tuple[float, torch.Tensor, dict[str, float], SectionSeconds]:
         """Sums all scalars of a step over ranks in one exchange: (loss, gradient norm, logged scalars,
-        seconds by section).
+        seconds by section). Also agrees on whether to stop after this step.
 
         `share`: this rank's share of the loss; `squared`: its share of the squared gradient norm.
         """
@@ -219,13 +232,15 @@ class Trainer:
         shares = self.engine.logged | {name: share.new_tensor(seconds) for name, seconds in recording.items()}
         local_seconds, columns = self.engine.stopwatch.take_seconds(), section_time_columns(self.plan)
         times = [share.new_tensor(local_seconds.get((name, kind), 0.0) / tp) for name, kind, tp in columns]
+        asked = share.new_tensor(float(self.stop_request.is_set))
         totals = self.context.data_plane.exchange_values(
-            torch.stack([share, squared, *shares.values(), *times]), self.context.last_step
+            torch.stack([share, squared, *shares.values(), *times, asked]), self.context.last_step
         ).sum(0)
+        self._stops = bool(totals[-1] > 0)
         logged = dict(zip(shares, sums := totals[2:].tolist(), strict=False))
         section_seconds = {
             (name, kind): seconds
-            for (name, kind, _), seconds in zip(columns, sums[len(shares) :], strict=True)
+            for (name, kind, _), seconds in zip(columns, sums[len(shares) : -1], strict=True)
         }
         return float(totals[0]) + self.terms.CONSTANT, totals[1].sqrt(), logged, section_seconds
 
@@ -312,6 +327,7 @@ class Trainer:
         return (
             self.step_number == self.context.last_step
             or self._stops_early
+            or self._stops
             or (every is not None and self.step_number % every == 0)
         )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.run
 import typer
 
 from secc import cli
@@ -107,7 +108,7 @@ def options(root: Path) -> set[str]:
     commands = typer.main.get_command(cli.app)
     assert isinstance(commands, cli.LazyCommands)
     context = commands.make_context("secc", [], resilient_parsing=True)
-    found = [commands.get_command(context, name) for name in cli.COMMAND_NAMES]
+    found = [commands.get_command(context, name) for name in cli.COMMAND_NAMES]  # pyright: ignore[reportArgumentType]
     known = {
         option
         for command in found
@@ -118,6 +119,7 @@ def options(root: Path) -> set[str]:
     known |= {option for parameter in commands.params for option in parameter.opts}
     known |= set(run_options.make_parser()._option_string_actions)
     known |= {"--hypothesis-seed"}  # a plugin's
+    known |= set(vars(torch.distributed.run.get_args_parser())["_option_string_actions"])
     scripts = [
         root / "tests/conftest.py",
         *root.glob("examples/*.py"),

@@ -9,9 +9,21 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.runtime.captioner_plans import UNEVEN, write_plan
-from tests.runtime.run_processes import listening_addresses, ranks_of, start_run, wait_for_step, wait_until
+from secc.runtime.parameters.checkpoint import load_full_state_dict
+from secc.runtime.training.supervisor import run_plan
+from tests.runtime.captioner_plans import ALONE, UNEVEN, write_plan
+from tests.runtime.run_processes import (
+    listening_addresses,
+    process_of_rank,
+    ranks_of,
+    start,
+    start_run,
+    steps_of,
+    wait_for_step,
+    wait_until,
+)
 
 pytestmark = pytest.mark.gloo
 
@@ -42,3 +54,77 @@ def test_launcher_killed_while_ranks_start_leaves_no_process(tmp_path: Path, del
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     wait_until(lambda: not list(ranks_of(plan)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signal_finishes_the_step_saves_and_says_what_to_do(tmp_path: Path, number: signal.Signals) -> None:
+    plan, saved = tmp_path / "plan", tmp_path / "saved"
+    write_plan(plan, UNEVEN)
+    process = start_run(plan, "--steps", "1000000", "--save", str(saved))
+    wait_for_step(plan, 3, process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    last = steps_of(plan / "logs")[-1]["step"]
+    assert process.returncode == 0, errors
+    assert f"{number.name}: the run ends after this step; once more ends it at once" in errors
+    assert f"stopped as asked after step {last} of 1000000 and saved to {saved}" in errors
+    assert (saved / "latest").read_text() == f"step_{last:08d}\n"
+    assert not list(ranks_of(plan))
+
+
+@pytest.mark.slow
+def test_second_signal_ends_at_once(tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    write_plan(plan, UNEVEN)
+    process = start_run(plan, "--steps", "1000000")
+    wait_for_step(plan, 1, process)
+    os.kill(process_of_rank(plan, 1), signal.SIGSTOP)  # so that the step never ends
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGINT
+    assert not list(ranks_of(plan))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["secc", "torchrun"])
+def test_restart_continues_from_the_newest_checkpoint_and_is_bit_equal(tmp_path: Path, by: str) -> None:
+    plan, saved, whole = tmp_path / "plan", tmp_path / "saved", tmp_path / "whole"
+    write_plan(plan, UNEVEN)
+    options = ["--steps", "60", "--save-every", "10", "--resume", "auto", "--save"]
+    assert run_plan(plan, [*options, str(whole), "--log-dir", str(tmp_path / "logs")]) == 0
+    if by == "secc":
+        process = start_run(plan, *options, str(saved), "--max-restarts", "2")
+    else:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=2"]
+        process = start(*torchrun, str(plan / "run.py"), *options, str(saved), GLOO_SOCKET_IFNAME="lo")
+    wait_for_step(plan, 25, process)
+    os.kill(process_of_rank(plan, 1), signal.SIGKILL)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    steps = [line["step"] for line in steps_of(plan / "logs")]
+    back = next(i for i in range(1, len(steps)) if steps[i] <= steps[i - 1])
+    lost = steps[back - 1] - steps[back] + 1
+    assert steps[back] % 10 == 1 and 0 <= lost < 15 and steps[-1] == 60
+    assert f"continuing from {saved}/step_{steps[back] - 1:08d}" in errors
+    assert f"restart 1: {lost} steps" in errors and "were lost and are computed again" in errors
+    expected, weights = load_full_state_dict(whole), load_full_state_dict(saved)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    assert not list(ranks_of(plan))
+
+
+@pytest.mark.slow
+def test_finished_run_is_no_error_and_bad_input_is_not_tried_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan, saved = tmp_path / "plan", tmp_path / "saved"
+    write_plan(plan, ALONE)
+    options = ["--steps", "4", "--save", str(saved), "--resume", "auto", "--max-restarts", "3"]
+    assert run_plan(plan, options) == 0
+    assert f"no checkpoint in {saved}: starting" in capfd.readouterr().err
+    assert run_plan(plan, options) == 0
+    assert f"the run is complete: {saved}/step_00000004 is of step 4 of 4" in capfd.readouterr().err
+    assert run_plan(plan, ["--steps", "4", "--save", str(saved), "--max-restarts", "3"]) == 2
+    assert "restart" not in capfd.readouterr().err
