@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from secc.runtime.errors import UserError
 
-__all__ = ["ImpossibleChoice", "UserError"]
+__all__ = ["ImpossibleChoice", "InexactPlan", "UserError"]
 
 
 class ImpossibleChoice(UserError):
@@ -20,3 +20,7 @@ class ImpossibleChoice(UserError):
     def __init__(self, error: UserError, choices: Iterable[str]) -> None:
         super().__init__(error.message, error.where, error.remedy)
         self.choices = tuple(choices)
+
+
+class InexactPlan(UserError):
+    """A plan that the exactness check found to differ from plain PyTorch: a defect, unlike a refusal."""

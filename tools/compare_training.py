@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -32,6 +33,8 @@ PRELOADED_MODULES = ["secc.runtime.training.trainer", "torch.distributed.checkpo
     for m in ("clip", "internvl", "llama", "llava", "qwen2", "qwen3", "whisper")
 ]
 RUN_LIMIT_S = 150
+# "fork" for a process that has imported all this and has no other threads
+start_method: Literal["fork", "forkserver"] = "forkserver"
 LEARNING_RATE = 1e-3
 LATER_LOSS_TOLERANCE = 1e-4  # relative, for losses after the first step
 # Gradient entries below this share of the global norm (a key's bias) are rounding noise, which AdamW turns
@@ -42,6 +45,7 @@ RECORDING_MODEL_SOURCE = '''
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -222,8 +226,11 @@ def run_plan_ranks(
 ) -> None:
     """Runs a plan's run.py on `world_size` processes. Raises AssertionError if one fails or takes too
     long."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED_MODULES)
+    if start_method == "fork":
+        context = multiprocessing.get_context("fork")
+    else:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED_MODULES)
     place = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),

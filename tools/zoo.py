@@ -119,7 +119,7 @@ def look(entry: Entry, ranks: int = RANKS, run: bool = True, fuse: bool | None =
             compiled = check_exactness(compiled, required=True)
             row.check = EXACT
             if run:
-                row.run = _run(compiled, model, folder)
+                row.run = run_on_ranks(compiled, model, folder)
         except UserError as error:
             row.check = (
                 f"{error.where}: {error.message}".splitlines()[0]
@@ -145,7 +145,7 @@ def glue(compiled: CompiledPlan) -> str:
     return f"in block {hidden[-1]}" if hidden else "generic"
 
 
-def _run(compiled: CompiledPlan, model: Path, folder: Path) -> str:
+def run_on_ranks(compiled: CompiledPlan, model: Path, folder: Path) -> str:
     """`exact`, or the first thing in which the run differs. A plan may leave ranks without work, which do not
     start."""
     compiled.write_plan(folder / "plan", report_page)

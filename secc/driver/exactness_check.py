@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from secc.driver.compile import CompiledPlan, compile_model
-from secc.errors import UserError
+from secc.errors import InexactPlan, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions
 from secc.frontend.dataset.eager_reference import (
     REFERENCE_SEED,
@@ -151,7 +151,7 @@ def _add_checks(compiled: CompiledPlan, checks: dict[str, object]) -> CompiledPl
     return dataclasses.replace(compiled, plan=plan)
 
 
-def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> UserError:
+def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan:
     d = inexact.difference
     pattern = ", ".join(inexact.pattern) or "no optional inputs"
     message = (
@@ -170,7 +170,7 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> UserError:
             "or the number of its calls may differ "
             "between samples; switch it off to see whether it is that"
         )
-    return UserError(message, str(compiled.user.path), remedy)
+    return InexactPlan(message, str(compiled.user.path), remedy)
 
 
 def compare_patterns(compiled: CompiledPlan, model: nn.Module) -> list[PatternCheck]:

@@ -1,0 +1,90 @@
+"""The census: small models of transformers' model types are exact; a few rows by default, a sample as slow
+tests."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tools.census import row_processes
+from tools.census.results import ResultFile
+from tools.census.row_check import Outcome, RowResult, check_row
+from tools.census.row_processes import Limits, run_rows
+from tools.census.rows import rows
+from tools.census.table import write_table
+
+QUICK = ("causal/gpt2", "masked/albert", "hidden-states/clip_text_model")
+SAMPLE = 40
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_model_types_are_exact(name: str) -> None:
+    result = check_row(name)
+    assert result.outcome is Outcome.EXACT, result
+    assert result.loss_error <= 1 and result.gradient_error <= 1 and result.sections
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(random.Random(1).sample(sorted(rows()), SAMPLE)))
+def test_no_model_type_fails(name: str) -> None:
+    result = check_row(name)
+    assert result.outcome is not Outcome.FAILED, result
+    assert result.outcome is not Outcome.REFUSED or result.remedy
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_a_row_is_trained_on_three_ranks() -> None:
+    (result,) = run_rows([("causal/gpt2", 3)], 1, Limits())
+    assert result.run == "exact"
+
+
+def test_rows_are_the_model_types_of_the_auto_mappings() -> None:
+    families = {name.partition("/")[0] for name in rows()}
+    assert {"causal", "masked", "seq2seq", "image-text", "images", "ctc", "hidden-states"} <= families
+    assert len(rows()) > 500
+
+
+def test_a_row_that_does_not_end_is_failed_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sleep(name: str, ranks: int) -> RowResult:
+        time.sleep(60)
+        return RowResult(name, "", Outcome.EXACT)
+
+    monkeypatch.setattr(row_processes, "check_row", sleep)
+    (result,) = run_rows([("causal/gpt2", 0)], 1, Limits(seconds=0.5))
+    assert result.outcome is Outcome.FAILED and result.message == "not done after 0 s"
+    assert "in sleep" in result.where
+
+
+def test_a_row_whose_process_dies_is_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(name: str, ranks: int) -> RowResult:
+        return RowResult(name + str(len(bytearray(2 << 30))), "", Outcome.EXACT)
+
+    monkeypatch.setattr(row_processes, "check_row", allocate)
+    (result,) = run_rows([("causal/gpt2", 0)], 1, Limits(gib=1))
+    assert result.outcome is Outcome.FAILED and result.message == "no result"
+    assert "MemoryError" in result.where
+
+
+def test_results_are_kept_for_their_versions(tmp_path: Path) -> None:
+    old = ResultFile(tmp_path / "rows.jsonl", {"torch": "2", "commit": "a"})
+    old.append(RowResult("causal/gpt2", "causal", Outcome.FAILED, "KeyError: x"))
+    old.append(RowResult("causal/gpt2", "causal", Outcome.EXACT, run="exact"))
+    old.append(RowResult("causal/llama", "causal", Outcome.REFUSED, "no", "m.py:1", "do"))
+    new = ResultFile(old.path, {"torch": "2", "commit": "b"})
+    assert new.known(any_commit=False) == set()
+    assert new.known(any_commit=True) == {"causal/gpt2", "causal/llama"}
+    assert new.latest()["causal/gpt2"].row.outcome is Outcome.EXACT
+    (tmp_path / "benchmarks").mkdir()
+    write_table(new.latest(), tmp_path)
+    page = (tmp_path / "census.md").read_text()
+    assert "2 rows plain PyTorch trains 2 here; 1 of these are exact (50.0%)" in page
+    assert "| causal/llama | no | m.py:1 |" in page
+    table = json.loads((tmp_path / "benchmarks" / "census.json").read_text())
+    assert [row[:2] for row in table["rows"]] == [["causal/gpt2", "exact"], ["causal/llama", "refused"]]

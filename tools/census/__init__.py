@@ -1,0 +1,1 @@
+"""tools.census"""

@@ -1,0 +1,148 @@
+"""Which rows the census has: each model type of the installed transformers, once for each kind of task that
+its auto mappings name it for."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers as T
+from torch import nn
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tools.census.recipes import Recipe, find_recipe
+from tools.census.small_configs import LABELS, small_config
+from tools.zoo_models.parts import quiet
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of rows: the auto mapping with its model types, the task that makes samples and labels, and
+    whether the mapping's types have a row even if an earlier family has them."""
+
+    name: str
+    mapping: str
+    task: str
+    repeats: bool = False
+
+
+FAMILIES = (
+    Family("image-text", "IMAGE_TEXT_TO_TEXT", "multimodal"),
+    Family("causal", "CAUSAL_LM", "causal"),
+    Family("multimodal", "MULTIMODAL_LM", "multimodal"),
+    Family("seq2seq", "SEQ_TO_SEQ_CAUSAL_LM", "seq2seq"),
+    Family("speech", "SPEECH_SEQ_2_SEQ", "speech"),
+    Family("masked", "MASKED_LM", "masked"),
+    Family("ctc", "CTC", "ctc"),
+    Family("ctc", "RNNT", "ctc"),
+    Family("ctc", "TDT", "ctc"),
+    Family("audio", "AUDIO_CLASSIFICATION", "classes", repeats=True),
+    Family("audio", "AUDIO_XVECTOR", "classes", repeats=True),
+    Family("images", "IMAGE_CLASSIFICATION", "classes", repeats=True),
+    Family("video", "VIDEO_CLASSIFICATION", "classes", repeats=True),
+    Family("segmentation", "SEMANTIC_SEGMENTATION", "segmentation", repeats=True),
+    Family("segmentation", "UNIVERSAL_SEGMENTATION", "masks"),
+    Family("detection", "OBJECT_DETECTION", "detection"),
+    Family("depth", "DEPTH_ESTIMATION", "depth"),
+    Family("classification", "SEQUENCE_CLASSIFICATION", "classes", repeats=True),
+    Family("tokens", "TOKEN_CLASSIFICATION", "tokens", repeats=True),
+    Family("questions", "QUESTION_ANSWERING", "span", repeats=True),
+    Family("choices", "MULTIPLE_CHOICE", "choice", repeats=True),
+    Family("sentences", "NEXT_SENTENCE_PREDICTION", "sentence", repeats=True),
+    Family("hidden states", "BACKBONE", "hidden"),
+    Family("hidden states", "TEXT_ENCODING", "hidden"),
+    Family("hidden states", "BASE", "hidden"),
+)
+_BASE = "MODEL_MAPPING_NAMES"
+
+
+@dataclass(frozen=True)
+class Row(abc.ABC):
+    """A row: how its model is built and which task makes its samples."""
+
+    name: str
+    task: str
+
+    @abc.abstractmethod
+    def build(self) -> nn.Module:
+        """The small random model in training mode, its batch norms in eval mode."""
+
+    def find_recipe(self) -> Recipe:
+        """How samples are drawn. Raises RecipeError if plain PyTorch trains none."""
+        return find_recipe(self.task, self.build())
+
+
+@dataclass(frozen=True)
+class ModelRow(Row):
+    """A row for one class of one model type."""
+
+    model_type: str
+    class_name: str
+
+    def build(self) -> nn.Module:
+        options: dict[str, Any] = {}
+        if self.task in ("classes", "tokens", "segmentation", "detection", "masks"):
+            options["num_labels"] = LABELS
+        config = quiet(small_config(CONFIG_MAPPING[self.model_type], **options))
+        model = to_training(getattr(T, self.class_name)(config))
+        return HiddenStates(model) if self.task == "hidden" else model
+
+
+def to_training(model: nn.Module) -> nn.Module:
+    """Puts a model into training mode, its batch norms into eval mode: statistics of the batch would couple
+    its samples."""
+    model.train()
+    for module in model.modules():
+        if "BatchNorm" in type(module).__name__:
+            module.eval()
+    return model
+
+
+class HiddenStates(nn.Module):
+    """Trains a model without a loss: the hidden states of each sample, averaged over its positions, are drawn
+    to one value."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        output = self.wrapped(**batch)
+        states = next(v for v in _tensors(output) if v.is_floating_point() and v.dim() > 1)
+        mask = batch.get("attention_mask")
+        if mask is not None and states.dim() == 3 and states.shape[1] == mask.shape[1]:
+            weights = mask.to(states.dtype)[..., None]
+            pooled = (states * weights).sum(1) / weights.sum(1)
+        else:
+            pooled = states.flatten(1)
+        return ((pooled - 0.5) ** 2).mean()
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors of a model's output in order."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    values = (
+        output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else []
+    )
+    return [t for v in values for t in _tensors(v)]
+
+
+@functools.cache
+def model_rows() -> dict[str, ModelRow]:
+    """The rows of transformers' model types by name, family by family."""
+    rows, seen = dict[str, ModelRow](), set[str]()
+    for family in FAMILIES:
+        name = _BASE if family.mapping == "BASE" else f"MODEL_FOR_{family.mapping}_MAPPING_NAMES"
+        for model_type, classes in getattr(modeling_auto, name).items():
+            class_name = classes if isinstance(classes, str) else classes[0]
+            row = f"{family.name.replace(' ', '-')}/{model_type}"
+            if row in rows or (model_type in seen and not family.repeats):
+                continue
+            seen.add(model_type)
+            rows[row] = ModelRow(row, family.task, model_type, class_name)
+    return rows

@@ -1,0 +1,477 @@
+"""What the samples of a task look like for one model: a short list of recipes, the likeliest first.
+
+`find_recipe` takes the first one that plain PyTorch trains. Recipes read the model's configuration and the
+names of forward's parameters; what an image or a sound becomes is asked of the model itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tools.census.batches import Batching, Draw, boxes, labelled_words, noise, sometimes, words
+from tools.census.small_configs import IMAGE, LABELS, MELS
+from tools.zoo_models.entry import Sample
+from tools.zoo_models.samples import IGNORED, integer
+
+FIXED = (16, 17)  # texts of one length
+TRIED_BATCH = 4
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to draw samples; `name` says which for the table."""
+
+    name: str
+    draw: Draw
+    batching: Batching
+
+
+@dataclass(frozen=True)
+class Modality:
+    """An optional input: `draw` gives one image or sound as it stands in a batch of one, `joined` its keys;
+    `token` is the special token for its features, `around` tokens before and after."""
+
+    name: str
+    draw: Draw
+    joined: frozenset[str]
+    token: int
+    count: Callable[[Sample], int]
+    around: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    typed: int = 1
+
+
+class RecipeError(Exception):
+    """No recipe trains in plain PyTorch; the message is the last one's error."""
+
+
+def config_value(config: Any, *names: str, default: Any = None) -> Any:
+    """The first of `names` that the configuration or one of its parts has as a number."""
+    parts = [config, *(v for v in vars(config).values() if hasattr(v, "model_type"))]
+    parts += [v for p in parts[1:] for v in vars(p).values() if hasattr(v, "model_type")]
+    for name in names:
+        for part in parts:
+            value = getattr(part, name, None) if name in vars(part) or hasattr(type(part), name) else None
+            if isinstance(value, list | tuple) and value:
+                value = value[0]
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return value
+    return default
+
+
+def find_recipe(task: str, model: nn.Module) -> Recipe:
+    """The first recipe of `task` that plain PyTorch trains on `model`. Raises RecipeError if none does."""
+    error: Exception = RecipeError(f"no recipe for {task}")
+    for recipe in recipes(task, model):
+        try:
+            try_recipe(model, recipe)
+            return recipe
+        except Exception as failed:  # whatever the model's code raises
+            error = failed
+    raise RecipeError(f"{type(error).__name__}: {error}") from error
+
+
+def try_recipe(model: nn.Module, recipe: Recipe) -> None:
+    """Trains one batch in plain PyTorch. Raises whatever fails."""
+    samples = [recipe.draw(torch.Generator().manual_seed(i)) for i in range(TRIED_BATCH)]
+    loss = loss_of(model(**recipe.batching.collate(samples)))
+    if not torch.isfinite(loss):
+        raise RecipeError(f"the loss is {float(loss)}")
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in forward's output. Raises RecipeError if there is none that trains."""
+    loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, dict):
+        loss = output.get("loss")
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        raise RecipeError("forward returns no loss that trains")
+    return loss.mean() if loss.dim() else loss
+
+
+def parameters_of(model: nn.Module) -> set[str]:
+    """The names of forward's parameters; for a wrapper those of the model inside."""
+    return set(inspect.signature(getattr(model, "wrapped", model).forward).parameters)
+
+
+def recipes(task: str, model: nn.Module) -> Iterator[Recipe]:
+    """The recipes of a task."""
+    names, config = parameters_of(model), getattr(model, "wrapped", model).config
+    text = "input_ids" in names
+    if task == "hidden":
+        yield from _plain_inputs(names, config)
+        return
+    label = _LABELS.get(task)
+    if task in ("causal", "masked", "seq2seq", "multimodal"):
+        yield from _language(task, names, config, model)
+        if task != "seq2seq" and "decoder_input_ids" in names:
+            yield from _language("seq2seq", names, config, model)
+        if "labels" in names and not text:
+            yield from _speech(names, config)
+    elif task == "speech":
+        yield from _speech(names, config)
+        yield from _language("multimodal", names, config, model)
+    elif label is not None:
+        for base in _plain_inputs(names, config, choices=2 if task == "choice" else 0):
+            yield _with_labels(base, label, config)
+
+
+def _with_labels(
+    base: Recipe, label: Callable[[torch.Generator, Sample, Any], Sample], config: Any
+) -> Recipe:
+    def draw(g: torch.Generator) -> Sample:
+        sample = base.draw(g)
+        return sample | label(g, sample, config)
+
+    batching = base.batching
+    padded = {**batching.padded, "labels": IGNORED}
+    ragged = label in (_token_labels, _ctc_labels)
+    return Recipe(
+        base.name,
+        draw,
+        Batching(
+            padded if ragged else batching.padded,
+            batching.joined,
+            batching.listed | ({"labels", "mask_labels", "class_labels"} if label in _LISTED else set()),
+            batching.masks,
+        ),
+    )
+
+
+def _label(g: torch.Generator, sample: Sample, config: Any) -> Sample:
+    return {"labels": torch.tensor(integer(g, 0, LABELS))}
+
+
+def _next_sentence(g: torch.Generator, sample: Sample, config: Any) -> Sample:
+    return {"labels": torch.tensor(integer(g, 0, 2))}
+
+
+def _token_labels(g: torch.Generator, sample: Sample, config: Any) -> Sample:
+    first = sample.get("input_ids", next(iter(sample.values())))
+    return {"labels": torch.randint(0, LABELS, (len(first),), generator=g)}
+
+
+def _choice(g: torch.Generator, sample: Sample, config: Any) -> Sample:
+    return {"labels": torch.tensor(integer(g, 0, 2))}
+
+
+def _span(g: torch.Generator, sample: Sample, config: Any) -> Sample:
+    length = len(sample["input_ids"])
+    start = integer(g, 0, length)
+    end = integer(g, start, length)
+    return {"start_positions": torch.tensor(start), "end_positions": torch.tensor(end)}
+
+
+def _ctc_labels(g: torch.Generator, sample: Sample, config: Any) -> Sample:
+    return {"labels": torch.randint(3, 90, (integer(g, 1, 4),), generator=g)}
+
+
+def _pixel_labels(g: torch.Generator, sample: Sample, config: Any) -> Sample:
+    size = sample["pixel_values"].shape[-2:]
+    return {"labels": torch.randint(0, LABELS, tuple(size), generator=g)}
+
+
+def _depth(g: torch.Generator, sample: Sample, config: Any) -> Sample:
+    return {"labels": torch.rand(*sample["pixel_values"].shape[-2:], generator=g) + 0.5}
+
+
+def _objects(g: torch.Generator, sample: Sample, config: Any) -> Sample:
+    count = integer(g, 1, 4)
+    classes = torch.randint(0, LABELS, (count,), generator=g)
+    return {"labels": {"class_labels": classes, "boxes": boxes(g, count)}}
+
+
+def _segments(g: torch.Generator, sample: Sample, config: Any) -> Sample:
+    count, size = integer(g, 1, 3), sample["pixel_values"].shape[-2:]
+    masks = (torch.rand(count, *size, generator=g) < 0.5).float()
+    return {"mask_labels": masks, "class_labels": torch.randint(0, LABELS, (count,), generator=g)}
+
+
+_LISTED = (_objects, _segments)
+_LABELS: dict[str, Callable[[torch.Generator, Sample, Any], Sample]] = {
+    "classes": _label,
+    "tokens": _token_labels,
+    "choice": _choice,
+    "span": _span,
+    "sentence": _next_sentence,
+    "ctc": _ctc_labels,
+    "segmentation": _pixel_labels,
+    "depth": _depth,
+    "detection": _objects,
+    "masks": _segments,
+}
+
+
+def image_shape(config: Any) -> tuple[int, int, int]:
+    """Channels, height and width of an image."""
+    size = config_value(config, "image_size", default=IMAGE)
+    channels = config_value(config, "num_channels", "in_channels", "in_chans", default=3)
+    return int(channels), int(size), int(size)
+
+
+def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Recipe]:
+    """Inputs without labels, by forward's parameters: text, boxes of words, images, clips, sounds."""
+    channels, height, width = image_shape(config)
+    masked = {"input_ids": "attention_mask"} if "attention_mask" in names else {}
+    if "input_ids" in names and "pixel_values" not in names and "input_features" not in names:
+        for lengths in ((5, 18), FIXED):
+            fixed = lengths == FIXED
+
+            def text(g: torch.Generator, lengths: tuple[int, int] = lengths) -> Sample:
+                ids = words(g, lengths)
+                if choices:
+                    return {"input_ids": ids.expand(choices, -1).contiguous().roll(1, -1)}
+                sample: Sample = {"input_ids": ids}
+                if "bbox" in names:
+                    corners = torch.randint(0, 50, (len(ids), 2), generator=g)
+                    sample["bbox"] = torch.cat([corners, corners + 20], 1)
+                return sample
+
+            if choices:
+                if fixed:
+                    yield Recipe("fixed text", text, Batching())
+                continue
+            batching = Batching({"input_ids": 0, "bbox": 0}, masks=masked)
+            yield Recipe("fixed text" if fixed else "text", text, batching)
+        return
+    if "input_ids" in names and ("pixel_values" in names or "image" in names):
+        key = "pixel_values" if "pixel_values" in names else "image"
+
+        def pair(g: torch.Generator) -> Sample:
+            ids = words(g)
+            sample = {"input_ids": ids, key: noise(g, channels, height, width)}
+            if "bbox" in names:
+                corners = torch.randint(0, 50, (len(ids), 2), generator=g)
+                sample["bbox"] = torch.cat([corners, corners + 20], 1)
+            return sample
+
+        yield Recipe("text and image", pair, Batching({"input_ids": 0, "bbox": 0}, masks=masked))
+        return
+    for size in dict.fromkeys((height, 32, 64, 224)):
+        if "pixel_values" in names:
+            if config_value(config, "num_frames") is not None:
+                frames = int(config_value(config, "num_frames"))
+                yield Recipe(
+                    f"clips of {size}", _drawn("pixel_values", frames, channels, size, size), Batching()
+                )
+            yield Recipe(f"images of {size}", _drawn("pixel_values", channels, size, size), Batching())
+        elif "pixel_values_videos" in names:
+            key, frames = "pixel_values_videos", int(config_value(config, "frames_per_clip", default=4))
+            yield Recipe(f"clips of {size}", _drawn(key, frames, channels, size, size), Batching())
+    if "input_values" in names:
+        mels = int(config_value(config, "num_mel_bins", default=0))
+        length = int(config_value(config, "max_length", default=64))
+        if mels:
+            yield Recipe("spectrograms", _drawn("input_values", length, mels), Batching())
+
+        def wave(g: torch.Generator) -> Sample:
+            return {"input_values": noise(g, integer(g, 1200, 2000))}
+
+        mask = {"input_values": "attention_mask"} if "attention_mask" in names else {}
+        yield Recipe("sounds", wave, Batching({"input_values": 0.0}, masks=mask))
+        yield Recipe("sounds of one length", _drawn("input_values", 1600), Batching())
+        yield Recipe("sounds with a channel", _drawn("input_values", 1, 1600), Batching())
+    if "input_features" in names:
+        mels = int(
+            config_value(config, "num_mel_bins", "feature_projection_input_dim", "feature_size", default=MELS)
+        )
+
+        def mel(g: torch.Generator) -> Sample:
+            return {"input_features": noise(g, integer(g, 60, 100), mels)}
+
+        mask = {"input_features": "attention_mask"} if "attention_mask" in names else {}
+        yield Recipe("spectrograms", mel, Batching({"input_features": 0.0}, masks=mask))
+        length = 2 * int(config_value(config, "max_source_positions", default=32))
+        yield Recipe("spectrograms of one length", _drawn("input_features", mels, length), Batching())
+    if "past_values" in names:
+        length = int(config_value(config, "context_length", default=32))
+        inputs = int(config_value(config, "num_input_channels", default=1))
+        yield Recipe("series", _drawn("past_values", length, inputs), Batching())
+
+
+def _drawn(key: str, *shape: int) -> Draw:
+    """Samples of one input of normal random numbers."""
+    return lambda g: {key: noise(g, *shape)}
+
+
+def _speech(names: set[str], config: Any) -> Iterator[Recipe]:
+    """A sound and its transcript; the decoder shifts the labels."""
+    for base in _plain_inputs(names - {"input_ids"}, config):
+
+        def draw(g: torch.Generator, base: Recipe = base) -> Sample:
+            return base.draw(g) | {"labels": words(g, (4, 9))}
+
+        batching = Batching({**base.batching.padded, "labels": IGNORED}, masks=base.batching.masks)
+        yield Recipe(base.name, draw, batching)
+
+
+def _language(task: str, names: set[str], config: Any, model: nn.Module) -> Iterator[Recipe]:
+    """Texts, with optional images and sounds where the model takes any."""
+    masked = {"input_ids": "attention_mask"} if "attention_mask" in names else {}
+    padded = {"input_ids": 0, "labels": IGNORED, "token_type_ids": 0, "mm_token_type_ids": 0, "bbox": 0}
+    modalities = [[]] if task != "multimodal" else []
+    if task in ("causal", "multimodal", "seq2seq") and names & _MODAL:
+        modalities = [*_modalities(names, config, model), *modalities]
+    for optional in modalities or [[]]:
+        for lengths in ((5, 18), FIXED):
+
+            def draw(
+                g: torch.Generator,
+                lengths: tuple[int, int] = lengths,
+                optional: list[Modality] = optional,
+            ) -> Sample:
+                text = words(g, lengths)
+                before, types, sample = list[int](), list[int](), Sample()
+                for modality in optional:
+                    if lengths == FIXED or sometimes(g):
+                        drawn = modality.draw(g)
+                        count = modality.count(drawn)
+                        sample |= drawn
+                        start, end = modality.around
+                        before += [*start, *[modality.token] * count, *end]
+                        types += [0] * len(start) + [modality.typed] * count + [0] * len(end)
+                ids = torch.cat([torch.tensor(before, dtype=torch.long), text])
+                ignored = torch.full((len(before),), IGNORED)
+                if task == "seq2seq":
+                    labels = words(g, (4, 9))
+                else:
+                    labels = torch.cat([ignored, text if task != "masked" else labelled_words(g, text, 0.3)])
+                sample |= {"input_ids": ids, "labels": labels}
+                for key in ("token_type_ids", "mm_token_type_ids"):
+                    if optional and key in names:
+                        sample[key] = torch.tensor(types + [0] * len(text))
+                if "bbox" in names:
+                    corners = torch.randint(0, 50, (len(ids), 2), generator=g)
+                    sample["bbox"] = torch.cat([corners, corners + 20], 1)
+                return sample
+
+            joined = frozenset(k for m in optional for k in m.joined)
+            name = " and ".join(["fixed text" if lengths == FIXED else "text", *(m.name for m in optional)])
+            yield Recipe(name, draw, Batching(padded, joined, masks=masked))
+
+
+_MODAL = {"pixel_values", "input_features", "input_values", "pixel_values_images"}
+
+
+def _modalities(names: set[str], config: Any, model: nn.Module) -> Iterator[list[Modality]]:
+    """Which images and sounds a sample may have, in each of the forms that the names allow."""
+    images = [m for m in _image_forms(names, config, model)]
+    sounds = [m for m in _sound_forms(names, config, model)]
+    for image in images:
+        for sound in sounds:
+            yield [image, sound]
+    for one in (*images, *sounds):
+        yield [one]
+
+
+def _image_forms(names: set[str], config: Any, model: nn.Module) -> Iterator[Modality]:
+    token = config_value(config, "image_token_id", "image_token_index", "image_token")
+    if token is None or "pixel_values" not in names:
+        return
+    channels, height, width = image_shape(config)
+    start = config_value(
+        config, "vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index"
+    )
+    end = config_value(config, "vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_token_index")
+    around = ((int(start),) if start is not None else (), (int(end),) if end is not None else ())
+    forms: list[tuple[str, Draw]] = []
+    if "image_grid_thw" in names:
+        patch = int(config_value(config, "patch_size", default=14))
+        merge = int(config_value(config, "spatial_merge_size", "merge_size", default=2))
+        for temporal in (int(config_value(config, "temporal_patch_size", default=2)), 1):
+
+            def patches(g: torch.Generator, temporal: int = temporal) -> Sample:
+                h, w = merge * integer(g, 1, 3), merge * integer(g, 1, 3)
+                pixels = noise(g, h * w, channels * temporal * patch * patch)
+                return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, h, w]])}
+
+            forms.append(("image patches", patches))
+    else:
+        extra: Sample = {}
+        if "image_sizes" in names:
+            extra["image_sizes"] = torch.tensor([[height, width]])
+        if "pixel_attention_mask" in names:
+            forms.append(
+                (
+                    "images in samples",
+                    lambda g: {
+                        "pixel_values": noise(g, 1, 1, channels, height, width),
+                        "pixel_attention_mask": torch.ones(1, 1, height, width, dtype=torch.long),
+                    },
+                )
+            )
+        forms.append(("images", lambda g: {"pixel_values": noise(g, 1, channels, height, width)} | extra))
+        forms.append(
+            ("image tiles", lambda g: {"pixel_values": noise(g, 1, 2, channels, height, width)} | extra)
+        )
+    for name, draw in forms:
+        count = _feature_count(model, "get_image_features", draw)
+        if count is not None:
+            keys = frozenset(draw(torch.Generator().manual_seed(0)))
+            yield Modality(name, draw, keys, int(token), count, around)
+
+
+def _sound_forms(names: set[str], config: Any, model: nn.Module) -> Iterator[Modality]:
+    token = config_value(config, "audio_token_id", "audio_token_index", "audio_token")
+    if token is None or not names & {"input_features", "input_values"}:
+        return
+    mels = int(
+        config_value(config, "num_mel_bins", "input_feat_size", "feature_size", "input_dim", default=MELS)
+    )
+    mask = next(
+        (m for m in ("feature_attention_mask", "input_features_mask", "attention_mask") if m in names), ""
+    )
+    length = 2 * int(config_value(config, "max_source_positions", default=32))
+    for shape in ((1, mels, length), (1, length, mels)):
+
+        def sound(g: torch.Generator, shape: tuple[int, int, int] = shape) -> Sample:
+            sample: Sample = {"input_features": noise(g, *shape)}
+            if mask and mask != "attention_mask":
+                sample[mask] = torch.ones(1, length, dtype=torch.long)
+            return sample
+
+        count = _feature_count(model, "get_audio_features", sound)
+        if count is not None:
+            keys = frozenset(sound(torch.Generator().manual_seed(0)))
+            yield Modality("sounds", sound, keys, int(token), count, typed=3)
+
+
+def _feature_count(model: nn.Module, method: str, draw: Draw) -> Callable[[Sample], int] | None:
+    """How many features an input becomes, asked of the model; None if it does not say."""
+    ask = getattr(model, method, None) or getattr(getattr(model, "model", None), method, None)
+    if ask is None:
+        return None
+    known = dict[tuple[Any, ...], int]()
+
+    def count(sample: Sample) -> int:
+        key = tuple(
+            tuple(v.shape) + tuple(v.flatten().tolist() if v.numel() < 8 else ()) for v in sample.values()
+        )
+        if key not in known:
+            accepted = inspect.signature(ask).parameters
+            with torch.no_grad():
+                out = ask(**{k: v for k, v in sample.items() if k in accepted or "kwargs" in accepted})
+            features = getattr(out, "pooler_output", out)
+            listed = features if isinstance(features, list | tuple) else [features]
+            known[key] = sum(math.prod(f.shape[:-1]) for f in listed)
+        return known[key]
+
+    try:
+        count(draw(torch.Generator().manual_seed(0)))
+    except Exception:  # not a form that this model takes
+        return None
+    return count
+
+
+def expected_tokens(message: str) -> list[int]:
+    """Numbers in an error about placeholders and features that do not match."""
+    return [int(n) for n in re.findall(r"\d+", message)]

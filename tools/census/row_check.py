@@ -1,0 +1,130 @@
+"""Compiles, checks and, if asked for, trains one row of the census in this process."""
+
+from __future__ import annotations
+
+import enum
+import re
+import tempfile
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from secc.driver.compile import CompiledPlan, compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.driver.exactness_check import check_exactness
+from secc.errors import InexactPlan, UserError
+from tools.census.rows import entry, model_file
+from tools.compare_training import write_recording_model
+from tools.zoo import EXACT, glue, run_on_ranks
+
+CLUSTER, GLOBAL_BATCH = "local:3", 12
+TRACE_LINES = 12
+
+
+class Outcome(enum.StrEnum):
+    """What the census says of a row."""
+
+    NO_MODEL = "plain PyTorch has none"  # no library for it, or no loss that trains
+    NOT_BUILT = "not built"  # the census makes no configuration or batch that plain PyTorch trains
+    EXACT = "exact"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+@dataclass
+class RowResult:
+    """One row. `message`, `where` and `remedy` say why it is not exact; errors are in units of the
+    tolerances; `run` is "exact", "" if it was not run, or what differs."""
+
+    name: str
+    family: str
+    outcome: Outcome
+    message: str = ""
+    where: str = ""
+    remedy: str = ""
+    inputs: str = ""
+    sections: dict[str, str] = field(default_factory=dict)
+    glue: str = ""
+    loss_error: float = 0.0
+    gradient_error: float = 0.0
+    run: str = ""
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row as JSON."""
+        return asdict(self) | {"outcome": self.outcome.value}
+
+
+def check_row(name: str, ranks: int = 0) -> RowResult:
+    """Checks the row `name`; trains it on `ranks` processes if that is not 0."""
+    start = time.perf_counter()
+    result = _check(name, ranks)
+    result.seconds = round(time.perf_counter() - start, 1)
+    return result
+
+
+def _check(name: str, ranks: int) -> RowResult:
+    family = name.partition("/")[0]
+    try:
+        row = entry(name)
+    except Exception as error:  # what the model's own code raises in plain PyTorch
+        return RowResult(name, family, _why_no_model(error), first_line(error))
+    result = RowResult(name, family, Outcome.FAILED, inputs=row.inputs)
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        stem = re.sub(r"\W", "_", name)
+        (folder / f"{stem}.py").write_text(model_file(name))
+        model = write_recording_model(stem, folder, folder)
+        try:
+            options = CompileOptions(cluster=CLUSTER, global_batch=GLOBAL_BATCH)
+            compiled = check_exactness(compile_model(model, options), required=True)
+            _note_check(result, compiled)
+            if ranks:
+                result.run = run_on_ranks(compiled, model, folder)
+                if result.run != EXACT:
+                    result.outcome, result.message = Outcome.FAILED, result.run
+        except InexactPlan as error:
+            result.message = error.message
+        except UserError as error:
+            result.outcome, result.message = Outcome.REFUSED, error.message
+            result.where, result.remedy = str(error.where or ""), str(error.remedy or "")
+        except Exception as error:
+            result.message = first_line(error)
+            result.where = "".join(traceback.format_exception(error)[-TRACE_LINES:])
+    result.where = _without_folders(result.where, directory)
+    result.message = _without_folders(result.message, directory)
+    return result
+
+
+def _note_check(result: RowResult, compiled: CompiledPlan) -> None:
+    """Takes what the check found into the row."""
+    patterns: Any = compiled.plan.checks.get("patterns", [])
+    result.outcome = Outcome.EXACT
+    result.loss_error = max((p["loss_error"] for p in patterns), default=0.0)
+    result.gradient_error = max((p["gradient_error"] for p in patterns), default=0.0)
+    result.sections = {s.name: s.mode for s in compiled.plan.sections}
+    result.glue = glue(compiled)
+
+
+def _why_no_model(error: Exception) -> Outcome:
+    """Whether plain PyTorch has no such model to train here, or the census does not know how to make it."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__  # type: ignore[assignment]
+    none = isinstance(cause, ImportError | NotImplementedError) or re.search(
+        r"no loss that trains|does not support training|not implemented", str(error)
+    )
+    return Outcome.NO_MODEL if none else Outcome.NOT_BUILT
+
+
+def first_line(error: BaseException) -> str:
+    """The error's class and the first line of its message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"
+
+
+def _without_folders(text: str, directory: str) -> str:
+    """A text that is the same on every machine."""
+    return re.sub(r"\S*/site-packages/|\S*/lib/python[\d.]+/", "", text.replace(f"{directory}/", ""))

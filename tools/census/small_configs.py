@@ -1,0 +1,156 @@
+"""Makes a small configuration of any model type from its configuration class.
+
+Names say what a number means in nearly all configurations (`hidden_size`, `num_attention_heads`, `depths`),
+so that one table of names and a few rules shrink them all; parts (`text_config`, `vision_config`) are shrunk
+in the same way. Where a model type asks for more, `EXCEPTIONS` has its values.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from typing import Any
+
+import transformers as T
+
+WORDS, VOCABULARY = 100, 160  # ordinary tokens are 3 ... WORDS - 1; special ones follow
+HIDDEN, HEADS, IMAGE, PATCH, MELS = 32, 4, 32, 8, 16
+LABELS = 3
+
+_NUMBERS: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "text_vocab_size", "src_vocab_size", "tgt_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("unpadded_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "hidden_dim"), HIDDEN),
+    **dict.fromkeys(("emb_dim", "embedding_size", "embedding_dim", "word_embed_proj_dim"), HIDDEN),
+    **dict.fromkeys(("encoder_hidden_size", "decoder_hidden_size", "out_hidden_size"), HIDDEN),
+    **dict.fromkeys(("projection_dim", "output_dim", "hidden_size_global", "text_hidden_size"), HIDDEN),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"), 2 * HIDDEN),
+    **dict.fromkeys(("n_inner", "d_ff", "mlp_dim", "ffn_hidden_size", "dim_feedforward"), 2 * HIDDEN),
+    **dict.fromkeys(("encoder_ffn_embed_dim", "decoder_intermediate_size"), 2 * HIDDEN),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "num_decoder_layers", "num_encoder_layers", "depth", "layers"), 2),
+    **dict.fromkeys(("speech_encoder_layers", "t2u_encoder_layers", "t2u_decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads"), HEADS),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), HEADS),
+    **dict.fromkeys(("encoder_num_attention_heads", "decoder_num_attention_heads"), HEADS),
+    **dict.fromkeys(("head_dim", "d_kv", "attention_head_dim", "dim_head", "v_head_dim"), HIDDEN // HEADS),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "kv_channels"), HIDDEN // HEADS),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(
+        ("n_shared_experts", "num_shared_experts", "n_group", "topk_group", "num_expert_group"), 1
+    ),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), HIDDEN),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "max_length", "n_ctx"), 128),
+    **dict.fromkeys(("max_target_positions", "model_max_length"), 128),
+    "max_source_positions": 16,
+    **dict.fromkeys(("image_size", "pretrain_image_size", "crop_size"), IMAGE),
+    "patch_size": PATCH,
+    **dict.fromkeys(("num_mel_bins", "n_mel_bins"), MELS),
+    "sliding_window": 8,
+    "num_frames": 4,
+    **dict.fromkeys(("num_queries", "num_query_tokens", "latent_query_num", "mm_tokens_per_image"), 4),
+    **dict.fromkeys(("num_conv_pos_embeddings",), 16),
+    **dict.fromkeys(("num_conv_pos_embedding_groups",), 2),
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "use_cache": False,
+}
+_SILENT = re.compile(r"drop|mask_time_prob|mask_feature_prob|jitter|apply_spec_augment")
+_SPECIAL_TOKEN = re.compile(r"_(token_id|token_index)$")
+
+EXCEPTIONS: dict[str, dict[str, Any]] = {}
+
+
+def small_config(kind: type[T.PreTrainedConfig], **given: Any) -> T.PreTrainedConfig:
+    """A small configuration of class `kind`; `given` values go over what the rules choose."""
+    return kind(**_small_values(kind(), Tokens()) | given)
+
+
+class Tokens:
+    """Hands out special tokens behind the ordinary ones."""
+
+    def __init__(self) -> None:
+        self.next = WORDS
+
+    def take(self) -> int:
+        self.next += 1
+        return self.next - 1
+
+
+def _small_values(config: T.PreTrainedConfig, tokens: Tokens) -> dict[str, Any]:
+    """Keyword arguments of the configuration class for a small model."""
+    values = dict[str, Any]()
+    names = inspect.signature(type(config).__init__).parameters
+    base = inspect.signature(T.PreTrainedConfig.__init__).parameters
+    for name in names:
+        if name in ("self", "kwargs") or (name in base and name != "is_encoder_decoder"):
+            continue
+        if not hasattr(config, name):
+            continue
+        old = getattr(config, name)
+        new = _small_value(name, old, config, tokens)
+        if new is not old:
+            values[name] = new
+    _fit_layer_types(config, values)
+    return values | copy.deepcopy(EXCEPTIONS.get(config.model_type, {}))
+
+
+def _small_value(name: str, old: Any, config: T.PreTrainedConfig, tokens: Tokens) -> Any:
+    if isinstance(old, T.PreTrainedConfig):
+        return type(old)(**_small_values(old, tokens))
+    if _SILENT.search(name) and isinstance(old, float | bool):
+        return type(old)(0)
+    if isinstance(old, bool):
+        return False if name == "use_cache" else old
+    if _SPECIAL_TOKEN.search(name) and name not in _NUMBERS and isinstance(old, int) and old >= WORDS:
+        return tokens.take()
+    if name == "num_key_value_heads" and isinstance(old, int):
+        heads = getattr(config, "num_attention_heads", old)
+        return HEADS if old == heads else 1 if old == 1 else 2
+    if name in _NUMBERS and name.endswith("token_id"):
+        return _NUMBERS[name]
+    if name in _NUMBERS and isinstance(old, int):
+        return min(old, _NUMBERS[name]) if old > 0 else old
+    if isinstance(old, int) and old >= 64 and re.search(r"dim|size|channels|width|rank|units", name):
+        return HIDDEN
+    if (
+        isinstance(old, list | tuple)
+        and name in ("image_size", "patch_size")
+        and all(isinstance(o, int) for o in old)
+    ):
+        return type(old)(min(o, _NUMBERS[name]) for o in old)
+    if isinstance(old, list | tuple) and old and all(isinstance(o, int) for o in old):
+        if re.search(r"depths?$|num_layers|layers_per|repeats|num_blocks|blocks_per", name):
+            return type(old)(min(o, 1) for o in old)
+        if re.search(r"dim|size|channels|width", name) and max(old) >= 64:
+            ranks = sorted(set(old))
+            return type(old)(min(16 * 2 ** ranks.index(o), 64) for o in old)
+        if re.search(r"heads", name):
+            return type(old)(min(o, 2) for o in old)
+    return old
+
+
+def _fit_layer_types(config: T.PreTrainedConfig, values: dict[str, Any]) -> None:
+    """Gives lists with an entry for each layer one of each kind that occurs; at least two layers."""
+    layers = next((n for n in ("num_hidden_layers", "num_layers", "n_layer") if n in values), None)
+    if layers is None:
+        return
+    old = getattr(config, layers)
+    lists = {
+        n: v
+        for n, v in vars(config).items()
+        if isinstance(v, list) and len(v) == old and old > 4 and not isinstance(v[0], dict)
+    }
+    kinds = list(dict.fromkeys(zip(*lists.values(), strict=True))) if lists else []
+    chosen = kinds[:4] if len(kinds) > 1 else kinds * 2
+    for n, column in zip(lists, zip(*chosen, strict=True), strict=True):
+        values[n] = list(column)
+    if chosen:
+        values[layers] = len(chosen)

@@ -1,0 +1,160 @@
+"""Writes the results as `docs/benchmarks/census.json` and `docs/census.md`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tools.census.results import StoredResult
+from tools.census.row_check import Outcome, RowResult
+from tools.zoo import EXACT
+
+DOCS = Path("docs")
+_TRAINED = (Outcome.EXACT, Outcome.REFUSED, Outcome.FAILED)
+_MEANINGS = {
+    Outcome.EXACT: "loss within 1e-6, every gradient within 1e-5 of plain PyTorch, for each input pattern",
+    Outcome.REFUSED: "secc ends with a message that says what to change",
+    Outcome.FAILED: "a plan that is not exact, a traceback, or no end within the time limit",
+    Outcome.NO_MODEL: "a library is missing here, or the class has no loss that trains",
+    Outcome.NOT_BUILT: "the census knows no small configuration or batch that plain PyTorch trains",
+}
+_HEAD = """# The census
+
+Every model type of the installed transformers, small and with random weights: built from its own
+configuration class, fed ragged batches with and without its optional inputs, compiled for three ranks, and
+compared with plain PyTorch. Where the [zoo](zoo.md) has models that somebody chose, this is what there is.
+
+```
+python -m tools.census                            # all rows, going on where the last call stopped
+python -m tools.census --only image-text/llava$   # repeat a row
+python -m tools.census --only gpt2 --ranks 3      # train rows on three ranks, too
+python -m tools.census --sample 20                # some rows
+python -m tools.census --write                    # write this page
+```
+
+Dropout is off, batch norms use their running statistics, and what a class without a loss computes is trained
+by a squared error of its pooled hidden states. Every row is a model file (`tools/census/rows.py`).
+"""
+
+
+def print_summary(rows: Sequence[RowResult]) -> None:
+    """Prints how many rows have each outcome."""
+    counts = Counter(r.outcome for r in rows)
+    print(", ".join(f"{o.value}: {counts[o]}" for o in Outcome if counts[o]))
+
+
+def write_table(results: Mapping[str, StoredResult], docs: Path = DOCS) -> None:
+    """Writes the page and its JSON."""
+    (docs / "benchmarks" / "census.json").write_text(_json_text(results))
+    (docs / "census.md").write_text(_page(results))
+
+
+def _json_text(results: Mapping[str, StoredResult]) -> str:
+    """One line for each row, so that differences of versions are readable."""
+    columns = [
+        "row",
+        "outcome",
+        "inputs",
+        "sections",
+        "glue",
+        "loss error",
+        "gradient error",
+        "run",
+        "message",
+    ]
+    columns += ["where", "commit"]
+    head = {
+        "command": "python -m tools.census",
+        "about": "errors are in units of the tolerances of docs/guide/exactness.md; run: three gloo ranks "
+        "against plain PyTorch, null if not run",
+        "versions": sorted({_versions(r) for r in results.values()}),
+        "columns": columns,
+    }
+    rows = list[str]()
+    for name in sorted(results):
+        r = results[name].row
+        cells = [
+            name,
+            r.outcome.value,
+            r.inputs,
+            ", ".join(_sections(r)),
+            r.glue,
+            r.loss_error,
+            r.gradient_error,
+        ]
+        cells += [r.run or None, r.message, _place(r), results[name].versions["commit"]]
+        rows.append("  " + json.dumps(cells, ensure_ascii=False))
+    lines = [f" {json.dumps(k)}: {json.dumps(v)}," for k, v in head.items()]
+    return "\n".join(["{", *lines, ' "rows": [', ",\n".join(rows), " ]", "}", ""])
+
+
+def _versions(result: StoredResult) -> str:
+    return ", ".join(f"{k} {v}" for k, v in result.versions.items() if k != "commit")
+
+
+def _sections(row: RowResult) -> list[str]:
+    return [n if mode == "train" else f"{n} ({mode})" for n, mode in row.sections.items()]
+
+
+def _place(row: RowResult) -> str:
+    """File and line of a refusal; the last line of what a failed row printed."""
+    lines = row.where.strip().splitlines()
+    return lines[-1][:160] if lines else ""
+
+
+def _page(results: Mapping[str, StoredResult]) -> str:
+    rows = [r.row for r in results.values()]
+    trained = [r for r in rows if r.outcome in _TRAINED]
+    exact = sum(r.outcome is Outcome.EXACT for r in rows)
+    ran = [r for r in rows if r.run]
+    commits = Counter(r.versions["commit"] for r in results.values())
+    versions = " · ".join(sorted({_versions(r) for r in results.values()}))
+    parts = [
+        _HEAD,
+        f"**Result** ({versions}, float32 on CPU): of {len(rows)} rows plain PyTorch trains "
+        f"{len(trained)} here; {exact} of these are exact ({100 * exact / max(len(trained), 1):.1f}%). "
+        f"{sum(r.run == EXACT for r in ran)} of {len(ran)} rows that were trained on three ranks are exact "
+        "there, too. Rows were run on "
+        + ("one commit" if len(commits) == 1 else f"{len(commits)} commits, which the JSON names")
+        + ". All rows: [benchmarks/census.json](benchmarks/census.json).\n",
+        _family_table(rows),
+        "| outcome | means |\n| --- | --- |\n"
+        + "\n".join(f"| {o.value} | {meaning} |" for o, meaning in _MEANINGS.items())
+        + "\n",
+    ]
+    for outcome in (Outcome.FAILED, Outcome.REFUSED):
+        parts.append(
+            _cause_table(f"## {outcome.value.capitalize()}", [r for r in rows if r.outcome is outcome])
+        )
+    return "\n".join(parts)
+
+
+def _family_table(rows: Sequence[RowResult]) -> str:
+    counts = defaultdict[str, Counter[Outcome]](Counter)
+    for row in rows:
+        counts[row.family][row.outcome] += 1
+    lines = [f"| family | rows | {' | '.join(o.value for o in _MEANINGS)} |", "| --- |" + " --- |" * 6]
+    for family, found in counts.items():
+        cells = [str(found[o] or "") for o in _MEANINGS]
+        lines.append(f"| {family} | {sum(found.values())} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cause_table(title: str, rows: Sequence[RowResult]) -> str:
+    """Rows with one cause share a line."""
+    if not rows:
+        return f"{title}\n\nNone.\n"
+    causes = defaultdict[tuple[str, str], list[str]](list)
+    for row in rows:
+        causes[row.message[:200], _place(row)].append(row.name)
+    lines = [title, "", "| rows | message | place |", "| --- | --- | --- |"]
+    for (message, place), names in sorted(causes.items(), key=lambda c: -len(c[1])):
+        lines.append(f"| {', '.join(names)} | {_cell(message)} | {_cell(place)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("|", "\\|")
