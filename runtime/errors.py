@@ -22,3 +22,7 @@ class UserError(Exception):
         place = f"{self.where}: " if self.where else ""
         remedy = f"\n  what to do: {self.remedy}" if self.remedy else ""
         return f"{place}{self.message}{remedy}"
+
+
+class LostProcess(UserError):
+    """A helper process was ended from outside, for lack of memory for example: a new attempt may succeed."""

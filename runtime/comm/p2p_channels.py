@@ -50,6 +50,9 @@ class Message:
     part: int = 0
     parts: int = 1
 
+    def __str__(self) -> str:
+        return f"RECV {self.edge} {self.direction} {self.pair[0]}>{self.pair[1]} from {self.peer}"
+
     def slice_bounds(self, layout: EdgeLayout) -> tuple[int, int]:
         """Start and end of the part in the flat message."""
         return slice_bounds(layout.message_numel(self.pair), self.part, self.parts)

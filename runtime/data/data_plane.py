@@ -145,6 +145,7 @@ class DataPlane:
         self._next_rows: MetadataRows | None = None  # of this rank's share of the next step
         self._next_table: torch.Tensor | None = None  # all ranks' rows of the next step, by position
         self._waits: list[tuple[int, TimeSpan]] = []
+        self.is_waiting = False  # for the loader
         self._loader.request_ahead([self._metadata_request(start)])
 
     def next_batch(self, group: dist.ProcessGroup | None = None) -> GlobalBatch:
@@ -256,7 +257,9 @@ class DataPlane:
     def _time_wait(self, get: Callable[[Any], Any], ask: LoaderRequest) -> Any:
         """Return `get(ask)`, and count the time as waiting for the loader."""
         start = time.monotonic_ns()
+        self.is_waiting = True
         result = get(ask)
+        self.is_waiting = False
         self._waits.append((self._step, TimeSpan(start, time.monotonic_ns())))
         return result
 

@@ -21,7 +21,7 @@ from typing import Any
 from secc.runtime.data.sample_loader import BatchRequest, MetadataRequest, MetadataRows, SampleLoader
 from secc.runtime.data.sample_metadata import SampleRecord, SkippedSample
 from secc.runtime.data.sample_workers import SampleWorkers
-from secc.runtime.errors import UserError
+from secc.runtime.errors import LostProcess
 from secc.runtime.host.child_processes import prepare_worker_process
 from secc.runtime.host.fork_pool import DEAD_WORKER_REMEDY, WorkerPool, run_capturing_errors
 from secc.runtime.model.item_seeds import shared_rng_restore
@@ -163,12 +163,12 @@ class LoaderProcess:
         for pool in self._pools:
             pool.close()
 
-    def _process_ended_error(self) -> UserError:
+    def _process_ended_error(self) -> LostProcess:
         """Return the error that says how the background process ended."""
         self._process.join(timeout=5)
         code = self._process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return UserError(f"the process that loads this rank's samples {how}", remedy=DEAD_WORKER_REMEDY)
+        return LostProcess(f"the process that loads this rank's samples {how}", remedy=DEAD_WORKER_REMEDY)
 
 
 def _run_loader_process(loader: SampleLoader, pipe: Connection, other_end: Connection, parent: int) -> None:

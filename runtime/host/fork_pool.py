@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from secc.runtime.errors import UserError
+from secc.runtime.errors import LostProcess, UserError
 from secc.runtime.host.child_processes import prepare_worker_process
 
 DEAD_WORKER_REMEDY = (
@@ -63,7 +63,7 @@ class WorkerPool:
         """Waits for a result, for at most `timeout` seconds, and returns (token, result) of all that have
         arrived.
 
-        A result may be an exception. Raises UserError if a process has ended.
+        A result may be an exception. Raises LostProcess if a process has ended.
         """
         results: list[tuple[Any, Any]] = []
         for pipe in wait(self.connections, timeout):
@@ -71,7 +71,7 @@ class WorkerPool:
             try:
                 results.append(pickle.loads(pipe.recv_bytes()))
             except (EOFError, OSError):
-                raise UserError(
+                raise LostProcess(
                     f"a {self._processes[pipe].name} process of this rank has ended unexpectedly",
                     remedy=DEAD_WORKER_REMEDY,
                 ) from None

@@ -18,14 +18,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from secc.runtime.host.activity import Activity, Waiting
+
+# Events in which a rank meets all others, and events that may take as long as many steps.
+_COLLECTIVE_KINDS = frozenset({"METADATA", "GRADIENTS", "NORM", "TOTALS", "SAVE"})
+_LONG_KINDS = frozenset({"SAVE", "EVALUATE"})
+
 
 class ChromeTrace:
-    """Collects the events of this rank; does nothing if `path` is None. `start_trace` and `close` are
-    collective."""
+    """Collects the events of this rank; keeps nothing if `path` is None. `start_trace` and `close` are
+    collective. `activity` is the event that goes on, for the watch against hangs."""
 
     def __init__(self, path: Path | None, rank: int, device: torch.device) -> None:
         self.path, self.rank = path, rank
         self._device = device
+        self.activity = Activity()
         self._zero_ns = 0
         self._events: list[dict[str, Any]] = []
 
@@ -52,12 +59,13 @@ class ChromeTrace:
     @contextmanager
     def record_event(self, name: str, **args: Any) -> Iterator[None]:
         """Records the body as one event. `args` are shown in the viewer and read by other tools."""
-        if self.path is None:
+        start = self._now_ns() if self.is_active else 0
+        kind = args.get("kind")
+        waits = Waiting.PEERS if kind in _COLLECTIVE_KINDS else Waiting.NOTHING
+        with self.activity.during(name, waits, may_take_long=kind in _LONG_KINDS):
             yield
-            return
-        start = self._now_ns()
-        yield
-        self._append_event(name, 0, start, self._now_ns(), args)
+        if self.is_active:
+            self._append_event(name, 0, start, self._now_ns(), args)
 
     def record_background_event(self, name: str, start: int, end: int, **args: Any) -> None:
         """Records an event of another process of this rank, on its own track; `start` and `end` are

@@ -93,7 +93,14 @@ def emulate_rank(directory: Path, options: RunOptions) -> None:
     table = read_table(options.emulate)
     terms: Any = importlib.import_module("sections.terms")
     only_steps = dataclasses.replace(
-        options, workers=0, resume=None, save=None, save_every=None, trace=None, eval_every=None
+        options,
+        workers=0,
+        resume=None,
+        save=None,
+        save_every=None,
+        trace=None,
+        hang_timeout=None,
+        eval_every=None,
     )
     with RankContext(directory, only_steps, terms) as context:
         emulator, since = Emulator(context, table), time.monotonic_ns()

@@ -19,6 +19,7 @@ import torch
 
 from secc.runtime.comm.edge_messages import EdgeLayout, MicroBatchPair
 from secc.runtime.comm.p2p_channels import Message, Transport, message_of_instruction
+from secc.runtime.host.activity import Waiting
 from secc.runtime.monitoring.chrome_trace import ChromeTrace
 from secc.runtime.monitoring.section_times import SectionStopwatch
 from secc.runtime.parameters.zero3 import UnitGatherer
@@ -199,12 +200,13 @@ class _StepExecution:
 
     def run_program(self) -> torch.Tensor:
         """Executes the instructions of this rank in order and returns its share of the loss."""
-        program = self.step.schedule.programs[self.engine.rank]
+        program, activity = self.step.schedule.programs[self.engine.rank], self.engine.trace.activity
         transport = self.engine.transport
         self.restore_prefetched()
         transport.start_step(self.layouts, self.step.schedule)
         last = {i.section: i for i in program if i.kind in ("B", "W")}
         for index, i in enumerate(program):
+            activity.begin(i)
             transport.advance_to(index)
             is_last_backward = last.get(i.section) is i
             if is_last_backward:
@@ -234,7 +236,8 @@ class _StepExecution:
                     raise RuntimeError(f"rank {self.engine.rank} cannot execute `{i}`")
             if is_last_backward:
                 self.engine.on_reduce(i.section)
-        transport.finish_step()
+        with activity.during("its last sends", Waiting.PEERS):
+            transport.finish_step()
         self.save_prefetched()
         if self.in_flight:
             raise RuntimeError(
@@ -480,7 +483,8 @@ class _StepExecution:
     ) -> torch.Tensor:
         """Waits for one slice of a message and returns its values."""
         message = Message(edge.name, direction, pair, part.sender, part.index, part.count)
-        with self.transfer_event("RECV", message, part.sender, self.engine.rank):
+        waiting = self.engine.trace.activity.during(message, Waiting.PEERS)
+        with waiting, self.transfer_event("RECV", message, part.sender, self.engine.rank):
             return self.engine.transport.take_values(message)
 
     def release_consumer(self, section: str, micro: int) -> None:

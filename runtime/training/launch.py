@@ -1,8 +1,9 @@
 """The entry of each rank: calls the rank file's `train` and turns what it raises into an exit code.
 
-A rank exits with 0; with 2 after a UserError, which only one rank prints; with `LOST_PEER_EXIT_CODE`,
-silently, if another rank has gone, because that rank is the cause; else with 1 and a traceback. The launcher
-(`supervisor`) turns the ranks' exit codes into one message.
+A rank exits with 0; with 2 after a UserError, which only one rank prints; with `LOST_HELPER_EXIT_CODE` if
+that error says that a helper process was killed; with `LOST_PEER_EXIT_CODE`, silently, if another rank has
+gone, because that rank is the cause; with `HANG_EXIT_CODE` after the report of a hang; else with 1 and a
+traceback. The launcher (`supervisor`) turns the ranks' exit codes into one message.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from secc.runtime.errors import UserError
+from secc.runtime.errors import LostProcess, UserError
 from secc.runtime.host.parent_death import die_with_launcher
 from secc.runtime.training.emulation import emulate_rank
 from secc.runtime.training.options import RunOptions, parse_options
 from secc.runtime.training.rendezvous import connect_agent_store, restart_pause, torchrun_restarts
 
 LOST_PEER_EXIT_CODE = 75  # of a rank that lost its connection to another rank
+LOST_HELPER_EXIT_CODE = 77  # of a rank with a helper process that was killed; a restart may succeed
 _STORE_TIMEOUT = timedelta(seconds=5)
 
 
@@ -43,7 +45,7 @@ def main(train: Callable[[RunOptions], None]) -> int:
         return 0
     except UserError as error:
         _report_once(error)
-        code = 2
+        code = LOST_HELPER_EXIT_CODE if isinstance(error, LostProcess) else 2
     except SystemExit:
         raise
     except KeyboardInterrupt:
@@ -73,7 +75,8 @@ def _report_once(error: UserError) -> None:
     store = connect_agent_store(_STORE_TIMEOUT)
     first = os.environ.get("RANK", "0") == "0" if store is None else store.add("secc/error", 1) == 1
     if first:
-        sys.stderr.write(f"error: {error}\n")
+        rank = f"rank {os.environ.get('RANK', '0')}: " if isinstance(error, LostProcess) else ""
+        sys.stderr.write(f"error: {rank}{error}\n")
         sys.stderr.flush()
     if store is not None and first:
         store.set("secc/error/printed", "1")

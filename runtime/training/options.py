@@ -42,6 +42,7 @@ class RunOptions:
     recorders: int | None = None
     order: str = "wavefront"
     max_restarts: int = 0
+    hang_timeout: float | None = 300.0
     emulate: Path | None = None
     run_ahead: float | None = None
     eval_every: int | None = None
@@ -138,6 +139,11 @@ def make_parser() -> argparse.ArgumentParser:
         " loader process does it)"
     )
     p.add_argument("--recorders", type=_at_least(0), metavar="N", help=text)
+    text = (
+        "end the run, with the cause and all stacks, when a rank takes S seconds more than a median step for"
+        " one instruction, or 6 times as long to load or save (default 300; 0: wait for ever)"
+    )
+    p.add_argument("--hang-timeout", type=_parse_timeout, default=300.0, metavar="S", help=text)
     text = (
         "after a failure start all ranks again, N times at most, from the newest checkpoint in --save"
         " (default 0; under torchrun, give torchrun's --max-restarts)"
@@ -254,6 +260,10 @@ def _not_negative(text: str) -> float:
     if not float(text) >= 0:
         raise argparse.ArgumentTypeError("must not be negative")
     return float(text)
+
+
+def _parse_timeout(text: str) -> float | None:
+    return _not_negative(text) or None
 
 
 def _positive(text: str) -> float:

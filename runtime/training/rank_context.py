@@ -12,6 +12,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -49,11 +50,13 @@ from secc.runtime.schedule.scheduler import ScheduleCache
 from secc.runtime.sections.base import load_section_module
 from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut, cut_parameters, find_parameter_cuts
 from secc.runtime.training.evaluation_data import EvaluationData
+from secc.runtime.training.hang_watch import HangWatch, StackFile
 from secc.runtime.training.machine_check import check_gpu_memory, check_machine
 from secc.runtime.training.options import RunOptions
 from secc.runtime.training.rendezvous import attempt_number, is_joinable, open_store
 
 DEFAULT_STEPS = 100
+_COLLECTIVE_TIMEOUT = timedelta(days=1)  # the watch against hangs is much earlier and says more
 MAX_RECORDERS = 4  # per rank, unless --recorders says more: a step has few micro-batches per rank
 
 
@@ -127,6 +130,7 @@ class RankContext(ExitStack):
                 sys.stderr.write(note + "\n")
         self.schedule_batch = ScheduleCache(self.plan, options.order)
         self.parameter_cuts: dict[str, ParameterCut] = {}  # parameters that tensor parallelism cuts
+        self.stacks = StackFile()  # before loaders are forked, so that they write theirs there
         # They fork their loaders, which is safe only before process groups and GPU contexts exist.
         self.data_plane = self._make_data_plane()
         self.evaluation_data = self._make_evaluation_data() if options.evaluates else None
@@ -142,7 +146,14 @@ class RankContext(ExitStack):
             keep_freed_memory()
         else:
             torch.cuda.set_device(self.device)
-        meeting: dict[str, Any] = {"store": store, "rank": self.rank, "world_size": self.world_size}
+        if self.options.hang_timeout is not None:
+            self._watch(store.clone(), self.options.hang_timeout)
+        meeting: dict[str, Any] = {
+            "store": store,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "timeout": _COLLECTIVE_TIMEOUT,
+        }
         if self.options.share_gpus:
             dist.init_process_group(register_backend(stage_all=self.device.type == "cpu"), **meeting)
         elif self.device.type == "cpu":
@@ -160,6 +171,23 @@ class RankContext(ExitStack):
             return None  # the process exits at once: cleaning up would wait for ranks that are gone
         self.trace.close()
         return super().__exit__(None, None, None)
+
+    def _watch(self, store: Any, timeout: float) -> None:
+        """Starts to watch this rank's progress."""
+        planes = [self.data_plane]
+        if self.evaluation_data is not None:
+            planes.append(self.evaluation_data.data_plane)
+        watch = HangWatch(
+            self.trace.activity,
+            self.stacks,
+            store,
+            self.rank,
+            self.world_size,
+            timeout,
+            self.log_dir,
+            lambda: any(plane.is_waiting for plane in planes),
+        )
+        self.callback(watch.close)
 
     def _make_data_plane(self) -> DataPlane:
         return DataPlane(

@@ -28,7 +28,8 @@ from types import FrameType
 from secc.runtime.errors import UserError
 from secc.runtime.host.parent_death import LAUNCHER_VARIABLE
 from secc.runtime.plan.plan_file import load_plan
-from secc.runtime.training.launch import LOST_PEER_EXIT_CODE
+from secc.runtime.training.hang_watch import HANG_EXIT_CODE
+from secc.runtime.training.launch import LOST_HELPER_EXIT_CODE, LOST_PEER_EXIT_CODE
 from secc.runtime.training.machine_check import check_machine
 from secc.runtime.training.options import parse_options
 from secc.runtime.training.rendezvous import ATTEMPT_VARIABLE, STORE_VARIABLE, restart_pause
@@ -179,6 +180,8 @@ class _RankGroup:
             return 0
         if 2 in failures.values():
             return 2
+        if {HANG_EXIT_CODE, LOST_HELPER_EXIT_CODE} & {*failures.values()}:
+            return 1
         causes = {rank: code for rank, code in failures.items() if code != LOST_PEER_EXIT_CODE} or failures
         for rank, code in causes.items():
             how = (

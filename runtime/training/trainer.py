@@ -146,6 +146,7 @@ class Trainer:
         run's summary.
         """
         self._step_start = time.perf_counter()
+        self.context.trace.activity.step = self.step_number + 1
         if self.options.eval_only:
             self.evaluate()
         else:
@@ -198,6 +199,7 @@ class Trainer:
         with trace_event("OPTIMIZER", kind="OPTIMIZER"):
             self._step_optimizer(loss, norm)
         self.step_number += 1
+        self.context.trace.activity.step = self.step_number + 1
         seconds = self._finish_step(batch, loss, float(norm), logged)
         if self.section_times is not None:
             self.section_times.log_step(
@@ -263,7 +265,9 @@ class Trainer:
         if self._evaluator is not None and self._is_evaluation_due():
             self.evaluate()
         if self.options.save is not None and self._is_save_due():
-            self.save_checkpoint()
+            with self.context.trace.record_event("SAVE", kind="SAVE"):
+                self.save_checkpoint()
+        self.context.trace.activity.end_step(seconds)
         self._step_start = time.perf_counter()
         return seconds
 
