@@ -37,6 +37,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
+from torch.utils import _pytree as pytree
 
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
@@ -58,10 +59,10 @@ StepSeconds = list[tuple[float, float]]  # wall and CPU seconds of a step
 class PlainTrainer:
     """Training by hand: this rank's share of each global batch, under DDP if there are several ranks."""
 
-    def __init__(self, user: UserModel, global_batch: int) -> None:
+    def __init__(self, user: UserModel, global_batch: int, device: torch.device) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
-        model = user.build_model()
+        model = user.build_model().to(device)
         self.optimizer = user.build_optimizer(
             [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         )
@@ -70,6 +71,7 @@ class PlainTrainer:
         )
         self.user, self.share, self.samples = user, global_batch // world, user.dataset()
         self.first, self.stride, self.world = rank * self.share, global_batch, world
+        self.device = device
 
     def train_step(self) -> tuple[float, float]:
         """Makes one optimizer step. Returns the loss of the global batch and the gradient norm, as for
@@ -77,7 +79,8 @@ class PlainTrainer:
         samples = [self.samples[i % len(self.samples)] for i in range(self.first, self.first + self.share)]
         self.first += self.stride
         self.optimizer.zero_grad()
-        loss = extract_loss(self.model(**self.user.collate(samples)))
+        batch = pytree.tree_map_only(torch.Tensor, self._move, self.user.collate(samples))
+        loss = extract_loss(self.model(**batch))
         loss.backward()
         norm = get_total_norm(model_gradients(self.model))
         global_loss = loss.detach() / self.world
@@ -85,6 +88,9 @@ class PlainTrainer:
             dist.all_reduce(global_loss)
         self.optimizer.step()
         return global_loss.item(), norm.item()
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device)
 
 
 def model_gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -149,11 +155,13 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def time_step(step: Callable[[], object]) -> tuple[float, float]:
-    """Returns the wall and CPU seconds of a step that all ranks start together."""
+def time_step(step: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Returns the wall and CPU seconds of a step that all ranks start together, until the device is done."""
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
@@ -178,12 +186,12 @@ def run_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: Any
         plain = (
             PipelineTrainer(user, context.plan)
             if len(context.plan.sections) > len(own_sections)
-            else PlainTrainer(user, context.plan.global_batch)
+            else PlainTrainer(user, context.plan.global_batch, context.device)
         )
         times_of_both: tuple[StepSeconds, StepSeconds] = [], []
         for _ in range(WARM_UP_STEPS + steps):
-            times_of_both[0].append(time_step(lambda: trainer.train_step(next(batches))))
-            times_of_both[1].append(time_step(plain.train_step))
+            times_of_both[0].append(time_step(lambda: trainer.train_step(next(batches)), context.device))
+            times_of_both[1].append(time_step(plain.train_step, context.device))
         pipe.send(tuple(times[WARM_UP_STEPS:] for times in times_of_both))
 
 

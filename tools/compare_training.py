@@ -89,14 +89,21 @@ def write_recording_model(name: str, directory: Path, source: Path) -> Path:
 
 
 def train_in_one_process(
-    path: Path, global_batch: int, steps: int, gradients: Path, seed: int = 0
+    path: Path,
+    global_batch: int,
+    steps: int,
+    gradients: Path,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> TrainingResult:
-    """Trains with plain PyTorch: the whole global batch in one process."""
+    """Trains with plain PyTorch: the whole global batch in one process. The results are on the CPU."""
     gradients.mkdir(exist_ok=True)
     os.environ["GRADIENTS"] = str(gradients)
-    model, losses = train_model(load_model_file(path), steps, global_batch, seed)
+    model, losses = train_model(load_model_file(path), steps, global_batch, seed, device=device)
     return TrainingResult(
-        losses, torch.load(gradients / "rank.pt"), {n: p.detach() for n, p in model.named_parameters()}
+        losses,
+        torch.load(gradients / "rank.pt", map_location="cpu"),
+        {n: p.detach().cpu() for n, p in model.named_parameters()},
     )
 
 
@@ -121,7 +128,7 @@ def train_distributed(plan: Path, world_size: int, steps: int, work: Path, *opti
     parameters = load_full_state_dict(work / "saved")
     parts: dict[str, dict[int, torch.Tensor | None]] = {}
     for file in sorted(gradients.glob("rank*.pt")):
-        for name, gradient in torch.load(file).items():
+        for name, gradient in torch.load(file, map_location="cpu").items():
             parts.setdefault(name, {})[int(file.stem.removeprefix("rank"))] = gradient
     made = load_plan(plan)
     found = {
@@ -222,10 +229,14 @@ def _global_norm(reference: TrainingResult) -> float:
 
 
 def run_plan_ranks(
-    plan: Path, world_size: int, arguments: Sequence[str], environment: dict[str, str] | None = None
+    plan: Path,
+    world_size: int,
+    arguments: Sequence[str],
+    environment: dict[str, str] | None = None,
+    limit_s: float = RUN_LIMIT_S,
 ) -> None:
-    """Runs a plan's run.py on `world_size` processes. Raises AssertionError if one fails or takes too
-    long."""
+    """Runs a plan's run.py on `world_size` processes. Raises AssertionError if one fails or takes longer than
+    the limit."""
     if start_method == "fork":
         context = multiprocessing.get_context("fork")
     else:
@@ -249,7 +260,7 @@ def run_plan_ranks(
             for process in ranks:
                 process.start()
             for process in ranks:
-                process.join(RUN_LIMIT_S)
+                process.join(limit_s)
             codes = [p.exitcode for p in ranks]
             assert codes == [0] * world_size, f"the ranks ended with {codes}: {_first_error(files)}"
         finally:

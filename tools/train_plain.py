@@ -13,18 +13,24 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_model
+from torch.utils import _pytree as pytree
 
 from secc.runtime.model.nested_batch import unflatten_batch
 from secc.runtime.model.user_file import UserModel, extract_loss, load_model_file
 
 
 def train_model(
-    user: UserModel, steps: int, global_batch: int, seed: int = 0, clip: float = 0.0
+    user: UserModel,
+    steps: int,
+    global_batch: int,
+    seed: int = 0,
+    clip: float = 0.0,
+    device: torch.device | str = "cpu",
 ) -> tuple[torch.nn.Module, list[float]]:
     """Returns the trained model and the loss of each step. Batch k consists of samples kN … (k+1)N-1 of the
-    dataset, wrapping around at epochs."""
+    dataset, wrapping around at epochs. The weights are drawn on the CPU whatever the device."""
     torch.manual_seed(seed)
-    model = user.build_model()
+    model = user.build_model().to(device)
     params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = user.build_optimizer(params)
     scheduler = user.build_scheduler(optimizer)
@@ -32,7 +38,8 @@ def train_model(
     for step in range(steps):
         numbers = range(step * global_batch, (step + 1) * global_batch)
         samples = [user.load_sample(i % length, seed, epoch=i // length) for i in numbers]
-        loss = extract_loss(model(**unflatten_batch(user.collate(samples))))
+        batch = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), user.collate(samples))
+        loss = extract_loss(model(**unflatten_batch(batch)))
         optimizer.zero_grad()
         loss.backward()
         if clip:
