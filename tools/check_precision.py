@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
-from secc.driver.exactness_check import OneRankPlan
 from secc.errors import UserError
-from secc.frontend.dataset.eager_reference import LossAndGradients, run_eager
 from secc.runtime.kernels import backend
+from secc.runtime.training.eager_reference import LossAndGradients, run_eager
+from secc.runtime.training.one_rank_plan import OneRankPlan
 from tools.bench_kernels import ERROR_SLACK, check_precision
 from tools.benchmark_table import BenchmarkTable, add_json_option
 from tools.kernel_cases import TINY_SIZES, loss_cases, memory_bound_cases

@@ -21,11 +21,11 @@ from typing import Literal
 
 import torch
 
-from secc.frontend.dataset.eager_reference import GRADIENT_FLOOR, GRADIENT_TOLERANCE, LOSS_TOLERANCE
 from secc.runtime.model.user_file import load_model_file
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.schema import Plan
 from secc.runtime.tensor_parallel.parameter_cuts import cut_of_shard
+from secc.runtime.training.eager_reference import GRADIENT_FLOOR, GRADIENT_TOLERANCE, LOSS_TOLERANCE
 from tools.train_plain import train_model
 
 PRELOADED_MODULES = ["secc.runtime.training.trainer", "torch.distributed.checkpoint", "torch._dynamo"] + [
@@ -122,6 +122,7 @@ def train_distributed(plan: Path, world_size: int, steps: int, work: Path, *opti
         str(work / "saved"),
         "--workers",
         "0",
+        "--no-first-check",  # the run is compared with plain PyTorch anyway
         *options,
     ]
     run_plan_ranks(plan, world_size, arguments, {"GRADIENTS": str(gradients)})

@@ -5,6 +5,7 @@ PyTorch.
     python -m tools.zoo llava whisper            some of them
     python -m tools.zoo --family audio --no-run  one family, compiled and checked only
     python -m tools.zoo --fuse                   with fused operators
+    python -m tools.zoo --layers --no-run        captured by layers wherever capture by components is coarser
 
 For each architecture: whether its glue is generic, re-recorded or hidden in a block, its sections, and
 `exact` or the first line of the error. Failures are then listed by cause. Every model is a model file as a
@@ -21,7 +22,8 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,10 +32,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
+from secc.codegen.plan_builder import build_plan
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
+from secc.driver.pass_driver import Planner
 from secc.errors import UserError
+from secc.frontend.capture.block_selection import ModuleTree
+from secc.frontend.capture.capture import capture_model
 from secc.report.html_page import report_page
 from tools.benchmark_table import BenchmarkTable, add_json_option
 from tools.compare_training import (
@@ -94,8 +100,10 @@ class Row:
         )
 
 
-def look(entry: Entry, ranks: int = RANKS, run: bool = True, fuse: bool | None = None) -> Row:
-    """Compile, check and, unless told otherwise, run one architecture."""
+def look(
+    entry: Entry, ranks: int = RANKS, run: bool = True, fuse: bool | None = None, layers: bool = False
+) -> Row:
+    """Compiles, checks and, unless told otherwise, runs one architecture. layers: captures it by layers."""
     row, start = Row(entry.name, entry.family), time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -105,6 +113,7 @@ def look(entry: Entry, ranks: int = RANKS, run: bool = True, fuse: bool | None =
             compiled = compile_model(
                 model, CompileOptions(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, fuse=fuse)
             )
+            compiled = recapture_by_layers(compiled) if layers else compiled
             row.glue, row.sections = glue(compiled), {s.name: s.mode for s in compiled.plan.sections}
             row.fused = (
                 tuple(
@@ -130,6 +139,33 @@ def look(entry: Entry, ranks: int = RANKS, run: bool = True, fuse: bool | None =
             row.check = f"{type(error).__name__}: {error}".splitlines()[0]
     row.seconds = round(time.perf_counter() - start, 1)
     return row
+
+
+def recapture_by_layers(compiled: CompiledPlan) -> CompiledPlan:
+    """Plans a model again with every stack of layers opened, as sections in stages are captured.
+
+    Returns `compiled` for a model without closed stacks. Raises UserError if a stack cannot be opened.
+    """
+    source = compiled.captured_model
+    tree = ModuleTree(source.meta)
+    opened = [path for path in source.capture.blocks if tree.stack_depth(path)]
+    if not opened:
+        return compiled
+    capture = capture_model(
+        source.user, source.meta, source.survey, source.inputs, opened, before=source.capture
+    )
+    source = replace(source, capture=capture)
+    planned = Planner(source, (), lambda _: nullcontext(), lambda _: None).plan_model()
+    if planned.taken_back:
+        raise UserError(f"taken back: {planned.taken_back[0].reason}", planned.taken_back[0].where)
+    return replace(
+        compiled,
+        plan=build_plan(planned.module, compiled.plan.model, {}),
+        module=planned.module,
+        dumps=planned.dumps,
+        constants=planned.capture.constants,
+        captured_model=source,
+    )
 
 
 def glue(compiled: CompiledPlan) -> str:
@@ -225,6 +261,7 @@ def main() -> int:
     parser.add_argument(
         "--fuse", action="store_true", default=None, help="with fused operators, and which rules matched"
     )
+    parser.add_argument("--layers", action="store_true", help="capture by layers")
     parser.add_argument("--list", action="store_true", help="print the names and end")
     add_json_option(parser)
     options = parser.parse_args()
@@ -237,7 +274,7 @@ def main() -> int:
         return 0
     rows = list[Row]()
     for entry in chosen:
-        rows.append(look(entry, options.ranks, not options.no_run, options.fuse))
+        rows.append(look(entry, options.ranks, not options.no_run, options.fuse, options.layers))
         print(
             f"{rows[-1].seconds:6.1f} s  {entry.name:24} {rows[-1].error or EXACT}",
             file=sys.stderr,

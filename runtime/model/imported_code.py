@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import sys
@@ -23,6 +24,8 @@ from torch import nn
 from secc.runtime.model.source_lines import is_internal_file
 
 _PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
+# By module name: the module, and the digest that its file had when it was found.
+_known_digests: dict[str, tuple[ModuleType, str]] = {}
 _STANDARD_LIBRARY = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 
 
@@ -37,8 +40,45 @@ def find_imported_files(module: ModuleType, model: nn.Module) -> dict[str, Path]
         if path is None or name in found or sys.modules[name] is module:
             continue
         found[name] = path
+        if name not in _known_digests or _known_digests[name][0] is not sys.modules[name]:
+            _known_digests[name] = sys.modules[name], digest_file(path)
         waiting += _imported_modules(sys.modules[name])
     return dict(sorted(found.items()))
+
+
+def forget_changed_modules() -> None:
+    """Lets modules of the user's be imported again if the file of one of them has changed in the life of this
+    process, so that a model file that is loaded again computes what its files say.
+
+    All modules that were found are forgotten, since they may hold objects of the changed one. Files that
+    cannot be read now count as changed.
+    """
+    known = dict(_known_digests)
+    changed = [name for name, (module, digest) in known.items() if _digest_now(module) != digest]
+    if not changed:
+        return
+    for name, (module, _) in known.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+            package, _, attribute = name.rpartition(".")
+            if vars(sys.modules.get(package, module)).get(attribute) is module:
+                delattr(sys.modules[package], attribute)  # where `from package import` would find it
+    for name in changed:
+        # Compiled code is told from old one by seconds and size, which an edit may leave as they were.
+        cached = getattr(known[name][0], "__cached__", None)
+        if cached:
+            with suppress(OSError):
+                Path(cached).unlink()
+    _known_digests.clear()
+    importlib.invalidate_caches()
+
+
+def _digest_now(module: ModuleType) -> str:
+    """Returns the digest of the module's file as it is; "" if it cannot be read."""
+    try:
+        return digest_file(Path(module.__file__ or ""))
+    except OSError:
+        return ""
 
 
 def find_package_versions(model: nn.Module) -> dict[str, str]:

@@ -27,6 +27,7 @@ from torch.utils.data import ConcatDataset, IterableDataset
 from secc.runtime.errors import UserError
 from secc.runtime.model.default_collate import DefaultCollate
 from secc.runtime.model.deferred_scalar import unwrap_deferred_scalar
+from secc.runtime.model.imported_code import forget_changed_modules
 from secc.runtime.model.item_seeds import choose_survey_indices, load_seeded_item
 from secc.runtime.model.nested_batch import (
     argument_of_key,
@@ -423,8 +424,9 @@ class UserModel:
 
 
 def load_model_file(path: str | Path) -> UserModel:
-    """Import the model file under a fresh module name and put its folder on sys.path. Raises UserError if the
-    file is missing, is not Python, or fails to import."""
+    """Import the model file under a fresh module name and put its folder on sys.path. Files that it imports
+    are read again if they have changed. Raises UserError if the file is missing, is not Python, or fails to
+    import."""
     path = Path(path)
     try:
         text = path.read_bytes()
@@ -432,6 +434,7 @@ def load_model_file(path: str | Path) -> UserModel:
         raise UserError(
             f"cannot read the model file: {error.strerror}", str(path), "give the path of a Python file"
         ) from None
+    forget_changed_modules()
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -132,9 +132,9 @@ def build_rank_model(
             model,
             init_weights.load_init_weights(model, init, canonical_names(model), later, report=rank == 0),
         )
-    if node.is_builder or _total_parameter_bytes(plan) <= BUILD_EVERYWHERE_BYTES:
+    if node.is_builder or is_built_everywhere(plan):
         model = _build_with_values(plan, user, seed)
-        if node.receiver_ranks() and _total_parameter_bytes(plan) > BUILD_EVERYWHERE_BYTES:
+        if node.receiver_ranks() and not is_built_everywhere(plan):
             broadcast_weights(
                 node, model, {r: parameter_names_of_rank(plan, model, r) for r in node.receiver_ranks()}
             )
@@ -187,6 +187,11 @@ def _check_computed_buffers(model: nn.Module, user: UserModel) -> None:
                 user.function_source_line("model"),
                 "register it with persistent=True, or make it with torch.zeros, arange and the like",
             )
+
+
+def is_built_everywhere(plan: Plan) -> bool:
+    """Whether the plan's model is so small that every rank builds the whole of it."""
+    return _total_parameter_bytes(plan) <= BUILD_EVERYWHERE_BYTES
 
 
 def _total_parameter_bytes(plan: Plan) -> int:

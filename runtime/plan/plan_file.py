@@ -314,6 +314,7 @@ _CHECKS = shapes.record(
         "accepted": _TEXTS,
         "logged": _TEXTS,
         "notes": _TEXTS,
+        "taken_back": shapes.items_of(shapes.record({"choice": _TEXT, "reason": _TEXT, "where": _TEXT})),
         "whole": _TEXT_LISTS,
         "reason": _TEXT,
     },

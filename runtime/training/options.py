@@ -45,6 +45,7 @@ class RunOptions:
     hang_timeout: float | None = 300.0
     emulate: Path | None = None
     run_ahead: float | None = None
+    first_check: bool = True
     eval_every: int | None = None
     eval_batch: int | None = None
     eval_only: Literal["trained", "ema"] | None = None
@@ -160,6 +161,11 @@ def make_parser() -> argparse.ArgumentParser:
         " plan's; 0: none)"
     )
     p.add_argument("--run-ahead", type=_not_negative, metavar="GIB", help=text)
+    text = (
+        "do not compare the plan with plain PyTorch on a few samples before the first step, which is done for"
+        " models so small that every rank builds them"
+    )
+    p.add_argument("--no-first-check", dest="first_check", action="store_false", help=text)
     p.add_argument(
         "--eval-every",
         type=_at_least(1),

@@ -50,6 +50,7 @@ from secc.runtime.schedule.scheduler import ScheduleCache
 from secc.runtime.sections.base import load_section_module
 from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut, cut_parameters, find_parameter_cuts
 from secc.runtime.training.evaluation_data import EvaluationData
+from secc.runtime.training.first_check import start_first_check
 from secc.runtime.training.hang_watch import HangWatch, StackFile
 from secc.runtime.training.machine_check import check_gpu_memory, check_machine
 from secc.runtime.training.options import RunOptions
@@ -131,7 +132,9 @@ class RankContext(ExitStack):
         self.schedule_batch = ScheduleCache(self.plan, options.order)
         self.parameter_cuts: dict[str, ParameterCut] = {}  # parameters that tensor parallelism cuts
         self.stacks = StackFile()  # before loaders are forked, so that they write theirs there
-        # They fork their loaders, which is safe only before process groups and GPU contexts exist.
+        # All of these fork, which is safe only before process groups and GPU contexts exist.
+        checks = self.rank == 0 and options.first_check and not (options.emulate or options.eval_only)
+        self.first_check = start_first_check(self.plan, directory, self.user_model) if checks else None
         self.data_plane = self._make_data_plane()
         self.evaluation_data = self._make_evaluation_data() if options.evaluates else None
 

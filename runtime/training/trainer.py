@@ -143,8 +143,10 @@ class Trainer:
 
         If glue is re-recorded per micro-batch, the next step is also planned one step early, so that its
         recordings are made in the meantime. After the last step, or a request to stop, rank 0 prints the
-        run's summary.
+        run's summary. Raises UserError if the plan does not compute what plain PyTorch computes.
         """
+        if self.context.first_check is not None:
+            self.context.first_check.finish()
         self._step_start = time.perf_counter()
         self.context.trace.activity.step = self.step_number + 1
         if self.options.eval_only:

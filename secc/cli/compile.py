@@ -106,6 +106,7 @@ def command(
         from secc.codegen.plan_writer import check_output
         from secc.driver.compile import compile_model
         from secc.driver.compile_options import CompileOptions
+        from secc.report.plan_tables import taken_back_texts
         from secc.report.text_table import amount_text
         from secc.runtime.data.epoch_order import repeated_samples_text
     check_output(output)
@@ -150,6 +151,8 @@ def command(
         out.print(f"  {repeated_samples_text(samples, plan.global_batch)}", soft_wrap=True)
     for line in plan.checks.get("accepted", ()):
         out.print(f"  accepted {line}", soft_wrap=True)
+    for line in taken_back_texts(plan):
+        out.print(f"  {line}", soft_wrap=True)
     _print_free_ranks(plan)
     if explain_fusion:
         _print_fusion(plan)

@@ -188,14 +188,8 @@ def compile_model(
         return build_pipeline(dataclasses.replace(options, **changes))
 
     source = CapturedModel(user, meta, model, survey, inputs, batches, capture, make_ir, make_passes)
-    try:
-        planned = Planner(source, options.set, clock.measure, clock.report_progress).plan_model()
-    except UserError:
-        # The model can be planned without fallback cases; their boundaries may be what no pass can carry out.
-        if not capture.has_fallbacks:
-            raise
-        source = dataclasses.replace(source, capture=capture.without_fallbacks())
-        planned = Planner(source, options.set, clock.measure, clock.report_progress).plan_model()
+    planner = Planner(source, options.set, clock.measure, clock.report_progress, options.taken_back)
+    planned = planner.plan_model()
     versions = {"secc": __version__, "torch": torch.__version__.split("+")[0]}
     plan = plan_codegen.build_plan(planned.module, ref, versions)
     plan = dataclasses.replace(plan, checks=plan.checks | _collect_notes(planned, survey, options))
@@ -209,7 +203,7 @@ def compile_model(
         inputs=inputs,
         model=model if model is None else cast_model(model, options.dtype),
         step_seconds=clock.seconds,
-        captured_model=source,
+        captured_model=planner.source,
         options=options,
     )
 
@@ -361,18 +355,19 @@ def _find_eager_failure(
 
 def _collect_notes(
     planned: PlannedModule, survey: DatasetSurvey, options: CompileOptions
-) -> dict[str, list[str]]:
-    """Returns the report's notes, one line each with place and cause: deviations from the planned capture,
-    samples left out, choices taken back."""
+) -> dict[str, object]:
+    """Returns the entries of `checks` for the report: notes, one line each with place and cause (deviations
+    from the planned capture, samples left out), and choices that were taken back."""
     lines = [
         f"{n.path + ': ' if n.path else ''}{n.reason}{f' ({n.where})' if n.where else ''}"
         for n in planned.capture.notes
     ]
     lines += survey.skipped_samples
-    lines += [f"{choice} was taken back: {why}" for choice, why in planned.refused_choices.items()]
     if options.stats is not None:
         lines.append(f"frequency and size of samples are taken from {options.stats.name}")
-    return {"notes": list(dict.fromkeys(lines))} if lines else {}
+    notes: dict[str, object] = {"notes": list(dict.fromkeys(lines))} if lines else {}
+    taken_back = [dataclasses.asdict(record) for record in planned.taken_back]
+    return notes | ({"taken_back": taken_back} if taken_back else {})
 
 
 def make_model_ref(user: UserModel, meta: nn.Module, parameters: dict[str, str]) -> ModelRef:

@@ -7,11 +7,22 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
+class TakenBack:
+    """A choice that a plan does without, NAME.KEY=VALUE or NAME.KEY for all values above 1, with the reason
+    and its place (file:line, "" if there is none)."""
+
+    choice: str
+    reason: str
+    where: str = ""
+
+
+@dataclass(frozen=True)
 class CompileOptions:
     """Options of a compilation; each field of the first part is an option of `secc compile`.
 
-    The fields of the second part are set by the planner when it plans a second time: `refused` are choices
-    that a pass after `allocate` could not carry out, `stages` the pipeline stages ("NAME.pp=N") that layers
+    The fields of the second part are set when a model is planned a second time. taken_back: choices that an
+    earlier plan showed to be impossible. The planner sets the others: `refused` are choices that a pass after
+    `allocate` could not carry out, `stages` the pipeline stages ("NAME.pp=N") that layers
     were captured for, `known` all choices of the first plan, and `proven` the solver status of that plan.
     """
 
@@ -35,6 +46,7 @@ class CompileOptions:
     dtype: str = ""  # "bf16": compute in bfloat16, with float32 master weights
     run_ahead: str = "auto"  # GiB on a rank
 
+    taken_back: tuple[TakenBack, ...] = ()
     refused: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
     known: tuple[str, ...] = ()

@@ -1,60 +1,36 @@
-"""Compares a plan with plain PyTorch, for every activation pattern, on one rank of this process.
-
-The plan's own sections, schedule and engine run with all meshes folded onto one rank and with small
-micro-batches, so that a global batch of a few samples passes through every section in several micro-batches.
-The loss and every parameter's gradient are compared, which is all that training uses. Where loss terms cancel
-(advantages that add up to 0), float32 leaves few digits of the loss; whatever differs in float32 is compared
-again in float64.
-"""
+"""Compares a plan with plain PyTorch, for every activation pattern, on one rank of this process
+(`secc.runtime.training.one_rank_plan`), and looks for another plan if it is not exact."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import random
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from secc.driver.compile import CompiledPlan, compile_model
+from secc.driver.compile_options import CompileOptions, TakenBack
 from secc.errors import InexactPlan, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions
-from secc.frontend.dataset.eager_reference import (
-    REFERENCE_SEED,
+from secc.runtime.randomness.micro_batch_draws import MicroBatchDraws
+from secc.runtime.training.eager_reference import (
     LossAndGradients,
     PlanRandomness,
     ResultDifference,
-    compare_results,
-    copy_gradients,
     run_eager,
 )
-from secc.runtime.comm.p2p_channels import Transport
-from secc.runtime.data.sample_metadata import compute_batch_sums
-from secc.runtime.fusion.install import installed_temporarily, read_fused_source
-from secc.runtime.model.user_file import UserModel
-from secc.runtime.monitoring.chrome_trace import ChromeTrace
-from secc.runtime.plan import schema as plan_schema
-from secc.runtime.plan.batch_sizes import combine_sizes, pad_batch, read_symbol_sizes
-from secc.runtime.plan.schema import Mesh, Plan
-from secc.runtime.plan.step_program import MicroBatch, SampleMeta
-from secc.runtime.randomness.micro_batch_draws import MicroBatchDraws
-from secc.runtime.rerecording.rerecorder import Rerecorder
-from secc.runtime.schedule.scheduler import schedule_batch
-from secc.runtime.sections.base import SectionModule, load_plan_module, load_section_module
-from secc.runtime.training.engine import EdgeDtypeMismatch, Engine, StepInput
 from secc.runtime.training.evaluation import eval_mode
 from secc.runtime.training.evaluation_data import evaluation_plan
-
-CHECK_MICRO_BATCH = 2
-CPU_DEVICE = torch.device("cpu")
+from secc.runtime.training.one_rank_plan import CHECK_MICRO_BATCH, OneRankPlan
 
 
 @dataclass(frozen=True)
@@ -92,10 +68,13 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
         return _add_checks(
             compiled, {"reason": "not compared with the eager model, which is too large to be built here"}
         )
-    patterns = compare_patterns(compiled, compiled.model)
-    for pattern in patterns:
-        if not pattern.difference.is_exact:
-            return _retry_with_global_widths(compiled, pattern)
+    try:
+        patterns = compare_patterns(compiled, compiled.model)
+        for pattern in patterns:
+            if not pattern.difference.is_exact:
+                raise _inexact_error(compiled, pattern)
+    except UserError as error:
+        return _check_other_plans(compiled, error)
     checks: dict[str, object] = {"patterns": [p.as_dict() for p in patterns]}
     if compiled.user.defines("eval_dataset") and (reason := _why_not_evaluable(compiled, compiled.model)):
         checks["evaluation"] = reason
@@ -112,17 +91,13 @@ def _why_not_evaluable(compiled: CompiledPlan, model: nn.Module) -> str:
         rank = OneRankPlan(evaluation_plan(compiled.plan), directory, compiled.user, model)
         for pattern in compiled.survey.micro_batch_patterns():
             samples = compiled.survey.compose_batches(pattern)[-1]
-            draws = PlanRandomness(model, compiled.plan.draws, compiled.plan.symbols).draws_for(
-                compiled.user, samples
-            )
             try:
-                reference = run_eager(model, compiled.user.collate(samples), draws)
-                difference = _compare_step(
-                    compiled, rank, samples, CHECK_MICRO_BATCH, reference, evaluates=True
+                found = rank.compare_step(
+                    samples, CHECK_MICRO_BATCH, rank.run_eager(samples), compiled.plan.dtype, evaluates=True
                 )
             except Exception as error:  # whatever the user's code raises in eval mode
                 return (str(error).strip() or type(error).__name__).splitlines()[0]
-            if difference.loss > 1:
+            if found.difference.loss > 1:
                 return (
                     "in eval mode forward computes another loss than the plan, which was captured in training"
                     " mode; move code that depends on self.training into a module that forward calls"
@@ -130,20 +105,29 @@ def _why_not_evaluable(compiled: CompiledPlan, model: nn.Module) -> str:
     return ""
 
 
-def _retry_with_global_widths(compiled: CompiledPlan, inexact: PatternCheck) -> CompiledPlan:
-    """Compiles and checks again with all micro-batches padded to the widths of the global batch.
+def _check_other_plans(compiled: CompiledPlan, error: UserError) -> CompiledPlan:
+    """Compiles and checks plans that rest on fewer assumptions than the one that the check refused with
+    `error`; returns the first exact one. Raises `error` if there is none."""
+    for options in _more_careful_options(compiled, error):
+        with suppress(UserError):
+            return check_exactness(compile_model(compiled.user.path, options))
+    raise error
 
-    The probe of padding can miss lengths that reach the loss only sometimes, as with a strided convolution.
-    Raises UserError if this plan is not exact either, or if the user chose the widths.
-    """
-    if compiled.plan.widths == "global" or compiled.options.widths != "auto":
-        raise _inexact_error(compiled, inexact)
-    try:
-        return check_exactness(
-            compile_model(compiled.user.path, dataclasses.replace(compiled.options, widths="global"))
-        )
-    except UserError:
-        raise _inexact_error(compiled, inexact) from None
+
+def _more_careful_options(compiled: CompiledPlan, error: UserError) -> Iterator[CompileOptions]:
+    """Yields options for other plans, but for what the user chose: for an inexact plan with all micro-batches
+    padded to the widths of the global batch, because the probe of padding can miss lengths that reach the
+    loss only sometimes, as with a strided convolution; then without stages, for which the model was captured
+    by layers."""
+    options = compiled.options
+    inexact = isinstance(error, InexactPlan)
+    if inexact and compiled.plan.widths != "global" and options.widths == "auto":
+        yield dataclasses.replace(options, widths="global")
+    pinned = {pin.partition("=")[0] for pin in options.set}
+    staged = {f"{name}.pp" for name, stages in compiled.plan.pipelines.items() if len(stages) > 1}
+    found = tuple(TakenBack(choice, error.message, error.where) for choice in sorted(staged - pinned))
+    if found:
+        yield dataclasses.replace(options, taken_back=(*options.taken_back, *found))
 
 
 def _add_checks(compiled: CompiledPlan, checks: dict[str, object]) -> CompiledPlan:
@@ -152,12 +136,10 @@ def _add_checks(compiled: CompiledPlan, checks: dict[str, object]) -> CompiledPl
 
 
 def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan:
-    d = inexact.difference
-    pattern = ", ".join(inexact.pattern) or "no optional inputs"
+    d, pattern = inexact.difference, ", ".join(inexact.pattern) or "no optional inputs"
     message = (
         f"the plan does not compute what plain PyTorch computes for samples with {pattern}: "
-        f"the loss is off by {d.loss:.3g} and the gradient of "
-        f"{d.worst} by {d.gradient:.3g} tolerances"
+        f"the loss is off by {d.loss:.3g} and the gradient of {d.worst} by {d.gradient:.3g} tolerances"
     )
     remedy = (
         "the model couples samples in a way that capture did not see, or keeps something from one call of a "
@@ -245,32 +227,8 @@ def _compare_step(
     samples: Sequence[Mapping[str, Any]],
     max_samples: int,
     reference: LossAndGradients,
-    evaluates: bool = False,
 ) -> ResultDifference:
-    """Compares one step in micro-batches of at most `max_samples`, or its evaluation; repeats it in float64
-    if float32 differs."""
-    difference = compare_results(
-        rank.run_step(samples, max_samples, evaluates), reference, compiled.plan.dtype
-    )
-    if difference.is_exact or compiled.plan.dtype:
-        return difference
-    double = rank.to_float64()
-    try:
-        draws = PlanRandomness(double.model, compiled.plan.draws, compiled.plan.symbols).draws_for(
-            compiled.user, samples
-        )
-        double_reference = run_eager(double.model, _batch_to_float64(compiled.user.collate(samples)), draws)
-        in_double = compare_results(double.run_step(samples, max_samples, evaluates), double_reference)
-    except Exception:  # the model cannot compute in float64: a dtype is spelt out
-        return difference
-    return in_double if in_double.is_exact else difference
-
-
-def _batch_to_float64(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the batch with its floating-point tensors in float64."""
-    return tree_map(
-        lambda v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v, dict(batch)
-    )
+    return rank.compare_step(samples, max_samples, reference, compiled.plan.dtype).difference
 
 
 def _run_reference(
@@ -335,123 +293,3 @@ def _numpy_random_state() -> tuple[object, ...]:
         return ()
     kind, words, *rest = numpy.random.get_state()
     return kind, words.tobytes(), *rest
-
-
-class OneRankPlan:
-    """A plan folded onto one rank, run in this process."""
-
-    def __init__(
-        self, plan: Plan, directory: Path, user: UserModel, model: nn.Module, double: bool = False
-    ) -> None:
-        self._constructor_arguments, self._in_float64 = (plan, directory, user), double
-        mesh = Mesh((0,))
-        folded = tuple(dataclasses.replace(s, mesh=mesh) for s in plan.sections)
-        edges = tuple(
-            dataclasses.replace(e, dtype="float64" if double and e.dtype == "float32" else e.dtype)
-            for e in plan.edges
-        )
-        self.plan = dataclasses.replace(plan, world_size=1, sections=folded, edges=edges)
-        self.user, self.model, self._fused_source = user, model, read_fused_source(directory)
-        self.sections: dict[str, SectionModule] = {
-            s.name: load_section_module(directory, s, model) for s in plan.sections
-        }
-        self.terms_module: Any = load_plan_module(directory / "sections" / "terms.py")
-        self.rerecorder = Rerecorder(plan, lambda: model, lambda _: list(self.sections.values()))
-
-    def to_float64(self) -> OneRankPlan:
-        """Returns the same plan and model in float64."""
-        return OneRankPlan(*self._constructor_arguments, copy.deepcopy(self.model).double(), double=True)
-
-    def run_step(
-        self,
-        samples: Sequence[Mapping[str, Any]],
-        max_samples: int = CHECK_MICRO_BATCH,
-        evaluates: bool = False,
-    ) -> LossAndGradients:
-        """Returns loss and gradients of one global batch, in micro-batches of at most `max_samples` samples.
-        If it `evaluates`, dropout in glue is off.
-
-        The compared model is in float32 even if the user's is partly in 16 bits; section edges then take the
-        dtypes that their tensors turn out to have.
-        """
-        while True:
-            try:
-                return self._run_step_once(samples, max_samples, evaluates)
-            except EdgeDtypeMismatch as found:
-                edges = (
-                    dataclasses.replace(e, dtype=found.dtype) if e.name == found.edge else e
-                    for e in self.plan.edges
-                )
-                self.plan = dataclasses.replace(self.plan, edges=tuple(edges))
-
-    def _run_step_once(
-        self, samples: Sequence[Mapping[str, Any]], max_samples: int, evaluates: bool
-    ) -> LossAndGradients:
-        plan = dataclasses.replace(
-            self.plan, sections=_with_uneven_micro_batches(self.plan.sections, max_samples)
-        )
-        singles = [self.rerecorder.add_row_counts(self.user.collate([s])) for s in samples]
-        optional = {i.key for i in self.plan.inputs if i.optional}
-        metas = [
-            SampleMeta(i, frozenset(optional & b.keys()), read_symbol_sizes(b, self.plan.symbols))
-            for i, b in enumerate(singles)
-        ]
-        total = combine_sizes([m.sizes for m in metas], self.plan.symbols)
-        pattern = frozenset[str]().union(*(m.pattern for m in metas))
-        widths = (
-            {s.name: total[s.name] for s in self.plan.symbols if s.is_padded}
-            if self.plan.widths == "global"
-            else {}
-        )
-        padded = [pad_batch(b, self.plan.inputs, widths) for b in singles]
-        coefficients = self.terms_module.coefficients(self._sum_leaves(padded), total, pattern)
-
-        def batch_of(micro: MicroBatch) -> dict[str, Any]:
-            batch = pad_batch(
-                self.user.collate([samples[i] for i in micro.samples]), self.plan.inputs, widths
-            )
-            batch = self.rerecorder.add_recorded_glue(batch, len(micro.samples), micro.section)
-            return _batch_to_float64(batch) if self._in_float64 else batch
-
-        self.model.zero_grad(set_to_none=True)
-        engine = Engine(
-            plan,
-            self.sections,
-            Transport(plan, 0, CPU_DEVICE),
-            lambda _: None,
-            ChromeTrace(None, 0, CPU_DEVICE),
-            evaluates=evaluates,
-        )
-        with installed_temporarily(self.model, plan.rewrites, self._fused_source):
-            loss = engine.run_step(
-                StepInput(schedule_batch(plan, metas), metas, batch_of, coefficients, REFERENCE_SEED)
-            )
-        result = LossAndGradients(float(loss) + self.terms_module.CONSTANT, copy_gradients(self.model))
-        self.model.zero_grad(set_to_none=True)
-        return result
-
-    def _sum_leaves(self, singles: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        columns = zip(
-            *(compute_batch_sums(self.terms_module.LEAVES, batch) for batch in singles), strict=True
-        )
-        return dict(zip(self.terms_module.LEAVES, map(sum, columns), strict=False))
-
-
-def _with_uneven_micro_batches(
-    sections: Sequence[plan_schema.Section], max_samples: int
-) -> tuple[plan_schema.Section, ...]:
-    """Returns the sections with micro-batches of at most `max_samples`, one more in every second section, so
-    that edges have to regroup rows.
-
-    Stages of one pipeline have equal micro-batches. Sizes other than CHECK_MICRO_BATCH are used as they are.
-    """
-    position_of = {name: i for i, name in enumerate(dict.fromkeys(s.pipeline or s.name for s in sections))}
-
-    def count(s: plan_schema.Section) -> int:
-        if max_samples > CHECK_MICRO_BATCH:
-            return max_samples
-        return min(s.micro_batch, max_samples) + (
-            position_of[s.pipeline or s.name] % 2 if max_samples == CHECK_MICRO_BATCH else 0
-        )
-
-    return tuple(dataclasses.replace(s, micro_batch=count(s)) for s in sections)

@@ -1,16 +1,16 @@
 """Drives the passes from a capture to the lowered IR, and captures layers in between where pipeline stages
 need them.
 
-`allocate` chooses before any pass has tried to partition the model. If a later pass finds a choice impossible
-(`ImpossibleChoice`), all passes run again without it, unless the user has pinned it, and the plan says so. If
-it chose stages for a section, the blocks of that section are captured again layer by layer.
+`allocate` chooses before any pass has tried to partition the model. If it chose stages for a section, the
+blocks of that section are captured again layer by layer. If that capture or a later pass finds a choice
+impossible, all passes run again without it, unless the user has pinned it (`secc.driver.taken_back`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -21,7 +21,9 @@ from secc import pass_pipeline, process_map
 from secc.codegen.fused_module import plan_rewrites, render_fused_module
 from secc.cost.counting.example_arguments import CollatedSamples
 from secc.driver import layer_capture
+from secc.driver.compile_options import TakenBack
 from secc.driver.section_variants import choose_sections, passes_before
+from secc.driver.taken_back import TakenBackChoices
 from secc.errors import ImpossibleChoice, UserError
 from secc.frontend.capture.capture import Capture, capture_model
 from secc.frontend.dataset.input_symbols import ModelInputs
@@ -29,10 +31,12 @@ from secc.frontend.dataset.survey import DatasetSurvey
 from secc.frontend.tp_search.annotate_layouts import (
     NO_LAYOUTS,
     FusedOperators,
+    LayoutSearch,
     SearchSubject,
     annotate_layouts,
     search_layouts,
 )
+from secc.ir.analysis.dataflow import get_number
 from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io.module_text import parse_module, print_module
 from secc.runtime.model.user_file import UserModel
@@ -62,13 +66,13 @@ class CapturedModel:
 
 @dataclass(frozen=True)
 class PlannedModule:
-    """The lowered IR, the capture that it was made from, (pass name, IR text) after each pass, and refused
-    choices with the reason."""
+    """The lowered IR, the capture that it was made from, (pass name, IR text) after each pass, and choices
+    that were taken back."""
 
     module: ModuleOp
     capture: Capture
     dumps: list[tuple[str, str]]
-    refused_choices: dict[str, str]
+    taken_back: tuple[TakenBack, ...]
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,12 @@ class _AllocatedModule:
 
 
 class Planner:
-    """Runs the passes on a captured model."""
+    """Runs the passes on a captured model.
+
+    pins: choices of the user. time_step: context manager that times a named step. known: choices that an
+    earlier plan took back. `source` loses the fallback cases of its capture if the model cannot be planned
+    with them.
+    """
 
     def __init__(
         self,
@@ -92,64 +101,97 @@ class Planner:
         pins: tuple[str, ...],
         time_step: Callable[[str], contextlib.AbstractContextManager[None]],
         report_progress: Callable[[str], None],
+        known: Sequence[TakenBack] = (),
     ) -> None:
         self.source, self.time_step, self.report_progress = source, time_step, report_progress
-        self.pinned_keys = {pin.partition("=")[0] for pin in pins}
+        self._taken_back = TakenBackChoices(pins, known)
+        self._captured_fallbacks, self._keep_fallbacks = source.capture.has_fallbacks, True
         self.captured_text = print_module(source.make_ir(source.capture))
 
     def plan_model(self) -> PlannedModule:
-        """Plans the model, again without each choice that a later pass finds impossible.
+        """Plans the model, again without each choice that proves impossible.
 
         Raises UserError for a model that cannot be planned, ImpossibleChoice if the user has pinned the
         impossible choice.
         """
-        refused: dict[str, str] = {}
         while True:
             try:
-                return self._plan_without(refused)
-            except ImpossibleChoice as error:
-                new = set(error.choices) - refused.keys()
-                if not new or any(choice.partition("=")[0] in self.pinned_keys for choice in new):
+                return self._plan_once()
+            except UserError as error:
+                if isinstance(error, ImpossibleChoice) and self._taken_back.take_back(error):
+                    continue
+                if not self._drop_fallbacks(error):
                     raise
-                refused |= dict.fromkeys(sorted(new), error.message)
 
-    def _plan_without(self, refused: dict[str, str]) -> PlannedModule:
-        """Plans the model without the choices in `refused`."""
-        options = {"refused": tuple(refused)}
+    def _drop_fallbacks(self, error: UserError) -> bool:
+        """Goes on without fallback cases, whose boundaries may be what no pass can carry out. Returns False
+        if there are none."""
+        if not self._captured_fallbacks or not self._taken_back.take_back_fallback_cases(error):
+            return False
+        self._keep_fallbacks = False
+        self.source = replace(self.source, capture=self.source.capture.without_fallbacks())
+        self.captured_text = print_module(self.source.make_ir(self.source.capture))
+        return True
+
+    def _plan_once(self) -> PlannedModule:
+        """Plans the model without the choices that were taken back."""
+        options = {"refused": self._taken_back.choices}
         first = parse_module(self.captured_text)
-        chosen = whole = self._run_allocation_passes(
-            first, self.captured_text, self.source.capture, self.source.make_passes(**options)
-        )
+        try:
+            chosen = whole = self._run_allocation_passes(
+                first, self.captured_text, self.source.capture, self.source.make_passes(**options)
+            )
+        except UserError as error:
+            raise self._taken_back.explain(error) from error
         sought = NO_LAYOUTS
         if (
             staged := layer_capture.plan_layer_capture(first, self.source.meta, dict(whole.dumps))
         ).opened_blocks:
             # Layers of a tower are the same once it is opened. What is sought is wanted last, behind the
             # captured layers' own choices.
-            with process_map.run_in_background(
-                lambda: search_layouts(first, *self._search_subject(whole)), low_priority=True
-            ) as seeking:
+            with (
+                self._blame_partitioning(first),
+                process_map.run_in_background(
+                    lambda: search_layouts(first, *self._search_subject(whole)), low_priority=True
+                ) as seeking,
+            ):
                 chosen = self._allocate_captured_layers(staged, options)
                 sought = seeking()
-        module, passes, dumps = (
-            chosen.module,
-            chosen.passes,
-            [("capture", chosen.text_before), *chosen.dumps],
-        )
-        dumps += self._run_passes(
-            module,
-            passes_before(FIRST_PARTITIONING_PASS, passes),
-            len(passes_before(FIRST_PLACEMENT_PASS, passes)),
-        ).dumps
+        with self._blame_partitioning(chosen.module):
+            dumps = self._partition(chosen, staged, sought)
+        return PlannedModule(chosen.module, chosen.capture, dumps, self._taken_back.records)
+
+    def _partition(
+        self, chosen: _AllocatedModule, staged: layer_capture.LayerCapturePlan, sought: LayoutSearch
+    ) -> list[tuple[str, str]]:
+        """Runs the passes after the allocation; returns all dumps."""
+        module, passes = chosen.module, chosen.passes
+        partitioned = passes_before(FIRST_PARTITIONING_PASS, passes)
+        dumps = [("capture", chosen.text_before), *chosen.dumps]
+        dumps += self._run_passes(module, partitioned, len(passes_before(FIRST_PLACEMENT_PASS, passes))).dumps
         with self.time_step("cut blocks over ranks"):
             told = layer_capture.copy_section_notes(staged, module)
             if annotate_layouts(module, *self._search_subject(chosen), sought) or told:
-                done = [
-                    pass_pipeline.format_pass(step) for step in passes_before(FIRST_PARTITIONING_PASS, passes)
-                ]
+                done = [pass_pipeline.format_pass(step) for step in partitioned]
                 dumps[-1] = (dumps[-1][0], pass_pipeline.format_dump_header(done) + print_module(module))
-        dumps += self._run_passes(module, passes, len(passes_before(FIRST_PARTITIONING_PASS, passes))).dumps
-        return PlannedModule(module, chosen.capture, dumps, refused)
+        return dumps + self._run_passes(module, passes, len(partitioned)).dumps
+
+    @contextlib.contextmanager
+    def _blame_partitioning(self, module: ModuleOp) -> Iterator[None]:
+        """Context manager that turns a UserError into an ImpossibleChoice against what the passes carry out:
+        stages, or tensor cuts where no stages are free to go. Pinned choices are not blamed."""
+        suspects: list[str] = []
+        for key in ("pp", "tp"):
+            cut = [s.sym.data for s in graph_of(module).sections if (get_number(s, key) or 1) > 1]
+            suspects = suspects or [
+                f"{name}.{key}" for name in cut if not self._taken_back.is_pinned(f"{name}.{key}")
+            ]
+        try:
+            yield
+        except UserError as error:
+            if isinstance(error, ImpossibleChoice) or not suspects:
+                raise
+            raise ImpossibleChoice(error, suspects) from error
 
     def _run_allocation_passes(
         self, module: ModuleOp, text_before: str, capture: Capture, passes: tuple[ModulePass, ...]
@@ -177,19 +219,21 @@ class Planner:
     ) -> _AllocatedModule:
         """Captures the opened blocks layer by layer and runs the passes up to the allocation on the new
         capture."""
-        with self.time_step("capture layers"):
-            captured = self._capture_layers(staged)
-        module = self.source.make_ir(captured)
-        start = print_module(module)
-        stages = tuple(pin for pin in staged.stage_pins if pin.partition("=")[0] not in self.pinned_keys)
-        passes = self.source.make_passes(
-            **options,
-            sections=staged.sections,
-            stages=stages,
-            known=staged.all_choices,
-            proven=staged.solver_status,
-        )
         try:
+            with self.time_step("capture layers"):
+                captured = self._capture_layers(staged)
+                self._captured_fallbacks |= captured.has_fallbacks
+                captured = captured if self._keep_fallbacks else captured.without_fallbacks()
+            module = self.source.make_ir(captured)
+            start = print_module(module)
+            stages = tuple(pin for pin in staged.stage_pins if not self._taken_back.is_pinned(pin))
+            passes = self.source.make_passes(
+                **options,
+                sections=staged.sections,
+                stages=stages,
+                known=staged.all_choices,
+                proven=staged.solver_status,
+            )
             return self._run_allocation_passes(module, start, captured, passes)
         except UserError as error:
             raise staged.impossible_choice(error) from error
@@ -207,19 +251,16 @@ class Planner:
     def _capture_layers(self, staged: layer_capture.LayerCapturePlan) -> Capture:
         """Captures the model with blocks opened down to their layers.
 
-        Raises ImpossibleChoice if a block cannot be opened.
+        Raises UserError if a block cannot be opened.
         """
         source = self.source
-        try:
-            captured = capture_model(
-                source.user,
-                source.meta,
-                source.survey,
-                source.inputs,
-                staged.opened_blocks,
-                before=source.capture,
-            )
-            layer_capture.check_opened_blocks(staged, captured)
-        except UserError as error:
-            raise staged.impossible_choice(error) from error
+        captured = capture_model(
+            source.user,
+            source.meta,
+            source.survey,
+            source.inputs,
+            staged.opened_blocks,
+            before=source.capture,
+        )
+        layer_capture.check_opened_blocks(staged, captured)
         return captured

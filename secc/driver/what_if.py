@@ -19,6 +19,7 @@ from xdsl.passes import ModulePass
 
 from secc import pass_pipeline
 from secc.codegen import plan_builder as plan_codegen
+from secc.driver.taken_back import TakenBackChoices
 from secc.errors import ImpossibleChoice, UserError
 from secc.ir.analysis.tp_layouts import feasible_tp
 from secc.ir.dialect.ops import GraphOp, graph_of, strings_of
@@ -90,10 +91,11 @@ def reallocate(
     """Runs `allocate` and the passes after it on the IR before `allocate`.
 
     ir_file: dump before `allocate`. adapt: changes the graph first. Choices that a later pass cannot carry
-    out (stages without captured layers) are refused and the passes run again; raises UserError if such a
+    out (stages without captured layers) are taken back and the passes run again; raises UserError if such a
     choice was pinned.
     """
-    pinned = {pin.partition("=")[0] for pin in allocate.set}
+    taken_back = TakenBackChoices(allocate.set)
+    refused = allocate.refused
     while True:
         module = module_text.parse_module(ir_file.read_text(), str(ir_file))
         if adapt is not None:
@@ -102,11 +104,9 @@ def reallocate(
             pass_pipeline.run_passes(module, [allocate, *later_passes])
             return module
         except ImpossibleChoice as error:
-            if set(error.choices) <= set(allocate.refused) or any(
-                c.partition("=")[0] in pinned for c in error.choices
-            ):
+            if not taken_back.take_back(error):
                 raise _needs_compilation_error(error, allocate.set) from error
-            allocate = dataclasses.replace(allocate, refused=(*allocate.refused, *error.choices))
+            allocate = dataclasses.replace(allocate, refused=(*refused, *taken_back.choices))
 
 
 def load_before_allocate(directory: Path) -> tuple[list[ModulePass], Path]:

@@ -335,11 +335,20 @@ def _tensor_parallel_table(plan: Plan) -> TextTable:
     )
 
 
+def taken_back_texts(plan: Plan) -> list[str]:
+    """Returns a line for each choice that was taken back, with reason and place."""
+    return [
+        f"{r['choice']} taken back, because {r['reason']}" + (f" ({r['where']})" if r["where"] else "")
+        for r in plan.checks.get("taken_back", ())
+    ]
+
+
 def _notes_table(plan: Plan) -> TextTable:
     notes: Sequence[str] = (
         *plan.checks.get("accepted", ()),
         *plan.checks.get("logged", ()),
         *plan.checks.get("notes", ()),
+        *taken_back_texts(plan),
     )
     return TextTable("Notes", ("why",), tuple((n,) for n in notes))
 

@@ -15,9 +15,9 @@ import torch
 
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
-from secc.frontend.dataset.eager_reference import TOLERANCES_BY_DTYPE, LossAndGradients, compare_results
 from secc.report.html_page import report_page
 from secc.runtime.model.user_file import extract_loss, load_model_file
+from secc.runtime.training.eager_reference import TOLERANCES_BY_DTYPE, LossAndGradients, compare_results
 from tests.e2e.harness import (
     LEARNING_RATE,
     LayerCaptureCache,

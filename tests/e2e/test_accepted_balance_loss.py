@@ -12,9 +12,10 @@ import torch
 from secc import pass_pipeline
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
-from secc.driver.exactness_check import OneRankPlan, check_exactness
+from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
-from secc.frontend.dataset.eager_reference import LossAndGradients, compare_results, copy_gradients
+from secc.runtime.training.eager_reference import LossAndGradients, compare_results, copy_gradients
+from secc.runtime.training.one_rank_plan import OneRankPlan
 
 MODELS = Path(__file__).parent.parent / "models"
 MIXTRAL = """

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from secc.errors import UserError
-from secc.frontend.dataset.eager_reference import LossAndGradients, compare_results
 from secc.runtime.parameters.checkpoint import load_full_state_dict
+from secc.runtime.training.eager_reference import LossAndGradients, compare_results
 from tests.e2e.harness import (
     TrainingResult,
     compile_and_write,
@@ -70,7 +71,7 @@ def test_a_plan_trains_like_the_handwritten_recipe(
     model = write_named_recording_model(name, tmp_path)
     reference = train_mixed_by_hand(model, GLOBAL_BATCH, 3)
     pins = tuple(c for c in choices if not c.startswith("--"))
-    options = {
+    options: dict[str, Any] = {
         "cluster": f"local:{ranks}",
         "global_batch": GLOBAL_BATCH,
         "set": pins,

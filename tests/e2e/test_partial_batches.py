@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from secc.frontend.dataset.eager_reference import LOSS_TOLERANCE
 from secc.runtime.errors import UserError
 from secc.runtime.model.user_file import UserModel, load_model_file
+from secc.runtime.training.eager_reference import LOSS_TOLERANCE
 from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks
 
 MODEL = """

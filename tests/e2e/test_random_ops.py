@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from secc.errors import UserError
-from secc.frontend.dataset.eager_reference import LOSS_TOLERANCE
+from secc.runtime.training.eager_reference import LOSS_TOLERANCE
 from tests.e2e.harness import compile_and_write, find_differences, train_distributed, write_recording_model
 
 MODELS = Path(__file__).parent.parent / "models"

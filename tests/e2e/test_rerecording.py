@@ -12,8 +12,8 @@ import torch
 
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
-from secc.driver.exactness_check import OneRankPlan
-from secc.frontend.dataset.eager_reference import compare_results, run_eager
+from secc.runtime.training.eager_reference import compare_results, run_eager
+from secc.runtime.training.one_rank_plan import OneRankPlan
 from tests.e2e.harness import (
     compile_and_write,
     find_differences,
@@ -94,7 +94,7 @@ def rank_of(made: CompiledPlan, folder: Path) -> OneRankPlan:
 def test_a_branch_not_seen_during_capture_is_rerecorded(tmp_path: Path, kind: str) -> None:
     made = compiled(tmp_path, READS[kind])
     rank = rank_of(made, tmp_path)
-    assert [s.name for s in made.plan.sections] == ["front", "back"]
+    assert made.model is not None and [s.name for s in made.plan.sections] == ["front", "back"]
     for indices in ([1, 2, 3, 4], [1, RARE, 3, 4]):
         samples = [made.user.load_sample(i) for i in indices]
         difference = compare_results(
@@ -115,7 +115,7 @@ def test_ranks_train_on_a_branch_not_seen_during_capture(tmp_path: Path) -> None
     )
     (tmp_path / "reader.py").write_text(source)
     model = write_recording_model("reader", tmp_path, tmp_path)
-    options = {
+    options: dict[str, Any] = {
         "cluster": "local:2",
         "global_batch": 16,
         "strategy": "apart",
@@ -136,7 +136,7 @@ def test_ranks_train_with_several_recording_processes(tmp_path: Path) -> None:
     forward."""
     (tmp_path / "rows_reader.py").write_text(reader_model.SOURCE)
     model = write_recording_model("rows_reader", tmp_path, tmp_path)
-    options = {
+    options: dict[str, Any] = {
         "cluster": "local:2",
         "global_batch": 8,
         "strategy": "apart",

@@ -12,7 +12,6 @@ from torch import fx, nn
 
 from secc.frontend.capture.capture import Capture, capture_model
 from secc.frontend.capture.generalize import GenericGraph
-from secc.frontend.dataset.eager_reference import LossAndGradients, compare_results, copy_gradients, run_eager
 from secc.frontend.dataset.input_symbols import describe_inputs
 from secc.frontend.dataset.sampling import survey_dataset
 from secc.ir.dialect.size_expr import evaluate_size
@@ -20,6 +19,7 @@ from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.batch_sizes import read_symbol_sizes
 from secc.runtime.recorder import Replay
+from secc.runtime.training.eager_reference import LossAndGradients, compare_results, copy_gradients, run_eager
 
 
 class GenericReplay(Replay):

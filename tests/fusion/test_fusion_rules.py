@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from secc.frontend.dataset.eager_reference import LossAndGradients, compare_results
 from secc.frontend.fusion import find_fusions as finding
+from secc.runtime.training.eager_reference import LossAndGradients, compare_results
 from tests.fusion.fuse_model import describe_misses, fuse_model, rules_by_class
 
 WIDTH = 12
@@ -250,7 +250,7 @@ def test_hooked_modules_are_not_fused_away() -> None:
 
     model = nn.Sequential(Gated(), Gated())
     called: list[nn.Module] = []
-    model[0].act.register_forward_hook(lambda module, *_: called.append(module))
+    model.get_submodule("0.act").register_forward_hook(lambda module, *_: called.append(module))
     with fuse_model(model) as found:
         assert [f.modules for f in found.forms] == [["1"]]
         model(torch.randn(2, 3, WIDTH))

@@ -10,9 +10,9 @@ import torch
 import transformers as T
 from torch import nn
 
-from secc.frontend.dataset.eager_reference import compare_results, run_eager
 from secc.runtime.model.default_collate import DefaultCollate
 from secc.runtime.model.user_file import extract_loss
+from secc.runtime.training.eager_reference import compare_results, run_eager
 from tests.fusion.fuse_model import describe_misses, fuse_model, rules_by_class
 from tools.zoo_models import entry
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from secc.frontend.dataset.eager_reference import compare_results
+from secc.runtime.training.eager_reference import compare_results
 from tests.fusion import test_fusion_rules
 from tests.fusion.fuse_model import describe_misses, fuse_model, rules_by_class
 

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from secc.frontend.dataset.eager_reference import PlanRandomness, compare_results, run_eager
 from secc.frontend.dataset.input_symbols import ModelInputs
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.runtime.errors import UserError
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.batch_sizes import combine_sizes, pad_batch, read_symbol_sizes
 from secc.runtime.plan.schema import RandomOp
+from secc.runtime.training.eager_reference import PlanRandomness, compare_results, run_eager
 
 # Of a model with fewer parameters all micro-batches of the survey are probed, else two of each pattern.
 _SMALL_MODEL_PARAMETERS = 1 << 22

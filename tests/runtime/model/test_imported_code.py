@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +31,7 @@ def dataset():
 
 
 @pytest.fixture
-def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     package = tmp_path / "imported_net_pkg"
     (package / "layers").mkdir(parents=True)
     texts = {
@@ -45,7 +47,10 @@ def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in texts.items():
         (package / name).write_text(text)
     (tmp_path / "model.py").write_text(MODEL)
-    return tmp_path / "model.py"
+    yield tmp_path / "model.py"
+    for name in [n for n in sys.modules if n.partition(".")[0] == "imported_net_pkg"]:
+        del sys.modules[name]
+    sys.path.remove(str(tmp_path))
 
 
 def test_files_are_found_through_all_imports_of_the_user(model_file: Path) -> None:
@@ -57,6 +62,22 @@ def test_files_are_found_through_all_imports_of_the_user(model_file: Path) -> No
     assert before["imported_net_pkg.net"] == model_file.parent / "imported_net_pkg" / "net.py"
     user.dataset()  # imports a module when it is called
     assert "imported_net_pkg.data" in find_imported_files(user.module, model)
+
+
+@pytest.mark.parametrize("package", [True, False], ids=["package", "namespace"])
+def test_a_file_that_changed_is_imported_again(model_file: Path, package: bool) -> None:
+    folder = model_file.parent / "imported_net_pkg"
+    if not package:
+        (folder / "__init__.py").unlink()
+    (folder / "net.py").write_text("from . import constants\ndef scale(): return constants.SCALE")
+    model_file.write_text("from imported_net_pkg import net\ndef model(): return net.scale()")
+    user = load_model_file(model_file)
+    find_imported_files(user.module, nn.Linear(1, 1))
+    assert user.module.model() == 1.0
+    same = load_model_file(model_file)
+    assert same.module.net is user.module.net
+    (folder / "constants.py").write_text("SCALE = 3.0")  # in the same second, of the same size
+    assert load_model_file(model_file).module.model() == 3.0
 
 
 def test_packages_of_modules_have_their_versions() -> None:
