@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from xdsl.context import Context
-from xdsl.dialects.builtin import ArrayAttr, IntegerAttr, ModuleOp
+from xdsl.dialects.builtin import ArrayAttr, ModuleOp
 from xdsl.ir import SSAValue
 from xdsl.passes import ModulePass
 
@@ -59,9 +59,11 @@ class ShardTensors(ModulePass):
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
         for section in graph.sections:
-            tp = section.attributes.get("tp")
-            if isinstance(tp, IntegerAttr) and tp.value.data > 1:
-                _shard_section(graph, section, tp.value.data, self.assume)
+            tp, ep = (int(get_number(section, key) or 1) for key in ("tp", "ep"))
+            if tp > 1:
+                _shard_section(graph, section, tp, self.assume)
+            elif ep > 1 and not self.assume:
+                _shard_experts(graph, section, ep)
         for cut in graph.cuts:
             cut.detach()
             cut.erase()
@@ -69,13 +71,7 @@ class ShardTensors(ModulePass):
 
 def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) -> None:
     blocks, ep = strings_of(section.blocks), int(get_number(section, "ep") or 1)
-    own = [
-        c
-        for c in graph.cuts
-        if (c.tp.data, 1 if c.ep is None else c.ep.data) == (tp, ep) and c.block.data in blocks
-    ]
-    # A block may lie in another one (an embedding that is also called by itself), and is cut once.
-    cuts = list({c.path.data: c for c in own}.values())
+    cuts = _cuts_of_section(graph, section)
     name = f"{get_string(section, 'pipeline') or section.sym.data}.tp={tp}"
     if assume and not cuts:
         if tp in feasible_tp(graph, section):
@@ -91,8 +87,7 @@ def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) ->
             UserError(f"{name} is impossible: {heads[0]}", remedy=_suggest_tp(whole, heads)), [name]
         )
     if ep > 1:
-        with_experts = [path for path in blocks if "experts" in graph.blocks[path].attributes]
-        _require_split_experts(whole, ep, cuts, with_experts)
+        _require_split_experts(graph, blocks, whole, ep, cuts)
     kept, why = _select_usable_cuts(graph, section, cuts, set(by_tokens))
     split = {shard.parameter.data for cut in kept for shard in cut.shards}
     why += [
@@ -121,9 +116,36 @@ def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) ->
     }
 
 
-def _require_split_experts(section: str, ep: int, cuts: list[CutOp], with_experts: list[str]) -> None:
-    """Raises ImpossibleChoice if some experts of a section, which are in these blocks, do not form `ep`
-    parts."""
+def _cuts_of_section(graph: GraphOp, section: SectionOp) -> list[CutOp]:
+    """The layouts of a section's blocks for its tp and ep."""
+    blocks = strings_of(section.blocks)
+    degrees = tuple(int(get_number(section, key) or 1) for key in ("tp", "ep"))
+    own = [
+        c
+        for c in graph.cuts
+        if (c.tp.data, 1 if c.ep is None else c.ep.data) == degrees and c.block.data in blocks
+    ]
+    # A block may lie in another one (an embedding that is also called by itself), and is cut once.
+    return list({c.path.data: c for c in own}.values())
+
+
+def _shard_experts(graph: GraphOp, section: SectionOp, ep: int) -> None:
+    """Takes the layouts of experts of a section with replicas of one rank."""
+    name, cuts = get_string(section, "pipeline") or section.sym.data, _cuts_of_section(graph, section)
+    _require_split_experts(graph, strings_of(section.blocks), name, ep, cuts)
+    kept, why = _select_usable_cuts(graph, section, cuts, set())
+    section.attributes |= {
+        "styles": ArrayAttr([style for cut in kept for style in cut.styles]),
+        "shards": ArrayAttr([shard for cut in kept for shard in cut.shards]),
+        "whole": ArrayAttr([*(reason for cut in kept for reason in cut.whole), *why]),
+    }
+
+
+def _require_split_experts(
+    graph: GraphOp, blocks: Iterable[str], section: str, ep: int, cuts: list[CutOp]
+) -> None:
+    """Raises ImpossibleChoice if some experts of a section with these blocks do not form `ep` parts."""
+    with_experts = [path for path in blocks if "experts" in graph.blocks[path].attributes]
     split = {c.block.data for c in cuts if any(style.kind.data == "routed" for style in c.styles)}
     unsplit = [reason for cut in cuts for reason in cut.whole]
     of_experts = [reason for reason in unsplit if reason.value.kind in EXPERT_REASONS]

@@ -143,17 +143,16 @@ def _assemble_gradient(
 ) -> torch.Tensor | None:
     """Assembles a parameter's gradient from what each rank holds: parts on tensor-parallel ranks, otherwise
     all of it on each."""
-    section = next((s for s in plan.sections if s.mesh.tp > 1 and name in s.params), None)
+    section = next((s for s in plan.sections if max(s.mesh.tp, s.mesh.ep) > 1 and name in s.params), None)
     if section is None or name in section.partial:
         return _join_slices(list(held.values()), shape)
-    shard = next((s for s in section.shards if s.name == name), None)
-    places = [
-        [held[r] for r in section.mesh.ranks[place :: section.mesh.tp] if r in held]
-        for place in range(section.mesh.tp)
-    ]
+    shard, tp = next((s for s in section.shards if s.name == name), None), section.mesh.tp
+    # Ranks with different parts: of a replica, or of several with different experts.
+    count = tp * (1 if shard is None else shard.replicas)
+    places = [[held[r] for r in section.mesh.ranks[place::count] if r in held] for place in range(count)]
     if shard is None:
         return _join_slices(places[0], shape)
-    cuts = [cut_of_shard(shard, shape, place, section.mesh.tp) for place in range(section.mesh.tp)]
+    cuts = [cut_of_shard(shard, shape, place % tp, tp, place // tp) for place in range(count)]
     own = [_join_slices(some, cut.local_shape) for some, cut in zip(places, cuts, strict=True)]
     if all(g is None for g in own):
         return None

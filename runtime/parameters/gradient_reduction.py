@@ -101,12 +101,14 @@ def _groups_of_section(
     section: Section, names: Sequence[str], canonical: Mapping[str, str]
 ) -> Iterator[ReductionGroup]:
     """Yields one group per tensor-parallel rank, plus one over all ranks of the section for parameters with a
-    partial gradient on each rank (norms under sequence parallelism)."""
-    mesh = section.mesh
+    partial gradient on each rank (norms under sequence parallelism), plus groups of the ranks that hold the
+    same experts, where replicas hold different ones."""
+    mesh, replicas = section.mesh, section.mesh.expert_replicas
+    routed = {canonical[s.name] for s in section.shards if s.replicas > 1}
     cut, partial = (
         {canonical[n] for n in names_of} for names_of in ((s.name for s in section.shards), section.partial)
     )
-    complete = tuple(n for n in names if n not in partial)
+    complete = tuple(n for n in names if n not in partial and n not in routed)
     for tp_rank in range(mesh.tp) if complete else ():
         repeated = frozenset(n for n in complete if n not in cut) if tp_rank else frozenset[str]()
         yield ReductionGroup(
@@ -116,6 +118,11 @@ def _groups_of_section(
             section.sharding,
             repeated,
         )
+    experts = tuple(n for n in names if n in routed)
+    for place in range(mesh.tp * replicas) if experts else ():
+        ranks = tuple(sorted(mesh.ranks[place :: mesh.tp * replicas]))
+        sharding = "zero2" if section.sharding == "zero3" else section.sharding  # ranks have few of them
+        yield ReductionGroup(experts, (section.name,), ranks, sharding)
     if summed_over_replica := tuple(n for n in names if n in partial):
         sharding = "zero2" if section.sharding == "zero3" else section.sharding  # they are few and stay whole
         yield ReductionGroup(summed_over_replica, (section.name,), tuple(sorted(mesh.ranks)), sharding)

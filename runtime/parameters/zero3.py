@@ -385,10 +385,11 @@ def zero3_parameter_names(plan: Plan, section: Section, canonical: Mapping[str, 
     section holds.
 
     Parameters with partial gradients on the ranks of a replica (norms under sequence parallelism) are few and
-    small, and stay whole.
+    small, and stay whole. Experts that replicas hold different ones of are divided already.
     """
     others = {canonical[p] for s in plan.sections if s.name != section.name for p in s.params}
     stay = others | {canonical[p] for p in section.partial}
+    stay |= {canonical[s.name] for s in section.shards if s.replicas > 1}
     return [n for n in dict.fromkeys(canonical[p] for p in section.params) if n not in stay]
 
 

@@ -151,11 +151,16 @@ _SECTION_FIELDS: dict[str, Shape] = {
                 "dim": _DIM,
                 "parts": shapes.items_of(_POSITIVE, least=1),
                 "ep": _DEGREE,
+                "replicas": _DEGREE,
             },
-            optional=("ep",),
+            optional=("ep", "replicas"),
         )
     ),
-    "styles": shapes.items_of(shapes.dataclass_of(schema.ModuleStyle, {"module": _TEXT, "kind": _TEXT})),
+    "styles": shapes.items_of(
+        shapes.dataclass_of(
+            schema.ModuleStyle, {"module": _TEXT, "kind": _TEXT, "arguments": _TEXTS}, optional=("arguments",)
+        )
+    ),
     "partial": _TEXTS,
     "units": _TEXTS,
 }
@@ -594,8 +599,10 @@ def _check_section(plan: Plan, section: Section, symbols: set[str], optional_key
     if len(mesh.ranks) != mesh.dp * mesh.pp * mesh.tp:
         message = f"expected dp * pp * tp = {mesh.dp * mesh.pp * mesh.tp} ranks, got {len(mesh.ranks)}"
         raise MalformedValue(message, f"{place}.mesh.ranks")
-    if mesh.tp % mesh.ep:
-        message = f"expected a divisor of the {mesh.tp} ranks of a replica, got {mesh.ep}"
+    if mesh.tp % mesh.ep and (mesh.ep % mesh.tp or mesh.dp % mesh.expert_replicas):
+        message = (
+            f"expected parts for ranks of a replica ({mesh.tp}) or of several of {mesh.dp}, got {mesh.ep}"
+        )
         raise MalformedValue(message, f"{place}.mesh.ep")
     if max(mesh.ranks) >= plan.world_size or len(set(mesh.ranks)) < len(mesh.ranks):
         message = f"expected different ranks below the plan's {plan.world_size}"
@@ -616,6 +623,10 @@ def _check_section(plan: Plan, section: Section, symbols: set[str], optional_key
         sizes = _parameter_sizes(plan.model.parameters[shard.name])
         if shard.dim >= len(sizes) or sum(shard.parts) != sizes[shard.dim]:
             raise MalformedValue(f"expected parts of one dim of {sizes}", where)
+        if shard.replicas not in (1, mesh.expert_replicas) or (shard.replicas > 1 and shard.dim):
+            raise MalformedValue(
+                f"expected 1 or {mesh.expert_replicas}, got {shard.replicas}", f"{where}.replicas"
+            )
         if mesh.tp % shard.ep or sizes[0] % shard.ep or (shard.ep > 1 and shard.dim == 0):
             message = f"expected a divisor of {mesh.tp} ranks and of {sizes[0]} experts, got {shard.ep}"
             raise MalformedValue(message, f"{where}.ep")

@@ -75,6 +75,11 @@ class Mesh:
     tp: int = 1
     ep: int = 1
 
+    @property
+    def expert_replicas(self) -> int:
+        """Consecutive replicas with different experts, which exchange tokens; 1 where each has all."""
+        return max(1, self.ep // self.tp)
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -100,21 +105,27 @@ class Shard:
     blocks stored one after another in that dim, each cut by itself.
 
     With `ep` above 1, dim 0 (experts) is cut into `ep` blocks first, and the ranks of one block, which are
-    consecutive, share it along `dim`.
+    consecutive, share it along `dim`. With `replicas` above 1, that many consecutive replicas have different
+    parts of what each rank of a replica would have.
     """
 
     name: str
     dim: int
     parts: tuple[int, ...]
     ep: int = 1
+    replicas: int = 1
 
 
 @dataclass(frozen=True)
 class ModuleStyle:
-    """How the user's module at path `module` computes on its shards (`runtime.tensor_parallel.styles`)."""
+    """How the user's module at path `module` computes on its shards (`runtime.tensor_parallel.styles`).
+
+    `arguments`: of a module of experts, the names of hidden states, indices of experts, and weights.
+    """
 
     module: str
     kind: str
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

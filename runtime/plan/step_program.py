@@ -135,17 +135,27 @@ def gathers_parameters(section: Section) -> bool:
     return section.sharding == "zero3" and section.mesh.dp > 1
 
 
+def exchanges_tokens(section: Section) -> bool:
+    """Returns whether replicas of a section have different experts and send each other tokens."""
+    return section.mesh.expert_replicas > 1
+
+
+def runs_in_lockstep(section: Section) -> bool:
+    """Returns whether replicas communicate in every forward and backward, so that all run them in rounds."""
+    return gathers_parameters(section) or exchanges_tokens(section)
+
+
 def gather_rounds(
     sections: Iterable[Section], micro_batches: Mapping[str, Sequence[MicroBatch]]
 ) -> dict[tuple[str, int], tuple[MicroBatch, ...]]:
-    """Groups the micro-batches of ZeRO-3 sections into rounds. In each round every replica runs one
-    micro-batch.
+    """Groups the micro-batches of sections that run in lockstep into rounds. In each round every replica runs
+    one micro-batch.
 
     Returns (section, index) -> all micro-batches of the round. Round k consists of each replica's k-th
     micro-batch; a replica with fewer samples takes part with empty micro-batches.
     """
     rounds: dict[tuple[str, int], tuple[MicroBatch, ...]] = {}
-    for name in (s.name for s in sections if gathers_parameters(s)):
+    for name in (s.name for s in sections if runs_in_lockstep(s)):
         by_replica: dict[int, list[MicroBatch]] = {}
         for m in micro_batches[name]:
             by_replica.setdefault(m.replica, []).append(m)

@@ -22,7 +22,7 @@ from itertools import zip_longest
 from secc.runtime.plan.expr_eval import SizeColumns
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Section
-from secc.runtime.plan.step_program import gathers_parameters
+from secc.runtime.plan.step_program import runs_in_lockstep
 from secc.runtime.schedule.load_balance import (
     Ranks,
     assign_in_rounds,
@@ -94,7 +94,7 @@ def pack_and_assign(
     to it. No micro-batch of several samples exceeds the memory of one of the section's `stages`.
     """
     times = [_run_times(costs, stages, section, group) for group in groups]
-    best = _BestAssignment(groups, other_work, ranks, load, gathers_parameters(section))
+    best = _BestAssignment(groups, other_work, ranks, load, runs_in_lockstep(section))
     for limit in _size_limits(section.micro_batch):
         best.try_packed(
             [
@@ -103,7 +103,7 @@ def pack_and_assign(
                 for pair in _pack_optimally(group, run_times[:limit])
             ]
         )
-    if not gathers_parameters(section):
+    if not runs_in_lockstep(section):
         single = [
             (run_times[0][i] + other_work[p], p)
             for group, run_times in zip(groups, times, strict=True)

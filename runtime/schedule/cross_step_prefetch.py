@@ -37,7 +37,7 @@ from secc.runtime.plan.step_program import (
     MicroBatchSets,
     SampleMeta,
     Schedule,
-    gathers_parameters,
+    runs_in_lockstep,
 )
 from secc.runtime.schedule.micro_batches import MicroBatchTable
 
@@ -59,7 +59,7 @@ def find_prefetchable_sections(plan: Plan, graph: SectionGraph) -> list[Section]
     for s in graph.topological_order:
         frozen = (
             s.mode == "forward"
-            and not gathers_parameters(s)
+            and not runs_in_lockstep(s)
             and not any(plan.model.parameters.get(name, "").endswith(" train") for name in s.params)
         )
         if frozen and graph.ancestors[s.name] <= {f.name for f in frozen_sections}:

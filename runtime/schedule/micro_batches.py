@@ -31,10 +31,10 @@ from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.plan.step_program import (
     MicroBatch,
     SampleMeta,
-    gathers_parameters,
     is_active,
     replica_first_ranks,
     returns_gradient,
+    runs_in_lockstep,
     weight_backward_times,
 )
 from secc.runtime.schedule.batch_packing import (
@@ -326,7 +326,7 @@ class MicroBatchComposer:
         classes = list(map(self.pattern_classes[most_downstream.name].__getitem__, self.pattern_ids))
         order.sort(key=classes.__getitem__)
         owner = [0] * self.sample_count
-        assign = assign_in_rounds if any(map(gathers_parameters, sections)) else assign_least_loaded
+        assign = assign_in_rounds if any(map(runs_in_lockstep, sections)) else assign_least_loaded
         for p, replica in zip(order, assign([weights[p] for p in order], ranks, load), strict=True):
             owner[p] = replica
         return owner
@@ -545,7 +545,7 @@ class MicroBatchComposer:
 
         Empty micro-batches are added if all replicas must have equally many (ZeRO-3).
         """
-        cut = _add_empty_micro_batches(cut, section.mesh.dp) if gathers_parameters(section) else cut
+        cut = _add_empty_micro_batches(cut, section.mesh.dp) if runs_in_lockstep(section) else cut
         name, classes, urgency = section.name, self.pattern_classes[section.name], self.urgency[section.name]
         upstream_backward = self.upstream_backward_ns[self.graph.pipeline_stages[name][-1].name]
         positions = [samples for _, samples in cut]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from secc.runtime.plan.section_graph import SectionGraph
-from secc.runtime.plan.step_program import MicroBatchSets, gathers_parameters, replica_first_ranks
+from secc.runtime.plan.step_program import MicroBatchSets, replica_first_ranks, runs_in_lockstep
 from secc.runtime.schedule.list_scheduler import simulate_tasks
 from secc.runtime.schedule.load_balance import Ranks
 from secc.runtime.schedule.micro_batches import MicroBatchTable
@@ -118,7 +118,7 @@ def _find_blocks(
     groups = [
         [s.name for s in sections]
         for sections in graph.co_scheduled_sections()
-        if sections[0].mesh.dp > 1 and not any(map(gathers_parameters, sections))
+        if sections[0].mesh.dp > 1 and not any(map(runs_in_lockstep, sections))
     ]
     return [_group_by_samples(step, tables, prefetchable, names) for names in groups]
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from secc.runtime.plan.schema import Section
 from secc.runtime.plan.step_program import (
-    gathers_parameters,
     owes_backward,
     replica_first_ranks,
     returns_gradient,
+    runs_in_lockstep,
     weight_backward_times,
 )
 from secc.runtime.schedule.batch_packing import SamplePositions
@@ -71,7 +71,7 @@ def _has_own_ranks(composer: MicroBatchComposer, stages: Sequence[Section]) -> b
     return (
         disjoint
         and owes_backward(stages[0])
-        and not any(map(gathers_parameters, stages))
+        and not any(map(runs_in_lockstep, stages))
         and not any(e.src in names and e.dst not in names for e in composer.plan.edges)
     )
 

@@ -42,6 +42,12 @@ def install_recompute(model: nn.Module, blocks: Sequence[str], mode: str) -> Non
             unit.forward = _checkpoint_forward(unit, unit.forward)
 
 
+def is_recomputed(module: nn.Module) -> bool:
+    """Whether a module runs again in the backward, by this module or by its own code (Hugging Face's)."""
+    own_code = getattr(module, "gradient_checkpointing", False) and module.training
+    return bool(getattr(module, _RECOMPUTE_MARK, False) or own_code)
+
+
 def select_recomputed_units(model: nn.Module, blocks: Sequence[str], mode: str) -> list[nn.Module]:
     """Return the modules that `mode` recomputes."""
     if mode == "none":

@@ -75,7 +75,7 @@ class ShardedRegion:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns `x` (any shape) and sums its gradient over all ranks in backward."""
         grad = torch.is_grad_enabled()
-        if not (grad and x.requires_grad):
+        if self.group.size == 1 or not (grad and x.requires_grad):
             return x
         if self._last_input is not None and self._last_input[0]() is x and self._last_input[1] == grad:
             return self._last_input[2]
@@ -86,7 +86,7 @@ class ShardedRegion:
     def reduce_output(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum of `x` (any shape) over all ranks."""
         self._last_input = None
-        return reduce_from_shards(x, self.group)
+        return x if self.group.size == 1 else reduce_from_shards(x, self.group)
 
 
 def gather_last_dim(x: torch.Tensor, group: ReplicaGroup, sizes: list[int]) -> torch.Tensor:

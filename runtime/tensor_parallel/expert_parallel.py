@@ -1,76 +1,207 @@
-"""Expert parallelism inside a replica: each rank computes the tokens that are routed to its own experts, and
-the results of all ranks are summed.
+"""Expert parallelism: a rank holds some of the experts of a mixture and computes the tokens that are routed
+to them, those of its own samples and those of other ranks.
 
 A module of experts takes hidden states `[..., width]`, the indices of the experts that each token is routed
-to `[..., k]`, and their weights `[..., k]`. All ranks of a replica call it with the same tokens. A rank picks
-the (token, choice) pairs of its own experts and calls the user's code with one choice per token, which is
-what a router with `k = 1` would give it. Weights are applied where results are summed, so the gradient of a
-weight is found from a result that this rank has.
+to `[..., k]`, and their weights `[..., k]`. The user's code runs with one choice per token, which is what a
+router with `k = 1` would give it. Weights are applied where results are summed, which is where the token came
+from; so weights never travel, and their gradients are found there.
 
-Sums run in a fixed order: each pair has a place of its own, and the k places of a token are added together.
+*Inside a replica* all ranks call the module with the same tokens. Each picks the (token, choice) pairs of its
+own experts, and results are summed over ranks.
+
+*Across replicas* (`TokenExchange`) the ranks at one place of consecutive replicas have different samples.
+Pairs are sorted by expert and travel to the rank that holds it, and results travel back: two uneven
+all-to-alls in each direction, preceded by one of the numbers of rows. Every rank of the group makes the same
+calls in each pass: the schedule runs replicas in rounds, and a rank without samples in a round makes an empty
+pass, in which it only computes what others send.
+
+Sums run in a fixed order: sorts are stable, rows arrive ordered by rank, each pair has a place of its own,
+and the k places of a token are added together.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import inspect
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from secc.runtime.plan.replica_routes import slice_bounds
 from secc.runtime.plan.schema import Shard
 from secc.runtime.tensor_parallel.autograd_collectives import ShardedRegion
+from secc.runtime.tensor_parallel.replica_group import ReplicaGroup
+
+FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # by number, in headers
 
 
-def route_to_own_experts(
-    module: nn.Module, region: ShardedRegion, shards: Iterable[Shard]
-) -> Callable[..., Any]:
-    """Returns the forward of a module of experts of which this rank holds some.
+class RoutedExperts:
+    """The forward of a module of experts, of which this rank holds some.
 
-    shards: how the module's parameters are cut. Sets the module's number of experts to that of this rank.
-    Raises ValueError in forward for arguments of another form.
+    arguments: the names of hidden states, indices and weights in the module's forward. shards: how the
+    module's parameters are cut. exchange: with other replicas, None where each replica has all experts. Sets
+    the module's number of experts to that of this rank.
     """
-    group, inner = region.group, module.forward
-    experts, ep = count_experts(module, shards)
-    start, stop = slice_bounds(experts, group.index * ep // group.size, ep)
-    for name in expert_count_attributes(module, experts):
-        setattr(module, name, stop - start)
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        leaves, form = tree_flatten((args, kwargs))
-        places = find_routing(leaves)
-        hidden, index, weights = (leaves[place] for place in places)
-        tokens, choices = region(hidden).flatten(0, -2), region(weights).flatten()
-        chosen = index.flatten()
-        pairs = ((chosen >= start) & (chosen < stop)).nonzero().flatten()
-        picked = pairs
-        if not len(
-            pairs
-        ):  # the code runs on one token, with a result that does not count: gradients are zero
-            picked = pairs.new_zeros(1)
-        local = (chosen[picked] - start).clamp(0, stop - start - 1)
-        for place, value in zip(
-            places,
-            (
-                take_pairs(tokens, picked, index.shape[-1]),
-                local.unsqueeze(-1).to(index.dtype),
-                weights.new_ones(len(picked), 1),
-            ),
-            strict=True,
-        ):
-            leaves[place] = value
-        args, kwargs = tree_unflatten(leaves, form)
-        result = inner(*args, **kwargs) * choices[picked].unsqueeze(-1)
-        if not len(pairs):
-            result = result * 0
-        total = sum_pairs(result, picked, index.shape[-1], len(tokens))
-        return region.reduce_output(total.to(hidden.dtype)).view(*hidden.shape[:-1], -1)
+    def __init__(
+        self,
+        module: nn.Module,
+        region: ShardedRegion,
+        arguments: Sequence[str],
+        shards: Iterable[Shard],
+        exchange: TokenExchange | None = None,
+    ) -> None:
+        self.module, self.inner, self.arguments = module, module.forward, arguments
+        self.region, self.exchange = region, exchange
+        self.signature, group = inspect.signature(module.forward), region.group
+        experts, parts = count_experts(module, shards)
+        exchanging = 1 if exchange is None else exchange.group.size
+        self.own_count, parts_of_replica = experts // parts, parts // exchanging
+        self.start, self.stop = slice_bounds(
+            experts, group.index * parts_of_replica // group.size, parts_of_replica
+        )
+        for name in expert_count_attributes(module, experts):
+            setattr(module, name, self.own_count)
+        self.number = -1 if exchange is None else exchange.add_experts(self)
 
-    return forward
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns the sum of the experts' results for each token, weighted. Raises ValueError for arguments
+        of another form."""
+        call = self.signature.bind(*args, **kwargs)
+        hidden, index, weights = (call.arguments[name] for name in self.arguments)
+        choices = index.shape[-1]
+        tokens, chosen = self.region(hidden).flatten(0, -2), index.flatten()
+        # Tokens of a replica are on all of its ranks: each sees to the experts at its place.
+        pairs = ((chosen >= self.start) & (chosen < self.stop)).nonzero().flatten()
+        rows, experts = take_pairs(tokens, pairs, choices), chosen[pairs] - self.start
+        if self.exchange is None:
+            result = self.compute(rows, experts, call)
+        else:
+            if torch.is_grad_enabled() and not rows.requires_grad:
+                rows = rows.detach().requires_grad_()  # others need this rank in the backward
+            result = self.exchange.run_experts(self, rows, experts, call)
+        result = result * self.region(weights).flatten()[pairs].unsqueeze(-1)
+        total = sum_pairs(result, pairs, choices, len(tokens)).to(hidden.dtype)
+        return self.region.reduce_output(total).view(*hidden.shape[:-1], -1)
+
+    def compute(
+        self, rows: torch.Tensor, experts: torch.Tensor, call: inspect.BoundArguments | None
+    ) -> torch.Tensor:
+        """Returns the results `[rows, width]` of this rank's experts for `rows` `[rows, width]`; `experts`
+        are their numbers on this rank.
+
+        Without rows, the code runs on one of zeros, and the gradients of parameters are zeros.
+        """
+        count = len(rows)
+        if not count:
+            rows, experts = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), experts.new_zeros(1)
+        values = (rows, experts.unsqueeze(-1), rows.new_ones(len(rows), 1))
+        named = {} if call is None else dict(call.arguments)
+        named |= dict(zip(self.arguments, values, strict=True))
+        bound = inspect.BoundArguments(self.signature, named)  # pyright: ignore[reportArgumentType]
+        return self.inner(*bound.args, **bound.kwargs)[:count]
+
+
+class TokenExchange:
+    """The experts of one section on this rank whose tokens come from several replicas, in the order of their
+    calls.
+
+    `group`: the ranks at this rank's place of consecutive replicas; rank i has the i-th part of the experts
+    of this place.
+    """
+
+    def __init__(self, group: ReplicaGroup) -> None:
+        self.group = group
+        self.experts: list[RoutedExperts] = []
+        self.units: list[tuple[bool, list[RoutedExperts]]] = []  # (recomputed in backward, experts)
+        self.calls = 0  # in the forward that runs
+
+    def add_experts(self, experts: RoutedExperts) -> int:
+        """Adds the experts that are called next; returns their number."""
+        self.experts.append(experts)
+        self.units.append((False, [experts]))
+        return len(self.experts) - 1
+
+    def assign_units(self, recomputed: Iterable[nn.Module]) -> None:
+        """Sets the modules that run again in the backward: an empty pass runs the experts inside them again,
+        too."""
+        unit_of = {m: unit for unit in recomputed for m in unit.modules()}
+        self.units = [
+            (unit is not None, list(members))
+            for unit, members in itertools.groupby(self.experts, lambda e: unit_of.get(e.module))
+        ]
+
+    def run_experts(
+        self,
+        experts: RoutedExperts,
+        rows: torch.Tensor,
+        chosen: torch.Tensor,
+        call: inspect.BoundArguments | None,
+    ) -> torch.Tensor:
+        """Returns the results for `rows` `[rows, width]`, computed by the ranks that hold the experts
+        `chosen` (numbered within this place of the replicas). `rows` without width stand for none.
+
+        Raises RuntimeError if the ranks are at different modules.
+        """
+        self.calls += 1
+        count, own = self.group.size, experts.own_count
+        order = torch.argsort(chosen, stable=True)
+        numbers = torch.bincount(chosen, minlength=count * own).view(count, own)
+        kind = FLOAT_DTYPES.index(rows.dtype) if rows.dim() == 2 else -1
+        about = [experts.number, rows.shape[1] if rows.dim() == 2 else 0, kind]
+        header = torch.cat([numbers, numbers.new_tensor(about).expand(count, len(about))], 1)
+        arriving = self.group.all_to_all(header, [1] * count, [1] * count)
+        sent, described = numbers.sum(1).tolist(), arriving[:, own:].tolist()
+        received = arriving[:, :own].sum(1).tolist()
+        if {number for number, _, _ in described} != {experts.number}:
+            raise RuntimeError("ranks that exchange tokens call their experts in different orders")
+        if rows.dim() != 2:
+            width, kind = max((width, kind) for _, width, kind in described)
+            rows = rows.to(FLOAT_DTYPES[kind]).view(0, 1).expand(0, width)
+        arrived = exchange_rows(rows[order], sent, received, self.group)
+        local = torch.arange(own, device=rows.device).repeat(count)
+        results = experts.compute(arrived, local.repeat_interleave(arriving[:, :own].flatten()), call)
+        back = exchange_rows(results, received, sent, self.group)
+        return back[torch.argsort(order)]
+
+    def run_empty_forward(self, device: torch.device, with_grad: bool) -> torch.Tensor:
+        """Takes part in the forward of a round in which this rank has no samples. Returns what its backward
+        starts from."""
+        self.begin_forward()
+        chain = torch.zeros(0, device=device, requires_grad=with_grad)
+        with torch.set_grad_enabled(with_grad):
+            for is_recomputed, members in self.units:
+                run = functools.partial(self._run_empty_unit, members)
+                if is_recomputed and with_grad:
+                    chain = checkpoint(run, chain, use_reentrant=False)
+                else:
+                    chain = run(chain)
+        assert isinstance(chain, torch.Tensor)
+        return chain
+
+    def _run_empty_unit(self, members: Sequence[RoutedExperts], chain: torch.Tensor) -> torch.Tensor:
+        for experts in members:
+            chosen = torch.zeros(0, dtype=torch.int64, device=chain.device)
+            results = self.run_experts(experts, chain, chosen, None)
+            chain = (results * torch.ones_like(results)).sum(1).to(chain.dtype)
+        return chain
+
+    def begin_forward(self) -> None:
+        """Call it before each forward of the section."""
+        self.calls = 0
+
+    def end_forward(self) -> None:
+        """Call it after each forward of the section. Raises RuntimeError if some experts were not called
+        once."""
+        if self.calls != len(self.experts):
+            raise RuntimeError(
+                f"a forward called its {len(self.experts)} mixtures of experts {self.calls} times; compile"
+                " again with a smaller ep"
+            )
 
 
 def count_experts(module: nn.Module, shards: Iterable[Shard]) -> tuple[int, int]:
@@ -89,24 +220,6 @@ def expert_count_attributes(module: nn.Module, experts: int) -> list[str]:
         for name, value in vars(module).items()
         if type(value) is int and value == experts and "expert" in name
     ]
-
-
-def find_routing(leaves: list[Any]) -> tuple[int, int, int]:
-    """Returns the places of hidden states, indices and weights among the arguments of a module of experts.
-
-    Raises ValueError if there are none: one tensor of integers, a float one of its shape, and a float one
-    with one row for each of its rows.
-    """
-    tensors = [(i, t) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)]
-    for at, index in tensors:
-        if index.is_floating_point() or index.dtype == torch.bool or index.dim() < 2:
-            continue
-        floats = [(i, t) for i, t in tensors if t.is_floating_point() and t.dim() == index.dim()]
-        weights = [i for i, t in floats if t.shape == index.shape and i > at]
-        hidden = [i for i, t in floats if t.shape[:-1] == index.shape[:-1] and i not in weights[:1]]
-        if len(hidden) == 1 and weights and len(tensors) == 3:
-            return hidden[0], at, weights[0]
-    raise ValueError("expected hidden states, indices of experts and weights as arguments")
 
 
 class _TakePairs(torch.autograd.Function):
@@ -137,6 +250,19 @@ class _SumPairs(torch.autograd.Function):
         return take_pairs(gradient, ctx.saved_tensors[0], ctx.choices), None, None, None
 
 
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: ReplicaGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return group.all_to_all(rows, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return exchange_rows(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
 def take_pairs(tokens: torch.Tensor, pairs: torch.Tensor, choices: int) -> torch.Tensor:
     """Returns a row of `tokens` `[tokens, width]` for each of some (token, choice) pairs, numbered
     `token * choices + choice`. The gradient of a token is the sum over its pairs."""
@@ -147,3 +273,11 @@ def sum_pairs(values: torch.Tensor, pairs: torch.Tensor, choices: int, count: in
     """Sums the rows of `values` `[pairs, width]`, one for each (token, choice) pair, over the choices of each
     of `count` tokens: `[tokens, width]`. The order of the sum is that of the choices."""
     return _SumPairs.apply(values, pairs, choices, count)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
+
+
+def exchange_rows(
+    rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: ReplicaGroup
+) -> torch.Tensor:
+    """Sends `sent[i]` rows `[rows, width]` to rank i, and returns `received[i]` rows of each rank i, in the
+    order of ranks. Gradients travel back."""
+    return _ExchangeRows.apply(rows, sent, received, group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from secc.runtime.plan.replica_routes import ranks_by_replica, slice_bounds
+from secc.runtime.plan.replica_routes import slice_bounds
 from secc.runtime.plan.schema import Plan, Shard
 
 TensorBounds = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
@@ -95,16 +95,20 @@ def find_parameter_cuts(
     parameters."""
     cuts: dict[str, ParameterCut] = {}
     for section in plan.sections:
-        ranks = next((r for r in ranks_by_replica(section) if rank in r), ())
-        for shard in section.shards if len(ranks) > 1 else ():
-            name = canonical[shard.name]
-            cuts[name] = cut_of_shard(shard, shapes[name], ranks.index(rank), len(ranks))
+        if rank not in section.mesh.ranks:
+            continue
+        place = section.mesh.ranks.index(rank)
+        for shard in section.shards:
+            name, count = canonical[shard.name], section.mesh.tp
+            if count * shard.replicas > 1:
+                cuts[name] = cut_of_shard(shard, shapes[name], place % count, count, place // count)
     return cuts
 
 
-def cut_of_shard(shard: Shard, shape: torch.Size, index: int, count: int) -> ParameterCut:
-    """Returns the part of a sharded parameter of `shape` that rank `index` of `count` holds."""
-    return ParameterCut(shape, shard.dim, shard.parts, index, count, shard.ep)
+def cut_of_shard(shard: Shard, shape: torch.Size, index: int, count: int, replica: int = 0) -> ParameterCut:
+    """Returns the part of a sharded parameter of `shape` that rank `index` of `count` of a replica holds."""
+    index = index * shard.replicas + replica % shard.replicas
+    return ParameterCut(shape, shard.dim, shard.parts, index, count * shard.replicas, shard.ep)
 
 
 def cut_parameters(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from secc.runtime.plan.replica_routes import Ranks, ranks_by_replica
 from secc.runtime.plan.schema import Plan
+from secc.runtime.plan.step_program import exchanges_tokens
 
 
 class ReplicaGroup(Protocol):
@@ -37,6 +38,11 @@ class ReplicaGroup(Protocol):
     def reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Sums a 1-D tensor over all ranks and returns this rank's part; `lengths` are the lengths of the
         parts."""
+        ...
+
+    def all_to_all(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """Sends the first `sent[0]` rows (along dim 0) to rank 0 and so on; returns `received[0]` rows of
+        rank 0, then those of rank 1 and so on."""
         ...
 
 
@@ -75,6 +81,35 @@ class ReplicaProcessGroup:
         dist.reduce_scatter_tensor(own, tensor.contiguous(), group=self.handle)
         return own[: lengths[self.index]]
 
+    def all_to_all(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """Sends the first `sent[0]` rows (along dim 0) to rank 0 and so on; returns `received[0]` rows of
+        rank 0, then those of rank 1 and so on."""
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=self.handle)
+        return arrived
+
+
+class LoneRank:
+    """A `ReplicaGroup` of one rank."""
+
+    index, size = 0, 1
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor."""
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """Returns the tensor."""
+        return tensor
+
+    def reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """Returns the tensor."""
+        return tensor
+
+    def all_to_all(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """Returns the rows."""
+        return rows
+
 
 def make_replica_groups(plan: Plan, rank: int) -> dict[str, ReplicaProcessGroup]:
     """Returns the group of this rank's replica, for each section with several ranks per replica. Collective:
@@ -89,4 +124,19 @@ def make_replica_groups(plan: Plan, rank: int) -> dict[str, ReplicaProcessGroup]
                 handles[ranks] = dist.new_group(list(ranks))
             if rank in ranks:
                 groups[section.name] = ReplicaProcessGroup(ranks, rank, handles[ranks])
+    return groups
+
+
+def make_exchange_groups(plan: Plan, rank: int) -> dict[str, ReplicaProcessGroup]:
+    """Returns the group of ranks that this rank exchanges tokens with, for each section in which replicas
+    have different experts: the ranks at one place of consecutive replicas. Collective: call it on all ranks
+    at the same point."""
+    groups: dict[str, ReplicaProcessGroup] = {}
+    for section in filter(exchanges_tokens, plan.sections):
+        replicas, count = ranks_by_replica(section), section.mesh.expert_replicas
+        for first in range(0, len(replicas), count):
+            for ranks in zip(*replicas[first : first + count], strict=True):
+                handle = dist.new_group(list(ranks))  # ascending, as a group numbers them
+                if rank in ranks:
+                    groups[section.name] = ReplicaProcessGroup(ranks, rank, handle)
     return groups

@@ -7,7 +7,7 @@ parts into the whole.
     experts   each rank has a part of the inner width of experts stored as parameters of the module: whole
               input, outputs are summed; of the module's whole parameters each rank counts a share
     routed    each rank has some experts of the module, or ranks that share these have a part of their inner
-              width: the module gets the tokens routed to them, outputs are summed (`expert_parallel`)
+              width: the module gets the tokens that are routed to them (`expert_parallel`)
     vocab     each rank has some rows of an embedding: rows of other ranks count as zero, outputs are summed
     sequence  a layer that works on some positions on each rank (`sequence_parallel`); inside of it:
     join      modules that receive all positions,
@@ -33,9 +33,9 @@ from torch.utils._pytree import tree_map
 from secc.runtime.plan.replica_routes import slice_bounds
 from secc.runtime.plan.schema import ModuleStyle, Plan, Shard
 from secc.runtime.tensor_parallel.autograd_collectives import ShardedRegion, gather_last_dim
-from secc.runtime.tensor_parallel.expert_parallel import route_to_own_experts
+from secc.runtime.tensor_parallel.expert_parallel import RoutedExperts, TokenExchange
 from secc.runtime.tensor_parallel.linear_modules import LinearModule, as_embedding, as_linear
-from secc.runtime.tensor_parallel.replica_group import ReplicaGroup
+from secc.runtime.tensor_parallel.replica_group import LoneRank, ReplicaGroup
 from secc.runtime.tensor_parallel.rules.mark import ShardMark, set_mark
 from secc.runtime.tensor_parallel.shape_mode import WholeShapeMode, in_whole_shape_mode
 
@@ -44,18 +44,29 @@ Exchange = Callable[[torch.Tensor], torch.Tensor]  # a collective of the replica
 OwnShards = Mapping[str, Shard]  # the module's own parameters that are cut
 
 
-def install_styles(plan: Plan, model: nn.Module, groups: Mapping[str, ReplicaGroup]) -> None:
+def install_styles(
+    plan: Plan,
+    model: nn.Module,
+    groups: Mapping[str, ReplicaGroup],
+    exchanges: Mapping[str, TokenExchange] | None = None,
+) -> None:
     """Wraps the modules of this rank's sections, after their parameters have been cut."""
+    exchanges = exchanges or {}
     for section in plan.sections:
-        if section.name in groups:
-            apply_styles(model, section.styles, groups[section.name], section.shards)
+        if section.name in groups or section.name in exchanges:
+            group, exchange = groups.get(section.name, LoneRank()), exchanges.get(section.name)
+            apply_styles(model, section.styles, group, section.shards, exchange)
 
 
 def apply_styles(
-    root: nn.Module, styles: Iterable[ModuleStyle], group: ReplicaGroup, shards: Iterable[Shard]
+    root: nn.Module,
+    styles: Iterable[ModuleStyle],
+    group: ReplicaGroup,
+    shards: Iterable[Shard],
+    exchange: TokenExchange | None = None,
 ) -> None:
     """Wraps the modules of `styles`, at paths relative to `root`, after parameters were cut as `shards`
-    says."""
+    says. `exchange`: of tokens with other replicas, where these have different experts."""
     region, by_name = ShardedRegion(group), {shard.name: shard for shard in shards}
     for style in styles:
         module, prefix = root.get_submodule(style.module), f"{style.module}." if style.module else ""
@@ -64,7 +75,10 @@ def apply_styles(
             for name, _ in module.named_parameters(recurse=False)
             if f"{prefix}{name}" in by_name
         }
-        module.forward = _STYLE_WRAPPERS[style.kind](module, region, own)
+        if style.kind == "routed":
+            module.forward = RoutedExperts(module, region, style.arguments, own.values(), exchange)
+        else:
+            module.forward = _STYLE_WRAPPERS[style.kind](module, region, own)
 
 
 def _wrap_colwise(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
@@ -129,10 +143,6 @@ def _wrap_experts(module: nn.Module, region: ShardedRegion, own: OwnShards) -> F
         return tree_map(partial(_exchange_floats, region.reduce_output), out)
 
     return forward
-
-
-def _wrap_routed(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
-    return route_to_own_experts(module, region, own.values())
 
 
 def _exchange_floats(exchange: Exchange, value: Any) -> Any:
@@ -219,7 +229,6 @@ _STYLE_WRAPPERS: dict[str, Callable[[nn.Module, ShardedRegion, OwnShards], Forwa
     "rowwise": _wrap_rowwise,
     "gather": _wrap_gather,
     "experts": _wrap_experts,
-    "routed": _wrap_routed,
     "vocab": _wrap_vocab,
     "sequence": _wrap_sequence,
     "join": _wrap_join,

@@ -48,6 +48,7 @@ from secc.runtime.randomness.micro_batch_draws import (
     make_sample_keys,
 )
 from secc.runtime.sections.base import Batch, SectionModule, Tensors
+from secc.runtime.tensor_parallel.expert_parallel import TokenExchange
 from secc.runtime.tensor_parallel.replica_group import ReplicaGroup
 from secc.runtime.training.split_backward import split_backward
 
@@ -117,6 +118,7 @@ class Engine:
     after it and at the program's REDUCE instructions (for sections without a backward on this rank).
     `groups`: the process group of this rank's replica, for sections with several ranks per replica. `passes`:
     the gatherers of sections with zero3. `evaluates`: dropout in glue is off; blocks have their own mode.
+    `exchanges`: of sections in which replicas have different experts.
     """
 
     def __init__(
@@ -130,10 +132,11 @@ class Engine:
         groups: Mapping[str, ReplicaGroup] | None = None,
         passes: Mapping[str, UnitGatherer] | None = None,
         evaluates: bool = False,
+        exchanges: Mapping[str, TokenExchange] | None = None,
     ) -> None:
         self.plan, self.sections, self.transport, self.trace = plan, sections, transport, trace
         self.on_reduce, self.on_last_backward, self.groups = on_reduce, on_last, groups or {}
-        self.gatherers = passes or {}
+        self.gatherers, self.exchanges = passes or {}, exchanges or {}
         self.rank, self.device = transport.rank, transport.device
         planned = {s.name: s for s in plan.sections}
         self.backward_owed = {name: owes_backward(s) for name, s in planned.items()}
@@ -194,6 +197,7 @@ class _StepExecution:
             self.sample_keys = [key for seed, samples in seeded for key in make_sample_keys(seed, samples)]
         self.layouts = engine.edge_layouts(step)
         self.in_flight: dict[tuple[str, int], _InFlightMicroBatch] = {}
+        self.empty_passes: dict[tuple[str, int], torch.Tensor] = {}  # what their backward starts from
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.device)
         self.logged = {t.logged_scalar: torch.zeros_like(self.loss) for t in plan.terms if t.logged_scalar}
         self.numerators: dict[str, torch.Tensor] = {}
@@ -214,10 +218,10 @@ class _StepExecution:
                 self.engine.on_last_backward(i.section)
             match i.kind:
                 case "F" | "B" if not self.micro_batch(i.section, i.micro).samples:
-                    # An empty micro-batch of a zero3 section: other replicas compute in this round, and their
-                    # gathers need this rank.
+                    # An empty micro-batch of a section that runs in rounds: other replicas compute in this
+                    # one, and what they gather or exchange needs this rank.
                     with self.during_compute(i):
-                        pass
+                        self.run_empty_pass(i)
                 case "F":
                     self.run_forward(i)
                 case "B":
@@ -254,20 +258,37 @@ class _StepExecution:
         batch = self.step.load_batch(micro)
         section.draws = self.random_draws(micro)
         live = _InFlightMicroBatch(with_grad, section.draws, self.step.schedule.is_of_next_batch(micro))
-        edges = self.receive_edges(i.section, i.micro, live)
+        edges, exchange = self.receive_edges(i.section, i.micro, live), engine.exchanges.get(i.section)
         case = section.select_case(batch)
         if not edges.keys() >= set(case.receives):
             raise RuntimeError(
                 f"`{i}`: case {case.method} takes edges {sorted(case.receives)}, but received {sorted(edges)}"
             )
         with self.during_compute(i), torch.set_grad_enabled(with_grad), forward_context(live.draws):
+            if exchange is not None:
+                exchange.begin_forward()
             live.outputs, live.loss_terms = section(case, batch, edges)
+            if exchange is not None:
+                exchange.end_forward()
         if not live.is_prefetched:
             self.count_loss(i, live)
         self.expect_consumers(i, live)
         # A forward without gradients and without consumers leaves nothing behind.
         if with_grad or live.pending_consumers or live.is_prefetched:
             self.in_flight[i.section, i.micro] = live
+
+    def run_empty_pass(self, i: Instruction) -> None:
+        """Takes part in the exchange of tokens of a round in which this rank has no samples."""
+        exchange = self.engine.exchanges.get(i.section)
+        if exchange is None:
+            return
+        if i.kind == "B":
+            self.empty_passes.pop((i.section, i.micro)).sum().backward()
+            return
+        with_grad = self.engine.backward_owed[i.section]
+        chain = exchange.run_empty_forward(self.engine.device, with_grad)
+        if with_grad:
+            self.empty_passes[i.section, i.micro] = chain
 
     def count_loss(self, i: Instruction, live: _InFlightMicroBatch) -> None:
         """Adds the loss terms of a micro-batch, on the first rank of its replica only."""
@@ -296,6 +317,9 @@ class _StepExecution:
             for name, t in live.loss_terms.items()
             if t.requires_grad
         ]
+        if not roots and i.section in self.engine.exchanges:  # other ranks need this one in the backward
+            ends = (*live.outputs.values(), *live.loss_terms.values())
+            roots = [(t, torch.zeros_like(t)) for t in ends if t.requires_grad]
         with self.during_compute(i), backward_context(live.draws):
             if self.engine.splits_backward[i.section]:
                 live.weight_backward = split_backward(roots, list(live.edge_leaves.values()))

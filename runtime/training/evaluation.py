@@ -105,6 +105,7 @@ class Evaluator:
             groups=engine.groups,
             passes=engine.gatherers,
             evaluates=True,
+            exchanges=engine.exchanges,
         )
         self._terms = [t.name for t in plan.terms]
 

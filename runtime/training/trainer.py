@@ -8,6 +8,7 @@ without trainable parameters has neither.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,11 +36,12 @@ from secc.runtime.parameters.mixed_precision import cast_model, compute_dtype
 from secc.runtime.parameters.rank_weights import canonical_names, state_dict_owners
 from secc.runtime.parameters.sharded_optimizer import shard_optimizer
 from secc.runtime.parameters.weight_average import WeightAverage
-from secc.runtime.plan.replica_routes import ranks_by_replica
+from secc.runtime.plan.replica_routes import Ranks, ranks_by_replica
 from secc.runtime.sections import recompute
 from secc.runtime.sections.base import SectionModule
 from secc.runtime.tensor_parallel import styles
-from secc.runtime.tensor_parallel.replica_group import make_replica_groups
+from secc.runtime.tensor_parallel.expert_parallel import TokenExchange
+from secc.runtime.tensor_parallel.replica_group import make_exchange_groups, make_replica_groups
 from secc.runtime.training.best_checkpoint import BestCheckpoint
 from secc.runtime.training.engine import Engine, StepInput
 from secc.runtime.training.evaluation import EvaluationResult, Evaluator
@@ -71,10 +73,13 @@ class Trainer:
         # (innermost), then tensor-parallel collectives, recomputation, and gathers around all of it.
         install_fused(model, self.plan.rewrites, read_fused_source(context.directory))
         groups = make_replica_groups(self.plan, context.rank)
-        styles.install_styles(self.plan, model, groups)
+        exchanges = {n: TokenExchange(g) for n, g in make_exchange_groups(self.plan, context.rank).items()}
+        styles.install_styles(self.plan, model, groups, exchanges)
         for section in self.plan.sections:
             if context.rank in section.mesh.ranks:
                 recompute.install_recompute(model, section.blocks, section.recompute)
+        for exchange in exchanges.values():
+            exchange.assign_units(filter(recompute.is_recomputed, model.modules()))
         context.zero3.wrap_units()
         self.reducer = GradientReducer(
             reductions,
@@ -103,6 +108,7 @@ class Trainer:
             self.reducer.arm_overlap_hooks,
             groups,
             context.zero3.gatherers,
+            exchanges=exchanges,
         )
         self._owned_names = self._find_owned_names(model)
         self._trained_names = {n for h in reductions if context.rank in h.ranks for n in h.names}
@@ -385,14 +391,26 @@ class Trainer:
         """Returns the state-dict entries that this rank writes: each entry that no earlier rank holds, and
         its parts of cut parameters if its replica is the first."""
         owners = state_dict_owners(self.plan, model)
-        own_replicas = {
-            ranks for s in self.plan.sections for ranks in ranks_by_replica(s) if self.context.rank in ranks
-        }
+        own_replicas, own_copies = set[Ranks](), dict[str, Ranks]()
+        canonical = canonical_names(model)
+        for section in (s for s in self.plan.sections if self.context.rank in s.mesh.ranks):
+            replicas, count = ranks_by_replica(section), section.mesh.expert_replicas
+            number = next(i for i, ranks in enumerate(replicas) if self.context.rank in ranks)
+            own_replicas.add(replicas[number])
+            # Replicas with different experts hold one copy of these together.
+            copy = replicas[number // count * count :][:count]
+            routed = (canonical[s.name] for s in section.shards if s.replicas > 1)
+            own_copies |= dict.fromkeys(routed, tuple(itertools.chain.from_iterable(copy)))
         return {
             n
             for n, r in owners.items()
             if r == self.context.rank
-            or (n in self.context.parameter_cuts and any(r in ranks for ranks in own_replicas))
+            or r in own_copies.get(n, ())
+            or (
+                n in self.context.parameter_cuts
+                and n not in own_copies
+                and any(r in ranks for ranks in own_replicas)
+            )
         }
 
     def _value_owned_names(self) -> set[str]:

@@ -40,10 +40,10 @@ from secc.runtime.plan.step_program import (
     SampleMeta,
     Schedule,
     compute_kinds,
-    gathers_parameters,
     is_active,
     micro_batch_pairs,
     returns_gradient,
+    runs_in_lockstep,
 )
 from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections
 from secc.runtime.validation.progress_check import BlockingPoints, all_ranks_finish, collective_points
@@ -97,12 +97,12 @@ def _has_all_samples(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedu
         for i, m in enumerate(micros):
             if m.index != i or m.section != section.name or not 0 <= m.replica < section.mesh.dp:
                 return False
-            if not (0 if gathers_parameters(section) else 1) <= len(m.samples) <= section.micro_batch or (
+            if not (0 if runs_in_lockstep(section) else 1) <= len(m.samples) <= section.micro_batch or (
                 len(m.samples) > 1 and any(a >= b for a, b in pairwise(m.samples))
             ):
                 return False
         if (
-            gathers_parameters(section)
+            runs_in_lockstep(section)
             and len({sum(m.replica == r for m in micros) for r in range(section.mesh.dp)}) > 1
         ):
             return False

@@ -34,10 +34,10 @@ from secc.runtime.plan.step_program import (
     Schedule,
     compute_kinds,
     gather_rounds,
-    gathers_parameters,
     is_active,
     micro_batch_pairs,
     returns_gradient,
+    runs_in_lockstep,
 )
 from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections
 from secc.runtime.validation.fast_check import is_valid_schedule
@@ -117,7 +117,7 @@ class ScheduleChecker:
             for i, m in enumerate(micros):
                 self._check_micro_batch(self.sections[name], i, m)
             counts = [sum(m.replica == r for m in micros) for r in range(self.sections[name].mesh.dp)]
-            if gathers_parameters(self.sections[name]) and len(set(counts)) > 1:
+            if runs_in_lockstep(self.sections[name]) and len(set(counts)) > 1:
                 self.fail(
                     f"the replicas of section {name} have {counts} micro-batches, "
                     "but must have equally many to gather parameters"
@@ -169,7 +169,7 @@ class ScheduleChecker:
             self.fail(f"{what}: expected this index and section, got {m.index} of {m.section}")
         if not 0 <= m.replica < section.mesh.dp:
             self.fail(f"{what}: expected a replica below {section.mesh.dp}, got {m.replica}")
-        least = 0 if gathers_parameters(section) else 1
+        least = 0 if runs_in_lockstep(section) else 1
         if not least <= len(m.samples) <= section.micro_batch or list(m.samples) != sorted(m.samples):
             self.fail(
                 f"{what}: expected {least} to {section.micro_batch} ascending samples, got {list(m.samples)}"

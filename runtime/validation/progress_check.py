@@ -14,7 +14,7 @@ from torch import Tensor
 from secc.runtime.plan.int_columns import int_tensor
 from secc.runtime.plan.program_table import KIND_WEIGHT, InstructionColumns
 from secc.runtime.plan.schema import Section
-from secc.runtime.plan.step_program import MicroBatch, gather_rounds, gathers_parameters
+from secc.runtime.plan.step_program import MicroBatch, gather_rounds, runs_in_lockstep
 
 PROGRAM_END = 1 << 62  # the position of a rank that has ended its program
 
@@ -56,7 +56,7 @@ def collective_points(
     points = [BlockingPoints.for_groups(int_tensor(()), int_tensor(()))]
     rounds_of = gather_rounds(sections, micro_batches)
     for i, section in enumerate(sections):
-        if section.mesh.tp == 1 and not gathers_parameters(section):
+        if section.mesh.tp == 1 and not runs_in_lockstep(section):
             continue
         # One group for each round and kind of computation. A round is numbered by its first micro-batch;
         # without ZeRO-3 each micro-batch is a round of its own.

@@ -37,7 +37,11 @@ FAST = {
         (4, "encoder.tp=2 decoder.dp=2 decoder.sharding=zero3 decoder.micro_batch=2"),
         (3, "encoder.dp=1 decoder.pp=2 decoder.backward=split"),
     ],
-    "qwen3_moe": [(2, "tp=2 sharding=zero1 micro_batch=5"), (2, "tp=2 ep=2 sharding=zero1 micro_batch=5")],
+    "qwen3_moe": [
+        (2, "tp=2 sharding=zero1 micro_batch=5"),
+        (2, "tp=2 ep=2 sharding=zero1 micro_batch=5"),
+        (2, "dp=2 ep=2 micro_batch=5"),
+    ],
 }
 SLOW = {
     "nano": [
@@ -122,16 +126,24 @@ SLOW = {
         (4, "tp=2 ep=2 dp=2 sharding=zero3 recompute=full micro_batch=2"),
         (4, "tp=2 ep=2 pp=2 micro_batch=3 recompute=selective"),
         (4, "tp=2 ep=2 dp=2 sharding=zero2 bf16"),
+        (4, "dp=4 ep=4 sharding=zero1 micro_batch=2"),
+        (4, "dp=4 ep=2 sharding=zero2 recompute=full micro_batch=1"),
+        (4, "dp=4 ep=2 sharding=zero3 recompute=selective micro_batch=1"),
+        (4, "tp=2 dp=2 ep=4 sharding=zero1 recompute=full micro_batch=2"),
+        (4, "pp=2 dp=2 ep=2 micro_batch=3 sharding=zero1"),
+        (4, "dp=4 ep=4 recompute=full micro_batch=2 bf16"),
     ],
     "gpt_oss": [
         (4, "tp=2 dp=2 sharding=zero1"),
         (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=1"),
         (4, "tp=2 ep=2 dp=2 recompute=full micro_batch=1"),
+        (4, "dp=4 ep=4 sharding=zero1 micro_batch=1"),
     ],
     "deepseek_v3": [
         (4, "tp=4 ep=4 sharding=zero1 micro_batch=3"),
         (4, "tp=4 ep=2 recompute=full micro_batch=2"),
         (4, "tp=2 ep=2 pp=2 micro_batch=3"),
+        (4, "dp=4 ep=4 sharding=zero1 recompute=full micro_batch=1"),
     ],
     "mixtral": [(4, "tp=2 ep=2 dp=2 sharding=zero2 micro_batch=1")],
     "glm4_moe": [(2, "tp=2 ep=2 recompute=selective micro_batch=3")],
@@ -177,6 +189,6 @@ def test_a_plan_trains_as_plain_pytorch(
         elif key in ("sharding", "recompute"):
             assert getattr(held[section], key) == value
     kinds = {style.kind for s in made.plan.sections for style in s.styles} & {"experts", "routed"}
-    cut = name in EXPERTS and any(s.mesh.tp > 1 for s in made.plan.sections)
+    cut = name in EXPERTS and any(max(s.mesh.tp, s.mesh.ep) > 1 for s in made.plan.sections)
     assert kinds == ({"routed" if "ep=" in pins else "experts"} if cut else set())
     assert model.list_differences(made, tmp_path) == []

@@ -25,7 +25,8 @@ def _options(*pins: str) -> CompileOptions:
     ("model", "pins", "message", "remedy"),
     [
         ("glm4_moe", ("tp=2", "ep=3"), "model.ep=3 is impossible: it does not divide 4 experts", "ep to 2"),
-        ("glm4_moe", ("tp=2", "ep=4"), "does not divide the 2 ranks (tp) of a replica", "a multiple of 4"),
+        ("glm4_moe", ("dp=3", "ep=2"), "2 replicas would share experts, and dp=3 is no multiple", "dp to a"),
+        ("glm4_moe", ("tp=4", "ep=4"), "model.tp=4 is impossible", "tp to 2"),
         ("nano", ("tp=2", "ep=2"), "model.ep=2 is impossible: the section has no experts", "model.ep out"),
     ],
 )

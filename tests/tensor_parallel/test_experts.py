@@ -81,6 +81,30 @@ def test_ranks_hold_whole_experts(config: Any, count: int, ep: int) -> None:
     assert (verdict.reason, verdict.partial_parameters) == (None, ())
 
 
+@pytest.mark.parametrize(("count", "ep", "replicas"), [(1, 1, 2), (1, 1, 4), (2, 2, 2)])
+@pytest.mark.parametrize("config", [MIXTRAL, QWEN3, GPT_OSS])
+def test_replicas_hold_different_experts(config: Any, count: int, ep: int, replicas: int) -> None:
+    """Experts are shown to compute tokens of other replicas: one or many of them, and all for one expert."""
+    module, args, kwargs = first_layer(config)
+    ((path, way),) = find_expert_cuts(module, (args, kwargs), count, ep, replicas).items()
+    assert way.replicas == replicas and way.inner == {}
+    shards = expert_shards(module.get_submodule(path), way, path)
+    experts = shards[0]
+    held = [
+        cut_of_shard(experts, module.get_parameter(experts.name).shape, index, count, replica).ranges
+        for index in range(count)
+        for replica in range(replicas)
+    ]
+    share = EXPERTS // (count * replicas)
+    assert held == [((start, start + share),) for start in range(0, EXPERTS, share)]
+
+
+def test_experts_that_mix_tokens_are_not_divided_over_replicas() -> None:
+    """A capacity counts the tokens of all samples together; replicas would count their own."""
+    torch.manual_seed(0)
+    assert find_expert_cuts(CapacityLayer(), CAPACITY_CALL, 1, 1, 2) == {}
+
+
 class DroppedTokens(nn.Module):
     """Experts that each take their first two tokens only: which ones depends on other tokens of the batch."""
 
@@ -98,21 +122,23 @@ class DroppedTokens(nn.Module):
         return out
 
 
+class CapacityLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS), DroppedTokens()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        return x + self.experts(x, chosen, weights)
+
+
+CAPACITY_CALL = ((torch.randn(9, WIDTH, requires_grad=True),), {})
+
+
 def test_experts_that_drop_tokens_by_their_place_keep_to_one_part_each() -> None:
     """A capacity is per expert, so experts on different ranks drop what they drop together."""
     torch.manual_seed(0)
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.router, self.experts = nn.Linear(WIDTH, EXPERTS), DroppedTokens()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            weights, chosen = self.router(x).softmax(-1).topk(2)
-            return x + self.experts(x, chosen, weights)
-
-    call = ((torch.randn(9, WIDTH, requires_grad=True),), {})
-    assert set(find_expert_cuts(Layer(), call, 2, 2)) == {"experts"}
+    assert set(find_expert_cuts(CapacityLayer(), CAPACITY_CALL, 2, 2)) == {"experts"}
 
 
 class Experts(nn.Module):

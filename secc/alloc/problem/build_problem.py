@@ -16,6 +16,7 @@ from secc.alloc.problem.candidates import (
     fixed_memory_fits,
     list_sharding_and_recompute,
     price_fitting_candidates,
+    require_exchanging_replicas,
     require_rank_load,
 )
 from secc.alloc.problem.pins import Pins
@@ -167,12 +168,16 @@ def _candidates_of_shape(
     ep = pins.pinned_number(load.name, "ep") or 1
     replica = require_rank_load(work, load, *shape, ranks, ep)
     most = min(ranks // size_of_replica, work.global_batch)
+    require_exchanging_replicas(replica, most, pins)
+    replicas = max(1, ep // replica.tp)
     if size_of_replica > least and (pins.pinned_number(load.name, "dp") or 1) > most:
         return  # the pinned dp is possible with smaller replicas only
     for dp in pins.dp_choices(
         load.name, most, candidate_pruning.replica_counts(size_of_replica, ranks, work.cluster.per_node, most)
     ):
         if whole and dp * size_of_replica != ranks:
+            continue
+        if dp % replicas:
             continue
         fixed_fits = {
             sharding: capacity is None or fixed_memory_fits(replica, dp, sharding, capacity)
@@ -197,7 +202,7 @@ def parallel_shapes(
         for pp in pins.number_choices(load.name, "pp", stages)
     ]
     ep = pins.pinned_number(load.name, "ep") or 1
-    shapes = [shape for shape in shapes if shape[0] % ep == 0] or shapes
+    shapes = [shape for shape in shapes if shape[0] % ep == 0 or ep % shape[0] == 0] or shapes
     both_pinned = pins.pinned_number(load.name, "tp") and pins.pinned_number(load.name, "pp")
     return (
         shapes

@@ -308,11 +308,10 @@ def require_rank_load(
             f"a replica would need {tp * pp} ranks, and there are {ranks}"
         )
         raise UserError(message, remedy="set smaller ones, or give more ranks")
-    if tp > 1 and load.cost.trainable and work.unshardable:
-        message = (
-            f"{load.name}.tp={tp} is impossible: ranks would have parts of parameters, but {work.unshardable}"
-        )
-        raise UserError(message, remedy=f"leave it out, or set {load.name}.tp=1")
+    if tp * ep > 1 and load.cost.trainable and work.unshardable:
+        key = f"{load.name}.tp={tp}" if tp > 1 else f"{load.name}.ep={ep}"
+        message = f"{key} is impossible: ranks would have parts of parameters, but {work.unshardable}"
+        raise UserError(message, remedy=f"leave it out, or set {key.partition('=')[0]}=1")
     layer_count = work.stackable_layers(load)
     if pp > max(1, layer_count):
         message = f"{load.name}.pp={pp} is impossible: the section has {layer_count} layers to cut between"
@@ -330,15 +329,30 @@ def _require_expert_parts(work: Workload, load: SectionLoad, tp: int, ep: int) -
         raise UserError(f"{load.name}.ep={ep} is impossible: the section has no experts", remedy=out)
     common = gcd(*counts)
     if common % ep:
-        possible = [n for n in range(2, common + 1) if common % n == 0 and tp % n == 0]
+        possible = [n for n in range(2, common + 1) if common % n == 0]
         remedy = f"set {load.name}.ep to {' or '.join(map(str, possible))}" if possible else out
         counted = " and ".join(map(str, counts))
         raise UserError(
             f"{load.name}.ep={ep} is impossible: it does not divide {counted} experts", remedy=remedy
         )
-    if tp % ep:
-        message = f"{load.name}.ep={ep} is impossible: it does not divide the {tp} ranks (tp) of a replica"
-        raise UserError(message, remedy=f"set {load.name}.tp to a multiple of {ep}, or {out}")
+    if tp % ep and ep % tp:
+        message = (
+            f"{load.name}.ep={ep} is impossible: it and the {tp} ranks (tp) of a replica are no multiples"
+        )
+        raise UserError(message, remedy=f"set {load.name}.tp to a divisor or a multiple of {ep}, or {out}")
+
+
+def require_exchanging_replicas(load: SectionLoad, most: int, pins: Pins) -> None:
+    """Raises UserError if no dp, up to `most`, has groups of ep / tp replicas that can exchange tokens."""
+    replicas, key = max(1, load.ep // load.tp), f"{load.name}.ep={load.ep}"
+    dp = pins.pinned_number(load.name, "dp")
+    if replicas > most or (dp is not None and dp % replicas):
+        given = f"dp={dp} is no multiple of that" if dp else f"there are ranks and samples for at most {most}"
+        message = f"{key} is impossible: {replicas} replicas would share experts, and {given}"
+        raise UserError(message, remedy=f"set {load.name}.dp to a multiple of {replicas}, or another ep")
+    if replicas > 1 and pins.splits_backward(load.name):
+        message = f"{key} is impossible with backward=split: replicas exchange tokens in every backward"
+        raise UserError(message, remedy=f"leave {load.name}.backward out")
 
 
 def list_sharding_and_recompute(work: Workload, load: SectionLoad, pins: Pins) -> list[tuple[str, str]]:

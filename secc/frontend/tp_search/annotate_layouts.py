@@ -34,6 +34,8 @@ from secc.frontend.tp_search.find_mapping import (
     ExpertCut,
     ModuleCall,
     TpMapping,
+    expert_shards,
+    expert_style,
     find_mapping,
     mapping_shards,
 )
@@ -91,8 +93,19 @@ class Degrees(NamedTuple):
 
     @property
     def smallest(self) -> Degrees:
-        """Returns the smallest degrees of the same form: experts whole on ranks, or shared by several."""
+        """Returns the smallest degrees of the same form inside a replica: experts whole on ranks, or shared
+        by several."""
         return Degrees(4, 2) if 1 < self.ep < self.tp else Degrees(2, min(2, self.ep))
+
+    @property
+    def replicas(self) -> int:
+        """Returns the number of consecutive replicas that have different experts."""
+        return max(1, self.ep // self.tp)
+
+    @property
+    def inside(self) -> Degrees:
+        """Returns the degrees inside a replica."""
+        return Degrees(self.tp, min(self.tp, self.ep))
 
 
 @dataclass(frozen=True)
@@ -137,8 +150,9 @@ def annotate_layouts(
     for block, degrees in wanted:
         for path, _ in layers_to_split(subject.meta, block):
             _add_layout_op(graph, block, path, degrees, found[path, degrees])
-        for path, cutting in _embedding_and_head_layouts(subject.meta, block, ties, degrees.tp):
-            _add_layout_op(graph, block, path, degrees, cutting)
+        if degrees.tp > 1:
+            for path, cutting in _embedding_and_head_layouts(subject.meta, block, ties, degrees.tp):
+                _add_layout_op(graph, block, path, degrees, cutting)
     return bool(wanted)
 
 
@@ -174,12 +188,12 @@ def search_layouts(
 
 
 def _blocks_with_tp(graph: GraphOp) -> list[tuple[str, Degrees]]:
-    """Returns (block, tp and ep) for the blocks of sections with a tp above 1."""
+    """Returns (block, tp and ep) for the blocks of sections with one of these above 1."""
     whole = blocks_with_settings(graph)
     return [
-        (block, Degrees(tp, int(get_number(s, "ep") or 1)))
+        (block, degrees)
         for s in graph.sections
-        if (tp := int(get_number(s, "tp") or 1)) > 1
+        if max(degrees := Degrees(int(get_number(s, "tp") or 1), int(get_number(s, "ep") or 1))) > 1
         for block in strings_of(s.blocks)
         if block not in whole
     ]
@@ -237,8 +251,35 @@ class _LayoutSearcher:
         module = self.source.get_submodule(path)
         key = (layer_key(module), degrees)
         if key not in self._layouts_by_kind:
-            self._layouts_by_kind[key] = self._search_layout(path, module, degrees)
+            layout = self._search_layout(path, module, degrees.inside) if degrees.tp > 1 else ModuleLayout()
+            if degrees.replicas > 1:
+                layout = self._divide_over_replicas(path, module, layout, degrees)
+            self._layouts_by_kind[key] = layout
         return self._layouts_by_kind[key]
+
+    def _divide_over_replicas(
+        self, path: str, module: nn.Module, layout: ModuleLayout, degrees: Degrees
+    ) -> ModuleLayout:
+        """Returns the layout with experts divided further over replicas, where that is exact."""
+        if not any(map(expert_sizes, module.modules())):
+            return layout
+        if path not in self.observer.calls:
+            return replace(layout, unsplit_reasons={"": UnsplitReason(UnsplitKind.NOT_CALLED)})
+        small = (
+            self.small.find_like(module)
+            if sum(p.numel() for p in module.parameters()) > LARGE_MODULE_ENTRIES
+            else None
+        )
+        cuts, why = self._find_expert_cuts(module, *(small or (module, self.observer.calls[path])), degrees)
+        shards = [s for p, way in cuts.items() for s in expert_shards(module.get_submodule(p), way, p)]
+        divided = {s.name for s in shards}
+        styles = layout.styles if degrees.tp > 1 else [expert_style(way, p) for p, way in cuts.items()]
+        return replace(
+            layout,
+            styles=styles,
+            shards=[s for s in layout.shards if s.name not in divided] + shards,
+            unsplit_reasons=layout.unsplit_reasons | why,
+        )
 
     def _search_layout(self, path: str, module: nn.Module, degrees: Degrees) -> ModuleLayout:
         size, experts = sum(p.numel() for p in module.parameters()), any(map(expert_sizes, module.modules()))
@@ -304,12 +345,16 @@ class _LayoutSearcher:
             for path, sizes in found.items()
             if count_of_experts(sizes) % ep
         }
-        ways = find_expert_cuts(like, call, *degrees) or find_expert_cuts(like, call, *degrees.smallest)
-        ways = {path: replace(way, ep=ep) for path, way in ways.items() if path not in why}
+        inside, replicas = degrees.inside, degrees.replicas
+        ways = find_expert_cuts(like, call, *inside, replicas) or find_expert_cuts(
+            like, call, *(inside.smallest if count > 1 else inside), min(2, replicas)
+        )
+        whole = {"ep": inside.ep, "replicas": replicas}
+        ways = {path: replace(way, **whole) for path, way in ways.items() if path not in why}
         cut = {
             path: way for path, way in ways.items() if divides_experts(module.get_submodule(path), way, count)
         }
-        uneven = UnsplitReason(UnsplitKind.UNEVEN_EXPERTS, size=ALIGNED_ENTRIES, tp=count // ep)
+        uneven = UnsplitReason(UnsplitKind.UNEVEN_EXPERTS, size=ALIGNED_ENTRIES, tp=max(1, count // ep))
         inexact = UnsplitReason(UnsplitKind.EXPERTS_INEXACT)
         left = {path: uneven if path in ways else inexact for path in found if path not in cut}
         return cut, left | why

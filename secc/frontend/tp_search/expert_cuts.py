@@ -14,7 +14,9 @@ that other ranks get none. Where several ranks share a part, they cut its expert
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -29,6 +31,7 @@ from secc.ir.dialect.ops import graph_of
 from secc.ir.dialect.python_attributes import int_list_attr
 
 ExpertSizes = Mapping[str, Sequence[int]]
+EXCHANGING_REPLICAS = 2
 ALIGNED_ENTRIES = 8  # numbers of 16 bits: grouped kernels want rows of 16 bytes
 
 
@@ -48,14 +51,19 @@ def annotate_experts(module: ModuleOp, meta: nn.Module) -> None:
             block.attributes["experts"] = int_list_attr(counts)
 
 
-def find_expert_cuts(layer: nn.Module, call: ModuleCall, count: int, ep: int = 1) -> dict[str, ExpertCut]:
-    """Returns cuts over `count` ranks of the experts inside `layer`, by the path of their module; experts
-    form `ep` parts. `layer` and `call` must have values."""
+def find_expert_cuts(
+    layer: nn.Module, call: ModuleCall, count: int, ep: int = 1, replicas: int = 1
+) -> dict[str, ExpertCut]:
+    """Returns cuts over `count` ranks of the experts inside `layer`, by the path of their module.
+
+    Experts form `ep` parts in a replica, and further ones on consecutive `replicas`. `layer` and `call` must
+    have values.
+    """
     modules = {path: m for path, m in layer.named_modules() if expert_sizes(m)}
     return {
         path: way
         for path, inner in _record_first_calls(layer, call, modules).items()
-        if (way := _find_exact_cut(modules[path], inner, count, ep)) is not None
+        if (way := _find_exact_cut(modules[path], inner, count, ep, replicas)) is not None
     }
 
 
@@ -94,25 +102,59 @@ def _record_first_calls(
     return first_calls
 
 
-def _find_exact_cut(module: nn.Module, call: ModuleCall, count: int, ep: int) -> ExpertCut | None:
+def _find_exact_cut(
+    module: nn.Module, call: ModuleCall, count: int, ep: int, replicas: int
+) -> ExpertCut | None:
     """Returns the first cut that is exact, None if none is."""
-    sizes = expert_sizes(module)
-    if ep > 1 and any(shape[0] % ep or shape[0] != count_of_experts(sizes) for shape in sizes.values()):
-        return None
-    calls = [call] if ep == 1 else [call, _route_to_first(call)]
+    sizes, calls, arguments = expert_sizes(module), [call], tuple[str, ...]()
+    if ep * replicas > 1:
+        arguments = routing_arguments(module, call)
+        experts = count_of_experts(sizes)
+        uneven = experts % (ep * replicas) or any(shape[0] != experts for shape in sizes.values())
+        if uneven or not arguments:
+            return None
+        calls.append(_route_to_first(call))
     references = [UnsplitModule(module, each) for each in calls]
+
+    def is_exact(way: ExpertCut) -> bool:
+        inside = replace(way, replicas=1)
+        styles, shards = [expert_style(inside)], expert_shards(module, inside)
+        return count == 1 or all(
+            whole.compare_mapping(count, styles, shards).reason is None for whole in references
+        )
+
     even = (way for way in _candidate_cuts(sizes, count, ep) if divides_experts(module, way, count))
-    return next(
-        (
-            way
-            for way in even
-            if all(
-                whole.compare_mapping(count, [expert_style(way)], expert_shards(module, way)).reason is None
-                for whole in references
-            )
-        ),
-        None,
+    found = next((way for each in even if is_exact(way := replace(each, arguments=arguments))), None)
+    if found is None or replicas == 1:
+        return found
+    # Two replicas show what more of them do; which ranks of a replica meet is not the module's concern.
+    shown = replace(found, ep=1, replicas=EXCHANGING_REPLICAS)
+    exact = (
+        whole.compare_exchange(EXCHANGING_REPLICAS, expert_style(shown), expert_shards(module, shown)).reason
+        is None
+        for whole in references
     )
+    return replace(found, replicas=replicas) if all(exact) else None
+
+
+def routing_arguments(module: nn.Module, call: ModuleCall) -> tuple[str, ...]:
+    """Returns the names of the hidden states, indices of experts and weights that a module of experts is
+    called with; () if its only tensors are not integers `[..., k]`, floats `[..., k]` after them, and floats
+    `[..., width]`."""
+    args, kwargs = call
+    given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    floats = {name: t for name, t in tensors.items() if t.is_floating_point()}
+    indices = {n: t for n, t in tensors.items() if n not in floats and t.dtype != torch.bool and t.dim() > 1}
+    if len(floats) != 2 or len(indices) != 1 or len(tensors) != 3:
+        return ()
+    ((index, chosen),) = indices.items()
+    order = [*given]
+    weights = [
+        n for n, t in floats.items() if t.shape == chosen.shape and order.index(n) > order.index(index)
+    ]
+    hidden = [n for n, t in floats.items() if t.shape[:-1] == chosen.shape[:-1] and n not in weights]
+    return (hidden[0], index, weights[0]) if len(hidden) == len(weights) == 1 else ()
 
 
 def count_of_experts(sizes: ExpertSizes) -> int:

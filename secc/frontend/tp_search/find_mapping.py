@@ -45,12 +45,21 @@ class ExpertCut:
     """How the parameters of experts, stacked along dim 0, are cut.
 
     inner: of each parameter that is cut by the inner width of experts, the dim, and how many parts lie side
-    by side along it. ep: the number of parts that experts form; with more than one, every parameter is cut
-    along dim 0, and the ranks that share a part cut it by `inner`.
+    by side along it. ep: the number of parts that experts form in a replica; with more than one, every
+    parameter is cut along dim 0, and the ranks that share a part cut it by `inner`. replicas: the number of
+    replicas that have different experts. arguments: names of the forward's hidden states, indices of experts
+    and weights, where experts are whole.
     """
 
     inner: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     ep: int = 1
+    replicas: int = 1
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def keeps_experts_whole(self) -> bool:
+        """Whether ranks have different experts."""
+        return self.ep * self.replicas > 1
 
 
 @dataclass(frozen=True)
@@ -291,13 +300,19 @@ def expert_shards(module: nn.Module, way: ExpertCut, prefix: str = "") -> list[S
         Shard(_join_path(prefix, name), dim, (shapes[name][dim] // parts,) * parts, way.ep)
         for name, (dim, parts) in way.inner.items()
     ]
-    rows = [name for name in shapes if way.ep > 1 and name not in way.inner]
-    return inner + [Shard(_join_path(prefix, name), 0, (shapes[name][0],)) for name in rows]
+    rows = [name for name in shapes if way.keeps_experts_whole and name not in way.inner]
+    return inner + [
+        Shard(_join_path(prefix, name), 0, (shapes[name][0],), replicas=way.replicas) for name in rows
+    ]
 
 
 def expert_style(way: ExpertCut, path: str = "") -> ModuleStyle:
     """Returns how a module of experts works on its parts."""
-    return ModuleStyle(path, "experts" if way.ep == 1 else "routed")
+    return (
+        ModuleStyle(path, "routed", way.arguments)
+        if way.keeps_experts_whole
+        else ModuleStyle(path, "experts")
+    )
 
 
 def _join_path(*names: str) -> str:

@@ -50,6 +50,17 @@ class ThreadGroup:
         parts."""
         return self.all_reduce(tensor.clone()).split(list(lengths))[self.index].clone()
 
+    def all_to_all(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """Sends the first `sent[0]` rows (along dim 0) to thread 0 and so on; returns `received[0]` rows of
+        thread 0, then those of thread 1 and so on."""
+        counts = self._exchange.exchange_tensors(self.index, torch.tensor(sent))
+        parts = [
+            values.split(lengths.tolist())[self.index]
+            for values, lengths in zip(self._exchange.exchange_tensors(self.index, rows), counts, strict=True)
+        ]
+        assert [len(part) for part in parts] == list(received)
+        return torch.cat(parts)
+
 
 def run_thread_ranks(count: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
     """Runs `work(group)` on `count` ranks and returns the results in order. Raises what the first failing

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,9 @@ from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 from secc.runtime.randomness import random_op_values
 from secc.runtime.randomness import shard_coordinates as part
 from secc.runtime.randomness.bits import coordinate_offsets, generate_bits, hash_key
+from secc.runtime.tensor_parallel.expert_parallel import TokenExchange
 from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut, cut_of_shard
+from secc.runtime.tensor_parallel.replica_group import LoneRank
 from secc.runtime.tensor_parallel.styles import apply_styles
 
 MAPPING_TOLERANCE = 1e-5  # of a gradient's own norm, plus
@@ -79,6 +82,32 @@ class UnsplitModule:
             torch.random.set_rng_state(state)
         return _compare_ranks(expected, ranks, _cuts_by_name(whole, shards, count))
 
+    def compare_exchange(self, replicas: int, style: ModuleStyle, shards: Sequence[Shard]) -> MappingVerdict:
+        """Compares a module of experts on several replicas, each with other experts and other tokens, with
+        the unsplit one. The first replica has the last token, the last replica all others, so tokens reach
+        experts in another order."""
+        state = torch.random.get_rng_state()
+        try:
+            self._reference = whole, expected = self._reference or _run_unsplit(self._module, self._call)
+            ranks = run_thread_ranks(
+                replicas, lambda group: _run_replica(whole, self._call, group, style, shards)
+            )
+        except Exception as error:
+            return MappingVerdict(failure_reason(error))
+        finally:
+            torch.random.set_rng_state(state)
+        in_order = [*ranks[1:], ranks[0]]
+        joined = _ModuleRun(
+            [torch.cat(outs) for outs in zip(*(r.outs for r in in_order), strict=True)],
+            [
+                None if given[0] is None else torch.cat([g for g in given if g is not None])
+                for given in zip(*(r.inputs for r in in_order), strict=True)
+            ],
+            {},
+        )
+        runs = [replace(joined, gradients=r.gradients) for r in ranks]
+        return _compare_ranks(expected, runs, _cuts_of_replicas(whole, shards, replicas))
+
 
 def _run_unsplit(module: nn.Module, call: ModuleCall) -> tuple[nn.Module, _ModuleRun]:
     """Returns a copy of the module with its results, in float64 unless the module is large or its code
@@ -118,6 +147,39 @@ def _run_rank(
     return _run_with_gradients(part, call)
 
 
+def _run_replica(
+    whole: nn.Module, call: ModuleCall, group: ThreadGroup, style: ModuleStyle, shards: Sequence[Shard]
+) -> _ModuleRun:
+    """Runs a module of experts on one of several replicas that exchange tokens."""
+    cuts = _cuts_of_replicas(whole, shards, group.size)
+    memo: dict[int, object] = {
+        id(p): nn.Parameter(cuts[n][group.index].take_shard(p.detach()), p.requires_grad)
+        for n, p in whole.named_parameters()
+    }
+    part = copy.deepcopy(whole, memo)
+    apply_styles(part, [style], LoneRank(), shards, TokenExchange(group))
+    args, kwargs = call
+    given = inspect.signature(whole.forward).bind(*args, **kwargs).arguments
+    count = len(given[style.arguments[0]])
+    last = slice(0, count - 1 if group.index == group.size - 1 else 0)
+    rows = slice(count - 1, count) if group.index == 0 else last
+    own = {
+        n: v[rows].detach().requires_grad_(v.requires_grad) if n in style.arguments else v
+        for n, v in given.items()
+    }
+    return _run_with_gradients(part, ((), own), rows, count)
+
+
+def _cuts_of_replicas(
+    module: nn.Module, shards: Sequence[Shard], replicas: int
+) -> dict[str, list[ParameterCut]]:
+    """Returns the parts of a module of experts by replica."""
+    return {
+        s.name: [cut_of_shard(s, module.get_parameter(s.name).shape, 0, 1, r) for r in range(replicas)]
+        for s in shards
+    }
+
+
 def _cuts_by_name(module: nn.Module, shards: Sequence[Shard], count: int) -> dict[str, list[ParameterCut]]:
     shapes = {n: p.shape for n, p in module.named_parameters(remove_duplicate=False)}
     first: dict[nn.Parameter, str] = {}
@@ -125,15 +187,21 @@ def _cuts_by_name(module: nn.Module, shards: Sequence[Shard], count: int) -> dic
     return {names[s.name]: [cut_of_shard(s, shapes[s.name], i, count) for i in range(count)] for s in shards}
 
 
-def _run_with_gradients(module: nn.Module, call: ModuleCall) -> _ModuleRun:
+def _run_with_gradients(
+    module: nn.Module, call: ModuleCall, rows: slice = slice(None), count: int = 0
+) -> _ModuleRun:
+    """Runs a module and the backward of its results, with made-up gradients. `rows`: of `count`, that the
+    call is about, where it is about some."""
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float64)
     args, kwargs = tree_map(partial(_prepare_argument, dtype), call)
     generator = torch.Generator().manual_seed(VERIFY_SEED)
     with torch.enable_grad(), _CoordinateRandomness():
         outs = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
         ends = [t for t in outs if t.requires_grad]
+        shapes = [(count, *t.shape[1:]) if count else t.shape for t in ends]
+        gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         torch.autograd.backward(
-            ends, [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in ends]
+            ends, [(g[rows] if count else g).to(t.dtype) for t, g in zip(ends, gradients, strict=True)]
         )
     inputs = [t.grad for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
     return _ModuleRun([t.detach() for t in outs], inputs, {n: p.grad for n, p in module.named_parameters()})

@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from xdsl.dialects.builtin import ArrayAttr, IntAttr, StringAttr
 from xdsl.ir import Attribute, ParametrizedAttribute
@@ -21,16 +22,25 @@ from secc.runtime.plan.unsplit_reason import SharedSize, UnsplitKind, UnsplitRea
 
 
 class _RecordAttribute(ParametrizedAttribute):
-    """Fields in angle brackets: texts in quotes, whole numbers, lists of whole numbers in square brackets."""
+    """Fields in angle brackets: texts in quotes, whole numbers, lists of them in square brackets."""
+
+    # Values of the last fields that are left out of the text.
+    DEFAULTS: ClassVar[tuple[Attribute, ...]] = ()
 
     def print_parameters(self, printer: Printer) -> None:
+        shown = [*self.parameters]
+        defaults = [*self.DEFAULTS]
+        while defaults and shown[-1] == defaults[-1]:
+            shown, defaults = shown[:-1], defaults[:-1]
         with printer.in_angle_brackets():
-            printer.print_list(self.parameters, lambda field: _print_field(printer, field))
+            printer.print_list(shown, lambda field: _print_field(printer, field))
 
     @classmethod
     def parse_parameters(cls, parser: AttrParser) -> Sequence[Attribute]:
         with parser.in_angle_brackets():
-            return parser.parse_comma_separated_list(parser.Delimiter.NONE, lambda: _parse_field(parser))
+            fields = parser.parse_comma_separated_list(parser.Delimiter.NONE, lambda: _parse_field(parser))
+        left_out = len(cls.get_irdl_definition().parameters) - len(fields)
+        return [*fields, *(cls.DEFAULTS[-left_out:] if left_out else ())]
 
 
 def _print_field(printer: Printer, field: Attribute) -> None:
@@ -49,45 +59,41 @@ def _parse_field(parser: AttrParser) -> Attribute:
     if (text := parser.parse_optional_str_literal()) is not None:
         return StringAttr(text)
     if (
-        numbers := parser.parse_optional_comma_separated_list(parser.Delimiter.SQUARE, parser.parse_integer)
+        fields := parser.parse_optional_comma_separated_list(
+            parser.Delimiter.SQUARE, lambda: _parse_field(parser)
+        )
     ) is not None:
-        return ArrayAttr([IntAttr(number) for number in numbers])
+        return ArrayAttr(fields)
     return IntAttr(parser.parse_integer())
 
 
 @irdl_attr_definition
 class ShardAttr(_RecordAttribute):
     """A parameter that is split over the ranks of a replica: name, dim, and the sizes of the parts that lie
-    side by side along it. Each part is split evenly. `ep`: blocks of dim 0 that are split off before."""
+    side by side along it. Each part is split evenly. `ep`: blocks of dim 0 that are split off before.
+    `replicas`: consecutive replicas with different parts."""
 
     name = "sec.shard"
     parameter: StringAttr
     dim: IntAttr
     parts: ArrayAttr[IntAttr]
     ep: IntAttr
-
-    def print_parameters(self, printer: Printer) -> None:
-        shown = self.parameters if self.ep.data > 1 else self.parameters[:-1]
-        with printer.in_angle_brackets():
-            printer.print_list(shown, lambda field: _print_field(printer, field))
-
-    @classmethod
-    def parse_parameters(cls, parser: AttrParser) -> Sequence[Attribute]:
-        fields = super().parse_parameters(parser)
-        return fields if len(fields) == 4 else [*fields, IntAttr(1)]
+    replicas: IntAttr
+    DEFAULTS = (IntAttr(1), IntAttr(1))
 
     @classmethod
     def of(cls, shard: Shard) -> ShardAttr:
         """The attribute of a shard."""
         parts = ArrayAttr([IntAttr(part) for part in shard.parts])
-        return cls(StringAttr(shard.name), IntAttr(shard.dim), parts, IntAttr(shard.ep))
+        return cls(
+            StringAttr(shard.name), IntAttr(shard.dim), parts, IntAttr(shard.ep), IntAttr(shard.replicas)
+        )
 
     @property
     def value(self) -> Shard:
         """The shard."""
-        return Shard(
-            self.parameter.data, self.dim.data, tuple(part.data for part in self.parts), self.ep.data
-        )
+        parts = tuple(part.data for part in self.parts)
+        return Shard(self.parameter.data, self.dim.data, parts, self.ep.data, self.replicas.data)
 
 
 @irdl_attr_definition
@@ -98,16 +104,19 @@ class StyleAttr(_RecordAttribute):
     name = "sec.style"
     module: StringAttr
     kind: StringAttr
+    arguments: ArrayAttr[StringAttr]
+    DEFAULTS = (ArrayAttr[StringAttr]([]),)
 
     @classmethod
     def of(cls, style: ModuleStyle) -> StyleAttr:
         """The attribute of a style."""
-        return cls(StringAttr(style.module), StringAttr(style.kind))
+        names = ArrayAttr([StringAttr(name) for name in style.arguments])
+        return cls(StringAttr(style.module), StringAttr(style.kind), names)
 
     @property
     def value(self) -> ModuleStyle:
         """The style."""
-        return ModuleStyle(self.module.data, self.kind.data)
+        return ModuleStyle(self.module.data, self.kind.data, tuple(name.data for name in self.arguments))
 
 
 @irdl_attr_definition

@@ -1,0 +1,77 @@
+"""Experts divided over ranks: replicas without samples in a round, tokens that all go to one expert, frozen
+teachers, and checkpoints that continue under plans with another ep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.report.html_page import report_page
+from tests.e2e.harness import find_differences, train_distributed, train_in_one_process, write_recording_model
+
+MODELS = Path(__file__).parent.parent / "models"
+STEPS = 3
+
+
+def _plan(path: Path, work: Path, ranks: int, batch: int, *pins: str) -> Path:
+    options = CompileOptions(cluster=f"local:{ranks}", global_batch=batch, set=pins)
+    compile_model(path, options).write_plan(work / "plan", report_page)
+    return work / "plan"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("model", "ranks", "batch", "pins"),
+    [
+        # 5 samples on 4 replicas: three of them have nothing in the second round
+        ("glm4_moe", 4, 5, ("model.dp=4", "model.ep=4", "model.micro_batch=1", "model.recompute=full")),
+        pytest.param(
+            "one_expert", 4, 6, ("model.dp=4", "model.ep=2", "model.sharding=zero1"), marks=pytest.mark.slow
+        ),
+        pytest.param("one_expert", 2, 6, ("model.tp=2", "model.ep=2"), marks=pytest.mark.slow),
+        pytest.param(
+            "moe_distil",
+            4,
+            6,
+            ("teacher.dp=2", "teacher.ep=2", "student.dp=2", "student.ep=2", "teacher.micro_batch=1"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_experts_on_different_ranks_train_as_plain_pytorch(
+    model: str, ranks: int, batch: int, pins: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = write_recording_model(model, tmp_path, MODELS)
+    plan = _plan(path, tmp_path, ranks, batch, *pins)
+    expected = train_in_one_process(path, batch, STEPS, tmp_path / "one")
+    found = train_distributed(plan, ranks, STEPS, tmp_path / "run")
+    assert list(find_differences(found, expected)) == []
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_run_continues_under_another_ep(tmp_path: Path) -> None:
+    """ep 4 over replicas, then ep 2 inside a replica, the inner width by tp, no division, and ep 2 over
+    replicas with sharded states."""
+    path = write_recording_model("glm4_moe", tmp_path, MODELS)
+    expected = train_in_one_process(path, 6, 5, tmp_path / "one")
+    layouts = (
+        (4, ("dp=4", "ep=4")),
+        (2, ("tp=2", "ep=2")),
+        (2, ("tp=2",)),
+        (1, ("dp=1",)),
+        (4, ("dp=4", "ep=2", "sharding=zero2")),
+    )
+    losses: list[float] = []
+    for step, (ranks, pins) in enumerate(layouts, 1):
+        plan = _plan(path, tmp_path / f"layout{step}", ranks, 6, *(f"model.{pin}" for pin in pins))
+        resume = ("--resume", str(tmp_path / f"run{step - 1}" / "saved")) if step > 1 else ()
+        found = train_distributed(plan, ranks, step, tmp_path / f"run{step}", *resume)
+        losses += found.losses
+    assert losses == pytest.approx(expected.losses, rel=1e-5)
+    for name, value in expected.parameters.items():
+        assert torch.allclose(found.parameters[name], value, rtol=1e-4, atol=1e-5), name
