@@ -124,6 +124,7 @@ def options(root: Path) -> set[str]:
         root / "tests/conftest.py",
         *root.glob("examples/*.py"),
         *root.glob("tools/*.py"),
+        *root.glob("tools/*/*.py"),
         *root.glob("tools/*.sh"),
     ]
     return known | {
