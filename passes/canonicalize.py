@@ -22,6 +22,7 @@ from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 
 from secc.ir.analysis.dataflow import is_random_op
+from secc.ir.analysis.shared_memory import reaches_block
 from secc.ir.dialect.ops import CaseOp, ConstOp, GlueOp, GuardOp, InputOp, ParamOp, graph_of
 from secc.ir.dialect.tensor_type import tensor_type
 
@@ -132,9 +133,17 @@ def _is_any_op(op: GlueOp) -> bool:
     return True
 
 
+def _is_needed_copy(op: GlueOp) -> bool:
+    """Whether an op that only copies its operand keeps two tensors apart, one of which a block may write into
+    or read by its strides."""
+    return any(reaches_block(value) for value in (*op.operands, *op.results))
+
+
 REWRITE_RULES = (
     RewriteRule(
-        ("_to_copy", "to"), lambda op: "memory_format" not in op.arguments.kwargs, _first_operand
+        ("_to_copy", "to"),
+        lambda op: "memory_format" not in op.arguments.kwargs and not _is_needed_copy(op),
+        _first_operand,
     ),  # a cast to the dtype that it has
     RewriteRule(
         (*_VIEW_OPS, "expand", "squeeze", "alias", "lift_fresh", "lift_fresh_copy", "positive"),
@@ -147,8 +156,12 @@ REWRITE_RULES = (
     RewriteRule(
         ("slice",), lambda op: len(op.arguments.args) < 5, _first_operand
     ),  # all of a dim: else the shapes differ
-    RewriteRule(("add", "sub"), lambda op: _scalar_argument(op) == 0, _first_operand),
-    RewriteRule(("mul", "div"), lambda op: _scalar_argument(op) == 1, _first_operand),
+    RewriteRule(
+        ("add", "sub"), lambda op: _scalar_argument(op) == 0 and not _is_needed_copy(op), _first_operand
+    ),
+    RewriteRule(
+        ("mul", "div"), lambda op: _scalar_argument(op) == 1 and not _is_needed_copy(op), _first_operand
+    ),
     RewriteRule(_DIM_SWAPS, _is_any_op, _cancel_swap),
     RewriteRule(
         ("neg",),

@@ -52,12 +52,13 @@ WEIGHT_BUDGET_DIVISOR = 8  # the part of a device's memory that weights of other
 class SinkBoundaries(ModulePass):
     """Options. cluster: as `secc.cluster.parse_cluster` reads it; "" where none is known: then
     `flops_per_byte` FLOPs cost as much time as sending a byte, and a section may grow by the share `growth`
-    of its weights."""
+    of its weights. pinned: sections that the user named, whose blocks stay."""
 
     name = "sink-boundaries"
     flops_per_byte: int = BoundaryPrices.flops_per_byte
     growth: float = BoundaryPrices.growth
     cluster: str = ""
+    pinned: tuple[str, ...] = ()
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
@@ -80,7 +81,9 @@ class SinkBoundaries(ModulePass):
         names = [s.sym.data for s in graph.sections]
         for j, dst in enumerate(names):
             for src in names[:j]:
-                if not settle_boundary(graph, src, dst, self._boundary_prices(graph), self._edge_link()):
+                free = not {src, dst}.intersection(self.pinned)
+                prices, link = self._boundary_prices(graph), self._edge_link()
+                if not settle_boundary(graph, src, dst, prices, link, free):
                     if spare := find_fallback_cases(graph):
                         drop_fallbacks(graph, spare)
                         return True
@@ -116,16 +119,22 @@ def _common_dtype(graph: GraphOp) -> str:
 
 
 def settle_boundary(
-    graph: GraphOp, src: str, dst: str, prices: BoundaryPrices, link: Link | None = None
+    graph: GraphOp,
+    src: str,
+    dst: str,
+    prices: BoundaryPrices,
+    link: Link | None = None,
+    move_blocks: bool = True,
 ) -> bool:
     """Moves the boundary between two sections to where the fewest bytes cross; False if there is no possible
     boundary.
 
-    With a `link`, the note says how long a sample's messages take over it.
+    With a `link`, the note says how long a sample's messages take over it. Unless `move_blocks`, only glue
+    moves.
     """
     if not any(True for _ in _iter_crossings(graph, src, dst)):
         return True
-    chosen = BoundaryCut(graph, src, dst, prices).find_dst_ops()
+    chosen = BoundaryCut(graph, src, dst, prices, move_blocks).find_dst_ops()
     if chosen is not None:
         _BoundaryMove(graph, src, dst, chosen, link).move_ops()
     return chosen is not None

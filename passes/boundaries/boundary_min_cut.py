@@ -1,17 +1,19 @@
 """The cheapest boundary between two sections: which of their ops the consumer computes, as a minimum cut.
 
 Every op of the producer section `src` and of the consumer section `dst` is a node, on the sink's side if
-`dst` computes it. A value that is produced on the source's side and used on the other is sent:
-that costs its expected bytes per sample, twice if its gradient comes back, and is forbidden where no edge can
-carry it. A block of `src` may move to `dst` where there is room for its weights: its work is then done once
-as before, by the ranks that `allocate` gives it there. The blocks that `src` starts with stay, so that it has
-work: whether it shares the ranks of `dst` is for `allocate` to say. Computing a block in both costs its work.
-An op of `dst` may move to `src` if all it needs is there. Cases share their nodes (ops at the same place in
-the user's code), so that all cases are cut at the same places.
+`dst` computes it. A value that is produced on the source's side and used on the other is sent: that costs its
+expected bytes per sample, twice if its gradient comes back, and is forbidden where no edge can carry it. A
+block of `src` may move to `dst` where there is room for its weights: its work is then done once as before, by
+the ranks that `allocate` gives it there. The blocks that `src` starts with stay, and blocks stay where most
+of its work would move: the step gets longer if `dst` does the work of both, and whether the two share ranks
+is for `allocate` to say. Blocks never move into or out of a section that the user pinned. Computing a block
+in both costs its work. An op of `dst` may move to `src` if all it needs is there. Cases share their nodes
+(ops at the same place in the user's code), so that all cases are cut at the same places.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from xdsl.ir import Operation, OpResult, SSAValue
@@ -37,6 +39,7 @@ from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.boundaries.section_edges import op_identities
 
+_MOVED_SHARE = 0.5  # of the work of `src`: blocks that do more of it do not move
 # price of glue computed elsewhere, in bytes sent for each byte of its results: memory is this much faster
 # than a network
 _GLUE_PRICE = 0.02
@@ -55,8 +58,10 @@ class BoundaryPrices:
 class BoundaryCut:
     """The minimum cut between one pair of sections, `src` before `dst`."""
 
-    def __init__(self, graph: GraphOp, src: str, dst: str, prices: BoundaryPrices) -> None:
-        self.graph, self.src, self.dst = graph, src, dst
+    def __init__(
+        self, graph: GraphOp, src: str, dst: str, prices: BoundaryPrices, move_blocks: bool = True
+    ) -> None:
+        self.graph, self.src, self.dst, self.move_blocks = graph, src, dst, move_blocks
         self.statistics, self.cut = SampleStatistics(graph), MinCutNetwork()
         self.sections = {s.sym.data: s for s in graph.sections}
         self.prices, self._sendable, self.blocks = (
@@ -86,7 +91,21 @@ class BoundaryCut:
         side = self.cut.min_cut_sink_side()
         if side is None:
             return None
-        return {op for network in networks for op in network.case.ops if network.at[op] in side}
+        found = {op for network in networks for op in network.case.ops if network.at[op] in side}
+        if self.move_blocks and self._moved_share(found) > _MOVED_SHARE:
+            return BoundaryCut(self.graph, self.src, self.dst, self.prices, move_blocks=False).find_dst_ops()
+        return found
+
+    def _moved_share(self, dst_ops: Collection[Operation]) -> float:
+        """The share of the expected work of `src` that `dst` would do with these ops."""
+        work = {
+            op: self.statistics.mean_in_case(case, call_work(self.graph, op))
+            for case in self.graph.cases
+            for op in case.ops
+            if isinstance(op, CallOp) and section_of(op) == self.src
+        }
+        moved = sum(work[op] for op in work if op in dst_ops)
+        return moved / total if (total := sum(work.values())) else 0.0
 
 
 class _CaseNetwork:
@@ -204,7 +223,7 @@ class _CaseNetwork:
         """Glue that reads no parameter that trains, and frozen blocks that the consumer has room for."""
         if isinstance(op, CallOp):
             room = block_weight_bytes(self.b.blocks[op.target.data]) <= self.b.room
-            return call_mode(op) == "forward" and room and op not in self.first
+            return self.b.move_blocks and call_mode(op) == "forward" and room and op not in self.first
         return isinstance(op, GlueOp) and not is_random_op(op) and not reads_trainable_parameters(op)
 
     def _may_move_up(self, op: Operation) -> bool:

@@ -137,7 +137,9 @@ class BlockGrouping:
 
     def merge_groups(self, keep: BlockGroup, other: BlockGroup, why: str) -> None:
         """Merges `other` into `keep`, and notes why."""
-        keep.notes.append(f"{other.component} joined {keep.component}: {why}")
+        same = other.component == keep.component
+        what = ", ".join(other.blocks) if same else other.component
+        keep.notes.append(f"{what} joined {keep.component}: {why}")
         keep.absorb(other)
         self.groups.remove(other)
 

@@ -185,7 +185,7 @@ def compile_model(
         return module
 
     def make_passes(**changes: tuple[str, ...]) -> tuple[ModulePass, ...]:
-        return build_pipeline(dataclasses.replace(options, **changes))
+        return build_pipeline(dataclasses.replace(options, **changes), options.sections)
 
     source = CapturedModel(user, meta, model, survey, inputs, batches, capture, make_ir, make_passes)
     planner = Planner(source, options.set, clock.measure, clock.report_progress, options.taken_back)

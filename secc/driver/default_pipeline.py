@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from xdsl.passes import ModulePass
@@ -14,13 +14,15 @@ from secc.pass_pipeline import load_pass
 STEP_TIME_DIGITS = 9  # dumps name the pipeline in a text form that has no exponents
 
 
-def build_pipeline(options: CompileOptions) -> tuple[ModulePass, ...]:
+def build_pipeline(options: CompileOptions, pinned: Iterable[str] | None = None) -> tuple[ModulePass, ...]:
     """Returns the passes from a captured model to the lowered IR.
 
-    Raises UserError if `options.without` names an unknown fusion rule.
+    pinned: the sections that the user named, as `options.sections`, which a second plan replaces by all
+    sections of the first. Raises UserError if `options.without` names an unknown fusion rule.
     """
     check_rule_names(options.without)
     cluster = {"cluster": options.cluster}
+    kept = tuple(text.partition("=")[0] for text in (options.sections if pinned is None else pinned))
     steps: list[tuple[str, Mapping[str, Any]]] = [
         ("canonicalize", {}),  # one spelling for each op
         ("dce", {}),
@@ -32,7 +34,8 @@ def build_pipeline(options: CompileOptions) -> tuple[ModulePass, ...]:
         *_fusion_passes("fuse-blocks", options),  # kernels inside the user's modules
         ("coarsen", cluster | {"max_sections": options.max_sections, "sections": options.sections}),
         ("annotate-costs", {}),  # time, memory and messages of each section
-        ("sink-boundaries", cluster),  # boundaries of sections to where the fewest bytes cross
+        # boundaries of sections to where the fewest bytes cross
+        ("sink-boundaries", cluster | {"pinned": kept}),
         ("allocate", _allocate_options(options)),  # ranks, replicas, stages, sharding, recomputation
         ("place", {}),  # ranks onto nodes
         ("split-stages", {}),  # sections with stages become one section per stage

@@ -93,7 +93,7 @@ def replan(
     """Plans a captured model again under other options."""
 
     def make_passes(**changes: tuple[str, ...]) -> tuple[ModulePass, ...]:
-        return build_pipeline(dataclasses.replace(options, **changes))
+        return build_pipeline(dataclasses.replace(options, **changes), options.sections)
 
     layered = LayerCaptureCache() if layered is None else layered
     source = dataclasses.replace(
