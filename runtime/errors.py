@@ -7,6 +7,14 @@ and exit code 2. It lives here because ranks raise it, too; the compiler imports
 from __future__ import annotations
 
 
+def printable_text(text: str, newlines: bool = False) -> str:
+    """Returns a text with escapes in place of characters that a terminal would obey or that cannot be read:
+    control and formatting characters, lone surrogates. `newlines` keeps line breaks."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or (newlines and c == "\n") else repr(c)[1:-1] for c in text)
+
+
 class UserError(Exception):
     """Bad input, with its place and a remedy.
 
@@ -19,9 +27,9 @@ class UserError(Exception):
         self.message, self.where, self.remedy = message, where, remedy
 
     def __str__(self) -> str:
-        place = f"{self.where}: " if self.where else ""
-        remedy = f"\n  what to do: {self.remedy}" if self.remedy else ""
-        return f"{place}{self.message}{remedy}"
+        place = f"{printable_text(self.where)}: " if self.where else ""
+        remedy = f"\n  what to do: {printable_text(self.remedy, newlines=True)}" if self.remedy else ""
+        return f"{place}{printable_text(self.message, newlines=True)}{remedy}"
 
 
 class LostProcess(UserError):

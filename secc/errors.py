@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from secc.runtime.errors import UserError
+from secc.runtime.errors import UserError, printable_text
 
-__all__ = ["ImpossibleChoice", "InexactPlan", "UserError"]
+__all__ = ["ImpossibleChoice", "InexactPlan", "UserError", "printable_text"]
 
 
 class ImpossibleChoice(UserError):

@@ -41,7 +41,7 @@ from secc.runtime.data.sample_metadata import (
     compute_batch_sums,
 )
 from secc.runtime.data.sample_workers import SampleWorkers
-from secc.runtime.errors import UserError
+from secc.runtime.errors import UserError, printable_text
 from secc.runtime.host.fork_pool import WorkerPool
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.parameters.sharded_optimizer import start_all_gather
@@ -164,7 +164,7 @@ class DataPlane:
         if self.epochs.samples_in_step(self._step + 1):
             self._loader.request_ahead([self._metadata_request(self._step + 1)])
         for line in rows.skipped_lines:
-            sys.stderr.write(f"step {self._step + 1}: a sample is left out: {line}\n")
+            sys.stderr.write(f"step {self._step + 1}: a sample is left out: {printable_text(line)}\n")
         if table is None and self.world_size > 1:
             table = self._gather_rows(rows.table, group)
         elif table is None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from secc.runtime.errors import UserError
+from secc.runtime.model.nested_batch import check_batch_key
 from secc.runtime.plan import schema
 
 Sample = Mapping[str, Any]
@@ -60,10 +61,12 @@ class DefaultCollate:
         """Collate `samples` (at least one) in their order. A key that only some samples have holds the
         entries of those samples.
 
-        Raises UserError for a value that is no tensor, array, number, text or list of numbers, and for shapes
-        that can be neither stacked nor concatenated.
+        Raises UserError for a key that plans cannot name, for a value that is no tensor, array, number, text
+        or list of numbers, and for shapes that can be neither stacked nor concatenated.
         """
         keys = dict.fromkeys(key for sample in samples for key in sample)
+        for key in keys:
+            check_batch_key(key)
         batch = {key: self._merge_values(key, [s[key] for s in samples if key in s]) for key in keys}
         if self.adds_mask and MASK_KEY not in batch:
             texts = [value_to_tensor(TEXT_KEY, s[TEXT_KEY]) for s in samples if TEXT_KEY in s]

@@ -25,6 +25,7 @@ from secc.runtime.model.dataclass_args import built
 from secc.runtime.plan.schema import CLASS_KEY, EACH_SUFFIX, LARGEST_SUFFIX, SIZES_SUFFIX
 
 KEY_SEPARATOR = "."
+_SPECIAL_IN_KEYS = frozenset(".[]*")  # what plans name the values inside a batch's values by
 
 GrowingLists = Mapping[
     str, int
@@ -43,7 +44,7 @@ def flatten_batch(
     """
     flattened: dict[str, Any] = {}
     for key, value in batch.items():
-        flattened |= _flatten_value(_check_key(key, False, where), value, where, lists)
+        flattened |= _flatten_value(check_batch_key(key, False, where), value, where, lists)
     return flattened
 
 
@@ -57,6 +58,16 @@ def unflatten_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(step, {})
         inner[last] = value
     return {key: _restore_lists(value) for key, value in arguments.items()}
+
+
+def check_batch_key(key: Any, inside: bool = False, where: str = "") -> str:
+    """Returns a key of a batch, or of a dict `inside` it. Raises UserError, at `where`, for one that plans
+    would confuse with others (they join keys by spaces) or that cannot be read."""
+    readable = isinstance(key, str) and key.isprintable() and key != "" and " " not in key
+    if not readable or _SPECIAL_IN_KEYS & set(key) or (inside and key.isdecimal()):
+        remedy = "let the keys of a batch be printable names without spaces and without . [ ] *"
+        raise UserError(f"a batch has the key {key!a}", where, remedy)
+    return key
 
 
 def argument_of_key(key: str) -> str:
@@ -170,15 +181,15 @@ def _flatten_value(key: str, value: Any, where: str, lists: GrowingLists) -> dic
         return {
             k: v
             for inner, tensors in columns.items()
-            for k, v in _flatten_value(each + inner, tensors, where, lists).items()
+            for name in [each + check_batch_key(inner, True, where)]
+            for k, v in _flatten_value(name, tensors, where, lists).items()
         }
     named = isinstance(value, Mapping)
     steps = value.items() if named else ((str(i), v) for i, v in enumerate(value))
     flattened: dict[str, Any] = {}
     for step, child in steps:
-        flattened |= _flatten_value(
-            f"{key}{KEY_SEPARATOR}{_check_key(step, True, where) if named else step}", child, where, lists
-        )
+        name = check_batch_key(step, True, where) if named else step
+        flattened |= _flatten_value(f"{key}{KEY_SEPARATOR}{name}", child, where, lists)
     return flattened
 
 
@@ -254,20 +265,6 @@ def _iter_tensors(value: Any) -> Iterator[torch.Tensor]:
     elif type(value) in (list, tuple):
         for child in value:
             yield from _iter_tensors(child)
-
-
-def _check_key(key: Any, inside: bool, where: str) -> str:
-    if (
-        not isinstance(key, str)
-        or KEY_SEPARATOR in key
-        or (inside and (key.isdecimal() or key in (EACH_SUFFIX, SIZES_SUFFIX, LARGEST_SUFFIX)))
-    ):
-        raise UserError(
-            f"a batch has the key {key!r}",
-            where,
-            f"let the keys of a batch be names without {KEY_SEPARATOR!r}",
-        )
-    return key
 
 
 def _restore_lists(value: Any) -> Any:

@@ -103,6 +103,13 @@ class UserModel:
                 self.function_source_line(function),
                 "return the model itself",
             )
+        named = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
+        if (unwritable := next((n for n, _ in named if not _is_writable_text(n)), None)) is not None:
+            raise UserError(
+                f"{function}() has a module, parameter or buffer with the name {unwritable!a}",
+                self.function_source_line(function),
+                "let names be text without lone surrogates",
+            )
         if self._forward_signature is None:
             self._forward_signature = inspect.signature(model.forward).parameters
             self._forward_line = self._source_line(model.forward)
@@ -539,6 +546,14 @@ def _as_user_path(file: Path, path: Path) -> str:
 def _describe_error(error: BaseException) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _is_writable_text(text: str) -> bool:
+    """Whether a text can be written as UTF-8."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _describe_type(value: Any) -> str:

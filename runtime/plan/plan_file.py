@@ -125,7 +125,7 @@ _COST = shapes.dataclass_of(
 )
 _STYLE_KINDS = ("colwise", "rowwise", "shapes", "vocab", "norm", "inner", "sequence")
 _SECTION_FIELDS: dict[str, Shape] = {
-    "name": _NAME,
+    "name": shapes.pattern(r"[^\W\d]\w*", "an identifier"),
     "module": shapes.pattern(r"sections/[^\W\d]\w*\.py", "sections/NAME.py"),
     "mode": shapes.choice("forward", "dgrad", "train"),
     "when": _TEXTS,

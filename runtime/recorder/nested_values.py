@@ -7,6 +7,7 @@ write it.
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import re
@@ -31,7 +32,9 @@ _LITERALS = (
     type(None),
     type(Ellipsis),
 )
-_PATH_STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<index>-?\d+)\]|\[(?P<key>'[^']*'|\"[^\"]*\")\]")
+_PATH_STEP = re.compile(
+    r"\.(?P<name>\w+)|\[(?P<index>-?\d+)\]|\[(?P<key>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")\]"
+)
 
 
 class NotLiteral(Exception):
@@ -108,8 +111,7 @@ def _quote_key(key: str | int) -> str:
 
 
 def _parse_key(step: str) -> str | int:
-    text = step[1:-1]
-    return text[1:-1] if text[0] in "'\"" else int(text)
+    return ast.literal_eval(step[1:-1])
 
 
 def take_at_path(value: Any, path: str) -> Any:
@@ -118,7 +120,7 @@ def take_at_path(value: Any, path: str) -> Any:
         if match["name"] is not None:
             value = getattr(value, match["name"])
         else:
-            value = value[int(match["index"]) if match["index"] is not None else match["key"][1:-1]]
+            value = value[ast.literal_eval(match["index"] or match["key"])]
     return value
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from secc.runtime.comm.host_staged_group import register_backend
 from secc.runtime.data.data_plane import DataPlane
 from secc.runtime.data.epoch_order import EpochOrder, EvaluationOrder, repeated_samples_text
-from secc.runtime.errors import UserError
+from secc.runtime.errors import UserError, printable_text
 from secc.runtime.host.child_processes import keep_freed_memory
 from secc.runtime.host.cpu_cores import available_cores
 from secc.runtime.model.meta_build import build_meta_model
@@ -128,7 +128,7 @@ class RankContext(ExitStack):
             if options.save is not None:
                 check_folder_is_free(options.save, self.resumed)
             for note in _resumption_notes(options, self.resumed, self.log_dir):
-                sys.stderr.write(note + "\n")
+                sys.stderr.write(printable_text(note, newlines=True) + "\n")
         self.schedule_batch = ScheduleCache(self.plan, options.order)
         self.parameter_cuts: dict[str, ParameterCut] = {}  # parameters that tensor parallelism cuts
         self.stacks = StackFile()  # before loaders are forked, so that they write theirs there

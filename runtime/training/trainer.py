@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from secc.runtime.comm.p2p_channels import Transport
 from secc.runtime.comm.p2p_rounds import RoundTransport
 from secc.runtime.data.data_plane import GlobalBatch
-from secc.runtime.errors import UserError
+from secc.runtime.errors import UserError, printable_text
 from secc.runtime.fusion.install import install_fused, read_fused_source
 from secc.runtime.model.item_seeds import derive_item_seed
 from secc.runtime.monitoring.metrics import MetricsLog
@@ -165,7 +165,7 @@ class Trainer:
             for line in summary_lines(
                 self.plan, self.section_times.steps, self.context.log_dir, self.context.local_process_count
             ):
-                sys.stderr.write(line + "\n")
+                sys.stderr.write(printable_text(line, newlines=True) + "\n")
             if self._stops and self.step_number < self.context.last_step:
                 sys.stderr.write(self._stop_message() + "\n")
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from secc.cli.compile import ACCEPT_OPTION, JSON_OPTION, MODEL_ARGUMENT
-from secc.cli.console import out, print_json, print_table, show_progress
+from secc.cli.console import out, print_json, print_table, show_progress, styled
 
 
 def command(
@@ -42,4 +42,5 @@ def command(
         if table.title in {"Sections", "Loss", "Checks", "Notes"}:
             print_table(table)
     exception = ", except for the accepted approximations" if plan.checks.get("accepted") else ""
-    out.print(f"[green]exact[/]{exception}: loss and every gradient are those of plain PyTorch")
+    said = f"{exception}: loss and every gradient are those of plain PyTorch"
+    out.print(styled("exact", "green"), said, sep="")

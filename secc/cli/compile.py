@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from secc.cli.console import out, print_json, print_table, show_progress
+from secc.cli.console import out, print_json, print_table, show_progress, styled
 
 if TYPE_CHECKING:
     from secc.driver.compile import CompiledPlan
@@ -145,7 +145,7 @@ def command(
         print_json(plan_to_dict(plan))
         return
     sections = f"{amount_text(len(plan.pipelines), 'section')} on {amount_text(plan.world_size, 'rank')}"
-    out.print(f"[bold]{output}[/]: {sections}, {_checked_text(plan.checks)}", soft_wrap=True)
+    out.print(styled(output, "bold"), f": {sections}, {_checked_text(plan.checks)}", sep="", soft_wrap=True)
     samples = len(compiled.user.dataset())
     if samples < plan.global_batch:
         out.print(f"  {repeated_samples_text(samples, plan.global_batch)}", soft_wrap=True)

@@ -1,4 +1,8 @@
-"""Output of commands: progress and messages on stderr; results on stdout, as tables or as JSON."""
+"""Output of commands: progress and messages on stderr; results on stdout, as tables or as JSON.
+
+Names and paths in it come from other people's files: texts are never markup, and what a terminal would obey
+is printed as escapes.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table as RichTable
+from rich.text import Text
 
+from secc.errors import printable_text
 from secc.report.text_table import TextTable
 
 # Width of output to files and pipes, which are not limited to 80 columns.
@@ -20,8 +26,27 @@ from secc.report.text_table import TextTable
 FILE_WIDTH = 140
 SHORT_COLUMN = 16  # columns up to this width are wrapped last
 
-out = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH)
-err = Console(stderr=True, highlight=False)
+
+class PlainConsole(Console):
+    """A console that prints texts as they are, also in tables, but for what a terminal would obey."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Make a Text of what is printed."""
+        return super().render_str(printable_text(text, newlines=True), **options | {"markup": False})
+
+
+out = PlainConsole(
+    highlight=False,
+    markup=False,
+    emoji=False,
+    width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH,
+)
+err = PlainConsole(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def styled(text: object, style: str = "") -> Text:
+    """A text in a style such as "bold"."""
+    return Text(printable_text(str(text), newlines=True), style)
 
 
 @contextmanager
@@ -32,7 +57,7 @@ def show_progress(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda _: None
     elif err.is_terminal:
         with err.status("") as status:
-            yield lambda step: status.update(f"{step} …")
+            yield lambda step: status.update(styled(f"{step} …"))
     else:
         yield lambda step: err.print(f"secc: {step}", style="dim")
 
@@ -51,7 +76,7 @@ def print_table(table: TextTable) -> None:
     for i, column in enumerate(table.columns):
         rich_table.add_column(column, overflow="fold", no_wrap=i in unwrapped)
     for row in table.rows:
-        rich_table.add_row(*map(escape, row))  # tensor dimensions in brackets are not markup
+        rich_table.add_row(*row)
     out.print(rich_table)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from secc.cli.compile import JSON_OPTION
-from secc.cli.console import out, print_json
+from secc.cli.console import out, print_json, styled
 
 
 def command(
@@ -26,13 +26,13 @@ def command(
     """Write the weights of a checkpoint under the names of the user's model, for `load_state_dict`."""
     from safetensors.torch import save_file
 
-    from secc.errors import UserError
+    from secc.errors import UserError, printable_text
     from secc.runtime.parameters.checkpoint import load_full_state_dict
     from secc.runtime.parameters.checkpoint_folder import find_checkpoint
 
     found = find_checkpoint(checkpoint)
     for note in found.notes():
-        sys.stderr.write(note + "\n")
+        sys.stderr.write(printable_text(note, newlines=True) + "\n")
     state = load_full_state_dict(found, averaged=ema)
     # safetensors rejects tensors that share memory, so a tied parameter is written once for each name.
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
@@ -46,4 +46,5 @@ def command(
     if json:
         print_json({"file": str(output), "tensors": len(tensors), "bytes": output.stat().st_size})
         return
-    out.print(f"[bold]{output}[/]: {len(tensors)} tensors, {output.stat().st_size / 2**20:.1f} MiB")
+    written = f": {len(tensors)} tensors, {output.stat().st_size / 2**20:.1f} MiB"
+    out.print(styled(output, "bold"), written, sep="")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from secc.cli.compile import JSON_OPTION
-from secc.cli.console import out, print_json, print_table, show_progress
+from secc.cli.console import out, print_json, print_table, show_progress, styled
 from secc.errors import UserError
 
 
@@ -59,4 +59,4 @@ def command(
     for table in tables:
         print_table(table)
     if output is not None:
-        out.print(f"written to [bold]{output}[/]", soft_wrap=True)
+        out.print("written to", styled(output, "bold"), soft_wrap=True)

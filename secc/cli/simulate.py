@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from secc.cli.compile import JSON_OPTION
-from secc.cli.console import out, print_json, show_progress
+from secc.cli.console import out, print_json, show_progress, styled
 from secc.cli.explain import PLAN_ARGUMENT
 
 if TYPE_CHECKING:
@@ -45,16 +45,23 @@ def command(
     baselines: Annotated[
         str, typer.Option(help="compare with published schemes: all, or a list such as uniform,mimo")
     ] = "",
+    trust_model: Annotated[
+        bool,
+        typer.Option("--trust-model", help="run the model file of a plan that another user compiled"),
+    ] = False,
     json: JSON_OPTION = False,
 ) -> None:
     """Simulate steps of a plan: their time, its ratio to lower bounds, and where ranks wait."""
     from secc.bounds.steady_state import mean_step_bound
     from secc.bounds.work import BatchWork
+    from secc.driver.plan_origin import check_model_is_trusted
     from secc.runtime.plan.plan_file import load_plan
     from secc.simulate.step_measures import mean_measures, measure_step
 
     loaded = load_plan(plan)
     _check_options(draw, order)
+    if not trust_model:
+        check_model_is_trusted(plan)
     baseline_names = _parse_baselines(baselines)
     with show_progress(quiet=json) as show:
         show("draw samples")
@@ -162,7 +169,7 @@ def _print_step(step: SimulatedStep, measures: StepMeasures, steps: int) -> None
     from secc.simulate.drawing import render_terminal
 
     for line in render_terminal(step, out.width):
-        out.print(Text.assemble(*line), no_wrap=True, crop=True)
+        out.print(Text.assemble(*(styled(*part) for part in line)), no_wrap=True, crop=True)
     out.print()
     for name, value in [*measured_facts(measures, steps), *_busiest_rank_facts(step)]:
         out.print(f"{name:>22}  {value}")

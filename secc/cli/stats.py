@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from secc.cli.compile import JSON_OPTION, MODEL_ARGUMENT
-from secc.cli.console import out, print_json, print_table, show_progress
+from secc.cli.console import out, print_json, print_table, show_progress, styled
 
 
 def command(
@@ -66,7 +66,5 @@ def command(
         )
     )
     if output is not None:
-        out.print(
-            f"[bold]{output}[/]: correct it where needed, then use it with secc compile --stats {output}",
-            soft_wrap=True,
-        )
+        remedy = f": correct it where needed, then use it with secc compile --stats {output}"
+        out.print(styled(output, "bold"), remedy, sep="", soft_wrap=True)

@@ -7,7 +7,6 @@ uses is read from the batch's shapes at the top. A comment gives the user's file
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -16,6 +15,8 @@ from xdsl.dialects.builtin import IntegerAttr, StringAttr
 from xdsl.ir import Operation, SSAValue
 
 from secc.codegen.python_names import NameScope, to_python_name
+from secc.codegen.render import string_literal
+from secc.errors import printable_text
 from secc.ir.analysis import random_ops, recorded_glue, vocab_sharding
 from secc.ir.dialect import argument_template, size_expr
 from secc.ir.dialect.argument_template import OperandRef
@@ -69,6 +70,10 @@ class BodyPrinter:
         default_factory=dict[int, str]
     )  # names of vocabularies that ranks have parts of, by their sizes
 
+    def __post_init__(self) -> None:
+        for symbol in self.graph.symbols:  # which lines use under their own names
+            self.scope.take_name(symbol)
+
     def print_lines(self, ops: Sequence[Operation]) -> list[str]:
         """The lines of a method without its return, not indented."""
         code = [line for op in ops for line in self._print_op(op)]
@@ -96,8 +101,8 @@ class BodyPrinter:
     def _symbol_source(self, name: str) -> str:
         declared = self.graph.symbols[name]
         if self.whole_batch:
-            return f'size["{name}"]'
-        return f'batch["{declared.key.data}"].shape[{declared.dim.data}]'
+            return f"size[{string_literal(name)}]"
+        return f"batch[{string_literal(declared.key.data)}].shape[{declared.dim.data}]"
 
     def _bind_name(self, value: SSAValue, wish: str) -> str:
         self.names[value] = self.scope.claim_name(value.name_hint or wish)
@@ -111,7 +116,7 @@ class BodyPrinter:
                 return [
                     CodeLine(
                         f"{self._bind_name(op.result, op.path.data.split('.')[-1])} = "
-                        f'self.value("{op.path.data}")'
+                        f"self.value({string_literal(op.path.data)})"
                     )
                 ]
             case ConstOp():
@@ -119,11 +124,12 @@ class BodyPrinter:
                 return [
                     CodeLine(
                         f"{self._bind_name(op.result, op.key.data)} = "
-                        f'{owner}constants("{op.key.data}", {owner}device)'
+                        f"{owner}constants({string_literal(op.key.data)}, {owner}device)"
                     )
                 ]
             case ReceiveOp():
-                source = f'scalar(leaves["{op.edge.data}"])' if self.terms else f'edges["{op.edge.data}"]'
+                edge = string_literal(op.edge.data)
+                source = f"scalar(leaves[{edge}])" if self.terms else f"edges[{edge}]"
                 return [CodeLine(f"{self._bind_name(op.result, op.edge.data)} = {source}")]
             case SizeOp():
                 return [CodeLine(f"{self._bind_name(op.result, 'size_of_batch')} = scalar({op.value.data})")]
@@ -185,7 +191,7 @@ class BodyPrinter:
         """The context that tells random ops in a block from where the user calls it."""
         known = random_ops.read_random_ops(self.graph.attributes.get(random_ops.RANDOM_OPS_ATTRIBUTE))
         return (
-            f"self.at_call_site({json.dumps(random_ops.call_site(op))})"
+            f"self.at_call_site({string_literal(random_ops.call_site(op))})"
             if random_ops.has_random_op_in(known, op.target.data)
             else ""
         )
@@ -195,7 +201,7 @@ class BodyPrinter:
             name = self._bind_name(op.results[0], _argument_name(made))
             operands = "".join(f", {self.names[o]}" for o in op.operands)
             return CodeLine(
-                f"{name} = self.rerecorded_tensor(batch, {json.dumps(made)}{operands})",
+                f"{name} = self.rerecorded_tensor(batch, {string_literal(made)}{operands})",
                 _grad_context(op),
                 source_line(op),
             )
@@ -204,13 +210,13 @@ class BodyPrinter:
         wish = rest.split(".")[0].strip("_")
         if op.target.data.startswith(autograd_functions.FUNCTION_PREFIX):
             function, wish = (
-                f"self.function({json.dumps(rest)})",
+                f"self.function({string_literal(rest)})",
                 to_python_name(rest.replace(":", ".").rpartition(".")[2]),
             )
         names = [self._bind_name(r, wish) for r in op.results]
         called = f"{function}({self._print_arguments(op)})"
         if (name := op.attributes.get(random_ops.RANDOM_OP_ATTRIBUTE)) is not None:
-            called = f"self.draw({json.dumps(name.data)}, {function}, {self._print_arguments(op)})"  # pyright: ignore[reportAttributeAccessIssue]
+            called = f"self.draw({string_literal(name.data)}, {function}, {self._print_arguments(op)})"  # pyright: ignore[reportAttributeAccessIssue]
         return CodeLine(f"{', '.join(names)} = {called}", _grad_context(op), source_line(op))
 
     def _function_namespace(self, op: GlueOp, name: str) -> str:
@@ -231,7 +237,7 @@ def _argument_name(label: str) -> str:
 def batch_item(key: str) -> str:
     """The expression that reads a key of the batch: `images[0]` -> `batch["images"][0]`."""
     name, bracket, rest = key.partition("[")
-    return f'batch["{name}"]{bracket}{rest}'
+    return f"batch[{string_literal(name)}]{bracket}{rest}"
 
 
 def _grad_context(op: Computation) -> str:
@@ -258,7 +264,7 @@ def _layout_lines(code: Sequence[CodeLine]) -> list[str]:
         if context:
             out.append(f"with {context}:")
         for line in group:
-            note = f"  # {line.place}" if line.place and line.place != last else ""
+            note = f"  # {printable_text(line.place)}" if line.place and line.place != last else ""
             last = line.place or last
             out.append(f"{indent}{line.text}{note}")
     return out

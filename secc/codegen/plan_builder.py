@@ -19,7 +19,7 @@ from xdsl.ir import Attribute, Operation
 
 from secc.codegen.body_printer import BodyPrinter
 from secc.codegen.fused_module import plan_rewrites
-from secc.codegen.python_names import to_python_name
+from secc.codegen.python_names import section_module_name
 from secc.codegen.section_modules import TERMS_SECTION, bodies_of, ops_for_values
 from secc.ir.analysis import fusion_report, random_ops, recorded_glue
 from secc.ir.analysis.dataflow import get_values
@@ -163,7 +163,7 @@ def _plan_section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> sche
     name = op.sym.data
     return schema.Section(
         name=name,
-        module=f"sections/{to_python_name(name)}.py",
+        module=f"sections/{section_module_name(name)}.py",
         mode=op.mode.data if op.mode else "train",
         when=strings_of(op.when),
         blocks=strings_of(op.blocks),

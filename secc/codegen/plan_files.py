@@ -10,7 +10,7 @@ import torch
 from xdsl.dialects.builtin import ModuleOp
 
 from secc.codegen.fused_module import render_fused_module
-from secc.codegen.python_names import section_class_name, to_python_name
+from secc.codegen.python_names import NameScope, section_class_name, section_module_name
 from secc.codegen.render import render_template
 from secc.codegen.section_modules import (
     TERMS_SECTION,
@@ -22,6 +22,7 @@ from secc.ir.dialect.ops import graph_of
 from secc.runtime.plan.schema import Plan, Section, plan_to_json
 
 PlanFiles = dict[str, str | bytes]
+_RANK_FILE_NAMES = ("Path", "RankContext", "RunOptions", "Trainer", "PLAN")  # that no section's class has
 
 
 def build_plan_files(
@@ -72,6 +73,7 @@ def build_section_files(plan: Plan, module: ModuleOp, constants: Mapping[str, to
 def render_rank_file(plan: Plan, rank: int) -> str:
     """The script of one rank: which sections it holds, and the loop that trains them."""
     held = [s for s in plan.sections if rank in s.mesh.ranks]
+    scope = NameScope(_RANK_FILE_NAMES)
     return render_template(
         "rank.py.j2",
         rank=rank,
@@ -79,8 +81,9 @@ def render_rank_file(plan: Plan, rank: int) -> str:
         sections=[
             {
                 "name": s.name,
-                "module": to_python_name(s.name),
-                "cls": section_class_name(s.name),
+                "module": section_module_name(s.name),
+                "cls": (cls := section_class_name(s.name)),
+                "alias": scope.claim_name(cls),
                 "role": _role_text(s, rank),
                 "mode": s.mode,
             }

@@ -5,18 +5,27 @@ from __future__ import annotations
 
 import builtins
 import keyword
-import re
+from collections.abc import Iterable
 
-from secc.ir.dialect.readable_names import strip_wrappers
+from secc.ir.dialect.readable_names import identifier_characters, make_unique, strip_wrappers
 
-_RESERVED_NAMES = {"self", "batch", "edges", "torch", "aten", "device", "leaves", "size", "pattern"}
+# What the templates' modules and methods use.
+_RESERVED_NAMES = (
+    *("self", "batch", "edges", "torch", "aten", "device", "leaves", "size", "pattern", "sends", "terms"),
+    *("kernels", "listed", "built", "scalar", "constants", "coefficients"),
+)
+_RESERVED_CLASSES = ("Batch", "SectionCase", "SectionModule", "Tensors")
 
 
 class NameScope:
     """Assigns unique identifiers close to given texts."""
 
-    def __init__(self, taken: set[str] | None = None) -> None:
-        self._taken = _RESERVED_NAMES | set(dir(builtins)) | (taken or set())
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = {*_RESERVED_NAMES, *dir(builtins), *taken}
+
+    def take_name(self, name: str) -> None:
+        """Reserve a name as it is."""
+        self._taken.add(name)
 
     def claim_name(self, wish: str) -> str:
         """`wish` as an identifier, with a number appended if it is taken."""
@@ -31,7 +40,7 @@ class NameScope:
 
 def to_python_name(text: str) -> str:
     """The Python identifier closest to a text."""
-    name = re.sub(r"\W+", "_", text).strip("_") or "value"
+    name = identifier_characters(text).strip("_") or "value"
     if name[0].isdigit() or keyword.iskeyword(name):
         name = f"_{name}" if not name[0].isdigit() else f"v{name}"
     return name
@@ -39,21 +48,35 @@ def to_python_name(text: str) -> str:
 
 def section_class_name(section: str) -> str:
     """`vision_tower` -> `VisionTower`."""
-    return "".join(part[:1].upper() + part[1:] for part in to_python_name(section).split("_") if part)
+    name = "".join(part[:1].upper() + part[1:] for part in to_python_name(section).split("_") if part)
+    return f"{name}Section" if keyword.iskeyword(name) or name in _RESERVED_CLASSES else name
+
+
+def section_module_name(section: str) -> str:
+    """The module of a section under sections/; sections' names are identifiers unless a file was changed."""
+    return section if section.isidentifier() else to_python_name(section)
 
 
 def block_attribute_names(paths: list[str], taken: frozenset[str] = frozenset()) -> dict[str, str]:
-    """Attribute names for module paths: the shortest unambiguous tails that are not `taken`."""
+    """Attribute names for module paths, all different: the shortest unambiguous tails that are not `taken`.
+
+    Tails are compared as identifiers, because `a b` and `a-b` become the same one.
+    """
     names: dict[str, str] = {}
-    for path in paths:
-        parts = strip_wrappers(path).split(".")
-        tails = ["_".join(parts[-n:]) for n in range(1, len(parts) + 1)]
-        others = [strip_wrappers(p).split(".") for p in paths if p != path]
+    split = {path: strip_wrappers(path).split(".") for path in paths}
+    for path, parts in split.items():
+        used = {*taken, *names.values()}
         unique = (
-            t
-            for n, t in enumerate(tails, 1)
-            if not any("_".join(o[-n:]) == t for o in others) and not t[0].isdigit()
+            name
+            for n in range(1, len(parts) + 1)
+            if not parts[-n][:1].isdigit()
+            and (name := _tail_name(parts, n)) not in used
+            and not any(_tail_name(other, n) == name for p, other in split.items() if p != path)
         )
-        free = (t for t in unique if to_python_name(t) not in taken)
-        names[path] = to_python_name(next(free, "_".join(["block", *parts])))
+        wish = to_python_name("_".join(["block", *parts]))
+        names[path] = next(unique, None) or make_unique(wish, used)
     return names
+
+
+def _tail_name(parts: list[str], count: int) -> str:
+    return to_python_name("_".join(parts[-count:]))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 import jinja2
+
+from secc.errors import printable_text
 
 _TEMPLATE_DIRECTORY = Path(__file__).parent.parent / "templates"
 
@@ -22,24 +24,36 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=jinja2.select_autoescape(["html.j2"]),
     )
-    environment.filters |= {"quoted": quote_string, "frozenset": format_frozenset, "tuple": format_tuple}
+    environment.filters |= {
+        "literal": string_literal,
+        "comment": printable_text,
+        "docstring": docstring_text,
+        "frozenset": format_frozenset,
+        "tuple": format_tuple,
+    }
     return environment
 
 
-def quote_string(text: str) -> str:
-    """A Python string literal in double quotes."""
-    return json.dumps(text)
+def string_literal(text: str) -> str:
+    """A Python literal of a text, in double quotes where they need no escapes."""
+    literal = repr(text)
+    return literal if '"' in text else f'"{literal[1:-1]}"'
+
+
+def docstring_text(text: str) -> str:
+    """A text in one line between triple double quotes, where it reads as it is."""
+    return re.sub(r'"(?="|$)', r"\"", printable_text(text.replace("\\", "\\\\")))
 
 
 def format_tuple(names: Iterable[str]) -> str:
     """A Python tuple of strings."""
-    items = [quote_string(n) for n in names]
+    items = [string_literal(n) for n in names]
     return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
 
 
 def format_frozenset(names: Iterable[str]) -> str:
     """A Python frozenset of strings."""
-    items = [quote_string(n) for n in names]
+    items = [string_literal(n) for n in names]
     return f"frozenset({{{', '.join(items)}}})" if items else "frozenset()"
 
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
 from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Operation, OpResult, SSAValue
 
 from secc.codegen.body_printer import BodyPrinter
-from secc.codegen.python_names import NameScope, block_attribute_names, section_class_name, to_python_name
+from secc.codegen.python_names import NameScope, block_attribute_names, section_class_name
 from secc.codegen.render import render_template
 from secc.ir.analysis import recorded_glue
 from secc.ir.analysis.dataflow import get_strings
@@ -33,10 +34,8 @@ from secc.ir.dialect.readable_names import BUFFER_CONSTANT_PREFIX
 from secc.runtime.sections.base import SectionModule
 
 TERMS_SECTION = "terms"
-_SECTION_ATTRIBUTES = frozenset(dir(SectionModule)) | {
-    "constants",
-    "draws",
-}  # attributes of every section: a block or a case of that name has another one
+# Attributes of every section: a block or a case of that name has another one.
+_SECTION_ATTRIBUTES = frozenset(dir(SectionModule(nn.Module())))
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,7 @@ def render_section_module(graph: GraphOp, section: SectionOp) -> str:
         list(dict.fromkeys(op.target.data for op in calls)), _SECTION_ATTRIBUTES
     )
     scope = NameScope({*_SECTION_ATTRIBUTES, *attributes.values()})
-    cases = [
-        case
-        for body in found
-        for case in _case_texts(graph, body, attributes, scope.claim_name(body.sym.data))
-    ]
+    cases = [case for body in found for case in _case_texts(graph, body, attributes, scope)]
     methods = list({id(case.method): case.method for case in cases}.values())
     guards = list({guard.name: guard for case in cases for guard in case.guards}.values())
     return render_template(
@@ -124,8 +119,8 @@ def body_patterns(body: BodyOp) -> list[tuple[str, ...]]:
     return [strings_of(body.when), *(tuple(filter(None, text.split(" "))) for text in strings_of(body.also))]
 
 
-def _case_texts(graph: GraphOp, body: BodyOp, attributes: dict[str, str], name: str) -> list[CaseText]:
-    ops = list(body.body.block.ops)
+def _case_texts(graph: GraphOp, body: BodyOp, attributes: dict[str, str], scope: NameScope) -> list[CaseText]:
+    name, ops = scope.claim_name(body.sym.data), list(body.body.block.ops)
     needed = _computed_ops(ops)
     printer = BodyPrinter(graph, attributes)
     lines = printer.print_lines(needed)
@@ -137,7 +132,7 @@ def _case_texts(graph: GraphOp, body: BodyOp, attributes: dict[str, str], name: 
         tuple(op.edge.data for op in ops if isinstance(op, ReceiveOp)),
     )
     guards = tuple(
-        _guard_method(graph, body, f"guard_{name}_{i}", op)
+        _guard_method(graph, body, scope.claim_name(f"guard_{name}_{i}"), op)
         for i, op in enumerate(o for o in ops if isinstance(o, GuardOp))
     )
     recorded_cases = get_strings(body, recorded_glue.RERECORD_ATTRIBUTE)
@@ -191,11 +186,13 @@ def render_terms_module(graph: GraphOp) -> str:
     """The text of `sections/terms.py`."""
     leaves: dict[str, SectionMethod] = {}
     coefficients: list[tuple[tuple[str, ...], SectionMethod]] = []
-    scope = NameScope({"coefficients", "scalar", "constants"})
+    scope = NameScope()
     for body in bodies_of(graph, TERMS_SECTION):
         ops = list(body.body.block.ops)
         for leaf in (op for op in ops if isinstance(op, LeafOp)):
-            leaves.setdefault(leaf.sym.data, _leaf_method(graph, ops, leaf))
+            if leaf.sym.data not in leaves:
+                name = scope.claim_name(f"leaf_{leaf.sym.data}")
+                leaves[leaf.sym.data] = _leaf_method(graph, ops, leaf, name)
         if any(isinstance(op, TermOp) for op in ops):
             printer = BodyPrinter(graph, {}, terms=True, whole_batch=True)
             lines = printer.print_lines(ops)
@@ -221,12 +218,10 @@ def constants_of(graph: GraphOp, section: str) -> list[str]:
     )
 
 
-def _leaf_method(graph: GraphOp, ops: Sequence[Operation], leaf: LeafOp) -> SectionMethod:
+def _leaf_method(graph: GraphOp, ops: Sequence[Operation], leaf: LeafOp, name: str) -> SectionMethod:
     printer = BodyPrinter(graph, {}, terms=True)
     lines = printer.print_lines(ops_for_values(ops, [leaf.value]))
-    return SectionMethod(
-        to_python_name(f"leaf_{leaf.sym.data}"), lines, {}, {leaf.sym.data: printer.name_of(leaf.value)}, ()
-    )
+    return SectionMethod(name, lines, {}, {leaf.sym.data: printer.name_of(leaf.value)}, ())
 
 
 def _loss_constant(graph: GraphOp) -> str:

@@ -34,6 +34,7 @@ from secc.cost.counting.annotate_calls import (
 from secc.cost.counting.example_arguments import CollatedSamples
 from secc.cost.counting.fused_costs import FUSED_PREFIX
 from secc.cost.model import measured_costs as costs
+from secc.driver import plan_origin
 from secc.driver.compile_options import CompileOptions
 from secc.driver.default_pipeline import build_pipeline, fusion_mode
 from secc.driver.pass_driver import CapturedModel, PlannedModule, Planner
@@ -108,14 +109,12 @@ class CompiledPlan:
             for name in plan.model.imports
             if (path := imported_code.find_module_file(name)) is not None
         }
-        write_plan_files(
-            directory,
-            build_plan_files(
-                plan, self.module, self.dumps, self.constants, self.user.path.read_text(), page(plan)
-            )
-            | imports
-            | dict(other_files or {}),
+        files = build_plan_files(
+            plan, self.module, self.dumps, self.constants, self.user.path.read_text(), page(plan)
         )
+        if (code := plan_origin.sign_plan(plan_schema.plan_to_json(plan))) is not None:
+            files[plan_origin.ORIGIN_FILE] = code
+        write_plan_files(directory, files | imports | dict(other_files or {}))
 
     def write_sections(self, directory: Path) -> None:
         """Writes plan.json and sections/ only, which is all that the exactness check needs."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from secc.errors import printable_text
+from secc.report.html_policy import content_policy
 from secc.simulate.drawing_rows import MESSAGE_WAIT, NO_SECTION, DrawnBar, DrawnRows, build_rows
 from secc.simulate.events import SimulatedStep
 from secc.simulate.step_measures import StepMeasures
@@ -17,7 +19,6 @@ from secc.simulate.step_measures import StepMeasures
 COLOURS = ("#1f6fb2", "#d9741c", "#2e8b4f", "#9a4fb0", "#b23a48", "#7a6a1f", "#008a8a", "#555fbf")
 TERMINAL_COLOURS = ("blue", "yellow", "green", "magenta", "red", "cyan", "bright_blue", "bright_green")
 NO_SECTION_COLOUR, WAIT_COLOUR = "#9a9a9a", "#f2c4b8"
-LEGEND_SWATCH_STYLE = "display:inline-block;width:12px;height:12px;margin:0 4px 0 12px"
 MAX_TERMINAL_ROWS, MAX_PAGE_ROWS = 32, 64
 MAX_LABEL_LENGTH = 30  # characters
 ROW_HEIGHT, ROW_GAP, LEFT_MARGIN, CHART_WIDTH, FOOT_HEIGHT = 18, 4, 200, 1200, 40  # pixels of the SVG
@@ -108,7 +109,7 @@ def render_svg(step: SimulatedStep) -> str:
         y = i * (ROW_HEIGHT + ROW_GAP)
         parts.append(
             f'<text x="{LEFT_MARGIN - 6}" y="{y + 13}" text-anchor="end">'
-            f"{escape(_shorten_label(row.label))}<title>{escape(row.label)}</title></text>"
+            f"{_escape_name(_shorten_label(row.label))}<title>{_escape_name(row.label)}</title></text>"
         )
         parts.append(
             f'<rect x="{LEFT_MARGIN}" y="{y}" width="{CHART_WIDTH}" height="{ROW_HEIGHT}" fill="#f1f1f1"/>'
@@ -122,6 +123,11 @@ def render_svg(step: SimulatedStep) -> str:
     return "\n".join([*parts, "</svg>"])
 
 
+def _escape_name(name: str) -> str:
+    """A name for a page: markup, and characters that XML may not hold, as escapes."""
+    return escape(printable_text(name))
+
+
 def _svg_bar(bar: DrawnBar, y: int, end: int) -> str:
     x = LEFT_MARGIN + bar.start * CHART_WIDTH / max(end, 1)
     w = (bar.end - bar.start) * CHART_WIDTH / max(end, 1)
@@ -133,7 +139,7 @@ def _svg_bar(bar: DrawnBar, y: int, end: int) -> str:
     return (
         f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{ROW_HEIGHT}" fill="{colour}"'
         f" fill-opacity=\"{opacity}\" stroke='white' stroke-width='0.3'>"
-        f"<title>{escape(bar.title)}, {(bar.end - bar.start) / 1e6:.3f} ms</title></rect>"
+        f"<title>{_escape_name(bar.title)}, {(bar.end - bar.start) / 1e6:.3f} ms</title></rect>"
     )
 
 
@@ -153,7 +159,8 @@ def render_html_figure(step: SimulatedStep, measures: StepMeasures) -> str:
         for i, s in enumerate(step.plan.user_sections)
     ]
     legend = " ".join(
-        f'<span><i style="{LEGEND_SWATCH_STYLE};background:{colour}"></i>{escape(name)}</span>'
+        f'<span><svg width="24" height="12"><rect x="8" width="12" height="12" fill="{colour}"/></svg>'
+        f"{_escape_name(name)}</span>"
         for colour, name in [
             *named,
             (NO_SECTION_COLOUR, "reductions, optimizer"),
@@ -167,12 +174,13 @@ def render_html_page(step: SimulatedStep, measures: StepMeasures) -> str:
     """HTML page with the headline figures, the legend and the drawing."""
     facts = (
         f"step {measures.step_time_s:.6g} s, "
-        f"schedule bound {measures.schedule_bound_s:.6g} s ({escape(measures.bound_reason)}), "
+        f"schedule bound {measures.schedule_bound_s:.6g} s ({_escape_name(measures.bound_reason)}), "
         f"plan bound {measures.plan_bound_s:.6g} s, {measures.gpus} ranks"
     )
     style = "body{font:14px sans-serif;margin:24px}"
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{content_policy(style)}">'
         f"<title>Simulated step</title><style>{style}</style>"
         f"<h1>One step</h1><p>{facts}</p>{render_html_figure(step, measures)}</html>\n"
     )

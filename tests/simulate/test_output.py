@@ -141,6 +141,7 @@ def test_the_command_prints_stable_keys_and_writes_what_is_asked_for(tmp_path, c
         [
             "simulate",
             str(tmp_path / "plan"),
+            "--trust-model",
             "--json",
             "--steps",
             "2",
@@ -163,7 +164,7 @@ def test_the_command_prints_stable_keys_and_writes_what_is_asked_for(tmp_path, c
     assert found["step_time_s"] >= found["schedule_bound_s"] >= found["plan_bound_s"] > 0
     assert found["gpus"] == 3 and found["sections"]["decoder"]["gpus"] == 2
     assert json.loads(files[0].read_text())["traceEvents"]
-    main_(["simulate", str(tmp_path / "plan"), "--draw", str(files[2])])
+    main_(["simulate", str(tmp_path / "plan"), "--trust-model", "--draw", str(files[2])])
     assert "schedule bound" in capsys.readouterr().out
     assert all(f.exists() for f in files)
 
@@ -180,7 +181,7 @@ def test_bad_input_is_one_message(tmp_path, capsys, monkeypatch, arguments, mess
     write_plan(tmp_path / "plan", APART)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        main(["simulate", "plan", *arguments])
+        main(["simulate", "plan", "--trust-model", *arguments])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 

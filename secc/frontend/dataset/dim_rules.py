@@ -7,11 +7,11 @@ its samples collated alone.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from secc.errors import UserError
+from secc.ir.dialect.readable_names import identifier_characters, make_unique
 from secc.runtime.model.default_collate import TEXT_KEY
 from secc.runtime.model.nested_batch import KEY_SEPARATOR
 from secc.runtime.plan import schema
@@ -237,5 +237,6 @@ def _as_affine(vector: ObservedExtents, base: ObservedExtents, name: str) -> str
 def _new_symbol_name(prefix: str, dim: KeyDim, table: _ObservedDims) -> str:
     """Returns a symbol named after a key, with the dim's number if the name is taken."""
     key, number = dim
-    name = prefix + re.sub(r"\W", "_", key.partition(f"{KEY_SEPARATOR}{schema.EACH_SUFFIX}")[0])
-    return name if name not in table.values_by_symbol else f"{name}_{number}"
+    name = prefix + identifier_characters(key.partition(f"{KEY_SEPARATOR}{schema.EACH_SUFFIX}")[0])
+    taken = table.values_by_symbol
+    return name if name not in taken else make_unique(f"{name}_{number}", taken)

@@ -9,9 +9,11 @@ their structure is the dict. Codegen prints the text with operands named; passes
 from __future__ import annotations
 
 import ast
+import itertools
+import keyword
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -96,9 +98,11 @@ def _parse_cached(text: str) -> CallArguments:
         raise ValueError(f"not an argument list: {text!r}") from None
     if not isinstance(call, ast.Call):
         raise ValueError(f"not an argument list: {text!r}")
-    return CallArguments(
-        [_read_node(a) for a in call.args], {k.arg or "**": _read_node(k.value) for k in call.keywords}
-    )
+    kwargs: dict[str, Any] = {}
+    for given in call.keywords:  # an argument that has no name is a dict of those that are no identifiers
+        value = _read_node(given.value)
+        kwargs |= {given.arg: value} if given.arg is not None else value
+    return CallArguments([_read_node(a) for a in call.args], kwargs)
 
 
 def _read_node(node: ast.expr) -> Any:
@@ -138,8 +142,19 @@ def format_arguments(
 ) -> str:
     """The text of an argument list; `name` gives the text of an operand."""
     positional = [_write_value(a, name) for a in arguments.args]
-    keywords = [f"{k}={_write_value(v, name)}" for k, v in arguments.kwargs.items()]
-    return ", ".join(positional + keywords)
+    named = list(itertools.takewhile(_is_plain_name, arguments.kwargs))
+    keywords = [f"{k}={_write_value(arguments.kwargs[k], name)}" for k in named]
+    others = {k: v for k, v in arguments.kwargs.items() if k not in named}  # in their order
+    return ", ".join(positional + keywords + ([f"**{_write_dict(others, name)}"] if others else []))
+
+
+def _is_plain_name(text: str) -> bool:
+    """Whether Python keeps a text as it is where it stands as a name."""
+    return text.isascii() and text.isidentifier() and not keyword.iskeyword(text)
+
+
+def _write_dict(values: Mapping[Any, Any], name: Callable[[OperandRef], str]) -> str:
+    return "{" + ", ".join(f"{k!r}: {_write_value(v, name)}" for k, v in values.items()) + "}"
 
 
 def _write_value(value: Any, name: Callable[[OperandRef], str]) -> str:
@@ -161,7 +176,7 @@ def _write_value(value: Any, name: Callable[[OperandRef], str]) -> str:
             fields = {k: v for k, v in value.items() if k != CLASS_KEY}  # pyright: ignore[reportUnknownVariableType]
             return f"built({cls!r}, {_write_value(fields, name)})"
         case dict():
-            text = "{" + ", ".join(f"{k!r}: {_write_value(v, name)}" for k, v in value.items()) + "}"  # pyright: ignore[reportUnknownVariableType]
+            text = _write_dict(value, name)  # pyright: ignore[reportUnknownArgumentType]
             return f"listed({text})" if EACH_SUFFIX in value else text
         case slice():
             return f"slice({', '.join(_write_value(v, name) for v in (value.start, value.stop, value.step))})"

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import keyword
 import re
+import unicodedata
 from collections.abc import Collection, Iterable
 
 _WRAPPER_NAMES = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_RESERVED_NAMES = {"terms"}  # the bodies of the loss's bookkeeping live under this name
+_RESERVED_NAMES = {"terms", "fused"}  # modules of a plan that are not sections
 
 KNOWN_BUFFER_ATTRIBUTE = (
     "buffer"  # the attribute of a `sec.param` that is a buffer with values known when the plan is made
@@ -28,9 +29,16 @@ BUFFER_CONSTANT_PREFIX = "buffer:"  # and its name: a constant of a plan that ho
 DATA_SYMBOL_PREFIX = "rows_"  # and a number: a size that inputs' values decide, counted within a case
 
 
+def identifier_characters(text: str) -> str:
+    """A text in the normal form of Python's identifiers, with one underscore for each run of characters that
+    these cannot have. It may be empty, begin with a digit or be a keyword."""
+    normal = unicodedata.normalize("NFKC", text)
+    return re.sub(r"\W+", "_", "".join(c if f"_{c}".isidentifier() else " " for c in normal))
+
+
 def to_identifier(text: str) -> str:
     """The Python identifier closest to a text, never a keyword or reserved name."""
-    name = re.sub(r"\W+", "_", text).strip("_") or "model"
+    name = identifier_characters(text).strip("_") or "model"
     if name[0].isdigit():
         name = f"n{name}"
     return f"{name}_" if keyword.iskeyword(name) or name in _RESERVED_NAMES else name
