@@ -27,6 +27,7 @@ from secc.runtime.data.epoch_order import EpochOrder, EvaluationOrder, repeated_
 from secc.runtime.errors import UserError, printable_text
 from secc.runtime.host.child_processes import keep_freed_memory
 from secc.runtime.host.cpu_cores import available_cores
+from secc.runtime.host.folder_lock import hold_lock
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.monitoring.chrome_trace import ChromeTrace
@@ -125,6 +126,8 @@ class RankContext(ExitStack):
         self.trace = ChromeTrace(options.trace, self.rank, self.device)
         if self.rank == 0:
             _check_writable(self.log_dir, options)
+            if options.eval_only is None:
+                self._lock_folders()
             if options.save is not None:
                 check_folder_is_free(options.save, self.resumed)
             for note in _resumption_notes(options, self.resumed, self.log_dir):
@@ -137,6 +140,15 @@ class RankContext(ExitStack):
         self.first_check = start_first_check(self.plan, directory, self.user_model) if checks else None
         self.data_plane = self._make_data_plane()
         self.evaluation_data = self._make_evaluation_data() if options.evaluates else None
+
+    def _lock_folders(self) -> None:
+        """Keeps other runs out of the folders that this one writes into. Raises UserError if one is there."""
+        holder, remedy = "another run writes its {} into the directory", "wait for it, or give another {}"
+        folders = [("logs", "--log-dir", self.log_dir), ("checkpoints", "--save", self.options.save)]
+        for what, option, folder in folders:
+            if folder is not None:
+                lock = folder / f".{what}.lock"
+                self.enter_context(hold_lock(lock, folder, holder.format(what), remedy.format(option)))
 
     def __enter__(self) -> RankContext:
         super().__enter__()

@@ -103,13 +103,12 @@ def command(
     from secc.runtime.host.gc_control import pause_gc, slow_gc
 
     with pause_gc():  # objects created by imports are never garbage
-        from secc.codegen.plan_writer import check_output
+        from secc.codegen.plan_writer import reserve_output
         from secc.driver.compile import compile_model
         from secc.driver.compile_options import CompileOptions
         from secc.report.plan_tables import taken_back_texts
         from secc.report.text_table import amount_text
         from secc.runtime.data.epoch_order import repeated_samples_text
-    check_output(output)
     options = CompileOptions(
         cluster=cluster,
         global_batch=global_batch,
@@ -130,7 +129,7 @@ def command(
         dtype=dtype,
         run_ahead=run_ahead,
     )
-    with show_progress(quiet=json) as show, slow_gc():
+    with reserve_output(output), show_progress(quiet=json) as show, slow_gc():
         compiled = compile_model(model, options, show)
         if check:
             from secc.driver.exactness_check import check_exactness

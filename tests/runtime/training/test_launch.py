@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from secc.runtime.errors import UserError
+from secc.runtime.host.folder_lock import hold_lock
 from secc.runtime.training.options import parse_options
 from secc.runtime.training.rank_context import RankContext
 from secc.runtime.training.supervisor import run_plan
@@ -119,6 +120,22 @@ def test_unwritable_output_is_rejected(tmp_path: Path, option: str, monkeypatch:
             parse_options([option, str(tmp_path / "file" / "inside")]),
             terms,  # pyright: ignore[reportArgumentType]
         )
+    assert f"give another {option}" in error.value.remedy
+
+
+@pytest.mark.parametrize(("option", "what"), [("--log-dir", "logs"), ("--save", "checkpoints")])
+def test_a_second_run_into_a_folder_is_rejected(
+    tmp_path: Path, option: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr("secc.runtime.host.folder_lock._WAIT_S", 0.0)
+    write_plan(tmp_path / "plan", ALONE)
+    (tmp_path / "out").mkdir()
+    with (
+        hold_lock(tmp_path / "out" / f".{what}.lock", tmp_path, "", ""),
+        pytest.raises(UserError, match=f"another run writes its {what} into the directory") as error,
+    ):
+        RankContext(tmp_path / "plan", parse_options([option, str(tmp_path / "out")]), terms)
     assert f"give another {option}" in error.value.remedy
 
 
