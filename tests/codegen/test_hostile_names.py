@@ -102,8 +102,7 @@ def test_sections_with_names_of_generated_code_are_exact(tmp_path: Path) -> None
     model = tmp_path / "model.py"
     model.write_text(text[:start] + names + text[text.index("WIDTH, ") :])
     pins = tuple(f"{to_identifier(name)}=layers.{name}" for name in SECTIONS)
-    options = {"cluster": "local:2", "sections": pins}
-    compiled = compile_and_write(model, tmp_path / "plan", global_batch=8, **options)
+    compiled = compile_and_write(model, tmp_path / "plan", cluster="local:2", global_batch=8, sections=pins)
     assert {"terms_", "fused_", "class_", "aB"} <= {s.name for s in compiled.plan.sections}
     assert [p["exact"] for p in compiled.plan.checks["patterns"]] == [True]
     for path in (tmp_path / "plan").rglob("*.py"):

@@ -161,14 +161,14 @@ def test_a_second_compilation_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_write_that_fails_leaves_the_old_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_plan_files(tmp_path / "plan", files_of(1))
     add_other_files(tmp_path / "plan")
-    real = plan_writer._write_file
+    real = Path.write_bytes
 
-    def fail(path: Path, content: bytes) -> None:
+    def fail(path: Path, content: bytes) -> int:
         if path.name == "plan.json":
             raise OSError(28, "No space left on device", str(path))
-        real(path, content)
+        return real(path, content)
 
-    monkeypatch.setattr(plan_writer, "_write_file", fail)
+    monkeypatch.setattr(Path, "write_bytes", fail)
     with pytest.raises(UserError, match="cannot write the plan: No space left on device"):
         write_plan_files(tmp_path / "plan", files_of(2))
     assert version_of(tmp_path / "plan") == 1 and leftovers(tmp_path / "plan") == []

@@ -34,7 +34,7 @@ class Scaled(nn.Module):
 
     def forward(self, **given: torch.Tensor) -> dict[str, torch.Tensor]:
         ((name, x),) = given.items()
-        (layer,), (scale,) = self.inner._modules.values(), self.scale._parameters.values()
+        (layer,), (scale,) = self.inner.children(), self.scale.parameters()
         return {name: torch.tanh(layer(x)) * scale, "second": x}
 
 
@@ -50,7 +50,7 @@ class Hostile(nn.Module):
     def forward(self, labels: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
         x = sum(value * (i + 1) for i, value in enumerate(batch.values()))
         x = x / len(KEYS)
-        for name, layer in self.layers._modules.items():
+        for name, layer in self.layers.named_children():
             x = x + layer(**{name: x})[name]
         return F.cross_entropy(self.head(x), labels)
 
@@ -59,7 +59,7 @@ def model() -> nn.Module:
     return Hostile()
 
 
-class Samples(Dataset):
+class Samples(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return 32
 
@@ -69,5 +69,5 @@ class Samples(Dataset):
         return values | {"labels": torch.randint(CLASSES, (), generator=g)}
 
 
-def dataset() -> Dataset:
+def dataset() -> Dataset[dict[str, Any]]:
     return Samples()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
@@ -122,7 +123,7 @@ def test_a_drawing_is_well_formed_and_names_samples():
     )
 
 
-def test_batches_are_those_that_ranks_train_on(tmp_path):
+def test_batches_are_those_that_ranks_train_on(tmp_path: Path) -> None:
     plan = write_plan(tmp_path / "plan", APART)
     first, second = load_global_batches(tmp_path / "plan", plan, steps=2)
     assert [s.id for s in first] == list(range(8))
@@ -134,7 +135,9 @@ def test_batches_are_those_that_ranks_train_on(tmp_path):
     assert [s.id for s in shuffled] != [s.id for s in first]
 
 
-def test_the_command_prints_stable_keys_and_writes_what_is_asked_for(tmp_path, capsys):
+def test_the_command_prints_stable_keys_and_writes_what_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_plan(tmp_path / "plan", UNEVEN)
     files = [tmp_path / name for name in ("trace.json", "step.html", "step.svg")]
     main_(
@@ -177,7 +180,13 @@ def test_the_command_prints_stable_keys_and_writes_what_is_asked_for(tmp_path, c
         (["--trace", "no/t.json"], "cannot write"),
     ],
 )
-def test_bad_input_is_one_message(tmp_path, capsys, monkeypatch, arguments, message):
+def test_bad_input_is_one_message(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
     write_plan(tmp_path / "plan", APART)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
@@ -186,14 +195,14 @@ def test_bad_input_is_one_message(tmp_path, capsys, monkeypatch, arguments, mess
     assert message in capsys.readouterr().err
 
 
-def main_(arguments):
+def main_(arguments: list[str]) -> None:
     """Run a command that must end well."""
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code in (0, None)
 
 
-def test_a_changed_model_file_is_refused(tmp_path):
+def test_a_changed_model_file_is_refused(tmp_path: Path) -> None:
     plan = write_plan(tmp_path / "plan", APART)
     model = tmp_path / "plan" / "model.py"
     model.write_text(model.read_text() + "\n# changed\n")
@@ -201,7 +210,7 @@ def test_a_changed_model_file_is_refused(tmp_path):
         next(load_global_batches(tmp_path / "plan", plan))
 
 
-def test_a_plan_of_the_fixture_simulates_with_every_section_busy(tmp_path):
+def test_a_plan_of_the_fixture_simulates_with_every_section_busy(tmp_path: Path) -> None:
     plan = write_plan(tmp_path / "plan", UNEVEN)
     _, samples = load_global_batches(tmp_path / "plan", plan, steps=2)
     m = measure_step(simulate(plan, samples, schedule_batch(plan, samples)))

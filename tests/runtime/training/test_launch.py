@@ -135,7 +135,7 @@ def test_a_second_run_into_a_folder_is_rejected(
         hold_lock(tmp_path / "out" / f".{what}.lock", tmp_path, "", ""),
         pytest.raises(UserError, match=f"another run writes its {what} into the directory") as error,
     ):
-        RankContext(tmp_path / "plan", parse_options([option, str(tmp_path / "out")]), terms)
+        RankContext(tmp_path / "plan", parse_options([option, str(tmp_path / "out")]), terms)  # pyright: ignore[reportArgumentType]
     assert f"give another {option}" in error.value.remedy
 
 
