@@ -6,6 +6,8 @@ and exit code 2. It lives here because ranks raise it, too; the compiler imports
 
 from __future__ import annotations
 
+_MAX_LINE = 2000  # characters of a line of a message
+
 
 def printable_text(text: str, newlines: bool = False) -> str:
     """Returns a text with escapes in place of characters that a terminal would obey or that cannot be read:
@@ -13,6 +15,12 @@ def printable_text(text: str, newlines: bool = False) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or (newlines and c == "\n") else repr(c)[1:-1] for c in text)
+
+
+def _shorten_lines(text: str) -> str:
+    """Returns a printable text without the ends of very long lines, which come from other people's files."""
+    lines = printable_text(text, newlines=True).split("\n")
+    return "\n".join(f"{line[:_MAX_LINE]}…" if len(line) > _MAX_LINE else line for line in lines)
 
 
 class UserError(Exception):
@@ -28,8 +36,8 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         place = f"{printable_text(self.where)}: " if self.where else ""
-        remedy = f"\n  what to do: {printable_text(self.remedy, newlines=True)}" if self.remedy else ""
-        return f"{place}{printable_text(self.message, newlines=True)}{remedy}"
+        remedy = f"\n  what to do: {_shorten_lines(self.remedy)}" if self.remedy else ""
+        return f"{place}{_shorten_lines(self.message)}{remedy}"
 
 
 class LostProcess(UserError):

@@ -7,7 +7,6 @@ slice besides its own parameters, whatever dtype the file has.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +14,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from secc.runtime.errors import UserError
+from secc.runtime.plan import json_shapes as shapes
+from secc.runtime.plan.json_shapes import MalformedValue
 
 READ_CHUNK_BYTES = 1 << 22
+_MAX_INDEX_BYTES = 1 << 27
+_FILE_NAME = shapes.pattern(r"[^/\0]*[^./\0][^/\0]*", "the name of a file in the same directory")
+_INDEX = shapes.record({"weight_map": shapes.mapping_of(_FILE_NAME)}, others=shapes.plain_data)
 _CONVERTIBLE_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -77,14 +81,14 @@ def list_stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 def _indexed_shards(index: Path) -> list[Path]:
     """The files that an index names."""
     try:
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        shards = sorted(set(_INDEX(shapes.read_json(index, _MAX_INDEX_BYTES))["weight_map"].values()))
+        missing = [s for s in shards if not (index.parent / s).exists()]
+    except (OSError, MalformedValue) as error:
         raise UserError(
             f"--init: not an index of safetensors files ({error})",
             str(index),
             "write it again, or delete it to read all *.safetensors files of the directory",
         ) from None
-    missing = [s for s in shards if not (index.parent / s).exists()]
     if missing:
         raise UserError(
             f"--init: {len(missing)} of {len(shards)} shards are missing: {missing[0]} …",

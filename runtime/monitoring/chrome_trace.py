@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from secc.runtime.host.activity import Activity, Waiting
+from secc.runtime.monitoring.json_lines import say
 
 # Events in which a rank meets all others, and events that may take as long as many steps.
 _COLLECTIVE_KINDS = frozenset({"METADATA", "GRADIENTS", "NORM", "TOTALS", "SAVE"})
@@ -88,10 +89,16 @@ class ChromeTrace:
         """Writes this rank's part; rank 0 joins the parts."""
         if self.path is None:
             return
-        _rank_part_path(self.path, self.rank).write_text(json.dumps(self._events))
+        try:
+            _rank_part_path(self.path, self.rank).write_text(json.dumps(self._events))
+        except OSError as error:
+            say(f"warning: rank {self.rank}: cannot write its part of {self.path}: {error.strerror}")
         dist.barrier()
         if self.rank == 0:
-            merge_rank_parts(self.path, dist.get_world_size())
+            try:
+                merge_rank_parts(self.path, dist.get_world_size())
+            except (OSError, ValueError) as error:  # full disk, or a torn part
+                say(f"warning: cannot write the trace {self.path}: {error}")
 
     def _now_ns(self) -> int:
         if self._device.type == "cuda":

@@ -7,8 +7,11 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+from secc.runtime.monitoring.json_lines import JsonLinesFile, say
 
 METRICS_FILE = "metrics.jsonl"
 _PROGRESS_INTERVAL_S = 10.0  # between progress lines if the stream is not a terminal
@@ -35,18 +38,15 @@ def find_lost_steps(directory: Path, checkpoint_step: int) -> tuple[int, float]:
     return count, seconds
 
 
-def _drop_torn_line(path: Path) -> None:
-    """Removes the beginning of a line that a killed run has left at the end of a file."""
-    if path.exists() and (text := path.read_bytes()) and not text.endswith(b"\n"):
-        os.truncate(path, text.rfind(b"\n") + 1)
-
-
 class MetricsLog:
-    """Appends to `directory/metrics.jsonl` and shows progress towards `last_step` on `stream`."""
+    """Appends to `directory/metrics.jsonl` and shows progress towards `last_step` on `stream`. Every line has
+    the id of the run, `run`, if given."""
 
-    def __init__(self, directory: Path, last_step: int, stream: TextIO = sys.stderr) -> None:
-        _drop_torn_line(directory / METRICS_FILE)
-        self._file = (directory / METRICS_FILE).open("a")
+    def __init__(
+        self, directory: Path, last_step: int, stream: TextIO = sys.stderr, run: str | None = None
+    ) -> None:
+        self._file = JsonLinesFile(directory / METRICS_FILE, stream)
+        self._run = {} if run is None else {"run": run}
         self._last_step, self._stream = last_step, stream
         self._in_place = stream.isatty()
         self._shown_at = float("-inf")
@@ -55,9 +55,9 @@ class MetricsLog:
     def log_step(self, values: dict[str, Any]) -> None:
         """Writes one step: `step, loss, grad_norm, samples, tokens, step_time_s`, and further scalars if
         given."""
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
-        self._show_progress(values)
+        self._file.write(values | self._run)
+        with suppress(OSError):  # a full or closed stream
+            self._show_progress(values)
 
     def log_evaluation(
         self, step: int, name: str, values: Mapping[str, float], samples: int, tokens: int, seconds: float
@@ -66,23 +66,20 @@ class MetricsLog:
         only set. Its line has the keys of a step's, and no gradient norm."""
         line = {"step": step, "eval": name or "eval"} | dict(values)
         line |= {"grad_norm": None, "samples": samples, "tokens": tokens, "step_time_s": seconds}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._file.write(line | self._run)
         shown = "  ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in values.items())
         self._end_line()
-        self._stream.write(f"evaluation{f' of {name}' if name else ''} after step {step}:  {shown}")
-        self._stream.write(f"  ({samples} samples, {seconds:.1f} s)\n")
-        self._stream.flush()
+        about = f"evaluation{f' of {name}' if name else ''} after step {step}:  {shown}"
+        say(f"{about}  ({samples} samples, {seconds:.1f} s)", self._stream)
 
     def close(self) -> None:
-        """Ends the progress line and closes the file."""
+        """Ends the progress line."""
         self._end_line()
-        self._file.close()
 
     def _end_line(self) -> None:
         """Ends a progress line that is written in place."""
         if self._in_place and self._shown_width:
-            self._stream.write("\n")
+            say("", self._stream)
         self._shown_width = 0
 
     def _show_progress(self, values: dict[str, Any]) -> None:

@@ -16,7 +16,6 @@ PLAN/ LOGDIR/` (`secc.driver.replan_from_run`).
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from secc.runtime.monitoring.json_lines import JsonLinesFile
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import COMPUTE_KINDS, SampleMeta, Schedule, weight_backward_ns
@@ -109,7 +109,7 @@ class SectionTimesLog:
     """Writes `times.jsonl` and keeps the last steps for the summary; used by rank 0."""
 
     def __init__(self, directory: Path, plan: Plan) -> None:
-        self._plan, self._file = plan, (directory / SECTION_TIMES_FILE).open("a")
+        self._plan, self._file = plan, JsonLinesFile(directory / SECTION_TIMES_FILE)
         self._first_step, self._steps = 0, deque[MeasuredStep](maxlen=MAX_KEPT_STEPS)
         self._latest_prediction: tuple[Schedule, SectionSeconds] | None = None
 
@@ -139,12 +139,7 @@ class SectionTimesLog:
             field = {"F": "forward_s", "B": "backward_s"}[kind]
             sections[name] |= {field: seconds, f"predicted_{field}": expected.get((name, kind), 0.0)}
         entry = {"step": step, "sections": sections, "mix": _sample_mix(samples[: schedule.own_samples])}
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        self._file.write(entry)
 
 
 def _sample_mix(samples: Sequence[SampleMeta]) -> list[dict[str, Any]]:

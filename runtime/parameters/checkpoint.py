@@ -12,7 +12,8 @@ sooner without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,12 @@ from secc.runtime.parameters.zero3 import Zero3State
 from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut
 
 AVERAGE_PREFIX = "ema/"  # of the keys of averaged weights (`weight_average`)
+
+
+class SaveFailed(Exception):
+    """A checkpoint could not be written; those before it are whole. The message has cause and path."""
+
+
 # What the rank's optimizer updates -> the part of a user's parameter that it is.
 OptimizedSlices = Mapping[nn.Parameter, ParameterSlice]
 
@@ -59,20 +66,32 @@ def save_checkpoint(
     directory: Path, state: Mapping[str, Any], about: CheckpointManifest, keep: int | None = None
 ) -> Path:
     """Writes this rank's entries `state` to `directory/step_XXXXXXXX`, then deletes all but the newest `keep`
-    checkpoints there (None: deletes none). Collective. Returns the path of the finished checkpoint."""
+    checkpoints there (None: deletes none). Collective. Returns the path of the finished checkpoint.
+
+    Raises SaveFailed, on all ranks, if a file cannot be written on one of them: a full disk, a lost folder.
+    """
     from secc.runtime.parameters import sliced_tensor_store
 
-    rank, scratch = _current_rank(), scratch_path(directory, about.step)
-    if rank == 0:
-        start_checkpoint(directory, about.step)
-    _wait_for_ranks()
-    written = sliced_tensor_store.write_entries(scratch, dict(state))
-    files = _gather_digests({path.name: digest_file(path, sync=True) for path in written})
-    if rank == 0:
+    scratch = scratch_path(directory, about.step)
+
+    def write_files() -> dict[str, FileDigest]:
+        written = sliced_tensor_store.write_entries(scratch, dict(state))
+        return {path.name: digest_file(path, sync=True) for path in written}
+
+    def publish() -> None:
+        files = {name: digest for digests in written for name, digest in digests.items()}
         publish_checkpoint(directory, replace(about, files=files))
         if keep is not None:
             remove_old_checkpoints(directory, keep)
-    _wait_for_ranks()
+
+    try:
+        _run_on_ranks(lambda: start_checkpoint(directory, about.step), only_first=True)
+        written: list[dict[str, FileDigest]] = _run_on_ranks(write_files)
+        _run_on_ranks(publish, only_first=True)
+    except SaveFailed:
+        if _current_rank() == 0:
+            shutil.rmtree(scratch, ignore_errors=True)  # makes room on a full disk
+        raise
     return directory / f"step_{about.step:08d}"
 
 
@@ -294,15 +313,20 @@ def _current_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _wait_for_ranks() -> None:
+def _run_on_ranks(action: Callable[[], Any], only_first: bool = False) -> list[Any]:
+    """Calls `action` on all ranks, or on rank 0 alone, and returns the results by rank. Collective: returns
+    when all have finished. Raises SaveFailed on all ranks if one of them gets an OSError."""
+    result, failure = None, ""
+    if not only_first or _current_rank() == 0:
+        try:
+            result = action()
+        except OSError as error:
+            where = f": {error.filename}" if error.filename else ""
+            failure = f"{error.strerror or error}{where}"
+    results: list[Any] = [(result, failure)]
     if dist.is_initialized():
-        dist.barrier()
-
-
-def _gather_digests(own: dict[str, FileDigest]) -> dict[str, FileDigest]:
-    """Returns the digests of all ranks' files on rank 0, its own on the others. Collective."""
-    if not dist.is_initialized():
-        return own
-    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(own, gathered)
-    return {name: digest for files in gathered or [own] for name, digest in files.items()}
+        results = [None] * dist.get_world_size()
+        dist.all_gather_object(results, (result, failure))
+    if failures := [failure for _, failure in results if failure]:
+        raise SaveFailed(failures[0])
+    return [result for result, _ in results]

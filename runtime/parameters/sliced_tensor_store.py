@@ -157,9 +157,12 @@ class _CheckedReader(FileSystemReader):
 
 def write_entries(directory: Path, state: dict[str, Any]) -> list[Path]:
     """Writes this rank's entries. Collective; no two ranks may write the same key. Returns the files that
-    this rank wrote."""
+    this rank wrote. Raises OSError on all ranks if one of them cannot write."""
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    save(state, storage_writer=FileSystemWriter(directory), planner=planner)
+    try:
+        save(state, storage_writer=FileSystemWriter(directory), planner=planner)
+    except CheckpointException as failed:
+        raise OSError(_first_failure(failed)) from None
     rank = dist.get_rank() if dist.is_initialized() else 0
     return [*sorted(directory.glob(f"__{rank}_*.distcp")), *([directory / ".metadata"] if rank == 0 else [])]
 
@@ -193,5 +196,11 @@ def read_entries(directory: Path, target: dict[str, Any], alone: bool = False) -
         cause = next(iter(failed.failures.values()))[0]
         if isinstance(cause, UserError):
             raise UserError(cause.message, str(directory), cause.remedy) from None
-        line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        raise UserError(f"the checkpoint is damaged: {line}", str(directory), _REMEDY) from None
+        message = f"the checkpoint is damaged: {_first_failure(failed)}"
+        raise UserError(message, str(directory), _REMEDY) from None
+
+
+def _first_failure(failed: CheckpointException) -> str:
+    """Returns the cause on the first rank that failed, in a line."""
+    cause = next(iter(failed.failures.values()))[0]
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0]

@@ -26,6 +26,7 @@ from secc.runtime.data.data_plane import GlobalBatch
 from secc.runtime.errors import UserError, printable_text
 from secc.runtime.fusion.install import install_fused, read_fused_source
 from secc.runtime.model.item_seeds import derive_item_seed
+from secc.runtime.monitoring.json_lines import say
 from secc.runtime.monitoring.metrics import MetricsLog
 from secc.runtime.monitoring.run_summary import summary_lines
 from secc.runtime.monitoring.section_times import SectionSeconds, SectionTimesLog, section_time_columns
@@ -138,8 +139,10 @@ class Trainer:
                 self.reducer.optimized_slices,
                 context.rank,
             )
-        self.metrics = MetricsLog(context.log_dir, context.last_step) if context.rank == 0 else None
-        self.section_times = SectionTimesLog(context.log_dir, self.plan) if context.rank == 0 else None
+        self.metrics, self.section_times = None, None
+        if context.rank == 0:
+            self.metrics = MetricsLog(context.log_dir, context.last_step, run=context.run_id)
+            self.section_times = SectionTimesLog(context.log_dir, self.plan)
         self.stop_request, self._stops = StopRequest(), False
         self.stop_request.listen()
         self._step_start = time.perf_counter()
@@ -161,7 +164,6 @@ class Trainer:
             yield from self._plan_training()
         if self.metrics is not None and self.section_times is not None:
             self.metrics.close()
-            self.section_times.close()
             for line in summary_lines(
                 self.plan, self.section_times.steps, self.context.log_dir, self.context.local_process_count
             ):
@@ -376,7 +378,20 @@ class Trainer:
             self.plan.global_batch,
             context.run_id,
         )
-        checkpoint.save_checkpoint(folder, state, manifest, keep)
+        try:
+            checkpoint.save_checkpoint(folder, state, manifest, keep)
+        except checkpoint.SaveFailed as failed:
+            self._report_failed_save(folder, failed)
+
+    def _report_failed_save(self, folder: Path, failed: checkpoint.SaveFailed) -> None:
+        """Says that a checkpoint was not saved. Raises UserError if the run ends here: its last weights would
+        be lost without it."""
+        message = f"the checkpoint of step {self.step_number} was not saved: {failed}"
+        if self._stops or self._stops_early or self.step_number == self.context.last_step:
+            remedy = "make room or give another --save, and continue from the checkpoint before with --resume"
+            raise UserError(message, str(folder), remedy)
+        if self.context.rank == 0:
+            say(printable_text(f"warning: {message}; training goes on, checkpoints before it stay"))
 
     def _master_state(self) -> dict[str, Any]:
         """Returns the float32 masters that this rank writes; empty without mixed precision."""

@@ -52,7 +52,10 @@ def command(
         return
     for result in results:
         about = f"after step {result['step']}, {result['samples']} samples in {result['step_time_s']:.3g} s"
-        rows = tuple((name, f"{value:.6g}") for name, value in result["values"].items())
+        rows = tuple(
+            (name, f"{float('nan') if value is None else value:.6g}")
+            for name, value in result["values"].items()
+        )
         print_table(TextTable(f"Evaluation: {result['eval']}", ("metric", "value"), rows, about))
     out.print(f"written to {metrics}", soft_wrap=True)
 
@@ -61,6 +64,6 @@ def _parse_line(line: str) -> dict[str, Any]:
     import json
 
     data = json.loads(line)
-    fixed = ("step", "eval", "grad_norm", "samples", "tokens", "step_time_s")
+    fixed = ("step", "eval", "grad_norm", "samples", "tokens", "step_time_s", "run", "not_finite")
     values = {name: value for name, value in data.items() if name not in fixed}
-    return {name: data[name] for name in fixed if name != "grad_norm"} | {"values": values}
+    return {name: data[name] for name in fixed[:6] if name != "grad_norm"} | {"values": values}

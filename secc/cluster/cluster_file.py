@@ -26,8 +26,12 @@ from secc.cluster.assembly import DESCRIPTION_FORMS, join_clusters, preset_clust
 from secc.cluster.presets import DEVICE_PRESETS
 from secc.cluster.types import COLLECTIVES, GIB, Cluster, Device, Link, MeasuredRing
 from secc.errors import UserError
+from secc.runtime.plan.json_shapes import show_value
+from secc.runtime.plan.plan_file import MAX_RANKS
 
 FileData = Mapping[str, Any]
+
+_MAX_BYTES, _MAX_CAUSE, _MAX_FIGURE = 1 << 20, 200, 1e9
 
 _GROUP_KEYS = frozenset({
     "nodes", "devices", "kind", "like", "memory_gib", "bf16_tflops", "f32_tflops", "memory_gb_s",
@@ -38,6 +42,13 @@ _TOP_LEVEL_KEYS = _GROUP_KEYS | {"groups", "between", "name"}
 
 def read_cluster_file(path: Path) -> Cluster:
     """Read a cluster from a file. Raises UserError if it cannot be read or has wrong entries."""
+    try:
+        return _parse_cluster(path)
+    except UserError as error:
+        raise UserError(error.message, error.where or str(path), error.remedy) from None
+
+
+def _parse_cluster(path: Path) -> Cluster:
     data = _check_keys(path, _load_yaml(path), _TOP_LEVEL_KEYS)
     name = str(data.get("name", path.stem))
     if "groups" not in data:
@@ -55,15 +66,33 @@ def read_cluster_file(path: Path) -> Cluster:
     return join_clusters(name, parts, _link_from_file(path, data, "between", slowest))
 
 
+class _LoaderWithoutAliases(yaml.SafeLoader):
+    """Loads YAML without aliases: nested ones make small files huge."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Raises YAMLError for an alias."""
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem="aliases are not accepted", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+
 def _load_yaml(path: Path) -> Any:
     try:
-        return yaml.safe_load(path.read_text())
+        with path.open("rb") as opened:
+            text = opened.read(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
+            raise UserError(f"expected a cluster file of at most {_MAX_BYTES >> 20} MiB", str(path))
+        return yaml.load(text.decode(), _LoaderWithoutAliases)
     except OSError as error:
         raise UserError(
             f"cannot read the cluster file: {error.strerror}", str(path), DESCRIPTION_FORMS
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"the cluster file is not YAML: {' '.join(str(error).split())}", str(path)) from None
+    except RecursionError:
+        raise UserError("the cluster file is nested too deeply", str(path)) from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # a number or date that Python cannot hold
+        cause = " ".join(str(error).split())[:_MAX_CAUSE]
+        raise UserError(f"the cluster file is not YAML: {cause}", str(path)) from None
 
 
 def _check_keys(path: Path, data: Any, keys: frozenset[str]) -> FileData:
@@ -77,7 +106,7 @@ def _check_keys(path: Path, data: Any, keys: frozenset[str]) -> FileData:
     unknown = sorted(str(k) for k in mapping if k not in keys)
     if unknown:
         raise UserError(
-            f"the cluster file has an unknown key {unknown[0]!r}",
+            f"the cluster file has an unknown key {show_value(unknown[0])}",
             str(path),
             f"keys are {', '.join(sorted(keys))}",
         )
@@ -109,7 +138,7 @@ def _device_kind(path: Path, data: FileData) -> str:
         )
     if kind.lower() not in DEVICE_PRESETS and "like" not in data:
         remedy = "add `like: KIND`, a preset that supplies the figures missing in the file"
-        raise UserError(f"there is no preset for the device kind {kind!r}", str(path), remedy)
+        raise UserError(f"there is no preset for the device kind {show_value(kind)}", str(path), remedy)
     return kind
 
 
@@ -136,7 +165,7 @@ def _link_from_file(path: Path, data: FileData, name: str, default: Link) -> Lin
     figures = _mapping_with_keys(data.get(name, {}), {"gb_s", "latency_us", "collectives"})
     if figures is None:
         raise UserError(
-            f"expected a link at {name!r}, got {data[name]!r}",
+            f"expected a link at {name!r}, got {show_value(data[name])}",
             str(path),
             f"write {name}: {{gb_s: 50, latency_us: 8}}",
         )
@@ -160,7 +189,7 @@ def _ring_from_file(path: Path, entry: Any) -> MeasuredRing:
             f"write entries such as {example}, or measure them (secc profile --links); "
             f"collectives are {', '.join(COLLECTIVES)}"
         )
-        raise UserError(f"expected a measured collective, got {entry!r}", str(path), remedy)
+        raise UserError(f"expected a measured collective, got {show_value(entry)}", str(path), remedy)
     ranks = _positive_integer(path, figures, "ranks", None)
     if ranks < 2:
         raise UserError(
@@ -187,17 +216,19 @@ def _latency_and_bandwidth(path: Path, figures: FileData, default: Link) -> tupl
 
 def _positive_number(path: Path, data: FileData, key: str, default: float) -> float:
     value = data.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise UserError(f"expected a number above 0 for {key!r}, got {value!r}", str(path))
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _MAX_FIGURE:
+        limit = f"a number above 0 and up to {_MAX_FIGURE:g}"
+        raise UserError(f"expected {limit} for {key!r}, got {show_value(value)}", str(path))
     return value
 
 
 def _positive_integer(path: Path, data: FileData, key: str, default: int | None) -> int:
     value = data.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANKS:
         if value is None:
             raise UserError(
                 f"the cluster file lacks {key!r}", str(path), f"add {key}, an integer of at least 1"
             )
-        raise UserError(f"expected an integer of at least 1 for {key!r}, got {value!r}", str(path))
+        limit = f"an integer of at least 1 and up to {MAX_RANKS}"
+        raise UserError(f"expected {limit} for {key!r}, got {show_value(value)}", str(path))
     return value

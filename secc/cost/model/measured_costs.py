@@ -17,7 +17,6 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,8 +26,10 @@ from secc.cluster import Cluster, Overheads
 from secc.cost.model.step_overheads import annotate_overheads
 from secc.errors import UserError
 from secc.ir.dialect.ops import CallOp, graph_of
+from secc.runtime.plan import json_shapes as shapes
 
 COSTS_VERSION = 2
+_MAX_BYTES, _MAX_PRICE = 1 << 26, 1e18
 PRICED_PARTS = ("base", "work", "attention_work", "moved")
 _PRICE_UNITS_PER_NS = 10**6  # expressions are integral, so prices are in millionths of a nanosecond
 
@@ -177,43 +178,56 @@ def call_digest(call: CallOp, block: nn.Module) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
+_PRICES = shapes.dataclass_of(
+    CallPrices,
+    {
+        "values": shapes.row_of(*[shapes.number(0, _MAX_PRICE)] * len(PRICED_PARTS)),
+        "error": shapes.number(0, _MAX_PRICE),
+    },
+)
+_COSTS = shapes.record(
+    {
+        "version": shapes.integer(),
+        "hardware": shapes.dataclass_of(
+            Hardware, {"backend": shapes.text, "name": shapes.text, "threads": shapes.integer(0, 1 << 20)}
+        ),
+        "blocks": shapes.mapping_of(
+            shapes.dataclass_of(
+                MeasuredBlock,
+                {"block": shapes.text, "forward": _PRICES, "backward": shapes.nullable(_PRICES)},
+            )
+        ),
+    },
+    {
+        "gauge_ns": shapes.integer(0),
+        "overheads": shapes.dataclass_of(
+            Overheads,
+            {"label": shapes.text}
+            | {name: shapes.integer(0, 10**15) for name in ("job", "message", "tensor", "sample", "step")},
+        ),
+    },
+)
+
+
 def read_measured_costs(path: Path) -> MeasuredCosts:
     """Read measured costs from their file. Raises UserError if it cannot be read or is not such a file."""
     try:
-        data = json.loads(path.read_text())
-        if data["version"] != COSTS_VERSION:
-            raise UserError(
-                f"expected measured costs of version {COSTS_VERSION}, got version {data['version']}",
-                str(path),
-                "profile the model again",
-            )
-        overheads = Overheads(**data["overheads"]) if "overheads" in data else None
-        entries = {k: _block_from_json(e) for k, e in data["blocks"].items()}
-        return MeasuredCosts(Hardware(**data["hardware"]), entries, overheads, int(data.get("gauge_ns", 0)))
+        data = shapes.read_json(path, _MAX_BYTES)
+        version = data.get("version") if isinstance(data, dict) else None
+        if version is not None and version != COSTS_VERSION:
+            got = shapes.show_value(version)
+            message = f"expected measured costs of version {COSTS_VERSION}, got version {got}"
+            raise UserError(message, str(path), "profile the model again")
+        values = _COSTS(data)
+        return MeasuredCosts(
+            values["hardware"], values["blocks"], values.get("overheads"), values.get("gauge_ns", 0)
+        )
     except OSError as error:
         raise UserError(
             f"cannot read the costs: {error.strerror}",
             str(path),
             "make them with secc profile MODEL.py -o FILE",
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except shapes.MalformedValue as error:
         remedy = "make one with secc profile MODEL.py -o FILE"
-        raise UserError(
-            f"expected a file of measured costs ({type(error).__name__}: {error})", str(path), remedy
-        ) from None
-
-
-def _block_from_json(data: Mapping[str, Any]) -> MeasuredBlock:
-    backward = data["backward"]
-    return MeasuredBlock(
-        str(data["block"]),
-        _prices_from_json(data["forward"]),
-        None if backward is None else _prices_from_json(backward),
-    )
-
-
-def _prices_from_json(data: Mapping[str, Any]) -> CallPrices:
-    values = tuple(float(v) for v in data["values"])
-    if len(values) != len(PRICED_PARTS) or not all(0 <= v < float("inf") for v in values):
-        raise ValueError("prices")
-    return CallPrices(values, float(data["error"]))
+        raise UserError(f"expected a file of measured costs ({error})", str(path), remedy) from None

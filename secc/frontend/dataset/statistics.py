@@ -26,11 +26,27 @@ from secc.frontend.dataset.input_symbols import ModelInputs
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.runtime.data.declared_sizes import DeclaredSizes
 from secc.runtime.model.user_file import UserModel
+from secc.runtime.plan import json_shapes as shapes
 from secc.runtime.plan.schema import is_tensor_label
 from secc.runtime.plan.step_program import SampleMeta
 
 MAX_DECLARED_SAMPLES = 4096  # calls of sizes(i) for statistics
 _STATISTICS_REMEDY = "write the file with `secc stats MODEL.py -o FILE` and change the numbers in it"
+_MAX_BYTES, _MAX_SIZE = 1 << 26, 1e15
+_STATISTICS = shapes.record(
+    {
+        "patterns": shapes.items_of(
+            shapes.record(
+                {
+                    "when": shapes.items_of(shapes.text),
+                    "share": shapes.number(0, _MAX_SIZE),
+                    "sizes": shapes.mapping_of(shapes.number(0, _MAX_SIZE)),
+                }
+            )
+        )
+    },
+    others=shapes.plain_data,
+)
 
 
 @dataclass(frozen=True)
@@ -80,16 +96,14 @@ def read_statistics(path: Path, inputs: ModelInputs, survey: DatasetSurvey) -> M
     """Returns the inputs with the statistics of a file. Raises UserError if it cannot be read or does not
     fit the model."""
     try:
-        data = json.loads(path.read_text())
+        data = _STATISTICS(shapes.read_json(path, _MAX_BYTES))
         given = tuple(_parse_pattern(p, inputs, str(path)) for p in data["patterns"])
     except OSError as error:
         raise UserError(
             f"cannot read the statistics: {error.strerror}", str(path), _STATISTICS_REMEDY
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"not statistics of a dataset: {type(error).__name__}: {error}", str(path), _STATISTICS_REMEDY
-        ) from None
+    except shapes.MalformedValue as error:
+        raise UserError(f"not statistics of a dataset: {error}", str(path), _STATISTICS_REMEDY) from None
     total = sum(share for _, share, _ in given)
     if not total > 0 or len({when for when, _, _ in given}) < len(given):
         raise UserError(
@@ -112,7 +126,7 @@ def read_statistics(path: Path, inputs: ModelInputs, survey: DatasetSurvey) -> M
 
 
 def _parse_pattern(
-    entry: Any, inputs: ModelInputs, where: str
+    entry: dict[str, Any], inputs: ModelInputs, where: str
 ) -> tuple[frozenset[str], float, tuple[tuple[str, float], ...]]:
     """Parses one entry of the file."""
     when, share, sizes = (

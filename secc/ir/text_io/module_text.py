@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from io import StringIO
@@ -14,13 +15,19 @@ from xdsl.parser import Parser
 from xdsl.printer import Printer
 from xdsl.utils.diagnostic import Diagnostic
 from xdsl.utils.exceptions import ParseError, VerifyException
+from xdsl.utils.mlir_lexer import MLIRLexer
 
 from secc.errors import UserError
 from secc.ir.dialect.assembly_format import quote_text
 from secc.ir.dialect.ops import SecDialect
 from secc.ir.text_io.verifier import find_violations
 
+# The same strings as by xDSL's own pattern, which takes exponential time for one that does not end.
+MLIRLexer._unescaped_characters_regex = re.compile(  # pyright: ignore[reportPrivateUsage]
+    r'"(?:[^"\\\n\v\f]++|\\(?:["nt\\]|[0-9A-Fa-f]{2}))*+"'
+)
 _CONTEXT_LINES = 2
+_SHOWN_CHARACTERS, _SHOWN_LINES = 200, 20  # of a text in a message
 _CACHED_TEXTS = (
     1 << 17
 )  # texts of attributes: a compilation prints one module some thirty times, and little of it changes
@@ -112,9 +119,16 @@ def parse_module(text: str, name: str = "<text>") -> ModuleOp:
     """Parses and verifies a module. Raises UserError with the place drawn into the text."""
     try:
         module = _TextParser(make_context(), text, name).parse_module()
+        verify_module(module, name)
     except ParseError as error:
-        raise UserError(f"cannot read the IR\n{error}", name) from None
-    verify_module(module, name)
+        lines = [line[:_SHOWN_CHARACTERS] for line in str(error).splitlines()[:_SHOWN_LINES]]
+        raise UserError("\n".join(["cannot read the IR", *lines]), name) from None
+    except RecursionError:
+        raise UserError("cannot read the IR: it is nested too deeply", name) from None
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        # What neither xDSL nor an op's format checks while it builds an op.
+        cause = f"{type(error).__name__}: {error}"[:_SHOWN_CHARACTERS]
+        raise UserError(f"cannot read the IR: not what the compiler writes ({cause})", name) from None
     return module
 
 

@@ -136,7 +136,6 @@ def test_first_steps_are_not_counted(tmp_path: Path) -> None:
             SAMPLES,
             schedule_batch(PLAN, SAMPLES),
         )
-    log.close()
     rows = [json.loads(line) for line in (tmp_path / SECTION_TIMES_FILE).read_text().splitlines()]
     assert log.steps == (taken(1.0),) * 2 and len(rows) == UNCOUNTED_STEPS + 2
     assert rows[0]["mix"] == [{"when": [], "count": 4, "sizes": {"B": 4, "S": 46, "I": 0}}]

@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from secc.cli import main
 from secc.runtime.errors import UserError
-from secc.runtime.parameters.checkpoint import load_full_state_dict, make_manifest, save_checkpoint
+from secc.runtime.parameters.checkpoint import (
+    SaveFailed,
+    load_full_state_dict,
+    make_manifest,
+    save_checkpoint,
+)
 from secc.runtime.parameters.checkpoint_folder import MANIFEST_FILE, check_folder_is_free, find_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -73,7 +77,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
             try:
                 save(directory, step, 2.0)
                 finished = True
-            except (Killed, CheckpointException):
+            except (Killed, SaveFailed):
                 finished = False
         seen.add(saved_value(directory))
         if step == 10:

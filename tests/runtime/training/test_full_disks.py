@@ -1,0 +1,83 @@
+"""Disks that are full and folders that are gone: a run says so, trains on and keeps what it has saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from secc.runtime.parameters.checkpoint_folder import find_checkpoint
+from secc.runtime.training.supervisor import run_plan
+from tests.runtime.captioner_plans import APART, write_plan
+
+pytestmark = pytest.mark.gloo
+BROKEN = """
+import resource
+from secc.runtime.parameters import sliced_tensor_store as store
+real, calls = store.write_entries, []
+def write_entries(directory, state):
+    calls.append(1)
+    if len(calls) >= 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MOST, -1))
+    try:
+        return real(directory, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+store.write_entries = write_entries
+"""
+
+
+def steps_of(logs: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (logs / "metrics.jsonl").read_text().splitlines()]
+
+
+def break_saves(plan: Path, limit: str) -> None:
+    """Lets rank 1 write no more than `limit` bytes into a file from its second save on, as on a full disk."""
+    rank = plan / "ranks" / "rank_00001.py"
+    rank.write_text(
+        rank.read_text().replace("def train(", f"{BROKEN.replace('MOST', limit)}\n\ndef train(", 1)
+    )
+
+
+def test_a_save_on_a_full_disk_is_said_and_training_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(tmp_path / "plan", APART)
+    break_saves(tmp_path / "plan", "1000 if len(calls) < 4 else -1")
+    arguments = ["--steps", "5", "--save", str(tmp_path / "saved"), "--save-every", "1"]
+    assert run_plan(tmp_path / "plan", arguments) == 0
+    errors = capfd.readouterr().err
+    assert errors.count("was not saved: ") == 2 and "Traceback" not in errors
+    assert "the checkpoint of step 2 was not saved: " in errors and "training goes on" in errors
+    assert steps_of(tmp_path / "plan/logs") == [1, 2, 3, 4, 5]
+    assert sorted(p.name for p in (tmp_path / "saved").glob("step_*")) == [
+        f"step_{step:08d}" for step in (1, 4, 5)
+    ]
+    assert find_checkpoint(tmp_path / "saved").manifest.step == 5
+
+
+def test_the_last_save_that_fails_ends_the_run_with_an_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(tmp_path / "plan", APART)
+    break_saves(tmp_path / "plan", "1000")
+    arguments = ["--steps", "2", "--save", str(tmp_path / "saved"), "--save-every", "1"]
+    assert run_plan(tmp_path / "plan", arguments) == 2
+    errors = capfd.readouterr().err
+    assert "the checkpoint of step 2 was not saved: " in errors
+    assert "what to do: make room" in errors and "Traceback" not in errors
+    assert find_checkpoint(tmp_path / "saved").manifest.step == 1
+
+
+def test_logs_that_cannot_be_written_end_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_plan(tmp_path / "plan", APART)
+    (tmp_path / "logs").mkdir()
+    for name in ("metrics.jsonl", "times.jsonl"):
+        (tmp_path / "logs" / name).symlink_to("/dev/full")
+    arguments = ["--steps", "3", "--log-dir", str(tmp_path / "logs"), "--save", str(tmp_path / "saved")]
+    assert run_plan(tmp_path / "plan", arguments) == 0
+    errors = capfd.readouterr().err
+    assert errors.count("cannot write") == 2 and "No space left on device" in errors
+    assert "Traceback" not in errors
+    assert find_checkpoint(tmp_path / "saved").manifest.step == 3

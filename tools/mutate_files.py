@@ -1,0 +1,270 @@
+"""Mutates files that secc reads and looks at what its readers do with them.
+
+    python -m tools.mutate_files --count 10000
+
+A reader may take a mutated file, or refuse it with a `UserError` that names the file. Anything else is a
+fault: another exception, more than `LONGEST_S` seconds, or memory beyond `MOST_BYTES`. Mutations are drawn
+from a seed: bits, truncation, repeated and swapped parts, other values in JSON and YAML, deep nesting, huge
+numbers, control characters. Ends with exit code 1 if there were faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from secc.cluster.cluster_file import read_cluster_file
+from secc.cost.model.measured_costs import read_measured_costs
+from secc.errors import UserError
+from secc.ir.text_io.module_text import read_module
+from secc.runtime.model.safetensors_reader import list_stored_tensors
+from secc.runtime.parameters.checkpoint_folder import read_manifest
+from secc.runtime.plan.plan_file import load_plan
+from secc.runtime.plan.schema import plan_digest
+
+LONGEST_S, MOST_BYTES = 20.0, 1 << 30
+ROOT = Path(__file__).resolve().parent.parent
+_TEXTS = ("", "x", "\0", "\x1b[31m", "[/bold]", "../../etc/passwd", "__import__('os')", "é" * 300, "9" * 5000)
+_VALUES = (*_TEXTS, None, True, -1, 0, 1e201, float("nan"), float("inf"), 2**70, [], {}, [[]], {"a": 1})
+
+CLUSTER = """
+name: fuzzed
+groups:
+  - {nodes: 2, devices: 8, kind: H100, memory_gib: 80, inside: {gb_s: 450, latency_us: 3}}
+  - {nodes: 1, devices: 4, kind: other, like: A100, efficiency_percent: 40, bf16_tflops: 300}
+between: {gb_s: 50, latency_us: 8, collectives: [{collective: all_reduce, ranks: 2, gb_s: 2, latency_us: 9}]}
+"""
+_PRICES = {"values": [1.0, 2.0, 3.0, 4.0], "error": 0.1}
+COSTS = {
+    "version": 2,
+    "hardware": {"backend": "cpu", "name": "some CPU", "threads": 2},
+    "gauge_ns": 100,
+    "blocks": {"0123456789abcdef": {"block": "Linear", "forward": _PRICES, "backward": _PRICES}},
+    "overheads": {"job": 1, "message": 2, "tensor": 3, "sample": 4, "step": 5, "label": "measured"},
+}
+MANIFEST = {
+    "step": 5,
+    "seed": 0,
+    "shuffle": False,
+    "global_batch": 8,
+    "names": ["a", "b"],
+    "tied": {"b": "a"},
+}
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """A kind of file: its name in a folder, its contents, and the reader, which gets the folder."""
+
+    name: str
+    content: bytes
+    read: Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mutated file that a reader neither took nor refused as it should."""
+
+    format: str
+    seed: int
+    what: str
+
+
+class TooLong(BaseException):
+    """Raised in a reader that takes longer than `LONGEST_S`."""
+
+
+def file_formats(plan_json: bytes, ir: bytes) -> list[FileFormat]:
+    """Returns the formats, each with a valid file."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_file({"a": torch.zeros(3, 4), "b": torch.ones(5)}, Path(folder) / "w.safetensors")
+        weights = (Path(folder) / "w.safetensors").read_bytes()
+    index = {"metadata": {"total_size": 68}, "weight_map": {"a": "w.safetensors", "b": "w.safetensors"}}
+    return [
+        FileFormat("plan.json", plan_json, load_plan),
+        FileFormat("cluster.yaml", CLUSTER.encode(), lambda at: read_cluster_file(at / "cluster.yaml")),
+        FileFormat(
+            "costs.json", json.dumps(COSTS).encode(), lambda at: read_measured_costs(at / "costs.json")
+        ),
+        FileFormat("ir.mlir", ir, lambda at: read_module(at / "ir.mlir")),
+        FileFormat("checkpoint.json", json.dumps(MANIFEST).encode(), read_manifest),
+        FileFormat("w.safetensors", weights, list_stored_tensors),
+        FileFormat("m.safetensors.index.json", json.dumps(index).encode(), list_stored_tensors),
+    ]
+
+
+def mutate(content: bytes, draw: random.Random) -> bytes:
+    """Returns a mutated file."""
+    if content[:1] == b"{" and draw.random() < 0.5:
+        data = json.loads(content)
+        for _ in range(draw.choice((1, 1, 2, 5))):
+            data = _mutate_json(data, draw)
+        if isinstance(data, dict) and "digest" in data:  # as the author of a plan can
+            data["digest"] = plan_digest({key: value for key, value in data.items() if key != "digest"})
+        return json.dumps(data).encode(errors="surrogatepass")
+    return draw.choice(_BYTE_MUTATIONS)(bytearray(content), draw)
+
+
+def _mutate_json(data: Any, draw: random.Random) -> Any:
+    """Changes one value, key or item, or wraps one many times."""
+    containers = [c for c in _containers(data) if c]
+    if not containers:
+        return draw.choice(_VALUES)
+    chosen = draw.choice(containers)
+    key = draw.choice(list(chosen)) if isinstance(chosen, dict) else draw.randrange(len(chosen))
+    match draw.randrange(6):
+        case 0:
+            del chosen[key]
+        case 1 if isinstance(chosen, dict):
+            chosen[draw.choice(_TEXTS)] = chosen.pop(key)
+        case 2:
+            for _ in range(draw.choice((1, 3, 40, 100))):
+                chosen[key] = [chosen[key]]
+        case 3 if isinstance(chosen, list):
+            chosen *= draw.choice((0, 2, 50))
+        case 4:
+            other = draw.choice(containers)
+            chosen[key] = json.loads(json.dumps(other))
+        case _:
+            chosen[key] = draw.choice(_VALUES)
+    return data
+
+
+def _containers(data: Any) -> Iterator[Any]:
+    if isinstance(data, dict | list):
+        yield data
+        for child in data.values() if isinstance(data, dict) else data:  # pyright: ignore[reportUnknownVariableType]
+            yield from _containers(child)
+
+
+def _flip_bits(content: bytearray, draw: random.Random) -> bytes:
+    for _ in range(draw.choice((1, 1, 3, 20))):
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    return bytes(content)
+
+
+def _truncate(content: bytearray, draw: random.Random) -> bytes:
+    return bytes(content[: draw.randrange(len(content))])
+
+
+def _repeat_part(content: bytearray, draw: random.Random) -> bytes:
+    start = draw.randrange(len(content))
+    part = content[start : start + draw.choice((1, 10, 200))]
+    at = draw.randrange(len(content))
+    return bytes(content[:at] + part * draw.choice((1, 2, 1000)) + content[at:])
+
+
+def _insert_token(content: bytearray, draw: random.Random) -> bytes:
+    tokens = [
+        '"',
+        "{",
+        "[",
+        "(",
+        "<",
+        "&a [*a, *a]",
+        "!!python/object/apply:os.system ['false']",
+        "\\",
+        "%",
+        "-",
+    ]
+    token = draw.choice([*tokens, *_TEXTS, '"' + "a" * 50_000, "[" * 3000, "1" * 5000, "- - " * 900])
+    at = draw.randrange(len(content))
+    return bytes(content[:at] + token.encode() + content[at + draw.choice((0, len(token))) :])
+
+
+def _zero_part(content: bytearray, draw: random.Random) -> bytes:
+    start = draw.randrange(len(content))
+    content[start : start + 16] = bytes(len(content[start : start + 16]))
+    return bytes(content)
+
+
+_BYTE_MUTATIONS = (_flip_bits, _truncate, _repeat_part, _insert_token, _zero_part)
+
+
+def try_file(form: FileFormat, content: bytes, folder: Path) -> str:
+    """Reads a file. Returns "taken", "refused", or what is at fault."""
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / form.name).write_bytes(content)
+    if form.name.endswith("index.json"):
+        (folder / "w.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    started = time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, LONGEST_S)
+    try:
+        form.read(folder)
+        outcome = "taken"
+    except UserError as error:
+        text = str(error)
+        outcome = "refused" if str(folder) in text else f"a message without its file: {text}"
+        outcome = outcome if len(text) < 4000 else f"a message of {len(text)} characters"
+    except (Exception, TooLong) as error:
+        outcome = f"{type(error).__name__}: {str(error)[:200]}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > MOST_BYTES + _BASE_BYTES:
+        return "too much memory"
+    return outcome if time.monotonic() - started < LONGEST_S else "too slow"
+
+
+_BASE_BYTES = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def run_mutations(
+    formats: list[FileFormat], count: int, first_seed: int = 0
+) -> tuple[Mapping[str, Counter[str]], list[Fault]]:
+    """Tries `count` mutated files in turns of all formats. Returns the numbers of outcomes by format, and the
+    faults."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    outcomes = {form.name: Counter[str]() for form in formats}
+    faults: list[Fault] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(first_seed, first_seed + count):
+            form = formats[seed % len(formats)]
+            outcome = try_file(form, mutate(form.content, random.Random(seed)), Path(folder))
+            if outcome not in ("taken", "refused"):
+                faults.append(Fault(form.name, seed, outcome))
+                outcome = "fault"
+            outcomes[form.name][outcome] += 1
+    signal.signal(signal.SIGALRM, before)
+    return outcomes, faults
+
+
+def main() -> int:
+    """Runs the mutations of the command line and prints a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    plan_json = (ROOT / "tests/codegen/golden/plan.json.golden").read_bytes()
+    ir = (ROOT / "tests/codegen/llava.mlir").read_bytes()
+    outcomes, faults = run_mutations(file_formats(plan_json, ir), given.count, given.seed)
+    for name, counted in outcomes.items():
+        print(f"{name:26} {dict(counted)}")
+    for fault in faults[:50]:
+        print(f"fault: {fault.format}, seed {fault.seed}: {fault.what}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
