@@ -3,7 +3,8 @@
     python -m tools.mutate_files --count 10000
 
 A reader may take a mutated file, or refuse it with a `UserError` that names the file. Anything else is a
-fault: another exception, more than `LONGEST_S` seconds, or memory beyond `MOST_BYTES`. Mutations are drawn
+fault: another exception, more than `LONGEST_S` seconds, memory beyond `MOST_BYTES`, a message of more than
+`LONGEST_MESSAGE` characters. Mutations are drawn
 from a seed: bits, truncation, repeated and swapped parts, other values in JSON and YAML, deep nesting, huge
 numbers, control characters. Ends with exit code 1 if there were faults.
 """
@@ -37,7 +38,7 @@ from secc.runtime.parameters.checkpoint_folder import read_manifest
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.schema import plan_digest
 
-LONGEST_S, MOST_BYTES = 20.0, 1 << 30
+LONGEST_S, MOST_BYTES, LONGEST_MESSAGE = 20.0, 1 << 30, 12_000
 ROOT = Path(__file__).resolve().parent.parent
 _TEXTS = ("", "x", "\0", "\x1b[31m", "[/bold]", "../../etc/passwd", "__import__('os')", "é" * 300, "9" * 5000)
 _VALUES = (*_TEXTS, None, True, -1, 0, 1e201, float("nan"), float("inf"), 2**70, [], {}, [[]], {"a": 1})
@@ -211,7 +212,7 @@ def try_file(form: FileFormat, content: bytes, folder: Path) -> str:
     except UserError as error:
         text = str(error)
         outcome = "refused" if str(folder) in text else f"a message without its file: {text}"
-        outcome = outcome if len(text) < 4000 else f"a message of {len(text)} characters"
+        outcome = outcome if len(text) < LONGEST_MESSAGE else f"a message of {len(text)} characters"
     except (Exception, TooLong) as error:
         outcome = f"{type(error).__name__}: {str(error)[:200]}"
     finally:

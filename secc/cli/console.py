@@ -32,7 +32,8 @@ class PlainConsole(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Make a Text of what is printed."""
-        return super().render_str(printable_text(text, newlines=True), **options | {"markup": False})
+        options["markup"] = False
+        return super().render_str(printable_text(text, newlines=True), **options)
 
 
 out = PlainConsole(
