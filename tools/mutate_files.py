@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -115,9 +116,10 @@ def mutate(content: bytes, draw: random.Random) -> bytes:
         data = json.loads(content)
         for _ in range(draw.choice((1, 1, 2, 5))):
             data = _mutate_json(data, draw)
-        if isinstance(data, dict) and "digest" in data:  # as the author of a plan can
-            data["digest"] = plan_digest({key: value for key, value in data.items() if key != "digest"})
-        return json.dumps(data).encode(errors="surrogatepass")
+        with suppress(RecursionError):  # nested more deeply than Python writes
+            if isinstance(data, dict) and "digest" in data:  # as the author of a plan can
+                data["digest"] = plan_digest({key: value for key, value in data.items() if key != "digest"})
+            return json.dumps(data).encode(errors="surrogatepass")
     return draw.choice(_BYTE_MUTATIONS)(bytearray(content), draw)
 
 
@@ -140,17 +142,21 @@ def _mutate_json(data: Any, draw: random.Random) -> Any:
             chosen *= draw.choice((0, 2, 50))
         case 4:
             other = draw.choice(containers)
-            chosen[key] = json.loads(json.dumps(other))
+            with suppress(RecursionError):
+                chosen[key] = json.loads(json.dumps(other))
         case _:
             chosen[key] = draw.choice(_VALUES)
     return data
 
 
 def _containers(data: Any) -> Iterator[Any]:
-    if isinstance(data, dict | list):
-        yield data
-        for child in data.values() if isinstance(data, dict) else data:  # pyright: ignore[reportUnknownVariableType]
-            yield from _containers(child)
+    """Yields the objects and lists in `data`, which may be nested deeply."""
+    left = [data]
+    while left:
+        found = left.pop()
+        if isinstance(found, dict | list):
+            yield found
+            left += found.values() if isinstance(found, dict) else found  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _flip_bits(content: bytearray, draw: random.Random) -> bytes:
