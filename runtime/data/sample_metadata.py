@@ -113,10 +113,11 @@ class RecordCodec:
         )
 
     def _count_tokens(self, batch: Mapping[str, Any]) -> int:
-        """Number of labels that count; entries of the first input if the model has no labels."""
+        """Number of labels that count. Without labels, entries of the first input of integers, such as token
+        ids; 0 if there is none: pixels are no tokens."""
         if not self.plan.labels_key:
-            first = self.plan.inputs[0].key if self.plan.inputs else ""
-            return batch[first].numel() if first in batch else 0
+            ids = next((i.key for i in self.plan.inputs if i.dtype.startswith("int") and len(i.dims) > 1), "")
+            return batch[ids].numel() if ids in batch else 0
         labels = batch.get(self.plan.labels_key)
         return 0 if labels is None else int((labels != IGNORED_LABEL).sum())
 

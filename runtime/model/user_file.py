@@ -40,6 +40,22 @@ from secc.runtime.plan import schema
 
 NamedParams = list[tuple[str, nn.Parameter]]
 
+# The functions that a model file may define.
+ROLES = (
+    "model",
+    "dataset",
+    "collate",
+    "optimizer",
+    "scheduler",
+    "sizes",
+    "eval_dataset",
+    "metrics",
+    "small_model",
+    "small_dataset",
+    "on_step",
+    "on_save",
+    "on_evaluate",
+)
 _VARIADIC_KINDS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 _SAMPLES_COLLATED_TOGETHER = 4  # samples that are collated together to see which lists grow
 _import_counter = itertools.count()
@@ -168,8 +184,8 @@ class UserModel:
         return {name: len(one) for name, one in self._evaluation_sets.items()}
 
     def compute_metrics(self, outputs: Mapping[str, float]) -> dict[str, float]:
-        """Call the file's `metrics` with the loss and the further scalars of an evaluation set. Returns its
-        numbers; empty if the file has none."""
+        """Call the file's `metrics` with the loss and the further scalars of an evaluation set, and its
+        numbers of `samples` and `tokens`. Returns its numbers; empty if the file has none."""
         if not self.defines("metrics"):
             return {}
         place, numbers = self.function_source_line("metrics"), self.call_function("metrics", dict(outputs))
@@ -367,10 +383,18 @@ class UserModel:
             )
         return optimizer
 
-    def build_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Call the file's learning-rate `scheduler`, which is stepped once per global batch. Returns None if
-        the file has none."""
-        scheduler = self.call_function("scheduler", optimizer) if self.defines("scheduler") else None
+    def build_scheduler(self, optimizer: torch.optim.Optimizer, steps: int | None = None) -> Any:
+        """Call the file's learning-rate `scheduler`, which is stepped once per global batch, with the number
+        of the run's `steps` if it takes a second argument. Returns None if the file has none."""
+        if not self.defines("scheduler"):
+            return None
+        try:
+            parameters = inspect.signature(self.module.scheduler).parameters.values()
+        except (TypeError, ValueError):
+            parameters = ()
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        takes_steps = steps is not None and sum(p.kind in positional for p in parameters) > 1
+        scheduler = self.call_function("scheduler", optimizer, *([steps] if takes_steps else []))
         if scheduler is not None and not callable(getattr(scheduler, "step", None)):
             place = self.function_source_line("scheduler")
             raise UserError(

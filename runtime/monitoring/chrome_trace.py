@@ -23,6 +23,7 @@ from secc.runtime.monitoring.json_lines import say
 
 # Events in which a rank meets all others, and events that may take as long as many steps.
 _COLLECTIVE_KINDS = frozenset({"METADATA", "GRADIENTS", "NORM", "TOTALS", "SAVE"})
+_TRACK_NAMES = ("computes and messages", "recordings", "steps")
 _LONG_KINDS = frozenset({"SAVE", "EVALUATE"})
 
 
@@ -54,6 +55,10 @@ class ChromeTrace:
             {"ph": "M", "pid": self.rank, "tid": 0, "name": name, "args": args}
             for name, args in named.items()
         ]
+        self._events += [
+            {"ph": "M", "pid": self.rank, "tid": track, "name": "thread_name", "args": {"name": name}}
+            for track, name in enumerate(_TRACK_NAMES)
+        ]
         dist.barrier()
         self._zero_ns = _agree_on_zero(self._device)
 
@@ -67,6 +72,14 @@ class ChromeTrace:
             yield
         if self.is_active:
             self._append_event(name, 0, start, self._now_ns(), args)
+
+    @contextmanager
+    def record_step(self, step: int) -> Iterator[None]:
+        """Records the body as one step, on a track of its own."""
+        start = self._now_ns() if self.is_active else 0
+        yield
+        if self.is_active:
+            self._append_event(f"step {step}", 2, start, self._now_ns(), {"kind": "STEP", "step": step})
 
     def record_background_event(self, name: str, start: int, end: int, **args: Any) -> None:
         """Records an event of another process of this rank, on its own track; `start` and `end` are
@@ -83,7 +96,17 @@ class ChromeTrace:
             "cat": args.get("kind", ""),
             "args": args,
         }
-        self._events.append(event | {"ts": (start - self._zero_ns) / 1e3, "dur": (end - start) / 1e3})
+        begins, takes = (start - self._zero_ns) / 1e3, (end - start) / 1e3
+        flow = args.pop("flow", None)
+        self._events.append(event | {"ts": begins, "dur": takes})
+        if flow is not None:
+            # An arrow from the SEND to the RECV of a message; each end lies within its event.
+            ends = {"SEND": {"ph": "s"}, "RECV": {"ph": "f", "bp": "e"}}[args["kind"]]
+            self._events.append(
+                {"pid": self.rank, "tid": track, "name": "message", "cat": "message", "id": flow}
+                | ends
+                | {"ts": begins + takes / 2 if args["kind"] == "SEND" else begins + takes}
+            )
 
     def close(self) -> None:
         """Writes this rank's part; rank 0 joins the parts."""

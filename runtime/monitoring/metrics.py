@@ -27,9 +27,12 @@ def find_lost_steps(directory: Path, checkpoint_step: int) -> tuple[int, float]:
         return 0, 0.0
     for line in reversed(lines):
         try:
-            step, spent = json.loads(line)["step"], json.loads(line)["step_time_s"]
+            entry = json.loads(line)
+            step, spent, is_evaluation = entry["step"], entry["step_time_s"], "eval" in entry
         except (ValueError, KeyError, TypeError):
             continue  # a line that was being written, or that is no step's
+        if is_evaluation:
+            continue
         if step <= checkpoint_step:
             break
         count, seconds = count + 1, seconds + spent
@@ -51,6 +54,7 @@ class MetricsLog:
         self._in_place = stream.isatty()
         self._shown_at = float("-inf")
         self._shown_width = 0
+        self._first: tuple[float, int] | None = None  # time and number of the first step
 
     def log_step(self, values: dict[str, Any]) -> None:
         """Writes one step: `step, loss, grad_norm, samples, tokens, step_time_s`, and further scalars if
@@ -87,11 +91,21 @@ class MetricsLog:
         if not self._in_place and not last and now - self._shown_at < _PROGRESS_INTERVAL_S:
             return
         self._shown_at = now
-        rate = values["tokens"] / values["step_time_s"] if values["step_time_s"] > 0 else 0.0
+        self._first = self._first or (now, values["step"])
+        seconds = values["step_time_s"]
+        tokens = values["tokens"] > 0
+        rate = values["tokens" if tokens else "samples"] / seconds if seconds > 0 else 0.0
         line = f"step {values['step']}/{self._last_step}  loss {values['loss']:.4f}"
         line += f"  grad norm {values['grad_norm']:.3g}"
-        line += f"  {values['step_time_s']:.2f} s/step  {rate:,.0f} tokens/s"
-        if "recorded" in values:
+        if "learning_rate" in values:
+            line += f"  lr {values['learning_rate']:.3g}"
+        rate_text = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2f}"
+        line += f"  {seconds:.2f} s/step  {rate_text} {'tokens' if tokens else 'samples'}/s"
+        since, first = self._first
+        if values["step"] > first and not last:
+            left = (now - since) / (values["step"] - first) * (self._last_step - values["step"])
+            line += f"  {duration_text(left)} left"
+        if values.get("recorded") or values.get("kept"):
             line += f"  {values['recorded']:.0f} recorded, {values['kept']:.0f} reused"
             line += f", {values['exposed_s']:.2f} s waited for recordings"
         if self._in_place:
@@ -101,6 +115,14 @@ class MetricsLog:
         else:
             self._stream.write(line + "\n")
         self._stream.flush()
+
+
+def duration_text(seconds: float) -> str:
+    """A duration as a person says it: `45 s`, `12 min`, `3 h 20 min`."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _terminal_columns() -> int:

@@ -37,7 +37,7 @@ def summary_lines(
         return
     step_seconds = median(s.seconds for s in steps)
     measured = f"{step_seconds:.4g} s a step, the median of the last {len(steps)}"
-    predicted = float(plan.prediction.get("simulated", plan.prediction).get("step_time_s", 0.0))
+    predicted = plan.predicted_step_s
     yield (
         f"{measured}; predicted {predicted:.4g} s ({step_seconds / predicted:.2f} times as long)"
         if predicted

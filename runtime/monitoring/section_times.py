@@ -47,8 +47,9 @@ class SectionStopwatch:
 
     @contextmanager
     def time_section(self, section: str, kind: str) -> Iterator[None]:
-        """Times the body as part of the forwards or, for kinds "B" and "W", of the backwards of a section."""
-        key = section, "F" if kind == "F" else "B"
+        """Times the body as part of the forwards or, for kinds "B" and "W", of the backwards of a section;
+        with kind "R", as waiting for a message."""
+        key = section, kind if kind in "FR" else "B"
         if self._device.type != "cuda":
             start = time.perf_counter()
             yield
@@ -77,6 +78,11 @@ def section_time_columns(plan: Plan) -> list[tuple[str, str, int]]:
         for s in plan.user_sections
         for kind in (("F",) if s.mode == "forward" else ("F", "B"))
     ]
+
+
+def section_wait_columns(plan: Plan) -> list[tuple[str, int]]:
+    """Returns (section, tensor-parallel ranks per replica) of the waits that a run sums."""
+    return [(s.name, s.mesh.tp) for s in plan.user_sections]
 
 
 def predict_section_seconds(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> SectionSeconds:

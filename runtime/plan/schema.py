@@ -340,6 +340,15 @@ class Plan:
     # Memory on each rank of a prefetching section for results of the next global batch.
     run_ahead_gib: float = 0.0
 
+    @property
+    def predicted_step_s(self) -> float | None:
+        """The predicted seconds of a step, the one figure that messages and reports show: the simulated step
+        if one was simulated, else what the solver's search or its closed form gives; None if unknown."""
+        seconds = self.prediction.get("simulated", {}).get("step_time_s")
+        seconds = seconds if seconds is not None else self.solver.get("simulated_s")
+        seconds = seconds if seconds is not None else self.prediction.get("step_time_s")
+        return float(seconds) if seconds is not None else None
+
     def find_section(self, name: str) -> Section:
         """Returns the section or stage named `name`."""
         return next(s for s in self.sections if s.name == name)

@@ -137,6 +137,7 @@ class Engine:
         self.plan, self.sections, self.transport, self.trace = plan, sections, transport, trace
         self.on_reduce, self.on_last_backward, self.groups = on_reduce, on_last, groups or {}
         self.gatherers, self.exchanges = passes or {}, exchanges or {}
+        self.evaluates, self.step_count = evaluates, 0
         self.rank, self.device = transport.rank, transport.device
         planned = {s.name: s for s in plan.sections}
         self.backward_owed = {name: owes_backward(s) for name, s in planned.items()}
@@ -175,6 +176,7 @@ class Engine:
         Afterwards `logged` holds this rank's shares of the scalars that the user's forward returns next to
         the loss. Without coefficients the loss is 0, and `numerators` holds this rank's sums by term.
         """
+        self.step_count += 1
         execution = _StepExecution(self, step)
         loss = execution.run_program()
         self.logged, self.numerators = execution.logged, execution.numerators
@@ -507,8 +509,10 @@ class _StepExecution:
     ) -> torch.Tensor:
         """Waits for one slice of a message and returns its values."""
         message = Message(edge.name, direction, pair, part.sender, part.index, part.count)
+        waits = edge.dst if direction == "fwd" else edge.src
+        timed = self.engine.stopwatch.time_section(self.engine.whole_section[waits], "R")
         waiting = self.engine.trace.activity.during(message, Waiting.PEERS)
-        with waiting, self.transfer_event("RECV", message, part.sender, self.engine.rank):
+        with waiting, timed, self.transfer_event("RECV", message, part.sender, self.engine.rank):
             return self.engine.transport.take_values(message)
 
     def release_consumer(self, section: str, micro: int) -> None:
@@ -650,6 +654,11 @@ class _StepExecution:
         layout = self.layouts[message.edge]
         args = {"kind": kind, "edge": message.edge, "direction": message.direction, "src": src, "dst": dst}
         size = message.numel(layout) * layout.dtype.itemsize
+        engine, (first, second) = self.engine, message.pair
+        step = f"{'eval' if engine.evaluates else 'step'} {engine.step_count}"
+        args["flow"] = (
+            f"{step} {message.edge} {message.direction} {first}>{second} {src}>{dst} {message.part}"
+        )
         return self.engine.trace.record_event(
             f"{kind} {message.edge}", **args, samples=self.sample_ids(layout.pairs[message.pair]), bytes=size
         )

@@ -142,7 +142,8 @@ class Evaluator:
             value = logged_scalar_name(term) or "loss"
             values[value] = values.get(value, 0.0) + coefficient * numerators.get(term, 0.0)
         tokens = sum(b.tokens for b in totals.batches)
-        metrics = self._context.user_model.compute_metrics(values)
+        counts = {"samples": float(totals.sample_count), "tokens": float(tokens)}
+        metrics = self._context.user_model.compute_metrics(counts | values)
         return EvaluationResult(name, values | metrics, totals.sample_count, tokens, seconds)
 
 

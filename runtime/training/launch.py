@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -35,6 +36,8 @@ def main(train: Callable[[RunOptions], None]) -> int:
     """The entry of a rank's file: calls `train` with the options of the command line. Returns
     0, or exits the process."""
     die_with_launcher()
+    if os.environ.get("RANK", "0") != "0":
+        _leave_warnings_to_rank_0()
     try:
         options = parse_options(sys.argv[1:])
         _pause_before_restart()
@@ -59,6 +62,14 @@ def main(train: Callable[[RunOptions], None]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no cleanup: it would wait for ranks and loaders that may be gone
+
+
+def _leave_warnings_to_rank_0() -> None:
+    """Silences what libraries say in every process alike, unless the environment asks for it."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
 
 
 def is_lost_peer(error: BaseException) -> bool:

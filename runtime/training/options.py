@@ -10,6 +10,7 @@ from typing import Literal, NoReturn
 
 from secc.runtime.errors import UserError
 from secc.runtime.model.init_weights import InitDirectories
+from secc.runtime.monitoring.trackers import parse_tracker_names
 from secc.runtime.schedule.scheduler import SCHEDULE_ORDERS
 from secc.runtime.training.best_checkpoint import BestMetric
 
@@ -52,6 +53,7 @@ class RunOptions:
     keep_best: BestMetric | None = None
     patience: int | None = None
     ema: float | None = None
+    report_to: tuple[str, ...] = ()
 
     @property
     def evaluates(self) -> bool:
@@ -190,6 +192,10 @@ def make_parser() -> argparse.ArgumentParser:
         " with checkpoints, and evaluations use it"
     )
     p.add_argument("--ema", type=_decay, metavar="D", help=text)
+    text = (
+        "report metrics to experiment trackers: tensorboard, wandb, mlflow, trackio (offline without a key)"
+    )
+    p.add_argument("--report-to", type=parse_tracker_names, default=(), metavar="A,B", help=text)
     p.add_argument("--eval-only", choices=("trained", "ema"), help=argparse.SUPPRESS)  # secc eval
     p.add_argument(
         "--emulate",

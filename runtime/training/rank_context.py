@@ -32,6 +32,7 @@ from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.monitoring.chrome_trace import ChromeTrace
 from secc.runtime.monitoring.metrics import find_lost_steps
+from secc.runtime.monitoring.trackers import check_installed
 from secc.runtime.parameters.checkpoint import load_model_state
 from secc.runtime.parameters.checkpoint_folder import (
     FoundCheckpoint,
@@ -128,6 +129,7 @@ class RankContext(ExitStack):
             _check_writable(self.log_dir, options)
             if options.eval_only is None:
                 self._lock_folders()
+            check_installed(options.report_to)
             if options.save is not None:
                 check_folder_is_free(options.save, self.resumed)
             for note in _resumption_notes(options, self.resumed, self.log_dir):

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,18 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from secc.runtime.comm.p2p_channels import Transport
 from secc.runtime.comm.p2p_rounds import RoundTransport
-from secc.runtime.data.data_plane import GlobalBatch
 from secc.runtime.errors import UserError, printable_text
 from secc.runtime.fusion.install import install_fused, read_fused_source
 from secc.runtime.model.item_seeds import derive_item_seed
 from secc.runtime.monitoring.json_lines import say
 from secc.runtime.monitoring.metrics import MetricsLog
 from secc.runtime.monitoring.run_summary import summary_lines
-from secc.runtime.monitoring.section_times import SectionSeconds, SectionTimesLog, section_time_columns
+from secc.runtime.monitoring.section_times import (
+    SectionSeconds,
+    SectionTimesLog,
+    section_time_columns,
+    section_wait_columns,
+)
 from secc.runtime.parameters import checkpoint
 from secc.runtime.parameters.elementwise_check import why_not_elementwise
 from secc.runtime.parameters.gradient_reduction import GradientReducer, build_reduction_groups
@@ -44,9 +49,11 @@ from secc.runtime.tensor_parallel import styles
 from secc.runtime.tensor_parallel.expert_parallel import TokenExchange
 from secc.runtime.tensor_parallel.replica_group import make_exchange_groups, make_replica_groups
 from secc.runtime.training.best_checkpoint import BestCheckpoint
+from secc.runtime.training.callbacks import Callbacks, StepResult
 from secc.runtime.training.engine import Engine, StepInput
 from secc.runtime.training.evaluation import EvaluationResult, Evaluator
 from secc.runtime.training.rank_context import RankContext
+from secc.runtime.training.run_reports import RunReports
 from secc.runtime.training.step_batches import StepBatches
 from secc.runtime.training.step_planner import PlannedStep, plan_steps
 from secc.runtime.training.stop_request import StopRequest
@@ -54,15 +61,37 @@ from secc.runtime.training.stop_request import StopRequest
 TRANSPORTS = {"channels": Transport, "rounds": RoundTransport}
 
 
+@dataclass(frozen=True)
+class StepTotals:
+    """Sums of a step over all ranks: the loss, the norm of all gradients (0-dim), the learning rate, mean
+    seconds in which a rank waited for gradients, further scalars, and by section the seconds of computing and
+    of waiting for messages."""
+
+    loss: float
+    norm: torch.Tensor
+    learning_rate: float
+    exposed_s: float
+    logged: dict[str, float]
+    section_seconds: SectionSeconds
+    wait_seconds: dict[str, float]
+
+
 class Trainer:
     """Trains this rank's sections. Construct it at the same point on all ranks, because creating process
     groups is collective.
 
     `context`: this rank of the run. `model`: the user's model from `RankContext.load_model`. `sections`: this
-    rank's generated section modules on that model.
+    rank's generated section modules on that model. `callbacks`: objects with `on_step`, `on_save` or
+    `on_evaluate` methods (`secc.runtime.training.callbacks`), called after the model file's functions.
     """
 
-    def __init__(self, context: RankContext, model: nn.Module, sections: Sequence[SectionModule]) -> None:
+    def __init__(
+        self,
+        context: RankContext,
+        model: nn.Module,
+        sections: Sequence[SectionModule],
+        callbacks: Sequence[object] = (),
+    ) -> None:
         self.context, self.model, self.terms = context, model, context.terms
         self.plan, self.options = context.plan, context.options
         canonical = canonical_names(model)
@@ -111,13 +140,18 @@ class Trainer:
             context.zero3.gatherers,
             exchanges=exchanges,
         )
+        self._callbacks = Callbacks(context.user_model, callbacks)
+        # The learning rate is that of the first rank that trains anything.
+        self._reports_learning_rate = context.rank == min((r for h in reductions for r in h.ranks), default=0)
         self._owned_names = self._find_owned_names(model)
         self._trained_names = {n for h in reductions if context.rank in h.ranks for n in h.names}
         self.optimizer = self._make_optimizer(
             {params[n]: n for h in reductions if context.rank in h.ranks for n in h.names}
         )
         self.scheduler = (
-            context.user_model.build_scheduler(self.optimizer) if self.optimizer is not None else None
+            context.user_model.build_scheduler(self.optimizer, context.last_step)
+            if self.optimizer is not None
+            else None
         )
         self.step_number = context.first_step
         self.average = self._make_average()
@@ -145,6 +179,7 @@ class Trainer:
             self.section_times = SectionTimesLog(context.log_dir, self.plan)
         self.stop_request, self._stops = StopRequest(), False
         self.stop_request.listen()
+        self.reports = RunReports(context) if context.rank == 0 and self.options.report_to else None
         self._step_start = time.perf_counter()
 
     def plan_steps(self) -> Iterator[PlannedStep]:
@@ -164,6 +199,8 @@ class Trainer:
             yield from self._plan_training()
         if self.metrics is not None and self.section_times is not None:
             self.metrics.close()
+            if self.reports is not None:
+                self.reports.close()
             for line in summary_lines(
                 self.plan, self.section_times.steps, self.context.log_dir, self.context.local_process_count
             ):
@@ -181,7 +218,8 @@ class Trainer:
     def _plan_training(self) -> Iterator[PlannedStep]:
         context = self.context
         for step in plan_steps(context, self.step_number, context.last_step, ahead=context.records_ahead):
-            yield step
+            with context.trace.record_step(self.step_number + 1):
+                yield step
             if self._stops_early or self._stops:
                 return
 
@@ -200,22 +238,24 @@ class Trainer:
             share = self.engine.run_step(
                 StepInput(step.schedule, step.samples, batches.load_batch, coefficients, seed, later_seed)
             )
+        reduction_start = time.perf_counter()
         with trace_event("GRADIENTS", kind="GRADIENTS"):
             self.reducer.finish_reduction()
+        exposed_s = time.perf_counter() - reduction_start
         with trace_event("NORM", kind="NORM"):
             squared = self.reducer.squared_norm()
         with trace_event("TOTALS", kind="TOTALS"):
-            loss, norm, logged, section_seconds = self._sum_over_ranks(share, squared, batches)
+            totals = self._sum_over_ranks(share, squared, batches, exposed_s)
         with trace_event("OPTIMIZER", kind="OPTIMIZER"):
-            self._step_optimizer(loss, norm)
+            self._step_optimizer(totals.loss, totals.norm)
         self.step_number += 1
         self.context.trace.activity.step = self.step_number + 1
-        seconds = self._finish_step(batch, loss, float(norm), logged)
+        seconds = self._finish_step(step, totals)
         if self.section_times is not None:
             self.section_times.log_step(
-                self.step_number, seconds, section_seconds, step.samples, step.schedule
+                self.step_number, seconds, totals.section_seconds, step.samples, step.schedule
             )
-        return loss
+        return totals.loss
 
     def _step_optimizer(self, loss: float, norm: torch.Tensor) -> None:
         """Clips gradients, steps the optimizer, sends updated parameters to their replicas, and steps the
@@ -233,45 +273,77 @@ class Trainer:
             self.scheduler.step()
 
     def _sum_over_ranks(
-        self, share: torch.Tensor, squared: torch.Tensor, batches: StepBatches
-    ) -> tuple[float, torch.Tensor, dict[str, float], SectionSeconds]:
-        """Sums all scalars of a step over ranks in one exchange: (loss, gradient norm, logged scalars,
-        seconds by section). Also agrees on whether to stop after this step.
+        self, share: torch.Tensor, squared: torch.Tensor, batches: StepBatches, exposed_s: float
+    ) -> StepTotals:
+        """Sums all scalars of a step over ranks in one exchange. Also agrees on whether to stop after this
+        step.
 
-        `share`: this rank's share of the loss; `squared`: its share of the squared gradient norm.
+        `share`: this rank's share of the loss; `squared`: its share of the squared gradient norm;
+        `exposed_s`: the seconds that it waited for gradients.
         """
         recording = batches.recording_metrics(1 / self.context.world_size) if self.plan.recorded else {}
         shares = self.engine.logged | {name: share.new_tensor(seconds) for name, seconds in recording.items()}
         local_seconds, columns = self.engine.stopwatch.take_seconds(), section_time_columns(self.plan)
+        columns += [(name, "R", tp) for name, tp in section_wait_columns(self.plan)]
         times = [share.new_tensor(local_seconds.get((name, kind), 0.0) / tp) for name, kind, tp in columns]
+        rate = self._learning_rate() if self._reports_learning_rate else 0.0
+        own = [share.new_tensor(rate), share.new_tensor(exposed_s / self.context.world_size)]
         asked = share.new_tensor(float(self.stop_request.is_set))
         totals = self.context.data_plane.exchange_values(
-            torch.stack([share, squared, *shares.values(), *times, asked]), self.context.last_step
+            torch.stack([share, squared, *own, *shares.values(), *times, asked]), self.context.last_step
         ).sum(0)
         self._stops = bool(totals[-1] > 0)
-        logged = dict(zip(shares, sums := totals[2:].tolist(), strict=False))
-        section_seconds = {
-            (name, kind): seconds
-            for (name, kind, _), seconds in zip(columns, sums[len(shares) : -1], strict=True)
+        sums = totals[2:].tolist()
+        seconds = {
+            (name, kind): total
+            for (name, kind, _), total in zip(columns, sums[2 + len(shares) : -1], strict=True)
         }
-        return float(totals[0]) + self.terms.CONSTANT, totals[1].sqrt(), logged, section_seconds
+        return StepTotals(
+            float(totals[0]) + self.terms.CONSTANT,
+            totals[1].sqrt(),
+            sums[0],
+            sums[1],
+            dict(zip(shares, sums[2:], strict=False)),
+            {key: s for key, s in seconds.items() if key[1] != "R"},
+            {name: s for (name, kind), s in seconds.items() if kind == "R"},
+        )
 
-    def _finish_step(
-        self, batch: GlobalBatch, loss: float, norm: float, logged: Mapping[str, float]
-    ) -> float:
-        """Logs the step and saves a checkpoint if one is due. Returns the seconds of the step."""
-        now = time.perf_counter()
-        seconds = now - self._step_start
+    def _learning_rate(self) -> float:
+        """The learning rate of this rank's first parameter group, 0 without an optimizer."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return float(groups[0].get("lr", 0.0)) if groups else 0.0
+
+    def _finish_step(self, step: PlannedStep, totals: StepTotals) -> float:
+        """Logs the step, calls the user's callbacks, and evaluates and saves if that is due. Returns the
+        seconds of the step."""
+        seconds, batch = time.perf_counter() - self._step_start, step.batch
+        result = StepResult(
+            self.step_number,
+            totals.loss,
+            float(totals.norm),
+            totals.learning_rate,
+            len(batch.samples),
+            batch.tokens,
+            seconds,
+            self.context.rank,
+            self.context.world_size,
+            totals.logged,
+        )
         if self.metrics is not None:
             values = {
-                "step": self.step_number,
-                "loss": loss,
-                "grad_norm": norm,
-                "samples": len(batch.samples),
-                "tokens": batch.tokens,
+                "step": result.step,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "learning_rate": result.learning_rate,
+                "samples": result.samples,
+                "tokens": result.tokens,
             }
             skipped = {"skipped": len(batch.skipped_indices)} if self.options.skip_bad_samples else {}
-            self.metrics.log_step({**logged} | values | skipped | {"step_time_s": seconds})
+            self.metrics.log_step({**totals.logged} | values | skipped | {"step_time_s": seconds})
+        if self.reports is not None:
+            waits = {(name, "R"): s for name, s in totals.wait_seconds.items()}
+            self.reports.log_step(result, step, totals.section_seconds | waits, totals.exposed_s)
+        self._callbacks.on_step(result)
         if self._evaluator is not None and self._is_evaluation_due():
             self.evaluate()
         if self.options.save is not None and self._is_save_due():
@@ -310,6 +382,10 @@ class Trainer:
                     result.tokens,
                     result.seconds,
                 )
+        for result in results:
+            if self.reports is not None:
+                self.reports.log_evaluation(self.step_number, result)
+            self._callbacks.on_evaluate(result)
         if self._best is not None and not self.options.eval_only:
             values = {name: value for r in results for name, value in r.metric_names().items()}
             if self._best.is_improved(self.step_number, values):
@@ -379,9 +455,12 @@ class Trainer:
             context.run_id,
         )
         try:
-            checkpoint.save_checkpoint(folder, state, manifest, keep)
+            saved = checkpoint.save_checkpoint(folder, state, manifest, keep)
         except checkpoint.SaveFailed as failed:
             self._report_failed_save(folder, failed)
+            return
+        if context.rank == 0:
+            self._callbacks.on_save(saved)
 
     def _report_failed_save(self, folder: Path, failed: checkpoint.SaveFailed) -> None:
         """Says that a checkpoint was not saved. Raises UserError if the run ends here: its last weights would

@@ -47,8 +47,13 @@ class LazyCommands(TyperGroup):
             return None
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         module = importlib.import_module(f"secc.cli.{cmd_name}")
+        function = module.command
+        if hasattr(module, "rank_options"):
+            from secc.cli.run import add_options
+
+            function = add_options(function, module.rank_options())
         app.command(cmd_name, no_args_is_help=True, context_settings=getattr(module, "CONTEXT", None))(
-            module.command
+            function
         )
         command = typer.main.get_command(app)
         assert isinstance(command, TyperCommand)

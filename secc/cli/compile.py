@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from secc.cli.console import out, print_json, print_table, show_progress, styled
+from secc.cli.console import out, print_json, print_table, show_progress
 
 if TYPE_CHECKING:
-    from secc.driver.compile import CompiledPlan
     from secc.runtime.plan.schema import Plan
 
 MODEL_ARGUMENT = Annotated[
@@ -21,6 +19,23 @@ ACCEPT_OPTION = Annotated[
     list[str] | None, typer.Option(help="accept an approximation of the loss: balance-loss", metavar="NAME")
 ]
 JSON_OPTION = Annotated[bool, typer.Option("--json", help="print the result as JSON, and no progress")]
+
+# Reported by the compiler in this order; other steps are parts of these.
+COMPILE_STAGES = (
+    "read the model file",
+    "build the model on the meta device",
+    "draw samples",
+    "capture",
+    "build the model here",
+    "compare widths",
+    "measure blocks",
+    "find possible tp of blocks",
+    "passes",
+    "allocate",
+    "lower",
+    "compare with the eager model",
+    "simulate a step",
+)
 
 _FUSE_FLAGS = typer.Option(
     "--fuse/--no-fuse", help="use fused operators in the model (default: on GPUs)", show_default=False
@@ -103,11 +118,9 @@ def command(
     from secc.runtime.host.gc_control import pause_gc, slow_gc
 
     with pause_gc():  # objects created by imports are never garbage
-        from secc.codegen.plan_writer import reserve_output
-        from secc.driver.compile import compile_model
+        from secc.api.plan import compile_to_directory
         from secc.driver.compile_options import CompileOptions
-        from secc.report.plan_tables import taken_back_texts
-        from secc.report.text_table import amount_text
+        from secc.report.plan_brief import plan_brief
         from secc.runtime.data.epoch_order import repeated_samples_text
     options = CompileOptions(
         cluster=cluster,
@@ -129,59 +142,20 @@ def command(
         dtype=dtype,
         run_ahead=run_ahead,
     )
-    with reserve_output(output), show_progress(quiet=json) as show, slow_gc():
-        compiled = compile_model(model, options, show)
-        if check:
-            from secc.driver.exactness_check import check_exactness
-
-            show("compare with the eager model")
-            compiled = check_exactness(compiled)
-        show("simulate a step")
-        plan = _write_plan(compiled, output)
+    with show_progress(json, COMPILE_STAGES) as show, slow_gc():
+        compiled = compile_to_directory(model, options, output, check, show)
+    plan = compiled.plan
     if json:
         from secc.runtime.plan.schema import plan_to_dict
 
         print_json(plan_to_dict(plan))
         return
-    sections = f"{amount_text(len(plan.pipelines), 'section')} on {amount_text(plan.world_size, 'rank')}"
-    out.print(styled(output, "bold"), f": {sections}, {_checked_text(plan.checks)}", sep="", soft_wrap=True)
-    samples = len(compiled.user.dataset())
-    if samples < plan.global_batch:
-        out.print(f"  {repeated_samples_text(samples, plan.global_batch)}", soft_wrap=True)
-    for line in plan.checks.get("accepted", ()):
-        out.print(f"  accepted {line}", soft_wrap=True)
-    for line in taken_back_texts(plan):
-        out.print(f"  {line}", soft_wrap=True)
-    _print_free_ranks(plan)
     if explain_fusion:
         _print_fusion(plan)
-    out.print(f"  report   {output / 'report.html'}", soft_wrap=True)
-    out.print(f"  explain  secc explain {output}", soft_wrap=True)
-    out.print(f"  run      secc run {output} --steps 100", soft_wrap=True)
-
-
-def _write_plan(compiled: CompiledPlan, output: Path) -> Plan:
-    """Simulate a step and write the plan directory. Returns the plan with the predictions of the
-    simulation."""
-    from secc.driver.step_preview import preview_step
-    from secc.report.html_page import report_page
-
-    preview = preview_step(compiled)
-    dataclasses.replace(compiled, plan=preview.plan).write_plan(
-        output, lambda plan: report_page(plan, preview.drawing), preview.files
-    )
-    return preview.plan
-
-
-def _print_free_ranks(plan: Plan) -> None:
-    ranks = (
-        plan.world_size + int(plan.solver["free_ranks"])
-        if "free_ranks" in plan.solver
-        else int(plan.cluster.get("ranks", 0))
-    )
-    if plan.world_size < ranks:
-        why = "are not needed" if plan.solver.get("objective") == "gpus" else "would not shorten the step"
-        out.print(f"  {ranks - plan.world_size} of {ranks} ranks {why} and are not used")
+    samples = len(compiled.user.dataset())
+    few = (repeated_samples_text(samples, plan.global_batch),) if samples < plan.global_batch else ()
+    for line in plan_brief(plan, output, few):
+        out.print(line, soft_wrap=True, markup=False)
 
 
 def _print_fusion(plan: Plan) -> None:
@@ -192,12 +166,3 @@ def _print_fusion(plan: Plan) -> None:
         print_table(table)
     if not tables:
         out.print("  fusion is off, or its rules matched nothing")
-
-
-def _checked_text(checks: dict[str, object]) -> str:
-    from secc.report.text_table import amount_text
-
-    patterns = checks.get("patterns")
-    if isinstance(patterns, tuple | list) and patterns:
-        return f"shown to be exact for {amount_text(len(patterns), 'input pattern')}"
-    return str(checks.get("reason", "not compared with the eager model"))

@@ -10,21 +10,17 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from secc.errors import printable_text
+from secc.report.table_renderers import PAGE_WIDTH, make_rich_table
 from secc.report.text_table import TextTable
-
-# Width of output to files and pipes, which are not limited to 80 columns.
-
-FILE_WIDTH = 140
-SHORT_COLUMN = 16  # columns up to this width are wrapped last
 
 
 class PlainConsole(Console):
@@ -40,7 +36,7 @@ out = PlainConsole(
     highlight=False,
     markup=False,
     emoji=False,
-    width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH,
+    width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PAGE_WIDTH,
 )
 err = PlainConsole(stderr=True, highlight=False, markup=False, emoji=False)
 
@@ -51,16 +47,51 @@ def styled(text: object, style: str = "") -> Text:
 
 
 @contextmanager
-def show_progress(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that reports the current step: a spinner on a terminal, one line per step
-    elsewhere, nothing with `quiet`."""
+def show_progress(quiet: bool, stages: Sequence[str] = ()) -> Iterator[Callable[[str], None]]:
+    """Yield a function that reports the current step: a spinner on a terminal, elsewhere a line for each of
+    the known `stages`, as `secc: 4 of 11  capture`, with the seconds of the one before. Steps that are no
+    stages are parts of the current one; without `stages` each has a line. Nothing with `quiet`."""
     if quiet:
         yield lambda _: None
-    elif err.is_terminal:
+        return
+    progress = _Progress(stages)
+    if err.is_terminal:
         with err.status("") as status:
-            yield lambda step: status.update(styled(f"{step} …"))
+            yield lambda step: status.update(styled(f"{progress.describe(step)} …"))
     else:
-        yield lambda step: err.print(f"secc: {step}", style="dim")
+        yield progress.print_line
+    progress.finish()
+
+
+class _Progress:
+    """Counts the stages of long work, and times them."""
+
+    def __init__(self, stages: Sequence[str]) -> None:
+        self._stages, self._reached, self._current = list(stages), 0, ""
+        self._started = self._stage_started = time.monotonic()
+
+    def describe(self, step: str) -> str:
+        """The step as one line; a stage that comes again does not count back."""
+        if not self._stages:
+            return step
+        if step in self._stages:
+            self._reached = max(self._reached, self._stages.index(step) + 1)
+            return f"{self._reached} of {len(self._stages)}  {step}"
+        return f"{self._reached} of {len(self._stages)}  {self._stages[max(0, self._reached - 1)]}: {step}"
+
+    def print_line(self, step: str) -> None:
+        """Print a line if a stage begins."""
+        if self._stages and (step not in self._stages or self._stages.index(step) < self._reached):
+            return
+        now = time.monotonic()
+        before = f"  ({self._current}: {now - self._stage_started:.1f} s)" if self._current else ""
+        self._current, self._stage_started = step, now
+        err.print(f"secc: {self.describe(step)}{before}", style="dim")
+
+    def finish(self) -> None:
+        """Print how long all of it took."""
+        if self._stages:
+            err.print(f"secc: done in {time.monotonic() - self._started:.1f} s", style="dim")
 
 
 def print_json(data: object) -> None:
@@ -70,29 +101,7 @@ def print_json(data: object) -> None:
 
 def print_table(table: TextTable) -> None:
     """Print a table, folded to the width of the terminal."""
-    rich_table = RichTable(
-        title=table.title, title_justify="left", caption=table.note or None, caption_justify="left"
-    )
-    unwrapped = _unwrapped_columns(table, out.width)
-    for i, column in enumerate(table.columns):
-        rich_table.add_column(column, overflow="fold", no_wrap=i in unwrapped)
-    for row in table.rows:
-        rich_table.add_row(*row)
-    out.print(rich_table)
-
-
-def _unwrapped_columns(table: TextTable, width: int) -> set[int]:
-    """The columns that are not wrapped on a terminal of this width: the shortest ones, as long as
-    SHORT_COLUMN remains for each of the others."""
-    lengths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
-    remaining = width - 3 * len(lengths) - 1  # each column has a border and two spaces
-    unwrapped = set[int]()
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        others = len(lengths) - len(unwrapped) - 1
-        if lengths[i] <= SHORT_COLUMN and remaining - lengths[i] >= SHORT_COLUMN * min(others, 1):
-            unwrapped.add(i)
-            remaining -= lengths[i]
-    return unwrapped
+    out.print(make_rich_table(table, out.width))
 
 
 def print_differences(tables: Sequence[TextTable], as_json: bool) -> None:

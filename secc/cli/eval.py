@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,16 @@ import typer
 from secc.cli.compile import JSON_OPTION
 from secc.cli.console import out, print_json, print_table
 from secc.cli.explain import PLAN_ARGUMENT
-from secc.cli.run import CONTEXT as CONTEXT  # options of run.py that are not listed here are passed on
+from secc.cli.run import CONTEXT as CONTEXT
+from secc.cli.run import passed_arguments
+from secc.cli.run import rank_options as options_of_run
+
+_LISTED = ("seed", "init", "trace", "comm", "order", "skip_bad_samples", "workers", "recorders", "report_to")
+
+
+def rank_options() -> list[Parameter]:
+    """Options of run.py that matter to an evaluation, for --help."""
+    return options_of_run(only=_LISTED)
 
 
 def command(
@@ -43,7 +53,7 @@ def command(
     arguments = ["--log-dir", str(logs), "--eval-only", "ema" if ema else "trained"]
     arguments += ["--resume", str(resume)] if resume is not None else []
     arguments += ["--eval-batch", str(eval_batch)] if eval_batch is not None else []
-    code = run_plan(plan, [*context.args, *arguments])
+    code = run_plan(plan, [*passed_arguments(context), *arguments])
     if code:
         raise typer.Exit(code)
     results = [_parse_line(line) for line in metrics.read_text().splitlines()[before:]]

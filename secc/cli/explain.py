@@ -30,27 +30,24 @@ def command(plan: PLAN_ARGUMENT, what_if: WHAT_IF_OPTION = None, json: JSON_OPTI
     if what_if:
         _print_what_if(plan, what_if, json)
         return
-    from secc.report.plan_tables import plan_summary, plan_tables
-    from secc.runtime.plan.plan_file import load_plan
+    from secc.api.plan import Plan
 
-    loaded = load_plan(plan)
+    loaded = Plan(plan)
+    explanation = loaded.explain()
     if json:
-        print_json(
-            {
-                "summary": dict(plan_summary(loaded)),
-                "tables": [dataclasses.asdict(t) for t in plan_tables(loaded)],
-            }
-        )
+        tables = [dataclasses.asdict(t) for t in explanation.tables]
+        print_json({"summary": dict(explanation.facts), "tables": tables})
         return
-    for name, value in plan_summary(loaded):
-        out.print(f"{name:>16}  {value}")
-    for table in plan_tables(loaded):
+    out.print(str(loaded), soft_wrap=True, markup=False)
+    out.print()
+    for name, value in explanation.facts:
+        out.print(f"{name:>16}  {value}", markup=False)
+    for table in explanation.tables:
         print_table(table)
 
 
 def _print_what_if(plan: Path, changes: list[str], json: bool) -> None:
     """Print what other choices would change in the plan."""
-    from secc.driver import what_if as whatif
-    from secc.report.plan_differences import plan_differences
+    from secc.api.plan import Plan
 
-    print_differences(plan_differences(*whatif.replan_with_changes(plan, changes)), json)
+    print_differences(Plan(plan).what_if(*changes).tables, json)

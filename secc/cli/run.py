@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container, Sequence
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,8 +14,62 @@ from secc.cli.console import print_json
 from secc.cli.explain import PLAN_ARGUMENT
 
 # All other options are passed to run.py, so that `secc run`, launch.sh and Slurm accept the same ones. run.py
-# rejects unknown options.
+# parses them and rejects unknown ones; `rank_options` lists them in --help.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+_PASSED_KEY = "secc.passed"  # of the click context: arguments for run.py
+
+
+def rank_options(
+    only: Container[str] | None = None, but: Container[str] = ("log_dir", "emulate")
+) -> list[Parameter]:
+    """Return the options of run.py as parameters of a command, for --help. only: names to list; but: names
+    that the command has itself."""
+    import argparse
+
+    from secc.runtime.training.options import make_parser
+
+    parameters: list[Parameter] = []
+    for action in make_parser()._actions:  # pyright: ignore[reportPrivateUsage]
+        shown = action.help not in (None, argparse.SUPPRESS) and action.dest != "help"
+        if not shown or action.dest in but or (only is not None and action.dest not in only):
+            continue
+        choices = "|".join(map(str, action.choices)) if action.choices else "N"
+        metavar = action.metavar if isinstance(action.metavar, str) else choices
+        kind: Any = list[str] | None if isinstance(action.default, list) else str | None
+        option = typer.Option(*action.option_strings, help=action.help, metavar=metavar)
+        if action.nargs == 0:
+            kind, option = bool, typer.Option(*action.option_strings, help=action.help)
+        default = False if action.nargs == 0 else None
+        annotation = Annotated[kind, option]
+        parameters.append(
+            Parameter(action.dest, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
+    return parameters
+
+
+def add_options(command: Callable[..., None], options: Sequence[Parameter]) -> Callable[..., None]:
+    """Return the command with further options, whose values are kept as texts for run.py."""
+    names = {p.name: f"--{p.name.replace('_', '-')}" for p in options}
+
+    def extended(**values: Any) -> None:
+        passed: list[str] = values["context"].meta.setdefault(_PASSED_KEY, [])
+        for name, option in names.items():
+            value = values.pop(name)
+            for one in value if isinstance(value, list) else [value]:
+                if one is not None and one is not False:
+                    passed += [option] if one is True else [option, one]
+        command(**values)
+
+    own = signature(command, eval_str=True)
+    extended.__signature__ = own.replace(parameters=[*own.parameters.values(), *options])  # pyright: ignore[reportFunctionMemberAccess]
+    extended.__annotations__ = {name: p.annotation for name, p in extended.__signature__.parameters.items()}  # pyright: ignore[reportFunctionMemberAccess]
+    extended.__doc__ = command.__doc__
+    return extended
+
+
+def passed_arguments(context: typer.Context) -> list[str]:
+    """The arguments of the command line that are for run.py."""
+    return [*context.meta.get(_PASSED_KEY, []), *context.args]
 
 
 def command(
@@ -37,14 +93,13 @@ def command(
     ] = 1.0,
     json: JSON_OPTION = False,
 ) -> None:
-    """Train a plan on this machine. --json prints the metrics of the last step. Other options are those of
-    the plan's run.py."""
+    """Train a plan on this machine, with all its ranks. --json prints the metrics of the last step."""
     from secc.runtime.training.supervisor import run_plan
 
     logs = (log_dir or plan / "logs").resolve()
     if emulate:
-        raise typer.Exit(_run_emulated(plan, logs, context.args, scale, json))
-    code = run_plan(plan, [*context.args, "--log-dir", str(logs)])
+        raise typer.Exit(_run_emulated(plan, logs, passed_arguments(context), scale, json))
+    code = run_plan(plan, [*passed_arguments(context), "--log-dir", str(logs)])
     if code == 0 and json:
         print_json(_last_metrics(logs / "metrics.jsonl"))
     raise typer.Exit(code)

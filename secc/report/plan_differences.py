@@ -55,11 +55,23 @@ def _section_terms(plan: Plan) -> tuple[LossTerm, ...]:
 
 def _headline_rows(a: Plan, b: Plan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for name, read in HEADLINE_FIELDS.items():
-        first, second = read(a), read(b)
+    values = {name: (read(a), read(b)) for name, read in HEADLINE_FIELDS.items()}
+    for name, (first, second) in ({"predicted step, s": comparable_steps(a, b)} | values).items():
         if first != second:
             rows.append((name, _value_text(first), _value_text(second), _ratio_text(first, second)))
     return rows
+
+
+def comparable_steps(a: Plan, b: Plan) -> tuple[float | None, float | None]:
+    """The predicted seconds of a step of both plans, from the best source that both have: a simulated step,
+    the solver's search, or closed forms."""
+
+    def read(plan: Plan) -> list[Any]:
+        simulated = plan.prediction.get("simulated", {}).get("step_time_s")
+        return [simulated, plan.solver.get("simulated_s"), plan.prediction.get("step_time_s")]
+
+    pairs = list(zip(read(a), read(b), strict=True))
+    return next((pair for pair in pairs if None not in pair), pairs[-1])
 
 
 def _ratio_text(first: Any, second: Any) -> str:
@@ -99,8 +111,6 @@ def _mapping_rows(first: Mapping[str, str], second: Mapping[str, str]) -> list[t
 
 
 HEADLINE_FIELDS: Mapping[str, Callable[[Plan], Any]] = {
-    "predicted step, s": lambda p: p.prediction.get("step_time_s"),
-    "simulated step, s": lambda p: p.solver.get("simulated_s"),
     "predictions based on": lambda p: p.prediction.get("label"),
     "ranks": lambda p: p.world_size,
     "cluster": lambda p: p.cluster.get("name"),

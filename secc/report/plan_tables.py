@@ -41,7 +41,6 @@ def plan_tables(plan: Plan) -> list[TextTable]:
 
 def plan_summary(plan: Plan) -> list[tuple[str, str]]:
     """The headline facts of a plan, as (name, value)."""
-    step = plan.prediction.get("step_time_s")
     status, gap = plan.solver.get("status", "unknown"), plan.solver.get("gap")
     cluster = plan.cluster.get("text") or plan.cluster.get("name") or plan.cluster.get("kind", "this machine")
     facts = [
@@ -51,11 +50,7 @@ def plan_summary(plan: Plan) -> list[tuple[str, str]]:
             f"{plan.world_size} on {cluster}",
         ),
         ("global batch", f"{plan.global_batch} samples"),
-        (
-            "predicted step",
-            f"{float(step):.4g} s{_evaluated_plans_text(plan)}" if step is not None else "not predicted",
-        ),
-        *_simulated_facts(plan),
+        ("predicted step", _predicted_step_text(plan)),
         ("allocation", f"{status}" + (f", gap {float(gap):.2%}" if gap is not None else "")),
         ("widths", _widths_text(plan)),
         ("hash", plan.hash[:16]),
@@ -71,13 +66,20 @@ def plan_summary(plan: Plan) -> list[tuple[str, str]]:
     return facts
 
 
-def _evaluated_plans_text(plan: Plan) -> str:
-    """Simulated step time and number of evaluated plans, from the search that chose the plan."""
-    simulated, tried = plan.solver.get("simulated_s"), plan.solver.get("tried", 1)
-    if simulated is None:
-        return ""
+def _predicted_step_text(plan: Plan) -> str:
+    """The predicted step, its ratio to the lower bound, and how many plans it was chosen from."""
+    seconds, tried = plan.predicted_step_s, plan.solver.get("tried", 1)
+    if seconds is None:
+        return "not predicted"
     others = f", the shortest of {tried} evaluated plans" if tried > 1 else ""
-    return f" in closed form, {float(simulated):.4g} s with the schedule that ranks run{others}"
+    simulated: dict[str, Any] = plan.prediction.get("simulated", {})
+    if not simulated or not (bound := float(simulated["schedule_bound_s"])):
+        return f"{seconds:.4g} s{others}"
+    return (
+        f"{seconds:.4g} s{others}; {seconds / bound:.3f} of the lower bound for any schedule"
+        f" ({simulated['bound_reason']}); {simulated['plan_bound_s']:.4g} s if all work were spread evenly"
+        " over the ranks"
+    )
 
 
 def _widths_text(plan: Plan) -> str:
@@ -122,28 +124,6 @@ def _sections_table(plan: Plan) -> TextTable:
         tuple(row(s) for s in plan.user_sections),
         "Sections on the same ranks share their time and memory.",
     )
-
-
-def _simulated_facts(plan: Plan) -> list[tuple[str, str]]:
-    """Step time of a simulated step and its lower bounds (`secc.driver.step_preview`)."""
-    simulated: dict[str, Any] = plan.prediction.get("simulated", {})
-    if not simulated:
-        return []
-    step, bound = float(simulated["step_time_s"]), float(simulated["schedule_bound_s"])
-    over_bound = (
-        f", {step / bound:.3f} of the lower bound for any schedule ({simulated['bound_reason']})"
-        if bound
-        else ""
-    )
-    return [
-        (
-            "simulated step",
-            (
-                f"{step:.4g} s{over_bound}; {simulated['plan_bound_s']:.4g} s if all work were "
-                "spread evenly over the ranks"
-            ),
-        )
-    ]
 
 
 def _section_ranks_text(plan: Plan, section: Section) -> str:

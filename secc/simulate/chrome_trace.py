@@ -27,19 +27,34 @@ TRACK_NAMES = {
 
 def make_chrome_trace(steps: list[SimulatedStep]) -> dict[str, Any]:
     """Trace of consecutive steps as a JSON object."""
-    events, start = list(_metadata_events(steps[0])), 0
+    events: list[TraceEvent] = []
+    start = 0
     for step in steps:
-        for event in _step_events(step):
-            events.append(
-                event
-                | {"ts": (event["ts"] + start) / 1e3}
-                | ({"dur": event["dur"] / 1e3} if "dur" in event else {})
-            )
+        events += [event | {"ts": event["ts"] + start} for event in _step_events(step)]
         start += step.end
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    lanes = _separate_overlaps(events)
+    for event in events:
+        event["ts"] /= 1e3
+        if "dur" in event:
+            event["dur"] /= 1e3
+    return {"traceEvents": [*_metadata_events(steps[0], lanes), *events], "displayTimeUnit": "ms"}
 
 
-def _metadata_events(step: SimulatedStep) -> Iterator[TraceEvent]:
+def _separate_overlaps(events: list[TraceEvent]) -> set[tuple[int, int]]:
+    """Moves events that overlap with another one of their track to further tracks of the same name, because
+    viewers draw only events that do not overlap. Returns the (rank, track) that are used."""
+    ends: dict[tuple[int, int], list[int]] = {}
+    used: set[tuple[int, int]] = set()
+    for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"])):
+        lanes = ends.setdefault((event["pid"], event["tid"]), [])
+        lane = next((i for i, end in enumerate(lanes) if end <= event["ts"]), len(lanes))
+        lanes[lane : lane + 1] = [event["ts"] + event["dur"]]
+        event["tid"] += lane * len(TRACK_NAMES)
+        used.add((event["pid"], event["tid"]))
+    return used
+
+
+def _metadata_events(step: SimulatedStep, lanes: set[tuple[int, int]]) -> Iterator[TraceEvent]:
     for rank in range(step.plan.world_size):
         label = ", ".join(s.name for s in step.plan.sections if rank in s.mesh.ranks) or "idle"
         named = {
@@ -50,8 +65,18 @@ def _metadata_events(step: SimulatedStep) -> Iterator[TraceEvent]:
             {"ph": "M", "pid": rank, "tid": COMPUTE_TRACK, "name": name, "args": args}
             for name, args in named.items()
         )
-        for track, name in TRACK_NAMES.items():
+        for track in sorted({*TRACK_NAMES, *(tid for pid, tid in lanes if pid == rank)}):
+            lane, base = divmod(track, len(TRACK_NAMES))
+            name = TRACK_NAMES[base] + (f" {lane + 1}" if lane else "")
             yield {"ph": "M", "pid": rank, "tid": track, "name": "thread_name", "args": {"name": name}}
+            order = base * 1000 + lane
+            yield {
+                "ph": "M",
+                "pid": rank,
+                "tid": track,
+                "name": "thread_sort_index",
+                "args": {"sort_index": order},
+            }
 
 
 def _step_events(step: SimulatedStep) -> Iterator[TraceEvent]:

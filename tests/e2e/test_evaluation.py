@@ -141,6 +141,7 @@ def test_averaged_weights_are_those_of_a_plain_loop_and_resume_under_another_pla
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_training_ends_early_without_a_better_value(tmp_path: Path) -> None:
     text = (
         PATH.read_text()

@@ -34,6 +34,7 @@ def test_a_run_logs_the_scalars_of_the_whole_batch(tmp_path: Path) -> None:
         "step",
         "loss",
         "grad_norm",
+        "learning_rate",
         "samples",
         "tokens",
         "step_time_s",

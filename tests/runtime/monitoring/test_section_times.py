@@ -22,6 +22,7 @@ from secc.runtime.monitoring.section_times import (
     SectionTimesLog,
     predict_section_seconds,
 )
+from secc.runtime.monitoring.throughput import section_shares
 from secc.runtime.schedule.scheduler import schedule_batch
 from tests.runtime.schedule.plan_strategies import (
     make_edge,
@@ -140,3 +141,11 @@ def test_first_steps_are_not_counted(tmp_path: Path) -> None:
     assert log.steps == (taken(1.0),) * 2 and len(rows) == UNCOUNTED_STEPS + 2
     assert rows[0]["mix"] == [{"when": [], "count": 4, "sizes": {"B": 4, "S": 46, "I": 0}}]
     assert rows[0]["sections"]["lm"]["predicted_backward_s"] == PREDICTED["lm", "B"]
+
+
+def test_shares_of_sections_count_replicas() -> None:
+    section = PLAN.user_sections[0]
+    replicas = len(section.mesh.ranks) / section.mesh.tp
+    spent = {(section.name, kind): share * replicas for kind, share in (("F", 1.0), ("B", 2.0), ("R", 1.0))}
+    shares = section_shares(PLAN, spent, 4.0)
+    assert shares[f"section/{section.name}/busy"] == 0.75 and shares[f"section/{section.name}/wait"] == 0.25

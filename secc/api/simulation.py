@@ -1,0 +1,125 @@
+"""Simulates steps of a plan directory, and compares them with baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from secc.baselines.compare import BaselineComparison, BaselineResult
+from secc.bounds.steady_state import mean_step_bound
+from secc.bounds.work import BatchWork
+from secc.errors import UserError
+from secc.report.text_table import TextTable
+from secc.runtime.plan.schema import Plan
+from secc.runtime.schedule.scheduler import SCHEDULE_ORDERS
+from secc.simulate.events import SimulatedStep
+from secc.simulate.global_batches import load_global_batches
+from secc.simulate.simulator import simulate
+from secc.simulate.steady_state import steady_state_steps
+from secc.simulate.step_measures import StepMeasures, find_busiest_rank, mean_measures, measure_step
+
+
+@dataclass(frozen=True)
+class SimulatedPlan:
+    """Simulated steps, their mean measures, those of the first step, and the baselines' best layouts."""
+
+    steps: Sequence[SimulatedStep]
+    measures: StepMeasures
+    first_measures: StepMeasures
+    baselines: Mapping[str, BaselineResult]
+
+
+def simulate_plan(
+    directory: Path,
+    plan: Plan,
+    *,
+    steps: int = 1,
+    seed: int = 0,
+    shuffle: bool = False,
+    order: str = "wavefront",
+    baselines: Sequence[str] = (),
+    show: Callable[[str], None] = lambda step: None,
+) -> SimulatedPlan:
+    """Simulates `steps` global batches of the plan in `directory` and finds the best layout of each scheme in
+    `baselines`. `show` is called with the name of each part of the work. Raises UserError for a plan or order
+    that cannot be simulated."""
+    if order not in SCHEDULE_ORDERS:
+        raise UserError(f"unknown --order {order!r}", remedy=f"use one of {', '.join(SCHEDULE_ORDERS)}")
+    show("draw samples")
+    batches = list(load_global_batches(directory, plan, seed, shuffle, steps))
+    try:
+        simulated = [
+            simulate(plan, samples, programs)
+            for samples, programs in steady_state_steps(plan, batches, order)
+        ]
+    except ValueError as error:
+        raise UserError(
+            f"the plan cannot be simulated: {error}", str(directory), "compile with tp=1 and pp=1"
+        ) from None
+    show("compare with the bounds")
+    measures = [measure_step(step) for step in simulated]
+    own = [step.samples[: step.schedule.own_samples] for step in simulated]
+    measured = mean_measures(measures, mean_step_bound([BatchWork(plan, samples) for samples in own]))
+    found: dict[str, BaselineResult] = {}
+    if baselines:
+        show("read the plan's IR")
+        comparison = BaselineComparison(directory)
+        for name in baselines:
+            show(f"baseline {name}")
+            found[name] = comparison.find_best(name, own)
+    return SimulatedPlan(simulated, measured, measures[0], found)
+
+
+def measured_facts(m: StepMeasures, steps: int) -> list[tuple[str, str]]:
+    """The measures as (name, text)."""
+    over = m.step_time_s / m.schedule_bound_s if m.schedule_bound_s else 1.0
+    facts = [
+        ("predicted step", f"{m.step_time_s:.6g} s" + (f" (mean of {steps})" if steps > 1 else "")),
+        (
+            "schedule bound",
+            f"{m.schedule_bound_s:.6g} s: the step takes {over:.3f} of it; bottleneck: {m.bound_reason}",
+        ),
+        ("plan bound", f"{m.plan_bound_s:.6g} s: all work spread evenly over {m.gpus} ranks"),
+        ("busy", ", ".join(f"{name} {share.busy:.0%} of {share.gpus}" for name, share in m.sections.items())),
+        (
+            "waits of a rank",
+            (
+                f"{m.waiting_s:.4g} s for other ranks, {m.exposed_communication_s:.4g} s for "
+                "messages and reductions"
+            ),
+        ),
+        ("in flight", f"at most {m.in_flight} micro-batches on a rank"),
+    ]
+    if m.peak_memory_gib is not None:
+        facts.append(("memory", f"{m.peak_memory_gib:.4g} GiB on the fullest rank"))
+    if m.mfu is not None:
+        facts.append(("mfu", f"{m.mfu:.1%}"))
+    return facts
+
+
+def busiest_rank_facts(step: SimulatedStep) -> list[tuple[str, str]]:
+    """What the rank with the longest computation does in a step."""
+    b = find_busiest_rank(step)
+    if b is None:
+        return []
+    waits = f"waits {b.waiting_s:.4g} s for other ranks and {b.exposed_s:.4g} s for messages"
+    closing = f"{b.closing_s:.4g} s from its last computation to the step's end"
+    return [("busiest rank", f"{b.rank} ({b.sections}) computes {b.computing_s:.4g} s, {waits}; {closing}")]
+
+
+def baseline_table(measures: StepMeasures, results: Mapping[str, BaselineResult]) -> TextTable:
+    """The best layout of each baseline next to the plan's step."""
+    rows = tuple(
+        (
+            name,
+            f"{result.step_time_s:.6g} s" if result.step_time_s is not None else "-",
+            f"{result.step_time_s / measures.step_time_s:.3f}"
+            if result.step_time_s is not None and measures.step_time_s
+            else "-",
+            str(result.gpus or "-"),
+            result.layout,
+        )
+        for name, result in results.items()
+    )
+    return TextTable("Baselines", ("baseline", "step", "of this plan's", "devices", "best layout"), rows)

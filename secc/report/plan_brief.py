@@ -1,0 +1,107 @@
+"""A plan in ten lines: what `secc compile` ends with and `secc explain` starts with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from secc.cluster import Cluster
+from secc.report.plan_tables import taken_back_texts
+from secc.report.text_table import amount_text, ranks_text, seconds_text
+from secc.runtime.plan.schema import Plan, Section
+
+MAX_SECTION_LINES = 4
+_MODES = {"train": "trained", "dgrad": "frozen, passes gradients", "forward": "frozen"}
+
+
+def plan_brief(plan: Plan, directory: Path, warnings: tuple[str, ...] = ()) -> list[str]:
+    """Returns at most ten lines of at most 100 columns, unless names are long: sections with their ranks, the
+    predicted step and what bounds it, memory, costs, `warnings`, and the next commands."""
+    cluster = plan.cluster.get("text") or plan.cluster.get("name") or plan.cluster.get("kind", "this machine")
+    sections = plan.user_sections
+    lines = [
+        f"{directory}: {amount_text(len(sections), 'section')} on {amount_text(plan.world_size, 'rank')}"
+        f" of {cluster}, global batch {plan.global_batch}, {checked_text(plan)}"
+    ]
+    shown: tuple[Section, ...] = (
+        sections if len(sections) <= MAX_SECTION_LINES else sections[: MAX_SECTION_LINES - 1]
+    )
+    columns = zip(*map(_section_cells, shown), strict=True)
+    widths = [max(map(len, column), default=0) for column in columns]
+    for section in shown:
+        cells = zip(_section_cells(section), widths, strict=True)
+        lines.append(f"  {'  '.join(cell.ljust(width) for cell, width in cells)}  {_busy(plan, section)}")
+    if len(shown) < len(sections):
+        rest = ", ".join(s.name for s in sections[len(shown) :])
+        lines.append(f"  and {amount_text(len(sections) - len(shown), 'further section')}: {rest}"[:100])
+    lines.append(f"  step     {_step_text(plan)}")
+    lines.append(f"  costs    {_cost_text(plan)}")
+    known = [*warnings, *plan_warnings(plan)]
+    if known:
+        more = f" (and {len(known) - 1} more: secc explain {directory})" if len(known) > 1 else ""
+        lines.append(f"  warning  {known[0]}{more}")
+    lines.append(f"  next     secc explain {directory} · secc simulate {directory} --baselines all")
+    lines.append(f"           secc run {directory} --steps 100 · open {directory / 'report.html'}")
+    return lines
+
+
+def checked_text(plan: Plan) -> str:
+    """Says whether the plan was compared with plain PyTorch."""
+    patterns = plan.checks.get("patterns")
+    if isinstance(patterns, tuple | list) and patterns:
+        return f"shown to be exact for {amount_text(len(patterns), 'input pattern')}"
+    return str(plan.checks.get("reason", "not compared with the eager model"))
+
+
+def plan_warnings(plan: Plan) -> tuple[str, ...]:
+    """Returns what a user should know before a run: approximations, unused ranks, what cannot be
+    evaluated."""
+    warnings = [f"accepted {line}" for line in plan.checks.get("accepted", ())]
+    if reason := plan.checks.get("evaluation"):
+        warnings.append(f"the plan cannot be evaluated: {reason}")
+    warnings += taken_back_texts(plan)
+    ranks = (
+        plan.world_size + int(plan.solver["free_ranks"])
+        if "free_ranks" in plan.solver
+        else int(plan.cluster.get("ranks", 0))
+    )
+    if plan.world_size < ranks:
+        why = "are not needed" if plan.solver.get("objective") == "gpus" else "would not shorten the step"
+        warnings.append(f"{ranks - plan.world_size} of {ranks} ranks {why} and are not used")
+    return tuple(warnings)
+
+
+def _section_cells(s: Section) -> tuple[str, str, str, str]:
+    degrees = " ".join(
+        f"{k} {v}" for k, v in (("dp", s.mesh.dp), ("pp", s.mesh.pp), ("tp", s.mesh.tp)) if v > 1
+    )
+    return s.name, f"ranks {ranks_text(s.mesh.ranks)}", degrees or "one rank", _MODES.get(s.mode, s.mode)
+
+
+def _busy(plan: Plan, section: Section) -> str:
+    share = plan.prediction.get("sections", {}).get(section.name, {}).get("busy")
+    memory = f"{section.memory_gib:.3g} GiB"
+    return f"{memory}, busy {float(share):.0%}" if share is not None else memory
+
+
+def _step_text(plan: Plan) -> str:
+    seconds = plan.predicted_step_s
+    if seconds is None:
+        return "not predicted"
+    rate = f"{plan.global_batch / seconds:,.4g} samples/s" if seconds else ""
+    simulated = plan.prediction.get("simulated", {})
+    bound = float(simulated.get("schedule_bound_s", 0.0))
+    over = f"; {seconds / bound:.2f} of the bound, {simulated.get('bound_reason', '')}" if bound else ""
+    return f"{seconds_text(seconds)} predicted, {rate}{over}"
+
+
+def _cost_text(plan: Plan) -> str:
+    kinds = ", ".join(dict.fromkeys(s.cost.label for s in plan.sections))
+    cluster = Cluster.from_dict(plan.cluster)
+    memory = ""
+    if cluster is not None and plan.sections:
+        fullest = max(s.memory_gib for s in plan.sections)
+        memory = (
+            f"; a rank of the fullest section needs {fullest:.3g} of {cluster.device.memory / 2**30:.4g} GiB"
+        )
+    measure = "" if kinds == "measured" else " (secc profile measures them)"
+    return f"{kinds}{measure}{memory}"

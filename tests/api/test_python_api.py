@@ -1,0 +1,141 @@
+"""The Python interface: results and their forms, functions of scripts and notebooks as model files, and the
+example notebook."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import secc
+from secc.api.plan import choice_texts, make_run_result, option_arguments
+from secc.api.results import Result
+from secc.report.text_table import TextTable
+
+NOTEBOOK = "examples/distillation.ipynb"
+IPYTHON_RUNNER = """
+import json, sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+for source in json.load(open(sys.argv[1])):
+    shell.run_cell(source, store_history=True).raise_error()
+"""
+SCRIPT = """
+import torch
+from torch import nn
+import secc
+
+WIDTH = 4
+values = [1.0, 2.0]
+values.append(3.0)
+for _ in range(1):
+    looped = 2
+
+def net():
+    return nn.Linear(WIDTH, WIDTH)
+
+def data():
+    return [{"x": torch.zeros(WIDTH)}]
+
+def outer():
+    def inner():
+        return net()
+    return inner
+
+def uses_loop():
+    return [looped]
+"""
+
+
+def code_cells(root: Path) -> list[str]:
+    cells = json.loads((root / NOTEBOOK).read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def run_python(arguments: list[str], folder: Path, root: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(root), "TMPDIR": str(folder), "COLUMNS": "100"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.gloo
+def test_the_notebook_runs_as_a_script(root: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "\n".join([*code_cells(root), "print('RESULT', run.evaluations[-1]['accuracy'], run.losses)"])
+    )
+    done = run_python([str(script)], tmp_path, root)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *_, accuracy, losses = done.stdout.rpartition("RESULT")[2].split(maxsplit=1)
+    assert float(accuracy) > 0.4 and len(json.loads(losses)) == 30
+    assert json.loads(losses)[-1] < json.loads(losses)[0]
+    assert (tmp_path / "notebook_checkpoints" / "step_00000030").is_dir()
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_the_notebook_runs_in_ipython(root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("IPython")
+    (tmp_path / "cells.json").write_text(json.dumps(code_cells(root)))
+    done = run_python(["-c", IPYTHON_RUNNER, "cells.json"], tmp_path, root)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+REFUSED = {
+    "secc.Model(model=lambda: net(), dataset=data)": "not defined at the top level",
+    "secc.Model(model=outer(), dataset=data)": "not defined at the top level",
+    "secc.Model(model=net, dataset=uses_loop)": "'looped', which the model uses, cannot be made again",
+    "secc.Model(model=net)": "a model needs the function dataset=",
+    "secc.Model(model=net, dataset=data, trainer=net)": "unknown function 'trainer'",
+    "secc.load('missing.py')": "there is no such model file",
+    "secc.compile('script.py', globalbatch=4)": "unknown option 'globalbatch'",
+}
+
+
+def test_a_model_file_has_what_the_functions_need_and_the_rest_is_refused_by_name(
+    root: Path, tmp_path: Path
+) -> None:
+    text = f"{SCRIPT}\nsecc.Model(file='made.py', model=net, dataset=data)\n"
+    for call in REFUSED:
+        text += f"try:\n    {call}\nexcept secc.UserError as error:\n    print(str(error).splitlines()[0])\n"
+    (tmp_path / "script.py").write_text(text)
+    done = run_python(["script.py"], tmp_path, root)
+    assert done.returncode == 0, done.stderr[-1000:]
+    for line, expected in zip(done.stdout.splitlines(), REFUSED.values(), strict=True):
+        assert expected in line
+    made = (tmp_path / "made.py").read_text()
+    assert "WIDTH = 4" in made and "model = net" in made and "dataset = data" in made
+    assert all(word not in made for word in ("values", "looped", "outer", "import secc"))
+
+
+def test_results_are_text_html_and_data_frames() -> None:
+    rows = (("a" * 70, "0.5"), ("<b>", "2"))
+    result = Result((("fact", "x & y"),), (TextTable("T", ("name", "value"), rows, "note"),))
+    assert max(map(len, str(result).splitlines())) <= 100 and "fact  x & y" in str(result)
+    page = result._repr_html_()  # pyright: ignore[reportPrivateUsage]
+    assert "x &amp; y" in page and "&lt;b&gt;" in page and "<b>T</b>" in page
+    with pytest.raises(KeyError, match="there are T"):
+        result.table("U")
+    pandas = pytest.importorskip("pandas")
+    frame = result.to_pandas("T")
+    assert isinstance(frame, pandas.DataFrame) and frame["value"].sum() == 2.5
+
+
+def test_arguments_are_those_of_the_command_line(tmp_path: Path) -> None:
+    assert choice_texts({"student.tp": 2}) == ("student.tp=2",)
+    options = {"save_every": 5, "shuffle": True, "debug_comm": False, "init": ["a=b", "c"], "clip": None}
+    assert option_arguments(options) == ["--save-every", "5", "--shuffle", "--init", "a=b", "--init", "c"]
+    lines = [{"step": 1, "loss": 2.0}, {"step": 1, "eval": "eval", "loss": 1.0, "grad_norm": None}]
+    result = make_run_result(tmp_path, lines)
+    assert result.losses == [2.0] and [t.title for t in result.tables] == ["Steps", "Evaluations"]
+
+
+def test_importing_secc_is_light_and_lists_its_names() -> None:
+    assert secc.__version__ and {"load", "Model", "compile", "check", "Plan", "Trainer"} <= set(secc.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        _ = secc.missing  # pyright: ignore[reportAttributeAccessIssue]
