@@ -35,6 +35,7 @@ def test_a_run_logs_the_scalars_of_the_whole_batch(tmp_path: Path) -> None:
         "loss",
         "grad_norm",
         "learning_rate",
+        "run",
         "samples",
         "tokens",
         "step_time_s",

@@ -107,7 +107,8 @@ def test_metrics_have_the_stable_fields(tmp_path: Path) -> None:
     rows = metrics(tmp_path / "plan")
     assert [row["step"] for row in rows] == [1, 2]
     assert all(
-        row.keys() == {"step", "loss", "grad_norm", "learning_rate", "samples", "tokens", "step_time_s"}
+        row.keys()
+        == {"step", "loss", "grad_norm", "learning_rate", "samples", "tokens", "step_time_s", "run"}
         for row in rows
     )
     assert all(row["samples"] == 8 and row["tokens"] > 8 for row in rows)
