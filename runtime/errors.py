@@ -33,6 +33,7 @@ class UserError(Exception):
     def __init__(self, message: str, where: str = "", remedy: str = "") -> None:
         super().__init__(message, where, remedy)
         self.message, self.where, self.remedy = message, where, remedy
+        self.reported_elsewhere = False  # by another rank, which knows more
 
     def __str__(self) -> str:
         place = f"{printable_text(self.where)}: " if self.where else ""

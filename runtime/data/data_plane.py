@@ -84,6 +84,17 @@ class GlobalBatch:
         return frozenset[str]().union(*(s.pattern for s in self.samples))
 
 
+class BadSampleError(UserError):
+    """Samples of a global batch do not load. Raised on all ranks at the same point, so that they can save
+    first; a rank that did not try to load them leaves the message to others."""
+
+    def __init__(self, errors: Sequence[UserError], indices: Sequence[int]) -> None:
+        first = errors[0] if errors else UserError(f"samples {list(indices)} do not load")
+        remedy = "correct the dataset, or leave out such samples with --skip-bad-samples"
+        super().__init__(first.message, first.where, remedy)
+        self.reported_elsewhere = not errors
+
+
 class DataPlane:
     """Provides the global batches of one rank in order, from step `start` on.
 
@@ -134,7 +145,7 @@ class DataPlane:
             if workers and recorders and rerecorder is not None
             else None
         )
-        loader = SampleLoader(user, self._codec, self.epochs, skip_bad, fetchers, rerecorder, pool, ahead)
+        loader = SampleLoader(user, self._codec, self.epochs, fetchers, rerecorder, pool, ahead)
         requests, pools = (
             MAX_REQUESTS if rerecorder is None else MAX_REQUESTS_WITH_RECORDING,
             [p for p in (fetchers, pool) if p is not None],
@@ -146,12 +157,13 @@ class DataPlane:
         self._next_table: torch.Tensor | None = None  # all ranks' rows of the next step, by position
         self._waits: list[tuple[int, TimeSpan]] = []
         self.is_waiting = False  # for the loader
+        self._skip_bad = skip_bad
         self._loader.request_ahead([self._metadata_request(start)])
 
     def next_batch(self, group: dist.ProcessGroup | None = None) -> GlobalBatch:
         """Return the next global batch, the same on every rank. Collective over `group` (default: all ranks).
 
-        Raises UserError, with dataset index and cause, if a sample of this rank's share does not load.
+        Raises BadSampleError on all ranks, with dataset index and cause, if a sample does not load.
         """
         self._step += 1
         self._waits = [
@@ -163,13 +175,18 @@ class DataPlane:
         table, self._next_rows, self._next_table = self._next_table, None, None
         if self.epochs.samples_in_step(self._step + 1):
             self._loader.request_ahead([self._metadata_request(self._step + 1)])
-        for line in rows.skipped_lines:
-            sys.stderr.write(f"step {self._step + 1}: a sample is left out: {printable_text(line)}\n")
+        for error in rows.errors if self._skip_bad else ():
+            place = f"{error.where}: " if error.where else ""
+            sys.stderr.write(
+                f"step {self._step + 1}: a sample is left out: {printable_text(place + error.message)}\n"
+            )
         if table is None and self.world_size > 1:
             table = self._gather_rows(rows.table, group)
         elif table is None:
             table = self._rows_by_position(rows.table[None], self._step)
         kept, records, skipped = _split_skipped(self._codec.unpack_records(table))
+        if skipped and not self._skip_bad:
+            raise BadSampleError(rows.errors, skipped)
         if not records:
             raise UserError(
                 f"none of the {len(skipped)} samples of step {self._step + 1} loads",

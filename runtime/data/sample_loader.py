@@ -14,7 +14,7 @@ import torch
 from secc.runtime.data.epoch_order import EpochOrder
 from secc.runtime.data.sample_metadata import RecordCodec, SampleRecord, SkippedSample
 from secc.runtime.data.sample_workers import SampleKey, SampleWorkers
-from secc.runtime.errors import UserError
+from secc.runtime.errors import LostProcess, UserError
 from secc.runtime.host.fork_pool import WorkerPool
 from secc.runtime.model.item_seeds import shared_rng_restore
 from secc.runtime.model.user_file import UserModel
@@ -43,11 +43,11 @@ class BatchRequest(NamedTuple):
 
 
 class MetadataRows(NamedTuple):
-    """The answer to a MetadataRequest: `table` from `RecordCodec.pack_records`, and one line per skipped
-    sample."""
+    """The answer to a MetadataRequest: `table` from `RecordCodec.pack_records`, and the errors of
+    samples that do not load."""
 
     table: torch.Tensor
-    skipped_lines: tuple[str, ...]
+    errors: tuple[UserError, ...]
 
 
 class SampleLoader:
@@ -55,8 +55,8 @@ class SampleLoader:
     by more than `ahead` + 1.
 
     `rerecorder` records glue if the plan needs it. With `recorders`, processes that do this, `begin_batch`
-    starts a recording and `take_finished_batches` returns the result. With `skip_bad`, a sample that does not
-    load or collate is left out of its global batch instead of ending the run.
+    starts a recording and `take_finished_batches` returns the result. A sample that does not
+    load or collate is left out and named; the data plane decides whether that ends the run.
     """
 
     def __init__(
@@ -64,13 +64,12 @@ class SampleLoader:
         user: UserModel,
         records: RecordCodec,
         epochs: EpochOrder,
-        skip_bad: bool = False,
         fetchers: SampleWorkers | None = None,
         rerecorder: Rerecorder | None = None,
         recorders: WorkerPool | None = None,
         ahead: int = 1,
     ) -> None:
-        self.user, self.codec, self.epochs, self.skip_bad = user, records, epochs, skip_bad
+        self.user, self.codec, self.epochs = user, records, epochs
         self._fetchers, self.rerecorder, self._ahead = fetchers, rerecorder, ahead
         self.recorders = recorders
         self._batches_in_recording: dict[BatchRequest, dict[str, Any]] = {}
@@ -95,12 +94,10 @@ class SampleLoader:
             index = self.epochs.locate_sample(ask.step, position)[1]
             try:
                 alone = self._collate_alone(ask.step, position)
+            except LostProcess:
+                raise
             except UserError as error:
-                if not self.skip_bad:
-                    raise
-                yield SkippedSample(
-                    index, f"{error.where}: {error.message}" if error.where else error.message
-                )
+                yield SkippedSample(index, error)
                 continue
             yield self.codec.make_record(
                 index, self.rerecorder.add_row_counts(alone) if self.rerecorder is not None else alone
@@ -109,7 +106,8 @@ class SampleLoader:
     def pack_rows(self, records: Sequence[SampleRecord | SkippedSample]) -> MetadataRows:
         """Make the answer to a MetadataRequest from all its records."""
         return MetadataRows(
-            self.codec.pack_records(records), tuple(r.reason for r in records if isinstance(r, SkippedSample))
+            self.codec.pack_records(records),
+            tuple(r.error for r in records if isinstance(r, SkippedSample) and r.error is not None),
         )
 
     def load_batch(self, ask: BatchRequest) -> dict[str, Any]:

@@ -38,10 +38,10 @@ class SampleRecord:
 
 
 class SkippedSample(NamedTuple):
-    """A sample that is left out of its global batch. `reason` is "" on ranks that did not try to load it."""
+    """A sample that is left out of its global batch. `error` is None on ranks that did not try to load it."""
 
     index: int
-    reason: str = ""
+    error: UserError | None = None
 
 
 class RecordCodec:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any, TextIO
 
 from secc.runtime.monitoring.json_lines import JsonLinesFile, say
 
 METRICS_FILE = "metrics.jsonl"
+_SPIKE_WINDOW = 100  # steps that a loss is compared with
+_SPIKE_DEVIATIONS = 6.0
+_SPIKE_SHARE = 0.01  # of the mean: the least standard deviation that is assumed
 _PROGRESS_INTERVAL_S = 10.0  # between progress lines if the stream is not a terminal
 
 
@@ -55,13 +61,26 @@ class MetricsLog:
         self._shown_at = float("-inf")
         self._shown_width = 0
         self._first: tuple[float, int] | None = None  # time and number of the first step
+        self._losses: deque[float] = deque(maxlen=_SPIKE_WINDOW)
 
     def log_step(self, values: dict[str, Any]) -> None:
         """Writes one step: `step, loss, grad_norm, samples, tokens, step_time_s`, and further scalars if
-        given."""
+        given; `spike` if the loss is far above the last ones."""
+        values |= self._find_spike(values["loss"])
         self._file.write(values | self._run)
         with suppress(OSError):  # a full or closed stream
             self._show_progress(values)
+
+    def _find_spike(self, loss: float) -> dict[str, Any]:
+        """Returns {"spike": how many standard deviations the loss is above the mean of the last steps} if
+        they are many; {} else."""
+        last = [*self._losses]
+        if math.isfinite(loss):
+            self._losses.append(loss)
+        if len(last) < _SPIKE_WINDOW // 2 or not loss > (mean := fmean(last)):
+            return {}
+        deviations = (loss - mean) / max(pstdev(last), _SPIKE_SHARE * abs(mean), 1e-12)
+        return {"spike": round(deviations, 1)} if deviations > _SPIKE_DEVIATIONS else {}
 
     def log_evaluation(
         self, step: int, name: str, values: Mapping[str, float], samples: int, tokens: int, seconds: float
@@ -88,7 +107,12 @@ class MetricsLog:
 
     def _show_progress(self, values: dict[str, Any]) -> None:
         now, last = time.monotonic(), values["step"] >= self._last_step
-        if not self._in_place and not last and now - self._shown_at < _PROGRESS_INTERVAL_S:
+        if (
+            not self._in_place
+            and not last
+            and "spike" not in values
+            and now - self._shown_at < _PROGRESS_INTERVAL_S
+        ):
             return
         self._shown_at = now
         self._first = self._first or (now, values["step"])
@@ -105,6 +129,8 @@ class MetricsLog:
         if values["step"] > first and not last:
             left = (now - since) / (values["step"] - first) * (self._last_step - values["step"])
             line += f"  {duration_text(left)} left"
+        if "spike" in values:
+            line += f"  loss spike ({values['spike']} standard deviations)"
         if values.get("recorded") or values.get("kept"):
             line += f"  {values['recorded']:.0f} recorded, {values['kept']:.0f} reused"
             line += f", {values['exposed_s']:.2f} s waited for recordings"

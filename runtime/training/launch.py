@@ -47,6 +47,9 @@ def main(train: Callable[[RunOptions], None]) -> int:
             train(options)
         return 0
     except UserError as error:
+        if error.reported_elsewhere:
+            time.sleep(1.0)
+            os._exit(LOST_PEER_EXIT_CODE)
         _report_once(error)
         code = LOST_HELPER_EXIT_CODE if isinstance(error, LostProcess) else 2
     except SystemExit:

@@ -43,6 +43,9 @@ class RunOptions:
     recorders: int | None = None
     order: str = "wavefront"
     max_restarts: int = 0
+    on_loss: Literal["wait", "replan", "stop"] = "wait"
+    rejoin_after: float = 60.0
+    on_nan: Literal["stop", "skip", "warn"] = "stop"
     hang_timeout: float | None = 300.0
     emulate: Path | None = None
     run_ahead: float | None = None
@@ -143,6 +146,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--recorders", type=_at_least(0), metavar="N", help=text)
     text = (
+        "after a rank was lost, with --max-restarts: start all ranks again (wait), go on with the others"
+        " under a plan for fewer ranks (replan, with `secc run`), or end (stop; default wait)"
+    )
+    p.add_argument("--on-loss", choices=("wait", "replan", "stop"), default="wait", help=text)
+    text = "with --on-loss replan: try a lost rank again after S seconds (default 60)"
+    p.add_argument("--rejoin-after", type=_not_negative, default=60.0, metavar="S", help=text)
+    text = (
+        "if loss or gradients are not finite: end before the optimizer writes them (stop), leave the update"
+        " out (skip), or go on (warn); each names the first module (default stop)"
+    )
+    p.add_argument("--on-nan", choices=("stop", "skip", "warn"), default="stop", help=text)
+    text = (
         "end the run, with the cause and all stacks, when a rank takes S seconds more than a median step for"
         " one instruction, or 6 times as long to load or save (default 300; 0: wait for ever)"
     )
@@ -220,6 +235,7 @@ def parse_options(arguments: Sequence[str]) -> RunOptions:
         "--save-every": options.save_every is not None,
         "--keep": options.keep is not None,
         "--resume auto": options.resume == "auto",
+        "--on-loss replan": options.on_loss == "replan",
         "--keep-best": options.keep_best is not None,
     }
     for option in (name for name, given in needy.items() if given and options.save is None):

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -31,21 +31,24 @@ from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.training.hang_watch import HANG_EXIT_CODE
 from secc.runtime.training.launch import LOST_HELPER_EXIT_CODE, LOST_PEER_EXIT_CODE
 from secc.runtime.training.machine_check import check_machine
-from secc.runtime.training.options import parse_options
+from secc.runtime.training.options import RunOptions, parse_options
 from secc.runtime.training.rendezvous import ATTEMPT_VARIABLE, STORE_VARIABLE, restart_pause
 
 _ENVIRONMENT_DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
+# Makes the plan for a number of ranks from a plan directory, and returns the directory of the new plan.
+Replanner = Callable[[Path, int], Path]
 _POLL_S = 0.05
 _STEADY_S = 300  # an attempt that ran longer did not fail at once
 _CAUSE_GRACE_S = 0.3  # after a rank has failed, for others that fail by themselves at the same time
 _LOST_PEER_GRACE_S = 10  # after a rank has lost a peer, for that peer to say what happened
 
 
-def run_plan(directory: str | Path, arguments: Sequence[str] = ()) -> int:
+def run_plan(directory: str | Path, arguments: Sequence[str] = (), replan: Replanner | None = None) -> int:
     """Trains the plan in `directory` with all its ranks on this machine; `arguments` are those of run.py.
 
     After a failure all ranks start again, `--max-restarts` times at most, from the newest checkpoint in
-    `--save`. A UserError would be raised again, so it ends the run.
+    `--save`. A UserError would be raised again, so it ends the run. With `--on-loss replan`, `replan` makes
+    the plan for the ranks that are left; after `--rejoin-after` seconds all ranks are tried again.
 
     Returns 0; 2 after a UserError on the ranks, which has been printed; 1 if a rank died, after a message
     that names it; 128 + n if signal n ended the run at once. Leaves no process behind. Raises UserError for a
@@ -55,28 +58,103 @@ def run_plan(directory: str | Path, arguments: Sequence[str] = ()) -> int:
     options, plan = parse_options(arguments), load_plan(directory)
     if options.emulate is None:
         check_machine(plan, range(plan.world_size), options.share_gpus)
+    if options.on_loss == "replan" and replan is None:
+        raise UserError("--on-loss replan needs the compiler", remedy="start the plan by `secc run`")
     private_folder = tempfile.TemporaryDirectory(prefix="secc-")
     with private_folder as folder, rank_environment(), _StopRequests() as requests:
-        quick_failures = 0
+        supervisor = _Supervisor(directory, arguments, options, plan.world_size, replan, requests)
+        return supervisor.run(Path(folder))
+
+
+class _Supervisor:
+    """Runs one attempt after the other, under the plan or one for fewer ranks. `_lost`: ranks of the plan
+    that the present attempt does without. `_rejoin_at`: when they are tried again."""
+
+    def __init__(
+        self,
+        directory: Path,
+        arguments: Sequence[str],
+        options: RunOptions,
+        world_size: int,
+        replan: Replanner | None,
+        requests: _StopRequests,
+    ) -> None:
+        logs = options.log_dir or directory / "logs"  # also of a plan for fewer ranks
+        self._arguments = [*arguments, "--log-dir", str(logs)]
+        self._directory, self._options, self._world_size = directory, options, world_size
+        self._make_plan, self._requests = replan, requests
+        self._plan, self._lost = directory, list[int]()
+        self._rejoin_at, self._quarantine_s = float("inf"), options.rejoin_after
+        self._failures, self._quick_failures = 0, 0
+
+    def run(self, folder: Path) -> int:
+        """Returns the exit code of the run; `folder` is private to it."""
         for attempt in itertools.count():
-            began = time.monotonic()
-            store = Path(folder) / f"store_{attempt}"
-            with _RankGroup(directory, arguments, plan.world_size, store, requests, attempt) as ranks:
-                codes = ranks.wait()
+            began, count = time.monotonic(), self._world_size - len(self._lost)
+            devices = _visible_devices(self._world_size, self._lost)
+            store, requests = folder / f"store_{attempt}", self._requests
+            ranks = _RankGroup(self._plan, self._arguments, count, store, requests, attempt, devices)
+            with ranks:
+                codes = ranks.wait(finish_at=self._rejoin_at)
             if requests.count > 1 or (requests.count and any(codes.values())):
                 return 128 + requests.last
-            result = ranks.report_failures(codes)
-            if result != 1 or attempt == options.max_restarts:
+            result, causes = ranks.report_failures(codes)
+            if result == 0 and ranks.was_asked_to_finish and not requests.count:
+                sys.stderr.write(f"rank {self._lost_text()} is tried again: returning to {self._directory}\n")
+                self._plan, self._lost, self._rejoin_at = self._directory, [], float("inf")
+                continue
+            ended = self._failures == self._options.max_restarts or self._options.on_loss == "stop"
+            if result != 1 or ended:
                 return result
-            quick_failures = 1 if time.monotonic() - began > _STEADY_S else quick_failures + 1
-            pause = restart_pause(quick_failures)
-            source = (
-                f"the newest checkpoint in {options.save}" if options.save else "the beginning (no --save)"
+            self._failures += 1
+            steady = time.monotonic() - began > _STEADY_S
+            self._quick_failures = 1 if steady else self._quick_failures + 1
+            if self._options.on_loss == "replan":
+                self._go_on_without(causes)
+            pause = restart_pause(self._quick_failures)
+            saved = self._options.save
+            source = f"the newest checkpoint in {saved}" if saved else "the beginning (no --save)"
+            sys.stderr.write(
+                f"restart {self._failures} of {self._options.max_restarts} in {pause} s from {source}\n"
             )
-            sys.stderr.write(f"restart {attempt + 1} of {options.max_restarts} in {pause} s from {source}\n")
             if requests.wait(pause):
                 return 128 + requests.last
-    raise AssertionError("unreachable")
+        raise AssertionError("unreachable")
+
+    def _go_on_without(self, causes: Collection[int]) -> None:
+        """Plans for the ranks that are left after `causes` were lost; if that cannot be done, all ranks start
+        again."""
+        assert self._make_plan is not None
+        present = [r for r in range(self._world_size) if r not in self._lost]
+        self._lost = sorted({*self._lost, *(present[rank] for rank in causes)})
+        left = self._world_size - len(self._lost)
+        began = time.monotonic()
+        try:
+            if left < 1:
+                raise UserError("no rank is left")
+            self._plan = self._make_plan(self._directory, left)
+        except UserError as error:
+            sys.stderr.write(f"cannot go on with {left} ranks, so all are started again: {error.message}\n")
+            self._plan, self._lost, self._rejoin_at = self._directory, [], float("inf")
+            return
+        now = time.monotonic()
+        self._rejoin_at = now + self._quarantine_s
+        sys.stderr.write(
+            f"rank {self._lost_text()} is lost: going on with {left} ranks under {self._plan}, planned in"
+            f" {now - began:.1f} s\n"
+        )
+        self._quarantine_s *= 2  # a device that fails again is tried less often
+
+    def _lost_text(self) -> str:
+        return ", ".join(map(str, self._lost))
+
+
+def _visible_devices(world_size: int, lost: Collection[int]) -> str | None:
+    """Returns CUDA_VISIBLE_DEVICES for the ranks that are left; None if all devices stay."""
+    if not lost:
+        return None
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(world_size)))).split(",")
+    return ",".join(device for rank, device in enumerate(devices) if rank not in lost)
 
 
 class _StopRequests:
@@ -122,8 +200,9 @@ class _RankGroup:
         store: Path,
         requests: _StopRequests,
         attempt: int,
+        devices: str | None,
     ) -> None:
-        self._requests, self._passed_on = requests, 0
+        self._requests, self._passed_on, self.was_asked_to_finish = requests, 0, False
         common = os.environ | {
             LAUNCHER_VARIABLE: str(os.getpid()),
             STORE_VARIABLE: str(store),
@@ -131,6 +210,7 @@ class _RankGroup:
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
         }
+        common |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
         command = [sys.executable, str(directory / "run.py"), *arguments]
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -147,9 +227,9 @@ class _RankGroup:
     def __exit__(self, *_: object) -> None:
         self._kill()
 
-    def wait(self) -> dict[int, int]:
-        """Waits until all ranks have ended, or some have failed, and ends the rest. Returns the exit codes of
-        those that ended by themselves."""
+    def wait(self, finish_at: float) -> dict[int, int]:
+        """Waits until all ranks have ended, or some have failed, and ends the rest. Asks the ranks to finish
+        and save at the moment `finish_at`. Returns the exit codes of those that ended by themselves."""
         deadline = float("inf")
         while True:
             codes = {r: code for r, p in enumerate(self._processes) if (code := p.poll()) is not None}
@@ -167,21 +247,30 @@ class _RankGroup:
                 self._passed_on = self._requests.count
                 name = self._requests.last.name
                 sys.stderr.write(f"{name}: the run ends after this step; once more ends it at once\n")
-                for process in self._processes:
-                    with suppress(ProcessLookupError):
-                        process.send_signal(signal.SIGTERM)
+                self._ask_to_finish()
+            elif time.monotonic() > finish_at and not self.was_asked_to_finish:
+                self.was_asked_to_finish = True
+                self._ask_to_finish()
             time.sleep(_POLL_S)
 
-    def report_failures(self, codes: dict[int, int]) -> int:
-        """Returns the exit code of the launcher, after printing which ranks were the cause, unless a rank has
-        printed a message. Ranks that lost a peer are not the cause, if there is another one."""
+    def _ask_to_finish(self) -> None:
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+
+    def report_failures(self, codes: dict[int, int]) -> tuple[int, list[int]]:
+        """Returns the exit code of the launcher, and the ranks that were the cause, after printing these,
+        unless a rank has printed a message. Ranks that lost a peer are not the cause, if there is another
+        one; after a hang, those that did not end are."""
         failures = {rank: code for rank, code in sorted(codes.items()) if code}
         if not failures:
-            return 0
+            return 0, []
         if 2 in failures.values():
-            return 2
-        if {HANG_EXIT_CODE, LOST_HELPER_EXIT_CODE} & {*failures.values()}:
-            return 1
+            return 2, []
+        if HANG_EXIT_CODE in failures.values():
+            return 1, [rank for rank in range(len(self._processes)) if rank not in codes]
+        if LOST_HELPER_EXIT_CODE in failures.values():
+            return 1, []
         causes = {rank: code for rank, code in failures.items() if code != LOST_PEER_EXIT_CODE} or failures
         for rank, code in causes.items():
             how = (
@@ -189,7 +278,7 @@ class _RankGroup:
             )
             pid = self._processes[rank].pid
             sys.stderr.write(f"error: rank {rank} (process {pid}) {how}; all ranks were stopped\n")
-        return 1
+        return 1, list(causes)
 
     def _kill(self) -> None:
         """Ends every process of the ranks' sessions, loaders and what the user's code started included."""

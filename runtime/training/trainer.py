@@ -9,6 +9,7 @@ without trainable parameters has neither.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from secc.runtime.comm.p2p_channels import Transport
 from secc.runtime.comm.p2p_rounds import RoundTransport
+from secc.runtime.data.data_plane import BadSampleError
 from secc.runtime.errors import UserError, printable_text
 from secc.runtime.fusion.install import install_fused, read_fused_source
 from secc.runtime.model.item_seeds import derive_item_seed
@@ -48,10 +50,12 @@ from secc.runtime.sections.base import SectionModule
 from secc.runtime.tensor_parallel import styles
 from secc.runtime.tensor_parallel.expert_parallel import TokenExchange
 from secc.runtime.tensor_parallel.replica_group import make_exchange_groups, make_replica_groups
+from secc.runtime.training.bad_tokens import naming_bad_tokens
 from secc.runtime.training.best_checkpoint import BestCheckpoint
 from secc.runtime.training.callbacks import Callbacks, StepResult
 from secc.runtime.training.engine import Engine, StepInput
 from secc.runtime.training.evaluation import EvaluationResult, Evaluator
+from secc.runtime.training.nonfinite_search import NonFiniteEvent, NonFiniteSearch
 from secc.runtime.training.rank_context import RankContext
 from secc.runtime.training.run_reports import RunReports
 from secc.runtime.training.step_batches import StepBatches
@@ -217,11 +221,16 @@ class Trainer:
 
     def _plan_training(self) -> Iterator[PlannedStep]:
         context = self.context
-        for step in plan_steps(context, self.step_number, context.last_step, ahead=context.records_ahead):
-            with context.trace.record_step(self.step_number + 1):
-                yield step
-            if self._stops_early or self._stops:
-                return
+        try:
+            for step in plan_steps(context, self.step_number, context.last_step, context.records_ahead):
+                with context.trace.record_step(self.step_number + 1):
+                    yield step
+                if self._stops_early or self._stops:
+                    return
+        except BadSampleError:
+            if self.options.save is not None and self.step_number > context.first_step:
+                self.save_checkpoint()
+            raise
 
     def train_step(self, step: PlannedStep) -> float:
         """Trains on one global batch: one optimizer step. Returns the loss over the whole global batch, which
@@ -234,7 +243,7 @@ class Trainer:
         )
         batches = StepBatches(self.context.data_plane, step, self.context.trace)
         trace_event = self.context.trace.record_event
-        with trace_event("PROGRAM", kind="PROGRAM"):
+        with trace_event("PROGRAM", kind="PROGRAM"), naming_bad_tokens(step, self.context):
             share = self.engine.run_step(
                 StepInput(step.schedule, step.samples, batches.load_batch, coefficients, seed, later_seed)
             )
@@ -246,8 +255,11 @@ class Trainer:
             squared = self.reducer.squared_norm()
         with trace_event("TOTALS", kind="TOTALS"):
             totals = self._sum_over_ranks(share, squared, batches, exposed_s)
+        loss, norm = totals.loss, totals.norm
+        is_finite = math.isfinite(loss) and math.isfinite(float(norm))
+        updates = is_finite or self._accepts_nonfinite(step, loss, norm)
         with trace_event("OPTIMIZER", kind="OPTIMIZER"):
-            self._step_optimizer(totals.loss, totals.norm)
+            self._step_optimizer(loss, norm, updates)
         self.step_number += 1
         self.context.trace.activity.step = self.step_number + 1
         seconds = self._finish_step(step, totals)
@@ -257,9 +269,51 @@ class Trainer:
             )
         return totals.loss
 
-    def _step_optimizer(self, loss: float, norm: torch.Tensor) -> None:
+    def _accepts_nonfinite(self, step: PlannedStep, loss: float, norm: torch.Tensor) -> bool:
+        """Says where a loss or gradient norm that is not finite comes from, and tells whether the optimizer
+        may step. Collective, and the same on all ranks. Raises UserError with --on-nan stop, after saving the
+        state from before the step."""
+        event, number = self._find_nonfinite(step), self.step_number + 1
+        found = f"first in {event}" if event is not None else "found in no module when the step ran again"
+        message = f"step {number}: the loss is {loss:g} and the gradient norm {float(norm):g}, {found}"
+        if self.options.on_nan == "stop":
+            if self.options.save is not None and number > self.context.first_step + 1:
+                self.save_checkpoint()
+            remedy = "correct the model or the samples, or give --on-nan skip to go on without such steps"
+            raise UserError(message, remedy=remedy)
+        if self.context.rank == 0:
+            skips = self.options.on_nan == "skip"
+            then = "the optimizer does not step" if skips else "the optimizer steps nevertheless"
+            sys.stderr.write(f"{message}; {then}\n")
+        return self.options.on_nan == "warn"
+
+    def _find_nonfinite(self, step: PlannedStep) -> NonFiniteEvent | None:
+        """Runs the program of a step again with hooks, without what it prefetches. Collective."""
+        batch, data = step.batch, self.context.data_plane
+        alone = PlannedStep(batch, None, self.context.schedule_batch(batch.samples))
+        activity = self.context.trace.activity
+        search = NonFiniteSearch(self.plan, alone.schedule, [s.id for s in batch.samples], activity)
+        coefficients = self.context.loss_coefficients(batch.batch_sums, batch.sizes, batch.pattern)
+        seed = derive_item_seed(self.context.seed, -1, batch.step)
+        batches = StepBatches(data, alone, self.context.trace)
+        prefetched, self.engine.prefetched = self.engine.prefetched, {}
+        self.reducer.reset_gradients()
+        with search.watch(self.model):
+            share = self.engine.run_step(
+                StepInput(alone.schedule, alone.samples, batches.load_batch, coefficients, seed)
+            )
+        search.note_loss(share)
+        self.reducer.finish_reduction()
+        self.engine.prefetched = prefetched
+        return search.find_first(data)
+
+    def _step_optimizer(self, loss: float, norm: torch.Tensor, updates: bool) -> None:
         """Clips gradients, steps the optimizer, sends updated parameters to their replicas, and steps the
-        scheduler."""
+        scheduler. Without `updates` only the scheduler steps, so that it stays at the step's number."""
+        if not updates:
+            if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
+                self.scheduler.step()
+            return
         if self.options.clip is not None:
             self.reducer.clip_gradients(norm, self.options.clip)
         if self.optimizer is not None:

@@ -99,10 +99,16 @@ def command(
     logs = (log_dir or plan / "logs").resolve()
     if emulate:
         raise typer.Exit(_run_emulated(plan, logs, passed_arguments(context), scale, json))
-    code = run_plan(plan, [*passed_arguments(context), "--log-dir", str(logs)])
+    code = run_plan(plan, [*passed_arguments(context), "--log-dir", str(logs)], _replan_for_ranks)
     if code == 0 and json:
         print_json(_last_metrics(logs / "metrics.jsonl"))
     raise typer.Exit(code)
+
+
+def _replan_for_ranks(directory: Path, ranks: int) -> Path:
+    from secc.driver.replan_for_ranks import replan_for_ranks  # the compiler, which most runs do not need
+
+    return replan_for_ranks(directory, ranks)
 
 
 def _last_metrics(path: Path) -> object:

@@ -88,7 +88,18 @@ def reallocate(
     later_passes: Sequence[ModulePass],
     adapt: Callable[[GraphOp], None] | None = None,
 ) -> ModuleOp:
-    """Runs `allocate` and the passes after it on the IR before `allocate`.
+    """Runs `allocate` and the passes after it on the IR before `allocate`, as `reallocate_possibly` does."""
+    return reallocate_possibly(ir_file, allocate, later_passes, adapt)[0]
+
+
+def reallocate_possibly(
+    ir_file: Path,
+    allocate: Any,
+    later_passes: Sequence[ModulePass],
+    adapt: Callable[[GraphOp], None] | None = None,
+) -> tuple[ModuleOp, Any]:
+    """Runs `allocate` and the passes after it on the IR before `allocate`. Returns the module, and `allocate`
+    with the choices that it had to refuse.
 
     ir_file: dump before `allocate`. adapt: changes the graph first. Choices that a later pass cannot carry
     out (stages without captured layers) are taken back and the passes run again; raises UserError if such a
@@ -102,7 +113,7 @@ def reallocate(
             adapt(graph_of(module))
         try:
             pass_pipeline.run_passes(module, [allocate, *later_passes])
-            return module
+            return module, allocate
         except ImpossibleChoice as error:
             if not taken_back.take_back(error):
                 raise _needs_compilation_error(error, allocate.set) from error

@@ -60,8 +60,8 @@ def loader_of_rank(plan: Path, rank: int) -> int:
 
 
 def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str] | None = None) -> None:
-    """Waits for a condition, for a minute at most; the process must not end meanwhile."""
-    deadline = time.monotonic() + 60
+    """Waits for a condition, for minutes at most; the process must not end meanwhile."""
+    deadline = time.monotonic() + 150
     while not condition():
         assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline

@@ -1,6 +1,8 @@
 """The data plane: every rank knows the same about a global batch and gets its own samples, whichever rank
 loads them."""
 
+# pyright: reportMissingParameterType=false, reportPrivateUsage=false, reportMissingTypeArgument=false
+
 from __future__ import annotations
 
 import multiprocessing
@@ -14,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from secc.runtime.data.data_plane import DataPlane, GlobalBatch
+from secc.runtime.data.data_plane import BadSampleError, DataPlane, GlobalBatch
 from secc.runtime.data.declared_sizes import DeclaredSizes
 from secc.runtime.errors import UserError
 from secc.runtime.model.item_seeds import shared_rng_restore
@@ -350,26 +352,25 @@ def test_three_ranks_agree_with_a_single_one(plane, model_file, workers, sizes):
 
 @pytest.mark.gloo
 def test_metadata_rows_travel_with_exchanged_values(model_file):
-    """They need no message of their own. A sample that fails to load is reported when its step begins."""
+    """They need no message of their own. All ranks hear of a sample that fails to load when its step begins,
+    and one that tried to load it says why."""
     path = model_file("if i == 5: raise OSError('no such image')")
 
     def target(rank: int) -> tuple[bool, bool, str]:
         dist.init_process_group("gloo")
         with DataPlane(load_model_file(path), plan_of(global_batch=2), rank, 2, leaves=LEAVES) as p:
-            p.next_batch()
-            p.exchange_values(torch.zeros(1, dtype=torch.float64), steps=9)
-            came = p._next_table is not None
-            p.next_batch()
-            p.exchange_values(torch.zeros(1, dtype=torch.float64), steps=9)
-            lacks = p._next_table is None
-            try:
-                return came, lacks, p._loader.wait_for_result(p._metadata_request(2)) and ""
-            except UserError as error:
-                return came, lacks, error.message
+            came = True
+            for _ in range(2):
+                p.next_batch()
+                p.exchange_values(torch.zeros(1, dtype=torch.float64), steps=9)
+                came = came and p._next_table is not None
+            with pytest.raises(BadSampleError) as caught:
+                p.next_batch()
+            return came, caught.value.reported_elsewhere, caught.value.message
 
     assert run_ranks(2, target) == [
-        (True, True, ""),
-        (True, True, "dataset()[5] raises OSError: no such image"),
+        (True, True, "samples [5] do not load"),
+        (True, False, "dataset()[5] raises OSError: no such image"),
     ]
 
 
