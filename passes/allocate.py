@@ -155,6 +155,8 @@ class Allocate(ModulePass):
         for section in graph.sections:
             if pins.splits_sequence(section.sym.data):
                 section.attributes["norms"] = StringAttr("sequence")
+            if (load := pins.expert_loads.get(section.sym.data)) is not None:
+                section.attributes["expert_load"] = float_attr(load)
         work = build_workload(graph, cluster, self.global_batch or SAMPLES_PER_RANK * ranks)
         self._check_options(work, ranks, pins)
         return work, pins, prefetch_memory.parse_run_ahead(self.run_ahead, work, GIB)

@@ -31,6 +31,8 @@ WORKLOADS = {  # cluster and global batch
     "kd_32b_8b": ("8x8xH100", 512),
     "kd_32b_1_7b": ("8x8xH100", 512),
     "kd_vlm": ("16x8xH100", 512),
+    "kd_moe_235b_30b": ("32x8xH100", 512),
+    "kd_moe_235b_8b": ("32x8xH100", 512),
 }
 WORKLOAD_COLUMNS = (
     "workload",

@@ -340,6 +340,7 @@ _ALTERNATIVE = shapes.record(
                 "sharding": _TEXT,
                 "recompute": _TEXT,
             },
+            {"ep": _DEGREE},
             others=shapes.plain_data,
         ),
     },

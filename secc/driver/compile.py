@@ -10,8 +10,9 @@ import dataclasses
 import io
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import gcd
 from pathlib import Path
 
 import torch
@@ -34,6 +35,8 @@ from secc.cost.counting.annotate_calls import (
 from secc.cost.counting.example_arguments import CollatedSamples
 from secc.cost.counting.fused_costs import FUSED_PREFIX
 from secc.cost.model import measured_costs as costs
+from secc.cost.model.expert_parallel_cost import busiest_part
+from secc.cost.model.section_cost import DEFAULT_EXPERT_LOAD, float_attribute
 from secc.driver import plan_origin
 from secc.driver.compile_options import CompileOptions
 from secc.driver.default_pipeline import build_pipeline, fusion_mode
@@ -51,7 +54,9 @@ from secc.frontend.fusion.declare_rewrites import declare_rewrites
 from secc.frontend.fusion.find_fusions import TracedSites, find_fusions
 from secc.frontend.tp_search.expert_cuts import annotate_experts
 from secc.frontend.tp_search.possible_tp import MappingsByLayer, annotate_possible_tp
-from secc.ir.dialect.ops import graph_of
+from secc.ir.analysis.dataflow import get_number, get_string
+from secc.ir.analysis.tp_layouts import expert_counts
+from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.passes.allocate import Allocate
 from secc.passes.fusion.fuse_when import reason_not_to_fuse
 from secc.runtime.fusion.install import installed_temporarily
@@ -364,9 +369,24 @@ def _collect_notes(
     lines += survey.skipped_samples
     if options.stats is not None:
         lines.append(f"frequency and size of samples are taken from {options.stats.name}")
+    lines += _expert_load_notes(graph_of(planned.module))
     notes: dict[str, object] = {"notes": list(dict.fromkeys(lines))} if lines else {}
     taken_back = [dataclasses.asdict(record) for record in planned.taken_back]
     return notes | ({"taken_back": taken_back} if taken_back else {})
+
+
+def _expert_load_notes(graph: GraphOp) -> Iterator[str]:
+    """Yields what is assumed of the loads of experts that form parts, a line for each section."""
+    for section in graph.sections:
+        counts, ep = expert_counts(graph, section), int(get_number(section, "ep") or 1)
+        if counts and ep > 1:
+            name = get_string(section, "pipeline") or section.sym.data
+            exponent = float_attribute(section, "expert_load", DEFAULT_EXPERT_LOAD)
+            yield (
+                f"{name}: loads of its {gcd(*counts)} experts are assumed to follow Zipf's law with exponent"
+                f" {exponent:g} (--set {name}.expert_load): the busiest of {ep} parts takes"
+                f" {float(busiest_part(gcd(*counts), ep, exponent)):.2f} times its share"
+            )
 
 
 def make_model_ref(user: UserModel, meta: nn.Module, parameters: dict[str, str]) -> ModelRef:

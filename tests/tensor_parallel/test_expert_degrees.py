@@ -47,4 +47,6 @@ def test_a_plan_says_what_each_rank_holds(tmp_path: Path) -> None:
     shards = {s.name: s for s in plan.find_section("model").shards}
     experts = next(n for n in shards if n.endswith("experts.down_proj")).removesuffix(".down_proj")
     assert shards[f"{experts}.gate_up_proj"] == Shard(f"{experts}.gate_up_proj", 0, (4,))
-    assert "each rank has some of the experts" in (tmp_path / "plan/report.html").read_text()
+    report = (tmp_path / "plan/report.html").read_text()
+    assert "each rank has some of the experts" in report
+    assert "the busiest of 2 parts takes 1.11 times its share" in report

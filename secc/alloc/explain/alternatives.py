@@ -17,7 +17,7 @@ from typing import Any
 
 from secc.alloc.explain.cost_breakdown import break_down_memory, break_down_time, find_largest_tensor
 from secc.alloc.problem import candidate_pruning
-from secc.alloc.problem.build_problem import parallel_shapes, price_edges
+from secc.alloc.problem.build_problem import expert_parts, parallel_shapes, price_edges
 from secc.alloc.problem.candidates import (
     SectionLoad,
     Workload,
@@ -199,6 +199,10 @@ def _change_one_choice(
         yield from _with_shape(work, load, c, f"tp={tp}", tp, c.pp)
     for pp in _adjacent_values([pp for tp, pp in allowed if tp == c.tp], c.pp):
         yield from _with_shape(work, load, c, f"pp={pp}", c.tp, pp)
+    for ep in _adjacent_values(expert_parts(work, load, pins, c.tp, ranks), c.ep):
+        if c.dp % max(1, ep // c.tp) == 0:
+            other = require_rank_load(work, load, c.tp, c.pp, c.ranks, ep)
+            yield f"ep={ep}", price_candidate(work, other, c.dp, c.micro_batch, c.sharding, c.recompute)
     replica = require_rank_load(work, load, c.tp, c.pp, c.ranks, c.ep)
     for size in (c.micro_batch // 2, min(2 * c.micro_batch, samples)):
         if 0 < size != c.micro_batch:

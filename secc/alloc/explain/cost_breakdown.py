@@ -25,6 +25,7 @@ from secc.alloc.problem.types import Candidate
 from secc.cluster import Overheads
 from secc.cost.model import roofline, tp_pp_scaling
 from secc.cost.model.default_estimate import count_entries
+from secc.cost.model.expert_parallel_cost import RECOMPUTED_LAYERS, exchange_ns
 from secc.cost.model.patterns_and_transfers import micro_batch_sizes
 from secc.cost.model.recompute_cost import RecomputeCost
 from secc.cost.model.section_cost import SectionCost, ops_in_section
@@ -39,6 +40,7 @@ ISSUE_PART = "issuing operations"
 MEASURED_PART = "measured blocks"
 OVERHEADS_PART = "between computations"
 TP_SUMS_PART = "sums over tp"
+EXCHANGE_PART = "tokens to experts and back"
 GRADIENTS_PART = "sums of gradients"
 OPTIMIZER_PART = "optimizer"
 BUBBLES_PART = "filling and draining stages"
@@ -78,7 +80,12 @@ def break_down_time(work: Workload, load: SectionLoad, c: Candidate) -> dict[str
     ns_by_part[TP_SUMS_PART] = _evaluate_over_step(
         work, rank, c, all_reduce, all_reduce if load.mode != "forward" else "0"
     )
-    shards = c.dp if c.sharding != "none" else 1
+    exchange = exchange_ns(rank.cost, c.tp, c.pp, c.ep, work.cluster)
+    again = tp_pp_scaling.scale_expression(exchange, 1 + RECOMPUTED_LAYERS[c.recompute])
+    ns_by_part[EXCHANGE_PART] = _evaluate_over_step(
+        work, rank, c, exchange, again if load.mode != "forward" else "0"
+    )
+    shards = c.dp // rank.cost.expert_replicas if c.sharding != "none" else 1
     ns_by_part[OPTIMIZER_PART] = (
         roofline.optimizer_step_ns(rank.cost, work.cluster.device, shards) if load.mode == "train" else 0
     )
@@ -88,7 +95,8 @@ def break_down_time(work: Workload, load: SectionLoad, c: Candidate) -> dict[str
     ns_by_part[BUBBLES_PART] = pipeline_bubble_ns(
         rank, c.micro_batch, busiest_replica_ns(work, rank, c.dp, c.micro_batch, c.sharding, c.recompute)
     )
-    ns_by_part[GATHERS_PART if c.sharding == "zero3" else "other"] = c.time_ns - sum(ns_by_part.values())
+    in_rounds = c.sharding == "zero3" or rank.cost.expert_replicas > 1
+    ns_by_part[GATHERS_PART if in_rounds else "other"] = c.time_ns - sum(ns_by_part.values())
     return {
         name: ns
         for name, ns in sorted(ns_by_part.items(), key=lambda part: -part[1])

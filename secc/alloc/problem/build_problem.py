@@ -29,6 +29,7 @@ from secc.ir.analysis.tp_layouts import feasible_tp
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.validation.send_window import DEFAULT_SEND_LIMIT
 
+MAX_EXPERT_PARTS = 64  # the largest ep that is considered without a pin
 # From this number of ranks on, forked processes price a section's many candidates faster.
 PARALLEL_PRICING_RANKS = 64
 
@@ -164,12 +165,41 @@ def _candidates_of_shape(
 ) -> Iterator[Candidate]:
     """Yields the candidates of one (tp, pp) that need at most `capacity` bytes. `least` is the number of
     ranks of the smallest replica."""
+    for ep in expert_parts(work, load, pins, shape[0], ranks):
+        yield from _candidates_of_parts(work, load, ranks, pins, shape, ep, least, whole, capacity)
+
+
+def expert_parts(work: Workload, load: SectionLoad, pins: Pins, tp: int, ranks: int) -> list[int]:
+    """The ep to consider for a section on up to `ranks` ranks: the pinned one, else powers of two that divide
+    its experts, in a replica all of its ranks or none. Ranks on CPUs share a memory, so they gain nothing."""
+    experts, undivided = load.cost.experts, load.cost.trainable and work.unshardable
+    free = [1]
+    if experts and not undivided and work.cluster.device.backend != "cpu":
+        most = min(experts, ranks, MAX_EXPERT_PARTS)
+        free += [n for n in candidate_pruning.powers_of_two(most) if n >= max(2, tp) and experts % n == 0]
+    if pins.splits_backward(load.name):
+        free = [n for n in free if n <= tp]
+    return pins.number_choices(load.name, "ep", free)
+
+
+def _candidates_of_parts(
+    work: Workload,
+    load: SectionLoad,
+    ranks: int,
+    pins: Pins,
+    shape: tuple[int, int],
+    ep: int,
+    least: int,
+    whole: bool,
+    capacity: int | None,
+) -> Iterator[Candidate]:
+    """Yields the candidates of one (tp, pp) with experts in `ep` parts."""
     modes, size_of_replica = list_sharding_and_recompute(work, load, pins), prod(shape)
-    ep = pins.pinned_number(load.name, "ep") or 1
     replica = require_rank_load(work, load, *shape, ranks, ep)
     most = min(ranks // size_of_replica, work.global_batch)
-    require_exchanging_replicas(replica, most, pins)
     replicas = max(1, ep // replica.tp)
+    if size_of_replica == least:
+        require_exchanging_replicas(replica, most, pins)
     if size_of_replica > least and (pins.pinned_number(load.name, "dp") or 1) > most:
         return  # the pinned dp is possible with smaller replicas only
     for dp in pins.dp_choices(

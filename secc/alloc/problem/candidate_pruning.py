@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from secc.alloc.problem.types import Candidate
 
 ANY_COUNT_MAX_RANKS = 32  # clusters up to this size are divided rank by rank, larger ones node by node
-LOCKSTEP_SHARDING = "zero3"  # replicas wait for each other in every micro-batch
 MEMORY_RESOLUTION = 40  # of the capacity: memories in one step count as equal
 
 
@@ -74,11 +73,11 @@ def _pareto_front(group: Sequence[Candidate], step: int) -> list[Candidate]:
 
 
 def _dominance_costs(c: Candidate, step: int) -> tuple[int, int, int, int]:
-    """Costs of a candidate besides its time: wait, rounds (ZeRO-3, which keeps replicas in lockstep,
-    counts half a round more) and memory in two cases, in steps of `step` bytes."""
+    """Costs of a candidate besides its time: wait, rounds (replicas in lockstep count half a round more) and
+    memory in two cases, in steps of `step` bytes."""
     return (
         c.fill_ns + c.drain_ns,
-        2 * c.rounds + (c.sharding == LOCKSTEP_SHARDING),
+        2 * c.rounds + c.runs_in_lockstep,
         -(-c.memory // step),
         -(-c.memory_ahead // step),
     )

@@ -24,6 +24,7 @@ from secc.alloc.problem.types import Candidate
 from secc.cluster import Cluster
 from secc.cost.model import roofline, tp_pp_scaling
 from secc.cost.model.collectives import RankSpan, span_of_consecutive_ranks
+from secc.cost.model.expert_parallel_cost import RECOMPUTED_LAYERS, cost_with_expert_parts, exchange_ns
 from secc.cost.model.memory import RankMemory, rank_memory
 from secc.cost.model.patterns_and_transfers import (
     InputPattern,
@@ -245,17 +246,22 @@ def _build_section_load(
 def compute_rank_load(whole: SectionLoad, tp: int, pp: int, cluster: Cluster, ep: int = 1) -> SectionLoad:
     """Load of a section on one rank of its replicas of `tp * pp` ranks, with experts in `ep` parts, given the
     whole section's load."""
-    cost, device, mode = tp_pp_scaling.cost_on_rank(whole.cost, tp, pp), cluster.device, whole.mode
+    cost, device, mode = cost_with_expert_parts(whole.cost, tp, pp, ep), cluster.device, whole.mode
     all_reduce = tp_pp_scaling.tp_all_reduce_ns(cost, tp, cluster)
+    exchange = exchange_ns(cost, tp, pp, ep, cluster)
     measured_permille = [
         int(get_number(whole.section, name) or 1000) for name in MEASURED_PERMILLE_ATTRIBUTES
     ]
     forward = _scale_permille(
-        _add_times(roofline.forward_ns_expression(cost, device), all_reduce), measured_permille[0]
+        _add_times(_add_times(roofline.forward_ns_expression(cost, device), all_reduce), exchange),
+        measured_permille[0],
     )
     backward = {
         recompute: _scale_permille(
-            _add_times(roofline.backward_ns_expression(cost, mode, device, recompute), all_reduce),
+            _add_times(
+                _add_times(roofline.backward_ns_expression(cost, mode, device, recompute), all_reduce),
+                tp_pp_scaling.scale_expression(exchange, 1 + RECOMPUTED_LAYERS[recompute]),
+            ),
             measured_permille[1],
         )
         for recompute in PIN_WORDS["recompute"]
@@ -536,16 +542,24 @@ def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> 
         return 0
     if sharding == "zero3" and dp > 1:
         return roofline.optimizer_step_ns(cost, cluster.device, dp)  # every backward has summed its gradients
+    # Experts are summed over the replicas that hold the same ones, all else over all replicas.
+    replicas, stride = cost.expert_replicas, load.tp * load.pp
+    experts = cost.expert_gradient_sum_bytes if replicas > 1 else 0
     if sharding == "none":
-        return roofline.gradient_all_reduce_ns(
-            cost.gradient_sum_bytes, dp, cluster, load.tp * load.pp
-        ) + roofline.optimizer_step_ns(cost, cluster.device)
+        return (
+            roofline.gradient_all_reduce_ns(cost.gradient_sum_bytes - experts, dp, cluster, stride)
+            + roofline.gradient_all_reduce_ns(experts, dp // replicas, cluster, stride * replicas)
+            + roofline.optimizer_step_ns(cost, cluster.device)
+        )
     moved_bytes = (
         cost.gradient_sum_bytes + cost.trainable_bytes
     ) // 2  # the mean of gradients one way and weights the other
-    return roofline.sharded_gradient_reduce_ns(
-        moved_bytes, dp, cluster, load.tp * load.pp
-    ) + roofline.optimizer_step_ns(cost, cluster.device, dp)
+    of_experts = (experts + cost.expert_trainable_bytes) // 2 if replicas > 1 else 0
+    return (
+        roofline.sharded_gradient_reduce_ns(moved_bytes - of_experts, dp, cluster, stride)
+        + roofline.sharded_gradient_reduce_ns(of_experts, dp // replicas, cluster, stride * replicas)
+        + roofline.optimizer_step_ns(cost, cluster.device, dp // replicas if replicas > 1 else dp)
+    )
 
 
 def micro_batch_time_expressions(
@@ -573,28 +587,28 @@ def busiest_replica_ns(
     """Load of the busiest of `dp` replicas: ns of all its micro-batches, their number, ns of the longest
     forward and of the longest backward."""
     gathers = _zero3_gathers(work, load, dp) if sharding == "zero3" else None
+    lockstep = gathers is not None or load.cost.expert_replicas > 1
     samples_of_busiest = -(-work.active_sample_count(load) // dp)
     key = samples_of_busiest, size, recompute
-    if gathers is None and key in load.cached_busiest:
+    if not lockstep and key in load.cached_busiest:
         return load.cached_busiest[key]
     denominator, count, micro_batches = _expect_micro_batches(load, samples_of_busiest, size)
     slowdown = (
         _round_slowdown(load, count, dp, size)
-        if gathers is not None
+        if lockstep
         else load.spread.replica_imbalance(samples_of_busiest, count)
     )
     total, fill, drain = 0, 0, 0
     for pattern, samples, number in micro_batches:
         forward, backward = _micro_batch_times(work, load, pattern, samples, recompute)
+        if lockstep:
+            forward, backward = (ns * slowdown // PERMILLE for ns in (forward, backward))
         if gathers is not None:
-            forward, backward = (
-                gathers.forward_ns(forward * slowdown // PERMILLE),
-                gathers.backward_ns(backward * slowdown // PERMILLE),
-            )
+            forward, backward = gathers.forward_ns(forward), gathers.backward_ns(backward)
         total += number * (forward + backward)
         fill, drain = max(fill, forward), max(drain, backward)
-    result = -(-total * (PERMILLE if gathers else slowdown) // (denominator * PERMILLE)), count, fill, drain
-    if gathers is None:
+    result = -(-total * (PERMILLE if lockstep else slowdown) // (denominator * PERMILLE)), count, fill, drain
+    if not lockstep:
         load.cached_busiest[key] = result
     return result
 

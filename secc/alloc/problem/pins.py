@@ -16,12 +16,15 @@ PIN_WORDS = {
     "backward": ("whole", "split"),
     "norms": ("whole", "sequence"),
 }
-PIN_KEYS = (*PIN_NUMBERS, "with", *PIN_WORDS)
+EXPERT_LOAD = "expert_load"
+PIN_KEYS = (*PIN_NUMBERS, "with", *PIN_WORDS, EXPERT_LOAD)
+MAX_EXPERT_LOAD = 4.0
 
 
 @dataclass(frozen=True)
 class Pins:
-    """Pinned choices by section (numbers and words), and pairs of sections that must share devices.
+    """Pinned choices by section (numbers and words), pairs of sections that must share devices, and the
+    exponents of Zipf's law for the loads of experts.
 
     `refused` holds choices that a later pass could not carry out: NAME.KEY=VALUE, or NAME.KEY for all values
     above 1.
@@ -31,6 +34,7 @@ class Pins:
     words: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     together: tuple[tuple[str, str], ...] = ()
     refused: frozenset[str] = frozenset()
+    expert_loads: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def dp_choices(self, section: str, most: int, free: Iterable[int]) -> list[int]:
         """Replica counts to consider. Raises UserError for a pinned one above `most`."""
@@ -117,13 +121,14 @@ class Pins:
         words = {
             s: {k: v for k, v in found.items() if (s, k) != (section, key)} for s, found in self.words.items()
         }
-        return Pins(values, words, self.together, self.refused)
+        return Pins(values, words, self.together, self.refused, self.expert_loads)
 
     @property
     def as_text(self) -> str:
         """The pins as the user writes them, "" for none."""
         pins = [f"{s}.{k}={v}" for s, k, v in self.pinned_choices]
-        return ", ".join(pins + [f"{a}.with={b}" for a, b in self.together])
+        pins += [f"{a}.with={b}" for a, b in self.together]
+        return ", ".join(pins + [f"{s}.{EXPERT_LOAD}={n:g}" for s, n in self.expert_loads.items()])
 
 
 def parse_pins(texts: Iterable[str], sections: Iterable[str], refused: Iterable[str] = ()) -> Pins:
@@ -132,6 +137,7 @@ def parse_pins(texts: Iterable[str], sections: Iterable[str], refused: Iterable[
     values: dict[str, dict[str, int]] = {}
     words: dict[str, dict[str, str]] = {}
     together: list[tuple[str, str]] = []
+    expert_loads: dict[str, float] = {}
     for text in texts:
         section, key, value = _split_pin(text, names)
         if key == "with":
@@ -148,13 +154,15 @@ def parse_pins(texts: Iterable[str], sections: Iterable[str], refused: Iterable[
                     remedy=f"choose one of {', '.join(PIN_WORDS[key])}",
                 )
             words.setdefault(section, {})[key] = value
+        elif key == EXPERT_LOAD:
+            expert_loads[section] = _parse_exponent(text, value)
         elif key == "micro_tokens":
             raise UserError(
                 f"{text} is impossible: micro-batches are cut by samples", remedy=f"set {section}.micro_batch"
             )
         else:
             values.setdefault(section, {})[key] = _parse_count(text, value)
-    return Pins(values, words, tuple(together), frozenset(refused))
+    return Pins(values, words, tuple(together), frozenset(refused), expert_loads)
 
 
 def _split_pin(text: str, names: list[str]) -> tuple[str, str, str]:
@@ -171,6 +179,19 @@ def _split_pin(text: str, names: list[str]) -> tuple[str, str, str]:
     if key not in PIN_KEYS:
         raise UserError(f"{text}: unknown key {key!r}", remedy=f"keys are {', '.join(PIN_KEYS)}")
     return section, key, value
+
+
+def _parse_exponent(text: str, value: str) -> float:
+    try:
+        exponent = float(value)
+    except ValueError:
+        exponent = -1.0
+    if not 0 <= exponent <= MAX_EXPERT_LOAD:
+        raise UserError(
+            f"{text}: expected the exponent of Zipf's law, from 0 to {MAX_EXPERT_LOAD:g}, got {value!r}",
+            remedy="give 0 for experts with equal loads, 0.3 for a router that was trained to balance them",
+        )
+    return exponent
 
 
 def _parse_count(text: str, value: str) -> int:

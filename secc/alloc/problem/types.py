@@ -49,6 +49,11 @@ class Candidate:
         return self.dp * self.tp * self.pp
 
     @property
+    def runs_in_lockstep(self) -> bool:
+        """Whether replicas wait for each other in every micro-batch: under ZeRO-3, or to exchange tokens."""
+        return self.sharding == "zero3" or self.ep > self.tp
+
+    @property
     def work(self) -> int:
         """Ns of all ranks together."""
         return self.time_ns * self.ranks
@@ -61,7 +66,8 @@ class Candidate:
     @property
     def extras(self) -> int:
         """0 for the plainest candidate; more for each feature that could be left out. Breaks ties."""
-        return 8 * self.width + 2 * (self.recompute != "none") + (self.sharding != "none")
+        plain = 8 * self.width + 2 * (self.recompute != "none") + (self.sharding != "none")
+        return plain + 4 * (self.ep > 1)
 
 
 @dataclass(frozen=True)

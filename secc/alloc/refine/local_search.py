@@ -31,7 +31,6 @@ from functools import cached_property
 from itertools import compress, islice, product
 
 from secc import process_map
-from secc.alloc.problem.candidate_pruning import LOCKSTEP_SHARDING
 from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.types import Assignment, Candidate, Problem, exclude_candidates
 from secc.alloc.refine.schedule_evaluation import (
@@ -398,7 +397,7 @@ class _LocalSearch:
 
 
 def _uses_zero3(c: Candidate) -> bool:
-    return c.sharding == LOCKSTEP_SHARDING
+    return c.sharding == "zero3"
 
 
 def _plan_key(a: Assignment) -> PlanKey:

@@ -55,8 +55,10 @@ FITTED_FIELDS = (
     "working",
     "again",
     "again_moved",
+    "routed",
+    "routed_work",
 )
-WORK_FIELDS = frozenset({"work", "attention_work", "again"})
+WORK_FIELDS = frozenset({"work", "attention_work", "again", "routed_work"})
 
 
 def annotate_calls(
@@ -130,6 +132,9 @@ def _annotate_call(call: CallOp, cost: CallCost, prefix: str) -> None:
         key: StringAttr(size_expr.format_expr(getattr(cost, key)))
         for key in ("flops", "work", "saved", "attention", "attention_work", "moved")
     }
+    if cost.routed != 0:
+        routed = {key: getattr(cost, key) for key in ("routed", "routed_work")}
+        attributes |= {key: StringAttr(size_expr.format_expr(value)) for key, value in routed.items()}
     attributes |= {"peak": StringAttr(size_expr.format_expr(cost.peak))} if cost.peak != 0 else {}
     attributes |= {
         "ops": int_attr(cost.ops),

@@ -62,8 +62,9 @@ FLOP_FORMULAS: dict[Any, Callable[..., int]] = {**flop_registry, torch.ops.aten.
 class BlockCounts:
     """Counts of one forward of a block.
 
-    flops: all FLOPs. attention: those inside fused attention.
-    work, attention_work: the same in hundredths of FLOPs of large products; `work` excludes attention.
+    flops: all FLOPs. attention: those inside fused attention. routed: those of grouped products (experts).
+    work, attention_work, routed_work: the same in hundredths of FLOPs of large products; `work` excludes
+        attention.
     moved: bytes moved by operations other than products. saved: bytes kept for backward. ops: operations
         issued.
     kept: bytes kept for backward if all units are recomputed. working: additional bytes of one second run.
@@ -87,6 +88,8 @@ class BlockCounts:
     narrowest_dim: int
     units_in_order: bool
     live_bytes: tuple[int, ...] = ()
+    routed: int = 0
+    routed_work: int = 0
 
     @property
     def peak(self) -> int:
@@ -208,6 +211,7 @@ class _OpCounter(TorchDispatchMode):
         self._saved, self._tensors, self._efficiency, self._live = saved, tensors, efficiency, live
         # FLOPs of products by their smallest weight dimension.
         self._flops, self._recomputed_flops = Counter[int](), Counter[int]()
+        self._routed_flops = Counter[int]()
         self.attention = self._recomputed_attention = self._moved = self._recomputed_moved = self._ops = 0
         self._last_was_attention = False
         self._known_results: dict[object, tuple[int, list[_ResultLayout]]] = {}
@@ -259,6 +263,7 @@ class _OpCounter(TorchDispatchMode):
         if flops:
             dim = self._narrowest_dim(name, args)
             self._flops[dim] += flops
+            self._routed_flops[dim] += flops if name == "_grouped_mm" else 0
             self._recomputed_flops[dim] += flops if self._saved.is_inside_unit else 0
             return
         read = _tensor_leaves(out) if name in GATHER_OPS else _tensor_leaves(args)
@@ -299,12 +304,14 @@ class _OpCounter(TorchDispatchMode):
             self._saved.saved_bytes,
             self._saved.bytes_kept_outside_units(),
         )
-        return OpCounts(Counter(self._flops), Counter(self._recomputed_flops), totals)
+        flops = (Counter(self._flops), Counter(self._recomputed_flops), Counter(self._routed_flops))
+        return OpCounts(*flops, totals)
 
     def add_counts(self, more: OpCounts) -> None:
         """Add the counts of a layer that is skipped because an equal one ran."""
         self._flops += more.flops
         self._recomputed_flops += more.recomputed_flops
+        self._routed_flops += more.routed_flops
         attention, recomputed_attention, moved, recomputed_moved, ops, saved, kept = more.totals
         self.attention += attention
         self._recomputed_attention += recomputed_attention
@@ -336,6 +343,8 @@ class _OpCounter(TorchDispatchMode):
             ),
             units_in_order=in_order,
             live_bytes=() if self._live is None else (*self._live.bytes_after_op,),
+            routed=sum(self._routed_flops.values()),
+            routed_work=sum(table.equivalent_work(n, dim) for dim, n in self._routed_flops.items()),
         )
 
 

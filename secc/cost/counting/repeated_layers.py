@@ -24,16 +24,23 @@ from secc.runtime.recorder.block_results import TensorDigests
 
 @dataclass(frozen=True)
 class OpCounts:
-    """FLOPs by smallest weight dimension, those inside recomputation units, and all other totals."""
+    """FLOPs by smallest weight dimension, those inside recomputation units, those of grouped products, and
+    all other totals."""
 
     flops: Counter[int]
     recomputed_flops: Counter[int]
+    routed_flops: Counter[int]
     totals: tuple[int, ...]
 
     def counts_since(self, before: OpCounts) -> OpCounts:
         """The counts added after the snapshot `before`."""
         totals = tuple(a - b for a, b in zip(self.totals, before.totals, strict=True))
-        return OpCounts(self.flops - before.flops, self.recomputed_flops - before.recomputed_flops, totals)
+        return OpCounts(
+            self.flops - before.flops,
+            self.recomputed_flops - before.recomputed_flops,
+            self.routed_flops - before.routed_flops,
+            totals,
+        )
 
 
 class OpCounterProtocol(Protocol):

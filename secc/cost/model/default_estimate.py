@@ -24,8 +24,9 @@ ZERO: Expr = size_expr.parse_expr("0")
 class CallCost:
     """Cost of one call, as expressions over a micro-batch's symbols.
 
-    flops: forward FLOPs, including `attention`, those inside fused attention kernels.
-    work, attention_work: the same FLOPs, weighted by the speed of products of their shapes
+    flops: forward FLOPs, including `attention`, those inside fused attention kernels, and `routed`, those of
+        experts in grouped products.
+    work, attention_work, routed_work: the same FLOPs, weighted by the speed of products of their shapes
         (`secc.cost.model.gemm_efficiency`); `work` excludes attention.
     moved: bytes moved by all operations but products. saved: bytes kept for backward. ops: operations issued.
     label: "counted", "sampled" (the mean of dataset samples, because values of inputs decide) or "default".
@@ -54,6 +55,8 @@ class CallCost:
     narrowest_dim: int = 0
     units_in_order: bool = True
     peak: Expr = ZERO
+    routed: Expr = ZERO
+    routed_work: Expr = ZERO
 
 
 def default_call_cost(call: CallOp, block: BlockOp) -> CallCost:

@@ -139,7 +139,7 @@ def rank_memory(
             largest_sample=largest,
             reduced=sums,
         )
-    shard = -(-size // dp)
+    shard, masters = _share_of_replicas(cost, size, dp), _share_of_replicas(cost, masters, dp)
     alone = sharding == "zero2" and micro_batches == 1
     own = min(size, BUCKET_BYTES) if alone else size
     sums = (
@@ -147,7 +147,7 @@ def rank_memory(
         if size
         else ReducedGradients()
     )
-    states = OPTIMIZER_STATES_PER_PARAMETER * shard + -(-masters // dp)
+    states = OPTIMIZER_STATES_PER_PARAMETER * shard + masters
     return RankMemory(
         parameters=cost.param_bytes,
         gradients=own,
@@ -158,6 +158,15 @@ def rank_memory(
         largest_sample=largest,
         reduced=sums,
     )
+
+
+def _share_of_replicas(cost: SectionCost, size: int, dp: int) -> int:
+    """Bytes of a rank's share of `size` bytes of trainable parameters' states over `dp` replicas; those of
+    experts are shared by the replicas that hold the same ones."""
+    if cost.expert_replicas == 1 or not cost.trainable:
+        return -(-size // dp)
+    experts = size * cost.expert_trainable // cost.trainable
+    return -(-(size - experts) // dp) + -(-experts * cost.expert_replicas // dp)
 
 
 def _reduced_gradients(
@@ -185,19 +194,16 @@ def _zero3_memory(
         size * cost.gradient_sum_bytes // max(1, cost.param_bytes) for size in (layer, outside)
     )
     buffers = 2 * layer + outside + max(2 * wide_layer + wide_outside, 2 * wide_outside)
-    parameters, gradients, states, masters = (
-        -(-size // dp)
-        for size in (
-            cost.param_bytes,
-            cost.gradient_sum_bytes,
-            OPTIMIZER_STATES_PER_PARAMETER * cost.optimizer_weight_bytes,
-            cost.master_bytes,
-        )
+    # Experts that other replicas have not are whole.
+    divided = cost.expert_replicas > 1
+    experts, expert_gradients = (
+        size if divided else 0 for size in (cost.expert_bytes, cost.expert_gradient_sum_bytes)
     )
+    states = OPTIMIZER_STATES_PER_PARAMETER * cost.optimizer_weight_bytes + cost.master_bytes
     return RankMemory(
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=states + masters,
+        parameters=experts + -(-(cost.param_bytes - experts) // dp),
+        gradients=expert_gradients + -(-(cost.gradient_sum_bytes - expert_gradients) // dp),
+        optimizer=_share_of_replicas(cost, states, dp),
         activation=activation,
         buffers=buffers,
         working=working,

@@ -13,10 +13,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
+from math import gcd
 from typing import Any
 
 import sympy
-from xdsl.dialects.builtin import IntegerAttr, StringAttr
+from xdsl.dialects.builtin import ArrayAttr, FloatAttr, IntegerAttr, StringAttr
 from xdsl.ir import Operation, SSAValue
 
 from secc.cost.model.cost_expressions import max_expr, substitute_estimates, sum_counted_exprs
@@ -49,6 +50,9 @@ from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.runtime.plan.expr_eval import evaluate_expr
 
+# Assumed exponent of Zipf's law for the loads of experts: the busiest of 8 parts of 128 experts then gets 1.2
+# times its share.
+DEFAULT_EXPERT_LOAD = 0.3
 FLOAT32_BYTES = 4  # per entry of a parameter without a recorded dtype
 VIEW_OP_NAMES = frozenset({  # views move no data
     "view", "_unsafe_view", "reshape", "slice", "select", "permute", "transpose", "t", "unsqueeze", "squeeze",
@@ -60,6 +64,11 @@ VIEW_OP_NAMES = frozenset({  # views move no data
 ATTENTION_BACKWARD_FLOPS_RATIO = 2
 # Backward time over forward time: a fused kernel keeps no scores and computes them again.
 ATTENTION_BACKWARD_TIME_RATIO = sympy.Rational(5, 2)
+# Expressions on calls that are left out where they are zero.
+OPTIONAL_EXPRESSIONS = (
+    "peak", "working", "again", "again_moved", "attention", "attention_work", "moved", "routed",
+    "routed_work",
+)  # fmt: skip
 MATMUL_OP_NAMES = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _EXPRESSION_FIELDS = (  # fields of SectionCost that are expressions over size symbols
     "flops",
@@ -76,6 +85,9 @@ _EXPRESSION_FIELDS = (  # fields of SectionCost that are expressions over size s
     "backward_transient",
     "logits_backward_transient",
     "forward_transient",
+    "routed_work",
+    "routed_backward_work",
+    "routed_bytes",
 )
 
 
@@ -112,6 +124,14 @@ class SectionCost:
         narrowest_dim: smallest weight dimension of the call that issues most operations; 0 if unknown.
         sequence_parallel: norms and residuals work on parts of the sequence.
 
+    Experts that lie in stacked parameters:
+        experts: their number (the largest common divisor, where mixtures differ); 0 for none.
+        expert_params, expert_trainable, expert_bytes, expert_trainable_bytes: parameters, as above.
+        routed_work, routed_backward_work: their part of `work` and `backward_work`.
+        routed_bytes: rows of all layers that enter experts in forward, one for each choice of a token.
+        expert_layers: mixtures. expert_load: exponent of Zipf's law for the loads of experts.
+        expert_replicas: replicas that have different experts and exchange rows.
+
     recompute: cost with activation recomputation, by kind ("selective", "full").
     dtype: short name of the dtype most calls compute in. label: where the numbers come from: "measured",
     "counted", or "default" if any part is an estimate.
@@ -146,6 +166,22 @@ class SectionCost:
     outside_layers_bytes: int = 0
     sequence_parallel: bool = False
     trainable_tensors: int = 0
+    experts: int = 0
+    expert_params: int = 0
+    expert_trainable: int = 0
+    expert_bytes: int = 0
+    expert_trainable_bytes: int = 0
+    routed_work: str = "0"
+    routed_backward_work: str = "0"
+    routed_bytes: str = "0"
+    expert_layers: int = 0
+    expert_load: float = DEFAULT_EXPERT_LOAD
+    expert_replicas: int = 1
+
+    @property
+    def expert_gradient_sum_bytes(self) -> int:
+        """Bytes of the gradients of experts in the dtype in which ranks sum them."""
+        return max(FLOAT32_BYTES * self.expert_trainable, self.expert_trainable_bytes)
 
     @property
     def gradient_sum_bytes(self) -> int:
@@ -175,6 +211,9 @@ class _CostAccumulator:
     glue_bytes: Counter[str] = field(default_factory=Counter[str])
     forward_ns: Counter[str] = field(default_factory=Counter[str])
     backward_ns: Counter[str] = field(default_factory=Counter[str])
+    routed_work: Counter[str] = field(default_factory=Counter[str])
+    routed_backward_work: Counter[str] = field(default_factory=Counter[str])
+    routed_bytes: Counter[str] = field(default_factory=Counter[str])
     logits_saved: Counter[str] = field(default_factory=Counter[str])
     logits_moved: Counter[str] = field(default_factory=Counter[str])
     backward_transient: set[str] = field(default_factory=set[str])
@@ -262,7 +301,35 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp) -> SectionC
         outside_layers_bytes=outside_layers_bytes,
         sequence_parallel=get_string(section, "norms") == "sequence",
         trainable_tensors=sum(integer_attribute(blocks[path], "tensors", 0) for path in called_paths),
+        routed_work=largest(case.routed_work for case in cases),
+        routed_backward_work=largest(case.routed_backward_work for case in cases) if has_backward else "0",
+        routed_bytes=largest(case.routed_bytes for case in cases),
+        expert_load=float_attribute(section, "expert_load", DEFAULT_EXPERT_LOAD),
+        **_count_experts([blocks[path] for path in called_paths]),
     )
+
+
+def _count_experts(blocks: list[BlockOp]) -> dict[str, int]:
+    """The fields of a section's cost about the experts of these blocks."""
+    numbers = [int(n.value.data) for b in blocks for n in _array_attribute(b, "experts")]
+    keys = ("expert_params", "expert_trainable", "expert_layers")
+    totals = {key: sum(integer_attribute(b, key, 0) for b in blocks) for key in keys}
+    for key in ("expert_params", "expert_trainable"):
+        totals[f"{key.removesuffix('_params')}_bytes"] = sum(
+            integer_attribute(b, key, 0) * _parameter_itemsize(b) for b in blocks
+        )
+    return {"experts": gcd(*numbers), **totals}
+
+
+def _parameter_itemsize(block: BlockOp) -> int:
+    """Bytes of an entry of most of a block's parameters."""
+    params, _, size, _ = _block_parameters(block)
+    return -(-size // params) if params else 0
+
+
+def _array_attribute(op: Operation, key: str) -> Iterable[Any]:
+    attribute = op.attributes.get(key)
+    return attribute if isinstance(attribute, ArrayAttr) else ()
 
 
 def _forward_transient(case: _CostAccumulator, mode: str) -> str:
@@ -291,10 +358,7 @@ def call_cost(call: CallOp, block: BlockOp) -> CallCost:
         return estimate
     saved = _expression_attribute(call, "saved", estimate.saved)
     flops = _expression_attribute(call, "flops", estimate.flops)
-    others = {
-        key: _expression_attribute(call, key, ZERO)
-        for key in ("peak", "working", "again", "again_moved", "attention", "attention_work", "moved")
-    }
+    others = {key: _expression_attribute(call, key, ZERO) for key in OPTIONAL_EXPRESSIONS}
     return CallCost(
         flops=flops,
         work=_expression_attribute(call, "work", flops),
@@ -399,9 +463,14 @@ def _add_call(call: CallOp, block: BlockOp, sums: _CostAccumulator, recomputed: 
         sums.forward_ns[measured.data] += 1
     else:
         sums.work[_sum_to_text(cost.work, cost.attention_work)] += 1
+        sums.routed_work[size_expr.format_expr(cost.routed_work)] += 1
         sums.glue_bytes[size_expr.format_expr(cost.moved)] += 1
         sums.ops += cost.ops
     result_bytes = sum(map(_tensor_bytes, call.results), ZERO)
+    if size := integer_attribute(block, "expert_size", 0):
+        # Each row takes two FLOPs for each entry of one expert.
+        width = integer_attribute(block, "expert_width", 0) * _parameter_itemsize(block)
+        sums.routed_bytes[size_expr.format_expr(cost.routed * width / (2 * size))] += 1
     if layers := integer_attribute(call, "layers", cost.units):
         sums.layers += layers
         entering = cost.kept if cost.kept != 0 else layers * result_bytes
@@ -414,6 +483,9 @@ def _add_call(call: CallOp, block: BlockOp, sums: _CostAccumulator, recomputed: 
             sums.backward_ns[measured.data] += 1
         else:
             sums.backward_work[backward_work] += 1
+            ratio = _backward_forward_ratio(block)
+            routed = cost.routed_work * sympy.Rational(ratio.numerator, ratio.denominator)
+            sums.routed_backward_work[size_expr.format_expr(routed)] += 1
         sums.saved[size_expr.format_expr(cost.saved)] += 1
         sums.recompute.add_call(cost, recomputed)
     else:
@@ -623,6 +695,12 @@ def _tied_duplicates(tie: TieOp, paths: list[str]) -> tuple[int, int, int, int]:
         integer_attribute(tie, key, 0) for key in ("params", "bytes", "trainable_bytes")
     )
     return -extra * params, -extra * params * (trainable > 0), -extra * size, -extra * trainable
+
+
+def float_attribute(op: Operation, key: str, default: float) -> float:
+    """The number at `key` in an operation's attribute dictionary, or `default` if there is none."""
+    attribute = op.attributes.get(key)
+    return float(attribute.value.data) if isinstance(attribute, FloatAttr) else default
 
 
 def integer_attribute(op: Operation, key: str, default: int) -> int:

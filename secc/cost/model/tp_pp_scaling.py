@@ -27,6 +27,8 @@ from secc.cost.model.section_cost import SectionCost
 # Korthikanti et al.: 34 bytes per token and hidden unit are saved, 24 of them between divided products.
 CUT_ACTIVATION_PARTS, ALL_ACTIVATION_PARTS = 24, 34
 GATHERED_ACTIVATION_PARTS = 4  # the inputs of attention and of the feed-forward network
+PARAMETER_COUNTS = ("params", "trainable", "param_bytes", "trainable_bytes", "master_bytes")
+EXPERT_COUNTS = ("expert_params", "expert_trainable", "expert_bytes", "expert_trainable_bytes")
 ALL_REDUCES_PER_LAYER = 2  # after attention and after the feed-forward network
 
 
@@ -65,7 +67,7 @@ def cost_on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
         activations_share = (
             stage_share * (GATHERED_ACTIVATION_PARTS + Fraction(divided_parts, tp)) / ALL_ACTIVATION_PARTS
         )
-    slowdown = _narrowing_slowdown(cost.narrowest_dim, tp)
+    slowdown = narrowing_slowdown(cost.narrowest_dim, tp)
     recompute = {
         kind: _recompute_on_rank(
             costs, stage_share, divided_share * slowdown, activations_share, cost.logits_saved, divided_share
@@ -73,30 +75,33 @@ def cost_on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
         for kind, costs in cost.recompute.items()
     }
     counts = {
-        key: _ceil_share(getattr(cost, key), divided_share)
-        for key in ("params", "trainable", "param_bytes", "trainable_bytes", "master_bytes")
+        key: ceil_share(getattr(cost, key), divided_share) for key in (*PARAMETER_COUNTS, *EXPERT_COUNTS)
     }
     return replace(
         cost,
         largest_layer_bytes=-(-cost.largest_layer_bytes // tp),
         outside_layers_bytes=-(-cost.outside_layers_bytes // tp),
-        flops=_scale_expression(cost.flops, divided_share),
-        backward_flops=_scale_expression(cost.backward_flops, divided_share),
-        work=_scale_expression(cost.work, divided_share * slowdown),
-        backward_work=_scale_expression(cost.backward_work, divided_share * slowdown),
+        flops=scale_expression(cost.flops, divided_share),
+        backward_flops=scale_expression(cost.backward_flops, divided_share),
+        work=scale_expression(cost.work, divided_share * slowdown),
+        backward_work=scale_expression(cost.backward_work, divided_share * slowdown),
         saved=_scale_in_parts(cost.saved, activations_share, cost.logits_saved, divided_share),
         glue_bytes=_scale_in_parts(cost.glue_bytes, activations_share, cost.logits_moved, divided_share),
-        logits_saved=_scale_expression(cost.logits_saved, divided_share),
-        logits_moved=_scale_expression(cost.logits_moved, divided_share),
-        logits_backward_transient=_scale_expression(cost.logits_backward_transient, Fraction(1, tp)),
-        forward_transient=_scale_expression(cost.forward_transient, activations_per_layer),
+        logits_saved=scale_expression(cost.logits_saved, divided_share),
+        logits_moved=scale_expression(cost.logits_moved, divided_share),
+        logits_backward_transient=scale_expression(cost.logits_backward_transient, Fraction(1, tp)),
+        forward_transient=scale_expression(cost.forward_transient, activations_per_layer),
         narrowest_dim=cost.narrowest_dim // tp,
-        forward_ns=_scale_expression(cost.forward_ns, divided_share),
-        backward_ns=_scale_expression(cost.backward_ns, divided_share),
-        layer_input_bytes=_scale_expression(cost.layer_input_bytes, stage_share),
-        ops=_ceil_share(cost.ops, stage_share),
-        layers=_ceil_share(cost.layers, stage_share),
+        forward_ns=scale_expression(cost.forward_ns, divided_share),
+        backward_ns=scale_expression(cost.backward_ns, divided_share),
+        layer_input_bytes=scale_expression(cost.layer_input_bytes, stage_share),
+        ops=ceil_share(cost.ops, stage_share),
+        layers=ceil_share(cost.layers, stage_share),
         recompute=recompute,
+        routed_work=scale_expression(cost.routed_work, divided_share * slowdown),
+        routed_backward_work=scale_expression(cost.routed_backward_work, divided_share * slowdown),
+        routed_bytes=scale_expression(cost.routed_bytes, divided_share),
+        expert_layers=ceil_share(cost.expert_layers, stage_share),
         **counts,
     )
 
@@ -114,21 +119,21 @@ def _recompute_on_rank(
     saved = _scale_in_parts(costs.saved, stage, logits, cut)
     return RecomputeCost(
         saved,
-        _scale_expression(costs.working, activations_share / stage),
-        _scale_expression(costs.work, divided),
-        _ceil_share(costs.ops, stage),
-        _scale_expression(costs.moved, activations_share),
+        scale_expression(costs.working, activations_share / stage),
+        scale_expression(costs.work, divided),
+        ceil_share(costs.ops, stage),
+        scale_expression(costs.moved, activations_share),
     )
 
 
 def _scale_in_parts(text: str, share: Fraction, part: str, cut: Fraction) -> str:
     """The fraction `share` of an expression without its part `part`, plus the fraction `cut` of that part."""
     if part == "0" or share == cut:
-        return _scale_expression(text, share)
-    return f"{_scale_expression(f'{text} - ({part})', share)} + {_scale_expression(part, cut)}"
+        return scale_expression(text, share)
+    return f"{scale_expression(f'{text} - ({part})', share)} + {scale_expression(part, cut)}"
 
 
-def _narrowing_slowdown(narrow: int, tp: int) -> Fraction:
+def narrowing_slowdown(narrow: int, tp: int) -> Fraction:
     """How much longer the same FLOPs take after tp has divided the smallest weight dimension: a factor, in
     hundredths."""
     if not narrow:
@@ -143,9 +148,11 @@ def largest_stage_share(cost: SectionCost, pp: int) -> Fraction:
     return Fraction(-(-layers // pp), layers)
 
 
-def _ceil_share(count: int, share: Fraction) -> int:
+def ceil_share(count: int, share: Fraction) -> int:
+    """The fraction `share` of `count`, rounded up."""
     return -(-count * share.numerator // share.denominator)
 
 
-def _scale_expression(text: str, share: Fraction) -> str:
+def scale_expression(text: str, share: Fraction) -> str:
+    """The fraction `share` of an expression, in whole units."""
     return text if share == 1 or text == "0" else f"({text})*{share.numerator}//{share.denominator}"

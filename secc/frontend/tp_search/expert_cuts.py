@@ -18,6 +18,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from xdsl.dialects.builtin import ModuleOp
 from secc.frontend.tp_search.find_mapping import ExpertCut, ModuleCall, expert_shards, expert_style
 from secc.frontend.tp_search.verify_mapping import UnsplitModule
 from secc.ir.dialect.ops import graph_of
-from secc.ir.dialect.python_attributes import int_list_attr
+from secc.ir.dialect.python_attributes import int_attr, int_list_attr
 
 ExpertSizes = Mapping[str, Sequence[int]]
 EXCHANGING_REPLICAS = 2
@@ -44,11 +45,25 @@ def expert_sizes(module: nn.Module) -> ExpertSizes:
 
 
 def annotate_experts(module: ModuleOp, meta: nn.Module) -> None:
-    """Writes `experts` on each block of a graph that has some: the numbers of experts of its mixtures."""
+    """Writes on each block with mixtures the numbers of their experts (`experts`), and for the cost model the
+    entries of parameters in them, of one expert (`expert_size`) and of its rows (`expert_width`)."""
     for path, block in graph_of(module).blocks.items():
-        mixtures = filter(None, map(expert_sizes, meta.get_submodule(path).modules()))
-        if counts := sorted({count_of_experts(sizes) for sizes in mixtures}):
-            block.attributes["experts"] = int_list_attr(counts)
+        mixtures = [m for m in meta.get_submodule(path).modules() if expert_sizes(m)]
+        if not mixtures:
+            continue
+        sizes = expert_sizes(mixtures[0])
+        params = [p for m in mixtures for p in m.parameters(recurse=False)]
+        trainable = [p for p in params if p.requires_grad]
+        matrices = [shape[1:] for shape in sizes.values() if len(shape) == 3]
+        shared = set(matrices[0]).intersection(*matrices[1:])
+        block.attributes |= {
+            "experts": int_list_attr(sorted({count_of_experts(expert_sizes(m)) for m in mixtures})),
+            "expert_layers": int_attr(len(mixtures)),
+            "expert_params": int_attr(sum(p.numel() for p in params)),
+            "expert_trainable": int_attr(sum(p.numel() for p in trainable)),
+            "expert_size": int_attr(sum(prod(shape) for shape in matrices)),
+            "expert_width": int_attr(max(shared or {max(matrices[0])})),
+        }
 
 
 def find_expert_cuts(

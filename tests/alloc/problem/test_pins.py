@@ -39,6 +39,9 @@ def test_pins_narrow_the_candidates() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("lm.expert_load=much", "expected the exponent of Zipf's law"),
+        ("lm.expert_load=-1", "expected the exponent of Zipf's law"),
+        ("lm.ep=0", "expected an integer of at least 1"),
         ("lm.dp", "form NAME.KEY=VALUE"),
         ("dp=2", "form NAME.KEY=VALUE"),
         ("llm.dp=2", "unknown section 'llm'"),

@@ -12,7 +12,6 @@ import pytest
 from secc.alloc.explain import plan_choices
 from secc.alloc.problem import build_problem as problems
 from secc.alloc.problem.build_problem import build_problem
-from secc.alloc.problem.candidate_pruning import LOCKSTEP_SHARDING
 from secc.alloc.problem.candidates import build_workload, memory_on_rank
 from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.pins import Pins
@@ -198,7 +197,7 @@ def test_zero3_wins_only_by_its_scheduled_step() -> None:
     """Closed forms that promise too much of zero3 have it tried; what it takes is what counts."""
     _, asked, evaluator = vlm_problem()
     cheap = {
-        s: tuple(replace(c, sharding=LOCKSTEP_SHARDING, time_ns=c.time_ns // 2) for c in cs)
+        s: tuple(replace(c, sharding="zero3", time_ns=c.time_ns // 2) for c in cs)
         for s, cs in asked.sections.items()
     }
     both = {s: (*cs, *cheap[s]) for s, cs in asked.sections.items()}
@@ -220,7 +219,7 @@ def test_zero3_wins_only_by_its_scheduled_step() -> None:
 
 
 def uses_zero3(asked: Problem, a: Assignment) -> bool:
-    return any(asked.sections[s][i].sharding == LOCKSTEP_SHARDING for s, i in a.choice.items())
+    return any(asked.sections[s][i].sharding == "zero3" for s, i in a.choice.items())
 
 
 def test_candidates_made_in_other_processes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,55 @@ def qwen3_1_7b() -> Config:
     return _text("Qwen3", 28, 2048, 16, 8, 6144, 151_936, 128, tied=True)
 
 
+def qwen3_14b() -> Config:
+    return _text("Qwen3", 40, 5120, 40, 8, 17_408, 151_936, 128)
+
+
+# -- mixtures of experts
+
+
+def _qwen3_moe(
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    experts: int,
+    width: int,
+    chosen: int,
+    vocabulary: int = 151_936,
+    head_dim: int = 128,
+) -> Config:
+    return getattr(T, "Qwen3MoeConfig")(  # noqa: B009 (it takes more than its signature says)
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        moe_intermediate_size=width,
+        intermediate_size=3 * hidden,
+        norm_topk_prob=True,
+        vocab_size=vocabulary,
+        max_position_embeddings=32_768,
+        attn_implementation=PER_SAMPLE,
+        use_cache=False,
+    )
+
+
+def qwen3_235b_a22b() -> Config:
+    return _qwen3_moe(94, 4096, 64, 4, 128, 1536, 8)
+
+
+def qwen3_30b_a3b() -> Config:
+    return _qwen3_moe(48, 2048, 32, 4, 128, 768, 8)
+
+
+def small_mixture(hidden: int = 32) -> Config:
+    """Two layers of Qwen3-MoE with eight experts, of which a token takes two."""
+    return _qwen3_moe(2, hidden, 4, 2, 8, hidden, 2, SMALL_VOCABULARY, hidden // 4)
+
+
 # -- encoders
 
 
