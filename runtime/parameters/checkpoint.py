@@ -51,15 +51,21 @@ OptimizedSlices = Mapping[nn.Parameter, ParameterSlice]
 
 
 def make_manifest(
-    model: nn.Module, step: int, seed: int, shuffle: bool, global_batch: int, run: str | None = None
+    model: nn.Module,
+    step: int,
+    seed: int,
+    shuffle: bool,
+    global_batch: int,
+    run: str | None = None,
+    plan: str | None = None,
 ) -> CheckpointManifest:
-    """Returns the manifest of `model` after `step` steps of the run with the id `run`."""
+    """Returns the manifest of `model` after `step` steps of the run with the id `run` of the plan directory
+    `plan`."""
     canonical = canonical_names(model)
     names = tuple(model.state_dict())
     stored = {n: next(m for m in names if canonical.get(m, m) == canonical.get(n, n)) for n in names}
-    return CheckpointManifest(
-        step, seed, shuffle, global_batch, names, {n: s for n, s in stored.items() if n != s}, run=run
-    )
+    tied = {n: s for n, s in stored.items() if n != s}
+    return CheckpointManifest(step, seed, shuffle, global_batch, names, tied, run=run, plan=plan)
 
 
 def save_checkpoint(
@@ -231,25 +237,41 @@ def load_full_state_dict(
     `averaged`, trained parameters have the values of `--ema`. Raises UserError if there is no checkpoint, if
     a file of it is damaged, or if it has no averages.
     """
+    found = source if isinstance(source, FoundCheckpoint) else find_checkpoint(Path(source))
+    return load_entries_of_model(
+        found, found.manifest.names, lambda _, stored: torch.empty_like(stored, device="cpu"), averaged
+    )
+
+
+def load_entries_of_model(
+    found: FoundCheckpoint,
+    names: Iterable[str],
+    allocate: Callable[[str, torch.Tensor], torch.Tensor],
+    averaged: bool = False,
+) -> dict[str, Any]:
+    """Reads these entries of the user's state dict, tensors into the memory that `allocate` returns for a
+    name and a meta tensor of what is stored. In other respects as `load_full_state_dict`."""
     from secc.runtime.parameters import sliced_tensor_store
 
-    found = source if isinstance(source, FoundCheckpoint) else find_checkpoint(Path(source))
-    manifest = found.manifest
     stored = sliced_tensor_store.stored_entries(found.path)
     averages = {f"model/{k.removeprefix(AVERAGE_PREFIX)}": k for k in stored if k.startswith(AVERAGE_PREFIX)}
     if averaged and not averages:
         raise UserError(
             "the checkpoint has no average of the weights", str(found.path), "take one of a run with --ema"
         )
-    keys = {k: averages.get(k, k) if averaged else k for k in stored if k.startswith("model/")}
-    read: dict[str, Any] = {k: _empty_on_cpu(stored[k]) for k in keys.values()}
-    sliced_tensor_store.read_entries(found.path, read, alone=True)
-    target = {name: read[k] for name, k in keys.items()}
-    for name in manifest.names:
-        if f"model/{manifest.tied.get(name, name)}" not in target:
+    keys: dict[str, str] = {}
+    read: dict[str, Any] = {}
+    for name in names:
+        stored_name = f"model/{found.manifest.tied.get(name, name)}"
+        key = keys[name] = averages.get(stored_name, stored_name) if averaged else stored_name
+        if key not in stored:
             message = f"the checkpoint is damaged: {name!a} is missing"
             raise UserError(message, str(found.path), "take a checkpoint that a run with --save has written")
-    return {name: target[f"model/{manifest.tied.get(name, name)}"] for name in manifest.names}
+        if key not in read:
+            entry = stored[key]
+            read[key] = None if entry is None else allocate(name, entry)
+    sliced_tensor_store.read_entries(found.path, read, alone=True)
+    return {name: read[key] for name, key in keys.items()}
 
 
 def _scheduler_key(stored: Iterable[str], rank: int) -> str | None:

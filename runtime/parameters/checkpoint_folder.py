@@ -45,7 +45,8 @@ class FileDigest:
 class CheckpointManifest:
     """Metadata of a checkpoint. `names` are the keys of the state dict in its order; `tied` maps a name to
     the name that its tensor is stored under; `files` are the data files by name; `run` is the same for all
-    checkpoints of a run. Checkpoints from before files had checksums have neither `files` nor `run`."""
+    checkpoints of a run, and `plan` the directory of the plan that wrote the checkpoint. Checkpoints from
+    before files had checksums have neither `files` nor `run`, older ones no `plan`."""
 
     step: int
     seed: int
@@ -55,6 +56,7 @@ class CheckpointManifest:
     tied: dict[str, str]
     files: dict[str, FileDigest] | None = None
     run: str | None = None
+    plan: str | None = None
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,8 @@ def _decode_manifest(text: str) -> CheckpointManifest:
         if Path(name).name != name:
             raise ValueError(f"{name!r} is not a file name")
     fields["names"] = tuple(fields["names"])
+    if not isinstance(fields.get("plan"), str | None):
+        raise ValueError("its plan is no path")
     digests = None if files is None else {name: FileDigest(**file) for name, file in files.items()}
     return CheckpointManifest(**fields, files=digests)
 

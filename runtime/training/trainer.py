@@ -507,6 +507,7 @@ class Trainer:
             context.shuffle,
             self.plan.global_batch,
             context.run_id,
+            str(context.directory.resolve()),
         )
         try:
             saved = checkpoint.save_checkpoint(folder, state, manifest, keep)

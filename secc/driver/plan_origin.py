@@ -38,7 +38,7 @@ def check_model_is_trusted(directory: Path) -> None:
         code, expected = b"", None
     if expected is None or not hmac.compare_digest(code.strip(), expected.strip().encode()):
         raise UserError(
-            "this user did not compile the plan on this machine, and to draw samples its model file is run",
+            "this user did not compile the plan on this machine, and the command runs its model file",
             str(directory),
             "read the model file that plan.json names, then add --trust-model",
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as T
 from safetensors.torch import load_file
 
 from secc.cli import main
@@ -110,6 +112,18 @@ def test_exported_weights_load_into_the_users_model(plan: Path, tmp_path: Path) 
     weights = load_file(tmp_path / "weights.safetensors")
     model.load_state_dict(weights)
     assert weights.keys() == model.state_dict().keys()
+    with pytest.raises(SystemExit, match="0"):
+        main(["export", str(tmp_path / "saved"), "--hf", str(tmp_path / "hf"), "--json"])
+    loaded: Any = T.LlavaForConditionalGeneration.from_pretrained(tmp_path / "hf")
+    assert all(torch.equal(t, weights[n]) for n, t in loaded.state_dict().items())
+    sent = tmp_path / "sent"
+    shutil.copytree(plan, sent)
+    (sent / "origin.mac").unlink()
+    arguments = ["export", str(tmp_path / "saved"), "--hf", str(tmp_path / "other"), "--plan", str(sent)]
+    for more, code in (([], "2"), (["--trust-model"], "0")):
+        with pytest.raises(SystemExit, match=code):
+            main([*arguments, *more])
+        assert (tmp_path / "other").exists() is bool(more)
 
 
 def _events(trace: Path) -> list[dict[str, Any]]:
