@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import abc
 import functools
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers as T
 from torch import nn
+from torch.utils.data import Dataset
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tools.census.recipes import Recipe, find_recipe
+from tools.census.recipes import find_recipe
 from tools.census.small_configs import LABELS, small_config
+from tools.zoo_models import entries as zoo_entries
+from tools.zoo_models import entry as zoo_entry
+from tools.zoo_models.entry import Sample, Samples
 from tools.zoo_models.parts import quiet
 
 
@@ -58,26 +64,63 @@ FAMILIES = (
     Family("hidden states", "BASE", "hidden"),
 )
 _BASE = "MODEL_MAPPING_NAMES"
+_JOINED_TASKS = ("multimodal", "speech", "seq2seq")  # of models whose parts fit certain inputs only
+
+
+@dataclass(frozen=True)
+class RowEntry:
+    """The functions of a row's model file; without `collate` secc's default joins samples. `inputs` says what
+    its samples are."""
+
+    model: Callable[[], nn.Module]
+    dataset: Callable[[], Dataset[Sample]]
+    collate: Callable[[Sequence[Sample]], Sample] | None
+    inputs: str
 
 
 @dataclass(frozen=True)
 class Row(abc.ABC):
-    """A row: how its model is built and which task makes its samples."""
+    """A row: a model, and samples for it."""
 
     name: str
+
+    @abc.abstractmethod
+    def entry(self) -> RowEntry:
+        """The functions of its model file. Raises what plain PyTorch raises if it cannot train the row."""
+
+
+@dataclass(frozen=True)
+class ZooRow(Row):
+    """A model type that the zoo has, with inputs that no rule of names finds."""
+
+    zoo_name: str
+
+    def entry(self) -> RowEntry:
+        """The zoo's model file."""
+        known = zoo_entry(self.zoo_name)
+        return RowEntry(known.model, known.dataset, known.collate, "as in the zoo")
+
+
+@dataclass(frozen=True)
+class TaskRow(Row):
+    """A row for which the task's recipes make samples."""
+
     task: str
 
     @abc.abstractmethod
     def build(self) -> nn.Module:
         """The small random model in training mode, its batch norms in eval mode."""
 
-    def find_recipe(self) -> Recipe:
-        """How samples are drawn. Raises RecipeError if plain PyTorch trains none."""
-        return find_recipe(self.task, self.build())
+    def entry(self) -> RowEntry:
+        """The model with the first recipe that plain PyTorch trains. Raises RecipeError if there is none."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            recipe = find_recipe(self.task, self.build())
+        return RowEntry(self.build, lambda: Samples(recipe.draw), recipe.batching.collate, recipe.name)
 
 
 @dataclass(frozen=True)
-class ModelRow(Row):
+class ModelRow(TaskRow):
     """A row for one class of one model type."""
 
     model_type: str
@@ -133,6 +176,12 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 
 @functools.cache
+def _zoo_names() -> dict[str, str]:
+    """The zoo's names by what they have in common with model types."""
+    return {e.name.replace("_", ""): e.name for e in zoo_entries()}
+
+
+@functools.cache
 def model_rows() -> dict[str, ModelRow]:
     """The rows of transformers' model types by name, family by family."""
     rows, seen = dict[str, ModelRow](), set[str]()
@@ -144,5 +193,9 @@ def model_rows() -> dict[str, ModelRow]:
             if row in rows or (model_type in seen and not family.repeats):
                 continue
             seen.add(model_type)
-            rows[row] = ModelRow(row, family.task, model_type, class_name)
+            zoo_name = _zoo_names().get(re.sub(r"\W|_", "", model_type))
+            if zoo_name and family.task in _JOINED_TASKS:
+                rows[row] = ZooRow(row, zoo_name)
+            else:
+                rows[row] = ModelRow(row, family.task, model_type, class_name)
     return rows

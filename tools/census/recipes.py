@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tools.census.batches import Batching, Draw, boxes, labelled_words, noise, sometimes, words
+from tools.census.batches import WORDS, Batching, Draw, boxes, labelled_words, noise, sometimes, words
 from tools.census.small_configs import IMAGE, LABELS, MELS
 from tools.zoo_models.entry import Sample
 from tools.zoo_models.samples import IGNORED, integer
 
 FIXED = (16, 17)  # texts of one length
-TRIED_BATCH = 4
+TRIED_BATCH = 12
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Recipe:
 @dataclass(frozen=True)
 class Modality:
     """An optional input: `draw` gives one image or sound as it stands in a batch of one, `joined` its keys;
-    `token` is the special token for its features, `around` tokens before and after."""
+    `token` is the special token for its features, `around` tokens before and after. A `required` one is in
+    every sample."""
 
     name: str
     draw: Draw
@@ -46,6 +47,7 @@ class Modality:
     count: Callable[[Sample], int]
     around: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     typed: int = 1
+    required: bool = False
 
 
 class RecipeError(Exception):
@@ -172,7 +174,8 @@ def _span(g: torch.Generator, sample: Sample, config: Any) -> Sample:
 
 
 def _ctc_labels(g: torch.Generator, sample: Sample, config: Any) -> Sample:
-    return {"labels": torch.randint(3, 90, (integer(g, 1, 4),), generator=g)}
+    classes = int(config_value(config, "vocab_size", default=WORDS))
+    return {"labels": torch.randint(3, min(classes, WORDS), (integer(g, 1, 4),), generator=g)}
 
 
 def _pixel_labels(g: torch.Generator, sample: Sample, config: Any) -> Sample:
@@ -332,7 +335,7 @@ def _language(task: str, names: set[str], config: Any, model: nn.Module) -> Iter
                 text = words(g, lengths)
                 before, types, sample = list[int](), list[int](), Sample()
                 for modality in optional:
-                    if lengths == FIXED or sometimes(g):
+                    if modality.required or lengths == FIXED or sometimes(g):
                         drawn = modality.draw(g)
                         count = modality.count(drawn)
                         sample |= drawn
@@ -371,6 +374,9 @@ def _modalities(names: set[str], config: Any, model: nn.Module) -> Iterator[list
             yield [image, sound]
     for one in (*images, *sounds):
         yield [one]
+    if "pixel_values" in names and not images:
+        pixels = _drawn("pixel_values", *image_shape(config))
+        yield [Modality("an image", pixels, frozenset(), 0, lambda _: 0, required=True)]
 
 
 def _image_forms(names: set[str], config: Any, model: nn.Module) -> Iterator[Modality]:

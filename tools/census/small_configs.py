@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import transformers as T
@@ -46,6 +47,12 @@ _NUMBERS: dict[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "max_length", "n_ctx"), 128),
     **dict.fromkeys(("max_target_positions", "model_max_length"), 128),
     "max_source_positions": 16,
+    "num_key_value_heads": HEADS,
+    "decoder_vocab_size": VOCABULARY,
+    **dict.fromkeys(("rotary_dim", "mamba_d_state", "state_size", "conf_num_attention_heads"), 8),
+    **dict.fromkeys(("mamba_n_heads",), HEADS),
+    **dict.fromkeys(("mamba_d_head",), 16),
+    **dict.fromkeys(("num_labels",), LABELS),
     **dict.fromkeys(("image_size", "pretrain_image_size", "crop_size"), IMAGE),
     "patch_size": PATCH,
     **dict.fromkeys(("num_mel_bins", "n_mel_bins"), MELS),
@@ -62,15 +69,36 @@ _NUMBERS: dict[str, Any] = {
     "forced_eos_token_id": None,
     "use_cache": False,
 }
+# Numbers that some classes leave open.
+_FILLED = ("head_dim", "num_experts_per_tok", "n_routed_experts", "num_key_value_heads", "decoder_vocab_size")
 _SILENT = re.compile(r"drop|mask_time_prob|mask_feature_prob|jitter|apply_spec_augment")
 _SPECIAL_TOKEN = re.compile(r"_(token_id|token_index)$")
 
-EXCEPTIONS: dict[str, dict[str, Any]] = {}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    **{f"{t}_text": {"rope_parameters": _MROPE} for t in ("glm4v", "glm_ocr", "qwen2_vl", "qwen2_5_vl")},
+    "glm4v_moe_text": {
+        "rope_parameters": _MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 0, 0]}
+    },
+    "paddleocr_vl_text": {"rope_parameters": _MROPE},
+    "cosmos3_edge_text": {"rope_parameters": _MROPE},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 8]},
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+}
 
 
 def small_config(kind: type[T.PreTrainedConfig], **given: Any) -> T.PreTrainedConfig:
     """A small configuration of class `kind`; `given` values go over what the rules choose."""
-    return kind(**_small_values(kind(), Tokens()) | given)
+    config = kind(**_small_values(kind(), Tokens()) | given)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
+        if vars(config).get(name) is None:
+            setattr(config, name, _NUMBERS[name])
+    return config
 
 
 class Tokens:
@@ -89,12 +117,17 @@ def _small_values(config: T.PreTrainedConfig, tokens: Tokens) -> dict[str, Any]:
     values = dict[str, Any]()
     names = inspect.signature(type(config).__init__).parameters
     base = inspect.signature(T.PreTrainedConfig.__init__).parameters
+    parts: Mapping[str, Any] = type(config).sub_configs
     for name in names:
         if name in ("self", "kwargs") or (name in base and name != "is_encoder_decoder"):
             continue
-        if not hasattr(config, name):
+        if name not in vars(config):
             continue
-        old = getattr(config, name)
+        old = vars(config)[name]
+        kind = parts.get(name)
+        if old is None and isinstance(kind, type) and issubclass(kind, T.PreTrainedConfig):
+            old = kind()  # an optional part
+            values[name] = old
         new = _small_value(name, old, config, tokens)
         if new is not old:
             values[name] = new
@@ -109,12 +142,14 @@ def _small_value(name: str, old: Any, config: T.PreTrainedConfig, tokens: Tokens
         return type(old)(0)
     if isinstance(old, bool):
         return False if name == "use_cache" else old
-    if _SPECIAL_TOKEN.search(name) and name not in _NUMBERS and isinstance(old, int) and old >= WORDS:
+    if _SPECIAL_TOKEN.search(name) and name not in _NUMBERS and isinstance(old, int):
         return tokens.take()
     if name == "num_key_value_heads" and isinstance(old, int):
-        heads = getattr(config, "num_attention_heads", old)
+        heads = vars(config).get("num_attention_heads", old)
         return HEADS if old == heads else 1 if old == 1 else 2
     if name in _NUMBERS and name.endswith("token_id"):
+        return _NUMBERS[name]
+    if name in _FILLED and old is None:
         return _NUMBERS[name]
     if name in _NUMBERS and isinstance(old, int):
         return min(old, _NUMBERS[name]) if old > 0 else old
