@@ -79,14 +79,14 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     **{f"{t}_text": {"rope_parameters": _MROPE} for t in ("glm4v", "glm_ocr", "qwen2_vl", "qwen2_5_vl")},
-    "glm4v_moe_text": {
-        "rope_parameters": _MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 0, 0]}
-    },
+    "glm4v_moe_text": {"rope_parameters": _MROPE | {"mrope_section": [2, 0, 0]}},
     "paddleocr_vl_text": {"rope_parameters": _MROPE},
     "cosmos3_edge_text": {"rope_parameters": _MROPE},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 8]},
+    "wav2vec2-bert": {"vocab_size": VOCABULARY},
+    "wav2vec2-conformer": {"vocab_size": VOCABULARY},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
 }
@@ -183,6 +183,7 @@ def _fit_layer_types(config: T.PreTrainedConfig, values: dict[str, Any]) -> None
         for n, v in vars(config).items()
         if isinstance(v, list) and len(v) == old and old > 4 and not isinstance(v[0], dict)
     }
+    lists = {n: v for n, v in lists.items() if not isinstance(v[0], list)}
     kinds = list(dict.fromkeys(zip(*lists.values(), strict=True))) if lists else []
     chosen = kinds[:4] if len(kinds) > 1 else kinds * 2
     for n, column in zip(lists, zip(*chosen, strict=True), strict=True):
