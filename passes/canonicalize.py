@@ -81,6 +81,12 @@ def _cancel_swap(op: GlueOp) -> SSAValue | None:
     return inner.operands[0] if same else None
 
 
+def _before_expand(op: GlueOp) -> SSAValue | None:
+    """The tensor that was expanded to rows of which `op` takes one: else the shapes differ."""
+    inner = _producer_of_first(op)
+    return inner.operands[0] if inner is not None and inner.base_name == "expand" else None
+
+
 def _merge_views(op: GlueOp) -> SSAValue | None:
     """A view of a view, as a view of the first tensor."""
     inner = _producer_of_first(op)
@@ -156,6 +162,7 @@ REWRITE_RULES = (
     RewriteRule(
         ("slice",), lambda op: len(op.arguments.args) < 5, _first_operand
     ),  # all of a dim: else the shapes differ
+    RewriteRule(("slice",), lambda op: len(op.arguments.args) < 5, _before_expand),  # one of equal rows
     RewriteRule(
         ("add", "sub"), lambda op: _scalar_argument(op) == 0 and not _is_needed_copy(op), _first_operand
     ),

@@ -37,6 +37,16 @@ sec.graph "g" {
     %r = sec.glue "aten.exp.default" (%back) args "$0" no_grad : !sec.tensor<["2*B", 2, 2], f32>
     %d = sec.glue "aten.detach.default" (%p) args "$0" : !sec.tensor<["2*B", 2, 2], f32>
 
+    // One of the rows that a tensor was expanded to is that tensor; other parts of them stay.
+    // CHECK: sec.call "a" (%k) args
+    // CHECK: %e2 = sec.glue "aten.slice.Tensor"
+    %k = sec.glue "aten.ones.default" args "[1, 8]" : !sec.tensor<[1, 8], f32>
+    %e = sec.glue "aten.expand.default" (%k) args "$0, [B, -1]" : !sec.tensor<[B, 8], f32>
+    %e1 = sec.glue "aten.slice.Tensor" (%e) args "$0, 0, 0, 1" : !sec.tensor<[1, 8], f32>
+    %f1 = sec.call "a" (%e1) args "$0" outs [""] : !sec.tensor<[1, 8], f32, grad>
+    %e2 = sec.glue "aten.slice.Tensor" (%e) args "$0, 1, 0, 1" : !sec.tensor<[B, 1], f32>
+    %f2 = sec.call "a" (%e2) args "$0" outs [""] : !sec.tensor<[B, 1], f32, grad>
+
     // Random ops are never equal.
     // CHECK: sec.glue "aten.rand.default"
     // CHECK-NEXT: sec.glue "aten.rand.default"
@@ -49,7 +59,11 @@ sec.graph "g" {
     %s3 = sec.glue "aten.add.Tensor" (%s2, %d) args "$0, $1" : !sec.tensor<["2*B", 2, 2], f32, grad>
     %s4 = sec.glue "aten.add.Tensor" (%s3, %u1) args "$0, $1" : !sec.tensor<["2*B", 2, 2], f32, grad>
     %s5 = sec.glue "aten.mul.Tensor" (%s4, %u2) args "$0, $1" : !sec.tensor<["2*B", 2, 2], f32, grad>
-    %loss = sec.glue "aten.sum.default" (%s5) args "$0" : !sec.tensor<[], f32, grad>
+    %s6 = sec.glue "aten.sum.default" (%s5) args "$0" : !sec.tensor<[], f32, grad>
+    %f3 = sec.glue "aten.sum.default" (%f1) args "$0" : !sec.tensor<[], f32, grad>
+    %f4 = sec.glue "aten.sum.default" (%f2) args "$0" : !sec.tensor<[], f32, grad>
+    %s7 = sec.glue "aten.add.Tensor" (%s6, %f3) args "$0, $1" : !sec.tensor<[], f32, grad>
+    %loss = sec.glue "aten.add.Tensor" (%s7, %f4) args "$0, $1" : !sec.tensor<[], f32, grad>
     sec.return (%loss)
   }
 }

@@ -155,7 +155,7 @@ class HiddenStates(nn.Module):
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor:
         output = self.wrapped(**batch)
-        states = next(v for v in _tensors(output) if v.is_floating_point() and v.dim() > 1)
+        states = first_states(output)
         mask = batch.get("attention_mask")
         if mask is not None and states.dim() == 3 and states.shape[1] == mask.shape[1]:
             weights = mask.to(states.dtype)[..., None]
@@ -163,6 +163,11 @@ class HiddenStates(nn.Module):
         else:
             pooled = states.flatten(1)
         return ((pooled - 0.5) ** 2).mean()
+
+
+def first_states(output: Any) -> torch.Tensor:
+    """The first floating-point tensor of a model's output that has positions or channels."""
+    return next(v for v in _tensors(output) if v.is_floating_point() and v.dim() > 1)
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
@@ -182,9 +187,9 @@ def _zoo_names() -> dict[str, str]:
 
 
 @functools.cache
-def model_rows() -> dict[str, ModelRow]:
+def model_rows() -> dict[str, Row]:
     """The rows of transformers' model types by name, family by family."""
-    rows, seen = dict[str, ModelRow](), set[str]()
+    rows, seen = dict[str, Row](), set[str]()
     for family in FAMILIES:
         name = _BASE if family.mapping == "BASE" else f"MODEL_FOR_{family.mapping}_MAPPING_NAMES"
         for model_type, classes in getattr(modeling_auto, name).items():

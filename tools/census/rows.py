@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 
 from tools.census.catalog import Row, RowEntry, model_rows
+from tools.census.compounds import compound_rows
 
 _SOURCE = '''"""{name}: a row of the census."""
 
@@ -19,7 +20,7 @@ model, dataset = _ENTRY.model, _ENTRY.dataset
 @functools.cache
 def rows() -> Mapping[str, Row]:
     """All rows, family by family."""
-    return model_rows()
+    return {**model_rows(), **compound_rows()}
 
 
 @functools.cache

@@ -117,7 +117,7 @@ def _small_values(config: T.PreTrainedConfig, tokens: Tokens) -> dict[str, Any]:
     values = dict[str, Any]()
     names = inspect.signature(type(config).__init__).parameters
     base = inspect.signature(T.PreTrainedConfig.__init__).parameters
-    parts: Mapping[str, Any] = type(config).sub_configs
+    parts: Mapping[str, Any] = getattr(type(config), "sub_configs")  # noqa: B009
     for name in names:
         if name in ("self", "kwargs") or (name in base and name != "is_encoder_decoder"):
             continue

@@ -21,6 +21,7 @@ _GLUE_REMEDY = (
     "put it into an nn.Module of its own that returns rows of the samples; modules are called as they are. "
     "In the loss, add up one scalar for each sample's rows, or work on the padded batch with a mask"
 )
+LONG_WIDTH = 128  # from here on, lengths that differ a little may be one length to a stride
 MIN_CAPTURES = 3  # captures that a case needs, so that sizes can be explained and checked
 
 

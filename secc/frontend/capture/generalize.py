@@ -19,6 +19,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from secc.frontend.capture.control_flow_paths import (
+    LONG_WIDTH,
     MIN_CAPTURES,
     GlueDiagnostic,
     ObservedRecording,
@@ -234,11 +235,16 @@ def _merge_with_probes(
 
 
 def _probe_constant_widths(group: Sequence[ObservedRecording], probe: BatchProbe) -> list[ObservedRecording]:
-    """Returns recordings with larger widths, for widths that are equal in all captures: whatever depends
-    on them would look constant."""
-    first = group[0]
-    constant = sorted(name for name in probe.padded_symbols if len({o.sizes[name] for o in group}) == 1)
-    probed = [probe(name, first.sizes[name] + more) for name in constant for more in _PROBE_EXTRA_WIDTHS]
+    """Returns recordings with larger widths, for widths that are equal in all captures, and for long ones
+    that are nearly equal, as raw sounds are: whatever depends on them, if only by a large stride, would look
+    constant."""
+    first, probed = group[0], list[ObservedRecording | None]()
+    for name in sorted(probe.padded_symbols):
+        shortest, longest = min(o.sizes[name] for o in group), max(o.sizes[name] for o in group)
+        if shortest == longest:
+            probed += [probe(name, longest + more) for more in _PROBE_EXTRA_WIDTHS]
+        elif shortest >= LONG_WIDTH and longest < 2 * shortest:
+            probed.append(probe(name, 2 * longest))
     return [
         o
         for o in probed

@@ -4,6 +4,7 @@ need no padding."""
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import torch
 from secc import process_map
 from secc.errors import UserError
 from secc.frontend.capture.control_flow_paths import (
+    LONG_WIDTH,
     MIN_CAPTURES,
     LabelledShapes,
     ObservedRecording,
@@ -32,6 +34,7 @@ from secc.runtime.recorder.serialization import dump_recording, load_recording
 
 _ROTATIONS = 3  # choices of samples to try, for micro-batches with sizes that vary independently
 SLOW_RECORDING_SECONDS = 0.1  # recordings that take longer are worth forking this process
+_REPEATED_SAMPLE = (2, 1)  # how often a sample stands in batches of it alone
 _EXTRA_WIDTHS = (2, 5, 3, 7, 4)  # by how much one width is padded beyond another
 
 
@@ -90,7 +93,9 @@ class ProbeBatches:
         recordings = self._record_ragged_then_even(self.ragged_batches, self.even_batches) + [
             o for b in self.crossed_batches if (o := self._record_if_accepted(b)) is not None
         ]
-        for sample in self._samples_with_new_conditions(recordings):
+        for sample, other in self._samples_with_new_conditions(recordings):
+            if other is not None:
+                recordings += [self._record_batch(self._collate([other] * n)) for n in _REPEATED_SAMPLE]
             ragged, even = (
                 [self._collate(s) for s in self._survey.compose_batches(self._pattern, even, of=sample)]
                 for even in (False, True)
@@ -139,26 +144,54 @@ class ProbeBatches:
             for observed in self._record_until_error(batches):
                 yield dump_recording(observed.recording)
 
-    def _samples_with_new_conditions(self, recordings: Sequence[ObservedRecording]) -> list[Sample]:
-        """Returns samples that alone meet conditions that `recordings` never met, if some conditions had
-        one value in all of them."""
-        known_conditions = {condition for o in recordings for condition in _read_conditions(o)}
-        others: list[Sample] = []
-        for sample in sort_by_volume(self._survey.kept_samples(self._pattern)):
-            if len(known_conditions) == 2 * len({where for where, _ in known_conditions}):
+    def _samples_with_new_conditions(
+        self, recordings: Sequence[ObservedRecording]
+    ) -> list[tuple[Sample, Sample | None]]:
+        """Returns samples that alone meet conditions that `recordings` did not meet on any path, or only on
+        paths that do not show what sizes do (by chance two sounds make equally many features); each with one
+        of other sizes that meets the same, if the largest sample does."""
+        by_path = defaultdict[object, list[ObservedRecording]](list)
+        for o in recordings:
+            by_path[path_signature(o.recording)].append(o)
+        often = [o for path in by_path.values() if self._shows_sizes(path, recordings) for o in path]
+        places = {where for o in recordings for where, _ in _read_conditions(o)}
+        known_conditions = {condition for o in often for condition in _read_conditions(o)}
+        others: list[tuple[Sample, Sample | None]] = []
+        samples = sort_by_volume(self._survey.kept_samples(self._pattern))
+        for sample in samples:
+            places |= {where for where, _ in known_conditions}
+            if len(known_conditions) == 2 * len(places):
                 break
-            batch = self._user.collate([sample])
-            if batch.keys() != self.ragged_batches[0].batch.keys():
-                continue  # only several samples together have this pattern
-            alone = _read_conditions(
-                self._record_batch(
-                    ProbeBatch(batch, read_symbol_sizes(batch, self._inputs.symbols, 1), [sample])
+            alone = self._record_alone(sample)
+            if alone is not None and not _read_conditions(alone) <= known_conditions:
+                known_conditions |= _read_conditions(alone)
+                largest = self._record_alone(samples[-1])
+                alike = largest is not None and path_signature(largest.recording) == path_signature(
+                    alone.recording
                 )
-            )
-            if not alone <= known_conditions:
-                known_conditions |= alone
-                others.append(sample)
+                differs = largest is not None and largest.sizes != alone.sizes
+                others.append((sample, samples[-1] if alike and differs else None))
         return others
+
+    def _shows_sizes(
+        self, path: Sequence[ObservedRecording], recordings: Sequence[ObservedRecording]
+    ) -> bool:
+        """Whether the recordings of a path are enough to tell sizes from constants: several, and not of long
+        sounds of nearly one length where others differ."""
+
+        def spread(name: str, observed: Sequence[ObservedRecording]) -> int:
+            sizes = [o.sizes[name] for o in observed]
+            return max(sizes) - min(sizes)
+
+        long = [n for n in self.padded_symbols if max(o.sizes[n] for o in recordings) >= LONG_WIDTH]
+        return len(path) >= MIN_CAPTURES and all(2 * spread(n, path) >= spread(n, recordings) for n in long)
+
+    def _record_alone(self, sample: Sample) -> ObservedRecording | None:
+        """Records a sample by itself; None if only several samples together have this pattern."""
+        batch = self._collate([sample])
+        return (
+            self._record_batch(batch) if batch.batch.keys() == self.ragged_batches[0].batch.keys() else None
+        )
 
     def record_with_sample_shapes(self) -> list[ObservedRecording]:
         """Records all micro-batches, with the labelled shapes of their samples recorded alone."""

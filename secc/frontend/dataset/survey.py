@@ -312,9 +312,10 @@ def sort_by_volume(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def sample_volume(sample: Sample) -> int:
-    """Returns the number of entries of a sample's tensors other than its sequences: pictures, clips,
-    sounds."""
-    return sum(v.numel() for v in sample.values() if isinstance(v, torch.Tensor) and v.ndim > 1)
+    """Returns the number of entries of a sample's tensors other than its sequences of tokens: pictures,
+    clips, sounds."""
+    tensors = [v for v in sample.values() if isinstance(v, torch.Tensor)]
+    return sum(v.numel() for v in tensors if v.ndim > 1 or (v.ndim and v.is_floating_point()))
 
 
 def _drop_heavy(samples: list[Sample]) -> list[Sample]:
