@@ -75,3 +75,14 @@ def test_a_run_continues_under_another_ep(tmp_path: Path) -> None:
     assert losses == pytest.approx(expected.losses, rel=1e-5)
     for name, value in expected.parameters.items():
         assert torch.allclose(found.parameters[name], value, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_the_same_plan_gives_the_same_bits(tmp_path: Path) -> None:
+    path = write_recording_model("glm4_moe", tmp_path, MODELS)
+    plan = _plan(path, tmp_path, 4, 6, "model.dp=4", "model.ep=4", "model.micro_batch=1")
+    first, second = (train_distributed(plan, 4, 2, tmp_path / f"run{i}") for i in range(2))
+    assert first.losses == second.losses
+    for name, value in first.parameters.items():
+        assert torch.equal(value, second.parameters[name]), name

@@ -81,8 +81,8 @@ def test_ranks_hold_whole_experts(config: Any, count: int, ep: int) -> None:
     assert (verdict.reason, verdict.partial_parameters) == (None, ())
 
 
-@pytest.mark.parametrize(("count", "ep", "replicas"), [(1, 1, 2), (1, 1, 4), (2, 2, 2)])
-@pytest.mark.parametrize("config", [MIXTRAL, QWEN3, GPT_OSS])
+@pytest.mark.parametrize(("count", "ep", "replicas"), [(1, 1, 4), (2, 2, 2)])
+@pytest.mark.parametrize("config", [QWEN3, GPT_OSS])
 def test_replicas_hold_different_experts(config: Any, count: int, ep: int, replicas: int) -> None:
     """Experts are shown to compute tokens of other replicas: one or many of them, and all for one expert."""
     module, args, kwargs = first_layer(config)
