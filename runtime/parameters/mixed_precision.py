@@ -83,6 +83,12 @@ def cast_model(model: nn.Module, name: str, but: Collection[str] = ()) -> nn.Mod
     return model
 
 
+def find_uncast_buffers(model: nn.Module) -> list[str]:
+    """Returns the names of the buffers that stay float32: those outside of the state dict."""
+    saved = model.state_dict(keep_vars=True)
+    return [n for n, b in model.named_buffers() if b.dtype == torch.float32 and n not in saved]
+
+
 def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     """Casts the float32 tensors in nested containers to `dtype`."""
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.dtype == torch.float32 else t, tree)

@@ -313,7 +313,8 @@ _CHECKS = shapes.record(
                     "loss_error": _any_number,
                     "gradient_error": _any_number,
                     "worst_gradient": _TEXT,
-                }
+                },
+                {"tolerances": _TEXT},
             )
         ),
         "accepted": _TEXTS,

@@ -88,15 +88,6 @@ class _InFlightMicroBatch:
     pending_consumers: int = 0
 
 
-class EdgeDtypeMismatch(RuntimeError):
-    """A section computes an edge in another dtype than the plan expects: the model was cast after the plan
-    was made."""
-
-    def __init__(self, message: str, edge: str, dtype: torch.dtype) -> None:
-        super().__init__(message)
-        self.edge, self.dtype = edge, str(dtype).removeprefix("torch.")
-
-
 class _AttachReceived(torch.autograd.Function):
     """Makes a received tensor an inner node of the graph instead of a leaf, so that a block may write to it
     in place as in the user's model."""
@@ -603,10 +594,9 @@ class _StepExecution:
             raise RuntimeError(f"`{i}`: the section's case does not compute edge {edge.name}")
         tensor = outs[edge.name]
         if tuple(tensor.shape) == shape and tensor.dtype != layout.dtype:
-            raise EdgeDtypeMismatch(
-                f"`{i}`: edge {edge.name} is {tensor.dtype}, but the plan has {layout.dtype}",
-                edge.name,
-                tensor.dtype,
+            raise RuntimeError(
+                f"`{i}`: edge {edge.name} is {tensor.dtype}, but the plan has {layout.dtype}: the model was "
+                "cast after the plan was made"
             )
         if tuple(tensor.shape) != shape:
             actual = f"{tensor.dtype}{list(tensor.shape)}"

@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from secc.runtime.errors import UserError
 from secc.runtime.host.child_processes import prepare_worker_process
 from secc.runtime.model.item_seeds import choose_survey_indices, seeded_rngs
@@ -39,7 +37,6 @@ from secc.runtime.training.one_rank_plan import CHECK_MICRO_BATCH, OneRankPlan
 SAMPLE_COUNT = 4  # two micro-batches
 _LOADED_SAMPLES = 8  # of which those with most input patterns are taken
 _TIME_LIMIT_S = 120.0
-_HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -119,16 +116,12 @@ def compare_first_samples(plan: Plan, directory: Path, user: UserModel) -> First
             warnings.simplefilter("ignore")
             with seeded_rngs(REFERENCE_SEED):
                 model = user.build_model()
-            tolerances = plan.dtype or (
-                "bf16" if any(p.dtype in _HALF_DTYPES for p in model.parameters()) else ""
-            )
-            if plan.dtype:
-                model = cast_model(model.float(), plan.dtype)
+            cast_model(model, plan.dtype)
             rank = OneRankPlan(plan, directory, user, model)
             samples = _choose_samples(user)
             # What was accepted by name is exact where there is one micro-batch.
             micro_batch = len(samples) if plan.checks.get("accepted") else CHECK_MICRO_BATCH
-            found = rank.compare_step(samples, micro_batch, rank.run_eager(samples), tolerances)
+            found = rank.compare_step(samples, micro_batch, rank.run_reference(samples)).decisive
     except Exception as error:
         lines = (str(error).strip() or type(error).__name__).splitlines()
         return FirstCheckResult(left_out=lines[0])

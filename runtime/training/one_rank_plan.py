@@ -5,6 +5,9 @@ micro-batches, so that a global batch of a few samples passes through every sect
 The loss and every parameter's gradient are compared, which is all that training uses. Where loss terms cancel
 (advantages that add up to 0), float32 leaves few digits of the loss; whatever differs in float32 is compared
 again in float64.
+
+A model that computes in 16 bits is compared twice: in its own dtypes, within what their rounding allows, and
+with float32 in place of 16 bits, within the tolerances of float32.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from secc.runtime.comm.p2p_channels import Transport
 from secc.runtime.data.sample_metadata import compute_batch_sums
+from secc.runtime.errors import UserError
 from secc.runtime.fusion.install import installed_temporarily, read_fused_source
+from secc.runtime.model.source_lines import error_source_line
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.monitoring.chrome_trace import ChromeTrace
 from secc.runtime.plan import schema as plan_schema
@@ -33,110 +37,189 @@ from secc.runtime.rerecording.rerecorder import Rerecorder
 from secc.runtime.schedule.scheduler import schedule_batch
 from secc.runtime.sections.base import SectionModule, load_plan_module, load_section_module
 from secc.runtime.training.eager_reference import (
+    FLOAT32_TOLERANCES,
     REFERENCE_SEED,
     LossAndGradients,
     PlanRandomness,
     ResultDifference,
+    Tolerances,
     compare_results,
     copy_gradients,
+    derive_tolerances,
     run_eager,
 )
-from secc.runtime.training.engine import EdgeDtypeMismatch, Engine, StepInput
+from secc.runtime.training.engine import Engine, StepInput
+from secc.runtime.training.widened_floats import (
+    DtypeWatch,
+    is_missing_kernel,
+    narrower_floats,
+    widen_batch,
+    widened_floats,
+)
 
 CHECK_MICRO_BATCH = 2
 CPU_DEVICE = torch.device("cpu")
 
 
 @dataclass(frozen=True)
+class Reference:
+    """What plain PyTorch computes with a global batch, and the tolerances of the dtypes that it computes in.
+    result: None if this machine's CPU has no kernels for a dtype."""
+
+    result: LossAndGradients | None
+    tolerances: Tolerances
+
+
+@dataclass(frozen=True)
 class StepComparison:
-    """What a plan computed for one global batch, what plain PyTorch computes, and how far they are apart."""
+    """What a plan computed for one global batch, what plain PyTorch computes, and how far they are apart in
+    units of `tolerances`. widened: the same step with float32 in place of 16 bits, under the tolerances of
+    float32; None if nothing has 16 bits, or if this cannot be compared."""
 
     result: LossAndGradients
     reference: LossAndGradients
     difference: ResultDifference
+    tolerances: Tolerances = FLOAT32_TOLERANCES
+    widened: StepComparison | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all that was compared is within the tolerances."""
+        return self.difference.is_exact and (self.widened is None or self.widened.is_exact)
+
+    @property
+    def decisive(self) -> StepComparison:
+        """The comparison in the model's own dtypes, unless only the widened one is inexact."""
+        return self.widened if self.widened and self.difference.is_exact and not self.is_exact else self
 
 
 class OneRankPlan:
-    """A plan folded onto one rank, run in this process."""
+    """A plan folded onto one rank, run in this process. If it `evaluates`, dropout in glue is off."""
 
     def __init__(
-        self, plan: Plan, directory: Path, user: UserModel, model: nn.Module, double: bool = False
+        self, plan: Plan, directory: Path, user: UserModel, model: nn.Module, evaluates: bool = False
     ) -> None:
-        self._constructor_arguments, self._in_float64 = (plan, directory, user), double
         mesh = Mesh((0,))
         folded = tuple(dataclasses.replace(s, mesh=mesh) for s in plan.sections)
-        edges = tuple(
-            dataclasses.replace(e, dtype="float64" if double and e.dtype == "float32" else e.dtype)
-            for e in plan.edges
-        )
-        self.plan = dataclasses.replace(plan, world_size=1, sections=folded, edges=edges)
+        self.plan = dataclasses.replace(plan, world_size=1, sections=folded)
         self.user, self.model, self._fused_source = user, model, read_fused_source(directory)
+        self._widened_to: torch.dtype | None = None
+        self._evaluates = evaluates
         self.sections: dict[str, SectionModule] = {
             s.name: load_section_module(directory, s, model) for s in plan.sections
         }
         self.terms_module: Any = load_plan_module(directory / "sections" / "terms.py")
         self.rerecorder = Rerecorder(plan, lambda: model, lambda _: list(self.sections.values()))
 
-    def compare_step(
-        self,
-        samples: Sequence[Mapping[str, Any]],
-        max_samples: int,
-        reference: LossAndGradients,
-        dtype: str = "",
-        evaluates: bool = False,
-    ) -> StepComparison:
-        """Compares one global batch, in micro-batches of at most `max_samples`, with the eager model's result
-        `reference`; repeats it in float64 if float32 differs. dtype: what modules compute in, "" for
-        float32. evaluates: compares an evaluation."""
-        result = self.run_step(samples, max_samples, evaluates)
-        found = StepComparison(result, reference, compare_results(result, reference, dtype))
-        if found.difference.is_exact or dtype:
-            return found
-        double = self.to_float64()
+    def run_reference(self, samples: Sequence[Mapping[str, Any]]) -> Reference:
+        """Runs plain PyTorch on one global batch, with the plan's random numbers."""
         try:
-            expected = double.run_eager(samples)
-            result = double.run_step(samples, max_samples, evaluates)
-        except Exception:  # the model cannot compute in float64: a dtype is spelt out
-            return found
-        in_double = StepComparison(result, expected, compare_results(result, expected))
-        return in_double if in_double.difference.is_exact else found
+            with DtypeWatch() as watch:
+                result = self.run_eager(samples)
+        except Exception as error:
+            if is_missing_kernel(error):
+                return Reference(None, FLOAT32_TOLERANCES)
+            raise
+        return Reference(result, derive_tolerances(watch.found))
 
     def run_eager(self, samples: Sequence[Mapping[str, Any]]) -> LossAndGradients:
         """Returns loss and gradients of plain PyTorch for one global batch, with the plan's random
         numbers."""
         draws = PlanRandomness(self.model, self.plan.draws, self.plan.symbols).draws_for(self.user, samples)
-        batch = self.user.collate(samples)
-        return run_eager(self.model, _batch_to_float64(batch) if self._in_float64 else batch, draws)
+        return run_eager(self.model, self._widen(self.user.collate(samples)), draws)
 
-    def to_float64(self) -> OneRankPlan:
-        """Returns the same plan and model in float64."""
-        return OneRankPlan(*self._constructor_arguments, copy.deepcopy(self.model).double(), double=True)
+    def compare_step(
+        self, samples: Sequence[Mapping[str, Any]], max_samples: int, reference: Reference
+    ) -> StepComparison:
+        """Compares one global batch, in micro-batches of at most `max_samples`, with the eager model's
+        result; repeats it in float64 if float32 differs. What has 16 bits is compared in its own dtypes, and
+        with float32 in place of them.
 
-    def run_step(
+        Raises UserError if the plan fails where plain PyTorch did not.
+        """
+        if reference.result is None:
+            widened = self._compare_widened(samples, max_samples, torch.float32)
+            if widened is None:
+                raise UserError(
+                    "this machine's CPU lacks kernels of a dtype of the model, and float32 cannot take its place",
+                    self.user.forward_source_line or str(self.user.path),
+                    "check on a machine with other kernels, or with the model in float32",
+                )
+            return widened
+        found = self._compare_own(samples, max_samples, reference.result, reference.tolerances)
+        if reference.tolerances == FLOAT32_TOLERANCES:
+            in_float64 = (
+                None if found.is_exact else self._compare_widened(samples, max_samples, torch.float64)
+            )
+            return in_float64 if in_float64 and in_float64.is_exact else found
+        widened = self._compare_widened(samples, max_samples, torch.float32)
+        if widened is not None and not widened.is_exact:
+            in_float64 = self._compare_widened(samples, max_samples, torch.float64)
+            widened = in_float64 if in_float64 and in_float64.is_exact else widened
+        if widened is None or widened.is_exact:
+            return dataclasses.replace(found, widened=widened)
+        # Code that reads dtypes (`torch.finfo(x.dtype).eps`) computes something else in float32 than what a
+        # plan has recorded. Then even one micro-batch of all samples differs, though not in own dtypes.
+        undivided = self._compare_widened(samples, len(samples), torch.float32)
+        reads_dtypes = (
+            undivided is not None
+            and not undivided.is_exact
+            and self._compare_own(samples, len(samples), reference.result, FLOAT32_TOLERANCES).is_exact
+        )
+        return dataclasses.replace(found, widened=None if reads_dtypes else widened)
+
+    def _compare_own(
         self,
         samples: Sequence[Mapping[str, Any]],
-        max_samples: int = CHECK_MICRO_BATCH,
-        evaluates: bool = False,
-    ) -> LossAndGradients:
-        """Returns loss and gradients of one global batch, in micro-batches of at most `max_samples` samples.
-        If it `evaluates`, dropout in glue is off.
+        max_samples: int,
+        reference: LossAndGradients,
+        tolerances: Tolerances,
+    ) -> StepComparison:
+        try:
+            result = self.run_step(samples, max_samples)
+        except UserError:
+            raise
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(
+                f"the plan fails where plain PyTorch computes a loss: {reason}",
+                error_source_line(error) or str(self.user.path),
+                "report it; --max-sections 1 may compile",
+            ) from error
+        return StepComparison(result, reference, compare_results(result, reference, tolerances), tolerances)
 
-        The compared model is in float32 even if the user's is partly in 16 bits; section edges then take the
-        dtypes that their tensors turn out to have.
-        """
-        while True:
-            try:
-                return self._run_step_once(samples, max_samples, evaluates)
-            except EdgeDtypeMismatch as found:
-                edges = (
-                    dataclasses.replace(e, dtype=found.dtype) if e.name == found.edge else e
-                    for e in self.plan.edges
-                )
-                self.plan = dataclasses.replace(self.plan, edges=tuple(edges))
+    def _compare_widened(
+        self, samples: Sequence[Mapping[str, Any]], max_samples: int, dtype: torch.dtype
+    ) -> StepComparison | None:
+        """Compares one global batch with `dtype` in place of narrower floats in both model and plan, under
+        the tolerances of float32; None if one of them cannot compute so (an op asks for the dtypes of its
+        inputs)."""
+        wide = self._widened(dtype)
+        try:
+            with widened_floats(self.model, dtype):
+                reference = wide.run_eager(samples)
+                result = wide.run_step(samples, max_samples)
+        except Exception:
+            return None
+        return StepComparison(result, reference, compare_results(result, reference))
 
-    def _run_step_once(
-        self, samples: Sequence[Mapping[str, Any]], max_samples: int, evaluates: bool
+    def _widened(self, dtype: torch.dtype) -> OneRankPlan:
+        """Returns the same plan, sections and model for steps within `widened_floats(model, dtype)`: edges
+        and batches have `dtype` in place of narrower floats."""
+        wide = copy.copy(self)
+        name, narrow = _dtype_name(dtype), {_dtype_name(d) for d in narrower_floats(dtype)}
+        edges = (dataclasses.replace(e, dtype=name) if e.dtype in narrow else e for e in self.plan.edges)
+        wide.plan, wide._widened_to = dataclasses.replace(self.plan, edges=tuple(edges)), dtype
+        return wide
+
+    def _widen(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return widen_batch(batch, self._widened_to) if self._widened_to else batch
+
+    def run_step(
+        self, samples: Sequence[Mapping[str, Any]], max_samples: int = CHECK_MICRO_BATCH
     ) -> LossAndGradients:
+        """Returns loss and gradients of one global batch, in micro-batches of at most `max_samples`
+        samples."""
         plan = dataclasses.replace(
             self.plan, sections=_with_uneven_micro_batches(self.plan.sections, max_samples)
         )
@@ -161,7 +244,7 @@ class OneRankPlan:
                 self.user.collate([samples[i] for i in micro.samples]), self.plan.inputs, widths
             )
             batch = self.rerecorder.add_recorded_glue(batch, len(micro.samples), micro.section)
-            return _batch_to_float64(batch) if self._in_float64 else batch
+            return self._widen(batch)
 
         self.model.zero_grad(set_to_none=True)
         engine = Engine(
@@ -170,7 +253,7 @@ class OneRankPlan:
             Transport(plan, 0, CPU_DEVICE),
             lambda _: None,
             ChromeTrace(None, 0, CPU_DEVICE),
-            evaluates=evaluates,
+            evaluates=self._evaluates,
         )
         with installed_temporarily(self.model, plan.rewrites, self._fused_source):
             loss = engine.run_step(
@@ -187,11 +270,8 @@ class OneRankPlan:
         return dict(zip(self.terms_module.LEAVES, map(sum, columns), strict=False))
 
 
-def _batch_to_float64(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the batch with its floating-point tensors in float64."""
-    return tree_map(
-        lambda v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v, dict(batch)
-    )
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _with_uneven_micro_batches(

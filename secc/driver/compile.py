@@ -346,15 +346,21 @@ def _find_eager_failure(
 ) -> UserError | None:
     """Runs plain PyTorch on the first samples if the user's own code raised `error`.
 
-    Returns the error of plain PyTorch; None if it succeeds or the model is too large to build here.
+    Returns the error of plain PyTorch; None if it succeeds or the model is too large to build here. Under
+    --dtype, which the model may not be written for, the error says so.
     """
     if not eager_failure.is_user_error(error):
         return None
     model = _build_model_if_small(user, meta, options.small)
-    if model is None:
-        return None
     samples = [d.sample for d in survey.drawn_samples if d.sample is not None][:2]
-    return eager_failure.find_eager_failure(user, model, samples)
+    failure = eager_failure.find_eager_failure(user, model, samples) if model is not None else None
+    if failure is not None or not options.dtype:
+        return failure
+    if model is not None:
+        failure = eager_failure.find_eager_failure(user, cast_model(model, options.dtype), samples)
+        if failure is None:
+            return None
+    return eager_failure.blame_compute_dtype(failure or error, options.dtype, meta)
 
 
 def _collect_notes(
@@ -403,11 +409,11 @@ def make_model_ref(user: UserModel, meta: nn.Module, parameters: dict[str, str])
 
 
 def _build_model_if_small(user: UserModel, meta: nn.Module, small: bool) -> nn.Module | None:
-    """Builds the model with random weights in float32; None if it exceeds MAX_LOCAL_MODEL_BYTES.
+    """Builds the model with random weights, in its own dtypes; None if it exceeds MAX_LOCAL_MODEL_BYTES.
 
     Raises UserError if `small` and the model file has no small_model().
     """
-    size = sum(p.numel() * 4 for p in meta.parameters())
+    size = sum(p.numel() * 4 for p in meta.parameters())  # also compared in float32
     if size > MAX_LOCAL_MODEL_BYTES:
         return None
     torch.manual_seed(0)
@@ -419,4 +425,4 @@ def _build_model_if_small(user: UserModel, meta: nn.Module, small: bool) -> nn.M
             str(user.path),
             "define small_model() or check without --small",
         )
-    return model.float()
+    return model

@@ -21,39 +21,42 @@ from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions, TakenBack
 from secc.errors import InexactPlan, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions
-from secc.runtime.randomness.micro_batch_draws import MicroBatchDraws
-from secc.runtime.training.eager_reference import (
-    LossAndGradients,
-    PlanRandomness,
-    ResultDifference,
-    run_eager,
-)
+from secc.frontend.capture.eager_failure import blame_compute_dtype
+from secc.runtime.model.source_lines import error_source_line
+from secc.runtime.training.eager_reference import FLOAT32_TOLERANCES, LossAndGradients
 from secc.runtime.training.evaluation import eval_mode
 from secc.runtime.training.evaluation_data import evaluation_plan
-from secc.runtime.training.one_rank_plan import CHECK_MICRO_BATCH, OneRankPlan
+from secc.runtime.training.one_rank_plan import CHECK_MICRO_BATCH, OneRankPlan, Reference, StepComparison
 
 
 @dataclass(frozen=True)
 class PatternCheck:
-    """Result of the comparison for one input pattern; `difference` is in units of the tolerances."""
+    """Result of the comparison for one input pattern."""
 
     pattern: tuple[str, ...]
     samples: int
-    difference: ResultDifference
+    comparison: StepComparison
 
     def as_dict(self) -> dict[str, object]:
         """Returns the entry of plan.json. Errors are rounded to one digit: further digits depend on where
         tensors lie in memory, and equal inputs must give equal plans."""
-        d = self.difference
+        d = self.comparison.difference
         loss, gradient = (float(f"{error:.0e}") for error in (d.loss, d.gradient))
         return {
             "pattern": list(self.pattern),
             "samples": self.samples,
-            "exact": d.is_exact,
+            "exact": self.comparison.is_exact,
             "loss_error": loss,
             "gradient_error": gradient,
             "worst_gradient": d.worst,
-        }
+        } | self._describe_tolerances()
+
+    def _describe_tolerances(self) -> dict[str, object]:
+        """Returns what the report says about a comparison in 16 bits; nothing in float32."""
+        if self.comparison.tolerances == FLOAT32_TOLERANCES:
+            return {}
+        strict = "; also exact with float32 in place of 16 bits" if self.comparison.widened else ""
+        return {"tolerances": f"{self.comparison.tolerances}{strict}"}
 
 
 def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledPlan:
@@ -71,7 +74,7 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
     try:
         patterns = compare_patterns(compiled, compiled.model)
         for pattern in patterns:
-            if not pattern.difference.is_exact:
+            if not pattern.comparison.is_exact:
                 raise _inexact_error(compiled, pattern)
     except UserError as error:
         return _check_other_plans(compiled, error)
@@ -88,16 +91,14 @@ def _why_not_evaluable(compiled: CompiledPlan, model: nn.Module) -> str:
     with tempfile.TemporaryDirectory() as name, eval_mode(model), torch.no_grad():
         directory = Path(name) / "plan"
         compiled.write_sections(directory)
-        rank = OneRankPlan(evaluation_plan(compiled.plan), directory, compiled.user, model)
+        rank = OneRankPlan(evaluation_plan(compiled.plan), directory, compiled.user, model, evaluates=True)
         for pattern in compiled.survey.micro_batch_patterns():
             samples = compiled.survey.compose_batches(pattern)[-1]
             try:
-                found = rank.compare_step(
-                    samples, CHECK_MICRO_BATCH, rank.run_eager(samples), compiled.plan.dtype, evaluates=True
-                )
+                found = rank.compare_step(samples, CHECK_MICRO_BATCH, rank.run_reference(samples))
             except Exception as error:  # whatever the user's code raises in eval mode
                 return (str(error).strip() or type(error).__name__).splitlines()[0]
-            if found.difference.loss > 1:
+            if max(c.difference.loss for c in (found, found.widened) if c is not None) > 1:
                 return (
                     "in eval mode forward computes another loss than the plan, which was captured in training"
                     " mode; move code that depends on self.training into a module that forward calls"
@@ -136,10 +137,13 @@ def _add_checks(compiled: CompiledPlan, checks: dict[str, object]) -> CompiledPl
 
 
 def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan:
-    d, pattern = inexact.difference, ", ".join(inexact.pattern) or "no optional inputs"
+    decisive = inexact.comparison.decisive
+    d, pattern = decisive.difference, ", ".join(inexact.pattern) or "no optional inputs"
+    where = "" if decisive is inexact.comparison else " of float32, computed in place of 16 bits"
     message = (
         f"the plan does not compute what plain PyTorch computes for samples with {pattern}: "
         f"the loss is off by {d.loss:.3g} and the gradient of {d.worst} by {d.gradient:.3g} tolerances"
+        f"{where}"
     )
     remedy = (
         "the model couples samples in a way that capture did not see, or keeps something from one call of a "
@@ -179,16 +183,13 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         compiled.captured_model.capture,
     )
     for where, samples in decisions.find_differing_batches(pattern):
-        draws = PlanRandomness(compiled.model, compiled.plan.draws, compiled.plan.symbols).draws_for(
-            compiled.user, samples
-        )
-        reference = _run_reference(compiled, compiled.user.collate(samples), draws)
+        reference = _run_reference(compiled, rank, samples)
         try:
-            parts = _compare_step(compiled, rank, samples, 1, reference)
+            parts = rank.compare_step(samples, 1, reference)
         except UserError:
             continue  # a sample that takes its own path is refused when a run meets it
         # If one micro-batch is inexact too, decisions are not the cause.
-        if not parts.is_exact and _compare_step(compiled, rank, samples, len(samples), reference).is_exact:
+        if not parts.is_exact and rank.compare_step(samples, len(samples), reference).is_exact:
             message = (
                 "the loss depends on a value that Python reads of the whole batch: the loss of "
                 f"{len(samples)} samples together is not that of the same samples in micro-batches"
@@ -206,58 +207,43 @@ def _check_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozenset
     samples = compiled.survey.compose_batches(pattern)[-1]
     assert compiled.model is not None
     _check_decisions(compiled, rank, pattern)
-    draws = PlanRandomness(compiled.model, compiled.plan.draws, compiled.plan.symbols).draws_for(
-        compiled.user, samples
-    )
-    batch = compiled.user.collate(samples)
-    reference = _run_deterministic_reference(compiled, batch, draws)
+    reference = _run_deterministic_reference(compiled, rank, samples)
     # Random numbers must be the same in micro-batches of any size.
-    sizes = (CHECK_MICRO_BATCH, 1) if draws is not None else (CHECK_MICRO_BATCH,)
+    sizes = (CHECK_MICRO_BATCH, 1) if compiled.plan.draws else (CHECK_MICRO_BATCH,)
     if compiled.plan.checks.get("accepted"):
         sizes = (len(samples),)  # what was accepted is exact where there is one micro-batch
-    differences = [_compare_step(compiled, rank, samples, max_samples, reference) for max_samples in sizes]
-    return PatternCheck(
-        tuple(sorted(pattern)), len(samples), max(differences, key=lambda d: max(d.loss, d.gradient))
-    )
-
-
-def _compare_step(
-    compiled: CompiledPlan,
-    rank: OneRankPlan,
-    samples: Sequence[Mapping[str, Any]],
-    max_samples: int,
-    reference: LossAndGradients,
-) -> ResultDifference:
-    return rank.compare_step(samples, max_samples, reference, compiled.plan.dtype).difference
+    comparisons = [rank.compare_step(samples, max_samples, reference) for max_samples in sizes]
+    worst = max(comparisons, key=lambda c: (not c.is_exact, max(c.difference.loss, c.difference.gradient)))
+    return PatternCheck(tuple(sorted(pattern)), len(samples), worst)
 
 
 def _run_reference(
-    compiled: CompiledPlan, batch: Mapping[str, Any], draws: MicroBatchDraws | None
-) -> LossAndGradients:
-    """Returns loss and gradients of plain PyTorch. Raises UserError if it fails or its loss is not finite."""
-    assert compiled.model is not None
+    compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]]
+) -> Reference:
+    """Runs plain PyTorch. Raises UserError if it fails or its loss is not finite."""
     try:
-        result = run_eager(compiled.model, batch, draws)
-        if math.isfinite(result.loss):
-            return result
-        message = (
-            f"plain PyTorch's own loss of a batch is {result.loss}, so that no plan can be compared with it"
-        )
-        remedy = "a mean over no labels is nan: divide a sum by max(count, 1)"
-        raise UserError(message, compiled.user.forward_source_line or str(compiled.user.path), remedy)
+        reference = rank.run_reference(samples)
     except UserError:
         raise
     except Exception as error:  # whatever the user's code raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        message = f"plain PyTorch cannot train the model: {reason}"
-        raise UserError(
-            message, compiled.user.forward_source_line or str(compiled.user.path), "correct the model"
-        ) from error
+        failure = UserError(
+            f"plain PyTorch cannot train the model: {reason}",
+            error_source_line(error) or compiled.user.forward_source_line or str(compiled.user.path),
+            "correct the model",
+        )
+        raise blame_compute_dtype(failure, compiled.options.dtype, rank.model) from error
+    loss = reference.result.loss if reference.result else 0.0
+    if math.isfinite(loss):
+        return reference
+    message = f"plain PyTorch's own loss of a batch is {loss}, so that no plan can be compared with it"
+    remedy = "a mean over no labels is nan: divide a sum by max(count, 1)"
+    raise UserError(message, compiled.user.forward_source_line or str(compiled.user.path), remedy)
 
 
 def _run_deterministic_reference(
-    compiled: CompiledPlan, batch: Mapping[str, Any], draws: MicroBatchDraws | None
-) -> LossAndGradients:
+    compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]]
+) -> Reference:
     """Returns the reference, and raises UserError if it depends on Python's or NumPy's random numbers, which
     cannot be tied to samples.
 
@@ -265,9 +251,9 @@ def _run_deterministic_reference(
     computed twice before it is refused.
     """
     before = random.getstate(), _numpy_random_state()
-    result = _run_reference(compiled, batch, draws)
+    reference = _run_reference(compiled, rank, samples)
     if (random.getstate(), _numpy_random_state()) != before and not _equal_bitwise(
-        result, _run_reference(compiled, batch, draws)
+        reference.result, _run_reference(compiled, rank, samples).result
     ):
         source = "Python's random" if random.getstate() != before[0] else "NumPy"
         remedy = "draw with torch, or in the dataset, where sample i is seeded by (seed, epoch, i)"
@@ -276,11 +262,13 @@ def _run_deterministic_reference(
             str(compiled.user.path),
             remedy,
         )
-    return result
+    return reference
 
 
-def _equal_bitwise(a: LossAndGradients, b: LossAndGradients) -> bool:
+def _equal_bitwise(a: LossAndGradients | None, b: LossAndGradients | None) -> bool:
     """Whether two results agree bit by bit."""
+    if a is None or b is None:
+        return a is b
     pairs = ((g, b.gradients[name]) for name, g in a.gradients.items())
     return a.loss == b.loss and all(
         x is y or (x is not None and y is not None and torch.equal(x, y)) for x, y in pairs

@@ -294,6 +294,8 @@ def _checks_table(plan: Plan) -> TextTable:
         for c in plan.checks.get("patterns", ())
     )
     note = "Compared with the eager model; errors are multiples of the tolerance, so 1 is the limit."
+    for text in dict.fromkeys(c["tolerances"] for c in plan.checks.get("patterns", ()) if "tolerances" in c):
+        note += f" Tolerances of {text}."
     return TextTable(
         "Checks",
         ("pattern", "samples", "result", "loss error", "gradient error", "worst gradient"),

@@ -17,7 +17,12 @@ from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.report.html_page import report_page
 from secc.runtime.model.user_file import extract_loss, load_model_file
-from secc.runtime.training.eager_reference import TOLERANCES_BY_DTYPE, LossAndGradients, compare_results
+from secc.runtime.training.eager_reference import (
+    LossAndGradients,
+    Tolerances,
+    compare_results,
+    derive_tolerances,
+)
 from tests.e2e.harness import (
     LEARNING_RATE,
     LayerCaptureCache,
@@ -75,23 +80,28 @@ def train_mixed_by_hand(path: Path, global_batch: int, steps: int) -> TrainingRe
     return TrainingResult(losses, first, {n: m.detach() for n, m in masters.items()})
 
 
-def list_rounded_differences(found: TrainingResult, reference: TrainingResult, dtype: str) -> Iterator[str]:
-    """Yields the differences of two runs under the tolerances of a plan's dtype."""
+BF16_TOLERANCES = derive_tolerances([torch.bfloat16])
+
+
+def list_rounded_differences(
+    found: TrainingResult, reference: TrainingResult, tolerances: Tolerances = BF16_TOLERANCES
+) -> Iterator[str]:
+    """Yields the differences of two runs under the tolerances of the dtypes that they compute in."""
     difference = compare_results(
         LossAndGradients(found.losses[0], found.gradients),
         LossAndGradients(reference.losses[0], reference.gradients),
-        dtype,
+        tolerances,
     )
     if not difference.is_exact:
         yield f"first step: {difference}"
     if len(found.losses) != len(reference.losses):
         yield f"{len(found.losses)} steps instead of {len(reference.losses)}"
     for step, (got, expected) in enumerate(zip(found.losses, reference.losses, strict=False)):
-        if abs(got - expected) > TOLERANCES_BY_DTYPE[dtype][0] * abs(expected):
+        if abs(got - expected) > tolerances.loss * abs(expected):
             yield f"loss of step {step + 1}: {got!r} instead of {expected!r}"
     for name, expected in reference.parameters.items():
         value = found.parameters[name]
-        if value.dtype != torch.float32:
+        if value.dtype != expected.dtype:
             yield f"parameter {name} is saved as {value.dtype}"
         if (off := float((value - expected).abs().max())) > 2 * len(reference.losses) * LEARNING_RATE:
             yield f"parameter {name} after {len(reference.losses)} steps: off by {off:.3g}"
@@ -128,7 +138,7 @@ class ReferencedModel:
         )
         reference = self.reference(made.plan.dtype, made.plan.global_batch)
         return list(
-            list_rounded_differences(found, reference, made.plan.dtype)
+            list_rounded_differences(found, reference)
             if made.plan.dtype
             else find_differences(found, reference)
         )

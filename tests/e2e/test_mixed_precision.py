@@ -83,7 +83,7 @@ def test_a_plan_trains_like_the_handwritten_recipe(
     )
     assert all(e.dtype == "bfloat16" for e in compiled.plan.edges if e.grad)
     found = train_distributed(tmp_path / "plan", compiled.plan.world_size, 3, tmp_path / "run")
-    assert list(list_rounded_differences(found, reference, "bf16")) == []
+    assert list(list_rounded_differences(found, reference)) == []
 
 
 @pytest.mark.gloo

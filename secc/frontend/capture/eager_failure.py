@@ -13,6 +13,8 @@ from secc.errors import UserError
 from secc.runtime.model.nested_batch import unflatten_batch
 from secc.runtime.model.source_lines import error_source_line
 from secc.runtime.model.user_file import UserModel
+from secc.runtime.parameters.mixed_precision import find_uncast_buffers
+from secc.runtime.training.widened_floats import is_missing_kernel
 
 
 def is_user_error(error: BaseException) -> bool:
@@ -30,6 +32,8 @@ def find_eager_failure(
         with torch.no_grad():
             model(**unflatten_batch(batch))
     except Exception as error:  # whatever the user's code raises
+        if is_missing_kernel(error):
+            return None
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         message = (
             "forward fails in plain PyTorch too, on the first samples on this machine's CPU: "
@@ -39,3 +43,17 @@ def find_eager_failure(
             message, error_source_line(error), "correct the model file until plain PyTorch computes a loss"
         )
     return None
+
+
+def blame_compute_dtype(error: UserError, dtype: str, model: nn.Module) -> UserError:
+    """Returns the error of a model that computes in its own dtypes but fails when cast by `--dtype`, with
+    what stayed float32 and what to do; `error` itself if `dtype` is ""."""
+    if not dtype:
+        return error
+    tables = ", ".join(find_uncast_buffers(model))
+    kept = f"buffers that are not saved ({tables}) stay float32: cast them" if tables else "cast others"
+    remedy = (
+        f"--dtype casts parameters and saved buffers; {kept} where they are used (`table.to(x.dtype)`), or "
+        "leave --dtype out and compute under torch.autocast in forward"
+    )
+    return UserError(f"--dtype {dtype}: {error.message}", error.where, remedy)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from secc.frontend.dataset.input_symbols import ModelInputs
@@ -20,6 +21,7 @@ from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.batch_sizes import combine_sizes, pad_batch, read_symbol_sizes
 from secc.runtime.plan.schema import RandomOp
 from secc.runtime.training.eager_reference import PlanRandomness, compare_results, run_eager
+from secc.runtime.training.widened_floats import widen_batch, widened_floats
 
 # Of a model with fewer parameters all micro-batches of the survey are probed, else two of each pattern.
 _SMALL_MODEL_PARAMETERS = 1 << 22
@@ -76,10 +78,12 @@ def _is_padding_unseen(
     }
     try:
         padded = pad_batch(batch, inputs.inputs, wider_widths)
-        padded_result = run_eager(model, padded, randomness.draws_for(user, samples, wider_widths))
-        return compare_results(
-            padded_result, run_eager(model, batch, randomness.draws_for(user, samples))
-        ).is_exact
+        # Rounding to 16 bits would hide padding that reaches the loss a little.
+        with widened_floats(model, torch.float32):
+            padded, batch = widen_batch(padded, torch.float32), widen_batch(batch, torch.float32)
+            padded_result = run_eager(model, padded, randomness.draws_for(user, samples, wider_widths))
+            own_result = run_eager(model, batch, randomness.draws_for(user, samples))
+        return compare_results(padded_result, own_result).is_exact
     except (UserError, RuntimeError, ValueError, IndexError):
         return False  # the model or collate refuses other widths
 

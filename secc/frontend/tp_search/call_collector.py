@@ -27,6 +27,7 @@ from secc.frontend.dataset.survey import DatasetSurvey
 from secc.frontend.tp_search.find_mapping import ModuleCall
 from secc.ir.dialect.ops import CallOp, GraphOp
 from secc.runtime.model.user_file import UserModel
+from secc.runtime.training.widened_floats import widen_batch, widened_floats
 
 EXAMPLE_ROWS, EXAMPLE_WIDTH = 2, 8  # sizes of what is made up
 
@@ -38,13 +39,16 @@ class CallCollector:
         self.modules, self.calls = modules, dict[str, ModuleCall]()
 
     def run_model(self, model: nn.Module, user: UserModel, survey: DatasetSurvey) -> None:
-        """Runs the model on a small batch of each pattern until every module was called."""
+        """Runs the model on a small batch of each pattern until every module was called. Arguments are in
+        float32 where the model has 16 bits, since mappings are verified in wide floats."""
         for pattern in survey.micro_batch_patterns():
             if self.calls.keys() >= self.modules.keys():
                 return
             with ExitStack() as stack:
                 self._watch_modules(stack, model, self.modules)
-                model(**min(map(user.collate, survey.compose_batches(pattern)), key=_batch_entries))
+                stack.enter_context(widened_floats(model, torch.float32))
+                batch = min(map(user.collate, survey.compose_batches(pattern)), key=_batch_entries)
+                model(**widen_batch(batch, torch.float32))
 
     def run_blocks_on_meta(
         self, graph: GraphOp, model: nn.Module, samples: CollatedSamples = NO_SAMPLES

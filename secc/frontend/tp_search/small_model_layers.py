@@ -39,7 +39,7 @@ class SmallModelLayers:
             if path and _layer_kind(m)[1]
         }
         observer = CallCollector(dict(firsts.values()))
-        observer.run_model(model.float(), self._user, self._survey)
+        observer.run_model(model, self._user, self._survey)
         return {
             kind: (m, observer.calls[path]) for kind, (path, m) in firsts.items() if path in observer.calls
         }

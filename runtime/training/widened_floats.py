@@ -1,0 +1,119 @@
+"""Runs code in wider floats than it asks for, so that a model in 16 bits is compared as strictly as one in
+float32.
+
+Rounding to bfloat16 hides errors of 1 %. So besides the comparison in a model's own dtypes, model and plan
+run once more with float32 (or float64) in place of narrower floats: parameters and buffers are widened in
+place, and below the dispatcher every op that asks for a narrow dtype gets the wide one. Casts that the user
+wrote, casts of autocast and casts that a plan's glue recorded become no-ops by the same rule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+def narrower_floats(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Returns the floats that `dtype` stands in for: those of 16 bits, and float32 for float64."""
+    return (*SIXTEEN_BITS, torch.float32) if dtype == torch.float64 else SIXTEEN_BITS
+
+
+def computes_in_sixteen_bits(model: nn.Module) -> bool:
+    """Whether parameters or buffers of the model have 16 bits."""
+    return any(t.dtype in SIXTEEN_BITS for t in (*model.parameters(), *model.buffers()))
+
+
+def is_missing_kernel(error: BaseException) -> bool:
+    """Whether torch raised `error` because this machine's CPU has no kernel of an op for a 16-bit float."""
+    return isinstance(error, (NotImplementedError, RuntimeError)) and bool(
+        re.search(r"not implemented for '(Half|BFloat16)'", str(error))
+    )
+
+
+@contextmanager
+def widened_floats(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Context in which `model`, and all code that runs it, computes in `dtype` in place of narrower floats.
+
+    Parameters stay the same objects, and have no gradients before and after.
+    """
+    narrow = narrower_floats(dtype)
+    model.zero_grad(set_to_none=True)
+    own = [
+        (t, t.data) for t in (*model.parameters(), *model.buffers()) if t.dtype in narrow and not t.is_meta
+    ]
+    # Of parameters that accumulate gradients in another dtype than their own.
+    gradients = [(p, p.grad_dtype) for p in model.parameters() if p.dtype != p.grad_dtype in narrow]
+    try:
+        for tensor, data in own:
+            tensor.data = data.to(dtype)
+        for parameter, _ in gradients:
+            parameter.grad_dtype = dtype
+        with _WidenedOps(dtype):
+            yield
+    finally:
+        model.zero_grad(set_to_none=True)
+        for tensor, data in own:
+            tensor.data = data
+        for parameter, gradient_dtype in gradients:
+            parameter.grad_dtype = gradient_dtype
+
+
+def widen_batch(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the batch with its narrower floats in `dtype`."""
+    narrow = narrower_floats(dtype)
+    return tree_map(
+        lambda v: v.to(dtype) if isinstance(v, torch.Tensor) and v.dtype in narrow else v, dict(batch)
+    )
+
+
+class _WidenedOps(TorchDispatchMode):
+    """Replaces narrow dtypes among an op's arguments, and narrow tensors that are not written to."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype, self._narrow = dtype, narrower_floats(dtype)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(map(self._is_narrow, args)) or any(map(self._is_narrow, kwargs.values())):
+            args, kwargs = tree_map(partial(self._widen, func._schema.is_mutable), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _is_narrow(self, value: Any) -> bool:
+        """Whether an argument is, or is a list that has, a narrow tensor or dtype."""
+        if isinstance(value, (list, tuple)):
+            return any(map(self._is_narrow, value))
+        dtype = value.dtype if isinstance(value, torch.Tensor) else value
+        return isinstance(dtype, torch.dtype) and dtype in self._narrow
+
+    def _widen(self, keeps_tensors: bool, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return self._dtype if value in self._narrow else value
+        if isinstance(value, torch.Tensor) and value.dtype in self._narrow and not keeps_tensors:
+            return value.to(self._dtype)
+        return value
+
+
+class DtypeWatch(TorchDispatchMode):
+    """Notes the 16-bit floats that ops give results in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set[torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, torch.Tensor) and value.dtype in SIXTEEN_BITS:
+                self.found.add(value.dtype)
+        return result
