@@ -323,6 +323,8 @@ _CHECKS = shapes.record(
         "taken_back": shapes.items_of(shapes.record({"choice": _TEXT, "reason": _TEXT, "where": _TEXT})),
         "whole": _TEXT_LISTS,
         "reason": _TEXT,
+        "widths": _TEXT,
+        "widths_price": _TEXT,
     },
     shapes.plain_data,
 )

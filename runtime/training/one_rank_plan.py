@@ -141,7 +141,7 @@ class OneRankPlan:
             widened = self._compare_widened(samples, max_samples, torch.float32)
             if widened is None:
                 raise UserError(
-                    "this machine's CPU lacks kernels of a dtype of the model, and float32 cannot take its place",
+                    "this CPU lacks kernels of a dtype of the model, and float32 cannot take its place",
                     self.user.forward_source_line or str(self.user.path),
                     "check on a machine with other kernels, or with the model in float32",
                 )

@@ -170,11 +170,12 @@ def compile_model(
     with clock.measure("build the model here"):
         model = _build_model_if_small(user, meta, options.small)
     with clock.measure("compare widths"):
-        width = (
-            options.widths
+        padding = (
+            widths.PaddingPolicy(options.widths, widths.WidthsReason.CHOSEN)
             if options.widths != "auto"
             else widths.choose_padding_policy(user, survey, inputs, model, capture.draws)
         )
+        width = padding.widths
 
     cache = _CaptureCache()
     batches = [user.collate([d.sample]) for d in survey.drawn_samples if d.sample is not None]
@@ -196,7 +197,8 @@ def compile_model(
     planned = planner.plan_model()
     versions = {"secc": __version__, "torch": torch.__version__.split("+")[0]}
     plan = plan_codegen.build_plan(planned.module, ref, versions)
-    plan = dataclasses.replace(plan, checks=plan.checks | _collect_notes(planned, survey, options))
+    notes = _collect_notes(planned, survey, options)
+    plan = dataclasses.replace(plan, checks=plan.checks | notes | padding.as_checks(inputs))
     return CompiledPlan(
         plan=plan,
         module=planned.module,

@@ -22,6 +22,7 @@ from secc.driver.compile_options import CompileOptions, TakenBack
 from secc.errors import InexactPlan, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions
 from secc.frontend.capture.eager_failure import blame_compute_dtype
+from secc.frontend.dataset.padding_policy import WidthsReason
 from secc.runtime.model.source_lines import error_source_line
 from secc.runtime.training.eager_reference import FLOAT32_TOLERANCES, LossAndGradients
 from secc.runtime.training.evaluation import eval_mode
@@ -111,7 +112,9 @@ def _check_other_plans(compiled: CompiledPlan, error: UserError) -> CompiledPlan
     `error`; returns the first exact one. Raises `error` if there is none."""
     for options in _more_careful_options(compiled, error):
         with suppress(UserError):
-            return check_exactness(compile_model(compiled.user.path, options))
+            checked = check_exactness(compile_model(compiled.user.path, options))
+            widened = options.widths != compiled.options.widths
+            return _add_checks(checked, {"widths": WidthsReason.AFFECTED.value}) if widened else checked
     raise error
 
 

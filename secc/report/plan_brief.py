@@ -58,6 +58,8 @@ def plan_warnings(plan: Plan) -> tuple[str, ...]:
     warnings = [f"accepted {line}" for line in plan.checks.get("accepted", ())]
     if reason := plan.checks.get("evaluation"):
         warnings.append(f"the plan cannot be evaluated: {reason}")
+    if price := plan.checks.get("widths_price"):
+        warnings.append(f"micro-batches have the global batch's widths: {price}")
     warnings += taken_back_texts(plan)
     ranks = (
         plan.world_size + int(plan.solver["free_ranks"])

@@ -83,11 +83,11 @@ def _predicted_step_text(plan: Plan) -> str:
 
 
 def _widths_text(plan: Plan) -> str:
-    if plan.widths == "own":
-        return "each micro-batch is padded to its own width: padding was shown not to affect the loss"
-    return (
-        "every micro-batch is padded to the width of the global batch: padding affects the loss, or may do so"
-    )
+    widths = "each micro-batch is padded to its own width"
+    if plan.widths != "own":
+        widths = "every micro-batch is padded to the width of the global batch"
+    reasons = [str(plan.checks[key]) for key in ("widths", "widths_price") if key in plan.checks]
+    return f"{widths}: {'; '.join(reasons)}" if reasons else widths
 
 
 def _sections_table(plan: Plan) -> TextTable:

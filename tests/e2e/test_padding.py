@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from secc.driver import compile as compiler
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
+from secc.report.plan_brief import plan_warnings
 
 DATA = """
 import torch
@@ -174,3 +176,33 @@ def test_padding_and_packing_are_exact(name: str, tmp_path: Path) -> None:
     assert (plan.widths, len(plan.sections)) == (widths, sections)
     if plan.edges:
         assert all(edge.extents for edge in plan.edges)  # samples travel as long as they are
+
+
+SMALL = """
+
+def small_model():
+    return model()
+"""
+
+
+@pytest.mark.parametrize(
+    ("small", "chosen", "widths", "says"),
+    [
+        ("", "auto", "global", "too large to be run here"),
+        (SMALL, "auto", "own", "of small_model()"),
+        ("", "own", "own", "nothing was tested"),
+    ],
+)
+def test_widths_of_models_that_are_too_large_to_run(
+    small: str, chosen: str, widths: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are shown on small_model(); without it the report says what padding costs, and what to do."""
+    monkeypatch.setattr(compiler, "MAX_LOCAL_MODEL_BYTES", 0)
+    path = tmp_path / "model.py"
+    path.write_text(DATA + EDGE + small)
+    plan = compile_model(path, CompileOptions(widths=chosen)).plan
+    assert plan.widths == widths
+    assert says in plan.checks["widths"]
+    priced = [text for text in plan_warnings(plan) if "widths" in text]
+    assert len(priced) == (widths == "global")
+    assert all("times" in text and "define small_model()" in text for text in priced)

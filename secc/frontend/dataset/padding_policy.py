@@ -10,6 +10,8 @@ batch's width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import nn
@@ -31,22 +33,79 @@ _EXTRA_PADDING = 3  # positions of extra padding, odd so that it shows in patch 
 _MAX_WIDENING = 4
 
 
+class WidthsReason(Enum):
+    """Why micro-batches have the widths that they have; the value is what the report says."""
+
+    SHOWN = "padding was shown not to affect the loss"
+    SHOWN_SMALL = "padding was shown not to affect the loss of small_model()"
+    CHOSEN = "--widths chose it, and nothing was tested"
+    UNPADDED = "no input has a padded width"
+    AFFECTED = "padding changes the loss or a gradient, or wider batches are refused"
+    TOO_LARGE = "the model is too large to be run here, and has no small_model() that takes these samples"
+
+
+@dataclass(frozen=True)
+class PaddingPolicy:
+    """The widths of micro-batches, "own" or "global", and why."""
+
+    widths: str
+    reason: WidthsReason
+
+    def as_checks(self, inputs: ModelInputs) -> dict[str, object]:
+        """Returns the entries of `checks` in plan.json: the reason, and where narrower widths may be possible,
+        their price and the remedy."""
+        entries: dict[str, object] = {"widths": self.reason.value}
+        if self.reason is WidthsReason.TOO_LARGE:
+            price = ", ".join(_describe_price(inputs, s.name) for s in inputs.symbols if s.is_padded)
+            remedy = "define small_model(), or give --widths own if padding cannot reach the loss"
+            entries["widths_price"] = f"{price}; {remedy}"
+        return entries
+
+
+def _describe_price(inputs: ModelInputs, name: str) -> str:
+    """Describes how much wider samples become by padding to the widest that was drawn."""
+    sizes = [s[name] for s in inputs.sample_sizes if s.get(name)]
+    if not sizes:
+        return f"{name} is padded"
+    mean = sum(sizes) / len(sizes)
+    return f"{name} of {mean:.0f} in the mean is padded to up to {max(sizes)}, {max(sizes) / mean:.2f} times"
+
+
 def choose_padding_policy(
     user: UserModel,
     survey: DatasetSurvey,
     inputs: ModelInputs,
     model: nn.Module | None,
     draws: Sequence[RandomOp] = (),
-) -> str:
-    """Returns "own" if padding does not reach the loss in any pattern, else "global".
+) -> PaddingPolicy:
+    """Returns widths "own" if padding does not reach the loss in any pattern, else "global".
 
-    draws: random ops, which draw as plans draw. Without a model that fits on this machine nothing can be
-    tested, so the answer is "global" unless no input has a padded width.
+    draws: random ops, which draw as plans draw. model: None if it does not fit on this machine; then
+    `small_model()` is tested, and without one that takes the samples the answer is "global".
     """
     if not any(s.is_padded for s in inputs.symbols):
-        return "own"
-    if model is None:
-        return "global"
+        return PaddingPolicy("own", WidthsReason.UNPADDED)
+    if model is not None:
+        if _is_padding_never_seen(user, survey, inputs, model, draws):
+            return PaddingPolicy("own", WidthsReason.SHOWN)
+        return PaddingPolicy("global", WidthsReason.AFFECTED)
+    try:
+        small = user.build_small_model()
+        if small is not None and _is_padding_never_seen(user, survey, inputs, small, draws):
+            return PaddingPolicy("own", WidthsReason.SHOWN_SMALL)
+    except Exception:  # random ops of the large model may have other names in the small one
+        pass
+    return PaddingPolicy("global", WidthsReason.TOO_LARGE)
+
+
+def _is_padding_never_seen(
+    user: UserModel,
+    survey: DatasetSurvey,
+    inputs: ModelInputs,
+    model: nn.Module,
+    draws: Sequence[RandomOp],
+) -> bool:
+    """Whether extra padding leaves loss and gradients of all probed batches as they are."""
     randomness = PlanRandomness(model, draws, inputs.symbols)
     max_batches = None if sum(p.numel() for p in model.parameters()) < _SMALL_MODEL_PARAMETERS else 2
     batches = (
@@ -54,10 +113,9 @@ def choose_padding_policy(
         for pattern in survey.micro_batch_patterns()
         for i, batch in enumerate(survey.compose_batches(pattern)[:max_batches])
     )
-    unseen = all(
+    return all(
         _is_padding_unseen(user, inputs, model, randomness, batch, far=i % 2 > 0) for i, batch in batches
     )
-    return "own" if unseen else "global"
 
 
 def _is_padding_unseen(
