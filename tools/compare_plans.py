@@ -24,7 +24,7 @@ from tools.zoo_models import entries
 
 NOT_COMPARED = re.compile(r"^\.(version|hash|digest)$")
 SENTENCES_AND_LINES = re.compile(
-    r"\.(why|reason|where|call)$|^\.checks\.(notes|whole)|^\.reasons\.|^\.fusions"
+    r"\.(why|reason|where|call)$|^\.checks\.(notes|whole|widths)|^\.reasons\.|^\.fusions"
 )
 ZOO_CLUSTER, ZOO_GLOBAL_BATCH = "local:3", 12
 COMPILE_SECONDS = 600
