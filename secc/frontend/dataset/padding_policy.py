@@ -52,7 +52,7 @@ class PaddingPolicy:
     reason: WidthsReason
 
     def as_checks(self, inputs: ModelInputs) -> dict[str, object]:
-        """Returns the entries of `checks` in plan.json: the reason, and where narrower widths may be possible,
+        """Returns the entries of `checks` in plan.json: the reason, and where narrower widths may do,
         their price and the remedy."""
         entries: dict[str, object] = {"widths": self.reason.value}
         if self.reason is WidthsReason.TOO_LARGE:
