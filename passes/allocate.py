@@ -332,13 +332,13 @@ def _feeds_others(asked: Problem, solution: Solution, section: str) -> bool:
 
 def assign_ranks(asked: Problem, assignment: Assignment) -> dict[str, list[int]]:
     """Consecutive ranks for each group, one kind of device after the other. Groups are sorted by decreasing
-    tp, which are powers of two, so each group starts at a multiple of its tp."""
+    tp * cp, which are powers of two, so each group starts at a multiple of its own."""
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
     work: dict[str, int] = {}
     widest: dict[str, int] = {}
     for s, group in assignment.group.items():
         work[group] = work.get(group, 0) + chosen[s].time_ns * chosen[s].ranks
-        widest[group] = max(widest.get(group, 1), chosen[s].tp)
+        widest[group] = max(widest.get(group, 1), chosen[s].stage_ranks)
     start, ranks = 0, dict[str, list[int]]()
     for group in sorted(work, key=lambda g: (chosen[g].kind, -widest[g], -work[g], g)):
         ranks[group] = list(range(start, start + chosen[group].ranks))
@@ -351,7 +351,7 @@ def _write_section(
 ) -> None:
     """FLOPs and parameters are those of the whole section; what is saved, and times, those of one rank of a
     replica."""
-    rank = work.rank_load(load, chosen.tp, chosen.pp, chosen.ep)
+    rank = work.rank_load(load, chosen.shape)
     forward_ns, backward_ns = micro_batch_time_expressions(
         work, rank, chosen.dp, chosen.sharding, chosen.recompute
     )
@@ -370,4 +370,4 @@ def _write_section(
         "label": StringAttr(rank.label),
         "forward_ns": StringAttr(forward_ns),
         "backward_ns": StringAttr(backward_ns),
-    } | ({"ep": int_attr(chosen.ep)} if chosen.ep > 1 else {})
+    } | {key: int_attr(n) for key, n in (("cp", chosen.cp), ("ep", chosen.ep)) if n > 1}

@@ -30,6 +30,7 @@ from secc.alloc.placement.rank_placement import (
     search_placement,
 )
 from secc.alloc.problem.candidates import SectionLoad, Workload, build_workload, compute_rank_load
+from secc.alloc.problem.types import ReplicaShape
 from secc.cluster import Cluster
 from secc.cost.model.patterns_and_transfers import micro_batch_sizes
 from secc.ir.analysis.dataflow import get_number, get_string
@@ -104,7 +105,7 @@ def _build_problem(
 def _make_group(cluster: Cluster, name: str, sections: list[SectionOp]) -> PlacementGroup:
     """Describes the group of `sections`, which share their ranks, to the placement. Stages may be the outer
     axis only if no other group has these ranks: a section with other replicas needs another order of them."""
-    unit = max(_mesh_size(s, "tp") for s in sections)
+    unit = max(_mesh_size(s, "tp") * _mesh_size(s, "cp") for s in sections)
     ranks = section_ranks(sections[0])
     return PlacementGroup(
         name,
@@ -126,9 +127,10 @@ def _nodes_of_kind(cluster: Cluster, ranks: tuple[int, ...]) -> range:
 
 
 def _gradient_sum(work: Workload, load: SectionLoad, section: SectionOp, group: str) -> GradientSum:
-    tp, pp = _mesh_size(section, "tp"), _mesh_size(section, "pp")
-    size = compute_rank_load(load, tp, pp, work.cluster, _mesh_size(section, "ep")).cost.gradient_sum_bytes
-    return GradientSum(group, size, pp, tp, sharded=(get_string(section, "sharding") or "none") != "none")
+    shape = ReplicaShape(*(_mesh_size(section, key) for key in ReplicaShape._fields))
+    size = compute_rank_load(load, shape, work.cluster).cost.gradient_sum_bytes
+    sharded = (get_string(section, "sharding") or "none") != "none"
+    return GradientSum(group, size, shape.pp, shape.tp, sharded, shape.cp)
 
 
 def _find_flows(work: Workload, group: Mapping[str, str]) -> list[EdgeTraffic]:
@@ -147,7 +149,7 @@ def _pipeline_chain(work: Workload, load: SectionLoad, section: SectionOp, group
     return PipelineTraffic(
         group,
         _mesh_size(section, "pp"),
-        _mesh_size(section, "tp"),
+        _mesh_size(section, "tp") * _mesh_size(section, "cp"),
         size,
         size if load.mode != "forward" else 0,
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from xdsl.context import Context
 from xdsl.dialects.builtin import ArrayAttr, ModuleOp
-from xdsl.ir import SSAValue
+from xdsl.ir import Attribute, SSAValue
 from xdsl.passes import ModulePass
 
 from secc.errors import ImpossibleChoice, UserError
@@ -112,7 +112,9 @@ def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) ->
         "styles": ArrayAttr([style for cut in kept for style in cut.styles]),
         "shards": ArrayAttr([shard for cut in kept for shard in cut.shards]),
         "partial": strings_attr(parameter for cut in kept for parameter in strings_of(cut.partial)),
-        "whole": ArrayAttr([*(reason for cut in kept for reason in cut.whole), *why]),
+        "whole": ArrayAttr(
+            [*_known_reasons(section), *(reason for cut in kept for reason in cut.whole), *why]
+        ),
     }
 
 
@@ -153,6 +155,12 @@ def _require_split_experts(
         cause = next(iter(of_experts or unsplit), "this ep was not tested during compilation")
         message, remedy = f"{section}.ep={ep} is impossible: {cause}", f"leave {section}.ep out"
         raise ImpossibleChoice(UserError(message, remedy=remedy), [f"{section}.ep={ep}"])
+
+
+def _known_reasons(section: SectionOp) -> Iterable[Attribute]:
+    """Why layers stay whole for another reason than tp."""
+    known = section.attributes.get("whole")
+    return known if isinstance(known, ArrayAttr) else ()
 
 
 def _untested_tp_error(name: str, tp: int, sizes: Sequence[SharedSize], possible: Sequence[int]) -> UserError:

@@ -3,7 +3,7 @@
 The section's calls (`secc.passes.boundaries.stage_cuts`) are divided so that the longest stage is as short as
 possible by the cost model, then so that few bytes cross: with a heavy head the last stage has fewer layers.
 Glue that several stages need is sent or computed again, whichever is cheaper, by the minimum cut that also
-settles boundaries of sections. Ranks of a section are ordered (dp, pp, tp).
+settles boundaries of sections. Ranks of a section are ordered (dp, pp, cp, tp).
 
 A stage may hold `in_flight` micro-batches between forward and backward: twice as many as there are stages, so
 that ragged micro-batches do not wait for each other, or as many as memory allows, but no fewer than 1F1B
@@ -34,6 +34,7 @@ from secc.alloc.problem.candidates import (
     micro_batch_time_expressions,
     price_candidate,
 )
+from secc.alloc.problem.types import ReplicaShape
 from secc.alloc.refine.in_flight_limits import in_flight_bytes
 from secc.cluster import GIB, Cluster, Device, parse_cluster
 from secc.cost.model import roofline
@@ -168,12 +169,12 @@ def _declare_stages(graph: GraphOp, section: SectionOp, parts: int) -> list[Sect
     """The stages before their section, each with its ranks."""
     name, taken = section.sym.data, [s.sym.data for s in graph.sections]
     ranks = [int(r.value.data) for r in section.attributes["ranks"]] if "ranks" in section.attributes else []  # pyright: ignore
-    tp = int(get_number(section, "tp") or 1)
+    size = int(get_number(section, "tp") or 1) * int(get_number(section, "cp") or 1)
     stages: list[SectionOp] = []
     for i in range(parts):
         taken.append(make_unique(f"{name}_{i}", taken))
         properties = {**section.properties, "sym": StringAttr(taken[-1])}
-        own = [r for k, r in enumerate(ranks) if k // tp % parts == i]
+        own = [r for k, r in enumerate(ranks) if k // size % parts == i]
         attributes = section.attributes | {
             "pipeline": StringAttr(name),
             "stage": int_attr(i),
@@ -259,9 +260,9 @@ def _weight_permille(work: Workload, load: SectionLoad) -> int:
 
 def _rank_load(work: Workload, section: SectionOp) -> SectionLoad:
     """A section's load on one of its ranks."""
-    tp, pp, ep = (int(get_number(section, key) or 1) for key in ("tp", "pp", "ep"))
+    shape = ReplicaShape(*(int(get_number(section, key) or 1) for key in ReplicaShape._fields))
     return compute_rank_load(
-        work.loads[section.sym.data], tp, pp, work.cluster.view_of_ranks(_ranks_of(section)), ep
+        work.loads[section.sym.data], shape, work.cluster.view_of_ranks(_ranks_of(section))
     )
 
 

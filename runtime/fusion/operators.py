@@ -16,6 +16,8 @@ import torch
 from torch.nn import functional as F
 
 from secc.runtime import kernels
+from secc.runtime.context_parallel.row_marks import marked_tensors
+from secc.runtime.context_parallel.row_mode import active_row_mode
 from secc.runtime.tensor_parallel.rules.mark import ShardMark, mark_of, set_mark
 
 __all__ = [
@@ -43,6 +45,9 @@ def _with_fallback(
     def decorate(operator: TensorOperator) -> TensorOperator:
         @functools.wraps(operator)
         def run(x: torch.Tensor, *others: Any) -> torch.Tensor:
+            mode = active_row_mode()
+            if mode is not None and next(marked_tensors((x, others)), None) is not None:
+                return mode.apply_rule(run, (x, *others), {})
             first_mark, other_marks = mark_of(x), [mark_of(t) for t in others if isinstance(t, torch.Tensor)]
             if first_mark is None and not any(other_marks):
                 return operator(x, *others)

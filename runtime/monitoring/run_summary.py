@@ -113,7 +113,9 @@ def load_imbalance(plan: Plan, steps: Sequence[SectionSeconds]) -> tuple[float, 
     names: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
     for s in plan.user_sections:
         ranks = tuple(sorted(s.mesh.ranks))
-        busy[ranks] += sum(seconds.get((s.name, kind), 0.0) for kind in "FB") * s.mesh.tp / len(ranks)
+        busy[ranks] += (
+            sum(seconds.get((s.name, kind), 0.0) for kind in "FB") * s.mesh.replica_size / len(ranks)
+        )
         names[ranks].append(s.name)
     mean = sum(time * len(ranks) for ranks, time in busy.items()) / max(1, sum(map(len, busy)))
     longest = max(busy, key=lambda ranks: busy[ranks])

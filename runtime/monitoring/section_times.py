@@ -74,7 +74,7 @@ def section_time_columns(plan: Plan) -> list[tuple[str, str, int]]:
     """Returns (section, kind, tensor-parallel ranks per replica) of the times that a run sums, in the same
     order on all ranks."""
     return [
-        (s.name, kind, s.mesh.tp)
+        (s.name, kind, s.mesh.replica_size)
         for s in plan.user_sections
         for kind in (("F",) if s.mode == "forward" else ("F", "B"))
     ]
@@ -88,7 +88,7 @@ def section_wait_columns(plan: Plan) -> list[tuple[str, int]]:
 def predict_section_seconds(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> SectionSeconds:
     """Returns the plan's prediction for all computations of a step; the ranks of a replica count once."""
     costs, total_ns = PredictedCosts(plan, samples, schedule.own_samples), Counter[tuple[str, str]]()
-    first_ranks = {s.name: set(s.mesh.ranks[:: s.mesh.tp]) for s in plan.sections}
+    first_ranks = {s.name: set(s.mesh.ranks[:: s.mesh.replica_size]) for s in plan.sections}
     for section in plan.sections:
         forward, backward = costs.micro_batch_times(
             section, [m.samples for m in schedule.micro_batches[section.name]]

@@ -324,7 +324,7 @@ class Zero3State:
                 param.data = value.to(device)
             units.append(
                 [
-                    ShardedUnit(members, group, index, section.mesh.dp, cuts, dtype)
+                    ShardedUnit(members, group, index, section.mesh.copies, cuts, dtype)
                     for members in by_kind.values()
                 ]
             )

@@ -107,9 +107,10 @@ _MESH = shapes.dataclass_of(
         "dp": _DEGREE,
         "pp": _DEGREE,
         "tp": _DEGREE,
+        "cp": _DEGREE,
         "ep": _DEGREE,
     },
-    optional=("ep",),
+    optional=("cp", "ep"),
 )
 _COST = shapes.dataclass_of(
     schema.Cost,
@@ -161,14 +162,18 @@ _SECTION_FIELDS: dict[str, Shape] = {
             schema.ModuleStyle, {"module": _TEXT, "kind": _TEXT, "arguments": _TEXTS}, optional=("arguments",)
         )
     ),
+    "row_layers": _TEXTS,
+    "row_modules": _TEXTS,
     "partial": _TEXTS,
     "units": _TEXTS,
 }
-_STAGE = shapes.dataclass_of(schema.Section, _SECTION_FIELDS)
+_ROW_FIELDS = ("row_layers", "row_modules")
+_STAGE = shapes.dataclass_of(schema.Section, _SECTION_FIELDS, optional=_ROW_FIELDS)
 _WHOLE_SECTION = shapes.dataclass_of(
     schema.Section,
     {**_SECTION_FIELDS, "module": shapes.pattern(r"(sections/[^\W\d]\w*\.py)?", "sections/NAME.py")},
     _STAGE_FIELDS,
+    _ROW_FIELDS,
 )
 
 
@@ -193,22 +198,19 @@ def _section(value: Any) -> tuple[Section, ...]:
     return stages
 
 
+def _degrees(mesh: schema.Mesh) -> tuple[int, ...]:
+    return mesh.dp, mesh.tp, mesh.cp, mesh.ep
+
+
 def _stage_problem(stage: Section, first: Section, number: int) -> MalformedValue | None:
     """Returns what is wrong with a pipeline's stage at position `number`."""
     if stage.stage != number:
         return shapes.expected(f"stage {number}", stage.stage).inside("stage")
     if not stage.pipeline or stage.pipeline != first.pipeline:
         return shapes.expected("the pipeline's name", stage.pipeline).inside("pipeline")
-    same = (stage.mesh.dp, stage.mesh.tp, stage.mesh.ep, stage.micro_batch) == (
-        first.mesh.dp,
-        first.mesh.tp,
-        first.mesh.ep,
-        first.micro_batch,
-    )
-    if not same or stage.mesh.pp != 1:
-        return MalformedValue("expected the dp, tp and micro-batch of the first stage, and pp 1").inside(
-            "mesh"
-        )
+    own, expected = ((*_degrees(s.mesh), s.micro_batch) for s in (stage, first))
+    if own != expected or stage.mesh.pp != 1:
+        return MalformedValue("expected the mesh and micro-batch of the first stage, and pp 1").inside("mesh")
     return None
 
 
@@ -600,8 +602,9 @@ def _check_references(plan: Plan) -> None:
 def _check_section(plan: Plan, section: Section, symbols: set[str], optional_keys: set[str]) -> None:
     place = f".sections.{section.name}"
     mesh = section.mesh
-    if len(mesh.ranks) != mesh.dp * mesh.pp * mesh.tp:
-        message = f"expected dp * pp * tp = {mesh.dp * mesh.pp * mesh.tp} ranks, got {len(mesh.ranks)}"
+    expected = mesh.dp * mesh.pp * mesh.tp * mesh.cp
+    if len(mesh.ranks) != expected:
+        message = f"expected dp * pp * tp * cp = {expected} ranks, got {len(mesh.ranks)}"
         raise MalformedValue(message, f"{place}.mesh.ranks")
     if mesh.tp % mesh.ep and (mesh.ep % mesh.tp or mesh.dp % mesh.expert_replicas):
         message = (

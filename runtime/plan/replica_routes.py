@@ -66,9 +66,24 @@ def ranks_by_replica(section: Section) -> tuple[Ranks, ...]:
     return _split_replicas(replica_first_ranks(section), section.mesh)
 
 
+def tp_ranks_of(section: Section, rank: int) -> Ranks:
+    """Returns the ranks that share parts of parameters with `rank`; () if the section is not on it."""
+    size = section.mesh.tp
+    ranks = next((ranks for ranks in ranks_by_replica(section) if rank in ranks), ())
+    first = ranks.index(rank) // size * size if ranks else 0
+    return ranks[first : first + size]
+
+
+def cp_ranks_by_replica(section: Section) -> tuple[Ranks, ...]:
+    """Returns the groups of ranks that share the rows of sequences: for each replica and each position in
+    tensor parallelism."""
+    size = section.mesh.tp
+    return tuple(ranks[place::size] for ranks in ranks_by_replica(section) for place in range(size))
+
+
 @cache
 def _split_replicas(first: Ranks, mesh: Mesh) -> tuple[Ranks, ...]:
-    return tuple(mesh.ranks[r * mesh.tp : (r + 1) * mesh.tp] for r in range(len(first)))
+    return tuple(mesh.ranks[r * mesh.replica_size : (r + 1) * mesh.replica_size] for r in range(len(first)))
 
 
 @cache
@@ -80,17 +95,17 @@ def shared_extra_ranks(meshes: tuple[Mesh, ...]) -> dict[Mesh, dict[int, Ranks]]
     one of its other ranks; then those ranks must be booked too. Meshes and replicas without such ranks are
     left out.
     """
-    if all(m.tp == 1 for m in meshes):
+    if all(m.replica_size == 1 for m in meshes):
         return {}
     first_ranks: dict[int, set[int]] = defaultdict(set)
-    replicas = {m: _split_replicas(m.ranks[:: m.tp], m) for m in meshes}
+    replicas = {m: _split_replicas(m.ranks[:: m.replica_size], m) for m in meshes}
     for ranks in chain.from_iterable(replicas.values()):
         for rank in ranks:
             first_ranks[rank].add(ranks[0])
     extra = {
         m: {ranks[0]: tuple(r for r in ranks[1:] if len(first_ranks[r]) > 1) for ranks in mesh_replicas}
         for m, mesh_replicas in replicas.items()
-        if m.tp > 1
+        if m.replica_size > 1
     }
     return {
         m: shared

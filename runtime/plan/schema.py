@@ -64,7 +64,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a section, ordered (dp, pp, tp) with tp fastest; `len(ranks) == dp * pp * tp`.
+    """The ranks of a section, ordered (dp, pp, cp, tp) with tp fastest; `len(ranks) == dp * pp * tp * cp`.
 
     `ep` parts of the experts lie on the ranks that hold copies of the section; it adds no ranks.
     """
@@ -73,12 +73,23 @@ class Mesh:
     dp: int = 1
     pp: int = 1
     tp: int = 1
+    cp: int = 1
     ep: int = 1
 
     @property
     def expert_replicas(self) -> int:
         """Consecutive replicas with different experts, which exchange tokens; 1 where each has all."""
         return max(1, self.ep // self.tp)
+
+    @property
+    def replica_size(self) -> int:
+        """The number of ranks of a replica of one stage, which run the same program."""
+        return self.tp * self.cp
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks that hold the same part of a parameter, and sum its gradients."""
+        return self.dp * self.cp
 
 
 @dataclass(frozen=True)
@@ -141,7 +152,9 @@ class Section:
 
     Under `zero3`, `units` are the blocks with layers that all-gather their parameters one by one, in calling
     order. With tp, `shards` and `styles` say how its modules are sharded; the gradients of the unsharded
-    parameters in `partial` are partial sums on each tp rank.
+    parameters in `partial` are partial sums on each tp rank. With cp, the layers `row_layers` (module paths)
+    work on a rank's rows of the sequence (`runtime.context_parallel`); `row_modules` inside of them do so row
+    by row, without rules for their code.
     """
 
     name: str
@@ -166,6 +179,8 @@ class Section:
     styles: tuple[ModuleStyle, ...] = ()
     partial: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
+    row_layers: tuple[str, ...] = ()
+    row_modules: tuple[str, ...] = ()
 
     @property
     def user_section_name(self) -> str:
@@ -364,7 +379,7 @@ class Plan:
     @property
     def user_sections(self) -> tuple[Section, ...]:
         """The user's sections: the stages of a pipeline joined into one section, with ranks ordered (dp, pp,
-        tp).
+        cp, tp).
         """
         return tuple(
             join_stages(stages) if stages[0].pipeline else stages[0] for stages in self.pipelines.values()
@@ -374,8 +389,8 @@ class Plan:
 def join_stages(stages: tuple[Section, ...]) -> Section:
     """Joins the stages of a pipeline into one section; its memory is that of the fullest rank."""
     first, costs = stages[0], [s.cost for s in stages]
-    dp, tp = first.mesh.dp, first.mesh.tp
-    ranks = tuple(r for d in range(dp) for s in stages for r in s.mesh.ranks[d * tp : (d + 1) * tp])
+    mesh, size = first.mesh, first.mesh.replica_size
+    ranks = tuple(r for d in range(mesh.dp) for s in stages for r in s.mesh.ranks[d * size : (d + 1) * size])
 
     def total(field: str) -> str:
         return " + ".join(text for c in costs if (text := getattr(c, field)))
@@ -387,7 +402,7 @@ def join_stages(stages: tuple[Section, ...]) -> Section:
         mode=max((s.mode for s in stages), key=("forward", "dgrad", "train").index),
         blocks=tuple(dict.fromkeys(b for s in stages for b in s.blocks)),
         params=tuple(dict.fromkeys(p for s in stages for p in s.params)),
-        mesh=Mesh(ranks, dp, len(stages), tp, first.mesh.ep),
+        mesh=dataclasses.replace(mesh, ranks=ranks, pp=len(stages)),
         memory_gib=max(s.memory_gib for s in stages),
         cost=dataclasses.replace(
             costs[0],

@@ -80,7 +80,7 @@ class SectionGraph:
             if section.name in self.exclude_own_stages(s.name, self.ancestors[s.name])
         )
         return any(
-            (has_backward and s.mesh.tp != section.mesh.tp)
+            (has_backward and s.mesh.replica_size != section.mesh.replica_size)
             or self._pipeline_ranks(s) != self._pipeline_ranks(section)
             for s in consumers
         )

@@ -132,7 +132,7 @@ def gathers_parameters(section: Section) -> bool:
     """Returns whether a section's replicas shard its parameters (ZeRO-3) and all-gather them for every
     micro-batch.
     """
-    return section.sharding == "zero3" and section.mesh.dp > 1
+    return section.sharding == "zero3" and section.mesh.copies > 1
 
 
 def exchanges_tokens(section: Section) -> bool:
@@ -200,12 +200,12 @@ def replica_first_ranks(section: Section) -> tuple[int, ...]:
     Raises ValueError for a mesh with pipeline stages, which are sections of their own.
     """
     mesh = section.mesh
-    if mesh.pp != 1 or len(mesh.ranks) != mesh.dp * mesh.tp:
+    if mesh.pp != 1 or len(mesh.ranks) != mesh.dp * mesh.replica_size:
         raise ValueError(
             f"section {section.name}: expected a mesh of one pipeline stage, got pp={mesh.pp} with "
-            f"{len(mesh.ranks)} ranks for dp={mesh.dp}, tp={mesh.tp}"
+            f"{len(mesh.ranks)} ranks for dp={mesh.dp}, tp={mesh.tp}, cp={mesh.cp}"
         )
-    return mesh.ranks[:: mesh.tp]
+    return mesh.ranks[:: mesh.replica_size]
 
 
 def micro_batch_pairs(edge: Edge, schedule: Schedule) -> dict[tuple[int, int], tuple[int, ...]]:

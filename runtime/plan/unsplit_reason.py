@@ -66,6 +66,10 @@ class UnsplitKind(StrEnum):
     TIED_TO_OTHER_LAYOUT = "tied_to_other_layout"
     NORMS_WHOLE = "norms_whole"
     LOGITS_GATHERED = "logits_gathered"
+    # What the search for layers that work on rows of the sequence finds (`secc.frontend.cp_search`).
+    NO_ROWS = "no_rows"
+    MIXES_ROWS = "mixes_rows"
+    WRITES_INTO_ROWS = "writes_into_rows"
 
 
 # {subject}, {size} and {tp} are the fields of the reason.
@@ -118,6 +122,9 @@ SENTENCES: dict[UnsplitKind, str] = {
     UnsplitKind.TIED_TO_OTHER_LAYOUT: "one of its parameters is tied to one that is split otherwise",
     UnsplitKind.NORMS_WHOLE: "its norms keep the whole sequence: its code does not run on positions alone",
     UnsplitKind.LOGITS_GATHERED: "its logits are gathered for {subject}",
+    UnsplitKind.NO_ROWS: "it gets no hidden states [samples, rows, width]",
+    UnsplitKind.MIXES_ROWS: "{subject} mixes rows of the sequence, or has no rule for them",
+    UnsplitKind.WRITES_INTO_ROWS: "{subject}",
 }
 
 _UNEVEN = frozenset({UnsplitKind.UNEVEN_HEADS, UnsplitKind.UNEVEN_OUTPUTS, UnsplitKind.UNEVEN_EXPERTS})

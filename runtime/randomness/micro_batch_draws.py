@@ -194,18 +194,22 @@ class MicroBatchDraws:
                 device,
             )
         owner, within = self._rows_by_sample(draw.rows, device)
-        if any(d >= len(shape) or shape[d] != len(owner) for d in draw.dims):
+        if any(
+            d >= len(shape) or (shape[d] != len(owner) and not shard_coordinates.holds_part(d))
+            for d in draw.dims
+        ):
             raise UserError(
                 f"the random op {draw.call} has a result of shape {list(shape)}, "
                 f"but the samples' rows are {len(owner)}",
                 draw.where,
                 _UNSEEN_DRAW_REMEDY,
             )
+        first_rows = places[draw.dims[0]]
         for d in draw.dims:
-            places[d] = within
+            places[d] = within[places[d]]
         parts = [coordinate_offsets(d, at) for d, at in enumerate(places)]
         keys = torch.tensor([hash_key(k, draw.call) for k in self._keys], dtype=torch.int64, device=device)
-        parts[draw.dims[0]] = parts[draw.dims[0]] + keys[owner]
+        parts[draw.dims[0]] = parts[draw.dims[0]] + keys[owner[first_rows]]
         return generate_bits(parts, 0, device)
 
     def _rows_by_sample(self, rows: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

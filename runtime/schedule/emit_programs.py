@@ -270,7 +270,7 @@ def _build_message_columns(
     """
     sources, targets = (ranks_by_replica(task_ranges.section) for task_ranges in ends)
     if all(
-        task_ranges.section.mesh.tp == 1 for task_ranges in ends
+        task_ranges.section.mesh.replica_size == 1 for task_ranges in ends
     ):  # the common case: `route_message`, column by column
         sender, receiver = (
             int_tensor([rank for (rank,) in ranks])[r]

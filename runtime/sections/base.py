@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from secc.runtime.context_parallel.row_mode import RowMode
 from secc.runtime.errors import UserError
 from secc.runtime.plan import schema
 from secc.runtime.randomness.micro_batch_draws import MicroBatchDraws
@@ -86,7 +87,8 @@ class SectionModule(nn.Module):
         self._model = [model]
         self.constants = Constants(Path(inspect.getfile(type(self))).parent)
         self.draws: MicroBatchDraws | None = None  # random numbers of the running micro-batch
-        self.group: ReplicaProcessGroup | None = None  # ranks of this replica if it has several
+        self.group: ReplicaProcessGroup | None = None  # ranks that share parameters, if there are several
+        self.row_group: ReplicaProcessGroup | None = None  # and those that share the rows of sequences
 
     @property
     def whole_model(self) -> nn.Module:
@@ -180,8 +182,11 @@ class SectionModule(nn.Module):
     def forward(self, case: SectionCase, batch: Batch, edges: Tensors) -> tuple[Tensors, Tensors]:
         """Run one micro-batch. Returns the tensors of outgoing edges by name, and the numerators of loss
         terms (0-dim) by name."""
+        method = getattr(self, case.method)
         with forward_hooks.without_user_hooks(self.children()):
-            return getattr(self, case.method)(batch, edges)
+            if self.row_group is None:
+                return method(batch, edges)
+            return RowMode(self.row_group).run_section(method, batch, edges)
 
 
 def load_section_module(directory: Path, planned: schema.Section, model: nn.Module) -> SectionModule:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from secc.runtime.context_parallel.row_mode import bind_active_mode
 from secc.runtime.errors import UserError
 from secc.runtime.sections.module_settings import bind_active_settings
 from secc.runtime.sections.selective_layers import alternate_slice, select_alternate_blocks
@@ -119,13 +120,15 @@ def _checkpoint_forward(unit: nn.Module, forward: Callable[..., Any]) -> Callabl
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        call = bind_active_settings(functools.partial(forward, **_without_cache(unit, kwargs)))
+        call = bind_active_mode(
+            bind_active_settings(functools.partial(forward, **without_cache(unit, kwargs)))
+        )
         return checkpoint(call, *args, use_reentrant=False)
 
     return run
 
 
-def _without_cache(unit: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+def without_cache(unit: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Drop the key-value caches of Hugging Face's decoders: a second run would fill them again, and training
     does not read them."""
     if getattr(unit, "_can_checkpoint_with_cache", False):

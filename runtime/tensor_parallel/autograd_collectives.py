@@ -18,6 +18,8 @@ from secc.runtime.tensor_parallel.sequence_parallel import SequencePositions
 
 
 class _CopyToShards(torch.autograd.Function):
+    works_on_rows = True  # of a sequence (`secc.runtime.context_parallel`)
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.group = group
@@ -29,6 +31,8 @@ class _CopyToShards(torch.autograd.Function):
 
 
 class _ReduceFromShards(torch.autograd.Function):
+    works_on_rows = True  # of a sequence (`secc.runtime.context_parallel`)
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return group.all_reduce(x.clone(memory_format=torch.contiguous_format))
@@ -39,6 +43,8 @@ class _ReduceFromShards(torch.autograd.Function):
 
 
 class _GatherLastDim(torch.autograd.Function):
+    works_on_rows = True  # of a sequence (`secc.runtime.context_parallel`)
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ReplicaGroup, sizes: list[int]) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.start, ctx.length = sum(sizes[: group.index]), sizes[group.index]

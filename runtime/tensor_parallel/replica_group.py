@@ -7,12 +7,13 @@ use a process group; the numeric check of a mapping uses threads of one process.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from secc.runtime.plan.replica_routes import Ranks, ranks_by_replica
+from secc.runtime.plan.replica_routes import Ranks, cp_ranks_by_replica, ranks_by_replica
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import exchanges_tokens
 
@@ -111,20 +112,32 @@ class LoneRank:
         return rows
 
 
-def make_replica_groups(plan: Plan, rank: int) -> dict[str, ReplicaProcessGroup]:
-    """Returns the group of this rank's replica, for each section with several ranks per replica. Collective:
-    call it on all ranks at the same point."""
+@dataclass(frozen=True)
+class ReplicaGroups:
+    """The groups of a rank, by section, where they have several ranks: its replica, and in it the ranks that
+    share parameters (tp) and those that share the rows of sequences (cp)."""
+
+    replica: dict[str, ReplicaProcessGroup]
+    tp: dict[str, ReplicaProcessGroup]
+    cp: dict[str, ReplicaProcessGroup]
+
+
+def make_replica_groups(plan: Plan, rank: int) -> ReplicaGroups:
+    """Returns the groups of this rank. Collective: call it on all ranks at the same point."""
     handles: dict[Ranks, Any] = {}
-    groups: dict[str, ReplicaProcessGroup] = {}
+    found = ReplicaGroups({}, {}, {})
     for section in plan.sections:
-        for ranks in ranks_by_replica(section):
-            if len(ranks) == 1:
-                continue
+        replicas, tp = ranks_by_replica(section), section.mesh.tp
+        by_tp = tuple(ranks[i : i + tp] for ranks in replicas for i in range(0, len(ranks), tp))
+        kinds = ((found.replica, replicas), (found.tp, by_tp), (found.cp, cp_ranks_by_replica(section)))
+        for groups, ranks in (
+            (groups, ranks) for groups, every in kinds for ranks in every if len(ranks) > 1
+        ):
             if ranks not in handles:
                 handles[ranks] = dist.new_group(list(ranks))
             if rank in ranks:
                 groups[section.name] = ReplicaProcessGroup(ranks, rank, handles[ranks])
-    return groups
+    return found
 
 
 def make_exchange_groups(plan: Plan, rank: int) -> dict[str, ReplicaProcessGroup]:

@@ -44,9 +44,10 @@ from secc.runtime.parameters.mixed_precision import cast_model, compute_dtype
 from secc.runtime.parameters.rank_weights import canonical_names, state_dict_owners
 from secc.runtime.parameters.sharded_optimizer import shard_optimizer
 from secc.runtime.parameters.weight_average import WeightAverage
-from secc.runtime.plan.replica_routes import Ranks, ranks_by_replica
+from secc.runtime.plan.replica_routes import Ranks, ranks_by_replica, tp_ranks_of
 from secc.runtime.sections import recompute
 from secc.runtime.sections.base import SectionModule
+from secc.runtime.sections.row_layers import install_row_layers, install_row_modules
 from secc.runtime.tensor_parallel import styles
 from secc.runtime.tensor_parallel.expert_parallel import TokenExchange
 from secc.runtime.tensor_parallel.replica_group import make_exchange_groups, make_replica_groups
@@ -104,16 +105,19 @@ class Trainer:
             self.plan, [n for n, p in params.items() if p.requires_grad], canonical
         )
         # The wrappers of a module's forward nest in the order in which they are installed: fused code first
-        # (innermost), then tensor-parallel collectives, recomputation, and gathers around all of it.
+        # (innermost), then tensor-parallel collectives, recomputation, rows of sequences, and gathers around
+        # all of it.
         install_fused(model, self.plan.rewrites, read_fused_source(context.directory))
         groups = make_replica_groups(self.plan, context.rank)
         exchanges = {n: TokenExchange(g) for n, g in make_exchange_groups(self.plan, context.rank).items()}
-        styles.install_styles(self.plan, model, groups, exchanges)
+        styles.install_styles(self.plan, model, groups.tp, exchanges)
+        install_row_modules(self.plan, model, context.rank)
         for section in self.plan.sections:
             if context.rank in section.mesh.ranks:
                 recompute.install_recompute(model, section.blocks, section.recompute)
         for exchange in exchanges.values():
             exchange.assign_units(filter(recompute.is_recomputed, model.modules()))
+        install_row_layers(self.plan, model, context.rank)
         context.zero3.wrap_units()
         self.reducer = GradientReducer(
             reductions,
@@ -132,7 +136,8 @@ class Trainer:
         )
         held_sections = {s.name: s for s in sections}
         for section in sections:
-            section.group = groups.get(section.name)
+            section.group = groups.tp.get(section.name)
+            section.row_group = groups.cp.get(section.name)
         self.engine = Engine(
             self.plan,
             held_sections,
@@ -140,7 +145,7 @@ class Trainer:
             self.reducer.start_section,
             context.trace,
             self.reducer.arm_overlap_hooks,
-            groups,
+            groups.replica,
             context.zero3.gatherers,
             exchanges=exchanges,
         )
@@ -545,7 +550,7 @@ class Trainer:
         for section in (s for s in self.plan.sections if self.context.rank in s.mesh.ranks):
             replicas, count = ranks_by_replica(section), section.mesh.expert_replicas
             number = next(i for i, ranks in enumerate(replicas) if self.context.rank in ranks)
-            own_replicas.add(replicas[number])
+            own_replicas.add(tp_ranks_of(section, self.context.rank))
             # Replicas with different experts hold one copy of these together.
             copy = replicas[number // count * count :][:count]
             routed = (canonical[s.name] for s in section.shards if s.replicas > 1)

@@ -56,7 +56,7 @@ def collective_points(
     points = [BlockingPoints.for_groups(int_tensor(()), int_tensor(()))]
     rounds_of = gather_rounds(sections, micro_batches)
     for i, section in enumerate(sections):
-        if section.mesh.tp == 1 and not runs_in_lockstep(section):
+        if section.mesh.replica_size == 1 and not runs_in_lockstep(section):
             continue
         # One group for each round and kind of computation. A round is numbered by its first micro-batch;
         # without ZeRO-3 each micro-batch is a round of its own.

@@ -139,10 +139,7 @@ class BaselineComparison:
         ).makespan + self._longest_update_ns(layout)
 
     def _longest_update_ns(self, layout: BaselineLayout) -> int:
-        parts = (
-            (self.space.rank_load(n, p.chosen.tp, p.chosen.pp, p.chosen.ep), p.chosen)
-            for n, p in layout.sections.items()
-        )
+        parts = ((self.space.rank_load(n, p.chosen.shape), p.chosen) for n, p in layout.sections.items())
         return max(gradient_and_optimizer_ns(self.base.work, load, c.dp, c.sharding) for load, c in parts)
 
     def _total_if_shorter(
@@ -213,7 +210,7 @@ def peak_rank_bytes(simulated: SimulatedStep, layout: BaselineLayout) -> int:
         changes[c.section, c.rank].append((c.start, 1, size) if c.kind == "F" else (c.end, -1, -size))
     for s in plan.sections:
         memory = layout.sections[s.user_section_name].memory
-        for rank in s.mesh.ranks[:: s.mesh.tp]:
+        for rank in s.mesh.ranks[:: s.mesh.replica_size]:
             changes_of_rank = sorted(changes[s.name, rank])
             number, size = (
                 max(accumulate(change[i] for change in changes_of_rank), default=0) for i in (1, 2)
@@ -246,6 +243,6 @@ def describe_layout(layout: BaselineLayout) -> str:
 def _describe_sections(layout: BaselineLayout) -> Iterable[str]:
     for name, part in layout.sections.items():
         c = part.chosen
-        more = "".join(f" {key}{n}" for key, n in (("tp", c.tp), ("pp", c.pp)) if n > 1)
+        more = "".join(f" {key}{n}" for key, n in c.shape._asdict().items() if n > 1)
         again = f" recompute {c.recompute}" if c.recompute != "none" else ""
         yield f"{name} dp{c.dp}{more}{again}"

@@ -62,7 +62,7 @@ class BaselineContext:
 
 @dataclass(frozen=True)
 class SectionLayout:
-    """A section under a layout: its candidate, its ranks in order (dp, pp, tp) with tp fastest, and its
+    """A section under a layout: its candidate, its ranks in order (dp, pp, cp, tp) with tp fastest, and its
     memory on one rank.
 
       alternating_in_flight: micro-batches that memory counts where their number is not bounded.
@@ -89,7 +89,9 @@ class SectionLayout:
 
     def stage_of(self, rank: int) -> int:
         """Stage of a rank, -1 for ranks of other sections."""
-        return self.ranks.index(rank) // self.chosen.tp % self.chosen.pp if rank in self.ranks else -1
+        return (
+            self.ranks.index(rank) // self.chosen.stage_ranks % self.chosen.pp if rank in self.ranks else -1
+        )
 
     def bytes_on_rank(self, rank: int) -> int:
         """Bytes of this section on a rank."""
@@ -116,7 +118,7 @@ class BaselineLayout:
         return max(
             self.bytes_on_rank(r)
             for part in self.sections.values()
-            for r in part.ranks[: part.chosen.tp * part.chosen.pp : part.chosen.tp]
+            for r in part.ranks[: part.chosen.stage_ranks * part.chosen.pp : part.chosen.stage_ranks]
         )
 
     @property
@@ -218,7 +220,7 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
     """Yields a section's stages with equal times; the section itself without a pipeline."""
     layout_of_section = layout.sections[section.name]
     c = layout_of_section.chosen
-    rank = compute_rank_load(base.work.loads[section.name], c.tp, c.pp, base.work.cluster, c.ep)
+    rank = compute_rank_load(base.work.loads[section.name], c.shape, base.work.cluster)
     cost = Cost(
         rank.forward_ns,
         rank.backward_ns[c.recompute],
@@ -227,14 +229,16 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
     )
     shares = list(_split_parameters(base.plan, section.params, c.pp))
     for i in range(c.pp):
-        stage_ranks = tuple(r for k, r in enumerate(layout_of_section.ranks) if k // c.tp % c.pp == i)
+        stage_ranks = tuple(
+            r for k, r in enumerate(layout_of_section.ranks) if k // c.stage_ranks % c.pp == i
+        )
         stage_fields = (
             {"name": f"{section.name}.{i}", "pipeline": section.name, "stage": i} if c.pp > 1 else {}
         )
         yield dataclasses.replace(
             section,
             **stage_fields,
-            mesh=Mesh(stage_ranks, c.dp, 1, c.tp, c.ep),
+            mesh=Mesh(stage_ranks, c.dp, 1, c.tp, c.cp, c.ep),
             params=shares[i],
             cost=cost,
             micro_batch=base.plan.global_batch,  # tokens and bytes bound what is packed
@@ -251,7 +255,7 @@ def _in_flight_bytes(work: Workload, load: SectionLoad, layout: BaselineLayout, 
     if load.mode == "forward":
         return 0
     part = layout.sections[load.name]
-    rank = part.ranks[stage * part.chosen.tp]
+    rank = part.ranks[stage * part.chosen.stage_ranks]
     holders = sum(
         rank in p.ranks and work.loads[name].mode != "forward" for name, p in layout.sections.items()
     )

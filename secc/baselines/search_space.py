@@ -26,7 +26,7 @@ from secc.alloc.problem.candidates import (
     memory_on_rank,
     price_candidate,
 )
-from secc.alloc.problem.types import Candidate
+from secc.alloc.problem.types import Candidate, ReplicaShape
 from secc.baselines.layout import BaselineContext, BaselineLayout, SectionLayout, count_layers
 from secc.cost.model.memory import RankMemory
 from secc.cost.model.patterns_and_transfers import input_patterns
@@ -73,13 +73,13 @@ class BaselineSpace:
         share = -(-self.base.work.active_sample_count(self.base.work.loads[section]) // dp)
         return [n for n in MICRO_BATCH_SIZES if n <= share] or [1]
 
-    def _rank_load(self, section: str, tp: int, pp: int, ep: int = 1) -> SectionLoad:
-        return compute_rank_load(self.base.work.loads[section], tp, pp, self.base.work.cluster, ep)
+    def _rank_load(self, section: str, shape: ReplicaShape) -> SectionLoad:
+        return compute_rank_load(self.base.work.loads[section], shape, self.base.work.cluster)
 
     def _recompute_variants(self, section: str, mesh: MeshShape, size: int) -> list[Candidate]:
         """A configuration under each recompute mode, the fastest first."""
         tp, pp, dp = mesh
-        load, work = self.rank_load(section, tp, pp), self.base.work
+        load, work = self.rank_load(section, ReplicaShape(tp, pp)), self.base.work
         sharding = (
             "none" if not load.cost.trainable or load.mode == "forward" or work.unshardable else "zero1"
         )
@@ -93,7 +93,7 @@ class BaselineSpace:
     def _candidate_memory(self, section: str, c: Candidate) -> RankMemory:
         """Memory of a rank with micro-batches that hold as many of the largest samples as their tokens
         allow."""
-        load, work = self.rank_load(section, c.tp, c.pp, c.ep), self.base.work
+        load, work = self.rank_load(section, c.shape), self.base.work
         size = max(
             1,
             ceil(
@@ -111,9 +111,7 @@ class BaselineSpace:
         )
 
     def _alternating_in_flight(self, section: str, c: Candidate) -> int:
-        return in_flight_alternating(
-            self.base.work, self.rank_load(section, c.tp, c.pp, c.ep), c.micro_batches
-        )
+        return in_flight_alternating(self.base.work, self.rank_load(section, c.shape), c.micro_batches)
 
     def max_in_flight(self, section: str, c: Candidate) -> int:
         """Number of micro-batches that a rank without other sections can hold between forward and

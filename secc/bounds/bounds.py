@@ -127,7 +127,7 @@ def plan_bound(plan: Plan, samples: Sequence[SampleMeta]) -> int:
 def plan_bound_of_work(work: BatchWork) -> int:
     """`plan_bound` of work that is computed already."""
     # All tp ranks of a replica are busy for its whole work.
-    total = sum(sum(work.least_work(s.name)) * s.mesh.tp for s in work.sections)
+    total = sum(sum(work.least_work(s.name)) * s.mesh.replica_size for s in work.sections)
     return -(-total // max(1, work.plan.world_size))
 
 
@@ -140,7 +140,7 @@ def _all_bounds(work: BatchWork) -> Iterator[LowerBound]:
         for what, jobs in _job_families(units):
             yield LowerBound(_best_set_bound(jobs, ranks), f"{what} on the ranks of {where}")
             yield LowerBound(_packing_bound(jobs, ranks), f"the largest {what} on the ranks of {where}")
-    tps = {s.name: s.mesh.tp for s in work.sections}
+    tps = {s.name: s.mesh.replica_size for s in work.sections}
     for ranks, sections in _rank_pools(work, {s.name: s.mesh.ranks for s in work.sections}):
         if len({tps[name] for name in sections}) > 1:
             total = sum(

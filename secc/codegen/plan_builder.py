@@ -173,6 +173,7 @@ def _plan_section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> sche
             attribute_value(op, "dp", 1),
             attribute_value(op, "pp", 1),
             attribute_value(op, "tp", 1),
+            attribute_value(op, "cp", 1),
             attribute_value(op, "ep", 1),
         ),
         micro_batch=attribute_value(op, "micro_batch", 1),
@@ -189,8 +190,17 @@ def _plan_section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> sche
         shards=tuple(shard.value for shard in get_values(op, "shards", ShardAttr)),
         styles=tuple(style.value for style in get_values(op, "styles", StyleAttr)),
         partial=attribute_value(op, "partial", ()),
+        row_layers=_paths_inside(op, "row_layers"),
+        row_modules=_paths_inside(op, "row_modules"),
         units=_fsdp_units(graph, op) if attribute_value(op, "sharding", "none") == "zero3" else (),
     )
+
+
+def _paths_inside(op: SectionOp, name: str) -> tuple[str, ...]:
+    """The paths of an attribute that lie inside the section's blocks: stages share what their section has."""
+    blocks = tuple(f"{block}." for block in strings_of(op.blocks))
+    paths: tuple[str, ...] = attribute_value(op, name, ())
+    return tuple(path for path in paths if f"{path}.".startswith(blocks))
 
 
 def _fsdp_units(graph: GraphOp, op: SectionOp) -> tuple[str, ...]:

@@ -93,7 +93,7 @@ def render_rank_file(plan: Plan, rank: int) -> str:
 
 
 def _role_text(section: Section, rank: int) -> str:
-    replica = f"replica {section.mesh.ranks.index(rank) // section.mesh.tp} of {section.mesh.dp}"
+    replica = f"replica {section.mesh.ranks.index(rank) // section.mesh.replica_size} of {section.mesh.dp}"
     return f"{replica}, stage {section.stage} of {section.pipeline}" if section.pipeline else replica
 
 

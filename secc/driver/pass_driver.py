@@ -26,6 +26,7 @@ from secc.driver.section_variants import choose_sections, passes_before
 from secc.driver.taken_back import TakenBackChoices
 from secc.errors import ImpossibleChoice, UserError
 from secc.frontend.capture.capture import Capture, capture_model
+from secc.frontend.cp_search.annotate_rows import annotate_rows
 from secc.frontend.dataset.input_symbols import ModelInputs
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.frontend.tp_search.annotate_layouts import (
@@ -171,7 +172,8 @@ class Planner:
         dumps += self._run_passes(module, partitioned, len(passes_before(FIRST_PLACEMENT_PASS, passes))).dumps
         with self.time_step("cut blocks over ranks"):
             told = layer_capture.copy_section_notes(staged, module)
-            if annotate_layouts(module, *self._search_subject(chosen), sought) or told:
+            subject = self._search_subject(chosen)
+            if any((annotate_layouts(module, *subject, sought), annotate_rows(module, *subject), told)):
                 done = [pass_pipeline.format_pass(step) for step in partitioned]
                 dumps[-1] = (dumps[-1][0], pass_pipeline.format_dump_header(done) + print_module(module))
         return dumps + self._run_passes(module, passes, len(partitioned)).dumps

@@ -101,8 +101,9 @@ def _pinned_allocate_options(plan: Plan) -> dict[str, Any]:
 
 
 def _section_pins(s: Section) -> Iterator[str]:
-    values = {"dp": s.mesh.dp, "tp": s.mesh.tp, "pp": s.mesh.pp, "micro_batch": s.micro_batch}
-    values |= {"ep": s.mesh.ep} if s.mesh.ep > 1 else {}
+    mesh = s.mesh
+    values = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "micro_batch": s.micro_batch}
+    values |= {key: n for key, n in (("cp", mesh.cp), ("ep", mesh.ep)) if n > 1}
     words = {"sharding": s.sharding, "recompute": s.recompute}
     yield from (
         f"{s.name}.{key}={value}"

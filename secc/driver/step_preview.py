@@ -87,7 +87,7 @@ def fill_value_dependent_sizes(graph: GraphOp, samples: Sequence[SampleMeta]) ->
 def count_computations(plan: Plan, section: Section) -> int:
     """Returns an upper bound on the computations of a section's ranks in a step."""
     passes = 1 if section.mode == "forward" else 2
-    return passes * section.mesh.tp * -(-plan.global_batch // max(1, section.micro_batch))
+    return passes * section.mesh.replica_size * -(-plan.global_batch // max(1, section.micro_batch))
 
 
 def format_trace(step: SimulatedStep) -> str:

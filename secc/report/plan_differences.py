@@ -126,6 +126,7 @@ SECTION_FIELDS: FieldReaders[Section] = {
     "dp": lambda s: str(s.mesh.dp),
     "pp": lambda s: str(s.mesh.pp),
     "tp": lambda s: str(s.mesh.tp),
+    "cp": lambda s: str(s.mesh.cp),
     "ep": lambda s: str(s.mesh.ep),
     "micro-batch": lambda s: str(s.micro_batch),
     "recompute": lambda s: s.recompute,

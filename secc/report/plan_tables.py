@@ -94,6 +94,7 @@ def _sections_table(plan: Plan) -> TextTable:
     def row(s: Section) -> tuple[str, ...]:
         active = "samples with " + " or ".join(s.when) if s.when else "every sample"
         layout = f"dp {s.mesh.dp}, pp {s.mesh.pp}, tp {s.mesh.tp}"
+        layout += f", cp {s.mesh.cp}" if s.mesh.cp > 1 else ""
         layout += f", ep {s.mesh.ep}" if s.mesh.ep > 1 else ""
         return (
             s.name,

@@ -185,7 +185,7 @@ class _Simulator:
         lockstep = self.rounds.get((i.section, i.micro), (i.micro,))
         together = self.waiting_together[i.kind, i.section, lockstep[0]]
         together[index] = i, in_transit_from, start
-        if len(together) < self.sections[i.section].mesh.tp * len(lockstep):
+        if len(together) < self.sections[i.section].mesh.replica_size * len(lockstep):
             return False
         start = max(at for _, _, at in together.values())
         end = start + max(self.computation_ns(i._replace(micro=m)) for m in lockstep)

@@ -273,7 +273,7 @@ def _prefetched_result_changes(
             if t.src == rank and t.direction == "fwd" and t.edge in out:
                 sent[t.src_micro] = max(sent[t.src_micro], t.end)
         starts = {c.micro: c.start for c in step.compute if (c.rank, c.section) == (rank, section.name)}
-        replica = section.mesh.ranks.index(rank) // section.mesh.tp
+        replica = section.mesh.ranks.index(rank) // section.mesh.replica_size
         for m in (m for m in step.schedule.micro_batches[section.name] if m.replica == replica):
             size = sum(edge_tensor_bytes(e, sizes.micro_batch_sizes(m.samples)) for e in out.values())
             if step.schedule.is_prefetched(section.name, m.index) and sent[m.index]:

@@ -24,6 +24,7 @@ FAST = {
     "nano": [
         (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=2"),
         (4, "tp=2 pp=2 micro_batch=3 sharding=zero1"),
+        (4, "cp=2 tp=2 sharding=zero1 micro_batch=2"),
     ],
     "llava_tiny": [
         (4, "language_model.tp=2 vision_tower.dp=2 vision_tower.micro_batch=2"),
@@ -45,6 +46,13 @@ FAST = {
 }
 SLOW = {
     "nano": [
+        (2, "cp=2 micro_batch=1"),
+        (4, "cp=4 recompute=full micro_batch=5"),
+        (4, "cp=2 dp=2 sharding=zero3 recompute=selective micro_batch=2"),
+        (4, "cp=2 pp=2 sharding=zero2 micro_batch=3"),
+        (6, "cp=3 dp=2 sharding=zero1 micro_batch=2"),
+        (2, "cp=2 sharding=zero3 micro_batch=2"),
+        (4, "cp=2 tp=2 recompute=full micro_batch=2 bf16"),
         (2, "dp=2 micro_batch=1"),
         (3, "dp=3 sharding=zero1 recompute=full micro_batch=1"),
         (2, "dp=2 sharding=zero2 recompute=selective"),
@@ -62,6 +70,9 @@ SLOW = {
     ],
     "llava_tiny": [
         (2, "language_model.dp=2 vision_tower.with=language_model language_model.micro_batch=3"),
+        (3, "language_model.cp=2 language_model.recompute=full vision_tower.dp=1"),
+        (4, "language_model.cp=2 language_model.dp=2 vision_tower.with=language_model"),
+        (5, "language_model.cp=4 vision_tower.dp=1 vision_tower.micro_batch=2"),
         (3, "language_model.dp=2 language_model.sharding=zero1 vision_tower.dp=1 vision_tower.micro_batch=1"),
         (
             4,
@@ -92,6 +103,9 @@ SLOW = {
         ),
     ],
     "qwen_distil": [
+        (5, "teacher.cp=2 teacher.dp=1 student.tp=2 student.recompute=full"),
+        (6, "teacher.cp=4 student.cp=2 student.sharding=zero2"),
+        (4, "teacher.cp=2 student.cp=2 bf16"),
         (2, "student.dp=2 student.sharding=zero2 teacher.with=student"),
         (4, "student.dp=3 student.sharding=zero1 student.recompute=full teacher.dp=1 teacher.micro_batch=4"),
         (5, "student.dp=2 student.sharding=zero3 teacher.dp=3 teacher.sharding=zero3"),
@@ -105,6 +119,8 @@ SLOW = {
     ],
     "whisper_tiny": [
         (2, "encoder.with=decoder decoder.dp=2 decoder.micro_batch=1"),
+        (4, "encoder.cp=2 decoder.cp=2 decoder.micro_batch=2"),
+        (3, "encoder.dp=1 decoder.cp=2 decoder.sharding=zero1"),
         (3, "encoder.dp=2 encoder.sharding=zero1 decoder.dp=1 decoder.recompute=full"),
         (
             4,
@@ -120,6 +136,7 @@ SLOW = {
         (6, "encoder.pp=2 decoder.tp=2 decoder.pp=2 bf16"),
     ],
     "qwen3_moe": [
+        (2, "cp=2 micro_batch=3"),
         (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=2"),
         (4, "tp=2 pp=2 micro_batch=3 recompute=selective"),
         (4, "tp=2 dp=2 sharding=zero2 bf16"),
@@ -134,6 +151,7 @@ SLOW = {
         (4, "dp=4 ep=4 recompute=full micro_batch=2 bf16"),
     ],
     "gpt_oss": [
+        (2, "cp=2 micro_batch=2"),
         (4, "tp=2 dp=2 sharding=zero1"),
         (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=1"),
         (4, "tp=2 ep=2 dp=2 recompute=full micro_batch=1"),
@@ -184,7 +202,7 @@ def test_a_plan_trains_as_plain_pytorch(
     )
     held = {s.name: s for s in made.plan.user_sections}
     for section, key, value in ((*pin.split("=")[0].split("."), pin.split("=")[1]) for pin in _pins(pins)):
-        if key in ("tp", "pp", "dp", "ep"):
+        if key in ("tp", "pp", "dp", "cp", "ep"):
             assert getattr(held[section].mesh, key) == int(value)
         elif key in ("sharding", "recompute"):
             assert getattr(held[section], key) == value

@@ -28,7 +28,7 @@ from secc.alloc.problem.candidates import (
 )
 from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.pins import Pins
-from secc.alloc.problem.types import Assignment, Candidate, Problem, Solution
+from secc.alloc.problem.types import Assignment, Candidate, Problem, ReplicaShape, Solution
 from secc.alloc.refine import prefetch_memory
 from secc.cost.model.section_cost import count_cost_origins
 
@@ -175,7 +175,7 @@ def _on_other_kinds(work: Workload, c: Candidate, name: str) -> Iterator[tuple[s
     """Yields the candidate on as many devices of another kind."""
     for kind, other in enumerate(work.by_kind):
         if kind != c.kind and c.ranks <= other.cluster.ranks:
-            replica = require_rank_load(other, other.loads[name], c.tp, c.pp, c.ranks, c.ep)
+            replica = require_rank_load(other, other.loads[name], c.shape, c.ranks)
             found = price_candidate(other, replica, c.dp, c.micro_batch, c.sharding, c.recompute)
             yield f"on {other.cluster.device.kind}", replace(found, kind=kind)
 
@@ -195,15 +195,17 @@ def _change_one_choice(
 ) -> Iterator[tuple[str, Candidate]]:
     samples = -(-work.active_sample_count(load) // c.dp)
     allowed = parallel_shapes(work, load, pins, ranks)
-    for tp in _adjacent_values([tp for tp, pp in allowed if pp == c.pp], c.tp):
-        yield from _with_shape(work, load, c, f"tp={tp}", tp, c.pp)
-    for pp in _adjacent_values([pp for tp, pp in allowed if tp == c.tp], c.pp):
-        yield from _with_shape(work, load, c, f"pp={pp}", c.tp, pp)
-    for ep in _adjacent_values(expert_parts(work, load, pins, c.tp, ranks), c.ep):
+    for key in ("tp", "pp", "cp"):
+        similar = [s for s in allowed if s._replace(**{key: 1}) == c.shape._replace(**{key: 1, "ep": 1})]
+        for degree in _adjacent_values([getattr(s, key) for s in similar], getattr(c, key)):
+            shape = c.shape._replace(**{key: degree})
+            shape = shape._replace(ep=gcd(shape.ep, shape.tp))
+            yield from _with_shape(work, load, c, f"{key}={degree}", shape)
+    for ep in _adjacent_values(expert_parts(work, load, pins, c.shape, ranks), c.ep):
         if c.dp % max(1, ep // c.tp) == 0:
-            other = require_rank_load(work, load, c.tp, c.pp, c.ranks, ep)
+            other = require_rank_load(work, load, c.shape._replace(ep=ep), c.ranks)
             yield f"ep={ep}", price_candidate(work, other, c.dp, c.micro_batch, c.sharding, c.recompute)
-    replica = require_rank_load(work, load, c.tp, c.pp, c.ranks, c.ep)
+    replica = require_rank_load(work, load, c.shape, c.ranks)
     for size in (c.micro_batch // 2, min(2 * c.micro_batch, samples)):
         if 0 < size != c.micro_batch:
             yield f"micro_batch={size}", price_candidate(work, replica, c.dp, size, c.sharding, c.recompute)
@@ -213,11 +215,11 @@ def _change_one_choice(
             yield what, price_candidate(work, replica, c.dp, c.micro_batch, sharding, recompute)
     counts = list(
         candidate_pruning.replica_counts(
-            c.tp * c.pp, ranks, work.cluster.per_node, work.active_sample_count(load)
+            c.shape.ranks, ranks, work.cluster.per_node, work.active_sample_count(load)
         )
     )
     for dp in _adjacent_values(counts, c.dp):
-        larger = require_rank_load(work, load, c.tp, c.pp, max(ranks, c.ranks), c.ep)
+        larger = require_rank_load(work, load, c.shape, max(ranks, c.ranks))
         yield (
             f"dp={dp}",
             price_candidate(
@@ -232,21 +234,16 @@ def _change_one_choice(
 
 
 def _with_shape(
-    work: Workload, load: SectionLoad, c: Candidate, what: str, tp: int, pp: int
+    work: Workload, load: SectionLoad, c: Candidate, what: str, shape: ReplicaShape
 ) -> Iterator[tuple[str, Candidate]]:
-    """Yields the candidate with another (tp, pp) on as many ranks, if that is possible."""
-    dp, rest = divmod(c.ranks, tp * pp)
+    """Yields the candidate with another shape on as many ranks, if that is possible."""
+    dp, rest = divmod(c.ranks, shape.ranks)
     if not rest and 0 < dp <= work.global_batch:
         size = min(c.micro_batch, -(-work.active_sample_count(load) // dp))
         yield (
             what,
             price_candidate(
-                work,
-                require_rank_load(work, load, tp, pp, c.ranks, gcd(c.ep, tp)),
-                dp,
-                size,
-                c.sharding,
-                c.recompute,
+                work, require_rank_load(work, load, shape, c.ranks), dp, size, c.sharding, c.recompute
             ),
         )
 

@@ -65,7 +65,7 @@ _COST_FIELDS_BY_PART = {
 def break_down_time(work: Workload, load: SectionLoad, c: Candidate) -> dict[str, int]:
     """Ns of a candidate's busiest rank in a step by purpose, largest first; parts below a thousandth are
     left out."""
-    rank = require_rank_load(work, load, c.tp, c.pp, c.ranks, c.ep)
+    rank = require_rank_load(work, load, c.shape, c.ranks)
     ns_by_part = {
         name: _evaluate_over_step(
             work, rank, c, *_time_expressions(work, rank, _restrict_cost(rank.cost, *kept), c)
@@ -154,7 +154,7 @@ def break_down_memory(
     `ahead`: whether all forwards come before the first backward; `messages`: bytes of messages that the rank
     holds.
     """
-    rank = require_rank_load(work, load, c.tp, c.pp, c.ranks, c.ep)
+    rank = require_rank_load(work, load, c.shape, c.ranks)
     memory = candidate_memory(work, rank, c)
     count = c.in_flight if ahead and c.in_flight else in_flight_alternating(work, rank, c.micro_batches)
     count_text = f"{count} micro-batch{'es' if count != 1 else ''}"

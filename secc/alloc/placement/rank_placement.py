@@ -47,14 +47,15 @@ class PlacementGroup:
 
 @dataclass(frozen=True)
 class GradientSum:
-    """Gradient reduction of a section: `size` bytes on each rank, summed over dp for each stage and tp
-    rank. Ranks are ordered (dp, pp, tp)."""
+    """Gradient reduction of a section: `size` bytes on each rank, summed over dp and cp for each stage and
+    tp rank. Ranks are ordered (dp, pp, cp, tp)."""
 
     group: str
     size: int
     pp: int = 1
     tp: int = 1
     sharded: bool = False
+    cp: int = 1
 
 
 @dataclass(frozen=True)
@@ -268,8 +269,13 @@ def placement_cost(problem: PlacementProblem, placed: Placement) -> PlacementCos
 
 def _gradient_sum_ns(cluster: Cluster, ranks: Sequence[int], s: GradientSum) -> int:
     """Ns of the longest reduction of any stage; the tp ranks reduce in parallel."""
-    step = s.pp * s.tp
-    spans = {span_of_ranks(ranks[stage * s.tp :: step], cluster) for stage in range(s.pp)}
+    stage_size = s.tp * s.cp
+    spans = {
+        span_of_ranks(
+            [r for k, r in enumerate(ranks) if k // stage_size % s.pp == stage and k % s.tp == 0], cluster
+        )
+        for stage in range(s.pp)
+    }
     if s.sharded:
         return max(
             reduce_scatter_ns(s.size, span, cluster) + all_gather_ns(s.size, span, cluster) for span in spans

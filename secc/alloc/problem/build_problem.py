@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from math import ceil, prod
+from math import ceil
 
 from secc import process_map
 from secc.alloc.problem import candidate_pruning
@@ -21,7 +21,7 @@ from secc.alloc.problem.candidates import (
 )
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.stackable_layers import count_declared_layers
-from secc.alloc.problem.types import ALL_KINDS, AllocEdge, Candidate, DevicePool, Problem
+from secc.alloc.problem.types import ALL_KINDS, AllocEdge, Candidate, DevicePool, Problem, ReplicaShape
 from secc.cost.model import roofline
 from secc.cost.model.patterns_and_transfers import SectionTransfer, micro_batch_sizes
 from secc.errors import UserError
@@ -104,7 +104,7 @@ def price_edges(work: Workload, sections: Mapping[str, tuple[Candidate, ...]]) -
 def count_usable_ranks(work: Workload, strategy: str, pins: Pins, ranks: int) -> int:
     """The largest number of ranks, up to `ranks`, that can all have work."""
     largest_replica = {
-        name: max(tp * pp for tp, pp in parallel_shapes(work, load, pins, ranks))
+        name: max(shape.ranks for shape in parallel_shapes(work, load, pins, ranks))
         for name, load in work.loads.items()
     }
     counts = [work.active_sample_count(load) * largest_replica[name] for name, load in work.loads.items()]
@@ -128,10 +128,10 @@ def _fitting_candidates(
     shapes = {name: parallel_shapes(work, load, pins, ranks, free) for name, load in loads.items()}
 
     def price_shapes(names: Sequence[str], most: int | None) -> dict[str, list[Candidate]]:
-        def of_shape(item: tuple[str, tuple[int, int]]) -> tuple[Candidate, ...]:
+        def of_shape(item: tuple[str, ReplicaShape]) -> tuple[Candidate, ...]:
             name, shape = item
             of_this_shape = _candidates_of_shape(
-                work, loads[name], ranks, pins, shape, min(map(prod, shapes[name])), whole, most
+                work, loads[name], ranks, pins, shape, min(s.ranks for s in shapes[name]), whole, most
             )
             return candidate_pruning.prune_dominated(of_this_shape, capacity, by_micro_batch)
 
@@ -158,23 +158,26 @@ def _candidates_of_shape(
     load: SectionLoad,
     ranks: int,
     pins: Pins,
-    shape: tuple[int, int],
+    shape: ReplicaShape,
     least: int,
     whole: bool,
     capacity: int | None,
 ) -> Iterator[Candidate]:
-    """Yields the candidates of one (tp, pp) that need at most `capacity` bytes. `least` is the number of
+    """Yields the candidates of one (tp, pp, cp) that need at most `capacity` bytes. `least` is the number of
     ranks of the smallest replica."""
-    for ep in expert_parts(work, load, pins, shape[0], ranks):
-        yield from _candidates_of_parts(work, load, ranks, pins, shape, ep, least, whole, capacity)
+    for ep in expert_parts(work, load, pins, shape, ranks):
+        yield from _candidates_of_parts(
+            work, load, ranks, pins, shape._replace(ep=ep), least, whole, capacity
+        )
 
 
-def expert_parts(work: Workload, load: SectionLoad, pins: Pins, tp: int, ranks: int) -> list[int]:
+def expert_parts(work: Workload, load: SectionLoad, pins: Pins, shape: ReplicaShape, ranks: int) -> list[int]:
     """The ep to consider for a section on up to `ranks` ranks: the pinned one, else powers of two that divide
     its experts, in a replica all of its ranks or none. Ranks on CPUs share a memory, so they gain nothing."""
+    tp = shape.tp
     experts, undivided = load.cost.experts, load.cost.trainable and work.unshardable
     free = [1]
-    if experts and not undivided and work.cluster.device.backend != "cpu":
+    if experts and not undivided and shape.cp == 1 and work.cluster.device.backend != "cpu":
         most = min(experts, ranks, MAX_EXPERT_PARTS)
         free += [n for n in candidate_pruning.powers_of_two(most) if n >= max(2, tp) and experts % n == 0]
     if pins.splits_backward(load.name):
@@ -187,17 +190,16 @@ def _candidates_of_parts(
     load: SectionLoad,
     ranks: int,
     pins: Pins,
-    shape: tuple[int, int],
-    ep: int,
+    shape: ReplicaShape,
     least: int,
     whole: bool,
     capacity: int | None,
 ) -> Iterator[Candidate]:
-    """Yields the candidates of one (tp, pp) with experts in `ep` parts."""
-    modes, size_of_replica = list_sharding_and_recompute(work, load, pins), prod(shape)
-    replica = require_rank_load(work, load, *shape, ranks, ep)
+    """Yields the candidates of one shape."""
+    modes, size_of_replica = list_sharding_and_recompute(work, load, pins), shape.ranks
+    replica = require_rank_load(work, load, shape, ranks)
     most = min(ranks // size_of_replica, work.global_batch)
-    replicas = max(1, ep // replica.tp)
+    replicas = max(1, shape.ep // shape.tp)
     if size_of_replica == least:
         require_exchanging_replicas(replica, most, pins)
     if size_of_replica > least and (pins.pinned_number(load.name, "dp") or 1) > most:
@@ -220,24 +222,25 @@ def _candidates_of_parts(
 
 def parallel_shapes(
     work: Workload, load: SectionLoad, pins: Pins, ranks: int, free: bool = True
-) -> list[tuple[int, int]]:
-    """The (tp, pp) to consider: pinned ones, and with `free` all that the section supports."""
+) -> list[ReplicaShape]:
+    """The (tp, pp, cp) to consider: pinned ones, and with `free` all that the section supports."""
     undivided = (load.cost.trainable and work.unshardable) or pins.splits_backward(load.name)
     tps = [1, *feasible_tp(work.graph, load.section)] if free and not undivided else [1]
     layers = min(count_declared_layers(work.graph, load.section), work.stackable_layers(load))
     stages = candidate_pruning.powers_of_two(max(1, layers)) if free else [1]
+    ep = pins.pinned_number(load.name, "ep") or 1
     shapes = [
-        (tp, pp)
+        ReplicaShape(tp, pp, cp)
         for tp in pins.number_choices(load.name, "tp", tps)
         for pp in pins.number_choices(load.name, "pp", stages)
+        for cp in pins.number_choices(load.name, "cp", [1])
     ]
-    ep = pins.pinned_number(load.name, "ep") or 1
-    shapes = [shape for shape in shapes if shape[0] % ep == 0 or ep % shape[0] == 0] or shapes
+    shapes = [s for s in shapes if s.tp % ep == 0 or ep % s.tp == 0] or shapes
     both_pinned = pins.pinned_number(load.name, "tp") and pins.pinned_number(load.name, "pp")
     return (
         shapes
         if both_pinned
-        else [s for s in shapes if s[0] * s[1] <= ranks and s[0] <= work.cluster.per_node] or shapes[:1]
+        else [s for s in shapes if s.ranks <= ranks and s.tp <= work.cluster.per_node] or shapes[:1]
     )
 
 
@@ -274,9 +277,9 @@ def _price_edge(
 
 
 def _unreceived_bytes(total: int, largest: Mapping[int, int], c: Candidate) -> int:
-    """Bytes of sent messages that a rank holds until they are received; each of the tp ranks sends a
+    """Bytes of sent messages that a rank holds until they are received; each rank of a stage sends a
     slice."""
-    return -(-min(-(-total // c.dp), DEFAULT_SEND_LIMIT * largest[c.micro_batch]) // c.tp)
+    return -(-min(-(-total // c.dp), DEFAULT_SEND_LIMIT * largest[c.micro_batch]) // c.stage_ranks)
 
 
 def _independent_share(src: SectionLoad, dst: SectionLoad) -> Fraction:

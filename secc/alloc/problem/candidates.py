@@ -20,9 +20,9 @@ from xdsl.dialects.builtin import StringAttr
 from secc.alloc.problem.pins import PIN_WORDS, Pins
 from secc.alloc.problem.size_spread import PERMILLE, SizeSpread, measure_spread
 from secc.alloc.problem.stackable_layers import count_stackable_layers
-from secc.alloc.problem.types import Candidate
+from secc.alloc.problem.types import WHOLE, Candidate, ReplicaShape
 from secc.cluster import Cluster
-from secc.cost.model import roofline, tp_pp_scaling
+from secc.cost.model import cp_scaling, roofline, tp_pp_scaling
 from secc.cost.model.collectives import RankSpan, span_of_consecutive_ranks
 from secc.cost.model.expert_parallel_cost import RECOMPUTED_LAYERS, cost_with_expert_parts, exchange_ns
 from secc.cost.model.memory import RankMemory, rank_memory
@@ -63,10 +63,9 @@ class SectionLoad:
     """A section as the cost model sees it: its cost, its time expressions in ns, and the input patterns that
     it is active for.
 
-    `backward_ns` maps each recompute mode to an expression. `tp` and `pp` say how many ranks share a replica:
-    cost and times are those of one of these ranks (1, 1: the whole section). Its experts form `ep` parts.
-    `spread` describes how the times of its samples differ. The `cached_*` fields memoise results of this
-    module's functions.
+    `backward_ns` maps each recompute mode to an expression. `shape` says how many ranks share a replica: cost
+    and times are those of one of these ranks (by default the whole section). `spread` describes how the times
+    of its samples differ. The `cached_*` fields memoise results of this module's functions.
     """
 
     section: SectionOp
@@ -77,9 +76,7 @@ class SectionLoad:
     label: str
     active_patterns: tuple[InputPattern, ...]
     spread: SizeSpread = field(default_factory=SizeSpread)
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
+    shape: ReplicaShape = WHOLE
     cached_numbers: dict[object, tuple[int, int]] = field(
         init=False, repr=False, compare=False, default_factory=dict[object, tuple[int, int]]
     )
@@ -131,8 +128,8 @@ class Workload:
     cached_layers: dict[str, int] = field(
         init=False, repr=False, compare=False, default_factory=dict[str, int]
     )
-    cached_rank_loads: dict[tuple[str, int, int, int], SectionLoad] = field(
-        init=False, repr=False, compare=False, default_factory=dict[tuple[str, int, int, int], SectionLoad]
+    cached_rank_loads: dict[tuple[str, ReplicaShape], SectionLoad] = field(
+        init=False, repr=False, compare=False, default_factory=dict[tuple[str, ReplicaShape], SectionLoad]
     )
     cached_sizes: dict[tuple[frozenset[str], int], dict[str, int]] = field(
         init=False,
@@ -184,15 +181,14 @@ class Workload:
             self,
             cluster=cluster,
             by_kind=(),
-            loads={name: compute_rank_load(load, 1, 1, cluster) for name, load in self.loads.items()},
+            loads={name: compute_rank_load(load, WHOLE, cluster) for name, load in self.loads.items()},
         )
 
-    def rank_load(self, load: SectionLoad, tp: int, pp: int, ep: int = 1) -> SectionLoad:
-        """Load of a section on one rank of its replicas of `tp * pp` ranks, with experts in `ep` parts
-        (memoised)."""
-        key = load.name, tp, pp, ep
+    def rank_load(self, load: SectionLoad, shape: ReplicaShape) -> SectionLoad:
+        """Load of a section on one rank of its replicas of this shape (memoised)."""
+        key = load.name, shape
         if key not in self.cached_rank_loads:
-            self.cached_rank_loads[key] = compute_rank_load(load, tp, pp, self.cluster, ep)
+            self.cached_rank_loads[key] = compute_rank_load(load, shape, self.cluster)
         return self.cached_rank_loads[key]
 
     def stackable_layers(self, load: SectionLoad) -> int:
@@ -237,30 +233,34 @@ def _build_section_load(
     mode = section.mode.data if section.mode is not None else "train"
     active = tuple(p for p in seen if section_handles_pattern(section, p))
     whole = SectionLoad(section, mode, section_cost(graph, section), "0", {}, "", active)
-    load = compute_rank_load(whole, 1, 1, cluster)
+    load = compute_rank_load(whole, WHOLE, cluster)
     return replace(
         load, spread=measure_spread(graph, active, f"{load.forward_ns} + {load.backward_ns['none']}")
     )
 
 
-def compute_rank_load(whole: SectionLoad, tp: int, pp: int, cluster: Cluster, ep: int = 1) -> SectionLoad:
-    """Load of a section on one rank of its replicas of `tp * pp` ranks, with experts in `ep` parts, given the
-    whole section's load."""
-    cost, device, mode = cost_with_expert_parts(whole.cost, tp, pp, ep), cluster.device, whole.mode
+def compute_rank_load(whole: SectionLoad, shape: ReplicaShape, cluster: Cluster) -> SectionLoad:
+    """Load of a section on one rank of its replicas of this shape, given the whole section's load."""
+    device, mode, (tp, pp, cp, ep) = cluster.device, whole.mode, shape
+    whole_rows = cost_with_expert_parts(whole.cost, tp, pp, ep)
+    cost = cp_scaling.cost_on_rows(whole_rows, cp)
     all_reduce = tp_pp_scaling.tp_all_reduce_ns(cost, tp, cluster)
-    exchange = exchange_ns(cost, tp, pp, ep, cluster)
+    tokens = exchange_ns(cost, tp, pp, ep, cluster)
+    rows = cp_scaling.exchange_ns(whole_rows, tp, cp, cluster)
     measured_permille = [
         int(get_number(whole.section, name) or 1000) for name in MEASURED_PERMILLE_ATTRIBUTES
     ]
     forward = _scale_permille(
-        _add_times(_add_times(roofline.forward_ns_expression(cost, device), all_reduce), exchange),
+        _add_times(roofline.forward_ns_expression(cost, device), all_reduce, tokens, rows.forward_ns),
         measured_permille[0],
     )
     backward = {
         recompute: _scale_permille(
             _add_times(
-                _add_times(roofline.backward_ns_expression(cost, mode, device, recompute), all_reduce),
-                tp_pp_scaling.scale_expression(exchange, 1 + RECOMPUTED_LAYERS[recompute]),
+                roofline.backward_ns_expression(cost, mode, device, recompute),
+                all_reduce,
+                tp_pp_scaling.scale_expression(tokens, 1 + RECOMPUTED_LAYERS[recompute]),
+                rows.backward_ns(recompute),
             ),
             measured_permille[1],
         )
@@ -272,9 +272,7 @@ def compute_rank_load(whole: SectionLoad, tp: int, pp: int, cluster: Cluster, ep
         forward_ns=forward,
         backward_ns=backward,
         label=roofline.time_label(cost, device),
-        tp=tp,
-        pp=pp,
-        ep=ep,
+        shape=shape,
     )
 
 
@@ -282,8 +280,10 @@ def _scale_permille(time_ns: str, permille: int) -> str:
     return time_ns if permille == 1000 or time_ns == "0" else f"({time_ns})*{permille}//1000"
 
 
-def _add_times(time_ns: str, all_reduce: str) -> str:
-    return time_ns if "0" in (time_ns, all_reduce) else f"{time_ns} + {all_reduce}"
+def _add_times(time_ns: str, *exchanges: str) -> str:
+    if time_ns == "0":
+        return time_ns
+    return " + ".join([time_ns, *(text for text in exchanges if text != "0")])
 
 
 def _order_sections(graph: GraphOp, edges: Iterable[SectionTransfer]) -> list[tuple[str, SectionOp]]:
@@ -301,17 +301,17 @@ def _order_sections(graph: GraphOp, edges: Iterable[SectionTransfer]) -> list[tu
     return placed
 
 
-def require_rank_load(
-    work: Workload, load: SectionLoad, tp: int, pp: int, ranks: int, ep: int = 1
-) -> SectionLoad:
+def require_rank_load(work: Workload, load: SectionLoad, shape: ReplicaShape, ranks: int) -> SectionLoad:
     """Returns the section's load on one rank of its replicas.
 
-    Raises UserError for a `tp`, `pp` or `ep` that is impossible on `ranks` ranks or for this section.
+    Raises UserError for a shape that is impossible on `ranks` ranks or for this section.
     """
-    if tp * pp > ranks:
+    tp, pp, cp, ep = shape
+    if shape.ranks > ranks:
+        rows = f" and cp={cp}" if cp > 1 else ""
         message = (
-            f"{load.name}.tp={tp} with pp={pp} is impossible: "
-            f"a replica would need {tp * pp} ranks, and there are {ranks}"
+            f"{load.name}.tp={tp} with pp={pp}{rows} is impossible: "
+            f"a replica would need {shape.ranks} ranks, and there are {ranks}"
         )
         raise UserError(message, remedy="set smaller ones, or give more ranks")
     if tp * ep > 1 and load.cost.trainable and work.unshardable:
@@ -322,9 +322,12 @@ def require_rank_load(
     if pp > max(1, layer_count):
         message = f"{load.name}.pp={pp} is impossible: the section has {layer_count} layers to cut between"
         raise UserError(message, remedy=f"set {load.name}.pp to at most {max(1, layer_count)}")
+    if ep > 1 and cp > 1:
+        message = f"{load.name}.ep={ep} is impossible: it was not shown exact together with cp"
+        raise UserError(message, remedy=f"leave {load.name}.ep or {load.name}.cp out")
     if ep > 1:
         _require_expert_parts(work, load, tp, ep)
-    return work.rank_load(load, tp, pp, ep)
+    return work.rank_load(load, shape)
 
 
 def _require_expert_parts(work: Workload, load: SectionLoad, tp: int, ep: int) -> None:
@@ -350,7 +353,7 @@ def _require_expert_parts(work: Workload, load: SectionLoad, tp: int, ep: int) -
 
 def require_exchanging_replicas(load: SectionLoad, most: int, pins: Pins) -> None:
     """Raises UserError if no dp, up to `most`, has groups of ep / tp replicas that can exchange tokens."""
-    replicas, key = max(1, load.ep // load.tp), f"{load.name}.ep={load.ep}"
+    replicas, key = max(1, load.shape.ep // load.shape.tp), f"{load.name}.ep={load.shape.ep}"
     dp = pins.pinned_number(load.name, "dp")
     if replicas > most or (dp is not None and dp % replicas):
         given = f"dp={dp} is no multiple of that" if dp else f"there are ranks and samples for at most {most}"
@@ -418,7 +421,8 @@ def price_candidate(
 def fixed_memory_fits(load: SectionLoad, dp: int, sharding: str, capacity: int) -> bool:
     """Whether parameters, gradients and optimizer states alone fit into `capacity` bytes of a rank."""
     return any(
-        rank_memory(load.cost, 0, dp=dp, sharding=sharding, micro_batches=n).total_bytes(1) <= capacity
+        rank_memory(load.cost, 0, dp=dp * load.shape.cp, sharding=sharding, micro_batches=n).total_bytes(1)
+        <= capacity
         for n in (1, 2)
     )
 
@@ -460,8 +464,8 @@ def _make_candidate(
         time_ns=total
         + pipeline_bubble_ns(load, size, busy)
         + gradient_and_optimizer_ns(work, load, dp, sharding),
-        fill_ns=load.pp * fill,
-        drain_ns=load.pp * drain,
+        fill_ns=load.shape.pp * fill,
+        drain_ns=load.shape.pp * drain,
         micro_batches=micro_batches,
         memory=alternating_bytes,
         memory_ahead=alternating_bytes
@@ -469,9 +473,10 @@ def _make_candidate(
         else rank.total_bytes(micro_batches),
         in_flight=0 if load.mode == "forward" else micro_batches,
         recompute=recompute,
-        tp=load.tp,
-        pp=load.pp,
-        ep=load.ep,
+        tp=load.shape.tp,
+        pp=load.shape.pp,
+        cp=load.shape.cp,
+        ep=load.shape.ep,
         sharding=sharding,
     )
 
@@ -480,7 +485,7 @@ def in_flight_alternating(work: Workload, load: SectionLoad, micro_batches: int)
     """Number of micro-batches between forward and backward where a rank alternates them (1F1B)."""
     return min(
         micro_batches,
-        max(load.pp, IN_FLIGHT_FOR_LOCAL_CONSUMERS if load.name in work.producing_sections else 1),
+        max(load.shape.pp, IN_FLIGHT_FOR_LOCAL_CONSUMERS if load.name in work.producing_sections else 1),
     )
 
 
@@ -493,9 +498,9 @@ def pipeline_bubble_ns(load: SectionLoad, size: int, busy: BusiestReplica) -> in
     """
     total, micro_batches, fill, drain = busy
     if load.mode == "forward":  # no gradients to wait for, and other steps overlap with fill and drain
-        return (load.pp - 1) * fill // 2
+        return (load.shape.pp - 1) * fill // 2
     longest = load.spread.longest_micro_batch(size) * total // (PERMILLE * micro_batches)
-    return (load.pp - 1) * (fill + drain + max(fill + drain, longest)) // 2
+    return (load.shape.pp - 1) * (fill + drain + max(fill + drain, longest)) // 2
 
 
 def in_flight_variants(work: Workload, load: SectionLoad, c: Candidate) -> list[Candidate]:
@@ -512,7 +517,7 @@ def _vary_in_flight(work: Workload, load: SectionLoad, c: Candidate, rank: RankM
     """Returns the `in_flight_variants` of a candidate, given the memory of a rank."""
     if not c.in_flight or load.name not in work.producing_sections:
         return [c]
-    least = min(c.micro_batches, max(load.pp, IN_FLIGHT_FOR_LOCAL_CONSUMERS))
+    least = min(c.micro_batches, max(load.shape.pp, IN_FLIGHT_FOR_LOCAL_CONSUMERS))
     capacity = work.cluster.device.usable_memory
     by_in_flight = {c.micro_batches: c}
     for part in IN_FLIGHT_MEMORY_DIVISORS:
@@ -540,15 +545,17 @@ def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> 
     cost, cluster = load.cost, work.cluster
     if load.mode != "train":
         return 0
-    if sharding == "zero3" and dp > 1:
-        return roofline.optimizer_step_ns(cost, cluster.device, dp)  # every backward has summed its gradients
+    copies = dp * load.shape.cp
+    if sharding == "zero3" and copies > 1:
+        # Every backward has summed its gradients.
+        return roofline.optimizer_step_ns(cost, cluster.device, copies)
     # Experts are summed over the replicas that hold the same ones, all else over all replicas.
-    replicas, stride = cost.expert_replicas, load.tp * load.pp
+    replicas, stride = cost.expert_replicas, load.shape.tp * load.shape.pp
     experts = cost.expert_gradient_sum_bytes if replicas > 1 else 0
     if sharding == "none":
         return (
-            roofline.gradient_all_reduce_ns(cost.gradient_sum_bytes - experts, dp, cluster, stride)
-            + roofline.gradient_all_reduce_ns(experts, dp // replicas, cluster, stride * replicas)
+            roofline.gradient_all_reduce_ns(cost.gradient_sum_bytes - experts, copies, cluster, stride)
+            + roofline.gradient_all_reduce_ns(experts, copies // replicas, cluster, stride * replicas)
             + roofline.optimizer_step_ns(cost, cluster.device)
         )
     moved_bytes = (
@@ -556,9 +563,9 @@ def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> 
     ) // 2  # the mean of gradients one way and weights the other
     of_experts = (experts + cost.expert_trainable_bytes) // 2 if replicas > 1 else 0
     return (
-        roofline.sharded_gradient_reduce_ns(moved_bytes - of_experts, dp, cluster, stride)
-        + roofline.sharded_gradient_reduce_ns(of_experts, dp // replicas, cluster, stride * replicas)
-        + roofline.optimizer_step_ns(cost, cluster.device, dp // replicas if replicas > 1 else dp)
+        roofline.sharded_gradient_reduce_ns(moved_bytes - of_experts, copies, cluster, stride)
+        + roofline.sharded_gradient_reduce_ns(of_experts, copies // replicas, cluster, stride * replicas)
+        + roofline.optimizer_step_ns(cost, cluster.device, copies // replicas if replicas > 1 else copies)
     )
 
 
@@ -577,8 +584,8 @@ def micro_batch_time_expressions(
 
 
 def _replica_span(work: Workload, load: SectionLoad, dp: int) -> RankSpan:
-    """Location of the ranks of a data-parallel group if replicas are placed in a row."""
-    return span_of_consecutive_ranks(dp, work.cluster, load.tp * load.pp)
+    """Location of the ranks that hold the same parameters if replicas are placed in a row."""
+    return span_of_consecutive_ranks(dp * load.shape.cp, work.cluster, load.shape.tp * load.shape.pp)
 
 
 def busiest_replica_ns(
@@ -677,7 +684,7 @@ def memory_on_rank(
     return rank_memory(
         load.cost,
         *_activation_bytes(work, load, size, recompute),
-        dp,
+        dp * load.shape.cp,
         sharding,
         micro_batches,
         _largest_sample_bytes(work, load, recompute),

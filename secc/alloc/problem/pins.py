@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from secc.errors import UserError
 
-PIN_NUMBERS = ("dp", "micro_batch", "tp", "pp", "ep", "micro_tokens")
+PIN_NUMBERS = ("dp", "micro_batch", "tp", "pp", "cp", "ep", "micro_tokens")
 # Values of each key, in the order of preference among equals.
 PIN_WORDS = {
     "sharding": ("none", "zero1", "zero2", "zero3"),
@@ -74,12 +74,12 @@ class Pins:
         Raises UserError for a section that is not pinned to several stages, or is split by tp.
         """
         asked = self.words.get(section, {}).get("backward") == "split"
-        tp, pp = self.pinned_number(section, "tp") or 1, self.pinned_number(section, "pp") or 1
-        if asked and (pp == 1 or tp > 1):
-            reason = "it needs several pipeline stages" if pp == 1 else "it cannot be combined with tp"
+        tp, pp, cp = (self.pinned_number(section, key) or 1 for key in ("tp", "pp", "cp"))
+        if asked and (pp == 1 or tp > 1 or cp > 1):
+            reason = "it needs several pipeline stages" if pp == 1 else "it cannot be combined with tp or cp"
             raise UserError(
                 f"{section}.backward=split is impossible: {reason}",
-                remedy=f"set {section}.pp above 1 without tp, or leave it out",
+                remedy=f"set {section}.pp above 1 without tp and cp, or leave it out",
             )
         return asked
 

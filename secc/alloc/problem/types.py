@@ -4,13 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 STRATEGIES = ("auto", "apart", "colocate", "uniform")
 
 
+class ReplicaShape(NamedTuple):
+    """How many ranks share a replica: its parameters (tp), layers (pp) and rows of sequences (cp). Experts
+    form `ep` parts on these ranks."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of a replica."""
+        return self.tp * self.pp * self.cp
+
+
+WHOLE = ReplicaShape()
+
+
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a section: `dp` replicas of `tp * pp` ranks, with micro-batches of `micro_batch`
+    """One way to run a section: `dp` replicas of `tp * pp * cp` ranks, with micro-batches of `micro_batch`
     samples.
 
       time_ns: work of the busiest rank in a step, gradient reduction and optimizer included.
@@ -42,11 +61,22 @@ class Candidate:
     sharding: str = "none"
     kind: int = 0
     excluded: bool = False
+    cp: int = 1
 
     @property
     def ranks(self) -> int:
         """Number of ranks of all replicas."""
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def stage_ranks(self) -> int:
+        """Number of ranks of one stage of a replica."""
+        return self.tp * self.cp
+
+    @property
+    def shape(self) -> ReplicaShape:
+        """The shape of a replica."""
+        return ReplicaShape(self.tp, self.pp, self.cp, self.ep)
 
     @property
     def runs_in_lockstep(self) -> bool:
@@ -60,8 +90,8 @@ class Candidate:
 
     @property
     def width(self) -> int:
-        """How often the ranks of a replica were doubled: log2(tp) + log2(pp)."""
-        return (self.tp - 1).bit_length() + (self.pp - 1).bit_length()
+        """How often the ranks of a replica were doubled: log2(tp) + log2(pp) + log2(cp)."""
+        return sum((degree - 1).bit_length() for degree in (self.tp, self.pp, self.cp))
 
     @property
     def extras(self) -> int:

@@ -36,7 +36,7 @@ def in_flight_limit(
     `value`."""
     group, c = assignment.group, asked.sections[section][assignment.choice[section]]
     work_on_kind = work.for_kind(c.kind)
-    load = work_on_kind.rank_load(work_on_kind.loads[section], c.tp, c.pp, c.ep)
+    load = work_on_kind.rank_load(work_on_kind.loads[section], c.shape)
     if load.mode == "forward":
         return InFlightLimit()
     same_group = [(s, i) for s, i in assignment.choice.items() if group[s] == group[section]]
@@ -52,7 +52,7 @@ def in_flight_limit(
     if (
         not count
         and section in work_on_kind.producing_sections
-        and any(asked.sections[s][i].tp != c.tp for s, i in same_group)
+        and any(asked.sections[s][i].stage_ranks != c.stage_ranks for s, i in same_group)
     ):
         # The section does all forwards first (`SectionGraph.runs_ahead`), as far as bytes allow.
         count = work_on_kind.global_batch

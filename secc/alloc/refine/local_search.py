@@ -374,10 +374,10 @@ class _LocalSearch:
             count_of_kind[kind] += 1
         return [plan for _, plan in sorted(zip(order, plans, strict=True), key=lambda p: p[0])]
 
-    def _parallel_shape(self, a: Assignment, section: str) -> tuple[int, int, int]:
-        """(tp, pp, ranks) of a section in a plan."""
+    def _parallel_shape(self, a: Assignment, section: str) -> tuple[int, int, int, int]:
+        """(tp, pp, cp, ranks) of a section in a plan."""
         c = self.problem.sections[section][a.choice[section]]
-        return c.tp, c.pp, c.ranks
+        return c.tp, c.pp, c.cp, c.ranks
 
     def _feasible_plans(self, options: Iterable[Assignment]) -> list[Assignment]:
         """Plans that violate no constraint, best first by the closed forms."""

@@ -192,7 +192,7 @@ class PlanEvaluator:
         when = strings_of(load.section.when)
         stages: list[Section] = []
         for i in range(c.pp):
-            stage_ranks = tuple(r for k, r in enumerate(ranks) if k // c.tp % c.pp == i)
+            stage_ranks = tuple(r for k, r in enumerate(ranks) if k // c.stage_ranks % c.pp == i)
             limit = room_at(i)
             stage = Section(
                 section,
@@ -201,7 +201,7 @@ class PlanEvaluator:
                 when,
                 (),
                 (),
-                Mesh(stage_ranks, c.dp, 1, c.tp, c.ep),
+                Mesh(stage_ranks, c.dp, 1, c.tp, c.cp, c.ep),
                 c.micro_batch,
                 c.recompute,
                 c.sharding,
@@ -217,7 +217,7 @@ class PlanEvaluator:
     def _rank_load(self, section: str, c: Candidate) -> tuple[Workload, SectionLoad]:
         """(workload on the candidate's device kind, load of the section on one rank)."""
         work = self.work.for_kind(c.kind)
-        return work, work.rank_load(work.loads[section], c.tp, c.pp, c.ep)
+        return work, work.rank_load(work.loads[section], c.shape)
 
     # -- what the order leaves out
 

@@ -225,6 +225,16 @@ def strip_values(layer: nn.Module, call: ModuleCall) -> nn.Module:
     return copy.deepcopy(layer).to("meta") if bare else layer
 
 
+def install_fused_in(fused: FusedOperators, path: str, module: nn.Module) -> None:
+    """Installs fused operators in a copy of the module at `path`."""
+    rewrites, source = fused
+    own = [
+        (r, tuple(m.removeprefix(path).lstrip(".") for m in r.modules if f"{m}.".startswith(f"{path}.")))
+        for r in rewrites
+    ]
+    install_fused(module, [replace(r, modules=modules) for r, modules in own if modules], source)
+
+
 class _LayoutSearcher:
     """Finds and verifies layouts of layers, those of equal layers once."""
 
@@ -400,15 +410,6 @@ class _LayoutSearcher:
             unsplit_reasons=dict(mapping.unsplit_reasons) | dict.fromkeys(mapping.split_modules, why)
         )
 
-    def _install_fused(self, path: str, module: nn.Module) -> None:
-        """Installs fused operators in a copy of the module at `path`."""
-        rewrites, source = self.fused
-        own = [
-            (r, tuple(m.removeprefix(path).lstrip(".") for m in r.modules if f"{m}.".startswith(f"{path}.")))
-            for r in rewrites
-        ]
-        install_fused(module, [replace(r, modules=modules) for r, modules in own if modules], source)
-
     def _verify_sequence_styles(
         self, path: str, module: nn.Module, whole: UnsplitModule, count: int, mapping: TpMapping, shapes: bool
     ) -> SequenceStyles:
@@ -417,7 +418,7 @@ class _LayoutSearcher:
         if not styles:
             return [], ()
         verdict = whole.compare_mapping(
-            count, styles, mapping_shards(module, mapping), partial(self._install_fused, path)
+            count, styles, mapping_shards(module, mapping), partial(install_fused_in, self.fused, path)
         )
         return ([], ()) if verdict.reason is not None else (styles, verdict.partial_parameters)
 
@@ -430,7 +431,7 @@ class _LayoutSearcher:
         cut, whole, why = mapping_shards(module, mapping), UnsplitModule(module, call), None
         for shapes in (True,) if mapping.draws_random else (False, True):
             styles = mapping.layer_styles(shapes)
-            verdict = whole.compare_mapping(count, styles, cut, partial(self._install_fused, path))
+            verdict = whole.compare_mapping(count, styles, cut, partial(install_fused_in, self.fused, path))
             why = verdict.reason
             if why is None:
                 positions = self._verify_sequence_styles(path, module, whole, count, mapping, shapes)

@@ -9,6 +9,7 @@ integers and booleans only if the code does not depend on them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -140,11 +141,19 @@ class _AllCalled(BaseException):
 def _copy_argument(value: Any, bare: bool) -> Any:
     """Copies an argument. Floats keep whether gradients flow to them, and no values if `bare`."""
     if not isinstance(value, torch.Tensor):
-        return value
+        return copy_object(value)
     if isinstance(value, FakeTensor) or (bare and value.is_floating_point()):
         empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
         return empty.requires_grad_(value.requires_grad)
     return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def copy_object(value: Any) -> Any:
+    """Copies an object that the call may change (a cache of keys), where it can be copied."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # whatever the user passes
+        return value
 
 
 def materialize_argument(value: Any) -> Any:
@@ -165,8 +174,6 @@ def materialize_argument(value: Any) -> Any:
 
 def materialize_module(module: nn.Module) -> nn.Module:
     """Returns a copy of a module on the CPU, with random values for parameters and buffers that have none."""
-    import copy
-
     materialized = copy.deepcopy(module)
     generator = torch.Generator().manual_seed(0)
     for owner in materialized.modules():

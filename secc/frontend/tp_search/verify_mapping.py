@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from secc.frontend.tp_search.call_collector import copy_object
 from secc.frontend.tp_search.find_mapping import ModuleCall, failure_reason
 from secc.frontend.tp_search.thread_ranks import ThreadGroup, run_thread_ranks
 from secc.runtime.plan.schema import ModuleStyle, Shard
@@ -45,7 +46,9 @@ class MappingVerdict:
 
 
 @dataclass
-class _ModuleRun:
+class ModuleRun:
+    """Results and gradients of a module on one rank: of inputs that want one, and of parameters by name."""
+
     outs: list[torch.Tensor]
     inputs: list[torch.Tensor | None]
     gradients: dict[str, torch.Tensor | None]
@@ -57,7 +60,12 @@ class UnsplitModule:
 
     def __init__(self, module: nn.Module, call: ModuleCall) -> None:
         self._module, self._call = module, call
-        self._reference: tuple[nn.Module, _ModuleRun] | None = None
+        self._reference: tuple[nn.Module, ModuleRun] | None = None
+
+    def reference(self) -> tuple[nn.Module, ModuleRun]:
+        """Returns a copy of the module and its results."""
+        self._reference = self._reference or _run_unsplit(self._module, self._call)
+        return self._reference
 
     def compare_mapping(
         self,
@@ -72,7 +80,7 @@ class UnsplitModule:
         """
         state = torch.random.get_rng_state()
         try:
-            self._reference = whole, expected = self._reference or _run_unsplit(self._module, self._call)
+            whole, expected = self.reference()
             ranks = run_thread_ranks(
                 count, lambda group: _run_rank(whole, self._call, group, styles, shards, fuse)
             )
@@ -88,7 +96,7 @@ class UnsplitModule:
         experts in another order."""
         state = torch.random.get_rng_state()
         try:
-            self._reference = whole, expected = self._reference or _run_unsplit(self._module, self._call)
+            whole, expected = self.reference()
             ranks = run_thread_ranks(
                 replicas, lambda group: _run_replica(whole, self._call, group, style, shards)
             )
@@ -97,7 +105,7 @@ class UnsplitModule:
         finally:
             torch.random.set_rng_state(state)
         in_order = [*ranks[1:], ranks[0]]
-        joined = _ModuleRun(
+        joined = ModuleRun(
             [torch.cat(outs) for outs in zip(*(r.outs for r in in_order), strict=True)],
             [
                 None if given[0] is None else torch.cat([g for g in given if g is not None])
@@ -109,7 +117,7 @@ class UnsplitModule:
         return _compare_ranks(expected, runs, _cuts_of_replicas(whole, shards, replicas))
 
 
-def _run_unsplit(module: nn.Module, call: ModuleCall) -> tuple[nn.Module, _ModuleRun]:
+def _run_unsplit(module: nn.Module, call: ModuleCall) -> tuple[nn.Module, ModuleRun]:
     """Returns a copy of the module with its results, in float64 unless the module is large or its code
     does not support float64 (grouped products of experts)."""
     if sum(p.numel() for p in module.parameters()) < FLOAT32_PARAMETERS:
@@ -134,7 +142,7 @@ def _run_rank(
     styles: Sequence[ModuleStyle],
     shards: Sequence[Shard],
     fuse: Callable[[nn.Module], None],
-) -> _ModuleRun:
+) -> ModuleRun:
     cuts = _cuts_by_name(whole, shards, group.size)
     own = {
         p: cuts[n][group.index].take_shard(p.detach()) if n in cuts else p.detach().clone()
@@ -149,7 +157,7 @@ def _run_rank(
 
 def _run_replica(
     whole: nn.Module, call: ModuleCall, group: ThreadGroup, style: ModuleStyle, shards: Sequence[Shard]
-) -> _ModuleRun:
+) -> ModuleRun:
     """Runs a module of experts on one of several replicas that exchange tokens."""
     cuts = _cuts_of_replicas(whole, shards, group.size)
     memo: dict[int, object] = {
@@ -189,22 +197,31 @@ def _cuts_by_name(module: nn.Module, shards: Sequence[Shard], count: int) -> dic
 
 def _run_with_gradients(
     module: nn.Module, call: ModuleCall, rows: slice = slice(None), count: int = 0
-) -> _ModuleRun:
+) -> ModuleRun:
     """Runs a module and the backward of its results, with made-up gradients. `rows`: of `count`, that the
     call is about, where it is about some."""
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float64)
-    args, kwargs = tree_map(partial(_prepare_argument, dtype), call)
-    generator = torch.Generator().manual_seed(VERIFY_SEED)
-    with torch.enable_grad(), _CoordinateRandomness():
+    args, kwargs = tree_map(partial(prepare_argument, dtype), call)
+    with torch.enable_grad(), reproducible_draws():
         outs = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
         ends = [t for t in outs if t.requires_grad]
-        shapes = [(count, *t.shape[1:]) if count else t.shape for t in ends]
-        gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-        torch.autograd.backward(
-            ends, [(g[rows] if count else g).to(t.dtype) for t, g in zip(ends, gradients, strict=True)]
-        )
+        torch.autograd.backward(ends, cotangents(ends, rows, count))
     inputs = [t.grad for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
-    return _ModuleRun([t.detach() for t in outs], inputs, {n: p.grad for n, p in module.named_parameters()})
+    return ModuleRun([t.detach() for t in outs], inputs, {n: p.grad for n, p in module.named_parameters()})
+
+
+def cotangents(ends: Sequence[torch.Tensor], rows: slice = slice(None), count: int = 0) -> list[torch.Tensor]:
+    """Returns made-up gradients of results, the same on every rank: of the `rows` that the results are about,
+    out of `count`, where they are about some."""
+    generator = torch.Generator().manual_seed(VERIFY_SEED)
+    shapes = [(count, *t.shape[1:]) if count else t.shape for t in ends]
+    gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [(g[rows] if count else g).to(t.dtype) for t, g in zip(ends, gradients, strict=True)]
+
+
+def reproducible_draws() -> TorchDispatchMode:
+    """Returns a mode in which random numbers depend on an entry's coordinates, not on the ranks."""
+    return _CoordinateRandomness()
 
 
 class _CoordinateRandomness(TorchDispatchMode):
@@ -231,15 +248,24 @@ class _CoordinateRandomness(TorchDispatchMode):
         return random_op_values.draw_op_result(func, args, kwargs, draw_bits)
 
 
-def _prepare_argument(dtype: torch.dtype, value: Any) -> Any:
+def prepare_argument(dtype: torch.dtype, value: Any) -> Any:
+    """Returns a copy of an argument; floats are cast to `dtype`."""
     if not isinstance(value, torch.Tensor):
-        return value
+        return copy_object(value)
     own = value.detach().clone()
     return own.to(dtype).requires_grad_(value.requires_grad) if own.is_floating_point() else own
 
 
+def compare_summed_gradients(expected: ModuleRun, ranks: Sequence[ModuleRun]) -> UnsplitReason | None:
+    """Returns why ranks that each have a summand of every parameter's gradient differ from one rank."""
+    return _compare_ranks(expected, ranks, {}, summands=True).reason
+
+
 def _compare_ranks(
-    expected: _ModuleRun, ranks: Sequence[_ModuleRun], cuts: Mapping[str, list[ParameterCut]]
+    expected: ModuleRun,
+    ranks: Sequence[ModuleRun],
+    cuts: Mapping[str, list[ParameterCut]],
+    summands: bool = False,
 ) -> MappingVerdict:
     total = (
         sum(
@@ -257,6 +283,11 @@ def _compare_ranks(
     partial: list[str] = []
     for name, gradient in expected.gradients.items():
         rank_gradients = [r.gradients[name] for r in ranks]
+        if summands:
+            found = [g for g in rank_gradients if g is not None]
+            if not _gradients_match(torch.stack(found).sum(0) if found else None, gradient, total):
+                return MappingVerdict(UnsplitReason(UnsplitKind.GRADIENT_DIFFERS, name))
+            continue
         if name in cuts:
             if not all(
                 _gradients_match(g, None if gradient is None else c.take_shard(gradient), total)

@@ -15,6 +15,7 @@ from secc.alloc.problem.candidates import (
 )
 from secc.alloc.problem.pins import parse_pins
 from secc.alloc.problem.size_spread import PERMILLE, SizeSpread, measure_spread
+from secc.alloc.problem.types import ReplicaShape
 from secc.alloc.refine.schedule_evaluation import PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation
 from secc.runtime.schedule.load_balance import assign_in_rounds
@@ -53,7 +54,7 @@ def test_the_mean_of_samples_is_more_than_the_mean_sample_where_time_grows_faste
 
 def test_stages_wait_for_the_longest_micro_batch() -> None:
     work, own = language_model()
-    staged = compute_rank_load(own, 1, 2, work.cluster)
+    staged = compute_rank_load(own, ReplicaShape(pp=2), work.cluster)
     even = replace(staged, spread=SizeSpread((PERMILLE,), own.spread.pattern_means))
     busy = (1000, 10, 40, 60)
     assert (

@@ -1,0 +1,82 @@
+"""`scaled_dot_product_attention` of a rank's query rows with the keys and values of all ranks.
+
+Keys and values are gathered in one exchange for each call. A mask gives up the rows of the queries. Causal
+attention becomes one call for each run of adjacent queries, over the keys up to its end: the lower right
+corner of the triangle, for which fused kernels exist.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
+
+from secc.runtime.context_parallel.row_marks import RowMark, mark_of, set_mark
+
+if TYPE_CHECKING:
+    from secc.runtime.context_parallel.row_mode import RowMode
+
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def attention_rule(mode: RowMode, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs attention on query rows [..., rows, width]."""
+    given = kwargs | dict(zip(_NAMES, args, strict=False))
+    query, key, value, mask = (given.get(name) for name in _NAMES[:4])
+    assert (
+        isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
+    )
+    mark, more = (
+        mark_of(query),
+        {k: v for k, v in given.items() if k in ("scale", "enable_gqa") and v is not None},
+    )
+    if mark is None or mark.dim != query.ndim - 2 or not mark.is_plain:
+        return mode.gather_for(func, args, kwargs)
+    key, value = mode.gather([key, value])
+    own, dropout, is_causal = mark.at_dim(-2), given.get("dropout_p") or 0.0, bool(given.get("is_causal"))
+    if isinstance(mask, torch.Tensor):
+        mask = _mask_of_rows(mode, mask, own)
+    elif is_causal and (dropout or key.shape[-2] < mark.rows.size):
+        rows = mark.entries(mode.group.index, query.device)
+        mask = rows[:, None] >= torch.arange(key.shape[-2], device=query.device)
+    elif is_causal:
+        return set_mark(_causal_attention(mode, query, key, value, mark, more), mark)
+    if not dropout:
+        return set_mark(F.scaled_dot_product_attention(query, key, value, mask, **more), mark)
+    with mode.drawing(mark, query.device):
+        return set_mark(F.scaled_dot_product_attention(query, key, value, mask, dropout, **more), mark)
+
+
+def _mask_of_rows(mode: RowMode, mask: torch.Tensor, own: RowMark) -> torch.Tensor:
+    """Returns the rows of a mask [..., queries or 1, keys] that belong to the queries."""
+    mark = mark_of(mask)
+    if mark is not None and mark.at_dim(mark.dim - mask.ndim) == own:
+        return mask
+    (mask,) = mode.gather([mask])
+    if mask.ndim < 2 or mask.shape[-2] != own.rows.size:
+        return mask
+    return set_mark(mode.take(mask, own.at_dim(mask.ndim - 2)), None)
+
+
+def _causal_attention(
+    mode: RowMode,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mark: RowMark,
+    more: dict[str, Any],
+) -> torch.Tensor:
+    """Returns causal attention of the rank's runs of queries, each over the keys up to its end."""
+    runs, outs = mark.rows.runs[mode.group.index], list[torch.Tensor]()
+    pieces = query.split([stop - start for start, stop in runs], -2) if runs else ()
+    for (start, stop), piece in zip(runs, pieces, strict=True):
+        with _disable_current_modes():  # under a dispatch mode, no tensor subclass can be made
+            bias: Any = causal_lower_right(stop - start, stop)
+        outs.append(
+            F.scaled_dot_product_attention(piece, key[..., :stop, :], value[..., :stop, :], bias, **more)
+        )
+    # Without a query, keys and values still take part in the exchange of gradients.
+    return torch.cat(outs, -2) if outs else F.scaled_dot_product_attention(query, key, value, **more)

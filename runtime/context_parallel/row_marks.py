@@ -1,0 +1,140 @@
+"""Which rows of a sequence each rank has, and the marks of tensors that hold a rank's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from secc.runtime.plan.replica_routes import slice_bounds
+
+_MARK_ATTRIBUTE = "_secc_rows"
+Run = tuple[int, int]  # adjacent rows [start, stop)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the `size` rows of a sequence are dealt: for each rank its runs, in ascending order."""
+
+    size: int
+    runs: tuple[tuple[Run, ...], ...]
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """The number of rows of each rank."""
+        return tuple(sum(stop - start for start, stop in runs) for runs in self.runs)
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The rows of all ranks, one rank after the other."""
+        return tuple(row for runs in self.runs for run in runs for row in range(*run))
+
+    @cached_property
+    def is_in_order(self) -> bool:
+        """Whether the ranks' rows one after the other are the sequence."""
+        ends = [run for runs in self.runs for run in runs]
+        return all(a[1] == b[0] for a, b in pairwise(ends))
+
+    def window(self, start: int, stop: int) -> Rows:
+        """Returns how the rows from `start` to `stop` are dealt, counted from `start`."""
+        return Rows(
+            stop - start,
+            tuple(
+                tuple(
+                    (max(a, start) - start, min(b, stop) - start)
+                    for a, b in runs
+                    if max(a, start) < min(b, stop)
+                )
+                for runs in self.runs
+            ),
+        )
+
+
+@cache
+def deal_rows(size: int, count: int) -> Rows:
+    """Deals `size` rows to `count` ranks, of which each gets a piece from the head of the sequence and the
+    matching one from its tail: under causal attention, later rows see more keys, and so ranks have equal
+    work (Llama 3, 2024, section 3.3.2)."""
+    pieces = [slice_bounds(size, i, 2 * count) for i in range(2 * count)]
+    dealt: list[tuple[Run, ...]] = []
+    for rank in range(count):
+        head, tail = pieces[rank], pieces[2 * count - 1 - rank]
+        joined = [(head[0], tail[1])] if head[1] == tail[0] else [head, tail]
+        dealt.append(tuple(run for run in joined if run[0] < run[1]))
+    return Rows(size, tuple(dealt))
+
+
+@dataclass(frozen=True)
+class RowMark:
+    """This tensor holds a rank's rows of a whole tensor along `dim`.
+
+    The whole dim has `outer * rows.size * inner` entries: views may have merged the dims around the rows into
+    it (samples and positions into tokens).
+    """
+
+    dim: int
+    rows: Rows
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def whole_size(self) -> int:
+        """The size of the whole tensor along `dim`."""
+        return self.outer * self.rows.size * self.inner
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the dim holds nothing but rows."""
+        return self.outer == self.inner == 1
+
+    def at_dim(self, dim: int) -> RowMark:
+        """Returns the mark for another dim."""
+        return replace(self, dim=dim)
+
+    def local_size(self, index: int) -> int:
+        """The size along `dim` that rank `index` holds."""
+        return self.outer * self.rows.counts[index] * self.inner
+
+    def entries(self, index: int, device: torch.device) -> torch.Tensor:
+        """Returns the entries of the whole dim that rank `index` holds (int64)."""
+        rows = run_indices(self.rows.runs[index], device)
+        if self.is_plain:
+            return rows
+        outer = torch.arange(self.outer, device=device)[:, None, None] * self.rows.size
+        inner = torch.arange(self.inner, device=device)[None, None, :]
+        return ((outer + rows[None, :, None]) * self.inner + inner).flatten()
+
+
+def run_indices(runs: Sequence[Run], device: torch.device) -> torch.Tensor:
+    """Returns the rows of `runs` (int64)."""
+    pieces = [torch.arange(*run, device=device) for run in runs]
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def mark_of(value: Any) -> RowMark | None:
+    """Returns the mark of a tensor, None for anything else."""
+    return getattr(value, _MARK_ATTRIBUTE, None) if isinstance(value, torch.Tensor) else None
+
+
+def set_mark(tensor: torch.Tensor, mark: RowMark | None) -> torch.Tensor:
+    """Sets the mark of a tensor, or removes it (None); returns the tensor."""
+    if mark is not None or hasattr(tensor, _MARK_ATTRIBUTE):
+        setattr(tensor, _MARK_ATTRIBUTE, mark)
+    return tensor
+
+
+def marked_tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors with a mark in nested lists, tuples and dicts."""
+    if isinstance(values, torch.Tensor):
+        if mark_of(values) is not None:
+            yield values
+    elif isinstance(values, tuple | list):
+        for value in values:  # pyright: ignore[reportUnknownVariableType]
+            yield from marked_tensors(value)
+    elif isinstance(values, dict):
+        for value in values.values():  # pyright: ignore[reportUnknownVariableType]
+            yield from marked_tensors(value)

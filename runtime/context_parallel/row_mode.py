@@ -1,0 +1,253 @@
+"""Runs code written for whole sequences on a rank's rows: a torch function mode shows whole sizes and applies
+the rules of `row_rules`.
+
+A `torch.autograd.Function` is called without torch's function dispatch, so `apply` is wrapped: a function
+with the class attribute `works_on_rows` computes on rows as they are, any other gets gathered tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from secc.runtime.context_parallel import row_exchange
+from secc.runtime.context_parallel.row_marks import RowMark, deal_rows, mark_of, marked_tensors, set_mark
+from secc.runtime.randomness import shard_coordinates
+from secc.runtime.tensor_parallel.replica_group import ReplicaGroup
+
+_thread_state = threading.local()
+Tensors = dict[str, torch.Tensor]
+
+
+def active_row_mode() -> RowMode | None:
+    """Returns the mode that the running code is in, None outside of one and inside a rule."""
+    return getattr(_thread_state, "mode", None)
+
+
+class RowMode(TorchFunctionMode):
+    """Presents whole sizes to code that runs on the rows of one rank of `group`.
+
+    gathered: how often functions without a rule got gathered tensors, by name.
+    """
+
+    def __init__(self, group: ReplicaGroup) -> None:
+        super().__init__()
+        self.group = group
+        self.gathered = Counter[str]()
+        self._outer: list[RowMode | None] = []
+
+    def __enter__(self) -> RowMode:
+        self._outer.append(active_row_mode())
+        _thread_state.mode = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _thread_state.mode = self._outer.pop()
+        super().__exit__(*error)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        # Inside a rule, sizes are those of the rows.
+        if active_row_mode() is not self or next(marked_tensors((args, kwargs)), None) is None:
+            return func(*args, **kwargs)
+        return self.apply_rule(func, args, kwargs)
+
+    def apply_rule(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs a function with marked arguments by its rule."""
+        from secc.runtime.context_parallel.row_rules import find_rule
+
+        _thread_state.mode, outer = None, active_row_mode()
+        try:
+            rule: Callable[..., Any] = find_rule(func)
+            return rule(self, func, list(args), kwargs)
+        finally:
+            _thread_state.mode = outer
+
+    def whole_shape(self, tensor: torch.Tensor) -> list[int]:
+        """Returns the shape of the whole tensor that `tensor` holds rows of."""
+        shape, mark = list(tensor.shape), mark_of(tensor)
+        if mark is not None:
+            shape[mark.dim] = mark.whole_size
+        return shape
+
+    def deal(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """Returns this rank's rows of a whole tensor along `dim`, marked."""
+        return self.take(whole, RowMark(dim, deal_rows(whole.shape[dim], self.group.size)))
+
+    def take(self, whole: torch.Tensor, mark: RowMark) -> torch.Tensor:
+        """Returns the rows of a whole tensor that match `mark`, marked."""
+        return set_mark(row_exchange.take_rows(whole, mark, self.group.index), mark)
+
+    def gather(self, values: Any) -> Any:
+        """Returns nested values with whole tensors for those that hold rows, in one exchange where that is
+        possible."""
+        found = list({id(t): t for t in marked_tensors(values)}.values())
+        if not found:
+            return values
+        whole = dict(zip(map(id, found), row_exchange.gather_rows(found, self.group), strict=True))
+        return tree_map(lambda t: whole.get(id(t), t) if isinstance(t, torch.Tensor) else t, values)
+
+    def count_gathered(self, name: str) -> None:
+        """Counts a function that gets gathered tensors."""
+        self.gathered[name] += 1
+
+    def gather_for(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs a function on gathered tensors: right for every function, but each rank does all its work."""
+        self.count_gathered(getattr(func, "__name__", str(func)))
+        args, kwargs = self.gather((list(args), kwargs))
+        return func(*args, **kwargs)
+
+    def run_opaque(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs code on this rank's rows as if they were all; results of as many rows are rows. A rank without
+        rows runs it on one row of zeros, which does not count."""
+        first = next(marked_tensors((args, kwargs)))
+        mark = mark_of(first)
+        assert mark is not None
+        size, dim = self.local_size(mark), mark.dim
+
+        def fill(t: Any) -> Any:
+            if not isinstance(t, torch.Tensor) or (found := mark_of(t)) is None:
+                return t
+            if size:
+                return t.view_as(t)
+            return t.new_zeros([*t.shape[: found.dim], 1, *t.shape[found.dim + 1 :]])
+
+        def restore(t: Any) -> Any:
+            if not isinstance(t, torch.Tensor) or t.ndim <= dim or t.shape[dim] != max(1, size):
+                return t
+            return set_mark(t if size else t.narrow(dim, 0, 0), mark)
+
+        _thread_state.mode, outer = None, active_row_mode()
+        try:
+            args, kwargs = tree_map(fill, (args, kwargs))
+            return tree_map(restore, forward(*args, **kwargs))
+        finally:
+            _thread_state.mode = outer
+
+    def local_size(self, mark: RowMark) -> int:
+        """Returns the size along a marked dim on this rank."""
+        return mark.local_size(self.group.index)
+
+    @contextmanager
+    def drawing(self, mark: RowMark, device: torch.device) -> Iterator[None]:
+        """Makes random ops inside draw the numbers of this rank's rows."""
+        with shard_coordinates.drawing_entries(mark.dim, mark.entries(self.group.index, device)):
+            yield
+
+    def run_section(
+        self,
+        forward: Callable[[Any, Tensors], tuple[Tensors, Tensors]],
+        batch: Any,
+        edges: Tensors,
+    ) -> tuple[Tensors, Tensors]:
+        """Runs a section's `forward(batch, edges)`; what enters and leaves it is whole."""
+        entered = {name: row_exchange.enter_section(t, self.group) for name, t in edges.items()}
+        with self:
+            sends, terms = forward(batch, entered)
+        return self._leave(sends), self._leave(terms)
+
+    def _leave(self, tensors: Tensors) -> Tensors:
+        return {name: row_exchange.leave_section(t, self.group) for name, t in tensors.items()}
+
+
+def bind_active_mode(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `call`, entering the mode that is active now whenever it runs: recomputation runs in the
+    backward."""
+    mode = active_row_mode()
+    if mode is None:
+        return call
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if active_row_mode() is mode:
+            return call(*args, **kwargs)
+        with mode:
+            return call(*args, **kwargs)
+
+    return run
+
+
+def split_first_input(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the forward of a layer, so that it gets a rank's rows of its first tensor [samples, rows, width]
+    if that is whole."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mode = active_row_mode()
+        if mode is None:
+            return forward(*args, **kwargs)
+        given: Iterable[tuple[int | str, Any]] = (*enumerate(args), *kwargs.items())
+        place, first = next(((p, t) for p, t in given if is_hidden_state(t)), (0, None))
+        if first is None or mark_of(first) is not None:
+            return forward(*args, **kwargs)
+        own = mode.deal(first, 1)
+        if isinstance(place, str):
+            return forward(*args, **kwargs | {place: own})
+        return forward(*args[:place], own, *args[place + 1 :], **kwargs)
+
+    return run
+
+
+def run_on_own_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the forward of a module without rules for its code that works on each row by itself (experts, a
+    function with its own gradient): it runs on a rank's rows as if they were all."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mode = active_row_mode()
+        first = next(marked_tensors((args, kwargs)), None) if mode is not None else None
+        if mode is None or first is None:
+            return forward(*args, **kwargs)
+        return mode.run_opaque(forward, args, kwargs)
+
+    return run
+
+
+def gather_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the forward of a layer that works on whole sequences only."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mode = active_row_mode()
+        if mode is not None:
+            args, kwargs = mode.apply_rule(_whole_arguments, (args, kwargs), {})
+        return forward(*args, **kwargs)
+
+    return run
+
+
+def _whole_arguments(args: Any, kwargs: Any) -> Any:
+    """The arguments of a call; as it has no rule, they are gathered."""
+    return args, kwargs
+
+
+def is_hidden_state(value: Any) -> bool:
+    """Whether an argument of a layer is a tensor [samples, rows, width] of floats."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim == 3
+
+
+def _apply_on_rows(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    mode = active_row_mode()
+    marked = next(marked_tensors(args), None) if mode is not None else None
+    if mode is None or marked is None:
+        return _function_apply(cls, *args, **kwargs)
+    if not getattr(cls, "works_on_rows", False):
+        _thread_state.mode = None
+        try:
+            mode.count_gathered(cls.__name__)
+            args = mode.gather(args)
+        finally:
+            _thread_state.mode = mode
+        return _function_apply(cls, *args, **kwargs)
+    with torch._C.DisableTorchFunction():  # sizes are those of the rows
+        out = _function_apply(cls, *args, **kwargs)
+    return set_mark(out, mark_of(marked))
+
+
+_function_apply = torch.autograd.Function.apply.__func__  # pyright: ignore
+torch.autograd.Function.apply = classmethod(_apply_on_rows)  # pyright: ignore

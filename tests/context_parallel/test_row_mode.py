@@ -1,0 +1,199 @@
+"""Models on the rows of several ranks (threads) give the loss and gradients of one rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from secc.frontend.cp_search.find_row_layer import RowLayer, find_row_layer
+from secc.frontend.tp_search.thread_ranks import ThreadGroup, run_thread_ranks
+from secc.runtime.context_parallel.row_marks import deal_rows
+from secc.runtime.context_parallel.row_mode import RowMode, split_first_input
+from secc.runtime.plan.unsplit_reason import UnsplitKind
+from secc.runtime.sections.recompute import recompute_units
+
+Batch = dict[str, Any]
+
+
+def run_on_rows(model: nn.Module, batch: Batch, group: ThreadGroup) -> tuple[Any, dict[str, Any], RowMode]:
+    """Returns the loss, this rank's gradients and the mode."""
+    for layer in recompute_units(model):
+        layer.forward = split_first_input(layer.forward)
+    mode = RowMode(group)
+    _, out = mode.run_section(lambda b, edges: ({}, {"loss": model(**b)}), batch, {})
+    out["loss"].backward()
+    return out["loss"].detach(), {n: p.grad for n, p in model.named_parameters()}, mode
+
+
+def assert_same(model: nn.Module, batch: dict[str, Any], count: int) -> RowMode:
+    model = model.double()
+    model.zero_grad()
+    loss = model(**batch)
+    loss.backward()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    models = [copy.deepcopy(model) for _ in range(count)]
+    for m in models:
+        m.zero_grad()
+    ranks = run_thread_ranks(count, lambda group: run_on_rows(models[group.index], batch, group))
+    total = sum(float(g.square().sum()) for g in expected.values() if g is not None) ** 0.5
+    for found, _, _ in ranks:
+        assert torch.allclose(found, loss.detach(), rtol=1e-6), (found, loss)
+    for name, gradient in expected.items():
+        parts = [g[name] for _, g, _ in ranks if g[name] is not None]
+        if gradient is None:
+            assert not parts or all(float(p.abs().max()) == 0 for p in parts), name
+            continue
+        summed = torch.stack(parts).sum(0)
+        difference = float((summed - gradient).norm())
+        # The models' own code computes norms and softmax in float32.
+        assert difference <= 1e-5 * float(gradient.norm()) + 1e-7 * total, (name, difference, total)
+    return ranks[0][2]
+
+
+WIDTHS: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+
+
+class WithLoss(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        return self.inner(**batch).loss
+
+
+def _llama(**options: Any) -> nn.Module:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**WIDTHS, **options))
+
+
+def _gemma3() -> nn.Module:
+    kinds = ["sliding_attention", "full_attention"]
+    config = hf.Gemma3TextConfig(**WIDTHS, head_dim=8, sliding_window=4, layer_types=kinds)
+    return hf.Gemma3ForCausalLM(config)
+
+
+def _gpt_oss() -> nn.Module:
+    kinds = ["sliding_attention", "full_attention"]
+    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return hf.GptOssForCausalLM(
+        hf.GptOssConfig(**WIDTHS, **experts, head_dim=8, sliding_window=4, layer_types=kinds)
+    )
+
+
+def _t5() -> nn.Module:
+    sizes: dict[str, Any] = {
+        "decoder_start_token_id": 0,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+    }
+    return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=64, pad_token_id=0, **sizes))
+
+
+def _bloom() -> nn.Module:
+    return hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "grouped queries": _llama,
+    "eager attention": lambda: _llama(attn_implementation="eager"),
+    "windows": _gemma3,
+    "relative bias": _t5,
+    "alibi": _bloom,
+}
+
+
+def _batch(length: int, padded: bool) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 60, (2, length), generator=generator)
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[0, : length // 3] = -100
+    mask[1, length - length // 3 :] = 0
+    return {"input_ids": ids, "labels": labels} | ({"attention_mask": mask} if padded else {})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_on_rows_has_the_loss_and_gradients_of_one_rank(name: str) -> None:
+    torch.manual_seed(0)
+    assert_same(WithLoss(MODELS[name]()), _batch(13, padded=True), 2)
+
+
+@pytest.mark.parametrize(("length", "count"), [(3, 4), (2, 2), (9, 4)])
+def test_lengths_need_not_divide_and_ranks_may_have_no_rows(length: int, count: int) -> None:
+    torch.manual_seed(0)
+    mode = assert_same(WithLoss(_llama()), _batch(length, padded=False), count)
+    assert not mode.gathered
+
+
+class Layer(nn.Module):
+    """A layer with one of several ways to mix rows."""
+
+    def __init__(self, mix: str) -> None:
+        super().__init__()
+        self.mix, self.up, self.down = mix, nn.Linear(8, 16), nn.Linear(16, 8)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mix == "conv":
+            x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        elif self.mix == "writes":
+            x = x.clone()
+            x[:, 1:] = x[:, :-1] * 0.5
+        elif self.mix == "shift":
+            x = x + F.pad(x[:, :-1], (0, 0, 1, 0))
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def test_a_layer_that_mixes_rows_stays_whole_with_the_reason() -> None:
+    call = ((torch.randn(2, 6, 8, requires_grad=True),), dict[str, Any]())
+    found = {mix: find_row_layer(Layer(mix), call, 2) for mix in ("none", "conv", "writes", "shift")}
+    assert found["none"] == RowLayer(None)
+    kinds = {mix: layer.reason.kind for mix, layer in found.items() if layer.reason is not None}
+    assert kinds == {
+        "conv": UnsplitKind.MIXES_ROWS,
+        "writes": UnsplitKind.WRITES_INTO_ROWS,
+        "shift": UnsplitKind.MIXES_ROWS,
+    }
+
+
+def test_experts_work_on_rows_by_themselves() -> None:
+    torch.manual_seed(0)
+    model, batch = _gpt_oss(), _batch(7, padded=False)
+    layer = model.get_submodule("model.layers.0")
+    calls: list[tuple[Any, Any]] = []
+    hook = layer.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
+    model(**batch)
+    hook.remove()
+    args, kwargs = calls[0]
+    args, kwargs = tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, (args, kwargs))
+    assert find_row_layer(layer, (args, kwargs), 2) == RowLayer(None, ("mlp.experts",))
+
+
+def test_rows_are_dealt_head_and_tail() -> None:
+    rows = deal_rows(16, 4)
+    assert rows.runs[0] == ((0, 2), (14, 16)) and rows.runs[3] == ((6, 10),)
+    assert sorted(rows.order) == list(range(16))
+    causal_work = [sum(row + 1 for run in runs for row in range(*run)) for runs in rows.runs]
+    assert set(causal_work) == {34}
+    assert rows.window(1, 15).counts == (2, 4, 4, 4)
