@@ -58,14 +58,24 @@ def make_manifest(
     global_batch: int,
     run: str | None = None,
     plan: str | None = None,
+    settings: Mapping[str, str] | None = None,
 ) -> CheckpointManifest:
     """Returns the manifest of `model` after `step` steps of the run with the id `run` of the plan directory
     `plan`."""
     canonical = canonical_names(model)
     names = tuple(model.state_dict())
     stored = {n: next(m for m in names if canonical.get(m, m) == canonical.get(n, n)) for n in names}
-    tied = {n: s for n, s in stored.items() if n != s}
-    return CheckpointManifest(step, seed, shuffle, global_batch, names, tied, run=run, plan=plan)
+    return CheckpointManifest(
+        step,
+        seed,
+        shuffle,
+        global_batch,
+        names,
+        {n: s for n, s in stored.items() if n != s},
+        run=run,
+        plan=plan,
+        settings=None if settings is None else dict(settings),
+    )
 
 
 def save_checkpoint(

@@ -45,8 +45,8 @@ class FileDigest:
 class CheckpointManifest:
     """Metadata of a checkpoint. `names` are the keys of the state dict in its order; `tied` maps a name to
     the name that its tensor is stored under; `files` are the data files by name; `run` is the same for all
-    checkpoints of a run, and `plan` the directory of the plan that wrote the checkpoint. Checkpoints from
-    before files had checksums have neither `files` nor `run`, older ones no `plan`."""
+    checkpoints of a run; `plan` is the directory of the plan that wrote the checkpoint; `settings` are those
+    that a resumed run is compared with. Older checkpoints lack some of the last four."""
 
     step: int
     seed: int
@@ -57,6 +57,7 @@ class CheckpointManifest:
     files: dict[str, FileDigest] | None = None
     run: str | None = None
     plan: str | None = None
+    settings: dict[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from secc.runtime.model.init_weights import InitDirectories
 from secc.runtime.monitoring.trackers import parse_tracker_names
 from secc.runtime.schedule.scheduler import SCHEDULE_ORDERS
 from secc.runtime.training.best_checkpoint import BestMetric
+from secc.runtime.training.run_settings import CHANGEABLE
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class RunOptions:
     max_restarts: int = 0
     on_loss: Literal["wait", "replan", "stop"] = "wait"
     rejoin_after: float = 60.0
+    allow_change: tuple[str, ...] = ()
     on_nan: Literal["stop", "skip", "warn"] = "stop"
     hang_timeout: float | None = 300.0
     emulate: Path | None = None
@@ -152,6 +154,8 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--on-loss", choices=("wait", "replan", "stop"), default="wait", help=text)
     text = "with --on-loss replan: try a lost rank again after S seconds (default 60)"
     p.add_argument("--rejoin-after", type=_not_negative, default=60.0, metavar="S", help=text)
+    text = "resume although NAME is not as in the run that wrote the checkpoint (may be repeated)"
+    p.add_argument("--allow-change", action="append", default=[], choices=CHANGEABLE, help=text)
     text = (
         "if loss or gradients are not finite: end before the optimizer writes them (stop), leave the update"
         " out (skip), or go on (warn); each names the first module (default stop)"
@@ -224,7 +228,7 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_options(arguments: Sequence[str]) -> RunOptions:
     """Parses the arguments of run.py. Raises UserError for invalid options."""
     values = vars(make_parser().parse_args(list(arguments)))
-    init = values.pop("init")
+    init, values["allow_change"] = values.pop("init"), tuple(values["allow_change"])
     options = RunOptions(**values, init=() if init == ["seed"] else tuple(map(_parse_init, init)))
     if options.steps is not None and options.epochs is not None:
         raise UserError(

@@ -57,6 +57,7 @@ from secc.runtime.training.hang_watch import HangWatch, StackFile
 from secc.runtime.training.machine_check import check_gpu_memory, check_machine
 from secc.runtime.training.options import RunOptions
 from secc.runtime.training.rendezvous import attempt_number, is_joinable, open_store
+from secc.runtime.training.run_settings import describe_model
 
 DEFAULT_STEPS = 100
 _COLLECTIVE_TIMEOUT = timedelta(days=1)  # the watch against hangs is much earlier and says more
@@ -314,6 +315,7 @@ class RankContext(ExitStack):
             self.plan, self.user_model, self.rank, self.device, self.seed, self.options.init
         )
         model = built.model
+        self.model_settings = describe_model(model)
         shapes, canonical = {name: p.shape for name, p in model.named_parameters()}, canonical_names(model)
         self.parameter_cuts = find_parameter_cuts(self.plan, self.rank, shapes, canonical)
         cut_parameters(model, self.parameter_cuts, built.deferred_sources)

@@ -59,6 +59,7 @@ from secc.runtime.training.evaluation import EvaluationResult, Evaluator
 from secc.runtime.training.nonfinite_search import NonFiniteEvent, NonFiniteSearch
 from secc.runtime.training.rank_context import RankContext
 from secc.runtime.training.run_reports import RunReports
+from secc.runtime.training.run_settings import check_settings, describe_settings
 from secc.runtime.training.step_batches import StepBatches
 from secc.runtime.training.step_planner import PlannedStep, plan_steps
 from secc.runtime.training.stop_request import StopRequest
@@ -162,6 +163,19 @@ class Trainer:
             if self.optimizer is not None
             else None
         )
+        self._settings = describe_settings(
+            context.seed,
+            context.shuffle,
+            self.options.clip,
+            len(context.user_model.dataset()),
+            context.model_settings,
+            self.optimizer,
+            self.scheduler,
+        )
+        if context.resumed is not None and context.rank == 0 and not self.options.eval_only:
+            recorded, where = context.resumed.manifest.settings or {}, str(context.resumed.path)
+            for note in check_settings(recorded, self._settings, self.options.allow_change, where):
+                sys.stderr.write(note + "\n")
         self.step_number = context.first_step
         self.average = self._make_average()
         self._evaluator = Evaluator(context, model, self.engine) if context.evaluation_data else None
@@ -513,6 +527,7 @@ class Trainer:
             self.plan.global_batch,
             context.run_id,
             str(context.directory.resolve()),
+            self._settings,
         )
         try:
             saved = checkpoint.save_checkpoint(folder, state, manifest, keep)

@@ -1,0 +1,84 @@
+"""What a checkpoint records of the run that wrote it, besides tensors, and what a resumed run has changed.
+
+A changed learning rate, optimizer, schedule, dropout, frozen part, dataset, seed or clipping would otherwise
+go unnoticed. A change is refused unless `--allow-change` names it. Settings that one of both does not know,
+because rank 0 has no optimizer under its plan for example, are not compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from secc.runtime.errors import UserError
+
+CHANGEABLE = ("seed", "shuffle", "clip", "dataset", "optimizer", "scheduler", "modules", "trainable")
+_SCALARS = (bool, int, float, str, type(None))
+
+
+def describe_settings(
+    seed: int,
+    shuffle: bool,
+    clip: float | None,
+    samples: int,
+    of_model: Mapping[str, str],
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+) -> dict[str, str]:
+    """Returns the settings of a run by name; `of_model` are from `describe_model`. Call it before the
+    optimizer and the scheduler have stepped."""
+    settings = {
+        "seed": str(seed),
+        "shuffle": str(shuffle),
+        "clip": str(clip),
+        "dataset": f"{samples} samples",
+        **of_model,
+    }
+    if optimizer is not None:
+        settings["optimizer"] = f"{type(optimizer).__name__}({_scalars(optimizer.defaults)})"
+    if scheduler is not None:
+        settings["scheduler"] = f"{type(scheduler).__name__}({_scalars(vars(scheduler))})"
+    return settings
+
+
+def describe_model(model: nn.Module) -> dict[str, str]:
+    """Returns the settings of the user's model, before anything is wrapped or cut."""
+    modules = "\n".join(f"{name} {_describe_module(m)}" for name, m in model.named_modules())
+    trainable = "\n".join(sorted(n for n, p in model.named_parameters() if p.requires_grad))
+    return {"modules": _digest(modules), "trainable": _digest(trainable)}
+
+
+def check_settings(
+    recorded: Mapping[str, str], present: Mapping[str, str], allowed: tuple[str, ...], where: str
+) -> list[str]:
+    """Returns a line for each allowed change since the checkpoint at `where`. Raises UserError for the first
+    that is not allowed."""
+    notes: list[str] = []
+    for name in CHANGEABLE:
+        before, now = recorded.get(name), present.get(name)
+        if before is None or now is None or before == now:
+            continue
+        change = f"{name} of the run have changed: {before} became {now}"
+        if name not in allowed:
+            remedy = f"continue as before, or accept the change with --allow-change {name}"
+            raise UserError(change, where, remedy)
+        notes.append(change)
+    return notes
+
+
+def _describe_module(module: nn.Module) -> str:
+    settings = {k: v for k, v in vars(module).items() if k in ("p", "eps", "momentum", "inplace", "dropout")}
+    return f"{type(module).__name__}({_scalars(settings)})"
+
+
+def _scalars(values: Mapping[str, Any]) -> str:
+    shown = {k: v for k, v in values.items() if isinstance(v, _SCALARS) and not k.startswith("_")}
+    return ", ".join(f"{k}={v}" for k, v in sorted(shown.items()))
+
+
+def _digest(text: str) -> str:
+    return f"{1 + text.count(chr(10))} with digest {hashlib.sha256(text.encode()).hexdigest()[:12]}"
