@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from secc.errors import printable_text
 from secc.report.text_table import TextTable
 
 SHORT_COLUMN = 16  # columns up to this width are wrapped last
@@ -27,7 +28,8 @@ def make_rich_table(table: TextTable, width: int) -> RichTable:
     for i, column in enumerate(table.columns):
         rich_table.add_column(column, overflow="fold", no_wrap=i in unwrapped)
     for row in table.rows:
-        rich_table.add_row(*map(Text, row))  # tensor dimensions in brackets are not markup
+        # Texts, since tensor dimensions in brackets are not markup; what a terminal would obey is escaped.
+        rich_table.add_row(*(Text(printable_text(cell, newlines=True)) for cell in row))
     return rich_table
 
 
