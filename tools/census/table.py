@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tools.census.results import StoredResult
 from tools.census.row_check import Outcome, RowResult
+from tools.census.rows import rows as known_rows
 from tools.zoo import EXACT
 
 DOCS = Path("docs")
@@ -116,8 +117,12 @@ def _page(results: Mapping[str, StoredResult]) -> str:
         _HEAD,
         f"**Result** ({versions}, float32 on CPU): of {len(rows)} rows plain PyTorch trains "
         f"{len(trained)} here; {exact} of these are exact ({100 * exact / max(len(trained), 1):.1f}%). "
-        f"{sum(r.run == EXACT for r in ran)} of {len(ran)} rows that were trained on three ranks are exact "
-        "there, too. Rows were run on "
+        + (
+            f"{sum(r.run == EXACT for r in ran)} of {len(ran)} rows were exact on three ranks, too. "
+            if ran
+            else ""
+        )
+        + f"{len(known_rows()) - len(rows)} rows have not been run yet. Rows were run on "
         + ("one commit" if len(commits) == 1 else f"{len(commits)} commits, which the JSON names")
         + ". All rows: [benchmarks/census.json](benchmarks/census.json).\n",
         _family_table(rows),
