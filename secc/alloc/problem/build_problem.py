@@ -200,7 +200,7 @@ def _candidates_of_parts(
     replica = require_rank_load(work, load, shape, ranks)
     most = min(ranks // size_of_replica, work.global_batch)
     replicas = max(1, shape.ep // shape.tp)
-    if size_of_replica == least:
+    if size_of_replica == least and pins.pinned_number(load.name, "ep") is not None:
         require_exchanging_replicas(replica, most, pins)
     if size_of_replica > least and (pins.pinned_number(load.name, "dp") or 1) > most:
         return  # the pinned dp is possible with smaller replicas only

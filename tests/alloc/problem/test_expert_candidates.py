@@ -87,3 +87,9 @@ def test_uneven_experts_make_parts_dearer() -> None:
     next(iter(graph.sections)).attributes["expert_load"] = float_attr(1.0)
     uneven = _step_ns(graph, "ep=8", "dp=8")
     assert even is not None and uneven is not None and uneven[0] > even[0]
+
+
+def test_stages_leave_no_room_for_parts_that_nobody_asked_for() -> None:
+    """With pp=8 on eight ranks there is one replica, so an ep above 1 is no choice, and no error."""
+    found = _step_ns(_graph(600_000_000), "pp=8")
+    assert found is not None and found[1] == 1
