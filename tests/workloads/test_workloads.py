@@ -23,8 +23,8 @@ def user(request: pytest.FixtureRequest) -> UserModel:
     return load_model_file(request.param)
 
 
-def test_there_are_ten() -> None:
-    assert len(FILES) == 10
+def test_all_are_found() -> None:
+    assert len(FILES) == 12
 
 
 def test_sizes_are_told_without_loading(user: UserModel) -> None:
