@@ -333,6 +333,8 @@ def test_plan_json_is_read_back(tmp_path):
         "dp": 2,
         "pp": 3,
         "tp": 1,
+        "cp": 1,
+        "ep": 1,
     }
 
 
