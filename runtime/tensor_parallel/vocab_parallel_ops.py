@@ -27,28 +27,10 @@ from secc.runtime.tensor_parallel.autograd_collectives import (
     gather_last_dim,
     reduce_from_shards,
 )
-from secc.runtime.tensor_parallel.replica_group import ReplicaProcessGroup
+from secc.runtime.tensor_parallel.replica_group import LoneRank, ReplicaProcessGroup
 
 aten = torch.ops.aten
 SHARD_IGNORED_LABEL = -100  # replaces labels that belong to other ranks
-
-
-class SingleRankGroup:
-    """The `ReplicaGroup` of one rank."""
-
-    index, size = 0, 1
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns `tensor` (any shape): the sum over one rank."""
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Returns the 1-D `tensor`: it is all ranks' already."""
-        return tensor
-
-    def reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Returns the 1-D `tensor`: this rank's part is all of it."""
-        return tensor
 
 
 class VocabShards:
@@ -56,7 +38,7 @@ class VocabShards:
     `start` to `stop`."""
 
     def __init__(self, size: int, group: ReplicaProcessGroup | None = None) -> None:
-        self.size, self.group = size, SingleRankGroup() if group is None else group
+        self.size, self.group = size, LoneRank() if group is None else group
         self.start, self.stop = slice_bounds(size, self.group.index, self.group.size)
         self.length = self.stop - self.start
 
@@ -65,7 +47,7 @@ class VocabShards:
         """Keyword arguments of the vocabulary-parallel operators; empty for a single shard."""
         return (
             {}
-            if isinstance(self.group, SingleRankGroup)
+            if isinstance(self.group, LoneRank)
             else {"group": self.group.handle, "first": self.start, "vocabulary": self.size}
         )
 

@@ -276,7 +276,7 @@ class DiffusersRow(Row):
 
     def build(self) -> nn.Module:
         """The denoiser or autoencoder with its loss."""
-        import diffusers
+        import diffusers  # pyright: ignore[reportMissingImports]
 
         options, text = DIFFUSERS[self.class_name]
         made = getattr(diffusers, self.class_name)(**options)
@@ -310,7 +310,7 @@ class AdapterRow(TaskRow):
     adapter: str
 
     def build(self) -> nn.Module:
-        import peft
+        import peft  # pyright: ignore[reportMissingImports]
 
         task = peft.TaskType.CAUSAL_LM
         configs: dict[str, Any] = {
