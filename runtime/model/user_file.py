@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib.machinery
 import importlib.util
 import inspect
 import itertools
@@ -17,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -454,6 +455,18 @@ class UserModel:
             ) from error
 
 
+class _LoaderOfText(importlib.machinery.SourceFileLoader):
+    """Imports a Python file from its text. Python's own loader may take cached bytecode of another text, if
+    the file was edited within a second and kept its length."""
+
+    def __init__(self, name: str, path: str, text: bytes) -> None:
+        super().__init__(name, path)
+        self._text = text
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self._text, self.path)
+
+
 def load_model_file(path: str | Path) -> UserModel:
     """Import the model file under a fresh module name and put its folder on sys.path. Files that it imports
     are read again if they have changed. Raises UserError if the file is missing, is not Python, or fails to
@@ -470,13 +483,15 @@ def load_model_file(path: str | Path) -> UserModel:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     name = f"{_MODULE_PREFIX}{next(_import_counter)}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise UserError("the model file is not a Python file", str(path), "give the path of a .py file")
+    loader = _LoaderOfText(name, str(path.resolve()), text)
+    spec = importlib.util.spec_from_file_location(name, path.resolve(), loader=loader)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except UserError:
         raise
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,3 +93,13 @@ def test_packages_of_modules_have_their_versions() -> None:
 def test_version_of_a_package_with_another_name_than_its_distribution() -> None:
     assert package_version("yaml") == package_version("PyYAML") != ""
     assert package_version("no_such_package") == ""
+
+
+def test_an_edit_within_a_second_that_keeps_the_length_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    scales: list[int] = []
+    for scale in (1, 2):
+        path.write_text(f"SCALE = {scale}\ndef model(): ...\ndef dataset(): ...\n")
+        os.utime(path, (1_000_000, 1_000_000))
+        scales.append(load_model_file(path).module.SCALE)
+    assert scales == [1, 2]
