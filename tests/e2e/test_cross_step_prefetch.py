@@ -17,8 +17,7 @@ pytestmark = pytest.mark.gloo
 
 
 def ahead(trace: Path) -> list[dict[str, Any]]:
-    events = json.loads(trace.read_text())["traceEvents"]
-    return [e["args"] for e in events if e.get("args", {}).get("ahead")]
+    return [e["args"] for e in json.loads(trace.read_text())["traceEvents"] if e["args"].get("ahead")]
 
 
 @pytest.fixture(scope="module")
