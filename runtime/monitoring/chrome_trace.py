@@ -100,8 +100,8 @@ class ChromeTrace:
         flow = args.pop("flow", None)
         self._events.append(event | {"ts": begins, "dur": takes})
         if flow is not None:
-            # An arrow from the SEND to the RECV of a message; each end lies within its event. It has `args` as
-            # all events have, for readers that look for them.
+            # An arrow from the SEND to the RECV of a message; each end lies within its event. All events have
+            # `args`, for readers that look for them.
             ends = {"SEND": {"ph": "s"}, "RECV": {"ph": "f", "bp": "e"}}[args["kind"]]
             self._events.append(
                 {"pid": self.rank, "tid": track, "name": "message", "cat": "message", "id": flow, "args": {}}
