@@ -157,7 +157,7 @@ def test_a_reformatted_plan_is_the_same_plan(tmp_path: Path) -> None:
         (("edges", 0, "src"), "nothing", "edges[0].src: the plan has no section 'nothing'"),
         (("terms", 1, "section"), 3, "terms[1].section: expected text, got 3"),
         (("sections", "decoder", "mesh", "ranks"), [1, 9], "expected different ranks below the plan's 3"),
-        (("sections", "decoder", "mesh", "dp"), 5, "expected dp * pp * tp = 5 ranks, got 2"),
+        (("sections", "decoder", "mesh", "dp"), 5, "expected dp * pp * tp * cp = 5 ranks, got 2"),
         (("sections", "decoder", "module"), "sections/../../x.py",
          "sections.decoder.module: expected sections/NAME.py"),
         (("sections", "encoder", "cost", "saved"), "B*Q", "the plan has no symbol 'Q'"),
