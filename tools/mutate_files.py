@@ -203,8 +203,9 @@ def _zero_part(content: bytearray, draw: random.Random) -> bytes:
 _BYTE_MUTATIONS = (_flip_bits, _truncate, _repeat_part, _insert_token, _zero_part)
 
 
-def try_file(form: FileFormat, content: bytes, folder: Path) -> str:
-    """Reads a file. Returns "taken", "refused", or what is at fault."""
+def try_file(form: FileFormat, content: bytes, folder: Path, most_bytes: int) -> str:
+    """Reads a file. Returns "taken", "refused", or what is at fault; `most_bytes` limits the memory that this
+    process has had at any time."""
     for path in folder.iterdir():
         path.unlink()
     (folder / form.name).write_bytes(content)
@@ -223,12 +224,13 @@ def try_file(form: FileFormat, content: bytes, folder: Path) -> str:
         outcome = f"{type(error).__name__}: {str(error)[:200]}"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > MOST_BYTES + _BASE_BYTES:
+    if _peak_bytes() > most_bytes:
         return "too much memory"
     return outcome if time.monotonic() - started < LONGEST_S else "too slow"
 
 
-_BASE_BYTES = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def run_mutations(
@@ -240,13 +242,13 @@ def run_mutations(
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise TooLong
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before, most_bytes = signal.signal(signal.SIGALRM, interrupt), _peak_bytes() + MOST_BYTES
     outcomes = {form.name: Counter[str]() for form in formats}
     faults: list[Fault] = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(first_seed, first_seed + count):
             form = formats[seed % len(formats)]
-            outcome = try_file(form, mutate(form.content, random.Random(seed)), Path(folder))
+            outcome = try_file(form, mutate(form.content, random.Random(seed)), Path(folder), most_bytes)
             if outcome not in ("taken", "refused"):
                 faults.append(Fault(form.name, seed, outcome))
                 outcome = "fault"

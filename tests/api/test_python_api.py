@@ -64,6 +64,7 @@ def run_python(arguments: list[str], folder: Path, root: Path) -> subprocess.Com
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_the_notebook_runs_as_a_script(root: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

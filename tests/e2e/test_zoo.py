@@ -32,7 +32,7 @@ def test_all_other_architectures_train_exactly(name: str) -> None:
     assert (row.check, row.run) == (EXACT, EXACT)
 
 
-QUICK_BY_LAYERS = ("internvl", "idefics3")
+QUICK_BY_LAYERS = ("internvl",)
 REFUSED_BY_LAYERS = ("florence2", "instructblip")  # what stages take back, with the reason in the plan
 
 

@@ -20,6 +20,14 @@ def run_dry(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
+def test_a_check_writes_its_result_and_a_page(tmp_path: Path) -> None:
+    found = run_dry(tmp_path, "--only", "card")
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert json.loads((tmp_path / "card.json").read_text())["failures"] == []
+    assert "| card |" in (tmp_path / "page.md").read_text()
+
+
+@pytest.mark.slow
 def test_a_call_keeps_results_and_goes_on(tmp_path: Path) -> None:
     first = run_dry(tmp_path, "--only", "card", "kernels-exact")
     assert first.returncode == 0, first.stdout + first.stderr

@@ -70,6 +70,7 @@ def test_the_last_save_that_fails_ends_the_run_with_an_error(
     assert find_checkpoint(tmp_path / "saved").manifest.step == 1
 
 
+@pytest.mark.slow
 def test_logs_that_cannot_be_written_end_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_plan(tmp_path / "plan", APART)
     (tmp_path / "logs").mkdir()
