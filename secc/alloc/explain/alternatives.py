@@ -218,7 +218,8 @@ def _change_one_choice(
             c.shape.ranks, ranks, work.cluster.per_node, work.active_sample_count(load)
         )
     )
-    for dp in _adjacent_values(counts, c.dp):
+    sharing = max(1, c.ep // c.tp)  # replicas among which experts are divided
+    for dp in _adjacent_values([n for n in counts if n % sharing == 0], c.dp):
         larger = require_rank_load(work, load, c.shape, max(ranks, c.ranks))
         yield (
             f"dp={dp}",
