@@ -82,7 +82,7 @@ def _cancel_swap(op: GlueOp) -> SSAValue | None:
 
 
 def _before_expand(op: GlueOp) -> SSAValue | None:
-    """The tensor that was expanded to rows of which `op` takes one: else the shapes differ."""
+    """The tensor that an expand repeats, if `op` selects from the expand's result; else None."""
     inner = _producer_of_first(op)
     return inner.operands[0] if inner is not None and inner.base_name == "expand" else None
 

@@ -4,7 +4,7 @@
   may enter (c10d's FileStore). Nothing listens, so a stranger can neither join nor read nor write.
 - Started by torchrun, ranks use its agent's TCP store, which listens on every interface of the first node and
   asks for no secret. Keys carry the run's id and the attempt, so that a rank left over from another run, or
-  from an earlier attempt, meets nobody.
+  from an earlier attempt, cannot join.
 - Started otherwise, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, rank 0 listens on the interface
   of MASTER_ADDR only.
 """
