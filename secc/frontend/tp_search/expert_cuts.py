@@ -30,6 +30,7 @@ from secc.frontend.tp_search.find_mapping import ExpertCut, ModuleCall, expert_s
 from secc.frontend.tp_search.verify_mapping import UnsplitModule
 from secc.ir.dialect.ops import graph_of
 from secc.ir.dialect.python_attributes import int_attr, int_list_attr
+from secc.runtime.training.widened_floats import widened_floats
 
 ExpertSizes = Mapping[str, Sequence[int]]
 EXCHANGING_REPLICAS = 2
@@ -108,7 +109,8 @@ def _record_first_calls(
     try:
         if hooks:
             args, kwargs = call
-            layer(*args, **kwargs)
+            with widened_floats(layer, torch.float32):  # as the arguments were collected
+                layer(*args, **kwargs)
     except Exception:  # whatever the user's code does on values that were made up: the experts stay whole
         return {}
     finally:
