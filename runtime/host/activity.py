@@ -20,6 +20,7 @@ class Waiting(enum.Enum):
     NOTHING = "runs"
     PEERS = "waits for other ranks in"
     LOADER = "waits for its loader in"
+    WRITER = "waits for its writer in"
 
 
 class Activity:

@@ -104,7 +104,7 @@ def run_capturing_errors(work: Callable[..., Any], *arguments: Any) -> Any:
     except UserError as error:
         return error
     except Exception:
-        return RuntimeError(f"loading samples failed\n{traceback.format_exc()}")
+        return RuntimeError(f"a process of this rank failed\n{traceback.format_exc()}")
 
 
 def _serve_requests(work: Callable[..., Any], pipe: Connection, parent: int) -> None:

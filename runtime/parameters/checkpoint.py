@@ -3,8 +3,8 @@
     model/NAME, ema/NAME, optimizer/NAME/KEY, groups/RANK, scheduler/RANK
 
 Every tensor is written once, by the first rank that holds it; of a sharded state each rank writes its part.
-`checkpoint_folder` says where checkpoints lie and how they are kept whole. Random numbers need no state: data
-and micro-batches are seeded by seed, step and sample.
+`checkpoint_writer` writes them, and `checkpoint_folder` says where they lie and how they are kept whole.
+Random numbers need no state: data and micro-batches are seeded by seed, step and sample.
 
 `sliced_tensor_store` is imported inside functions, because a rank without checkpoints starts almost a second
 sooner without it.
@@ -12,27 +12,18 @@ sooner without it.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from secc.runtime.errors import UserError
 from secc.runtime.parameters.checkpoint_folder import (
     CheckpointManifest,
-    FileDigest,
     FoundCheckpoint,
-    digest_file,
     find_checkpoint,
-    publish_checkpoint,
-    remove_old_checkpoints,
-    scratch_path,
-    start_checkpoint,
 )
 from secc.runtime.parameters.rank_weights import canonical_names
 from secc.runtime.parameters.sharded_optimizer import ParameterSlice
@@ -40,10 +31,6 @@ from secc.runtime.parameters.zero3 import Zero3State
 from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut
 
 AVERAGE_PREFIX = "ema/"  # of the keys of averaged weights (`weight_average`)
-
-
-class SaveFailed(Exception):
-    """A checkpoint could not be written; those before it are whole. The message has cause and path."""
 
 
 # What the rank's optimizer updates -> the part of a user's parameter that it is.
@@ -76,39 +63,6 @@ def make_manifest(
         plan=plan,
         settings=None if settings is None else dict(settings),
     )
-
-
-def save_checkpoint(
-    directory: Path, state: Mapping[str, Any], about: CheckpointManifest, keep: int | None = None
-) -> Path:
-    """Writes this rank's entries `state` to `directory/step_XXXXXXXX`, then deletes all but the newest `keep`
-    checkpoints there (None: deletes none). Collective. Returns the path of the finished checkpoint.
-
-    Raises SaveFailed, on all ranks, if a file cannot be written on one of them: a full disk, a lost folder.
-    """
-    from secc.runtime.parameters import sliced_tensor_store
-
-    scratch = scratch_path(directory, about.step)
-
-    def write_files() -> dict[str, FileDigest]:
-        written = sliced_tensor_store.write_entries(scratch, dict(state))
-        return {path.name: digest_file(path, sync=True) for path in written}
-
-    def publish() -> None:
-        files = {name: digest for digests in written for name, digest in digests.items()}
-        publish_checkpoint(directory, replace(about, files=files))
-        if keep is not None:
-            remove_old_checkpoints(directory, keep)
-
-    try:
-        _run_on_ranks(lambda: start_checkpoint(directory, about.step), only_first=True)
-        written: list[dict[str, FileDigest]] = _run_on_ranks(write_files)
-        _run_on_ranks(publish, only_first=True)
-    except SaveFailed:
-        if _current_rank() == 0:
-            shutil.rmtree(scratch, ignore_errors=True)  # makes room on a full disk
-        raise
-    return directory / f"step_{about.step:08d}"
 
 
 def model_state(
@@ -339,26 +293,3 @@ def _load_target(entry: torch.Tensor | None, part: ParameterSlice) -> Any:
 def _empty_on_cpu(entry: torch.Tensor | None) -> torch.Tensor | None:
     """Returns CPU memory for a stored tensor; None for other objects."""
     return None if entry is None else torch.empty_like(entry, device="cpu")
-
-
-def _current_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _run_on_ranks(action: Callable[[], Any], only_first: bool = False) -> list[Any]:
-    """Calls `action` on all ranks, or on rank 0 alone, and returns the results by rank. Collective: returns
-    when all have finished. Raises SaveFailed on all ranks if one of them gets an OSError."""
-    result, failure = None, ""
-    if not only_first or _current_rank() == 0:
-        try:
-            result = action()
-        except OSError as error:
-            where = f": {error.filename}" if error.filename else ""
-            failure = f"{error.strerror or error}{where}"
-    results: list[Any] = [(result, failure)]
-    if dist.is_initialized():
-        results = [None] * dist.get_world_size()
-        dist.all_gather_object(results, (result, failure))
-    if failures := [failure for _, failure in results if failure]:
-        raise SaveFailed(failures[0])
-    return [result for result, _ in results]

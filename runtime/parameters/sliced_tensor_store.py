@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from secc.runtime.errors import UserError
 from secc.runtime.parameters.checkpoint_metadata import read_metadata
 from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut, TensorBounds
 
+_COPY_AHEAD_BYTES = 10_000_000  # from a GPU, torch's default
 _REMEDY = "take a checkpoint that a run with --save has written"
 
 
@@ -93,6 +101,25 @@ class TensorSlice:
         ]
 
 
+@dataclass(frozen=True)
+class EncodedObject:
+    """An object that is no tensor, as the bytes of torch.save."""
+
+    content: bytes
+
+
+def encode_object(value: Any) -> EncodedObject:
+    """Returns an object that is no tensor as what is stored for it. Raises OSError if it cannot be stored."""
+    if isinstance(value, EncodedObject):
+        return value
+    encoded = io.BytesIO()
+    try:
+        torch.save(value, encoded)
+    except Exception as error:  # the user's classes may raise anything
+        raise OSError(f"an object of type {type(value).__name__} cannot be stored: {error}") from None
+    return EncodedObject(encoded.getvalue())
+
+
 def row_major_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[TensorBounds]:
     """Splits the row-major range [start, stop) of a tensor of `shape` into boxes: yields (offsets, sizes) in
     the order of their entries. A tensor of n dims needs at most 2n - 1 boxes."""
@@ -121,6 +148,11 @@ class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         entry = self.state_dict[index.fqn]
         return entry.box_memory(index) if isinstance(entry, TensorSlice) else super().lookup_object(index)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(encode_object(object).content)
+        return super().transform_object(write_item, object)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -155,16 +187,36 @@ class _CheckedReader(FileSystemReader):
         return metadata
 
 
-def write_entries(directory: Path, state: dict[str, Any]) -> list[Path]:
-    """Writes this rank's entries. Collective; no two ranks may write the same key. Returns the files that
-    this rank wrote. Raises OSError on all ranks if one of them cannot write."""
+@dataclass(frozen=True)
+class WrittenEntries:
+    """What a rank has written: its items, where each of them lies, and the names of its files."""
+
+    items: list[WriteItem]
+    results: list[WriteResult]
+    files: list[str]
+
+
+def write_entries(directory: Path, rank: int, state: dict[str, Any]) -> WrittenEntries:
+    """Writes the entries of one rank to a file of its own in an existing directory; no two ranks may write
+    the same box. Raises OSError, or torch's RuntimeError, if they cannot be written."""
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        save(state, storage_writer=FileSystemWriter(directory), planner=planner)
-    except CheckpointException as failed:
-        raise OSError(_first_failure(failed)) from None
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return [*sorted(directory.glob(f"__{rank}_*.distcp")), *([directory / ".metadata"] if rank == 0 else [])]
+    planner.set_up_planner(state)
+    tensors = (v.values if isinstance(v, TensorSlice) else v for v in state.values())
+    on_cpu = all(not isinstance(t, torch.Tensor) or t.is_cpu for t in tensors)
+    # Without copies ahead torch makes no stream, and so no GPU context in a writer process.
+    writer = FileSystemWriter(directory, per_thread_copy_ahead=0 if on_cpu else _COPY_AHEAD_BYTES)
+    writer.set_up_storage_writer(is_coordinator=False, rank=rank, use_collectives=False)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    results = writer.write_data(plan, planner).value()
+    return WrittenEntries(plan.items, results, sorted(p.name for p in directory.glob(f"__{rank}_*.distcp")))
+
+
+def write_index(directory: Path, parts: Sequence[WrittenEntries]) -> Path:
+    """Writes where the entries of all ranks lie. Returns the path of the file."""
+    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    _, metadata = planner.create_global_plan([SavePlan(part.items) for part in parts])
+    FileSystemWriter(directory).finish(metadata, [part.results for part in parts])
+    return directory / ".metadata"
 
 
 def stored_entries(directory: Path) -> dict[str, torch.Tensor | None]:

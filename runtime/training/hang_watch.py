@@ -3,8 +3,8 @@
 Each rank has a thread that compares the time since the rank's last instruction with a limit. The first rank
 over the limit asks all ranks, through the run's store, what they do. Ranks answer from their own threads, so
 one that waits for a message answers, and one that is stopped does not. The cause is a rank that does not
-answer, else one that waits for its loader, else one that computes. The report goes to stderr, and the Python
-stacks of all processes to `LOGDIR/hang.txt`; then the ranks end.
+answer, else one that waits for its loader or writer, else one that computes. The report goes to stderr, and
+the Python stacks of all processes to `LOGDIR/hang.txt`; then the ranks end.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class HangWatch:
         causes = next(
             (
                 found
-                for kind in ("SILENT", "LOADER", "NOTHING")
+                for kind in ("SILENT", "LOADER", "WRITER", "NOTHING")
                 if (found := [r for r in kinds if kinds[r] == kind])
             ),
             list(kinds),
@@ -174,6 +174,8 @@ def _describe_causes(causes: list[int], kinds: dict[int, str]) -> str:
             return f"{named} did not answer"
         case "LOADER":
             return f"the loader of {named} brings no samples"
+        case "WRITER":
+            return f"the process that writes checkpoints of {named} does not finish"
         case "NOTHING":
             return f"{named} did not finish an instruction"
         case _:

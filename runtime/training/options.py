@@ -33,6 +33,7 @@ class RunOptions:
     save: Path | None = None
     save_every: int | None = None
     keep: int | None = None
+    save_async: bool = True
     resume: Path | Literal["auto"] | None = None
     trace: Path | None = None
     comm: str = "channels"
@@ -108,6 +109,11 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--keep", type=_at_least(1), metavar="N", help="keep only the newest N checkpoints (default: all)"
     )
+    text = (
+        "write checkpoints of --save-every in a process of their own while the ranks train on; needs host"
+        " memory for a copy (default; --no-save-async: within the step)"
+    )
+    p.add_argument("--save-async", action=argparse.BooleanOptionalAction, default=True, help=text)
     text = (
         "continue from a checkpoint, or from the latest whole one in DIR; auto: from the latest in --save, or"
         " from the beginning if it holds none"

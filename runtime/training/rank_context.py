@@ -40,6 +40,7 @@ from secc.runtime.parameters.checkpoint_folder import (
     find_checkpoint,
     has_checkpoints,
 )
+from secc.runtime.parameters.checkpoint_writer import BackgroundWriter
 from secc.runtime.parameters.mixed_precision import cast_model
 from secc.runtime.parameters.rank_weights import build_rank_model, canonical_names, load_user_model
 from secc.runtime.parameters.zero3 import Zero3State
@@ -143,6 +144,8 @@ class RankContext(ExitStack):
         self.first_check = start_first_check(self.plan, directory, self.user_model) if checks else None
         self.data_plane = self._make_data_plane()
         self.evaluation_data = self._make_evaluation_data() if options.evaluates else None
+        saves = options.save is not None and not (options.emulate or options.eval_only)
+        self.checkpoint_writer = BackgroundWriter() if saves and options.save_async else None
 
     def _lock_folders(self) -> None:
         """Keeps other runs out of the folders that this one writes into. Raises UserError if one is there."""
@@ -158,6 +161,8 @@ class RankContext(ExitStack):
         self.callback(self.data_plane.close)
         if self.evaluation_data is not None:
             self.callback(self.evaluation_data.data_plane.close)
+        if self.checkpoint_writer is not None:
+            self.callback(self.checkpoint_writer.close)
         store = open_store(self.rank, self.plan.hash)
         if self.device.type == "cpu":
             torch.set_num_threads(1)

@@ -38,6 +38,7 @@ from secc.runtime.monitoring.section_times import (
     section_wait_columns,
 )
 from secc.runtime.parameters import checkpoint
+from secc.runtime.parameters.checkpoint_writer import CheckpointSaver, FinishedSave
 from secc.runtime.parameters.elementwise_check import why_not_elementwise
 from secc.runtime.parameters.gradient_reduction import GradientReducer, build_reduction_groups
 from secc.runtime.parameters.mixed_precision import cast_model, compute_dtype
@@ -200,6 +201,8 @@ class Trainer:
         if context.rank == 0:
             self.metrics = MetricsLog(context.log_dir, context.last_step, run=context.run_id)
             self.section_times = SectionTimesLog(context.log_dir, self.plan)
+        self._saver = CheckpointSaver(context.checkpoint_writer, context.trace.activity)
+        self._save_stage_ended = False
         self.stop_request, self._stops = StopRequest(), False
         self.stop_request.listen()
         self.reports = RunReports(context) if context.rank == 0 and self.options.report_to else None
@@ -349,7 +352,7 @@ class Trainer:
         self, share: torch.Tensor, squared: torch.Tensor, batches: StepBatches, exposed_s: float
     ) -> StepTotals:
         """Sums all scalars of a step over ranks in one exchange. Also agrees on whether to stop after this
-        step.
+        step, and on whether a checkpoint in the background has come further.
 
         `share`: this rank's share of the loss; `squared`: its share of the squared gradient norm;
         `exposed_s`: the seconds that it waited for gradients.
@@ -361,15 +364,16 @@ class Trainer:
         times = [share.new_tensor(local_seconds.get((name, kind), 0.0) / tp) for name, kind, tp in columns]
         rate = self._learning_rate() if self._reports_learning_rate else 0.0
         own = [share.new_tensor(rate), share.new_tensor(exposed_s / self.context.world_size)]
-        asked = share.new_tensor(float(self.stop_request.is_set))
+        flags = [share.new_tensor(float(f)) for f in (self._saver.is_stage_done(), self.stop_request.is_set)]
         totals = self.context.data_plane.exchange_values(
-            torch.stack([share, squared, *own, *shares.values(), *times, asked]), self.context.last_step
+            torch.stack([share, squared, *own, *shares.values(), *times, *flags]), self.context.last_step
         ).sum(0)
         self._stops = bool(totals[-1] > 0)
+        self._save_stage_ended = int(totals[-2]) == self.context.world_size
         sums = totals[2:].tolist()
         seconds = {
             (name, kind): total
-            for (name, kind, _), total in zip(columns, sums[2 + len(shares) : -1], strict=True)
+            for (name, kind, _), total in zip(columns, sums[2 + len(shares) : -2], strict=True)
         }
         return StepTotals(
             float(totals[0]) + self.terms.CONSTANT,
@@ -419,9 +423,12 @@ class Trainer:
         self._callbacks.on_step(result)
         if self._evaluator is not None and self._is_evaluation_due():
             self.evaluate()
+        if self._save_stage_ended:
+            with self.context.trace.record_event("SAVE", kind="SAVE"):
+                self._report_save(self._saver.end_stage())
         if self.options.save is not None and self._is_save_due():
             with self.context.trace.record_event("SAVE", kind="SAVE"):
-                self.save_checkpoint()
+                self.save_checkpoint(in_background=not self._is_last_step())
         self.context.trace.activity.end_step(seconds)
         self._step_start = time.perf_counter()
         return seconds
@@ -487,18 +494,19 @@ class Trainer:
 
     def _is_save_due(self) -> bool:
         every = self.options.save_every
-        return (
-            self.step_number == self.context.last_step
-            or self._stops_early
-            or self._stops
-            or (every is not None and self.step_number % every == 0)
-        )
+        return self._is_last_step() or (every is not None and self.step_number % every == 0)
 
-    def save_checkpoint(self, folder: Path | None = None, keep: int | None = None) -> None:
+    def _is_last_step(self) -> bool:
+        return self._stops_early or self._stops or self.step_number == self.context.last_step
+
+    def save_checkpoint(
+        self, folder: Path | None = None, keep: int | None = None, in_background: bool = False
+    ) -> None:
         """Writes a checkpoint to `folder`, which keeps the newest `keep`; by default as --save and --keep
-        say. Collective."""
+        say. The one before is finished first. Collective."""
         folder, keep = (folder, keep) if folder is not None else (self.options.save, self.options.keep)
         assert folder is not None
+        self._report_save(self._saver.finish_save())
         zero3 = self.context.zero3
         # In mixed precision, float32 masters are saved in place of the trained parameters.
         written = self._owned_names - (self._trained_names if self.plan.dtype else set[str]())
@@ -529,21 +537,23 @@ class Trainer:
             str(context.directory.resolve()),
             self._settings,
         )
-        try:
-            saved = checkpoint.save_checkpoint(folder, state, manifest, keep)
-        except checkpoint.SaveFailed as failed:
-            self._report_failed_save(folder, failed)
-            return
-        if context.rank == 0:
-            self._callbacks.on_save(saved)
+        self._saver.start_save(folder, state, manifest, keep, in_background)
+        if not in_background:
+            self._report_save(self._saver.finish_save())
 
-    def _report_failed_save(self, folder: Path, failed: checkpoint.SaveFailed) -> None:
-        """Says that a checkpoint was not saved. Raises UserError if the run ends here: its last weights would
-        be lost without it."""
-        message = f"the checkpoint of step {self.step_number} was not saved: {failed}"
-        if self._stops or self._stops_early or self.step_number == self.context.last_step:
+    def _report_save(self, saved: FinishedSave | None) -> None:
+        """Calls the user's callbacks with a checkpoint that was saved, or says why it was not. Raises
+        UserError if the run ends here: its last weights would be lost without it."""
+        if saved is None:
+            return
+        if not saved.failure:
+            if self.context.rank == 0:
+                self._callbacks.on_save(saved.path)
+            return
+        message = f"the checkpoint of step {saved.step} was not saved: {saved.failure}"
+        if self._is_last_step() and saved.step == self.step_number:
             remedy = "make room or give another --save, and continue from the checkpoint before with --resume"
-            raise UserError(message, str(folder), remedy)
+            raise UserError(message, str(saved.directory), remedy)
         if self.context.rank == 0:
             say(printable_text(f"warning: {message}; training goes on, checkpoints before it stay"))
 

@@ -21,6 +21,7 @@ from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.user_file import load_model_file
 from secc.runtime.parameters import checkpoint
 from secc.runtime.parameters.checkpoint_folder import find_checkpoint
+from secc.runtime.parameters.checkpoint_writer import save_checkpoint
 from secc.runtime.parameters.rank_weights import canonical_names
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -113,7 +114,7 @@ def train(folder: Path, student: str) -> nn.Module:
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     about = checkpoint.make_manifest(model, 1, 0, False, 1)
-    checkpoint.save_checkpoint(folder / "run", checkpoint.model_state(model, {}), about)
+    save_checkpoint(folder / "run", checkpoint.model_state(model, {}), about)
     return model.eval()
 
 

@@ -14,13 +14,9 @@ import torch
 
 from secc.cli import main
 from secc.runtime.errors import UserError
-from secc.runtime.parameters.checkpoint import (
-    SaveFailed,
-    load_full_state_dict,
-    make_manifest,
-    save_checkpoint,
-)
+from secc.runtime.parameters.checkpoint import load_full_state_dict, make_manifest
 from secc.runtime.parameters.checkpoint_folder import MANIFEST_FILE, check_folder_is_free, find_checkpoint
+from secc.runtime.parameters.checkpoint_writer import SaveFailed, save_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SYSTEM_CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync")

@@ -33,6 +33,11 @@ class Hostile:
         return os.system, (self.command,)
 
 
+def write_alone(directory: Path, state: dict[str, Any]) -> None:
+    written = sliced_tensor_store.write_entries(directory, 0, state)
+    sliced_tensor_store.write_index(directory, [written])
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A checkpoint of one parameter in two parts, with the states of an optimizer and a scheduler."""
@@ -42,7 +47,7 @@ def checkpoint(tmp_path: Path) -> Path:
     options = [(["weight"], {"lr": 0.1, "betas": (0.9, 0.99), "foreach": None})]
     state: dict[str, Any] = {"model/weight": first, "optimizer/weight/step": torch.tensor(3.0)}
     state |= {"groups/0": options, "scheduler/0": {"last_epoch": 3, "_last_lr": [0.1]}}
-    sliced_tensor_store.write_entries(directory, state)
+    write_alone(directory, state)
     manifest = CheckpointManifest(3, 0, False, 8, ("weight",), {})
     fields = {key: value for key, value in asdict(manifest).items() if key != "files"}
     (directory / MANIFEST_FILE).write_text(json.dumps(fields))
@@ -77,7 +82,7 @@ def test_metadata_that_would_run_code_is_refused(checkpoint: Path, tmp_path: Pat
 def test_an_object_that_would_run_code_is_refused(tmp_path: Path) -> None:
     mark, directory = tmp_path / "ran", tmp_path / "saved"
     directory.mkdir()
-    sliced_tensor_store.write_entries(directory, {"groups/0": [Hostile(f"touch {mark}")]})
+    write_alone(directory, {"groups/0": [Hostile(f"touch {mark}")]})
     with pytest.raises(
         UserError, match=r"the checkpoint's entry 'groups/0' holds posix.system, which may run"
     ):
@@ -122,7 +127,7 @@ def test_a_missing_data_file_is_refused(checkpoint: Path) -> None:
 def test_a_parameter_without_some_of_its_parts_is_refused(tmp_path: Path) -> None:
     part = sliced_tensor_store.TensorSlice(torch.arange(5.0), torch.Size((2, 4)), 0)
     (tmp_path / "saved").mkdir()
-    sliced_tensor_store.write_entries(tmp_path / "saved", {"model/weight": part})
+    write_alone(tmp_path / "saved", {"model/weight": part})
     with pytest.raises(UserError, match=r"the parts of 'model/weight' do not fill its shape \[2, 4\]"):
         sliced_tensor_store.stored_entries(tmp_path / "saved")
 

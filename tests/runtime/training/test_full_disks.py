@@ -16,12 +16,12 @@ BROKEN = """
 import resource
 from secc.runtime.parameters import sliced_tensor_store as store
 real, calls = store.write_entries, []
-def write_entries(directory, state):
+def write_entries(directory, rank, state):
     calls.append(1)
     if len(calls) >= 2:
         resource.setrlimit(resource.RLIMIT_FSIZE, (MOST, -1))
     try:
-        return real(directory, state)
+        return real(directory, rank, state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
 store.write_entries = write_entries
@@ -62,7 +62,7 @@ def test_the_last_save_that_fails_ends_the_run_with_an_error(
 ) -> None:
     write_plan(tmp_path / "plan", APART)
     break_saves(tmp_path / "plan", "1000")
-    arguments = ["--steps", "2", "--save", str(tmp_path / "saved"), "--save-every", "1"]
+    arguments = ["--steps", "2", "--save", str(tmp_path / "saved"), "--save-every", "1", "--no-save-async"]
     assert run_plan(tmp_path / "plan", arguments) == 2
     errors = capfd.readouterr().err
     assert "the checkpoint of step 2 was not saved: " in errors
