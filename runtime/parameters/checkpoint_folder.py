@@ -152,18 +152,34 @@ def digest_file(path: Path, sync: bool = False) -> FileDigest:
         return FileDigest(file.tell(), sha256)
 
 
-def find_checkpoint(directory: Path) -> FoundCheckpoint:
+def hash_files(checkpoint: Path, files: Mapping[str, FileDigest]) -> dict[str, str]:
+    """Returns the SHA-256 of each of these files of a checkpoint, and the cause in words for one that cannot
+    be read."""
+    found: dict[str, str] = {}
+    for name in files:
+        try:
+            found[name] = digest_file(checkpoint / name).sha256
+        except OSError as error:
+            found[name] = error.strerror or str(error)
+    return found
+
+
+# Hashes files as `hash_files` does, perhaps together with others.
+HashFiles = Callable[[Path, Mapping[str, FileDigest]], dict[str, str]]
+
+
+def find_checkpoint(directory: Path, hashes: HashFiles = hash_files) -> FoundCheckpoint:
     """Returns `directory` if it is a checkpoint, else the latest whole checkpoint in it; its files have been
-    checked.
+    checked, hashed by `hashes`.
 
     Raises UserError if there is none, or if a file of the checkpoint `directory` is damaged.
     """
     if (directory / MANIFEST_FILE).exists():
-        return FoundCheckpoint(directory, check_checkpoint(directory))
+        return FoundCheckpoint(directory, check_checkpoint(directory, hashes))
     damaged: list[UserError] = []
     for path in _checkpoints_by_preference(directory):
         try:
-            return FoundCheckpoint(path, check_checkpoint(path), tuple(damaged))
+            return FoundCheckpoint(path, check_checkpoint(path, hashes), tuple(damaged))
         except UserError as error:
             damaged.append(error)
     if damaged:
@@ -171,29 +187,31 @@ def find_checkpoint(directory: Path) -> FoundCheckpoint:
     raise UserError("no checkpoint found", str(directory), _NO_CHECKPOINT_REMEDY)
 
 
-def check_checkpoint(checkpoint: Path) -> CheckpointManifest:
+def check_checkpoint(checkpoint: Path, hashes: HashFiles = hash_files) -> CheckpointManifest:
     """Returns the manifest of a checkpoint. Raises UserError for the first file that is missing or not
     the one that was written."""
     manifest = read_manifest(checkpoint)
     if manifest.files is None:
         return manifest
     for name, expected in manifest.files.items():
-        _compare_file(checkpoint / name, "bytes", expected.size, lambda path: path.stat().st_size)
+        try:
+            size = (checkpoint / name).stat().st_size
+        except OSError as error:
+            message = f"damaged checkpoint: {error.strerror}"
+            raise UserError(message, str(checkpoint / name), _DAMAGE_REMEDY) from None
+        _compare_file(checkpoint / name, "bytes", expected.size, size)
     for path in sorted(checkpoint.glob("*.distcp")):
         if path.name not in manifest.files:
             message = "damaged checkpoint: the file is not one of this checkpoint's"
             raise UserError(message, str(path), _DAMAGE_REMEDY)
+    found = hashes(checkpoint, manifest.files)
     for name, expected in manifest.files.items():
-        _compare_file(checkpoint / name, "SHA-256", expected.sha256, lambda path: digest_file(path).sha256)
+        _compare_file(checkpoint / name, "SHA-256", expected.sha256, found[name])
     return manifest
 
 
-def _compare_file(path: Path, quantity: str, expected: object, measure: Callable[[Path], object]) -> None:
-    """Raises UserError if the file cannot be read or its `quantity` is another than expected."""
-    try:
-        found = measure(path)
-    except OSError as error:
-        raise UserError(f"damaged checkpoint: {error.strerror}", str(path), _DAMAGE_REMEDY) from None
+def _compare_file(path: Path, quantity: str, expected: object, found: object) -> None:
+    """Raises UserError if the file's `quantity` is another than expected."""
     if found != expected:
         message = f"damaged checkpoint: {quantity} of the file: {expected} were written, {found} found"
         raise UserError(message, str(path), _DAMAGE_REMEDY)

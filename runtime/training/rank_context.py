@@ -36,13 +36,16 @@ from secc.runtime.monitoring.trackers import check_installed
 from secc.runtime.parameters.checkpoint import load_model_state
 from secc.runtime.parameters.checkpoint_folder import (
     FoundCheckpoint,
+    HashFiles,
     check_folder_is_free,
     find_checkpoint,
     has_checkpoints,
+    hash_files,
 )
 from secc.runtime.parameters.checkpoint_writer import BackgroundWriter
 from secc.runtime.parameters.mixed_precision import cast_model
 from secc.runtime.parameters.rank_weights import build_rank_model, canonical_names, load_user_model
+from secc.runtime.parameters.shared_digests import SharedDigests
 from secc.runtime.parameters.zero3 import Zero3State
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.replica_routes import ranks_by_replica
@@ -57,10 +60,11 @@ from secc.runtime.training.first_check import start_first_check
 from secc.runtime.training.hang_watch import HangWatch, StackFile
 from secc.runtime.training.machine_check import check_gpu_memory, check_machine
 from secc.runtime.training.options import RunOptions
-from secc.runtime.training.rendezvous import attempt_number, is_joinable, open_store
+from secc.runtime.training.rendezvous import attempt_number, connect_agent_store, is_joinable, open_store
 from secc.runtime.training.run_settings import describe_model
 
 DEFAULT_STEPS = 100
+_HASHING_TIMEOUT = timedelta(days=1)  # a launcher ends ranks that wait for one that is gone
 _COLLECTIVE_TIMEOUT = timedelta(days=1)  # the watch against hangs is much earlier and says more
 MAX_RECORDERS = 4  # per rank, unless --recorders says more: a step has few micro-batches per rank
 
@@ -113,7 +117,7 @@ class RankContext(ExitStack):
         self.device = _choose_device(options.share_gpus)
         self.user_model = load_user_model(self.plan, directory)
         self.log_dir = options.log_dir or directory / "logs"
-        self.resumed = _find_resumed(options)
+        self.resumed = _find_resumed(options, self._hash_files())
         manifest = self.resumed.manifest if self.resumed else None
         sample_count, global_batch = len(self.user_model.dataset()), self.plan.global_batch
         if self.rank == 0 and sample_count < global_batch:
@@ -146,6 +150,14 @@ class RankContext(ExitStack):
         self.evaluation_data = self._make_evaluation_data() if options.evaluates else None
         saves = options.save is not None and not (options.emulate or options.eval_only)
         self.checkpoint_writer = BackgroundWriter() if saves and options.save_async else None
+
+    def _hash_files(self) -> HashFiles:
+        """Returns how files of a checkpoint are hashed: together with the other ranks, if there is a store
+        already."""
+        store = connect_agent_store(_HASHING_TIMEOUT) if self.world_size > 1 else None
+        if store is None:
+            return hash_files
+        return SharedDigests(store, self.rank, self.world_size).hash_files
 
     def _lock_folders(self) -> None:
         """Keeps other runs out of the folders that this one writes into. Raises UserError if one is there."""
@@ -376,11 +388,11 @@ def _choose_device(share_gpus: bool) -> torch.device:
     return torch.device("cpu")
 
 
-def _find_resumed(options: RunOptions) -> FoundCheckpoint | None:
+def _find_resumed(options: RunOptions, hashes: HashFiles) -> FoundCheckpoint | None:
     """Returns the checkpoint that the run continues from; None if it starts from the beginning."""
     if _continues_by_itself(options) and options.save is not None and has_checkpoints(options.save):
-        return find_checkpoint(options.save)
-    return find_checkpoint(options.resume) if isinstance(options.resume, Path) else None
+        return find_checkpoint(options.save, hashes)
+    return find_checkpoint(options.resume, hashes) if isinstance(options.resume, Path) else None
 
 
 def _continues_by_itself(options: RunOptions) -> bool:

@@ -1,0 +1,48 @@
+"""Hashing the files of a checkpoint together: each rank reads a part of them, and all learn the digests.
+
+Ranks look for the checkpoint that they continue from before they can form a process group, so they exchange
+digests through the key-value store in which they meet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from secc.runtime.parameters.checkpoint_folder import FileDigest, hash_files
+
+
+class SharedDigests:
+    """Hashes the files of checkpoints together with the other ranks; each of them must hash the same
+    checkpoints in the same order. `store` is the one in which the ranks meet."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+
+    def hash_files(self, checkpoint: Path, files: Mapping[str, FileDigest]) -> dict[str, str]:
+        """Returns the SHA-256 of each file as the rank that read it found it. Waits for all ranks."""
+        shares = _divide_files(files, self._world_size)
+        own = hash_files(checkpoint, {name: files[name] for name in shares[self._rank]})
+        self._store.set(self._key(checkpoint, self._rank), json.dumps(own))
+        found: dict[str, str] = {}
+        for rank, share in enumerate(shares):
+            if share:
+                found |= json.loads(self._store.get(self._key(checkpoint, rank)))
+        return found
+
+    def _key(self, checkpoint: Path, rank: int) -> str:
+        return f"secc/digests/{checkpoint.name}/{rank}"
+
+
+def _divide_files(files: Mapping[str, FileDigest], count: int) -> list[list[str]]:
+    """Returns the names for each of `count` ranks, so that they read equally many bytes: the largest file
+    goes to the rank with the fewest so far."""
+    shares: list[list[str]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for name in sorted(files, key=lambda n: (-files[n].size, n)):
+        rank = sizes.index(min(sizes))
+        shares[rank].append(name)
+        sizes[rank] += files[name].size
+    return shares
