@@ -11,7 +11,7 @@ import pytest
 from secc.cluster.cluster_file import read_cluster_file
 from secc.cost.model.measured_costs import read_measured_costs
 from secc.errors import UserError
-from secc.ir.text_io.module_text import parse_module
+from secc.ir.text_io.module_text import parse_module, read_module
 from secc.runtime.model.safetensors_reader import list_stored_tensors
 from tools.mutate_files import COSTS, file_formats, run_mutations
 
@@ -27,6 +27,13 @@ def test_mutated_files_are_taken_or_refused(root: Path) -> None:
 def write(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
+
+
+def test_a_text_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "huge.mlir").open("wb") as file:
+        file.truncate(1 << 34)
+    with pytest.raises(UserError, match="it has more than 64 MiB"):
+        read_module(tmp_path / "huge.mlir")
 
 
 def test_a_text_that_does_not_end_is_refused_at_once() -> None:

@@ -90,7 +90,7 @@ class BadSampleError(UserError):
 
     def __init__(self, errors: Sequence[UserError], indices: Sequence[int]) -> None:
         first = errors[0] if errors else UserError(f"samples {list(indices)} do not load")
-        remedy = "correct the dataset, or leave out such samples with --skip-bad-samples"
+        remedy = f"{first.remedy or 'correct the dataset'}, or leave out such samples with --skip-bad-samples"
         super().__init__(first.message, first.where, remedy)
         self.reported_elsewhere = not errors
 
@@ -188,10 +188,9 @@ class DataPlane:
         if skipped and not self._skip_bad:
             raise BadSampleError(rows.errors, skipped)
         if not records:
-            raise UserError(
-                f"none of the {len(skipped)} samples of step {self._step + 1} loads",
-                remedy="run without --skip-bad-samples",
-            )
+            first = f": {rows.errors[0].message}" if rows.errors else ""
+            message = f"none of the {len(skipped)} samples of step {self._step + 1} can be trained{first}"
+            raise UserError(message, remedy="run without --skip-bad-samples")
         self._shares.check_declared(records)
         self._latest = self._assemble_batch(records, kept, skipped, group)
         return self._latest

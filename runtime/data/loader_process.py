@@ -175,7 +175,7 @@ def _run_loader_process(loader: SampleLoader, pipe: Connection, other_end: Conne
     """Run the background process: read requests, answer batches first, and make metadata sample by sample
     in between."""
     other_end.close()
-    prepare_worker_process(parent)
+    prepare_worker_process(parent, "secc-loader")
     shares: deque[_MetadataWork] = deque()
     recordings = loader.recorders.connections if loader.recorders is not None else []
     try:

@@ -56,7 +56,7 @@ class SampleLoader:
 
     `rerecorder` records glue if the plan needs it. With `recorders`, processes that do this, `begin_batch`
     starts a recording and `take_finished_batches` returns the result. A sample that does not
-    load or collate is left out and named; the data plane decides whether that ends the run.
+    load, collate or fit the plan is left out and named; the data plane decides whether that ends the run.
     """
 
     def __init__(
@@ -94,14 +94,15 @@ class SampleLoader:
             index = self.epochs.locate_sample(ask.step, position)[1]
             try:
                 alone = self._collate_alone(ask.step, position)
+                if self.rerecorder is not None:
+                    alone = self.rerecorder.add_row_counts(alone)
+                record = self.codec.make_record(index, alone)
             except LostProcess:
                 raise
             except UserError as error:
                 yield SkippedSample(index, error)
-                continue
-            yield self.codec.make_record(
-                index, self.rerecorder.add_row_counts(alone) if self.rerecorder is not None else alone
-            )
+            else:
+                yield record
 
     def pack_rows(self, records: Sequence[SampleRecord | SkippedSample]) -> MetadataRows:
         """Make the answer to a MetadataRequest from all its records."""

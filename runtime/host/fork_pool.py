@@ -42,7 +42,7 @@ class WorkerPool:
         for _ in range(count):
             pipe, far_end = context.Pipe()
             process = context.Process(
-                target=_serve_requests, args=(work, far_end, os.getpid()), name=name, daemon=True
+                target=_serve_requests, args=(work, far_end, os.getpid(), name), name=name, daemon=True
             )
             process.start()
             far_end.close()
@@ -107,8 +107,8 @@ def run_capturing_errors(work: Callable[..., Any], *arguments: Any) -> Any:
         return RuntimeError(f"a process of this rank failed\n{traceback.format_exc()}")
 
 
-def _serve_requests(work: Callable[..., Any], pipe: Connection, parent: int) -> None:
-    prepare_worker_process(parent)
+def _serve_requests(work: Callable[..., Any], pipe: Connection, parent: int, name: str) -> None:
+    prepare_worker_process(parent, name)
     try:
         while True:
             token, arguments = pickle.loads(pipe.recv_bytes())

@@ -467,6 +467,13 @@ class _LoaderOfText(importlib.machinery.SourceFileLoader):
         return self.source_to_code(self._text, self.path)
 
 
+def add_import_folder(model_file: Path) -> None:
+    """Lets Python find the modules next to a model file."""
+    folder = str(model_file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
 def load_model_file(path: str | Path) -> UserModel:
     """Import the model file under a fresh module name and put its folder on sys.path. Files that it imports
     are read again if they have changed. Raises UserError if the file is missing, is not Python, or fails to
@@ -479,9 +486,7 @@ def load_model_file(path: str | Path) -> UserModel:
             f"cannot read the model file: {error.strerror}", str(path), "give the path of a Python file"
         ) from None
     forget_changed_modules()
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    add_import_folder(path)
     name = f"{_MODULE_PREFIX}{next(_import_counter)}"
     if path.suffix != ".py":
         raise UserError("the model file is not a Python file", str(path), "give the path of a .py file")

@@ -67,16 +67,25 @@ def load_user_model(plan: Plan, directory: Path) -> UserModel:
             before.splitlines(),
             text.decode().splitlines(),
         )
+    user_file.add_import_folder(path)
+    _check_imported_code(plan, directory, path, is_loaded=False)
     user = user_file.load_model_file(path)
-    _check_imported_code(plan, directory, path)
+    _check_imported_code(plan, directory, path, is_loaded=True)
     return user
 
 
-def _check_imported_code(plan: Plan, directory: Path, model_file: Path) -> None:
+def _check_imported_code(plan: Plan, directory: Path, model_file: Path, is_loaded: bool) -> None:
     """Raises UserError if a file of the user's that the model file imports, or the version of a package that
-    defines its modules, differs from when the plan was made."""
-    for name, digest in plan.model.imports.items():
+    defines its modules, differs from when the plan was made.
+
+    Before the model file `is_loaded`, no code of the user's runs here: a package comes before its modules,
+    so its own file has been compared when they are looked for. A module that is found only later, since the
+    model file says where, is compared then.
+    """
+    for name, digest in sorted(plan.model.imports.items()):
         path = imported_code.find_module_file(name)
+        if path is None and not is_loaded:
+            continue
         if path is None:
             message = f"the plan was made with the module {name}, which this machine does not find"
             remedy = "put its file next to the model file or on PYTHONPATH, or compile again"

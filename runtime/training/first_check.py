@@ -68,7 +68,7 @@ class FirstCheck:
             os.close(writing)
             return
         try:
-            prepare_worker_process(parent)
+            prepare_worker_process(parent, "secc-check")
             result = compare_first_samples(plan, directory, user)
             os.write(writing, json.dumps(dataclasses.asdict(result)).encode())
         finally:

@@ -17,7 +17,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,6 +26,7 @@ from types import FrameType
 
 from secc.runtime.errors import UserError
 from secc.runtime.host.parent_death import LAUNCHER_VARIABLE
+from secc.runtime.host.private_folder import hold_private_folder
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.training.hang_watch import HANG_EXIT_CODE
 from secc.runtime.training.launch import LOST_HELPER_EXIT_CODE, LOST_PEER_EXIT_CODE
@@ -60,10 +60,9 @@ def run_plan(directory: str | Path, arguments: Sequence[str] = (), replan: Repla
         check_machine(plan, range(plan.world_size), options.share_gpus)
     if options.on_loss == "replan" and replan is None:
         raise UserError("--on-loss replan needs the compiler", remedy="start the plan by `secc run`")
-    private_folder = tempfile.TemporaryDirectory(prefix="secc-")
-    with private_folder as folder, rank_environment(), _StopRequests() as requests:
+    with hold_private_folder() as folder, rank_environment(), _StopRequests() as requests:
         supervisor = _Supervisor(directory, arguments, options, plan.world_size, replan, requests)
-        return supervisor.run(Path(folder))
+        return supervisor.run(folder)
 
 
 class _Supervisor:
@@ -109,7 +108,7 @@ class _Supervisor:
             self._failures += 1
             steady = time.monotonic() - began > _STEADY_S
             self._quick_failures = 1 if steady else self._quick_failures + 1
-            if self._options.on_loss == "replan":
+            if self._options.on_loss == "replan" and causes:
                 self._go_on_without(causes)
             pause = restart_pause(self._quick_failures)
             saved = self._options.save

@@ -31,7 +31,8 @@ from secc.runtime.plan.plan_file import MAX_RANKS
 
 FileData = Mapping[str, Any]
 
-_MAX_BYTES, _MAX_CAUSE, _MAX_FIGURE = 1 << 20, 200, 1e9
+_MAX_BYTES, _MAX_CAUSE = 1 << 20, 200
+_MIN_FIGURE, _MAX_FIGURE = 1e-3, 1e9  # smaller ones would be no whole ns, MB/s or GFLOP/s
 
 _GROUP_KEYS = frozenset({
     "nodes", "devices", "kind", "like", "memory_gib", "bf16_tflops", "f32_tflops", "memory_gb_s",
@@ -216,8 +217,12 @@ def _latency_and_bandwidth(path: Path, figures: FileData, default: Link) -> tupl
 
 def _positive_number(path: Path, data: FileData, key: str, default: float) -> float:
     value = data.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _MAX_FIGURE:
-        limit = f"a number above 0 and up to {_MAX_FIGURE:g}"
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not _MIN_FIGURE <= value <= _MAX_FIGURE
+    ):
+        limit = f"a number of at least {_MIN_FIGURE:g} and up to {_MAX_FIGURE:g}"
         raise UserError(f"expected {limit} for {key!r}, got {show_value(value)}", str(path))
     return value
 

@@ -115,6 +115,14 @@ def test_mixed_kinds(tmp_path: Path) -> None:
     assert parse_cluster(str(path)).groups == cluster.groups
 
 
+def test_figures_that_round_to_nothing_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    for figure in ("f32_tflops: 0.00001", "memory_gb_s: 1.0e-10", "inside: {gb_s: 5, latency_us: 0.0001}"):
+        path.write_text(f"nodes: 1\ndevices: 2\nkind: H100\n{figure}\n")
+        with pytest.raises(UserError, match=r"at least 0\.001"):
+            parse_cluster(str(path))
+
+
 def test_kind_without_preset(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text("devices: 8\nkind: X1\nlike: H100\nbf16_tflops: 500.5\n")

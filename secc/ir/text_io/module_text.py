@@ -26,6 +26,7 @@ from secc.ir.text_io.verifier import find_violations
 MLIRLexer._unescaped_characters_regex = re.compile(  # pyright: ignore[reportPrivateUsage]
     r'"(?:[^"\\\n\v\f]++|\\(?:["nt\\]|[0-9A-Fa-f]{2}))*+"'
 )
+MAX_BYTES = 1 << 26  # of a file: a plan of a thousand blocks has less than a tenth of it
 _CONTEXT_LINES = 2
 _SHOWN_CHARACTERS, _SHOWN_LINES = 200, 20  # of a text in a message
 _CACHED_TEXTS = (
@@ -133,9 +134,13 @@ def parse_module(text: str, name: str = "<text>") -> ModuleOp:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file. Raises UserError if it cannot be read."""
+    """The text of a file. Raises UserError if it cannot be read or has more than `MAX_BYTES`."""
     try:
-        return Path(path).read_text()
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise UserError(f"cannot read the file: it has more than {MAX_BYTES >> 20} MiB", str(path))
+        return content.decode()
     except OSError as error:
         raise UserError(f"cannot read the file: {error.strerror}", str(path)) from None
     except UnicodeDecodeError:

@@ -247,12 +247,20 @@ def test_samples_that_fail_to_load_can_be_skipped(plane, workers, capsys):
 
 
 def test_a_batch_without_any_loaded_sample_ends_the_run(plane):
-    with pytest.raises(UserError, match="none of the 4 samples of step 1 loads"):
+    with pytest.raises(UserError, match=r"none of the 4 samples of step 1 can be trained.*no disk"):
         plane(broken="raise OSError('no disk')", skip_bad=True).next_batch()
 
 
-def test_skipping_bad_samples_still_rejects_samples_that_do_not_fit_the_plan(plane):
-    with pytest.raises(UserError, match="lacks the input 'noise'"):
+@pytest.mark.parametrize("broken", ["del item['noise']", "item['noise'] = torch.zeros(2)"])
+def test_samples_that_do_not_fit_the_plan_can_be_skipped(plane, broken, capsys):
+    p = plane(broken=f"if i == 1: {broken}", skip_bad=True)
+    batch = p.next_batch()
+    assert [s.id for s in batch.samples] == [0, 2, 3] and batch.skipped_indices == (1,)
+    assert "'noise'" in capsys.readouterr().err
+
+
+def test_a_batch_without_any_sample_that_fits_says_why(plane):
+    with pytest.raises(UserError, match=r"can be trained: .* lacks the input 'noise'"):
         plane(broken="del item['noise']", skip_bad=True).next_batch()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,23 @@ def test_changed_import_of_the_model_file_is_detected() -> None:
     with pytest.raises(UserError) as error:
         build_rank_model(changed, load_user_model(changed, FIXTURE), 0, CPU, seed=0)
     assert "-spare: float32[4] train" in str(error.value) and "+spare: float32[3] train" in str(error.value)
+
+
+def test_code_that_has_changed_is_refused_before_it_runs(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    mark = tmp_path / "ran"
+    for name in ("helpers.py", "package/__init__.py", "package/inner.py"):
+        (tmp_path / name).write_text(f"open({str(mark)!r}, 'w')\n")
+    model_file = tmp_path / "model.py"
+    model_file.write_text("import helpers\nimport package.inner\n")
+    digest = hashlib.sha256(model_file.read_bytes()).hexdigest()
+    plan = make_plan(APART)
+    for changed in ("helpers", "package", "package.inner"):
+        imports = {changed: "0" * 64, "package": "0" * 64}
+        model = dataclasses.replace(plan.model, path=str(model_file), sha256=digest, imports=imports)
+        with pytest.raises(UserError, match="has changed since the plan was made"):
+            load_user_model(dataclasses.replace(plan, model=model), tmp_path)
+    assert not mark.exists()
 
 
 def test_missing_model_file_is_rejected(tmp_path: Path) -> None:
