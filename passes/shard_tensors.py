@@ -41,12 +41,14 @@ from secc.runtime.plan.schema import Shard
 from secc.runtime.plan.unsplit_reason import SharedSize, UnsplitKind, UnsplitReason
 
 # Why experts are not split among ranks.
+WHOLE_EXPERTS = frozenset({"routed", "listed"})  # styles of modules with experts that ranks hold whole
 EXPERT_REASONS = frozenset(
     {
         UnsplitKind.UNEVEN_EXPERTS,
         UnsplitKind.UNEVEN_EXPERT_COUNT,
         UnsplitKind.EXPERTS_BY_SEQUENCE,
         UnsplitKind.EXPERTS_INEXACT,
+        UnsplitKind.LISTED_EXPERTS_SHARED,
     }
 )
 
@@ -96,7 +98,7 @@ def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) ->
         if parameter not in split
     ]
     kinds = {style.kind.data for cut in kept for style in cut.styles}
-    computes_parts = not kinds.isdisjoint({"colwise", "experts", "routed"})
+    computes_parts = not kinds.isdisjoint({"colwise", "experts", *WHOLE_EXPERTS})
     uneven = not computes_parts and any(reason.value.is_uneven for reason in unsplit)
     if uneven or not any(cut.styles.data for cut in kept):
         reasons = unsplit + why
@@ -148,7 +150,7 @@ def _require_split_experts(
 ) -> None:
     """Raises ImpossibleChoice if some experts of a section with these blocks do not form `ep` parts."""
     with_experts = [path for path in blocks if "experts" in graph.blocks[path].attributes]
-    split = {c.block.data for c in cuts if any(style.kind.data == "routed" for style in c.styles)}
+    split = {c.block.data for c in cuts if any(style.kind.data in WHOLE_EXPERTS for style in c.styles)}
     unsplit = [reason for cut in cuts for reason in cut.whole]
     of_experts = [reason for reason in unsplit if reason.value.kind in EXPERT_REASONS]
     if of_experts or not split.issuperset(with_experts):

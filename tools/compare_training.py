@@ -158,6 +158,8 @@ def _assemble_gradient(
         return None
     whole = torch.zeros(shape)
     for cut, part in zip(cuts, own, strict=True):
+        if not cut.local_shape.numel():
+            continue  # another rank has all of it
         assert part is not None
         sizes = [stop - start for start, stop in cut.ranges]
         for (start, stop), piece in zip(cut.ranges, part.split(sizes, cut.dim), strict=True):

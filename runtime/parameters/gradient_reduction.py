@@ -105,24 +105,25 @@ def _groups_of_section(
     same experts, where replicas hold different ones."""
     mesh, replicas = section.mesh, section.mesh.expert_replicas
     routed = {canonical[s.name] for s in section.shards if s.replicas > 1}
+    holders = {canonical[s.name]: s.holder for s in section.shards if s.holder >= 0}
     cut, partial = (
         {canonical[n] for n in names_of} for names_of in ((s.name for s in section.shards), section.partial)
     )
     complete = tuple(n for n in names if n not in partial and n not in routed)
-    for tp_rank in range(mesh.tp) if complete else ():
+    for tp_rank in range(mesh.tp):
+        held = tuple(n for n in complete if holders.get(n, tp_rank) == tp_rank)
         repeated = frozenset(n for n in complete if n not in cut) if tp_rank else frozenset[str]()
-        yield ReductionGroup(
-            complete,
-            (section.name,),
-            tuple(sorted(mesh.ranks[tp_rank :: mesh.tp])),
-            section.sharding,
-            repeated,
-        )
+        ranks = tuple(sorted(mesh.ranks[tp_rank :: mesh.tp]))
+        if held:
+            yield ReductionGroup(held, (section.name,), ranks, section.sharding, repeated)
     experts = tuple(n for n in names if n in routed)
-    for place in range(mesh.tp * replicas) if experts else ():
+    for place in range(mesh.tp * replicas):
         ranks = tuple(sorted(mesh.ranks[place :: mesh.tp * replicas]))
+        part = place % mesh.tp * replicas + place // mesh.tp  # as `cut_of_shard` numbers parts
+        held = tuple(n for n in experts if holders.get(n, part) == part)
         sharding = "zero2" if section.sharding == "zero3" else section.sharding  # ranks have few of them
-        yield ReductionGroup(experts, (section.name,), ranks, sharding)
+        if held:
+            yield ReductionGroup(held, (section.name,), ranks, sharding)
     if summed_over_replica := tuple(n for n in names if n in partial):
         sharding = "zero2" if section.sharding == "zero3" else section.sharding  # they are few and stay whole
         yield ReductionGroup(summed_over_replica, (section.name,), tuple(sorted(mesh.ranks)), sharding)

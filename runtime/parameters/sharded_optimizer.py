@@ -47,7 +47,7 @@ class ParameterSlice:
     @property
     def has_first_entry(self) -> bool:
         """Whether the slice contains the first entry of the uncut parameter."""
-        return self.start == 0 and (self.cut is None or self.cut.index == 0)
+        return self.start == 0 and (self.cut is None or self.cut.has_first_entry)
 
 
 def whole_parameter_slice(name: str, param: torch.Tensor, cut: ParameterCut | None = None) -> ParameterSlice:

@@ -308,9 +308,7 @@ class Zero3State:
         stored: Mapping[str, WeightSource],
     ) -> None:
         """Shards the parameters `own` of one section over the process group, unit by unit."""
-        modules = [
-            unit for path in section.units for unit in recompute.recompute_units(model.get_submodule(path))
-        ]
+        modules = recompute.units_of_blocks(model, section.units)
         of_unit = _assign_to_units(model, modules, own)
         dtype = compute_dtype(plan.dtype)
         units: list[list[ShardedUnit]] = []
@@ -338,6 +336,18 @@ class Zero3State:
         for name, modules in self._unit_modules.items():
             for k, module in enumerate(modules, 1):
                 self.gatherers[name].wrap_unit(k, module)
+
+    def unit_requirement(self, section: str) -> Callable[[nn.Module], None]:
+        """Returns a function that ensures that the parameters of the layer around a module are present, in
+        turn; it does nothing for a section without sharded parameters."""
+        modules = self._unit_modules.get(section, [])
+        unit_of = {inner: k for k, module in enumerate(modules, 1) for inner in module.modules()}
+
+        def require(module: nn.Module) -> None:
+            if module in unit_of:
+                self.gatherers[section].require_unit(unit_of[module])
+
+        return require
 
     @property
     def parameter_names(self) -> set[str]:

@@ -153,8 +153,9 @@ _SECTION_FIELDS: dict[str, Shape] = {
                 "parts": shapes.items_of(_POSITIVE, least=1),
                 "ep": _DEGREE,
                 "replicas": _DEGREE,
+                "holder": shapes.integer(-1, MAX_RANKS),
             },
-            optional=("ep", "replicas"),
+            optional=("ep", "replicas", "holder"),
         )
     ),
     "styles": shapes.items_of(
@@ -634,6 +635,9 @@ def _check_section(plan: Plan, section: Section, symbols: set[str], optional_key
             raise MalformedValue(
                 f"expected 1 or {mesh.expert_replicas}, got {shard.replicas}", f"{where}.replicas"
             )
+        if not -1 <= shard.holder < mesh.tp * shard.replicas:
+            message = f"expected one of {mesh.tp * shard.replicas} ranks or -1, got {shard.holder}"
+            raise MalformedValue(message, f"{where}.holder")
         if mesh.tp % shard.ep or sizes[0] % shard.ep or (shard.ep > 1 and shard.dim == 0):
             message = f"expected a divisor of {mesh.tp} ranks and of {sizes[0]} experts, got {shard.ep}"
             raise MalformedValue(message, f"{where}.ep")

@@ -118,6 +118,9 @@ class Shard:
     With `ep` above 1, dim 0 (experts) is cut into `ep` blocks first, and the ranks of one block, which are
     consecutive, share it along `dim`. With `replicas` above 1, that many consecutive replicas have different
     parts of what each rank of a replica would have.
+
+    holder: the one rank that has all of it, of those of `replicas` replicas, while others have nothing
+    (experts that are modules of their own); -1 if it is divided.
     """
 
     name: str
@@ -125,13 +128,15 @@ class Shard:
     parts: tuple[int, ...]
     ep: int = 1
     replicas: int = 1
+    holder: int = -1
 
 
 @dataclass(frozen=True)
 class ModuleStyle:
     """How the user's module at path `module` computes on its shards (`runtime.tensor_parallel.styles`).
 
-    `arguments`: of a module of experts, the names of hidden states, indices of experts, and weights.
+    `arguments`: of a module of experts, the names of hidden states, indices of experts, and weights; of one
+    with experts in a list, the name of the list.
     """
 
     module: str

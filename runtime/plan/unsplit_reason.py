@@ -56,6 +56,7 @@ class UnsplitKind(StrEnum):
     SMALL_MODEL_DIFFERS = "small_model_differs"
     EXPERTS_BY_SEQUENCE = "experts_by_sequence"
     EXPERTS_INEXACT = "experts_inexact"
+    LISTED_EXPERTS_SHARED = "listed_experts_shared"
     RESULTS_DIFFER = "results_differ"
     INPUT_GRADIENTS_DIFFER = "input_gradients_differ"
     GRADIENT_DIFFERS = "gradient_differs"
@@ -113,6 +114,9 @@ SENTENCES: dict[UnsplitKind, str] = {
     UnsplitKind.SMALL_MODEL_DIFFERS: "the same layer of small_model() is split otherwise",
     UnsplitKind.EXPERTS_BY_SEQUENCE: "with norms=sequence its experts stay whole",
     UnsplitKind.EXPERTS_INEXACT: "no way to split its experts was shown exact",
+    UnsplitKind.LISTED_EXPERTS_SHARED: (
+        "its experts are modules in a list, each whole on one rank: {size} ranks cannot share ep={tp} parts"
+    ),
     UnsplitKind.RESULTS_DIFFER: "its results differ when it is split",
     UnsplitKind.INPUT_GRADIENTS_DIFFER: "gradients of its inputs differ when it is split",
     UnsplitKind.GRADIENT_DIFFERS: "the gradient of {subject} differs when it is split",

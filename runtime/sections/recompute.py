@@ -22,6 +22,7 @@ from secc.runtime.context_parallel.row_mode import bind_active_mode
 from secc.runtime.errors import UserError
 from secc.runtime.sections.module_settings import bind_active_settings
 from secc.runtime.sections.selective_layers import alternate_slice, select_alternate_blocks
+from secc.runtime.tensor_parallel.expert_lists import is_expert_list
 
 RECOMPUTE_MODES = ("none", "selective", "full")
 _RECOMPUTE_MARK = "_secc_recomputes"
@@ -73,13 +74,19 @@ def recompute_units(block: nn.Module) -> list[nn.Module]:
     return layers or ([block] if next(block.children(), None) is not None else [])
 
 
+def units_of_blocks(model: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
+    """Return the units of several blocks (module paths) under `full`, in their order."""
+    return [unit for path in blocks for unit in recompute_units(model.get_submodule(path))]
+
+
 def find_layer_stacks(module: nn.Module) -> Iterator[nn.Module]:
-    """Iterate over the outermost layer stacks in a module, itself included."""
+    """Iterate over the outermost layer stacks in a module, itself included. Experts side by side are none."""
     if is_layer_stack(module):
         yield module
         return
-    for child in module.children():
-        yield from find_layer_stacks(child)
+    for name, child in module.named_children():
+        if not is_expert_list(name, child):
+            yield from find_layer_stacks(child)
 
 
 def is_layer_stack(module: nn.Module) -> bool:

@@ -24,8 +24,9 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -37,6 +38,26 @@ from secc.runtime.tensor_parallel.autograd_collectives import ShardedRegion
 from secc.runtime.tensor_parallel.replica_group import ReplicaGroup
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # by number, in headers
+
+
+class HeldExperts(Protocol):
+    """A mixture with `own_count` experts on this rank; `number` counts those that exchange tokens with the
+    same ranks, in the order of their calls."""
+
+    module: nn.Module
+    own_count: int
+    number: int
+
+    def compute(
+        self,
+        rows: torch.Tensor,
+        experts: torch.Tensor,
+        called: Sequence[bool],
+        call: inspect.BoundArguments | None,
+    ) -> torch.Tensor:
+        """Returns the results `[rows, width]` of this rank's experts for `rows` `[rows, width]`; `experts`
+        are their numbers on this rank. called: which experts were called, be it without rows."""
+        ...
 
 
 class RoutedExperts:
@@ -79,17 +100,21 @@ class RoutedExperts:
         pairs = ((chosen >= self.start) & (chosen < self.stop)).nonzero().flatten()
         rows, experts = take_pairs(tokens, pairs, choices), chosen[pairs] - self.start
         if self.exchange is None:
-            result = self.compute(rows, experts, call)
+            result = self.compute(rows, experts, (), call)
         else:
             if torch.is_grad_enabled() and not rows.requires_grad:
                 rows = rows.detach().requires_grad_()  # others need this rank in the backward
-            result = self.exchange.run_experts(self, rows, experts, call)
+            result = self.exchange.run_experts(self, rows, experts, (), call)
         result = result * self.region(weights).flatten()[pairs].unsqueeze(-1)
         total = sum_pairs(result, pairs, choices, len(tokens)).to(hidden.dtype)
         return self.region.reduce_output(total).view(*hidden.shape[:-1], -1)
 
     def compute(
-        self, rows: torch.Tensor, experts: torch.Tensor, call: inspect.BoundArguments | None
+        self,
+        rows: torch.Tensor,
+        experts: torch.Tensor,
+        called: Sequence[bool],
+        call: inspect.BoundArguments | None,
     ) -> torch.Tensor:
         """Returns the results `[rows, width]` of this rank's experts for `rows` `[rows, width]`; `experts`
         are their numbers on this rank.
@@ -106,102 +131,168 @@ class RoutedExperts:
         return self.inner(*bound.args, **bound.kwargs)[:count]
 
 
+@dataclass(frozen=True)
+class ExchangeUnit:
+    """Mixtures that run again together in the backward, if `is_recomputed`, in the order of their calls."""
+
+    is_recomputed: bool
+    members: list[HeldExperts]
+
+
 class TokenExchange:
     """The experts of one section on this rank whose tokens come from several replicas, in the order of their
     calls.
 
     `group`: the ranks at this rank's place of consecutive replicas; rank i has the i-th part of the experts
-    of this place.
+    of this place. `require`: called with the module of a mixture before this rank takes part in its exchange
+    without tokens of its own, and again in the backward (zero3 gathers the parameters of its layer then).
+
+    A forward may reach some of its mixtures only (tokens that leave early). Other ranks may reach them, so
+    this rank takes part without tokens in those that it passed by, when it enters the next layer or ends.
+    Each exchange then depends on the one before it, which keeps their order in the backward.
     """
 
     def __init__(self, group: ReplicaGroup) -> None:
         self.group = group
-        self.experts: list[RoutedExperts] = []
-        self.units: list[tuple[bool, list[RoutedExperts]]] = []  # (recomputed in backward, experts)
+        self.require: Callable[[nn.Module], None] = lambda module: None
+        self.experts: list[HeldExperts] = []
+        self.units: list[ExchangeUnit] = []
         self.calls = 0  # in the forward that runs
+        self._chain: torch.Tensor | None = None  # without entries, depends on the last exchange
+        self._has_passed_by = False
 
-    def add_experts(self, experts: RoutedExperts) -> int:
+    def add_experts(self, experts: HeldExperts) -> int:
         """Adds the experts that are called next; returns their number."""
         self.experts.append(experts)
-        self.units.append((False, [experts]))
+        self.units.append(ExchangeUnit(False, [experts]))
         return len(self.experts) - 1
 
-    def assign_units(self, recomputed: Iterable[nn.Module]) -> None:
-        """Sets the modules that run again in the backward: an empty pass runs the experts inside them again,
-        too."""
-        unit_of = {m: unit for unit in recomputed for m in unit.modules()}
-        self.units = [
-            (unit is not None, list(members))
-            for unit, members in itertools.groupby(self.experts, lambda e: unit_of.get(e.module))
-        ]
+    def assign_layers(self, layers: Iterable[nn.Module], is_recomputed: Callable[[nn.Module], bool]) -> None:
+        """Sets the layers that mixtures lie in. If one is recomputed, taking part in it without tokens
+        includes running its experts again in the backward."""
+        layer_of = {m: layer for layer in layers for m in layer.modules()}
+        self.units = []
+        for layer, members in itertools.groupby(self.experts, lambda e: layer_of.get(e.module)):
+            unit = ExchangeUnit(layer is not None and is_recomputed(layer), [*members])
+            self.units.append(unit)
+            if layer is not None:
+                first = unit.members[0].number
+                layer.register_forward_pre_hook(lambda *_, first=first: self._enter_layer(first))
+
+    def _enter_layer(self, first: int) -> None:
+        """Takes part in the exchanges that were passed by before a layer with the mixture `first`."""
+        if not _is_in_backward():
+            self._pass_by(first)
 
     def run_experts(
         self,
-        experts: RoutedExperts,
+        experts: HeldExperts,
         rows: torch.Tensor,
         chosen: torch.Tensor,
+        called: Sequence[bool],
         call: inspect.BoundArguments | None,
     ) -> torch.Tensor:
         """Returns the results for `rows` `[rows, width]`, computed by the ranks that hold the experts
         `chosen` (numbered within this place of the replicas). `rows` without width stand for none.
+        called: which experts were called, be it without rows; () for those with rows.
 
         Raises RuntimeError if the ranks are at different modules.
         """
-        self.calls += 1
+        if not _is_in_backward():
+            self._pass_by(experts.number)
+            if experts.number != self.calls:
+                raise RuntimeError(
+                    f"a forward called mixture {experts.number} of {len(self.experts)} a second time, or out"
+                    " of turn; compile again with a smaller ep"
+                )
+            self.calls += 1
+            if self._has_passed_by and rows.dim() == 2 and self._chain is not None:
+                rows = torch.cat([rows, self._chain.to(rows.dtype)[:, None].expand(0, rows.shape[1])])
         count, own = self.group.size, experts.own_count
         order = torch.argsort(chosen, stable=True)
         numbers = torch.bincount(chosen, minlength=count * own).view(count, own)
         kind = FLOAT_DTYPES.index(rows.dtype) if rows.dim() == 2 else -1
+        flags = torch.tensor(called or [False] * numbers.numel(), device=numbers.device).view_as(numbers)
         about = [experts.number, rows.shape[1] if rows.dim() == 2 else 0, kind]
-        header = torch.cat([numbers, numbers.new_tensor(about).expand(count, len(about))], 1)
+        header = torch.cat(
+            [numbers, flags.to(numbers), numbers.new_tensor(about).expand(count, len(about))], 1
+        )
         arriving = self.group.all_to_all(header, [1] * count, [1] * count)
-        sent, described = numbers.sum(1).tolist(), arriving[:, own:].tolist()
+        sent, described = numbers.sum(1).tolist(), arriving[:, 2 * own :].tolist()
         received = arriving[:, :own].sum(1).tolist()
         if {number for number, _, _ in described} != {experts.number}:
             raise RuntimeError("ranks that exchange tokens call their experts in different orders")
+        if all(kind < 0 for _, _, kind in described):
+            return rows[:, None]  # every rank passes by
         if rows.dim() != 2:
             width, kind = max((width, kind) for _, width, kind in described)
             rows = rows.to(FLOAT_DTYPES[kind]).view(0, 1).expand(0, width)
         arrived = exchange_rows(rows[order], sent, received, self.group)
         local = torch.arange(own, device=rows.device).repeat(count)
-        results = experts.compute(arrived, local.repeat_interleave(arriving[:, :own].flatten()), call)
+        used = arriving[:, : 2 * own].view(count, 2, own).sum((0, 1)).bool().tolist()
+        results = experts.compute(arrived, local.repeat_interleave(arriving[:, :own].flatten()), used, call)
         back = exchange_rows(results, received, sent, self.group)
+        if not _is_in_backward():
+            self._chain = back[:0].sum(1)
         return back[torch.argsort(order)]
 
-    def run_empty_forward(self, device: torch.device, with_grad: bool) -> torch.Tensor:
+    def run_empty_forward(self, with_grad: bool) -> torch.Tensor:
         """Takes part in the forward of a round in which this rank has no samples. Returns what its backward
-        starts from."""
+        starts from: no entries."""
         self.begin_forward()
-        chain = torch.zeros(0, device=device, requires_grad=with_grad)
         with torch.set_grad_enabled(with_grad):
-            for is_recomputed, members in self.units:
-                run = functools.partial(self._run_empty_unit, members)
-                if is_recomputed and with_grad:
-                    chain = checkpoint(run, chain, use_reentrant=False)
-                else:
-                    chain = run(chain)
-        assert isinstance(chain, torch.Tensor)
-        return chain
-
-    def _run_empty_unit(self, members: Sequence[RoutedExperts], chain: torch.Tensor) -> torch.Tensor:
-        for experts in members:
-            chosen = torch.zeros(0, dtype=torch.int64, device=chain.device)
-            results = self.run_experts(experts, chain, chosen, None)
-            chain = (results * torch.ones_like(results)).sum(1).to(chain.dtype)
+            chain = self.end_forward()
+        assert chain is not None
         return chain
 
     def begin_forward(self) -> None:
         """Call it before each forward of the section."""
-        self.calls = 0
+        self.calls, self._chain, self._has_passed_by = 0, None, False
 
-    def end_forward(self) -> None:
-        """Call it after each forward of the section. Raises RuntimeError if some experts were not called
-        once."""
-        if self.calls != len(self.experts):
-            raise RuntimeError(
-                f"a forward called its {len(self.experts)} mixtures of experts {self.calls} times; compile"
-                " again with a smaller ep"
-            )
+    def end_forward(self) -> torch.Tensor | None:
+        """Call it after each forward of the section. Returns what the backward has to start from, too, if the
+        last mixtures were passed by: no entries."""
+        is_complete = self.calls == len(self.experts)
+        self._pass_by(len(self.experts))
+        chain, self._chain = self._chain, None
+        return None if is_complete else chain
+
+    def _pass_by(self, stop: int) -> None:
+        """Takes part without tokens in the exchanges of mixtures before number `stop` that this forward has
+        not called. Raises RuntimeError if it called others in a layer that is recomputed."""
+        with_grad = torch.is_grad_enabled()
+        for unit in self.units:
+            missed = [e for e in unit.members if self.calls <= e.number < stop]
+            if not missed:
+                continue
+            again = unit.is_recomputed and with_grad
+            if again and len(missed) < len(unit.members):
+                raise RuntimeError(
+                    "a layer that is recomputed called some of its mixtures of experts only; compile again"
+                    " with recompute=none for its section, or with a smaller ep"
+                )
+            self._has_passed_by = True
+            chain = self._chain
+            if chain is None:
+                device = next(missed[0].module.parameters()).device
+                chain = torch.zeros(0, device=device, requires_grad=with_grad)
+            run = functools.partial(self._run_without_tokens, missed)
+            self._chain = checkpoint(run, chain, use_reentrant=False) if again else run(chain)
+
+    def _run_without_tokens(self, members: Sequence[HeldExperts], chain: torch.Tensor) -> torch.Tensor:
+        for experts in members:
+            self.require(experts.module)
+            chosen = torch.zeros(0, dtype=torch.int64, device=chain.device)
+            results = self.run_experts(experts, chain, chosen, (), None)
+            chain = (results * torch.ones_like(results)).sum(1)
+            if chain.requires_grad:
+                chain.register_hook(lambda _, module=experts.module: self.require(module))
+        return chain
+
+
+def _is_in_backward() -> bool:
+    """Whether a backward runs, so that what runs now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def count_experts(module: nn.Module, shards: Iterable[Shard]) -> tuple[int, int]:

@@ -26,7 +26,7 @@ TensorBounds = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 class ParameterCut:
     """The part that rank `index` of `count` holds of a tensor of `shape`, cut along `dim`, which holds
     `parts` side by side. With `ep` above 1, dim 0 is cut into `ep` blocks first; `count / ep` consecutive
-    ranks share a block along `dim`."""
+    ranks share a block along `dim`. With a `holder`, that rank has all entries and others have none."""
 
     shape: torch.Size
     dim: int
@@ -34,6 +34,12 @@ class ParameterCut:
     index: int
     count: int
     ep: int = 1
+    holder: int = -1
+
+    @property
+    def has_first_entry(self) -> bool:
+        """Whether this is the first of the parts that have entries."""
+        return self.index == max(0, self.holder)
 
     @cached_property
     def experts(self) -> tuple[int, int]:
@@ -43,6 +49,8 @@ class ParameterCut:
     @cached_property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """The rank's entries along `dim` as (start, stop), one for each part."""
+        if self.holder >= 0:
+            return ((0, self.shape[self.dim] if self.index == self.holder else 0),)
         starts, sharing = [0, *accumulate(self.parts)], self.count // self.ep
         shares = (slice_bounds(size, self.index % sharing, sharing) for size in self.parts)
         return tuple(
@@ -108,7 +116,7 @@ def find_parameter_cuts(
 def cut_of_shard(shard: Shard, shape: torch.Size, index: int, count: int, replica: int = 0) -> ParameterCut:
     """Returns the part of a sharded parameter of `shape` that rank `index` of `count` of a replica holds."""
     index = index * shard.replicas + replica % shard.replicas
-    return ParameterCut(shape, shard.dim, shard.parts, index, count * shard.replicas, shard.ep)
+    return ParameterCut(shape, shard.dim, shard.parts, index, count * shard.replicas, shard.ep, shard.holder)
 
 
 def cut_parameters(

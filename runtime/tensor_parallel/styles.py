@@ -8,6 +8,7 @@ parts into the whole.
               input, outputs are summed; of the module's whole parameters each rank counts a share
     routed    each rank has some experts of the module, or ranks that share these have a part of their inner
               width: the module gets the tokens that are routed to them (`expert_parallel`)
+    listed    each rank has some experts of a list in the module (`expert_lists`)
     vocab     each rank has some rows of an embedding: rows of other ranks count as zero, outputs are summed
     sequence  a layer that works on some positions on each rank (`sequence_parallel`); inside of it:
     join      modules that receive all positions,
@@ -33,6 +34,7 @@ from torch.utils._pytree import tree_map
 from secc.runtime.plan.replica_routes import slice_bounds
 from secc.runtime.plan.schema import ModuleStyle, Plan, Shard
 from secc.runtime.tensor_parallel.autograd_collectives import ShardedRegion, gather_last_dim
+from secc.runtime.tensor_parallel.expert_lists import ListedExperts
 from secc.runtime.tensor_parallel.expert_parallel import RoutedExperts, TokenExchange
 from secc.runtime.tensor_parallel.linear_modules import LinearModule, as_embedding, as_linear
 from secc.runtime.tensor_parallel.replica_group import LoneRank, ReplicaGroup
@@ -77,6 +79,8 @@ def apply_styles(
         }
         if style.kind == "routed":
             module.forward = RoutedExperts(module, region, style.arguments, own.values(), exchange)
+        elif style.kind == "listed":
+            module.forward = ListedExperts(module, region, style.arguments[0], exchange)
         else:
             module.forward = _STYLE_WRAPPERS[style.kind](module, region, own)
 

@@ -82,6 +82,7 @@ class _InFlightMicroBatch:
     edge_leaves: Tensors = field(default_factory=dict)  # of received edges that return a gradient
     outputs: Tensors = field(default_factory=dict)
     loss_terms: Tensors = field(default_factory=dict)
+    exchange_end: torch.Tensor | None = None  # what the backward starts from, too (`TokenExchange`)
     weight_backward: Callable[[], None] | None = None  # the pending second part of a split backward
     # Messages and consumers on this rank that have yet to take their part: before the backward of `outputs`,
     # after it of the leaves' gradients.
@@ -262,7 +263,7 @@ class _StepExecution:
                 exchange.begin_forward()
             live.outputs, live.loss_terms = section(case, batch, edges)
             if exchange is not None:
-                exchange.end_forward()
+                live.exchange_end = exchange.end_forward()
         if not live.is_prefetched:
             self.count_loss(i, live)
         self.expect_consumers(i, live)
@@ -279,7 +280,7 @@ class _StepExecution:
             self.empty_passes.pop((i.section, i.micro)).sum().backward()
             return
         with_grad = self.engine.backward_owed[i.section]
-        chain = exchange.run_empty_forward(self.engine.device, with_grad)
+        chain = exchange.run_empty_forward(with_grad)
         if with_grad:
             self.empty_passes[i.section, i.micro] = chain
 
@@ -313,6 +314,8 @@ class _StepExecution:
         if not roots and i.section in self.engine.exchanges:  # other ranks need this one in the backward
             ends = (*live.outputs.values(), *live.loss_terms.values())
             roots = [(t, torch.zeros_like(t)) for t in ends if t.requires_grad]
+        if live.exchange_end is not None and live.exchange_end.requires_grad:
+            roots.append((live.exchange_end, torch.zeros_like(live.exchange_end)))
         with self.during_compute(i), backward_context(live.draws):
             if self.engine.splits_backward[i.section]:
                 live.weight_backward = split_backward(roots, list(live.edge_leaves.values()))

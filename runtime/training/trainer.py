@@ -117,8 +117,11 @@ class Trainer:
         for section in self.plan.sections:
             if context.rank in section.mesh.ranks:
                 recompute.install_recompute(model, section.blocks, section.recompute)
-        for exchange in exchanges.values():
-            exchange.assign_units(filter(recompute.is_recomputed, model.modules()))
+        for name, exchange in exchanges.items():
+            exchange.assign_layers(
+                recompute.units_of_blocks(model, self.plan.find_section(name).blocks), recompute.is_recomputed
+            )
+            exchange.require = context.zero3.unit_requirement(name)
         install_row_layers(self.plan, model, context.rank)
         context.zero3.wrap_units()
         self.reducer = GradientReducer(

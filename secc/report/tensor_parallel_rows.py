@@ -14,6 +14,7 @@ STYLE_DESCRIPTIONS = {
     "gather": "split by outputs, which are gathered",
     "experts": "experts split by their inner width",
     "routed": "each rank has some of the experts",
+    "listed": "each rank has some of the experts, which are modules in a list",
     "vocab": "split by rows",
     "shapes": "code sees full sizes",
     "sequence": "works on a part of the positions",

@@ -33,6 +33,40 @@ def _plan(path: Path, work: Path, ranks: int, batch: int, *pins: str) -> Path:
             "one_expert", 4, 6, ("model.dp=4", "model.ep=2", "model.sharding=zero1"), marks=pytest.mark.slow
         ),
         pytest.param("one_expert", 2, 6, ("model.tp=2", "model.ep=2"), marks=pytest.mark.slow),
+        # micro-batches that pass by mixtures, one in the middle or the last ones
+        ("early_exit", 2, 6, ("model.dp=2", "model.ep=2", "model.micro_batch=1", "model.recompute=full")),
+        *(
+            pytest.param("early_exit", 4, 6, pins, marks=pytest.mark.slow)
+            for pins in (
+                ("model.dp=4", "model.ep=4", "model.micro_batch=1"),
+                ("model.dp=4", "model.ep=2", "model.micro_batch=1", "model.sharding=zero3"),
+                ("model.dp=2", "model.tp=2", "model.ep=4", "model.micro_batch=1", "model.recompute=full"),
+                ("model.dp=4", "model.ep=4", "model.sharding=zero3", "model.recompute=selective"),
+            )
+        ),
+        # a round without samples on some replicas, where layers are gathered
+        pytest.param(
+            "glm4_moe",
+            4,
+            5,
+            ("model.dp=4", "model.ep=4", "model.micro_batch=1", "model.sharding=zero3"),
+            marks=pytest.mark.slow,
+        ),
+        # modules in a list: 5 samples on 4 replicas, and every way of holding parameters and activations
+        ("listed_experts", 4, 5, ("model.dp=4", "model.ep=4", "model.micro_batch=1")),
+        *(
+            pytest.param("listed_experts", ranks, 6, pins, marks=pytest.mark.slow)
+            for ranks, pins in (
+                (2, ("model.tp=2", "model.ep=2", "model.sharding=zero1", "model.micro_batch=2")),
+                (4, ("model.tp=4", "model.ep=4", "model.recompute=full")),
+                (4, ("model.tp=2", "model.dp=2", "model.ep=2", "model.sharding=zero3")),
+                (4, ("model.tp=2", "model.dp=2", "model.ep=4", "model.sharding=zero1")),
+                (4, ("model.dp=4", "model.ep=2", "model.sharding=zero2", "model.recompute=full")),
+                (4, ("model.dp=4", "model.ep=4", "model.sharding=zero3", "model.recompute=selective")),
+                (4, ("model.pp=2", "model.dp=2", "model.ep=2", "model.sharding=zero1")),
+                (4, ("model.pp=2", "model.tp=2", "model.ep=2")),
+            )
+        ),
         pytest.param(
             "moe_distil",
             4,

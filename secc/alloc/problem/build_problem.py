@@ -173,10 +173,13 @@ def _candidates_of_shape(
 
 def expert_parts(work: Workload, load: SectionLoad, pins: Pins, shape: ReplicaShape, ranks: int) -> list[int]:
     """The ep to consider for a section on up to `ranks` ranks: the pinned one, else powers of two that divide
-    its experts, in a replica all of its ranks or none. Ranks on CPUs share a memory, so they gain nothing."""
+    its experts, in a replica all of its ranks or none. Ranks on CPUs share a memory, so they gain nothing.
+    Of experts that do not compute grouped products, no one knows how many tokens travel: only a pin divides
+    them."""
     tp = shape.tp
     experts, undivided = load.cost.experts, load.cost.trainable and work.unshardable
     free = [1]
+    experts = experts if load.cost.routed_work != "0" else 0
     if experts and not undivided and shape.cp == 1 and work.cluster.device.backend != "cpu":
         most = min(experts, ranks, MAX_EXPERT_PARTS)
         free += [n for n in candidate_pruning.powers_of_two(most) if n >= max(2, tp) and experts % n == 0]

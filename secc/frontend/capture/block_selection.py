@@ -21,6 +21,7 @@ from secc.errors import UserError
 from secc.runtime.recorder import BlockError, CallObserver, Recorder
 from secc.runtime.recorder.nested_values import iter_tensors
 from secc.runtime.sections.recompute import is_layer_stack
+from secc.runtime.tensor_parallel.expert_lists import is_expert_list
 
 _HEAD_WIDTH_RATIO = 1.25  # times as many features out as in: a head over a vocabulary, not a layer
 
@@ -112,7 +113,12 @@ class ModuleTree:
     def outermost_stacks(self, path: str) -> tuple[str, ...]:
         """Returns the outermost stacks in a module, itself included."""
         if path not in self._stacks:
-            inner = (s for child, _ in self.child_modules(path) for s in self.outermost_stacks(child))
+            inner = (
+                s
+                for child, m in self.child_modules(path)
+                if not is_expert_list(child.rpartition(".")[2], m)
+                for s in self.outermost_stacks(child)
+            )
             self._stacks[path] = (path,) if is_layer_stack(self.modules[path]) else tuple(inner)
         return self._stacks[path]
 

@@ -29,6 +29,7 @@ from secc.frontend.tp_search.expert_cuts import (
     divides_experts,
     expert_sizes,
     find_expert_cuts,
+    mixture_sizes,
 )
 from secc.frontend.tp_search.find_mapping import (
     ExpertCut,
@@ -271,7 +272,7 @@ class _LayoutSearcher:
         self, path: str, module: nn.Module, layout: ModuleLayout, degrees: Degrees
     ) -> ModuleLayout:
         """Returns the layout with experts divided further over replicas, where that is exact."""
-        if not any(map(expert_sizes, module.modules())):
+        if not any(map(mixture_sizes, module.modules())):
             return layout
         if path not in self.observer.calls:
             return replace(layout, unsplit_reasons={"": UnsplitReason(UnsplitKind.NOT_CALLED)})
@@ -325,11 +326,9 @@ class _LayoutSearcher:
             filter(None, (hf_column_parallel(self.meta, path), ANY_LINEAR)),
             (experts, {}) if experts else ({},),
         ):
-            mapping = find_mapping(layer, call, count, None if names is ANY_LINEAR else names)
+            mapping = find_mapping(layer, call, count, None if names is ANY_LINEAR else names, cut)
             left = {p: cutting.unsplit_reasons[p] for p in experts if p not in cut}  # as they were tried with
-            mapping = replace(
-                mapping, expert_cuts=cut, unsplit_reasons={**mapping.unsplit_reasons, **why, **left}
-            )
+            mapping = replace(mapping, unsplit_reasons={**mapping.unsplit_reasons, **why, **left})
             if not mapping.column_parallel and not cut:
                 cutting = ModuleLayout(unsplit_reasons=dict(mapping.unsplit_reasons))
             elif like is not None:
@@ -346,7 +345,8 @@ class _LayoutSearcher:
         """Returns how experts inside a layer are cut, and why others stay whole, tested on `like`: the
         layer or a small one like it."""
         count, ep = degrees
-        found = {path: sizes for path, m in module.named_modules() if (sizes := expert_sizes(m))}
+        sizes_of = mixture_sizes if max(ep, degrees.replicas) > 1 else expert_sizes
+        found = {path: sizes for path, m in module.named_modules() if (sizes := sizes_of(m))}
         if not found or self.sequence:
             return {}, dict.fromkeys(found, UnsplitReason(UnsplitKind.EXPERTS_BY_SEQUENCE))
         like, call = materialize_module(like), tree_map(materialize_argument, call)
@@ -355,6 +355,9 @@ class _LayoutSearcher:
             for path, sizes in found.items()
             if count_of_experts(sizes) % ep
         }
+        if ep < count:
+            shared = UnsplitReason(UnsplitKind.LISTED_EXPERTS_SHARED, size=count, tp=ep)
+            why |= {p: shared for p in found if p not in why and not expert_sizes(module.get_submodule(p))}
         inside, replicas = degrees.inside, degrees.replicas
         ways = find_expert_cuts(like, call, *inside, replicas) or find_expert_cuts(
             like, call, *(inside.smallest if count > 1 else inside), min(2, replicas)
@@ -381,10 +384,8 @@ class _LayoutSearcher:
         ranks or the fewest of this form, and that is exact."""
         why = UnsplitReason(UnsplitKind.SMALL_MODEL_DIFFERS)
         for ranks, ep in dict.fromkeys((degrees, degrees.smallest)):
-            same = replace(
-                find_mapping(like[0], like[1], ranks, mapping.column_parallel),
-                expert_cuts={path: replace(way, ep=ep) for path, way in mapping.expert_cuts.items()},
-            )
+            cuts = {path: replace(way, ep=ep) for path, way in mapping.expert_cuts.items()}
+            same = find_mapping(like[0], like[1], ranks, mapping.column_parallel, cuts)
             if (
                 same.column_parallel.keys() != mapping.column_parallel.keys()
                 or same.row_parallel.keys() != mapping.row_parallel.keys()

@@ -8,8 +8,12 @@ or interleaved along it. So each cut that the sizes allow is tried on all ranks,
 unsplit module, until one is exact in its results and every gradient. What stays whole (the bias of the
 last product) is added on each rank with its share.
 
+Experts may also be modules in a list that the module's code goes through (`expert_lists`). The linear layers
+inside of these are cut by their inner width like any others; `ep` gives whole experts to ranks.
+
 Parts of whole experts are shown twice: as the module was called, and with all tokens routed to one expert, so
-that other ranks get none. Where several ranks share a part, they cut its experts by their inner width.
+that other ranks get none (of a list: with all tokens equal). Where several ranks share a part, they cut its
+experts by their inner width.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from secc.frontend.tp_search.find_mapping import ExpertCut, ModuleCall, expert_s
 from secc.frontend.tp_search.verify_mapping import UnsplitModule
 from secc.ir.dialect.ops import graph_of
 from secc.ir.dialect.python_attributes import int_attr, int_list_attr
+from secc.runtime.tensor_parallel.expert_lists import find_expert_list
 from secc.runtime.training.widened_floats import widened_floats
 
 ExpertSizes = Mapping[str, Sequence[int]]
@@ -45,26 +50,48 @@ def expert_sizes(module: nn.Module) -> ExpertSizes:
     return sizes if len(matrices) > 1 and len({s[0] for s in matrices}) == 1 else {}
 
 
+def listed_sizes(module: nn.Module) -> ExpertSizes:
+    """Returns the sizes of all experts' parameters together if a child of the module is a list of experts,
+    else {}."""
+    name = find_expert_list(module)
+    experts = list(module.get_submodule(name).children()) if name else []
+    sizes = [{n: tuple(p.shape) for n, p in e.named_parameters()} for e in experts]
+    equal = all(each == sizes[0] for each in sizes)
+    return {f"{name}.{n}": (len(experts), *shape) for n, shape in sizes[0].items()} if sizes and equal else {}
+
+
+def mixture_sizes(module: nn.Module) -> ExpertSizes:
+    """Returns the sizes of experts' parameters, `[experts, ...]`, stacked or of all members of a list; {} for
+    a module without experts of its own."""
+    return expert_sizes(module) or listed_sizes(module)
+
+
 def annotate_experts(module: ModuleOp, meta: nn.Module) -> None:
     """Writes on each block with mixtures the numbers of their experts (`experts`), and for the cost model the
     entries of parameters in them, of one expert (`expert_size`) and of its rows (`expert_width`)."""
     for path, block in graph_of(module).blocks.items():
-        mixtures = [m for m in meta.get_submodule(path).modules() if expert_sizes(m)]
+        mixtures = [m for m in meta.get_submodule(path).modules() if mixture_sizes(m)]
         if not mixtures:
             continue
-        sizes = expert_sizes(mixtures[0])
-        params = [p for m in mixtures for p in m.parameters(recurse=False)]
+        sizes = mixture_sizes(mixtures[0])
+        params = [p for m in mixtures for p in _expert_parameters(m)]
         trainable = [p for p in params if p.requires_grad]
         matrices = [shape[1:] for shape in sizes.values() if len(shape) == 3]
         shared = set(matrices[0]).intersection(*matrices[1:])
         block.attributes |= {
-            "experts": int_list_attr(sorted({count_of_experts(expert_sizes(m)) for m in mixtures})),
+            "experts": int_list_attr(sorted({count_of_experts(mixture_sizes(m)) for m in mixtures})),
             "expert_layers": int_attr(len(mixtures)),
             "expert_params": int_attr(sum(p.numel() for p in params)),
             "expert_trainable": int_attr(sum(p.numel() for p in trainable)),
             "expert_size": int_attr(sum(prod(shape) for shape in matrices)),
             "expert_width": int_attr(max(shared or {max(matrices[0])})),
         }
+
+
+def _expert_parameters(mixture: nn.Module) -> Iterator[nn.Parameter]:
+    if expert_sizes(mixture):
+        return mixture.parameters(recurse=False)
+    return mixture.get_submodule(find_expert_list(mixture)).parameters()
 
 
 def find_expert_cuts(
@@ -75,7 +102,8 @@ def find_expert_cuts(
     Experts form `ep` parts in a replica, and further ones on consecutive `replicas`. `layer` and `call` must
     have values.
     """
-    modules = {path: m for path, m in layer.named_modules() if expert_sizes(m)}
+    sizes_of = mixture_sizes if ep * replicas > 1 else expert_sizes
+    modules = {path: m for path, m in layer.named_modules() if sizes_of(m)}
     return {
         path: way
         for path, inner in _record_first_calls(layer, call, modules).items()
@@ -123,6 +151,8 @@ def _find_exact_cut(
     module: nn.Module, call: ModuleCall, count: int, ep: int, replicas: int
 ) -> ExpertCut | None:
     """Returns the first cut that is exact, None if none is."""
+    if not expert_sizes(module):
+        return _find_list_cut(module, call, count, ep, replicas)
     sizes, calls, arguments = expert_sizes(module), [call], tuple[str, ...]()
     if ep * replicas > 1:
         arguments = routing_arguments(module, call)
@@ -154,6 +184,28 @@ def _find_exact_cut(
     return replace(found, replicas=replicas) if all(exact) else None
 
 
+def _find_list_cut(
+    mixture: nn.Module, call: ModuleCall, count: int, ep: int, replicas: int
+) -> ExpertCut | None:
+    """Returns the cut of a list of experts into whole ones if it is exact, else None."""
+    name = find_expert_list(mixture)
+    if ep < count or count_of_experts(listed_sizes(mixture)) % (ep * replicas):
+        return None
+    call = _with_several_samples(call) if replicas > 1 else call
+    references = [UnsplitModule(mixture, each) for each in (call, _with_equal_rows(call))]
+    inside = ExpertCut(ep=count, listed=name)
+    across = ExpertCut(replicas=EXCHANGING_REPLICAS, listed=name)
+    shards = expert_shards(mixture, inside)
+    verdicts = (w.compare_mapping(count, [expert_style(inside)], shards) for w in references if count > 1)
+    if any(verdict.reason is not None for verdict in verdicts):
+        return None
+    shards, style = expert_shards(mixture, across), expert_style(across)
+    verdicts = (w.compare_exchange(EXCHANGING_REPLICAS, style, shards) for w in references if replicas > 1)
+    if any(verdict.reason is not None for verdict in verdicts):
+        return None
+    return ExpertCut(ep=ep, replicas=replicas, listed=name)
+
+
 def routing_arguments(module: nn.Module, call: ModuleCall) -> tuple[str, ...]:
     """Returns the names of the hidden states, indices of experts and weights that a module of experts is
     called with; () if its only tensors are not integers `[..., k]`, floats `[..., k]` after them, and floats
@@ -177,6 +229,34 @@ def routing_arguments(module: nn.Module, call: ModuleCall) -> tuple[str, ...]:
 def count_of_experts(sizes: ExpertSizes) -> int:
     """Returns the number of experts that parameters of these sizes hold."""
     return next(shape[0] for shape in sizes.values() if len(shape) == 3)
+
+
+def _with_several_samples(call: ModuleCall) -> ModuleCall:
+    """Returns the call with more entries along dim 0, so that replicas can share them."""
+
+    def repeat(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return value
+        changed = (value, value.flip(-1), -value) if value.is_floating_point() else (value,) * 3
+        return torch.cat([v.detach() for v in changed]).requires_grad_(value.requires_grad)
+
+    return tree_map(repeat, call)
+
+
+def _with_equal_rows(call: ModuleCall) -> ModuleCall:
+    """Returns the call with every token like the first, so that all of them reach the same experts."""
+
+    def change(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
+            return value
+        first = value.detach().reshape(-1, value.shape[-1])[:1]
+        return (
+            first.expand(value.shape[:-1].numel(), -1)
+            .reshape(value.shape)
+            .requires_grad_(value.requires_grad)
+        )
+
+    return tree_map(change, call)
 
 
 def _route_to_first(call: ModuleCall) -> ModuleCall:

@@ -48,13 +48,14 @@ class ExpertCut:
     by side along it. ep: the number of parts that experts form in a replica; with more than one, every
     parameter is cut along dim 0, and the ranks that share a part cut it by `inner`. replicas: the number of
     replicas that have different experts. arguments: names of the forward's hidden states, indices of experts
-    and weights, where experts are whole.
+    and weights, where experts are whole. listed: the name of the list, where experts are modules in one.
     """
 
     inner: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     ep: int = 1
     replicas: int = 1
     arguments: tuple[str, ...] = ()
+    listed: str = ""
 
     @property
     def keeps_experts_whole(self) -> bool:
@@ -140,13 +141,23 @@ class _MappingSearch:
 
 
 def find_mapping(
-    module: nn.Module, call: ModuleCall, count: int, preferred: Iterable[str] | None = None
+    module: nn.Module,
+    call: ModuleCall,
+    count: int,
+    preferred: Iterable[str] | None = None,
+    expert_cuts: Mapping[str, ExpertCut] | None = None,
 ) -> TpMapping:
     """Returns a mapping of `module` over `count` ranks.
 
     preferred: the only layers that may be column parallel, if the model's authors say so; None for all.
+    expert_cuts: experts that are cut for themselves; those in lists stay as they are.
     """
-    linears = {path: cut for path, m in module.named_modules() if (cut := as_linear(m)) is not None}
+    lists = tuple(f"{_join_path(p, way.listed)}." for p, way in (expert_cuts or {}).items() if way.listed)
+    linears = {
+        path: cut
+        for path, m in module.named_modules()
+        if (cut := as_linear(m)) is not None and not path.startswith(lists)
+    }
     may_be_column_parallel = set(linears if preferred is None else preferred)
     search = _MappingSearch(
         {path: (m.out_features,) for path, m in linears.items() if path in may_be_column_parallel}
@@ -170,7 +181,13 @@ def find_mapping(
     }
     scopes = _outermost_paths(_common_parent([path, *search.row_parallel[path][1]]) for path in rows)
     return TpMapping(
-        search.column_parallel, rows, whole, scopes, search.draws_random, head_counts=search.head_counts
+        search.column_parallel,
+        rows,
+        whole,
+        scopes,
+        search.draws_random,
+        expert_cuts or {},
+        search.head_counts,
     )
 
 
@@ -295,6 +312,19 @@ def mapping_shards(module: nn.Module, mapping: TpMapping, prefix: str = "") -> l
 
 def expert_shards(module: nn.Module, way: ExpertCut, prefix: str = "") -> list[Shard]:
     """Returns the parameters of a module of experts that a cut splits."""
+    if way.listed:
+        experts, parts = list(module.get_submodule(way.listed).children()), way.ep * way.replicas
+        return [
+            Shard(
+                _join_path(prefix, way.listed, str(number), name),
+                0,
+                (p.shape[0],),
+                replicas=way.replicas,
+                holder=number * parts // len(experts),
+            )
+            for number, expert in enumerate(experts)
+            for name, p in expert.named_parameters()
+        ]
     shapes = {name: p.shape for name, p in module.named_parameters(recurse=False)}
     inner = [
         Shard(_join_path(prefix, name), dim, (shapes[name][dim] // parts,) * parts, way.ep)
@@ -308,6 +338,8 @@ def expert_shards(module: nn.Module, way: ExpertCut, prefix: str = "") -> list[S
 
 def expert_style(way: ExpertCut, path: str = "") -> ModuleStyle:
     """Returns how a module of experts works on its parts."""
+    if way.listed:
+        return ModuleStyle(path, "listed", (way.listed,))
     return (
         ModuleStyle(path, "routed", way.arguments)
         if way.keeps_experts_whole

@@ -143,39 +143,43 @@ def _run_rank(
     shards: Sequence[Shard],
     fuse: Callable[[nn.Module], None],
 ) -> ModuleRun:
-    cuts = _cuts_by_name(whole, shards, group.size)
-    own = {
-        p: cuts[n][group.index].take_shard(p.detach()) if n in cuts else p.detach().clone()
-        for n, p in whole.named_parameters()
-    }
-    memo: dict[int, object] = {id(p): nn.Parameter(values, p.requires_grad) for p, values in own.items()}
-    part = copy.deepcopy(whole, memo)
+    part = copy.deepcopy(whole, _parameters_of_rank(whole, _cuts_by_name(whole, shards, group.size), group))
     fuse(part)
     apply_styles(part, styles, group, shards)
     return _run_with_gradients(part, call)
+
+
+def _parameters_of_rank(
+    whole: nn.Module, cuts: Mapping[str, list[ParameterCut]], group: ThreadGroup
+) -> dict[int, object]:
+    """Returns what this rank has in place of each parameter of the whole module, by the parameter's id."""
+    return {
+        id(p): nn.Parameter(
+            cuts[name][group.index].take_shard(p.detach()) if name in cuts else p.detach().clone(),
+            p.requires_grad,
+        )
+        for name, p in whole.named_parameters()
+    }
 
 
 def _run_replica(
     whole: nn.Module, call: ModuleCall, group: ThreadGroup, style: ModuleStyle, shards: Sequence[Shard]
 ) -> ModuleRun:
     """Runs a module of experts on one of several replicas that exchange tokens."""
-    cuts = _cuts_of_replicas(whole, shards, group.size)
-    memo: dict[int, object] = {
-        id(p): nn.Parameter(cuts[n][group.index].take_shard(p.detach()), p.requires_grad)
-        for n, p in whole.named_parameters()
-    }
-    part = copy.deepcopy(whole, memo)
+    part = copy.deepcopy(
+        whole, _parameters_of_rank(whole, _cuts_of_replicas(whole, shards, group.size), group)
+    )
     apply_styles(part, [style], LoneRank(), shards, TokenExchange(group))
     args, kwargs = call
     given = inspect.signature(whole.forward).bind(*args, **kwargs).arguments
-    count = len(given[style.arguments[0]])
+    count = len(next(v for v in given.values() if isinstance(v, torch.Tensor)))
     last = slice(0, count - 1 if group.index == group.size - 1 else 0)
     rows = slice(count - 1, count) if group.index == 0 else last
-    own = {
-        n: v[rows].detach().requires_grad_(v.requires_grad) if n in style.arguments else v
+    arguments = {
+        n: v[rows].detach().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v
         for n, v in given.items()
     }
-    return _run_with_gradients(part, ((), own), rows, count)
+    return _run_with_gradients(part, ((), arguments), rows, count)
 
 
 def _cuts_of_replicas(
@@ -214,9 +218,14 @@ def cotangents(ends: Sequence[torch.Tensor], rows: slice = slice(None), count: i
     """Returns made-up gradients of results, the same on every rank: of the `rows` that the results are about,
     out of `count`, where they are about some."""
     generator = torch.Generator().manual_seed(VERIFY_SEED)
-    shapes = [(count, *t.shape[1:]) if count else t.shape for t in ends]
+    held = len(range(count)[rows])
+    per_row = [t.shape[0] // held if held else 1 for t in ends]  # a row may have several tokens
+    shapes = [(count * n, *t.shape[1:]) if count else t.shape for t, n in zip(ends, per_row, strict=True)]
     gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    return [(g[rows] if count else g).to(t.dtype) for t, g in zip(ends, gradients, strict=True)]
+    if count:
+        start, stop, _ = rows.indices(count)
+        gradients = [g[start * n : stop * n] for g, n in zip(gradients, per_row, strict=True)]
+    return [g.to(t.dtype) for t, g in zip(ends, gradients, strict=True)]
 
 
 def reproducible_draws() -> TorchDispatchMode:
@@ -292,6 +301,7 @@ def _compare_ranks(
             if not all(
                 _gradients_match(g, None if gradient is None else c.take_shard(gradient), total)
                 for g, c in zip(rank_gradients, cuts[name], strict=True)
+                if c.local_shape.numel()
             ):
                 return MappingVerdict(UnsplitReason(UnsplitKind.GRADIENT_DIFFERS, name))
         elif not all(_gradients_match(g, gradient, total) for g in rank_gradients):

@@ -71,7 +71,7 @@ def _parse_field(parser: AttrParser) -> Attribute:
 class ShardAttr(_RecordAttribute):
     """A parameter that is split over the ranks of a replica: name, dim, and the sizes of the parts that lie
     side by side along it. Each part is split evenly. `ep`: blocks of dim 0 that are split off before.
-    `replicas`: consecutive replicas with different parts."""
+    `replicas`: consecutive replicas with different parts. `holder`: the part that has everything, or -1."""
 
     name = "sec.shard"
     parameter: StringAttr
@@ -79,21 +79,22 @@ class ShardAttr(_RecordAttribute):
     parts: ArrayAttr[IntAttr]
     ep: IntAttr
     replicas: IntAttr
-    DEFAULTS = (IntAttr(1), IntAttr(1))
+    holder: IntAttr
+    DEFAULTS = (IntAttr(1), IntAttr(1), IntAttr(-1))
 
     @classmethod
     def of(cls, shard: Shard) -> ShardAttr:
         """The attribute of a shard."""
         parts = ArrayAttr([IntAttr(part) for part in shard.parts])
-        return cls(
-            StringAttr(shard.name), IntAttr(shard.dim), parts, IntAttr(shard.ep), IntAttr(shard.replicas)
-        )
+        numbers = (IntAttr(n) for n in (shard.ep, shard.replicas, shard.holder))
+        return cls(StringAttr(shard.name), IntAttr(shard.dim), parts, *numbers)
 
     @property
     def value(self) -> Shard:
         """The shard."""
         parts = tuple(part.data for part in self.parts)
-        return Shard(self.parameter.data, self.dim.data, parts, self.ep.data, self.replicas.data)
+        numbers = (self.ep.data, self.replicas.data, self.holder.data)
+        return Shard(self.parameter.data, self.dim.data, parts, *numbers)
 
 
 @irdl_attr_definition
