@@ -6,19 +6,20 @@ for the same micro-batches and the step's mix of samples:
 
     {"step": 7,
      "sections": {"teacher": {"forward_s": 1.9, "backward_s": 0.0,
-                              "predicted_forward_s": 1.2, "predicted_backward_s": 0.0}, …},
+                              "predicted_forward_s": 1.2, "predicted_backward_s": 0.0,
+                              "wait_s": 0.1}, …},
      "mix": [{"when": ["pixel_values"], "count": 11, "sizes": {"S": 8100, "n_pixel_values": 19}}, …]}
 
-Seconds are sums over replicas, sizes are sums over samples. At the end of a run rank 0 summarises them
-(`secc.runtime.monitoring.run_summary`). To find a better plan for the measured times and mix, run `secc drift
-PLAN/ LOGDIR/` (`secc.driver.replan_from_run`).
+Seconds are sums over replicas, sizes are sums over samples; `wait_s` is waiting for messages. At the end of a
+run rank 0 summarises them (`secc.runtime.monitoring.run_summary`). To find a better plan for the measured
+times and mix, run `secc drift PLAN/ LOGDIR/` (`secc.driver.replan_from_run`).
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,8 +132,10 @@ class SectionTimesLog:
         spent: SectionSeconds,
         samples: Sequence[SampleMeta],
         schedule: Schedule,
+        waits: Mapping[str, float],
     ) -> None:
-        """Writes the times of a step; `samples` are the samples that `schedule` refers to."""
+        """Writes the times of a step; `samples` are the samples that `schedule` refers to, `waits` the
+        seconds that each section waited for messages."""
         # A schedule object is reused for steps with equal sizes, and predictions depend on sizes alone.
         if self._latest_prediction is None or self._latest_prediction[0] is not schedule:
             self._latest_prediction = schedule, predict_section_seconds(self._plan, samples, schedule)
@@ -144,6 +147,8 @@ class SectionTimesLog:
         for (name, kind), seconds in spent.items():
             field = {"F": "forward_s", "B": "backward_s"}[kind]
             sections[name] |= {field: seconds, f"predicted_{field}": expected.get((name, kind), 0.0)}
+        for name, seconds in waits.items():
+            sections[name] |= {"wait_s": seconds}
         entry = {"step": step, "sections": sections, "mix": _sample_mix(samples[: schedule.own_samples])}
         self._file.write(entry)
 

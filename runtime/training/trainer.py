@@ -290,7 +290,12 @@ class Trainer:
         seconds = self._finish_step(step, totals)
         if self.section_times is not None:
             self.section_times.log_step(
-                self.step_number, seconds, totals.section_seconds, step.samples, step.schedule
+                self.step_number,
+                seconds,
+                totals.section_seconds,
+                step.samples,
+                step.schedule,
+                totals.wait_seconds,
             )
         return totals.loss
 

@@ -136,11 +136,13 @@ def test_first_steps_are_not_counted(tmp_path: Path) -> None:
             times(9.0 if step < UNCOUNTED_STEPS else 1.0),
             SAMPLES,
             schedule_batch(PLAN, SAMPLES),
+            {"lm": 0.25},
         )
     rows = [json.loads(line) for line in (tmp_path / SECTION_TIMES_FILE).read_text().splitlines()]
     assert log.steps == (taken(1.0),) * 2 and len(rows) == UNCOUNTED_STEPS + 2
     assert rows[0]["mix"] == [{"when": [], "count": 4, "sizes": {"B": 4, "S": 46, "I": 0}}]
     assert rows[0]["sections"]["lm"]["predicted_backward_s"] == PREDICTED["lm", "B"]
+    assert rows[0]["sections"]["lm"]["wait_s"] == 0.25
 
 
 def test_shares_of_sections_count_replicas() -> None:
