@@ -88,6 +88,24 @@ class Plan:
             tables.append(baseline_table(found.measures, found.baselines))
         return Simulation(tuple(facts), tuple(tables), found.measures, found.baselines)
 
+    def report(
+        self,
+        log_dir: str | Path | None = None,
+        *,
+        out: str | Path | None = None,
+        baselines: str | Sequence[str] = (),
+    ) -> Path:
+        """Writes the report again, as a page, and returns its path. `log_dir`: of a run to compare with the
+        plan; `out`: the file, by default report.html in `log_dir` or the plan; `baselines`: "all" or names of
+        published schemes."""
+        from secc.api.plan_report import write_report
+        from secc.baselines.compare import parse_baseline_names
+
+        text = baselines if isinstance(baselines, str) else ",".join(baselines)
+        names = parse_baseline_names(text) if text else []
+        logs, output = (Path(p) if p is not None else None for p in (log_dir, out))
+        return write_report(self.path, logs, output, names)
+
     def what_if(self, *changes: str, set: Choices = (), **options: object) -> Comparison:
         """Compares the plan with another choice, without the model: `what_if("student.tp=2")`,
         `what_if(set={"student.tp": 2}, cluster="4x8xH100")`. The plan directory stays as it is."""
@@ -207,7 +225,7 @@ def compile_to_directory(
     from secc.driver.compile import compile_model
     from secc.driver.exactness_check import check_exactness
     from secc.driver.step_preview import preview_step
-    from secc.report.html_page import report_page
+    from secc.report.html_page import ReportExtras, report_page
 
     show = progress or (lambda step: None)
     with reserve_output(output):
@@ -218,7 +236,8 @@ def compile_to_directory(
         show("simulate a step")
         preview = preview_step(compiled)
         compiled = dataclasses.replace(compiled, plan=preview.plan)
-        compiled.write_plan(output, lambda plan: report_page(plan, preview.drawing), preview.files)
+        extras = ReportExtras(preview.figures)
+        compiled.write_plan(output, lambda plan: report_page(plan, extras), preview.files)
     return compiled
 
 

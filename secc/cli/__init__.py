@@ -25,6 +25,7 @@ COMMAND_NAMES = (
     "explain",
     "diff",
     "drift",
+    "report",
     "stats",
     "simulate",
     "cluster",

@@ -98,6 +98,35 @@ def write_plan_files(directory: Path, files: Mapping[str, str | bytes]) -> None:
             raise _write_error(error, directory) from None
 
 
+def replace_plan_file(directory: Path, name: str, content: str) -> None:
+    """Replaces one file of the plan in `directory`, and its line in the list of compiled files. Raises
+    UserError if that cannot be done; the old file is whole then."""
+    with reserve_output(directory):
+        try:
+            listed = directory / COMPILED_FILES
+            lines = listed.read_text(encoding="utf-8").splitlines() if listed.exists() else []
+            kept = [line for line in lines if line.partition("  ")[2] != name]
+            new = _list_files({name: content.encode()}).decode().rstrip("\n")
+            replace_file(directory / name, content)
+            if lines:
+                replace_file(listed, "\n".join(sorted([*kept, new], key=lambda line: line[66:])) + "\n")
+        except OSError as error:
+            raise _write_error(error, directory) from None
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file such that it is whole at every moment, the old one or the new one. Raises OSError."""
+    descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(scratch, path.stat().st_mode & 0o777 if path.exists() else 0o644)
+        os.replace(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+
+
 def _publish(staged: Path, target: Path) -> None:
     """Makes `staged` the folder `target`, and `staged` the one that was there, if any."""
     if not target.exists():

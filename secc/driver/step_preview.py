@@ -1,4 +1,4 @@
-"""Simulates one step of a fresh plan: the picture in its report, `trace.json`, and how busy each section is.
+"""Simulates one step of a plan: the figures in its report, `trace.json`, and how busy each section is.
 
 A plan's prediction rests on closed forms; the simulation runs the schedule that the ranks would run, with
 samples of the dataset's sizes. Sample numbers count the drawn samples, not indices of the dataset, which is
@@ -12,21 +12,21 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from secc.driver.compile import CompiledPlan
 from secc.ir.analysis import sample_sizes as drawn_samples
 from secc.ir.analysis.dataflow import evaluate_at_means, size_estimates
 from secc.ir.dialect.ops import GraphOp, graph_of
+from secc.report.step_figures import StepFigures
 from secc.runtime.monitoring.run_summary import SAMPLE_SECONDS_KEY, predict_sample_seconds
 from secc.runtime.plan.schema import Plan, Section
 from secc.runtime.plan.step_program import SampleMeta
 from secc.simulate.chrome_trace import make_chrome_trace
-from secc.simulate.drawing import render_html_figure
 from secc.simulate.events import SimulatedStep
 from secc.simulate.simulator import simulate
 from secc.simulate.steady_state import steady_state_steps
-from secc.simulate.step_measures import StepMeasures, measure_step
+from secc.simulate.step_figures import make_step_figures
+from secc.simulate.step_measures import measure_step
 
 MAX_SIMULATED_COMPUTATIONS = 10_000  # computations of all ranks in a step that is simulated here
 TRACE_FILE = "trace.json"
@@ -35,11 +35,11 @@ TRACE_NOTE = "one simulated step; samples are numbered as drawn from the dataset
 
 @dataclass(frozen=True)
 class StepPreview:
-    """The plan with the simulated step in its prediction, the drawing for the report, and further files of
-    the plan directory; drawing and files are empty if nothing was simulated."""
+    """The plan with the simulated step in its prediction, the figures for the report, and further files of
+    the plan directory; without figures and files if nothing was simulated."""
 
     plan: Plan
-    drawing: str
+    figures: StepFigures | None
     files: dict[str, str]
 
 
@@ -50,14 +50,31 @@ def preview_step(compiled: CompiledPlan) -> StepPreview:
     """
     graph = graph_of(compiled.module)
     plan = add_sample_cost(compiled.plan, graph)
+    if sum(count_computations(plan, s) for s in plan.sections) > MAX_SIMULATED_COMPUTATIONS:
+        return StepPreview(plan, None, {})
+    step = simulate_drawn_step(plan, graph)
+    if step is None:
+        return StepPreview(plan, None, {})
+    return StepPreview(
+        add_simulated_step(plan, step), make_step_figures(step), {TRACE_FILE: format_trace(step)}
+    )
+
+
+def simulate_drawn_step(plan: Plan, graph: GraphOp) -> SimulatedStep | None:
+    """Simulates a step with samples of the sizes that the graph lists; None where it lists none."""
     batches = drawn_samples.draw_batches(graph, plan.global_batch, 1)
-    if not batches or sum(count_computations(plan, s) for s in plan.sections) > MAX_SIMULATED_COMPUTATIONS:
-        return StepPreview(plan, "", {})
+    if not batches:
+        return None
     samples, schedule = next(steady_state_steps(plan, [fill_value_dependent_sizes(graph, batches[0])]))
-    step = simulate(plan, samples, schedule)
-    measures = measure_step(step)
-    previewed = dataclasses.replace(plan, prediction=plan.prediction | _prediction_entries(measures))
-    return StepPreview(previewed, render_html_figure(step, measures), {TRACE_FILE: format_trace(step)})
+    return simulate(plan, samples, schedule)
+
+
+def add_simulated_step(plan: Plan, step: SimulatedStep) -> Plan:
+    """Returns the plan with the measures of a simulated step in its prediction, under the names that
+    `simulate --json` uses."""
+    entries = dataclasses.asdict(measure_step(step))
+    predicted = {"sections": entries.pop("sections"), "simulated": entries}
+    return dataclasses.replace(plan, prediction=plan.prediction | predicted)
 
 
 def add_sample_cost(plan: Plan, graph: GraphOp) -> Plan:
@@ -96,9 +113,3 @@ def format_trace(step: SimulatedStep) -> str:
         json.dumps(make_chrome_trace([step]) | {"otherData": {"about": TRACE_NOTE}}, separators=(",", ":"))
         + "\n"
     )
-
-
-def _prediction_entries(measures: StepMeasures) -> dict[str, Any]:
-    """Returns the measures under the names that `simulate --json` uses."""
-    entries = dataclasses.asdict(measures)
-    return {"sections": entries.pop("sections"), "simulated": entries}

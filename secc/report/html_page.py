@@ -1,44 +1,110 @@
-"""The page `report.html` of a plan, without scripts or external resources; all names in it are escaped."""
+"""The page `report.html` of a plan: one file without external resources; all names in it are escaped.
+
+What explains the plan is in the markup: verdict, warnings, cards of sections, bars, tables. The scripts of
+`secc/report/page` arrange the graph and draw the timeline and charts from JSON in the page; without them the
+rest can still be read.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from secc.codegen.render import render_template
 from secc.errors import printable_text
+from secc.report.alternatives_chart import alternatives_chart
+from secc.report.bar_rows import BarChart, baseline_chart, memory_chart, time_chart
 from secc.report.html_policy import content_policy
 from secc.report.plan_tables import plan_summary, plan_tables
-from secc.report.text_table import TextTable, ranks_text
+from secc.report.plan_warnings import page_warnings
+from secc.report.run_figures import RunFigures
+from secc.report.section_graph_figure import section_graph_figure
+from secc.report.step_figures import StepFigures
+from secc.report.text_table import TextTable
+from secc.report.verdict import CERTAINTY, cost_labels, describe_plan
 from secc.runtime.plan.schema import Plan
 
-_STYLE = """
-  body { font: 15px/1.5 system-ui, sans-serif; color: #1c2330;
-    margin: 2rem auto; max-width: 78rem; padding: 0 1rem; }
-  h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .4rem; }
-  table { border-collapse: collapse; width: 100%; }
-  th, td { text-align: left; padding: .35rem .7rem; vertical-align: top; }
-  th { font-weight: 600; border-bottom: 2px solid #c8d0dc; }
-  td { border-bottom: 1px solid #e6eaf0; font-variant-numeric: tabular-nums; }
-  .note { color: #5a6678; margin: .2rem 0 .6rem; } .summary td:first-child { color: #5a6678; width: 10rem; }
-  .lanes { display: flex; flex-wrap: wrap; gap: .4rem; }
-  .lane { border: 1px solid #c8d0dc; border-radius: .4rem; padding: .3rem .6rem; }
-  .lane b { display: block; font-size: .8rem; color: #5a6678; } code { font-size: .9em; }
-"""
+_PAGE_FILES = Path(__file__).parent / "page"
+_SCRIPTS = ("libraries.js", "charts.js", "timeline.js", "graph.js")
+# Tables that a part of the page shows; the others are listed at its end.
+_TABLES_OF_PARTS = {
+    "sections": ("Sections", "Stages", "Work and memory", "Edges"),
+    "time": ("Bottlenecks",),
+    "memory": ("Memory",),
+    "alternatives": ("Alternatives",),
+    "costs": ("Cost origins",),
+}
 
 
-def report_page(plan: Plan, drawing: str = "") -> str:
-    """Render the page. drawing: HTML of a simulated step, or ""."""
+@dataclass(frozen=True)
+class ReportExtras:
+    """What a report shows in addition to the plan: a simulated step, a run, and the steps of published
+    schemes (seconds, or None where nothing fits, and layout, by name)."""
+
+    step: StepFigures | None = None
+    run: RunFigures | None = None
+    baselines: Mapping[str, tuple[float | None, str]] | None = None
+
+
+def report_page(plan: Plan, extras: ReportExtras | None = None) -> str:
+    """Returns the page of a plan."""
+    extras = extras or ReportExtras()
+    scripts = [_read_page_file(name) for name in _SCRIPTS]
+    style = _read_page_file("page.css")
+    tables = list(map(_printable_table, plan_tables(plan)))
+    shown = {title for titles in _TABLES_OF_PARTS.values() for title in titles}
+    values = {
+        "plan": plan,
+        "name": PurePosixPath(plan.model.path).name or "a model",
+        "cluster": plan.cluster.get("text") or plan.cluster.get("name") or plan.cluster.get("kind", ""),
+        "verdict": describe_plan(plan),
+        "warnings": page_warnings(plan),
+        "graph": section_graph_figure(plan),
+        "activity": _pattern_counts(extras.step),
+        "time": time_chart(plan, extras.step) if extras.step is not None else BarChart((), ()),
+        "memory": memory_chart(plan),
+        "baselines": _baselines(plan, extras),
+        "certainty": [(label, CERTAINTY.get(label, "")) for label in cost_labels(plan)],
+        "run": extras.run,
+        "summary": plan_summary(plan),
+        "tables": {
+            part: [t for t in tables if t.title in titles] for part, titles in _TABLES_OF_PARTS.items()
+        },
+        "other_tables": [t for t in tables if t.title not in shown],
+    }
+    data = {
+        "timeline": extras.step.timeline if extras.step is not None else None,
+        "alternatives": alternatives_chart(plan),
+        "run": extras.run.curves if extras.run is not None else None,
+    }
     return render_template(
         "report.html.j2",
-        plan=plan,
-        style=_STYLE,
-        policy=content_policy(_STYLE),
-        summary=[(name, printable_text(value)) for name, value in plan_summary(plan)],
-        tables=[_printable_table(table) for table in plan_tables(plan)],
-        lanes=_rank_cards(plan),
-        drawing=drawing,
+        **{name: _make_printable(value) for name, value in values.items()},
+        style=style,
+        scripts=scripts,
+        policy=content_policy(style, scripts),
+        data=_json_for_page(data),
     )
+
+
+def _baselines(plan: Plan, extras: ReportExtras) -> BarChart:
+    step = plan.predicted_step_s
+    if not extras.baselines or step is None:
+        return BarChart((), ())
+    return baseline_chart(step, extras.baselines)
+
+
+def _pattern_counts(step: StepFigures | None) -> dict[str, tuple[int, int]]:
+    """For each optional input, how many samples of the simulated batch have it, and of how many."""
+    samples = step.timeline["samples"] if step is not None else []
+    counts = Counter(key for _, pattern in samples for key in pattern.split())
+    return {key: (count, len(samples)) for key, count in counts.items()}
 
 
 def _printable_table(table: TextTable) -> TextTable:
@@ -47,22 +113,26 @@ def _printable_table(table: TextTable) -> TextTable:
     )
 
 
-def _rank_cards(plan: Plan) -> list[tuple[str, str]]:
-    """(ranks, names of their sections) for the drawing of the layout: one card for all ranks with the same
-    sections, in the order of the sections."""
-    ranks_by_sections: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-    sections_of_rank: defaultdict[int, list[str]] = defaultdict(list)
-    for s in plan.sections:
-        for rank in s.mesh.ranks:
-            sections_of_rank[rank].append(s.name)
-    for rank in range(plan.world_size):
-        ranks_by_sections[tuple(sections_of_rank[rank])].append(rank)
-    order = {s.name: i for i, s in enumerate(plan.sections)}
-    cards = sorted(
-        ranks_by_sections.items(), key=lambda card: [order[name] for name in card[0]] or [len(order)]
-    )
-    return [(_card_title(ranks), ", ".join(names) or "idle") for names, ranks in cards]
+def _make_printable(value: Any) -> Any:
+    """The value with escapes in its texts for what is not printable."""
+    if isinstance(value, str):
+        return printable_text(value, newlines=True)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | Plan):
+        texts = {f.name: _make_printable(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **texts)
+    if isinstance(value, Mapping):
+        return {_make_printable(key): _make_printable(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return type(value)(map(_make_printable, value)) if isinstance(value, list | tuple) else value
+    return value
 
 
-def _card_title(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks: {ranks_text(ranks)}"
+def _json_for_page(data: object) -> str:
+    """JSON that may stand in a `<script>` element: without `<`, `>` and `&`."""
+    text = json.dumps(_make_printable(data), separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def _read_page_file(name: str) -> str:
+    return (_PAGE_FILES / name).read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from secc.cluster import Cluster
-from secc.report.plan_tables import taken_back_texts
+from secc.report.plan_warnings import plan_warnings
 from secc.report.text_table import amount_text, ranks_text, seconds_text
 from secc.runtime.plan.schema import Plan, Section
 
@@ -35,7 +35,7 @@ def plan_brief(plan: Plan, directory: Path, warnings: tuple[str, ...] = ()) -> l
         lines.append(f"  and {amount_text(len(sections) - len(shown), 'further section')}: {rest}"[:100])
     lines.append(f"  step     {_step_text(plan)}")
     lines.append(f"  costs    {_cost_text(plan)}")
-    known = [*warnings, *plan_warnings(plan)]
+    known = [*warnings, *(w.text for w in plan_warnings(plan))]
     if known:
         more = f" (and {len(known) - 1} more: secc explain {directory})" if len(known) > 1 else ""
         lines.append(f"  warning  {known[0]}{more}")
@@ -50,26 +50,6 @@ def checked_text(plan: Plan) -> str:
     if isinstance(patterns, tuple | list) and patterns:
         return f"shown to be exact for {amount_text(len(patterns), 'input pattern')}"
     return str(plan.checks.get("reason", "not compared with the eager model"))
-
-
-def plan_warnings(plan: Plan) -> tuple[str, ...]:
-    """Returns what a user should know before a run: approximations, unused ranks, what cannot be
-    evaluated."""
-    warnings = [f"accepted {line}" for line in plan.checks.get("accepted", ())]
-    if reason := plan.checks.get("evaluation"):
-        warnings.append(f"the plan cannot be evaluated: {reason}")
-    if price := plan.checks.get("widths_price"):
-        warnings.append(f"micro-batches have the global batch's widths: {price}")
-    warnings += taken_back_texts(plan)
-    ranks = (
-        plan.world_size + int(plan.solver["free_ranks"])
-        if "free_ranks" in plan.solver
-        else int(plan.cluster.get("ranks", 0))
-    )
-    if plan.world_size < ranks:
-        why = "are not needed" if plan.solver.get("objective") == "gpus" else "would not shorten the step"
-        warnings.append(f"{ranks - plan.world_size} of {ranks} ranks {why} and are not used")
-    return tuple(warnings)
 
 
 def _section_cells(s: Section) -> tuple[str, str, str, str]:

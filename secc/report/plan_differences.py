@@ -26,7 +26,7 @@ def plan_differences(a: Plan, b: Plan) -> list[TextTable]:
             "Sections", "section", _by_name(a.user_sections), _by_name(b.user_sections), SECTION_FIELDS
         ),
         _difference_table(
-            "Edges", "edge", _by_name(_section_edges(a)), _by_name(_section_edges(b)), EDGE_FIELDS
+            "Edges", "edge", _by_name(section_edges(a)), _by_name(section_edges(b)), EDGE_FIELDS
         ),
         _difference_table(
             "Loss", "term", _by_name(_section_terms(a)), _by_name(_section_terms(b)), TERM_FIELDS
@@ -40,7 +40,7 @@ def plan_differences(a: Plan, b: Plan) -> list[TextTable]:
     return [t for t in tables if t.rows]
 
 
-def _section_edges(plan: Plan) -> tuple[Edge, ...]:
+def section_edges(plan: Plan) -> tuple[Edge, ...]:
     """The edges between sections, without those between stages of one section."""
     section_of_stage = {s.name: s.user_section_name for s in plan.sections}
     edges = (replace(e, src=section_of_stage[e.src], dst=section_of_stage[e.dst]) for e in plan.edges)

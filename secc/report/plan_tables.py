@@ -145,7 +145,7 @@ def _stages_table(plan: Plan) -> TextTable:
             s.name,
             s.mode,
             ranks_text(s.mesh.ranks),
-            _weights_text(plan, s),
+            weights_text(plan, s),
             f"{s.memory_gib:.3g}",
             in_flight,
             blocks_text(s.blocks),
@@ -159,7 +159,7 @@ def _stages_table(plan: Plan) -> TextTable:
     return TextTable("Stages", columns, tuple(row(s) for s in plan.sections if s.pipeline), note)
 
 
-def _weights_text(plan: Plan, section: Section) -> str:
+def weights_text(plan: Plan, section: Section) -> str:
     """Number of weights of a section, before they are divided between ranks."""
     table = plan.model.parameters
     shapes = (table[name].partition("[")[2].partition("]")[0] for name in section.params if name in table)
@@ -175,7 +175,7 @@ def _work_table(plan: Plan) -> TextTable:
         return (
             s.name,
             MODE_DESCRIPTIONS.get(s.mode, s.mode),
-            _weights_text(plan, s),
+            weights_text(plan, s),
             f"{s.memory_gib:.3g}",
             *busy,
             s.cost.label,

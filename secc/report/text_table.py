@@ -68,8 +68,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 def bytes_text(count: float) -> str:
     """A number of bytes with a binary unit: `3.5 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
             return f"{count:.3g} {unit}"
         count /= 1024
     raise AssertionError

@@ -21,21 +21,26 @@ RowRanks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class DrawnBar:
-    """A bar: start and end in ns, the index of the whole section (or NO_SECTION), its kind, and a tooltip."""
+    """A bar: start and end in ns, the index of the whole section (or NO_SECTION), its kind, a tooltip, and
+    what is computed: the section or stage and its micro-batch ("" and -1 for other bars)."""
 
     start: int
     end: int
     section: int
     kind: str
     title: str
+    stage: str = ""
+    micro: int = -1
 
 
 @dataclass(frozen=True)
 class DrawnRow:
-    """Ranks that do the same, and their bars in order of time."""
+    """Ranks that do the same, the names of what they hold, and their bars in order of time."""
 
     label: str
     bars: tuple[DrawnBar, ...]
+    ranks: RowRanks
+    names: str
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class _RankRow:
     sorted by."""
 
     ranks: RowRanks
-    label: str
+    names: str
     whole_section: str
     replica: int
 
@@ -76,7 +81,12 @@ def build_rows(step: SimulatedStep, most: int) -> DrawnRows:
             computed[c.rank].append(c)
     section_indices = _section_numbers(step)
     drawn_rows = tuple(
-        DrawnRow(row.label, tuple(_rank_bars(step, row.ranks[0], computed[row.ranks[0]], section_indices)))
+        DrawnRow(
+            f"{_format_ranks(row.ranks)} {row.names}",
+            tuple(_rank_bars(step, row.ranks[0], computed[row.ranks[0]], section_indices)),
+            row.ranks,
+            row.names,
+        )
         for row in kept_rows
     )
     return DrawnRows(drawn_rows, step.plan.world_size - sum(len(row.ranks) for row in kept_rows))
@@ -92,10 +102,10 @@ def _list_rank_rows(step: SimulatedStep) -> list[_RankRow]:
     first = {name: min(order[s] for s, w in whole_of.items() if w == name) for name in whole_of.values()}
     keyed_rows: list[tuple[tuple[int, int, int], _RankRow]] = []
     for held, ranks in _ranks_by_replicas(step).items():
-        label = f"{_format_ranks(ranks)} {', '.join(name for name, _ in held) or 'idle'}"
+        names = ", ".join(name for name, _ in held) or "idle"
         name, replica = held[0] if held else ("", 0)
         sort_key = (first[whole_of[name]], replica, order[name]) if held else (len(order), 0, 0)
-        keyed_rows.append((sort_key, _RankRow(ranks, label, whole_of.get(name, ""), replica)))
+        keyed_rows.append((sort_key, _RankRow(ranks, names, whole_of.get(name, ""), replica)))
     return [lane for _, lane in sorted(keyed_rows, key=lambda item: (item[0], item[1].ranks))]
 
 
@@ -177,4 +187,4 @@ def _computation_bars(step: SimulatedStep, c: ComputeEvent, section: int) -> Ite
         )
     samples = step.schedule.micro_batches[c.section][c.micro].samples
     title = f"{c.kind} {c.section} {c.micro}: samples {', '.join(str(step.samples[p].id) for p in samples)}"
-    yield DrawnBar(c.start, c.end, section, c.kind, title)
+    yield DrawnBar(c.start, c.end, section, c.kind, title, c.section, c.micro)

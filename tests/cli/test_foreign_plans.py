@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from secc.cli import main
 from secc.driver.plan_origin import ORIGIN_FILE
+from secc.report import html_page
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.schema import plan_digest
 from tests.cli.test_drift import write_run_log
@@ -112,21 +114,37 @@ class _Tags(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-def test_pages_hold_names_as_texts_only(folder: Path) -> None:
-    from secc.report.html_page import report_page
+def source_digest(text: str) -> str:
+    """The source of a content security policy that allows this style or script."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
-    change_plan(folder / "plan", checks={"notes": [MARKUP + ESCAPE]})
+
+def test_pages_hold_names_as_texts_only(folder: Path) -> None:
+    change_plan(folder / "plan", checks={"notes": [MARKUP + ESCAPE], "accepted": [MARKUP + ESCAPE]})
     assert (
         run_command("simulate", str(folder / "plan"), "--trust-model", "--draw", str(folder / "step.html"))
         == 0
     )
-    for page in (report_page(load_plan(folder / "plan"), "<svg></svg>"), (folder / "step.html").read_text()):
+    assert run_command("report", str(folder / "plan"), "-o", str(folder / "report.html")) == 0
+    report = (folder / "report.html").read_text()
+    scripts = re.findall(r"<script>(.*?)</script>", report, re.S)
+    own = [path.read_text() for path in Path(html_page.__file__).parent.joinpath("page").glob("*.js")]
+    assert sorted(scripts) == sorted(own) and report.count("<script") == len(own) + 1
+    assert json.loads(re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', report, re.S)[0])
+    for page, allowed in ((report, scripts), ((folder / "step.html").read_text(), [])):
         tags = _Tags()
         tags.feed(page)
-        assert not {"script", "img", "link", "iframe"} & {tag for tag, _ in tags.found}
+        assert not {"img", "link", "iframe", "object", "form"} & {tag for tag, _ in tags.found}
+        assert [tag for tag, _ in tags.found].count("script") == (len(allowed) + 1 if allowed else 0)
         assert not any(name == "style" or name.startswith("on") for _, given in tags.found for name in given)
+        assert not any(
+            name in ("src", "href") and (value or "")[:1] != "#"
+            for _, a in tags.found
+            for name, value in a.items()
+        )
         policy = next(given["content"] for tag, given in tags.found if tag == "meta" and "content" in given)
         style = page[page.index("<style>") + len("<style>") : page.index("</style>")]
-        digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-        assert policy and policy.startswith("default-src 'none'; ") and f"'sha256-{digest}'" in policy
-        assert "\x1b" not in page
+        assert policy and policy.startswith(f"default-src 'none'; style-src {source_digest(style)}; ")
+        rule = f"script-src {' '.join(map(source_digest, allowed))}; require-trusted-types-for 'script'"
+        assert (rule in policy) if allowed else ("script-src" not in policy)
+        assert "unsafe" not in policy and "\x1b" not in page

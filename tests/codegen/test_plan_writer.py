@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from secc.codegen import plan_writer
-from secc.codegen.plan_writer import COMPILED_FILES, reserve_output, write_plan_files
+from secc.codegen.plan_writer import COMPILED_FILES, replace_plan_file, reserve_output, write_plan_files
 from secc.errors import UserError
 
 
@@ -80,6 +80,16 @@ def test_a_file_in_the_way_is_kept(tmp_path: Path) -> None:
     write_plan_files(tmp_path / "plan", {"plan.json": "2", "run.py": "the plan's"})
     assert (tmp_path / "plan/run.py").read_text() == "the plan's"
     assert (tmp_path / "plan/run.py.before").read_text() == "mine"
+
+
+def test_one_file_is_replaced_with_its_digest(tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    write_plan_files(plan, {"plan.json": "1", "report.html": "old", "run.py": "run"})
+    replace_plan_file(plan, "report.html", "new")
+    assert (plan / "report.html").read_text() == "new" and leftovers(plan) == []
+    write_plan_files(tmp_path / "same", {"plan.json": "1", "report.html": "new", "run.py": "run"})
+    assert (plan / COMPILED_FILES).read_text() == (tmp_path / "same" / COMPILED_FILES).read_text()
+    assert {path.name for path in plan.iterdir()} == {COMPILED_FILES, "plan.json", "report.html", "run.py"}
 
 
 def test_a_list_cannot_name_files_outside_of_the_plan(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_plan_directory_has_a_drawn_step_and_its_trace(tmp_path: Path):
 
 def test_sizes_that_values_decide_are_estimated_from_captures():
     seen = preview_step(compiled("counts_rows.py"))
-    assert seen.drawing and seen.plan.predicted_step_s == seen.plan.prediction["simulated"]["step_time_s"]
+    assert seen.figures and seen.plan.predicted_step_s == seen.plan.prediction["simulated"]["step_time_s"]
 
 
 def test_steps_of_very_many_computations_are_left_to_simulate(monkeypatch: pytest.MonkeyPatch):
@@ -56,5 +56,5 @@ def test_steps_of_very_many_computations_are_left_to_simulate(monkeypatch: pytes
     assert 0 < sum(count_computations(made.plan, s) for s in made.plan.sections) < MAX_SIMULATED_COMPUTATIONS
     monkeypatch.setattr("secc.driver.step_preview.MAX_SIMULATED_COMPUTATIONS", 1)
     seen = preview_step(made)
-    assert (seen.drawing, seen.files) == ("", {})
+    assert (seen.figures, seen.files) == (None, {})
     assert seen.plan.prediction.keys() - made.plan.prediction.keys() == {SAMPLE_SECONDS_KEY}

@@ -11,7 +11,7 @@ from secc.driver import compile as compiler
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
-from secc.report.plan_brief import plan_warnings
+from secc.report.plan_warnings import plan_warnings
 
 DATA = """
 import torch
@@ -203,6 +203,6 @@ def test_widths_of_models_that_are_too_large_to_run(
     plan = compile_model(path, CompileOptions(widths=chosen)).plan
     assert plan.widths == widths
     assert says in plan.checks["widths"]
-    priced = [text for text in plan_warnings(plan) if "widths" in text]
+    priced = [w.text for w in plan_warnings(plan) if "widths" in w.text]
     assert len(priced) == (widths == "global")
     assert all("times" in text and "define small_model()" in text for text in priced)

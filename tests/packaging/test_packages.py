@@ -34,8 +34,9 @@ def checkout(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(root: Path) -> set[str]:
-    """The path inside the package of every module and template."""
+    """The path inside the package of every module, template, and file of the report's page."""
     found = {p.relative_to(root) for p in (root / "secc").rglob("*.py")}
+    found |= {p.relative_to(root) for p in (root / "secc/report/page").iterdir()}
     for folder in ("passes", "runtime", "templates"):
         found |= {
             Path("secc") / p.relative_to(root)
@@ -46,7 +47,7 @@ def expected(root: Path) -> set[str]:
 
 
 def packaged(names: list[str]) -> set[str]:
-    return {n for n in names if n.startswith("secc/") and n.endswith((".py", ".j2"))}
+    return {n for n in names if n.startswith("secc/") and n.endswith((".py", ".j2", ".js", ".css"))}
 
 
 def test_the_wheel_holds_every_module_and_template_and_no_other_package(checkout: Path, tmp_path: Path):

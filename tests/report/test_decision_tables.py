@@ -150,4 +150,4 @@ def test_report_lists_reasons(plan: Plan) -> None:
     assert any(part.startswith("largest tensor between blocks: ") for part in parts)
     assert {r[0] for r in found["Bottlenecks"].rows} == {"vision_tower", "language_model"}
     for title in ("Alternatives", "Bottlenecks", "Memory", "Cost origins"):
-        assert f"<h2>{title}</h2>" in report_page(plan)
+        assert f"<summary>{title} <span" in report_page(plan)
