@@ -5,6 +5,7 @@ environment() {
     local folder=.venv-tools sum extra missing=()
     # one thread for each process: a few busy ones on a small machine are many times slower
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+    unset PYTHONDONTWRITEBYTECODE # every rank is a process that imports secc: without bytecode each would compile it again
     sum=$(cksum < pyproject.toml)
     for extra in "$@"; do
         [ "$(cat "$folder/.installed-$extra" 2>/dev/null)" = "$sum" ] || missing+=("$extra")

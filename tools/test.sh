@@ -13,4 +13,5 @@ if [ "${1:-}" = --slow ]; then
     shift
     set -- -m "slow or not slow" "$@"
 fi
-exec python -m pytest -q "$@"
+# one file at a time on each core, since files share fixtures
+exec python -m pytest -q --numprocesses auto --maxprocesses 8 --dist loadfile "$@"
