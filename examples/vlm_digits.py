@@ -1,5 +1,5 @@
 """A small vision-language model that learns to caption handwritten digits, and the language of Python's
-manual beside it.
+manual.
 
 The images are scikit-learn's bundled digits, the texts the standard library's `pydoc_data.topics`; bytes are
 tokens, nothing is downloaded. About half of the samples have an image, so the vision tower has work for half
@@ -27,7 +27,7 @@ IMAGE, END, VOCABULARY = (
     256,
     257,
     260,
-)  # beside the 256 bytes: an image's placeholder, the end of a caption; 0 pads
+)  # in addition to the 256 bytes: an image's placeholder, the end of a caption; 0 pads
 SIDE, PATCH = 16, 4
 PATCHES = (SIDE // PATCH) ** 2
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

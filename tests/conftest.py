@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--update-goldens", action="store_true", help="write golden files anew instead of comparing with them"
+        "--update-goldens", action="store_true", help="overwrite golden files instead of comparing with them"
     )
     parser.addoption(
         "--plans", type=int, default=60, help="so many random plans in all (tests/e2e/test_random_plans.py)"
@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def update_goldens(request: pytest.FixtureRequest) -> bool:
-    """Whether golden files are to be written anew."""
+    """Whether golden files are to be overwritten."""
     return bool(request.config.getoption("--update-goldens"))
 
 

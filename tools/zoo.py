@@ -169,10 +169,10 @@ def recapture_by_layers(compiled: CompiledPlan) -> CompiledPlan:
 
 
 def glue(compiled: CompiledPlan) -> str:
-    """How the glue is known: `generic` code for all sizes, recorded anew for each micro-batch, or hidden in a
-    block made larger for it."""
+    """How the glue is known: `generic` code for all sizes, recorded again for each micro-batch, or hidden
+    in a block made larger for it."""
     if not all(case.spare for case in compiled.plan.recorded):
-        return "recorded anew"
+        return "recorded again"
     hidden = [
         note.partition(": ")[0]
         for note in compiled.plan.checks.get("notes", ())

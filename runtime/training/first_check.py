@@ -35,7 +35,7 @@ from secc.runtime.training.eager_reference import REFERENCE_SEED
 from secc.runtime.training.one_rank_plan import CHECK_MICRO_BATCH, OneRankPlan
 
 SAMPLE_COUNT = 4  # two micro-batches
-_LOADED_SAMPLES = 8  # of which those with most input patterns are taken
+_LOADED_SAMPLES = 8  # those with the most input patterns are compared
 _TIME_LIMIT_S = 120.0
 
 

@@ -169,7 +169,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--on-nan", choices=("stop", "skip", "warn"), default="stop", help=text)
     text = (
         "end the run, with the cause and all stacks, when a rank takes S seconds more than a median step for"
-        " one instruction, or 6 times as long to load or save (default 300; 0: wait for ever)"
+        " one instruction, or 6 times as long to load or save (default 300; 0: no limit)"
     )
     p.add_argument("--hang-timeout", type=_parse_timeout, default=300.0, metavar="S", help=text)
     text = (

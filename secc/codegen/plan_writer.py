@@ -1,9 +1,9 @@
 """Writes a plan directory such that it holds a whole plan at every moment, the old one or the new one.
 
-A plan is written into a folder beside the directory, and both are exchanged in one step of the file system.
+A plan is written into a folder next to the directory, and both are exchanged in one step of the file system.
 Files of the old plan that the compiler wrote (`COMPILED_FILES` lists them) are deleted, all others move into
-the new one: logs, checkpoints, notes. What a killed compilation has left beside the directory is tidied up by
-the next one.
+the new one: logs, checkpoints, notes. The next compilation removes what a killed one has left
+next to the directory.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _compiled_paths(directory: Path) -> list[Path]:
 
 
 def _tidy_leftovers(target: Path) -> None:
-    """Deletes folders beside `target` that held a plan, or a part of one, but for files that no compiler
+    """Deletes folders next to `target` that held a plan, or a part of one, but for files that no compiler
     wrote: these move to `target`. If a compilation was killed between moving the old plan away and the new
     one in, puts the new one in."""
     left = [path for path in target.parent.iterdir() if path.name.startswith(_staged_prefix(target))]

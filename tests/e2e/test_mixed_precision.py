@@ -41,7 +41,7 @@ CASES = [
     ("nano", 2, ("model.pp=2",)),
     ("nano", 2, ("model.dp=2", "model.sharding=zero3")),
 ]
-# losses on parts of the vocabulary, fused operators, glue that is recorded anew, an accepted approximation
+# losses on parts of the vocabulary, fused operators, glue that is recorded again, an accepted approximation
 SLOW = [
     ("vocabulary", 2, ("model.tp=2", "model_train.tp=2", "model.with=model_train")),
     (

@@ -48,7 +48,7 @@ def model():
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, **heads)
     return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False, max_position_embeddings=64))
 """
-# Hugging Face's packing: positions that start anew.
+# Hugging Face's packing: positions that restart.
 RESETS = """
 
 def collate(samples):
@@ -159,7 +159,7 @@ def collate(samples):
 """
 
 CASES = {
-    "packed, positions that start anew": (LLAMA + RESETS, "own", 1),
+    "packed, positions that restart": (LLAMA + RESETS, "own", 1),
     "packed, offsets that blocks read": (OFFSETS, "own", 1),
     "left": (LLAMA + LEFT.replace("LABELS", '"labels"'), "own", 1),
     "left, and padding predicts a label": (LLAMA + LEFT.replace("LABELS", '"input_ids"'), "global", 1),

@@ -22,7 +22,7 @@ MODELS = Path(__file__).parent.parent / "models"
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A vision tower on one rank beside a language model on two."""
+    """A vision tower on one rank and a language model on two."""
     path = tmp_path_factory.mktemp("plan") / "plan"
     pins = (
         "vision_tower.dp=1",

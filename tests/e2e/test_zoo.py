@@ -54,7 +54,7 @@ def test_glue_that_depends_on_values_is_rerecorded() -> None:
     row = look(entry("mistral3"), run=False)
     assert (
         row.check == EXACT
-        and row.glue == "recorded anew"
+        and row.glue == "recorded again"
         and list(row.sections) == ["vision_tower", "language_model"]
     )
     assert "differs between batches" in row.notes[0] and "modeling_mistral3.py:" in row.notes[0]

@@ -22,7 +22,7 @@ class Layer(nn.Module):
 
 
 class Asked(nn.Module):
-    """What is known of each box, in the mean of a sample's: is given the list of dicts itself."""
+    """What is known of each box, averaged over a sample's: is given the list of dicts itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ class Vision(nn.Module):
 
 
 class Text(nn.Module):
-    """The head is called beside the layers, so that these are blocks."""
+    """The head is called next to the layers, so that these are blocks."""
 
     def __init__(self, vision: Vision) -> None:
         super().__init__()

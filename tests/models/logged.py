@@ -1,5 +1,5 @@
-"""Distillation whose forward returns scalars beside the loss: parts of it, counts, an accuracy, some as
-numbers, one that no sum gives."""
+"""Distillation whose forward returns scalars in addition to the loss: parts of it, counts, an accuracy,
+some as numbers, one that no sum gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses on logits, one beside the other: labels smoothed and left out, a teacher's most likely tokens, a
+"""Losses on logits, together: labels smoothed and left out, a teacher's most likely tokens, a
 penalty on the normaliser.
 
 The vocabulary of 61 tokens no two or four ranks share evenly; the student's head is its embedding, read by

@@ -1,5 +1,5 @@
 """The wheel, the sdist and the editable install hold all of secc, although three of its packages are links to
-folders beside it."""
+folders next to it."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_a_mapping_that_is_not_exact_is_found_out() -> None:
 
 
 def test_adapters_are_cut_with_their_layer() -> None:
-    """A LoRA of rank 8 beside a linear map: what it adds is whole, and joins parts."""
+    """A LoRA of rank 8 next to a linear map: what it adds is whole, and joins parts."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))})

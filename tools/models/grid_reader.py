@@ -2,7 +2,7 @@
 from the grids' values.
 
 It stands for models such as Qwen2.5-VL in plain PyTorch. What it does between its modules has other ops for
-every batch, so that a plan records it anew for each micro-batch (`tools/bench_rerecord.py` shows what that
+every batch, so that a plan records it again for each micro-batch (`tools/bench_rerecord.py` shows what that
 costs).
 """
 

@@ -1,4 +1,4 @@
-"""Samples of given sizes, for emulated runs (`tools/bench_emulation.py`): `sizes.json` beside this file has
+"""Samples of given sizes, for emulated runs (`tools/bench_emulation.py`): `sizes.json` in this folder has
 those of each sample.
 
 `ids` has T tokens in one row, `images` I patches where there are any. The model is none: an emulated run

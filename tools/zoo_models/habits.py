@@ -1,4 +1,4 @@
-"""Compound models with what research code does beside computing: hooks that gather features, experts chosen
+"""Compound models with what research code does besides computing: hooks that gather features, experts chosen
 in Python, gradients inside of forward, frozen teachers in 16 bits, rows taken apart by lengths, complex
 weights."""
 

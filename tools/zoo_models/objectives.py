@@ -1,5 +1,5 @@
-"""Losses that are trained today beside the next token's: preferences with a frozen reference, policies with
-advantages, draft heads, diffusion with frozen encoders, codebooks. Plain PyTorch as it is written for
+"""Losses that are trained today besides next-token prediction: preferences with a frozen reference, policies
+with advantages, draft heads, diffusion with frozen encoders, codebooks. Plain PyTorch as it is written for
 them."""
 
 from __future__ import annotations

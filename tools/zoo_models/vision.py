@@ -299,7 +299,7 @@ def _prefix_typed(g: torch.Generator) -> Sample:
 
 
 def _instructed(g: torch.Generator) -> Sample:
-    """Every sample has an image and an instruction for the query transformer beside its text."""
+    """Every sample has an image and an instruction for the query transformer next to its text."""
     instruction = words(g, 3, 9)
     sample = after(blanks(4), words(g))
     return sample | {

@@ -68,7 +68,7 @@ def _describe_price(inputs: ModelInputs, name: str) -> str:
     if not sizes:
         return f"{name} is padded"
     mean = sum(sizes) / len(sizes)
-    return f"{name} of {mean:.0f} in the mean is padded to up to {max(sizes)}, {max(sizes) / mean:.2f} times"
+    return f"{name} of {mean:.0f} on average is padded to up to {max(sizes)}, {max(sizes) / mean:.2f} times"
 
 
 def choose_padding_policy(

@@ -77,7 +77,7 @@ def test_equal_replica_counts_are_a_start_although_others_are_faster() -> None:
 
 
 def test_more_stages_are_a_start_although_fewer_are_faster() -> None:
-    """The largest section in two, four and eight stages, each slower than the one before, beside a small one
+    """The largest section in two, four and eight stages, each slower than the one before, next to a small one
     in one stage."""
     large = tuple(
         Candidate(dp=16 // n, micro_batch=1, time_ns=100 + n, micro_batches=1, memory=0, pp=n)

@@ -104,7 +104,7 @@ def _clip() -> torch.Tensor:
 
 
 def qwen_images(tokens: tuple[int, ...]) -> tuple[list[int], Sample]:
-    """Images of Qwen's towers: a grid that is nearly square, four patches of 2 x 3 x 14 x 14 values beside
+    """Images of Qwen's towers: a grid that is nearly square, four patches of 2 x 3 x 14 x 14 values next to
     each other a token."""
     grids = [(h, max(1, round(n / h))) for n in tokens for h in [max(1, math.isqrt(n))]]
     counts = [h * w for h, w in grids]

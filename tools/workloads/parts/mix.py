@@ -1,10 +1,10 @@
 """The sample mixes: how many tokens, images and audio frames a sample has.
 
 No joint distribution of images, tokens and text in training data is published, so these are assumptions: a
-sample has images with a given probability, one and a geometric number more (2.5 in the mean); tokens of an
-image are lognormal (mean 800, coefficient of variation 1, 64 to 4,096); text beside images is lognormal with
-mean 500, text alone with mean 1,500 and at most 8,192 tokens, and with mean 3,000 in distillation; audio
-lasts 5 to 30 s, 50 encoder frames and 25 tokens a second.
+sample has images with a given probability, one and a geometric number more (2.5 on average); tokens of an
+image are lognormal (mean 800, coefficient of variation 1, 64 to 4,096); text that accompanies images is
+lognormal with mean 500, text alone with mean 1,500 and at most 8,192 tokens, and with mean 3,000 in
+distillation; audio lasts 5 to 30 s, 50 encoder frames and 25 tokens a second.
 """
 
 from __future__ import annotations
