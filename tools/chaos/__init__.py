@@ -1,0 +1,1 @@
+"""Breaks runs at chosen moments and checks that they end up where an undisturbed run does."""
