@@ -177,9 +177,9 @@ def _run_loader_process(loader: SampleLoader, pipe: Connection, other_end: Conne
     other_end.close()
     prepare_worker_process(parent, "secc-loader")
     shares: deque[_MetadataWork] = deque()
-    recordings = loader.recorders.connections if loader.recorders is not None else []
     try:
         while True:
+            recordings = loader.recorders.connections if loader.recorders is not None else []
             ready = wait([pipe, *recordings], 0 if shares else None)
             for ask, answer in loader.take_finished_batches() if recordings else ():
                 _send_answer(pipe, ask, answer)

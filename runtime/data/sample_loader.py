@@ -132,8 +132,14 @@ class SampleLoader:
 
     def take_finished_batches(self) -> Iterator[tuple[BatchRequest, dict[str, Any] | Exception]]:
         """Iterate over the batches from `begin_batch` for which recordings have arrived; an exception in
-        place of one that failed."""
-        for ask, answer in self.recorders.collect_results(timeout=0) if self.recorders is not None else ():
+        place of one that failed, and of all of them if a recorder has ended."""
+        if self.recorders is None:
+            return
+        try:
+            results = self.recorders.collect_results(timeout=0)
+        except LostProcess as error:
+            results = [(ask, error) for ask in self._batches_in_recording]
+        for ask, answer in results:
             batch = self._batches_in_recording.pop(ask)
             if isinstance(answer, Exception) or self.rerecorder is None:
                 yield ask, answer

@@ -55,7 +55,7 @@ class WorkerPool:
         return list(self._request_counts)
 
     def submit_work(self, token: Hashable, *arguments: Any) -> None:
-        """Queues `work(*arguments)`; `token` names the result."""
+        """Queues `work(*arguments)`; `token` names the result. Raises LostProcess if a process has ended."""
         self._queued.append((token, arguments))
         self._send_queued()
 
@@ -63,7 +63,7 @@ class WorkerPool:
         """Waits for a result, for at most `timeout` seconds, and returns (token, result) of all that have
         arrived.
 
-        A result may be an exception. Raises LostProcess if a process has ended.
+        A result may be an exception. Raises LostProcess if a process has ended, once for each.
         """
         results: list[tuple[Any, Any]] = []
         for pipe in wait(self.connections, timeout):
@@ -71,10 +71,7 @@ class WorkerPool:
             try:
                 results.append(pickle.loads(pipe.recv_bytes()))
             except (EOFError, OSError):
-                raise LostProcess(
-                    f"a {self._processes[pipe].name} process of this rank has ended unexpectedly",
-                    remedy=DEAD_WORKER_REMEDY,
-                ) from None
+                raise self._drop_process(pipe) from None
             self._request_counts[pipe] -= 1
         self._send_queued()
         return results
@@ -88,11 +85,22 @@ class WorkerPool:
 
     def _send_queued(self) -> None:
         while self._queued:
+            if not self._request_counts:
+                raise LostProcess("no helper process of this rank is left", remedy=DEAD_WORKER_REMEDY)
             pipe = min(self._request_counts, key=lambda p: self._request_counts[p])
             if self._request_counts[pipe] >= self._max_requests:
                 return
             self._request_counts[pipe] += 1
-            pipe.send_bytes(pickle.dumps(self._queued.popleft()))
+            try:
+                pipe.send_bytes(pickle.dumps(self._queued.popleft()))
+            except OSError:
+                raise self._drop_process(pipe) from None
+
+    def _drop_process(self, pipe: Connection) -> LostProcess:
+        """Forgets a process that has ended, so that nobody waits for it again; returns the error to raise."""
+        del self._request_counts[pipe]
+        name = self._processes[pipe].name
+        return LostProcess(f"a {name} process of this rank has ended unexpectedly", remedy=DEAD_WORKER_REMEDY)
 
 
 def run_capturing_errors(work: Callable[..., Any], *arguments: Any) -> Any:

@@ -162,11 +162,11 @@ class BackgroundWriter:
                 entries[key] = place
         if on_gpu:
             torch.cuda.synchronize()
-        self._submit(_write_copies, scratch, rank, self._memory, self._size, entries)
+        self._pool.submit_work(None, _write_copies, scratch, rank, self._memory, self._size, entries)
 
     def publish(self, request: _SaveRequest, parts: list[_WrittenPart]) -> None:
         """Starts to publish what all ranks have written. `take_result` has None."""
-        self._submit(_publish_parts, request, parts)
+        self._pool.submit_work(None, _publish_parts, request, parts)
 
     def take_result(self, timeout: float | None) -> tuple[bool, Any]:
         """Waits for a result, at most for `timeout` seconds. Returns whether there is one, and the result.
@@ -176,12 +176,6 @@ class BackgroundWriter:
                 raise result
             return True, result
         return False, None
-
-    def _submit(self, action: Callable[..., Any], *arguments: Any) -> None:
-        try:
-            self._pool.submit_work(None, action, *arguments)
-        except OSError:
-            raise LostProcess("a secc-writer process of this rank has ended unexpectedly") from None
 
 
 class CheckpointSaver:
