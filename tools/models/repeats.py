@@ -1,6 +1,10 @@
 """The model of `tools.chaos`: small, with a part for some samples, glue that values of the inputs decide,
 dropout and a schedule of the learning rate."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -12,15 +16,21 @@ WORDS, PICTURE, WIDTH = 50, 49, 16  # token 49 marks the place of a picture
 class Repeats(nn.Module):
     """Predicts the next word; the encoder's result for a picture takes the places of its tokens 49."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.pixels, self.encoder = nn.Linear(16, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.words, self.dropout = nn.Embedding(WORDS, WIDTH), nn.Dropout(0.1)
         self.decoder, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
 
-    def forward(self, ids, labels, picture=None, times=None):
+    def forward(
+        self,
+        ids: torch.Tensor,
+        labels: torch.Tensor,
+        picture: torch.Tensor | None = None,
+        times: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         hidden = self.words(ids)
-        if picture is not None:
+        if picture is not None and times is not None:
             seen = self.encoder(self.pixels(picture).relu())
             seen = torch.cat([seen[i : i + 1].expand(n, -1) for i, n in enumerate(times.tolist())])
             hidden = hidden.masked_scatter((ids == PICTURE)[..., None].expand_as(hidden), seen)
@@ -28,15 +38,15 @@ class Repeats(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 
 
-def model():
+def model() -> nn.Module:
     return Repeats()
 
 
-class Captions(Dataset):
-    def __len__(self):
+class Captions(Dataset[dict[str, Any]]):
+    def __len__(self) -> int:
         return 64
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: int) -> dict[str, Any]:
         words = torch.arange(i, i + 5 + i % 4) % PICTURE
         if i % 2 == 0:
             return {"ids": words, "labels": words}
@@ -46,12 +56,12 @@ class Captions(Dataset):
         return {"ids": ids, "labels": labels, "picture": torch.full((1, 16), i / 64), "times": times}
 
 
-def dataset():
+def dataset() -> Captions:
     return Captions()
 
 
-def collate(samples):
-    def pad(key, value):
+def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def pad(key: str, value: int) -> torch.Tensor:
         return nn.utils.rnn.pad_sequence([s[key] for s in samples], batch_first=True, padding_value=value)
 
     batch = {"ids": pad("ids", 0), "labels": pad("labels", -100)}
@@ -61,5 +71,5 @@ def collate(samples):
     return batch
 
 
-def scheduler(optimizer):
+def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
