@@ -12,11 +12,10 @@ from typing import Any
 
 from secc.cluster import GIB, Cluster
 from secc.report.step_figures import RankTimes, StepFigures, TimePart
-from secc.report.text_table import amount_text, bytes_text, ranks_text, seconds_text
+from secc.report.text_table import amount_text, bytes_text, seconds_text, short_ranks_text
 from secc.runtime.plan.schema import Plan
 
 COLOURS = 8  # of sections in the style sheet; more sections share them
-MAX_RANK_TEXT = 30  # characters of a list of ranks; longer ones are counted
 # Memory by kind, as far as the names of parts in plan.json begin so.
 _MEMORY_KINDS = {
     "weights": "weights",
@@ -80,14 +79,6 @@ class BarChart:
     note: str = ""
     folded: tuple[BarRow, ...] = ()
     folded_title: str = ""
-
-
-def short_ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks as ranges, `ranks 0-2, 5`, or their number where the ranges are many."""
-    text = ranks_text(ranks)
-    if len(ranks) == 1:
-        return f"rank {text}"
-    return f"ranks {text}" if len(text) <= MAX_RANK_TEXT else amount_text(len(ranks), "rank")
 
 
 def section_colours(plan: Plan) -> dict[str, str]:

@@ -34,7 +34,7 @@ _PAGE_FILES = Path(__file__).parent / "page"
 _SCRIPTS = ("libraries.js", "charts.js", "timeline.js", "graph.js")
 # Tables that a part of the page shows; the others are listed at its end.
 _TABLES_OF_PARTS = {
-    "sections": ("Sections", "Stages", "Work and memory", "Edges"),
+    "sections": ("Sections", "Ranks", "Blocks", "Stages", "Work and memory", "Edges"),
     "time": ("Bottlenecks",),
     "memory": ("Memory",),
     "alternatives": ("Alternatives",),

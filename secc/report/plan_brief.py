@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import shorten
 
 from secc.cluster import Cluster
 from secc.report.plan_warnings import plan_warnings
-from secc.report.text_table import amount_text, ranks_text, seconds_text
+from secc.report.text_table import amount_text, seconds_text, short_ranks_text
 from secc.runtime.plan.schema import Plan, Section
 
 MAX_SECTION_LINES = 4
+WIDTH = 100  # columns of a line, unless names are long
 _MODES = {"train": "trained", "dgrad": "frozen, passes gradients", "forward": "frozen"}
 
 
@@ -20,8 +22,10 @@ def plan_brief(plan: Plan, directory: Path, warnings: tuple[str, ...] = ()) -> l
     sections = plan.user_sections
     lines = [
         f"{directory}: {amount_text(len(sections), 'section')} on {amount_text(plan.world_size, 'rank')}"
-        f" of {cluster}, global batch {plan.global_batch}, {checked_text(plan)}"
+        f" of {cluster}, global batch {plan.global_batch}"
     ]
+    checked = checked_text(plan)
+    lines[0] += f", {checked if len(lines[0]) + len(checked) < WIDTH else checked.partition(',')[0]}"
     shown: tuple[Section, ...] = (
         sections if len(sections) <= MAX_SECTION_LINES else sections[: MAX_SECTION_LINES - 1]
     )
@@ -37,8 +41,9 @@ def plan_brief(plan: Plan, directory: Path, warnings: tuple[str, ...] = ()) -> l
     lines.append(f"  costs    {_cost_text(plan)}")
     known = [*warnings, *(w.text for w in plan_warnings(plan))]
     if known:
-        more = f" (and {len(known) - 1} more: secc explain {directory})" if len(known) > 1 else ""
-        lines.append(f"  warning  {known[0]}{more}")
+        more = f" (and {len(known) - 1} more: see report.html)" if len(known) > 1 else ""
+        text = shorten(known[0], max(40, WIDTH - len("  warning  ") - len(more)), placeholder=" …")
+        lines.append(f"  warning  {text}{more}")
     lines.append(f"  next     secc explain {directory} · secc simulate {directory} --baselines all")
     lines.append(f"           secc run {directory} --steps 100 · open {directory / 'report.html'}")
     return lines
@@ -56,7 +61,7 @@ def _section_cells(s: Section) -> tuple[str, str, str, str]:
     degrees = " ".join(
         f"{k} {v}" for k, v in (("dp", s.mesh.dp), ("pp", s.mesh.pp), ("tp", s.mesh.tp)) if v > 1
     )
-    return s.name, f"ranks {ranks_text(s.mesh.ranks)}", degrees or "one rank", _MODES.get(s.mode, s.mode)
+    return s.name, short_ranks_text(s.mesh.ranks), degrees or "one rank", _MODES.get(s.mode, s.mode)
 
 
 def _busy(plan: Plan, section: Section) -> str:

@@ -8,7 +8,15 @@ from typing import Any
 
 from secc.cluster import Cluster
 from secc.report import decision_tables, tensor_parallel_rows
-from secc.report.text_table import TextTable, blocks_text, bytes_text, count_text, ranks_text, seconds_text
+from secc.report.text_table import (
+    MAX_RANKS_WIDTH,
+    TextTable,
+    blocks_text,
+    bytes_text,
+    count_text,
+    ranks_text,
+    seconds_text,
+)
 from secc.runtime.plan.schema import Edge, Plan, RerecordedCase, Section
 from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections
@@ -24,6 +32,8 @@ def plan_tables(plan: Plan) -> list[TextTable]:
     """All decisions and predictions of a plan, with reasons where there are any."""
     tables = [
         _sections_table(plan),
+        _ranks_table(plan),
+        _blocks_table(plan),
         _stages_table(plan),
         _work_table(plan),
         *decision_tables.decision_tables(plan),
@@ -105,20 +115,9 @@ def _sections_table(plan: Plan) -> TextTable:
             str(s.micro_batch),
             s.recompute,
             s.sharding,
-            blocks_text(s.blocks),
         )
 
-    columns = (
-        "section",
-        "mode",
-        "active for",
-        "ranks",
-        "layout",
-        "micro-batch",
-        "recompute",
-        "sharding",
-        "blocks",
-    )
+    columns = ("section", "mode", "active for", "ranks", "layout", "micro-batch", "recompute", "sharding")
     return TextTable(
         "Sections",
         columns,
@@ -135,7 +134,20 @@ def _section_ranks_text(plan: Plan, section: Section) -> str:
         if cluster is not None and cluster.groups
         else ""
     )
-    return ranks_text(section.mesh.ranks) + kind
+    text = ranks_text(section.mesh.ranks)
+    return (text if len(text) <= MAX_RANKS_WIDTH else f"{len(section.mesh.ranks)}, see Ranks") + kind
+
+
+def _ranks_table(plan: Plan) -> TextTable:
+    """The ranks of sections that have too many ranges of them for a column."""
+    found = [(s.name, str(len(s.mesh.ranks)), ranks_text(s.mesh.ranks)) for s in plan.user_sections]
+    rows = tuple(row for row in found if len(row[2]) > MAX_RANKS_WIDTH)
+    return TextTable("Ranks", ("section", "number", "ranks"), rows)
+
+
+def _blocks_table(plan: Plan) -> TextTable:
+    rows = tuple((s.name, blocks_text(s.blocks)) for s in plan.user_sections if s.blocks)
+    return TextTable("Blocks", ("section", "blocks"), rows, "Modules that a section calls as a whole.")
 
 
 def _stages_table(plan: Plan) -> TextTable:

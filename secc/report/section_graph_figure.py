@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from secc.report.bar_rows import section_colours, short_ranks_text
+from secc.report.bar_rows import section_colours
 from secc.report.plan_differences import section_edges
 from secc.report.plan_tables import weights_text
-from secc.report.text_table import bytes_text
+from secc.report.text_table import bytes_text, short_ranks_text
 from secc.runtime.plan.schema import Plan, Section
 
 MODE_TEXTS = {

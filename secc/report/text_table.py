@@ -16,6 +16,7 @@ class TextTable:
     note: str = ""
 
 
+MAX_RANKS_WIDTH = 30  # characters of a list of ranks; the ranks of longer ones are counted
 _MAX_DIGITS = 9  # of a layer's number; longer ones are no numbers of layers
 
 
@@ -64,6 +65,14 @@ def ranks_text(ranks: Sequence[int]) -> str:
         else:
             spans.append([rank, rank])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def short_ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks as ranges, `ranks 0-2, 5`, or their number where the ranges are many: `144 ranks`."""
+    text = ranks_text(ranks)
+    if len(ranks) == 1:
+        return f"rank {text}"
+    return f"ranks {text}" if len(text) <= MAX_RANKS_WIDTH else amount_text(len(ranks), "rank")
 
 
 def bytes_text(count: float) -> str:

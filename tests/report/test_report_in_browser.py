@@ -23,8 +23,8 @@ from tests.report.test_html_page import make_vlm
 
 CHROMIUM = os.environ.get("CHROMIUM") or which("chromium") or which("chromium-browser")
 MISSING = (
-    "needs Playwright: pip install -e '.[browser]'"
-    if importlib.util.find_spec("playwright") is None
+    "needs Playwright and axe: pip install -e '.[browser]'"
+    if not all(map(importlib.util.find_spec, ("playwright", "axe_playwright_python")))
     else "needs Chromium: apt-get install chromium, or its path in CHROMIUM"
     if CHROMIUM is None
     else ""
@@ -68,9 +68,17 @@ def chromium() -> Iterator[Any]:
 class _OpenedPage:
     """A page in the browser, and what its console said."""
 
-    def __init__(self, browser: Any, path: Path, size: tuple[int, int] = WIDE, scheme: str = "light") -> None:
+    def __init__(
+        self,
+        browser: Any,
+        path: Path,
+        size: tuple[int, int] = WIDE,
+        scheme: str = "light",
+        bypass_csp: bool = False,
+    ) -> None:
+        view = {"width": size[0], "height": size[1]}
         self.context = browser.new_context(
-            viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, offline=True
+            viewport=view, color_scheme=scheme, offline=True, bypass_csp=bypass_csp
         )
         self.page = self.context.new_page()
         self.said: list[str] = []
@@ -110,6 +118,20 @@ def test_pages_show_without_errors(
         brightness = sum(int(part) for part in painted.removeprefix("rgb(").removesuffix(")").split(","))
         assert (brightness < 128) == (scheme == "dark")
         opened.keep_picture(f"{name}-{scheme}-{size[0]}")
+
+
+@pytest.mark.parametrize("size", [PHONE, WIDE], ids=["phone", "wide"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_that_keeps_people_out(
+    scheme: str, size: tuple[int, int], pages: dict[str, Path], chromium: Any
+) -> None:
+    """Contrast, names and roles, by the rules of axe-core, with all tables unfolded."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    with _OpenedPage(chromium, pages["run"], size, scheme, bypass_csp=True) as opened:
+        opened.page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+        found = Axe().run(opened.page)
+        assert found.violations_count == 0, found.generate_report()
 
 
 def test_graph_is_arranged_with_a_wire_for_each_edge(pages: dict[str, Path], chromium: Any) -> None:

@@ -156,7 +156,7 @@ const page = (() => {
         .attr("class", (d) => `${d.colour} ${d.chosen ? "chosen" : d.fits ? "point" : "point full"}`)
         .attr("d", (d) => d.chosen ? "M0,-9L9,0L0,9L-9,0Z" : "M-5.5,0a5.5,5.5 0 1,0 11,0a5.5,5.5 0 1,0 -11,0")
         .attr("transform", (d) => `translate(${across(d.memory / unit)},${up(d.step)})`)
-        .attr("aria-label", describe)
+        .attr("role", "img").attr("aria-label", describe)
         .on("pointerenter pointermove", (event, d) => showTip(describe(d), event.clientX, event.clientY))
         .on("pointerleave", hideTip);
       walkByKeys(svg, points, readout, (d) => {
