@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,8 +33,14 @@ from safetensors.torch import save_file
 from secc.cluster.cluster_file import read_cluster_file
 from secc.cost.model.measured_costs import read_measured_costs
 from secc.errors import UserError
+from secc.frontend.dataset.input_symbols import describe_inputs
+from secc.frontend.dataset.sampling import survey_dataset
+from secc.frontend.dataset.statistics import pattern_means, read_statistics
 from secc.ir.text_io.module_text import read_module
 from secc.runtime.model.safetensors_reader import list_stored_tensors
+from secc.runtime.model.user_file import load_model_file
+from secc.runtime.parameters import sliced_tensor_store
+from secc.runtime.parameters.checkpoint import load_full_state_dict
 from secc.runtime.parameters.checkpoint_folder import read_manifest
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.schema import plan_digest
@@ -71,11 +77,13 @@ MANIFEST = {
 
 @dataclass(frozen=True)
 class FileFormat:
-    """A kind of file: its name in a folder, its contents, and the reader, which gets the folder."""
+    """A kind of file: its name in a folder, its contents, and the reader, which gets the folder. `others`:
+    files next to it, by name."""
 
     name: str
     content: bytes
     read: Callable[[Path], object]
+    others: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,52 @@ def file_formats(plan_json: bytes, ir: bytes) -> list[FileFormat]:
         FileFormat("ir.mlir", ir, lambda at: read_module(at / "ir.mlir")),
         FileFormat("checkpoint.json", json.dumps(MANIFEST).encode(), read_manifest),
         FileFormat("w.safetensors", weights, list_stored_tensors),
-        FileFormat("m.safetensors.index.json", json.dumps(index).encode(), list_stored_tensors),
+        FileFormat(
+            "m.safetensors.index.json",
+            json.dumps(index).encode(),
+            list_stored_tensors,
+            {"w.safetensors": b"\2\0\0\0\0\0\0\0{}"},
+        ),
+        _statistics_format(),
+        *_checkpoint_formats(),
+    ]
+
+
+def _statistics_format() -> FileFormat:
+    """Returns the statistics of an example's dataset."""
+    user = load_model_file(ROOT / "examples" / "captions.py")
+    survey = survey_dataset(user, 4)
+    inputs = describe_inputs(user, survey)
+    patterns = [{"when": sorted(m.when), "share": m.share, "sizes": m.sizes} for m in pattern_means(inputs)]
+    return FileFormat(
+        "statistics.json",
+        json.dumps({"patterns": patterns}).encode(),
+        lambda at: read_statistics(at / "statistics.json", inputs, survey),
+    )
+
+
+def _checkpoint_formats() -> list[FileFormat]:
+    """Returns the data and the index of a checkpoint with a manifest without digests, as its author can
+    write one: with digests, no mutation is read at all."""
+    weight = torch.arange(12.0).view(3, 4)
+    state: dict[str, Any] = {
+        "model/a": sliced_tensor_store.TensorSlice(weight.view(-1), weight.shape, 0),
+        "scheduler/0": {"last_epoch": 3, "_last_lr": [0.1]},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        sliced_tensor_store.write_index(
+            Path(folder), [sliced_tensor_store.write_entries(Path(folder), 0, state)]
+        )
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    files["checkpoint.json"] = json.dumps(MANIFEST | {"names": ["a"], "tied": {}}).encode()
+
+    def read(folder: Path) -> None:
+        load_full_state_dict(folder)
+        sliced_tensor_store.read_entries(folder, {"scheduler/0": None}, alone=True)
+
+    return [
+        FileFormat(name, files[name], read, {k: v for k, v in files.items() if k != name})
+        for name in ("__0_0.distcp", ".metadata")
     ]
 
 
@@ -208,9 +261,8 @@ def try_file(form: FileFormat, content: bytes, folder: Path, most_bytes: int) ->
     process has had at any time."""
     for path in folder.iterdir():
         path.unlink()
-    (folder / form.name).write_bytes(content)
-    if form.name.endswith("index.json"):
-        (folder / "w.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    for name, other in {**form.others, form.name: content}.items():
+        (folder / name).write_bytes(other)
     started = time.monotonic()
     signal.setitimer(signal.ITIMER_REAL, LONGEST_S)
     try:
@@ -264,10 +316,12 @@ def main() -> int:
     )
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", action="append", metavar="NAME", help="a format (may be repeated)")
     given = parser.parse_args()
     plan_json = (ROOT / "tests/codegen/golden/plan.json.golden").read_bytes()
     ir = (ROOT / "tests/codegen/llava.mlir").read_bytes()
-    outcomes, faults = run_mutations(file_formats(plan_json, ir), given.count, given.seed)
+    formats = [f for f in file_formats(plan_json, ir) if not given.only or f.name in given.only]
+    outcomes, faults = run_mutations(formats, given.count, given.seed)
     for name, counted in outcomes.items():
         print(f"{name:26} {dict(counted)}")
     for fault in faults[:50]:

@@ -183,7 +183,8 @@ def find_checkpoint(directory: Path, hashes: HashFiles = hash_files) -> FoundChe
         except UserError as error:
             damaged.append(error)
     if damaged:
-        raise UserError(f"{damaged[0].message}; no other checkpoint is whole", damaged[0].where)
+        remedy = "restore one of the checkpoints, or give another --save to start from the beginning"
+        raise UserError(f"{damaged[0].message}; no other checkpoint is whole", damaged[0].where, remedy)
     raise UserError("no checkpoint found", str(directory), _NO_CHECKPOINT_REMEDY)
 
 

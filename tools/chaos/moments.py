@@ -164,10 +164,11 @@ def _parent_of(pid: int) -> int | None:
 
 
 def _pick_file(folder: Path, seed: int) -> Path | None:
-    """Returns a file of the newest checkpoint."""
-    newest = max(folder.glob("saved/step_????????"), default=None)
-    files = sorted(newest.iterdir()) if newest is not None else []
-    return random.Random(seed).choice(files) if files else None
+    """Returns a file of the newest checkpoint, if there is another one to fall back to."""
+    *before, newest = [None, *sorted(folder.glob("saved/step_????????"))]
+    if newest is None or len(before) < 2:
+        return None
+    return random.Random(seed).choice(sorted(newest.iterdir()))
 
 
 def _lift_limit(process: int, before: tuple[int, int]) -> None:
