@@ -65,9 +65,9 @@ class WantedPlan:
 
 
 def draw_random_plan(
-    rng: random.Random, sections: Sequence[Section], dtypes: Sequence[str] = ("",)
+    rng: random.Random, sections: Sequence[Section], dtypes: Sequence[str] = ("",), experts: int = 0
 ) -> WantedPlan:
-    """Draws a plan of two to six ranks for a model with these sections."""
+    """Draws a plan of two to six ranks for a model with these sections, each with mixtures of `experts`."""
     groups = _draw_groups(rng, [s.name for s in sections])
     rng.shuffle(groups)  # who is cut first has most ranks to choose from
     pins, ranks = list[str](), 0
@@ -78,7 +78,7 @@ def draw_random_plan(
         pins += [f"{name}.with={names[0]}" for name in names[1:]]
         for section in (s for s in sections if s.name in names):
             shape = (tp, pp, dp) if section.name == names[0] else _draw_shape(rng, (tp * pp * dp,))
-            pins += _draw_section_pins(rng, section, *shape)
+            pins += [*_draw_section_pins(rng, section, *shape), *_draw_ep(rng, section, *shape, experts)]
     return WantedPlan(
         ranks, rng.choice(GLOBAL_BATCHES), tuple(pins), rng.choice(dtypes), rng.choice(RUN_OPTION_CHOICES)
     )
@@ -125,6 +125,17 @@ def _draw_section_pins(rng: random.Random, section: Section, tp: int, pp: int, d
     if tp > 1 and rng.random() < 0.25:
         chosen["norms"] = "sequence"
     yield from (f"{section.name}.{key}={value}" for key, value in chosen.items())
+
+
+def _draw_ep(rng: random.Random, section: Section, tp: int, pp: int, dp: int, experts: int) -> Iterator[str]:
+    """Draws mostly a number of parts that experts may form, inside a replica or over several."""
+    fitting = [
+        n
+        for n in (2, 4)
+        if experts and experts % n == 0 and (tp % n == 0 or (n % tp == 0 and dp % (n // tp) == 0))
+    ]
+    if fitting and rng.random() < 0.8:
+        yield f"{section.name}.ep={rng.choice(fitting)}"
 
 
 def _may_shard(section: Section, sharding: str, split: bool) -> bool:
@@ -200,7 +211,9 @@ def list_features(made: CompiledPlan) -> tuple[str, ...]:
     found = {made.plan.dtype, f"ranks={made.plan.world_size}"} - {""}
     for s in made.plan.user_sections:
         found |= {
-            f"{axis}={n}" for axis, n in (("tp", s.mesh.tp), ("pp", s.mesh.pp), ("dp", s.mesh.dp)) if n > 1
+            f"{axis}={n}"
+            for axis, n in (("tp", s.mesh.tp), ("pp", s.mesh.pp), ("dp", s.mesh.dp), ("ep", s.mesh.ep))
+            if n > 1
         }
         found |= {s.sharding, f"recompute={s.recompute}"} - {"none", "recompute=none"}
     found |= {"split backward" for s in made.plan.sections if s.weight_permille}

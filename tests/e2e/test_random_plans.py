@@ -3,7 +3,7 @@ dtype and way to run, together.
 
     pytest -m slow tests/e2e/test_random_plans.py --plans 300 --hypothesis-seed 7 -s
 
-draws 300 plans, a sixth of them for each model; without the options there are 10 for each and the seed is 0.
+draws 300 plans, shared evenly by the models; without the options there are a few for each and the seed is 0.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tests.e2e.random_plans import RunOutcome, draw_random_plan, try_plan
 from tests.e2e.reference_runs import ReferencedModel
 
 NAMES = ("nano", "llava_tiny", "qwen_distil", "whisper_tiny", "video_llava", "blip2")
+EXPERTS = {"qwen3_moe": 4, "deepseek_v3": 4, "listed_experts": 4, "early_exit": 4, "moe_distil": 4}
 STEPS = 2
 DTYPES = ("", "", "", "bf16")
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)  # a run takes seconds
@@ -30,12 +31,12 @@ SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)  # a run takes seconds
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(4 * 3600)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *EXPERTS])
 def test_many_random_plans_train_exactly(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     model = ReferencedModel(name, tmp_path, STEPS)
     sections = model.compiled("").plan.user_sections
     count, first = (
-        request.config.getoption("plans") // len(NAMES),
+        request.config.getoption("plans") // (len(NAMES) + len(EXPERTS)),
         request.config.getoption("hypothesis_seed") or 0,
     )
     tried, had = list[RunOutcome](), Counter[str]()
@@ -49,7 +50,7 @@ def test_many_random_plans_train_exactly(name: str, request: pytest.FixtureReque
         own = random.Random(
             f"{name} {first} {rng.getrandbits(64)}"
         )  # hypothesis begins with the same draw whatever the seed
-        outcome = try_plan(model, draw_random_plan(own, sections, DTYPES), folder)
+        outcome = try_plan(model, draw_random_plan(own, sections, DTYPES, EXPERTS.get(name, 0)), folder)
         tried.append(outcome)
         had.update(outcome.plan_features)
         print(

@@ -49,6 +49,10 @@ SHARED = (
     ("qwen_distil", 2, ("student.dp=1", "teacher.dp=1"), ("--run-ahead", "0.1")),
     ("loops", 2, ("model.sharding=zero3", "model.recompute=full", "model.dp=2"), ()),
     ("llava_tiny", 3, ("language_model.dp=2", "vision_tower.dp=1"), ("--comm", "rounds")),
+    ("glm4_moe", 2, ("model.tp=2", "model.ep=2"), ()),
+    ("glm4_moe", 4, ("model.dp=4", "model.ep=4", "model.micro_batch=1", "model.recompute=full"), ()),
+    ("listed_experts", 2, ("model.dp=2", "model.ep=2", "model.sharding=zero3"), ()),
+    ("nano", 2, ("model.cp=2", "model.micro_batch=1"), ()),
 )
 LEAK_STEPS, LEAK_WINDOW = 200, 50
 MEMORY_MODEL_TEXT = '''
@@ -153,8 +157,8 @@ def check_examples(bench: Bench) -> Outcome:
 
 
 def check_shared_ranks(bench: Bench) -> Outcome:
-    """Trains stages, tensor parallelism, sharded weights and prefetched results on ranks that share the
-    device."""
+    """Trains stages, tensor parallelism, sharded weights, prefetched results, divided experts and rows of
+    sequences on ranks that share the device."""
     chosen = SHARED[1:2] if bench.dry else SHARED
     cases = [
         TrainingCase(ROOT / "tests" / "models" / f"{name}.py", ranks, choices, options)
