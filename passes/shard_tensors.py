@@ -100,7 +100,7 @@ def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) ->
     kinds = {style.kind.data for cut in kept for style in cut.styles}
     computes_parts = not kinds.isdisjoint({"colwise", "experts", *WHOLE_EXPERTS})
     uneven = not computes_parts and any(reason.value.is_uneven for reason in unsplit)
-    if uneven or not any(cut.styles.data for cut in kept):
+    if uneven or not any(cut.styles.data or cut.shards.data for cut in kept):  # a last stage may be a head
         reasons = unsplit + why
         cause = reasons[0] if cuts and reasons else "this tp was not tested during compilation"
         error = UserError(

@@ -33,6 +33,9 @@ WORKLOADS = {  # cluster and global batch
     "kd_vlm": ("16x8xH100", 512),
     "kd_moe_235b_30b": ("32x8xH100", 512),
     "kd_moe_235b_8b": ("32x8xH100", 512),
+    "kd_dsv3": ("128x8xH100", 2048),
+    "vlm_moe_30b": ("8x8xH100", 512),
+    "omni_moe_30b": ("8x8xH100", 512),
 }
 WORKLOAD_COLUMNS = (
     "workload",
@@ -92,6 +95,7 @@ def workload_row(name: str, directory: Path) -> list[str]:
 def _describe_section(section: dict[str, Any]) -> str:
     mesh = section["mesh"]
     extras = [section[key] for key in ("recompute", "sharding") if section[key] != "none"]
+    extras = [*([f"ep {mesh['ep']}"] if mesh["ep"] > 1 else []), *extras]
     text = f"{len(mesh['ranks'])} {mesh['dp']}/{mesh['pp']}/{mesh['tp']}, {section['micro_batch']}"
     return ", ".join([text, *extras])
 

@@ -44,6 +44,35 @@ def _plan(path: Path, work: Path, ranks: int, batch: int, *pins: str) -> Path:
                 ("model.dp=4", "model.ep=4", "model.sharding=zero3", "model.recompute=selective"),
             )
         ),
+        # a vision tower next to text layers of experts; with features of its layers on the way
+        *(
+            pytest.param("qwen3_vl_moe_tiny", ranks, 8, pins, marks=pytest.mark.slow)
+            for ranks, pins in (
+                (3, ("language_model.tp=2", "language_model.ep=2", "visual.dp=1")),
+                (4, ("language_model.dp=4", "language_model.ep=4", "visual.with=language_model")),
+                (
+                    3,
+                    (
+                        "language_model.dp=2",
+                        "language_model.ep=2",
+                        "language_model.micro_batch=1",
+                        "language_model.recompute=full",
+                        "language_model.sharding=zero1",
+                        "visual.dp=1",
+                    ),
+                ),
+                (
+                    4,
+                    (
+                        "language_model.dp=2",
+                        "language_model.tp=2",
+                        "language_model.ep=4",
+                        "language_model.sharding=zero2",
+                        "visual.with=language_model",
+                    ),
+                ),
+            )
+        ),
         # a round without samples on some replicas, where layers are gathered
         pytest.param(
             "glm4_moe",

@@ -112,6 +112,20 @@ def test_plan_trains_as_plain_pytorch(
 
 @pytest.mark.gloo
 @pytest.mark.slow
+def test_the_last_stage_may_split_the_head_alone(tmp_path: Path) -> None:
+    """Its norm is whole on each rank; the head is split by tokens."""
+    model = write_recording_model("heavy_head", tmp_path, MODELS)
+    reference = train_in_one_process(model, 6, STEPS, tmp_path / "plain")
+    pins = ("model.tp=2", "model.pp=3", "model.micro_batch=2")
+    made = compile_and_write(model, tmp_path / "plan", cluster="local:6", global_batch=6, set=pins)
+    last = made.plan.sections[-1]
+    assert (last.blocks, last.styles, [s.name for s in last.shards]) == (("norm",), (), ["head.weight"])
+    found = train_distributed(tmp_path / "plan", 6, STEPS, tmp_path / "run")
+    assert list(find_differences(found, reference)) == []
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
 def test_dropout_on_parts_draws_what_one_rank_draws(tmp_path: Path) -> None:
     """GPT-2 with dropout in its attention, its layers recomputed by the user, and a vocabulary that two ranks
     cannot share evenly."""

@@ -77,8 +77,8 @@ def qwen3_1_7b() -> Config:
     return _text("Qwen3", 28, 2048, 16, 8, 6144, 151_936, 128, tied=True)
 
 
-def qwen3_14b() -> Config:
-    return _text("Qwen3", 40, 5120, 40, 8, 17_408, 151_936, 128)
+def qwen3_14b(vocabulary: int = 151_936) -> Config:
+    return _text("Qwen3", 40, 5120, 40, 8, 17_408, vocabulary, 128)
 
 
 # -- mixtures of experts
@@ -124,6 +124,56 @@ def qwen3_30b_a3b() -> Config:
 def small_mixture(hidden: int = 32) -> Config:
     """Two layers of Qwen3-MoE with eight experts, of which a token takes two."""
     return _qwen3_moe(2, hidden, 4, 2, 8, hidden, 2, SMALL_VOCABULARY, hidden // 4)
+
+
+def deepseek_v3() -> Config:
+    """DeepSeek-V3: 671B parameters, of which a token uses 37B."""
+    return _deepseek_v3(61, 7168, 128, 256, 2048, 8, 8, 3, 1536, 512, 128, 64, 129_280)
+
+
+def small_deepseek_v3() -> Config:
+    """Three layers of DeepSeek-V3, the first without experts, the others with eight in two groups."""
+    return _deepseek_v3(3, 48, 4, 8, 32, 2, 2, 1, 24, 16, 8, 4, SMALL_VOCABULARY)
+
+
+def _deepseek_v3(
+    layers: int,
+    hidden: int,
+    heads: int,
+    experts: int,
+    width: int,
+    chosen: int,
+    groups: int,
+    dense_layers: int,
+    query_rank: int,
+    key_rank: int,
+    head_dim: int,
+    rope_dim: int,
+    vocabulary: int,
+) -> Config:
+    return getattr(T, "DeepseekV3Config")(  # noqa: B009 (as above)
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        n_routed_experts=experts,
+        n_shared_experts=1,
+        num_experts_per_tok=chosen,
+        n_group=groups,
+        topk_group=groups // 2,
+        moe_intermediate_size=width,
+        intermediate_size=9 * width,
+        first_k_dense_replace=dense_layers,
+        q_lora_rank=query_rank,
+        kv_lora_rank=key_rank,
+        qk_nope_head_dim=head_dim,
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=head_dim,
+        vocab_size=vocabulary,
+        max_position_embeddings=32_768,
+        attn_implementation=PER_SAMPLE,
+        use_cache=False,
+    )
 
 
 # -- encoders
