@@ -43,6 +43,11 @@ def test_a_text_that_does_not_end_is_refused_at_once() -> None:
     assert time.monotonic() - started < 5 and len(str(error.value)) < 2000
 
 
+def test_a_number_that_its_type_does_not_hold_is_refused() -> None:
+    with pytest.raises(UserError, match="out of range for type i6"):
+        parse_module("builtin.module attributes {x = 23040 : i6} {}", "wide.mlir")
+
+
 BOMB = "a: &a [x, x]\n" + "".join(
     f"{c}: &{c} [*{b}, *{b}, *{b}]\n" for b, c in zip("abcdefgh", "bcdefghi", strict=True)
 )

@@ -126,7 +126,15 @@ def parse_module(text: str, name: str = "<text>") -> ModuleOp:
         raise UserError("\n".join(["cannot read the IR", *lines]), name) from None
     except RecursionError:
         raise UserError("cannot read the IR: it is nested too deeply", name) from None
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        VerifyException,
+    ) as error:
         # What neither xDSL nor an op's format checks while it builds an op.
         cause = f"{type(error).__name__}: {error}"[:_SHOWN_CHARACTERS]
         raise UserError(f"cannot read the IR: not what the compiler writes ({cause})", name) from None
