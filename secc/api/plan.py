@@ -51,10 +51,11 @@ class Plan:
     def explain(self) -> Explanation:
         """Returns what the plan decides, and why."""
         from secc.report.plan_tables import plan_summary, plan_tables
+        from secc.report.plan_warnings import warnings_table
 
-        return Explanation(
-            tuple(plan_summary(self.contents)), tuple(plan_tables(self.contents)), self.contents
-        )
+        warnings = warnings_table(self.contents)
+        tables = (*((warnings,) if warnings.rows else ()), *plan_tables(self.contents))
+        return Explanation(tuple(plan_summary(self.contents)), tables, self.contents)
 
     def simulate(
         self,

@@ -17,7 +17,7 @@ from secc.ir.text_io import module_text
 from secc.report.html_page import ReportExtras, report_page
 from secc.report.run_figures import RunFigures, make_run_figures
 from secc.report.run_log import read_run_log
-from secc.report.text_table import TextTable
+from secc.report.text_table import TextTable, seconds_text
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.schema import Plan
 from secc.simulate.events import SimulatedStep
@@ -68,7 +68,7 @@ def write_report(
         run = _run_figures(directory, plan, log_dir, show)
     figures = make_step_figures(step) if step is not None else None
     shown = add_simulated_step(plan, step) if step is not None else plan
-    page = report_page(shown, ReportExtras(figures, run, found))
+    page = report_page(shown, ReportExtras(figures, run, found, _step_note(plan, shown)))
     if path.resolve() == (directory / REPORT_FILE).resolve():
         replace_plan_file(directory, REPORT_FILE, page)
         return path
@@ -78,6 +78,17 @@ def write_report(
         remedy = "name a file that you may write with -o"
         raise UserError(f"cannot write the report: {error.strerror}", str(path), remedy) from None
     return path
+
+
+def _step_note(plan: Plan, shown: Plan) -> str:
+    """Says where the step's figure differs from that in plan.json, which compilation did not simulate."""
+    before, now = plan.predicted_step_s, shown.predicted_step_s
+    if plan.prediction.get("simulated") or not before or now is None or before == now:
+        return ""
+    return (
+        "The step was simulated for this report. Compilation did not simulate it: plan.json and secc explain"
+        f" have {seconds_text(before)}, from the search for the plan."
+    )
 
 
 def _simulate_step(directory: Path, plan: Plan) -> SimulatedStep | None:

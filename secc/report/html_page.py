@@ -44,12 +44,13 @@ _TABLES_OF_PARTS = {
 
 @dataclass(frozen=True)
 class ReportExtras:
-    """What a report shows in addition to the plan: a simulated step, a run, and the steps of published
-    schemes (seconds, or None where nothing fits, and layout, by name)."""
+    """What a report shows in addition to the plan: a simulated step, a run, the steps of published schemes
+    (seconds, or None where nothing fits, and layout, by name), and a note on the step's figure."""
 
     step: StepFigures | None = None
     run: RunFigures | None = None
     baselines: Mapping[str, tuple[float | None, str]] | None = None
+    note: str = ""
 
 
 def report_page(plan: Plan, extras: ReportExtras | None = None) -> str:
@@ -72,6 +73,7 @@ def report_page(plan: Plan, extras: ReportExtras | None = None) -> str:
         "baselines": _baselines(plan, extras),
         "certainty": [(label, CERTAINTY.get(label, "")) for label in cost_labels(plan)],
         "run": extras.run,
+        "note": extras.note,
         "summary": plan_summary(plan),
         "tables": {
             part: [t for t in tables if t.title in titles] for part, titles in _TABLES_OF_PARTS.items()

@@ -41,7 +41,7 @@ def plan_brief(plan: Plan, directory: Path, warnings: tuple[str, ...] = ()) -> l
     lines.append(f"  costs    {_cost_text(plan)}")
     known = [*warnings, *(w.text for w in plan_warnings(plan))]
     if known:
-        more = f" (and {len(known) - 1} more: see report.html)" if len(known) > 1 else ""
+        more = f" (and {len(known) - 1} more: secc explain {directory})" if len(known) > 1 else ""
         text = shorten(known[0], max(40, WIDTH - len("  warning  ") - len(more)), placeholder=" …")
         lines.append(f"  warning  {text}{more}")
     lines.append(f"  next     secc explain {directory} · secc simulate {directory} --baselines all")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from secc.report.plan_tables import taken_back_texts
+from secc.report.text_table import TextTable
 from secc.runtime.plan.schema import Plan
 
 FULL_MEMORY = 0.97  # share of the usable memory from which a rank counts as full
@@ -60,6 +61,12 @@ def _cost_warnings(plan: Plan) -> Iterator[PlanWarning]:
             "give them to other work" if needed else "use a smaller --cluster, or a larger --global-batch"
         )
         yield PlanWarning(f"{ranks - plan.world_size} of {ranks} ranks {why} and are not used", remedy)
+
+
+def warnings_table(plan: Plan) -> TextTable:
+    """The warnings of `plan_warnings` as a table."""
+    rows = tuple((w.text, w.remedy) for w in plan_warnings(plan))
+    return TextTable("Warnings", ("what", "what to do"), rows)
 
 
 def page_warnings(plan: Plan) -> tuple[PlanWarning, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import secc
 from secc.cli import main
 from secc.codegen.plan_writer import COMPILED_FILES
 from secc.runtime.plan.plan_file import load_plan
@@ -42,6 +43,11 @@ def test_report_of_a_plan_has_a_simulated_step(plan: Path, capsys: pytest.Captur
     assert '"timeline":{"ns_per_tick"' in page and "waiting for other ranks" in page
     listed = dict(line.split("  ")[::-1] for line in (plan / COMPILED_FILES).read_text().splitlines())
     assert set(listed) >= {"report.html", "plan.json"}
+
+
+def test_report_says_where_its_step_differs_from_the_plan(plan: Path, tmp_path: Path) -> None:
+    page = secc.Plan(plan).report(out=tmp_path / "page.html")
+    assert page == tmp_path / "page.html" and "The step was simulated for this report" in page.read_text()
 
 
 def test_report_of_a_run_shows_loss_times_waits_and_drift(plan: Path, tmp_path: Path) -> None:

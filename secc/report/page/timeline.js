@@ -107,7 +107,7 @@
     for (let r = first; r < rows.length && rowTop(r) < visible; r++) {
       if (r % every && r !== pointed?.row) continue;
       context.fillStyle = r === pointed?.row ? colours.ink : colours.quiet;
-      const text = `${rows[r].label} · ${rows[r].ranks}`;
+      const text = `${rows[r].ranks} · ${rows[r].label}`;
       context.fillText(shorten(text, left - 14), 6, rowTop(r) + height / 2 + 0.5);
     }
     context.fillStyle = colours.quiet;
