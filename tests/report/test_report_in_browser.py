@@ -18,8 +18,11 @@ import pytest
 
 from secc.cli import main
 from secc.report.html_page import ReportExtras, report_page
+from secc.runtime.schedule.scheduler import schedule_batch
+from secc.simulate.simulator import simulate
 from secc.simulate.step_figures import make_step_figures
 from tests.report.test_html_page import make_vlm
+from tests.runtime.schedule.plan_strategies import make_plan, make_sample, make_section
 
 CHROMIUM = os.environ.get("CHROMIUM") or which("chromium") or which("chromium-browser")
 MISSING = (
@@ -132,6 +135,21 @@ def test_axe_finds_nothing_that_keeps_people_out(
         opened.page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
         found = Axe().run(opened.page)
         assert found.violations_count == 0, found.generate_report()
+
+
+def test_hostile_names_are_texts(tmp_path: Path, chromium: Any) -> None:
+    name = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\x1b[31m'
+    plan = make_plan([make_section(name, [0, 1])], [], 2)
+    batch = [make_sample(i) for i in range(4)]
+    step = simulate(plan, batch, schedule_batch(plan, batch))
+    path = tmp_path / "page.html"
+    path.write_text(report_page(plan, ReportExtras(make_step_figures(step))))
+    with _OpenedPage(chromium, path) as opened:
+        page = opened.page
+        assert opened.said == [] and page.locator("img").count() == 0
+        assert page.locator(".card-name").first.inner_text() == name.replace("\x1b", "\\x1b")
+        page.get_by_label("Follow sample").select_option("0")
+        assert name[:40] in page.locator("[data-journey]").inner_text()
 
 
 def test_graph_is_arranged_with_a_wire_for_each_edge(pages: dict[str, Path], chromium: Any) -> None:
