@@ -75,15 +75,13 @@ def build_rows(step: SimulatedStep, most: int) -> DrawnRows:
         for name, replicas in replicas_by_section.items()
     }
     kept_rows = [row for row in rank_rows if row.replica in kept_replicas[row.whole_section]]
-    computed: dict[int, list[ComputeEvent]] = {row.ranks[0]: [] for row in kept_rows}
-    for c in step.compute:
-        if c.rank in computed:
-            computed[c.rank].append(c)
     section_indices = _section_numbers(step)
     drawn_rows = tuple(
         DrawnRow(
             f"{_format_ranks(row.ranks)} {row.names}",
-            tuple(_rank_bars(step, row.ranks[0], computed[row.ranks[0]], section_indices)),
+            tuple(
+                _rank_bars(step, row.ranks[0], step.compute_by_rank.get(row.ranks[0], ()), section_indices)
+            ),
             row.ranks,
             row.names,
         )

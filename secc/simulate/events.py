@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import SampleMeta, Schedule
@@ -74,3 +76,19 @@ class SimulatedStep:
     program_ends: tuple[int, ...]
     gradients_summed: int
     end: int
+
+    @cached_property
+    def compute_by_rank(self) -> dict[int, list[ComputeEvent]]:
+        """The computations of each rank that has any, in the order of `compute`."""
+        found: defaultdict[int, list[ComputeEvent]] = defaultdict(list)
+        for event in self.compute:
+            found[event.rank].append(event)
+        return dict(found)
+
+    @cached_property
+    def transfers_by_sender(self) -> dict[int, list[TransferEvent]]:
+        """The messages that each rank sends, in the order of `transfers`."""
+        found: defaultdict[int, list[TransferEvent]] = defaultdict(list)
+        for event in self.transfers:
+            found[event.src].append(event)
+        return dict(found)

@@ -161,7 +161,7 @@ def find_busiest_rank(step: SimulatedStep) -> BusiestRank | None:
     if not busy:
         return None
     rank = max(busy, key=lambda r: (busy[r], -r))
-    own = [c for c in step.compute if c.rank == rank]
+    own = step.compute_by_rank[rank]
     sections = ", ".join(s.name for s in step.plan.sections if rank in s.mesh.ranks)
     waiting = sum(c.in_transit_from - c.free_at for c in own)
     exposed = sum(c.start - c.in_transit_from for c in own)
@@ -254,8 +254,8 @@ def _running_totals(changes_in_any_order: Iterable[TimedChange]) -> list[tuple[i
 def _in_flight_changes(step: SimulatedStep, rank: int, amount: MicroBatchAmount) -> Iterator[TimedChange]:
     modes = {s.name: s.mode for s in step.plan.sections}
     last = {s.name: compute_kinds(s)[-1] for s in step.plan.sections}
-    for c in step.compute:
-        if c.rank == rank and modes[c.section] != "forward":
+    for c in step.compute_by_rank.get(rank, ()):
+        if modes[c.section] != "forward":
             size = amount(c.section, c.micro)
             if c.kind in ("F", last[c.section]):
                 yield (c.start, size) if c.kind == "F" else (c.end, -size)
@@ -269,10 +269,11 @@ def _prefetched_result_changes(
     for section in (s for s in step.plan.sections if rank in s.mesh.ranks):
         out = {e.name: e for e in step.plan.edges if e.src == section.name}
         sent: Counter[int] = Counter()
-        for t in step.transfers:
-            if t.src == rank and t.direction == "fwd" and t.edge in out:
+        for t in step.transfers_by_sender.get(rank, ()):
+            if t.direction == "fwd" and t.edge in out:
                 sent[t.src_micro] = max(sent[t.src_micro], t.end)
-        starts = {c.micro: c.start for c in step.compute if (c.rank, c.section) == (rank, section.name)}
+        own = step.compute_by_rank.get(rank, ())
+        starts = {c.micro: c.start for c in own if c.section == section.name}
         replica = section.mesh.ranks.index(rank) // section.mesh.replica_size
         for m in (m for m in step.schedule.micro_batches[section.name] if m.replica == replica):
             size = sum(edge_tensor_bytes(e, sizes.micro_batch_sizes(m.samples)) for e in out.values())
