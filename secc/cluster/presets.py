@@ -1,8 +1,8 @@
 """Figures of known devices: peak rates of dense matrix products, memory and links, with sources.
 
 Peaks are the vendor's. The fraction that large products reach (`efficiency_percent`) is an assumption; 0.7 to
-0.8 is usual in bf16. Latencies and all figures of CPUs are assumptions too. `FIGURE_SOURCES` names the source
-of each figure.
+0.8 is usual in bf16. That of Hopper is fitted on published steps (docs/costs.md). Latencies and all figures
+of CPUs are assumptions too. `FIGURE_SOURCES` names the source of each figure.
 """
 
 from __future__ import annotations
@@ -21,9 +21,21 @@ CPU_OVERHEADS = Overheads(
 )
 
 
-def _gpu_device(kind: str, bf16: float, f32: float, f64: float, memory: int, hbm_gb_s: int) -> Device:
-    """A GPU from TFLOP/s in bf16, f32 and f64 (f32 on CUDA cores, torch's default), bytes of memory and
-    GB/s of HBM."""
+LARGE_PRODUCT_PERCENT = 70  # of the peak; published A100 steps have a median ratio of 1.0 to predictions
+HOPPER_PRODUCT_PERCENT = 60  # fitted on 33 steps of llm-foundry on H100 (`tools.check_published`)
+
+
+def _gpu_device(
+    kind: str,
+    bf16: float,
+    f32: float,
+    f64: float,
+    memory: int,
+    hbm_gb_s: int,
+    percent: int = LARGE_PRODUCT_PERCENT,
+) -> Device:
+    """A GPU from TFLOP/s in bf16, f32 and f64 (f32 on CUDA cores, torch's default), bytes of memory, GB/s of
+    HBM and the percent of the peak that large products reach."""
     rates = (
         ("bf16", round(bf16 * 1000)),
         ("f16", round(bf16 * 1000)),
@@ -32,13 +44,14 @@ def _gpu_device(kind: str, bf16: float, f32: float, f64: float, memory: int, hbm
     )
     # One eager PyTorch operator takes the host about 5 us; a CUDA context with NCCL's buffers about 1.5 GiB.
     return Device(
-        kind, "cuda", rates, memory, hbm_gb_s * GB, 70, 5_000, GIB * 3 // 2, "roofline", GPU_OVERHEADS
+        kind, "cuda", rates, memory, hbm_gb_s * GB, percent, 5_000, GIB * 3 // 2, "roofline", GPU_OVERHEADS
     )
 
 
-H100 = _gpu_device("H100", 989, 67, 34, 80 * GIB, 3350)
-H200 = _gpu_device("H200", 989, 67, 34, 141 * GB, 4800)
+H100 = _gpu_device("H100", 989, 67, 34, 80 * GIB, 3350, HOPPER_PRODUCT_PERCENT)
+H200 = _gpu_device("H200", 989, 67, 34, 141 * GB, 4800, HOPPER_PRODUCT_PERCENT)
 A100 = _gpu_device("A100", 312, 19.5, 9.7, 80 * GIB, 2039)
+A100_40GB = _gpu_device("A100_40GB", 312, 19.5, 9.7, 40 * GIB, 1555)
 A800 = _gpu_device("A800", 312, 19.5, 9.7, 80 * GIB, 2039)
 # Other sources give the B200 80 TFLOPS in f32 and 8 TB/s; the HGX board's figures are for eight GPUs as they
 # are sold in nodes.
@@ -61,13 +74,14 @@ CPU_PROCESS = Device(
     CPU_OVERHEADS,
 )
 
-DEVICE_PRESETS = {d.kind.lower(): d for d in (H100, H200, A100, A800, B200, L40S, CPU_PROCESS)}
+DEVICE_PRESETS = {d.kind.lower(): d for d in (H100, H200, A100, A100_40GB, A800, B200, L40S, CPU_PROCESS)}
 
 # (inside a node, between nodes), one direction for each device.
 LINK_PRESETS = {
     "h100": (Link(3_000, 450 * GB), Link(8_000, 50 * GB)),
     "h200": (Link(3_000, 450 * GB), Link(8_000, 50 * GB)),
     "a100": (Link(4_000, 300 * GB), Link(8_000, 25 * GB)),
+    "a100_40gb": (Link(4_000, 300 * GB), Link(8_000, 25 * GB)),
     "a800": (Link(4_000, 200 * GB), Link(8_000, 25 * GB)),
     "b200": (Link(3_000, 900 * GB), Link(8_000, 50 * GB)),
     "l40s": (Link(10_000, 32 * GB), Link(10_000, 25 * GB)),
@@ -108,6 +122,12 @@ FIGURE_SOURCES: dict[str, dict[str, str]] = {
     "a100": {
         "rates": "NVIDIA A100 Tensor Core GPU datasheet, SXM 80 GB: 312 TFLOPS bf16, 19.5 f32, 9.7 f64",
         "memory": "same datasheet: 80 GB HBM2e, 2,039 GB/s",
+        "inside": "same datasheet: NVLink 600 GB/s in both directions; latency assumed",
+        "between": _HDR_SOURCE,
+    },
+    "a100_40gb": {
+        "rates": "NVIDIA A100 Tensor Core GPU datasheet, SXM 40 GB: 312 TFLOPS bf16, 19.5 f32, 9.7 f64",
+        "memory": "same datasheet: 40 GB HBM2, 1,555 GB/s",
         "inside": "same datasheet: NVLink 600 GB/s in both directions; latency assumed",
         "between": _HDR_SOURCE,
     },

@@ -8,6 +8,7 @@ from typing import Any
 
 from secc.cluster import Cluster
 from secc.report import decision_tables, tensor_parallel_rows
+from secc.report.expected_error import expected_error_text
 from secc.report.text_table import (
     MAX_RANKS_WIDTH,
     TextTable,
@@ -61,6 +62,7 @@ def plan_summary(plan: Plan) -> list[tuple[str, str]]:
         ),
         ("global batch", f"{plan.global_batch} samples"),
         ("predicted step", _predicted_step_text(plan)),
+        ("expected error", expected_error_text(plan)),
         ("allocation", f"{status}" + (f", gap {float(gap):.2%}" if gap is not None else "")),
         ("widths", _widths_text(plan)),
         ("hash", plan.hash[:16]),

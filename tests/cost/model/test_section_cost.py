@@ -106,7 +106,7 @@ def test_recomputation_saves_less_and_computes_more() -> None:
         )
         for way in ("none", "full")
     )
-    assert again - once == 8 * device.op_ns + 1000 * 9 * 10**6 // (989_000 * 700)
+    assert again - once == 8 * device.op_ns + 1000 * 9 * 10**6 // (989_000 * 600)
 
 
 def test_selective_recomputation_takes_every_second_equal_block() -> None:
@@ -242,7 +242,7 @@ def test_times_follow_the_roofline() -> None:
     device = parse_cluster("1x8xH100").device
     text = roofline.forward_ns_expression(cost_of(section_graph(X + F, X + F + ENC)), device)
     sizes = {"B": 2, "S": 10**6, "n": 1}
-    compute = 1000 * (30 * 2 * 10**6 + 1) // (989_000 * 700)
+    compute = 1000 * (30 * 2 * 10**6 + 1) // (989_000 * 600)
     assert evaluate_expr(text, sizes) == device.overheads.job + 9 * device.op_ns + compute + 1000 * (
         32 * 2 * 10**6 + 32
     ) // (3350 * 1000)

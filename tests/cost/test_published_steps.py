@@ -1,0 +1,58 @@
+"""The comparison with published steps (`tools/check_published.py`)."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tools.check_published import (
+    ROWS_FILE,
+    Row,
+    add_prediction,
+    pins_of,
+    predict_rows,
+    rank_correlation,
+    read_rows,
+    summarize_rows,
+)
+
+
+def timed_row(predicted_s: float, step_s: float) -> Row:
+    return {"ran": True, "kind": "full", "fits": True, "predicted_s": predicted_s, "step_s": step_s}
+
+
+def test_a_summary_counts_errors_and_memory() -> None:
+    rows = [timed_row(1.1, 1.0), timed_row(1.8, 2.0), timed_row(3.0, 3.0)]
+    rows.append({"ran": False, "kind": "full", "fits": True, "predicted_s": 1.0})
+    summary = summarize_rows(rows)
+    assert (summary.steps, summary.accepted, summary.failed, summary.refused) == (3, 1, 1, 0)
+    assert summary.error == pytest.approx(0.1) and summary.bias == pytest.approx(1.0)
+
+
+def test_rank_correlation_is_that_of_spearman() -> None:
+    assert rank_correlation([1, 2, 3, 4], [10, 20, 40, 30]) == pytest.approx(0.8)
+    assert math.isnan(rank_correlation([1, 2], [1, 2]))
+
+
+def test_a_row_pins_its_layout() -> None:
+    row = next(r for r in read_rows(ROWS_FILE) if r["id"] == "want-13B-2k-32-m8t2p2s")
+    assert set(pins_of(row)) == {
+        *("model.tp=2", "model.pp=2", "model.dp=8", "model.recompute=none"),
+        *("model.sharding=zero1", "model.micro_batch=8", "model.norms=sequence"),
+    }
+
+
+@pytest.mark.slow
+def test_the_file_has_the_predictions_of_this_cost_model(tmp_path: Path) -> None:
+    """Fails when the cost model has changed: run `python -m tools.check_published --errors --json FILE`."""
+    table = json.loads(ROWS_FILE.read_text())
+    id_column, predicted = (table["columns"].index(name) for name in ("id", "predicted_s"))
+    stored = {row[id_column]: row[predicted] for row in table["rows"]}
+    rows = [row for row in read_rows(ROWS_FILE) if row["id"].startswith("want-13B-2k-32-m1")]
+    assert len(rows) == 6
+    for row, prediction in predict_rows(rows):
+        found = add_prediction(row, prediction)["predicted_s"]
+        assert found == pytest.approx(stored[row["id"]], rel=1e-3)

@@ -1,0 +1,322 @@
+"""Compares the cost model with published training steps of real clusters.
+
+    python -m tools.check_published                  all rows of docs/benchmarks/published.json: a table
+    python -m tools.check_published --only want-13B  rows with this text in their id, one line each
+
+A row is a layout that its authors measured: shapes of a decoder, devices, tensor and pipeline parallelism,
+micro-batch, recomputation, sharding, seconds of a step, or that it ran out of memory. The decoder is written
+in plain PyTorch (`tools/published/decoder.py`) and compiled once; each layout is then pinned, as `--set`
+would, and priced by the pass `allocate`. So a prediction is of secc's own run of that layout, with its fused
+kernels and the dtypes of its optimizer; what a framework does otherwise (attention kernels, hidden
+communication) remains in the difference. What an author left unsaid is chosen by secc; such rows are in no
+median.
+
+`--json FILE` writes the rows with their predictions, `--errors` the file that `secc explain` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.errors import UserError
+from secc.ir.dialect.ops import graph_of
+from secc.ir.text_io.module_text import parse_module
+from secc.passes.allocate import Allocate
+from secc.report.expected_error import ERRORS_FILE
+
+ROWS_FILE = Path(__file__).parent.parent / "docs" / "benchmarks" / "published.json"
+DEVICES_PER_NODE = 8
+SECTION = "model"
+CLUSTER_KINDS = {"A100": "A100", "A100-40": "A100_40GB", "H100": "H100"}
+# Any decoder of the rows fits here; its cost does not depend on the layout that it is compiled for.
+COMPILED_LENGTH = 250  # tokens; costs are expressions of the length, which is set afterwards
+ROOMY_CLUSTER, ROOMY_RANKS = "64x8xB200", 512
+ROOMY_LAYOUT = ("tp=1", "pp=1", "dp=512", "micro_batch=1", "sharding=zero3", "recompute=full")
+PREDICTED_COLUMNS = ("predicted_s", "fits", "predicted_gib")
+COLUMNS = (
+    *("id", "source", "address", "model", "arch", "gpu", "gpus", "seq", "gbs", "mbs", "tp", "pp", "dp"),
+    *("recompute", "sharding", "norms", "dtype", "kind", "unsaid", "note", "group", "ran", "step_s"),
+    *PREDICTED_COLUMNS,
+)
+ABOUT = (
+    "Published training steps of decoders, and what the cost model predicts. seq, gbs, mbs: tokens of a "
+    "sample, samples of a global batch and of a micro-batch. ran: false if out of memory. kind: part if the "
+    "authors left out the fields in unsaid. step_s, predicted_s: seconds of a step; fits, predicted_gib: "
+    "predicted memory of a rank."
+)
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """seconds: of a step. fits: into the device's memory. memory_gib: of a rank."""
+
+    seconds: float
+    fits: bool
+    memory_gib: float
+
+
+def cluster_of(row: Row) -> str:
+    """The cluster of a row as `--cluster` takes it."""
+    nodes, devices = -(-row["gpus"] // DEVICES_PER_NODE), min(row["gpus"], DEVICES_PER_NODE)
+    return f"{nodes}x{devices}x{CLUSTER_KINDS[row['gpu']]}"
+
+
+def pins_of(row: Row) -> tuple[str, ...]:
+    """The layout of a row as `--set` takes it."""
+    choices = {key: row[key] for key in ("tp", "pp", "dp", "recompute", "sharding")}
+    if row.get("mbs"):
+        choices["micro_batch"] = row["mbs"]
+    if row.get("norms"):
+        choices["norms"] = row["norms"]
+    return tuple(f"{SECTION}.{key}={value}" for key, value in choices.items())
+
+
+def write_model_file(row: Row, folder: Path) -> Path:
+    """Writes the model file of a row's decoder."""
+    family, given = row["arch"]
+    shape = {
+        "family": family,
+        **{key: given[key] for key in ("layers", "hidden", "heads", "vocab", "tied")},
+        "kv": given.get("kv", given["heads"]),
+        "ffn": given.get("ffn", 4 * given["hidden"]),
+        "bias": given.get("bias", False),
+    }
+    path = folder / "published_model.py"
+    path.write_text(
+        "from tools.published.decoder import DecoderShape, FixedLengthTexts, LanguageModel\n\n"
+        "import torch\n\n"
+        f"def model():\n    made = LanguageModel(DecoderShape(**{shape!r}))\n"
+        f"    return made.to(torch.bfloat16) if {row['dtype'] == 'bf16'} else made\n\n"
+        f"def dataset():\n    return FixedLengthTexts({COMPILED_LENGTH})\n"
+    )
+    return path
+
+
+def compile_until_allocate(row: Row) -> str:
+    """Compiles a row's decoder. Returns its IR before `allocate`."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = CompileOptions(
+            cluster=ROOMY_CLUSTER,
+            global_batch=ROOMY_RANKS,
+            set=tuple(f"{SECTION}.{choice}" for choice in ROOMY_LAYOUT),
+            dtype="" if row["dtype"] == "bf16" else "bf16",
+            strategy="colocate",
+            widths="global",
+            max_sections=1,
+            stats_samples=2,
+        )
+        compiled = compile_model(write_model_file(row, Path(folder)), options)
+    names = [name for name, _ in compiled.dumps]
+    return compiled.dumps[names.index(Allocate.name) - 1][1]
+
+
+def set_length(ir_text: str, length: int) -> str:
+    """Returns the IR with samples of `length` tokens in place of `COMPILED_LENGTH`."""
+    mean = f"S = {COMPILED_LENGTH:e}"
+    if mean not in ir_text or f"1,{COMPILED_LENGTH}" not in ir_text:
+        raise ValueError(f"expected samples of {COMPILED_LENGTH} tokens in the IR")
+    return ir_text.replace(mean, f"S = {length:e}").replace(f"1,{COMPILED_LENGTH}", f"1,{length}")
+
+
+def predict_row(row: Row, ir_text: str) -> Prediction:
+    """Prices a row's layout."""
+    graph = graph_of(parse_module(set_length(ir_text, row["seq"])))
+    allocate = Allocate(
+        cluster=cluster_of(row), global_batch=row["gbs"], set=pins_of(row), strategy="colocate", fit=False
+    )
+    solved = allocate.solve_closed_form(graph)
+    chosen = solved.problem.sections[SECTION][solved.solution.assignment.choice[SECTION]]
+    capacity = solved.work.cluster.device.usable_memory
+    return Prediction(solved.solution.time_ns / 1e9, chosen.memory <= capacity, chosen.memory / 2**30)
+
+
+def predict_rows(rows: Iterable[Row], keep: Path | None = None) -> Iterator[tuple[Row, Prediction | str]]:
+    """Yields each row with its prediction, or with the message of the error that refuses it.
+
+    keep: a folder where the IR of each decoder stays; existing files are read instead of compiling again.
+    """
+    by_model: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_model[json.dumps([row["arch"], row["dtype"]])].append(row)
+    for model, of_model in by_model.items():
+        file = keep and keep / f"{hashlib.sha256(model.encode()).hexdigest()[:16]}.mlir"
+        ir_text = file.read_text() if file and file.exists() else compile_until_allocate(of_model[0])
+        if file and not file.exists():
+            file.write_text(ir_text)
+        for row in of_model:
+            try:
+                yield row, predict_row(row, ir_text)
+            except UserError as error:
+                yield row, error.message
+        print(".", end="", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of the rows of a group. error: median of |predicted / measured - 1|; p90: what nine in ten stay below;
+    bias: median of predicted / measured. order: Spearman's rank correlation, NaN below three rows.
+    refused: layouts that ran, predicted not to fit. accepted: layouts that ran out of memory, predicted to
+    fit.
+    """
+
+    steps: int
+    error: float
+    p90: float
+    bias: float
+    order: float
+    refused: int
+    ran: int
+    accepted: int
+    failed: int
+
+
+def summarize_rows(rows: Sequence[Row]) -> Summary:
+    """Summarizes rows that have predictions."""
+    timed = [r for r in rows if r["ran"] and r["kind"] == "full"]
+    ratios = [r["predicted_s"] / r["step_s"] for r in timed]
+    errors = sorted(abs(ratio - 1) for ratio in ratios)
+    failed = [r for r in rows if not r["ran"]]
+    return Summary(
+        steps=len(timed),
+        error=median(errors) if errors else math.nan,
+        p90=errors[math.ceil(0.9 * len(errors)) - 1] if errors else math.nan,
+        bias=median(ratios) if ratios else math.nan,
+        order=rank_correlation([r["predicted_s"] for r in timed], [r["step_s"] for r in timed]),
+        refused=sum(not r["fits"] for r in rows if r["ran"]),
+        ran=sum(r["ran"] for r in rows),
+        accepted=sum(r["fits"] for r in failed),
+        failed=len(failed),
+    )
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's rank correlation of two sequences without ties; NaN below three entries."""
+    if len(a) < 3:
+        return math.nan
+    ranks = [{i: rank for rank, i in enumerate(sorted(range(len(x)), key=x.__getitem__))} for x in (a, b)]
+    squares = sum((ranks[0][i] - ranks[1][i]) ** 2 for i in range(len(a)))
+    return 1 - 6 * squares / (len(a) * (len(a) ** 2 - 1))
+
+
+def add_prediction(row: Row, prediction: Prediction | str) -> Row:
+    """Returns a row with its prediction."""
+    if isinstance(prediction, str):
+        return row | {"refused_because": prediction}
+    return row | {
+        "predicted_s": round(prediction.seconds, 4),
+        "fits": prediction.fits,
+        "predicted_gib": round(prediction.memory_gib, 2),
+    }
+
+
+def format_summary(name: str, summary: Summary) -> str:
+    """A row of the Markdown table."""
+    order = "-" if math.isnan(summary.order) else f"{summary.order:.2f}"
+    return (
+        f"| {name} | {summary.steps} | {summary.error:.1%} | {summary.p90:.1%} | {summary.bias:.2f} "
+        f"| {order} | {summary.refused} of {summary.ran} | {summary.accepted} of {summary.failed} |"
+    )
+
+
+def print_summaries(rows: Sequence[Row]) -> None:
+    """Prints the Markdown table: all rows, by source, device, and group."""
+    print(
+        "| rows | steps | median error | nine in ten below | median ratio | order "
+        "| refused, ran | accepted, failed |"
+    )
+    print("| --- |" + " --- |" * 7)
+    print(format_summary("all", summarize_rows(rows)))
+    for key in ("source", "gpu", "group"):
+        for value in sorted({r[key] for r in rows}):
+            print(format_summary(value, summarize_rows([r for r in rows if r[key] == value])))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Reads the rows of a table, without cells that are empty and without earlier predictions."""
+    table = json.loads(path.read_text())
+    named_rows = (dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
+    return [
+        {name: cell for name, cell in row.items() if cell is not None and name not in PREDICTED_COLUMNS}
+        for row in named_rows
+    ]
+
+
+def format_rows(rows: Sequence[Row]) -> str:
+    """The text of a table: one line for each row."""
+    head = {"command": "python -m tools.check_published", "about": ABOUT, "columns": COLUMNS}
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    cells = ",\n".join(f"  {json.dumps([row.get(name) for name in COLUMNS])}" for row in rows)
+    return "\n".join(["{", *lines, ' "rows": [', cells, " ]", "}", ""])
+
+
+def format_errors(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The text of `published_errors.json`: [kind, tp, pp, sharding, recompute, predicted over measured]."""
+    timed = (r for r in rows if r["ran"] and r["kind"] == "full")
+    layouts = [
+        [
+            CLUSTER_KINDS[r["gpu"]],
+            *(r[key] for key in ("tp", "pp", "sharding", "recompute")),
+            round(r["predicted_s"] / r["step_s"], 3),
+        ]
+        for r in timed
+    ]
+    lines = ",\n".join(f"  {json.dumps(layout)}" for layout in layouts)
+    command = "python -m tools.check_published --errors"
+    return f'{{\n "command": "{command}",\n "layouts": [\n{lines}\n ]\n}}\n'
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=Path, default=ROWS_FILE, help="the rows, as JSON")
+    parser.add_argument("--only", default="", help="rows whose id has this text, one line each")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="a folder for the decoders' IR, which is used again"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows with predictions")
+    parser.add_argument(
+        "--errors", action="store_true", help="renew the errors that `secc explain` shows with predictions"
+    )
+    options = parser.parse_args(arguments)
+    rows = [row for row in read_rows(options.rows) if options.only in row["id"]]
+    predicted = [add_prediction(row, prediction) for row, prediction in predict_rows(rows, options.keep)]
+    print(file=sys.stderr)
+    for row in (r for r in predicted if "refused_because" in r):
+        print(f"{row['id']}: {row['refused_because']}")
+    known: list[Mapping[str, Any]] = [r for r in predicted if "predicted_s" in r]
+    if options.only:
+        for row in known:
+            measured = (
+                f"{row['step_s']:.2f} s, ratio {row['predicted_s'] / row['step_s']:.2f}"
+                if row["ran"]
+                else "no memory"
+            )
+            print(
+                f"{row['id']}: {row['predicted_s']:.2f} s, {row['predicted_gib']:.0f} GiB; "
+                f"measured {measured}"
+            )
+    print_summaries([dict(r) for r in known])
+    if options.errors:
+        ERRORS_FILE.write_text(format_errors(known))
+    if options.json:
+        options.json.write_text(format_rows(predicted))
+
+
+if __name__ == "__main__":
+    main()
