@@ -16,7 +16,14 @@ from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.training.options import parse_options
 from secc.runtime.training.supervisor import run_plan
 from tests.e2e.harness import compile_and_write
-from tests.runtime.run_processes import process_of_rank, ranks_of, start, steps_of, wait_for_step
+from tests.runtime.run_processes import (
+    loader_of_rank,
+    process_of_rank,
+    ranks_of,
+    start,
+    steps_of,
+    wait_for_step,
+)
 
 MODEL = Path(__file__).parents[2] / "examples" / "captions.py"
 
@@ -52,6 +59,23 @@ def test_run_goes_on_with_fewer_ranks_and_returns(tmp_path: Path) -> None:
     for name, tensor in expected.items():
         assert torch.allclose(weights[name], tensor, rtol=1e-4, atol=1e-6), name
     assert not list(ranks_of(plan)) and not list(ranks_of(fewer))
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.timeout(600)
+def test_a_killed_loader_is_no_lost_rank(tmp_path: Path) -> None:
+    plan, saved = tmp_path / "plan", tmp_path / "saved"
+    compile_and_write(MODEL, plan, check=False, cluster="local:2", global_batch=4, strategy="apart")
+    options = ["--steps", "40", "--save-every", "5", "--save", str(saved), "--on-loss", "replan"]
+    process = start("-m", "secc", "run", str(plan), *options, "--max-restarts", "2")
+    wait_for_step(plan, 2, process)
+    os.kill(loader_of_rank(plan, 1), signal.SIGKILL)
+    _, errors = process.communicate(timeout=400)
+    assert process.returncode == 0, errors
+    assert "restart 1 of 2" in errors and "going on with" not in errors
+    assert not list(tmp_path.glob("plan-on-*"))
+    assert steps_of(plan / "logs")[-1]["step"] == 40
 
 
 def test_replanning_needs_checkpoints_and_the_compiler(tmp_path: Path) -> None:

@@ -55,8 +55,9 @@ def process_of_rank(plan: Path, rank: int) -> int:
 
 
 def loader_of_rank(plan: Path, rank: int) -> int:
-    """Returns the youngest process of a rank."""
-    return max(pid for pid, name in ranks_of(plan) if name == str(rank))
+    """Returns the process that loads a rank's samples."""
+    processes = [pid for pid, name in ranks_of(plan) if name == str(rank)]
+    return next(pid for pid in processes if Path(f"/proc/{pid}/comm").read_text().strip() == "secc-loader")
 
 
 def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str] | None = None) -> None:
