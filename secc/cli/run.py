@@ -37,27 +37,32 @@ def rank_options(
         metavar = action.metavar if isinstance(action.metavar, str) else choices
         kind: Any = list[str] | None if isinstance(action.default, list) else str | None
         option = typer.Option(*action.option_strings, help=action.help, metavar=metavar)
-        if action.nargs == 0:
-            kind, option = bool, typer.Option(*action.option_strings, help=action.help)
-        default = False if action.nargs == 0 else None
+        default = None
+        if isinstance(action, argparse.BooleanOptionalAction):  # --x and --no-x
+            kind, option = bool | None, typer.Option("/".join(action.option_strings), help=action.help)
+        elif action.nargs == 0:
+            kind, option, default = bool, typer.Option(*action.option_strings, help=action.help), False
         annotation = Annotated[kind, option]
-        parameters.append(
-            Parameter(action.dest, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        )
+        long = next(text for text in action.option_strings if text.startswith("--"))
+        name = long.removeprefix("--").replace("-", "_")  # not `dest`, which --no-first-check has another of
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
     return parameters
 
 
 def add_options(command: Callable[..., None], options: Sequence[Parameter]) -> Callable[..., None]:
     """Return the command with further options, whose values are kept as texts for run.py."""
-    names = {p.name: f"--{p.name.replace('_', '-')}" for p in options}
 
     def extended(**values: Any) -> None:
         passed: list[str] = values["context"].meta.setdefault(_PASSED_KEY, [])
-        for name, option in names.items():
-            value = values.pop(name)
+        for option in options:
+            value, words = values.pop(option.name), option.name.replace("_", "-")
             for one in value if isinstance(value, list) else [value]:
-                if one is not None and one is not False:
-                    passed += [option] if one is True else [option, one]
+                if one is None or one is option.default:
+                    continue
+                if isinstance(one, bool):
+                    passed.append(f"--{words}" if one else f"--no-{words}")
+                else:
+                    passed += [f"--{words}", one]
         command(**values)
 
     own = signature(command, eval_str=True)

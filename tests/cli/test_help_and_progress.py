@@ -12,6 +12,8 @@ from secc.cli import main
 from secc.cli.console import show_progress
 from secc.runtime.model.user_file import load_model_file
 from secc.runtime.monitoring.metrics import MetricsLog, duration_text
+from secc.runtime.training import supervisor
+from secc.runtime.training.options import parse_options
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,27 @@ def test_help_lists_the_options_of_ranks(
         main([command, "--help"])
     shown = capsys.readouterr().out
     assert [o for o in options if o not in shown] == [] and "--eval-only" not in shown
+
+
+def test_options_of_ranks_arrive_as_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [
+        "--no-first-check",
+        "--no-save-async",
+        "--shuffle",
+        "--steps",
+        "3",
+        "--init",
+        "a=b",
+        "--init",
+        "c",
+    ]
+    arrived: list[str] = []
+    monkeypatch.setattr(supervisor, "run_plan", lambda plan, arguments, _: arrived.extend(arguments) or 0)
+    with pytest.raises(SystemExit, match="0"):
+        main(["run", "a_plan", *given])
+    passed = parse_options(arrived)
+    assert (passed.first_check, passed.save_async, passed.shuffle, passed.steps) == (False, False, True, 3)
+    assert passed.init == parse_options(["--init", "a=b", "--init", "c"]).init
 
 
 def test_stages_are_counted_and_timed(capfd: pytest.CaptureFixture[str]) -> None:

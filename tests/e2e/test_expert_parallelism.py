@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from secc.cli import main
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.report.html_page import report_page
+from secc.runtime.model.user_file import load_model_file
 from tests.e2e.harness import find_differences, train_distributed, train_in_one_process, write_recording_model
+from tests.e2e.reference_runs import write_named_recording_model
 
 MODELS = Path(__file__).parent.parent / "models"
 STEPS = 3
@@ -149,3 +153,37 @@ def test_the_same_plan_gives_the_same_bits(tmp_path: Path) -> None:
     assert first.losses == second.losses
     for name, value in first.parameters.items():
         assert torch.equal(value, second.parameters[name]), name
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "listed_experts"])
+def test_exported_weights_start_runs_with_any_ep(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Experts in four parts are exported whole under the user's names; each part reads its own of them."""
+    path = write_named_recording_model(name, tmp_path)
+    plan = _plan(path, tmp_path / "first", 4, 6, "model.dp=4", "model.ep=4", "model.sharding=zero1")
+    trained = train_distributed(plan, 4, 2, tmp_path / "run")
+    weights = tmp_path / "weights" / "model.safetensors"
+    with pytest.raises(SystemExit) as end:
+        main(["export", str(tmp_path / "run" / "saved"), "-o", str(weights)])
+    assert end.value.code in (None, 0), capsys.readouterr().err
+    exported = load_file(weights)
+    assert exported.keys() == load_model_file(path).build_model().state_dict().keys()
+    assert all(torch.equal(value, trained.parameters[n]) for n, value in exported.items())
+    losses = [
+        train_distributed(
+            _plan(path, tmp_path / f"next{number}", ranks, 6, *pins),
+            ranks,
+            2,
+            tmp_path / f"run{number}",
+            "--init",
+            str(weights.parent),
+        ).losses
+        for number, (ranks, pins) in enumerate(
+            [(1, ("model.dp=1",)), (2, ("model.tp=2", "model.ep=2")), (2, ("model.dp=2", "model.ep=2"))]
+        )
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-6)
