@@ -97,11 +97,12 @@ class _Supervisor:
                 codes = ranks.wait(finish_at=self._rejoin_at)
             if requests.count > 1 or (requests.count and any(codes.values())):
                 return 128 + requests.last
-            result, causes = ranks.report_failures(codes)
-            if result == 0 and ranks.was_asked_to_finish and not requests.count:
+            # Ranks that are still starting when they are asked end without a save, and so do their peers.
+            if ranks.was_asked_to_finish and not requests.count and 2 not in codes.values():
                 sys.stderr.write(f"rank {self._lost_text()} is tried again: returning to {self._directory}\n")
                 self._plan, self._lost, self._rejoin_at = self._directory, [], float("inf")
                 continue
+            result, causes = ranks.report_failures(codes)
             ended = self._failures == self._options.max_restarts or self._options.on_loss == "stop"
             if result != 1 or ended:
                 return result
