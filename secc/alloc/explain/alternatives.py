@@ -32,7 +32,7 @@ from secc.alloc.problem.types import Assignment, Candidate, Problem, ReplicaShap
 from secc.alloc.refine import prefetch_memory
 from secc.cost.model.section_cost import count_cost_origins
 
-LAYOUT_KEYS = ("dp", "tp", "pp", "ep", "micro_batch", "sharding", "recompute")
+LAYOUT_KEYS = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "sharding", "recompute")
 
 UNLIMITED_BYTES = 1 << 62
 

@@ -21,7 +21,9 @@ from secc.ir.dialect.ops import GraphOp, SectionOp
 
 # Assumed where nothing is known of how a plan was found.
 DEFAULT_SOLVER_STATUS = {"status": "FEASIBLE", "gap": "1.0", "tried": "1"}
-NUMBER_KEYS, WORD_KEYS = ("dp", "tp", "pp", "ep", "micro_batch"), ("sharding", "recompute")
+NUMBER_KEYS = ("dp", "tp", "pp", "cp", "ep", "micro_batch")
+WORD_KEYS = ("sharding", "recompute")
+UNWRITTEN_DEGREES = ("cp", "ep")  # 1 where a section has no such attribute
 
 
 def list_plan_choices(graph: GraphOp) -> tuple[str, ...]:
@@ -56,7 +58,8 @@ def parse_solver_status(texts: Sequence[str]) -> tuple[str, float, int]:
 def _choice_text(section: SectionOp, key: str) -> str:
     """An attribute of a section as text, "" if it is missing."""
     word = section.attributes.get(key)
-    return word.data if isinstance(word, StringAttr) else str(get_number(section, key) or "")
+    absent = 1 if key in UNWRITTEN_DEGREES and "dp" in section.attributes else ""
+    return word.data if isinstance(word, StringAttr) else str(get_number(section, key) or absent)
 
 
 def assignment_from_choices(problem: Problem, texts: Sequence[str]) -> Assignment | None:

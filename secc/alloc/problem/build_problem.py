@@ -20,6 +20,7 @@ from secc.alloc.problem.candidates import (
     require_rank_load,
 )
 from secc.alloc.problem.pins import Pins
+from secc.alloc.problem.row_parts import row_part_choices
 from secc.alloc.problem.stackable_layers import count_declared_layers
 from secc.alloc.problem.types import ALL_KINDS, AllocEdge, Candidate, DevicePool, Problem, ReplicaShape
 from secc.cost.model import roofline
@@ -236,7 +237,7 @@ def parallel_shapes(
         ReplicaShape(tp, pp, cp)
         for tp in pins.number_choices(load.name, "tp", tps)
         for pp in pins.number_choices(load.name, "pp", stages)
-        for cp in pins.number_choices(load.name, "cp", [1])
+        for cp in row_part_choices(work, load, pins, tp, pp, ranks, free)
     ]
     shapes = [s for s in shapes if s.tp % ep == 0 or ep % s.tp == 0] or shapes
     both_pinned = pins.pinned_number(load.name, "tp") and pins.pinned_number(load.name, "pp")

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import chain
 from math import ceil, gcd, lcm
 
 from xdsl.dialects.builtin import StringAttr
@@ -85,6 +86,9 @@ class SectionLoad:
     )
     cached_busiest: dict[tuple[int, int, str], BusiestReplica] = field(
         init=False, repr=False, compare=False, default_factory=dict[tuple[int, int, str], BusiestReplica]
+    )
+    cached_sample_bytes: dict[str, list[tuple[int, int]]] = field(
+        init=False, repr=False, compare=False, default_factory=dict[str, list[tuple[int, int]]]
     )
     cached_gathers: dict[int, Zero3Collectives | None] = field(
         init=False, repr=False, compare=False, default_factory=dict[int, "Zero3Collectives | None"]
@@ -687,7 +691,7 @@ def memory_on_rank(
         dp * load.shape.cp,
         sharding,
         micro_batches,
-        _largest_sample_bytes(work, load, recompute),
+        _largest_sample_bytes(work, load, size, recompute),
     )
 
 
@@ -714,28 +718,15 @@ def _activation_bytes(work: Workload, load: SectionLoad, size: int, recompute: s
     recomputation needs temporarily)."""
     if (size, recompute) not in load.cached_numbers:
         activation = working = 0
-        recomputed, saved = load.cost.recompute.get(recompute), load.cost_under_recompute(recompute).saved
+        saved = load.cost_under_recompute(recompute).saved
         for pattern in load.active_patterns:
             sizes = work.mean_micro_batch_sizes(pattern, size)
             activation = max(
                 activation,
                 sum(evaluate_expr(text, sizes) for text in (saved, *_edge_size_expressions(work, load))),
             )
-            backward_expressions = (
-                (
-                    load.cost.backward_transient,
-                    load.cost.logits_backward_transient,
-                    recomputed.working if recomputed else "0",
-                )
-                if load.mode != "forward"
-                else ()
-            )
             working = max(
-                working,
-                *(
-                    evaluate_expr(text, sizes)
-                    for text in (load.cost.forward_transient, *backward_expressions)
-                ),
+                working, *(evaluate_expr(text, sizes) for text in _working_expressions(load, recompute))
             )
         if load.mode == "forward":
             working = max(
@@ -747,15 +738,58 @@ def _activation_bytes(work: Workload, load: SectionLoad, size: int, recompute: s
     return load.cached_numbers[size, recompute]
 
 
-def _largest_sample_bytes(work: Workload, load: SectionLoad, recompute: str) -> int:
-    """Bytes that the largest listed sample keeps in a micro-batch of its own."""
-    key = "largest", recompute
+def _largest_sample_bytes(work: Workload, load: SectionLoad, size: int, recompute: str) -> int:
+    """Bytes that the largest listed sample needs in a micro-batch of its own: what it keeps, and what it
+    needs temporarily beyond what a micro-batch of `size` mean samples does."""
+    key = "largest", size, recompute
     if key not in load.cached_numbers:
+        _, working = _activation_bytes(work, load, size, recompute)
         load.cached_numbers[key] = (
-            max((max(kept) for _, kept in sample_activation_bytes(work, load, recompute)), default=0),
+            max(
+                (
+                    kept + max(0, temporary - working)
+                    for kept, temporary in _needed_sample_bytes(work, load, recompute)
+                ),
+                default=0,
+            ),
             0,
         )
     return load.cached_numbers[key][0]
+
+
+def longest_sample_bytes(work: Workload, load: SectionLoad, recompute: str) -> int:
+    """Bytes of activations that the largest listed sample needs in a micro-batch of its own; `load` is that
+    of a rank."""
+    return max(
+        (kept + temporary for kept, temporary in _needed_sample_bytes(work, load, recompute)), default=0
+    )
+
+
+def _needed_sample_bytes(work: Workload, load: SectionLoad, recompute: str) -> list[tuple[int, int]]:
+    """(bytes kept, bytes needed temporarily) of each listed sample in a micro-batch of its own."""
+    if recompute not in load.cached_sample_bytes:
+        kept = chain.from_iterable(held for _, held in sample_activation_bytes(work, load, recompute))
+        working = [
+            chain.from_iterable(held for _, held in _sample_bytes(work, load, (text,)))
+            for text in _working_expressions(load, recompute)
+        ]
+        load.cached_sample_bytes[recompute] = list(
+            zip(kept, map(max, zip(*working, strict=True)), strict=True)
+        )
+    return load.cached_sample_bytes[recompute]
+
+
+def _working_expressions(load: SectionLoad, recompute: str) -> tuple[str, ...]:
+    """Byte expressions of what a forward, backward or recomputation needs temporarily, one at a time."""
+    if load.mode == "forward":
+        return (load.cost.forward_transient,)
+    again = load.cost.recompute.get(recompute)
+    return (
+        load.cost.forward_transient,
+        load.cost.backward_transient,
+        load.cost.logits_backward_transient,
+        again.working if again else "0",
+    )
 
 
 def sample_activation_bytes(

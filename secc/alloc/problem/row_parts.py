@@ -1,0 +1,77 @@
+"""Decides which cp (ranks that share the rows of sequences) are considered for a section.
+
+Every further cp multiplies the candidates, and gains something only where single samples are long. A sample
+is long for a replica if its activations take more than `LONG_SAMPLE_MEMORY` of a rank's memory, or if its
+time is more than `LONG_SAMPLE_TIME` times the work that each replica has on average: the other replicas then
+wait for it. As long as that is so with half as many ranks, a cp is considered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import torch
+from xdsl.ir import SSAValue
+
+from secc.alloc.problem.candidates import SectionLoad, Workload, longest_sample_bytes
+from secc.alloc.problem.pins import Pins
+from secc.alloc.problem.size_spread import PERMILLE
+from secc.alloc.problem.types import ReplicaShape
+from secc.cost.model.section_cost import ops_in_section
+from secc.ir.analysis.dataflow import get_number
+from secc.ir.dialect import size_expr
+from secc.ir.dialect.ops import CallOp
+from secc.ir.dialect.tensor_type import tensor_type
+
+LONG_SAMPLE_MEMORY = Fraction(1, 4)
+LONG_SAMPLE_TIME = 2
+MAX_ROW_PARTS = 32  # the largest cp that is considered without a pin
+
+
+def row_part_choices(
+    work: Workload, load: SectionLoad, pins: Pins, tp: int, pp: int, ranks: int, free: bool
+) -> Sequence[int]:
+    """The cp to consider for stages of `tp` ranks and `pp` stages: the pinned one, else with `free` powers of
+    two as long as samples are long."""
+    if pins.pinned_number(load.name, "cp") is not None:
+        return pins.number_choices(load.name, "cp", ())
+    splittable = free and not pins.splits_backward(load.name) and pins.pinned_number(load.name, "ep") is None
+    choices, cp = [1], 2
+    while (
+        splittable
+        and cp <= MAX_ROW_PARTS
+        and tp * pp * cp <= ranks
+        and _has_long_sample(work, load, ReplicaShape(tp, pp, cp // 2), ranks)
+        and _has_sequences(work, load)
+    ):
+        choices.append(cp)
+        cp *= 2
+    return pins.number_choices(load.name, "cp", choices)
+
+
+def _has_long_sample(work: Workload, load: SectionLoad, shape: ReplicaShape, ranks: int) -> bool:
+    """Whether the longest listed sample is long for replicas of this shape."""
+    longest = next(iter(load.spread.relative_times), 0)
+    replicas = ranks // shape.ranks
+    if longest * replicas > LONG_SAMPLE_TIME * PERMILLE * work.active_sample_count(load):
+        return True
+    kept = longest_sample_bytes(work, work.rank_load(load, shape), "none")
+    return kept > LONG_SAMPLE_MEMORY * work.cluster.device.usable_memory
+
+
+def _has_sequences(work: Workload, load: SectionLoad) -> bool:
+    """Whether layers of a section work on tensors [samples, rows, width] with rows that depend on samples."""
+    return any(
+        bool(get_number(op, "layers") or get_number(op, "units"))
+        and any(map(_is_sequence, (*op.results, *op.operands)))
+        for case in work.graph.cases
+        for op in ops_in_section(case, load.name)
+        if isinstance(op, CallOp)
+    )
+
+
+def _is_sequence(value: SSAValue) -> bool:
+    kind = tensor_type(value)
+    floating = getattr(torch, kind.torch_dtype).is_floating_point
+    return floating and len(kind.shape) == 3 and bool(size_expr.symbol_names(kind.shape[1]))
