@@ -24,7 +24,7 @@ from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import CallOp
 from secc.ir.dialect.tensor_type import tensor_type
 
-LONG_SAMPLE_MEMORY = Fraction(1, 4)
+LONG_SAMPLE_MEMORY = Fraction(1, 2)
 LONG_SAMPLE_TIME = 2
 MAX_ROW_PARTS = 32  # the largest cp that is considered without a pin
 

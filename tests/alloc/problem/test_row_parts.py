@@ -1,5 +1,5 @@
-"""cp as a choice of `allocate`: where a sample fits no rank its rows are divided, and the solver's plan is the
-best of all pinned ones."""
+"""cp as a choice of `allocate`: where a sample fits no rank its rows are divided, and the solver's plan is
+the best of all pinned ones."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from secc.ir.analysis.sample_sizes import SAMPLES_ATTRIBUTE, samples_attr
 from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io.module_text import parse_module
 
-# A decoder of 0.2e9 parameters that keeps 2 MB for each token, and nothing less with recomputation.
+# A decoder of 0.2e9 parameters that keeps 2 MB for each token. It has no layers to cut between, and
+# recomputation frees nothing.
 GRAPH = """
 sec.graph "documents" {{
   sec.symbol "B" kind "rows" key "input_ids" dim 0
   sec.symbol "S" kind "width" key "input_ids" dim 1
   sec.pattern when [] share "1.0" {{B = 1, S = {mean}}}
-  sec.block "lm" class "LM" params 200000000 trainable 200000000 layers 8 {{
+  sec.block "lm" class "LM" params 200000000 trainable 200000000 layers 1 {{
     bytes = 400000000 : i64, trainable_bytes = 400000000 : i64}}
   sec.section "lm" mode "train" when [] blocks ["lm"]
   sec.case "all" when [] {{
@@ -33,7 +34,7 @@ sec.graph "documents" {{
     %h = sec.call "lm" (%ids) args "$0" outs [""] in @lm {{
       flops = "400000000*B*S", work = "400000000*B*S", attention = "16384*B*S**2",
       attention_work = "16384*B*S**2", saved = "2000000*B*S", moved = "1000000*B*S", ops = 800 : i64,
-      cost = "counted", narrow = 2048 : i64, layers = 8 : i64}} : !sec.tensor<[B, S, 2048], bf16, grad>
+      cost = "counted", narrow = 2048 : i64, layers = 1 : i64}} : !sec.tensor<[B, S, 2048], bf16, grad>
     %l = sec.glue "aten.sum.default" (%h) args "$0" in @lm : !sec.tensor<[], f32, grad>
     sec.term "loss" (%l) in @lm
     sec.return constant "0.0"
@@ -89,7 +90,7 @@ def test_no_cp_is_considered_where_no_sample_is_long() -> None:
 
 def test_alternatives_say_why_rows_are_divided() -> None:
     work = _workload(LONG)
-    found = _solve(work, "pp=1")
+    found = _solve(work)
     assert found is not None and _chosen_cp(found) == 4
     alternatives = explain_choices(work, *found, frozenset(), {}, None)["lm"]["alternatives"]
     fewer = next(a for a in alternatives if a["choice"] == "cp=2")
