@@ -66,6 +66,7 @@ SLOW = {
         (4, "tp=2 pp=2 recompute=full micro_batch=1"),
         (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=2 bf16"),
         (4, "pp=2 dp=2 sharding=zero1 micro_batch=2 backward=split bf16"),
+        (4, "tp=2 pp=2 micro_batch=2 backward=split"),
         (5, "dp=5 sharding=zero2 micro_batch=1 bf16"),
     ],
     "llava_tiny": [
@@ -89,6 +90,7 @@ SLOW = {
             "vision_tower.dp=2 vision_tower.sharding=zero2",
         ),
         (6, "language_model.tp=2 language_model.pp=2 vision_tower.pp=2"),
+        (5, "language_model.tp=2 language_model.pp=2 language_model.backward=split vision_tower.dp=1"),
         (4, "language_model.pp=2 vision_tower.tp=2 language_model.micro_batch=2"),
         (
             3,
@@ -116,6 +118,8 @@ SLOW = {
         (6, "student.tp=2 student.pp=2 student.recompute=selective teacher.pp=2"),
         (4, "teacher.dp=2 teacher.sharding=zero3 student.tp=2 student.recompute=selective bf16"),
         (5, "student.pp=2 teacher.pp=3 student.backward=split bf16"),
+        (5, "student.tp=2 student.pp=2 student.norms=sequence student.backward=split teacher.dp=1"),
+        (5, "student.tp=2 student.pp=2 student.backward=split teacher.dp=1 bf16"),
     ],
     "whisper_tiny": [
         (2, "encoder.with=decoder decoder.dp=2 decoder.micro_batch=1"),
@@ -142,6 +146,8 @@ SLOW = {
         (4, "tp=2 dp=2 sharding=zero2 bf16"),
         (4, "tp=2 ep=2 dp=2 sharding=zero3 recompute=full micro_batch=2"),
         (4, "tp=2 ep=2 pp=2 micro_batch=3 recompute=selective"),
+        (4, "tp=2 ep=2 pp=2 micro_batch=2 backward=split"),
+        (4, "tp=2 pp=2 micro_batch=2 backward=split"),
         (4, "tp=2 ep=2 dp=2 sharding=zero2 bf16"),
         (4, "dp=4 ep=4 sharding=zero1 micro_batch=2"),
         (4, "dp=4 ep=2 sharding=zero2 recompute=full micro_batch=1"),
@@ -161,6 +167,7 @@ SLOW = {
         (4, "tp=4 ep=4 sharding=zero1 micro_batch=3"),
         (4, "tp=4 ep=2 recompute=full micro_batch=2"),
         (4, "tp=2 ep=2 pp=2 micro_batch=3"),
+        (4, "tp=2 pp=2 micro_batch=2 backward=split"),
         (4, "dp=4 ep=4 sharding=zero1 recompute=full micro_batch=1"),
     ],
     "mixtral": [(4, "tp=2 ep=2 dp=2 sharding=zero2 micro_batch=1")],

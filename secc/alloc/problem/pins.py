@@ -71,15 +71,15 @@ class Pins:
         """Whether a section's stages run backward in two parts: input gradients, then weight gradients
         (zero-bubble schedules).
 
-        Raises UserError for a section that is not pinned to several stages, or is split by tp.
+        Raises UserError for a section that is not pinned to several stages, or is split by cp.
         """
         asked = self.words.get(section, {}).get("backward") == "split"
-        tp, pp, cp = (self.pinned_number(section, key) or 1 for key in ("tp", "pp", "cp"))
-        if asked and (pp == 1 or tp > 1 or cp > 1):
-            reason = "it needs several pipeline stages" if pp == 1 else "it cannot be combined with tp or cp"
+        pp, cp = (self.pinned_number(section, key) or 1 for key in ("pp", "cp"))
+        if asked and (pp == 1 or cp > 1):
+            reason = "it needs several pipeline stages" if pp == 1 else "it cannot be combined with cp"
             raise UserError(
                 f"{section}.backward=split is impossible: {reason}",
-                remedy=f"set {section}.pp above 1 without tp and cp, or leave it out",
+                remedy=f"set {section}.pp above 1 without cp, or leave it out",
             )
         return asked
 
