@@ -284,10 +284,15 @@ def choice_texts(choices: Choices) -> tuple[str, ...]:
 
 def option_arguments(options: Mapping[str, object]) -> list[str]:
     """Returns Python options as arguments of the command line: `save_every=5` becomes `--save-every 5`, True
-    a flag; a list repeats its option."""
+    a flag, False `--no-…` where there is one; a list repeats its option."""
+    from secc.runtime.training.options import make_parser
+
     arguments: list[str] = []
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
+        negation = f"--no-{option.removeprefix('--')}"
+        if value is False and negation in make_parser()._option_string_actions:  # pyright: ignore[reportPrivateUsage]
+            arguments.append(negation)
         if value is None or value is False:
             continue
         for one in value if isinstance(value, list | tuple) else [value]:

@@ -131,6 +131,9 @@ def test_arguments_are_those_of_the_command_line(tmp_path: Path) -> None:
     assert choice_texts({"student.tp": 2}) == ("student.tp=2",)
     options = {"save_every": 5, "shuffle": True, "debug_comm": False, "init": ["a=b", "c"], "clip": None}
     assert option_arguments(options) == ["--save-every", "5", "--shuffle", "--init", "a=b", "--init", "c"]
+    assert option_arguments({"first_check": False, "save_async": False}) == [
+        *("--no-first-check", "--no-save-async")
+    ]
     lines = [{"step": 1, "loss": 2.0}, {"step": 1, "eval": "eval", "loss": 1.0, "grad_norm": None}]
     result = make_run_result(tmp_path, lines)
     assert result.losses == [2.0] and [t.title for t in result.tables] == ["Steps", "Evaluations"]
