@@ -58,9 +58,8 @@ def checked_text(plan: Plan) -> str:
 
 
 def _section_cells(s: Section) -> tuple[str, str, str, str]:
-    degrees = " ".join(
-        f"{k} {v}" for k, v in (("dp", s.mesh.dp), ("pp", s.mesh.pp), ("tp", s.mesh.tp)) if v > 1
-    )
+    kinds = ("dp", "pp", "tp", "cp", "ep")
+    degrees = " ".join(f"{kind} {n}" for kind in kinds if (n := getattr(s.mesh, kind)) > 1)
     return s.name, short_ranks_text(s.mesh.ranks), degrees or "one rank", _MODES.get(s.mode, s.mode)
 
 
