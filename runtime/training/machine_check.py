@@ -22,7 +22,7 @@ _OTHER_MACHINE_REMEDY = (
 def check_machine(plan: Plan, ranks: Collection[int], share_gpus: bool = False) -> None:
     """Raises UserError if this machine lacks GPUs for the plan's `ranks` that run here (with `share_gpus`,
     has none), or, if these run on the CPU, memory."""
-    kind = _gpu_kind(plan)
+    kind = gpu_kind_of(plan)
     if kind:
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if found < (1 if share_gpus else len(ranks)):
@@ -61,7 +61,7 @@ def memory_of_rank(plan: Plan, rank: int) -> float:
     return sum(s.memory_gib for s in plan.sections if rank in s.mesh.ranks)
 
 
-def _gpu_kind(plan: Plan) -> str:
+def gpu_kind_of(plan: Plan) -> str:
     """Returns the kinds of the plan's devices if all are GPUs, else ""."""
     groups = plan.cluster.get("groups") or [plan.cluster]
     devices = [group.get("device", {}) for group in groups]

@@ -20,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 COMMAND_NAMES = (
     "compile",
     "run",
+    "launch-files",
     "eval",
     "check",
     "explain",
@@ -36,7 +37,7 @@ COMMAND_NAMES = (
 
 
 class LazyCommands(TyperGroup):
-    """Looks up a command by importing `secc.cli.NAME` and taking its function `command`."""
+    """Looks up a command by importing `secc.cli.NAME` (- is _ there) and taking its function `command`."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:
         """Names of all commands, in the order of --help."""
@@ -47,7 +48,7 @@ class LazyCommands(TyperGroup):
         if cmd_name not in COMMAND_NAMES:
             return None
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        module = importlib.import_module(f"secc.cli.{cmd_name}")
+        module = importlib.import_module(f"secc.cli.{cmd_name.replace('-', '_')}")
         function = module.command
         if hasattr(module, "rank_options"):
             from secc.cli.run import add_options

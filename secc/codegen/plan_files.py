@@ -20,6 +20,7 @@ from secc.codegen.section_modules import (
 )
 from secc.ir.dialect.ops import graph_of
 from secc.runtime.plan.schema import Plan, Section, plan_to_json
+from secc.runtime.training.machine_check import gpu_kind_of
 
 PlanFiles = dict[str, str | bytes]
 _RANK_FILE_NAMES = ("Path", "RankContext", "RunOptions", "Trainer", "PLAN")  # that no section's class has
@@ -98,8 +99,13 @@ def _role_text(section: Section, rank: int) -> str:
 
 
 def render_launcher(plan: Plan, template: str) -> str:
-    """A launch script for the plan's cluster: nodes, and ranks on each."""
+    """A launch script for the plan's cluster: nodes, ranks on each, and whether these need a GPU each."""
+    nodes, per_node = count_nodes(plan)
+    gpus = bool(gpu_kind_of(plan))
+    return render_template(template, nodes=nodes, per_node=per_node, gpus=gpus, world_size=plan.world_size)
+
+
+def count_nodes(plan: Plan) -> tuple[int, int]:
+    """Nodes of the plan's cluster, and ranks on each."""
     nodes = int(plan.cluster.get("nodes", 1))
-    return render_template(
-        template, nodes=nodes, per_node=-(-plan.world_size // nodes), world_size=plan.world_size
-    )
+    return nodes, -(-plan.world_size // nodes)
