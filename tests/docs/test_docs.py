@@ -13,7 +13,7 @@ import torch
 import torch.distributed.run
 import typer
 
-from secc import cli
+from secc import check, cli
 from secc.pass_pipeline import PASS_CLASSES
 from secc.runtime.model.user_file import extract_loss, load_model_file
 from secc.runtime.training import options as run_options
@@ -140,7 +140,7 @@ def test_options_are_taken(root: Path, options: set[str], page: str):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_are_named_exist(root: Path, page: str):
-    text = prose_of(root / page)
+    text = re.sub(r"https?://\S+", "", prose_of(root / page))  # files of others
     named = re.findall(r"\b((?:examples|tools|tests|docs)/[\w/.]+\.\w+)", text)
     named += re.findall(r"`((?:secc|passes|runtime|templates)/[\w/.]+)`", text)
     assert [n for n in named if not (root / n).exists() and "drop_clones" not in n] == []  # a how-to makes it
@@ -156,3 +156,63 @@ def test_the_model_of_the_readme_trains(root: Path, tmp_path: Path):
     loss.backward()
     assert torch.isfinite(loss)
     user.build_optimizer(list(model.named_parameters())).step()
+
+
+ACCELERATE_USERS_MODULE = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, kl_div, log_softmax, softmax
+from torch.utils.data import Dataset
+
+
+class Tower(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.up = nn.Linear(width, 2 * width)
+        self.head = nn.Linear(2 * width, 50)
+
+    def forward(self, ids):
+        return self.head(torch.relu(self.up(self.embed(ids))))
+
+
+class Distill(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.teacher = Tower(64).requires_grad_(False)
+        self.student = Tower(32)
+
+    def forward(self, input_ids, labels):
+        with torch.no_grad():
+            target = softmax(self.teacher(input_ids), -1)
+        logits = self.student(input_ids)
+        kept = labels != -100
+        distance = kl_div(log_softmax(logits, -1), target, reduction="none").sum(-1)[kept].mean()
+        return {"loss": cross_entropy(logits.flatten(0, 1), labels.flatten()) + distance}
+
+
+class Texts(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        ids = torch.randint(1, 50, (5 + i % 7,))
+        return {"input_ids": ids, "labels": ids}
+
+
+def collate(samples):
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": pad([s["input_ids"] for s in samples], True, 0),
+        "labels": pad([s["labels"] for s in samples], True, -100),
+    }
+"""
+
+
+@pytest.mark.slow
+def test_the_nine_lines_for_accelerate_are_exact(root: Path, tmp_path: Path):
+    blocks = re.findall(r"```python\n(.*?)```", (root / "docs/compare.md").read_text(), re.S)
+    assert blocks[-1].count("\n") == 9
+    (tmp_path / "model.py").write_text("import torch, transformers\n" + blocks[-1])
+    (tmp_path / "mine.py").write_text(ACCELERATE_USERS_MODULE)
+    assert check(tmp_path / "model.py").is_exact
