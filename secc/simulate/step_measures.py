@@ -230,7 +230,7 @@ def _fixed_bytes(step: SimulatedStep, rank: int, traffic: Traffic) -> int:
 
 def _fixed_parameter_bytes(traffic: Traffic, section: Section, name: str, trained: bool) -> int:
     """Bytes of a parameter and, if it is trained, of its gradient, master and optimizer states."""
-    count = section.mesh.dp if section.sharding != "none" else 1
+    count = section.mesh.copies if section.sharding != "none" else 1
     gathered = section.sharding == "zero3"
     size = traffic.bytes_on_rank(name) // (count if gathered else 1)
     updated = traffic.updated_bytes_on_rank(name)

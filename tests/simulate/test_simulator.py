@@ -285,12 +285,13 @@ def test_memory_follows_what_is_in_flight():
         ("zero3", "bf16", 1 + 2 + 4 + 2),
     ],
 )
-def test_replicas_share_what_they_shard(sharding, computes_in, bytes_of_an_entry):
+@pytest.mark.parametrize("degree", ["dp", "cp"])
+def test_ranks_share_what_they_shard(degree, sharding, computes_in, bytes_of_an_entry):
     """Of a float32 parameter and its gradient, two states and, in mixed precision, its master."""
     p = dataclasses.replace(trained(vlm(replicas=2), lm=100), dtype=computes_in)
-    lm = dataclasses.replace(
-        p.sections[1], sharding=sharding, cost=dataclasses.replace(p.sections[1].cost, saved="B")
-    )
+    mesh = dataclasses.replace(p.sections[1].mesh, **{"dp": 1, degree: 2})
+    cost = dataclasses.replace(p.sections[1].cost, saved="B")
+    lm = dataclasses.replace(p.sections[1], sharding=sharding, mesh=mesh, cost=cost)
     step = run(dataclasses.replace(p, sections=(p.sections[0], lm)), [make_sample(0)])
     assert min(b for _, b in memory_over_time(step, 1) or ()) == 100 * bytes_of_an_entry
 
