@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from textwrap import shorten
+from textwrap import wrap
 
 from secc.cluster import Cluster
 from secc.report.plan_warnings import plan_warnings
@@ -26,9 +26,9 @@ def plan_brief(plan: Plan, directory: Path, warnings: tuple[str, ...] = ()) -> l
     ]
     checked = checked_text(plan)
     lines[0] += f", {checked if len(lines[0]) + len(checked) < WIDTH else checked.partition(',')[0]}"
-    shown: tuple[Section, ...] = (
-        sections if len(sections) <= MAX_SECTION_LINES else sections[: MAX_SECTION_LINES - 1]
-    )
+    known = [*warnings, *(w.text for w in plan_warnings(plan))]
+    most = MAX_SECTION_LINES - bool(known)  # a warning may need two lines
+    shown: tuple[Section, ...] = sections if len(sections) <= most else sections[: most - 1]
     columns = zip(*map(_section_cells, shown), strict=True)
     widths = [max(map(len, column), default=0) for column in columns]
     for section in shown:
@@ -39,11 +39,19 @@ def plan_brief(plan: Plan, directory: Path, warnings: tuple[str, ...] = ()) -> l
         lines.append(f"  and {amount_text(len(sections) - len(shown), 'further section')}: {rest}"[:100])
     lines.append(f"  step     {_step_text(plan)}")
     lines.append(f"  costs    {_cost_text(plan)}")
-    known = [*warnings, *(w.text for w in plan_warnings(plan))]
     if known:
         more = f" (and {len(known) - 1} more: secc explain {directory})" if len(known) > 1 else ""
-        text = shorten(known[0], max(40, WIDTH - len("  warning  ") - len(more)), placeholder=" …")
-        lines.append(f"  warning  {text}{more}")
+        label = "  warning  "
+        lines += wrap(
+            known[0] + more,
+            WIDTH,
+            initial_indent=label,
+            subsequent_indent=" " * len(label),
+            max_lines=2,
+            placeholder=" …",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
     lines.append(f"  next     secc explain {directory} · secc simulate {directory} --baselines all")
     lines.append(f"           secc run {directory} --steps 100 · open {directory / 'report.html'}")
     return lines

@@ -35,8 +35,8 @@ memory_gib: {memory}
 bf16_tflops: 0.001
 f32_tflops: 0.001
 memory_gb_s: 1
-inside: {{gb_s: 0.0001, latency_us: 3}}
-between: {{gb_s: 0.0001, latency_us: 8}}
+inside: {{gb_s: 0.001, latency_us: 3}}
+between: {{gb_s: 0.001, latency_us: 8}}
 """
 PROBLEM = UserError("a value is read in the layers", "model.py:7", "do not read it")
 

@@ -17,7 +17,7 @@ SECTIONS = {
 }
 HABITS = {
     "watched": {"teacher": "forward", "student": "train"},
-    "routed": {"experts": "train"},
+    "routed": {"model": "train"},
     "forces": {"model": "train"},
     "fourier": {"model": "train"},
 }

@@ -1,4 +1,4 @@
-// RUN: secc opt %s -p 'allocate{cluster="2x4xH100" global-batch=64 objective=gpus step-time=0.2}' | filecheck %s
+// RUN: secc opt %s -p 'allocate{cluster="2x4xH100" global-batch=64 objective=gpus step-time=0.235}' | filecheck %s
 // RUN: secc opt %s -p 'allocate{cluster="2x4xH100" global-batch=64 objective=gpus step-time=0.05}' 2>&1 | filecheck %s --check-prefix=SOON
 
 // Four devices of the eight suffice for a step of 0.2 s, with proof; one of 0.05 s is out of reach.
@@ -7,7 +7,7 @@
 // SOON: ask for a step time of at least
 
 // CHECK: OPTIMAL
-// CHECK-SAME: gap{{.*}}0.0,{{.*}}objective{{.*}}gpus{{.*}}deadline_s{{.*}}0.2}
+// CHECK-SAME: gap{{.*}}0.0,{{.*}}objective{{.*}}gpus{{.*}}deadline_s{{.*}}0.235}
 sec.graph "lm" {
   sec.symbol "B" kind "rows" key "input_ids" dim 0
   sec.symbol "S" kind "width" key "input_ids" dim 1
