@@ -103,9 +103,15 @@ def price_edges(work: Workload, sections: Mapping[str, tuple[Candidate, ...]]) -
 
 
 def count_usable_ranks(work: Workload, strategy: str, pins: Pins, ranks: int) -> int:
-    """The largest number of ranks, up to `ranks`, that can all have work."""
+    """The largest number of ranks, up to `ranks`, that can all have work. On CPUs a free cp is only a last
+    resort for memory, so it does not count."""
+    shares_memory = work.cluster.device.backend == "cpu"
     largest_replica = {
-        name: max(shape.ranks for shape in parallel_shapes(work, load, pins, ranks))
+        name: max(
+            shape.ranks
+            for shape in parallel_shapes(work, load, pins, ranks)
+            if not shares_memory or shape.cp in (1, pins.pinned_number(name, "cp"))
+        )
         for name, load in work.loads.items()
     }
     counts = [work.active_sample_count(load) * largest_replica[name] for name, load in work.loads.items()]
