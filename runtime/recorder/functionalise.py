@@ -21,7 +21,7 @@ from secc.runtime.recorder.glue_ops import FailCallback, GlueRecorder, OpExecuto
 from secc.runtime.recorder.graph_tape import MOMENT_KEYS, NodeMeta, Tape
 from secc.runtime.recorder.interception import OpInterceptor
 from secc.runtime.recorder.nested_values import take_at_path
-from secc.runtime.recorder.recording import is_read_node, read_value
+from secc.runtime.recorder.recording import is_read_node, read_value, writes_argument
 from secc.runtime.sections.autograd_functions import UserFunctionCall
 
 _torch: Any = torch  # the functions for functionalisation are private
@@ -29,12 +29,7 @@ _torch: Any = torch  # the functions for functionalisation are private
 
 def has_mutations(graph: fx.Graph) -> bool:
     """Whether an op of the graph writes into an argument."""
-    return any(
-        n.op == "call_function"
-        and isinstance(n.target, torch._ops.OpOverload)
-        and n.target._schema.is_mutable
-        for n in graph.nodes
-    )
+    return any(map(writes_argument, graph.nodes))
 
 
 def functionalise_tape(

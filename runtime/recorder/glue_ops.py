@@ -20,8 +20,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from secc.runtime.errors import UserError
 from secc.runtime.recorder import meta_rules
 from secc.runtime.recorder.block_results import is_fake
+from secc.runtime.recorder.finite_checks import decides_finiteness, find_passed_check
 from secc.runtime.recorder.graph_tape import Tape
 from secc.runtime.recorder.recording import iter_nodes_behind, read_value
 
@@ -200,6 +202,8 @@ class GlueRecorder:
 
     def __init__(self, tape: Tape, executor: OpExecutor, fail: FailCallback, sizes: bool = True) -> None:
         self.tape, self._executor, self._fail, self._reads_sizes = tape, executor, fail, sizes
+        # checks of finite scalars that were taken as passed: check, scalar, and the refusal if that is wrong
+        self._passed_checks: list[tuple[fx.Node, fx.Node, UserError]] = []
 
     def run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Execute an op, record it, and bind its result to its node."""
@@ -272,6 +276,8 @@ class GlueRecorder:
         kind = (
             "item" if func is aten._local_scalar_dense.default else func._schema.name.removeprefix("aten::")
         )
+        if kind == "item" and (passed := self.pass_finite_check(args[0])) is not None:
+            return passed
         for t in pytree.tree_leaves((args, kwargs)):
             if isinstance(t, torch.Tensor):
                 self._require_known_values(kind, t)
@@ -280,6 +286,28 @@ class GlueRecorder:
             kind, out, list(self.tape.map_to_nodes(args)), func, self.tape.map_to_nodes(kwargs)
         )
         return out
+
+    def pass_finite_check(self, tensor: torch.Tensor) -> bool | None:
+        """Return what a check that a scalar is finite yields if it is; None for other tensors (one entry).
+        `confirm_passed_checks` raises later if the loss does not depend on the scalar so."""
+        if tensor.dtype != torch.bool or not self._executor.has_unknown_values(tensor):
+            return None
+        check = self.tape.find_node(tensor)
+        found = find_passed_check(check)
+        if check is None or found is None:
+            return None
+        try:
+            self.refuse_read("item", tensor)
+        except UserError as error:
+            self._passed_checks.append((check, found[1], error))
+        return found[0]
+
+    def confirm_passed_checks(self, loss: torch.Tensor) -> None:
+        """Raise the refusal of the first check that was taken as passed although the loss, a scalar, may be
+        finite where the checked scalar is not."""
+        for check, scalar, error in self._passed_checks:
+            if not decides_finiteness(self.tape.node_of(loss), scalar, check):
+                raise error
 
     def _require_known_values(self, kind: str, tensor: torch.Tensor) -> None:
         if self._executor.has_unknown_values(tensor):

@@ -196,6 +196,7 @@ class Recorder:
             self._tape.graph.output(())
         else:
             loss, scalars = loss_and_scalars
+            self._glue.confirm_passed_checks(loss)
             self._tape.graph.output(self._tape.node_of(loss))
             for name, tensor in scalars.items() if self.keeps_scalars else ():
                 meta = self._tape.node_of(tensor).meta
@@ -436,6 +437,8 @@ class Recorder:
         may be for the log, so it fails only when it is used."""
         if self._has_valueless_inputs or not self._executor.has_unknown_values(tensor) or tensor.numel() != 1:
             return tensor.item()
+        if (passed := self._glue.pass_finite_check(tensor)) is not None:
+            return passed
         return DeferredScalar(tensor.detach().reshape(()), lambda: self._glue.refuse_read("item", tensor))
 
     def on_idle_autocast(self) -> None:

@@ -207,6 +207,15 @@ def iter_nodes_behind(
             queue += new
 
 
+def writes_argument(node: fx.Node) -> bool:
+    """Whether a node is an op that writes into an argument."""
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.is_mutable
+    )
+
+
 def is_read_node(node: fx.Node) -> bool:
     """Whether a node stands for a read of values."""
     return "read" in node.meta

@@ -235,6 +235,54 @@ def test_reading_a_blocks_value_is_rejected_with_its_place(glue: Callable[..., A
     assert error.value.where.startswith("test_recorder.py:") and error.value.remedy
 
 
+class Checked(Model):
+    """A model that checks its loss before it returns it: `glue(loss, hidden)`."""
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        return self.glue(self.head(hidden).square().sum(), hidden)
+
+
+def checked_loss(ok: Any, loss: torch.Tensor) -> torch.Tensor:
+    """The loss if Python finds `ok` true."""
+    if ok:
+        return loss
+    raise RuntimeError("the loss is not finite")
+
+
+FINITE_CHECKS: list[Callable[..., Any]] = [
+    lambda loss, h: checked_loss(not torch.isnan(loss), loss),
+    lambda loss, h: checked_loss(torch.isfinite(loss), loss),
+    lambda loss, h: checked_loss(torch.isfinite(loss.detach()).all(), loss) / 3 + h.sum(),
+    lambda loss, h: checked_loss(not (torch.isnan(loss) | torch.isinf(loss)).any().item(), loss),
+    lambda loss, h: checked_loss(not loss.isnan() and not loss.isinf(), loss),
+    lambda loss, h: checked_loss(torch.eq(loss, loss), loss),
+]
+
+
+@pytest.mark.parametrize("glue", FINITE_CHECKS)
+def test_checks_that_the_loss_is_finite_are_taken_as_passed(glue: Callable[..., Any]) -> None:
+    model = Checked(glue)
+    found = record_forward(model, BATCH, ["body", "head"])
+    assert not found.reads and not {"aten.isnan.default", "aten.isinf.default"} & set(targets(found))
+    assert_replays(found, model)
+
+
+UNDECIDED_CHECKS: list[Callable[..., Any]] = [
+    lambda loss, h: loss * 2 if torch.isnan(h.mean()) else loss,  # the loss does not depend on it
+    lambda loss, h: checked_loss(torch.isfinite(h.sum()), 1 / h.sum() + loss),  # 1 / inf is finite
+    lambda loss, h: loss if torch.isinf(h).any() else 2 * loss,  # a masked entry may be infinite
+    lambda loss, h: checked_loss(torch.isfinite(loss), loss).zero_() + h.sum(),
+]
+
+
+@pytest.mark.parametrize("glue", UNDECIDED_CHECKS)
+def test_other_checks_for_finite_values_are_refused(glue: Callable[..., Any]) -> None:
+    with pytest.raises(UserError, match="Python reads a value") as error:
+        record_forward(Checked(glue), BATCH, ["body", "head"])
+    assert error.value.where.startswith("test_recorder.py:")
+
+
 REFUSED: dict[str, Callable[..., Any]] = {
     "hook": lambda m, h, x, keep: h.register_hook(lambda g: 2 * g) and h,
     "torch.autograd.grad": lambda m, h, x, keep: (
