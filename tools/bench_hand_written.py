@@ -22,10 +22,7 @@ Markdown; `--json FILE` writes the table.
 from __future__ import annotations
 
 import argparse
-import importlib
-import multiprocessing
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -47,19 +44,13 @@ from torch.nn.utils import get_total_norm
 
 from secc.runtime.model.user_file import UserModel, load_model_file
 from secc.runtime.plan.plan_file import load_plan
-from secc.runtime.sections.base import load_section_module
-from secc.runtime.training.options import parse_options
-from secc.runtime.training.rank_context import RankContext
-from secc.runtime.training.trainer import Trainer
-from tools.bench_runtime import model_gradients, time_step
+from tools.bench_runtime import WARM_UP_STEPS, join_training, model_gradients, run_on_ranks, time_step
 from tools.bench_training import MIXED_MODEL, compile_with_measured_costs, describe_sections
 from tools.benchmark_table import BenchmarkTable, add_json_option
-from tools.compare_training import find_free_port
 from tools.models import mixed_captions
 
 MICRO_BATCHES = (1, 2, 4, 8)  # samples; the fastest is taken
 TUNING_STEPS = 2
-WARM_UP_STEPS = 3
 LOSS_TOLERANCE = 1e-3  # relative, after some steps of AdamW, which amplifies rounding
 Sample = dict[str, torch.Tensor]
 StepFunction = Callable[[], float]
@@ -260,22 +251,8 @@ def make_tuned_step(
 
 def run_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: Any) -> None:
     """Trains with each trainer in turn on one rank. Sends {name: (micro-batch, seconds of steps, losses)}."""
-    environment = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "MASTER_PORT": port,
-    }
-    os.environ |= {k: str(v) for k, v in environment.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    sys.path.insert(0, str(plan))
-    terms: Any = importlib.import_module("sections.terms")
-    arguments = ["--steps", str(WARM_UP_STEPS + steps), "--workers", "0", "--log-dir", str(plan / "logs")]
-    with RankContext(plan, parse_options(arguments), terms) as context:
-        model = context.load_model()
-        own_sections = [s for s in context.plan.sections if rank in s.mesh.ranks]
-        trainer = Trainer(context, model, [load_section_module(plan, s, model) for s in own_sections])
-        user, batches, device = load_model_file(context.user_model.path), trainer.plan_steps(), context.device
+    with join_training(plan, rank, world, port, steps) as (context, trainer, batches):
+        user, device = load_model_file(context.user_model.path), context.device
         batch = context.plan.global_batch
         makers: dict[str, Callable[[int], Any]] = {
             "DDP": lambda size: AccumulatingTrainer(user, batch, "ddp", size),
@@ -301,27 +278,6 @@ def run_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: Any
                 for name in functions
             }
         )
-
-
-def run_ranks(plan: Path, world: int, steps: int) -> dict[str, tuple[int, list[float], list[float]]]:
-    """Runs `run_rank` on `world` processes of this machine. Returns what the first rank sends."""
-    context, port = multiprocessing.get_context("spawn"), find_free_port()
-    pipes = [context.Pipe(duplex=False) for _ in range(world)]
-    ranks = [
-        context.Process(target=run_rank, args=(plan, r, world, port, steps, pipes[r][1]))
-        for r in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        for _, far_end in pipes:
-            far_end.close()
-        received = [pipe.recv() for pipe, _ in pipes]  # EOFError if a rank fails
-    finally:
-        for process in ranks:
-            process.join(10)
-            process.kill()
-    return received[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -350,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             folder = (options.keep or Path(temporary)) / f"share_{share}"
             folder.mkdir(parents=True, exist_ok=True)
             directory = compile_with_measured_costs(MIXED_MODEL, folder, options)
-            results = run_ranks(directory, options.ranks, options.steps)
+            results = run_on_ranks(run_rank, directory, options.ranks, options.steps)[0]
             plan = load_plan(directory)
         _, own_times, own_losses = results["secc"]
         for name, (size, times, losses) in results.items():

@@ -24,7 +24,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -165,8 +166,12 @@ def time_step(step: Callable[[], object], device: torch.device) -> tuple[float, 
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def run_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: Any) -> None:
-    """Times both trainers on one rank and sends (secc's times, the other's)."""
+@contextmanager
+def join_training(
+    plan: Path, rank: int, world: int, port: int, steps: int
+) -> Iterator[tuple[RankContext, Trainer, Iterator[Any]]]:
+    """Context manager: this process as a rank of a plan, with its trainer and its steps; all ranks are on
+    this machine, without loader processes."""
     environment = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -182,7 +187,14 @@ def run_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: Any
         model = context.load_model()
         own_sections = [s for s in context.plan.sections if rank in s.mesh.ranks]
         trainer = Trainer(context, model, [load_section_module(plan, s, model) for s in own_sections])
-        user, batches = load_model_file(context.user_model.path), trainer.plan_steps()
+        yield context, trainer, trainer.plan_steps()
+
+
+def run_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: Any) -> None:
+    """Times both trainers on one rank and sends (secc's times, the other's)."""
+    with join_training(plan, rank, world, port, steps) as (context, trainer, batches):
+        user = load_model_file(context.user_model.path)
+        own_sections = [s for s in context.plan.sections if rank in s.mesh.ranks]
         plain = (
             PipelineTrainer(user, context.plan)
             if len(context.plan.sections) > len(own_sections)
@@ -195,20 +207,20 @@ def run_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: Any
         pipe.send(tuple(times[WARM_UP_STEPS:] for times in times_of_both))
 
 
-def time_ranks(plan: Path, world: int, steps: int) -> list[tuple[StepSeconds, StepSeconds]]:
-    """Runs `run_rank` on `world` processes of this machine, each with one thread."""
+def run_on_ranks(target: Callable[..., None], plan: Path, world: int, steps: int) -> list[Any]:
+    """Runs `target(plan, rank, world, port, steps, pipe)` on `world` processes of this machine, each with one
+    thread. Returns what each sends. Raises EOFError if one fails."""
     context, port = multiprocessing.get_context("spawn"), find_free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     ranks = [
-        context.Process(target=run_rank, args=(plan, r, world, port, steps, pipes[r][1]))
-        for r in range(world)
+        context.Process(target=target, args=(plan, r, world, port, steps, pipes[r][1])) for r in range(world)
     ]
     for process in ranks:
         process.start()
     try:
         for _, far_end in pipes:
             far_end.close()
-        return [pipe.recv() for pipe, _ in pipes]  # EOFError if a rank fails
+        return [pipe.recv() for pipe, _ in pipes]
     finally:
         for process in ranks:
             process.join(10)
@@ -251,7 +263,7 @@ def compare_plan(compiled: CompiledPlan, world: int, steps: int, other: str) -> 
     with tempfile.TemporaryDirectory() as directory:
         plan = Path(directory) / "plan"
         compiled.write_plan(plan, report_page)
-        ranks = time_ranks(plan, world, steps)
+        ranks: list[tuple[StepSeconds, StepSeconds]] = run_on_ranks(run_rank, plan, world, steps)
     wall = [median(t for t, _ in ranks[0][which]) for which in (0, 1)]
     ratio = median(a / b for (a, _), (b, _) in zip(*ranks[0], strict=True))
     cpu = [median(sum(r[which][step][1] for r in ranks) for step in range(steps)) for which in (0, 1)]
