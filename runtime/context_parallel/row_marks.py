@@ -56,7 +56,7 @@ class Rows:
 
 @cache
 def deal_rows(size: int, count: int) -> Rows:
-    """Deals `size` rows to `count` ranks, of which each gets a piece from the head of the sequence and the
+    """Deals `size` rows to `count` ranks. Each gets a piece from the head of the sequence and the
     matching one from its tail: under causal attention, later rows see more keys, and so ranks have equal
     work (Llama 3, 2024, section 3.3.2)."""
     pieces = [slice_bounds(size, i, 2 * count) for i in range(2 * count)]

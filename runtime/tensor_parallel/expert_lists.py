@@ -52,7 +52,7 @@ def find_expert_list(mixture: nn.Module) -> str:
 
 
 class ListedExperts:
-    """The forward of a mixture with experts in a list, of which this rank holds some.
+    """The forward of a mixture with experts in a list; this rank holds some of them.
 
     name: of the list. exchange: with other replicas, None where each replica has all experts. Replaces the
     forwards of the experts.

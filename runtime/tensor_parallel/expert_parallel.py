@@ -61,7 +61,7 @@ class HeldExperts(Protocol):
 
 
 class RoutedExperts:
-    """The forward of a module of experts, of which this rank holds some.
+    """The forward of a module of experts; this rank holds some of them.
 
     arguments: the names of hidden states, indices and weights in the module's forward. shards: how the
     module's parameters are cut. exchange: with other replicas, None where each replica has all experts. Sets

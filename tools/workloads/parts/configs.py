@@ -122,12 +122,12 @@ def qwen3_30b_a3b() -> Config:
 
 
 def small_mixture(hidden: int = 32) -> Config:
-    """Two layers of Qwen3-MoE with eight experts, of which a token takes two."""
+    """Two layers of Qwen3-MoE with eight experts; a token takes two."""
     return _qwen3_moe(2, hidden, 4, 2, 8, hidden, 2, SMALL_VOCABULARY, hidden // 4)
 
 
 def deepseek_v3() -> Config:
-    """DeepSeek-V3: 671B parameters, of which a token uses 37B."""
+    """DeepSeek-V3: 671B parameters; a token uses 37B."""
     return _deepseek_v3(61, 7168, 128, 256, 2048, 8, 8, 3, 1536, 512, 128, 64, 129_280)
 
 
