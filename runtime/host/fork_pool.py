@@ -97,7 +97,7 @@ class WorkerPool:
                 raise self._drop_process(pipe) from None
 
     def _drop_process(self, pipe: Connection) -> LostProcess:
-        """Forgets a process that has ended, so that it is not waited for again; returns the error to raise."""
+        """Forgets a process that has ended: it is not waited for again. Returns the error to raise."""
         del self._request_counts[pipe]
         name = self._processes[pipe].name
         return LostProcess(f"a {name} process of this rank has ended unexpectedly", remedy=DEAD_WORKER_REMEDY)

@@ -16,8 +16,9 @@ AS_PREDICTED = 1.25  # measured over predicted, or its inverse, that needs no ex
 
 @dataclass(frozen=True)
 class RunFigures:
-    """A run compared with its plan: sentences, a chart of measured and predicted times, one of waits, what drifted
-    (a table and sentences), and curves as JSON values: `losses`, `seconds`, `evaluations`, `predicted_s`."""
+    """A run compared with its plan: sentences, a chart of measured and predicted times, one of waits, what
+    drifted (a table and sentences), and curves as JSON values: `losses`, `seconds`, `evaluations`,
+    `predicted_s`."""
 
     sentences: tuple[str, ...]
     times: BarChart
