@@ -63,7 +63,7 @@ def _alternative_rows(plan: Plan, name: str, alternatives: Any) -> Iterator[tupl
     step = float(plan.prediction.get("step_time_s", 0.0))
     for a in sorted(alternatives, key=lambda a: (not a["fits"], _waits_for_replicas(a), a["step_time_s"])):
         layout, step_time = a["layout"], float(a["step_time_s"])
-        degrees = ("dp", "pp", "tp", *(key for key in ("cp", "ep") if layout.get(key, 1) > 1))
+        degrees = ("dp", "pp", "tp", *(key for key in ("cp", "ep") if layout.get(key, 1) != 1))
         shape = ", ".join(f"{key} {layout[key]}" for key in (*degrees, "micro_batch"))
         shape = shape.replace("micro_batch", "micro-batch")
         memory = f"{a['memory'] / 2**30:.3g}" + ("" if a["fits"] else ", does not fit")
