@@ -144,8 +144,8 @@ class AccumulatingTrainer:
 
 
 class EncoderStage(nn.Module):
-    """The first stage: what the decoder is given, from ids [B, S] and tiles [B, T, patches, values], of which
-    each sample's first ones are real."""
+    """The first stage: computes the decoder's input from ids [B, S] and tiles [B, T, patches, values]. Tiles
+    after a sample's own are padding."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

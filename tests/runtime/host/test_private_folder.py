@@ -16,7 +16,7 @@ def test_the_next_start_removes_what_a_killed_process_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "secc-run-other").mkdir()  # of nobody who says so
+    (tmp_path / "secc-run-other").mkdir()  # without a file that names its owner
     read, write = os.pipe()
     process = os.fork()
     if process == 0:
