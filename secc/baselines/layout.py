@@ -30,12 +30,14 @@ from secc.codegen import plan_builder as plan_codegen
 from secc.cost.model.memory import RankMemory
 from secc.cost.model.patterns_and_transfers import InputPattern
 from secc.driver import what_if
+from secc.ir.analysis.tp_layouts import expert_counts
 from secc.ir.dialect.ops import BodyOp, CallOp, ReceiveOp, graph_of
 from secc.ir.text_io import module_text
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.plan_file import load_plan
-from secc.runtime.plan.schema import Cost, Edge, Mesh, ModelRef, Plan, Section
+from secc.runtime.plan.schema import Cost, Edge, Mesh, ModelRef, Plan, Section, Shard
 
+STACKED_EXPERT_DIMS = 3  # [experts, ..., ...]
 MIN_LAYER_CALLS = 2  # an edge with this many dependent calls reaches layers, and not only a head
 UNBOUNDED_IN_FLIGHT = 1 << 30  # micro-batches in flight: more than a step has
 
@@ -228,6 +230,7 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
         saved=rank.cost_under_recompute(c.recompute).saved,
     )
     shares = list(_split_parameters(base.plan, section.params, c.pp))
+    experts = _expert_shards(base, section) if c.ep > c.tp else {}
     for i in range(c.pp):
         stage_ranks = tuple(
             r for k, r in enumerate(layout_of_section.ranks) if k // c.stage_ranks % c.pp == i
@@ -240,6 +243,11 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
             **stage_fields,
             mesh=Mesh(stage_ranks, c.dp, 1, c.tp, c.cp, c.ep),
             params=shares[i],
+            shards=tuple(
+                dataclasses.replace(experts[n], ep=c.tp, replicas=c.ep // c.tp)
+                for n in shares[i]
+                if n in experts
+            ),
             cost=cost,
             micro_batch=base.plan.global_batch,  # tokens and bytes bound what is packed
             in_flight=layout_of_section.in_flight(i),
@@ -247,6 +255,18 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
             sharding=c.sharding,
             recompute=c.recompute,
         )
+
+
+def _expert_shards(base: BaselineContext, section: Section) -> dict[str, Shard]:
+    """The stacked parameters of a section's experts, by name, each as a shard along its experts."""
+    counts = expert_counts(base.work.graph, base.work.loads[section.name].section)
+    shards: dict[str, Shard] = {}
+    for name in section.params:
+        found = re.fullmatch(r"\w+\[([\d, ]*)\].*", base.plan.model.parameters.get(name, ""))
+        dims = [int(n) for n in found[1].split(",") if n.strip()] if found else []
+        if len(dims) == STACKED_EXPERT_DIMS and dims[0] in counts:
+            shards[name] = Shard(name, 0, (dims[0],))
+    return shards
 
 
 def _in_flight_bytes(work: Workload, load: SectionLoad, layout: BaselineLayout, stage: int) -> int:
@@ -289,10 +309,12 @@ def _deduplicate_parameters(sections: list[Section]) -> list[Section]:
 
 
 def _model_on_rank(plan: Plan, sections: list[Section]) -> ModelRef:
-    """Table of parameters with the entries that one rank has under tensor parallelism."""
+    """Table of parameters with the entries that one rank has under tensor parallelism; experts in parts stay
+    whole here, since their shards say how they are divided."""
     table = dict(plan.model.parameters)
     for s in sections:
-        for name in s.params if s.mesh.tp > 1 else ():
+        experts = {shard.name for shard in s.shards}
+        for name in (n for n in s.params if n not in experts) if s.mesh.tp > 1 else ():
             if found := re.fullmatch(r"(\w+)\[([\d, ]*)\](.*)", table.get(name, "")):
                 entries = prod(int(n) for n in found[2].split(",") if n.strip())
                 table[name] = f"{found[1]}[{-(-entries // s.mesh.tp)}]{found[3]}"

@@ -1,7 +1,7 @@
 """The published schemes: for each its layouts, the best first by closed form, and the order of samples.
 
-- uniform (Megatron-LM): every section on all devices with one (tp, pp, dp), encoders in the first stage;
-  dataset order, 1F1B.
+- uniform (Megatron-LM): every section on all devices with one (tp, pp, dp), experts in parts (ep), encoders
+  in the first stage; dataset order, 1F1B.
 - colocate (FSDP2): every section on every device, data parallel; dataset order.
 - mimo (Megatron-Core MIMO): sections on separate devices, replicas in powers of two; dataset order.
 - disttrain: sections on separate devices; largest samples first to the least loaded replica, small
@@ -25,7 +25,13 @@ from itertools import accumulate, product
 
 from secc.baselines.layout import BaselineLayout, SectionLayout
 from secc.baselines.packing import PackingOrder, pack_dataset_order, pack_largest_first, pack_stratified
-from secc.baselines.search_space import MAX_RANKED_LAYOUTS, MICRO_BATCH_SIZES, BaselineSpace, ChosenCandidates
+from secc.baselines.search_space import (
+    MAX_RANKED_LAYOUTS,
+    MICRO_BATCH_SIZES,
+    BaselineSpace,
+    ChosenCandidates,
+    MeshShape,
+)
 from secc.cost.model.memory import ReducedGradients
 
 
@@ -86,15 +92,17 @@ def _uniform_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]:
 
 
 def _uniform_meshes(space: BaselineSpace, anchor: str) -> Iterator[tuple[int, BaselineLayout]]:
-    """Yields layouts with one mesh on all devices; other sections are whole in the first stage, or cut
-    into as many stages as the anchor."""
+    """Yields layouts with one mesh on all devices, one for each number of parts of the anchor's experts;
+    other sections are whole in the first stage, or cut into as many stages as the anchor."""
     for tp, pp, dp, size in _anchor_meshes(space, anchor):
         for deep in (False, True) if pp > 1 else (False,):
             stages = {
                 n: pp if n == anchor or (deep and pp in space.stage_counts(n)) else 1 for n in space.names
             }
-            ways = {n: space.recompute_variants(n, (tp, stages[n], dp), size) for n in space.names}
-            yield from space.first_fitting(ways, partial(_uniform_layout, space, pp, size), _total_time)
+            ways = {n: space.mesh_variants(n, MeshShape(tp, stages[n], dp), size) for n in space.names}
+            for ep in space.expert_parts(anchor, tp, dp):
+                some = ways | {anchor: [c for c in ways[anchor] if c.ep == ep]}
+                yield from space.first_fitting(some, partial(_uniform_layout, space, pp, size), _total_time)
 
 
 def _uniform_layout(space: BaselineSpace, pp: int, size: int, chosen: ChosenCandidates) -> BaselineLayout:
@@ -128,7 +136,8 @@ def _colocate_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]
 
 def _sharded_layouts(space: BaselineSpace, anchor: str) -> Iterator[tuple[int, BaselineLayout]]:
     for size in space.micro_batch_sizes(anchor, space.ranks):
-        ways = {n: space.recompute_variants(n, (1, 1, space.ranks), size) for n in space.names}
+        mesh = MeshShape(1, 1, space.ranks)
+        ways = {n: space.recompute_variants(n, mesh, size) for n in space.names}
         yield from space.first_fitting(ways, partial(_sharded_layout, space, size), _total_time)
 
 
@@ -160,8 +169,8 @@ def _bubble_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]:
 def _bubble_meshes(space: BaselineSpace, anchor: str) -> Iterator[tuple[int, BaselineLayout]]:
     others = frozenset(n for n in space.names if n != anchor)
     for tp, pp, dp, size in _anchor_meshes(space, anchor):
-        meshes = {n: (tp, pp, dp) if n == anchor else (tp, 1, dp * pp) for n in space.names}
-        ways = {n: space.recompute_variants(n, mesh, size) for n, mesh in meshes.items()}
+        meshes = {n: MeshShape(tp, pp, dp) if n == anchor else MeshShape(tp, 1, dp * pp) for n in space.names}
+        ways = {n: space.mesh_variants(n, mesh, size) for n, mesh in meshes.items()}
         for time, layout in space.first_fitting(
             ways, partial(_bubble_layout, space, anchor, size), _total_time
         ):
@@ -194,7 +203,7 @@ def _spindle_waves(space: BaselineSpace, anchor: str) -> Iterator[tuple[int, Bas
     for tp, size in product(space.tp_degrees(), MICRO_BATCH_SIZES):
         replicas = {n: (start, dp) for level in levels for n, start, dp in _share_level(space, level, tp)}
         if all(dp for _, dp in replicas.values()):
-            ways = {n: space.recompute_variants(n, (tp, 1, replicas[n][1]), size) for n in space.names}
+            ways = {n: space.mesh_variants(n, MeshShape(tp, 1, replicas[n][1]), size) for n in space.names}
             first = {n: start * tp for n, (start, _) in replicas.items()}
             ahead = frozenset(n for level in levels[:-1] for n in level)
             yield from space.first_fitting(ways, partial(_spindle_layout, space, first, size, ahead), time)
@@ -230,7 +239,7 @@ def _section_levels(space: BaselineSpace) -> list[list[str]]:
 
 def _time_on_one_replica(space: BaselineSpace, section: str, tp: int) -> int:
     """Ns of a section's step on one replica."""
-    return space.recompute_variants(section, (tp, 1, 1), 1)[0].time_ns
+    return space.recompute_variants(section, MeshShape(tp, 1, 1), 1)[0].time_ns
 
 
 def _proportional_replicas(work: Sequence[int], replicas: int) -> list[int]:

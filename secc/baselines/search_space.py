@@ -1,10 +1,10 @@
-"""The configurations that baselines search: replicas, tensor parallelism, stages and micro-batches of a
-section, in closed form.
+"""The configurations that baselines search: replicas, tensor parallelism, stages, parts of experts and
+micro-batches of a section, in closed form.
 
-Tensor parallelism is a power of two inside a node, stages are a power of two up to the layers, micro-batches
-have 1 to 16 mean samples. Optimizer states are sharded wherever there is something to shard, as Megatron's
-distributed optimizer does; layers are recomputed only as far as memory demands. Memory is counted as in plans
-(`secc.cost.model.memory`).
+Tensor parallelism is a power of two inside a node, stages are a power of two up to the layers, experts form a
+power of two of parts over a replica or several of them, micro-batches have 1 to 16 mean samples. Optimizer
+states are sharded wherever there is something to shard, as Megatron's distributed optimizer does; layers are
+recomputed only as far as memory demands. Memory is counted as in plans (`secc.cost.model.memory`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from fractions import Fraction
 from functools import cache
 from itertools import chain, product
 from math import ceil
+from typing import NamedTuple
 
+from secc.alloc.problem.build_problem import MAX_EXPERT_PARTS
 from secc.alloc.problem.candidate_pruning import powers_of_two
 from secc.alloc.problem.candidates import (
     SectionLoad,
@@ -39,7 +41,20 @@ VARIANTS_PER_ANCHOR = 8  # layouts with the same anchor that are kept
 WAIT_DIVISOR = 4  # the slowest section waits for a quarter of the other sections' time
 
 ChosenCandidates = Mapping[str, Candidate]
-MeshShape = tuple[int, int, int]  # tp, pp, dp
+
+
+class MeshShape(NamedTuple):
+    """Ranks of a section: `dp` replicas of `tp * pp` ranks, with experts in `ep` parts."""
+
+    tp: int
+    pp: int
+    dp: int
+    ep: int = 1
+
+    @property
+    def replica(self) -> ReplicaShape:
+        """The shape of a replica."""
+        return ReplicaShape(self.tp, self.pp, ep=self.ep)
 
 
 class BaselineSpace:
@@ -73,18 +88,33 @@ class BaselineSpace:
         share = -(-self.base.work.active_sample_count(self.base.work.loads[section]) // dp)
         return [n for n in MICRO_BATCH_SIZES if n <= share] or [1]
 
+    def expert_parts(self, section: str, tp: int, dp: int) -> list[int]:
+        """Possible numbers of parts of a section's experts: 1, and powers of two that divide them, from all
+        ranks of a replica to groups of replicas that divide `dp`."""
+        cost = self.base.work.loads[section].cost
+        experts = cost.experts if cost.routed_work != "0" else 0
+        return [1] + [
+            n
+            for n in powers_of_two(min(experts, MAX_EXPERT_PARTS, tp * dp))
+            if n >= max(2, tp) and experts % n == 0 and dp % (n // tp) == 0
+        ]
+
+    def mesh_variants(self, section: str, mesh: MeshShape, size: int) -> list[Candidate]:
+        """A configuration with each number of parts of experts, under each recompute mode."""
+        parts = [mesh.ep] if mesh.ep > 1 else self.expert_parts(section, mesh.tp, mesh.dp)
+        return [c for n in parts for c in self.recompute_variants(section, mesh._replace(ep=n), size)]
+
     def _rank_load(self, section: str, shape: ReplicaShape) -> SectionLoad:
         return compute_rank_load(self.base.work.loads[section], shape, self.base.work.cluster)
 
     def _recompute_variants(self, section: str, mesh: MeshShape, size: int) -> list[Candidate]:
         """A configuration under each recompute mode, the fastest first."""
-        tp, pp, dp = mesh
-        load, work = self.rank_load(section, ReplicaShape(tp, pp)), self.base.work
+        load, work = self.rank_load(section, mesh.replica), self.base.work
         sharding = (
             "none" if not load.cost.trainable or load.mode == "forward" or work.unshardable else "zero1"
         )
         return [
-            price_candidate(work, load, dp, size, sharding, way)
+            price_candidate(work, load, mesh.dp, size, sharding, way)
             for way in (RECOMPUTE_MODES if load.mode != "forward" else RECOMPUTE_MODES[:1])
         ]
 
@@ -195,8 +225,10 @@ class BaselineSpace:
             ):
                 for c in (
                     c
-                    for n in self.micro_batch_sizes(section, dp)
-                    for c in self._useful_variants(section, (tp, pp, dp), n)
+                    for n, ep in product(
+                        self.micro_batch_sizes(section, dp), self.expert_parts(section, tp, dp)
+                    )
+                    for c in self._useful_variants(section, MeshShape(tp, pp, dp, ep), n)
                 ):
                     by_ranks = fastest[
                         c.recompute if section in self.awaited else "", c.micro_batch if anchor else 0

@@ -96,10 +96,13 @@ class Traffic:
 
     @cached_property
     def shard_counts(self) -> dict[str, int]:
-        """Number of tp ranks that share each sharded parameter, by its first name."""
+        """Number of parts of each sharded parameter, by its first name: for each rank of a replica, and of
+        the replicas among which experts are divided. Experts that are modules lie whole on their ranks."""
         canonical = {n: tie.names[0] for tie in self.plan.ties for n in tie.names}
         return {
-            canonical.get(shard.name, shard.name): s.mesh.tp for s in self.plan.sections for shard in s.shards
+            canonical.get(shard.name, shard.name): s.mesh.tp * shard.replicas if shard.holder < 0 else 1
+            for s in self.plan.sections
+            for shard in s.shards
         }
 
     def bytes_on_rank(self, name: str) -> int:

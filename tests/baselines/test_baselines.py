@@ -11,9 +11,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from secc.alloc.problem.candidates import build_workload
 from secc.alloc.problem.types import Candidate
 from secc.baselines.compare import BaselineComparison, describe_layout, peak_rank_bytes, simulate_step
-from secc.baselines.layout import BaselineLayout, SectionLayout, plan_from_layout
+from secc.baselines.layout import BaselineContext, BaselineLayout, SectionLayout, plan_from_layout
 from secc.baselines.layout_bound import layout_lower_bound
 from secc.baselines.packing import (
     BaselineBatch,
@@ -24,8 +25,11 @@ from secc.baselines.packing import (
     pack_stratified,
 )
 from secc.baselines.schemes import SCHEMES, BaselineScheme
+from secc.baselines.search_space import BaselineSpace
 from secc.bounds.bounds import schedule_bound
+from secc.bounds.traffic import Traffic
 from secc.cli import main
+from secc.cluster import parse_cluster
 from secc.cost.model.memory import RankMemory
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
@@ -33,6 +37,7 @@ from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.schedule.scheduler import FixedSchedule
 from secc.simulate.global_batches import load_global_batches
+from tests.alloc.mixture_graph import mixture_graph
 from tests.runtime.schedule.plan_strategies import (
     make_plan,
     make_sample,
@@ -252,3 +257,26 @@ def test_an_unknown_baseline_is_named(directory, capsys):
         main(["simulate", str(directory), "--baselines", "uniform,other"])
     assert ended.value.code == 2
     assert "expected names of baselines, got 'other'" in capsys.readouterr().err
+
+
+def test_layouts_have_experts_in_parts_that_exist_once_in_a_group():
+    """24e9 parameters of experts with their states fit eight devices only in parts."""
+    table = {"lm.experts": "bfloat16[64, 2048, 768] train", "lm.q": "bfloat16[64, 2048] train"}
+    section = dataclasses.replace(make_section("lm", [0]), params=tuple(table))
+    plan = make_plan([section], [], 1)
+    plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, parameters=table), global_batch=64)
+    nodes = parse_cluster("1x8xH100")
+    work = build_workload(mixture_graph(24_000_000_000), nodes, 64)
+    base = BaselineContext(dataclasses.replace(plan, cluster=dataclasses.asdict(nodes)), work, 8, frozenset())
+    for scheme in ("uniform", "mimo"):
+        layouts = SCHEMES[scheme].layouts(BaselineSpace(base), "lm")
+        found = next(part for part in layouts if part.sections["lm"].chosen.ep == 8)
+        made = plan_from_layout(base, found)
+        c, traffic = found.sections["lm"].chosen, Traffic(made)
+        assert 8 % c.tp == 0 and {s.mesh.ep for s in made.sections} == {8}
+        assert "ep8" in describe_layout(found)
+        assert traffic.bytes_on_rank("lm.experts") == 64 * 2048 * 768 * 2 // 8
+        assert {g.names: len(g.ranks) for g in traffic.reduction_groups} == {
+            ("lm.q",): c.dp,
+            ("lm.experts",): c.dp * c.tp // 8,
+        }
