@@ -260,7 +260,10 @@ def mixed_cluster(name: str, groups: Sequence[NodeGroup], per_node: int, between
 
 
 def _worst_device(devices: Sequence[Device]) -> Device:
-    rates = [dict(d.gflops) for d in devices]
+    """The least of each figure. Of products it is the rate they reach, so that one kind's low peak is not
+    multiplied by another's low efficiency."""
+    efficiency = max(d.efficiency_percent for d in devices)
+    rates = [{name: rate * d.efficiency_percent // efficiency for name, rate in d.gflops} for d in devices]
     common = [name for name in rates[0] if all(name in r for r in rates)]
     return Device(
         kind="+".join(dict.fromkeys(d.kind for d in devices)),
@@ -268,7 +271,7 @@ def _worst_device(devices: Sequence[Device]) -> Device:
         gflops=tuple((name, min(r[name] for r in rates)) for name in common),
         memory=min(d.memory for d in devices),
         memory_bytes_per_s=min(d.memory_bytes_per_s for d in devices),
-        efficiency_percent=min(d.efficiency_percent for d in devices),
+        efficiency_percent=efficiency,
         op_ns=max(d.op_ns for d in devices),
         reserved=max(d.reserved for d in devices),
         label="default" if any(d.label == "default" for d in devices) else devices[0].label,

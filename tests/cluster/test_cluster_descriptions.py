@@ -109,6 +109,8 @@ def test_mixed_kinds(tmp_path: Path) -> None:
         ["H100", "A800"],
     )
     assert (cluster.device_of_rank(31).kind, cluster.device_of_rank(32).kind) == ("H100", "A800")
+    slower = parse_cluster("1x8xA800").device
+    assert cluster.device.flops_per_us("bf16") == slower.flops_per_us("bf16")  # and not H100's share of it
     assert dict(cluster.device.gflops)["bf16"] == 312_000 and cluster.between.bytes_per_s == 25 * 10**9
     path = tmp_path / "mixed.yaml"
     path.write_text("groups:\n- {nodes: 4, devices: 8, kind: H100}\n- {nodes: 4, devices: 8, kind: A800}\n")

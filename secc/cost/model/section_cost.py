@@ -433,7 +433,7 @@ def _max_over_patterns(graph: GraphOp, texts: Collection[str]) -> str:
     data_dependent = {str(name) for name in size_estimates(graph)}
     evaluable = [
         text
-        for text in texts
+        for text in sorted(texts)
         if not any(
             str(symbol) in data_dependent for symbol in size_expr.symbol_names(size_expr.parse_expr(text))
         )
