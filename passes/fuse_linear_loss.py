@@ -18,7 +18,17 @@ from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 
 from secc.ir.analysis import fusion_report
-from secc.ir.dialect.ops import CallOp, CaseOp, GraphOp, GuardOp, ParamOp, ReturnOp, TermOp, graph_of
+from secc.ir.dialect.ops import (
+    CallOp,
+    CaseOp,
+    GraphOp,
+    GuardOp,
+    OutputOp,
+    ParamOp,
+    ReturnOp,
+    TermOp,
+    graph_of,
+)
 from secc.ir.text_io.verifier import source_line
 from secc.passes.dce import DeadCodeElimination
 from secc.passes.fusion import logit_heads, term_groups
@@ -240,7 +250,7 @@ def _needed_ops(case: CaseOp, replaced: Iterable[TermGroup]) -> set[Operation]:
     for op in case.ops:
         if isinstance(op, TermOp):
             stack += [_defining_op(o) for o in (op.operands if op not in gone else op.operands[1:])]
-        elif isinstance(op, GuardOp | ReturnOp):
+        elif isinstance(op, GuardOp | OutputOp | ReturnOp):
             stack += [_defining_op(o) for o in op.operands]
     stack += [_defining_op(value) for group in chosen for value in group.iter_operands()]
     found: set[Operation] = set()

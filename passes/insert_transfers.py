@@ -16,9 +16,24 @@ from xdsl.ir import Attribute
 from xdsl.passes import ModulePass
 
 from secc.errors import UserError
-from secc.ir.analysis.transferable_values import WHOLE_TENSOR
-from secc.ir.dialect.ops import TransferOp, graph_of, section_of
+from secc.ir.analysis.row_order import RowOrder
+from secc.ir.analysis.transferable_values import (
+    WHOLE_TENSOR,
+    NotTransferable,
+    has_no_rows,
+    row_layout,
+)
+from secc.ir.dialect.ops import (
+    GraphOp,
+    OutputOp,
+    TransferOp,
+    graph_of,
+    section_of,
+    strings_of,
+)
+from secc.ir.dialect.tensor_type import tensor_type
 from secc.ir.dialect.typed_attributes import ExtentAttr
+from secc.ir.text_io.verifier import source_line
 from secc.passes.boundaries.fallback_cases import drop_incompatible_fallbacks
 from secc.passes.boundaries.section_edges import SectionEdge, ValueCrossing, build_edges, describe_crossing
 
@@ -36,6 +51,45 @@ class InsertTransfers(ModulePass):
         for edge in reversed(edges):  # so that the transfers of one producer stand in order
             for crossing in edge.crossings:
                 _insert_transfer(edge, crossing)
+        _lay_out_outputs(graph)
+
+
+def _lay_out_outputs(graph: GraphOp) -> None:
+    """Note how samples are told apart in each tensor that `metrics()` asks for. Raises UserError for a tensor
+    in which they cannot be."""
+    known: dict[str, OutputOp] = {}
+    for case in graph.cases:
+        outputs = {op.sym.data: op for op in case.ops if isinstance(op, OutputOp)}
+        mixed = RowOrder(graph, case).out_of_order if outputs else ()
+        for name, op in outputs.items():
+            kind = tensor_type(op.value)
+            try:
+                if op.value in mixed:
+                    raise NotTransferable("its rows do not stand sample after sample")
+                layout = row_layout(graph, kind)
+            except NotTransferable as reason:
+                raise _output_error(op, str(reason)) from None
+            if tensor_type(known.setdefault(name, op).value) != kind:
+                raise _output_error(op, "samples with other inputs have it in another shape or dtype")
+            op.dim, op.rows = IntAttr(layout.dim), StringAttr(layout.rows)
+            if layout.extents:
+                op.extents = ArrayAttr([ExtentAttr.of(extent) for extent in layout.extents])
+    for case in graph.cases:
+        pattern = strings_of(case.when)
+        absent = [key for key in strings_of(graph.optional) if key not in pattern]
+        having = {op.sym.data for op in case.ops if isinstance(op, OutputOp)}
+        for op in (op for name, op in known.items() if name not in having):
+            assert op.rows is not None
+            if not has_no_rows(graph, op.rows.data, absent):
+                raise _output_error(op, f"samples without {' and '.join(absent)} do not have it")
+
+
+def _output_error(op: OutputOp, reason: str) -> UserError:
+    return UserError(
+        f"metrics() asks for {op.sym.data!r}, but {reason}",
+        source_line(op),
+        "return a tensor with one row, or a number of rows, for each sample",
+    )
 
 
 def _insert_transfer(edge: SectionEdge, crossing: ValueCrossing) -> None:

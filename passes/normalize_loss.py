@@ -18,14 +18,24 @@ from xdsl.passes import ModulePass
 
 from secc.errors import UserError
 from secc.ir.dialect import size_expr
-from secc.ir.dialect.ops import CaseOp, GlueOp, LeafOp, ReturnOp, TermOp, graph_of, strings_attr, strings_of
+from secc.ir.dialect.ops import (
+    CaseOp,
+    GlueOp,
+    LeafOp,
+    OutputOp,
+    ReturnOp,
+    TermOp,
+    graph_of,
+    strings_attr,
+    strings_of,
+)
 from secc.ir.dialect.readable_names import ACCEPTED_ATTRIBUTE, LOGGED_ATTRIBUTE
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.ir.text_io.verifier import source_line
 from secc.passes.loss.approximations import check_approximations, describe_accepted
 from secc.passes.loss.buffer_constants import replace_buffers
 from secc.passes.loss.coefficient import SCALAR_TYPE, UNIT_COEFFICIENT, Coefficient, CoefficientEmitter
-from secc.passes.loss.logged_scalars import LOGGED_PREFIX, find_logged
+from secc.passes.loss.logged_scalars import LOGGED_PREFIX, find_logged, find_outputs
 from secc.passes.loss.loss_context import LossContext
 from secc.passes.loss.loss_walk import ops_behind, walk_loss
 from secc.passes.loss.term_names import StructureDigests, TermNames, part_identities, term_label
@@ -150,6 +160,11 @@ def _rewrite_case(
                     )
                 )
             )
+    for name, value in find_outputs(found.context).items():
+        source = value.owner
+        place = source_line(source) if isinstance(source, Operation) else ""
+        properties = {"sym": StringAttr(name)} | ({"where": StringAttr(place)} if place else {})
+        terms.append(shop.add_op(OutputOp.create(operands=[value], properties=properties)))
     _commit_terms(found, terms)
     return written
 

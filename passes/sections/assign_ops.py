@@ -31,6 +31,7 @@ from secc.ir.dialect.ops import (
     CaseOp,
     GlueOp,
     GraphOp,
+    OutputOp,
     ParamOp,
     SectionOp,
     TermOp,
@@ -74,7 +75,7 @@ class _CaseAssignment:
                 self._settle_by_uses(op)
 
     def _needs_section(self, op: Operation) -> bool:
-        return isinstance(op, TermOp) or (
+        return isinstance(op, TermOp | OutputOp) or (
             isinstance(op, GlueOp) and self.origin[op.results[0]] is ValueOrigin.MODEL
         )
 
@@ -84,11 +85,11 @@ class _CaseAssignment:
         return FALLBACK_ATTRIBUTE in self.case.attributes and recorded_label(op) is not None
 
     def _latest_producer_section(self, op: Operation) -> str | None:
-        """The last section among the producers of an op; a term that depends on no block goes to the last
-        active section."""
+        """The last section among the producers of an op; a term or an output that depends on no block goes to
+        the last active section."""
         operands = [op.numerator] if isinstance(op, TermOp) else op.operands
         sources = [s for o in operands if (s := section_of(producer_of(o))) is not None]
-        if not sources and isinstance(op, TermOp):
+        if not sources and isinstance(op, TermOp | OutputOp):
             pattern = strings_of(self.case.when)
             sources = [
                 name for name, s in self.sections.items() if is_active_for(strings_of(s.when), pattern)

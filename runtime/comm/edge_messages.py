@@ -125,10 +125,18 @@ class EdgeLayout:
         return self._boxes[key]
 
     def _compute_boxes(self, side: str, pair: MicroBatchPair) -> tuple[TensorBox, ...]:
-        micro = pair[side == "dst"]
-        shape = self.tensor_shape(side, micro)
+        shape = self.tensor_shape(side, pair[side == "dst"])
         if self.is_whole:
             return (TensorBox(tuple((0, n) for n in shape)),)
+        boxes = self.sample_boxes(side, pair)
+        if self._extents or prod(shape[: self.edge.dim]) != 1:
+            return tuple(boxes)
+        return tuple(_merge_adjacent_boxes(boxes, self.edge.dim))
+
+    def sample_boxes(self, side: str, pair: MicroBatchPair) -> list[TensorBox]:
+        """Return the box of each sample of `pair` in the tensor on `side`."""
+        micro = pair[side == "dst"]
+        shape = self.tensor_shape(side, micro)
         starts, start = {}, 0
         for s in self._carried_samples(side, self._micro_batches[side][micro]):
             starts[s] = start
@@ -141,11 +149,7 @@ class EdgeLayout:
                 extent = evaluate_expr(text, self._sizes[s])
                 box[dim] = (shape[dim] - extent if pad_side == "left" else 0, extent)
             cuts.append(TensorBox(tuple(box)))
-        return tuple(
-            cuts
-            if self._extents or prod(shape[: self.edge.dim]) != 1
-            else _merge_adjacent_boxes(cuts, self.edge.dim)
-        )
+        return cuts
 
     def _carried_samples(self, side: str, batch: MicroBatch) -> list[int]:
         """Return the samples with rows in the micro-batch's tensor, in its order. A consumer's micro-batch

@@ -15,7 +15,7 @@ import inspect
 import itertools
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -184,12 +184,28 @@ class UserModel:
         what `for_evaluation` returns."""
         return {name: len(one) for name, one in self._evaluation_sets.items()}
 
-    def compute_metrics(self, outputs: Mapping[str, float]) -> dict[str, float]:
-        """Call the file's `metrics` with the loss and the further scalars of an evaluation set, and its
-        numbers of `samples` and `tokens`. Returns its numbers; empty if the file has none."""
+    @property
+    def metric_tensors(self) -> tuple[str, ...]:
+        """The tensors that the file's `metrics` asks for: the names of its arguments after the first."""
+        if not self.defines("metrics"):
+            return ()
+        try:
+            parameters = inspect.signature(self.module.metrics).parameters.values()
+        except (TypeError, ValueError):
+            return ()
+        return tuple(p.name for p in parameters if p.kind not in _VARIADIC_KINDS)[1:]
+
+    def compute_metrics(
+        self, outputs: Mapping[str, float], tensors: Mapping[str, Sequence[torch.Tensor | None]]
+    ) -> dict[str, float]:
+        """Call the file's `metrics` with the loss and the further scalars of an evaluation set, its numbers
+        of `samples` and `tokens`, and the `tensors` that it asks for, one for each sample. Returns its
+        numbers; empty if the file has none."""
         if not self.defines("metrics"):
             return {}
-        place, numbers = self.function_source_line("metrics"), self.call_function("metrics", dict(outputs))
+        place = self.function_source_line("metrics")
+        metrics = self.module.metrics
+        numbers = self.call_guarded("metrics()", lambda: metrics(dict(outputs), **tensors))
         if not isinstance(numbers, Mapping):
             raise UserError(
                 f"metrics() returns {_describe_type(numbers)}, not a dict", place, "return {name: number}"
@@ -564,6 +580,15 @@ def extract_logged_scalars(output: Any) -> dict[str, torch.Tensor]:
     values = ((k, unwrap_deferred_scalar(v)) for k, v in members.items())
     scalars = {k: v for k, v in values if isinstance(v, torch.Tensor) and v.ndim == 0 and not v.is_complex()}
     return {k: v for k, v in scalars.items() if isinstance(k, str) and k.isidentifier() and k != "loss"}
+
+
+def extract_tensors(output: Any, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return the tensors with dims that forward's output, or a batch, has under some of `names`."""
+    if type(output) in (tuple, list):
+        output = next((item for item in output if isinstance(item, Mapping)), {})
+    members = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    found = {name: members[name] for name in names if name in members}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor) and value.ndim}
 
 
 def error_line_in_user_code(error: BaseException, path: Path) -> str:

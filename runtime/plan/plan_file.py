@@ -556,7 +556,19 @@ _PLAN = shapes.record(
         "labels_key": _TEXT,
         "run_ahead_gib": shapes.number(0),
         "digest": _TEXT,
-    }
+    },
+    optional={
+        "outputs": _records(
+            schema.SectionOutput,
+            name=_NAME,
+            section=_TEXT,
+            dtype=_DTYPE,
+            dims=_EXPRESSIONS,
+            dim=_DIM,
+            rows=_expression,
+            extents=shapes.items_of(shapes.row_of(_DIM, _expression, _SIDE)),
+        ),
+    },
 )
 
 
@@ -585,6 +597,13 @@ def _check_references(plan: Plan) -> None:
     _check_edges(plan, symbols)
     for number, term in enumerate(plan.terms):
         _check_known([term.section], names, "section", f".terms[{number}].section")
+    _check_unique("outputs", [o.name for o in plan.outputs])
+    for number, output in enumerate(plan.outputs):
+        place = f".outputs[{number}]"
+        _check_known([output.section], names, "section", f"{place}.section")
+        texts = [*output.dims, output.rows, *(text for _, text, _ in output.extents)]
+        _check_symbols(texts, symbols, place)
+        _check_dims([output.dim, *(dim for dim, _, _ in output.extents)], len(output.dims), place)
     for number, tie in enumerate(plan.ties):
         _check_known(tie.sections, names, "section", f".ties[{number}].sections")
         _check_known(tie.names, plan.model.parameters, "parameter", f".ties[{number}].names")

@@ -19,6 +19,7 @@ CLASS_KEY = "*class"  # key that marks a dict as a flattened object; its value n
 EACH_SUFFIX, SIZES_SUFFIX, LARGEST_SUFFIX = "*", "*sizes", "*most"
 # With a number: the label of what a loop over samples adds to the loss (`secc.runtime.recorder.loss_loops`).
 LOOP_LABEL_PREFIX = "loss:"
+OUTPUT_PREFIX = "output:"  # of outputs among the loss terms that a section returns
 _LOG_PREFIX = "log:"
 # Raised whenever an older plan would be read wrongly: its plan.json or its section modules.
 PLAN_VERSION = 3
@@ -218,6 +219,20 @@ class Edge:
 
 
 @dataclass(frozen=True)
+class SectionOutput:
+    """A tensor of forward, or of the batch, that `metrics()` asks for: `section` has it. The other fields are
+    those of an edge; each sample's rows are told apart in the same way."""
+
+    name: str
+    section: str
+    dtype: str
+    dims: tuple[str, ...]
+    dim: int
+    rows: str
+    extents: tuple[tuple[int, str, str], ...] = ()
+
+
+@dataclass(frozen=True)
 class LossTerm:
     """A term of the loss: the section that computes its numerator, and its coefficient as readable text (the
     code is in terms.py).
@@ -359,6 +374,7 @@ class Plan:
     labels_key: str = ""  # the input with labels; entries other than -100 are counted as tokens
     # Memory on each rank of a prefetching section for results of the next global batch.
     run_ahead_gib: float = 0.0
+    outputs: tuple[SectionOutput, ...] = ()  # what `metrics()` asks for besides scalars
 
     @property
     def predicted_step_s(self) -> float | None:
@@ -430,7 +446,10 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     for name, stages in plan.pipelines.items():
         if stages[0].pipeline:
             sections[name]["stages"] = [dataclasses.asdict(s) for s in stages]
-    return dataclasses.asdict(plan) | {"sections": sections}
+    data = dataclasses.asdict(plan) | {"sections": sections}
+    if not plan.outputs:
+        del data["outputs"]
+    return data
 
 
 def plan_to_json(plan: Plan) -> str:

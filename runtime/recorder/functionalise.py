@@ -103,9 +103,6 @@ class _Functionaliser:
                     self._values_by_node[node] = self._replay_node(node)
                     if self._carries_gradient(node):
                         self._gradient_carriers.add(node)
-                for node in self._graph.nodes:
-                    if "log" in node.meta:
-                        self._new_node(node).meta["log"] = node.meta["log"]
         finally:
             _torch._disable_functionalization()
         return self.tape
@@ -125,6 +122,8 @@ class _Functionaliser:
         if node.op in ("placeholder", "get_attr"):
             return self._replay_head(node)
         if node.op == "output":
+            for returned in [n for n in self._graph.nodes if "log" in n.meta]:
+                self._new_node(returned).meta["log"] = returned.meta["log"]
             return self.tape.graph.output(self._map_nodes(node.args[0]))
         args, kwargs = self._map_nodes(node.args), self._map_nodes(node.kwargs)
         if node.op == "call_module":

@@ -28,7 +28,7 @@ from secc.runtime.model.source_lines import (
     module_paths_by_id,
     running_module_and_lines,
 )
-from secc.runtime.model.user_file import extract_logged_scalars, extract_loss
+from secc.runtime.model.user_file import extract_logged_scalars, extract_loss, extract_tensors
 from secc.runtime.plan.schema import EACH_SUFFIX, SIZES_SUFFIX
 from secc.runtime.randomness.random_op_values import is_random, is_supported
 from secc.runtime.recorder import nested_values, random_run
@@ -84,7 +84,8 @@ class Recorder:
     """Records forwards of one model with one choice of blocks (module paths), any number of times.
 
     The model may be on the meta device; it is copied and never changed. With `keeps_scalars`, other scalars
-    that forward returns are kept as well; `found_scalars` says whether there were any.
+    that forward returns are kept as well, and the tensors `kept_tensors` that it returns or gets;
+    `found_scalars` says whether there were any.
     """
 
     def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
@@ -109,6 +110,7 @@ class Recorder:
         self._observer = CallObserver()
         intercept_module_calls(self._model, self._on_module_call)
         self.keeps_scalars, self.found_scalars = False, False
+        self.kept_tensors: Collection[str] = ()
         self.use_blocks(blocks)
 
     def use_blocks(self, blocks: Collection[str]) -> None:
@@ -197,9 +199,10 @@ class Recorder:
         else:
             loss, scalars = loss_and_scalars
             self._glue.confirm_passed_checks(loss)
+            nodes = {name: self._tape.node_of(t) for name, t in scalars.items() if self.keeps_scalars}
             self._tape.graph.output(self._tape.node_of(loss))
-            for name, tensor in scalars.items() if self.keeps_scalars else ():
-                meta = self._tape.node_of(tensor).meta
+            for name, node in nodes.items():
+                meta = node.meta
                 meta["log"], self.found_scalars = (*meta.get("log", ()), name), True
         tape = self._functionalised_tape(batch) if has_mutations(self._tape.graph) else self._tape
         if ends_early:  # without a loss, no block would be needed: keep all
@@ -227,7 +230,8 @@ class Recorder:
         return describe_moment(self._open[-1]) | ({"where": self._unpacking} if self._unpacking else {})
 
     def _run_forward(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
-        """Run forward. Returns the loss and the other scalars; None if the recording ends early."""
+        """Run forward. Returns the loss, and the other scalars and kept tensors; None if the recording ends
+        early."""
         where = forward_source_line(type(self._model))
         try:
             arguments = self._unflatten_inputs(inputs)
@@ -257,7 +261,8 @@ class Recorder:
                 where,
                 "return the loss that is to be minimised",
             )
-        return loss, extract_logged_scalars(output)
+        kept = extract_tensors(arguments, self.kept_tensors) | extract_tensors(output, self.kept_tensors)
+        return loss, extract_logged_scalars(output) | kept
 
     def _unflatten_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Restore the batch that forward takes. Lists that grow with the samples are recognised by their

@@ -31,7 +31,7 @@ from secc.runtime.plan.replica_routes import (
     ranks_by_replica,
     route_message,
 )
-from secc.runtime.plan.schema import Edge, Plan, logged_scalar_name
+from secc.runtime.plan.schema import OUTPUT_PREFIX, Edge, Plan, logged_scalar_name
 from secc.runtime.plan.step_program import (
     Instruction,
     MicroBatch,
@@ -149,6 +149,9 @@ class Engine:
         self._layout_cache: tuple[Schedule, list[Mapping[str, int]], Mapping[str, EdgeLayout]] | None = None
         # Prefetched micro-batches of the next step, by section and number among its prefetched ones.
         self.prefetched: dict[tuple[str, int], _InFlightMicroBatch] = {}
+        # Of an evaluation: the tensors that `metrics()` asks for, by output and micro-batch, on the first
+        # rank of the replica that computed them.
+        self.outputs: dict[tuple[str, int], torch.Tensor] = {}
 
     def edge_layouts(self, step: StepInput) -> Mapping[str, EdgeLayout]:
         """Returns the message layout of each edge. Layouts depend on the schedule and on sample sizes only,
@@ -166,9 +169,11 @@ class Engine:
         share of the loss (float64, 0-dim).
 
         Afterwards `logged` holds this rank's shares of the scalars that the user's forward returns next to
-        the loss. Without coefficients the loss is 0, and `numerators` holds this rank's sums by term.
+        the loss. Without coefficients the loss is 0, `numerators` holds this rank's sums by term, and
+        `outputs` the tensors that `metrics()` asks for.
         """
         self.step_count += 1
+        self.outputs = {}
         execution = _StepExecution(self, step)
         loss = execution.run_program()
         self.logged, self.numerators = execution.logged, execution.numerators
@@ -264,6 +269,7 @@ class _StepExecution:
             live.outputs, live.loss_terms = section(case, batch, edges)
             if exchange is not None:
                 live.exchange_end = exchange.end_forward()
+        self.keep_outputs(i, live)
         if not live.is_prefetched:
             self.count_loss(i, live)
         self.expect_consumers(i, live)
@@ -283,6 +289,14 @@ class _StepExecution:
         chain = exchange.run_empty_forward(with_grad)
         if with_grad:
             self.empty_passes[i.section, i.micro] = chain
+
+    def keep_outputs(self, i: Instruction, live: _InFlightMicroBatch) -> None:
+        """Takes the tensors that `metrics()` asks for out of the loss terms. Training drops them."""
+        keeps = self.engine.evaluates and self.engine.rank == self.ranks_of(i.section, i.micro)[0]
+        for name in [n for n in live.loss_terms if n.startswith(OUTPUT_PREFIX)]:
+            tensor = live.loss_terms.pop(name)
+            if keeps:
+                self.engine.outputs[name.removeprefix(OUTPUT_PREFIX), i.micro] = tensor
 
     def count_loss(self, i: Instruction, live: _InFlightMicroBatch) -> None:
         """Adds the loss terms of a micro-batch, on the first rank of its replica only."""

@@ -21,11 +21,13 @@ from torch import nn
 
 from secc.runtime.data.data_plane import GlobalBatch
 from secc.runtime.errors import UserError
+from secc.runtime.host.activity import Waiting
 from secc.runtime.model.item_seeds import derive_item_seed
 from secc.runtime.plan.batch_sizes import combine_sizes
 from secc.runtime.plan.schema import Plan, logged_scalar_name
 from secc.runtime.training.engine import Engine, StepInput
 from secc.runtime.training.evaluation_data import SetName
+from secc.runtime.training.evaluation_outputs import OutputGatherer
 from secc.runtime.training.rank_context import RankContext
 from secc.runtime.training.step_batches import StepBatches
 
@@ -35,7 +37,8 @@ METRIC_PREFIX = "eval/"
 @dataclass(frozen=True)
 class EvaluationResult:
     """One evaluated set. `values`: the loss, the further scalars that forward returns, and what `metrics()`
-    makes of them. `samples` and `tokens` (labels that count) were evaluated in `seconds`."""
+    makes of these and of the tensors that it asks for. `samples` and `tokens` (labels that count) were
+    evaluated in `seconds`."""
 
     name: SetName
     values: Mapping[str, float]
@@ -61,6 +64,13 @@ class _SetTotals:
         self._plan = plan
         self.batches: list[GlobalBatch] = []
         self.numerators: dict[str, torch.Tensor] = {}
+        # What `metrics()` asks for, by sample in the order of the set, on the rank that gathers it.
+        self.rows: dict[str, list[torch.Tensor]] = {output.name: [] for output in plan.outputs}
+
+    def add_rows(self, rows: Mapping[str, list[torch.Tensor]]) -> None:
+        """Adds the gathered tensors of a batch."""
+        for name, tensors in rows.items():
+            self.rows[name] += tensors
 
     def add_batch(self, batch: GlobalBatch, numerators: Mapping[str, torch.Tensor]) -> None:
         """Adds a batch."""
@@ -108,6 +118,7 @@ class Evaluator:
             exchanges=engine.exchanges,
         )
         self._terms = [t.name for t in plan.terms]
+        self._outputs = OutputGatherer(plan, context.rank)
 
     def evaluate(self) -> list[EvaluationResult]:
         """Evaluates all sets; every rank returns the same. Collective."""
@@ -119,6 +130,10 @@ class Evaluator:
                 batches = StepBatches(self._data.data_plane, step, self._context.trace)
                 self._engine.run_step(StepInput(step.schedule, step.samples, batches.load_batch, None, seed))
                 totals[name].add_batch(step.batch, self._engine.numerators)
+                if self._data.plan.outputs:
+                    with self._context.trace.activity.during("outputs for metrics()", Waiting.PEERS):
+                        kept = self._engine.outputs
+                        totals[name].add_rows(self._outputs.gather_batch(step.samples, step.schedule, kept))
                 now = time.perf_counter()
                 seconds[name], started = seconds[name] + now - started, now
         sums = self._sum_over_ranks(totals)
@@ -143,7 +158,10 @@ class Evaluator:
             values[value] = values.get(value, 0.0) + coefficient * numerators.get(term, 0.0)
         tokens = sum(b.tokens for b in totals.batches)
         counts = {"samples": float(totals.sample_count), "tokens": float(tokens)}
-        metrics = self._context.user_model.compute_metrics(counts | values)
+        computed = None
+        if self._outputs.is_target:
+            computed = self._context.user_model.compute_metrics(counts | values, totals.rows)
+        metrics = self._outputs.share_values(computed) if self._context.user_model.defines("metrics") else {}
         return EvaluationResult(name, values | metrics, totals.sample_count, tokens, seconds)
 
 

@@ -26,13 +26,14 @@ from secc.runtime.comm.p2p_channels import Transport
 from secc.runtime.data.sample_metadata import compute_batch_sums
 from secc.runtime.errors import UserError
 from secc.runtime.fusion.install import installed_temporarily, read_fused_source
+from secc.runtime.model.nested_batch import unflatten_batch
 from secc.runtime.model.source_lines import error_source_line
-from secc.runtime.model.user_file import UserModel
+from secc.runtime.model.user_file import UserModel, extract_tensors
 from secc.runtime.monitoring.chrome_trace import ChromeTrace
 from secc.runtime.plan import schema as plan_schema
 from secc.runtime.plan.batch_sizes import combine_sizes, pad_batch, read_symbol_sizes
 from secc.runtime.plan.schema import Mesh, Plan
-from secc.runtime.plan.step_program import MicroBatch, SampleMeta
+from secc.runtime.plan.step_program import MicroBatch, SampleMeta, Schedule
 from secc.runtime.rerecording.rerecorder import Rerecorder
 from secc.runtime.schedule.scheduler import schedule_batch
 from secc.runtime.sections.base import SectionModule, load_plan_module, load_section_module
@@ -49,6 +50,7 @@ from secc.runtime.training.eager_reference import (
     run_eager,
 )
 from secc.runtime.training.engine import Engine, StepInput
+from secc.runtime.training.evaluation_outputs import OutputGatherer
 from secc.runtime.training.widened_floats import (
     DtypeWatch,
     is_missing_kernel,
@@ -91,6 +93,20 @@ class StepComparison:
     def decisive(self) -> StepComparison:
         """The comparison in the model's own dtypes, unless only the widened one is inexact."""
         return self.widened if self.widened and self.difference.is_exact and not self.is_exact else self
+
+
+_OUTPUT_ROUND_OFFS = (
+    100  # by which an output may differ, in units of its dtype's, of it and of its largest entry
+)
+
+
+@dataclass(frozen=True)
+class _ExecutedStep:
+    """A step that ran: its engine, what it ran on, and the loss without its constant."""
+
+    engine: Engine
+    step: StepInput
+    loss: torch.Tensor
 
 
 class OneRankPlan:
@@ -220,6 +236,29 @@ class OneRankPlan:
     ) -> LossAndGradients:
         """Returns loss and gradients of one global batch, in micro-batches of at most `max_samples`
         samples."""
+        self.model.zero_grad(set_to_none=True)
+        loss = self._execute(samples, max_samples).loss
+        result = LossAndGradients(float(loss) + self.terms_module.CONSTANT, copy_gradients(self.model))
+        self.model.zero_grad(set_to_none=True)
+        return result
+
+    def find_inexact_output(self, samples: Sequence[Mapping[str, Any]], max_samples: int) -> str:
+        """Returns the name of a tensor that `metrics()` asks for and that plain PyTorch's forward of all
+        samples gives otherwise than the plan in micro-batches of at most `max_samples`; "" if there is none.
+        For a plan that evaluates."""
+        done = self._execute(samples, max_samples)
+        gatherer = OutputGatherer(done.engine.plan, 0)
+        metas, everything = done.step.samples, tuple(range(len(samples)))
+        found = gatherer.gather_batch(metas, done.step.schedule, done.engine.outputs)
+        whole = {s.name: (MicroBatch(0, s.name, 0, everything),) for s in self.plan.sections}
+        batch, names = unflatten_batch(self.user.collate(samples)), [o.name for o in self.plan.outputs]
+        tensors = extract_tensors(batch, names) | extract_tensors(self.model(**batch), names)
+        kept = {(name, 0): tensor for name, tensor in tensors.items()}
+        expected = gatherer.gather_batch(metas, Schedule(whole, ()), kept)
+        return next((n for n in names if not all(map(_agree, found[n], expected[n]))), "")
+
+    def _execute(self, samples: Sequence[Mapping[str, Any]], max_samples: int) -> _ExecutedStep:
+        """Runs one global batch, in micro-batches of at most `max_samples` samples."""
         plan = dataclasses.replace(
             self.plan, sections=_with_uneven_micro_batches(self.plan.sections, max_samples)
         )
@@ -246,7 +285,6 @@ class OneRankPlan:
             batch = self.rerecorder.add_recorded_glue(batch, len(micro.samples), micro.section)
             return self._widen(batch)
 
-        self.model.zero_grad(set_to_none=True)
         engine = Engine(
             plan,
             self.sections,
@@ -256,18 +294,23 @@ class OneRankPlan:
             evaluates=self._evaluates,
         )
         with installed_temporarily(self.model, plan.rewrites, self._fused_source):
-            loss = engine.run_step(
-                StepInput(schedule_batch(plan, metas), metas, batch_of, coefficients, REFERENCE_SEED)
-            )
-        result = LossAndGradients(float(loss) + self.terms_module.CONSTANT, copy_gradients(self.model))
-        self.model.zero_grad(set_to_none=True)
-        return result
+            step = StepInput(schedule_batch(plan, metas), metas, batch_of, coefficients, REFERENCE_SEED)
+            return _ExecutedStep(engine, step, engine.run_step(step))
 
     def _sum_leaves(self, singles: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         columns = zip(
             *(compute_batch_sums(self.terms_module.LEAVES, batch) for batch in singles), strict=True
         )
         return dict(zip(self.terms_module.LEAVES, map(sum, columns), strict=False))
+
+
+def _agree(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors are equal but for round-off."""
+    if result.shape != expected.shape or not expected.is_floating_point():
+        return torch.equal(result, expected)
+    rtol = _OUTPUT_ROUND_OFFS * torch.finfo(expected.dtype).eps
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    return torch.allclose(result, expected, rtol=rtol, atol=rtol * scale, equal_nan=True)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -29,6 +29,7 @@ from secc.ir.dialect.ops import (
     GuardOp,
     InputOp,
     LeafOp,
+    OutputOp,
     ParamOp,
     ReceiveOp,
     SendOp,
@@ -137,7 +138,7 @@ class BodyPrinter:
                 return self._print_call(op)
             case GlueOp():
                 return [self._print_glue(op)]
-            case SendOp() | TermOp() | GuardOp() | LeafOp():
+            case SendOp() | TermOp() | OutputOp() | GuardOp() | LeafOp():
                 return []
             case _:
                 raise ValueError(f"codegen cannot print {op.name}")

@@ -21,6 +21,7 @@ from secc.codegen.body_printer import BodyPrinter
 from secc.codegen.fused_module import plan_rewrites
 from secc.codegen.python_names import section_module_name
 from secc.codegen.section_modules import TERMS_SECTION, bodies_of, ops_for_values
+from secc.errors import UserError
 from secc.ir.analysis import fusion_report, random_ops, recorded_glue
 from secc.ir.analysis.dataflow import get_values
 from secc.ir.dialect import size_expr
@@ -30,6 +31,7 @@ from secc.ir.dialect.ops import (
     EdgeOp,
     GraphOp,
     KeyOp,
+    OutputOp,
     ParamOp,
     SectionOp,
     TermOp,
@@ -100,6 +102,7 @@ def build_plan(module: ModuleOp, model: schema.ModelRef, versions: Mapping[str, 
         fused=tuple(
             path for path, block in graph.blocks.items() if fusion_report.FUSED_ATTRIBUTE in block.attributes
         ),
+        outputs=_plan_outputs(graph),
     )
     return dataclasses.replace(made, hash=_plan_hash(module, model, versions))
 
@@ -309,6 +312,33 @@ def _plan_terms(graph: GraphOp) -> tuple[schema.LossTerm, ...]:
         )
         for name, op in owners.items()
     )
+
+
+def _plan_outputs(graph: GraphOp) -> tuple[schema.SectionOutput, ...]:
+    """What `metrics()` asks for. Raises UserError for a tensor that several sections compute."""
+    outputs: dict[str, schema.SectionOutput] = {}
+    for body in _all_bodies(graph):
+        for op in (o for o in body.walk() if isinstance(o, OutputOp)):
+            assert op.dim is not None and op.rows is not None  # `insert-transfers` has added them
+            kind = tensor_type(op.value)
+            output = schema.SectionOutput(
+                op.sym.data,
+                section_of(body) or "",
+                kind.torch_dtype,
+                tuple(size_expr.format_expr(d) for d in kind.shape),
+                op.dim.data,
+                op.rows.data,
+                tuple(extent.value for extent in op.extents or ()),
+            )
+            if outputs.setdefault(output.name, output) != output:
+                other = outputs[output.name].section
+                raise UserError(
+                    f"metrics() asks for {output.name!r}, which section {other!r} computes for some samples"
+                    f" and {output.section!r} for others",
+                    op.where.data if op.where else "",
+                    "compute it from one module's results for all samples, or give --max-sections 1",
+                )
+    return tuple(outputs.values())
 
 
 def _coefficient_texts(graph: GraphOp, body: BodyOp) -> dict[str, str]:

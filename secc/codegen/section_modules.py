@@ -23,6 +23,7 @@ from secc.ir.dialect.ops import (
     GraphOp,
     GuardOp,
     LeafOp,
+    OutputOp,
     ReceiveOp,
     SectionOp,
     SendOp,
@@ -31,6 +32,7 @@ from secc.ir.dialect.ops import (
     strings_of,
 )
 from secc.ir.dialect.readable_names import BUFFER_CONSTANT_PREFIX
+from secc.runtime.plan.schema import OUTPUT_PREFIX
 from secc.runtime.sections.base import SectionModule
 
 TERMS_SECTION = "terms"
@@ -128,7 +130,8 @@ def _case_texts(graph: GraphOp, body: BodyOp, attributes: dict[str, str], scope:
         name,
         lines,
         {op.edge.data: printer.name_of(op.value) for op in ops if isinstance(op, SendOp)},
-        {op.sym.data: printer.name_of(op.numerator) for op in ops if isinstance(op, TermOp)},
+        {op.sym.data: printer.name_of(op.numerator) for op in ops if isinstance(op, TermOp)}
+        | {OUTPUT_PREFIX + op.sym.data: printer.name_of(op.value) for op in ops if isinstance(op, OutputOp)},
         tuple(op.edge.data for op in ops if isinstance(op, ReceiveOp)),
     )
     guards = tuple(
@@ -157,8 +160,8 @@ def _is_captured_glue(op: Operation) -> bool:
 
 
 def _computed_ops(ops: Sequence[Operation]) -> list[Operation]:
-    """The ops that edges and terms need; what only guards need is printed with the guards."""
-    roots = [op for op in ops if isinstance(op, (SendOp, TermOp))]
+    """The ops that edges, terms and outputs need; what only guards need is printed with the guards."""
+    roots = [op for op in ops if isinstance(op, (SendOp, TermOp, OutputOp))]
     return ops_for_values(ops, [operand for op in roots for operand in op.operands])
 
 

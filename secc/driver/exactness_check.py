@@ -97,12 +97,18 @@ def _why_not_evaluable(compiled: CompiledPlan, model: nn.Module) -> str:
             samples = compiled.survey.compose_batches(pattern)[-1]
             try:
                 found = rank.compare_step(samples, CHECK_MICRO_BATCH, rank.run_reference(samples))
+                output = rank.find_inexact_output(samples, 1) if compiled.plan.outputs else ""
             except Exception as error:  # whatever the user's code raises in eval mode
                 return (str(error).strip() or type(error).__name__).splitlines()[0]
             if max(c.difference.loss for c in (found, found.widened) if c is not None) > 1:
                 return (
                     "in eval mode forward computes another loss than the plan, which was captured in training"
                     " mode; move code that depends on self.training into a module that forward calls"
+                )
+            if output:
+                return (
+                    f"{output!r}, which metrics() asks for, differs for a sample alone and among others:"
+                    " compute it without padded positions, or compile with --widths global"
                 )
     return ""
 

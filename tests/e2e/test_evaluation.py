@@ -14,6 +14,7 @@ import torch
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
+from secc.errors import UserError
 from secc.runtime.model.user_file import UserModel, extract_loss, load_model_file
 from secc.runtime.parameters.checkpoint import load_full_state_dict
 from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks
@@ -30,11 +31,18 @@ def evaluate_plainly(user: UserModel, state: dict[str, torch.Tensor]) -> dict[st
     found: dict[str, dict[str, float]] = {}
     with torch.no_grad():
         for name, one in user.call_function("eval_dataset").items():
-            output = model(**user.collate([one[i] for i in range(len(one))]))
-            values = {key: float(value) for key, value in output.items()}
+            batch = user.collate([one[i] for i in range(len(one))])
+            output, counted = model(**batch), batch["labels"] != -100
+            values = {key: float(value) for key, value in output.items() if not value.ndim}
+            f1 = user.module.macro_f1(output["predictions"][counted], batch["labels"][counted])
             found[name] = values | {
                 "accuracy": values["right"] / values["count"],
                 "perplexity": math.exp(values["ce"]),
+                "f1": f1,
+                "spread": float(output["pooled"].var(0).sum()),
+                "third": float(output["pooled"][2].norm()),
+                "pictures": len(batch["picture"]),
+                "brightness": float(output["seen"].double().std()),
             }
     return found
 
@@ -192,3 +200,35 @@ def test_a_forward_that_does_something_else_in_eval_mode_cannot_be_evaluated(tmp
     (tmp_path / "model.py").write_text(text)
     compiled = check_exactness(compile_model(tmp_path / "model.py", CompileOptions(global_batch=8)))
     assert "self.training" in str(compiled.plan.checks["evaluation"])
+
+
+TENSORS = [
+    pytest.param("logits", "", "metrics() asks for 'logits', which is no tensor", id="not returned"),
+    pytest.param("weight", '"weight": self.head.weight', "no dim of [30, 8] counts samples", id="no rows"),
+    pytest.param(
+        "right", "", "metrics() asks for 'right', which is no tensor", id="scalar", marks=pytest.mark.slow
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "returned", "message"), TENSORS)
+def test_a_tensor_that_metrics_cannot_have_is_refused(
+    name: str, returned: str, message: str, tmp_path: Path
+) -> None:
+    text = PATH.read_text().replace("labels: list[torch.Tensor],", f"{name}: list[torch.Tensor],")
+    (tmp_path / "model.py").write_text(text.replace('"pooled": pooled}', f'"pooled": pooled, {returned}}}'))
+    with pytest.raises(UserError) as refused:
+        compile_model(tmp_path / "model.py", CompileOptions(global_batch=8))
+    assert message in refused.value.message
+    assert refused.value.remedy and ("model.py:" in refused.value.where or name == "weight")
+
+
+@pytest.mark.slow
+def test_a_tensor_that_depends_on_padding_needs_global_widths(tmp_path: Path) -> None:
+    exact = "pooled = (hidden * counted).sum(1) / counted.sum(1)"
+    text = PATH.read_text().replace(exact, "pooled = hidden.mean(1)")
+    (tmp_path / "model.py").write_text(text)
+    for widths, reason in {"auto": "'pooled', which metrics() asks for", "global": "None"}.items():
+        options = CompileOptions(global_batch=8, widths=widths)
+        compiled = check_exactness(compile_model(tmp_path / "model.py", options))
+        assert reason in str(compiled.plan.checks.get("evaluation"))

@@ -1,5 +1,5 @@
 """Captions with pictures for every second sample, dropout in modules and in forward itself, ragged texts, two
-evaluation sets, and further scalars that metrics() makes ratios of."""
+evaluation sets, and further scalars and tensors that metrics() makes ratios, an F1 and a variance of."""
 
 from __future__ import annotations
 
@@ -33,15 +33,19 @@ class Model(nn.Module):
     def forward(
         self, ids: torch.Tensor, labels: torch.Tensor, picture: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        hidden = self.words(ids)
+        hidden, seen = self.words(ids), {}
         if picture is not None:
-            hidden = hidden.masked_scatter((ids == 1)[..., None].expand_as(hidden), self.vision(picture))
+            seen["seen"] = self.vision(picture)
+            hidden = hidden.masked_scatter((ids == 1)[..., None].expand_as(hidden), seen["seen"])
         hidden = F.dropout(self.body(self.drop(hidden)), DROPOUT, self.training)
         logits = self.head(hidden)
         ce = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
         size = hidden[labels != -100].square().sum(-1).mean()
         right = (logits.argmax(-1) == labels).sum()
-        return {"loss": ce + 0.01 * size, "ce": ce, "right": right, "count": (labels != -100).sum()}
+        counted = (labels != -100)[..., None]
+        pooled = (hidden * counted).sum(1) / counted.sum(1)
+        scalars = {"loss": ce + 0.01 * size, "ce": ce, "right": right, "count": counted.sum()}
+        return scalars | seen | {"predictions": logits.argmax(-1), "pooled": pooled}
 
 
 def model() -> nn.Module:
@@ -74,5 +78,30 @@ def eval_dataset() -> dict[str, Captions]:
     return {"short": Captions(5, 1000), "long": Captions(23, 2000)}
 
 
-def metrics(outputs: dict[str, float]) -> dict[str, float]:
-    return {"accuracy": outputs["right"] / outputs["count"], "perplexity": math.exp(outputs["ce"])}
+def macro_f1(predicted: torch.Tensor, labels: torch.Tensor) -> float:
+    """F1 of each class of two 1-D tensors, averaged over the classes that occur."""
+    scores = []
+    for label in torch.cat([predicted, labels]).unique():
+        right = ((predicted == label) & (labels == label)).sum()
+        scores.append(2 * right / ((predicted == label).sum() + (labels == label).sum()))
+    return float(torch.stack(scores).mean())
+
+
+def metrics(
+    outputs: dict[str, float],
+    predictions: list[torch.Tensor],
+    labels: list[torch.Tensor],
+    pooled: list[torch.Tensor],
+    seen: list[torch.Tensor],
+) -> dict[str, float]:
+    """`labels` is an input, the others are forward's. `seen` has the rows of a sample's pictures."""
+    counted = torch.cat(labels) != -100
+    return {
+        "accuracy": outputs["right"] / outputs["count"],
+        "perplexity": math.exp(outputs["ce"]),
+        "f1": macro_f1(torch.cat(predictions)[counted], torch.cat(labels)[counted]),
+        "spread": float(torch.stack(pooled).var(0).sum()),
+        "third": float(pooled[2].norm()),
+        "pictures": sum(len(rows) for rows in seen),
+        "brightness": float(torch.cat(seen).double().std()),
+    }

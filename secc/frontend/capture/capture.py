@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx, nn
 
+from secc.errors import UserError
 from secc.frontend.capture.block_selection import (
     BlockSelection,
     CaptureNote,
@@ -41,6 +42,7 @@ from secc.runtime.recorder.loss_loops import reads_per_sample, roll_loss_loops
 from secc.runtime.recorder.match_outline import constant_digest
 from secc.runtime.recorder.recording import is_read_node
 
+_NOT_LOGGED = "further results of forward are not logged"
 _IDLE_AUTOCAST_NOTE = (
     "autocast for CUDA does nothing on this machine, so the plan's ranks compute without it: compile on a "
     "machine with a GPU"
@@ -142,7 +144,7 @@ def capture_model(
     remedy, for what cannot be captured.
     """
     recorder = Recorder(model, ()) if before is None else before.recorder
-    recorder.keeps_scalars = True
+    recorder.keeps_scalars, recorder.kept_tensors = True, user.metric_tensors
     batches = {p: ProbeBatches(user, survey, inputs, p, recorder) for p in survey.micro_batch_patterns()}
     frontier = select_blocks(
         model,
@@ -156,6 +158,7 @@ def capture_model(
     cases, recordings = _CaseFinder(
         model, frontier, frozenset(survey.pattern_counts), batches, cut, row_symbols
     ).find_cases(recorder)
+    _require_metric_tensors(user, cases, frontier.notes)
     inputs = add_row_symbols(
         inputs, row_symbols, survey, lambda sample: record_sample_shapes(recorder, user, sample)
     )
@@ -186,6 +189,21 @@ def capture_model(
         recorder,
         frontier.module_calls,
     )
+
+
+def _require_metric_tensors(
+    user: UserModel, cases: Sequence[CapturedCase], notes: Sequence[CaptureNote]
+) -> None:
+    """Raises UserError if no case has a tensor that the user's `metrics()` asks for."""
+    nodes = [n for case in cases for n in case.generic.graph.nodes if n.meta.get("shape")]
+    kept = {name for n in nodes for name in n.meta.get("log", ())}
+    if missing := [name for name in user.metric_tensors if name not in kept]:
+        why = next((f": {n.reason}" for n in notes if n.reason.startswith(_NOT_LOGGED)), "")
+        raise UserError(
+            f"metrics() asks for {missing[0]!r}, which is no tensor that forward returns or gets{why}",
+            user.function_source_line("metrics"),
+            "let forward return it by this name, next to the loss; scalars are in metrics()'s first argument",
+        )
 
 
 class _CaseFinder:
@@ -232,7 +250,7 @@ class _CaseFinder:
                     frontier.notes.append(
                         CaptureNote(
                             "",
-                            f"further results of forward are not logged, because {error.message}",
+                            f"{_NOT_LOGGED}, because {error.message}",
                             error.where,
                         )
                     )

@@ -236,7 +236,7 @@ class _CaseImporter:
     def _import_source(self, node: fx.Node) -> None:
         name = str(node.target)
         if node.op == "placeholder":
-            if node.users:
+            if node.users or "log" in node.meta:
                 dims = self._dims.get(name)
                 type = _node_type(node) if dims is None else TensorType.from_dims(dims, _dtype_name(node))
                 self._append_op(InputOp.create_source(name, type), node)

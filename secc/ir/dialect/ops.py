@@ -487,6 +487,29 @@ class TermOp(LineOp):
         return self.operands[1] if len(self.operands) > 1 else None
 
 
+@irdl_op_definition
+class OutputOp(LineOp):
+    """A tensor of forward that the user's `metrics()` asks for, by name. It is read in evaluations only.
+
+    `insert-transfers` adds how samples are told apart in it, as for an edge.
+    """
+
+    name = "sec.output"
+    sym = prop_def(StringAttr)
+    value = operand_def(TensorType)
+    section, where = opt_prop_def(SymbolRefAttr), opt_prop_def(StringAttr)
+    dim, rows = opt_prop_def(IntAttr), opt_prop_def(StringAttr)
+    extents = opt_prop_def(ArrayAttr[ExtentAttr])
+    HEADLINE: ClassVar[str | None] = "sym"
+    KEYWORDS: ClassVar[Keywords] = (
+        ("dim", "dim", NUMBER_KIND),
+        ("rows", "rows", TEXT_KIND),
+        ("extents", "extents", RECORDS_KIND),
+        _IN_SECTION,
+        _AT_SOURCE_LINE,
+    )
+
+
 class _EdgeBase(LineOp):
     """A tensor that `src` produces and `dst` consumes, carried by rows: `rows` entries of `dim` belong to a
     sample.
@@ -546,7 +569,8 @@ class SendOp(LineOp):
 
 @irdl_op_definition
 class ReturnOp(LineOp):
-    """Ends a case: its first operand is the user's loss, the others scalars named `logs` that a run logs.
+    """Ends a case: its first operand is the user's loss. The others are named `logs`: scalars that a run
+    logs, and tensors with dims that `metrics()` asks for.
 
     After `normalize-loss` it has none, and `constant` is what the terms leave over.
     """
@@ -581,6 +605,7 @@ SecDialect = Dialect(
         GuardOp,
         LeafOp,
         TermOp,
+        OutputOp,
         TransferOp,
         EdgeOp,
         ReceiveOp,
