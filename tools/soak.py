@@ -1,11 +1,13 @@
 """Trains a tiny model for many steps and looks at what each process of the run holds.
 
-    python -m tools.soak --minutes 10 --json docs/benchmarks/soak.json
+    python -m tools.soak --steps 20000 --json docs/benchmarks/soak.json
+    python -m tools.soak --emulate 64 --minutes 60 --json docs/benchmarks/soak_emulated.json
 
 Three ranks with a loader, a recorder and a writer each train `tools/models/repeats.py` and save every 50
-steps. Every few seconds the tool reads memory, descriptors and threads of each process, and the bytes in the
-folder of checkpoints. The table compares the first fifth after the warm-up with the last fifth of the
-readings; the run is flat if memory grows by less than `MOST_GROWTH` and 1 MiB, and nothing else grows.
+steps; with `--emulate`, that many ranks plan steps and sleep for their predicted times. Every few seconds the
+tool reads memory, descriptors and threads of each process, and the bytes in the folders of checkpoints and
+logs. The table compares the first fifth after the warm-up with the last fifth of the readings; the run is
+flat if memory grows by less than `MOST_GROWTH` and 1 MiB, and nothing else grows but logs, by lines of steps.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
+from secc.runtime.training.emulation import EMULATION_FILE
 from tools.benchmark_table import BenchmarkTable, add_json_option
 
 ROOT = Path(__file__).resolve().parent.parent
-RANKS, SAVE_EVERY, READ_EVERY_S, WARM_UP = 3, 50, 3.0, 0.2
+RANKS, SAVE_EVERY, READ_EVERY_S, WARM_UP = 3, 50, 5.0, 0.2
+SCALE = 100  # of emulated times: a step takes some seconds
 MOST_GROWTH = 0.02  # of a process's own memory
 COLUMNS = (
     "process",
@@ -49,6 +53,7 @@ class Readings:
         self.descriptors: dict[str, list[int]] = defaultdict(list)
         self.threads: dict[str, list[int]] = defaultdict(list)
         self.saved_bytes: list[int] = []
+        self.log_bytes = 0  # at the last reading
 
     def read_processes(self, launcher: int) -> None:
         """Adds a reading of each process."""
@@ -67,6 +72,7 @@ class Readings:
         with suppress(OSError):  # a checkpoint is removed just now
             files = (self._folder / "saved").rglob("*")
             self.saved_bytes.append(sum(file.stat().st_size for file in files if file.is_file()))
+        self.log_bytes = sum(file.stat().st_size for file in (self._folder / "logs").glob("*"))
 
 
 def _processes_of(folder: Path, launcher: int) -> Iterator[tuple[int, str]]:
@@ -89,23 +95,28 @@ def split_readings(values: Sequence[float]) -> tuple[float, float]:
     return median(after[:part]), median(after[-part:])
 
 
-def soak(plan: Path, folder: Path, minutes: float) -> tuple[Readings, int]:
-    """Runs the plan for some minutes; returns the readings and the number of steps."""
-    options = ["--steps", 10**9, "--save", folder / "saved", "--save-every", SAVE_EVERY, "--keep", 2]
-    options += ["--log-dir", folder / "logs", "--recorders", 1]
-    command = [sys.executable, "-m", "secc.runtime.training.supervisor", str(plan), *map(str, options)]
+def soak(plan: Path, folder: Path, steps: int, minutes: float, emulates: bool) -> tuple[Readings, int]:
+    """Runs the plan for some steps, or minutes if these are over first; returns the readings and the number
+    of steps."""
+    command = [sys.executable, "-m", "secc.runtime.training.supervisor", str(plan)]
+    options = ["--save", folder / "saved", "--save-every", SAVE_EVERY, "--keep", 2, "--recorders", 1]
+    if emulates:
+        command = [sys.executable, "-m", "secc", "run", str(plan), "--emulate", "--scale", str(SCALE)]
+        options = []
+    options += ["--log-dir", folder / "logs", "--steps", steps]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "SECC_SOAK": str(folder)}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([*command, *map(str, options)], env=environment, stderr=subprocess.DEVNULL)
     readings, began = Readings(folder), time.monotonic()
-    metrics = folder / "logs" / "metrics.jsonl"
+    log = folder / "logs" / (EMULATION_FILE if emulates else "metrics.jsonl")
     while process.poll() is None and time.monotonic() - began < 60 * minutes:
         time.sleep(READ_EVERY_S)
-        if metrics.exists() and metrics.stat().st_size:
+        if log.exists() and log.stat().st_size:
             readings.read_processes(process.pid)
     process.send_signal(signal.SIGTERM)
-    if code := process.wait():
+    code = process.wait()
+    if code and not emulates:  # emulated ranks end at once
         raise SystemExit(f"the run ended with {code}")
-    return readings, sum(1 for _ in metrics.open())
+    return readings, sum(1 for _ in log.open())
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -113,22 +124,28 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=float, default=600.0, help="end the run after M minutes")
+    parser.add_argument("--steps", type=int, default=10**9, help="end the run after N steps")
+    parser.add_argument("--emulate", type=int, metavar="RANKS", help="emulate that many ranks")
     add_json_option(parser)
     o = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="secc-soak-") as name:
         folder = Path(name)
         model = ROOT / "tools" / "models" / "repeats.py"
         command = [sys.executable, "-m", "secc", "compile", str(model), "-o", str(folder / "plan")]
-        command += ["--cluster", f"local:{RANKS}", "--global-batch", "4"]
+        command += ["--cluster", f"local:{o.emulate or RANKS}", "--global-batch", f"{4 * (o.emulate or 1)}"]
+        if o.emulate:  # the solver would leave most of them out
+            command += ["--set", f"model.dp={o.emulate // 4}"]
+            command += ["--set", f"model_train.dp={o.emulate - o.emulate // 4}"]
         subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
-        readings, steps = soak(folder / "plan", folder, o.minutes)
-    saved = [size / 2**20 for size in split_readings(readings.saved_bytes)]
+        readings, steps = soak(folder / "plan", folder, o.steps, o.minutes, bool(o.emulate))
+    saved = [0.0, 0.0] if o.emulate else [size / 2**20 for size in split_readings(readings.saved_bytes)]
     table = BenchmarkTable(
         COLUMNS,
         f"What the processes of a run of {steps} steps held: medians of the first fifth after the warm-up"
         f" and of the last fifth of the readings. The folder of checkpoints had {saved[0]:.2f} MiB, and"
-        f" {saved[1]:.2f} at the end.",
+        f" {saved[1]:.2f} at the end; the logs had {readings.log_bytes / steps:.0f} bytes a"
+        " step.",
         o.json,
     )
     grown = saved[1] > 1.5 * saved[0]

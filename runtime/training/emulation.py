@@ -154,6 +154,8 @@ class Emulator:
         )
         gathered = [torch.empty_like(own_times) for _ in range(self.context.world_size)]
         dist.all_gather(gathered, own_times)
+        for key in emulation.own_keys:  # all ranks have read them
+            self.store.delete_key(key)
         times = [row.tolist() for row in gathered]
         _sleep_until(
             _reduction_end(self.table, times, self.scale_ns)
@@ -215,6 +217,7 @@ class _StepEmulation:
         self.consumed_messages = self._find_consumed_messages()
         self.free_at, self.send_busy_until, self.receive_busy_until = 0, [0, 0], [0, 0]
         self.reduce_at: dict[int, int] = {}
+        self.own_keys: list[str] = []  # in the store, for the other ranks of a replica
 
     def run_program(self) -> None:
         """Executes the instructions of this rank in order."""
@@ -241,7 +244,8 @@ class _StepEmulation:
         together = [r for m in in_step for r in self.emulator.replicas[i.section][m.replica]]
         if len(together) > 1:
             name = f"{self.step_number}/{i.kind}/{i.section}/{in_step[0].index}"
-            self.emulator.store.set(f"{name}/{self.emulator.rank}", str(ready))
+            self.own_keys.append(f"{name}/{self.emulator.rank}")
+            self.emulator.store.set(self.own_keys[-1], str(ready))
             ready = max(int(self.emulator.store.get(f"{name}/{r}")) for r in together)
         self.free_at = ready + self.emulator.scale_ns(
             max(self.durations[i.kind, i.section][m.index] for m in in_step)

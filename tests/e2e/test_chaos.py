@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tools.chaos import __main__ as chaos
+from tools.chaos import cases as chaos_cases
 from tools.chaos.moments import MOMENTS
 
 
@@ -17,9 +18,19 @@ def test_runs_survive_faults(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_cases_are_drawn_from_their_seed() -> None:
-    cases = chaos.draw_cases(300, 3)
-    assert cases == chaos.draw_cases(300, 3) and cases != chaos.draw_cases(300, 4)
+    cases = chaos_cases.draw_cases(400, 3)
+    assert cases == chaos_cases.draw_cases(400, 3) and cases != chaos_cases.draw_cases(400, 4)
     kinds = {(c.fault, c.process, c.moment) for c in cases}
     assert len(kinds) == sum(
-        chaos.is_possible(f, p, m) for f in chaos.FAULTS for p in chaos.PROCESSES for m in MOMENTS
+        chaos_cases.is_possible(f, p, m)
+        for f in chaos_cases.FAULTS
+        for p in chaos_cases.PROCESSES
+        for m in MOMENTS
     )
+
+
+def test_an_error_without_a_remedy_is_found() -> None:
+    restarted = "error: rank 1 died\nrestart 1 of 2 in 1 s from the beginning\n"
+    explained = "error: full disk\n  what to do: make room\n"
+    assert not chaos._find_lonely_error(restarted + explained)  # pyright: ignore
+    assert chaos._find_lonely_error("error: rank 1 died\n" + explained)  # pyright: ignore

@@ -1,10 +1,10 @@
 """The part of `tools.chaos` that lives in the processes of a run: it waits for the moment of a case and does
 what the case says, at that very point of the code.
 
-Every process of the run calls `watch_for_moment` as Python starts, before anything heavy is imported. Where a
-function that stands for the moment is defined, it is wrapped as its module is imported. One process of the
-run, the first that comes to the moment as often as the case says, breaks something, once in all starts of the
-run: it claims the file `fired`.
+Every process of the run calls `watch_for_moment`: an executed one as Python starts, before anything heavy is
+imported, a forked one before `run.py`. Where a function that stands for the moment is defined, it is wrapped
+as its module is imported. One process of the run, the first that comes to the moment as often as the case
+says, breaks something, once in all starts of the run: it claims the file `fired`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
@@ -53,8 +53,9 @@ IN_WRITER = ("write", "rename", "latest")
 @dataclass(frozen=True)
 class Case:
     """What is broken, where and when: in the process `process` of `rank`, when the rank or its writer comes
-    to `moment` for the time number `count` in a process; `delay_s` after a (re)start. `plan` names the
-    plan."""
+    to `moment` for the time number `count` in a process; `delay_s` after a (re)start. The process "node" is
+    the rank with all its helpers. `plan` names the plan, `spawn` says how ranks are started ("exec" as new
+    Python processes, "fork" from one that has imported everything), and `on_loss` is the run's option."""
 
     number: int
     fault: str
@@ -64,6 +65,8 @@ class Case:
     rank: int
     count: int
     delay_s: float
+    spawn: str
+    on_loss: str
 
 
 def watch_for_moment() -> None:
@@ -107,21 +110,23 @@ class _Breaker:
     def _break(self) -> bool:
         """Breaks what the case says; returns False if there is no such process or file yet."""
         case = self._case
-        victim = _find_process(case.process)
+        victims = _find_processes(case.process)
         file = _pick_file(self._folder, case.number) if case.fault == "TRUNCATE" else None
-        if victim is None or (case.fault == "TRUNCATE" and file is None):
+        if not victims or (case.fault == "TRUNCATE" and file is None):
             return False
         if not _claim(self._folder / FIRED_FILE):
             return True
         if case.fault == "DISK_FULL":
-            before = resource.prlimit(victim, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-            threading.Timer(DISK_FULL_S, _lift_limit, (victim, before)).start()
+            full = (0, resource.RLIM_INFINITY)
+            before = {v: resource.prlimit(v, resource.RLIMIT_FSIZE, full) for v in victims}
+            threading.Timer(DISK_FULL_S, _lift_limits, (before,)).start()
         elif case.fault == "DROP":
             _drop_connections()
         else:
             if file is not None:
                 os.truncate(file, file.stat().st_size // 2)
-            os.kill(victim, signal.SIGKILL if file is not None else signal.Signals[case.fault])
+            for victim in victims:  # this process last
+                os.kill(victim, signal.SIGKILL if file is not None else signal.Signals[case.fault])
         return True
 
 
@@ -135,18 +140,20 @@ def _claim(file: Path) -> bool:
         return False
 
 
-def _find_process(name: str) -> int | None:
-    """Returns the process of this rank with the name; None if there is none."""
+def _find_processes(name: str) -> list[int]:
+    """Returns the processes of this rank with the name, this one last; an empty list if there is none."""
     is_helper = _process_name(os.getpid()).startswith("secc-")
     rank = os.getppid() if is_helper else os.getpid()
     if name == "rank":
-        return rank
+        return [rank]
     if name == "launcher":
-        return _parent_of(rank)
-    found = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
-    return next(
-        (pid for pid in found if _parent_of(pid) == rank and _process_name(pid) == f"secc-{name}"), None
-    )
+        parent = _parent_of(rank)
+        return [] if parent is None else [parent]
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+    helpers = [pid for pid in pids if _parent_of(pid) == rank]
+    if name == "node":
+        return sorted([rank, *helpers], key=lambda pid: pid == os.getpid())
+    return [pid for pid in helpers if _process_name(pid) == f"secc-{name}"][:1]
 
 
 def _process_name(pid: int) -> str:
@@ -171,9 +178,10 @@ def _pick_file(folder: Path, seed: int) -> Path | None:
     return random.Random(seed).choice(sorted(newest.iterdir()))
 
 
-def _lift_limit(process: int, before: tuple[int, int]) -> None:
-    with suppress(OSError):
-        resource.prlimit(process, resource.RLIMIT_FSIZE, before)
+def _lift_limits(before: Mapping[int, tuple[int, int]]) -> None:
+    for process, limits in before.items():
+        with suppress(OSError):
+            resource.prlimit(process, resource.RLIMIT_FSIZE, limits)
 
 
 def _drop_connections() -> None:
@@ -202,7 +210,11 @@ def _wrap_functions(moment: str, breaker: _Breaker) -> None:
 
         setattr(holder, name, wrapped)
 
-    sys.meta_path.insert(0, _WrappingFinder(f"{_RUNTIME}.{module}", wrap))
+    full_name = f"{_RUNTIME}.{module}"
+    if full_name in sys.modules:  # of a forked process
+        wrap(sys.modules[full_name])
+    else:
+        sys.meta_path.insert(0, _WrappingFinder(full_name, wrap))
 
 
 class _WrappingFinder:
