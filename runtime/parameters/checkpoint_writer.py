@@ -40,6 +40,7 @@ from secc.runtime.parameters.checkpoint_folder import (
 if TYPE_CHECKING:  # a rank without checkpoints starts almost a second sooner without it
     from secc.runtime.parameters.sliced_tensor_store import TensorSlice, WrittenEntries
 
+WRITER_NAME = "secc-writer"  # of the process
 _ALIGNMENT = 64  # bytes
 _NICENESS = 10  # of the writer process: training goes first
 _COPIES_SHARE = 0.5  # of the host's available memory that copies of checkpoints may take
@@ -125,7 +126,7 @@ class BackgroundWriter:
         self._memory = os.memfd_create("secc-checkpoint")  # without a size yet, and inherited by the process
         self._size, self._is_closed = 0, False
         self._mapping: mmap.mmap | None = None
-        self._pool = WorkerPool(_run_in_background, 1, "secc-writer", 1)
+        self._pool = WorkerPool(_run_in_background, 1, WRITER_NAME, 1)
 
     def close(self) -> None:
         """Ends the process and frees the memory; closing again does nothing."""

@@ -1,10 +1,12 @@
 """Notices that a run no longer makes progress, and says which rank is the cause.
 
-Each rank has a thread that compares the time since the rank's last instruction with a limit. The first rank
-over the limit asks all ranks, through the run's store, what they do. Ranks answer from their own threads, so
-one that waits for a message answers, and one that is stopped does not. The cause is a rank that does not
-answer, else one that waits for its loader or writer, else one that computes. The report goes to stderr, and
-the Python stacks of all processes to `LOGDIR/hang.txt`; then the ranks end.
+Each rank has a thread that compares the time since the rank's last instruction with a limit, and that looks
+for processes of this machine's ranks, and helpers of its own, that were stopped for as long: these need no
+allowance for long instructions. The first rank over the limit asks all ranks, through the run's store, what
+they do. Ranks answer from their own threads, so one that waits for a message answers, and one that is stopped
+does not. The cause is a rank that does not answer, else one that waits for its loader or writer or has a
+stopped one, else one that computes. The report goes to stderr, and the Python stacks of all processes to
+`LOGDIR/hang.txt`; then the ranks end.
 """
 
 from __future__ import annotations
@@ -25,11 +27,19 @@ from pathlib import Path
 from typing import Any
 
 from secc.runtime.host.activity import Activity, Waiting
+from secc.runtime.host.process_table import (
+    StoppedProcesses,
+    find_descendants,
+    process_name,
+    process_state,
+)
+from secc.runtime.parameters.checkpoint_writer import WRITER_NAME
 
 HANG_EXIT_CODE = 76
 HANG_FILE = "hang.txt"
 LONG_FACTOR = 6  # loading, compiling and saving may take this many times --hang-timeout
 _ANSWER_S = 6.0  # for ranks to answer, on a busy machine
+_LOOKS = 5  # for stopped processes, within --hang-timeout
 _STACK_S = 0.3  # for a process to write its stack
 
 
@@ -74,6 +84,9 @@ class HangWatch:
         self._activity, self._stacks, self._store, self._timeout = activity, stacks, store, timeout
         self._rank, self._world_size, self._log_dir = rank, world_size, log_dir
         self._is_loading, self._ended = is_loading, threading.Event()
+        self._stopped, self._own_stopped = StoppedProcesses(), list[int]()
+        self._looked_at = time.monotonic()
+        self._local_ranks: list[int] | None = None  # processes; None until all have joined
         about = {"host": socket.gethostname(), "pid": os.getpid(), "stacks": stacks.place}
         store.set(f"secc/process/{rank}", json.dumps(about))
         self._thread = threading.Thread(target=self._watch, name="secc-hang-watch", daemon=True)
@@ -87,7 +100,7 @@ class HangWatch:
     def _watch(self) -> None:
         with suppress(RuntimeError):  # the store has gone, and the run with it
             while not self._ended.wait(min(1.0, self._timeout / 10)):
-                if self._is_over_limit():
+                if self._is_over_limit() or self._finds_stopped_process():
                     self._store.set("secc/hang", "1")
                     if self._store.add("secc/hang/reporter", 1) == 1:
                         self._report()
@@ -106,16 +119,34 @@ class HangWatch:
         limit = self._timeout * (LONG_FACTOR if takes_long else 1)
         return time.monotonic() - self._activity.since > limit + self._activity.median_step_s
 
+    def _finds_stopped_process(self) -> bool:
+        """Tells whether a process of a rank on this machine, or a helper of this one, has been stopped for
+        longer than the limit."""
+        every, now = self._timeout / _LOOKS, time.monotonic()
+        if now - self._looked_at < every:
+            return False
+        self._looked_at = now
+        if self._local_ranks is None and all(
+            self._store.check([f"secc/process/{r}"]) for r in range(self._world_size)
+        ):
+            about = [json.loads(self._store.get(f"secc/process/{r}")) for r in range(self._world_size)]
+            self._local_ranks = [a["pid"] for a in about if a["host"] == socket.gethostname()]
+        own, others = find_descendants(os.getpid()), self._local_ranks or []
+        found = self._stopped.find_longer_than(self._timeout - every, [*own, *others])
+        self._own_stopped = [pid for pid in found if pid in own]
+        return bool(found)
+
     def _answer(self) -> None:
         """Says what this rank does."""
         activity = self._activity
         waits = Waiting.LOADER if self._is_loading() else activity.waits
-        answer = {
-            "waits": waits.name,
-            "text": f"{waits.value} {activity.what}, step {activity.step}, for"
-            f" {time.monotonic() - activity.since:.0f} s",
-            "stacks": self._stacks.read_stacks(),
-        }
+        text = f"{waits.value} {activity.what}, step {activity.step}, for"
+        text += f" {time.monotonic() - activity.since:.0f} s"
+        for pid in self._own_stopped:
+            name = process_name(pid)
+            waits = Waiting.WRITER if name == WRITER_NAME else Waiting.LOADER
+            text += f"; its {name} (process {pid}) is stopped"
+        answer = {"waits": waits.name, "text": text, "stacks": self._stacks.read_stacks()}
         self._store.set(f"secc/hang/{self._rank}", json.dumps(answer))
 
     def _report(self) -> None:
@@ -161,7 +192,7 @@ class HangWatch:
             return answer | {"text": "has not joined"}
         about = json.loads(self._store.get(f"secc/process/{rank}"))
         if about["host"] == socket.gethostname():
-            state = _process_state(about["pid"])
+            state = process_state(about["pid"])
             answer["text"] += f": process {about['pid']} is {state}"
             answer["stacks"] = _ask_for_stack(about["pid"], Path(about["stacks"]))
         return answer
@@ -180,16 +211,6 @@ def _describe_causes(causes: list[int], kinds: dict[int, str]) -> str:
             return f"{named} did not finish an instruction"
         case _:
             return "all ranks wait for each other"
-
-
-def _process_state(pid: int) -> str:
-    """Returns what a process is doing, in words; from proc(5)."""
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "gone"
-    states = {"T": "stopped", "t": "being traced", "D": "in an uninterruptible wait", "Z": "dead"}
-    return states.get(letter, "alive")
 
 
 def _ask_for_stack(pid: int, file: Path) -> str:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -27,6 +27,7 @@ from types import FrameType
 from secc.runtime.errors import UserError
 from secc.runtime.host.parent_death import LAUNCHER_VARIABLE
 from secc.runtime.host.private_folder import hold_private_folder
+from secc.runtime.host.process_table import StoppedProcesses
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.training.hang_watch import HANG_EXIT_CODE
 from secc.runtime.training.launch import LOST_HELPER_EXIT_CODE, LOST_PEER_EXIT_CODE
@@ -40,6 +41,7 @@ Replanner = Callable[[Path, int], Path]
 _POLL_S = 0.05
 _STEADY_S = 300  # an attempt that ran longer did not fail at once
 _CAUSE_GRACE_S = 0.3  # after a rank has failed, for others that fail by themselves at the same time
+_REPORT_GRACE_S = 15  # for the ranks' own report of a hang
 _LOST_PEER_GRACE_S = 10  # after a rank has lost a peer, for that peer to say what happened
 
 
@@ -92,7 +94,8 @@ class _Supervisor:
             began, count = time.monotonic(), self._world_size - len(self._lost)
             devices = _visible_devices(self._world_size, self._lost)
             store, requests = folder / f"store_{attempt}", self._requests
-            ranks = _RankGroup(self._plan, self._arguments, count, store, requests, attempt, devices)
+            limit = self._options.hang_timeout
+            ranks = _RankGroup(self._plan, self._arguments, count, store, requests, attempt, devices, limit)
             with ranks:
                 codes = ranks.wait(finish_at=self._rejoin_at)
             if requests.count > 1 or (requests.count and any(codes.values())):
@@ -105,6 +108,8 @@ class _Supervisor:
             result, causes = ranks.report_failures(codes)
             ended = self._failures == self._options.max_restarts or self._options.on_loss == "stop"
             if result != 1 or ended:
+                if causes:
+                    sys.stderr.write(f"  what to do: {self._remedy(codes, causes)}\n")
                 return result
             self._failures += 1
             steady = time.monotonic() - began > _STEADY_S
@@ -120,6 +125,15 @@ class _Supervisor:
             if requests.wait(pause):
                 return 128 + requests.last
         raise AssertionError("unreachable")
+
+    def _remedy(self, codes: Mapping[int, int], causes: Sequence[int]) -> str:
+        """Returns what a user can do after ranks have ended by themselves and are not started again."""
+        cause = "read what the rank has printed"
+        if any(codes.get(rank) == -signal.SIGKILL for rank in causes):
+            cause = "see whether the host was out of memory (dmesg)"
+        if self._options.save is None:
+            return f"{cause}; with --save DIR and --max-restarts N a run continues by itself"
+        return f"{cause}; continue with --resume auto, by itself with --max-restarts N"
 
     def _go_on_without(self, causes: Collection[int]) -> None:
         """Plans for the ranks that are left after `causes` were lost; if that cannot be done, all ranks start
@@ -201,7 +215,10 @@ class _RankGroup:
         requests: _StopRequests,
         attempt: int,
         devices: str | None,
+        hang_timeout: float | None,
     ) -> None:
+        self._hang_timeout, self._stopped, self._looked_at = hang_timeout, StoppedProcesses(), 0.0
+        self._hung: list[int] = []  # ranks that were stopped by a signal
         self._requests, self._passed_on, self.was_asked_to_finish = requests, 0, False
         common = os.environ | {
             LAUNCHER_VARIABLE: str(os.getpid()),
@@ -241,6 +258,9 @@ class _RankGroup:
                 only_lost = all(code == LOST_PEER_EXIT_CODE for code in failed)
                 grace = _LOST_PEER_GRACE_S if only_lost else _CAUSE_GRACE_S
                 deadline = min(deadline, time.monotonic() + grace)
+            if self._finds_stopped_rank():
+                self._kill()
+                return codes
             if self._requests.count > 1:
                 deadline = 0.0
             elif self._requests.count > self._passed_on:
@@ -253,6 +273,19 @@ class _RankGroup:
                 self._ask_to_finish()
             time.sleep(_POLL_S)
 
+    def _finds_stopped_rank(self) -> bool:
+        """Tells whether a rank has been stopped for so long that the ranks' own watch, which says more,
+        should have seen it: ranks have none before they have joined."""
+        if self._hang_timeout is None:
+            return False
+        every, now = self._hang_timeout / 5, time.monotonic()
+        if now - self._looked_at >= every:
+            self._looked_at = now
+            limit = self._hang_timeout + _REPORT_GRACE_S
+            found = self._stopped.find_longer_than(limit, [p.pid for p in self._processes])
+            self._hung = [rank for rank, p in enumerate(self._processes) if p.pid in found]
+        return bool(self._hung)
+
     def _ask_to_finish(self) -> None:
         for process in self._processes:
             with suppress(ProcessLookupError):
@@ -262,6 +295,14 @@ class _RankGroup:
         """Returns the exit code of the launcher, and the ranks that were the cause, after printing these,
         unless a rank has printed a message. Ranks that lost a peer are not the cause, if there is another
         one; after a hang, those that did not end are."""
+        for rank in self._hung:
+            pid = self._processes[rank].pid
+            sys.stderr.write(
+                f"error: the run makes no progress: rank {rank} (process {pid}) is stopped; all ranks were"
+                " ended\n"
+            )
+        if self._hung:
+            return 1, self._hung
         failures = {rank: code for rank, code in sorted(codes.items()) if code}
         if not failures:
             return 0, []

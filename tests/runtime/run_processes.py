@@ -56,8 +56,13 @@ def process_of_rank(plan: Path, rank: int) -> int:
 
 def loader_of_rank(plan: Path, rank: int) -> int:
     """Returns the process that loads a rank's samples."""
+    return helper_of_rank(plan, rank, "secc-loader")
+
+
+def helper_of_rank(plan: Path, rank: int, helper: str) -> int:
+    """Returns a process of a rank by its name in lists of processes."""
     processes = [pid for pid, name in ranks_of(plan) if name == str(rank)]
-    return next(pid for pid in processes if Path(f"/proc/{pid}/comm").read_text().strip() == "secc-loader")
+    return next(pid for pid in processes if Path(f"/proc/{pid}/comm").read_text().strip() == helper)
 
 
 def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str] | None = None) -> None:

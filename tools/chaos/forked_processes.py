@@ -144,7 +144,7 @@ def _leave(action: Callable[[], int]) -> NoReturn:
         traceback.print_exc()
     finally:
         threading._shutdown()  # pyright: ignore
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # pyright: ignore
         _flush()
         os._exit(code)
 

@@ -11,11 +11,13 @@ import pytest
 
 from tests.runtime.captioner_plans import FIXTURE, UNEVEN, write_plan
 from tests.runtime.run_processes import (
+    helper_of_rank,
     loader_of_rank,
     process_of_rank,
     ranks_of,
     start_run,
     wait_for_step,
+    wait_until,
 )
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
@@ -41,6 +43,19 @@ def test_stopped_rank_is_blamed_with_the_stacks_of_all(tmp_path: Path) -> None:
     assert not list(ranks_of(plan))
 
 
+def test_rank_that_is_stopped_as_it_starts_is_blamed(tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    write_plan(plan, UNEVEN)
+    process = start_run(plan, "--steps", "10", "--hang-timeout", "5")
+    wait_until(lambda: len(list(ranks_of(plan))) == 3, process)
+    victim = process_of_rank(plan, 1)
+    os.kill(victim, signal.SIGSTOP)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert f"error: the run makes no progress: rank 1 (process {victim}) is stopped" in errors
+    assert "what to do: " in errors and not list(ranks_of(plan))
+
+
 def test_stopped_loader_is_blamed(tmp_path: Path) -> None:
     plan = tmp_path / "plan"
     write_plan(plan, UNEVEN)
@@ -51,6 +66,24 @@ def test_stopped_loader_is_blamed(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert "error: the run makes no progress: the loader of rank 2 brings no samples" in errors
     assert "_run_loader_process" in (plan / "logs" / "hang.txt").read_text()
+
+
+def test_stopped_writer_is_blamed_within_the_limit(tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    write_plan(plan, UNEVEN)
+    saves = ["--save", str(tmp_path / "saved"), "--save-every", "3", "--keep", "2"]
+    process = start_run(plan, "--steps", "1000000", "--hang-timeout", "10", *saves)
+    wait_for_step(plan, 4, process)
+    writer = helper_of_rank(plan, 1, "secc-writer")
+    os.kill(writer, signal.SIGSTOP)
+    stopped = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - stopped < 25  # and not 6 times the limit; 6 s of it for answers
+    assert process.returncode == 1
+    assert (
+        "the run makes no progress: the process that writes checkpoints of rank 1 does not finish" in errors
+    )
+    assert f"its secc-writer (process {writer}) is stopped" in errors
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
