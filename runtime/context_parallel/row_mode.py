@@ -104,8 +104,7 @@ class RowMode(TorchFunctionMode):
         sources = [t if r is None else r.source for t, r in zip(found, repeats, strict=True)]
         gathered = row_exchange.gather_rows(sources, self.group)
         whole = {
-            id(t): g if r is None else r.rebuild(g)
-            for t, r, g in zip(found, repeats, gathered, strict=True)
+            id(t): g if r is None else r.rebuild(g) for t, r, g in zip(found, repeats, gathered, strict=True)
         }
         return tree_map(lambda t: whole.get(id(t), t) if isinstance(t, torch.Tensor) else t, values)
 

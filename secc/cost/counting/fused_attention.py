@@ -21,7 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 _REPEATS_ATTRIBUTE = "_secc_repeats"  # how often a tensor holds each entry
 _REPEATING_FUNCTIONS = frozenset({"expand", "expand_as", "repeat_interleave"})
-_MOVING_FUNCTIONS = frozenset({"view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous"})
+_MOVING_FUNCTIONS = frozenset(
+    {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous"}
+)
 _PRODUCTS = {"matmul": 1, "__matmul__": 1, "bmm": 1, "baddbmm": 2}  # and the place of their second factor
 MakeEmpty = Callable[[Sequence[int], torch.dtype], torch.Tensor]  # from size and dtype
 

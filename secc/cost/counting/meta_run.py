@@ -125,7 +125,10 @@ def run_on_meta(
     live = None if has_backward else LiveBytesTracker([*state.values(), *_tensor_leaves((args, kwargs))])
     counter = _OpCounter(saved, tensors, efficiency, live)
     fused = FusedAttentionMode(
-        counter.count_attention, counter.count_exchanged, saved.is_parameter_or_buffer, tensors.make_contiguous
+        counter.count_attention,
+        counter.count_exchanged,
+        saved.is_parameter_or_buffer,
+        tensors.make_contiguous,
     )
     with (
         torch.set_grad_enabled(grad),

@@ -123,7 +123,8 @@ class GroupedAttention(nn.Module):
         query = self.query(x).unflatten(-1, (8, 4)).transpose(1, 2)
         key, value = self.rest(x).unflatten(-1, (4, 4)).transpose(1, 2).chunk(2, dim=1)
         key, value = (
-            t[:, :, None].expand(-1, -1, 4, -1, -1).reshape(query.shape[:2] + t.shape[2:]) for t in (key, value)
+            t[:, :, None].expand(-1, -1, 4, -1, -1).reshape(query.shape[:2] + t.shape[2:])
+            for t in (key, value)
         )
         if self.fused:
             out = functional.scaled_dot_product_attention(query, key, value)
