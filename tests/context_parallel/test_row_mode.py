@@ -148,7 +148,7 @@ def test_lengths_need_not_divide_and_ranks_may_have_no_rows(length: int, count: 
 def test_keys_and_values_are_gathered_before_heads_are_repeated(
     attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mask makes transformers repeat heads before attention: 2 of 4 heads travel, in forward and backward."""
+    """A mask makes transformers repeat heads before attention: 2 of 4 heads travel, both ways."""
     torch.manual_seed(0)
     sent = list[int]()
     gather = ThreadGroup.all_gather
