@@ -217,7 +217,7 @@ def load_entries_of_model(
     name and a meta tensor of what is stored. In other respects as `load_full_state_dict`."""
     from secc.runtime.parameters import sliced_tensor_store
 
-    stored = sliced_tensor_store.stored_entries(found.path)
+    stored = sliced_tensor_store.stored_entries(found.files)
     averages = {f"model/{k.removeprefix(AVERAGE_PREFIX)}": k for k in stored if k.startswith(AVERAGE_PREFIX)}
     if averaged and not averages:
         raise UserError(
@@ -234,7 +234,7 @@ def load_entries_of_model(
         if key not in read:
             entry = stored[key]
             read[key] = None if entry is None else allocate(name, entry)
-    sliced_tensor_store.read_entries(found.path, read, alone=True)
+    sliced_tensor_store.read_entries(found.files, read, alone=True)
     return {name: read[key] for name, key in keys.items()}
 
 

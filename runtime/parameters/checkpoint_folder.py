@@ -62,16 +62,25 @@ class CheckpointManifest:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint to read. `damaged` says what is wrong with those that would have been taken before it."""
+    """A checkpoint to read. `damaged` says what is wrong with those that would have been taken before it.
+    `copies`: the folder with links to copies of its files, if they are read instead."""
 
     path: Path
     manifest: CheckpointManifest
     damaged: tuple[UserError, ...] = ()
+    copies: Path | None = None
+
+    @property
+    def files(self) -> Path:
+        """The folder that its files are read from."""
+        return self.copies or self.path
 
     def notes(self) -> Iterator[str]:
         """Yields what a user should know about the choice, a line each."""
         for error in self.damaged:
             yield f"note: {error.where}: {error.message}; taking {self.path.name} instead"
+        if self.copies is not None:
+            yield f"reading copies of {self.path.name} in this host's memory"
         if self.manifest.files is None:
             yield f"note: {self.path}: written before checkpoints had checksums, so its files are not checked"
 
@@ -168,18 +177,24 @@ def hash_files(checkpoint: Path, files: Mapping[str, FileDigest]) -> dict[str, s
 HashFiles = Callable[[Path, Mapping[str, FileDigest]], dict[str, str]]
 
 
-def find_checkpoint(directory: Path, hashes: HashFiles = hash_files) -> FoundCheckpoint:
+def find_checkpoint(
+    directory: Path, hashes: HashFiles = hash_files, copies: Path | None = None
+) -> FoundCheckpoint:
     """Returns `directory` if it is a checkpoint, else the latest whole checkpoint in it; its files have been
-    checked, hashed by `hashes`.
+    checked, hashed by `hashes`. `copies`: a folder of copies of one of its checkpoints, which are read
+    instead if they are whole.
 
     Raises UserError if there is none, or if a file of the checkpoint `directory` is damaged.
     """
     if (directory / MANIFEST_FILE).exists():
         return FoundCheckpoint(directory, check_checkpoint(directory, hashes))
     damaged: list[UserError] = []
-    for path in _checkpoints_by_preference(directory):
+    for files in _with_copies(_checkpoints_by_preference(directory), copies, _read_latest(directory)):
         try:
-            return FoundCheckpoint(path, check_checkpoint(path, hashes), tuple(damaged))
+            manifest = check_checkpoint(files, hashes)
+            return FoundCheckpoint(
+                directory / files.name, manifest, tuple(damaged), copies if files == copies else None
+            )
         except UserError as error:
             damaged.append(error)
     if damaged:
@@ -274,6 +289,18 @@ def _checkpoints_by_preference(directory: Path) -> list[Path]:
     latest = _read_latest(directory)
     found.sort(key=lambda entry: (latest is None or entry[0] <= latest, *entry), reverse=True)
     return [path for _, _, path in found]
+
+
+def _with_copies(checkpoints: list[Path], copies: Path | None, latest: int | None) -> list[Path]:
+    """Returns the checkpoints with the copies of one of them before it, or first if storage has lost it."""
+    if copies is None:
+        return checkpoints
+    at = next((i for i, path in enumerate(checkpoints) if path.name == copies.name), None)
+    if at is None:
+        match = _CHECKPOINT_NAME.fullmatch(copies.name)
+        is_older = match is not None and latest is not None and int(match[1]) < latest
+        at = len(checkpoints) if is_older else 0
+    return [*checkpoints[:at], copies, *checkpoints[at:]]
 
 
 def _read_latest(directory: Path) -> int | None:

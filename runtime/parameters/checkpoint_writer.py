@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -27,7 +28,9 @@ from secc.runtime.errors import LostProcess, printable_text
 from secc.runtime.host.activity import Activity, Waiting
 from secc.runtime.host.fork_pool import WorkerPool
 from secc.runtime.host.memory import available_memory
+from secc.runtime.parameters.checkpoint_copies import complete_copies, put_copy
 from secc.runtime.parameters.checkpoint_folder import (
+    MANIFEST_FILE,
     CheckpointManifest,
     FileDigest,
     digest_file,
@@ -69,6 +72,7 @@ class _SaveRequest:
     directory: Path
     manifest: CheckpointManifest
     keep: int | None
+    replicates: bool
 
     @property
     def scratch(self) -> Path:
@@ -141,7 +145,7 @@ class BackgroundWriter:
         copies = growth * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return copies <= available_memory() * _COPIES_SHARE
 
-    def write_entries(self, scratch: Path, rank: int, state: Mapping[str, Any]) -> None:
+    def write_entries(self, request: _SaveRequest, rank: int, state: Mapping[str, Any]) -> None:
         """Copies `state` and starts to write it. `take_result` has the _WrittenPart."""
         from secc.runtime.parameters.sliced_tensor_store import encode_object
 
@@ -163,7 +167,7 @@ class BackgroundWriter:
                 entries[key] = place
         if on_gpu:
             torch.cuda.synchronize()
-        self._pool.submit_work(None, _write_copies, scratch, rank, self._memory, self._size, entries)
+        self._pool.submit_work(None, _write_copies, request, rank, self._memory, self._size, entries)
 
     def publish(self, request: _SaveRequest, parts: list[_WrittenPart]) -> None:
         """Starts to publish what all ranks have written. `take_result` has None."""
@@ -197,11 +201,13 @@ class CheckpointSaver:
         manifest: CheckpointManifest,
         keep: int | None,
         in_background: bool = False,
+        replicates: bool = False,
     ) -> None:
         """Starts to write this rank's entries `state` as a checkpoint in `directory`, which keeps the newest
-        `keep`. Call `finish_save` before. In the background, `state` has been copied when this returns."""
+        `keep`. Call `finish_save` before. In the background, `state` has been copied when this returns.
+        `replicates`: the launcher keeps a copy of it in memory."""
         assert self._request is None
-        self._request = request = _SaveRequest(directory, manifest, keep)
+        self._request = request = _SaveRequest(directory, manifest, keep, replicates)
         self._publishes, self._result = False, None
         started = _first_failure_of_ranks(
             _attempt(lambda: start_checkpoint(directory, manifest.step)) if self._rank == 0 else None
@@ -209,9 +215,9 @@ class CheckpointSaver:
         if started is not None:
             self._result = started
         elif in_background and self._can_copy(state):
-            self._run_in_writer(lambda writer: writer.write_entries(request.scratch, self._rank, state))
+            self._run_in_writer(lambda writer: writer.write_entries(request, self._rank, state))
         else:
-            self._result = _attempt(lambda: _write_part(request.scratch, self._rank, state))
+            self._result = _attempt(lambda: _write_part(request, self._rank, state))
 
     def is_stage_done(self) -> bool:
         """Tells whether this rank has done its part of the stage that goes on; False if there is none. Not
@@ -289,11 +295,24 @@ class CheckpointSaver:
         self._result = _Failure(lost)
 
 
-def _write_part(scratch: Path, rank: int, state: Mapping[str, Any]) -> _WrittenPart:
+def _write_part(request: _SaveRequest, rank: int, state: Mapping[str, Any]) -> _WrittenPart:
     from secc.runtime.parameters import sliced_tensor_store
 
+    scratch = request.scratch
     entries = sliced_tensor_store.write_entries(scratch, rank, dict(state))
-    return _WrittenPart(entries, {name: digest_file(scratch / name, sync=True) for name in entries.files})
+    digests = {name: digest_file(scratch / name, sync=True) for name in entries.files}
+    for name in entries.files if request.replicates else ():
+        _copy_to_launcher(request, scratch / name)
+    return _WrittenPart(entries, digests)
+
+
+def _copy_to_launcher(request: _SaveRequest, file: Path) -> None:
+    """Lets the launcher keep a copy of a written file; a rank that finds none reads storage."""
+    try:
+        put_copy(request.directory, request.manifest.step, file)
+    except OSError as error:
+        note = f"note: no copy of {file} is kept in memory: {error.strerror or error}"
+        sys.stderr.write(printable_text(note) + "\n")
 
 
 def _publish_parts(request: _SaveRequest, parts: list[_WrittenPart]) -> None:
@@ -302,12 +321,20 @@ def _publish_parts(request: _SaveRequest, parts: list[_WrittenPart]) -> None:
     index = sliced_tensor_store.write_index(request.scratch, [part.entries for part in parts])
     files = {name: digest for part in parts for name, digest in part.files.items()}
     files[index.name] = digest_file(index, sync=True)
-    publish_checkpoint(request.directory, replace(request.manifest, files=files))
+    if request.replicates:
+        _copy_to_launcher(request, index)
+    final = publish_checkpoint(request.directory, replace(request.manifest, files=files))
+    if request.replicates:
+        _copy_to_launcher(request, final / MANIFEST_FILE)
+        with suppress(OSError):
+            complete_copies(request.directory, request.manifest.step)
     if request.keep is not None:
         remove_old_checkpoints(request.directory, request.keep)
 
 
-def _write_copies(scratch: Path, rank: int, memory: int, size: int, entries: Mapping[str, Any]) -> Any:
+def _write_copies(
+    request: _SaveRequest, rank: int, memory: int, size: int, entries: Mapping[str, Any]
+) -> Any:
     """Writes what a rank has copied into `memory`."""
     from secc.runtime.parameters.sliced_tensor_store import TensorSlice
 
@@ -320,7 +347,7 @@ def _write_copies(scratch: Path, rank: int, memory: int, size: int, entries: Map
             state[key] = values if entry.place is None else TensorSlice(values, *entry.place)
         else:
             state[key] = entry
-    return _write_part(scratch, rank, state)
+    return _write_part(request, rank, state)
 
 
 def _run_in_background(action: Callable[..., Any], *arguments: Any) -> Any:

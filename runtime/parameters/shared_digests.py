@@ -20,9 +20,11 @@ class SharedDigests:
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
+        self._count = 0  # of the checkpoints so far; two may have one name
 
     def hash_files(self, checkpoint: Path, files: Mapping[str, FileDigest]) -> dict[str, str]:
         """Returns the SHA-256 of each file as the rank that read it found it. Waits for all ranks."""
+        self._count += 1
         shares = _divide_files(files, self._world_size)
         own = hash_files(checkpoint, {name: files[name] for name in shares[self._rank]})
         self._store.set(self._key(checkpoint, self._rank), json.dumps(own))
@@ -33,7 +35,7 @@ class SharedDigests:
         return found
 
     def _key(self, checkpoint: Path, rank: int) -> str:
-        return f"secc/digests/{checkpoint.name}/{rank}"
+        return f"secc/digests/{self._count}/{checkpoint.name}/{rank}"
 
 
 def _divide_files(files: Mapping[str, FileDigest], count: int) -> list[list[str]]:

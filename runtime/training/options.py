@@ -34,6 +34,7 @@ class RunOptions:
     save_every: int | None = None
     keep: int | None = None
     save_async: bool = True
+    replicate: bool = False
     resume: Path | Literal["auto"] | None = None
     trace: Path | None = None
     comm: str = "channels"
@@ -114,6 +115,11 @@ def make_parser() -> argparse.ArgumentParser:
         " memory for a copy (default; --no-save-async: within the step)"
     )
     p.add_argument("--save-async", action=argparse.BooleanOptionalAction, default=True, help=text)
+    text = (
+        "keep a copy of the newest checkpoint in the launcher's memory, so that ranks that start again after"
+        " a failure read nothing from --save (with `secc run`)"
+    )
+    p.add_argument("--replicate", action="store_true", help=text)
     text = (
         "continue from a checkpoint, or from the latest whole one in DIR; auto: from the latest in --save, or"
         " from the beginning if it holds none"
@@ -247,6 +253,7 @@ def parse_options(arguments: Sequence[str]) -> RunOptions:
         "--resume auto": options.resume == "auto",
         "--on-loss replan": options.on_loss == "replan",
         "--keep-best": options.keep_best is not None,
+        "--replicate": options.replicate,
     }
     for option in (name for name, given in needy.items() if given and options.save is None):
         raise UserError(f"{option} needs --save DIR", remedy="give the directory for checkpoints")

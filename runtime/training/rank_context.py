@@ -34,6 +34,7 @@ from secc.runtime.monitoring.chrome_trace import ChromeTrace
 from secc.runtime.monitoring.metrics import find_lost_steps
 from secc.runtime.monitoring.trackers import check_installed
 from secc.runtime.parameters.checkpoint import load_model_state
+from secc.runtime.parameters.checkpoint_copies import COPIES_VARIABLE, link_copies
 from secc.runtime.parameters.checkpoint_folder import (
     FoundCheckpoint,
     HashFiles,
@@ -114,6 +115,9 @@ class RankContext(ExitStack):
         if options.emulate is None:
             local_ranks = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             check_machine(self.plan, local_ranks, options.share_gpus)
+        if options.replicate and COPIES_VARIABLE not in os.environ:
+            message = "--replicate needs secc's launcher, which keeps the copies"
+            raise UserError(message, remedy="start the plan by `secc run`")
         self.device = _choose_device(options.share_gpus)
         self.user_model = load_user_model(self.plan, directory)
         self.log_dir = options.log_dir or directory / "logs"
@@ -340,7 +344,7 @@ class RankContext(ExitStack):
             self.plan, model, self.rank, self.device, self.parameter_cuts, canonical, built.deferred_sources
         )
         if self.resumed is not None:
-            load_model_state(self.resumed.path, model, self.parameter_cuts, self.zero3)
+            load_model_state(self.resumed.files, model, self.parameter_cuts, self.zero3)
         return model
 
 
@@ -390,8 +394,10 @@ def _choose_device(share_gpus: bool) -> torch.device:
 
 def _find_resumed(options: RunOptions, hashes: HashFiles) -> FoundCheckpoint | None:
     """Returns the checkpoint that the run continues from; None if it starts from the beginning."""
-    if _continues_by_itself(options) and options.save is not None and has_checkpoints(options.save):
-        return find_checkpoint(options.save, hashes)
+    if _continues_by_itself(options) and options.save is not None:
+        copies = link_copies(options.save)
+        if copies is not None or has_checkpoints(options.save):
+            return find_checkpoint(options.save, hashes, copies)
     return find_checkpoint(options.resume, hashes) if isinstance(options.resume, Path) else None
 
 

@@ -28,6 +28,7 @@ from secc.runtime.errors import UserError
 from secc.runtime.host.parent_death import LAUNCHER_VARIABLE
 from secc.runtime.host.private_folder import hold_private_folder
 from secc.runtime.host.process_table import StoppedProcesses
+from secc.runtime.parameters.checkpoint_copies import COPIES_VARIABLE, CopyKeeper
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.training.hang_watch import HANG_EXIT_CODE
 from secc.runtime.training.launch import LOST_HELPER_EXIT_CODE, LOST_PEER_EXIT_CODE
@@ -62,7 +63,12 @@ def run_plan(directory: str | Path, arguments: Sequence[str] = (), replan: Repla
         check_machine(plan, range(plan.world_size), options.share_gpus)
     if options.on_loss == "replan" and replan is None:
         raise UserError("--on-loss replan needs the compiler", remedy="start the plan by `secc run`")
-    with hold_private_folder() as folder, rank_environment(), _StopRequests() as requests:
+    with (
+        hold_private_folder() as folder,
+        rank_environment(),
+        _StopRequests() as requests,
+        _keep_copies(folder, options.replicate),
+    ):
         supervisor = _Supervisor(directory, arguments, options, plan.world_size, replan, requests)
         return supervisor.run(folder)
 
@@ -328,6 +334,20 @@ class _RankGroup:
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
+
+
+@contextmanager
+def _keep_copies(folder: Path, replicates: bool) -> Iterator[None]:
+    """Keeps copies of checkpoints for the ranks, if the run asks for it."""
+    if not replicates:
+        yield
+        return
+    with CopyKeeper(folder / "copies") as keeper:
+        os.environ[COPIES_VARIABLE] = str(keeper.path)
+        try:
+            yield
+        finally:
+            del os.environ[COPIES_VARIABLE]
 
 
 @contextmanager

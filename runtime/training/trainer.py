@@ -194,7 +194,7 @@ class Trainer:
         self._stops_early = False
         if context.resumed is not None and not self.options.eval_only:
             checkpoint.load_optimizer_state(
-                context.resumed.path,
+                context.resumed.files,
                 self.optimizer,
                 self.scheduler,
                 self.reducer.optimized_slices,
@@ -490,7 +490,7 @@ class Trainer:
         if self.options.ema is None and only != "ema":
             return None
         average = WeightAverage(self.options.ema or 0.0, self.reducer.optimized_slices)
-        if resumed is not None and not average.load(resumed.path):
+        if resumed is not None and not average.load(resumed.files):
             if only == "ema":
                 message = "the checkpoint has no average of the weights"
                 raise UserError(
@@ -545,7 +545,8 @@ class Trainer:
             str(context.directory.resolve()),
             self._settings,
         )
-        self._saver.start_save(folder, state, manifest, keep, in_background)
+        replicates = self.options.replicate and folder == self.options.save
+        self._saver.start_save(folder, state, manifest, keep, in_background, replicates)
         if not in_background:
             self._report_save(self._saver.finish_save())
 

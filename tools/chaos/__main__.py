@@ -290,11 +290,8 @@ def _run_cases(
     preparation.join()
     if preparation.exitcode:
         raise SystemExit("the undisturbed runs failed")
-    todo: Any = context.SimpleQueue()  # of cases, then a None for each job
-    done: Any = context.SimpleQueue()  # of outcomes, and a None from each job
+    todo, done = _CaseQueue(cases, context.Value("i", 0)), context.SimpleQueue()
     jobs = [context.Process(target=_work, args=(workshop, todo, done, deadline)) for _ in range(options.jobs)]
-    for case in [*cases, *[None] * len(jobs)]:
-        todo.put(case)
     for job in jobs:
         job.start()
     failed, ran, working = 0, 0, len(jobs)
@@ -316,10 +313,24 @@ def _run_cases(
     return failed, ran
 
 
-def _work(workshop: _Workshop, todo: Any, done: Any, deadline: float) -> None:
+class _CaseQueue:
+    """Cases for several processes; `taken` is the number of those that have been taken."""
+
+    def __init__(self, cases: Sequence[Case], taken: Any) -> None:
+        self._cases, self._taken = cases, taken
+
+    def take(self) -> Case | None:
+        """Returns the next case; None if there is none."""
+        with self._taken.get_lock():
+            number = self._taken.value
+            self._taken.value += 1
+        return self._cases[number] if number < len(self._cases) else None
+
+
+def _work(workshop: _Workshop, todo: _CaseQueue, done: Any, deadline: float) -> None:
     """Runs cases until there is none, or the time is over."""
     _adopt_orphans()
-    while (case := todo.get()) is not None and time.monotonic() < deadline:
+    while time.monotonic() < deadline and (case := todo.take()) is not None:
         done.put(workshop.run(case))
     done.put(None)
 

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -122,6 +123,11 @@ def _become(environment: Mapping[str, str], messages: Path | None) -> None:
     os.closerange(3, _MOST_FILES)
     os.environ.clear()
     os.environ.update(environment)
+    atexit._clear()  # pyright: ignore  # what the forking process would do at its own end
+    registry: Any = weakref.finalize
+    registry._registry.clear()
+    registry._registered_with_atexit = False
+    atexit.register(multiprocessing.util._exit_function)  # pyright: ignore
     process: Any = multiprocessing.process  # as of a process that multiprocessing has not started
     process._current_process, process._children = _MAIN_PROCESS, set()
     multiprocessing.util._finalizer_registry.clear()  # pyright: ignore

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import time
@@ -113,6 +114,30 @@ def test_restart_continues_from_the_newest_checkpoint_and_is_bit_equal(tmp_path:
     expected, weights = load_full_state_dict(whole), load_full_state_dict(saved)
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
     assert not list(ranks_of(plan))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["folder of the newest checkpoint", "all of --save"])
+def test_lost_rank_continues_from_copies_although_storage_has_lost_them(tmp_path: Path, lost: str) -> None:
+    plan, saved, whole = tmp_path / "plan", tmp_path / "saved", tmp_path / "whole"
+    write_plan(plan, UNEVEN)
+    options = ["--steps", "60", "--save-every", "10", "--no-first-check", "--save"]
+    assert run_plan(plan, [*options, str(whole), "--log-dir", str(tmp_path / "logs")]) == 0
+    process = start_run(plan, *options, str(saved), "--max-restarts", "2", "--replicate")
+    wait_for_step(plan, 25, process)
+    wait_until(lambda: (saved / "latest").read_text() >= "step_00000020", process)
+    os.kill(process.pid, signal.SIGSTOP)  # so that nothing starts before storage is lost
+    os.kill(process_of_rank(plan, 1), signal.SIGKILL)
+    wait_until(lambda: not list(saved.glob("*.incomplete")) or process_of_rank(plan, 0))
+    newest = (saved / "latest").read_text().strip()
+    shutil.rmtree(saved if lost == "all of --save" else saved / newest)
+    os.kill(process.pid, signal.SIGCONT)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert f"reading copies of {newest} in this host's memory" in errors
+    assert f"continuing from {saved / newest}" in errors and "restart 1:" in errors
+    expected, weights = load_full_state_dict(whole), load_full_state_dict(saved)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.slow
