@@ -1,8 +1,9 @@
-"""Which rows of a sequence each rank has, and the marks of tensors that hold a rank's rows."""
+"""Which rows of a sequence each rank has, the marks of tensors that hold a rank's rows, and what repeats such
+tensors (heads of keys and values), so that what was repeated can be gathered instead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -13,6 +14,7 @@ import torch
 from secc.runtime.plan.replica_routes import slice_bounds
 
 _MARK_ATTRIBUTE = "_secc_rows"
+_REPEAT_ATTRIBUTE = "_secc_repeat"
 Run = tuple[int, int]  # adjacent rows [start, stop)
 
 
@@ -125,6 +127,47 @@ def set_mark(tensor: torch.Tensor, mark: RowMark | None) -> torch.Tensor:
     if mark is not None or hasattr(tensor, _MARK_ATTRIBUTE):
         setattr(tensor, _MARK_ATTRIBUTE, mark)
     return tensor
+
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RowRepeat:
+    """A tensor of rows that repeats the entries of a smaller one: `steps` make the whole of it from the whole
+    of `source`. It holds as long as nothing has been written into either; `versions` are those of both."""
+
+    source: torch.Tensor
+    steps: tuple[Step, ...]
+    versions: tuple[int, int]
+
+    def rebuild(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns the whole repeated tensor, given the whole source."""
+        for step in self.steps:
+            whole = step(whole)
+        return whole
+
+
+def repeat_of(tensor: torch.Tensor) -> RowRepeat | None:
+    """Returns what a tensor of rows repeats, None if it is not known to repeat anything."""
+    repeat: RowRepeat | None = getattr(tensor, _REPEAT_ATTRIBUTE, None)
+    if repeat is None or repeat.versions != (tensor._version, repeat.source._version):
+        return None
+    return repeat
+
+
+def note_repeat(out: torch.Tensor, tensor: torch.Tensor, step: Step, starts: bool = False) -> torch.Tensor:
+    """Notes on `out` that `step` makes it, where whole, from the whole `tensor`, if that repeats another one
+    or, with `starts`, because the step itself repeats entries; returns `out`."""
+    if out is tensor or mark_of(out) is None or tensor.is_inference():
+        return out
+    repeat = repeat_of(tensor)
+    if repeat is not None:
+        versions = (out._version, repeat.source._version)
+        setattr(out, _REPEAT_ATTRIBUTE, RowRepeat(repeat.source, (*repeat.steps, step), versions))
+    elif starts and mark_of(tensor) is not None:
+        setattr(out, _REPEAT_ATTRIBUTE, RowRepeat(tensor, (step,), (out._version, tensor._version)))
+    return out
 
 
 def marked_tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -18,7 +18,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from secc.runtime.context_parallel import row_exchange
-from secc.runtime.context_parallel.row_marks import RowMark, deal_rows, mark_of, marked_tensors, set_mark
+from secc.runtime.context_parallel.row_marks import (
+    RowMark,
+    deal_rows,
+    mark_of,
+    marked_tensors,
+    repeat_of,
+    set_mark,
+)
 from secc.runtime.randomness import shard_coordinates
 from secc.runtime.tensor_parallel.replica_group import ReplicaGroup
 
@@ -89,11 +96,16 @@ class RowMode(TorchFunctionMode):
 
     def gather(self, values: Any) -> Any:
         """Returns nested values with whole tensors for those that hold rows, in one exchange where that is
-        possible."""
+        possible. Of tensors that repeat entries, only what they repeat is exchanged."""
         found = list({id(t): t for t in marked_tensors(values)}.values())
         if not found:
             return values
-        whole = dict(zip(map(id, found), row_exchange.gather_rows(found, self.group), strict=True))
+        repeats = [repeat_of(t) for t in found]
+        sources = [t if r is None else r.source for t, r in zip(found, repeats, strict=True)]
+        gathered = row_exchange.gather_rows(sources, self.group)
+        whole = {
+            id(t): g if r is None else r.rebuild(g) for t, r, g in zip(found, repeats, gathered, strict=True)
+        }
         return tree_map(lambda t: whole.get(id(t), t) if isinstance(t, torch.Tensor) else t, values)
 
     def count_gathered(self, name: str) -> None:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from secc.runtime.context_parallel.row_attention import attention_rule
 from secc.runtime.context_parallel.row_exchange import sum_over_ranks
-from secc.runtime.context_parallel.row_marks import RowMark, mark_of, marked_tensors, set_mark
+from secc.runtime.context_parallel.row_marks import RowMark, mark_of, marked_tensors, note_repeat, set_mark
 
 if TYPE_CHECKING:
     from secc.runtime.context_parallel.row_mode import RowMode
@@ -246,8 +246,9 @@ def _view(mode: RowMode, tensor: torch.Tensor, wanted: list[int]) -> torch.Tenso
     found = _find_rows(whole, wanted, mark)
     if found is None or prod(wanted) != prod(whole):
         return mode.gather([tensor])[0].reshape(wanted)
-    wanted[found.dim] = mode.local_size(found)
-    return set_mark(tensor.reshape(wanted), found)
+    own = [*wanted]
+    own[found.dim] = mode.local_size(found)
+    return note_repeat(set_mark(tensor.reshape(own), found), tensor, lambda t: t.reshape(wanted))
 
 
 def _find_rows(whole: Sequence[int], wanted: Sequence[int], mark: RowMark) -> RowMark | None:
@@ -268,7 +269,8 @@ def permute_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> An
     """Functions that only move dims, found by applying them to a meta tensor of distinct sizes."""
     mark = _require_mark(args[0])
     moved = func(torch.empty([d + 2 for d in range(args[0].ndim)], device="meta"), *args[1:], **kwargs)
-    return set_mark(func(*args, **kwargs), mark.at_dim(list(moved.shape).index(mark.dim + 2)))
+    out = set_mark(func(*args, **kwargs), mark.at_dim(list(moved.shape).index(mark.dim + 2)))
+    return note_repeat(out, args[0], lambda t: func(t, *args[1:], **kwargs))
 
 
 def squeeze_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
@@ -291,7 +293,9 @@ def expand_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any
     if sizes[dim] not in (-1, mark.whole_size):
         return mode.gather_for(func, args, kwargs)
     sizes[dim] = -1
-    return set_mark(args[0].expand(sizes), mark.at_dim(dim))
+    out = set_mark(args[0].expand(sizes), mark.at_dim(dim))
+    repeats = prod(mode.whole_shape(out)) > prod(mode.whole_shape(args[0]))  # a rank may have no rows
+    return note_repeat(out, args[0], lambda t: t.expand(sizes), starts=repeats)
 
 
 def expand_as_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
@@ -448,7 +452,8 @@ def repeat_interleave_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Na
     times, dim = _argument(args, kwargs, 1, "repeats"), _argument(args, kwargs, 2, "dim")
     if not isinstance(times, int) or not isinstance(dim, int) or dim % args[0].ndim == mark.dim:
         return mode.gather_for(func, args, kwargs)
-    return set_mark(func(*args, **kwargs), mark)
+    out = set_mark(func(*args, **kwargs), mark)
+    return note_repeat(out, args[0], lambda t: func(t, *args[1:], **kwargs), starts=times > 1)
 
 
 # -- products

@@ -144,6 +144,26 @@ def test_lengths_need_not_divide_and_ranks_may_have_no_rows(length: int, count: 
     assert not mode.gathered
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_keys_and_values_are_gathered_before_heads_are_repeated(
+    attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask makes transformers repeat heads before attention: 2 of 4 heads travel, both ways."""
+    torch.manual_seed(0)
+    sent = list[int]()
+    gather = ThreadGroup.all_gather
+
+    def all_gather(group: ThreadGroup, tensor: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        sent.append(tensor.numel())
+        return gather(group, tensor, lengths)
+
+    monkeypatch.setattr(ThreadGroup, "all_gather", all_gather)
+    assert_same(WithLoss(_llama(attn_implementation=attention)), _batch(13, padded=True), 4)
+    key_entries = 2 * 13 * 2 * 8  # samples, rows, heads, width
+    layers, tensors = 2, 2
+    assert sum(n for n in sent if n > 13) == layers * tensors * key_entries
+
+
 class Layer(nn.Module):
     """A layer with one of several ways to mix rows."""
 

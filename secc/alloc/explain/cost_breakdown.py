@@ -23,9 +23,13 @@ from secc.alloc.problem.candidates import (
 )
 from secc.alloc.problem.types import Candidate
 from secc.cluster import Overheads
-from secc.cost.model import roofline, tp_pp_scaling
+from secc.cost.model import cp_scaling, roofline, tp_pp_scaling
 from secc.cost.model.default_estimate import count_entries
-from secc.cost.model.expert_parallel_cost import RECOMPUTED_LAYERS, exchange_ns
+from secc.cost.model.expert_parallel_cost import (
+    RECOMPUTED_LAYERS,
+    cost_with_expert_parts,
+    exchange_ns,
+)
 from secc.cost.model.patterns_and_transfers import micro_batch_sizes
 from secc.cost.model.recompute_cost import RecomputeCost
 from secc.cost.model.section_cost import SectionCost, ops_in_section
@@ -40,6 +44,7 @@ ISSUE_PART = "issuing operations"
 MEASURED_PART = "measured blocks"
 OVERHEADS_PART = "between computations"
 TP_SUMS_PART = "sums over tp"
+ROWS_PART = "keys and values over cp"
 EXCHANGE_PART = "tokens to experts and back"
 GRADIENTS_PART = "sums of gradients"
 OPTIMIZER_PART = "optimizer"
@@ -84,6 +89,11 @@ def break_down_time(work: Workload, load: SectionLoad, c: Candidate) -> dict[str
     again = tp_pp_scaling.scale_expression(exchange, 1 + RECOMPUTED_LAYERS[c.recompute])
     ns_by_part[EXCHANGE_PART] = _evaluate_over_step(
         work, rank, c, exchange, again if load.mode != "forward" else "0"
+    )
+    whole_rows = cost_with_expert_parts(load.cost, c.tp, c.pp, c.ep)
+    rows = cp_scaling.price_row_exchange(whole_rows, c.tp, c.cp, work.cluster)
+    ns_by_part[ROWS_PART] = _evaluate_over_step(
+        work, rank, c, rows.forward_ns, rows.backward_ns(c.recompute) if load.mode != "forward" else "0"
     )
     shards = c.dp // rank.cost.expert_replicas if c.sharding != "none" else 1
     ns_by_part[OPTIMIZER_PART] = (

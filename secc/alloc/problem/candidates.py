@@ -250,7 +250,7 @@ def compute_rank_load(whole: SectionLoad, shape: ReplicaShape, cluster: Cluster)
     cost = cp_scaling.cost_on_rows(whole_rows, cp)
     all_reduce = tp_pp_scaling.tp_all_reduce_ns(cost, tp, cluster)
     tokens = exchange_ns(cost, tp, pp, ep, cluster)
-    rows = cp_scaling.exchange_ns(whole_rows, tp, cp, cluster)
+    rows = cp_scaling.price_row_exchange(whole_rows, tp, cp, cluster)
     measured_permille = [
         int(get_number(whole.section, name) or 1000) for name in MEASURED_PERMILLE_ATTRIBUTES
     ]

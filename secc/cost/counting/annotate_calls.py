@@ -57,6 +57,7 @@ FITTED_FIELDS = (
     "again_moved",
     "routed",
     "routed_work",
+    "exchanged",
 )
 WORK_FIELDS = frozenset({"work", "attention_work", "again", "routed_work"})
 
@@ -135,6 +136,8 @@ def _annotate_call(call: CallOp, cost: CallCost, prefix: str) -> None:
     if cost.routed != 0:
         routed = {key: getattr(cost, key) for key in ("routed", "routed_work")}
         attributes |= {key: StringAttr(size_expr.format_expr(value)) for key, value in routed.items()}
+    if cost.exchanged != 0:
+        attributes["exchanged"] = StringAttr(size_expr.format_expr(cost.exchanged))
     attributes |= {"peak": StringAttr(size_expr.format_expr(cost.peak))} if cost.peak != 0 else {}
     attributes |= {
         "ops": int_attr(cost.ops),

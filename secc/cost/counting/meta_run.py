@@ -71,6 +71,7 @@ class BlockCounts:
     again, again_moved: work and bytes moved of all second runs.
     narrowest_dim: smallest weight dimension of the products that take most time.
     units_in_order: each unit ran at most once, in the order of declaration.
+    exchanged: bytes of keys and values, each head once, that layers attend to.
     live_bytes: without a backward, the bytes allocated by the block after each operation.
     """
 
@@ -90,6 +91,7 @@ class BlockCounts:
     live_bytes: tuple[int, ...] = ()
     routed: int = 0
     routed_work: int = 0
+    exchanged: int = 0
 
     @property
     def peak(self) -> int:
@@ -122,7 +124,12 @@ def run_on_meta(
     saved = SavedTensorsTracker(state, has_backward)
     live = None if has_backward else LiveBytesTracker([*state.values(), *_tensor_leaves((args, kwargs))])
     counter = _OpCounter(saved, tensors, efficiency, live)
-    fused = FusedAttentionMode(counter.count_attention, tensors.make_contiguous)
+    fused = FusedAttentionMode(
+        counter.count_attention,
+        counter.count_exchanged,
+        saved.is_parameter_or_buffer,
+        tensors.make_contiguous,
+    )
     with (
         torch.set_grad_enabled(grad),
         saved_tensors_hooks(saved.pack_tensor, lambda t: t),
@@ -213,6 +220,7 @@ class _OpCounter(TorchDispatchMode):
         self._flops, self._recomputed_flops = Counter[int](), Counter[int]()
         self._routed_flops = Counter[int]()
         self.attention = self._recomputed_attention = self._moved = self._recomputed_moved = self._ops = 0
+        self.exchanged = 0
         self._last_was_attention = False
         self._known_results: dict[object, tuple[int, list[_ResultLayout]]] = {}
 
@@ -293,6 +301,10 @@ class _OpCounter(TorchDispatchMode):
         self._ops += not self._last_was_attention
         self._last_was_attention = True
 
+    def count_exchanged(self, size: int) -> None:
+        """Count bytes of keys and values of a layer."""
+        self.exchanged += size if self._saved.is_inside_unit else 0
+
     def snapshot_counts(self) -> OpCounts:
         """The counts so far."""
         totals = (
@@ -303,6 +315,7 @@ class _OpCounter(TorchDispatchMode):
             self._ops,
             self._saved.saved_bytes,
             self._saved.bytes_kept_outside_units(),
+            self.exchanged,
         )
         flops = (Counter(self._flops), Counter(self._recomputed_flops), Counter(self._routed_flops))
         return OpCounts(*flops, totals)
@@ -312,12 +325,13 @@ class _OpCounter(TorchDispatchMode):
         self._flops += more.flops
         self._recomputed_flops += more.recomputed_flops
         self._routed_flops += more.routed_flops
-        attention, recomputed_attention, moved, recomputed_moved, ops, saved, kept = more.totals
+        attention, recomputed_attention, moved, recomputed_moved, ops, saved, kept, exchanged = more.totals
         self.attention += attention
         self._recomputed_attention += recomputed_attention
         self._moved += moved
         self._recomputed_moved += recomputed_moved
         self._ops += ops
+        self.exchanged += exchanged
         self._saved.add_repeated_layer(saved, kept)
 
     def block_counts(self, grad: bool, in_order: bool) -> BlockCounts:
@@ -344,6 +358,7 @@ class _OpCounter(TorchDispatchMode):
             units_in_order=in_order,
             live_bytes=() if self._live is None else (*self._live.bytes_after_op,),
             routed=sum(self._routed_flops.values()),
+            exchanged=self.exchanged,
             routed_work=sum(table.equivalent_work(n, dim) for dim, n in self._routed_flops.items()),
         )
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from math import ceil, log2
 
 from secc.cluster import Cluster, Link
@@ -83,6 +84,22 @@ def all_reduce_messages(ranks: int, cluster: Cluster) -> tuple[int, Link]:
     return 2 * (ranks - 1), link.measured_link("all_reduce", ranks) or link
 
 
+def half_all_reduce_rate(collective: str, span: RankSpan, cluster: Cluster) -> tuple[int, Fraction]:
+    """(latency in ns, ns per byte) of an "all_gather" or "reduce_scatter" of a number of bytes that is known
+    later; bytes are those of the whole. Over nodes, the way that is faster for many bytes."""
+    if span.ranks < 2:
+        return 0, Fraction(0)
+    if span.nodes == 1:
+        return _ring_rate(collective, span.ranks, cluster.inside, cluster)
+    single = _ring_rate(collective, span.ranks, cluster.between, cluster)
+    if cluster.device.backend == "cpu":
+        return single
+    inside = _ring_rate(collective, span.ranks_per_node, cluster.inside, cluster)
+    between = _ring_rate(collective, span.nodes, cluster.between, cluster)
+    levels = inside[0] + between[0], inside[1] + between[1] / span.ranks_per_node
+    return min(single, levels, key=lambda way: (way[1], way[0]))
+
+
 def _half_all_reduce_ns(collective: str, size: int, span: RankSpan, cluster: Cluster) -> int:
     if span.ranks < 2 or not size:
         return 0
@@ -109,11 +126,23 @@ def _single_level_all_reduce_ns(size: int, ranks: int, link: Link, cluster: Clus
 def _ring_ns(collective: str, size: int, ranks: int, link: Link, cluster: Cluster) -> int:
     if ranks < 2:
         return 0
+    messages, link = _ring_messages(collective, ranks, link, cluster)
+    return messages * link.message_ns(size // ranks)
+
+
+def _ring_rate(collective: str, ranks: int, link: Link, cluster: Cluster) -> tuple[int, Fraction]:
+    """(latency in ns, ns per byte of the whole) of a ring."""
+    messages, link = _ring_messages(collective, ranks, link, cluster)
+    return messages * link.latency_ns, Fraction(messages * 10**9, ranks * max(1, link.bytes_per_s))
+
+
+def _ring_messages(collective: str, ranks: int, link: Link, cluster: Cluster) -> tuple[int, Link]:
+    """(messages of 1/n of the bytes, link with the time of one)."""
     measured = link.measured_link(collective, ranks)
     rounds = 2 if collective == "all_reduce" else 1
     if collective == "reduce_scatter" and cluster.device.backend == "cpu" and measured is None:
         rounds = 4  # gloo: twice its all-reduce
-    return rounds * (ranks - 1) * (measured or link).message_ns(size // ranks)
+    return rounds * (ranks - 1), measured or link
 
 
 def _tree_ns(size: int, ranks: int, link: Link) -> int:

@@ -1,9 +1,10 @@
 """Scales a section's cost to one rank under context parallelism (cp), and prices what ranks exchange.
 
 A rank has a cp-th of the rows of each sample: of products, activations, losses and messages between layers.
-Parameters are whole on every rank. Each layer gathers keys and values in forward and scatters the sum of
-their gradients in backward, in float32. Their bytes are taken as those of two hidden states, divided by tp,
-which is an upper bound: grouped-query attention has fewer heads of keys and values.
+Parameters are whole on every rank. Each layer gathers keys and values in forward, each head once, and in
+backward scatters the sum of their gradients, in float32. Ranks of tensor parallelism have a part of the heads
+each. Over several nodes a gather has two levels: keys and values cross each node's border once and are passed
+on inside.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from secc.cluster import Cluster
-from secc.cost.model.collectives import all_reduce_messages
+from secc.cost.model.collectives import half_all_reduce_rate, span_of_consecutive_ranks
 from secc.cost.model.section_cost import SectionCost
+from secc.cost.model.tp_pp_scaling import scale_expression
 
-KEYS_AND_VALUES = 2  # tensors that a layer gathers
-GRADIENT_SIZE = 2  # of a gradient in float32, relative to 16-bit keys and values
+WIDENED_DTYPES = frozenset({"bf16", "f16"})  # their gradients are summed in float32
+LARGEST_DENOMINATOR = 10**4  # of ns per byte: products of expressions stay within 64 bits
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,20 @@ class RowExchange:
         return f"{self.scatter_ns} + {again}"
 
 
-def exchange_ns(cost: SectionCost, tp: int, cp: int, cluster: Cluster) -> RowExchange:
-    """Prices the exchange of `cp` ranks that are `tp` ranks apart. `cost` is that of a rank with all rows."""
-    if cp == 1 or cost.layers == 0:
+def price_row_exchange(rank: SectionCost, tp: int, cp: int, cluster: Cluster) -> RowExchange:
+    """Prices the exchange of `cp` ranks that are `tp` ranks apart. `rank` is the cost of a rank of tp and pp,
+    with all rows."""
+    if cp == 1 or rank.exchanged_bytes == "0":
         return RowExchange()
-    _, link = all_reduce_messages(cp * tp, cluster)
-    messages = cp - 1
-    latency = messages * cost.layers * link.latency_ns
-    bandwidth = cp * tp * max(1, link.bytes_per_s // 10**6)
-    size = f"{messages * KEYS_AND_VALUES}*1000*({cost.layer_input_bytes})"
+    span = span_of_consecutive_ranks(cp, cluster, tp)
+
+    def price(collective: str, widening: int) -> str:
+        latency, ns_per_byte = half_all_reduce_rate(collective, span, cluster)
+        share = (widening * ns_per_byte).limit_denominator(LARGEST_DENOMINATOR)
+        return f"{rank.layers * latency} + {scale_expression(rank.exchanged_bytes, share)}"
+
     return RowExchange(
-        f"{latency} + {size}//({bandwidth})", f"{latency} + {GRADIENT_SIZE}*{size}//({bandwidth})"
+        price("all_gather", 1), price("reduce_scatter", 2 if rank.dtype in WIDENED_DTYPES else 1)
     )
 
 
@@ -83,6 +88,7 @@ def cost_on_rows(cost: SectionCost, cp: int) -> SectionCost:
             "forward_ns",
             "backward_ns",
             "layer_input_bytes",
+            "exchanged_bytes",
         )
     }
     return replace(cost, recompute=recompute, **shared)

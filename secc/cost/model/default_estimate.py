@@ -17,6 +17,7 @@ from secc.ir.dialect.tensor_type import TensorType, tensor_type
 # A transformer layer keeps about this many tensors of its result's size for backward.
 SAVED_TENSORS_PER_RESULT = 16
 DEFAULT_OPS_PER_CALL = 20
+KEYS_AND_VALUES = 2  # tensors of the result's size, without grouped queries
 ZERO: Expr = size_expr.parse_expr("0")
 
 
@@ -35,6 +36,7 @@ class CallCost:
         move `again_moved` bytes.
     narrowest_dim: smallest dimension of the weight that takes most time; 0 if unknown.
     units_in_order: every unit ran at most once, in the order of declaration.
+    exchanged: bytes of keys and values of all layers, each head once: what ranks exchange under cp.
     peak: for a call without backward, the most bytes it has allocated and not yet freed, including its
         results.
     """
@@ -57,6 +59,7 @@ class CallCost:
     peak: Expr = ZERO
     routed: Expr = ZERO
     routed_work: Expr = ZERO
+    exchanged: Expr = ZERO
 
 
 def default_call_cost(call: CallOp, block: BlockOp) -> CallCost:
@@ -82,6 +85,7 @@ def _cost_from_result_type(result: TensorType | None, params: int) -> CallCost:
         kept=result_bytes,
         working=result_bytes * (SAVED_TENSORS_PER_RESULT - 1),
         again=flops,
+        exchanged=KEYS_AND_VALUES * result_bytes,
     )
 
 

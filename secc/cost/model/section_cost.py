@@ -67,7 +67,7 @@ ATTENTION_BACKWARD_TIME_RATIO = sympy.Rational(5, 2)
 # Expressions on calls that are left out where they are zero.
 OPTIONAL_EXPRESSIONS = (
     "peak", "working", "again", "again_moved", "attention", "attention_work", "moved", "routed",
-    "routed_work",
+    "routed_work", "exchanged",
 )  # fmt: skip
 MATMUL_OP_NAMES = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _EXPRESSION_FIELDS = (  # fields of SectionCost that are expressions over size symbols
@@ -88,6 +88,7 @@ _EXPRESSION_FIELDS = (  # fields of SectionCost that are expressions over size s
     "routed_work",
     "routed_backward_work",
     "routed_bytes",
+    "exchanged_bytes",
 )
 
 
@@ -120,6 +121,8 @@ class SectionCost:
 
     Layers, for pipeline stages, tensor parallelism and ZeRO-3:
         layers: layers of stacks that the calls run. layer_input_bytes: bytes entering all of them.
+        exchanged_bytes: keys and values of all layers in forward, each head once, which ranks exchange under
+            context parallelism.
         largest_layer_bytes: parameters of the largest layer. outside_layers_bytes: of everything else.
         narrowest_dim: smallest weight dimension of the call that issues most operations; 0 if unknown.
         sequence_parallel: norms and residuals work on parts of the sequence.
@@ -174,6 +177,7 @@ class SectionCost:
     routed_work: str = "0"
     routed_backward_work: str = "0"
     routed_bytes: str = "0"
+    exchanged_bytes: str = "0"
     expert_layers: int = 0
     expert_load: float = DEFAULT_EXPERT_LOAD
     expert_replicas: int = 1
@@ -214,6 +218,7 @@ class _CostAccumulator:
     routed_work: Counter[str] = field(default_factory=Counter[str])
     routed_backward_work: Counter[str] = field(default_factory=Counter[str])
     routed_bytes: Counter[str] = field(default_factory=Counter[str])
+    exchanged_bytes: Counter[str] = field(default_factory=Counter[str])
     logits_saved: Counter[str] = field(default_factory=Counter[str])
     logits_moved: Counter[str] = field(default_factory=Counter[str])
     backward_transient: set[str] = field(default_factory=set[str])
@@ -304,6 +309,7 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp) -> SectionC
         routed_work=largest(case.routed_work for case in cases),
         routed_backward_work=largest(case.routed_backward_work for case in cases) if has_backward else "0",
         routed_bytes=largest(case.routed_bytes for case in cases),
+        exchanged_bytes=largest(case.exchanged_bytes for case in cases),
         expert_load=float_attribute(section, "expert_load", DEFAULT_EXPERT_LOAD),
         **_count_experts([blocks[path] for path in called_paths]),
     )
@@ -475,6 +481,7 @@ def _add_call(call: CallOp, block: BlockOp, sums: _CostAccumulator, recomputed: 
         sums.layers += layers
         entering = cost.kept if cost.kept != 0 else layers * result_bytes
         sums.layer_input_bytes[size_expr.format_expr(entering)] += 1
+        sums.exchanged_bytes[size_expr.format_expr(cost.exchanged)] += 1
     if op_has_backward(call):
         backward_flops, backward_work = _backward_flops_and_work(cost, _backward_forward_ratio(block))
         sums.backward_flops[backward_flops] += 1

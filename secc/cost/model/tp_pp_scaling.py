@@ -95,6 +95,7 @@ def cost_on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
         forward_ns=scale_expression(cost.forward_ns, divided_share),
         backward_ns=scale_expression(cost.backward_ns, divided_share),
         layer_input_bytes=scale_expression(cost.layer_input_bytes, stage_share),
+        exchanged_bytes=scale_expression(cost.exchanged_bytes, divided_share),
         ops=ceil_share(cost.ops, stage_share),
         layers=ceil_share(cost.layers, stage_share),
         recompute=recompute,

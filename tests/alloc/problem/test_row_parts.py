@@ -19,8 +19,8 @@ from secc.ir.analysis.sample_sizes import SAMPLES_ATTRIBUTE, samples_attr
 from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io.module_text import parse_module
 
-# A decoder of 0.2e9 parameters that keeps 2 MB for each token. It has no layers to cut between, and
-# recomputation frees nothing.
+# A decoder of 0.2e9 parameters that keeps 2 MB for each token and exchanges keys and values as 28 layers of
+# width 2048 do. It has no layers to cut between, and recomputation frees nothing.
 GRAPH = """
 sec.graph "documents" {{
   sec.symbol "B" kind "rows" key "input_ids" dim 0
@@ -33,7 +33,8 @@ sec.graph "documents" {{
     %ids = sec.input "input_ids" : !sec.tensor<[B, S], i64>
     %h = sec.call "lm" (%ids) args "$0" outs [""] in @lm {{
       flops = "400000000*B*S", work = "400000000*B*S", attention = "16384*B*S**2",
-      attention_work = "16384*B*S**2", saved = "2000000*B*S", moved = "1000000*B*S", ops = 800 : i64,
+      attention_work = "16384*B*S**2", saved = "2000000*B*S", moved = "1000000*B*S", exchanged = "229376*B*S",
+      ops = 800 : i64,
       cost = "counted", narrow = 2048 : i64, layers = 1 : i64}} : !sec.tensor<[B, S, 2048], bf16, grad>
     %l = sec.glue "aten.sum.default" (%h) args "$0" in @lm : !sec.tensor<[], f32, grad>
     sec.term "loss" (%l) in @lm

@@ -112,6 +112,34 @@ def test_runs_that_share_parameter_stand_ins_count_the_same() -> None:
     assert shared == [count_on_meta(block, recompute_units(block))] * 2
 
 
+class GroupedAttention(nn.Module):
+    """Eight heads of queries and two of keys and values, fused or as products."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused, self.query, self.rest = fused, nn.Linear(8, 32), nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.query(x).unflatten(-1, (8, 4)).transpose(1, 2)
+        key, value = self.rest(x).unflatten(-1, (4, 4)).transpose(1, 2).chunk(2, dim=1)
+        key, value = (
+            t[:, :, None].expand(-1, -1, 4, -1, -1).reshape(query.shape[:2] + t.shape[2:])
+            for t in (key, value)
+        )
+        if self.fused:
+            out = functional.scaled_dot_product_attention(query, key, value)
+        else:
+            out = (query @ key.transpose(-1, -2)).softmax(-1) @ value
+        return out.transpose(1, 2).flatten(2)[..., :8]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_keys_and_values_count_without_repeated_heads(fused: bool) -> None:
+    """Two tensors of two heads of four entries of four bytes; linear maps exchange nothing."""
+    assert annotate_block(GroupedAttention(fused))["exchanged"] == f"{2 * 2 * 4 * 4}*B*S"
+    assert "exchanged" not in annotate_block(nn.Linear(8, 8))
+
+
 def test_linear_layer() -> None:
     """A product over 8 features reaches 2% of a large product's rate."""
     found = annotate_block(nn.Linear(8, 8))
