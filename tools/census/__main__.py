@@ -41,6 +41,9 @@ def main() -> int:
     )
     parser.add_argument("--only", metavar="PATTERN", help="rows whose names match, whatever is known of them")
     parser.add_argument("--sample", type=int, metavar="N", help="N rows, drawn with a fixed seed")
+    parser.add_argument(
+        "--shuffle", action="store_true", help="in an order with a fixed seed, not family by family"
+    )
     parser.add_argument("--ranks", type=int, help="train every row on so many ranks; 0: none")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="rows at a time")
     parser.add_argument("--limit", type=float, default=180, metavar="S", help="seconds for a row")
@@ -67,6 +70,8 @@ def main() -> int:
     every = 1 if options.ranks else RUN_EVERY
     ranks = 3 if options.ranks is None and not options.only else options.ranks or 0
     tasks = [(n, ranks if i % every == 0 else 0) for i, n in enumerate(names) if n not in known]
+    if options.shuffle:  # a census that is stopped early has then seen some of every family
+        random.Random(0).shuffle(tasks)
     done = []
     for result in run_rows(tasks, options.jobs, Limits(options.limit, options.memory)):
         results.append(result)
