@@ -167,23 +167,22 @@ def _leaf_structure(case: CaseOp, leaf: str) -> str:
 
 
 def _lower_coefficients(graph: GraphOp) -> None:
+    """One body for each pattern computes the coefficients of all terms that its cases have: a micro-batch may
+    take a case without some of them, where the global batch has them."""
+    by_pattern: dict[InputPattern, list[CaseOp]] = {}
+    for case in graph.cases:
+        by_pattern.setdefault(_case_pattern(case), []).append(case)
     ways = merge_paths(
-        CasePath(_case_pattern(case), canonical_text(extract_coefficient_ops(case)), frozenset(), case)
-        for case in graph.cases
+        CasePath(pattern, canonical_text(extract_coefficient_ops(cases)), frozenset(), cases[0])
+        for pattern, cases in by_pattern.items()
     )
-    patterns = [p for found in ways for p in found.patterns]
-    if len(patterns) != len(set(patterns)):
-        raise UserError(
-            "the loss is weighted differently from micro-batch to micro-batch with the same optional inputs",
-            remedy="let the weights of the loss depend on sizes and sums over the batch, not on values "
-            "that Python reads from tensors",
-        )
     names: list[str] = []
     for found in ways:
         names.append(
             make_unique(f"coefficients_{_method_name(found)}" if len(ways) > 1 else "coefficients", names)
         )
-        _append_body(graph, names[-1], TERMS_SECTION, found, extract_coefficient_ops(found.path.case))
+        ops = extract_coefficient_ops(by_pattern[_case_pattern(found.path.case)])
+        _append_body(graph, names[-1], TERMS_SECTION, found, ops)
 
 
 def _append_body(

@@ -64,25 +64,30 @@ def extract_leaf_ops(case: CaseOp, name: str) -> list[Operation]:
     return _clone_needed(case, found)
 
 
-def extract_coefficient_ops(case: CaseOp) -> list[Operation]:
-    """Each term with only its coefficient, computed from the leaves' sums and sizes of the whole global
-    batch."""
-    terms = [op for op in case.ops if isinstance(op, TermOp)]
-    roots = [producer_of(op.coefficient) for op in terms if op.coefficient is not None]
-    needed = _collect_dependencies(roots, lambda op: isinstance(op, LeafOp))
-    copy = _OpCopier()
-    for op in case.ops:
-        match op:
-            case LeafOp() if op in needed:
-                copy.add_receive(op.sym.data, op.result)
-            case TermOp():
-                copy.add_term(
-                    op, copy.add_constant_one() if op.coefficient is None else copy.values[op.coefficient]
-                )
-            case _ if op in needed:
-                copy.add_clone(op)
-            case _:
-                pass
+def extract_coefficient_ops(cases: Sequence[CaseOp]) -> list[Operation]:
+    """Each term of the cases of one pattern with only its coefficient, computed from the leaves' sums and
+    sizes of the whole global batch. A term that several cases have has one coefficient in all of them."""
+    copy, terms, leaves = _OpCopier(), set[str](), dict[str, SSAValue]()
+    for case in cases:
+        own = [op for op in case.ops if isinstance(op, TermOp) and op.sym.data not in terms]
+        terms.update(op.sym.data for op in own)
+        roots = [producer_of(op.coefficient) for op in own if op.coefficient is not None]
+        needed = _collect_dependencies(roots, lambda op: isinstance(op, LeafOp))
+        for op in case.ops:
+            match op:
+                case LeafOp() if op in needed and op.sym.data in leaves:
+                    copy.values[op.result] = leaves[op.sym.data]
+                case LeafOp() if op in needed:
+                    copy.add_receive(op.sym.data, op.result)
+                    leaves[op.sym.data] = copy.values[op.result]
+                case TermOp() if op in own:
+                    copy.add_term(
+                        op, copy.add_constant_one() if op.coefficient is None else copy.values[op.coefficient]
+                    )
+                case _ if op in needed:
+                    copy.add_clone(op)
+                case _:
+                    pass
     return copy.ops
 
 

@@ -14,7 +14,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from secc.runtime.plan.schema import CLASS_KEY
+
+_CACHE_CLASS, _CACHE_LAYER_CLASS = "DynamicCache", "DynamicLayer"
+_CACHE_FIELD = "ddp_cache_data"  # of the constructor: keys and values by layer
 
 
 def built(name: str, fields: Mapping[str, Any]) -> Any:
@@ -26,7 +31,12 @@ def built(name: str, fields: Mapping[str, Any]) -> Any:
 
 def dataclass_to_dict(value: object) -> dict[str, Any] | None:
     """Return the fields of a dataclass that are not None, and its class. Returns None for other values, and
-    for a dataclass that cannot be imported by its name or has fields that its constructor does not take."""
+    for a dataclass that cannot be imported by its name or has fields that its constructor does not take.
+
+    A cache of keys and values that was filled before a model is called, as prefixes are, counts as one."""
+    if (layers := _filled_cache_layers(value)) is not None:
+        cls = type(value)
+        return {CLASS_KEY: f"{cls.__module__}:{cls.__qualname__}", _CACHE_FIELD: layers}
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return None
     cls = type(value)
@@ -40,3 +50,14 @@ def dataclass_to_dict(value: object) -> dict[str, Any] | None:
     return {CLASS_KEY: f"{cls.__module__}:{cls.__qualname__}"} | {
         f.name: getattr(value, f.name) for f in fields
     }
+
+
+def _filled_cache_layers(value: object) -> list[list[torch.Tensor]] | None:
+    """Return keys and values [samples, heads, positions, channels] by layer of Hugging Face's cache that
+    keeps all positions; None for any other value. `runtime` does not import transformers."""
+    cls, layers = type(value), getattr(value, "layers", None)
+    if cls.__name__ != _CACHE_CLASS or not cls.__module__.startswith("transformers.") or not layers:
+        return None
+    pairs: list[list[Any]] = [[getattr(x, "keys", None), getattr(x, "values", None)] for x in layers]
+    is_plain = all(type(x).__name__ == _CACHE_LAYER_CLASS for x in layers)
+    return pairs if is_plain and all(isinstance(t, torch.Tensor) for pair in pairs for t in pair) else None

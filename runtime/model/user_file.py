@@ -31,6 +31,7 @@ from secc.runtime.model.deferred_scalar import unwrap_deferred_scalar
 from secc.runtime.model.imported_code import forget_changed_modules
 from secc.runtime.model.item_seeds import choose_survey_indices, load_seeded_item
 from secc.runtime.model.nested_batch import (
+    KEY_SEPARATOR,
     argument_of_key,
     find_growing_lists,
     flatten_batch,
@@ -336,6 +337,15 @@ class UserModel:
             if p.kind not in _VARIADIC_KINDS and p.default is p.empty
         }
         missing = sorted(needed - {argument_of_key(k) for k in required})
+        if missing and any(_is_in_nested_list(key, missing[0]) for key in keys):
+            remedy = (
+                "return one list of all samples' tensors, one behind the other, and how many each sample has "
+                "in a tensor of its own; forward can split the list by it"
+            )
+            message = (
+                f"{source} has a list of lists in {missing[0]!r}, which differ in length between batches"
+            )
+            raise UserError(message, place, remedy)
         if missing:
             remedy = "add the key to every sample, or give the argument a default"
             raise UserError(
@@ -623,6 +633,12 @@ def _is_writable_text(text: str) -> bool:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
         return False
+
+
+def _is_in_nested_list(key: str, argument: str) -> bool:
+    """Whether a flat key is of a tensor in a list of lists that is an argument of forward."""
+    first, *steps = key.split(KEY_SEPARATOR)
+    return first == argument and sum(step.isdecimal() for step in steps) > 1
 
 
 def _describe_type(value: Any) -> str:

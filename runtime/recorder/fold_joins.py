@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from secc.runtime.recorder.finalize import is_needed
+from secc.runtime.recorder.fold_parts import fold_parts
 from secc.runtime.recorder.recording import Recording
 
 aten = torch.ops.aten
@@ -20,9 +21,11 @@ _JOIN_OPS = (aten.cat.default, aten.stack.default)
 
 
 def fold_joins(recording: Recording) -> Recording:
-    """Replace joins of all parts of one tensor, in place; return the recording."""
+    """Replace joins of all parts of one tensor, in place, and loops over parts; return the recording."""
     for node in list(recording.graph.nodes):
-        if node.target in _JOIN_OPS:
+        if (only := _only_part(node)) is not None:
+            node.replace_all_uses_with(only)
+        elif node.target in _JOIN_OPS:
             source = _split_source(node.args[0])
             dim = _dim_argument(node, 1, node.meta["shape"])
             if source is None:
@@ -32,7 +35,21 @@ def fold_joins(recording: Recording) -> Recording:
             elif node.target is aten.cat.default and dim == _dim_argument(source, 2, node.meta["shape"]):
                 node.replace_all_uses_with(source.args[0])
     recording.graph.eliminate_dead_code(is_needed)
-    return recording
+    return fold_parts(recording)
+
+
+def _only_part(node: fx.Node) -> fx.Node | None:
+    """Return the tensor that a node splits into a single part, or joins as the only one; None for other
+    nodes."""
+    args: Any = node.args
+    if node.target is aten.cat.default and len(args[0]) == 1:
+        return args[0][0]
+    if node.target is operator.getitem and args[0].target in (
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+    ):
+        return args[0].args[0] if _count_parts(args[0]) == 1 else None
+    return None
 
 
 def _split_source(parts: object) -> fx.Node | None:

@@ -72,6 +72,12 @@ from secc.runtime.recorder.shortcuts import Shortcuts
 from secc.runtime.recorder.tensor_origins import TensorOrigins
 from secc.runtime.sections import forward_hooks
 
+_UNWRITABLE_ARGUMENT_REMEDIES = {
+    "PackedSequence": "pack, run the recurrent layers and unpack in one nn.Module that takes and returns "
+    "padded tensors; it is then one block",
+    "DynamicCache": "call the model without a cache (use_cache=False); for a cache that you fill before, let "
+    "one nn.Module hold what fills it and what reads it",
+}
 NO_BATCH_STATE_REMEDY = (
     "let what is kept from batch to batch change after the step (in the optimizer, or between runs), "
     "not in forward"
@@ -660,7 +666,10 @@ class Recorder:
             )
         except nested_values.NotLiteral as error:
             message = f"block {path} is called with {error}, which cannot be written into a plan"
-            remedy = "pass tensors and plain values, or define its class in an imported module"
+            remedy = _UNWRITABLE_ARGUMENT_REMEDIES.get(
+                type(error.value).__name__,
+                "pass tensors and plain values, or define its class in an imported module",
+            )
             raise self._block_error(path, message, remedy) from None
         return self._tape.emit_call(path, *arguments)
 

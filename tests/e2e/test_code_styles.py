@@ -101,9 +101,19 @@ def test_a_block_that_takes_lengths_gets_its_shapes_from_their_values() -> None:
     assert {"encoder", "head"} == {b for s in plan.sections for b in s.blocks}
 
 
+def test_a_loss_over_chunks_of_a_flat_batch_is_one_pass() -> None:
+    (section,) = compiled("chunked_loss").plan.sections
+    assert "head" in section.blocks
+
+
+@pytest.mark.slow  # records every combination of conditions
+def test_heads_that_are_called_if_the_batch_has_their_task_are_exact() -> None:
+    compiled("task_heads")
+
+
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", ["listed", "boxes", "per_sample", "kept"])
+@pytest.mark.parametrize("name", ["listed", "boxes", "per_sample", "kept", "chunked_loss", "task_heads"])
 def test_ranks_train_like_plain_pytorch(name: str, tmp_path: Path) -> None:
     model = write_recording_model(name, tmp_path, MODELS)
     made = check_exactness(

@@ -429,6 +429,8 @@ class _CaptureMerger:
         return int(expr) if isinstance(expr, sympy.Integer) else expr
 
     def _explain_integer(self, node: fx.Node, values: Sequence[int]) -> Expr | None:
+        if len(set(values)) == 1:  # an expression of sizes that vary here would be constant by chance
+            return sympy.Integer(values[0])
         return self._explanations.find_fitting(node, values, self._fitter) or self._fitter.fit_integer(values)
 
     def _explain_dim(self, node: fx.Node, dim: int, values: Sequence[int]) -> Expr:

@@ -4,11 +4,11 @@ need no padding."""
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import count, permutations
+from itertools import combinations, count, cycle, islice, permutations
 from typing import Any
 
 import torch
@@ -35,6 +35,9 @@ from secc.runtime.recorder.serialization import dump_recording, load_recording
 _ROTATIONS = 3  # choices of samples to try, for micro-batches with sizes that vary independently
 SLOW_RECORDING_SECONDS = 0.1  # recordings that take longer are worth forking this process
 _REPEATED_SAMPLE = (2, 1)  # how often a sample stands in batches of it alone
+_FEWEST_COMBINATIONS = 3  # outcomes of conditions that one condition alone cannot have
+_MOST_KINDS = 5  # kinds of samples that are combined in all ways
+_COMBINED_BATCHES = 6  # of a combination, with numbers of samples of each kind that no expression relates
 _EXTRA_WIDTHS = (2, 5, 3, 7, 4)  # by how much one width is padded beyond another
 
 
@@ -101,7 +104,42 @@ class ProbeBatches:
                 for even in (False, True)
             )
             recordings += self._record_ragged_then_even(ragged, even)
-        return recordings
+        return recordings + self._record_other_combinations(recordings)
+
+    def _record_other_combinations(self, recordings: Sequence[ObservedRecording]) -> list[ObservedRecording]:
+        """Records combinations of conditions that no recording met often enough, where several conditions
+        vary independently: `if (task == j).any()` for each of several tasks.
+
+        Samples are told apart by what they decide alone. A batch of several kinds of samples decides each
+        condition as one of them does, so combinations of kinds give combinations of conditions.
+        """
+        outcomes = Counter(map(_condition_outcomes, recordings))
+        if len(outcomes) < _FEWEST_COMBINATIONS or len({len(o) for o in outcomes}) > 1:
+            return []
+        kinds = defaultdict[tuple[bool, ...], list[Sample]](list)
+        for sample in self._survey.kept_samples(self._pattern):
+            alone = self._record_alone(sample)
+            if alone is not None:
+                kinds[_condition_outcomes(alone)].append(sample)
+        if not 2 <= len(kinds) <= _MOST_KINDS:
+            return []
+        found = list[ObservedRecording]()
+        chosen_kinds = (c for n in range(1, len(kinds) + 1) for c in combinations(sorted(kinds), n))
+        for chosen in chosen_kinds:
+            columns = list(zip(*chosen, strict=True))
+            likely = {tuple(map(decide, columns)) for decide in (any, all)}
+            if any(outcomes[o] >= MIN_CAPTURES for o in likely):
+                continue
+            for turn in range(_COMBINED_BATCHES):
+                counts = [1 + (turn * turn * (i + 2) + 3 * turn + i) % 5 for i in range(len(chosen))]
+                samples = [
+                    sample
+                    for kind, number in zip(chosen, counts, strict=True)
+                    for sample in islice(cycle(kinds[kind]), turn, turn + number)
+                ]
+                found.append(self._record_batch(self._collate(samples)))
+                outcomes[_condition_outcomes(found[-1])] += 1
+        return found
 
     def _record_ragged_then_even(
         self, ragged: Sequence[ProbeBatch], even: Sequence[ProbeBatch]
@@ -291,6 +329,11 @@ def _is_mask(value: Any) -> bool:
         and not value.is_floating_point()
         and bool(((value == 0) | (value == 1)).all())
     )
+
+
+def _condition_outcomes(observed: ObservedRecording) -> tuple[bool, ...]:
+    """Returns the outcomes of all conditions that Python read, in order."""
+    return tuple(r.value for r in observed.recording.reads if isinstance(r.value, bool))
 
 
 def _read_conditions(observed: ObservedRecording) -> set[tuple[str, bool]]:

@@ -258,3 +258,15 @@ def test_outputs_without_a_loss_are_rejected(output: object):
     with pytest.raises(UserError, match="forward returns no loss") as caught:
         extract_loss(output, "model.py:3")
     assert caught.value.where == "model.py:3" and "labels" in caught.value.remedy
+
+
+def test_a_list_of_lists_is_named_as_what_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL + DATA + "def collate(samples):\n    return samples[0]\n")
+    user = load_model_file(path)
+    user.check_batch_keys(["input_ids.0.0"], ["input_ids"])
+    with pytest.raises(
+        UserError, match="has a list of lists in 'input_ids', which differ in length"
+    ) as refused:
+        user.check_batch_keys(["input_ids.0.0", "input_ids.1.0"], [])
+    assert "return one list of all samples' tensors" in (refused.value.remedy or "")
