@@ -225,9 +225,6 @@ def _write_allocation(graph: GraphOp, solved: SolvedAllocation, won: RefinedPlan
         {solution.assignment.group[s] for s in running} if size is None else set[str]()
     )  # what was asked for is in the value
     results = dict.fromkeys(groups, kept)
-    for name, load in work.loads.items():
-        if pins.splits_backward(name):
-            load.section.attributes["backward"] = StringAttr("split")
     chosen = {s: cs[solution.assignment.choice[s]] for s, cs in asked.sections.items()}
     ranks = assign_ranks(asked, solution.assignment)
     for name in work.loads:
@@ -366,6 +363,7 @@ def _write_section(
         "ranks": int_list_attr(ranks),
         "recompute": StringAttr(chosen.recompute),
         "sharding": StringAttr(chosen.sharding),
+        "backward": StringAttr(chosen.backward),
         "memory_gib": float_attr(memory_gib),
         "label": StringAttr(rank.label),
         "forward_ns": StringAttr(forward_ns),

@@ -127,7 +127,7 @@ def _nodes_of_kind(cluster: Cluster, ranks: tuple[int, ...]) -> range:
 
 
 def _gradient_sum(work: Workload, load: SectionLoad, section: SectionOp, group: str) -> GradientSum:
-    shape = ReplicaShape(*(_mesh_size(section, key) for key in ReplicaShape._fields))
+    shape = ReplicaShape(*(_mesh_size(section, key) for key in ("tp", "pp", "cp", "ep")))
     size = compute_rank_load(load, shape, work.cluster).cost.gradient_sum_bytes
     sharded = (get_string(section, "sharding") or "none") != "none"
     return GradientSum(group, size, shape.pp, shape.tp, sharded, shape.cp)

@@ -33,6 +33,7 @@ from secc.alloc.problem.candidates import (
     memory_on_rank,
     micro_batch_time_expressions,
     price_candidate,
+    weight_gradient_permille,
 )
 from secc.alloc.problem.types import ReplicaShape
 from secc.alloc.refine.in_flight_limits import in_flight_bytes
@@ -255,12 +256,15 @@ def _weight_permille(work: Workload, load: SectionLoad) -> int:
         or not cost.params
     ):
         return 0
-    return 1000 * cost.trainable // (cost.params + cost.trainable)
+    return weight_gradient_permille(cost)
 
 
 def _rank_load(work: Workload, section: SectionOp) -> SectionLoad:
     """A section's load on one of its ranks."""
-    shape = ReplicaShape(*(int(get_number(section, key) or 1) for key in ReplicaShape._fields))
+    shape = ReplicaShape(
+        *(int(get_number(section, key) or 1) for key in ("tp", "pp", "cp", "ep")),
+        backward_parts=2 if get_string(section, "backward") == "split" else 1,
+    )
     return compute_rank_load(
         work.loads[section.sym.data], shape, work.cluster.view_of_ranks(_ranks_of(section))
     )

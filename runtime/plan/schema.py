@@ -432,7 +432,7 @@ def join_stages(stages: tuple[Section, ...]) -> Section:
         pipeline="",
         in_flight=0,
         room_bytes=0,
-        weight_permille=0,
+        weight_permille=max(s.weight_permille for s in stages),
     )
 
 

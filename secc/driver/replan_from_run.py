@@ -105,6 +105,7 @@ def _section_pins(s: Section) -> Iterator[str]:
     values = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "micro_batch": s.micro_batch}
     values |= {key: n for key, n in (("cp", mesh.cp), ("ep", mesh.ep)) if n > 1}
     words = {"sharding": s.sharding, "recompute": s.recompute}
+    words |= {"backward": "split" if s.weight_permille else "whole"} if mesh.pp > 1 else {}
     yield from (
         f"{s.name}.{key}={value}"
         for key, value in (values | {k: w for k, w in words.items() if w != "none"}).items()

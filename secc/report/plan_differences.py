@@ -130,6 +130,7 @@ SECTION_FIELDS: FieldReaders[Section] = {
     "ep": lambda s: str(s.mesh.ep),
     "micro-batch": lambda s: str(s.micro_batch),
     "recompute": lambda s: s.recompute,
+    "backward": lambda s: "split" if s.weight_permille else "whole",
     "sharding": lambda s: s.sharding,
     "GiB per rank": lambda s: f"{s.memory_gib:.3g}",
     "blocks": lambda s: ", ".join(s.blocks),

@@ -108,6 +108,7 @@ def _sections_table(plan: Plan) -> TextTable:
         layout = f"dp {s.mesh.dp}, pp {s.mesh.pp}, tp {s.mesh.tp}"
         layout += f", cp {s.mesh.cp}" if s.mesh.cp > 1 else ""
         layout += f", ep {s.mesh.ep}" if s.mesh.ep > 1 else ""
+        layout += ", split backward" if s.weight_permille else ""
         return (
             s.name,
             s.mode,

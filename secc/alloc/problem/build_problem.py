@@ -14,6 +14,7 @@ from secc.alloc.problem.candidates import (
     SectionLoad,
     Workload,
     fixed_memory_fits,
+    list_backward_parts,
     list_sharding_and_recompute,
     price_fitting_candidates,
     require_exchanging_replicas,
@@ -227,14 +228,16 @@ def _candidates_of_parts(
         }
         for size in pins.micro_batch_choices(load.name, -(-work.active_sample_count(load) // dp)):
             for mode in (mode for mode in modes if fixed_fits[mode[0]]):
-                yield from price_fitting_candidates(work, replica, dp, size, *mode, capacity)
+                for parts in list_backward_parts(load, shape, *mode, pins):
+                    rank = work.rank_load(load, shape._replace(backward_parts=parts))
+                    yield from price_fitting_candidates(work, rank, dp, size, *mode, capacity)
 
 
 def parallel_shapes(
     work: Workload, load: SectionLoad, pins: Pins, ranks: int, free: bool = True
 ) -> list[ReplicaShape]:
     """The (tp, pp, cp) to consider: pinned ones, and with `free` all that the section supports."""
-    undivided = (load.cost.trainable and work.unshardable) or pins.splits_backward(load.name)
+    undivided = load.cost.trainable and work.unshardable
     tps = [1, *feasible_tp(work.graph, load.section)] if free and not undivided else [1]
     layers = min(count_declared_layers(work.graph, load.section), work.stackable_layers(load))
     stages = candidate_pruning.powers_of_two(max(1, layers)) if free else [1]

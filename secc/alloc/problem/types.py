@@ -11,12 +11,14 @@ STRATEGIES = ("auto", "apart", "colocate", "uniform")
 
 class ReplicaShape(NamedTuple):
     """How many ranks share a replica: its parameters (tp), layers (pp) and rows of sequences (cp). Experts
-    form `ep` parts on these ranks."""
+    form `ep` parts on these ranks. A backward of two `backward_parts` is split: gradients of inputs, later
+    those of parameters."""
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    backward_parts: int = 1
 
     @property
     def ranks(self) -> int:
@@ -40,6 +42,7 @@ class Candidate:
           with consumers on other ranks has them.
       rounds: how often in a step the in-flight budget is used; 1 where all forwards come first.
       ep: number of parts that experts form, on the ranks that hold copies of the section.
+      backward_parts: 2 where stages compute gradients of parameters apart, in idle time, else 1.
       kind: index of the device kind, or `ALL_KINDS`.
       excluded: the candidate must not be chosen (`exclude_candidates`).
     """
@@ -62,6 +65,7 @@ class Candidate:
     kind: int = 0
     excluded: bool = False
     cp: int = 1
+    backward_parts: int = 1
 
     @property
     def ranks(self) -> int:
@@ -76,7 +80,12 @@ class Candidate:
     @property
     def shape(self) -> ReplicaShape:
         """The shape of a replica."""
-        return ReplicaShape(self.tp, self.pp, self.cp, self.ep)
+        return ReplicaShape(self.tp, self.pp, self.cp, self.ep, self.backward_parts)
+
+    @property
+    def backward(self) -> str:
+        """How stages run backward: whole or split."""
+        return "whole" if self.backward_parts == 1 else "split"
 
     @property
     def runs_in_lockstep(self) -> bool:
@@ -97,7 +106,7 @@ class Candidate:
     def extras(self) -> int:
         """0 for the plainest candidate; more for each feature that could be left out. Breaks ties."""
         plain = 8 * self.width + 2 * (self.recompute != "none") + (self.sharding != "none")
-        return plain + 4 * (self.ep > 1)
+        return plain + 4 * (self.ep > 1) + (self.backward_parts > 1)
 
 
 @dataclass(frozen=True)

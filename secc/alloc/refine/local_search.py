@@ -154,7 +154,8 @@ class _LocalSearch:
         # With a deadline the objective is the number of devices, which the solver has already minimised.
         searches = self.problem.deadline is None
         other_starts = start_plans(self.neighbourhood, best[0], self.margin) if searches else ()
-        self._estimate_plans([*{_plan_key(a): a for a in (*best, *other_starts)}.values()])
+        starts = [*best, *map(self._shorten_waits, (*best, *other_starts) if searches else ())]
+        self._estimate_plans([*{_plan_key(a): a for a in starts}.values()])
         shortest = self._select_best()
         while True:
             if searches and (remaining := self._remaining_evaluations()):
@@ -293,6 +294,37 @@ class _LocalSearch:
             max(c.rounds for c in chosen),
             sum(c.fill_ns + c.drain_ns for c in chosen),
         )
+
+    def _shorten_waits(self, a: Assignment) -> Assignment:
+        """A start plan with other micro-batches and memory for sections that closed forms do not put on the
+        critical path: as short by them, and with the shortest fill and drain times.
+
+        Closed forms leave such choices open, and scheduled steps do not: large micro-batches of an encoder
+        that has just enough ranks keep its consumers waiting.
+        """
+        resolution = max(1, self._closed_form_ns(a) // STEP_RESOLUTION)
+
+        def rank(option: Assignment) -> tuple[int, int, int]:
+            chosen = [self.problem.sections[s][i] for s, i in option.choice.items()]
+            waits = sum(c.fill_ns + c.drain_ns for c in chosen)
+            return self._closed_form_ns(option) // resolution, max(c.rounds for c in chosen), waits
+
+        for s, i in a.choice.items():
+            own = self.problem.sections[s][i]
+            options = [
+                replace(a, choice={**a.choice, s: k})
+                for k in self.candidates_by_ranks[s].get(own.ranks, ())
+                if self.problem.sections[s][k].shape == own.shape
+            ]
+            a = min([a, *(o for o in options if self._is_feasible(o))], key=rank)
+        return a
+
+    def _is_feasible(self, a: Assignment) -> bool:
+        try:
+            evaluate_assignment(self.problem, a)
+        except ValueError:
+            return False
+        return True
 
     # -- plans near it
 

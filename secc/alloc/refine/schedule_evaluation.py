@@ -27,6 +27,7 @@ from secc.alloc.problem.candidates import (
     candidate_memory,
     gradient_and_optimizer_ns,
     micro_batch_time_expressions,
+    weight_gradient_permille,
 )
 from secc.alloc.problem.closed_form import evaluate_assignment as value
 from secc.alloc.problem.types import Assignment, Candidate, Problem
@@ -190,6 +191,10 @@ class PlanEvaluator:
         saved = load.cost_under_recompute(c.recompute).saved
         cost = Cost(*micro_batch_time_expressions(work, load, c.dp, c.sharding, c.recompute), saved=saved)
         when = strings_of(load.section.when)
+        awaited = any(
+            e.dst == section and e.grad and work.loads[e.src].mode != "forward" for e in work.crossings
+        )
+        later = weight_gradient_permille(load.cost) if c.backward_parts > 1 else 0
         stages: list[Section] = []
         for i in range(c.pp):
             stage_ranks = tuple(r for k, r in enumerate(ranks) if k // c.stage_ranks % c.pp == i)
@@ -208,6 +213,7 @@ class PlanEvaluator:
                 cost=cost,
                 in_flight=limit.in_flight,
                 room_bytes=limit.size_bytes,
+                weight_permille=later if i or awaited else 0,
             )
             stages.append(
                 replace(stage, name=f"{section} {i}", pipeline=section, stage=i) if c.pp > 1 else stage

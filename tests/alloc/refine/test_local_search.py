@@ -17,7 +17,7 @@ from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Assignment, Problem
 from secc.alloc.refine import schedule_evaluation as trials
-from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
+from secc.alloc.refine.local_search import RefinedPlan, _LocalSearch, refine_by_simulation
 from secc.alloc.refine.schedule_evaluation import BatchSamples, Evaluation, GroupRanks, PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation
 from secc.cluster import parse_cluster
@@ -74,6 +74,34 @@ def test_without_waits_a_schedule_takes_the_closed_form_time() -> None:
     assert solution is not None
     evaluation = evaluator.evaluate(solution.assignment, hand_out_ranks(asked, solution.assignment))
     assert evaluation.fits and evaluation.time_ns == pytest.approx(solution.time_ns, rel=0.01)
+
+
+def test_starts_have_short_waits_where_closed_forms_leave_a_choice() -> None:
+    """An encoder on more ranks than it needs takes small micro-batches: its consumer waits less."""
+    _, asked, evaluator = vlm_problem()
+    asked = replace(asked, strategy="apart")
+    solution = solve_allocation(asked)
+    assert solution is not None
+    best = solution.assignment
+    search = _LocalSearch(evaluator, asked, asked, 0.0, NotImplemented, NotImplemented)
+    slow = [
+        other
+        for i, c in enumerate(asked.sections["vision"])
+        if c.ranks == asked.sections["vision"][best.choice["vision"]].ranks
+        and search._is_feasible(other := replace(best, choice={**best.choice, "vision": i}))
+    ]
+    waits = [fill_and_drain(asked, search._shorten_waits(a)) for a in slow]
+    assert (
+        max(waits)
+        <= min(map(fill_and_drain, (asked for _ in slow), slow))
+        < max(map(fill_and_drain, (asked for _ in slow), slow))
+    )
+
+
+def fill_and_drain(asked: Problem, a: Assignment) -> int:
+    """Ns of fill and drain of the encoder."""
+    c = asked.sections["vision"][a.choice["vision"]]
+    return c.fill_ns + c.drain_ns
 
 
 def test_micro_batches_in_flight_must_fit() -> None:
