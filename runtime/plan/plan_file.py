@@ -7,6 +7,7 @@ inside the plan directory, and its sizes are limited.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -194,7 +195,7 @@ def _section(value: Any) -> tuple[Section, ...]:
                 raise problem.inside(number)
     except MalformedValue as error:
         raise error.inside("stages") from None
-    if schema.join_stages(stages) != whole:
+    if dataclasses.replace(schema.join_stages(stages), weight_permille=0) != whole:
         raise MalformedValue("differs from its stages joined")
     return stages
 

@@ -408,7 +408,8 @@ class Plan:
 
 
 def join_stages(stages: tuple[Section, ...]) -> Section:
-    """Joins the stages of a pipeline into one section; its memory is that of the fullest rank."""
+    """Joins the stages of a pipeline into one section; its memory is that of the fullest rank. Its
+    `weight_permille`, the largest, is not written."""
     first, costs = stages[0], [s.cost for s in stages]
     mesh, size = first.mesh, first.mesh.replica_size
     ranks = tuple(r for d in range(mesh.dp) for s in stages for r in s.mesh.ranks[d * size : (d + 1) * size])
