@@ -20,13 +20,13 @@ sec.graph "distil" {
   // CHECK-SAME: ranks = [8 : i64, 9 : i64, 10 : i64, 11 : i64, 12 : i64, 13 : i64, 14 : i64, 15 : i64]
   // CHECK-SAME: forward_ns = "{{.*}}110000 + 1000*(2000000000*B*S)//218400000
   // ALL: sec.section "teacher"
-  // ALL-SAME: forward_ns = "{{.*}}110000 + 1000*(2000000000*B*S)//187200000
+  // ALL-SAME: forward_ns = "{{.*}}110000 + 1000*(2000000000*B*S)//218400000
   sec.section "teacher" mode "forward" when [] blocks ["teacher"]
   // CHECK: sec.section "student"
   // CHECK-SAME: ranks = [0 : i64, 1 : i64, 2 : i64, 3 : i64, 4 : i64, 5 : i64, 6 : i64, 7 : i64]
   // CHECK-SAME: forward_ns = "{{.*}}115000 + 1000*(1600000000*B*S)//593400000
   // ALL: sec.section "student"
-  // ALL-SAME: forward_ns = "{{.*}}115000 + 1000*(1600000000*B*S)//187200000
+  // ALL-SAME: forward_ns = "{{.*}}115000 + 1000*(1600000000*B*S)//218400000
   sec.section "student" mode "train" when [] blocks ["student"]
   sec.case "text" when [] {
     %ids = sec.input "input_ids" : !sec.tensor<[B, S], i64>
