@@ -22,6 +22,7 @@ from secc.alloc.problem.candidates import (
     SectionLoad,
     Workload,
     in_flight_variants,
+    list_backward_parts,
     list_sharding_and_recompute,
     price_candidate,
     require_rank_load,
@@ -196,10 +197,14 @@ def _change_one_choice(
     samples = -(-work.active_sample_count(load) // c.dp)
     allowed = parallel_shapes(work, load, pins, ranks)
     for key in ("tp", "pp", "cp"):
-        similar = [s for s in allowed if s._replace(**{key: 1}) == c.shape._replace(**{key: 1, "ep": 1})]
+        same = c.shape._replace(**{key: 1, "ep": 1, "backward_parts": 1})
+        similar = [s for s in allowed if s._replace(**{key: 1}) == same]
         for degree in _adjacent_values([getattr(s, key) for s in similar], getattr(c, key)):
             shape = c.shape._replace(**{key: degree})
-            shape = shape._replace(ep=gcd(shape.ep, shape.tp))
+            staged = shape.pp > 1 and shape.cp == 1
+            shape = shape._replace(
+                ep=gcd(shape.ep, shape.tp), backward_parts=c.backward_parts if staged else 1
+            )
             yield from _with_shape(work, load, c, f"{key}={degree}", shape)
     for ep in _adjacent_values(expert_parts(work, load, pins, c.shape, ranks), c.ep):
         if c.dp % max(1, ep // c.tp) == 0:
@@ -212,7 +217,15 @@ def _change_one_choice(
     for sharding, recompute in list_sharding_and_recompute(work, load, pins):
         if (sharding == c.sharding) != (recompute == c.recompute):
             what = f"recompute={recompute}" if sharding == c.sharding else f"sharding={sharding}"
+            parts = list_backward_parts(load, c.shape, sharding, recompute, pins)
+            shape = c.shape._replace(backward_parts=min(c.backward_parts, parts[-1]))
+            replica = require_rank_load(work, load, shape, c.ranks)
             yield what, price_candidate(work, replica, c.dp, c.micro_batch, sharding, recompute)
+    for parts in list_backward_parts(load, c.shape, c.sharding, c.recompute, pins):
+        if parts != c.backward_parts:
+            replica = require_rank_load(work, load, c.shape._replace(backward_parts=parts), c.ranks)
+            other = price_candidate(work, replica, c.dp, c.micro_batch, c.sharding, c.recompute)
+            yield f"backward={other.backward}", other
     counts = list(
         candidate_pruning.replica_counts(
             c.shape.ranks, ranks, work.cluster.per_node, work.active_sample_count(load)

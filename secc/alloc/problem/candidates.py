@@ -406,12 +406,16 @@ def list_sharding_and_recompute(work: Workload, load: SectionLoad, pins: Pins) -
 def list_backward_parts(
     load: SectionLoad, shape: ReplicaShape, sharding: str, recompute: str, pins: Pins
 ) -> list[int]:
-    """In how many parts the stages of a section may run backward, in order of preference among equals."""
+    """In how many parts the stages of a section may run backward, in order of preference among equals.
+
+    A number of stages that the user pins runs whole backwards, as it does elsewhere, unless pinned to split.
+    """
     if pins.splits_backward(load.name):
         return [2]
     possible = (
         load.mode == "train"
         and shape.pp > 1
+        and pins.pinned_number(load.name, "pp") is None
         and shape.cp == 1
         and shape.ep <= shape.tp
         and recompute == "none"
