@@ -9,6 +9,9 @@ Only then is it clear which samples a rank trains: `load_micro_batch` loads and 
 process, the next step's share loads while this step trains. A share is a range of positions; if the user's
 `sizes(i)` gives sizes ahead, it is a set of samples that the rank will train itself, so that few samples are
 loaded twice.
+
+Samples of streams are read by every rank (`stream_batches`), and digests of what the ranks have read are
+compared before a step.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from secc.runtime.data.loader_process import (
     LoaderProcess,
     LoaderRequest,
 )
+from secc.runtime.data.mixed_order import MixedOrder, make_sample_order
 from secc.runtime.data.sample_loader import BatchRequest, MetadataRequest, MetadataRows, SampleLoader
 from secc.runtime.data.sample_metadata import (
     BatchSumFunction,
@@ -41,8 +45,10 @@ from secc.runtime.data.sample_metadata import (
     compute_batch_sums,
 )
 from secc.runtime.data.sample_workers import SampleWorkers
+from secc.runtime.data.stream_batches import StreamBatches
 from secc.runtime.errors import UserError, printable_text
 from secc.runtime.host.fork_pool import WorkerPool
+from secc.runtime.model.stream_reader import StreamFailure
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.parameters.sharded_optimizer import start_all_gather
 from secc.runtime.plan.batch_sizes import combine_sizes
@@ -90,7 +96,9 @@ class BadSampleError(UserError):
 
     def __init__(self, errors: Sequence[UserError], indices: Sequence[int]) -> None:
         first = errors[0] if errors else UserError(f"samples {list(indices)} do not load")
-        remedy = f"{first.remedy or 'correct the dataset'}, or leave out such samples with --skip-bad-samples"
+        remedy = first.remedy or "correct the dataset"
+        if not isinstance(first, StreamFailure):
+            remedy += ", or leave out such samples with --skip-bad-samples"
         super().__init__(first.message, first.where, remedy)
         self.reported_elsewhere = not errors
 
@@ -108,6 +116,8 @@ class DataPlane:
     - `device`: where `load_micro_batch` puts tensors.
     - `ahead`: number of global batches requested beyond the one that is trained.
     - `batches`: which samples make up each batch, in place of the epochs of training.
+    - `resumed`: what the checkpoint of step `start` recorded of the data; `accepts_change`: go on if streams
+      give other samples there; `saves`: whether `position_after` will be asked for.
     - `rerecorder`: records glue that depends on values, where samples are collated or, with workers, in
       `recorders` further processes.
     """
@@ -132,10 +142,21 @@ class DataPlane:
         rerecorder: Rerecorder | None = None,
         recorders: int = 0,
         batches: EpochOrder | None = None,
+        resumed: Mapping[str, Any] | None = None,
+        accepts_change: bool = False,
+        saves: bool = False,
     ) -> None:
         user.use_plan_inputs(plan.inputs)
         self.plan, self.rank, self.world_size, self.device = plan, rank, world_size, torch.device(device)
-        self.epochs = batches or EpochOrder(len(user.dataset()), plan.global_batch, seed, shuffle, epochs)
+        self._place = user.sources()[0].place
+        self.epochs = batches or make_sample_order(user, plan.global_batch, seed, shuffle, epochs, resumed)
+        streams = (
+            StreamBatches(self.epochs, start, resumed, accepts_change, saves)
+            if isinstance(self.epochs, MixedOrder)
+            else None
+        )
+        self._has_streams = isinstance(self.epochs, MixedOrder) and self.epochs.has_streams
+        self._positions: dict[int, Mapping[str, Any]] = {} if resumed is None else {start: resumed}
         self.minimum_widths: dict[str, int] = {}  # by symbol, if micro-batches are padded to common widths
         self._codec = RecordCodec(plan, leaves, user.sample_name)
         self._shares = _LoadShares(self.epochs, world_size, user, plan, order)
@@ -145,7 +166,7 @@ class DataPlane:
             if workers and recorders and rerecorder is not None
             else None
         )
-        loader = SampleLoader(user, self._codec, self.epochs, fetchers, rerecorder, pool, ahead)
+        loader = SampleLoader(user, self._codec, self.epochs, fetchers, rerecorder, pool, ahead, streams)
         requests, pools = (
             MAX_REQUESTS if rerecorder is None else MAX_REQUESTS_WITH_RECORDING,
             [p for p in (fetchers, pool) if p is not None],
@@ -175,15 +196,16 @@ class DataPlane:
         table, self._next_rows, self._next_table = self._next_table, None, None
         if self.epochs.samples_in_step(self._step + 1):
             self._loader.request_ahead([self._metadata_request(self._step + 1)])
+        self._note_position(rows)
         for error in rows.errors if self._skip_bad else ():
             place = f"{error.where}: " if error.where else ""
             sys.stderr.write(
                 f"step {self._step + 1}: a sample is left out: {printable_text(place + error.message)}\n"
             )
         if table is None and self.world_size > 1:
-            table = self._gather_rows(rows.table, group)
+            table = self._gather_rows(rows, group)
         elif table is None:
-            table = self._rows_by_position(rows.table[None], self._step)
+            table = self._rows_by_position(self._pad_rows(rows, self._step)[None], self._step)
         kept, records, skipped = _split_skipped(self._codec.unpack_records(table))
         if skipped and not self._skip_bad:
             raise BadSampleError(rows.errors, skipped)
@@ -320,7 +342,7 @@ class DataPlane:
         # One collective of integers: the values' bits, then whether this rank has its rows, then the rows.
         mine = [values.view(torch.int64)]
         if sends_next:
-            table = self._pad_rows(self._next_rows and self._next_rows.table, self._step + 1)
+            table = self._pad_rows(self._next_rows, self._step + 1)
             mine.append(
                 torch.cat([torch.tensor([self._next_rows is not None]), table.view(-1)]).to(values.device)
             )
@@ -332,20 +354,22 @@ class DataPlane:
             )
         return all_values
 
-    def _gather_rows(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    def _gather_rows(self, mine: MetadataRows, group: dist.ProcessGroup | None) -> torch.Tensor:
         """Gather all ranks' rows of this step, in the order of the batch."""
         device = self.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
         return self._rows_by_position(
             self._all_gather_tensor(self._pad_rows(mine, self._step).to(device), group).cpu(), self._step
         )
 
-    def _pad_rows(self, mine: torch.Tensor | None, step: int) -> torch.Tensor:
-        """Pad this rank's rows to the length of the step's longest share: [longest, width]."""
-        padded = torch.zeros(
-            max(map(len, self._shares.positions_of_step(step))), self._codec.width, dtype=torch.int64
-        )
+    def _pad_rows(self, mine: MetadataRows | None, step: int) -> torch.Tensor:
+        """Pad this rank's rows to the length of the step's longest share: [longest, width]. With streams one
+        row more holds the digest of what this rank has read."""
+        longest = max(map(len, self._shares.positions_of_step(step)))
+        padded = torch.zeros(longest + self._has_streams, self._codec.width, dtype=torch.int64)
         if mine is not None:
-            padded[: len(mine)] = mine
+            padded[: len(mine.table)] = mine.table
+            if self._has_streams:
+                padded[longest, 0] = mine.digest
         return padded
 
     def _all_gather_tensor(self, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -357,9 +381,39 @@ class DataPlane:
     def _rows_by_position(self, rows: torch.Tensor, step: int) -> torch.Tensor:
         """Reorder rows [ranks, longest share, width] of a step's shares by position: [samples, width]."""
         shares = self._shares.positions_of_step(step)
+        if self._has_streams:
+            self._compare_digests(rows[:, -1, 0].tolist(), step)
+            rows = rows[:, :-1]
         longest, positions = rows.shape[1], [p for share in shares for p in share]
         places = [r * longest + k for r, share in enumerate(shares) for k in range(len(share))]
         return rows.flatten(0, 1)[[places[k] for k in sorted(range(len(places)), key=positions.__getitem__)]]
+
+    def _compare_digests(self, digests: Sequence[int], step: int) -> None:
+        """Raise UserError, on all ranks, if ranks have read different samples of streams."""
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is None:
+            return
+        first, count = step * self.epochs.global_batch, self.epochs.samples_in_step(step)
+        raise UserError(
+            f"ranks 0 and {other} have read different samples for step {step + 1} (samples {first} to"
+            f" {first + count - 1} of the run); every rank must see the whole stream in the same order",
+            self._place,
+            "do not split the stream by rank, and shuffle it with a fixed seed",
+        )
+
+    def _note_position(self, rows: MetadataRows) -> None:
+        """Keep what a checkpoint after this step records of the data, and print what has happened."""
+        if rows.position is not None:
+            oldest = self._step - _WAIT_HISTORY_STEPS
+            self._positions = {step: p for step, p in self._positions.items() if step >= oldest}
+            self._positions[self._step + 1] = rows.position
+        for note in rows.notes if self.rank == 0 else ():
+            sys.stderr.write(f"step {self._step + 1}: {printable_text(note)}\n")
+
+    def position_after(self, steps: int) -> Mapping[str, Any] | None:
+        """Return what a checkpoint after so many steps records of the data; None for a map-style dataset,
+        whose samples follow from the number of the step."""
+        return self._positions.get(steps)
 
 
 class _LoadShares:

@@ -18,12 +18,19 @@ from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from secc.runtime.data.sample_loader import BatchRequest, MetadataRequest, MetadataRows, SampleLoader
+from secc.runtime.data.sample_loader import (
+    BatchRequest,
+    MetadataRequest,
+    MetadataRows,
+    SampleLoader,
+    StreamProgress,
+)
 from secc.runtime.data.sample_metadata import SampleRecord, SkippedSample
 from secc.runtime.data.sample_workers import SampleWorkers
 from secc.runtime.errors import LostProcess
-from secc.runtime.host.child_processes import prepare_worker_process
+from secc.runtime.host.child_processes import allow_child_processes, prepare_worker_process
 from secc.runtime.host.fork_pool import DEAD_WORKER_REMEDY, WorkerPool, run_capturing_errors
+from secc.runtime.host.hidden_ranks import hide_ranks
 from secc.runtime.model.item_seeds import shared_rng_restore
 
 LoaderRequest = MetadataRequest | BatchRequest
@@ -53,7 +60,7 @@ class InlineLoader:
         if isinstance(ask, BatchRequest):
             return self._loader.load_batch(ask)
         with shared_rng_restore():
-            return self._loader.pack_rows(list(self._loader.iter_records(ask)))
+            return self._loader.pack_rows(ask, list(self._loader.iter_records(ask)))
 
     def close(self) -> None:
         """Do nothing: there is no process to end."""
@@ -176,6 +183,9 @@ def _run_loader_process(loader: SampleLoader, pipe: Connection, other_end: Conne
     in between."""
     other_end.close()
     prepare_worker_process(parent, "secc-loader")
+    if loader.streams is not None:
+        hide_ranks()
+        allow_child_processes()
     shares: deque[_MetadataWork] = deque()
     try:
         while True:
@@ -201,16 +211,19 @@ class _MetadataWork:
 
     def __init__(self, loader: SampleLoader, ask: MetadataRequest) -> None:
         self.ask, self._loader, self._records = ask, loader, loader.iter_records(ask)
-        self._done: list[SampleRecord | SkippedSample] = []
+        self._done: list[SampleRecord | SkippedSample | StreamProgress] = []
         self.answer: MetadataRows | Exception | None = None
 
     def load_next_record(self) -> bool:
-        """Make one more record. Returns whether `answer` is complete."""
+        """Make one more record, or read one more sample of a stream. Returns whether `answer` is
+        complete."""
         record = run_capturing_errors(next, self._records, None)
-        if isinstance(record, SampleRecord | SkippedSample):
+        if isinstance(record, SampleRecord | SkippedSample | StreamProgress):
             self._done.append(record)
             return False
-        self.answer = self._loader.pack_rows(self._done) if record is None else record
+        self.answer = (
+            run_capturing_errors(self._loader.pack_rows, self.ask, self._done) if record is None else record
+        )
         return True
 
 

@@ -6,7 +6,7 @@ times if needed, and gets the same. Items are kept as long as a request of their
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from secc.runtime.data.epoch_order import EpochOrder
 from secc.runtime.data.sample_metadata import RecordCodec, SampleRecord, SkippedSample
 from secc.runtime.data.sample_workers import SampleKey, SampleWorkers
+from secc.runtime.data.stream_batches import StreamBatches
 from secc.runtime.errors import LostProcess, UserError
 from secc.runtime.host.fork_pool import WorkerPool
 from secc.runtime.model.item_seeds import shared_rng_restore
@@ -43,20 +44,32 @@ class BatchRequest(NamedTuple):
 
 
 class MetadataRows(NamedTuple):
-    """The answer to a MetadataRequest: `table` from `RecordCodec.pack_records`, and the errors of
-    samples that do not load."""
+    """The answer to a MetadataRequest: `table` from `RecordCodec.pack_records`, and the errors of samples
+    that do not load. With streams also a digest of all samples of the batch, what a checkpoint after it
+    records of the data if one may be written, and what a user should know, in sentences."""
 
     table: torch.Tensor
     errors: tuple[UserError, ...]
+    digest: int = 0
+    position: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+class StreamProgress:
+    """Stands between records for a sample that was read from a stream."""
+
+
+_READ_ONE = StreamProgress()
 
 
 class SampleLoader:
     """Loads the samples of one dataset in this process, or with `fetchers`. Requested steps must not go back
     by more than `ahead` + 1.
 
-    `rerecorder` records glue if the plan needs it. With `recorders`, processes that do this, `begin_batch`
-    starts a recording and `take_finished_batches` returns the result. A sample that does not
-    load, collate or fit the plan is left out and named; the data plane decides whether that ends the run.
+    `streams` reads the samples of streams, for every position of a batch. `rerecorder` records glue if the
+    plan needs it. With `recorders`, processes that do this, `begin_batch` starts a recording and
+    `take_finished_batches` returns the result. A sample that does not load, collate or fit the plan is left
+    out and named; the data plane decides whether that ends the run.
     """
 
     def __init__(
@@ -68,14 +81,15 @@ class SampleLoader:
         rerecorder: Rerecorder | None = None,
         recorders: WorkerPool | None = None,
         ahead: int = 1,
+        streams: StreamBatches | None = None,
     ) -> None:
-        self.user, self.codec, self.epochs = user, records, epochs
+        self.user, self.codec, self.epochs, self.streams = user, records, epochs, streams
         self._fetchers, self.rerecorder, self._ahead = fetchers, rerecorder, ahead
         self.recorders = recorders
         self._batches_in_recording: dict[BatchRequest, dict[str, Any]] = {}
         self._items: dict[int, dict[str, Any]] = {}  # by number of the sample in the sequence of epochs
 
-    def iter_records(self, ask: MetadataRequest) -> Iterator[SampleRecord | SkippedSample]:
+    def iter_records(self, ask: MetadataRequest) -> Iterator[SampleRecord | SkippedSample | StreamProgress]:
         """Iterate over the records asked for, so that a caller can do other work between samples."""
         self._items = {
             n: item
@@ -88,10 +102,14 @@ class SampleLoader:
                     self._sample_key(ask.step, p)
                     for p in ask.positions
                     if self._sequence_number(ask.step, p) not in self._items
+                    and not self._is_streamed(ask.step, p)
                 ]
             )
+        if self.streams is not None:
+            for _ in self.streams.read_batch(ask.step, keep_from=ask.step - self._ahead - 1):
+                yield _READ_ONE
         for position in ask.positions:
-            index = self.epochs.locate_sample(ask.step, position)[1]
+            index = self._sample_id(ask.step, position)
             try:
                 alone = self._collate_alone(ask.step, position)
                 if self.rerecorder is not None:
@@ -104,12 +122,19 @@ class SampleLoader:
             else:
                 yield record
 
-    def pack_rows(self, records: Sequence[SampleRecord | SkippedSample]) -> MetadataRows:
-        """Make the answer to a MetadataRequest from all its records."""
-        return MetadataRows(
-            self.codec.pack_records(records),
-            tuple(r.error for r in records if isinstance(r, SkippedSample) and r.error is not None),
+    def pack_rows(
+        self, ask: MetadataRequest, records: Sequence[SampleRecord | SkippedSample | StreamProgress]
+    ) -> MetadataRows:
+        """Make the answer to a MetadataRequest from all that `iter_records` has given."""
+        own = [r for r in records if not isinstance(r, StreamProgress)]
+        rows = MetadataRows(
+            self.codec.pack_records(own),
+            tuple(r.error for r in own if isinstance(r, SkippedSample) and r.error is not None),
         )
+        if self.streams is None:
+            return rows
+        digest, notes = self.streams.digest_batch(ask.step), self.streams.take_notes()
+        return rows._replace(digest=digest, notes=notes, position=self.streams.find_position(ask.step + 1))
 
     def load_batch(self, ask: BatchRequest) -> dict[str, Any]:
         """Return the batch asked for, with recorded glue if its section needs it."""
@@ -161,15 +186,15 @@ class SampleLoader:
         try:
             return self.user.collate([item])
         except UserError as error:
-            index = self.epochs.locate_sample(step, position)[1]
+            name = self.user.sample_name(self._sample_id(step, position))
             raise UserError(
-                f"{self.user.sample_name(index)} cannot be collated: {error.message}",
-                error.where,
-                error.remedy,
+                f"{name} cannot be collated: {error.message}", error.where, error.remedy
             ) from error
 
     def _load_item(self, step: int, position: int) -> dict[str, Any]:
         """Return the sample at `position` of the step's global batch."""
+        if self.streams is not None and self._is_streamed(step, position):
+            return self.streams.load_item(step, position)
         number = self._sequence_number(step, position)
         if number not in self._items:
             key = self._sample_key(step, position)
@@ -179,6 +204,15 @@ class SampleLoader:
                 else self.user.load_sample(key.index, self.epochs.seed, key.epoch)
             )
         return self._items[number]
+
+    def _is_streamed(self, step: int, position: int) -> bool:
+        return self.streams is not None and self.streams.is_streamed(step, position)
+
+    def _sample_id(self, step: int, position: int) -> int:
+        """Return the dataset index of a sample, or the number that stands for it."""
+        if self.streams is not None and self._is_streamed(step, position):
+            return self.streams.sample_id(step, position)
+        return self.epochs.locate_sample(step, position)[1]
 
     def _sequence_number(self, step: int, position: int) -> int:
         return step * self.epochs.global_batch + position

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import signal
 import sys
 
@@ -29,6 +30,12 @@ def prepare_worker_process(parent: int, name: str) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)  # the rank's thread pool does not survive a fork
+
+
+def allow_child_processes() -> None:
+    """Lets this process, which multiprocessing started as a daemon, start processes of its own, as loaders of
+    streams do. They have to notice its end by themselves, as torch's DataLoader workers do."""
+    multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def name_this_process(name: str) -> None:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def derive_item_seed(seed: int, epoch: int, i: int) -> int:
@@ -87,15 +89,19 @@ def shared_rng_restore() -> Iterator[None]:
         _open_restores.pop()
 
 
-def load_seeded_item(dataset: Any, i: int, seed: int = 0, epoch: int = 0) -> Any:
-    """Return `dataset[i]`, loaded with torch, NumPy and Python seeded by (seed, epoch, i)."""
-    item_seed = derive_item_seed(seed, epoch, i)
+def load_seeded_item(dataset: Any, i: int, seed: int = 0, epoch: int = 0, first: int = 0) -> Any:
+    """Return `dataset[i - first]`, loaded with torch, NumPy and Python seeded by (seed, epoch, i)."""
+    return call_seeded(lambda: dataset[i - first], derive_item_seed(seed, epoch, i))
+
+
+def call_seeded(call: Callable[[], T], item_seed: int) -> T:
+    """Return `call()`, made with the generators seeded, and restore them as `shared_rng_restore` says."""
     if not _open_restores:
         with seeded_rngs(item_seed):
-            return dataset[i]
+            return call()
     _open_restores[-1].save_states()
     seed_rngs(item_seed)
-    return dataset[i]
+    return call()
 
 
 def choose_survey_indices(length: int, count: int = 64, seed: int = 0) -> list[int]:

@@ -1,8 +1,8 @@
 """Imports the user's model file, calls its functions, and turns what can be wrong with it into UserErrors.
 
-The file is plain PyTorch. It defines `model()` and `dataset()`, and optionally `collate`, `optimizer`,
-`scheduler`, `sizes`, `small_model`, `small_dataset`, `eval_dataset` and `metrics`. The compiler and the ranks
-both load it through this module, so that both see the same functions and the same defaults.
+The file is plain PyTorch. It defines `model()` and `dataset()` or `datasets()`, and optionally `collate`,
+`optimizer`, `scheduler`, `sizes`, `small_model`, `small_dataset`, `eval_dataset` and `metrics`. The compiler
+and the ranks both load it through this module, so that both see the same functions and the same defaults.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset, IterableDataset
+from torch.utils.data import ConcatDataset
 
 from secc.runtime.errors import UserError
+from secc.runtime.host.hidden_ranks import hidden_ranks
 from secc.runtime.model.default_collate import DefaultCollate
 from secc.runtime.model.deferred_scalar import unwrap_deferred_scalar
 from secc.runtime.model.imported_code import forget_changed_modules
@@ -38,6 +39,14 @@ from secc.runtime.model.nested_batch import (
     growing_lists_from_dims,
     may_hold_growing_lists,
 )
+from secc.runtime.model.sample_sources import (
+    SampleSource,
+    check_source,
+    describe_type,
+    find_source,
+    mixture_sources,
+)
+from secc.runtime.model.stream_reader import StreamFailure, StreamReader
 from secc.runtime.plan import schema
 
 NamedParams = list[tuple[str, nn.Parameter]]
@@ -46,6 +55,7 @@ NamedParams = list[tuple[str, nn.Parameter]]
 ROLES = (
     "model",
     "dataset",
+    "datasets",
     "collate",
     "optimizer",
     "scheduler",
@@ -72,7 +82,8 @@ class UserModel:
     def __init__(self, path: Path, module: ModuleType, sha256: str) -> None:
         self.path, self.module, self.sha256 = path, module, sha256
         self._uses_small_dataset = False
-        self._cached_dataset: Any = None
+        self._cached_sources: tuple[SampleSource, ...] | None = None
+        self._first_samples: dict[int, _FirstSamples] = {}  # of streams, by the first id of the source
         self._evaluation_sets: dict[str, Any] = {}  # by name; filled in what `for_evaluation` returns
         self._forward_signature: Mapping[str, inspect.Parameter] | None = None
         self._forward_line = ""
@@ -117,7 +128,7 @@ class UserModel:
     def _check_model(self, function: str, model: Any) -> nn.Module:
         if not isinstance(model, nn.Module):
             raise UserError(
-                f"{function}() returns {_describe_type(model)}, not an nn.Module",
+                f"{function}() returns {describe_type(model)}, not an nn.Module",
                 self.function_source_line(function),
                 "return the model itself",
             )
@@ -145,14 +156,72 @@ class UserModel:
 
     # -- the data -------------------------------------------------------------------------------------------
 
+    def sources(self) -> tuple[SampleSource, ...]:
+        """Return what `dataset()` gives, or the entries of `datasets()`. The file's function is called once,
+        and again where a generator begins anew."""
+        if self._cached_sources is None:
+            mixes = not self._uses_small_dataset and self.defines("datasets")
+            function = "small_dataset" if self._uses_small_dataset else "datasets" if mixes else "dataset"
+            place = self.function_source_line(function)
+            if mixes and self.defines("dataset"):
+                raise UserError("the model file has both dataset() and datasets()", place, "keep one of them")
+
+            def call() -> Any:
+                with hidden_ranks():
+                    return self.call_function(function)
+
+            if mixes:
+                sources = mixture_sources(call(), place, self.call_guarded, call)
+            else:
+                made = check_source(call(), "dataset()", place, self.call_guarded)
+                sources = (SampleSource("", "dataset()", 1, made, 0, place, self.call_guarded, call),)
+            if self.defines("sizes") and (mixes or sources[0].is_stream):
+                raise UserError(
+                    "sizes(i) is about sample i of a map-style dataset(), which the model file lacks",
+                    self.function_source_line("sizes"),
+                    "take sizes() out of the model file",
+                )
+            self._cached_sources = sources
+        return self._cached_sources
+
     def dataset(self) -> Any:
-        """Return the map-style dataset; the file's function is called once."""
-        if self._cached_dataset is None:
-            function = "small_dataset" if self._uses_small_dataset else "dataset"
-            self._cached_dataset = self._check_dataset(
-                self.call_function(function), "dataset()", self.function_source_line(function)
-            )
-        return self._cached_dataset
+        """Return the map-style dataset. Raises UserError if the file has streams or mixes several."""
+        sources = self.sources()
+        if len(sources) > 1 or sources[0].is_stream:
+            message = f"{sources[0].expression} has no numbered samples, which this needs"
+            raise UserError(message, sources[0].place, "return a map-style dataset")
+        return sources[0].dataset
+
+    @property
+    def sample_count(self) -> int | None:
+        """The number of samples; None for streams and mixtures, which go on without end."""
+        sources = self.sources()
+        return sources[0].length if len(sources) == 1 else None
+
+    def describe_samples(self) -> str:
+        """Return what a checkpoint records of the data."""
+        sources = self.sources()
+        parts = sum(s.parts for s in sources)
+        return "; ".join(s.describe(parts) for s in sources)
+
+    def survey_ids(self, count: int = 64, seed: int = 0) -> list[int]:
+        """Choose at most `count` samples that represent the data, by id: of a map-style dataset the first and
+        random others, of a stream the first, of a mixture as many of each source as a run draws."""
+        ids: list[int] = []
+        sources = self.sources()
+        parts = sum(s.parts for s in sources)
+        for source in sources:
+            share = max(1, count * source.parts // parts)
+            if source.is_stream:
+                known = self._first_samples_of(source).count_up_to(share)
+                ids += range(source.first_id, source.first_id + known)
+            else:
+                ids += (source.first_id + i for i in choose_survey_indices(source.length or 0, share, seed))
+        return ids
+
+    def _first_samples_of(self, source: SampleSource) -> _FirstSamples:
+        """Return the reader of a stream's first samples."""
+        return self._first_samples.setdefault(source.first_id, _FirstSamples(source))
 
     def use_small_dataset(self) -> None:
         """Use `small_dataset()` instead of `dataset()` and `sizes` from now on, if the file defines it."""
@@ -171,12 +240,14 @@ class UserModel:
                 raise UserError(
                     f"eval_dataset() has the key {name!r}", place, "name each set by a word, as in a metric"
                 )
-            self._check_dataset(one, what, place)
+            check_source(one, what, place, self.call_guarded)
         if not sets:
             raise UserError("eval_dataset() is empty", place, "return a dataset, or several by name")
         user = copy.copy(self)
         user._evaluation_sets = sets
-        user._cached_dataset = ConcatDataset(list(sets.values()))
+        joined = ConcatDataset(list(sets.values()))
+        source = SampleSource("", "eval_dataset()", 1, joined, 0, place, self.call_guarded, lambda: joined)
+        user._cached_sources = (source,)
         return user
 
     @property
@@ -209,32 +280,45 @@ class UserModel:
         numbers = self.call_guarded("metrics()", lambda: metrics(dict(outputs), **tensors))
         if not isinstance(numbers, Mapping):
             raise UserError(
-                f"metrics() returns {_describe_type(numbers)}, not a dict", place, "return {name: number}"
+                f"metrics() returns {describe_type(numbers)}, not a dict", place, "return {name: number}"
             )
         for name, value in numbers.items():
             if not isinstance(value, int | float) and not _is_scalar_tensor(value):
                 raise UserError(
-                    f"metrics() gives {_describe_type(value)} for {name!r}, not a number",
+                    f"metrics() gives {describe_type(value)} for {name!r}, not a number",
                     place,
                     "return {name: number}",
                 )
         return {str(name): float(value) for name, value in numbers.items()}
 
     def sample_name(self, i: int) -> str:
-        """The expression by which a user knows sample `i`: `dataset()[3]`, `eval_dataset()['long'][3]`."""
+        """The expression by which a user knows sample `i`: `dataset()[3]`, `eval_dataset()['long'][3]`,
+        `sample 3 of dataset()` for a stream."""
         for name, one in self._evaluation_sets.items():
             if i < len(one):
                 return f"eval_dataset(){f'[{name!r}]' if name else ''}[{i}]"
             i -= len(one)
-        return f"dataset()[{i}]"
+        source = find_source(self.sources(), i)
+        number = i - source.first_id
+        return (
+            f"sample {number} of {source.expression}"
+            if source.is_stream
+            else f"{source.expression}[{number}]"
+        )
 
     def load_sample(self, i: int, seed: int = 0, epoch: int = 0) -> dict[str, Any]:
-        """Load sample `i` with random states seeded by (seed, epoch, i)."""
-        dataset = self.dataset()
-        item = self.call_guarded(self.sample_name(i), lambda: load_seeded_item(dataset, i, seed, epoch))
+        """Load the sample with the id `i`, with random states seeded by (seed, epoch, i). Only the first
+        samples of a stream are kept for this."""
+        source = find_source(self.sources(), i)
+        if source.is_stream:
+            return self._first_samples_of(source).load(i - source.first_id)
+        dataset, first = source.dataset, source.first_id
+        item = self.call_guarded(
+            self.sample_name(i), lambda: load_seeded_item(dataset, i, seed, epoch, first)
+        )
         if not isinstance(item, Mapping):
             raise UserError(
-                f"{self.sample_name(i)} is {_describe_type(item)}, not a dict",
+                f"{self.sample_name(i)} is {describe_type(item)}, not a dict",
                 self._getitem_source_line(),
                 "return a dict of forward's arguments",
             )
@@ -246,9 +330,7 @@ class UserModel:
         value None are left out."""
         if not self.defines("collate"):
             if self._default_collate is None:
-                self.fit_default_collate(
-                    [self.load_sample(i) for i in choose_survey_indices(len(self.dataset()))]
-                )
+                self.fit_default_collate([self.load_sample(i) for i in self.survey_ids()])
             assert self._default_collate is not None
             with self._errors_located_in_dataset():
                 return self._default_collate(samples)
@@ -262,7 +344,7 @@ class UserModel:
         batch = self.call_function("collate", list(samples))
         if not isinstance(batch, Mapping):
             raise UserError(
-                f"collate() returns {_describe_type(batch)}, not a dict",
+                f"collate() returns {describe_type(batch)}, not a dict",
                 self.function_source_line("collate"),
                 "return forward's keyword arguments",
             )
@@ -272,7 +354,7 @@ class UserModel:
         """Find the lists that grow with the samples, by collating samples of the survey both in groups and
         one by one."""
         groups: list[tuple[Mapping[str, Any], list[Mapping[str, Any]]]] = []
-        indices = choose_survey_indices(len(self.dataset()))
+        indices = self.survey_ids()
         for together in (
             indices[i : i + _SAMPLES_COLLATED_TOGETHER]
             for i in range(0, len(indices), _SAMPLES_COLLATED_TOGETHER)
@@ -304,7 +386,7 @@ class UserModel:
         sizes = self.call_function("sizes", i)
         if not isinstance(sizes, Mapping):
             raise UserError(
-                f"sizes({i}) is {_describe_type(sizes)}, not a dict",
+                f"sizes({i}) is {describe_type(sizes)}, not a dict",
                 self.function_source_line("sizes"),
                 "return the sizes of sample i's inputs",
             )
@@ -354,26 +436,6 @@ class UserModel:
                 remedy,
             )
 
-    def _check_dataset(self, dataset: Any, what: str, place: str) -> Any:
-        if isinstance(dataset, IterableDataset):
-            remedy = "return a map-style dataset: one with __len__ and __getitem__"
-            raise UserError(
-                f"{what} returns an IterableDataset; its samples cannot be drawn by number", place, remedy
-            )
-        if (
-            not hasattr(dataset, "__getitem__")
-            or not hasattr(dataset, "__len__")
-            or isinstance(dataset, Mapping)
-        ):
-            raise UserError(
-                f"{what} returns {_describe_type(dataset)}, not a map-style dataset",
-                place,
-                "give it __len__ and __getitem__",
-            )
-        if self.call_guarded(f"len({what})", lambda: len(dataset)) == 0:
-            raise UserError(f"{what} is empty", place, "return a dataset with at least one sample")
-        return dataset
-
     @contextmanager
     def _errors_located_in_dataset(self) -> Iterator[None]:
         """Give UserErrors of the default collate, which have no place, that of the dataset's
@@ -386,9 +448,9 @@ class UserModel:
     def _getitem_source_line(self) -> str:
         if self._evaluation_sets:
             return self.function_source_line("eval_dataset")
-        return self._source_line(
-            getattr(type(self.dataset()), "__getitem__", None)
-        ) or self.function_source_line("dataset")
+        source = self.sources()[0]
+        method = "__iter__" if source.is_stream else "__getitem__"
+        return self._source_line(getattr(type(source.dataset), method, None)) or source.place
 
     # -- the optimizer --------------------------------------------------------------------------------------
 
@@ -404,7 +466,7 @@ class UserModel:
         optimizer = self.call_function("optimizer", list(named_params), remedy=remedy)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UserError(
-                f"optimizer() returns {_describe_type(optimizer)}, not a torch.optim.Optimizer",
+                f"optimizer() returns {describe_type(optimizer)}, not a torch.optim.Optimizer",
                 self.function_source_line("optimizer"),
                 "return one",
             )
@@ -425,7 +487,7 @@ class UserModel:
         if scheduler is not None and not callable(getattr(scheduler, "step", None)):
             place = self.function_source_line("scheduler")
             raise UserError(
-                f"scheduler() returns {_describe_type(scheduler)}, which has no step()",
+                f"scheduler() returns {describe_type(scheduler)}, which has no step()",
                 place,
                 "return a torch.optim.lr_scheduler",
             )
@@ -461,7 +523,7 @@ class UserModel:
             )
         if not callable(member):
             raise UserError(
-                f"{function} in the model file is {_describe_type(member)}, not a function",
+                f"{function} in the model file is {describe_type(member)}, not a function",
                 str(self.path),
                 "make it a function",
             )
@@ -479,6 +541,31 @@ class UserModel:
             raise UserError(
                 f"{what} raises {_describe_error(error)}", place, remedy or "correct the model file"
             ) from error
+
+
+class _FirstSamples:
+    """The first samples of a stream, read when they are asked for and kept: for surveys and checks, which do
+    not move the place of a run in the stream."""
+
+    def __init__(self, source: SampleSource) -> None:
+        self._reader = StreamReader(source)
+        self._end: int | None = None  # the number of samples of the first epoch, once it is known
+
+    def count_up_to(self, count: int) -> int:
+        """Return the number of samples, at most `count`; reads so many."""
+        while self._end is None and self._reader.next_number < count:
+            sample = self._reader.read(self._reader.next_number)
+            if sample.epoch or isinstance(sample.error, StreamFailure):
+                ended = self._reader.ended_epochs
+                self._end = ended[0] if ended else sample.index + 1
+        return count if self._end is None else min(count, self._end)
+
+    def load(self, number: int) -> dict[str, Any]:
+        """Return a sample. Raises UserError if the stream raised in its place."""
+        sample = self._reader.read(number)
+        if sample.error is not None:
+            raise sample.error
+        return dict(sample.item)
 
 
 class _LoaderOfText(importlib.machinery.SourceFileLoader):
@@ -567,7 +654,7 @@ def extract_loss(output: Any, where: str = "") -> torch.Tensor:
     if isinstance(loss, torch.Tensor):
         received = f"a tensor of shape {list(loss.shape)} and dtype {str(loss.dtype).removeprefix('torch.')}"
     else:
-        received = _describe_type(output) + (" with loss None" if hasattr(output, "loss") else "")
+        received = describe_type(output) + (" with loss None" if hasattr(output, "loss") else "")
     remedy = (
         "let forward return the loss: a scalar tensor, a tuple that begins with it, "
         "or an object or dict with `loss` (Hugging Face models need `labels`)"
@@ -639,7 +726,3 @@ def _is_in_nested_list(key: str, argument: str) -> bool:
     """Whether a flat key is of a tensor in a list of lists that is an argument of forward."""
     first, *steps = key.split(KEY_SEPARATOR)
     return first == argument and sum(step.isdecimal() for step in steps) > 1
-
-
-def _describe_type(value: Any) -> str:
-    return "None" if value is None else f"an object of type {type(value).__name__}"

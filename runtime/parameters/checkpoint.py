@@ -46,9 +46,10 @@ def make_manifest(
     run: str | None = None,
     plan: str | None = None,
     settings: Mapping[str, str] | None = None,
+    data: Mapping[str, Any] | None = None,
 ) -> CheckpointManifest:
     """Returns the manifest of `model` after `step` steps of the run with the id `run` of the plan directory
-    `plan`."""
+    `plan`; `data` is where the run is in its streams."""
     canonical = canonical_names(model)
     names = tuple(model.state_dict())
     stored = {n: next(m for m in names if canonical.get(m, m) == canonical.get(n, n)) for n in names}
@@ -62,6 +63,7 @@ def make_manifest(
         run=run,
         plan=plan,
         settings=None if settings is None else dict(settings),
+        data=None if data is None else dict(data),
     )
 
 

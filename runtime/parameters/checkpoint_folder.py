@@ -46,7 +46,8 @@ class CheckpointManifest:
     """Metadata of a checkpoint. `names` are the keys of the state dict in its order; `tied` maps a name to
     the name that its tensor is stored under; `files` are the data files by name; `run` is the same for all
     checkpoints of a run; `plan` is the directory of the plan that wrote the checkpoint; `settings` are those
-    that a resumed run is compared with. Older checkpoints lack some of the last four."""
+    that a resumed run is compared with; `data` says where the run is in streams and mixtures, None for a
+    map-style dataset. Older checkpoints lack some of the last five."""
 
     step: int
     seed: int
@@ -58,6 +59,7 @@ class CheckpointManifest:
     run: str | None = None
     plan: str | None = None
     settings: dict[str, str] | None = None
+    data: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

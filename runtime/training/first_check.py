@@ -26,7 +26,7 @@ from typing import Any
 
 from secc.runtime.errors import UserError
 from secc.runtime.host.child_processes import prepare_worker_process
-from secc.runtime.model.item_seeds import choose_survey_indices, seeded_rngs
+from secc.runtime.model.item_seeds import seeded_rngs
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.parameters.mixed_precision import cast_model
 from secc.runtime.parameters.rank_weights import is_built_everywhere
@@ -137,8 +137,7 @@ def compare_first_samples(plan: Plan, directory: Path, user: UserModel) -> First
 def _choose_samples(user: UserModel) -> list[Mapping[str, Any]]:
     """Returns SAMPLE_COUNT samples: one for each combination of keys among the loaded ones, then others. A
     smaller dataset repeats."""
-    indices = choose_survey_indices(len(user.dataset()), _LOADED_SAMPLES)
-    loaded = [user.load_sample(i) for i in indices]
+    loaded = [user.load_sample(i) for i in user.survey_ids(_LOADED_SAMPLES)]
     first_of_pattern = {frozenset(s): s for s in reversed(loaded)}
     others = [s for s in loaded if s is not first_of_pattern[frozenset(s)]]
     chosen = [*first_of_pattern.values(), *others]

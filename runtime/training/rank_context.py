@@ -23,7 +23,8 @@ from torch import nn
 
 from secc.runtime.comm.host_staged_group import register_backend
 from secc.runtime.data.data_plane import DataPlane
-from secc.runtime.data.epoch_order import EpochOrder, EvaluationOrder, repeated_samples_text
+from secc.runtime.data.epoch_order import EvaluationOrder, repeated_samples_text
+from secc.runtime.data.mixed_order import make_sample_order
 from secc.runtime.errors import UserError, printable_text
 from secc.runtime.host.child_processes import keep_freed_memory
 from secc.runtime.host.cpu_cores import available_cores
@@ -123,10 +124,10 @@ class RankContext(ExitStack):
         self.log_dir = options.log_dir or directory / "logs"
         self.resumed = _find_resumed(options, self._hash_files())
         manifest = self.resumed.manifest if self.resumed else None
-        sample_count, global_batch = len(self.user_model.dataset()), self.plan.global_batch
-        if self.rank == 0 and sample_count < global_batch:
+        sample_count, global_batch = self.user_model.sample_count, self.plan.global_batch
+        if self.rank == 0 and sample_count is not None and sample_count < global_batch:
             sys.stderr.write(f"{repeated_samples_text(sample_count, global_batch)}\n")
-        epochs = EpochOrder(sample_count, global_batch, epochs=options.epochs)
+        epochs = make_sample_order(self.user_model, global_batch, epochs=options.epochs)
         self.last_step = options.steps or epochs.step_count or DEFAULT_STEPS
         if self.resumed is not None:
             _check_resumption(self.plan, self.resumed, options, self.last_step, self.rank)
@@ -246,6 +247,9 @@ class RankContext(ExitStack):
             ahead=1 + (self.records_ahead and self.plan.run_ahead_gib > 0),
             rerecorder=self._make_rerecorder(),
             recorders=self.recorder_count,
+            resumed=self.resumed.manifest.data if self.resumed is not None else None,
+            accepts_change="dataset" in self.options.allow_change,
+            saves=self.rank == 0 and self.options.save is not None,
         )
 
     def _make_evaluation_data(self) -> EvaluationData:

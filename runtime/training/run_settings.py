@@ -24,18 +24,18 @@ def describe_settings(
     seed: int,
     shuffle: bool,
     clip: float | None,
-    samples: int,
+    samples: str,
     of_model: Mapping[str, str],
     optimizer: torch.optim.Optimizer | None,
     scheduler: Any,
 ) -> dict[str, str]:
-    """Returns the settings of a run by name; `of_model` are from `describe_model`. Call it before the
-    optimizer and the scheduler have stepped."""
+    """Returns the settings of a run by name; `samples` says what the data are, `of_model` are from
+    `describe_model`. Call it before the optimizer and the scheduler have stepped."""
     settings = {
         "seed": str(seed),
         "shuffle": str(shuffle),
         "clip": str(clip),
-        "dataset": f"{samples} samples",
+        "dataset": samples,
         **of_model,
     }
     if optimizer is not None:

@@ -171,7 +171,7 @@ class Trainer:
             context.seed,
             context.shuffle,
             self.options.clip,
-            len(context.user_model.dataset()),
+            context.user_model.describe_samples(),
             context.model_settings,
             self.optimizer,
             self.scheduler,
@@ -544,6 +544,7 @@ class Trainer:
             context.run_id,
             str(context.directory.resolve()),
             self._settings,
+            context.data_plane.position_after(self.step_number),
         )
         replicates = self.options.replicate and folder == self.options.save
         self._saver.start_save(folder, state, manifest, keep, in_background, replicates)

@@ -48,9 +48,9 @@ class Model:
 
 
 def _require_roles(given: Iterable[str]) -> None:
-    for role in ("model", "dataset"):
-        if role not in given:
-            raise UserError(f"a model needs the function {role}=", remedy="see docs/guide/model-file.md")
+    for roles in (("model",), ("dataset", "datasets")):
+        if not any(role in given for role in roles):
+            raise UserError(f"a model needs the function {roles[0]}=", remedy="see docs/guide/model-file.md")
 
 
 def load(path: str | Path) -> Model:

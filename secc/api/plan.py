@@ -212,9 +212,9 @@ def compile(
         raise UserError(f"unknown option {unknown[0]!r}", remedy=f"options are {', '.join(sorted(known))}")
     made = CompileOptions(cluster=cluster, global_batch=global_batch, set=choice_texts(set), **options)
     compiled = compile_to_directory(_as_model(model).path, made, Path(out), check, progress)
-    samples = len(compiled.user.dataset())
-    few = samples < global_batch
-    return Plan(out, (repeated_samples_text(samples, global_batch),) if few else ())
+    samples = compiled.user.sample_count
+    few = (repeated_samples_text(samples, global_batch),) if samples and samples < global_batch else ()
+    return Plan(out, few)
 
 
 def compile_to_directory(

@@ -152,8 +152,8 @@ def command(
         return
     if explain_fusion:
         _print_fusion(plan)
-    samples = len(compiled.user.dataset())
-    few = (repeated_samples_text(samples, plan.global_batch),) if samples < plan.global_batch else ()
+    samples, batch = compiled.user.sample_count, plan.global_batch
+    few = (repeated_samples_text(samples, batch),) if samples and samples < batch else ()
     for line in plan_brief(plan, output, few):
         out.print(line, soft_wrap=True, markup=False)
 

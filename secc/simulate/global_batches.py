@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from secc.runtime.data.declared_sizes import DeclaredSizes
-from secc.runtime.data.epoch_order import EpochOrder
+from secc.runtime.data.mixed_order import MixedOrder, make_sample_order
 from secc.runtime.data.sample_loader import MetadataRequest, SampleLoader
 from secc.runtime.data.sample_metadata import RecordCodec, SampleRecord
+from secc.runtime.data.stream_batches import StreamBatches
 from secc.runtime.parameters.rank_weights import load_user_model
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import SampleMeta
@@ -24,9 +25,10 @@ def load_global_batches(
     """
     user = load_user_model(plan, directory)
     user.use_plan_inputs(plan.inputs)
-    epochs = EpochOrder(len(user.dataset()), plan.global_batch, seed, shuffle)
+    epochs = make_sample_order(user, plan.global_batch, seed, shuffle)
     declared = DeclaredSizes(user, plan.symbols, plan.inputs) if user.defines("sizes") else None
-    loader = SampleLoader(user, RecordCodec(plan, {}), epochs)
+    streams = StreamBatches(epochs) if isinstance(epochs, MixedOrder) else None
+    loader = SampleLoader(user, RecordCodec(plan, {}), epochs, streams=streams)
     for step in range(steps):
         if declared is not None:
             yield tuple(declared.sample_metadata(i) for i in epochs.dataset_indices(step))

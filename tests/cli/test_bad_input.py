@@ -14,7 +14,8 @@ MODELS = Path(__file__).parent.parent / "models"
 REFUSED = [
     ("no_model", ["no_model.py", "no model()", "what to do"]),
     ("empty_dataset", ["empty_dataset.py:", "is empty", "what to do"]),
-    ("iterable_dataset", ["iterable_dataset.py:", "IterableDataset", "map-style"]),
+    ("dataset_dict", ["dataset_dict.py:", "of type dict, not a map-style dataset", "such as ds['train']"]),
+    ("empty_stream", ["empty_stream.py:", "dataset() gives no samples", "what to do"]),
     ("no_loss", ["no_loss.py:", "loss", "what to do"]),
     ("unknown_key", ["unknown_key.py:", "which forward does not take", "forward takes"]),
     ("batchnorm", ["batchnorm.py:", "not separable", "native_batch_norm", "what to do"]),

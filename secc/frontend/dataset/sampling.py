@@ -18,7 +18,6 @@ from secc.frontend.dataset.survey import (
     KeyShapes,
     Sample,
 )
-from secc.runtime.model.item_seeds import choose_survey_indices
 from secc.runtime.model.user_file import UserModel
 
 MAX_SCANNED_SAMPLES = 4096  # calls of sizes(i) to find rare patterns
@@ -63,7 +62,7 @@ def survey_dataset(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bo
     if not samples:
         raise UserError(
             f"none of the {len(skipped)} samples that were drawn loads",
-            user.function_source_line("dataset"),
+            user.sources()[0].place,
             skipped[0],
         )
     if not has_collate:
@@ -81,10 +80,10 @@ def survey_dataset(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bo
 
 def _choose_indices(user: UserModel, count: int, seed: int) -> list[int]:
     """Returns the indices to draw. `sizes(i)` finds patterns that random draws would miss."""
-    length = len(user.dataset())
-    chosen = choose_survey_indices(length, count, seed)
+    chosen = user.survey_ids(count, seed)
     if not user.defines("sizes"):
         return chosen
+    length = len(user.dataset())
     asked = min(length, MAX_SCANNED_SAMPLES)
     by_keys: dict[frozenset[str], list[int]] = {}
     for i in sorted({k * length // asked for k in range(asked)} | set(chosen)):

@@ -186,13 +186,15 @@ def test_errors_of_a_model_file_have_a_place(write: Write, text: str, message: s
     assert caught.value.remedy
 
 
-def test_an_iterable_dataset_is_rejected(write: Write):
+def test_a_stream_has_no_numbered_samples(write: Write):
     text = (
-        "class Stream(torch.utils.data.IterableDataset):\n    __iter__ = None\n"
+        "class Stream(torch.utils.data.IterableDataset):\n    def __iter__(self): yield {}\n"
         "def dataset():\n    return Stream()\n"
     )
-    with pytest.raises(UserError, match="IterableDataset"):
-        load_model_file(write(MODEL + text)).dataset()
+    user = load_model_file(write(MODEL + text))
+    assert user.sources()[0].is_stream
+    with pytest.raises(UserError, match="no numbered samples"):
+        user.dataset()
 
 
 def test_an_optimizer_error_explains_the_named_parameters(write: Write):

@@ -1,0 +1,109 @@
+"""A run from a stream is the run from the same samples as a list, bit for bit, also after it was resumed on
+another number of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from secc.runtime.parameters.checkpoint import load_full_state_dict
+from secc.runtime.training.supervisor import run_plan
+from tests.runtime.captioner_plans import FIXTURE, TOGETHER, UNEVEN, Layout, write_plan
+from tests.runtime.train_captioner import metrics, train
+
+pytestmark = pytest.mark.gloo
+
+LIST = (FIXTURE / "model.py").read_text().replace("return 40", "return 21")
+STREAM = LIST.replace(
+    "    return Samples()",
+    """    return Stream()
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        data = Samples()
+        yield from (data[i] for i in range(len(data)))
+""",
+)
+
+
+def train_plan(
+    folder: Path, layout: Layout, source: str, steps: int, *arguments: str, saved: str = "saved"
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Trains, saves, and returns the losses and the parameters."""
+    write_plan(folder, layout, source=source)
+    train(folder, layout, steps, "--save", str(folder / saved), "--no-first-check", *arguments)
+    return [m["loss"] for m in metrics(folder)], load_full_state_dict(folder / saved)
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_stream_trains_as_a_list_and_resumes_on_other_ranks(tmp_path: Path) -> None:
+    """Three global batches of 8 of 21 samples, then three more on two ranks instead of three."""
+    lists = train_plan(tmp_path / "list", UNEVEN, LIST, 3)
+    streams = train_plan(tmp_path / "stream", UNEVEN, STREAM, 3, "--workers", "1")
+    assert streams[0] == lists[0]
+    assert_equal(streams[1], lists[1])
+    data = read_data(tmp_path / "stream" / "saved")
+    assert data["samples"] == 24 and data["sources"][""]["epoch"] == 1
+
+    def resume(name: str, source: str, *arguments: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+        where = ["--resume", str(tmp_path / name / "saved"), *arguments]
+        return train_plan(tmp_path / f"{name} again", TOGETHER, source, 6, *where)
+
+    lists, streams = resume("list", LIST), resume("stream", STREAM)
+    assert len(streams[0]) == 3 and streams[0] == lists[0]
+    assert_equal(streams[1], lists[1])
+
+
+def read_data(folder: Path) -> Any:
+    """What the latest checkpoint recorded of the data."""
+    latest = (folder / "latest").read_text().strip()
+    return json.loads((folder / latest / "checkpoint.json").read_text())["data"]
+
+
+@pytest.mark.slow
+def test_a_broken_stream_ends_the_run_after_a_save(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    yielded = "        yield from (data[i] for i in range(len(data)))\n"
+    broken = f"{yielded}        raise OSError('the disk is gone')\n"
+    write_plan(tmp_path / "plan", UNEVEN, source=STREAM.replace(yielded, broken))
+    assert run_plan(tmp_path / "plan", ["--steps", "9", "--save", str(tmp_path / "saved")]) == 2
+    errors = capfd.readouterr().err
+    assert errors.count("error:") == 1 and "Traceback" not in errors
+    assert "dataset(), sample 21 of epoch 1, raises OSError: the disk is gone" in errors
+    assert (tmp_path / "saved" / "latest").read_text() == "step_00000002\n"
+
+
+@pytest.mark.slow
+def test_a_stream_that_differs_by_rank_ends_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The rank is read when the model file is imported, where it is not hidden."""
+    split = "import os\nRANK = int(os.environ.get('RANK', '0'))\n"
+    source = STREAM.replace("import torch\n", f"import torch\n{split}", 1)
+    write_plan(tmp_path / "plan", UNEVEN, source=source.replace("range(len(data))", "range(RANK, len(data))"))
+    assert run_plan(tmp_path / "plan", ["--steps", "9"]) == 2
+    errors = capfd.readouterr().err
+    assert errors.count("error:") == 1 and "Traceback" not in errors
+    assert "ranks 0 and 1 have read different samples for step 1" in errors
+
+
+@pytest.mark.slow
+def test_a_run_from_another_stream_is_not_continued(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(tmp_path / "plan", TOGETHER, source=STREAM)
+    saved = ["--save", str(tmp_path / "saved"), "--resume", "auto"]
+    assert run_plan(tmp_path / "plan", ["--steps", "2", *saved]) == 0
+    other = STREAM.replace("data[i] for", "data[i + (i == 3)] for")
+    write_plan(tmp_path / "other", TOGETHER, source=other)
+    assert run_plan(tmp_path / "other", ["--steps", "4", *saved]) == 2
+    assert "dataset() is another stream than the checkpoint's run read" in capfd.readouterr().err
+    assert run_plan(tmp_path / "other", ["--steps", "4", *saved, "--allow-change", "dataset"]) == 0
+    assert read_data(tmp_path / "saved")["samples"] == 32
