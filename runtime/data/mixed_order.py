@@ -133,8 +133,8 @@ def make_sample_order(
     """Returns the order of the samples of a model file. `resumed`: what the checkpoint to resume from
     recorded of the data. Raises UserError for options that do not fit the data."""
     sources = user.sources()
-    if len(sources) == 1 and sources[0].length and not sources[0].name:
-        return EpochOrder(sources[0].length, global_batch, seed, shuffle, epochs)
+    if (length := user.sample_count) is not None and not sources[0].name:
+        return EpochOrder(length, global_batch, seed, shuffle, epochs)
     if shuffle and all(s.is_stream for s in sources):
         raise UserError(
             f"--shuffle: the samples of {sources[0].expression}, a stream, have no numbers",

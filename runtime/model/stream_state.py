@@ -7,7 +7,7 @@ import base64
 import io
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,26 +44,33 @@ def digest_value(value: Any, start: int = 0) -> int:
     """Returns a CRC-32 of a sample: of its keys, of types and shapes, and of contents, but for the middle of
     large ones. The same in every process."""
     if isinstance(value, Mapping):
-        for key, one in value.items():
+        entries: Mapping[Any, Any] = value
+        for key, one in entries.items():
             start = digest_value(one, _crc(repr(key).encode(), start))
         return start
-    if isinstance(value, list | tuple) and not all(isinstance(v, int | float) for v in value):
-        for one in value:
+    if isinstance(value, list | tuple):
+        members: Sequence[Any] = value
+        if all(isinstance(v, int | float) for v in members):
+            return _crc(repr(members).encode(), start)
+        for one in members:
             start = digest_value(one, start)
-        return _crc(str(len(value)).encode(), start)
+        return _crc(str(len(members)).encode(), start)
     if isinstance(value, str):
         return _crc(value.encode(errors="surrogatepass"), _crc(b"text", start))
     if isinstance(value, bytes | bytearray | memoryview):
         return _crc(value, _crc(b"bytes", start))
     if isinstance(value, torch.Tensor):
         return _digest_tensor(value, start)
-    if hasattr(value, "dtype") and hasattr(value, "tobytes"):  # NumPy
-        shape = f"{value.dtype} {getattr(value, 'shape', ())}".encode()
-        return start if value.dtype == object else _crc(value.tobytes(), _crc(shape, start))
-    if callable(getattr(value, "tobytes", None)) and hasattr(value, "size"):  # a picture of PIL
-        return _crc(value.tobytes(), _crc(str(value.size).encode(), start))
-    if value is None or isinstance(value, bool | int | float | complex | list | tuple):
+    if value is None or isinstance(value, bool | int | float | complex):
         return _crc(repr(value).encode(), start)
+    return _digest_object(value, start)
+
+
+def _digest_object(value: Any, start: int) -> int:
+    """Digests arrays of NumPy and pictures of PIL; of other objects only the type."""
+    kind, size = getattr(value, "dtype", None), getattr(value, "shape", getattr(value, "size", None))
+    if kind != object and size is not None and callable(getattr(value, "tobytes", None)):
+        return _crc(value.tobytes(), _crc(f"{kind} {size}".encode(), start))
     return _crc(type(value).__qualname__.encode(), start)
 
 

@@ -186,17 +186,17 @@ class UserModel:
 
     def dataset(self) -> Any:
         """Return the map-style dataset. Raises UserError if the file has streams or mixes several."""
-        sources = self.sources()
-        if len(sources) > 1 or sources[0].is_stream:
-            message = f"{sources[0].expression} has no numbered samples, which this needs"
-            raise UserError(message, sources[0].place, "return a map-style dataset")
-        return sources[0].dataset
+        first, *others = self.sources()
+        if others or first.is_stream:
+            message = f"{first.expression} has no numbered samples, which this needs"
+            raise UserError(message, first.place, "return a map-style dataset")
+        return first.dataset
 
     @property
     def sample_count(self) -> int | None:
         """The number of samples; None for streams and mixtures, which go on without end."""
-        sources = self.sources()
-        return sources[0].length if len(sources) == 1 else None
+        first, *others = self.sources()
+        return None if others else first.length
 
     def describe_samples(self) -> str:
         """Return what a checkpoint records of the data."""
