@@ -69,7 +69,7 @@ def digest_value(value: Any, start: int = 0) -> int:
 def _digest_object(value: Any, start: int) -> int:
     """Digests arrays of NumPy and pictures of PIL; of other objects only the type."""
     kind, size = getattr(value, "dtype", None), getattr(value, "shape", getattr(value, "size", None))
-    if kind != object and size is not None and callable(getattr(value, "tobytes", None)):
+    if str(kind) != "object" and size is not None and callable(getattr(value, "tobytes", None)):
         return _crc(value.tobytes(), _crc(f"{kind} {size}".encode(), start))
     return _crc(type(value).__qualname__.encode(), start)
 
