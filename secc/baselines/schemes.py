@@ -1,7 +1,7 @@
 """The published schemes: for each its layouts, the best first by closed form, and the order of samples.
 
-- uniform (Megatron-LM): every section on all devices with one (tp, pp, dp), experts in parts (ep), encoders
-  in the first stage; dataset order, 1F1B.
+- uniform (Megatron-LM): every section on all devices with one (tp, pp, cp, dp), experts in parts (ep),
+  encoders in the first stage; dataset order, 1F1B.
 - colocate (FSDP2): every section on every device, data parallel; dataset order.
 - mimo (Megatron-Core MIMO): sections on separate devices, replicas in powers of two; dataset order.
 - disttrain: sections on separate devices; largest samples first to the least loaded replica, small
@@ -93,21 +93,32 @@ def _uniform_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]:
 
 def _uniform_meshes(space: BaselineSpace, anchor: str) -> Iterator[tuple[int, BaselineLayout]]:
     """Yields layouts with one mesh on all devices, one for each number of parts of the anchor's experts;
-    other sections are whole in the first stage, or cut into as many stages as the anchor."""
-    for tp, pp, dp, size in _anchor_meshes(space, anchor):
+    other sections are whole in the first stage, or cut into as many stages as the anchor. The ranks that
+    share the anchor's rows share those of other sections with long samples, too, and else have samples."""
+    for (tp, pp, cp, dp), size in _anchor_meshes(space, anchor):
         for deep in (False, True) if pp > 1 else (False,):
-            stages = {
-                n: pp if n == anchor or (deep and pp in space.stage_counts(n)) else 1 for n in space.names
+            meshes = {
+                n: MeshShape(tp, pp if n == anchor or (deep and pp in space.stage_counts(n)) else 1, dp)
+                for n in space.names
             }
-            ways = {n: space.mesh_variants(n, MeshShape(tp, stages[n], dp), size) for n in space.names}
-            for ep in space.expert_parts(anchor, tp, dp):
+            meshes = {
+                n: mesh._replace(cp=cp)
+                if n == anchor or cp in space.row_parts(n, tp, mesh.pp)
+                else mesh._replace(dp=dp * cp)
+                for n, mesh in meshes.items()
+            }
+            ways = {n: space.mesh_variants(n, mesh, size) for n, mesh in meshes.items()}
+            for ep in space.expert_parts(anchor, tp, dp, cp):
                 some = ways | {anchor: [c for c in ways[anchor] if c.ep == ep]}
                 yield from space.first_fitting(some, partial(_uniform_layout, space, pp, size), _total_time)
 
 
 def _uniform_layout(space: BaselineSpace, pp: int, size: int, chosen: ChosenCandidates) -> BaselineLayout:
+    stage_ranks = max(c.stage_ranks for c in chosen.values())
     first_stage_ranks = {
-        n: tuple(r for r in range(space.ranks) if r // c.tp % pp == 0) for n, c in chosen.items() if c.pp < pp
+        n: tuple(r for r in range(space.ranks) if r // stage_ranks % pp == 0)
+        for n, c in chosen.items()
+        if c.pp < pp
     }
     return BaselineLayout(
         {
@@ -120,12 +131,13 @@ def _uniform_layout(space: BaselineSpace, pp: int, size: int, chosen: ChosenCand
     )
 
 
-def _anchor_meshes(space: BaselineSpace, anchor: str) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (tp, pp, dp, mean samples in a micro-batch) of an anchor that takes all devices."""
-    for tp, pp, size in product(space.tp_degrees(), space.stage_counts(anchor), MICRO_BATCH_SIZES):
-        dp = space.ranks // (tp * pp)
-        if dp and dp * tp * pp == space.ranks and size in space.micro_batch_sizes(anchor, dp):
-            yield tp, pp, dp, size
+def _anchor_meshes(space: BaselineSpace, anchor: str) -> Iterator[tuple[tuple[int, int, int, int], int]]:
+    """Yields ((tp, pp, cp, dp), mean samples in a micro-batch) of an anchor that takes all devices."""
+    for tp, pp in product(space.tp_degrees(), space.stage_counts(anchor)):
+        for cp, size in product(space.row_parts(anchor, tp, pp), MICRO_BATCH_SIZES):
+            dp = space.ranks // (tp * pp * cp)
+            if dp and dp * tp * pp * cp == space.ranks and size in space.micro_batch_sizes(anchor, dp):
+                yield (tp, pp, cp, dp), size
 
 
 def _colocate_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]:
@@ -168,7 +180,9 @@ def _bubble_layouts(space: BaselineSpace, anchor: str) -> list[BaselineLayout]:
 
 def _bubble_meshes(space: BaselineSpace, anchor: str) -> Iterator[tuple[int, BaselineLayout]]:
     others = frozenset(n for n in space.names if n != anchor)
-    for tp, pp, dp, size in _anchor_meshes(space, anchor):
+    for (tp, pp, cp, dp), size in _anchor_meshes(space, anchor):
+        if cp > 1:
+            continue
         meshes = {n: MeshShape(tp, pp, dp) if n == anchor else MeshShape(tp, 1, dp * pp) for n in space.names}
         ways = {n: space.mesh_variants(n, mesh, size) for n, mesh in meshes.items()}
         for time, layout in space.first_fitting(

@@ -1,8 +1,10 @@
-"""The configurations that baselines search: replicas, tensor parallelism, stages, parts of experts and
-micro-batches of a section, in closed form.
+"""The configurations that baselines search: replicas, tensor and context parallelism, stages, parts of
+experts and micro-batches of a section, in closed form.
 
 Tensor parallelism is a power of two inside a node, stages are a power of two up to the layers, experts form a
-power of two of parts over a replica or several of them, micro-batches have 1 to 16 mean samples. Optimizer
+power of two of parts over a replica or several of them, micro-batches have 1 to 16 mean samples. Context
+parallelism is a power of two where samples are long, by the same rule as in plans, and one for all samples.
+Experts in parts and context parallelism do not meet, as in plans. Optimizer
 states are sharded wherever there is something to shard, as Megatron's distributed optimizer does; layers are
 recomputed only as far as memory demands. Memory is counted as in plans (`secc.cost.model.memory`).
 """
@@ -28,6 +30,7 @@ from secc.alloc.problem.candidates import (
     memory_on_rank,
     price_candidate,
 )
+from secc.alloc.problem.row_parts import row_parts_for_long_samples
 from secc.alloc.problem.types import Candidate, ReplicaShape
 from secc.baselines.layout import BaselineContext, BaselineLayout, SectionLayout, count_layers
 from secc.cost.model.memory import RankMemory
@@ -44,17 +47,18 @@ ChosenCandidates = Mapping[str, Candidate]
 
 
 class MeshShape(NamedTuple):
-    """Ranks of a section: `dp` replicas of `tp * pp` ranks, with experts in `ep` parts."""
+    """Ranks of a section: `dp` replicas of `tp * pp * cp` ranks, with experts in `ep` parts."""
 
     tp: int
     pp: int
     dp: int
     ep: int = 1
+    cp: int = 1
 
     @property
     def replica(self) -> ReplicaShape:
         """The shape of a replica."""
-        return ReplicaShape(self.tp, self.pp, ep=self.ep)
+        return ReplicaShape(self.tp, self.pp, self.cp, self.ep)
 
 
 class BaselineSpace:
@@ -70,6 +74,7 @@ class BaselineSpace:
         self.mean_tokens = sum(
             (p.share * self.base.mean_tokens(p) for p in input_patterns(base.work.graph)), Fraction(0)
         )
+        self.row_parts = cache(self._row_parts)
         self.rank_load = cache(self._rank_load)
         self.recompute_variants = cache(self._recompute_variants)
         self.candidate_memory = cache(self._candidate_memory)
@@ -88,9 +93,15 @@ class BaselineSpace:
         share = -(-self.base.work.active_sample_count(self.base.work.loads[section]) // dp)
         return [n for n in MICRO_BATCH_SIZES if n <= share] or [1]
 
-    def expert_parts(self, section: str, tp: int, dp: int) -> list[int]:
+    def _row_parts(self, section: str, tp: int, pp: int) -> list[int]:
+        """Possible numbers of ranks that share the rows of a section's sequences."""
+        return row_parts_for_long_samples(self.base.work, self.base.work.loads[section], tp, pp, self.ranks)
+
+    def expert_parts(self, section: str, tp: int, dp: int, cp: int = 1) -> list[int]:
         """Possible numbers of parts of a section's experts: 1, and powers of two that divide them, from all
         ranks of a replica to groups of replicas that divide `dp`."""
+        if cp > 1:
+            return [1]
         cost = self.base.work.loads[section].cost
         experts = cost.experts if cost.routed_work != "0" else 0
         return [1] + [
@@ -101,7 +112,7 @@ class BaselineSpace:
 
     def mesh_variants(self, section: str, mesh: MeshShape, size: int) -> list[Candidate]:
         """A configuration with each number of parts of experts, under each recompute mode."""
-        parts = [mesh.ep] if mesh.ep > 1 else self.expert_parts(section, mesh.tp, mesh.dp)
+        parts = [mesh.ep] if mesh.ep > 1 else self.expert_parts(section, mesh.tp, mesh.dp, mesh.cp)
         return [c for n in parts for c in self.recompute_variants(section, mesh._replace(ep=n), size)]
 
     def _rank_load(self, section: str, shape: ReplicaShape) -> SectionLoad:
@@ -217,18 +228,20 @@ class BaselineSpace:
         """
         fastest: defaultdict[tuple[str, int], dict[int, Candidate]] = defaultdict(dict)
         max_ranks = self.ranks - len(self.names) + 1
-        for tp, pp in (
-            (t, p) for t, p in product(self.tp_degrees(), self.stage_counts(section)) if t * p <= max_ranks
+        for tp, pp, cp in (
+            (t, p, c)
+            for t, p in product(self.tp_degrees(), self.stage_counts(section))
+            for c in self.row_parts(section, t, p)
+            if t * p * c <= max_ranks
         ):
-            for dp in (
-                powers_of_two(max_ranks // (tp * pp)) if powers else range(1, max_ranks // (tp * pp) + 1)
-            ):
+            most = max_ranks // (tp * pp * cp)
+            for dp in powers_of_two(most) if powers else range(1, most + 1):
                 for c in (
                     c
                     for n, ep in product(
-                        self.micro_batch_sizes(section, dp), self.expert_parts(section, tp, dp)
+                        self.micro_batch_sizes(section, dp), self.expert_parts(section, tp, dp, cp)
                     )
-                    for c in self._useful_variants(section, MeshShape(tp, pp, dp, ep), n)
+                    for c in self._useful_variants(section, MeshShape(tp, pp, dp, ep, cp), n)
                 ):
                     by_ranks = fastest[
                         c.recompute if section in self.awaited else "", c.micro_batch if anchor else 0

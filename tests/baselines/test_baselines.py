@@ -38,6 +38,8 @@ from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.schedule.scheduler import FixedSchedule
 from secc.simulate.global_batches import load_global_batches
 from tests.alloc.mixture_graph import mixture_graph
+from tests.alloc.problem.test_row_parts import LONG, SHORT
+from tests.alloc.problem.test_row_parts import build_long_workload as long_workload
 from tests.runtime.schedule.plan_strategies import (
     make_plan,
     make_sample,
@@ -280,3 +282,22 @@ def test_layouts_have_experts_in_parts_that_exist_once_in_a_group():
             ("lm.q",): c.dp,
             ("lm.experts",): c.dp * c.tp // 8,
         }
+
+
+def test_layouts_divide_rows_where_samples_are_long():
+    """A sample of 128k tokens keeps 262 GB: on devices of 80 GiB it does not fit without cp."""
+    work, plan = long_workload(LONG), make_plan([make_section("lm", [0], forward="S", backward="S")], [], 1)
+    plan = dataclasses.replace(plan, global_batch=64, cluster=dataclasses.asdict(work.cluster))
+    base = BaselineContext(plan, work, 8, frozenset())
+    samples = [make_sample(i, length=100 + i) for i in range(64)]
+    for scheme in ("uniform", "mimo"):
+        layouts = SCHEMES[scheme].layouts(BaselineSpace(base), "lm")
+        degrees = {part.sections["lm"].chosen.cp for part in layouts}
+        assert {4, 8} <= degrees and 1 not in degrees
+        for part in layouts[:3]:
+            made, c = plan_from_layout(base, part), part.sections["lm"].chosen
+            assert {(s.mesh.cp, s.mesh.dp) for s in made.sections} == {(c.cp, c.dp)}
+            assert f"cp{c.cp}" in describe_layout(part)
+            assert schedule_bound(made, samples).ns <= simulate_step(made, samples, SCHEMES[scheme], part).end
+    short = BaselineSpace(dataclasses.replace(base, work=long_workload(SHORT)))
+    assert {part.sections["lm"].chosen.cp for part in SCHEMES["mimo"].layouts(short, "lm")} == {1}

@@ -37,17 +37,22 @@ def row_part_choices(
     if pins.pinned_number(load.name, "cp") is not None:
         return pins.number_choices(load.name, "cp", ())
     splittable = free and not pins.splits_backward(load.name) and pins.pinned_number(load.name, "ep") is None
+    choices = row_parts_for_long_samples(work, load, tp, pp, ranks) if splittable else [1]
+    return pins.number_choices(load.name, "cp", choices)
+
+
+def row_parts_for_long_samples(work: Workload, load: SectionLoad, tp: int, pp: int, ranks: int) -> list[int]:
+    """1, and powers of two as long as samples are long for replicas with half as many ranks."""
     choices, cp = [1], 2
     while (
-        splittable
-        and cp <= MAX_ROW_PARTS
+        cp <= MAX_ROW_PARTS
         and tp * pp * cp <= ranks
         and _has_long_sample(work, load, ReplicaShape(tp, pp, cp // 2), ranks)
         and _has_sequences(work, load)
     ):
         choices.append(cp)
         cp *= 2
-    return pins.number_choices(load.name, "cp", choices)
+    return choices
 
 
 def _has_long_sample(work: Workload, load: SectionLoad, shape: ReplicaShape, ranks: int) -> bool:

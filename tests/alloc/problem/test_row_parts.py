@@ -45,7 +45,8 @@ sec.graph "documents" {{
 SHORT, LONG = [2048] * 15 + [4096], [2048] * 15 + [131_072]
 
 
-def _workload(lengths: list[int]) -> Workload:
+def build_long_workload(lengths: list[int]) -> Workload:
+    """A workload of a global batch of 64 such samples on eight devices."""
     module = parse_module(GRAPH.format(mean=sum(lengths) // len(lengths)))
     graph = graph_of(module)
     listed = [(frozenset[str](), {"B": 1, "S": n}) for n in lengths]
@@ -70,7 +71,7 @@ def _chosen_cp(found: tuple[Problem, Solution]) -> int:
 
 @pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
 def test_the_chosen_cp_is_the_best_of_all(lengths: list[int]) -> None:
-    work = _workload(lengths)
+    work = build_long_workload(lengths)
     best = _solve(work)
     assert best is not None
     pinned = [
@@ -84,13 +85,13 @@ def test_the_chosen_cp_is_the_best_of_all(lengths: list[int]) -> None:
 
 
 def test_no_cp_is_considered_where_no_sample_is_long() -> None:
-    work = _workload(SHORT)
+    work = build_long_workload(SHORT)
     shapes = parallel_shapes(work, work.loads["lm"], parse_pins([], ["lm"]), 8)
     assert {shape.cp for shape in shapes} == {1}
 
 
 def test_alternatives_say_why_rows_are_divided() -> None:
-    work = _workload(LONG)
+    work = build_long_workload(LONG)
     found = _solve(work)
     assert found is not None and _chosen_cp(found) == 4
     alternatives = explain_choices(work, *found, frozenset(), {}, None)["lm"]["alternatives"]
