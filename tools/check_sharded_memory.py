@@ -1,11 +1,13 @@
-"""Compares predicted memory of ranks that share parameters or states with their resident memory.
+"""Compares predicted memory of ranks that share parameters, states or rows with their resident memory.
 
     python -m tools.check_sharded_memory [WAY ...]     prints a table; `--json FILE` writes it
 
-A language model of eight layers trains on two gloo ranks, distributed in each way. Measured is the peak
-resident memory of a process during the second and third step, without what it had before it built the model,
-and without pages of libraries, which training reads in under each way. A rank reuses freed memory in the next
-step; here its C library is set to map tensors one by one, parameters too, so that freed ones are returned
+A language model of eight layers trains on two gloo ranks, distributed in each way. Ways named `long` train
+one of four layers on a sample of 8,192 tokens, on one rank or on two that share its rows. Measured is the
+peak resident memory of a process during the second and third step, without what it had before it built the
+model, and without pages of libraries, which training reads in under each way. A rank reuses freed memory in
+the next step; here its C library is set to map tensors one by one, parameters too, so that freed ones are
+returned
 and resident memory is in use.
 """
 
@@ -13,16 +15,33 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
+from secc.bounds.traffic import parameter_bytes
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.report.html_page import report_page
 from tools.benchmark_table import BenchmarkTable, add_json_option
 from tools.compare_training import run_plan_ranks
 
-RANK_COUNT, GLOBAL_BATCH = 2, 8
 TWO_REPLICAS = ("dp=2",)
+STATE_COPIES = 4  # parameters, gradients, two moments of AdamW
+
+
+@dataclass(frozen=True)
+class MeasuredShape:
+    """A model (`layers` of width `hidden`) and its samples of `tokens`; `batch` samples in a step, in
+    micro-batches of `micro_batch`."""
+
+    layers: int
+    hidden: int
+    tokens: int
+    batch: int
+    micro_batch: int
+
+
+SHORT, LONG = MeasuredShape(8, 512, 384, 8, 2), MeasuredShape(4, 128, 8192, 1, 1)
 PINS_BY_WAY = {  # pins of the section
     "none": TWO_REPLICAS,
     "zero1": (*TWO_REPLICAS, "sharding=zero1"),
@@ -30,6 +49,8 @@ PINS_BY_WAY = {  # pins of the section
     "zero3": (*TWO_REPLICAS, "sharding=zero3"),
     "tp 2": ("dp=1", "tp=2"),
     "pp 2": ("dp=1", "pp=2"),
+    "long": ("dp=1",),
+    "long, cp 2": ("dp=1", "cp=2"),
 }
 MEASURED_MODEL_TEXT = """
 import ctypes
@@ -52,8 +73,9 @@ def map_tensors():
 def model():
     map_tensors()
     config = T.Qwen3Config(
-        num_hidden_layers=8, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
-        intermediate_size=1536, vocab_size=4000, use_cache=False,
+        num_hidden_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HIDDEN // 64,
+        num_key_value_heads=HIDDEN // 128, head_dim=64, intermediate_size=3 * HIDDEN, vocab_size=4000,
+        use_cache=False, max_position_embeddings=TOKENS,
     )
     BEFORE[0] = BEFORE[0] or used("RssAnon")
     return T.AutoModelForCausalLM.from_config(config)
@@ -78,7 +100,7 @@ class Samples(torch.utils.data.Dataset):
         return 64
 
     def __getitem__(self, i):
-        words = torch.randint(10, 1000, (384,), generator=torch.Generator().manual_seed(i))
+        words = torch.randint(10, 1000, (TOKENS,), generator=torch.Generator().manual_seed(i))
         return {"input_ids": words, "labels": words.clone()}
 
 def dataset():
@@ -86,22 +108,26 @@ def dataset():
 """
 
 
-def compare_resident_memory(way: str, folder: Path) -> tuple[float, float]:
-    """(predicted, measured) bytes of the rank with more resident memory."""
+def compare_resident_memory(way: str, folder: Path) -> tuple[float, float, float]:
+    """(predicted, measured, parameters and states alone) bytes of the rank with more resident memory."""
     path, plan = folder / "model.py", folder / "plan"
-    path.write_text(MEASURED_MODEL_TEXT)
-    pins = tuple(
-        f"model.{pin}" for pin in ("sharding=none", "micro_batch=2", "recompute=none", *PINS_BY_WAY[way])
-    )
+    shape = LONG if way.startswith("long") else SHORT
+    constants = f"LAYERS, HIDDEN, TOKENS = {shape.layers}, {shape.hidden}, {shape.tokens}\n"
+    path.write_text(constants + MEASURED_MODEL_TEXT)
+    first = ("sharding=none", f"micro_batch={shape.micro_batch}", "recompute=none")
+    pins = tuple(f"model.{pin}" for pin in (*first, *PINS_BY_WAY[way]))
+    ranks = 1 if way == "long" else 2
     options = CompileOptions(
-        cluster=f"local:{RANK_COUNT}", global_batch=GLOBAL_BATCH, max_sections=1, fuse=False, set=pins
+        cluster=f"local:{ranks}", global_batch=shape.batch, max_sections=1, fuse=False, set=pins
     )
     compiled = compile_model(path, options)
     compiled.write_plan(plan, report_page)
     arguments = ["--steps", "3", "--workers", "0", "--log-dir", str(folder / "logs")]
-    run_plan_ranks(plan, RANK_COUNT, arguments, {"MEMORY": str(folder)})
-    resident, rank = max((float((folder / str(r)).read_text()), r) for r in range(RANK_COUNT))
-    return next(s.memory_gib for s in compiled.plan.sections if rank in s.mesh.ranks) * 2**30, resident
+    run_plan_ranks(plan, ranks, arguments, {"MEMORY": str(folder)})
+    resident, rank = max((float((folder / str(r)).read_text()), r) for r in range(ranks))
+    section = next(s for s in compiled.plan.sections if rank in s.mesh.ranks)
+    states = STATE_COPIES * sum(parameter_bytes(compiled.plan, name) for name in section.params)
+    return section.memory_gib * 2**30, resident, states
 
 
 def main() -> None:
@@ -112,15 +138,17 @@ def main() -> None:
     add_json_option(parser)
     options = parser.parse_args()
     table = BenchmarkTable(
-        ("way", "predicted, MiB", "resident, MiB", "error"),
-        f"Predicted against resident memory of {RANK_COUNT} gloo ranks; the rank that has more.",
+        ("way", "predicted, MiB", "resident, MiB", "error", "of these activations, MiB"),
+        "Predicted against resident memory of gloo ranks; the rank that has more. Activations: resident "
+        "without parameters, gradients and optimizer states, for ways that share none of these.",
         options.json,
     )
     for way in options.ways:
         with tempfile.TemporaryDirectory() as name:
-            predicted, resident = compare_resident_memory(way, Path(name))
+            predicted, resident, states = compare_resident_memory(way, Path(name))
         error = f"{predicted / resident - 1:+.1%}"
-        table.add_row(way, f"{predicted / 2**20:.0f}", f"{resident / 2**20:.0f}", error)
+        kept = f"{(resident - states) / 2**20:.0f}" if way.startswith(("none", "long")) else "-"
+        table.add_row(way, f"{predicted / 2**20:.0f}", f"{resident / 2**20:.0f}", error, kept)
 
 
 if __name__ == "__main__":

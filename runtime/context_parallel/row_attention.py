@@ -2,7 +2,9 @@
 
 Keys and values are gathered in one exchange for each call. A mask gives up the rows of the queries. Causal
 attention becomes one call for each run of adjacent queries, over the keys up to its end: the lower right
-corner of the triangle, for which fused kernels exist.
+corner of the triangle. On GPUs there are fused kernels for that. On CPUs torch would write a mask of queries
+by keys and keep it for the backward; with queries in reverse order, its entries depend on the sum of row and
+column alone, so it is an overlapping view of one row.
 """
 
 from __future__ import annotations
@@ -73,10 +75,22 @@ def _causal_attention(
     runs, outs = mark.rows.runs[mode.group.index], list[torch.Tensor]()
     pieces = query.split([stop - start for start, stop in runs], -2) if runs else ()
     for (start, stop), piece in zip(runs, pieces, strict=True):
+        keys, values = key[..., :stop, :], value[..., :stop, :]
+        if piece.device.type == "cpu":
+            mask = _reversed_causal_mask(piece, stop)
+            outs.append(F.scaled_dot_product_attention(piece.flip(-2), keys, values, mask, **more).flip(-2))
+            continue
         with _disable_current_modes():  # under a dispatch mode, no tensor subclass can be made
             bias: Any = causal_lower_right(stop - start, stop)
-        outs.append(
-            F.scaled_dot_product_attention(piece, key[..., :stop, :], value[..., :stop, :], bias, **more)
-        )
+        outs.append(F.scaled_dot_product_attention(piece, keys, values, bias, **more))
     # Without a query, keys and values still take part in the exchange of gradients.
     return torch.cat(outs, -2) if outs else F.scaled_dot_product_attention(query, key, value, **more)
+
+
+def _reversed_causal_mask(query: torch.Tensor, stop: int) -> torch.Tensor:
+    """Returns the mask [queries, keys] to add to scores of the last queries before place `stop`, in reverse
+    order, with all keys before `stop`."""
+    count = query.shape[-2]
+    line = query.new_zeros(count + stop - 1)
+    line[stop:] = -torch.inf
+    return line.as_strided((count, stop), (1, 1))

@@ -41,6 +41,19 @@ class Rows:
         ends = [run for runs in self.runs for run in runs]
         return all(a[1] == b[0] for a, b in pairwise(ends))
 
+    def join(self, other: Rows) -> Rows:
+        """Returns how the rows of this sequence and then those of another one are dealt."""
+        shifted = [[(a + self.size, b + self.size) for a, b in runs] for runs in other.runs]
+        return Rows(
+            self.size + other.size,
+            tuple(
+                (*own[:-1], (own[-1][0], more[0][1]), *more[1:])
+                if own and more and own[-1][1] == more[0][0]
+                else (*own, *more)
+                for own, more in zip(self.runs, shifted, strict=True)
+            ),
+        )
+
     def window(self, start: int, stop: int) -> Rows:
         """Returns how the rows from `start` to `stop` are dealt, counted from `start`."""
         return Rows(

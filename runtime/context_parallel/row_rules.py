@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import reduce
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,14 @@ from torch.utils._pytree import tree_map
 
 from secc.runtime.context_parallel.row_attention import attention_rule
 from secc.runtime.context_parallel.row_exchange import sum_over_ranks
-from secc.runtime.context_parallel.row_marks import RowMark, mark_of, marked_tensors, note_repeat, set_mark
+from secc.runtime.context_parallel.row_marks import (
+    RowMark,
+    Rows,
+    mark_of,
+    marked_tensors,
+    note_repeat,
+    set_mark,
+)
 
 if TYPE_CHECKING:
     from secc.runtime.context_parallel.row_mode import RowMode
@@ -410,8 +418,14 @@ def cat_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
     if len(tensors) == 1:
         return first
     mark, dim = _require_mark(first), _argument(args, kwargs, 1, "dim", 0) % first.ndim
-    if dim == mark.dim or any(t.ndim != first.ndim for t in tensors):
+    if any(t.ndim != first.ndim for t in tensors):
         return mode.gather_for(func, args, kwargs)
+    if dim == mark.dim:
+        marks = [m for t in tensors if (m := mark_of(t)) is not None and m.is_plain and m.dim == dim]
+        if len(marks) < len(tensors):
+            return mode.gather_for(func, args, kwargs)
+        rows = reduce(Rows.join, (m.rows for m in marks))  # samples side by side: each rank keeps its rows
+        return set_mark(torch.cat(tensors, dim), replace(mark, rows=rows))
     own = [_match_exactly(mode, t, mark) for t in tensors]
     return set_mark(torch.cat(own, dim), mark)
 

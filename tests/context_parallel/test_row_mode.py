@@ -164,6 +164,27 @@ def test_keys_and_values_are_gathered_before_heads_are_repeated(
     assert sum(n for n in sent if n > 13) == layers * tensors * key_entries
 
 
+class PackedAttention(nn.Module):
+    """Samples side by side in one row, each attending to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(x).unflatten(-1, (6, 4)).transpose(1, 2).chunk(3, dim=1)
+        samples = zip(*(t.split(lengths.tolist(), dim=2) for t in parts), strict=True)
+        outs = [F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in samples]
+        return x + self.out(torch.cat(outs, dim=2).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_samples_side_by_side_attend_to_themselves_on_rows(count: int) -> None:
+    torch.manual_seed(0)
+    call = ((torch.randn(1, 16, 8, requires_grad=True), torch.tensor([3, 1, 7, 5])), dict[str, Any]())
+    assert find_row_layer(PackedAttention(), call, count) == RowLayer(None)
+
+
 class Layer(nn.Module):
     """A layer with one of several ways to mix rows."""
 
