@@ -51,6 +51,10 @@ class RunOptions:
     allow_change: tuple[str, ...] = ()
     on_nan: Literal["stop", "skip", "warn"] = "stop"
     hang_timeout: float | None = 300.0
+    nnodes: int = 1
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_secret: Path | None = None
     emulate: Path | None = None
     run_ahead: float | None = None
     first_check: bool = True
@@ -183,6 +187,13 @@ def make_parser() -> argparse.ArgumentParser:
         " (default 0; under torchrun, give torchrun's --max-restarts)"
     )
     p.add_argument("--max-restarts", type=_at_least(0), default=0, metavar="N", help=text)
+    text = "run on N nodes: the same command on each, with its --node-rank (default 1)"
+    p.add_argument("--nnodes", type=_at_least(1), default=1, metavar="N", help=text)
+    p.add_argument("--node-rank", type=_at_least(0), metavar="K", help="the number of this node, from 0")
+    text = "with --nnodes: the address of node 0 and a free port; it listens there and nowhere else"
+    p.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help=text)
+    text = "with --nnodes: a file with a secret that whoever connects to node 0 has to know"
+    p.add_argument("--rdzv-secret", type=Path, metavar="FILE", help=text)
     p.add_argument(
         "--order",
         choices=SCHEDULE_ORDERS,
@@ -247,6 +258,8 @@ def parse_options(arguments: Sequence[str]) -> RunOptions:
             "--steps and --epochs were both given, and each says where the run ends",
             remedy="give one of them",
         )
+    if options.emulate is not None and options.nnodes > 1:
+        raise UserError("--emulate runs on one machine", remedy="leave out --nnodes")
     needy = {
         "--save-every": options.save_every is not None,
         "--keep": options.keep is not None,

@@ -2,6 +2,8 @@
 
 - Started by secc's launcher, all ranks are on one machine and meet in a file of a folder that only this user
   may enter (c10d's FileStore). Nothing listens, so a stranger can neither join nor read nor write.
+- Started by secc's launchers on several nodes, they meet in a store of node 0's launcher, which asks for a
+  secret and listens on the interface of the endpoint only (`node_store`).
 - Started by torchrun, ranks use its agent's TCP store, which listens on every interface of the first node and
   asks for no secret. Keys carry the run's id and the attempt, so that a rank left over from another run, or
   from an earlier attempt, cannot join.
@@ -17,6 +19,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+from secc.runtime.training.node_store import ENDPOINT_VARIABLE, open_node_store
 
 STORE_VARIABLE = "SECC_STORE"  # path of the store's file, from secc's launcher
 ATTEMPT_VARIABLE = "SECC_ATTEMPT"  # restarts so far by secc's launcher, launch.sh or Slurm
@@ -42,7 +46,7 @@ def restart_pause(failures: int) -> int:
 
 def is_joinable() -> bool:
     """Tells whether the environment says how to meet the other ranks."""
-    return STORE_VARIABLE in os.environ or "MASTER_ADDR" in os.environ
+    return any(name in os.environ for name in (STORE_VARIABLE, ENDPOINT_VARIABLE, "MASTER_ADDR"))
 
 
 def open_store(rank: int, plan_hash: str) -> Any:
@@ -52,6 +56,8 @@ def open_store(rank: int, plan_hash: str) -> Any:
         store: Any = _c10d.FileStore(path, -1)
         store.set_timeout(_JOIN_TIMEOUT)
         return store
+    if ENDPOINT_VARIABLE in os.environ:
+        return open_node_store(attempt_number(), _JOIN_TIMEOUT)
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return _c10d.PrefixStore(f"secc/{run}/{plan_hash}/{torchrun_restarts()}", _open_tcp_store(rank))
 
@@ -63,6 +69,8 @@ def connect_agent_store(timeout: timedelta) -> Any:
         store: Any = _c10d.FileStore(os.environ[STORE_VARIABLE], -1)
         store.set_timeout(timeout)
         return store
+    if ENDPOINT_VARIABLE in os.environ:
+        return open_node_store(attempt_number(), timeout)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "MASTER_ADDR" not in os.environ:
         return None
     try:

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 import secc.runtime
 from secc.runtime.errors import UserError
-from secc.runtime.training import supervisor
+from secc.runtime.training import rank_group, supervisor
 from tools.chaos.moments import CASE_VARIABLE, watch_for_moment
 
 _MAIN_PROCESS = multiprocessing.current_process()
@@ -67,7 +67,7 @@ def fork_launcher(
 
         Popen = staticmethod(start_rank)
 
-    supervisor.subprocess = Processes  # pyright: ignore
+    rank_group.subprocess = Processes  # pyright: ignore
     _leave(lambda: supervisor.run_plan(plan, arguments, replan))
 
 

@@ -45,6 +45,7 @@ def test_nothing_listens_beyond_this_machine_and_strangers_cannot_join(tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # on a busy machine
 @pytest.mark.parametrize("delay", [0.0, 0.3, 1.5])
 def test_launcher_killed_while_ranks_start_leaves_no_process(tmp_path: Path, delay: float) -> None:
     plan = tmp_path / "plan"
@@ -58,6 +59,7 @@ def test_launcher_killed_while_ranks_start_leaves_no_process(tmp_path: Path, del
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # on a busy machine
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signal_finishes_the_step_saves_and_says_what_to_do(tmp_path: Path, number: signal.Signals) -> None:
     plan, saved = tmp_path / "plan", tmp_path / "saved"
@@ -65,7 +67,7 @@ def test_signal_finishes_the_step_saves_and_says_what_to_do(tmp_path: Path, numb
     process = start_run(plan, "--steps", "1000000", "--save", str(saved))
     wait_for_step(plan, 3, process)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     last = steps_of(plan / "logs")[-1]["step"]
     assert process.returncode == 0, errors
     assert f"{number.name}: the run ends after this step; once more ends it at once" in errors
@@ -75,6 +77,7 @@ def test_signal_finishes_the_step_saves_and_says_what_to_do(tmp_path: Path, numb
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # on a busy machine
 def test_second_signal_ends_at_once(tmp_path: Path) -> None:
     plan = tmp_path / "plan"
     write_plan(plan, UNEVEN)
@@ -90,6 +93,7 @@ def test_second_signal_ends_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # on a busy machine
 @pytest.mark.parametrize("by", ["secc", "torchrun"])
 def test_restart_continues_from_the_newest_checkpoint_and_is_bit_equal(tmp_path: Path, by: str) -> None:
     plan, saved, whole = tmp_path / "plan", tmp_path / "saved", tmp_path / "whole"
@@ -103,7 +107,7 @@ def test_restart_continues_from_the_newest_checkpoint_and_is_bit_equal(tmp_path:
         process = start(*torchrun, str(plan / "run.py"), *options, str(saved), GLOO_SOCKET_IFNAME="lo")
     wait_for_step(plan, 25, process)
     os.kill(process_of_rank(plan, 1), signal.SIGKILL)
-    _, errors = process.communicate(timeout=100)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     steps = [line["step"] for line in steps_of(plan / "logs")]
     back = next(i for i in range(1, len(steps)) if steps[i] <= steps[i - 1])
@@ -117,6 +121,7 @@ def test_restart_continues_from_the_newest_checkpoint_and_is_bit_equal(tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # on a busy machine
 @pytest.mark.parametrize("lost", ["folder of the newest checkpoint", "all of --save"])
 def test_lost_rank_continues_from_copies_although_storage_has_lost_them(tmp_path: Path, lost: str) -> None:
     plan, saved, whole = tmp_path / "plan", tmp_path / "saved", tmp_path / "whole"
@@ -132,7 +137,7 @@ def test_lost_rank_continues_from_copies_although_storage_has_lost_them(tmp_path
     newest = (saved / "latest").read_text().strip()
     shutil.rmtree(saved if lost == "all of --save" else saved / newest)
     os.kill(process.pid, signal.SIGCONT)
-    _, errors = process.communicate(timeout=100)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert f"reading copies of {newest} in this host's memory" in errors
     assert f"continuing from {saved / newest}" in errors and "restart 1:" in errors
@@ -141,6 +146,7 @@ def test_lost_rank_continues_from_copies_although_storage_has_lost_them(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # on a busy machine
 def test_finished_run_is_no_error_and_bad_input_is_not_tried_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

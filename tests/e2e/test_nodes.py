@@ -1,0 +1,172 @@
+"""Runs on several nodes, which are network namespaces of this machine that reach each other over a bridge."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from secc.runtime.parameters.checkpoint import load_full_state_dict
+from secc.runtime.training.supervisor import run_plan
+from tests.e2e.harness import compile_and_write
+from tests.runtime.run_processes import ranks_of, steps_of, wait_for_step, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.gloo, pytest.mark.timeout(900)]
+MODEL = Path(__file__).parents[2] / "tools" / "models" / "repeats.py"
+ADDRESSES = ("10.97.31.1", "10.97.31.2", "10.97.31.3")  # of two nodes and of a stranger
+PORT = 29633
+FOREIGN = """
+import socket, sys
+from datetime import timedelta
+import torch.distributed as dist
+from secc.runtime.host.signed_channel import connect_to_peer
+host, port = sys.argv[1], int(sys.argv[2])
+for attempt in (
+    lambda: connect_to_peer((host, port), b"what a stranger makes up"),
+    lambda: dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2)).set("k", "v"),
+):
+    try:
+        attempt()
+        print("joined")
+    except Exception as error:
+        print("refused", type(error).__name__)
+for _ in range(20):
+    with socket.create_connection((host, port)) as connection:
+        connection.sendall(b"garbage" * 100)
+"""
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def spaces() -> Iterator[list[str]]:
+    """Makes a network namespace for each address; skips the test where that is not permitted."""
+    names, bridge = [f"secc-{os.getpid()}-{i}" for i in range(len(ADDRESSES))], f"sb{os.getpid()}"
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+        ip("link", "set", bridge, "up")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("network namespaces are not permitted here")
+    try:
+        for i, (name, address) in enumerate(zip(names, ADDRESSES, strict=True)):
+            ip("netns", "add", name)
+            ip("link", "add", f"{bridge}v{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", f"{bridge}v{i}", "master", bridge, "up")
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
+
+
+class Nodes:
+    """A run with one rank on each of two nodes."""
+
+    def __init__(self, spaces: list[str], folder: Path, *options: str) -> None:
+        self.spaces, self.folder, self.plan = spaces, folder, folder / "plan"
+        self.saved, secret = folder / "saved", folder / "secret"
+        compile_and_write(MODEL, self.plan, check=False, cluster="local:2", global_batch=4, strategy="apart")
+        secret.write_text("a secret that nobody guesses")
+        secret.chmod(0o600)
+        self.common = ["--save-every", "5", "--no-first-check"]
+        self.options = ["--nnodes", "2", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}", *options]
+        self.options += ["--rdzv-secret", str(secret), "--save", str(self.saved)]
+
+    def start(self, node: int) -> subprocess.Popen[str]:
+        """Starts the launcher of a node in its namespace."""
+        command = ["ip", "netns", "exec", self.spaces[node], sys.executable, "-m", "secc", "run"]
+        command += [str(self.plan), *self.common, *self.options, "--node-rank", str(node)]
+        environment = os.environ | {"PYTHONPATH": os.getcwd()}
+        environment.pop("GLOO_SOCKET_IFNAME", None)
+        with (self.folder / f"messages_{node}").open("a") as messages:
+            return subprocess.Popen(
+                command, env=environment, stdout=messages, stderr=messages, text=True, start_new_session=True
+            )
+
+    def messages(self, node: int) -> str:
+        return (self.folder / f"messages_{node}").read_text()
+
+    def train_on_one_machine(self, steps: int) -> dict[str, torch.Tensor]:
+        """Returns the weights after an undisturbed run."""
+        whole = self.folder / "whole"
+        options = [*self.common, "--steps", str(steps), "--log-dir", str(self.folder / "whole_logs")]
+        assert run_plan(self.plan, [*options, "--save", str(whole)]) == 0
+        return load_full_state_dict(whole)
+
+
+def kill_node(nodes: Nodes, launcher: subprocess.Popen[str], node: int) -> None:
+    """Kills all processes of a node at once."""
+    found = subprocess.run(
+        ["ip", "netns", "pids", nodes.spaces[node]], capture_output=True, text=True, check=True
+    )
+    for pid in map(int, found.stdout.split()):
+        os.kill(pid, signal.SIGKILL)
+    launcher.wait()
+
+
+def test_strangers_stay_out_and_a_lost_node_comes_back(spaces: list[str], tmp_path: Path) -> None:
+    nodes = Nodes(spaces, tmp_path, "--steps", "60", "--max-restarts", "3")
+    launchers = [nodes.start(0), nodes.start(1)]
+    wait_for_step(nodes.plan, 3, launchers[0])
+    stranger = [sys.executable, "-c", FOREIGN, ADDRESSES[0], str(PORT)]
+    answers = subprocess.run(
+        ["ip", "netns", "exec", spaces[2], *stranger], capture_output=True, text=True, check=False
+    )
+    assert answers.stdout.split()[::2] == ["refused", "refused"], answers.stdout + answers.stderr
+    listening = subprocess.run(
+        ["ip", "netns", "exec", spaces[0], "cat", "/proc/net/tcp"], capture_output=True, text=True, check=True
+    )
+    rows = [line.split() for line in listening.stdout.splitlines()[1:]]
+    local = {row[1].partition(":")[0] for row in rows if row[3] == "0A"}
+    assert local == {"011F610A"}  # 10.97.31.1, in the kernel's byte order
+    kill_node(nodes, launchers[1], 1)
+    wait_until(lambda: "node 1 with rank 1 is lost" in nodes.messages(0), launchers[0])
+    launchers[1] = nodes.start(1)
+    assert [launcher.wait(400) for launcher in launchers] == [0, 0], nodes.messages(0)
+    assert "restart 1 of 3" in nodes.messages(0) and "Traceback" not in nodes.messages(0)
+    assert steps_of(nodes.plan / "logs")[-1]["step"] == 60
+    weights = load_full_state_dict(nodes.saved)
+    for name, tensor in nodes.train_on_one_machine(60).items():
+        assert torch.equal(weights[name], tensor), name
+    assert not list(ranks_of(nodes.plan))
+
+
+@pytest.mark.parametrize("fault", ["killed", "cut off"])
+def test_a_lost_node_is_planned_around_and_returned_to(spaces: list[str], tmp_path: Path, fault: str) -> None:
+    loss = ["--on-loss", "replan", "--rejoin-after", "3", "--max-restarts", "3"]
+    nodes = Nodes(spaces, tmp_path, "--steps", "3000", *loss)
+    launchers = [nodes.start(0), nodes.start(1)]
+    wait_for_step(nodes.plan, 7, launchers[0])
+    if fault == "killed":
+        kill_node(nodes, launchers[1], 1)
+    else:
+        ip("-n", spaces[1], "link", "set", "eth0", "down")
+    wait_until(lambda: "going on with 1 ranks under" in nodes.messages(0), launchers[0])
+    began = steps_of(nodes.plan / "logs")[-1]["step"]
+    wait_until(lambda: steps_of(nodes.plan / "logs")[-1]["step"] > began + 2, launchers[0])
+    if fault == "killed":
+        launchers[1] = nodes.start(1)
+    else:
+        assert launchers[1].poll() is None
+        ip("-n", spaces[1], "link", "set", "eth0", "up")
+    wait_until(lambda: "rank 1 is tried again: returning to" in nodes.messages(0), launchers[0])
+    steps = len(steps_of(nodes.plan / "logs"))
+    wait_until(lambda: len(steps_of(nodes.plan / "logs")) > steps + 3, launchers[0])
+    launchers[0].send_signal(signal.SIGTERM)
+    assert [launcher.wait(200) for launcher in launchers] == [0, 0], nodes.messages(0)
+    end = steps_of(nodes.plan / "logs")[-1]["step"]
+    weights = load_full_state_dict(nodes.saved)
+    for name, tensor in nodes.train_on_one_machine(end).items():
+        assert torch.allclose(weights[name], tensor, rtol=1e-4, atol=1e-6), name
+    assert not list(ranks_of(nodes.plan))
