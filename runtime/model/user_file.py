@@ -496,9 +496,12 @@ class UserModel:
     # -- the file's functions -------------------------------------------------------------------------------
 
     def defines(self, function: str) -> bool:
-        """Whether the model file defines `function`."""
+        """Whether the model file defines `function`. A module of that name, as Hugging Face's `datasets`, is
+        none."""
         other_samples = self._uses_small_dataset or bool(self._evaluation_sets)
-        return hasattr(self.module, function) and not (other_samples and function == "sizes")
+        member = getattr(self.module, function, None)
+        is_there = member is not None and not isinstance(member, ModuleType)
+        return is_there and not (other_samples and function == "sizes")
 
     def function_source_line(self, function: str) -> str:
         """file:line of a function of the model file, or the file's path if the line is not available."""
