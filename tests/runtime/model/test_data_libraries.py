@@ -102,8 +102,8 @@ def test_a_stream_of_json_lines(folder: Path, text: str, taken: int) -> None:
 
 @pytest.mark.parametrize("taken", [5, COUNT + 9])
 def test_a_shuffled_stream_is_read_again_to_its_place(folder: Path, taken: int) -> None:
-    """Its state does not hold the shuffle buffer, so loading it gives other samples, unless the buffer was not
-    filled again since the state's block of the file began. Epochs differ."""
+    """Its state does not hold the shuffle buffer, so loading it gives other samples, unless the buffer was
+    not filled again since the state's block of the file began. Epochs differ."""
     pytest.importorskip("datasets")
     text = JSON.format(".shuffle(seed=1, buffer_size=8)")
     read = check_resumption(lambda: load(folder, text), taken, by_state=True if taken == 5 else None)
