@@ -17,7 +17,6 @@ from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 
 from secc.errors import UserError
-from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import (
     CaseOp,
     GlueOp,
@@ -33,15 +32,23 @@ from secc.ir.dialect.readable_names import ACCEPTED_ATTRIBUTE, LOGGED_ATTRIBUTE
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.ir.text_io.verifier import source_line
 from secc.passes.loss.approximations import check_approximations, describe_accepted
+from secc.passes.loss.batch_statistics import name_statistic
 from secc.passes.loss.buffer_constants import replace_buffers
 from secc.passes.loss.coefficient import SCALAR_TYPE, UNIT_COEFFICIENT, Coefficient, CoefficientEmitter
 from secc.passes.loss.logged_scalars import LOGGED_PREFIX, find_logged, find_outputs
 from secc.passes.loss.loss_context import LossContext
 from secc.passes.loss.loss_walk import ops_behind, walk_loss
-from secc.passes.loss.term_names import StructureDigests, TermNames, part_identities, term_label
+from secc.passes.loss.numerators import make_numerator
+from secc.passes.loss.term_names import (
+    CONSTANT_TERM,
+    StructureDigests,
+    TermNames,
+    part_identities,
+    term_label,
+)
 from secc.passes.loss.value_states import BadState, StackState, SumPart, ValueState
+from secc.runtime.plan.schema import STATISTIC_PREFIX
 
-SAMPLE_COUNT_SYMBOL = "B"
 _BALANCE_TERM = "balance_loss"
 
 
@@ -59,18 +66,23 @@ class CaseTerms:
 @dataclass(frozen=True)
 class NormalizeLoss(ModulePass):
     """Options. accept: approximations that the user accepts where a loss is not separable
-    (`secc.passes.loss.approximations`)."""
+    (`secc.passes.loss.approximations`). balance_loss: "global" for balance losses from statistics of the
+    global batch (`secc.passes.loss.batch_statistics`)."""
 
     name = "normalize-loss"
     accept: tuple[str, ...] = ()
+    balance_loss: str = ""
 
     def apply(self, ctx: XdslContext, op: ModuleOp) -> None:
         check_approximations(self.accept)
         graph = graph_of(op)
         open_cases = [c for c in graph.cases if c.ops[-1].operands]
-        found = [_find_case_terms(case, *walk_loss(graph, case, self.accept)) for case in open_cases]
-        if accepted := dict.fromkeys(
-            describe_accepted(o) for f in found for o in f.case.ops if o in f.context.accepted
+        exact = self.balance_loss == "global"
+        found = [_find_case_terms(case, *walk_loss(graph, case, self.accept, exact)) for case in open_cases]
+        if not exact and (
+            accepted := dict.fromkeys(
+                describe_accepted(o) for f in found for o in f.case.ops if o in f.context.accepted
+            )
         ):
             graph.attributes[ACCEPTED_ATTRIBUTE] = strings_attr(accepted)
         if len({f.constant for f in found}) > 1:
@@ -131,11 +143,21 @@ def _rewrite_case(
         return leaves[key]
 
     emitter = CoefficientEmitter(shop, emit_leaf)
+    statistics = found.context.statistics
+    for key, statistic in zip(part_identities([s.part for s in statistics]), statistics, strict=True):
+        origin = statistic.part.origin
+        label = f"{STATISTIC_PREFIX}{origin.base_name if origin is not None else CONSTANT_TERM}"
+        current = names.name_term((STATISTIC_PREFIX, *key), label)
+        name_statistic(statistic, current)
+        values = [statistic.numerator, emitter.emit_coefficient(statistic.coefficient)]
+        properties = {"sym": StringAttr(current)} | _where_property(statistic.part)
+        terms.append(shop.add_op(TermOp.create(operands=values, properties=properties)))
+        written[current] = structure.describe_coefficient(statistic.coefficient)
     for key, part in zip(part_identities(found.parts), found.parts, strict=True):
         current = names.name_term(
             key, only or (_BALANCE_TERM if _is_balance_loss(found.context, part) else term_label(part))
         )
-        numerator, coefficient = _make_numerator(found.context, part)
+        numerator, coefficient = _scalar_numerator(found.context, part)
         values = (
             [numerator]
             if coefficient == UNIT_COEFFICIENT
@@ -147,7 +169,7 @@ def _rewrite_case(
     for name, parts in found.logged.items():
         for key, part in zip(part_identities(parts), parts, strict=True):
             current = names.name_term((LOGGED_PREFIX, name, *key), f"{LOGGED_PREFIX}{name}:")
-            numerator, coefficient = _make_numerator(found.context, part)
+            numerator, coefficient = _scalar_numerator(found.context, part)
             values = (
                 [numerator]
                 if coefficient == UNIT_COEFFICIENT
@@ -185,24 +207,10 @@ def _where_property(part: SumPart) -> dict[str, StringAttr]:
     return {"where": StringAttr(place)} if place else {}
 
 
-def _make_numerator(context: LossContext, part: SumPart) -> tuple[SSAValue, Coefficient]:
-    """The value that adds up over samples. What counts once for the whole batch counts 1/B for each of its B
-    samples."""
-    if part.summed:
-        assert part.atom is not None
-        return _as_scalar(context, part.atom), part.coefficient
-    share = part.coefficient / Coefficient(size=size_expr.size_symbol(SAMPLE_COUNT_SYMBOL))
-    if part.atom is None:
-        op = GlueOp.create_call(
-            "aten.full.default",
-            [],
-            f"[], {SAMPLE_COUNT_SYMBOL}, dtype=torch.float32, device=device",
-            [TensorType.from_dims([], "f32")],
-        )
-    else:
-        type = tensor_type(part.atom)
-        op = GlueOp.create_call("aten.mul.Tensor", [part.atom], f"$0, {SAMPLE_COUNT_SYMBOL}", [type])
-    return _as_scalar(context, context.pending.add_op(op).results[0]), share
+def _scalar_numerator(context: LossContext, part: SumPart) -> tuple[SSAValue, Coefficient]:
+    """The number that adds up over samples, and its coefficient."""
+    value, coefficient = make_numerator(context, part)
+    return _as_scalar(context, value), coefficient
 
 
 def _as_scalar(context: LossContext, value: SSAValue) -> SSAValue:

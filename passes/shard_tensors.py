@@ -38,7 +38,7 @@ from secc.ir.dialect.ops import (
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.ir.dialect.typed_attributes import UnsplitAttr
 from secc.runtime.plan.schema import Shard
-from secc.runtime.plan.unsplit_reason import SharedSize, UnsplitKind, UnsplitReason
+from secc.runtime.plan.unsplit_reason import TOKEN_MIXING_REMEDY, SharedSize, UnsplitKind, UnsplitReason
 
 # Why experts are not split among ranks.
 WHOLE_EXPERTS = frozenset({"routed", "listed"})  # styles of modules with experts that ranks hold whole
@@ -48,6 +48,7 @@ EXPERT_REASONS = frozenset(
         UnsplitKind.UNEVEN_EXPERT_COUNT,
         UnsplitKind.EXPERTS_BY_SEQUENCE,
         UnsplitKind.EXPERTS_INEXACT,
+        UnsplitKind.EXPERTS_MIX_TOKENS,
         UnsplitKind.LISTED_EXPERTS_SHARED,
     }
 )
@@ -156,6 +157,8 @@ def _require_split_experts(
     if of_experts or not split.issuperset(with_experts):
         cause = next(iter(of_experts or unsplit), "this ep was not tested during compilation")
         message, remedy = f"{section}.ep={ep} is impossible: {cause}", f"leave {section}.ep out"
+        if any(reason.value.kind is UnsplitKind.EXPERTS_MIX_TOKENS for reason in of_experts):
+            remedy = TOKEN_MIXING_REMEDY
         raise ImpossibleChoice(UserError(message, remedy=remedy), [f"{section}.ep={ep}"])
 
 

@@ -148,8 +148,12 @@ def _assemble_gradient(
         return _join_slices(list(held.values()), shape)
     shard, tp = next((s for s in section.shards if s.name == name), None), section.mesh.tp
     # Ranks with different parts: of a replica, or of several with different experts.
-    count = tp * (1 if shard is None else shard.replicas)
-    places = [[held[r] for r in section.mesh.ranks[place::count] if r in held] for place in range(count)]
+    replicas, size = 1 if shard is None else shard.replicas, section.mesh.replica_size
+    count = tp * replicas
+    places: list[list[torch.Tensor | None]] = [[] for _ in range(count)]
+    for i, rank in enumerate(section.mesh.ranks):
+        if rank in held:
+            places[i // size % replicas * tp + i % tp].append(held[rank])
     if shard is None:
         return _join_slices(places[0], shape)
     cuts = [cut_of_shard(shard, shape, place % tp, tp, place // tp) for place in range(count)]

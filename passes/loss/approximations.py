@@ -2,7 +2,8 @@
 
 `balance-loss`: the load-balancing loss of a mixture of experts (Switch Transformer, Fedus et al. 2021) is a
 product, or another function, of statistics over the batch, one for each expert. Accepted, each micro-batch
-computes it from its own samples, weighted by their share of the global batch.
+computes it from its own samples, weighted by their share of the global batch. The exact way is
+`batch_statistics`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from secc.errors import UserError
 from secc.ir.dialect.ops import CallOp, Computation
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.ir.text_io.verifier import source_line
+from secc.passes.loss.batch_statistics import use_batch_statistics
 from secc.passes.loss.loss_context import DEFAULT_REMEDY, LossContext, has_one_entry
 from secc.passes.loss.value_states import LOCAL_STATE, ValueState
 
 BALANCE_LOSS = "balance-loss"
 APPROXIMATIONS = (BALANCE_LOSS,)
 _BALANCE_OFFER = (
-    f"; if it is the balance loss of a mixture of experts, --accept {BALANCE_LOSS} computes it for each "
-    "micro-batch alone"
+    "; if it is the balance loss of a mixture of experts, --balance-loss global computes it exactly, with"
+    f" one more forward in each step, and --accept {BALANCE_LOSS} computes it for each micro-batch alone"
 )
 
 
@@ -40,9 +42,11 @@ def accept_balance_loss(
     ctx: LossContext, op: Computation, why: str, remedy: str = DEFAULT_REMEDY
 ) -> ValueState:
     """The state of what `op` computes from statistics over the batch: bad, unless there is one for each of
-    several experts and the user accepts the approximation."""
+    several experts and the user chose how to compute it."""
     if not (isinstance(op, CallOp) or _takes_statistics(ctx, op)):
         return ctx.refuse_op(op, why, remedy)
+    if ctx.batch_statistics:
+        return use_batch_statistics(ctx, op, why)
     if BALANCE_LOSS not in ctx.accept:
         return ctx.refuse_op(op, why, remedy + _BALANCE_OFFER)
     ctx.accepted.add(op)

@@ -27,7 +27,15 @@ from secc.passes.loss.coefficient import (
     sum_coefficients,
 )
 from secc.passes.loss.pending_ops import PendingOps, get_argument
-from secc.passes.loss.value_states import BadState, LocalState, StackState, SumPart, SumState, ValueState
+from secc.passes.loss.value_states import (
+    BadState,
+    LocalState,
+    ReadStatistic,
+    StackState,
+    SumPart,
+    SumState,
+    ValueState,
+)
 
 WIDTH_KIND, DATA_KIND = "width", "data"
 COUNT_TYPE = TensorType.from_dims([], "i64")
@@ -37,8 +45,12 @@ DEFAULT_REMEDY = "let the loss be a sum or mean over samples of what each sample
 class LossContext:
     """Facts about one case, and the states found so far."""
 
-    def __init__(self, graph: GraphOp, case: CaseOp, accept: Collection[str] = ()) -> None:
+    def __init__(
+        self, graph: GraphOp, case: CaseOp, accept: Collection[str] = (), batch_statistics: bool = False
+    ) -> None:
         self.graph, self.case, self.pending = graph, case, PendingOps()
+        self.batch_statistics = batch_statistics  # whether sums over the global batch may be read
+        self.statistics: list[ReadStatistic] = []
         self.accept, self.accepted = (
             frozenset(accept),
             set[Operation](),

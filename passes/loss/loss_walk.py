@@ -8,9 +8,10 @@ from xdsl.ir import Operation, SSAValue
 
 from secc.errors import UserError
 from secc.ir.analysis import recorded_glue
-from secc.ir.dialect.ops import CallOp, CaseOp, Computation, ConstOp, GraphOp, ReturnOp
+from secc.ir.dialect.ops import CallOp, CaseOp, Computation, ConstOp, GlueOp, GraphOp, ReturnOp
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.passes.loss import arithmetic, linear_ops, reductions
+from secc.passes.loss.batch_statistics import STATISTIC_TARGET
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT, Coefficient
 from secc.passes.loss.loss_context import LossContext, has_one_entry, is_floating
 from secc.passes.loss.op_tables import (
@@ -52,9 +53,12 @@ STATE_RULES: dict[str, LossRule] = (
 )
 
 
-def walk_loss(graph: GraphOp, case: CaseOp, accept: Collection[str] = ()) -> tuple[LossContext, ValueState]:
-    """Facts about a case and the state of its loss; `accept` names the approximations that may be taken."""
-    context = LossContext(graph, case, accept)
+def walk_loss(
+    graph: GraphOp, case: CaseOp, accept: Collection[str] = (), batch_statistics: bool = False
+) -> tuple[LossContext, ValueState]:
+    """Facts about a case and the state of its loss; `accept` names the approximations that may be taken.
+    batch_statistics: whether ops may read sums over the global batch."""
+    context = LossContext(graph, case, accept, batch_statistics)
     end = case.ops[-1]
     assert isinstance(end, ReturnOp)
     loss = end.operands[0]
@@ -105,6 +109,8 @@ def ops_behind(value: SSAValue) -> set[Operation]:
 
 
 def _result_states(ctx: LossContext, op: Computation) -> list[ValueState]:
+    if isinstance(op, GlueOp) and op.target.data == STATISTIC_TARGET:  # made for the loss, logged as well
+        return [LOCAL_STATE] * len(op.results)
     for value in op.operands:
         if isinstance(bad := ctx.state_of(value), BadState) and not ctx.is_plain(value):
             return _propagate_bad(ctx, op, bad)

@@ -66,6 +66,19 @@ class PendingOps:
         )
         return list(self.add_op(new).results)
 
+    def commit_before(self, op: Operation, values: Iterable[SSAValue]) -> None:
+        """Inserts the ops that `values` need before `op`, which comes after all that these use."""
+        wanted, stack = set[Operation](), [v.owner for v in values]
+        while stack:
+            needed = stack.pop()
+            if isinstance(needed, Operation) and needed.parent is None and needed not in wanted:
+                wanted.add(needed)
+                stack.extend(o.owner for o in needed.operands)
+        block = op.parent_block()
+        assert block is not None
+        block.insert_ops_before([o for o in self.ops if o in wanted], op)
+        self.ops = [o for o in self.ops if o not in wanted]
+
     def commit_needed(self, case: CaseOp, needed: Iterable[Operation]) -> None:
         """Inserts the needed ops, and the ops that they use, before the case's end; erases the others."""
         wanted = set[Operation]()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from xdsl.ir import Operation, SSAValue
 
-from secc.ir.dialect.ops import Computation
+from secc.ir.dialect.ops import Computation, GlueOp
 from secc.passes.loss.coefficient import Coefficient
 
 
@@ -34,6 +34,17 @@ class SumPart:
 
     def with_atom(self, atom: SSAValue) -> SumPart:
         return replace(self, atom=atom)
+
+
+@dataclass(frozen=True)
+class ReadStatistic:
+    """A sum over the global batch that glue reads (`batch_statistics`): `coefficient` times the sum of
+    `numerator` over micro-batches. op: the glue, named when terms are. part: of which loss."""
+
+    op: GlueOp
+    part: SumPart
+    numerator: SSAValue
+    coefficient: Coefficient
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ arrived. Under `zero3` each backward reduces its own gradients (`secc.runtime.pa
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,9 +118,13 @@ def _groups_of_section(
         if held:
             yield ReductionGroup(held, (section.name,), ranks, section.sharding, repeated)
     experts = tuple(n for n in names if n in routed)
-    for place in range(mesh.tp * replicas):
-        ranks = tuple(sorted(mesh.ranks[place :: mesh.tp * replicas]))
-        part = place % mesh.tp * replicas + place // mesh.tp  # as `cut_of_shard` numbers parts
+    for replica, tp_rank in itertools.product(range(replicas), range(mesh.tp)):
+        of_replica = (
+            mesh.ranks[r * mesh.replica_size :][: mesh.replica_size]
+            for r in range(replica, mesh.dp, replicas)
+        )
+        ranks = tuple(sorted(rank for held_by in of_replica for rank in held_by[tp_rank :: mesh.tp]))
+        part = tp_rank * replicas + replica  # as `cut_of_shard` numbers parts
         held = tuple(n for n in experts if holders.get(n, part) == part)
         sharding = "zero2" if section.sharding == "zero3" else section.sharding  # ranks have few of them
         if held:

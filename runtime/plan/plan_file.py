@@ -22,6 +22,7 @@ from secc.runtime.plan.schema import Plan, Section
 
 MAX_PLAN_BYTES = 1 << 28
 MAX_RANKS = 1 << 16
+MAX_STATISTIC_ENTRIES = 1 << 20
 MAX_SAMPLES = 1 << 20  # of a global batch
 _MAX_DIM = 63
 _MAX_EXPRESSION = 1 << 16  # characters
@@ -519,7 +520,19 @@ _PLAN = shapes.record(
             extents=shapes.items_of(shapes.row_of(_DIM, _expression, _SIDE)),
             bytes_per_sample=shapes.number(0),
         ),
-        "terms": _records(schema.LossTerm, name=_NAME, section=_TEXT, coefficient=_TEXT, where=_TEXT),
+        "terms": shapes.items_of(
+            shapes.dataclass_of(
+                schema.LossTerm,
+                {
+                    "name": _NAME,
+                    "section": _TEXT,
+                    "coefficient": _TEXT,
+                    "where": _TEXT,
+                    "entries": shapes.integer(1, MAX_STATISTIC_ENTRIES),
+                },
+                optional=("entries",),
+            )
+        ),
         "ties": _records(
             schema.TiedParameter,
             names=shapes.items_of(_TEXT, least=1),

@@ -21,6 +21,7 @@ EACH_SUFFIX, SIZES_SUFFIX, LARGEST_SUFFIX = "*", "*sizes", "*most"
 LOOP_LABEL_PREFIX = "loss:"
 OUTPUT_PREFIX = "output:"  # of outputs among the loss terms that a section returns
 _LOG_PREFIX = "log:"
+STATISTIC_PREFIX = "batch:"
 # Raised whenever an older plan would be read wrongly: its plan.json or its section modules.
 PLAN_VERSION = 3
 
@@ -136,8 +137,8 @@ class Shard:
 class ModuleStyle:
     """How the user's module at path `module` computes on its shards (`runtime.tensor_parallel.styles`).
 
-    `arguments`: of a module of experts, the names of hidden states, indices of experts, and weights; of one
-    with experts in a list, the name of the list.
+    `arguments`: of a module of experts, the names of hidden states, indices of experts, and weights, then of
+    biases of results that ranks have some entries of; of one with experts in a list, the name of the list.
     """
 
     module: str
@@ -238,18 +239,25 @@ class LossTerm:
     code is in terms.py).
 
     Terms of a logged scalar that forward returns in addition to the loss are named `log:NAME:`, with a number
-    if there are several.
+    if there are several. Those named `batch:NAME` are statistics of the global batch: they belong to no loss,
+    are summed in a first pass, and have `entries` numbers.
     """
 
     name: str
     section: str
     coefficient: str
     where: str = ""
+    entries: int = 1
 
     @property
     def logged_scalar(self) -> str:
         """The name of the logged scalar that the term belongs to, "" for the loss."""
         return logged_scalar_name(self.name)
+
+
+def is_statistic(term: str) -> bool:
+    """Returns whether a term is a statistic of the global batch, which belongs to no loss."""
+    return term.startswith(STATISTIC_PREFIX)
 
 
 def logged_scalar_name(term: str) -> str:

@@ -56,6 +56,7 @@ class UnsplitKind(StrEnum):
     SMALL_MODEL_DIFFERS = "small_model_differs"
     EXPERTS_BY_SEQUENCE = "experts_by_sequence"
     EXPERTS_INEXACT = "experts_inexact"
+    EXPERTS_MIX_TOKENS = "experts_mix_tokens"
     LISTED_EXPERTS_SHARED = "listed_experts_shared"
     RESULTS_DIFFER = "results_differ"
     INPUT_GRADIENTS_DIFFER = "input_gradients_differ"
@@ -114,6 +115,10 @@ SENTENCES: dict[UnsplitKind, str] = {
     UnsplitKind.SMALL_MODEL_DIFFERS: "the same layer of small_model() is split otherwise",
     UnsplitKind.EXPERTS_BY_SEQUENCE: "with norms=sequence its experts stay whole",
     UnsplitKind.EXPERTS_INEXACT: "no way to split its experts was shown exact",
+    UnsplitKind.EXPERTS_MIX_TOKENS: (
+        "at {subject} a token's result depends on which other tokens come with it (a capacity for the batch,"
+        " tokens dropped by position), and ranks have different tokens"
+    ),
     UnsplitKind.LISTED_EXPERTS_SHARED: (
         "its experts are modules in a list, each whole on one rank: {size} ranks cannot share ep={tp} parts"
     ),
@@ -131,6 +136,9 @@ SENTENCES: dict[UnsplitKind, str] = {
     UnsplitKind.WRITES_INTO_ROWS: "{subject}",
 }
 
+TOKEN_MIXING_REMEDY = (
+    "let a token's result depend on its own sample only: a capacity for each sample, or none"
+)
 _UNEVEN = frozenset({UnsplitKind.UNEVEN_HEADS, UnsplitKind.UNEVEN_OUTPUTS, UnsplitKind.UNEVEN_EXPERTS})
 _UNITS = {UnsplitKind.UNEVEN_HEADS: "heads", UnsplitKind.UNEVEN_OUTPUTS: "outputs"}
 

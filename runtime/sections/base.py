@@ -22,6 +22,7 @@ from secc.runtime.plan import schema
 from secc.runtime.randomness.micro_batch_draws import MicroBatchDraws
 from secc.runtime.sections import forward_hooks
 from secc.runtime.sections.autograd_functions import UserFunction, UserFunctionCall
+from secc.runtime.sections.batch_statistic import BatchStatistic
 from secc.runtime.sections.module_settings import ModuleSetting, apply_settings
 from secc.runtime.tensor_parallel.replica_group import ReplicaProcessGroup
 
@@ -87,6 +88,7 @@ class SectionModule(nn.Module):
         self._model = [model]
         self.constants = Constants(Path(inspect.getfile(type(self))).parent)
         self.draws: MicroBatchDraws | None = None  # random numbers of the running micro-batch
+        self.statistics: Mapping[str, BatchStatistic] = {}  # of the global batch; none in a first pass
         self.group: ReplicaProcessGroup | None = None  # ranks that share parameters, if there are several
         self.row_group: ReplicaProcessGroup | None = None  # and those that share the rows of sequences
 
@@ -122,6 +124,11 @@ class SectionModule(nn.Module):
         if self.draws is None:
             return function(*args, **kwargs)
         return self.draws.draw_named(name, function, *args, **kwargs)
+
+    def statistic(self, own: torch.Tensor, name: str, samples: int) -> torch.Tensor:
+        """Return the statistic `name` of the global batch, `own` being the sum of a micro-batch of
+        `samples`; `own` where none is known yet."""
+        return self.statistics[name].read(own, samples) if name in self.statistics else own
 
     def at_call_site(self, site: str) -> AbstractContextManager[None]:
         """Give random ops of blocks that are called inside the source lines `site` of the user's forward."""

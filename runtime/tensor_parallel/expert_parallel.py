@@ -24,7 +24,8 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,9 +64,10 @@ class HeldExperts(Protocol):
 class RoutedExperts:
     """The forward of a module of experts; this rank holds some of them.
 
-    arguments: the names of hidden states, indices and weights in the module's forward. shards: how the
-    module's parameters are cut. exchange: with other replicas, None where each replica has all experts. Sets
-    the module's number of experts to that of this rank.
+    arguments: the names of hidden states, indices and weights in the module's forward, then those of biases
+    `[experts, width]` of its results that ranks with the same experts have some entries of. shards: how the
+    module's parameters are cut, by name. exchange: with other replicas, None where each replica has all
+    experts. Sets the module's number of experts to that of this rank.
     """
 
     def __init__(
@@ -73,13 +75,14 @@ class RoutedExperts:
         module: nn.Module,
         region: ShardedRegion,
         arguments: Sequence[str],
-        shards: Iterable[Shard],
+        shards: Mapping[str, Shard],
         exchange: TokenExchange | None = None,
     ) -> None:
-        self.module, self.inner, self.arguments = module, module.forward, arguments
+        self.module, self.inner, self.arguments = module, module.forward, arguments[:3]
         self.region, self.exchange = region, exchange
         self.signature, group = inspect.signature(module.forward), region.group
-        experts, parts = count_experts(module, shards)
+        experts, parts = count_experts(module, shards.values())
+        self.summands = {n: _bounds_of_entries(shards[n], group) for n in arguments[3:]}
         exchanging = 1 if exchange is None else exchange.group.size
         self.own_count, parts_of_replica = experts // parts, parts // exchanging
         self.start, self.stop = slice_bounds(
@@ -128,7 +131,25 @@ class RoutedExperts:
         named = {} if call is None else dict(call.arguments)
         named |= dict(zip(self.arguments, values, strict=True))
         bound = inspect.BoundArguments(self.signature, named)  # pyright: ignore[reportArgumentType]
-        return self.inner(*bound.args, **bound.kwargs)[:count]
+        with self._pad_summands():
+            return self.inner(*bound.args, **bound.kwargs)[:count]
+
+    @contextmanager
+    def _pad_summands(self) -> Iterator[None]:
+        """Lets the module's code see zeros for entries that other ranks with the same experts add: instance
+        attributes hide parameters."""
+        own = vars(self.module)
+        own.update(
+            {
+                name: torch.nn.functional.pad(self.module.get_parameter(name), (start, size - stop))
+                for name, (start, stop, size) in self.summands.items()
+            }
+        )
+        try:
+            yield
+        finally:
+            for name in self.summands:
+                del own[name]
 
 
 @dataclass(frozen=True)
@@ -158,6 +179,7 @@ class TokenExchange:
         self.experts: list[HeldExperts] = []
         self.units: list[ExchangeUnit] = []
         self.calls = 0  # in the forward that runs
+        self.sent_rows = 0  # to other ranks, in forwards
         self._chain: torch.Tensor | None = None  # without entries, depends on the last exchange
         self._has_passed_by = False
 
@@ -234,6 +256,7 @@ class TokenExchange:
         back = exchange_rows(results, received, sent, self.group)
         if not _is_in_backward():
             self._chain = back[:0].sum(1)
+            self.sent_rows += sum(sent) - sent[self.group.index]
         return back[torch.argsort(order)]
 
     def run_empty_forward(self, with_grad: bool) -> torch.Tensor:
@@ -244,6 +267,11 @@ class TokenExchange:
             chain = self.end_forward()
         assert chain is not None
         return chain
+
+    def take_sent_rows(self) -> int:
+        """Returns how many rows this rank has sent to experts of other ranks since the last call."""
+        rows, self.sent_rows = self.sent_rows, 0
+        return rows
 
     def begin_forward(self) -> None:
         """Call it before each forward of the section."""
@@ -302,6 +330,12 @@ def count_experts(module: nn.Module, shards: Iterable[Shard]) -> tuple[int, int]
     own = module.get_parameter(shard.name.rpartition(".")[2]).shape[0]
     experts = own * shard.ep if shard.dim else sum(shard.parts)
     return experts, experts // own
+
+
+def _bounds_of_entries(shard: Shard, group: ReplicaGroup) -> tuple[int, int, int]:
+    """Returns start and stop of this rank's entries of a bias, and how many there are."""
+    size, sharing = sum(shard.parts), group.size // shard.ep
+    return *slice_bounds(size, group.index % sharing, sharing), size
 
 
 def expert_count_attributes(module: nn.Module, experts: int) -> list[str]:

@@ -107,9 +107,9 @@ def find_parameter_cuts(
             continue
         place = section.mesh.ranks.index(rank)
         for shard in section.shards:
-            name, count = canonical[shard.name], section.mesh.tp
+            name, count, replica = canonical[shard.name], section.mesh.tp, place // section.mesh.replica_size
             if count * shard.replicas > 1:
-                cuts[name] = cut_of_shard(shard, shapes[name], place % count, count, place // count)
+                cuts[name] = cut_of_shard(shard, shapes[name], place % count, count, replica)
     return cuts
 
 

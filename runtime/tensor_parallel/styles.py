@@ -78,7 +78,7 @@ def apply_styles(
             if f"{prefix}{name}" in by_name
         }
         if style.kind == "routed":
-            module.forward = RoutedExperts(module, region, style.arguments, own.values(), exchange)
+            module.forward = RoutedExperts(module, region, style.arguments, own, exchange)
         elif style.kind == "listed":
             module.forward = ListedExperts(module, region, style.arguments[0], exchange)
         else:

@@ -31,7 +31,7 @@ from secc.runtime.plan.replica_routes import (
     ranks_by_replica,
     route_message,
 )
-from secc.runtime.plan.schema import OUTPUT_PREFIX, Edge, Plan, logged_scalar_name
+from secc.runtime.plan.schema import OUTPUT_PREFIX, Edge, Plan, is_statistic, logged_scalar_name
 from secc.runtime.plan.step_program import (
     Instruction,
     MicroBatch,
@@ -48,6 +48,7 @@ from secc.runtime.randomness.micro_batch_draws import (
     make_sample_keys,
 )
 from secc.runtime.sections.base import Batch, SectionModule, Tensors
+from secc.runtime.sections.batch_statistic import BatchStatistic
 from secc.runtime.tensor_parallel.expert_parallel import TokenExchange
 from secc.runtime.tensor_parallel.replica_group import ReplicaGroup
 from secc.runtime.training.split_backward import split_backward
@@ -60,7 +61,8 @@ class StepInput:
     `samples`: those of the global batch, followed by those of the next batch if sections prefetch it.
     `load_batch`: returns the collated batch of one of this rank's micro-batches, on the device.
     `coefficients`: the factor of each loss term; None in an evaluation, which sums numerators by term. `seed`
-    and `later_seed`: the random streams of this step and the next.
+    and `later_seed`: the random streams of this step and the next. `statistics`: of the global batch, by
+    term; none in a first pass, which finds them.
     """
 
     schedule: Schedule
@@ -69,6 +71,7 @@ class StepInput:
     coefficients: Mapping[str, float] | None
     seed: int
     later_seed: int = 0
+    statistics: Mapping[str, BatchStatistic] = field(default_factory=dict)
 
 
 @dataclass
@@ -255,7 +258,7 @@ class _StepExecution:
         engine, micro = self.engine, self.micro_batch(i.section, i.micro)
         section, with_grad = engine.sections[i.section], engine.backward_owed[i.section]
         batch = self.step.load_batch(micro)
-        section.draws = self.random_draws(micro)
+        section.draws, section.statistics = self.random_draws(micro), self.step.statistics
         live = _InFlightMicroBatch(with_grad, section.draws, self.step.schedule.is_of_next_batch(micro))
         edges, exchange = self.receive_edges(i.section, i.micro, live), engine.exchanges.get(i.section)
         case = section.select_case(batch)
@@ -323,7 +326,7 @@ class _StepExecution:
         roots += [
             (t, torch.full_like(t, self.step.coefficients[name]))
             for name, t in live.loss_terms.items()
-            if t.requires_grad
+            if t.requires_grad and not is_statistic(name)
         ]
         if not roots and i.section in self.engine.exchanges:  # other ranks need this one in the backward
             ends = (*live.outputs.values(), *live.loss_terms.values())
@@ -365,11 +368,13 @@ class _StepExecution:
 
     def add_loss(self, terms: Tensors) -> None:
         """Adds loss terms (0-dim numerators) times their coefficients to the loss, or to the scalar that they
-        log. Without coefficients, sums the numerators by term."""
+        log. Without coefficients, sums the numerators by term, those of statistics too."""
         for name, numerator in terms.items():
             if self.step.coefficients is None:
                 value = numerator.detach().double()
                 self.numerators[name] = self.numerators[name] + value if name in self.numerators else value
+                continue
+            if is_statistic(name):
                 continue
             share = numerator.detach().double() * self.step.coefficients[name]
             if logs := logged_scalar_name(name):

@@ -4,7 +4,8 @@ and in the wavefront order of training.
 A set is evaluated as one batch would be: numerators of loss terms and the sums that their coefficients depend
 on are added up over all its samples in float64, and the coefficients are computed once, at the end. So a mean
 over tokens is the mean over all tokens of the set, whatever `--eval-batch` is and however the samples are
-spread over micro-batches, and the last batch may be shorter. Modules are in eval mode meanwhile.
+spread over micro-batches, and the last batch may be shorter. Where the loss depends on statistics of a batch
+(`first_pass`), the set is read twice: the first time finds them. Modules are in eval mode meanwhile.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ from secc.runtime.errors import UserError
 from secc.runtime.host.activity import Waiting
 from secc.runtime.model.item_seeds import derive_item_seed
 from secc.runtime.plan.batch_sizes import combine_sizes
-from secc.runtime.plan.schema import Plan, logged_scalar_name
+from secc.runtime.plan.schema import Plan, is_statistic, logged_scalar_name
+from secc.runtime.sections.batch_statistic import BatchStatistic
 from secc.runtime.training.engine import Engine, StepInput
 from secc.runtime.training.evaluation_data import SetName
 from secc.runtime.training.evaluation_outputs import OutputGatherer
+from secc.runtime.training.first_pass import has_statistics, sum_statistics
 from secc.runtime.training.rank_context import RankContext
 from secc.runtime.training.step_batches import StepBatches
 
 METRIC_PREFIX = "eval/"
+Statistics = Mapping[str, BatchStatistic]
 
 
 @dataclass(frozen=True)
@@ -117,18 +121,41 @@ class Evaluator:
             evaluates=True,
             exchanges=engine.exchanges,
         )
-        self._terms = [t.name for t in plan.terms]
+        self._terms = [t.name for t in plan.terms if not is_statistic(t.name)]
         self._outputs = OutputGatherer(plan, context.rank)
 
     def evaluate(self) -> list[EvaluationResult]:
         """Evaluates all sets; every rank returns the same. Collective."""
-        totals = {name: _SetTotals(self._data.plan) for name in self._data.lengths}
-        seconds, started = dict.fromkeys(totals, 0.0), time.perf_counter()
+        seconds, statistics = dict.fromkeys(self._data.lengths, 0.0), dict[SetName, Statistics]()
+        if has_statistics(self._data.plan):
+            for name, found in self._run_pass(seconds, statistics).items():
+                statistics[name] = sum_statistics(
+                    self._data.plan,
+                    found.numerators,
+                    self._coefficients(found),
+                    found.sample_count,
+                    self._sum_vector,
+                )
+        totals = self._run_pass(seconds, statistics)
+        sums = self._sum_over_ranks(totals)
+        return [self._make_result(name, t, sums[name], seconds[name]) for name, t in totals.items()]
+
+    def _run_pass(
+        self, seconds: dict[SetName, float], statistics: Mapping[SetName, Statistics]
+    ) -> dict[SetName, _SetTotals]:
+        """Runs all batches of all sets, adds the time to `seconds`, and returns what was found."""
+        totals, started = (
+            {name: _SetTotals(self._data.plan) for name in self._data.lengths},
+            time.perf_counter(),
+        )
         seed = derive_item_seed(self._context.seed, -2, 0)  # the same numbers in every evaluation
         with eval_mode(self._model), torch.no_grad():
             for name, step in self._data.plan_pass(int(self._context.records_ahead)):
                 batches = StepBatches(self._data.data_plane, step, self._context.trace)
-                self._engine.run_step(StepInput(step.schedule, step.samples, batches.load_batch, None, seed))
+                known = statistics.get(name, {})
+                self._engine.run_step(
+                    StepInput(step.schedule, step.samples, batches.load_batch, None, seed, statistics=known)
+                )
                 totals[name].add_batch(step.batch, self._engine.numerators)
                 if self._data.plan.outputs:
                     with self._context.trace.activity.during("outputs for metrics()", Waiting.PEERS):
@@ -136,8 +163,15 @@ class Evaluator:
                         totals[name].add_rows(self._outputs.gather_batch(step.samples, step.schedule, kept))
                 now = time.perf_counter()
                 seconds[name], started = seconds[name] + now - started, now
-        sums = self._sum_over_ranks(totals)
-        return [self._make_result(name, t, sums[name], seconds[name]) for name, t in totals.items()]
+        return totals
+
+    def _coefficients(self, totals: _SetTotals) -> dict[str, float]:
+        return self._context.loss_coefficients(totals.batch_sums, totals.sizes, totals.pattern)
+
+    def _sum_vector(self, own: torch.Tensor) -> torch.Tensor:
+        """Sums a float64 vector over ranks. Collective."""
+        gathered = self._data.data_plane.exchange_values(own.to(self._context.device), 0)
+        return gathered.sum(0).cpu()
 
     def _sum_over_ranks(self, totals: Mapping[SetName, _SetTotals]) -> dict[SetName, dict[str, float]]:
         """Sums each term's numerator over all ranks, by set. Collective."""
@@ -151,9 +185,10 @@ class Evaluator:
     def _make_result(
         self, name: SetName, totals: _SetTotals, numerators: Mapping[str, float], seconds: float
     ) -> EvaluationResult:
-        coefficients = self._context.loss_coefficients(totals.batch_sums, totals.sizes, totals.pattern)
         values = {"loss": self._context.terms.CONSTANT}
-        for term, coefficient in coefficients.items():
+        for term, coefficient in self._coefficients(totals).items():
+            if is_statistic(term):
+                continue
             value = logged_scalar_name(term) or "loss"
             values[value] = values.get(value, 0.0) + coefficient * numerators.get(term, 0.0)
         tokens = sum(b.tokens for b in totals.batches)

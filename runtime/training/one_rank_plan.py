@@ -37,6 +37,7 @@ from secc.runtime.plan.step_program import MicroBatch, SampleMeta, Schedule
 from secc.runtime.rerecording.rerecorder import Rerecorder
 from secc.runtime.schedule.scheduler import schedule_batch
 from secc.runtime.sections.base import SectionModule, load_plan_module, load_section_module
+from secc.runtime.sections.batch_statistic import BatchStatistic
 from secc.runtime.training.eager_reference import (
     FLOAT32_TOLERANCES,
     REFERENCE_SEED,
@@ -51,6 +52,7 @@ from secc.runtime.training.eager_reference import (
 )
 from secc.runtime.training.engine import Engine, StepInput
 from secc.runtime.training.evaluation_outputs import OutputGatherer
+from secc.runtime.training.first_pass import FirstPass, has_statistics
 from secc.runtime.training.widened_floats import (
     DtypeWatch,
     is_missing_kernel,
@@ -294,7 +296,14 @@ class OneRankPlan:
             evaluates=self._evaluates,
         )
         with installed_temporarily(self.model, plan.rewrites, self._fused_source):
-            step = StepInput(schedule_batch(plan, metas), metas, batch_of, coefficients, REFERENCE_SEED)
+            statistics: Mapping[str, BatchStatistic] = {}
+            if has_statistics(plan):
+                first = FirstPass(plan, self.model, engine)
+                statistics = first.find_statistics(
+                    metas, batch_of, coefficients, REFERENCE_SEED, lambda own: own
+                )
+            schedule = schedule_batch(plan, metas)
+            step = StepInput(schedule, metas, batch_of, coefficients, REFERENCE_SEED, statistics=statistics)
             return _ExecutedStep(engine, step, engine.run_step(step))
 
     def _sum_leaves(self, singles: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from secc.runtime.comm.p2p_channels import Transport
 from secc.runtime.comm.p2p_rounds import RoundTransport
-from secc.runtime.data.data_plane import BadSampleError
+from secc.runtime.data.data_plane import BadSampleError, GlobalBatch
 from secc.runtime.errors import UserError, printable_text
 from secc.runtime.fusion.install import install_fused, read_fused_source
 from secc.runtime.model.item_seeds import derive_item_seed
@@ -46,8 +46,10 @@ from secc.runtime.parameters.rank_weights import canonical_names, state_dict_own
 from secc.runtime.parameters.sharded_optimizer import shard_optimizer
 from secc.runtime.parameters.weight_average import WeightAverage
 from secc.runtime.plan.replica_routes import Ranks, ranks_by_replica, tp_ranks_of
+from secc.runtime.plan.step_program import exchanges_tokens
 from secc.runtime.sections import recompute
 from secc.runtime.sections.base import SectionModule
+from secc.runtime.sections.batch_statistic import BatchStatistic
 from secc.runtime.sections.row_layers import install_row_layers, install_row_modules
 from secc.runtime.tensor_parallel import styles
 from secc.runtime.tensor_parallel.expert_parallel import TokenExchange
@@ -57,6 +59,7 @@ from secc.runtime.training.best_checkpoint import BestCheckpoint
 from secc.runtime.training.callbacks import Callbacks, StepResult
 from secc.runtime.training.engine import Engine, StepInput
 from secc.runtime.training.evaluation import EvaluationResult, Evaluator
+from secc.runtime.training.first_pass import FirstPass, has_statistics
 from secc.runtime.training.nonfinite_search import NonFiniteEvent, NonFiniteSearch
 from secc.runtime.training.rank_context import RankContext
 from secc.runtime.training.run_reports import RunReports
@@ -153,6 +156,11 @@ class Trainer:
             groups.replica,
             context.zero3.gatherers,
             exchanges=exchanges,
+        )
+        self._first_pass = (
+            FirstPass(self.plan, model, self.engine, self.options.order)
+            if has_statistics(self.plan)
+            else None
         )
         self._callbacks = Callbacks(context.user_model, callbacks)
         # The learning rate is that of the first rank that trains anything.
@@ -268,10 +276,20 @@ class Trainer:
         )
         batches = StepBatches(self.context.data_plane, step, self.context.trace)
         trace_event = self.context.trace.record_event
-        with trace_event("PROGRAM", kind="PROGRAM"), naming_bad_tokens(step, self.context):
-            share = self.engine.run_step(
-                StepInput(step.schedule, step.samples, batches.load_batch, coefficients, seed, later_seed)
-            )
+        with naming_bad_tokens(step, self.context):
+            statistics = self._find_statistics(batch, coefficients, seed)
+            with trace_event("PROGRAM", kind="PROGRAM"):
+                share = self.engine.run_step(
+                    StepInput(
+                        step.schedule,
+                        step.samples,
+                        batches.load_batch,
+                        coefficients,
+                        seed,
+                        later_seed,
+                        statistics,
+                    )
+                )
         reduction_start = time.perf_counter()
         with trace_event("GRADIENTS", kind="GRADIENTS"):
             self.reducer.finish_reduction()
@@ -298,6 +316,24 @@ class Trainer:
                 totals.wait_seconds,
             )
         return totals.loss
+
+    def _find_statistics(
+        self, batch: GlobalBatch, coefficients: Mapping[str, float], seed: int
+    ) -> Mapping[str, BatchStatistic]:
+        """Returns the statistics of a global batch that its loss depends on. Collective if there are any."""
+        if self._first_pass is None:
+            return {}
+        data, trace = self.context.data_plane, self.context.trace
+        alone = PlannedStep(batch, None, self._first_pass.schedule(batch.samples))
+        batches = StepBatches(data, alone, trace)
+        with trace.record_event("FIRST PASS", kind="PROGRAM"):
+            return self._first_pass.find_statistics(
+                batch.samples,
+                batches.load_batch,
+                coefficients,
+                seed,
+                lambda own: data.exchange_values(own.to(self.context.device), 0).sum(0).cpu(),
+            )
 
     def _accepts_nonfinite(self, step: PlannedStep, loss: float, norm: torch.Tensor) -> bool:
         """Says where a loss or gradient norm that is not finite comes from, and tells whether the optimizer
@@ -329,8 +365,16 @@ class Trainer:
         prefetched, self.engine.prefetched = self.engine.prefetched, {}
         self.reducer.reset_gradients()
         with search.watch(self.model):
+            statistics = self._find_statistics(batch, coefficients, seed)
             share = self.engine.run_step(
-                StepInput(alone.schedule, alone.samples, batches.load_batch, coefficients, seed)
+                StepInput(
+                    alone.schedule,
+                    alone.samples,
+                    batches.load_batch,
+                    coefficients,
+                    seed,
+                    statistics=statistics,
+                )
             )
         search.note_loss(share)
         self.reducer.finish_reduction()
@@ -367,6 +411,9 @@ class Trainer:
         """
         recording = batches.recording_metrics(1 / self.context.world_size) if self.plan.recorded else {}
         shares = self.engine.logged | {name: share.new_tensor(seconds) for name, seconds in recording.items()}
+        if any(map(exchanges_tokens, self.plan.sections)):
+            rows = sum(exchange.take_sent_rows() for exchange in self.engine.exchanges.values())
+            shares |= {"expert_rows_sent": share.new_tensor(float(rows))}
         local_seconds, columns = self.engine.stopwatch.take_seconds(), section_time_columns(self.plan)
         columns += [(name, "R", tp) for name, tp in section_wait_columns(self.plan)]
         times = [share.new_tensor(local_seconds.get((name, kind), 0.0) / tp) for name, kind, tp in columns]
@@ -587,7 +634,9 @@ class Trainer:
             number = next(i for i, ranks in enumerate(replicas) if self.context.rank in ranks)
             own_replicas.add(tp_ranks_of(section, self.context.rank))
             # Replicas with different experts hold one copy of these together.
-            copy = replicas[number // count * count :][:count]
+            # Of ranks with other rows of the same samples, each has all parts that the first of them have.
+            first = replicas[number].index(self.context.rank) // section.mesh.tp * section.mesh.tp
+            copy = (r[first : first + section.mesh.tp] for r in replicas[number // count * count :][:count])
             routed = (canonical[s.name] for s in section.shards if s.replicas > 1)
             own_copies |= dict.fromkeys(routed, tuple(itertools.chain.from_iterable(copy)))
         return {

@@ -249,6 +249,7 @@ def check(
     small: bool = False,
     stats_samples: int = 64,
     accept: Sequence[str] = (),
+    balance_loss: str = "",
     progress: Progress | None = None,
 ) -> ExactnessCheck:
     """Compiles a model for `ranks` CPU processes and compares the plan with plain PyTorch on small batches.
@@ -264,6 +265,7 @@ def check(
         stats_samples=stats_samples,
         small=small,
         accept=tuple(accept),
+        balance_loss=balance_loss,
     )
     compiled = compile_model(_as_model(model).path, options, progress)
     if progress is not None:

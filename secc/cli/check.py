@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from secc.cli.compile import ACCEPT_OPTION, COMPILE_STAGES, JSON_OPTION, MODEL_ARGUMENT
+from secc.cli.compile import ACCEPT_OPTION, BALANCE_OPTION, COMPILE_STAGES, JSON_OPTION, MODEL_ARGUMENT
 from secc.cli.console import out, print_json, print_table, show_progress, styled
 
 
@@ -16,6 +16,7 @@ def command(
     small: Annotated[bool, typer.Option(help="check small_model() instead of model()")] = False,
     stats_samples: Annotated[int, typer.Option(help="samples of dataset() to draw")] = 64,
     accept: ACCEPT_OPTION = None,
+    balance_loss: BALANCE_OPTION = "",
     json: JSON_OPTION = False,
 ) -> None:
     """Check that a model can be compiled and that its plan computes what plain PyTorch computes."""
@@ -23,7 +24,13 @@ def command(
 
     with show_progress(json, COMPILE_STAGES[:-1]) as show:
         result = check(
-            model, ranks=ranks, small=small, stats_samples=stats_samples, accept=accept or (), progress=show
+            model,
+            ranks=ranks,
+            small=small,
+            stats_samples=stats_samples,
+            accept=accept or (),
+            balance_loss=balance_loss,
+            progress=show,
         )
     plan = result.plan
     if json:

@@ -18,6 +18,14 @@ MODEL_ARGUMENT = Annotated[
 ACCEPT_OPTION = Annotated[
     list[str] | None, typer.Option(help="accept an approximation of the loss: balance-loss", metavar="NAME")
 ]
+BALANCE_OPTION = Annotated[
+    str,
+    typer.Option(
+        help="the balance loss of a mixture of experts: global (of the whole batch, one more forward a step)"
+        " or micro-batch (of each alone)",
+        metavar="WAY",
+    ),
+]
 JSON_OPTION = Annotated[bool, typer.Option("--json", help="print the result as JSON, and no progress")]
 
 # Reported by the compiler in this order; other steps are parts of these.
@@ -94,6 +102,7 @@ def command(
         bool, typer.Option("--explain-fusion", help="print what was fused, and why other matches were not")
     ] = False,
     accept: ACCEPT_OPTION = None,
+    balance_loss: BALANCE_OPTION = "",
     costs: Annotated[
         str, typer.Option(help="file of measured costs, written by secc profile", metavar="FILE")
     ] = "",
@@ -136,6 +145,7 @@ def command(
         fuse=fuse,
         without=tuple(no_fuse_rule or ()),
         accept=tuple(accept or ()),
+        balance_loss=balance_loss,
         stats=stats,
         skip_bad_samples=skip_bad_samples,
         costs=costs,

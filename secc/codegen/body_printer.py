@@ -41,7 +41,11 @@ from secc.ir.dialect.readable_names import SETTINGS_ATTRIBUTE, strip_wrappers
 from secc.ir.text_io.verifier import source_line
 from secc.runtime.sections import autograd_functions
 
-_MODULE_NAMESPACES = {"aten": "aten", "secc": "kernels"}  # what the section's module calls them
+_MODULE_NAMESPACES = {
+    "aten": "aten",
+    "secc": "kernels",
+    "batch": "self",
+}  # what the section's module calls them
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from xdsl.dialects.builtin import ArrayAttr, FloatAttr, IntAttr, IntegerAttr, ModuleOp, StringAttr
@@ -309,6 +310,7 @@ def _plan_terms(graph: GraphOp) -> tuple[schema.LossTerm, ...]:
             section_of(op.parent_op() or op) or "",
             texts.get(name, "1"),
             op.where.data if op.where else "",
+            prod(int(d) for d in tensor_type(op.numerator).shape),
         )
         for name, op in owners.items()
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+BALANCE_CHOICES = ("micro-batch", "global")
+
 
 @dataclass(frozen=True)
 class TakenBack:
@@ -40,6 +42,7 @@ class CompileOptions:
     fuse: bool | None = None  # None: where the cluster has GPUs
     without: tuple[str, ...] = ()
     accept: tuple[str, ...] = ()
+    balance_loss: str = ""  # "micro-batch" or "global"; "": refuse a balance loss
     stats: Path | None = None
     skip_bad_samples: bool = False
     costs: str = ""  # path of a file of measured costs

@@ -7,9 +7,11 @@ from typing import Any
 
 from xdsl.passes import ModulePass
 
-from secc.driver.compile_options import CompileOptions
+from secc.driver.compile_options import BALANCE_CHOICES, CompileOptions
+from secc.errors import UserError
 from secc.ir.analysis.fusion_report import check_rule_names, rules_of_pass
 from secc.pass_pipeline import load_pass
+from secc.passes.loss.approximations import BALANCE_LOSS
 
 STEP_TIME_DIGITS = 9  # dumps name the pipeline in a text form that has no exponents
 
@@ -26,7 +28,7 @@ def build_pipeline(options: CompileOptions, pinned: Iterable[str] | None = None)
     steps: list[tuple[str, Mapping[str, Any]]] = [
         ("canonicalize", {}),  # one spelling for each op
         ("dce", {}),
-        ("normalize-loss", {"accept": options.accept}),  # the loss as a sum of terms over samples
+        ("normalize-loss", _loss_options(options)),  # the loss as a sum of terms over samples
         ("dce", {}),
         *_fusion_passes("fuse-linear-loss", options),  # heads and losses without materialised logits
         ("annotate-patterns", {}),  # the optional inputs that each block needs
@@ -45,6 +47,19 @@ def build_pipeline(options: CompileOptions, pinned: Iterable[str] | None = None)
         ("lower", {}),  # bodies and predicates that code is generated from
     ]
     return tuple(_make_pass(name, chosen) for name, chosen in steps)
+
+
+def _loss_options(options: CompileOptions) -> dict[str, Any]:
+    """The options of `normalize-loss`. Raises UserError for an unknown way of computing balance losses."""
+    if options.balance_loss not in ("", *BALANCE_CHOICES):
+        raise UserError(
+            f"unknown way of computing balance losses {options.balance_loss!r}",
+            remedy=f"give --balance-loss {' or '.join(BALANCE_CHOICES)}",
+        )
+    by_micro_batch = options.balance_loss == "micro-batch"
+    accept = dict.fromkeys((*options.accept, *((BALANCE_LOSS,) if by_micro_batch else ())))
+    exact = {"balance_loss": "global"} if options.balance_loss == "global" else {}
+    return {"accept": tuple(accept), **exact}
 
 
 def fusion_mode(options: CompileOptions) -> str:

@@ -23,7 +23,9 @@ from secc.errors import InexactPlan, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions
 from secc.frontend.capture.eager_failure import blame_compute_dtype
 from secc.frontend.dataset.padding_policy import WidthsReason
+from secc.frontend.tp_search.token_mixing import find_token_mixing
 from secc.runtime.model.source_lines import error_source_line
+from secc.runtime.plan.unsplit_reason import TOKEN_MIXING_REMEDY
 from secc.runtime.training.eager_reference import FLOAT32_TOLERANCES, LossAndGradients
 from secc.runtime.training.evaluation import eval_mode
 from secc.runtime.training.evaluation_data import evaluation_plan
@@ -149,6 +151,13 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
     decisive = inexact.comparison.decisive
     d, pattern = decisive.difference, ", ".join(inexact.pattern) or "no optional inputs"
     where = "" if decisive is inexact.comparison else " of float32, computed in place of 16 bits"
+    if mixing := _find_token_mixing(compiled, inexact.pattern):
+        module, line = next(iter(mixing.items()))
+        message = (
+            f"experts of {module} give a token another result when other tokens come with it (a capacity for"
+            " the batch, tokens dropped by position), so micro-batches compute another loss than the batch"
+        )
+        return InexactPlan(message, line, TOKEN_MIXING_REMEDY)
     message = (
         f"the plan does not compute what plain PyTorch computes for samples with {pattern}: "
         f"the loss is off by {d.loss:.3g} and the gradient of {d.worst} by {d.gradient:.3g} tolerances"
@@ -166,6 +175,14 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
             "between samples; switch it off to see whether it is that"
         )
     return InexactPlan(message, str(compiled.user.path), remedy)
+
+
+def _find_token_mixing(compiled: CompiledPlan, pattern: Sequence[str]) -> dict[str, str]:
+    """Returns the mixtures of experts, with their source lines, in which tokens depend on each other."""
+    if compiled.model is None:
+        return {}
+    samples = compiled.survey.compose_batches(frozenset(pattern))[-1]
+    return find_token_mixing(compiled.model, ((), compiled.user.collate(samples)))
 
 
 def compare_patterns(compiled: CompiledPlan, model: nn.Module) -> list[PatternCheck]:

@@ -58,6 +58,78 @@ class Text(nn.Module):
 
 '''
 
+MIXTURES = '''
+class Experts(nn.Module):
+    """Experts side by side in parameters; each computes the tokens that chose it."""
+
+    def __init__(self, width, count, biased):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(count, 4 * width, width) / width)
+        self.down = nn.Parameter(torch.randn(count, width, 2 * width) / width)
+        self.down_bias = nn.Parameter(torch.randn(count, width) / 8) if biased else None
+
+    def forward(self, hidden, index, weights):
+        out = torch.zeros_like(hidden)
+        for expert in range(self.gate_up.shape[0]):
+            rows, places = torch.where(index == expert)
+            gate, up = F.linear(hidden[rows], self.gate_up[expert]).chunk(2, dim=-1)
+            result = F.linear(F.silu(gate) * up, self.down[expert])
+            if self.down_bias is not None:
+                result = result + self.down_bias[expert]
+            out = out.index_add(0, rows, result * weights[rows, places, None])
+        return out
+
+
+class Stacked(nn.Module):
+    def __init__(self, width, count, choices, scores, shared, biased):
+        super().__init__()
+        self.router, self.experts = nn.Linear(width, count), Experts(width, count, biased)
+        self.shared = nn.Linear(width, width) if shared else None
+        self.choices, self.scores = choices, scores
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)
+        scores = getattr(self.router(tokens), self.scores)(*[-1] * (self.scores == "softmax"))
+        weights, index = scores.topk(self.choices)
+        out = self.experts(tokens, index, weights / weights.sum(-1, keepdim=True)).view_as(x)
+        return out if self.shared is None else out + self.shared(x).sigmoid()
+
+
+class Listed(nn.Module):
+    def __init__(self, width, count, choices, scores, shared, biased):
+        super().__init__()
+        self.router = nn.Linear(width, count)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width, bias=biased))
+            for _ in range(count)
+        )
+        self.shared = nn.Linear(width, width) if shared else None
+        self.choices, self.scores = choices, scores
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)
+        scores = getattr(self.router(tokens), self.scores)(*[-1] * (self.scores == "softmax"))
+        weights, index = scores.topk(self.choices)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(index == number)
+            if len(rows):
+                out = out.index_add(0, rows, expert(tokens[rows]) * weights[rows, places, None])
+        out = out.view_as(x)
+        return out if self.shared is None else out + self.shared(x).sigmoid()
+
+
+class MixedText(Text):
+    """Some layers have a mixture of experts in place of their feed-forward network."""
+
+    def __init__(self, width, depth, attention, dropout, mixture, every, *chosen):
+        super().__init__(width, depth, attention, dropout)
+        for layer in list(self.layers)[every - 1 :: every] or self.layers:
+            layer.mlp = mixture(width, *chosen)
+
+
+'''
+
 DATASET = '''
 
 def place(sample, key, token, most, share, g):

@@ -1,10 +1,12 @@
 """Writes small random compound models as model files that a person can read and run.
 
     python -m tests.e2e.random_models 17 > model.py
+    python -m tests.e2e.random_models 17 experts > model.py
 
 The seed decides everything: which encoders there are and which samples have their inputs, how features
 join the text (at placeholders, before the tokens, added to every state), what is frozen, tied, shared or
-called twice, which teachers there are, how padding is masked, and how each loss is written.
+called twice, which teachers there are, how padding is masked, how each loss is written, and with `experts`
+which mixtures of experts the text components have.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from tests.e2e.random_model_parts import (
     FEATURES,
     JUDGING,
     LANGUAGE,
+    MIXTURES,
     PATCHES,
     STEERING,
 )
@@ -28,6 +31,7 @@ from tests.e2e.random_model_parts import (
 ENCODERS = ("camera", "sonar", "radar")
 TEACHERS = ("sage", "mentor")
 FREEZING_CALLS = ("", ".requires_grad_(False)")
+EXPERTS = 4
 
 
 @dataclass
@@ -49,6 +53,16 @@ class ModelDraft:
         default_factory=list[str]
     )  # [B, width] expressions that any component may be steered by
     has_trained: bool = False
+    expert_rng: random.Random | None = None  # of mixtures, for a model with experts
+
+    def write_text(self, width: int, depth: int, dropout: float) -> str:
+        """Returns the call that makes a text component."""
+        rng, plain = self.expert_rng, f"{width}, {depth}, {self.attention!r}, {dropout}"
+        if rng is None:
+            return f"Text({plain})"
+        chosen = (EXPERTS, rng.choice((1, 2, 2)), rng.choice(("softmax", "sigmoid")), rng.random() < 0.4)
+        more = ", ".join(map(repr, (rng.choice((1, 1, 2)), *chosen, rng.random() < 0.4)))
+        return f"MixedText({plain}, {rng.choice(('Stacked', 'Stacked', 'Listed'))}, {more})"
 
     def flip(self, share: float) -> bool:
         return self.rng.random() < share
@@ -60,9 +74,9 @@ class ModelDraft:
         )
 
 
-def write_random_model(seed: int) -> str:
-    """Returns the text of the model file of a seed."""
-    m = ModelDraft(random.Random(seed))
+def write_random_model(seed: int, experts: bool = False) -> str:
+    """Returns the text of the model file of a seed, with mixtures of experts or without."""
+    m = ModelDraft(random.Random(seed), expert_rng=random.Random(f"experts {seed}") if experts else None)
     m.width = m.rng.choice((8, 12, 16))
     m.dropout = 0.1 if m.flip(0.2) else 0.0
     m.attention = m.rng.choice(("causal", "causal", "causal", "masked", "open"))
@@ -124,7 +138,7 @@ def _add_language(m: ModelDraft, features: Sequence[tuple[str, str]]) -> None:
     frozen = m.flip(0.2) and m.has_trained
     m.has_trained |= not frozen
     m.init_lines.append(
-        f"self.text = Text({m.width}, {m.rng.choice((1, 2, 3))}, {m.attention!r}, {m.dropout})"
+        f"self.text = {m.write_text(m.width, m.rng.choice((1, 2, 3)), m.dropout)}"
         f"{'.requires_grad_(False)' if frozen else ''}"
     )
     tie = m.flip(0.3)
@@ -190,7 +204,7 @@ def _add_teachers(m: ModelDraft) -> None:
     for name in TEACHERS[: m.rng.choice((0, 0, 1, 1, 2))]:
         width = m.rng.choice((m.width, 20))
         m.init_lines.append(
-            f"self.{name} = Text({width}, {m.rng.choice((1, 2))}, {m.attention!r}).requires_grad_(False)"
+            f"self.{name} = {m.write_text(width, m.rng.choice((1, 2)), 0.0)}.requires_grad_(False)"
         )
         text_mask = "mask[:, -input_ids.shape[1]:]"
         steer = (
@@ -219,7 +233,7 @@ def _format_model(m: ModelDraft, seed: int) -> str:
     signature = ", ".join(["self", *m.arguments, *(f"{name}=None" for name in m.optional)])
     lines = [
         f'"""The random model of seed {seed}."""',
-        CLASSES,
+        CLASSES + (MIXTURES if m.expert_rng is not None else ""),
         "class Model(nn.Module):",
         "    def __init__(self):",
         "        super().__init__()",
@@ -235,4 +249,4 @@ def _format_model(m: ModelDraft, seed: int) -> str:
 
 
 if __name__ == "__main__":
-    print(write_random_model(int(sys.argv[1])))
+    print(write_random_model(int(sys.argv[1]), "experts" in sys.argv[2:]))

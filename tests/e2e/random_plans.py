@@ -129,10 +129,11 @@ def _draw_section_pins(rng: random.Random, section: Section, tp: int, pp: int, d
 
 def _draw_ep(rng: random.Random, section: Section, tp: int, pp: int, dp: int, experts: int) -> Iterator[str]:
     """Draws mostly a number of parts that experts may form, inside a replica or over several."""
+    has_experts = experts > 0 and any("experts" in name for name in section.params)
     fitting = [
         n
         for n in (2, 4)
-        if experts and experts % n == 0 and (tp % n == 0 or (n % tp == 0 and dp % (n // tp) == 0))
+        if has_experts and experts % n == 0 and (tp % n == 0 or (n % tp == 0 and dp % (n // tp) == 0))
     ]
     if fitting and rng.random() < 0.8:
         yield f"{section.name}.ep={rng.choice(fitting)}"

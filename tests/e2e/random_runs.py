@@ -2,7 +2,8 @@
 
     python -m tests.e2e.random_runs 0 100 --plans 3 -o failures
 
-tries the seeds 0 to 99 and keeps the model files of failures. A model with dropout is compared with its
+tries the seeds 0 to 99 and keeps the model files of failures; with `--experts` models have mixtures of
+experts, and plans mostly an ep. A model with dropout is compared with its
 plan for one rank, which is compared with the eager model when it is compiled.
 """
 
@@ -24,7 +25,7 @@ from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
 from secc.report.html_page import report_page
 from tests.e2e.harness import replan
-from tests.e2e.random_models import write_random_model
+from tests.e2e.random_models import EXPERTS, write_random_model
 from tests.e2e.random_plans import (
     RunOutcome,
     WantedPlan,
@@ -43,16 +44,19 @@ from tools.compare_training import (
 STEPS = 2
 
 
-def try_model(seed: int, folder: Path, plans: int = 1) -> list[RunOutcome]:
+def try_model(seed: int, folder: Path, plans: int = 1, experts: bool = False) -> list[RunOutcome]:
     """Runs the model of a seed under each of its plans; `folder` keeps the files."""
-    (folder / f"seed{seed}.py").write_text(write_random_model(seed))
+    (folder / f"seed{seed}.py").write_text(write_random_model(seed, experts))
     model = write_recording_model(f"seed{seed}", folder, folder)
     try:
         first = check_exactness(compile_model(model, CompileOptions(cluster="local:1")), required=True)
     except UserError as error:
         return [RunOutcome(WantedPlan(1, 0, ()), (), f"compile: {error}")] * plans
     wanted = [
-        draw_random_plan(random.Random(f"plan {seed} {n}"), first.plan.user_sections) for n in range(plans)
+        draw_random_plan(
+            random.Random(f"plan {seed} {n}"), first.plan.user_sections, experts=EXPERTS if experts else 0
+        )
+        for n in range(plans)
     ]
     return [_try_one_plan(first, model, plan, folder / str(n)) for n, plan in enumerate(wanted)]
 
@@ -87,6 +91,7 @@ def main() -> int:
     parser.add_argument("first", type=int)
     parser.add_argument("last", type=int)
     parser.add_argument("--plans", type=int, default=1, help="so many plans for each model")
+    parser.add_argument("--experts", action="store_true", help="models with mixtures of experts")
     parser.add_argument("-o", "--output", type=Path, help="keep the model files of failures here")
     arguments = parser.parse_args()
     done, failures, had = 0, 0, Counter[str]()
@@ -94,7 +99,7 @@ def main() -> int:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as name:
             try:
-                outcomes = try_model(seed, Path(name), arguments.plans)
+                outcomes = try_model(seed, Path(name), arguments.plans, arguments.experts)
             except Exception as unexpected:
                 outcomes = [
                     RunOutcome(WantedPlan(1, 0, ()), (), f"defect: {type(unexpected).__name__}: {unexpected}")

@@ -155,6 +155,11 @@ SLOW = {
         (4, "tp=2 dp=2 ep=4 sharding=zero1 recompute=full micro_batch=2"),
         (4, "pp=2 dp=2 ep=2 micro_batch=3 sharding=zero1"),
         (4, "dp=4 ep=4 recompute=full micro_batch=2 bf16"),
+        (4, "tp=2 ep=2 cp=2 sharding=zero1 micro_batch=2"),
+        (4, "dp=2 ep=2 cp=2 recompute=full micro_batch=1"),
+        (4, "dp=2 ep=2 cp=2 sharding=zero3 recompute=selective micro_batch=2"),
+        (6, "dp=2 ep=2 cp=3 sharding=zero2 micro_batch=1"),
+        (8, "dp=2 tp=2 ep=4 cp=2 sharding=zero1 micro_batch=2 bf16"),
     ],
     "gpt_oss": [
         (2, "cp=2 micro_batch=2"),
@@ -162,6 +167,11 @@ SLOW = {
         (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=1"),
         (4, "tp=2 ep=2 dp=2 recompute=full micro_batch=1"),
         (4, "dp=4 ep=4 sharding=zero1 micro_batch=1"),
+    ],
+    "gpt_oss_tiny": [
+        (4, "tp=4 ep=2 micro_batch=2"),
+        (4, "tp=4 ep=2 sharding=zero1 recompute=full micro_batch=1"),
+        (4, "tp=4 ep=2 recompute=selective bf16"),
     ],
     "deepseek_v3": [
         (4, "tp=4 ep=4 sharding=zero1 micro_batch=3"),
@@ -176,6 +186,7 @@ SLOW = {
 EXPERTS = (
     "qwen3_moe",
     "gpt_oss",
+    "gpt_oss_tiny",
     "deepseek_v3",
     "mixtral",
     "glm4_moe",

@@ -17,3 +17,10 @@ MANY = tuple(s for s in range(1000, 1030) if s not in QUICK)
 @pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(s, marks=pytest.mark.slow) for s in MANY)])
 def test_a_random_model_under_a_random_plan_is_exact(seed: int, tmp_path: Path) -> None:
     assert [outcome.error for outcome in try_model(seed, tmp_path)] == [""]
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2000, 2030))
+def test_a_random_model_with_experts_under_a_random_plan_is_exact(seed: int, tmp_path: Path) -> None:
+    assert [outcome.error for outcome in try_model(seed, tmp_path, experts=True)] == [""]

@@ -9,6 +9,7 @@ import pytest
 
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
+from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
 from secc.report.html_page import report_page
 from secc.runtime.plan.plan_file import load_plan
@@ -27,6 +28,14 @@ def _options(*pins: str) -> CompileOptions:
         ("glm4_moe", ("tp=2", "ep=3"), "model.ep=3 is impossible: it does not divide 4 experts", "ep to 2"),
         ("glm4_moe", ("dp=3", "ep=2"), "2 replicas would share experts, and dp=3 is no multiple", "dp to a"),
         ("glm4_moe", ("tp=4", "ep=4"), "model.tp=4 is impossible", "tp to 2"),
+        (
+            "glm4_moe",
+            ("dp=4", "ep=8"),
+            "model.ep=8 is impossible: it does not divide 4 experts",
+            "ep to 2 or 4",
+        ),
+        ("dropped_tokens", ("dp=2", "ep=2"), "at dropped_tokens.py:17 a token's result", "each sample, or"),
+        ("dropped_tokens", ("dp=2",), "experts of layers.0.experts give a token another", "each sample, or"),
         ("nano", ("tp=2", "ep=2"), "model.ep=2 is impossible: the section has no experts", "model.ep out"),
     ],
 )
@@ -34,7 +43,7 @@ def test_an_impossible_ep_is_refused_with_a_remedy(
     model: str, pins: tuple[str, ...], message: str, remedy: str
 ) -> None:
     with pytest.raises(UserError) as refused:
-        compile_model(MODELS / f"{model}.py", _options(*pins))
+        check_exactness(compile_model(MODELS / f"{model}.py", _options(*pins)))
     assert message in refused.value.message and remedy in refused.value.remedy
 
 

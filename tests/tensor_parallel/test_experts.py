@@ -64,12 +64,9 @@ def test_experts_of_models_are_cut(config: Any, halves: tuple[int, ...], count: 
 @pytest.mark.parametrize("config", [MIXTRAL, QWEN3, GPT_OSS])
 def test_ranks_hold_whole_experts(config: Any, count: int, ep: int) -> None:
     """Each rank has its experts' rows of every parameter, and what is routed to others costs it nothing. Two
-    ranks that share experts cut them by their inner width, unless a bias would be added by both."""
+    ranks that share experts cut them by their inner width, and each adds half of a bias of results."""
     module, args, kwargs = first_layer(config)
     cuts = find_expert_cuts(module, (args, kwargs), count, ep)
-    if config is GPT_OSS and ep < count:
-        assert cuts == {}
-        return
     ((path, way),) = cuts.items()
     shards = expert_shards(module.get_submodule(path), way, path)
     sizes = {n: p.numel() for n, p in module.get_submodule(path).named_parameters(prefix=path)}

@@ -85,7 +85,7 @@ def break_down_time(work: Workload, load: SectionLoad, c: Candidate) -> dict[str
     ns_by_part[TP_SUMS_PART] = _evaluate_over_step(
         work, rank, c, all_reduce, all_reduce if load.mode != "forward" else "0"
     )
-    exchange = exchange_ns(rank.cost, c.tp, c.pp, c.ep, work.cluster)
+    exchange = exchange_ns(rank.cost, c.tp * c.cp, c.pp, c.ep, work.cluster)
     again = tp_pp_scaling.scale_expression(exchange, 1 + RECOMPUTED_LAYERS[c.recompute])
     ns_by_part[EXCHANGE_PART] = _evaluate_over_step(
         work, rank, c, exchange, again if load.mode != "forward" else "0"

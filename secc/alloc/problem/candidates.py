@@ -254,7 +254,7 @@ def compute_rank_load(whole: SectionLoad, shape: ReplicaShape, cluster: Cluster)
     whole_rows = cost_with_expert_parts(whole.cost, tp, pp, ep)
     cost = cp_scaling.cost_on_rows(whole_rows, cp)
     all_reduce = tp_pp_scaling.tp_all_reduce_ns(cost, tp, cluster)
-    tokens = exchange_ns(cost, tp, pp, ep, cluster)
+    tokens = exchange_ns(cost, tp * cp, pp, ep, cluster)
     rows = cp_scaling.price_row_exchange(whole_rows, tp, cp, cluster)
     measured_permille = [
         int(get_number(whole.section, name) or 1000) for name in MEASURED_PERMILLE_ATTRIBUTES
@@ -334,9 +334,6 @@ def require_rank_load(work: Workload, load: SectionLoad, shape: ReplicaShape, ra
     if pp > max(1, layer_count):
         message = f"{load.name}.pp={pp} is impossible: the section has {layer_count} layers to cut between"
         raise UserError(message, remedy=f"set {load.name}.pp to at most {max(1, layer_count)}")
-    if ep > 1 and cp > 1:
-        message = f"{load.name}.ep={ep} is impossible: it was not shown exact together with cp"
-        raise UserError(message, remedy=f"leave {load.name}.ep or {load.name}.cp out")
     if ep > 1:
         _require_expert_parts(work, load, tp, ep)
     return work.rank_load(load, shape)

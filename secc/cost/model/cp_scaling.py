@@ -89,6 +89,9 @@ def cost_on_rows(cost: SectionCost, cp: int) -> SectionCost:
             "backward_ns",
             "layer_input_bytes",
             "exchanged_bytes",
+            "routed_work",
+            "routed_backward_work",
+            "routed_bytes",
         )
     }
     return replace(cost, recompute=recompute, **shared)

@@ -22,6 +22,7 @@ from secc.frontend.tp_search.annotate_layouts import (
     layers_to_split,
 )
 from secc.frontend.tp_search.call_collector import CallCollector, materialize_argument, materialize_module
+from secc.frontend.tp_search.expert_cuts import mixture_sizes
 from secc.frontend.tp_search.small_model_layers import SmallModelLayers
 from secc.ir.analysis.dataflow import get_number, get_string
 from secc.ir.dialect.ops import SectionOp, graph_of, strings_attr, strings_of
@@ -67,9 +68,10 @@ def annotate_rows(module: ModuleOp, subject: SearchSubject, fused: FusedOperator
         }
         found: dict[str, RowLayer] = {}
         for path, layer in inside.items():
-            key = layer_key(layer), cp
+            divided = int(get_number(section, "ep") or 1) > 1
+            key = layer_key(layer), cp, divided
             if key not in known:
-                known[key] = search.find(firsts[key[0]], layers[firsts[key[0]]], cp)
+                known[key] = search.find(firsts[key[0]], layers[firsts[key[0]]], cp, divided)
             found[path] = known[key]
         _write_section(section, cp, found)
     return True
@@ -79,8 +81,9 @@ class _RowSearch:
     def __init__(self, observer: CallCollector, small: SmallModelLayers, fused: FusedOperators) -> None:
         self.observer, self.small, self.fused = observer, small, fused
 
-    def find(self, path: str, layer: nn.Module, cp: int) -> RowLayer:
-        """Returns whether a layer works on rows, shown on it or, if it is large, on a small one like it."""
+    def find(self, path: str, layer: nn.Module, cp: int, divided: bool) -> RowLayer:
+        """Returns whether a layer works on rows, shown on it or, if it is large, on a small one like it.
+        divided: whether ranks have different experts."""
         size, called = sum(p.numel() for p in layer.parameters()), path in self.observer.calls
         like = self.small.find_like(layer) if called and size > MEDIUM_MODULE_ENTRIES else None
         if not called or (like is None and size > MAX_RUN_ENTRIES):
@@ -88,13 +91,14 @@ class _RowSearch:
                 UnsplitReason(UnsplitKind.TOO_LARGE if size > MAX_RUN_ENTRIES else UnsplitKind.NOT_CALLED)
             )
         count = min(cp, MOST_THREAD_RANKS)
+        mixtures = [name for name, m in layer.named_modules() if divided and mixture_sizes(m)]
         if like is not None:
-            found = find_row_layer(*like, count)
+            found = find_row_layer(*like, count, by_themselves=mixtures)
             if found.reason is None or size > LARGE_MODULE_ENTRIES:
                 return found
         call = tree_map(materialize_argument, self.observer.calls[path])
         fuse = partial(install_fused_in, self.fused, path)
-        return find_row_layer(materialize_module(layer), call, count, fuse)
+        return find_row_layer(materialize_module(layer), call, count, fuse, mixtures)
 
 
 def _write_section(section: SectionOp, cp: int, found: dict[str, RowLayer]) -> None:

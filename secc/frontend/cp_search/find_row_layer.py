@@ -61,14 +61,19 @@ class _RowRun:
 
 
 def find_row_layer(
-    layer: nn.Module, call: ModuleCall, count: int, fuse: Callable[[nn.Module], None] = lambda module: None
+    layer: nn.Module,
+    call: ModuleCall,
+    count: int,
+    fuse: Callable[[nn.Module], None] = lambda module: None,
+    by_themselves: Sequence[str] = (),
 ) -> RowLayer:
     """Runs a layer on the rows of `count` ranks and compares with one rank.
 
-    fuse: installs fused operators in a rank's module.
+    fuse: installs fused operators in a rank's module. by_themselves: submodules that have to run on rows by
+    themselves, since ranks replace their code (experts that are divided).
     """
     call = call[0], without_cache(layer, call[1])
-    whole, row_modules, mixing = UnsplitModule(layer, call), tuple[str, ...](), ""
+    whole, row_modules, mixing = UnsplitModule(layer, call), tuple(by_themselves), ""
     state = torch.random.get_rng_state()
     try:
         for _ in range(MOST_ROUNDS):

@@ -42,6 +42,7 @@ from secc.frontend.tp_search.find_mapping import (
 )
 from secc.frontend.tp_search.hf_tp_plan import hf_column_parallel
 from secc.frontend.tp_search.small_model_layers import SmallModelLayers
+from secc.frontend.tp_search.token_mixing import find_token_mixing
 from secc.frontend.tp_search.verify_mapping import UnsplitModule
 from secc.ir.analysis.dataflow import get_number, get_string
 from secc.ir.analysis.tp_layouts import make_cut_op
@@ -367,9 +368,12 @@ class _LayoutSearcher:
         cut = {
             path: way for path, way in ways.items() if divides_experts(module.get_submodule(path), way, count)
         }
-        uneven = UnsplitReason(UnsplitKind.UNEVEN_EXPERTS, size=ALIGNED_ENTRIES, tp=max(1, count // ep))
         inexact = UnsplitReason(UnsplitKind.EXPERTS_INEXACT)
+        uneven = UnsplitReason(UnsplitKind.UNEVEN_EXPERTS, size=ALIGNED_ENTRIES, tp=max(1, count // ep))
         left = {path: uneven if path in ways else inexact for path in found if path not in cut}
+        if replicas > 1 and inexact in left.values():
+            mixing = find_token_mixing(like, call)
+            left |= {p: UnsplitReason(UnsplitKind.EXPERTS_MIX_TOKENS, mixing[p]) for p in left if p in mixing}
         return cut, left | why
 
     def _verify_on_small_layer(

@@ -6,7 +6,7 @@ multiplies in its own code, with grouped kernels or one expert after another, so
 be wrapped. Sizes alone do not tell which dim is the inner width, and whether gate and up are concatenated
 or interleaved along it. So each cut that the sizes allow is tried on all ranks, as threads, against the
 unsplit module, until one is exact in its results and every gradient. What stays whole (the bias of the
-last product) is added on each rank with its share.
+last product) is added on each rank with its share; ranks that share whole experts each add some entries.
 
 Experts may also be modules in a list that the module's code goes through (`expert_lists`). The linear layers
 inside of these are cut by their inner width like any others; `ep` gives whole experts to ranks.
@@ -106,7 +106,7 @@ def find_expert_cuts(
     modules = {path: m for path, m in layer.named_modules() if sizes_of(m)}
     return {
         path: way
-        for path, inner in _record_first_calls(layer, call, modules).items()
+        for path, inner in record_first_calls(layer, call, modules).items()
         if (way := _find_exact_cut(modules[path], inner, count, ep, replicas)) is not None
     }
 
@@ -122,7 +122,7 @@ def divides_experts(module: nn.Module, way: ExpertCut, count: int) -> bool:
     )
 
 
-def _record_first_calls(
+def record_first_calls(
     layer: nn.Module, call: ModuleCall, modules: Mapping[str, nn.Module]
 ) -> dict[str, ModuleCall]:
     """Returns the arguments of each module's first call."""
@@ -282,7 +282,8 @@ def _candidate_cuts(sizes: ExpertSizes, count: int, ep: int) -> Iterator[ExpertC
         }
         for chosen in product(*cuts.values()):
             by_name = {name: cut for name, cut in zip(cuts, chosen, strict=True) if cut is not None}
-            yield ExpertCut(by_name, ep)
+            whole = tuple(name for name in sizes if ep > 1 and name not in by_name)
+            yield ExpertCut(by_name, ep, whole)
 
 
 def _inner_dims(shape: Sequence[int], inner: int) -> Iterator[tuple[int, int]]:

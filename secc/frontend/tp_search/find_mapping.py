@@ -46,13 +46,15 @@ class ExpertCut:
 
     inner: of each parameter that is cut by the inner width of experts, the dim, and how many parts lie side
     by side along it. ep: the number of parts that experts form in a replica; with more than one, every
-    parameter is cut along dim 0, and the ranks that share a part cut it by `inner`. replicas: the number of
+    parameter is cut along dim 0, and the ranks that share a part cut it by `inner`. summands: biases of the
+    results `[experts, width]`; ranks that share a part each add some entries of them. replicas: the number of
     replicas that have different experts. arguments: names of the forward's hidden states, indices of experts
     and weights, where experts are whole. listed: the name of the list, where experts are modules in one.
     """
 
     inner: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     ep: int = 1
+    summands: tuple[str, ...] = ()
     replicas: int = 1
     arguments: tuple[str, ...] = ()
     listed: str = ""
@@ -330,7 +332,8 @@ def expert_shards(module: nn.Module, way: ExpertCut, prefix: str = "") -> list[S
         Shard(_join_path(prefix, name), dim, (shapes[name][dim] // parts,) * parts, way.ep)
         for name, (dim, parts) in way.inner.items()
     ]
-    rows = [name for name in shapes if way.keeps_experts_whole and name not in way.inner]
+    inner += [Shard(_join_path(prefix, name), 1, (shapes[name][1],), way.ep) for name in way.summands]
+    rows = [n for n in shapes if way.keeps_experts_whole and n not in way.inner and n not in way.summands]
     return inner + [
         Shard(_join_path(prefix, name), 0, (shapes[name][0],), replicas=way.replicas) for name in rows
     ]
@@ -341,7 +344,7 @@ def expert_style(way: ExpertCut, path: str = "") -> ModuleStyle:
     if way.listed:
         return ModuleStyle(path, "listed", (way.listed,))
     return (
-        ModuleStyle(path, "routed", way.arguments)
+        ModuleStyle(path, "routed", (*way.arguments, *way.summands))
         if way.keeps_experts_whole
         else ModuleStyle(path, "experts")
     )

@@ -27,6 +27,7 @@ from secc.ir.dialect.ops import (
     strings_of,
 )
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
+from secc.runtime.plan.schema import is_statistic
 
 RuleViolation = tuple[Operation, str]
 
@@ -127,11 +128,12 @@ def check_terminator(declared: GraphDeclarations, op: Operation) -> Iterator[Rul
 
 
 def check_term(declared: GraphDeclarations, op: Operation) -> Iterator[RuleViolation]:
-    """A term has a scalar numerator and at most one, scalar, coefficient."""
+    """A term has a scalar numerator, or several numbers if it is a statistic, and at most one, scalar,
+    coefficient."""
     if isinstance(op, TermOp):
         if len(op.operands) not in {1, 2}:
             yield op, "a term has a numerator and at most one coefficient"
-        elif any(len(tensor_type(o).dims) for o in op.operands):
+        elif any(len(tensor_type(o).dims) for o in op.operands[is_statistic(op.sym.data) :]):
             yield op, "numerator and coefficient are scalars"
 
 

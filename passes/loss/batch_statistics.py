@@ -1,0 +1,81 @@
+"""Statistics of the global batch in a loss, `--balance-loss global`.
+
+A balance loss is a function g(S) of sums S over the tokens of the batch, one for each expert. If a
+micro-batch computed g from its own tokens, the result would be another loss. Here each use of such a sum by
+an op that is not linear gets, in place of the micro-batch's own sum s with coefficient c,
+
+    c * S  +  c * (s - detach(s)) * B / b
+
+for b of the global batch's B samples. Its value is that of the global batch, so g(S) is computed by every
+micro-batch, and counts by its share b / B of the samples. Its gradient, times that share, is the
+micro-batch's summand of the gradient of g(S). Values and gradients are those of plain PyTorch, for any g.
+
+S has to be known before the first backward. A step therefore begins with a forward of all micro-batches that
+only sums them (`secc.runtime.training.first_pass`): S is a term of its own, a vector, that is part of no
+loss.
+"""
+
+from __future__ import annotations
+
+from xdsl.dialects.builtin import StringAttr
+from xdsl.ir import SSAValue
+
+from secc.ir.dialect.argument_template import CallArguments, format_arguments
+from secc.ir.dialect.ops import CallOp, Computation, GlueOp
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
+from secc.passes.loss.loss_context import LossContext
+from secc.passes.loss.numerators import SAMPLE_COUNT_SYMBOL, make_numerator
+from secc.passes.loss.value_states import LOCAL_STATE, LocalState, ReadStatistic, SumPart, ValueState
+
+STATISTIC_TARGET = "batch.statistic"  # glue that `SectionModule.statistic` computes
+_NO_STATISTIC_REMEDY = (
+    "compute the balance loss in forward, from one row of the router's scores for each token, or accept it by"
+    " micro-batches with --balance-loss micro-batch"
+)
+
+
+def name_statistic(statistic: ReadStatistic, name: str) -> None:
+    """Names a statistic in the glue that reads it."""
+    statistic.op.properties["args"] = StringAttr(f'$0, "{name}", {SAMPLE_COUNT_SYMBOL}')
+
+
+def use_batch_statistics(ctx: LossContext, op: Computation, why: str) -> ValueState:
+    """Lets `op`, which is not linear, take sums over the global batch; returns the state of its result, which
+    counts once for the batch. Bad where it mixes sums with single samples, or sums inside a block."""
+    values = [*op.operands, *op.results]
+    if isinstance(op, CallOp) or any(ctx.carries_samples(v) for v in values):
+        return ctx.refuse_op(op, why, _NO_STATISTIC_REMEDY)
+    for index, operand in enumerate(op.operands):
+        if isinstance(ctx.state_of(operand), LocalState):
+            continue
+        parts, type = ctx.parts_of(operand), tensor_type(operand)
+        if not parts or any(d.free_symbols for d in type.shape):
+            return ctx.refuse_op(op, why, _NO_STATISTIC_REMEDY)
+        first, *others = [_read_statistic(ctx, op, part, type) for part in parts]
+        for value in others:
+            first = ctx.pending.make_glue(op, "aten.add.Tensor", [first, value], "$0, $1", type)
+        ctx.pending.commit_before(op, [first])
+        op.operands[index] = first
+    ctx.accepted.add(op)
+    return LOCAL_STATE
+
+
+def _read_statistic(ctx: LossContext, op: Computation, part: SumPart, type: TensorType) -> SSAValue:
+    """The batch's value of a part of an operand of `op` with `type`."""
+    value, coefficient = make_numerator(ctx, part)
+    if tensor_type(value).dtype != type.dtype:
+        value = ctx.pending.make_glue(
+            op,
+            "aten._to_copy.default",
+            [value],
+            f"$0, dtype=torch.{type.torch_dtype}",
+            TensorType.from_dims(tensor_type(value).shape, type.dtype.data),
+        )
+    args = f'$0, "", {SAMPLE_COUNT_SYMBOL}'
+    read = ctx.pending.make_glue(op, STATISTIC_TARGET, [value], args, tensor_type(value))
+    assert isinstance(read.owner, GlueOp)
+    ctx.statistics.append(ReadStatistic(read.owner, part, value, coefficient))
+    if tensor_type(read).shape == type.shape:
+        return read
+    sizes = format_arguments(CallArguments([list(type.shape)]))
+    return ctx.pending.make_glue(op, "aten.expand.default", [read], f"$0, {sizes}", type)

@@ -1,0 +1,101 @@
+"""The first pass of a step, for losses that depend on statistics of the global batch (balance losses of
+mixtures of experts under `--balance-loss global`).
+
+A statistic is a sum over all samples of what sections compute, one number for each expert. It has to be known
+before the first backward, so a step begins with a forward of all micro-batches without gradients, in train
+mode and with the step's random numbers, on the ranks and in the order of an evaluation. Its numerators are
+summed over ranks in float64. The pass that trains reads the sums (`SectionModule.statistic`). Buffers that
+forwards change are put back, so that they change once in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from secc.runtime.plan.schema import Plan, is_statistic
+from secc.runtime.plan.step_program import MicroBatch, SampleMeta
+from secc.runtime.schedule.scheduler import ScheduleCache
+from secc.runtime.sections.base import Batch
+from secc.runtime.sections.batch_statistic import BatchStatistic
+from secc.runtime.training.engine import Engine, StepInput
+from secc.runtime.training.evaluation_data import evaluation_plan
+
+SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
+
+
+def has_statistics(plan: Plan) -> bool:
+    """Returns whether steps of a plan need a first pass."""
+    return any(is_statistic(t.name) for t in plan.terms)
+
+
+def sum_statistics(
+    plan: Plan,
+    numerators: Mapping[str, torch.Tensor],
+    coefficients: Mapping[str, float],
+    samples: int,
+    sum_over_ranks: SumOverRanks,
+) -> dict[str, BatchStatistic]:
+    """Returns the statistics of a batch of `samples`. numerators: this rank's sums, by term. sum_over_ranks:
+    sums a vector in float64; it is called once, on every rank at the same point."""
+    terms = [t for t in plan.terms if is_statistic(t.name)]
+    flat = torch.zeros(sum(t.entries for t in terms), dtype=torch.float64)
+    parts = dict(zip((t.name for t in terms), flat.split([t.entries for t in terms]), strict=True))
+    for name, part in parts.items():
+        if name in numerators:
+            part.copy_(numerators[name].flatten())
+    sums = sum_over_ranks(flat).split([t.entries for t in terms])
+    return {
+        t.name: BatchStatistic(coefficients[t.name] * total, coefficients[t.name] * samples)
+        for t, total in zip(terms, sums, strict=True)
+        if t.name in coefficients
+    }
+
+
+class FirstPass:
+    """Runs first passes on the sections, messages and process groups of the training `engine`. All ranks make
+    it and call it at the same points."""
+
+    def __init__(self, plan: Plan, model: nn.Module, engine: Engine, order: str = "wavefront") -> None:
+        self.plan, self._model = evaluation_plan(plan), model
+        self.schedule = ScheduleCache(self.plan, order)
+        self._engine = Engine(
+            self.plan,
+            engine.sections,
+            engine.transport.for_plan(self.plan),
+            lambda section: None,
+            engine.trace,
+            groups=engine.groups,
+            passes=engine.gatherers,
+            evaluates=engine.evaluates,
+            exchanges=engine.exchanges,
+        )
+
+    def find_statistics(
+        self,
+        samples: Sequence[SampleMeta],
+        load_batch: Callable[[MicroBatch], Batch],
+        coefficients: Mapping[str, float],
+        seed: int,
+        sum_over_ranks: SumOverRanks,
+    ) -> dict[str, BatchStatistic]:
+        """Returns the statistics of a global batch. Collective."""
+        step = StepInput(self.schedule(samples), samples, load_batch, None, seed)
+        with torch.no_grad(), _kept_buffers(self._model):
+            self._engine.run_step(step)
+        found = self._engine.numerators
+        return sum_statistics(self.plan, found, coefficients, len(samples), sum_over_ranks)
+
+
+@contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Gives buffers back the values that they have now."""
+    kept = [(b, b.clone()) for b in model.buffers() if not b.is_meta]
+    try:
+        yield
+    finally:
+        for buffer, value in kept:
+            buffer.copy_(value)

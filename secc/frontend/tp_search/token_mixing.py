@@ -1,0 +1,66 @@
+"""Finds mixtures of experts that give a token another result when other tokens come with it: a capacity for
+the whole batch, tokens dropped by their position. No micro-batch computes these as the whole batch does.
+
+This only finds the words for what a comparison has refused, so that a message can name the line.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from secc.frontend.tp_search.expert_cuts import mixture_sizes, record_first_calls
+from secc.frontend.tp_search.find_mapping import ModuleCall
+from secc.runtime.model.source_lines import format_source_line
+
+TOLERANCE = 1e-3  # relative to the largest result: a dropped token differs by far more, rounding by far less
+
+
+def find_token_mixing(root: nn.Module, call: ModuleCall) -> dict[str, str]:
+    """Returns the source line of each mixture inside of `root` with results that depend on which tokens come
+    together, by the module's path. Mixtures that `call` does not reach are left out."""
+    mixtures = {path: m for path, m in root.named_modules() if mixture_sizes(m)}
+    return {
+        path: format_source_line(code, code.co_firstlineno)
+        for path, inner in record_first_calls(root, call, mixtures).items()
+        if _mixes_tokens(mixtures[path], inner)
+        and (code := getattr(inspect.unwrap(type(mixtures[path]).forward), "__code__", None)) is not None
+    }
+
+
+def _mixes_tokens(mixture: nn.Module, call: ModuleCall) -> bool:
+    """Whether two halves of the entries along dim 0 give other results than all together."""
+    args, kwargs = call
+    try:
+        given = inspect.signature(mixture.forward).bind(*args, **kwargs).arguments
+        count = next(t for t in given.values() if isinstance(t, torch.Tensor)).shape[0]
+        whole, again = (_run_rows(mixture, given, slice(None), count) for _ in range(2))
+        halves = [_run_rows(mixture, given, rows, count) for rows in _halves(count)]
+    except Exception:  # whatever the user's code does on parts: nothing is known
+        return False
+    scale = float(whole.abs().max()) * TOLERANCE
+    joined = torch.cat(halves)
+    is_fixed = torch.allclose(whole, again, rtol=0.0, atol=scale)  # not where it draws random numbers
+    same = joined.shape != whole.shape or torch.allclose(joined, whole, rtol=0.0, atol=scale)
+    return is_fixed and not same
+
+
+def _halves(count: int) -> Iterator[slice]:
+    yield slice(0, count // 2)
+    yield slice(count // 2, count)
+
+
+def _run_rows(mixture: nn.Module, given: dict[str, Any], rows: slice, count: int) -> torch.Tensor:
+    """Returns the first result of floats for some entries of all tensors with `count` of them."""
+    arguments = {
+        name: v[rows] if isinstance(v, torch.Tensor) and v.dim() and v.shape[0] == count else v
+        for name, v in given.items()
+    }
+    with torch.no_grad():
+        out = tree_leaves(mixture(**arguments))
+    return next(t for t in out if isinstance(t, torch.Tensor) and t.is_floating_point())
