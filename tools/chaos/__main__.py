@@ -49,8 +49,9 @@ ROOT = FOLDER.parent.parent
 SAVE_EVERY = 5
 REPLAN_RTOL, REPLAN_ATOL = 1e-4, 1e-6
 LEFT_S = 30.0  # until no process of a run is left
-CASE_LIMIT_S = 300.0
+CASE_LIMIT_S = 900.0  # also on a machine that does much else
 MAX_STARTS = 6
+HANG_S = 8
 _POLL_S = 0.1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -93,7 +94,7 @@ class Run:
             "--keep": 3,
             "--resume": "auto",
             "--max-restarts": 2,
-            "--hang-timeout": 5,
+            "--hang-timeout": HANG_S,
             "--recorders": 1,
             "--log-dir": self.logs,
             "--on-loss": case.on_loss if case is not None else "wait",

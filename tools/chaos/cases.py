@@ -12,7 +12,7 @@ PROCESSES = ("rank", "loader", "recorder", "launcher", "writer", "node")
 # Two ranks with a section each, which exchange messages; two that both hold all sections, which reduce.
 PLANS = {"apart": "apart", "together": "colocate"}
 STEPS, REPLAN_STEPS = 30, 90  # the second so that ranks that were lost come back within the run
-_EXEC_SHARE = 0.1  # of the cases without a (re)start as their moment
+_EXEC_SHARE = 0.05  # of the cases without a (re)start as their moment
 _REPLAN_SHARE = 0.4  # of the cases that lose a rank
 
 
