@@ -44,9 +44,17 @@ PASS_CLASSES = {
 
 
 def load_pass(name: str) -> type[ModulePass]:
-    """Returns the class of a pass by its kebab-case name."""
-    module, cls = PASS_CLASSES[name].split(".")
-    return getattr(importlib.import_module(f"secc.passes.{module}"), cls)
+    """Returns the class of a pass by its kebab-case name. Raises UserError for a registry entry that names
+    no class."""
+    module, _, cls = PASS_CLASSES[name].partition(".")
+    place = f"secc.passes.{module}"
+    try:
+        return getattr(importlib.import_module(place), cls)
+    except (ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name != place:
+            raise  # the module lacks something that it imports
+        message = f"the pass {name!r} is registered as {PASS_CLASSES[name]!r}, which is not in secc/passes"
+        raise UserError(message, "PASS_CLASSES", "write MODULE.CLASS of a file in passes/") from None
 
 
 def parse_pipeline(text: str) -> tuple[ModulePass, ...]:

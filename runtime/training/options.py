@@ -260,6 +260,9 @@ def parse_options(arguments: Sequence[str]) -> RunOptions:
         )
     if options.emulate is not None and options.nnodes > 1:
         raise UserError("--emulate runs on one machine", remedy="leave out --nnodes")
+    if options.replicate and options.nnodes > 1:
+        message = "--replicate keeps copies in one machine's memory, which other nodes cannot read"
+        raise UserError(message, remedy="leave out --replicate; ranks then read --save")
     needy = {
         "--save-every": options.save_every is not None,
         "--keep": options.keep is not None,

@@ -211,3 +211,10 @@ def test_opt_needs_no_torch(file: str) -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.stdout.splitlines()[-1] == "False", ran.stderr
+
+
+@pytest.mark.parametrize("entry", ["drop_conversion.DropConversions", "drop_conversions.DropConversion", "x"])
+def test_mistyped_registry_entry_is_named(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(pass_pipeline.PASS_CLASSES, "drop-conversions", entry)
+    with pytest.raises(UserError, match=f"'drop-conversions' is registered as '{entry}', which is not in"):
+        pass_pipeline.load_pass("drop-conversions")

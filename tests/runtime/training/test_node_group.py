@@ -128,6 +128,8 @@ def test_options_of_nodes_are_checked(tmp_path: Path) -> None:
             make_node_place(2, node, endpoint, file)
     with pytest.raises(UserError, match="--emulate runs on one machine"):
         parse_options(["--nnodes", "2", "--emulate", "table.json"])
+    with pytest.raises(UserError, match="--replicate keeps copies in one machine's memory"):
+        parse_options(["--nnodes", "2", "--replicate", "--save", "saved"])
     assert find_interface("127.0.0.2") == "lo"
     with pytest.raises(UserError, match=r"no network interface has the address 203\.0\.113\.7"):
         find_interface("203.0.113.7")
