@@ -38,6 +38,7 @@ class StreamBatches:
             if s.is_stream
         }
         self._is_at_start = False
+        self._ended: set[int] = set()  # sources with an end that was noted
         self._notes: list[str] = []
 
     def is_streamed(self, step: int, position: int) -> bool:
@@ -61,8 +62,10 @@ class StreamBatches:
                 yield
         for number, reader in self._readers.items():
             for length in () if self._order.epoch_count else reader.ended_epochs:
-                expression = self._order.sources[number].expression
-                self._notes.append(f"{expression} has ended after {length} samples and begins again")
+                if number not in self._ended:
+                    self._ended.add(number)
+                    expression = self._order.sources[number].expression
+                    self._notes.append(f"{expression} has ended after {length} samples and begins again")
             reader.ended_epochs.clear()
 
     def load_item(self, step: int, position: int) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from torch.utils.data import ConcatDataset
 
 from secc.runtime.errors import UserError
 from secc.runtime.host.hidden_ranks import hidden_ranks
+from secc.runtime.model.counted_stream import CountedStream
 from secc.runtime.model.default_collate import DefaultCollate
 from secc.runtime.model.deferred_scalar import unwrap_deferred_scalar
 from secc.runtime.model.imported_code import forget_changed_modules
@@ -227,13 +228,18 @@ class UserModel:
         """Use `small_dataset()` instead of `dataset()` and `sizes` from now on, if the file defines it."""
         self._uses_small_dataset = self.defines("small_dataset")
 
-    def for_evaluation(self) -> UserModel:
+    def for_evaluation(self, window: int = 1024) -> UserModel:
         """Return this model file with the samples of `eval_dataset()` as its dataset, those of several sets
-        one after another; `sizes` does not apply to them. Raises UserError if the file has no usable
-        `eval_dataset()`."""
-        given = self.call_function("eval_dataset")
+        one after another; `sizes` does not apply to them. Streams are counted, and the last `window` samples
+        of each are kept. Raises UserError if the file has no usable `eval_dataset()`."""
+
+        def call() -> Any:
+            with hidden_ranks():
+                return self.call_function("eval_dataset")
+
+        given = call()
         sets = dict(given) if isinstance(given, Mapping) else {"": given}
-        place = self.function_source_line("eval_dataset")
+        place, first_id = self.function_source_line("eval_dataset"), 0
         for name, one in sets.items():
             what = f"eval_dataset()[{name!r}]" if name else "eval_dataset()"
             if not isinstance(name, str) or not (name.isidentifier() or one is given):
@@ -241,6 +247,14 @@ class UserModel:
                     f"eval_dataset() has the key {name!r}", place, "name each set by a word, as in a metric"
                 )
             check_source(one, what, place, self.call_guarded)
+
+            def reopen(name: str = name) -> Any:
+                return call()[name] if name else call()
+
+            source = SampleSource(name, what, 1, one, first_id, place, self.call_guarded, reopen)
+            if source.is_stream:
+                sets[name] = CountedStream(source, window)
+            first_id += len(sets[name])
         if not sets:
             raise UserError("eval_dataset() is empty", place, "return a dataset, or several by name")
         user = copy.copy(self)
@@ -249,6 +263,11 @@ class UserModel:
         source = SampleSource("", "eval_dataset()", 1, joined, 0, place, self.call_guarded, lambda: joined)
         user._cached_sources = (source,)
         return user
+
+    @property
+    def evaluates_streams(self) -> bool:
+        """Whether an evaluation set is a stream; only of what `for_evaluation` returns."""
+        return any(isinstance(one, CountedStream) for one in self._evaluation_sets.values())
 
     @property
     def evaluation_lengths(self) -> dict[str, int]:

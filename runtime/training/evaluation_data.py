@@ -14,6 +14,7 @@ from secc.runtime.plan.schema import Plan
 from secc.runtime.schedule.scheduler import ScheduleCache
 from secc.runtime.training.step_planner import PlannedStep, plan_steps
 
+_KEPT_BATCHES = 4  # of streams: the metadata of later batches are read before a batch is computed
 SetName = str  # "" for the only set if `eval_dataset()` returns a dataset
 
 
@@ -42,9 +43,10 @@ class EvaluationData:
         make_data_plane: Callable[[UserModel, EvaluationOrder], DataPlane],
     ) -> None:
         self.plan, self.rank, self.trace = evaluation_plan(plan), rank, trace
-        self.user = user.for_evaluation()
+        batch = batch or plan.global_batch
+        self.user = user.for_evaluation(_KEPT_BATCHES * batch)
         self.lengths = self.user.evaluation_lengths
-        self.order = EvaluationOrder(list(self.lengths.values()), batch or plan.global_batch)
+        self.order = EvaluationOrder(list(self.lengths.values()), batch)
         self.schedule_batch = ScheduleCache(self.plan, order)
         self.data_plane = make_data_plane(self.user, self.order)
         self._next_step = 0

@@ -262,7 +262,8 @@ class RankContext(ExitStack):
                 self.seed,
                 leaves=self.terms.LEAVES,
                 skip_bad=self.options.skip_bad_samples,
-                workers=self.options.workers,
+                # Each further worker would read all of a stream.
+                workers=min(self.options.workers, 1) if user.evaluates_streams else self.options.workers,
                 device=self.device,
                 rerecorder=self._make_rerecorder(evaluates=True),
                 batches=batches,

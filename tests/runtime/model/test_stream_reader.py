@@ -18,6 +18,7 @@ import torch
 
 from secc.runtime.errors import UserError
 from secc.runtime.host.hidden_ranks import hidden_ranks
+from secc.runtime.model import counted_stream
 from secc.runtime.model.sample_sources import check_source, mixture_sources, split_parts
 from secc.runtime.model.stream_reader import StreamFailure, StreamPosition, StreamReader
 from secc.runtime.model.stream_state import decode_state, digest_value, encode_state
@@ -277,6 +278,46 @@ def test_digests_tell_samples_apart() -> None:
     assert digest_value({"x": torch.arange(6).view(2, 3).t()}) != digest_value(
         {"x": torch.arange(6).view(3, 2)}
     )
+
+
+EVALUATED = """
+READ = []
+class Stream:
+    def __init__(self, count): self.count = count
+    def __iter__(self):
+        for i in range(self.count):
+            READ.append(i)
+            yield {"x": i, "noise": random.random()}
+
+def eval_dataset():
+    return {"a": Stream(5), "b": [{"x": 5}, {"x": 6}], "c": ({"x": 7 + i} for i in range(3))}
+"""
+
+
+def test_an_evaluation_set_may_be_a_finite_stream(user_of: Write) -> None:
+    user = user_of(EVALUATED).for_evaluation(window=3)
+    assert user.evaluation_lengths == {"a": 5, "b": 2, "c": 3} and user.evaluates_streams
+    numbers = [*range(10), *range(10), 8, 2, 3, 1]
+    loaded = [user.load_sample(i) for i in numbers]
+    assert [s["x"] for s in loaded] == numbers
+    noise = {s["x"]: s["noise"] for s in loaded if s["x"] < 5}
+    assert len(set(noise.values())) == 5 and all(
+        noise[s["x"]] == s.get("noise") for s in loaded if s["x"] < 5
+    )
+    assert user.sample_name(9) == "eval_dataset()['c'][2]"
+    del user.module.READ[:]
+    assert [user.load_sample(i)["x"] for i in (2, 3, 4, 2, 4, 3, 0, 1)] == [2, 3, 4, 2, 4, 3, 0, 1]
+    assert [0, 1, 2, 3, 4, 0, 1][-len(user.module.READ) :] == user.module.READ
+
+
+def test_an_evaluation_set_needs_an_end(user_of: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counted_stream, "MAX_COUNTED", 50)
+    user = user_of(EVALUATED.replace("range(self.count)", "__import__('itertools').count()"))
+    with pytest.raises(
+        UserError, match=r"eval_dataset\(\)\['a'\] has more than 50 samples, or no end"
+    ) as caught:
+        user.for_evaluation()
+    assert "ds.take(1000)" in caught.value.remedy
 
 
 def guard(what: str, call: Callable[[], Any]) -> Any:

@@ -69,6 +69,25 @@ def read_data(folder: Path) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "1", "2"])
+def test_an_evaluation_on_streams_is_that_on_lists(tmp_path: Path, workers: str) -> None:
+    """Two sets of 5 and 21 samples, evaluated twice in batches of 6."""
+    sets = "\n\ndef eval_dataset() -> Any:\n    return {'few': %s, 'all': %s}\n"
+    numbered = sets % ("[Samples()[i] for i in range(5)]", "Samples()")
+    streamed = sets % ("(Samples()[i] for i in range(5))", "Stream()")
+    lines: list[Any] = []
+    for name, source in {"list": STREAM + numbered, "stream": STREAM + streamed}.items():
+        write_plan(tmp_path / name, UNEVEN, source=source)
+        options = ["--eval-every", "1", "--eval-batch", "6", "--no-first-check", "--workers", workers]
+        train(tmp_path / name, UNEVEN, 2, *options)
+        lines.append([m for m in metrics(tmp_path / name) if "eval" in m])
+    losses = [[(m["step"], m["eval"], m["samples"], m["loss"]) for m in run] for run in lines]
+    assert losses[0] == losses[1] and [m[:3] for m in losses[0]] == [
+        (1, "few", 5), (1, "all", 21), (2, "few", 5), (2, "all", 21)
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
 def test_a_broken_stream_ends_the_run_after_a_save(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     yielded = "        yield from (data[i] for i in range(len(data)))\n"
     broken = f"{yielded}        raise OSError('the disk is gone')\n"
