@@ -1,8 +1,8 @@
 """Imports the user's model file, calls its functions, and turns what can be wrong with it into UserErrors.
 
-The file is plain PyTorch. It defines `model()` and `dataset()` or `datasets()`, and optionally `collate`,
-`optimizer`, `scheduler`, `sizes`, `small_model`, `small_dataset`, `eval_dataset` and `metrics`. The compiler
-and the ranks both load it through this module, so that both see the same functions and the same defaults.
+The file is plain PyTorch. It defines `model()` and `dataset()` or `datasets()`, and optionally the other
+functions of `ROLES`. The compiler and the ranks both load it through this module, so that both see the same functions and
+the same defaults.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ ROLES = (
     "on_step",
     "on_save",
     "on_evaluate",
+    "generate_samples",
 )
 _VARIADIC_KINDS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 _SAMPLES_COLLATED_TOGETHER = 4  # samples that are collated together to see which lists grow

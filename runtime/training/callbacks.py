@@ -3,15 +3,20 @@
 A model file may define the three functions as `on_step`, `on_save` and `on_evaluate`; a script that makes a
 `Trainer` may pass objects that have any of them as methods. They see results and must not communicate with
 other ranks unless every rank does.
+
+What a callback raises does not end its rank in the middle of a step, where the other ranks would wait for it:
+it is kept, the ranks agree in the sums of the next step, save if there is `--save`, and end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from secc.runtime.errors import UserError
+from secc.runtime.model.source_lines import error_source_line
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.training.evaluation import EvaluationResult
 
@@ -47,6 +52,7 @@ class Callbacks:
 
     def __init__(self, user: UserModel, others: Sequence[object] = ()) -> None:
         self._user, self._others = user, others
+        self.error: UserError | None = None  # the first that a callback has raised on this rank
 
     def on_step(self, result: StepResult) -> None:
         """After an optimizer step; on every rank."""
@@ -61,9 +67,27 @@ class Callbacks:
         self._call("on_evaluate", result)
 
     def _call(self, name: str, argument: Any) -> None:
-        if self._user.defines(name):
-            self._user.call_function(name, argument)
-        for other in self._others:
-            method = getattr(other, name, None)
-            if method is not None:
-                method(argument)
+        """Calls all callbacks of this name, but none after one has failed."""
+        try:
+            if self._user.defines(name) and self.error is None:
+                self._user.call_function(name, argument)
+            for other in self._others:
+                method = getattr(other, name, None)
+                if method is not None and self.error is None:
+                    _call_method(method, argument)
+        except UserError as error:
+            self.error = error
+
+
+def _call_method(method: Callable[[Any], object], argument: Any) -> None:
+    """Calls a method of a callback object. Raises UserError for what it raises."""
+    try:
+        method(argument)
+    except UserError:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
+        name = getattr(method, "__qualname__", str(method))
+        raise UserError(
+            f"{name}() raises {text}", error_source_line(error), "correct the callback"
+        ) from error

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import logging
 import os
 import select
 import signal
@@ -69,6 +70,7 @@ class FirstCheck:
             return
         try:
             prepare_worker_process(parent, "secc-check")
+            logging.disable(logging.WARNING)  # the rank itself builds the same model, with the same warnings
             result = compare_first_samples(plan, directory, user)
             os.write(writing, json.dumps(dataclasses.asdict(result)).encode())
         finally:

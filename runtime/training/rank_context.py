@@ -33,6 +33,7 @@ from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.monitoring.chrome_trace import ChromeTrace
 from secc.runtime.monitoring.metrics import find_lost_steps
+from secc.runtime.monitoring.start_phases import StartPhases
 from secc.runtime.monitoring.trackers import check_installed
 from secc.runtime.parameters.checkpoint import load_model_state
 from secc.runtime.parameters.checkpoint_copies import COPIES_VARIABLE, link_copies
@@ -110,6 +111,7 @@ class RankContext(ExitStack):
         super().__init__()
         self.directory, self.options, self.terms = directory, options, terms
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.phases = StartPhases(is_silent=self.rank > 0)
         self.plan = with_prefetch_memory(load_plan(directory), options.run_ahead)
         check_world_size(self.plan, self.world_size)
         first = self.rank - int(os.environ.get("LOCAL_RANK", "0"))  # on this machine
@@ -119,6 +121,7 @@ class RankContext(ExitStack):
         if options.replicate and COPIES_VARIABLE not in os.environ:
             message = "--replicate needs secc's launcher, which keeps the copies"
             raise UserError(message, remedy="start the plan by `secc run`")
+        self.phases.begin("read the model file and its dataset")
         self.device = _choose_device(options.share_gpus)
         self.user_model = load_user_model(self.plan, directory)
         self.log_dir = options.log_dir or directory / "logs"
@@ -147,6 +150,7 @@ class RankContext(ExitStack):
                 sys.stderr.write(printable_text(note, newlines=True) + "\n")
         self.schedule_batch = ScheduleCache(self.plan, options.order)
         self.parameter_cuts: dict[str, ParameterCut] = {}  # parameters that tensor parallelism cuts
+        self.phases.begin("start the loaders")
         self.stacks = StackFile()  # before loaders are forked, so that they write theirs there
         # All of these fork, which is safe only before process groups and GPU contexts exist.
         checks = self.rank == 0 and options.first_check and not (options.emulate or options.eval_only)
@@ -180,6 +184,8 @@ class RankContext(ExitStack):
             self.callback(self.evaluation_data.data_plane.close)
         if self.checkpoint_writer is not None:
             self.callback(self.checkpoint_writer.close)
+        ranks = "rank" if self.world_size == 1 else "ranks"
+        self.phases.begin(f"connect {self.world_size} {ranks}")
         store = open_store(self.rank, self.plan.hash)
         if self.device.type == "cpu":
             torch.set_num_threads(1)
@@ -336,6 +342,9 @@ class RankContext(ExitStack):
         """Returns the user's model with this rank's weights; parameters that only other ranks need are on the
         meta device. Collective if the model is large or a checkpoint is resumed. Raises UserError for a GPU
         with too little memory."""
+        self.phases.begin(
+            "build the model" if self.resumed is None else "build the model, load the checkpoint"
+        )
         check_gpu_memory(self.plan, self._ranks_on_device(), self.device)
         built = build_rank_model(
             self.plan, self.user_model, self.rank, self.device, self.seed, self.options.init

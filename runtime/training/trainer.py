@@ -27,6 +27,7 @@ from secc.runtime.comm.p2p_rounds import RoundTransport
 from secc.runtime.data.data_plane import BadSampleError, GlobalBatch
 from secc.runtime.errors import UserError, printable_text
 from secc.runtime.fusion.install import install_fused, read_fused_source
+from secc.runtime.host.activity import Waiting
 from secc.runtime.model.item_seeds import derive_item_seed
 from secc.runtime.monitoring.json_lines import say
 from secc.runtime.monitoring.metrics import MetricsLog
@@ -60,6 +61,7 @@ from secc.runtime.training.callbacks import Callbacks, StepResult
 from secc.runtime.training.engine import Engine, StepInput
 from secc.runtime.training.evaluation import EvaluationResult, Evaluator
 from secc.runtime.training.first_pass import FirstPass, has_statistics
+from secc.runtime.training.generation import FUNCTION, SampleGenerator
 from secc.runtime.training.nonfinite_search import NonFiniteEvent, NonFiniteSearch
 from secc.runtime.training.rank_context import RankContext
 from secc.runtime.training.run_reports import RunReports
@@ -104,6 +106,7 @@ class Trainer:
     ) -> None:
         self.context, self.model, self.terms = context, model, context.terms
         self.plan, self.options = context.plan, context.options
+        context.phases.begin("install the sections, make the optimizer")
         canonical = canonical_names(model)
         params = dict(model.named_parameters())
         reductions = build_reduction_groups(
@@ -214,9 +217,15 @@ class Trainer:
             self.section_times = SectionTimesLog(context.log_dir, self.plan)
         self._saver = CheckpointSaver(context.checkpoint_writer, context.trace.activity)
         self._save_stage_ended = False
-        self.stop_request, self._stops = StopRequest(), False
+        self.stop_request, self._stops, self._callback_failed = StopRequest(), False, False
         self.stop_request.listen()
         self.reports = RunReports(context) if context.rank == 0 and self.options.report_to else None
+        generates = context.rank == 0 and context.user_model.defines(FUNCTION) and self.options.save
+        self._generator = (
+            SampleGenerator(context.directory, context.log_dir, self.average is not None)
+            if generates
+            else None
+        )
         self._step_start = time.perf_counter()
 
     def plan_steps(self) -> Iterator[PlannedStep]:
@@ -224,16 +233,27 @@ class Trainer:
 
         If glue is re-recorded per micro-batch, the next step is also planned one step early, so that its
         recordings are made in the meantime. After the last step, or a request to stop, rank 0 prints the
-        run's summary. Raises UserError if the plan does not compute what plain PyTorch computes.
+        run's summary. Raises UserError if the plan does not compute what plain PyTorch computes, and for what
+        a callback has raised, once all ranks have ended and saved.
         """
+        phases = self.context.phases
         if self.context.first_check is not None:
+            phases.begin("wait for the comparison with plain PyTorch")
             self.context.first_check.finish()
+        phases.begin("load and order the first batch")
         self._step_start = time.perf_counter()
         self.context.trace.activity.step = self.step_number + 1
         if self.options.eval_only:
+            phases.finish()
             self.evaluate()
         else:
             yield from self._plan_training()
+        if self._callbacks.error is not None:
+            raise self._callbacks.error
+        if self._generator is not None:
+            activity = self.context.trace.activity
+            with activity.during("its samples", Waiting.WRITER, may_take_long=True):
+                self._generator.finish()
         if self.metrics is not None and self.section_times is not None:
             self.metrics.close()
             if self.reports is not None:
@@ -242,12 +262,13 @@ class Trainer:
                 self.plan, self.section_times.steps, self.context.log_dir, self.context.local_process_count
             ):
                 sys.stderr.write(printable_text(line, newlines=True) + "\n")
-            if self._stops and self.step_number < self.context.last_step:
+            if (self._stops or self._callback_failed) and self.step_number < self.context.last_step:
                 sys.stderr.write(self._stop_message() + "\n")
 
     def _stop_message(self) -> str:
-        """Returns what a user should know after a request to stop was met."""
-        stopped = f"stopped as asked after step {self.step_number} of {self.context.last_step}"
+        """Returns what a user should know after a request to stop was met, or a callback has failed."""
+        why = "as asked" if self._stops else "because a callback failed"
+        stopped = f"stopped {why} after step {self.step_number} of {self.context.last_step}"
         if self.options.save is None:
             return f"{stopped}; nothing was saved, because there was no --save"
         return f"{stopped} and saved to {self.options.save}\n  what to do: add --resume auto to continue"
@@ -256,9 +277,10 @@ class Trainer:
         context = self.context
         try:
             for step in plan_steps(context, self.step_number, context.last_step, context.records_ahead):
+                context.phases.finish()
                 with context.trace.record_step(self.step_number + 1):
                     yield step
-                if self._stops_early or self._stops:
+                if self._stops_early or self._stops or self._callback_failed:
                     return
         except BadSampleError:
             if self.options.save is not None and self.step_number > context.first_step:
@@ -419,16 +441,19 @@ class Trainer:
         times = [share.new_tensor(local_seconds.get((name, kind), 0.0) / tp) for name, kind, tp in columns]
         rate = self._learning_rate() if self._reports_learning_rate else 0.0
         own = [share.new_tensor(rate), share.new_tensor(exposed_s / self.context.world_size)]
-        flags = [share.new_tensor(float(f)) for f in (self._saver.is_stage_done(), self.stop_request.is_set)]
+        failed = self._callbacks.error is not None
+        own_flags = (failed, self._saver.is_stage_done(), self.stop_request.is_set)
+        flags = [share.new_tensor(float(flag)) for flag in own_flags]
         totals = self.context.data_plane.exchange_values(
             torch.stack([share, squared, *own, *shares.values(), *times, *flags]), self.context.last_step
         ).sum(0)
         self._stops = bool(totals[-1] > 0)
         self._save_stage_ended = int(totals[-2]) == self.context.world_size
+        self._callback_failed = bool(totals[-3] > 0)
         sums = totals[2:].tolist()
         seconds = {
             (name, kind): total
-            for (name, kind, _), total in zip(columns, sums[2 + len(shares) : -2], strict=True)
+            for (name, kind, _), total in zip(columns, sums[2 + len(shares) : -3], strict=True)
         }
         return StepTotals(
             float(totals[0]) + self.terms.CONSTANT,
@@ -483,7 +508,8 @@ class Trainer:
                 self._report_save(self._saver.end_stage())
         if self.options.save is not None and self._is_save_due():
             with self.context.trace.record_event("SAVE", kind="SAVE"):
-                self.save_checkpoint(in_background=not self._is_last_step())
+                in_background = self.options.save_async and not self._is_last_step()
+                self.save_checkpoint(in_background=in_background)
         self.context.trace.activity.end_step(seconds)
         self._step_start = time.perf_counter()
         return seconds
@@ -552,7 +578,8 @@ class Trainer:
         return self._is_last_step() or (every is not None and self.step_number % every == 0)
 
     def _is_last_step(self) -> bool:
-        return self._stops_early or self._stops or self.step_number == self.context.last_step
+        ends = self._stops_early or self._stops or self._callback_failed
+        return ends or self.step_number == self.context.last_step
 
     def save_checkpoint(
         self, folder: Path | None = None, keep: int | None = None, in_background: bool = False
@@ -606,6 +633,8 @@ class Trainer:
         if not saved.failure:
             if self.context.rank == 0:
                 self._callbacks.on_save(saved.path)
+            if self._generator is not None and saved.directory == self.options.save:
+                self._generator.start(saved.path)
             return
         message = f"the checkpoint of step {saved.step} was not saved: {saved.failure}"
         if self._is_last_step() and saved.step == self.step_number:

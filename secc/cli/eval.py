@@ -54,6 +54,8 @@ def command(
     arguments += ["--resume", str(resume)] if resume is not None else []
     arguments += ["--eval-batch", str(eval_batch)] if eval_batch is not None else []
     code = run_plan(plan, [*passed_arguments(context), *arguments])
+    if code == 0 and resume is not None:
+        code = _generate_samples(plan, logs, resume, ema)
     if code:
         raise typer.Exit(code)
     results = [_parse_line(line) for line in metrics.read_text().splitlines()[before:]]
@@ -68,6 +70,21 @@ def command(
         )
         print_table(TextTable(f"Evaluation: {result['eval']}", ("metric", "value"), rows, about))
     out.print(f"written to {metrics}", soft_wrap=True)
+
+
+def _generate_samples(directory: Path, logs: Path, checkpoint: Path, averaged: bool) -> int:
+    """Runs the model file's generate_samples(), if it has one, in a process that ends with its exit code."""
+    import subprocess
+    import sys
+
+    from secc.runtime.plan.plan_file import load_plan
+    from secc.runtime.training.generation import FUNCTION
+
+    if FUNCTION not in (directory / load_plan(directory).model.path).read_text():
+        return 0
+    command = [sys.executable, "-m", "secc.runtime.training.generation", str(directory), str(logs)]
+    command += ["--checkpoint", str(checkpoint)] + ["--averaged"] * averaged
+    return subprocess.run(command, check=False).returncode
 
 
 def _parse_line(line: str) -> dict[str, Any]:
