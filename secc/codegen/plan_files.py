@@ -101,11 +101,25 @@ def _role_text(section: Section, rank: int) -> str:
 def render_launcher(plan: Plan, template: str) -> str:
     """A launch script for the plan's cluster: nodes, ranks on each, and whether these need a GPU each."""
     nodes, per_node = count_nodes(plan)
-    gpus = bool(gpu_kind_of(plan))
-    return render_template(template, nodes=nodes, per_node=per_node, gpus=gpus, world_size=plan.world_size)
+    last = plan.world_size - (nodes - 1) * per_node
+
+    def ranks_of_node(variable: str) -> str:
+        """The number of ranks of the node that a shell variable names."""
+        return str(per_node) if last == per_node else f"$(({variable} == {nodes - 1} ? {last} : {per_node}))"
+
+    return render_template(
+        template,
+        nodes=nodes,
+        per_node=per_node,
+        last=last,
+        ranks_of_node=ranks_of_node,
+        gpus=bool(gpu_kind_of(plan)),
+        world_size=plan.world_size,
+    )
 
 
 def count_nodes(plan: Plan) -> tuple[int, int]:
-    """Nodes of the plan's cluster, and ranks on each."""
-    nodes = int(plan.cluster.get("nodes", 1))
-    return nodes, -(-plan.world_size // nodes)
+    """The nodes that the plan's ranks are on, and the ranks on each but the last, which has what is left:
+    ranks were placed node after node."""
+    per_node = min(int(plan.cluster.get("per_node", plan.world_size)), plan.world_size)
+    return -(-plan.world_size // per_node), per_node

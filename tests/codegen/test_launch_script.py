@@ -28,10 +28,12 @@ def plan_on(nodes: int, backend: str = "cuda") -> Plan:
 
 
 def run_launcher(
-    folder: Path, nodes: int, arguments: list[str], variables: dict[str, str]
+    folder: Path, nodes: int, arguments: list[str], variables: dict[str, str], ranks: int = 0
 ) -> subprocess.CompletedProcess[str]:
     """Run the launch.sh of a plan for a number of nodes, where torchrun and python print their arguments."""
-    (folder / "launch.sh").write_text(render_launcher(plan_on(nodes), "launch.sh.j2"))
+    plan = plan_on(nodes)
+    plan = replace(plan, world_size=ranks or plan.world_size)
+    (folder / "launch.sh").write_text(render_launcher(plan, "launch.sh.j2"))
     for name in ("torchrun", "python"):
         (folder / name).write_text('#!/usr/bin/env bash\necho "$@"\n')
         (folder / name).chmod(0o755)
@@ -60,6 +62,15 @@ def test_flags_win_over_variables(
 ) -> None:
     done = run_launcher(tmp_path, 2, [*arguments, "--save", "a b"], variables)
     assert done.stdout == f"{AT_NODE_1} {port} {tmp_path}/run.py --save a b\n", done.stderr
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_the_last_node_has_the_ranks_that_are_left(node: int, tmp_path: Path) -> None:
+    arguments = ["--node-rank", str(node), "--master-addr", "ten"]
+    done = run_launcher(tmp_path, 2, arguments, {}, ranks=11)
+    assert f"--nnodes 2 --nproc-per-node {(8, 3)[node]} --node-rank {node}" in done.stdout, done.stderr
+    job = render_launcher(replace(plan_on(3), world_size=11), "slurm.sbatch.j2")
+    assert "#SBATCH --nodes=2" in job and "--nproc-per-node $((SLURM_NODEID == 1 ? 3 : 8))" in job
 
 
 def test_one_node_starts_the_supervisor(tmp_path: Path) -> None:

@@ -8,20 +8,25 @@ from pathlib import Path
 
 import pytest
 
+WARNED = "kill -USR1 $PPID; sleep 0.5"
 GOLDEN = Path(__file__).parent / "golden" / "slurm.sbatch.golden"
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "code", "expected"),
+    ("behaviour", "arguments", "code", "expected"),
     [
-        ("exit 0", 0, ["srun 0"]),
-        ("exit 2", 2, ["srun 0"]),
-        ("((SECC_ATTEMPT)) || exit 1", 0, ["srun 0", "srun 1"]),
-        ("kill -USR1 $PPID; sleep 0.5", 0, ["srun 0", "scancel --signal=TERM 7", "scontrol requeue 7"]),
+        ("exit 0", [], 0, ["srun 0"]),
+        ("exit 2", [], 2, ["srun 0"]),
+        ("((SECC_ATTEMPT)) || exit 1", [], 0, ["srun 0", "srun 1"]),
+        (WARNED, ["--save", "a b"], 0, ["srun 0", "scancel --signal=TERM 7", "scontrol requeue 7"]),
+        (f"{WARNED}; exit 1", ["--save=d"], 0, ["srun 0", "scancel --signal=TERM 7", "scontrol requeue 7"]),
+        (f"{WARNED}; exit 2", ["--save=d"], 2, ["srun 0", "scancel --signal=TERM 7"]),
+        (WARNED, [], 0, ["srun 0"]),
+        (f"{WARNED}; exit 3", [], 3, ["srun 0", "srun 1"]),
     ],
 )
 def test_script_restarts_and_queues_itself_again(
-    tmp_path: Path, behaviour: str, code: int, expected: list[str]
+    tmp_path: Path, behaviour: str, arguments: list[str], code: int, expected: list[str]
 ) -> None:
     calls = tmp_path / "calls"
     for name, lines in {
@@ -34,7 +39,7 @@ def test_script_restarts_and_queues_itself_again(
     environment = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "node0", "SLURM_JOB_ID": "7"}
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", str(GOLDEN)],
+        ["bash", str(GOLDEN), *arguments],
         env=os.environ | environment | {"PATH": path, "MAX_RESTARTS": "1"},
         timeout=60,
         check=False,
