@@ -62,9 +62,7 @@ class LazyCommands(TyperGroup):
         return command
 
 
-app = typer.Typer(
-    cls=LazyCommands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
-)
+app = typer.Typer(cls=LazyCommands, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(requested: bool) -> None:
@@ -91,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from secc.errors import UserError
 
     try:
-        app(args=None if arguments is None else list(arguments))
+        app(args=None if arguments is None else list(arguments), prog_name="secc")
     except UserError as error:
         print(f"secc: {error}", file=sys.stderr)
         _exit_process(2, immediately=arguments is None)

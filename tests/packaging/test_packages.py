@@ -3,6 +3,7 @@ folders next to it."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-NOT_SOURCE = shutil.ignore_patterns(".*", "runs", "build", "dist", "plan_*", "*.egg-info", "__pycache__")
+NOT_SOURCE = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__")
+OUTPUTS = shutil.ignore_patterns("runs", "build", "dist", "plan_*")  # of the checkout's own folder
 
 
 def build(kind: str, source: Path, target: Path) -> Path:
@@ -29,7 +31,14 @@ def build(kind: str, source: Path, target: Path) -> Path:
 def checkout(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout, links kept, so that building leaves nothing behind in the real one."""
     copy = tmp_path_factory.mktemp("checkout") / "secc"
-    shutil.copytree(root, copy, symlinks=True, ignore=NOT_SOURCE)
+    shutil.copytree(
+        root,
+        copy,
+        symlinks=True,
+        ignore=lambda folder, names: (
+            NOT_SOURCE(folder, names) | (OUTPUTS(folder, names) if Path(folder) == root else set())
+        ),
+    )
     return copy
 
 
@@ -87,3 +96,48 @@ def test_an_editable_install_finds_the_linked_packages_under_secc_only(checkout:
     assert result.stdout.split() == [str(checkout / "secc" / "passes" / "__init__.py"), "None", "None"], (
         result.stderr
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_what_is_built_can_be_installed_and_used(kind: str, checkout: Path, tmp_path: Path):
+    """Without the network: dependencies are those of this environment."""
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    subprocess.run(
+        [*pip, "--no-build-isolation", "--target", str(site), str(build(kind, checkout, tmp_path / "dist"))],
+        check=True,
+        timeout=170,
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONPATH": str(site)}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    code = """
+import importlib.metadata as m, secc
+from secc.codegen.render import render_template
+found = m.distribution("secc")
+print(secc.__file__, found.version == secc.__version__, bool(render_template("run.py.j2")))
+print(*found.metadata.get_all("Provides-Extra"))
+"""
+    where, version, renders, *extras = run(sys.executable, "-P", "-c", code).split()
+    assert (Path(where).parent, version, renders) == (site / "secc", "True", "True")
+    assert {"hf", "tensorboard", "wandb", "mlflow", "trackio", "examples"} <= set(extras)
+    assert run(str(site / "bin" / "secc"), "--version").startswith("secc ")
+    (tmp_path / "model.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(4, 1)\n"
+        "    def forward(self, x):\n        return self.a(x).square().mean()\n"
+        "def model(): return Net()\n"
+        "def dataset(): return [{'x': torch.randn(4)} for _ in range(8)]\n"
+    )
+    plan = ["compile", "model.py", "-o", "plan", "--cluster", "local:1", "--global-batch", "4"]
+    run(str(site / "bin" / "secc"), *plan)
+    run(str(site / "bin" / "secc"), "run", "plan", "--steps", "1", "--workers", "0")
+    assert (tmp_path / "plan" / "logs" / "metrics.jsonl").exists()
