@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -216,3 +220,46 @@ def test_the_nine_lines_for_accelerate_are_exact(root: Path, tmp_path: Path):
     (tmp_path / "model.py").write_text("import torch, transformers\n" + blocks[-1])
     (tmp_path / "mine.py").write_text(ACCELERATE_USERS_MODULE)
     assert check(tmp_path / "model.py").is_exact
+
+
+def walk_of_the_tutorial(root: Path) -> list[str]:
+    """The commands of the tutorial, a text for each block, up to its second example."""
+    walk, found, _ = (root / "docs/tutorial.md").read_text().partition("## Distillation")
+    assert found
+    return re.findall(r"```sh\n(.*?)```", walk, re.S)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_tutorial_runs_word_for_word(root: Path, tmp_path: Path):
+    """In a copy of the checkout. Installing takes the network, and the longest: it is left out unless
+    SECC_TUTORIAL_INSTALL is set; then the commands find this environment's packages."""
+    install, *others = walk_of_the_tutorial(root)
+    assert "pip install -e" in install and "export OMP_NUM_THREADS" in install
+    names = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
+    for name in filter(None, names):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / name, tmp_path / name, follow_symlinks=False)
+    if not os.environ.get("SECC_TUTORIAL_INSTALL"):
+        install = "\n".join(line for line in install.splitlines() if line.startswith("export"))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "secc").write_text(f'#!/bin/sh\nexec {sys.executable} -m secc "$@"\n')
+    (tmp_path / "bin" / "secc").chmod(0o755)
+    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", "\n".join([install, *others])],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=1400,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"LlavaForConditionalGeneration with \d{6} parameters", done.stdout)
+    assert "Traceback" not in done.stderr
+    folder = {p.name for p in (tmp_path / "runs/digits/llava").iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors"} <= folder
+    report = (tmp_path / "runs/digits/plan/report.html").read_text()
+    assert report.startswith("<!DOCTYPE html>") or report.startswith("<!doctype html>")
