@@ -1,8 +1,8 @@
 """Imports the user's model file, calls its functions, and turns what can be wrong with it into UserErrors.
 
 The file is plain PyTorch. It defines `model()` and `dataset()` or `datasets()`, and optionally the other
-functions of `ROLES`. The compiler and the ranks both load it through this module, so that both see the same functions and
-the same defaults.
+functions of `ROLES`. The compiler and the ranks both load it through this module, so that both see the same
+functions and the same defaults.
 """
 
 from __future__ import annotations
