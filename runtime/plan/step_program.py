@@ -145,24 +145,32 @@ def runs_in_lockstep(section: Section) -> bool:
     return gathers_parameters(section) or exchanges_tokens(section)
 
 
+def replicas_in_lockstep(section: Section) -> int:
+    """Returns how many consecutive replicas wait for each other in every forward and backward: all that gather
+    parameters, or those that exchange tokens; 1 where each runs alone.
+    """
+    return section.mesh.dp if gathers_parameters(section) else section.mesh.expert_replicas
+
+
 def gather_rounds(
     sections: Iterable[Section], micro_batches: Mapping[str, Sequence[MicroBatch]]
 ) -> dict[tuple[str, int], tuple[MicroBatch, ...]]:
-    """Groups the micro-batches of sections that run in lockstep into rounds. In each round every replica runs
-    one micro-batch.
+    """Groups the micro-batches of sections that run in lockstep into rounds. In each round every replica of a
+    group (`replicas_in_lockstep`) runs one micro-batch.
 
-    Returns (section, index) -> all micro-batches of the round. Round k consists of each replica's k-th
-    micro-batch; a replica with fewer samples takes part with empty micro-batches.
+    Returns (section, index) -> all micro-batches of the round. A group's round k consists of each replica's
+    k-th micro-batch; a replica with fewer samples takes part with empty micro-batches.
     """
     rounds: dict[tuple[str, int], tuple[MicroBatch, ...]] = {}
-    for name in (s.name for s in sections if runs_in_lockstep(s)):
+    for section in filter(runs_in_lockstep, sections):
+        name, together = section.name, replicas_in_lockstep(section)
         by_replica: dict[int, list[MicroBatch]] = {}
         for m in micro_batches[name]:
             by_replica.setdefault(m.replica, []).append(m)
-        for round_members in zip(
-            *(replica_micros for _, replica_micros in sorted(by_replica.items())), strict=False
-        ):
-            rounds |= {(name, m.index): round_members for m in round_members}
+        for first in range(0, section.mesh.dp, together):
+            of_group = [by_replica[r] for r in range(first, first + together) if r in by_replica]
+            for round_members in zip(*of_group, strict=False):
+                rounds |= {(name, m.index): round_members for m in round_members}
     return rounds
 
 

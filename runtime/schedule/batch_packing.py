@@ -22,7 +22,7 @@ from itertools import zip_longest
 from secc.runtime.plan.expr_eval import SizeColumns
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Section
-from secc.runtime.plan.step_program import runs_in_lockstep
+from secc.runtime.plan.step_program import replicas_in_lockstep, runs_in_lockstep
 from secc.runtime.schedule.load_balance import (
     Ranks,
     assign_in_rounds,
@@ -94,7 +94,7 @@ def pack_and_assign(
     to it. No micro-batch of several samples exceeds the memory of one of the section's `stages`.
     """
     times = [_run_times(costs, stages, section, group) for group in groups]
-    best = _BestAssignment(groups, other_work, ranks, load, runs_in_lockstep(section))
+    best = _BestAssignment(groups, other_work, ranks, load, replicas_in_lockstep(section))
     for limit in _size_limits(section.micro_batch):
         best.try_packed(
             [
@@ -130,10 +130,11 @@ class _BestAssignment:
         other_work: Sequence[int],
         ranks: Ranks,
         load: dict[int, int],
-        in_rounds: bool,
+        in_lockstep: int,
     ) -> None:
         self.group_of_sample = {p: k for k, group in enumerate(groups) for p in group}
-        self.other_work, self.ranks, self.initial_load, self.in_rounds = other_work, ranks, load, in_rounds
+        self.other_work, self.ranks, self.initial_load = other_work, ranks, load
+        self.in_lockstep = in_lockstep  # replicas that run in rounds
         self.assigned = list[tuple[SamplePositions, int]]()
         self.load = dict(load)
         self.longest_ns = INFEASIBLE_NS
@@ -144,11 +145,9 @@ class _BestAssignment:
             ((self.total_ns(samples, time), samples) for samples, time in cut), key=lambda x: (-x[0], x[1])
         )
         weights, load = [weight for weight, _ in weighed], dict(self.initial_load)
-        if self.in_rounds:
-            owner = assign_in_rounds(weights, self.ranks, load)
-            self.keep_if_shorter(
-                [samples for _, samples in weighed], owner, load, sum(weights[:: len(self.ranks)])
-            )
+        if self.in_lockstep > 1:
+            owner, longest = assign_in_rounds(weights, self.ranks, load, self.in_lockstep)
+            self.keep_if_shorter([samples for _, samples in weighed], owner, load, longest)
         else:
             self.balance_and_keep(
                 [samples for _, samples in weighed],

@@ -35,19 +35,27 @@ def assign_least_loaded(weights: Iterable[int], ranks: Ranks, load: dict[int, in
     return owner
 
 
-def assign_in_rounds(weights: Sequence[int], ranks: Ranks, load: dict[int, int]) -> list[int]:
-    """Assigns one piece of every round to each rank; returns indices into `ranks`.
+def assign_in_rounds(
+    weights: Sequence[int], ranks: Ranks, load: dict[int, int], together: int
+) -> tuple[list[int], int]:
+    """Assigns one piece of every round to each of `together` consecutive ranks; returns indices into `ranks`,
+    and the time of the group of ranks that takes longest.
 
     For ranks that wait in each round for its longest piece. Consecutive pieces form a round, so weights
-    should be sorted: then the pieces of a round are similar.
+    should be sorted: then the pieces of a round are similar. A round goes to the group with the least time.
     """
+    groups = [range(first, first + together) for first in range(0, len(ranks), together)]
+    times = [(max(load.get(ranks[r], 0) for r in group), i) for i, group in enumerate(groups)]
+    heapq.heapify(times)
     owner: list[int] = []
-    for first in range(0, len(weights), len(ranks)):
-        by_load = sorted(range(len(ranks)), key=lambda r: load.get(ranks[r], 0))
-        for weight, r in zip(weights[first : first + len(ranks)], by_load, strict=False):
+    for first in range(0, len(weights), together):
+        time, i = times[0]
+        heapq.heapreplace(times, (time + weights[first], i))
+        by_load = sorted(groups[i], key=lambda r: load.get(ranks[r], 0))
+        for weight, r in zip(weights[first : first + together], by_load, strict=False):
             load[ranks[r]] = load.get(ranks[r], 0) + weight
             owner.append(r)
-    return owner
+    return owner, max(time for time, _ in times)
 
 
 def swap_until_balanced(

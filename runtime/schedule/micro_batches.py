@@ -34,6 +34,7 @@ from secc.runtime.plan.step_program import (
     is_active,
     replica_first_ranks,
     returns_gradient,
+    replicas_in_lockstep,
     runs_in_lockstep,
     weight_backward_times,
 )
@@ -326,8 +327,13 @@ class MicroBatchComposer:
         classes = list(map(self.pattern_classes[most_downstream.name].__getitem__, self.pattern_ids))
         order.sort(key=classes.__getitem__)
         owner = [0] * self.sample_count
-        assign = assign_in_rounds if any(map(runs_in_lockstep, sections)) else assign_least_loaded
-        for p, replica in zip(order, assign([weights[p] for p in order], ranks, load), strict=True):
+        ordered_weights, together = [weights[p] for p in order], max(map(replicas_in_lockstep, sections))
+        replicas = (
+            assign_in_rounds(ordered_weights, ranks, load, together)[0]
+            if together > 1
+            else assign_least_loaded(ordered_weights, ranks, load)
+        )
+        for p, replica in zip(order, replicas, strict=True):
             owner[p] = replica
         return owner
 
@@ -545,7 +551,8 @@ class MicroBatchComposer:
 
         Empty micro-batches are added if all replicas must have equally many (ZeRO-3).
         """
-        cut = _add_empty_micro_batches(cut, section.mesh.dp) if runs_in_lockstep(section) else cut
+        if runs_in_lockstep(section):
+            cut = _add_empty_micro_batches(cut, section.mesh.dp, replicas_in_lockstep(section))
         name, classes, urgency = section.name, self.pattern_classes[section.name], self.urgency[section.name]
         upstream_backward = self.upstream_backward_ns[self.graph.pipeline_stages[name][-1].name]
         positions = [samples for _, samples in cut]
@@ -612,11 +619,14 @@ def _build_micro_batches(
     )
 
 
-def _add_empty_micro_batches(cut: AssignedMicroBatches, replicas: int) -> AssignedMicroBatches:
-    """Adds empty micro-batches for replicas that have fewer than others."""
+def _add_empty_micro_batches(
+    cut: AssignedMicroBatches, replicas: int, together: int
+) -> AssignedMicroBatches:
+    """Adds empty micro-batches for replicas that have fewer than others of the `together` consecutive ones
+    that run in lockstep."""
     counts = Counter(r for r, _ in cut)
-    max_count = max(counts.values(), default=0)
-    return cut + [(r, ()) for r in range(replicas) for _ in range(max_count - counts[r])]
+    most = [max(counts[q] for q in range(first, first + together)) for first in range(0, replicas, together)]
+    return cut + [(r, ()) for r in range(replicas) for _ in range(most[r // together] - counts[r])]
 
 
 def _equalize_replica_load(load: dict[int, int], sections: Iterable[Section]) -> None:

@@ -10,6 +10,7 @@ programs end. The rules are those of `full_check`, which explains what is wrong 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -43,6 +44,7 @@ from secc.runtime.plan.step_program import (
     is_active,
     micro_batch_pairs,
     returns_gradient,
+    replicas_in_lockstep,
     runs_in_lockstep,
 )
 from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections
@@ -101,10 +103,8 @@ def _has_all_samples(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedu
                 len(m.samples) > 1 and any(a >= b for a, b in pairwise(m.samples))
             ):
                 return False
-        if (
-            runs_in_lockstep(section)
-            and len({sum(m.replica == r for m in micros) for r in range(section.mesh.dp)}) > 1
-        ):
+        counts, together = Counter(m.replica for m in micros), replicas_in_lockstep(section)
+        if together > 1 and any(counts[r] != counts[r - r % together] for r in range(section.mesh.dp)):
             return False
     return True
 

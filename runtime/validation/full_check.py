@@ -37,6 +37,7 @@ from secc.runtime.plan.step_program import (
     is_active,
     micro_batch_pairs,
     returns_gradient,
+    replicas_in_lockstep,
     runs_in_lockstep,
 )
 from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections
@@ -117,10 +118,12 @@ class ScheduleChecker:
             for i, m in enumerate(micros):
                 self._check_micro_batch(self.sections[name], i, m)
             counts = [sum(m.replica == r for m in micros) for r in range(self.sections[name].mesh.dp)]
-            if runs_in_lockstep(self.sections[name]) and len(set(counts)) > 1:
+            together = replicas_in_lockstep(self.sections[name])
+            groups = [counts[first : first + together] for first in range(0, len(counts), together)]
+            if any(len(set(group)) > 1 for group in groups):
                 self.fail(
-                    f"the replicas of section {name} have {counts} micro-batches, "
-                    "but must have equally many to gather parameters"
+                    f"the replicas of section {name} have {counts} micro-batches, but each {together} in a row "
+                    "must have equally many to gather parameters or exchange tokens"
                 )
             occurrences = Counter(
                 p for m in micros if not self.schedule.is_of_next_batch(m) for p in m.samples

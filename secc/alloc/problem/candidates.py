@@ -647,8 +647,9 @@ def busiest_replica_ns(
     if not lockstep and key in load.cached_busiest:
         return load.cached_busiest[key]
     denominator, count, micro_batches = _expect_micro_batches(load, samples_of_busiest, size)
+    together = dp if gathers is not None else load.cost.expert_replicas
     slowdown = (
-        _round_slowdown(load, count, dp, size)
+        _round_slowdown(load, count, dp, together, size)
         if lockstep
         else load.spread.replica_imbalance(samples_of_busiest, count)
     )
@@ -667,11 +668,14 @@ def busiest_replica_ns(
     return result
 
 
-def _round_slowdown(load: SectionLoad, rounds: int, dp: int, size: int) -> int:
-    """Longest micro-batch of a ZeRO-3 round over the mean one, in permille, as mean over the rounds."""
-    key = "rounds", rounds, dp, size
+def _round_slowdown(load: SectionLoad, rounds: int, dp: int, together: int, size: int) -> int:
+    """Longest micro-batch of a round over the mean one, in permille, as mean over the rounds of `together`
+    replicas in lockstep, or as one of the groups of replicas has it in few rounds."""
+    key = "rounds", rounds, dp, together, size
     if key not in load.cached_numbers:
-        load.cached_numbers[key] = load.spread.mean_round_maximum(rounds, dp, size), 0
+        in_rounds = load.spread.mean_round_maximum(rounds * dp // together, together, size)
+        busiest = load.spread.longest_micro_batch(size) // rounds if together < dp else 0
+        load.cached_numbers[key] = max(in_rounds, busiest), 0
     return load.cached_numbers[key][0]
 
 

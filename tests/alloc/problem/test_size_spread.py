@@ -88,5 +88,14 @@ def test_scheduled_rounds_take_their_longest_micro_batch() -> None:
 
 def test_similar_micro_batches_share_a_round() -> None:
     load: dict[int, int] = {0: 5}
-    assert assign_in_rounds([9, 8, 3, 2], (0, 1), load) == [1, 0, 1, 0]
+    assert assign_in_rounds([9, 8, 3, 2], (0, 1), load, 2) == ([1, 0, 1, 0], 5 + 9 + 3)
     assert load == {0: 5 + 8 + 2, 1: 9 + 3}
+
+
+def test_replicas_that_do_not_exchange_tokens_do_not_wait_for_each_other() -> None:
+    """Two groups of two: the second one takes two rounds of short pieces while the first one has a long
+    one."""
+    load: dict[int, int] = {}
+    owner, longest = assign_in_rounds([9, 8, 6, 4, 4, 3, 1], (0, 1, 2, 3), load, 2)
+    assert owner == [0, 1, 2, 3, 3, 2, 1] and longest == 6 + 4
+    assert load == {0: 9, 1: 8 + 1, 2: 6 + 3, 3: 4 + 4}

@@ -106,6 +106,14 @@ def with_memory_bound(draw, section):
     return dataclasses.replace(section, cost=cost, room_bytes=draw(st.sampled_from([0, 0, 9, 40])))
 
 
+def with_expert_parts(draw, made):
+    """Returns the stages of a section, some with experts divided among groups of replicas."""
+    mesh = made[0].mesh
+    together = draw(st.sampled_from([1, 1, *(n for n in range(2, mesh.dp + 1) if mesh.dp % n == 0)]))
+    ep = mesh.tp * together if together > 1 else 1
+    return [dataclasses.replace(s, mesh=dataclasses.replace(s.mesh, ep=ep)) for s in made]
+
+
 @st.composite
 def random_pipelines(draw, name, world):
     """Draws a section, or the stages of one on any ranks, as a list."""
@@ -120,7 +128,8 @@ def random_pipelines(draw, name, world):
     if count == 1:
         options["tp"] = draw(st.sampled_from([n for n in range(1, len(first) + 1) if len(first) % n == 0]))
         made = make_section(name, first, **options, forward=draw(cost_texts), backward=draw(cost_texts))
-        return [draw(with_memory_bound(dataclasses.replace(made, in_flight=draw(st.integers(0, 3)))))]
+        made = dataclasses.replace(made, in_flight=draw(st.integers(0, 3)))
+        return [draw(with_memory_bound(s)) for s in with_expert_parts(draw, [made])]
     ranks = [first, *(draw(st.permutations(range(world)))[: len(first)] for _ in range(count - 1))]
     in_flight = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     made = make_stages(
@@ -130,7 +139,7 @@ def random_pipelines(draw, name, world):
     parts = [draw(st.sampled_from([split, split, 0])) for _ in made]
     return [
         draw(with_memory_bound(dataclasses.replace(s, weight_permille=part)))
-        for s, part in zip(made, parts, strict=True)
+        for s, part in zip(with_expert_parts(draw, made) if not split else made, parts, strict=True)
     ]
 
 

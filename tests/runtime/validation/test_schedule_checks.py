@@ -232,6 +232,20 @@ def test_zero3_replicas_run_in_rounds():
         check_schedule(ZERO3_PLAN, [make_sample(i, length=30 - i) for i in range(3)], fewer)
 
 
+def test_replicas_that_exchange_tokens_have_equally_many_micro_batches():
+    """Four replicas in two groups: of five samples, one group has a round of a single sample."""
+    section = make_section("lm", [0, 1, 2, 3])
+    section = dataclasses.replace(section, mesh=dataclasses.replace(section.mesh, ep=2))
+    p, samples = make_plan([section], [], 4), [make_sample(i, length=30 - i) for i in range(5)]
+    step = schedule_batch(p, samples)
+    counts = [[len(m.samples) for m in step.micro_batches["lm"] if m.replica == r] for r in range(4)]
+    assert sorted(counts) == [[1], [1], [1, 0], [1, 1]]
+    check_schedule(p, samples, step)
+    fewer = Schedule({"lm": tuple(m for m in step.micro_batches["lm"] if m.samples)}, step.programs)
+    with pytest.raises(ScheduleError, match="each 2 in a row must have equally many"):
+        check_schedule(p, samples, fewer)
+
+
 def test_zero3_replicas_in_different_orders_are_caught():
     samples = [make_sample(i) for i in range(4)]
     step = schedule_batch(ZERO3_PLAN, samples)
