@@ -1,10 +1,10 @@
 """`place`: maps the ranks that `allocate` assigned onto nodes, so that ranks that exchange much data are
 close.
 
-Tensor parallelism of a replica stays inside a node. Which devices each group of sections takes, and whether
-replicas or stages of a pipeline are neighbours, is searched (`secc.alloc.placement.rank_placement`). Sections
-that share ranks keep sharing them. The graph's prediction has the cost of the placement; on one node nothing
-is placed.
+Tensor parallelism of a replica stays inside a node, and replicas that share experts are put on as few nodes
+as possible. Which devices each group of sections takes, and whether replicas or stages of a pipeline are
+neighbours, is searched (`secc.alloc.placement.rank_placement`). Sections that share ranks keep sharing them.
+The graph's prediction has the cost of the placement; on one node nothing is placed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from xdsl.passes import ModulePass
 
 from secc.alloc.placement.rank_placement import (
     EdgeTraffic,
+    ExpertTraffic,
     GradientSum,
     PipelineTraffic,
     PlacementCost,
@@ -99,6 +100,11 @@ def _build_problem(
             for name, load in work.loads.items()
             if _mesh_size(sections[name], "pp") > 1
         ),
+        tuple(
+            _expert_traffic(work, load, sections[name], group[name])
+            for name, load in work.loads.items()
+            if _mesh_size(sections[name], "ep") > _mesh_size(sections[name], "tp")
+        ),
     )
 
 
@@ -153,6 +159,15 @@ def _pipeline_chain(work: Workload, load: SectionLoad, section: SectionOp, group
         size,
         size if load.mode != "forward" else 0,
     )
+
+
+def _expert_traffic(work: Workload, load: SectionLoad, section: SectionOp, group: str) -> ExpertTraffic:
+    """Traffic among the replicas that share experts: rows to experts and back, in forward and backward."""
+    shape = ReplicaShape(*(_mesh_size(section, key) for key in ReplicaShape._fields))
+    rank = compute_rank_load(load, shape, work.cluster)
+    passes = 2 if load.mode == "forward" else 4
+    size = passes * _step_total(work, load, rank.cost.routed_bytes) // _mesh_size(section, "dp")
+    return ExpertTraffic(group, shape.pp, shape.tp * shape.cp, shape.ep // shape.tp, size)
 
 
 def _step_total(work: Workload, load: SectionLoad, size: str) -> int:

@@ -32,11 +32,12 @@ from secc.runtime.plan.plan_file import MAX_RANKS
 FileData = Mapping[str, Any]
 
 _MAX_BYTES, _MAX_CAUSE = 1 << 20, 200
+_MAX_LOST_ROWS = 1 << 16
 _MIN_FIGURE, _MAX_FIGURE = 1e-3, 1e9  # smaller ones would be no whole ns, MB/s or GFLOP/s
 
 _GROUP_KEYS = frozenset({
     "nodes", "devices", "kind", "like", "memory_gib", "bf16_tflops", "f32_tflops", "memory_gb_s",
-    "efficiency_percent", "inside",
+    "efficiency_percent", "expert_lost_rows", "inside",
 })  # fmt: skip
 _TOP_LEVEL_KEYS = _GROUP_KEYS | {"groups", "between", "name"}
 
@@ -158,6 +159,9 @@ def _device_from_file(path: Path, data: FileData, device: Device, kind: str) -> 
             _positive_number(path, data, "memory_gb_s", device.memory_bytes_per_s / 10**9) * 10**9
         ),
         efficiency_percent=_positive_integer(path, data, "efficiency_percent", device.efficiency_percent),
+        expert_lost_rows=round(
+            _number_in_range(path, data, "expert_lost_rows", device.expert_lost_rows, 0, _MAX_LOST_ROWS)
+        ),
     )
 
 
@@ -216,13 +220,15 @@ def _latency_and_bandwidth(path: Path, figures: FileData, default: Link) -> tupl
 
 
 def _positive_number(path: Path, data: FileData, key: str, default: float) -> float:
+    return _number_in_range(path, data, key, default, _MIN_FIGURE, _MAX_FIGURE)
+
+
+def _number_in_range(
+    path: Path, data: FileData, key: str, default: float, least: float, most: float
+) -> float:
     value = data.get(key, default)
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not _MIN_FIGURE <= value <= _MAX_FIGURE
-    ):
-        limit = f"a number of at least {_MIN_FIGURE:g} and up to {_MAX_FIGURE:g}"
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+        limit = f"a number of at least {least:g} and up to {most:g}"
         raise UserError(f"expected {limit} for {key!r}, got {show_value(value)}", str(path))
     return value
 

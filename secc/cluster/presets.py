@@ -21,6 +21,8 @@ CPU_OVERHEADS = Overheads(
 )
 
 
+# Assumed: kernels multiply tiles of 128 rows, and the last tile of each expert is half empty on average.
+EXPERT_LOST_ROWS = 64
 LARGE_PRODUCT_PERCENT = 70  # of the peak; published A100 steps have a median ratio of 1.0 to predictions
 HOPPER_PRODUCT_PERCENT = 60  # fitted on 33 steps of llm-foundry on H100 (`tools.check_published`)
 
@@ -44,7 +46,17 @@ def _gpu_device(
     )
     # One eager PyTorch operator takes the host about 5 us; a CUDA context with NCCL's buffers about 1.5 GiB.
     return Device(
-        kind, "cuda", rates, memory, hbm_gb_s * GB, percent, 5_000, GIB * 3 // 2, "roofline", GPU_OVERHEADS
+        kind,
+        "cuda",
+        rates,
+        memory,
+        hbm_gb_s * GB,
+        percent,
+        5_000,
+        GIB * 3 // 2,
+        "roofline",
+        GPU_OVERHEADS,
+        EXPERT_LOST_ROWS,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 GIB = 1 << 30
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Device:
         (`secc.cost.model.gemm_efficiency`).
     memory, reserved: bytes, and those of them that tensors cannot use.
     op_ns: nanoseconds of issuing an operation.
+    expert_lost_rows: a product of several experts takes as long as with so many rows more for each expert.
     label: origin of the rates, "roofline" (vendor peaks) or "default" (assumed).
     """
 
@@ -94,6 +95,7 @@ class Device:
     reserved: int
     label: str
     overheads: Overheads = Overheads()
+    expert_lost_rows: int = 0
 
     def flops_per_us(self, dtype: str) -> int:
         """FLOPs per microsecond of large products in `dtype` (short name such as "bf16"); that of f32 for

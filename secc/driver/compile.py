@@ -36,7 +36,7 @@ from secc.cost.counting.example_arguments import CollatedSamples
 from secc.cost.counting.fused_costs import FUSED_PREFIX
 from secc.cost.model import measured_costs as costs
 from secc.cost.model.expert_parallel_cost import busiest_part
-from secc.cost.model.section_cost import DEFAULT_EXPERT_LOAD, float_attribute
+from secc.cost.model.section_cost import DEFAULT_EXPERT_LOAD, counted_expert_parts, float_attribute
 from secc.driver import plan_origin
 from secc.driver.compile_options import CompileOptions
 from secc.driver.default_pipeline import build_pipeline, fusion_mode
@@ -54,6 +54,13 @@ from secc.frontend.fusion.declare_rewrites import declare_rewrites
 from secc.frontend.fusion.find_fusions import TracedSites, find_fusions
 from secc.frontend.tp_search.expert_cuts import annotate_experts
 from secc.frontend.tp_search.possible_tp import MappingsByLayer, annotate_possible_tp
+from secc.frontend.tp_search.routing_counts import (
+    COUNTED_SAMPLES,
+    PERMILLE,
+    RoutingCounts,
+    annotate_routing,
+    count_routing,
+)
 from secc.ir.analysis.dataflow import get_number, get_string
 from secc.ir.analysis.tp_layouts import expert_counts
 from secc.ir.dialect.ops import GraphOp, graph_of
@@ -130,15 +137,17 @@ class CompiledPlan:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _CaptureCache:
     """Results that hold for every capture of a model, so that capturing its layers need not find them again:
-    costs of blocks (also with fused operators), traced sites, and tensor-parallel mappings of layers."""
+    costs of blocks (also with fused operators), traced sites, tensor-parallel mappings of layers, and the
+    rows that experts get."""
 
     costs: KnownCallCosts = field(default_factory=dict)
     fused_costs: KnownCallCosts = field(default_factory=dict)
     traced_sites: TracedSites = field(default_factory=TracedSites)
     mappings: MappingsByLayer = field(default_factory=MappingsByLayer)
+    routing: RoutingCounts | None = None
 
 
 class _StepClock:
@@ -184,6 +193,9 @@ def compile_model(
         samples = CollatedSamples(batches, capture.constants)
         module = _build_annotated_ir(user, meta, samples, capture, width, options, clock, cache)
         annotate_experts(module, meta)
+        if model is not None:
+            cache.routing = count_routing(model, batches) if cache.routing is None else cache.routing
+            annotate_routing(module, cache.routing)
         with clock.measure("find possible tp of blocks"):
             cluster = parse_cluster(options.cluster)
             annotate_possible_tp(module, meta, model, user, survey, samples, cluster, cache.mappings)
@@ -384,16 +396,25 @@ def _collect_notes(
 
 
 def _expert_load_notes(graph: GraphOp) -> Iterator[str]:
-    """Yields what is assumed of the loads of experts that form parts, a line for each section."""
+    """Yields what was counted or is assumed of the loads of experts that form parts, a line for each
+    section."""
     for section in graph.sections:
         counts, ep = expert_counts(graph, section), int(get_number(section, "ep") or 1)
         if counts and ep > 1:
             name = get_string(section, "pipeline") or section.sym.data
             exponent = float_attribute(section, "expert_load", DEFAULT_EXPERT_LOAD)
+            counted = dict(counted_expert_parts(graph, section)).get(ep)
+            source = (
+                f"assumed to follow Zipf's law with exponent {exponent:g}"
+                if counted is None
+                else f"counted by running the model on up to {COUNTED_SAMPLES} drawn samples"
+            )
+            busiest = (
+                float(busiest_part(gcd(*counts), ep, exponent)) if counted is None else counted / PERMILLE
+            )
             yield (
-                f"{name}: loads of its {gcd(*counts)} experts are assumed to follow Zipf's law with exponent"
-                f" {exponent:g} (--set {name}.expert_load): the busiest of {ep} parts takes"
-                f" {float(busiest_part(gcd(*counts), ep, exponent)):.2f} times its share"
+                f"{name}: loads of its {gcd(*counts)} experts are {source} (--set {name}.expert_load): the"
+                f" busiest of {ep} parts takes {busiest:.2f} times its share"
             )
 
 

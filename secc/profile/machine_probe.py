@@ -4,7 +4,7 @@ products.
 Two processes (gloo on CPUs, NCCL where there are two GPUs) exchange messages; the smallest give the latency,
 the largest the bandwidth. Collectives are timed over 2, 4 and 8 processes, as far as there are devices
 (`secc.profile.time_collectives`). The rate of products is the best of several runs; rates of narrow products
-are reported relative to it.
+are reported relative to it. Products of experts are timed with several numbers of rows for each expert.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.nn import functional as F
 
 from secc.cluster import GIB, MeasuredRing
 from secc.cost.model.measured_costs import local_hardware
 from secc.errors import UserError
 from secc.profile import time_collectives
+from secc.profile.least_squares import nonnegative_least_squares
 from secc.report.text_table import TextTable
 
 MESSAGE_SIZES = tuple(4**k for k in range(2, 13))  # bytes of messages: 16 B to 16 MiB
 LARGE_PRODUCT_DIM = {"cpu": 1024, "cuda": 8192}
+EXPERTS, EXPERT_DIM = 8, {"cpu": 256, "cuda": 2048}
+ROWS_PER_EXPERT = (16, 32, 64, 128, 256)
 NARROW_DIMS = (16, 32, 64, 128, 256, 512)
 PROBE_TIMEOUT_S = 60
 COLLECTIVE_RANKS = (2, 4, 8)
@@ -40,6 +44,7 @@ class MachineProbe:
 
     memory: bytes per device. rates: GFLOP/s of large products by dtype.
     narrow_percent: percent of the f32 rate by smallest dimension. latency_ns, bytes_per_s: of a message.
+    expert_lost_rows: a product of several experts takes as long as with so many rows more for each.
     """
 
     hardware: str
@@ -52,6 +57,7 @@ class MachineProbe:
     latency_ns: float
     bytes_per_s: float
     rings: Sequence[MeasuredRing] = ()
+    expert_lost_rows: int = 0
 
     def as_dict(self) -> dict[str, object]:
         """The measurements for JSON output."""
@@ -61,6 +67,7 @@ class MachineProbe:
             "memory_gib": self.memory / GIB,
             "gflops": dict(self.rates),
             "narrow_percent": {str(k): v for k, v in self.narrow_percent.items()},
+            "expert_lost_rows": self.expert_lost_rows,
             "memory_gb_s": self.memory_bytes_per_s / 1e9,
             "link_latency_us": self.latency_ns / 1e3,
             "link_gb_s": self.bytes_per_s / 1e9,
@@ -75,6 +82,7 @@ class MachineProbe:
             for d, p in self.narrow_percent.items()
         ]
         rows += [
+            ("products of experts, lost rows of each", f"{self.expert_lost_rows}"),
             ("memory", f"{self.memory_bytes_per_s / 1e9:.3g} GB/s"),
             ("link, latency", f"{self.latency_ns / 1e3:.3g} us"),
             ("link, bandwidth", f"{self.bytes_per_s / 1e9:.3g} GB/s"),
@@ -101,6 +109,7 @@ def to_cluster_yaml(probe: MachineProbe) -> str:
         f"memory_gib: {probe.memory / GIB:.4g}\n"
         f"bf16_tflops: {probe.rates['bf16'] / 1e3:.4g}\nf32_tflops: {probe.rates['f32'] / 1e3:.4g}\n"
         f"efficiency_percent: 100    # the rates are what products reach, not peaks\n"
+        f"expert_lost_rows: {probe.expert_lost_rows}\n"
         f"memory_gb_s: {probe.memory_bytes_per_s / 1e9:.4g}\ninside:{link}\nbetween:{link}\n"
     )
 
@@ -119,6 +128,7 @@ def probe_machine(progress: Callable[[str], None]) -> MachineProbe:
     size = LARGE_PRODUCT_DIM[device.type]
     rates = {name: _measure_gflops(size, size, dtype, device) for name, dtype in RATE_DTYPES.items()}
     narrow = {d: 100 * _measure_gflops(size, d, torch.float32, device) / rates["f32"] for d in NARROW_DIMS}
+    lost = fit_lost_rows({n: _time_experts(n, device) for n in ROWS_PER_EXPERT})
     progress("time memory")
     memory = _measure_memory_bandwidth(device)
     progress("time messages")
@@ -145,6 +155,7 @@ def probe_machine(progress: Callable[[str], None]) -> MachineProbe:
         latency_ns=latency,
         bytes_per_s=bandwidth,
         rings=rings,
+        expert_lost_rows=lost,
     )
 
 
@@ -169,6 +180,22 @@ def _measure_gflops(size: int, narrow: int, dtype: torch.dtype, device: torch.de
     a = torch.randn(size, narrow, device=device).to(dtype)
     b = torch.randn(narrow, size, device=device).to(dtype)
     return 2 * size * size * narrow / _shortest_ns(lambda: a @ b, device)
+
+
+def _time_experts(rows: int, device: torch.device) -> float:
+    """Nanoseconds of a grouped product in bfloat16 with `rows` rows for each expert."""
+    dim = EXPERT_DIM[device.type]
+    weights = torch.randn(EXPERTS, dim, dim, device=device).to(torch.bfloat16)
+    inputs = torch.randn(EXPERTS * rows, dim, device=device).to(torch.bfloat16)
+    ends = torch.arange(rows, EXPERTS * rows + 1, rows, dtype=torch.int32, device=device)
+    return _shortest_ns(lambda: F.grouped_mm(inputs, weights, offs=ends), device)
+
+
+def fit_lost_rows(ns_by_rows: Mapping[int, float]) -> int:
+    """The rows that take as long as what a product of one expert takes without rows. A straight line is
+    fitted to the times [ns] over the numbers of rows."""
+    fixed, row = nonnegative_least_squares([(1, n) for n in ns_by_rows], [*ns_by_rows.values()])
+    return round(fixed / row) if row else max(ns_by_rows)
 
 
 def _measure_memory_bandwidth(device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""Times all-reduces, reduce-scatters and all-gathers of several sizes on this machine.
+"""Times all-reduces, reduce-scatters, all-gathers and all-to-alls of several sizes on this machine.
 
 A latency and a bandwidth are fitted to the median times by least squares of relative errors. They are stored
 as the time of one message of a ring (`secc.cluster.MeasuredRing`), so that they apply to other numbers of
@@ -46,8 +46,8 @@ def _median_ns(collective: str, size: int, device: torch.device) -> float:
 
 
 def _make_collective(collective: str, size: int, device: torch.device) -> Callable[[], object]:
-    """A collective on float32 tensors, as the runtime issues it for gradients and parameters. size: bytes
-    of the full tensor."""
+    """A collective on float32 tensors, as the runtime issues it for gradients, parameters and rows of tokens.
+    size: bytes of the full tensor."""
     ranks = dist.get_world_size()
     shard = torch.zeros(size // 4 // ranks, device=device)
     full = torch.zeros(shard.numel() * ranks, device=device)
@@ -56,6 +56,9 @@ def _make_collective(collective: str, size: int, device: torch.device) -> Callab
             return lambda: dist.all_reduce(full)
         case "reduce_scatter":
             return lambda: start_reduce_scatter(shard, full, None).wait()
+        case "all_to_all":
+            arrived = torch.empty_like(full)
+            return lambda: dist.all_to_all_single(arrived, full)
         case _:
             return lambda: start_all_gather(full, shard, None).wait()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from secc.cluster import COLLECTIVES, MeasuredRing, parse_cluster
-from secc.profile.machine_probe import MachineProbe, time_collectives_over, to_cluster_yaml
+from secc.profile.machine_probe import MachineProbe, fit_lost_rows, time_collectives_over, to_cluster_yaml
 from secc.profile.time_collectives import fit_rings
 
 PROBED = MachineProbe("a processor", "cpu", 2, 8 << 30, {"f32": 100.0, "bf16": 50.0}, {}, 1e10, 30_000, 4e9)
@@ -24,6 +24,14 @@ def test_cluster_file_holds_measured_collectives(tmp_path: Path) -> None:
     path.write_text(to_cluster_yaml(MachineProbe(**{**vars(PROBED), "rings": [ring]})))
     cluster = parse_cluster(str(path))
     assert cluster.inside.rings == cluster.between.rings == (ring,)
+
+
+def test_lost_rows_are_where_a_line_through_the_times_meets_none(tmp_path: Path) -> None:
+    assert fit_lost_rows({rows: 8 * (rows + 40) * 1500.0 for rows in (16, 64, 256)}) == 40
+    assert fit_lost_rows({rows: 3000.0 * rows for rows in (16, 64, 256)}) == 0
+    path = tmp_path / "here.yaml"
+    path.write_text(to_cluster_yaml(MachineProbe(**{**vars(PROBED), "expert_lost_rows": 40})))
+    assert parse_cluster(str(path)).device.expert_lost_rows == 40
 
 
 @pytest.mark.slow

@@ -24,14 +24,11 @@ from secc.alloc.problem.candidates import (
 from secc.alloc.problem.types import Candidate
 from secc.cluster import Overheads
 from secc.cost.model import cp_scaling, roofline, tp_pp_scaling
+from secc.cost.model.cost_expressions import scale_expression
 from secc.cost.model.default_estimate import count_entries
-from secc.cost.model.expert_parallel_cost import (
-    RECOMPUTED_LAYERS,
-    cost_with_expert_parts,
-    exchange_ns,
-)
+from secc.cost.model.expert_parallel_cost import cost_with_expert_parts, exchange_ns
 from secc.cost.model.patterns_and_transfers import micro_batch_sizes
-from secc.cost.model.recompute_cost import RecomputeCost
+from secc.cost.model.recompute_cost import RECOMPUTED_LAYERS, RecomputeCost
 from secc.cost.model.section_cost import SectionCost, ops_in_section
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import CallOp
@@ -45,6 +42,7 @@ MEASURED_PART = "measured blocks"
 OVERHEADS_PART = "between computations"
 TP_SUMS_PART = "sums over tp"
 ROWS_PART = "keys and values over cp"
+EXPERTS_PART = "products of experts"
 EXCHANGE_PART = "tokens to experts and back"
 GRADIENTS_PART = "sums of gradients"
 OPTIMIZER_PART = "optimizer"
@@ -54,6 +52,8 @@ _ZERO_COSTS = {
     "ops": 0,
     "work": "0",
     "backward_work": "0",
+    "routed_work": "0",
+    "routed_backward_work": "0",
     "glue_bytes": "0",
     "forward_ns": "0",
     "backward_ns": "0",
@@ -61,6 +61,7 @@ _ZERO_COSTS = {
 # Fields of a `SectionCost` and of a `RecomputeCost` that make up each part.
 _COST_FIELDS_BY_PART = {
     PRODUCTS_PART: (("work", "backward_work"), ("work",)),
+    EXPERTS_PART: (("routed_work", "routed_backward_work"), ()),
     MEMORY_TRAFFIC_PART: (("glue_bytes",), ("moved",)),
     ISSUE_PART: (("ops",), ("ops",)),
     MEASURED_PART: (("forward_ns", "backward_ns"), ()),
@@ -85,8 +86,8 @@ def break_down_time(work: Workload, load: SectionLoad, c: Candidate) -> dict[str
     ns_by_part[TP_SUMS_PART] = _evaluate_over_step(
         work, rank, c, all_reduce, all_reduce if load.mode != "forward" else "0"
     )
-    exchange = exchange_ns(rank.cost, c.tp * c.cp, c.pp, c.ep, work.cluster)
-    again = tp_pp_scaling.scale_expression(exchange, 1 + RECOMPUTED_LAYERS[c.recompute])
+    exchange = exchange_ns(rank.cost, c.tp * c.cp, c.ep, work.cluster)
+    again = scale_expression(exchange, 1 + RECOMPUTED_LAYERS[c.recompute])
     ns_by_part[EXCHANGE_PART] = _evaluate_over_step(
         work, rank, c, exchange, again if load.mode != "forward" else "0"
     )

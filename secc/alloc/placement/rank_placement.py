@@ -80,6 +80,18 @@ class PipelineTraffic:
 
 
 @dataclass(frozen=True)
+class ExpertTraffic:
+    """Bytes of tokens' rows that a rank sends to the ranks of the `replicas` replicas among which a section's
+    experts are divided, in a step. Ranks are ordered (dp, pp, cp, tp)."""
+
+    group: str
+    pp: int
+    tp: int
+    replicas: int
+    size: int
+
+
+@dataclass(frozen=True)
 class PlacementProblem:
     """The groups, in the order in which they take ranks by default, and what they move."""
 
@@ -88,6 +100,7 @@ class PlacementProblem:
     sums: tuple[GradientSum, ...] = ()
     flows: tuple[EdgeTraffic, ...] = ()
     chains: tuple[PipelineTraffic, ...] = ()
+    exchanges: tuple[ExpertTraffic, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -258,6 +271,8 @@ def placement_cost(problem: PlacementProblem, placed: Placement) -> PlacementCos
         ways.add_edge_traffic(flow)
     for chain in problem.chains:
         ways.add_pipeline_traffic(chain)
+    for exchange in problem.exchanges:
+        ways.add_expert_traffic(exchange)
     sums = dict.fromkeys(placed, 0)
     for s in problem.sums:
         sums[s.group] += _gradient_sum_ns(problem.cluster, placed[s.group], s)
@@ -325,6 +340,19 @@ class _LinkTraffic:
                 next_rank = ranks[i + chain.tp]
                 self._add_message(rank, next_rank, chain.forward * chain.pp // len(ranks))
                 self._add_message(next_rank, rank, chain.back * chain.pp // len(ranks))
+
+    def add_expert_traffic(self, exchange: ExpertTraffic) -> None:
+        """Adds bytes from each rank to those at its place in the replicas of its group, and back."""
+        ranks, replica = self.placed[exchange.group], exchange.pp * exchange.tp
+        for first in range(0, len(ranks), replica * exchange.replicas):
+            for place in range(replica):
+                members = ranks[first + place : first + replica * exchange.replicas : replica]
+                members_on_node = Counter(map(self._node_of, members))
+                for rank in members:
+                    near = members_on_node[self._node_of(rank)]
+                    for ways in (self.outgoing, self.incoming):
+                        ways[False][rank] += exchange.size * (near - 1) // len(members)
+                        ways[True][rank] += exchange.size * (len(members) - near) // len(members)
 
     def _add_message(self, src: int, dst: int, size: int) -> None:
         crosses = self._node_of(src) != self._node_of(dst)

@@ -25,7 +25,8 @@ from secc.alloc.problem.types import WHOLE, Candidate, ReplicaShape
 from secc.cluster import Cluster
 from secc.cost.model import cp_scaling, roofline, tp_pp_scaling
 from secc.cost.model.collectives import RankSpan, span_of_consecutive_ranks
-from secc.cost.model.expert_parallel_cost import RECOMPUTED_LAYERS, cost_with_expert_parts, exchange_ns
+from secc.cost.model.cost_expressions import scale_expression
+from secc.cost.model.expert_parallel_cost import cost_with_expert_parts, exchange_ns
 from secc.cost.model.memory import RankMemory, rank_memory
 from secc.cost.model.patterns_and_transfers import (
     InputPattern,
@@ -35,6 +36,7 @@ from secc.cost.model.patterns_and_transfers import (
     section_handles_pattern,
     section_transfers,
 )
+from secc.cost.model.recompute_cost import RECOMPUTED_LAYERS
 from secc.cost.model.section_cost import SectionCost, section_cost
 from secc.cost.model.zero3_cost import Zero3Collectives, zero3_collectives
 from secc.errors import UserError
@@ -254,7 +256,7 @@ def compute_rank_load(whole: SectionLoad, shape: ReplicaShape, cluster: Cluster)
     whole_rows = cost_with_expert_parts(whole.cost, tp, pp, ep)
     cost = cp_scaling.cost_on_rows(whole_rows, cp)
     all_reduce = tp_pp_scaling.tp_all_reduce_ns(cost, tp, cluster)
-    tokens = exchange_ns(cost, tp * cp, pp, ep, cluster)
+    tokens = exchange_ns(cost, tp * cp, ep, cluster)
     rows = cp_scaling.price_row_exchange(whole_rows, tp, cp, cluster)
     measured_permille = [
         int(get_number(whole.section, name) or 1000) for name in MEASURED_PERMILLE_ATTRIBUTES
@@ -268,7 +270,7 @@ def compute_rank_load(whole: SectionLoad, shape: ReplicaShape, cluster: Cluster)
             _add_times(
                 roofline.backward_ns_expression(cost, mode, device, recompute),
                 all_reduce,
-                tp_pp_scaling.scale_expression(tokens, 1 + RECOMPUTED_LAYERS[recompute]),
+                scale_expression(tokens, 1 + RECOMPUTED_LAYERS[recompute]),
                 rows.backward_ns(recompute),
             ),
             measured_permille[1],

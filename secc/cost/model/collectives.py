@@ -77,6 +77,36 @@ def all_gather_ns(size: int, span: RankSpan, cluster: Cluster) -> int:
     return _half_all_reduce_ns("all_gather", size, span, cluster)
 
 
+@dataclass(frozen=True)
+class AllToAllLink:
+    """What an all-to-all moves over one kind of link: `share` of a rank's bytes, at its rate."""
+
+    share: Fraction
+    latency_ns: int
+    bytes_per_s: int
+
+
+def all_to_all_links(span: RankSpan, cluster: Cluster) -> list[AllToAllLink]:
+    """The links that an all-to-all over these ranks uses at the same time: inside nodes, between them.
+
+    A rank keeps its own part. Its messages to all others start together, so latencies do not add up one by
+    one but grow with the logarithm of their number. Measured all-to-alls (`secc profile --links`) are the
+    times of a message to each of the others.
+    """
+    links: list[AllToAllLink] = []
+    for link, others in (
+        (cluster.inside, span.ranks_per_node - 1),
+        (cluster.between, span.ranks - span.ranks_per_node),
+    ):
+        if not others:
+            continue
+        measured = link.measured_link("all_to_all", span.ranks)
+        latency = others * measured.latency_ns if measured else ceil(log2(others + 1)) * link.latency_ns
+        rate = (measured or link).bytes_per_s
+        links.append(AllToAllLink(Fraction(others, span.ranks), latency, rate))
+    return links
+
+
 def all_reduce_messages(ranks: int, cluster: Cluster) -> tuple[int, Link]:
     """(messages of 1/n of the bytes in a ring all-reduce over n consecutive ranks, link with the time of
     one)."""

@@ -6,6 +6,7 @@ The layers of a stack ask for the same sums many times, so results are cached.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from functools import cache
 
 import sympy
@@ -68,6 +69,11 @@ def _round_down(estimate: Expr) -> Expr:
         if isinstance(estimate, sympy.Max)
         else sympy.floor(estimate)
     )
+
+
+def scale_expression(text: str, share: Fraction) -> str:
+    """The fraction `share` of an expression, in whole units."""
+    return text if share == 1 or text == "0" else f"({text})*{share.numerator}//{share.denominator}"
 
 
 def sum_counted_exprs(counts: Mapping[str, int]) -> str:

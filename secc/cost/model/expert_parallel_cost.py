@@ -1,13 +1,16 @@
 """Cost of a section on one rank when its experts form parts (`ep`) that lie on different ranks.
 
 A part holds whole experts, so products keep their widths, but parts are unevenly loaded: the rank with the
-busiest part counts. Loads of experts are assumed to follow Zipf's law with a stated exponent, with popular
-experts anywhere. The expected load of the busiest of n parts is then about one share plus sqrt(2 ln n)
-standard deviations of a part's load (the expected maximum of n normal variables).
+busiest part counts. Where the section's routers were run on drawn samples, the load of the busiest part is
+that of these samples (`SectionCost.expert_parts`). Otherwise loads of experts are assumed to follow Zipf's
+law with a stated exponent, with popular experts anywhere. The expected load of the busiest of n parts is then
+about one share plus sqrt(2 ln n) standard deviations of a part's load (the expected maximum of n normal
+variables).
 
 Above tp, parts lie on several replicas. Their ranks exchange rows of tokens: to experts and back, in forward
-and in backward, and once more where a layer is recomputed. A row crosses the slowest link of the group of
-ranks unless its expert is close. Experts' parameters exist once in a group.
+and in backward, and once more where a layer is recomputed. Rows to ranks of the same node and rows to other
+nodes take different links at the same time; the slower of both counts, for the rank that gets most rows.
+Experts' parameters exist once in a group.
 """
 
 from __future__ import annotations
@@ -17,18 +20,17 @@ from fractions import Fraction
 from math import log, sqrt
 
 from secc.cluster import Cluster
-from secc.cost.model.collectives import span_of_consecutive_ranks
+from secc.cost.model.collectives import all_to_all_links, span_of_consecutive_ranks
+from secc.cost.model.cost_expressions import scale_expression
 from secc.cost.model.section_cost import FLOAT32_BYTES, SectionCost
 from secc.cost.model.tp_pp_scaling import (
     ceil_share,
     cost_on_rank,
     largest_stage_share,
     narrowing_slowdown,
-    scale_expression,
 )
 
-MESSAGES_PER_MIXTURE = 3  # numbers of rows, rows, results
-RECOMPUTED_LAYERS = {"none": Fraction(0), "selective": Fraction(1, 2), "full": Fraction(1)}
+EXCHANGES_PER_MIXTURE = 3  # numbers of rows, rows, results
 
 
 def busiest_part(experts: int, parts: int, exponent: float) -> Fraction:
@@ -44,6 +46,13 @@ def busiest_part(experts: int, parts: int, exponent: float) -> Fraction:
     return Fraction(round(100 * min(largest, 1 + deviation * sqrt(2 * log(parts)))), 100)
 
 
+def busiest_part_of(cost: SectionCost, parts: int) -> Fraction:
+    """Load of the busiest of `parts` parts of a section's experts over the mean one: as counted on drawn
+    samples, else as assumed."""
+    counted = dict(cost.expert_parts).get(parts)
+    return busiest_part(cost.experts, parts, cost.expert_load) if counted is None else Fraction(counted, 1000)
+
+
 def cost_with_expert_parts(cost: SectionCost, tp: int, pp: int, ep: int) -> SectionCost:
     """The cost of the part of a section that the busiest rank of its largest stage has, with experts in `ep`
     parts; `tp_pp_scaling.cost_on_rank` where they form none."""
@@ -53,13 +62,9 @@ def cost_with_expert_parts(cost: SectionCost, tp: int, pp: int, ep: int) -> Sect
     stage, replicas = largest_stage_share(cost, pp), max(1, ep // tp)
     widths_divided_by = max(1, tp // ep)
     routed_share = (
-        stage
-        / tp
-        * busiest_part(cost.experts, ep, cost.expert_load)
-        * narrowing_slowdown(cost.narrowest_dim, widths_divided_by)
+        stage / tp * busiest_part_of(cost, ep) * narrowing_slowdown(cost.narrowest_dim, widths_divided_by)
     )
-    routed = scale_expression(cost.routed_work, routed_share)
-    routed_backward = scale_expression(cost.routed_backward_work, routed_share)
+    rows_share = stage / max(tp, ep) * narrowing_slowdown(cost.narrowest_dim, widths_divided_by)
     experts = {
         key: ceil_share(getattr(cost, f"expert_{key}"), stage / max(tp, ep))
         for key in ("params", "trainable", "bytes", "trainable_bytes")
@@ -77,39 +82,28 @@ def cost_with_expert_parts(cost: SectionCost, tp: int, pp: int, ep: int) -> Sect
         largest_layer_bytes=max(0, rank.largest_layer_bytes - rank.expert_bytes // layers)
         if replicas > 1
         else rank.largest_layer_bytes,
-        work=_exchange_term(rank.work, rank.routed_work, routed),
-        backward_work=_exchange_term(rank.backward_work, rank.routed_backward_work, routed_backward),
-        routed_work=routed,
-        routed_backward_work=routed_backward,
+        routed_work=scale_expression(cost.routed_work, routed_share),
+        routed_backward_work=scale_expression(cost.routed_backward_work, routed_share),
+        expert_row_work=ceil_share(cost.expert_row_work, rows_share),
         expert_replicas=replicas,
-        recompute={
-            kind: replace(
-                again,
-                work=_exchange_term(
-                    again.work,
-                    scale_expression(rank.routed_work, RECOMPUTED_LAYERS[kind]),
-                    scale_expression(routed, RECOMPUTED_LAYERS[kind]),
-                ),
-            )
-            for kind, again in rank.recompute.items()
-        },
         **{f"expert_{key}": count for key, count in experts.items()},
     )
 
 
-def _exchange_term(text: str, old: str, new: str) -> str:
-    """An expression with the addend `new` in place of `old`."""
-    return text if old == new or text == "0" else f"{text} - ({old}) + {new}"
-
-
-def exchange_ns(rank: SectionCost, tp: int, pp: int, ep: int, cluster: Cluster) -> str:
+def exchange_ns(rank: SectionCost, tp: int, ep: int, cluster: Cluster) -> str:
     """Nanoseconds that the busiest rank exchanges rows of tokens in a forward, or in a backward, as an
-    expression over a micro-batch's symbols; "0" where each replica has all experts."""
+    expression over a micro-batch's symbols; "0" where each replica has all experts.
+
+    The replicas of a group are taken to be neighbours: `place` puts them on as few nodes as it can.
+    """
     if rank.expert_replicas == 1 or rank.routed_bytes == "0":
         return "0"
-    span = span_of_consecutive_ranks(rank.expert_replicas, cluster, tp * pp)
-    link, ranks = (cluster.inside, span.ranks) if span.nodes == 1 else (cluster.between, span.nodes)
-    share = 2 * Fraction(ranks - 1, ranks) * busiest_part(rank.experts, ep, rank.expert_load)
-    latency = MESSAGES_PER_MIXTURE * rank.expert_layers * link.latency_ns
-    bytes_per_us = share.denominator * (link.bytes_per_s // 10**6)
-    return f"{latency} + {1000 * share.numerator}*({rank.routed_bytes})//({bytes_per_us})"
+    span = span_of_consecutive_ranks(rank.expert_replicas, cluster, tp)
+    busiest, latency, terms = busiest_part_of(rank, ep), 0, list[str]()
+    for link in all_to_all_links(span, cluster):
+        share = 2 * busiest * link.share
+        latency = max(latency, EXCHANGES_PER_MIXTURE * rank.expert_layers * link.latency_ns)
+        bytes_per_us = share.denominator * (link.bytes_per_s // 10**6)
+        terms.append(f"{1000 * share.numerator}*({rank.routed_bytes})//({bytes_per_us})")
+    moving = terms[0] if len(terms) == 1 else f"max({', '.join(terms)})"
+    return f"{latency} + {moving}"

@@ -21,6 +21,9 @@ from secc.ir.dialect.ops import GraphOp
 from secc.ir.dialect.size_expr import Expr
 from secc.runtime.sections.selective_layers import select_alternate_blocks
 
+# The fraction of layers that run again.
+RECOMPUTED_LAYERS = {"none": Fraction(0), "selective": Fraction(1, 2), "full": Fraction(1)}
+
 
 @dataclass(frozen=True)
 class RecomputeCost:
@@ -28,7 +31,7 @@ class RecomputeCost:
 
     saved: bytes kept until the backward.
     working: additional bytes while one unit runs again.
-    work: FLOPs of all second runs, weighted by the speed of their products.
+    work: FLOPs of all second runs without those of experts, weighted by the speed of their products.
     ops, moved: operations and bytes moved of all second runs.
     """
 
@@ -52,7 +55,7 @@ class _RecomputeSum:
     def add_recomputed_share(self, cost: CallCost, share: Fraction) -> None:
         """Add a call that runs the fraction `share` of its units again."""
         self.saved[_interpolate(cost.saved, cost.kept, share)] += 1
-        self.work[_interpolate(ZERO, cost.again, share)] += 1
+        self.work[_interpolate(ZERO, cost.again - cost.routed_work, share)] += 1
         self.moved[_interpolate(ZERO, cost.again_moved, share)] += 1
         self.ops += int(share * cost.ops)
 

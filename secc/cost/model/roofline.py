@@ -16,6 +16,8 @@ from secc.cost.model.collectives import (
     reduce_scatter_ns,
     span_of_consecutive_ranks,
 )
+from secc.cost.model.grouped_products import grouped_again_ns, grouped_backward_ns, grouped_forward_ns
+from secc.cost.model.recompute_cost import RECOMPUTED_LAYERS
 from secc.cost.model.section_cost import SectionCost
 
 OPTIMIZER_MEMORY_PASSES = 7  # AdamW reads weight, gradient and two moments, and writes weight and moments
@@ -24,8 +26,10 @@ OPTIMIZER_MEMORY_PASSES = 7  # AdamW reads weight, gradient and two moments, and
 def forward_ns_expression(cost: SectionCost, device: Device) -> str:
     """Nanoseconds of a micro-batch's forward."""
     issued = cost.ops * device.op_ns + device.overheads.job
-    return _add_measured_ns(
-        _roofline_expression(issued, cost.work, cost.glue_bytes, 1, cost.dtype, device), cost.forward_ns
+    return _add_terms(
+        _roofline_expression(issued, cost.work, cost.glue_bytes, 1, cost.dtype, device),
+        grouped_forward_ns(cost, device),
+        cost.forward_ns,
     )
 
 
@@ -38,12 +42,15 @@ def backward_ns_expression(cost: SectionCost, mode: str, device: Device, recompu
         return "0"
     issued = 2 * cost.ops * device.op_ns + device.overheads.job
     roofline = _roofline_expression(issued, cost.backward_work, cost.glue_bytes, 2, cost.dtype, device)
-    backward = _add_measured_ns(roofline, cost.backward_ns)
+    backward = _add_terms(roofline, grouped_backward_ns(cost, device), cost.backward_ns)
     again = cost.recompute.get(recompute)
     if again is None:
         return backward
     issued = again.ops * device.op_ns
-    return f"{backward} + {_roofline_expression(issued, again.work, again.moved, 1, cost.dtype, device)}"
+    return _add_terms(
+        f"{backward} + {_roofline_expression(issued, again.work, again.moved, 1, cost.dtype, device)}",
+        grouped_again_ns(cost, device, RECOMPUTED_LAYERS[recompute]),
+    )
 
 
 def _roofline_expression(issued: int, work: str, moved: str, passes: int, dtype: str, device: Device) -> str:
@@ -55,8 +62,8 @@ def _roofline_expression(issued: int, work: str, moved: str, passes: int, dtype:
     return " + ".join(terms)
 
 
-def _add_measured_ns(roofline: str, measured: str) -> str:
-    return roofline if measured == "0" else f"{roofline} + {measured}"
+def _add_terms(time_ns: str, *terms: str) -> str:
+    return " + ".join([time_ns, *(term for term in terms if term != "0")])
 
 
 def time_label(cost: SectionCost, device: Device) -> str:

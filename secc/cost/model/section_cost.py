@@ -53,6 +53,7 @@ from secc.runtime.plan.expr_eval import evaluate_expr
 # Assumed exponent of Zipf's law for the loads of experts: the busiest of 8 parts of 128 experts then gets 1.2
 # times its share.
 DEFAULT_EXPERT_LOAD = 0.3
+EXPERT_PARTS_ATTRIBUTE = "expert_parts"  # of a block: `SectionCost.expert_parts` of its mixtures, in a row
 FLOAT32_BYTES = 4  # per entry of a parameter without a recorded dtype
 VIEW_OP_NAMES = frozenset({  # views move no data
     "view", "_unsafe_view", "reshape", "slice", "select", "permute", "transpose", "t", "unsqueeze", "squeeze",
@@ -98,8 +99,8 @@ class SectionCost:
 
     Computation, for one forward or backward:
         flops, backward_flops: FLOPs.
-        work, backward_work: the same FLOPs, weighted by how slow products of their shapes are
-            (`secc.cost.model.gemm_efficiency`); times are computed from these.
+        work, backward_work: the same FLOPs without those of experts, weighted by how slow products of their
+            shapes are (`secc.cost.model.gemm_efficiency`); times are computed from these.
         glue_bytes: bytes moved in forward by glue, and inside blocks by all operations but products.
         ops: operations issued in forward.
         forward_ns, backward_ns: measured nanoseconds. Calls with measured times are in these fields and not
@@ -130,9 +131,13 @@ class SectionCost:
     Experts that lie in stacked parameters:
         experts: their number (the largest common divisor, where mixtures differ); 0 for none.
         expert_params, expert_trainable, expert_bytes, expert_trainable_bytes: parameters, as above.
-        routed_work, routed_backward_work: their part of `work` and `backward_work`.
+        routed_work, routed_backward_work: weighted FLOPs of their products
+            (`secc.cost.model.grouped_products`).
+        expert_row_work: weighted FLOPs of one row in each expert of all mixtures, in forward.
         routed_bytes: rows of all layers that enter experts in forward, one for each choice of a token.
         expert_layers: mixtures. expert_load: exponent of Zipf's law for the loads of experts.
+        expert_parts: (number of parts, load of the busiest one over the mean one in permille) as counted on
+            drawn samples; () where routers were not run.
         expert_replicas: replicas that have different experts and exchange rows.
 
     recompute: cost with activation recomputation, by kind ("selective", "full").
@@ -178,8 +183,10 @@ class SectionCost:
     routed_backward_work: str = "0"
     routed_bytes: str = "0"
     exchanged_bytes: str = "0"
+    expert_row_work: int = 0
     expert_layers: int = 0
     expert_load: float = DEFAULT_EXPERT_LOAD
+    expert_parts: tuple[tuple[int, int], ...] = ()
     expert_replicas: int = 1
 
     @property
@@ -219,6 +226,7 @@ class _CostAccumulator:
     routed_backward_work: Counter[str] = field(default_factory=Counter[str])
     routed_bytes: Counter[str] = field(default_factory=Counter[str])
     exchanged_bytes: Counter[str] = field(default_factory=Counter[str])
+    expert_row_work: int = 0
     logits_saved: Counter[str] = field(default_factory=Counter[str])
     logits_moved: Counter[str] = field(default_factory=Counter[str])
     backward_transient: set[str] = field(default_factory=set[str])
@@ -310,7 +318,9 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp) -> SectionC
         routed_backward_work=largest(case.routed_backward_work for case in cases) if has_backward else "0",
         routed_bytes=largest(case.routed_bytes for case in cases),
         exchanged_bytes=largest(case.exchanged_bytes for case in cases),
+        expert_row_work=max((case.expert_row_work for case in cases), default=0),
         expert_load=float_attribute(section, "expert_load", DEFAULT_EXPERT_LOAD),
+        expert_parts=counted_expert_parts(graph, section),
         **_count_experts([blocks[path] for path in called_paths]),
     )
 
@@ -325,6 +335,24 @@ def _count_experts(blocks: list[BlockOp]) -> dict[str, int]:
             integer_attribute(b, key, 0) * _parameter_itemsize(b) for b in blocks
         )
     return {"experts": gcd(*numbers), **totals}
+
+
+def counted_expert_parts(graph: GraphOp, section: SectionOp) -> tuple[tuple[int, int], ...]:
+    """(number of parts of experts, load of the busiest one over the mean one in permille), as counted on
+    drawn samples, the mean over the section's mixtures; () where not all were counted, or where a choice of
+    the user counts instead."""
+    blocks = [graph.blocks[path] for path in strings_of(section.blocks)]
+    mixtures = [b for b in blocks if "experts" in b.attributes]
+    counted = [[int(n.value.data) for n in _array_attribute(b, EXPERT_PARTS_ATTRIBUTE)] for b in mixtures]
+    if not counted or not all(counted) or "expert_load" in section.attributes:
+        return ()
+    weights = [integer_attribute(b, "expert_layers", 1) for b in mixtures]
+    loads = [dict(zip(numbers[::2], numbers[1::2], strict=True)) for numbers in counted]
+    common = set(loads[0]).intersection(*loads[1:])
+    return tuple(
+        (n, sum(w * load[n] for w, load in zip(weights, loads, strict=True)) // sum(weights))
+        for n in sorted(common)
+    )
 
 
 def _parameter_itemsize(block: BlockOp) -> int:
@@ -468,7 +496,7 @@ def _add_call(call: CallOp, block: BlockOp, sums: _CostAccumulator, recomputed: 
     if isinstance(measured, StringAttr):
         sums.forward_ns[measured.data] += 1
     else:
-        sums.work[_sum_to_text(cost.work, cost.attention_work)] += 1
+        sums.work[_sum_to_text(cost.work - cost.routed_work, cost.attention_work)] += 1
         sums.routed_work[size_expr.format_expr(cost.routed_work)] += 1
         sums.glue_bytes[size_expr.format_expr(cost.moved)] += 1
         sums.ops += cost.ops
@@ -477,6 +505,11 @@ def _add_call(call: CallOp, block: BlockOp, sums: _CostAccumulator, recomputed: 
         # Each row takes two FLOPs for each entry of one expert.
         width = integer_attribute(block, "expert_width", 0) * _parameter_itemsize(block)
         sums.routed_bytes[size_expr.format_expr(cost.routed * width / (2 * size))] += 1
+        if cost.routed != 0:
+            slowness = sympy.cancel(cost.routed_work / cost.routed)
+            if slowness.is_Rational:
+                params = integer_attribute(block, "expert_params", 0)
+                sums.expert_row_work += int(2 * params * slowness)
     if layers := integer_attribute(call, "layers", cost.units):
         sums.layers += layers
         entering = cost.kept if cost.kept != 0 else layers * result_bytes
@@ -509,7 +542,8 @@ def _backward_flops_and_work(cost: CallCost, ratio: Fraction) -> tuple[str, str]
     flops = _sum_to_text(
         (cost.flops - cost.attention) * factor, cost.attention * ATTENTION_BACKWARD_FLOPS_RATIO
     )
-    return flops, _sum_to_text(cost.work * factor, cost.attention_work * ATTENTION_BACKWARD_TIME_RATIO)
+    dense = (cost.work - cost.routed_work) * factor
+    return flops, _sum_to_text(dense, cost.attention_work * ATTENTION_BACKWARD_TIME_RATIO)
 
 
 def _backward_forward_ratio(block: BlockOp) -> Fraction:

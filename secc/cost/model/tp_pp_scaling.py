@@ -20,6 +20,7 @@ from fractions import Fraction
 
 from secc.cluster import Cluster
 from secc.cost.model.collectives import all_reduce_messages
+from secc.cost.model.cost_expressions import scale_expression
 from secc.cost.model.gemm_efficiency import DEFAULT_EFFICIENCY
 from secc.cost.model.recompute_cost import RecomputeCost
 from secc.cost.model.section_cost import SectionCost
@@ -102,6 +103,7 @@ def cost_on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
         routed_work=scale_expression(cost.routed_work, divided_share * slowdown),
         routed_backward_work=scale_expression(cost.routed_backward_work, divided_share * slowdown),
         routed_bytes=scale_expression(cost.routed_bytes, divided_share),
+        expert_row_work=ceil_share(cost.expert_row_work, divided_share * slowdown),
         expert_layers=ceil_share(cost.expert_layers, stage_share),
         **counts,
     )
@@ -152,8 +154,3 @@ def largest_stage_share(cost: SectionCost, pp: int) -> Fraction:
 def ceil_share(count: int, share: Fraction) -> int:
     """The fraction `share` of `count`, rounded up."""
     return -(-count * share.numerator // share.denominator)
-
-
-def scale_expression(text: str, share: Fraction) -> str:
-    """The fraction `share` of an expression, in whole units."""
-    return text if share == 1 or text == "0" else f"({text})*{share.numerator}//{share.denominator}"
