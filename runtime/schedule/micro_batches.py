@@ -619,9 +619,7 @@ def _build_micro_batches(
     )
 
 
-def _add_empty_micro_batches(
-    cut: AssignedMicroBatches, replicas: int, together: int
-) -> AssignedMicroBatches:
+def _add_empty_micro_batches(cut: AssignedMicroBatches, replicas: int, together: int) -> AssignedMicroBatches:
     """Adds empty micro-batches for replicas that have fewer than others of the `together` consecutive ones
     that run in lockstep."""
     counts = Counter(r for r, _ in cut)
