@@ -146,8 +146,8 @@ def runs_in_lockstep(section: Section) -> bool:
 
 
 def replicas_in_lockstep(section: Section) -> int:
-    """Returns how many consecutive replicas wait for each other in every forward and backward: all that gather
-    parameters, or those that exchange tokens; 1 where each runs alone.
+    """Returns how many consecutive replicas wait for each other in every forward and backward: all that
+    gather parameters, or those that exchange tokens; 1 where each runs alone.
     """
     return section.mesh.dp if gathers_parameters(section) else section.mesh.expert_replicas
 

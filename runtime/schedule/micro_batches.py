@@ -33,8 +33,8 @@ from secc.runtime.plan.step_program import (
     SampleMeta,
     is_active,
     replica_first_ranks,
-    returns_gradient,
     replicas_in_lockstep,
+    returns_gradient,
     runs_in_lockstep,
     weight_backward_times,
 )

@@ -43,8 +43,8 @@ from secc.runtime.plan.step_program import (
     compute_kinds,
     is_active,
     micro_batch_pairs,
-    returns_gradient,
     replicas_in_lockstep,
+    returns_gradient,
     runs_in_lockstep,
 )
 from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections

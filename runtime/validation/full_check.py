@@ -36,8 +36,8 @@ from secc.runtime.plan.step_program import (
     gather_rounds,
     is_active,
     micro_batch_pairs,
-    returns_gradient,
     replicas_in_lockstep,
+    returns_gradient,
     runs_in_lockstep,
 )
 from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections
@@ -122,8 +122,8 @@ class ScheduleChecker:
             groups = [counts[first : first + together] for first in range(0, len(counts), together)]
             if any(len(set(group)) > 1 for group in groups):
                 self.fail(
-                    f"the replicas of section {name} have {counts} micro-batches, but each {together} in a row "
-                    "must have equally many to gather parameters or exchange tokens"
+                    f"the replicas of section {name} have {counts} micro-batches, but each {together} in a "
+                    "row must have equally many to gather parameters or exchange tokens"
                 )
             occurrences = Counter(
                 p for m in micros if not self.schedule.is_of_next_batch(m) for p in m.samples
