@@ -53,6 +53,7 @@ from secc.frontend.dataset.survey import DatasetSurvey
 from secc.frontend.fusion.declare_rewrites import declare_rewrites
 from secc.frontend.fusion.find_fusions import TracedSites, find_fusions
 from secc.frontend.tp_search.expert_cuts import annotate_experts
+from secc.frontend.tp_search.listed_rows import annotate_listed_rows
 from secc.frontend.tp_search.possible_tp import MappingsByLayer, annotate_possible_tp
 from secc.frontend.tp_search.routing_counts import (
     COUNTED_SAMPLES,
@@ -196,8 +197,10 @@ def compile_model(
         if model is not None:
             cache.routing = count_routing(model, batches) if cache.routing is None else cache.routing
             annotate_routing(module, cache.routing)
+        cluster = parse_cluster(options.cluster)
+        if model is not None and cluster.device.backend != "cpu":  # there, nothing divides experts unasked
+            annotate_listed_rows(module, model, batches)
         with clock.measure("find possible tp of blocks"):
-            cluster = parse_cluster(options.cluster)
             annotate_possible_tp(module, meta, model, user, survey, samples, cluster, cache.mappings)
         return module
 

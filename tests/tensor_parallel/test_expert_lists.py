@@ -9,6 +9,7 @@ from torch import nn
 
 from secc.frontend.tp_search.expert_cuts import find_expert_cuts, mixture_sizes
 from secc.frontend.tp_search.find_mapping import expert_shards
+from secc.frontend.tp_search.listed_rows import count_listed_choices
 from secc.runtime.sections.recompute import find_layer_stacks
 from secc.runtime.tensor_parallel.parameter_cuts import cut_of_shard
 from tests.models.listed_experts import EXPERTS, WIDTH, AllOfThem, ChosenOnly, Expert, Layer, Model
@@ -89,3 +90,10 @@ def test_only_equal_modules_are_experts() -> None:
     assert mixture_sizes(mixture) == {}
     mixture.experts = nn.ModuleList([Expert()] * 2)
     assert mixture_sizes(mixture) == {}
+
+
+def test_rows_of_experts_in_lists_are_counted() -> None:
+    torch.manual_seed(0)
+    ids = torch.arange(1, 7)[None]
+    found = count_listed_choices(Model(), [{"input_ids": ids, "labels": ids}] * 3)
+    assert found == {"layers.0.mixture": 2, "layers.1.mixture": EXPERTS, "layers.2.mixture": 2}

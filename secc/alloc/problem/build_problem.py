@@ -182,8 +182,8 @@ def _candidates_of_shape(
 def expert_parts(work: Workload, load: SectionLoad, pins: Pins, shape: ReplicaShape, ranks: int) -> list[int]:
     """The ep to consider for a section on up to `ranks` ranks: the pinned one, else powers of two that divide
     its experts, in a replica all of its ranks or none. Ranks on CPUs share a memory, so they gain nothing.
-    Of experts that do not compute grouped products, no one knows how many tokens travel: only a pin divides
-    them."""
+    Of experts that neither compute grouped products nor were counted on samples, no one knows how many tokens
+    travel: only a pin divides them."""
     tp = shape.tp
     experts, undivided = load.cost.experts, load.cost.trainable and work.unshardable
     free = [1]

@@ -71,9 +71,7 @@ def default_call_cost(call: CallOp, block: BlockOp) -> CallCost:
 def _cost_from_result_type(result: TensorType | None, params: int) -> CallCost:
     if result is None:
         return CallCost(ZERO, ZERO, ZERO, DEFAULT_OPS_PER_CALL, "default")
-    rows = size_expr.parse_expr("1")
-    for dim in result.shape[:-1] or result.shape:
-        rows = rows * dim
+    rows = _rows_of_type(result)
     flops, result_bytes = 2 * params * rows, count_entries(result) * result.itemsize
     return CallCost(
         flops=flops,
@@ -87,6 +85,19 @@ def _cost_from_result_type(result: TensorType | None, params: int) -> CallCost:
         again=flops,
         exchanged=KEYS_AND_VALUES * result_bytes,
     )
+
+
+def leading_rows(call: CallOp) -> Expr:
+    """The number of rows of a call's result, as an expression."""
+    result = _widest_type(call)
+    return ZERO if result is None else _rows_of_type(result)
+
+
+def _rows_of_type(result: TensorType) -> Expr:
+    rows = size_expr.parse_expr("1")
+    for dim in result.shape[:-1] or result.shape:
+        rows = rows * dim
+    return rows
 
 
 def count_entries(type_: TensorType) -> Expr:

@@ -21,7 +21,13 @@ from xdsl.dialects.builtin import ArrayAttr, FloatAttr, IntegerAttr, StringAttr
 from xdsl.ir import Operation, SSAValue
 
 from secc.cost.model.cost_expressions import max_expr, substitute_estimates, sum_counted_exprs
-from secc.cost.model.default_estimate import ZERO, CallCost, count_entries, default_call_cost
+from secc.cost.model.default_estimate import (
+    ZERO,
+    CallCost,
+    count_entries,
+    default_call_cost,
+    leading_rows,
+)
 from secc.cost.model.linear_loss import FusedLossCost, fused_loss_cost
 from secc.cost.model.patterns_and_transfers import input_patterns, micro_batch_sizes
 from secc.cost.model.recompute_cost import (
@@ -54,6 +60,8 @@ from secc.runtime.plan.expr_eval import evaluate_expr
 # times its share.
 DEFAULT_EXPERT_LOAD = 0.3
 EXPERT_PARTS_ATTRIBUTE = "expert_parts"  # of a block: `SectionCost.expert_parts` of its mixtures, in a row
+# Of a block with experts in lists: their rows for each row that enters, in permille.
+LISTED_CHOICES_ATTRIBUTE = "listed_choices"
 FLOAT32_BYTES = 4  # per entry of a parameter without a recorded dtype
 VIEW_OP_NAMES = frozenset({  # views move no data
     "view", "_unsafe_view", "reshape", "slice", "select", "permute", "transpose", "t", "unsqueeze", "squeeze",
@@ -387,13 +395,13 @@ def ops_in_section(case: CaseOp, section: str) -> list[Operation]:
 
 def call_cost(call: CallOp, block: BlockOp) -> CallCost:
     """Read what `secc.cost.counting.annotate_calls` wrote on a call of a block; estimate what is missing."""
-    estimate = default_call_cost(call, block)
+    estimate = _with_listed_experts(default_call_cost(call, block), call, block)
     if "flops" not in call.attributes:
         return estimate
     saved = _expression_attribute(call, "saved", estimate.saved)
     flops = _expression_attribute(call, "flops", estimate.flops)
     others = {key: _expression_attribute(call, key, ZERO) for key in OPTIONAL_EXPRESSIONS}
-    return CallCost(
+    found = CallCost(
         flops=flops,
         work=_expression_attribute(call, "work", flops),
         saved=saved,
@@ -405,6 +413,21 @@ def call_cost(call: CallOp, block: BlockOp) -> CallCost:
         units_in_order=OUT_OF_TURN_ATTRIBUTE not in call.attributes,
         **others,
     )
+    return _with_listed_experts(found, call, block)
+
+
+def _with_listed_experts(cost: CallCost, call: CallOp, block: BlockOp) -> CallCost:
+    """The cost with the part of experts in lists, if their rows were counted. An estimate by all parameters
+    counts them as if every row entered every expert."""
+    choices = integer_attribute(block, LISTED_CHOICES_ATTRIBUTE, 0)
+    if not choices or cost.routed != 0:
+        return cost
+    rows = leading_rows(call)
+    routed = 2 * integer_attribute(block, "expert_size", 0) * choices // 1000 * rows
+    if cost.label == "default":
+        others = 2 * (block.params.data - integer_attribute(block, "expert_params", 0)) * rows
+        cost = replace(cost, flops=others + routed, work=others + routed, again=others + routed)
+    return replace(cost, routed=routed, routed_work=routed)
 
 
 def count_cost_origins(graph: GraphOp, section: SectionOp) -> dict[str, int]:

@@ -46,6 +46,12 @@ def test_the_chosen_ep_is_the_best_of_all(expert_params: int) -> None:
     assert (ep > 1) == (expert_params > 10**10)  # 24e9 of experts need more than one device, 0.6e9 do not
 
 
+def test_experts_in_lists_are_priced_as_stacked_ones() -> None:
+    stacked, listed = (_step_ns(mixture_graph(24_000_000_000, listed)) for listed in (False, True))
+    assert stacked is not None and listed is not None
+    assert listed[1] == stacked[1] > 1 and listed[0] == pytest.approx(stacked[0], rel=1e-6)
+
+
 def test_uneven_experts_make_parts_dearer() -> None:
     graph = mixture_graph(24_000_000_000)
     even = _step_ns(graph, "ep=8", "dp=8")
