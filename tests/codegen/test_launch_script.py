@@ -73,6 +73,15 @@ def test_the_last_node_has_the_ranks_that_are_left(node: int, tmp_path: Path) ->
     assert "#SBATCH --nodes=2" in job and "--nproc-per-node $((SLURM_NODEID == 1 ? 3 : 8))" in job
 
 
+def test_nodes_with_a_secret_start_the_supervisor(tmp_path: Path) -> None:
+    variables = {"NODE_RANK": "1", "MASTER_ADDR": "ten", "RDZV_SECRET": "s"}
+    done = run_launcher(tmp_path, 2, ["--max-restarts", "3"], variables)
+    assert done.stdout == (
+        f"-m secc.runtime.training.supervisor {tmp_path} --max-restarts 0 --max-restarts 3"
+        " --nnodes 2 --node-rank 1 --rdzv-endpoint ten:29500 --rdzv-secret s\n"
+    ), done.stderr
+
+
 def test_one_node_starts_the_supervisor(tmp_path: Path) -> None:
     done = run_launcher(tmp_path, 1, ["--node-rank=0", "--steps", "3"], {"NNODES": "1"})
     assert done.stdout == f"-m secc.runtime.training.supervisor {tmp_path} --steps 3\n", done.stderr
