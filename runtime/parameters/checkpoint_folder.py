@@ -129,9 +129,13 @@ def publish_checkpoint(directory: Path, manifest: CheckpointManifest) -> Path:
     return final
 
 
-def remove_old_checkpoints(directory: Path, keep: int) -> None:
-    """Deletes all but the newest `keep` checkpoints; those that a run has gone back behind are the oldest."""
+def remove_old_checkpoints(directory: Path, keep: int, keep_every: int | None = None) -> None:
+    """Deletes all but the newest `keep` checkpoints and those of every `keep_every`-th step; those that a run
+    has gone back behind are the oldest."""
     for path in _checkpoints_by_preference(directory)[keep:]:
+        match = _CHECKPOINT_NAME.fullmatch(path.name)
+        if keep_every is not None and match is not None and int(match[1]) % keep_every == 0:
+            continue
         removed = path.with_suffix(_REMOVED)
         os.rename(path, removed)
         shutil.rmtree(removed)

@@ -73,6 +73,7 @@ class _SaveRequest:
     manifest: CheckpointManifest
     keep: int | None
     replicates: bool
+    keep_every: int | None
 
     @property
     def scratch(self) -> Path:
@@ -202,12 +203,13 @@ class CheckpointSaver:
         keep: int | None,
         in_background: bool = False,
         replicates: bool = False,
+        keep_every: int | None = None,
     ) -> None:
         """Starts to write this rank's entries `state` as a checkpoint in `directory`, which keeps the newest
-        `keep`. Call `finish_save` before. In the background, `state` has been copied when this returns.
-        `replicates`: the launcher keeps a copy of it in memory."""
+        `keep` and those of every `keep_every`-th step. Call `finish_save` before. In the background, `state`
+        has been copied when this returns. `replicates`: the launcher keeps a copy of it in memory."""
         assert self._request is None
-        self._request = request = _SaveRequest(directory, manifest, keep, replicates)
+        self._request = request = _SaveRequest(directory, manifest, keep, replicates, keep_every)
         self._publishes, self._result = False, None
         started = _first_failure_of_ranks(
             _attempt(lambda: start_checkpoint(directory, manifest.step)) if self._rank == 0 else None
@@ -329,7 +331,7 @@ def _publish_parts(request: _SaveRequest, parts: list[_WrittenPart]) -> None:
         with suppress(OSError):
             complete_copies(request.directory, request.manifest.step)
     if request.keep is not None:
-        remove_old_checkpoints(request.directory, request.keep)
+        remove_old_checkpoints(request.directory, request.keep, request.keep_every)
 
 
 def _write_copies(

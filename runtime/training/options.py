@@ -33,6 +33,7 @@ class RunOptions:
     save: Path | None = None
     save_every: int | None = None
     keep: int | None = None
+    keep_every: int | None = None
     save_async: bool = True
     replicate: bool = False
     resume: Path | Literal["auto"] | None = None
@@ -114,6 +115,8 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--keep", type=_at_least(1), metavar="N", help="keep only the newest N checkpoints (default: all)"
     )
+    text = "with --keep: also keep for good the checkpoints of every M-th step"
+    p.add_argument("--keep-every", type=_at_least(1), metavar="M", help=text)
     text = (
         "write checkpoints of --save-every in a process of their own while the ranks train on; needs host"
         " memory for a copy (default; --no-save-async: within the step)"
@@ -275,6 +278,8 @@ def parse_options(arguments: Sequence[str]) -> RunOptions:
         raise UserError(f"{option} needs --save DIR", remedy="give the directory for checkpoints")
     if options.keep_best is not None and not options.evaluates:
         raise UserError("--keep-best needs --eval-every N", remedy="say how often to evaluate")
+    if options.keep_every is not None and options.keep is None:
+        raise UserError("--keep-every needs --keep N", remedy="without it all checkpoints are kept")
     if options.patience is not None and options.keep_best is None:
         raise UserError("--patience needs --keep-best METRIC", remedy="say which metric counts")
     return options

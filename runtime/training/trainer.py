@@ -620,8 +620,10 @@ class Trainer:
             self._settings,
             context.data_plane.position_after(self.step_number),
         )
-        replicates = self.options.replicate and folder == self.options.save
-        self._saver.start_save(folder, state, manifest, keep, in_background, replicates)
+        is_main = folder == self.options.save
+        replicates = self.options.replicate and is_main
+        keep_every = self.options.keep_every if is_main else None
+        self._saver.start_save(folder, state, manifest, keep, in_background, replicates, keep_every)
         if not in_background:
             self._report_save(self._saver.finish_save())
 

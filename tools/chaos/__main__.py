@@ -354,7 +354,10 @@ class _Workshop:
             plan = self._plan(name)
             if not plan.exists():
                 _compile_plan(plan, PLANS[name])
-            run = Run(plan, self._fewer(name), self._folder / f"{name}_{steps}", steps)
+            folder = self._folder / f"{name}_{steps}"
+            if folder.exists():  # of an earlier call with this --folder
+                continue
+            run = Run(plan, self._fewer(name), folder, steps)
             run.start()
             while (code := run.exit_code()) is None:
                 time.sleep(_POLL_S)
@@ -365,6 +368,7 @@ class _Workshop:
     def run(self, case: Case) -> Outcome:
         """Runs a case."""
         steps = steps_of_case(case)
+        shutil.rmtree(self.folder_of(case), ignore_errors=True)
         expected = load_full_state_dict(self._folder / f"{case.plan}_{steps}" / "saved")
         run = Run(self._plan(case.plan), self._fewer(case.plan), self.folder_of(case), steps, case)
         return run_case(run, case, expected)

@@ -15,8 +15,14 @@ import torch
 from secc.cli import main
 from secc.runtime.errors import UserError
 from secc.runtime.parameters.checkpoint import load_full_state_dict, make_manifest
-from secc.runtime.parameters.checkpoint_folder import MANIFEST_FILE, check_folder_is_free, find_checkpoint
+from secc.runtime.parameters.checkpoint_folder import (
+    MANIFEST_FILE,
+    check_folder_is_free,
+    find_checkpoint,
+    remove_old_checkpoints,
+)
 from secc.runtime.parameters.checkpoint_writer import SaveFailed, save_checkpoint
+from secc.runtime.training.options import parse_options
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SYSTEM_CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync")
@@ -209,3 +215,14 @@ def test_a_folder_takes_the_checkpoints_of_one_run(tmp_path: Path) -> None:
     for resumed in (None, find_checkpoint(tmp_path / "other")):
         with pytest.raises(UserError, match="holds checkpoints of another run, step_00000005"):
             check_folder_is_free(tmp_path / "one", resumed)
+
+
+def test_every_mth_checkpoint_stays_for_good(tmp_path: Path) -> None:
+    for step in range(5, 55, 5):
+        save(tmp_path, step, float(step))
+    remove_old_checkpoints(tmp_path, 2, keep_every=20)
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == [
+        f"step_{step:08d}" for step in (20, 40, 45, 50)
+    ]
+    with pytest.raises(UserError, match="--keep-every needs --keep N"):
+        parse_options(["--save", "saved", "--keep-every", "20"])
