@@ -245,6 +245,7 @@ _DEVICE = shapes.record(
         "label": _TEXT,
     },
     {
+        "expert_lost_rows": _COUNT,
         "overheads": shapes.record(
             {}, {**dict.fromkeys(("job", "message", "tensor", "sample", "step"), _COUNT), "label": _TEXT}
         )

@@ -28,6 +28,7 @@ from secc.runtime.errors import UserError
 from secc.runtime.host.private_folder import hold_private_folder
 from secc.runtime.parameters.checkpoint_copies import COPIES_VARIABLE, CopyKeeper
 from secc.runtime.plan.plan_file import load_plan
+from secc.runtime.plan.schema import Plan
 from secc.runtime.training.hang_watch import HANG_EXIT_CODE
 from secc.runtime.training.machine_check import check_machine
 from secc.runtime.training.node_group import (
@@ -64,11 +65,7 @@ def run_plan(directory: str | Path, arguments: Sequence[str] = (), replan: Repla
     own_ranks, place = range(plan.world_size), None
     if options.nnodes > 1:
         place = make_node_place(options.nnodes, options.node_rank, options.rdzv_endpoint, options.rdzv_secret)
-        if plan.world_size % place.nodes:
-            message = f"the plan's {plan.world_size} ranks cannot be shared evenly by {place.nodes} nodes"
-            raise UserError(message, str(directory), "compile for these nodes: --cluster NODESxRANKSxKIND")
-        per_node = plan.world_size // place.nodes
-        own_ranks = own_ranks[place.node * per_node :][:per_node]
+        own_ranks = _ranks_of_nodes(plan, place.nodes, str(directory))[place.node]
     if options.emulate is None:
         check_machine(plan, own_ranks, options.share_gpus)
     if options.on_loss == "replan" and replan is None:
@@ -85,7 +82,7 @@ def run_plan(directory: str | Path, arguments: Sequence[str] = (), replan: Repla
             limit = options.hang_timeout
             return serve_node(directory, arguments, place, limit, requests, _visible_devices)
         with nullcontext() if place is None else NodeServer(place, plan.hash) as server:
-            supervisor = _Supervisor(directory, arguments, options, plan.world_size, replan, requests, server)
+            supervisor = _Supervisor(directory, arguments, options, plan, replan, requests, server)
             code = 2  # of a UserError
             try:
                 code = supervisor.run(folder)
@@ -105,14 +102,15 @@ class _Supervisor:
         directory: Path,
         arguments: Sequence[str],
         options: RunOptions,
-        world_size: int,
+        plan: Plan,
         replan: Replanner | None,
         requests: StopRequests,
         server: NodeServer | None,
     ) -> None:
         self._arguments, self._server = list(arguments), server
         self._run = secrets.token_hex(8)
-        self._directory, self._options, self._world_size = directory, options, world_size
+        self._directory, self._options, self._world_size = directory, options, plan.world_size
+        self._nodes = _ranks_of_nodes(plan, options.nnodes, str(directory))
         self._make_plan, self._requests = replan, requests
         self._plan, self._lost = directory, list[int]()
         self._rejoin_at, self._quarantine_s = float("inf"), options.rejoin_after
@@ -164,17 +162,16 @@ class _Supervisor:
             devices, place = _visible_devices(self._world_size, lost), {STORE_VARIABLE: str(store)}
             return LocalRanks(self._plan, self._arguments, 0, left, left, place, attempt, devices, limit)
         self._server.table.clear()
-        per_node, first = self._world_size // self._options.nnodes, 0
+        first = 0
         ranks_of_node, lost_of_node = dict[int, range](), dict[int, list[int]]()
-        for node in range(self._options.nnodes):
-            own = range(node * per_node, (node + 1) * per_node)
+        for node, own in enumerate(self._nodes):
             lost_of_node[node] = [rank - own.start for rank in own if rank in lost]
-            ranks_of_node[node] = range(first, first + per_node - len(lost_of_node[node]))
+            ranks_of_node[node] = range(first, first + len(own) - len(lost_of_node[node]))
             first = ranks_of_node[node].stop
         local, here = None, ranks_of_node[0]
         if here:
             place = self._server.place.rank_variables(self._server.own_address, self._run)
-            devices = _visible_devices(per_node, lost_of_node[0])
+            devices = _visible_devices(len(self._nodes[0]), lost_of_node[0])
             local = LocalRanks(
                 self._plan, self._arguments, 0, len(here), left, place, attempt, devices, limit
             )
@@ -183,9 +180,7 @@ class _Supervisor:
 
     def _needed_nodes(self) -> list[int]:
         """Returns the nodes other than this one with ranks that are not lost."""
-        per_node = self._world_size // self._options.nnodes
-        present = {r // per_node for r in range(self._world_size) if r not in self._lost}
-        return sorted(present - {0})
+        return [n for n, ranks in enumerate(self._nodes) if n and not {*ranks} <= {*self._lost}]
 
     def _may_return(self) -> bool:
         """Tells whether lost ranks can be tried again."""
@@ -229,6 +224,17 @@ class _Supervisor:
 
     def _lost_text(self) -> str:
         return ", ".join(map(str, self._lost))
+
+
+def _ranks_of_nodes(plan: Plan, nodes: int, where: str) -> list[range]:
+    """Returns the ranks of each node: as many as its devices if the plan is for several nodes, the rest on
+    the last one, else the same number on each. Raises UserError for another number of nodes."""
+    count, is_for_several = plan.world_size, int(plan.cluster.get("nodes", 1)) > 1
+    per_node = int(plan.cluster["per_node"]) if is_for_several and nodes > 1 else count // nodes
+    if not per_node or -(-count // per_node) != nodes:
+        message = f"the plan's {count} ranks do not fill {nodes} nodes"
+        raise UserError(message, where, "give the plan's --nnodes, or compile for these nodes")
+    return [range(node * per_node, min(count, (node + 1) * per_node)) for node in range(nodes)]
 
 
 def _visible_devices(world_size: int, lost: Collection[int]) -> str | None:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from secc.runtime.errors import UserError
 from secc.runtime.host.signed_channel import ForeignPeer, connect_to_peer, read_secret
+from secc.runtime.training import supervisor
 from secc.runtime.training.node_group import (
     NodePlace,
     NodeServer,
@@ -25,6 +27,7 @@ from secc.runtime.training.node_group import (
 from secc.runtime.training.node_store import NodeStore
 from secc.runtime.training.options import parse_options
 from secc.runtime.training.rank_group import StopRequests
+from tests.runtime.captioner_plans import UNEVEN, make_plan
 
 SECOND = timedelta(seconds=1)
 
@@ -133,3 +136,12 @@ def test_options_of_nodes_are_checked(tmp_path: Path) -> None:
     assert find_interface("127.0.0.2") == "lo"
     with pytest.raises(UserError, match=r"no network interface has the address 203\.0\.113\.7"):
         find_interface("203.0.113.7")
+
+
+def test_ranks_are_shared_by_the_nodes_of_the_plan() -> None:
+    plan = replace(make_plan(UNEVEN), world_size=11, cluster={"nodes": 2, "per_node": 8})
+    assert supervisor._ranks_of_nodes(plan, 2, "plan") == [range(8), range(8, 11)]
+    assert supervisor._ranks_of_nodes(replace(plan, cluster={}), 11, "plan")[10] == range(10, 11)
+    for nodes, cluster in ((3, plan.cluster), (2, {}), (12, {})):
+        with pytest.raises(UserError, match=f"the plan's 11 ranks do not fill {nodes} nodes"):
+            supervisor._ranks_of_nodes(replace(plan, cluster=cluster), nodes, "plan")
