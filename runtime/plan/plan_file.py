@@ -248,7 +248,7 @@ _DEVICE = shapes.record(
         "expert_lost_rows": _COUNT,
         "overheads": shapes.record(
             {}, {**dict.fromkeys(("job", "message", "tensor", "sample", "step"), _COUNT), "label": _TEXT}
-        )
+        ),
     },
 )
 _GROUP = shapes.record({"nodes": _DEGREE, "device": _DEVICE, "inside": _LINK})
