@@ -64,8 +64,8 @@ def open_trackers(names: Sequence[str], log_dir: Path, run: str, config: Mapping
     """Starts a run in each tracker. `run`: its name; `config`: plan and options as plain values. Raises
     UserError if a library does not import."""
     made = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MLflow, "trackio": _Trackio}
-    # trackio reads it when it is imported.
-    os.environ.setdefault("TRACKIO_DIR", str(log_dir.resolve() / "trackio"))
+    if "trackio" in names:  # which reads it when it is imported
+        os.environ.setdefault("TRACKIO_DIR", str(log_dir.resolve() / "trackio"))
     trackers: list[Tracker] = []
     for name in names:
         try:

@@ -86,6 +86,33 @@ def test_train_job(gpu_directory: Path, directory: Path) -> None:
     assert on_cpus["resourcesPerNode"]["requests"] == {"cpu": "3"}
 
 
+@pytest.mark.slow
+def test_kubeflow_knows_every_field_of_a_train_job(gpu_directory: Path, directory: Path) -> None:
+    """By the models that Kubeflow generates from its API: what they do not know they leave out."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+
+    def without_defaults(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {k: without_defaults(v) for k, v in value.items() if v is not None}
+
+    for plan in (gpu_directory, directory):
+        job = write_job(plan, "trainjob", "--steps", "3")
+        assert without_defaults(models.TrainerV1alpha1TrainJob.from_dict(job).to_dict()) == job
+
+
+@pytest.mark.slow
+def test_skypilot_accepts_the_task(gpu_directory: Path, directory: Path) -> None:
+    schemas = pytest.importorskip("sky.utils.schemas")
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = schemas.get_task_schema()
+    for plan in (gpu_directory, directory):
+        task = write_job(plan, "skypilot", "--steps", "3")
+        jsonschema.validate(task, schema)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**task, "nodes": 2}, schema)
+
+
 def test_nodes_of_several_kinds_are_refused() -> None:
     plan = parse_plan(json.loads(GOLDEN_PLAN.read_text()))
     groups = [{"nodes": 1, "device": {"kind": kind, "backend": "cuda"}} for kind in ("H100", "A800")]
