@@ -36,6 +36,8 @@ WORKLOADS = {  # cluster and global batch
     "kd_dsv3": ("128x8xH100", 2048),
     "vlm_moe_30b": ("8x8xH100", 512),
     "omni_moe_30b": ("8x8xH100", 512),
+    "long_32b": ("32x8xH100", 512),
+    "kd_long": ("16x8xH100", 128),
 }
 WORKLOAD_COLUMNS = (
     "workload",
@@ -95,7 +97,8 @@ def workload_row(name: str, directory: Path) -> list[str]:
 def _describe_section(section: dict[str, Any]) -> str:
     mesh = section["mesh"]
     extras = [section[key] for key in ("recompute", "sharding") if section[key] != "none"]
-    extras = [*([f"ep {mesh['ep']}"] if mesh["ep"] > 1 else []), *extras]
+    degrees = [f"{key} {mesh[key]}" for key in ("cp", "ep") if mesh.get(key, 1) > 1]
+    extras = [*degrees, *extras]
     text = f"{len(mesh['ranks'])} {mesh['dp']}/{mesh['pp']}/{mesh['tp']}, {section['micro_batch']}"
     return ", ".join([text, *extras])
 

@@ -7,8 +7,7 @@ one of four layers on a sample of 8,192 tokens, on one rank or on two that share
 peak resident memory of a process during the second and third step, without what it had before it built the
 model, and without pages of libraries, which training reads in under each way. A rank reuses freed memory in
 the next step; here its C library is set to map tensors one by one, parameters too, so that freed ones are
-returned
-and resident memory is in use.
+returned and resident memory is in use.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from tools.benchmark_table import BenchmarkTable, add_json_option
 from tools.compare_training import run_plan_ranks
 
 TWO_REPLICAS = ("dp=2",)
+RUN_LIMIT_S = 1200
 STATE_COPIES = 4  # parameters, gradients, two moments of AdamW
 
 
@@ -122,8 +122,15 @@ def compare_resident_memory(way: str, folder: Path) -> tuple[float, float, float
     )
     compiled = compile_model(path, options)
     compiled.write_plan(plan, report_page)
-    arguments = ["--steps", "3", "--workers", "0", "--log-dir", str(folder / "logs")]
-    run_plan_ranks(plan, ranks, arguments, {"MEMORY": str(folder)})
+    arguments = [
+        "--steps",
+        "2" if shape is LONG else "3",
+        "--workers",
+        "0",
+        "--log-dir",
+        str(folder / "logs"),
+    ]
+    run_plan_ranks(plan, ranks, arguments, {"MEMORY": str(folder)}, RUN_LIMIT_S)
     resident, rank = max((float((folder / str(r)).read_text()), r) for r in range(ranks))
     section = next(s for s in compiled.plan.sections if rank in s.mesh.ranks)
     states = STATE_COPIES * sum(parameter_bytes(compiled.plan, name) for name in section.params)

@@ -137,6 +137,150 @@ def test_a_model_on_rows_has_the_loss_and_gradients_of_one_rank(name: str) -> No
     assert_same(WithLoss(MODELS[name]()), _batch(13, padded=True), 2)
 
 
+def _mistral() -> nn.Module:
+    return hf.MistralForCausalLM(hf.MistralConfig(**WIDTHS, sliding_window=4))
+
+
+def _gemma3_with_images() -> nn.Module:
+    kinds = ["sliding_attention", "full_attention"]
+    text = hf.Gemma3TextConfig(**WIDTHS, head_dim=8, sliding_window=4, layer_types=kinds)
+    vision = hf.SiglipVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=4,
+    )
+    return hf.Gemma3ForConditionalGeneration(
+        hf.Gemma3Config(
+            text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=IMAGE
+        )
+    )
+
+
+def _qwen2_5_vl() -> nn.Module:
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "out_hidden_size": 32}
+    text = {**WIDTHS, "rope_parameters": rotary}
+    return hf.Qwen2_5_VLForConditionalGeneration(hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+
+
+def _whisper() -> nn.Module:
+    counts = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+    sizes: dict[str, Any] = {f"{side}_{k}": n for side in ("encoder", "decoder") for k, n in counts.items()}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    lengths = {"max_source_positions": 8, "max_target_positions": 32, "num_mel_bins": 8}
+    return hf.WhisperForConditionalGeneration(
+        hf.WhisperConfig(vocab_size=64, d_model=32, **lengths, **tokens, **sizes)
+    )
+
+
+class OwnLayer(nn.Module):
+    """Attention with its own rotary code, mask and softmax, of queries in groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.RMSNorm(32), nn.Linear(32, 64), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, angles: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        samples, rows, _ = x.shape
+        heads = self.qkv(self.norm(x)).view(samples, rows, 8, 8).transpose(1, 2)
+        q, k, v = heads[:, :4], heads[:, 4:6], heads[:, 6:]
+        cos, sin = angles.cos(), angles.sin()
+
+        def turn(t: torch.Tensor) -> torch.Tensor:
+            even, odd = t[..., ::2], t[..., 1::2]
+            return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+
+        k, v = (t.repeat_interleave(2, dim=1) for t in (turn(k), v))
+        scores = torch.einsum("bhqd,bhkd->bhqk", turn(q), k) / 8**0.5
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        return x + self.out(
+            torch.einsum("bhqk,bhkd->bhqd", weights, v).transpose(1, 2).reshape(samples, rows, 32)
+        )
+
+
+class OwnDecoder(nn.Module):
+    """A decoder in plain PyTorch that pads by a mask of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.layers = nn.ModuleList(OwnLayer() for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        rows = input_ids.shape[1]
+        places = (attention_mask.cumsum(1) - 1).clamp(min=0)
+        angles = places[:, None, :, None] * 0.1 ** torch.arange(4)
+        causal = torch.ones(rows, rows, dtype=torch.bool).tril()
+        mask = (causal & attention_mask[:, None, :].bool())[:, None] | torch.eye(rows, dtype=torch.bool)
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = layer(x, angles.to(x.dtype), mask)
+        loss = F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return hf.utils.ModelOutput(loss=loss)
+
+
+IMAGE = 61
+MORE_MODELS: dict[str, Callable[[], nn.Module]] = MODELS | {
+    "one window": _mistral,
+    "sinks": _gpt_oss,
+    "images that see both ways": _gemma3_with_images,
+    "three-dimensional positions": _qwen2_5_vl,
+    "speech": _whisper,
+    "own code": OwnDecoder,
+}
+
+
+def _padded_batch(name: str, length: int, left: bool) -> Batch:
+    """Two samples of which one is padded, with what else a model takes."""
+    batch = _batch(length, padded=True)
+    if left:
+        batch = {key: value.flip(1) for key, value in batch.items()}
+    batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+    generator = torch.Generator().manual_seed(1)
+    if name == "images that see both ways":
+        batch["input_ids"][0, 5:9] = IMAGE
+        batch["token_type_ids"] = (batch["input_ids"] == IMAGE).long()
+        batch["pixel_values"] = torch.randn(1, 3, 16, 16, generator=generator).double()
+    if name == "speech":
+        batch = {
+            "input_features": torch.randn(2, 8, 16, generator=generator).double(),
+            "labels": batch["labels"],
+        }
+    return batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize(("length", "count"), [(13, 2), (13, 4), (3, 4)])
+@pytest.mark.parametrize("name", MORE_MODELS)
+def test_padding_on_either_side_and_short_samples(name: str, length: int, count: int, left: bool) -> None:
+    """13 rows do not divide; of 3 rows, one of 4 ranks has none."""
+    if name == "images that see both ways" and length < 9:
+        pytest.skip("an image has more tokens")
+    torch.manual_seed(0)
+    model = WithLoss(MORE_MODELS[name]())
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    assert_same(model.eval() if name == "speech" else model, _padded_batch(name, length, left), count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Mamba", "Mamba2"])
+def test_state_spaces_stay_whole(kind: str) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"num_heads": 8, "head_dim": 8, "n_groups": 1} if kind == "Mamba2" else {}
+    config = getattr(hf, f"{kind}Config")(
+        vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=1, **sizes
+    )
+    layer = getattr(hf, f"{kind}ForCausalLM")(config).backbone.layers[0]
+    reason = find_row_layer(layer, ((torch.randn(2, 6, 32, requires_grad=True),), {}), 2).reason
+    assert reason is not None and reason.kind in (UnsplitKind.MIXES_ROWS, UnsplitKind.WRITES_INTO_ROWS)
+
+
 @pytest.mark.parametrize(("length", "count"), [(3, 4), (2, 2), (9, 4)])
 def test_lengths_need_not_divide_and_ranks_may_have_no_rows(length: int, count: int) -> None:
     torch.manual_seed(0)

@@ -1,0 +1,98 @@
+"""Long samples: one text a row, padded to the longest of a micro-batch, and models of such rows.
+
+Lengths follow Pareto's law, P(more than n) = (least / n) ** exponent, up to a longest length. No joint
+distribution of long training data is published, so the exponents are assumptions: with exponent 1 from 4,096
+to 262,144 tokens the median is 8k, and one sample in 20 has more than 64k. Texts are not packed: attention is
+causal, so no token sees the padding after its text, and labels leave it out. Costs of attention then depend
+exactly on the length of a row; in packed rows they would be means.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers as T
+from torch import nn
+from torch.nn import functional as F
+
+from parts.configs import Config
+from parts.data import FIRST_WORD, SAMPLES, WORDS
+from parts.packing import IGNORED, Sample
+
+
+@dataclass(frozen=True)
+class LongTexts(torch.utils.data.Dataset[Sample]):
+    """Texts of `least` to `most` tokens with a tail of this exponent. Sample i is the same whenever it is
+    read."""
+
+    least: int
+    most: int
+    exponent: float = 1.0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    @property
+    def small(self) -> LongTexts:
+        """The same law with short texts, for small models."""
+        return replace(self, least=6, most=6 * self.most // self.least)
+
+    def length(self, i: int) -> int:
+        """Tokens of sample i, by inversion of the law between `least` and `most`."""
+        drawn = random.Random(f"length {i}").random()
+        ratio = (self.least / self.most) ** self.exponent
+        return round(self.least * (1 - drawn * (1 - ratio)) ** (-1 / self.exponent))
+
+    def __getitem__(self, i: int) -> Sample:
+        words = torch.randint(
+            FIRST_WORD, WORDS, (self.length(i) + 1,), generator=torch.Generator().manual_seed(i)
+        )
+        return {"input_ids": words[:-1], "labels": words[1:]}
+
+    def sizes(self, i: int) -> dict[str, int]:
+        """The lengths of sample i's tensors by key, without making them."""
+        return dict.fromkeys(("input_ids", "labels"), self.length(i))
+
+
+def long_language_model(config: Config) -> nn.Module:
+    """Embedding, layers and head for rows of up to 262,144 tokens, with PyTorch's attention."""
+    config.max_position_embeddings = 262_144
+    return T.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+class LongText(nn.Module):
+    """Cross entropy of texts [samples, tokens], the mean over labels that are not -100."""
+
+    def __init__(self, language_model: Any) -> None:
+        super().__init__()
+        self.language_model: Any = language_model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return _cross_entropy(self.language_model(input_ids=input_ids, use_cache=False).logits, labels)
+
+
+class LongDistillation(nn.Module):
+    """A frozen teacher's distribution and the labels: KL divergence and cross entropy, both means over labels
+    that are not -100."""
+
+    def __init__(self, teacher: Any, student: Any) -> None:
+        super().__init__()
+        self.teacher: Any = teacher.requires_grad_(False)
+        self.student: Any = student
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            taught = self.teacher(input_ids=input_ids, use_cache=False).logits
+        learned = self.student(input_ids=input_ids, use_cache=False).logits
+        divergence = F.kl_div(
+            learned.float().log_softmax(-1), taught.float().log_softmax(-1), log_target=True, reduction="none"
+        ).sum(-1)
+        counted = labels != IGNORED
+        return _cross_entropy(learned, labels) + (divergence * counted).sum() / counted.sum()
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)
