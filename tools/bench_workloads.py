@@ -36,6 +36,7 @@ WORKLOADS = {  # cluster and global batch
     "kd_dsv3": ("128x8xH100", 2048),
     "vlm_moe_30b": ("8x8xH100", 512),
     "omni_moe_30b": ("8x8xH100", 512),
+    "vlm_video_8b": ("4x8xH100", 128),
     "long_32b": ("32x8xH100", 512),
     "kd_long": ("16x8xH100", 128),
 }

@@ -662,6 +662,22 @@ def cross_entropy_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named)
     return total / sum_over_ranks((own != ignored).sum(), mode.group)
 
 
+def aten_nll_loss_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
+    """aten.nll_loss_forward(log_probabilities [tokens, classes], target, weight, reduction, ignored): what
+    captured code has for a cross entropy. Results are the loss and the total weight of targets."""
+    log_probabilities, target, weight, reduction, ignored = args
+    mark, mean = mark_of(log_probabilities), 1
+    if mark is None or mark.dim or log_probabilities.ndim != 2 or mark_of(weight) is not None:
+        return mode.gather_for(func, args, kwargs)
+    own = _match_exactly(mode, target, mark)
+    if reduction == 0:
+        losses, total = func(log_probabilities, own, weight, 0, ignored)
+        return set_mark(losses, mark), total
+    loss, total = func(log_probabilities, own, weight, 2, ignored)
+    loss, total = sum_over_ranks(loss, mode.group), sum_over_ranks(total, mode.group)
+    return (loss / total if reduction == mean else loss), total
+
+
 # fmt: off
 UNCHANGED_FUNCTIONS = (
     "dim", "ndimension", "ndim.get", "dtype.get", "device.get", "requires_grad.get", "is_contiguous",
@@ -682,7 +698,7 @@ ELEMENTWISE_FUNCTIONS = (
     "bitwise_not", "bitwise_xor", "isnan", "isinf", "isfinite", "isclose", "nan_to_num", "rsub",
     "logaddexp", "hypot", "relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu",
     "prelu", "softplus", "softsign", "hardswish", "hardsigmoid", "hardtanh", "logsigmoid", "tanhshrink",
-    "threshold", "sinc", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__",
+    "threshold", "sinc", "xlogy", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__",
     "__rtruediv__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__",
     "__neg__", "__pos__", "__abs__", "__invert__", "__and__", "__rand__", "__or__", "__ror__", "__xor__",
     "__rxor__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__iadd__", "__isub__",
@@ -752,4 +768,8 @@ FUNCTION_RULES: dict[str, RowRule] = {
     "embedding": embedding_rule,
     **dict.fromkeys(("cross_entropy", "cross_entropy_loss"), cross_entropy_rule),
 }
-_ATEN_RULES: dict[str, RowRule] = {"aten::embedding": aten_embedding_rule, "aten::slice": slice_rule}
+_ATEN_RULES: dict[str, RowRule] = {
+    "aten::embedding": aten_embedding_rule,
+    "aten::slice": slice_rule,
+    "aten::nll_loss_forward": aten_nll_loss_rule,
+}

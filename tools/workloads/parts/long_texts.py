@@ -1,4 +1,4 @@
-"""Long samples: one text a row, padded to the longest of a micro-batch, and models of such rows.
+"""Long samples: one text (or video and text) a row, padded to the longest of a micro-batch, and their models.
 
 Lengths follow Pareto's law, P(more than n) = (least / n) ** exponent, up to a longest length. No joint
 distribution of long training data is published, so the exponents are assumptions: with exponent 1 from 4,096
@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from parts.configs import Config
-from parts.data import FIRST_WORD, SAMPLES, WORDS
+from parts.data import FIRST_WORD, IMAGE, SAMPLES, WORDS, qwen_images
 from parts.packing import IGNORED, Sample
 
 
@@ -57,6 +57,47 @@ class LongTexts(torch.utils.data.Dataset[Sample]):
         return dict.fromkeys(("input_ids", "labels"), self.length(i))
 
 
+@dataclass(frozen=True)
+class Videos(torch.utils.data.Dataset[Sample]):
+    """Videos of `least` to `most` tokens, in frames of `frame` tokens, each with a question and an answer of
+    `words` tokens."""
+
+    least: int
+    most: int
+    frame: int = 256
+    words: int = 256
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    @property
+    def small(self) -> Videos:
+        """The same law with frames of four tokens, for small models."""
+        return Videos(8, 8 * self.most // self.least, frame=4, words=4)
+
+    def frames(self, i: int) -> int:
+        """Frames of sample i's video."""
+        return max(1, LongTexts(self.least, self.most).length(i) // self.frame)
+
+    def __getitem__(self, i: int) -> Sample:
+        counts, tensors = qwen_images((self.frame,) * self.frames(i))
+        words = torch.randint(
+            FIRST_WORD, WORDS, (self.words + 1,), generator=torch.Generator().manual_seed(i)
+        )
+        seen = sum(counts)
+        labels = torch.cat([torch.full((seen - 1,), IGNORED), words])
+        return {"input_ids": torch.cat([torch.full((seen,), IMAGE), words[:-1]]), "labels": labels} | tensors
+
+    def sizes(self, i: int) -> dict[str, int]:
+        """The lengths of sample i's tensors by key, without making them."""
+        counts, _ = qwen_images((self.frame,) * self.frames(i))
+        tokens = sum(counts)
+        return dict.fromkeys(("input_ids", "labels"), tokens + self.words) | {
+            "pixel_values": tokens,
+            "image_grid_thw": len(counts),
+        }
+
+
 def long_language_model(config: Config) -> nn.Module:
     """Embedding, layers and head for rows of up to 262,144 tokens, with PyTorch's attention."""
     config.max_position_embeddings = 262_144
@@ -72,6 +113,29 @@ class LongText(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return _cross_entropy(self.language_model(input_ids=input_ids, use_cache=False).logits, labels)
+
+
+class LongVideo(nn.Module):
+    """Qwen's vision tower on the frames of videos, into a language model; cross entropy of the answers."""
+
+    def __init__(self, language_model: Any, vision: Any) -> None:
+        super().__init__()
+        self.language_model: Any = language_model
+        self.vision: Any = vision
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        pixel_values: torch.Tensor,
+        image_grid_thw: torch.Tensor,
+    ) -> torch.Tensor:
+        """[samples, tokens]; `pixel_values` is [tokens of frames, 4 patches, values of a patch]."""
+        embeds = self.language_model.get_input_embeddings()(input_ids)
+        frames = pixel_values.flatten(0, 1).to(embeds.dtype)
+        seen = self.vision(frames, grid_thw=image_grid_thw).pooler_output
+        embeds = embeds.masked_scatter((input_ids == IMAGE)[..., None], seen)
+        return _cross_entropy(self.language_model(inputs_embeds=embeds, use_cache=False).logits, labels)
 
 
 class LongDistillation(nn.Module):
