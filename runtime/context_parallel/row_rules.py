@@ -698,13 +698,13 @@ ELEMENTWISE_FUNCTIONS = (
     "bitwise_not", "bitwise_xor", "isnan", "isinf", "isfinite", "isclose", "nan_to_num", "rsub",
     "logaddexp", "hypot", "relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu",
     "prelu", "softplus", "softsign", "hardswish", "hardsigmoid", "hardtanh", "logsigmoid", "tanhshrink",
-    "threshold", "sinc", "xlogy", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__",
+    "threshold", "sinc", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__",
     "__rtruediv__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__",
     "__neg__", "__pos__", "__abs__", "__invert__", "__and__", "__rand__", "__or__", "__ror__", "__xor__",
     "__rxor__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__iadd__", "__isub__",
     "__imul__", "__itruediv__", "__iand__", "__ior__", "add_", "sub_", "mul_", "div_", "masked_fill_",
     "neg_", "clamp_", "exp_", "relu_", "silu_", "sigmoid_", "tanh_", "sqrt_", "pow_", "zero_", "fill_",
-    "copy_",
+    "copy_", "xlogy",
 )
 FIRST_ARGUMENT_FUNCTIONS = (
     "to", "float", "double", "half", "bfloat16", "int", "long", "bool", "type_as", "contiguous", "clone",
