@@ -174,9 +174,9 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     """The tensors of a model's output in order."""
     if isinstance(output, torch.Tensor):
         return [output]
-    values = (
-        output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else []
-    )
+    if isinstance(output, dict):  # without a contrastive model's scores, which pair all samples
+        output = [v for k, v in output.items() if not k.startswith("logits_per_")]
+    values = output if isinstance(output, list | tuple) else []
     return [t for v in values for t in _tensors(v)]
 
 

@@ -232,7 +232,8 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
             def text(g: torch.Generator, lengths: tuple[int, int] = lengths) -> Sample:
                 ids = words(g, lengths)
                 if choices:
-                    return {"input_ids": ids.expand(choices, -1).contiguous().roll(1, -1)}
+                    others = (words(g, (len(ids), len(ids) + 1)) for _ in range(choices - 1))
+                    return {"input_ids": torch.stack([ids, *others])}
                 sample: Sample = {"input_ids": ids}
                 if "bbox" in names:
                     corners = torch.randint(0, 50, (len(ids), 2), generator=g)
