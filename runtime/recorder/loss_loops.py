@@ -33,8 +33,43 @@ def roll_loss_loops(recording: Recording) -> Recording:
             node.meta["loop"] = True
         elif _is_sum(node) and not any(_is_sum(user) for user in node.users):
             _roll_sum(recording.graph, node)
+    _restore_python_sums(recording)
     recording.graph.eliminate_dead_code(is_needed)
     return recording
+
+
+def _restore_python_sums(recording: Recording) -> None:
+    """Divide (or multiply) a loop's sum by the sum of an input where Python added up that input's entries, as
+    in `count += int(lengths[i])`."""
+    sums = dict[float, fx.Node]()
+    for tensor, value in _entries_read(recording):
+        sums.setdefault(value, tensor)
+    for loop in find_loss_loops(recording):
+        for user in [u for u in loop.users if u.target in _SCALING_OPS and len(u.args) == 2]:
+            number: Any = user.args[1]
+            if not isinstance(number, fx.Node) and number in sums:
+                with recording.graph.inserting_before(user):
+                    total = _insert_node(recording.graph, user, aten.sum.default, (sums[number],), ())
+                total.meta |= {"dtype": sums[number].meta["dtype"], "requires_grad": False}
+                if not total.meta["dtype"].is_floating_point:
+                    total.meta["dtype"] = torch.int64
+                user.args = (user.args[0], total)
+
+
+def _entries_read(recording: Recording) -> Iterator[tuple[fx.Node, float]]:
+    """Iterate over inputs of one number per sample that Python read completely, with their sums."""
+    entries = dict[fx.Node, dict[int, float]]()
+    for read in recording.reads:
+        value: Any = read.value
+        for tensor in read.node.all_input_nodes:
+            taken = _dim0_selection(tensor)
+            if tensor.op == "placeholder" and read.kind == "tolist" and len(tensor.meta["shape"]) == 1:
+                entries[tensor] = dict(enumerate(value))
+            elif taken is not None and taken[0].op == "placeholder" and isinstance(value, (int, float)):
+                entries.setdefault(taken[0], {})[taken[1]] = value
+    for tensor, values in entries.items():
+        if tensor.meta["shape"] == (len(values),):
+            yield tensor, sum(values.values())
 
 
 def find_loss_loops(recording: Recording) -> list[fx.Node]:

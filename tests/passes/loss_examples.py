@@ -207,5 +207,8 @@ REFUSED = {
         "Python reads a value (item) of the inputs"
     ),
     "y[known][: known.sum().item() // 2].sum()": "is a number of rows that values of the inputs decide",
+    "F.cross_entropy(rows, targets.masked_fill(torch.rand(targets.shape) < 0.5, -100))": (
+        "which random numbers of forward decide"
+    ),
     "F.cross_entropy(rows, targets, weight=self.teacher.bias)": "weights, which are a parameter of the model",
 }

@@ -5,10 +5,10 @@ apart, add them up, or mix them?
     python -m tests.passes.op_claims --only 'cumsum|nn'  ops with names that match
 
 `torch.testing._internal.common_methods_invocations.op_db` has sample inputs for about 600 ops. Each dim of a
-sample input is taken for the samples: a model applies the op to a batch of rows. It returns the sum of squared
-results times samples' weights, which is separable if each sample's results are its own, or the plain sum,
-which also is if the op adds up over samples. `normalize-loss` accepts or refuses each; a loss computed from
-uneven micro-batches as it says, and its gradient, are held against plain PyTorch.
+sample input is taken for the samples: a model applies the op to a batch of rows. It returns the sum of
+squared results times samples' weights, which is separable if each sample's results are its own, or the plain
+sum, which also is if the op adds up over samples. `normalize-loss` accepts or refuses each; a loss computed
+from uneven micro-batches as it says, and its gradient, are held against plain PyTorch.
 """
 
 from __future__ import annotations

@@ -126,6 +126,15 @@ def find_first_difference(groups: list[list[ObservedRecording]]) -> GlueDiagnost
                 "they differ first here"
             )
             place = x if x.meta.get("where") else y
+            looped = next((n for n in (x, y) if _takes_one_part(n)), None)
+            if looped is not None and (path := _called_with(looped)):
+                message = (
+                    "the glue's ops change with the batch in a way that no capture explains: "
+                    f"a loop calls {path} for one part of the batch after the other"
+                )
+                return GlueDiagnostic(
+                    message, looped.meta.get("where", ""), (), looped.meta.get("module", "")
+                )
             return GlueDiagnostic(
                 message,
                 place.meta.get("where", ""),
@@ -133,6 +142,25 @@ def find_first_difference(groups: list[list[ObservedRecording]]) -> GlueDiagnost
                 place.meta.get("module", ""),
             )
     return None
+
+
+def _takes_one_part(node: fx.Node) -> bool:
+    """Whether a node takes one of several parts of a tensor."""
+    name = str(getattr(node.target, "__name__", node.target))
+    return node.op == "call_function" and name.startswith(("getitem", "select", "slice"))
+
+
+def _called_with(node: fx.Node) -> str:
+    """Returns the block that is called next with what a node gives, through glue; "" if there is none."""
+    queue, seen = [node], {node}
+    while queue:
+        for user in queue.pop(0).users:
+            if user.op == "call_module":
+                return str(user.target)
+            if user not in seen:
+                seen.add(user)
+                queue.append(user)
+    return ""
 
 
 def _format_node(node: fx.Node) -> str:

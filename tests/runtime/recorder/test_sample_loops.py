@@ -33,6 +33,7 @@ def each(h: torch.Tensor, n: torch.Tensor) -> list[torch.Tensor]:
 
 LOOPS: dict[str, Loss] = {
     "a sum": lambda h, n: sum(each(h, n)) / n.sum(),  # type: ignore[return-value]
+    "a sum that is divided by what Python adds up": lambda h, n: sum(each(h, n)) / sum(n.tolist()),  # type: ignore[return-value]
     "a sum in which each is divided alike": lambda h, n: sum(part / len(n) for part in each(h, n)),  # type: ignore[return-value]
     "a sum with something else beside it": lambda h, n: torch.zeros(()) + sum(each(h, n)) + h.mean(),
     "a stack": lambda h, n: torch.stack(each(h, n)).mean() + h.mean(),
