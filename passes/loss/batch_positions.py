@@ -22,6 +22,7 @@ _SAMPLE_SYMBOL = size_expr.size_symbol("B")
 _COUNTING_OPS = frozenset({"arange", "linspace"})
 _ORDERING_OPS = frozenset({"flip", "roll", "argsort", "sort"})
 _PICKING_OPS = frozenset({"index", "index_select", "gather"})
+_SPLITTING_OPS = frozenset({"split", "split_with_sizes"})
 _RESHAPING_OPS = frozenset({"view", "reshape", "_unsafe_view"})
 _WEIGHING_OPS = frozenset({"mul", "add", "sub", "div", "pow"})
 
@@ -34,6 +35,14 @@ def find_misplaced(ctx: LossContext, op: Computation) -> BadState | None:
         dim = get_argument(op, 1, "dim", 0) % max(len(type.dims), 1)
         if type.shape[dim] == _SAMPLE_SYMBOL != result.shape[dim]:
             return ctx.refuse_op(op, "picks some of the samples")
+    if name in _SPLITTING_OPS:
+        dim = get_argument(op, 2, "dim", 0) % max(len(type.dims), 1)
+        if type.shape[dim] == _SAMPLE_SYMBOL and len(op.results) > 1:
+            return ctx.refuse_op(op, "picks some of the samples")
+    if name == "diagonal":
+        dims = (get_argument(op, 2, "dim1", 0), get_argument(op, 3, "dim2", 1))
+        if any(type.shape[d] == _SAMPLE_SYMBOL for d in dims):
+            return ctx.refuse_op(op, "picks entries by the samples' places in the batch")
     if name in _RESHAPING_OPS and _redistributes_entries(type, result):
         return ctx.refuse_op(op, "gives each sample entries of the others")
     if ctx.is_input_only(op.results[0]):

@@ -64,7 +64,7 @@ def _entries_read(recording: Recording) -> Iterator[tuple[fx.Node, float]]:
         for tensor in read.node.all_input_nodes:
             taken = _dim0_selection(tensor)
             if tensor.op == "placeholder" and read.kind == "tolist" and len(tensor.meta["shape"]) == 1:
-                entries[tensor] = dict(enumerate(value))
+                entries[tensor] = dict(enumerate(read.value))
             elif taken is not None and taken[0].op == "placeholder" and isinstance(value, (int, float)):
                 entries.setdefault(taken[0], {})[taken[1]] = value
     for tensor, values in entries.items():

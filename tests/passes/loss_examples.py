@@ -199,6 +199,8 @@ REFUSED = {
     ),
     "F.mse_loss(y, t[torch.arange(len(y)).flip(0)])": "aten.index.Tensor puts the samples in another order",
     "(y[1:] - y[:-1]).pow(2).mean()": "aten.slice.Tensor picks some of the samples",
+    "y.chunk(2)[0].square().mean()": "aten.split.Tensor picks some of the samples",
+    "y.mean(1)[:, :2].diagonal().square().mean()": "aten.diagonal.default picks entries by the samples' places",
     "y[::2].mean()": "aten.slice.Tensor picks some of the samples",
     "y.transpose(0, 1).reshape(len(x), -1).log_softmax(-1).mean()": "gives each sample entries of the others",
     "y.std()": "aten.std.correction is taken over samples",
