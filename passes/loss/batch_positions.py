@@ -39,7 +39,7 @@ def find_misplaced(ctx: LossContext, op: Computation) -> BadState | None:
         dim = get_argument(op, 2, "dim", 0) % max(len(type.dims), 1)
         if type.shape[dim] == _SAMPLE_SYMBOL and len(op.results) > 1:
             return ctx.refuse_op(op, "picks some of the samples")
-    if name == "diagonal":
+    if name in {"diagonal", "diagonal_copy"}:
         dims = (get_argument(op, 2, "dim1", 0), get_argument(op, 3, "dim2", 1))
         if any(type.shape[d] == _SAMPLE_SYMBOL for d in dims):
             return ctx.refuse_op(op, "picks entries by the samples' places in the batch")

@@ -6,6 +6,8 @@ Ops are known by their base name, without overload: `sum` for `aten.sum.dim_IntL
 
 from __future__ import annotations
 
+import re
+
 # Every entry of the result depends on a whole line along the dim: (position of the argument, its name,
 # default).
 ALONG_DIM_OPS: dict[str, tuple[int, str, int | None]] = {
@@ -30,6 +32,20 @@ ALONG_DIM_OPS: dict[str, tuple[int, str, int | None]] = {
     "diff": (2, "dim", -1),
     "unfold": (1, "dimension", None),
 }
+
+# Windows slide over the last dims; the digit in the name says how many: `avg_pool2d`.
+SLIDING_OPS = re.compile(
+    r"(?:avg_pool|max_pool|adaptive_avg_pool|_adaptive_avg_pool|adaptive_max_pool|replication_pad|reflection_pad"
+    r"|upsample_[a-z]+|_upsample_[a-z]+|im2col|grid_sampler_)(?P<dims>[123])d\w*"
+)
+CONVOLUTION_OPS = frozenset(
+    {"convolution", "_convolution", "conv1d", "conv2d", "conv3d", "mkldnn_convolution"}
+)
+ATTENTION_OPS = frozenset({
+    "scaled_dot_product_attention", "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+})  # fmt: skip
 
 # The result lacks the dims that are reduced: (position of the argument, its name). Without the argument all
 # dims are reduced.

@@ -8,11 +8,19 @@ from xdsl.ir import Operation, SSAValue
 from secc.ir.analysis.dataflow import get_strings
 from secc.ir.dialect.ops import CallOp, Computation
 from secc.ir.dialect.readable_names import BATCH_INDEPENDENT_ATTRIBUTE
+from secc.ir.dialect.size_expr import size_symbol
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.passes.loss.approximations import accept_balance_loss
 from secc.passes.loss.batch_positions import find_misplaced
 from secc.passes.loss.loss_context import LossContext, has_one_entry, is_floating
-from secc.passes.loss.op_tables import ALONG_DIM_OPS, BATCH_NORM_OPS, FACTORY_OPS
+from secc.passes.loss.op_tables import (
+    ALONG_DIM_OPS,
+    ATTENTION_OPS,
+    BATCH_NORM_OPS,
+    CONVOLUTION_OPS,
+    FACTORY_OPS,
+    SLIDING_OPS,
+)
 from secc.passes.loss.pending_ops import get_argument
 from secc.passes.loss.reductions import normalize_dims
 from secc.passes.loss.value_states import LOCAL_STATE, BadState, SumPart, SumState, ValueState
@@ -50,6 +58,10 @@ def find_mixing(ctx: LossContext, op: Computation) -> BadState | None:
         shape = get_argument(op, 1, "normalized_shape", [])
         over = samples & set(range(rank - len(shape), rank))
         return ctx.refuse_op(op, "normalises over samples") if over else None
+    if samples & _mixed_dims(name, rank):
+        return ctx.refuse_op(op, "works along a dim that carries samples")
+    if name in ATTENTION_OPS and _attends_over_samples(op):
+        return ctx.refuse_op(op, "attends from sample to sample")
     if name not in ALONG_DIM_OPS:
         return None
     position, keyword, default = ALONG_DIM_OPS[name]
@@ -71,6 +83,22 @@ def _check_batch_norm(ctx: LossContext, op: Computation, position: int | None) -
             op, "takes its mean and variance over the samples of the batch", BATCH_NORM_REMEDY
         )
     return None
+
+
+def _mixed_dims(name: str, rank: int) -> set[int]:
+    """The dims of operand 0 along which a convolution, or an op with sliding windows, mixes entries."""
+    if name in CONVOLUTION_OPS:
+        return set(range(1, rank))
+    if name == "block_diag":
+        return set(range(rank))
+    sliding = SLIDING_OPS.fullmatch(name)
+    return set(range(rank - int(sliding["dims"]), rank)) if sliding is not None else set()
+
+
+def _attends_over_samples(op: Computation) -> bool:
+    """Whether the samples are the positions of an attention. Rows of packed tokens may be, under a mask."""
+    shapes = [tensor_type(o).shape for o in op.operands[:3]]
+    return any(len(shape) > 1 and shape[-2] == size_symbol("B") for shape in shapes)
 
 
 def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:

@@ -200,9 +200,18 @@ REFUSED = {
     "F.mse_loss(y, t[torch.arange(len(y)).flip(0)])": "aten.index.Tensor puts the samples in another order",
     "(y[1:] - y[:-1]).pow(2).mean()": "aten.slice.Tensor picks some of the samples",
     "y.chunk(2)[0].square().mean()": "aten.split.Tensor picks some of the samples",
-    "y.mean(1)[:, :2].diagonal().square().mean()": "aten.diagonal.default picks entries by the samples' places",
+    "y.mean(1)[:, :2].diagonal().square().mean()": "picks entries by the samples' places in the batch",
+    "F.conv1d(y.mean(1).T, torch.ones(6, 6, 3), padding=1).square().mean()": (
+        "aten.convolution.default works along a dim that carries samples"
+    ),
+    "F.avg_pool1d(y.mean(1).T[None], 3, 1, 1).square().mean()": "works along a dim that carries samples",
+    "F.scaled_dot_product_attention(y.mean(1)[None], t.mean(1)[None], t.mean(1)[None]).mean()": (
+        "aten.bmm.default pairs every sample with every other"
+    ),
     "y[::2].mean()": "aten.slice.Tensor picks some of the samples",
-    "y.transpose(0, 1).reshape(len(x), -1).log_softmax(-1).mean()": "gives each sample entries of the others",
+    "y.transpose(0, 1).reshape(len(x), -1).log_softmax(-1).mean()": (
+        "gives each sample entries of the others"
+    ),
     "y.std()": "aten.std.correction is taken over samples",
     "y.mean((1, 2)).topk(2).values.mean()": "aten.topk.default works along a dim that carries samples",
     "F.mse_loss(y, t) if known.sum().item() > 3 else F.l1_loss(y, t)": (

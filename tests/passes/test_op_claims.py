@@ -1,0 +1,18 @@
+"""The loss tables against numbers, for a sample of torch's ops; `python -m tests.passes.op_claims` compares
+all."""
+
+from __future__ import annotations
+
+import pytest
+
+SAMPLE = ("cumsum", "chunk", "diag", "logsumexp", "nn.functional.conv1d", "nn.functional.pad", "sort", "sum")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLE)
+def test_no_op_that_mixes_samples_is_taken_for_separable(name: str) -> None:
+    pytest.importorskip("expecttest", reason="torch's own tests need it")
+    from tests.passes.op_claims import Verdict, claims_of_op, named_ops
+
+    claims = [c for op in named_ops() if op.name == name for c in claims_of_op(op)]
+    assert claims and not [c for c in claims if c.verdict is Verdict.FALSE_SEPARABLE]
