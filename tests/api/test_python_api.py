@@ -114,6 +114,48 @@ def test_a_model_file_has_what_the_functions_need_and_the_rest_is_refused_by_nam
     assert all(word not in made for word in ("values", "looped", "outer", "import secc"))
 
 
+STREAMS = """
+import torch
+from torch import nn
+import secc
+
+def net():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+        def forward(self, x):
+            return self.inner(x).square().mean()
+    return Net()
+
+def numbers():
+    return ({"x": torch.full((4,), float(i))} for i in range(10))
+
+def mixed():
+    return {"a": (2, numbers()), "b": (1, [{"x": torch.ones(4)}])}
+
+if __name__ == "__main__":
+    for number, functions in enumerate(({"dataset": numbers}, {"datasets": mixed})):
+        model = secc.Model(model=net, **functions)
+        plan = secc.compile(model, cluster="local:2", global_batch=6, out=f"plan{number}")
+        plan.run(steps=4)
+"""
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_streams_and_mixtures_from_functions(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(STREAMS)
+    done = run_python(["script.py"], tmp_path, root)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "dataset() has ended after 10 samples and begins again" in done.stderr
+    assert "datasets()['a'][1] has ended after 10 samples" in done.stderr
+    for number in range(2):
+        lines = (tmp_path / f"plan{number}/logs/metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["samples"] for line in lines] == [6, 6, 6, 6]
+
+
 def test_results_are_text_html_and_data_frames() -> None:
     rows = (("a" * 70, "0.5"), ("<b>", "2"))
     result = Result((("fact", "x & y"),), (TextTable("T", ("name", "value"), rows, "note"),))
