@@ -86,11 +86,13 @@ def _check_batch_norm(ctx: LossContext, op: Computation, position: int | None) -
 
 
 def _mixed_dims(name: str, rank: int) -> set[int]:
-    """The dims of operand 0 along which a convolution, or an op with sliding windows, mixes entries."""
+    """The dims of operand 0 along which an op combines entries, or tells them apart by their places."""
     if name in CONVOLUTION_OPS:
         return set(range(1, rank))
-    if name == "block_diag":
+    if name in {"block_diag", "_pdist_forward"}:
         return set(range(rank))
+    if name in {"tril", "triu"}:
+        return set(range(max(rank - 2, 0), rank))
     sliding = SLIDING_OPS.fullmatch(name)
     return set(range(rank - int(sliding["dims"]), rank)) if sliding is not None else set()
 

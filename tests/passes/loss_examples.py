@@ -208,6 +208,7 @@ REFUSED = {
     "F.scaled_dot_product_attention(y.mean(1)[None], t.mean(1)[None], t.mean(1)[None]).mean()": (
         "aten.bmm.default pairs every sample with every other"
     ),
+    "y.mean(1).tril().square().mean()": "works along a dim that carries samples",
     "y[::2].mean()": "aten.slice.Tensor picks some of the samples",
     "y.transpose(0, 1).reshape(len(x), -1).log_softmax(-1).mean()": (
         "gives each sample entries of the others"
