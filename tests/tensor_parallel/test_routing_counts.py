@@ -43,6 +43,8 @@ def test_rows_of_each_expert_are_counted_by_sample() -> None:
     assert [rows.tolist() for rows in counts["experts"]] == [[2, 3, 1, 0], [1, 0, 0, 1]]
     assert model.calls == 0 and torch.equal(before, torch.random.get_rng_state())
     assert count_routing(nn.Linear(2, 2), [{"input": torch.ones(1, 2)}]) == {}
+    assert count_routing(model, [{"ids": torch.tensor([0])}, {"unknown": torch.tensor([3])}]) == {}
+    assert model.calls == 0
 
 
 def test_the_busiest_part_is_that_of_as_many_samples_as_parts() -> None:

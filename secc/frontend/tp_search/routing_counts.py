@@ -31,8 +31,8 @@ RoutingCounts = Mapping[str, Sequence[torch.Tensor]]
 def count_routing(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> RoutingCounts:
     """Returns the rows that each expert of the model's mixtures gets from each of the first batches.
 
-    Mixtures that are called without indices of experts, or not by every batch, are left out. The model keeps
-    its buffers, and random numbers are drawn as if it had not run.
+    Mixtures that are called without indices of experts, or not by every batch, are left out, and all are if
+    the model's code raises. The model keeps its buffers, and random numbers are drawn as if it had not run.
     """
     mixtures = {path: m for path, m in model.named_modules() if expert_sizes(m)}
     counts: dict[str, list[torch.Tensor]] = {path: [] for path in mixtures}
@@ -40,16 +40,20 @@ def count_routing(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Rou
     if not mixtures or not some:
         return {}
     buffers = {name: b.clone() for name, b in model.named_buffers()}
-    with ExitStack() as stack:
-        for path, mixture in mixtures.items():
-            hook = _make_hook(counts[path], count_of_experts(expert_sizes(mixture)))
-            stack.enter_context(mixture.register_forward_pre_hook(hook, with_kwargs=True))
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(torch.no_grad())
-        for batch in some:
-            model(**batch)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
+    try:
+        with ExitStack() as stack:
+            for path, mixture in mixtures.items():
+                hook = _make_hook(counts[path], count_of_experts(expert_sizes(mixture)))
+                stack.enter_context(mixture.register_forward_pre_hook(hook, with_kwargs=True))
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(torch.no_grad())
+            for batch in some:
+                model(**batch)
+    except Exception:  # code that cannot run without gradients: loads are assumed, as for large models
+        return {}
+    finally:
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
     return {path: found for path, found in counts.items() if len(found) == len(some)}
 
 
