@@ -18,6 +18,7 @@ from secc.runtime.recorder.recording import Recording
 
 aten = torch.ops.aten
 _JOIN_OPS = (aten.cat.default, aten.stack.default)
+_GROWING_LIST = "*"  # in the name of an input that has the tensors of such a list one behind the other
 
 
 def fold_joins(recording: Recording) -> Recording:
@@ -40,7 +41,7 @@ def fold_joins(recording: Recording) -> Recording:
 
 def _only_part(node: fx.Node) -> fx.Node | None:
     """Return the tensor that a node splits into a single part, or joins as the only one; None for other
-    nodes."""
+    nodes, and for a list in the batch that has the tensor of one sample: it grows with the samples."""
     args: Any = node.args
     if node.target is aten.cat.default and len(args[0]) == 1:
         return args[0][0]
@@ -48,7 +49,9 @@ def _only_part(node: fx.Node) -> fx.Node | None:
         aten.split.Tensor,
         aten.split_with_sizes.default,
     ):
-        return args[0].args[0] if _count_parts(args[0]) == 1 else None
+        source = args[0].args[0]
+        is_growing_list = source.op == "placeholder" and _GROWING_LIST in str(source.target)
+        return source if _count_parts(args[0]) == 1 and not is_growing_list else None
     return None
 
 

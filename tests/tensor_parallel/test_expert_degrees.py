@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -58,4 +59,5 @@ def test_a_plan_says_what_each_rank_holds(tmp_path: Path) -> None:
     assert shards[f"{experts}.gate_up_proj"] == Shard(f"{experts}.gate_up_proj", 0, (4,))
     report = (tmp_path / "plan/report.html").read_text()
     assert "each rank has some of the experts" in report
-    assert "the busiest of 2 parts takes 1.11 times its share" in report
+    assert "counted by running the model on up to 16 drawn samples" in report
+    assert re.search(r"the busiest of 2 parts takes 1\.\d\d times its share", report)
