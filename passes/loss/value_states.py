@@ -39,7 +39,8 @@ class SumPart:
 @dataclass(frozen=True)
 class ReadStatistic:
     """A sum over the global batch that glue reads (`batch_statistics`): `coefficient` times the sum of
-    `numerator` over micro-batches. op: the glue, named when terms are. part: of which loss."""
+    `numerator` over micro-batches. op: the glue; it gets its name when
+    terms get theirs. part: the part of the loss that the sum comes from."""
 
     op: GlueOp
     part: SumPart

@@ -160,7 +160,7 @@ class UserModel:
 
     def sources(self) -> tuple[SampleSource, ...]:
         """Return what `dataset()` gives, or the entries of `datasets()`. The file's function is called once,
-        and again where a generator begins anew."""
+        and once more each time that a generator has to start from its beginning."""
         if self._cached_sources is None:
             mixes = not self._uses_small_dataset and self.defines("datasets")
             function = "small_dataset" if self._uses_small_dataset else "datasets" if mixes else "dataset"

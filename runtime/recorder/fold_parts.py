@@ -2,8 +2,8 @@
 that is called for `images[k : k + 1]`, one image at a time.
 
 Such a loop has one op per part, and parts of a flat batch do not end where samples end. If each part passes
-through the same ops, none of which mixes rows, and all results are joined or added up, the loop computes what
-one pass over all rows computes. That pass takes its place, and looks the same at every size.
+through the same ops, no op mixes rows, and all results are joined or added up, the loop computes what one
+pass over all rows computes. That pass takes its place, and looks the same at every size.
 """
 
 from __future__ import annotations
@@ -281,8 +281,8 @@ class _PartFolder:
         )
 
     def _write_whole(self, first: fx.Node, bounds: tuple[int, ...], given: tuple[int, ...]) -> fx.Node:
-        """Write the op of all rows in front of the first one: the tensors of which its operands are parts
-        stand before them."""
+        """Write the op that computes all rows in front of the op of the first part. The whole tensors that it
+        takes already stand before that place."""
 
         def whole_of(node: fx.Node) -> fx.Node:
             return self._parts[node].whole if node in self._parts else node

@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("log_dir", type=Path)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--averaged", action="store_true")
-    parser.add_argument("--parent", type=int, help="the rank whose run this belongs to; none: use a GPU")
+    parser.add_argument("--parent", type=int, help="process id of the rank that asks; none: use a GPU")
     options = parser.parse_args(arguments)
     device = torch.device("cpu")
     if options.parent is not None:

@@ -236,7 +236,7 @@ MORE_MODELS: dict[str, Callable[[], nn.Module]] = MODELS | {
 
 
 def _padded_batch(name: str, length: int, left: bool) -> Batch:
-    """Two samples of which one is padded, with what else a model takes."""
+    """Two samples, one of them padded, with the other inputs that the model takes."""
     batch = _batch(length, padded=True)
     if left:
         batch = {key: value.flip(1) for key, value in batch.items()}

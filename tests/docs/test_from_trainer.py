@@ -17,7 +17,7 @@ WORDS = ["a", "the", "red", "green", "blue", "small", "large", "round", "picture
 
 
 def write_parts(folder: Path) -> None:
-    """Makes a small LLaVA with its processor, and captions of which two thirds have a picture."""
+    """Makes a small LLaVA with its processor, and captions; two thirds of them have a picture."""
     import torch
     import transformers as T
     from PIL import Image

@@ -8,9 +8,9 @@ a large product in three ways:
 - However few rows there are, the weights of all experts are read. The longer of products and reading counts.
 - The backward writes gradients of all experts, and adds them to those of the micro-batches before.
 
-With 128 experts of which a token takes 8, a sample of 3,000 tokens gives each expert 190 rows: a dense layer
-with as many FLOPs reads a sixteenth of the weights. Several samples in a micro-batch, or experts in parts on
-several replicas, give each expert more rows.
+With 128 experts and 8 of them for each token, a sample of 3,000 tokens gives each expert 190 rows: a dense
+layer with as many FLOPs reads a sixteenth of the weights. Several samples in a micro-batch, or experts in
+parts on several replicas, give each expert more rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Both ends of a connection know the secret, and nobody else changes what they say."""
+"""A connection is refused without the secret, and a message that was changed on its way is noticed."""
 
 from __future__ import annotations
 
