@@ -3,9 +3,11 @@
     python -m tools.bench_saves --json docs/benchmarks/saves.json
 
 A small language model trains on two ranks with `--save-every 20`. Ten steps from a save on are compared with
-the ten steps without one that follow, in the same process, so that other work on the machine falls on both.
-The loss is that of all such pairs: in seconds, and in seconds of CPU of the rank (not of its
-writer), which other work changes less. The first pair warms up and is left out.
+the ten steps without one before and after them, in the same process. Compared are seconds of CPU of a rank's
+process (not of its writer), which other work on the machine changes little, and wall time, which also has
+the writers' work if the machine has no core to spare. The loss is the mean over all saves, as a share of
+these steps without saves, of the rank that loses most; the interval is twice the standard error of the mean.
+The first saves warm up and are left out.
 """
 
 from __future__ import annotations
@@ -17,22 +19,23 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from itertools import pairwise
+from math import sqrt
 from pathlib import Path
-from typing import Any
+from statistics import mean, stdev
 
 from tools.benchmark_table import BenchmarkTable, add_json_option
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS, BLOCK = 2, 10
-COLUMNS = ("saves", "MiB", "step s", "loss %", "CPU loss %")
+WARM_UP = 2  # saves
+COLUMNS = ("saves", "MiB", "step CPU ms", "CPU loss %", "±", "wall loss %", "wall ±")
 MODEL = """
 import json, os, time
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-WIDTH, LAYERS, WORDS, LENGTH = 256, 6, 1000, 256
+WIDTH, LAYERS, WORDS, LENGTH = 128, 4, 1000, 64
 
 
 class Model(nn.Module):
@@ -70,10 +73,9 @@ def dataset():
 
 
 def on_step(result):
-    if result.rank == 0:
-        now = {"step": result.step, "wall_s": time.perf_counter(), "cpu_s": time.process_time()}
-        with open(os.environ["SECC_BENCH_SAVES"], "a") as file:
-            file.write(json.dumps(now) + "\\n")
+    now = {"step": result.step, "wall_s": time.perf_counter(), "cpu_s": time.process_time()}
+    with open(f"{os.environ['SECC_BENCH_SAVES']}.{result.rank}", "a") as file:
+        file.write(json.dumps(now) + "\\n")
 """
 
 
@@ -86,20 +88,33 @@ def measure_run(plan: Path, folder: Path, steps: int, option: str) -> list[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "SECC_BENCH_SAVES": str(times)}
     log = ["--log-dir", str(folder / "logs"), "--no-first-check"]
     subprocess.run([*command, option, *log], env=environment, check=True, stderr=subprocess.DEVNULL)
-    rows: list[dict[str, Any]] = [json.loads(line) for line in times.read_text().splitlines()]
-    saved: dict[str, list[float]] = {"wall_s": [], "cpu_s": []}
-    plain: dict[str, list[float]] = {"wall_s": [], "cpu_s": []}
-    for before, after in pairwise(rows):
-        block, step = divmod(before["step"], 2 * BLOCK)
-        if block < 2 or block == steps // (2 * BLOCK):
-            continue  # before the first save, and the block of that save
-        for key in saved:
-            (saved if step < BLOCK else plain)[key].append(after[key] - before[key])
+    losses = [_measure_losses(Path(f"{times}.{rank}")) for rank in range(RANKS)]
+    worst = max(losses, key=lambda loss: mean(loss["cpu_s"]))
     newest = max((folder / "saved").glob("step_*"))
     size = sum(file.stat().st_size for file in newest.iterdir()) / 2**20
-    step_s = sum(plain["wall_s"]) / len(plain["wall_s"])
-    losses = (f"{100 * (sum(saved[key]) / sum(plain[key]) - 1):.2f}" for key in saved)
-    return [str(len(saved["wall_s"]) // BLOCK), f"{size:.1f}", f"{step_s:.3f}", *losses]
+    cells = [f"{100 * of(worst[key]):.2f}" for key in ("cpu_s", "wall_s") for of in (mean, _interval)]
+    step_ms = f"{1000 * mean(worst['step']):.1f}"
+    return [str(len(worst["cpu_s"])), f"{size:.1f}", step_ms, *cells]
+
+
+def _measure_losses(file: Path) -> dict[str, list[float]]:
+    """Returns for each save of a rank the share of the steps around it that it costs; under "step" the
+    seconds of CPU of such a step."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    rows: dict[int, dict[str, float]] = {row["step"]: row for row in lines}
+    losses: dict[str, list[float]] = {"cpu_s": [], "wall_s": [], "step": []}
+    for save in range(2 * BLOCK * (1 + WARM_UP), max(rows) - 2 * BLOCK + 1, 2 * BLOCK):
+        for key in ("cpu_s", "wall_s"):
+            before, at, after, end = (rows[save + i * BLOCK][key] for i in (-1, 0, 1, 2))
+            plain = (at - before + end - after) / 2
+            losses[key].append((after - at) / plain - 1)
+            if key == "cpu_s":
+                losses["step"].append(plain / BLOCK)
+    return losses
+
+
+def _interval(values: Sequence[float]) -> float:
+    return 2 * stdev(values) / sqrt(len(values))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -107,19 +122,19 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=140)
+    parser.add_argument("--steps", type=int, default=1300)
     add_json_option(parser)
     o = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="secc-saves-") as folder:
         model, plan = Path(folder) / "words.py", Path(folder) / "plan"
         model.write_text(MODEL)
         command = [sys.executable, "-m", "secc", "compile", str(model), "-o", str(plan)]
-        command += ["--cluster", f"local:{RANKS}", "--global-batch", "16"]
+        command += ["--cluster", f"local:{RANKS}", "--global-batch", "8"]
         subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
         table = BenchmarkTable(
             ("written", *COLUMNS),
-            f"What a step on {RANKS} CPU ranks loses to one checkpoint of `MiB` in {BLOCK} steps, in seconds"
-            " and in seconds of CPU of rank 0, compared with the steps without one of the same run.",
+            f"What a step on {RANKS} CPU ranks loses to one checkpoint of `MiB` in {BLOCK} steps: CPU time of"
+            " the rank that loses most, and wall time, compared with the steps without one before and after.",
             o.json,
         )
         for name, option in (("in the background", "--save-async"), ("within the step", "--no-save-async")):

@@ -2,7 +2,7 @@
 
 Both ends prove it by HMAC-SHA256 over random numbers of each other (a challenge and response, RFC 2104), and
 each message carries an HMAC with a key of this connection, its direction and its number. So a stranger can
-neither connect, nor change, repeat or inject messages. Messages are JSON and are not encrypted.
+neither connect, nor change, repeat or inject messages. Messages are JSON or bytes and are not encrypted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import secrets
 import socket
 import struct
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from secc.runtime.errors import UserError
 HANDSHAKE_S = 5.0
 _NONCE_BYTES, _MAC_BYTES, _LEAST_SECRET_BYTES = 32, 32, 16
 _MOST_BYTES = 1 << 28  # of a message
+_MOST_HANDSHAKES = 64  # at a time
+_ACCEPT_PAUSE_S = 0.1  # after a connection that could not be accepted
 
 
 class ForeignPeer(ConnectionError):
@@ -55,13 +59,20 @@ class SignedChannel:
 
     def send(self, message: Any) -> None:
         """Sends a JSON value. Raises OSError if the connection is gone."""
-        content = json.dumps(message).encode()
+        self.send_bytes(json.dumps(message).encode())
+
+    def receive(self, timeout: float | None) -> Any:
+        """Returns the next message, as `receive_bytes` does, which must be JSON (else raises ValueError)."""
+        return json.loads(self.receive_bytes(timeout))
+
+    def send_bytes(self, content: bytes) -> None:
+        """Sends a message of up to `_MOST_BYTES`. Raises OSError if the connection is gone."""
         with self._lock:
             mac = self._sign(self._sends, self._sent, content)
             self._sent += 1
             self._connection.sendall(struct.pack(">Q", len(content)) + content + mac)
 
-    def receive(self, timeout: float | None) -> Any:
+    def receive_bytes(self, timeout: float | None) -> bytes:
         """Returns the next message. Raises OSError if there is none within `timeout` seconds, if the
         connection is gone, or if the message is not the other end's."""
         self._connection.settimeout(timeout)
@@ -72,7 +83,7 @@ class SignedChannel:
         if not hmac.compare_digest(mac, self._sign(self._receives, self._received, content)):
             raise ForeignPeer("a message is not signed")
         self._received += 1
-        return json.loads(content)
+        return content
 
     def own_address(self) -> str:
         """Returns this machine's address on the connection."""
@@ -86,6 +97,68 @@ class SignedChannel:
 
     def _sign(self, direction: bytes, number: int, content: bytes) -> bytes:
         return hmac.digest(self._key, direction + struct.pack(">Q", number) + content, hashlib.sha256)
+
+
+class SignedListener:
+    """Listens at one address of this machine, and serves each process that connects and knows the secret in
+    a thread of its own, which ends with `serve`. Raises OSError if it cannot listen there."""
+
+    def __init__(
+        self, address: tuple[str, int], secret: bytes, serve: Callable[[SignedChannel], None]
+    ) -> None:
+        self._secret, self._serve = secret, serve
+        self._handshakes = threading.Semaphore(_MOST_HANDSHAKES)
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        self._socket = socket.socket(found[0], found[1])
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(found[4])
+            self._socket.listen(1024)
+        except BaseException:
+            self._socket.close()
+            raise
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._is_open = True
+
+    def start(self) -> None:
+        """Begins to accept connections."""
+        threading.Thread(target=self._accept, name="secc-listener", daemon=True).start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it still listens."""
+        return self._is_open
+
+    def close(self) -> None:
+        """Accepts no more connections."""
+        listener, self._is_open = self._socket, False
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for a connection
+        listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                if not self.is_open:
+                    return
+                time.sleep(_ACCEPT_PAUSE_S)  # this process has too many descriptors open, say
+                continue
+            if self._handshakes.acquire(blocking=False):
+                threading.Thread(target=self._serve_connection, args=(connection,), daemon=True).start()
+            else:
+                connection.close()
+
+    def _serve_connection(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError, ValueError, KeyError):
+            try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                channel = accept_peer(connection, self._secret)
+            finally:
+                self._handshakes.release()
+            self._serve(channel)
 
 
 def accept_peer(connection: socket.socket, secret: bytes) -> SignedChannel:

@@ -82,7 +82,7 @@ class FoundCheckpoint:
         for error in self.damaged:
             yield f"note: {error.where}: {error.message}; taking {self.path.name} instead"
         if self.copies is not None:
-            yield f"reading copies of {self.path.name} in this host's memory"
+            yield f"reading copies of {self.path.name} in memory"
         if self.manifest.files is None:
             yield f"note: {self.path}: written before checkpoints had checksums, so its files are not checked"
 

@@ -28,7 +28,7 @@ from secc.runtime.errors import LostProcess, printable_text
 from secc.runtime.host.activity import Activity, Waiting
 from secc.runtime.host.fork_pool import WorkerPool
 from secc.runtime.host.memory import available_memory
-from secc.runtime.parameters.checkpoint_copies import complete_copies, put_copy
+from secc.runtime.parameters.checkpoint_copies import CopyName, complete_copies, put_copy
 from secc.runtime.parameters.checkpoint_folder import (
     MANIFEST_FILE,
     CheckpointManifest,
@@ -72,7 +72,7 @@ class _SaveRequest:
     directory: Path
     manifest: CheckpointManifest
     keep: int | None
-    replicates: bool
+    copy_name: CopyName | None
     keep_every: int | None
 
     @property
@@ -202,14 +202,14 @@ class CheckpointSaver:
         manifest: CheckpointManifest,
         keep: int | None,
         in_background: bool = False,
-        replicates: bool = False,
+        copy_name: CopyName | None = None,
         keep_every: int | None = None,
     ) -> None:
         """Starts to write this rank's entries `state` as a checkpoint in `directory`, which keeps the newest
         `keep` and those of every `keep_every`-th step. Call `finish_save` before. In the background, `state`
-        has been copied when this returns. `replicates`: the launcher keeps a copy of it in memory."""
+        has been copied when this returns. `copy_name`: launchers keep copies of it in memory."""
         assert self._request is None
-        self._request = request = _SaveRequest(directory, manifest, keep, replicates, keep_every)
+        self._request = request = _SaveRequest(directory, manifest, keep, copy_name, keep_every)
         self._publishes, self._result = False, None
         started = _first_failure_of_ranks(
             _attempt(lambda: start_checkpoint(directory, manifest.step)) if self._rank == 0 else None
@@ -303,17 +303,18 @@ def _write_part(request: _SaveRequest, rank: int, state: Mapping[str, Any]) -> _
     scratch = request.scratch
     entries = sliced_tensor_store.write_entries(scratch, rank, dict(state))
     digests = {name: digest_file(scratch / name, sync=True) for name in entries.files}
-    for name in entries.files if request.replicates else ():
-        _copy_to_launcher(request, scratch / name)
+    if request.copy_name is not None:
+        for name in entries.files:
+            _copy_to_launcher(request.copy_name, scratch / name)
     return _WrittenPart(entries, digests)
 
 
-def _copy_to_launcher(request: _SaveRequest, file: Path) -> None:
-    """Lets the launcher keep a copy of a written file; a rank that finds none reads storage."""
+def _copy_to_launcher(name: CopyName, file: Path) -> None:
+    """Lets launchers keep copies of a written file; ranks that find none read storage."""
     try:
-        put_copy(request.directory, request.manifest.step, file)
+        put_copy(name, file)
     except OSError as error:
-        note = f"note: no copy of {file} is kept in memory: {error.strerror or error}"
+        note = f"note: a copy of {file} in memory is missing: {error.strerror or error}"
         sys.stderr.write(printable_text(note) + "\n")
 
 
@@ -323,13 +324,13 @@ def _publish_parts(request: _SaveRequest, parts: list[_WrittenPart]) -> None:
     index = sliced_tensor_store.write_index(request.scratch, [part.entries for part in parts])
     files = {name: digest for part in parts for name, digest in part.files.items()}
     files[index.name] = digest_file(index, sync=True)
-    if request.replicates:
-        _copy_to_launcher(request, index)
+    if request.copy_name is not None:
+        _copy_to_launcher(request.copy_name, index)
     final = publish_checkpoint(request.directory, replace(request.manifest, files=files))
-    if request.replicates:
-        _copy_to_launcher(request, final / MANIFEST_FILE)
+    if request.copy_name is not None:
+        _copy_to_launcher(request.copy_name, final / MANIFEST_FILE)
         with suppress(OSError):
-            complete_copies(request.directory, request.manifest.step)
+            complete_copies(request.copy_name)
     if request.keep is not None:
         remove_old_checkpoints(request.directory, request.keep, request.keep_every)
 

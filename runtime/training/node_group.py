@@ -17,9 +17,9 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,11 @@ from secc.runtime.errors import UserError
 from secc.runtime.host.signed_channel import (
     ForeignPeer,
     SignedChannel,
-    accept_peer,
+    SignedListener,
     connect_to_peer,
     read_secret,
 )
+from secc.runtime.parameters.checkpoint_copies import Address, CopyKeeper
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.training.node_store import (
     ENDPOINT_VARIABLE,
@@ -40,12 +41,13 @@ from secc.runtime.training.node_store import (
     parse_endpoint,
     serve_rank,
 )
+from secc.runtime.training.options import RunOptions
 from secc.runtime.training.rank_group import POLL_S, LocalRanks, Loss, StopRequests
 
 _PING_S, _LOST_S = 1.0, 15.0
+_OWN_OPTIONS = ("node_rank", "rdzv_endpoint", "init")
 _JOIN_S = 600.0  # for all nodes to join
 _KILL_S = 10.0  # for a node to end its ranks
-_MOST_HANDSHAKES = 64  # at a time
 _SIOCGIFADDR = 0x8915  # netdevice(7): the address of an interface
 
 
@@ -87,6 +89,24 @@ def make_node_place(nodes: int, node: int | None, endpoint: str | None, secret: 
     return NodePlace(nodes, node, address, secret)
 
 
+def shared_options(options: RunOptions) -> dict[str, str]:
+    """Returns what must be the same on all nodes: all options but those of the node itself; of paths, which
+    nodes may see in other places, only that they are given."""
+    return {
+        name: "PATH" if isinstance(value, Path) else repr(value)
+        for name, value in asdict(options).items()
+        if name not in _OWN_OPTIONS
+    }
+
+
+def _find_difference(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    """Returns the first option that differs and its values; "" if there is none."""
+    for name in sorted({*found, *expected}):
+        if found.get(name) != expected.get(name):
+            return f"--{name.replace('_', '-')} {found.get(name)}, not {expected.get(name)}"
+    return ""
+
+
 def find_interface(address: str) -> str:
     """Returns the name of the network interface with an IPv4 address. Raises UserError if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
@@ -101,9 +121,11 @@ def find_interface(address: str) -> str:
 
 @dataclass
 class _Member:
-    """A joined node: what its launcher has said about the present attempt."""
+    """A joined node: what its launcher has said about the present attempt. `copies`: where its launcher
+    serves copies of checkpoints, if it keeps any."""
 
     channel: SignedChannel
+    copies: Address | None = None
     codes: dict[int, int] = field(default_factory=dict[int, int])
     losses: list[Loss] = field(default_factory=list[Loss])
     ended_attempt: int = -1
@@ -114,33 +136,43 @@ class NodeServer:
     """What listens at the endpoint, on node 0: ranks use its store, launchers of other nodes join. A context
     manager that ends all connections."""
 
-    def __init__(self, place: NodePlace, plan_hash: str) -> None:
-        self.place, self._hash = place, plan_hash
-        self._secret, self.table = read_secret(place.secret_file), KeyValueTable()
+    def __init__(
+        self, place: NodePlace, plan_hash: str, options: RunOptions, keeper: CopyKeeper | None = None
+    ) -> None:
+        self.place, self._hash, self._options = place, plan_hash, shared_options(options)
+        self._keeper = keeper
+        secret, self.table = read_secret(place.secret_file), KeyValueTable()
         self.members: dict[int, _Member] = {}
-        self._handshakes = threading.Semaphore(_MOST_HANDSHAKES)
         try:
-            found = socket.getaddrinfo(*place.address, type=socket.SOCK_STREAM)[0]
-            self._listener = socket.socket(found[0], found[1])
-            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._listener.bind(found[4])
-            self._listener.listen(1024)
+            self._listener = SignedListener(place.address, secret, self._serve)
         except OSError as error:
             where, remedy = "{}:{}".format(*place.address), "give an address of this machine and a free port"
             raise UserError(f"cannot listen: {error.strerror}", where, remedy) from None
-        self.own_address = self._listener.getsockname()[0]
+        self.own_address = self._listener.address[0]
 
     def __enter__(self) -> NodeServer:
-        for target in (self._accept, self._ping):
-            threading.Thread(target=target, name="secc-nodes", daemon=True).start()
+        self._listener.start()
+        threading.Thread(target=self._ping, name="secc-nodes", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for member in list(self.members.values()):
             member.channel.close()
+
+    def find_keepers(self, nodes: Iterable[int]) -> dict[int, Address]:
+        """Returns where the launchers of node 0 and of these nodes serve copies of checkpoints, and tells
+        the one of node 0."""
+        if self._keeper is None:
+            return {}
+        secret = read_secret(self.place.secret_file)
+        keepers = {0: self._keeper.listen(self.own_address, secret)}
+        for node in nodes:
+            member = self.members.get(node)
+            if member is not None and member.copies is not None:
+                keepers[node] = member.copies
+        self._keeper.set_peers(0, keepers)
+        return keepers
 
     def tell(self, node: int, message: Mapping[str, Any]) -> None:
         """Sends a message to a node, if it is there."""
@@ -174,37 +206,17 @@ class NodeServer:
             time.sleep(POLL_S)
 
     def _ping(self) -> None:
-        while self._listener.fileno() >= 0:
+        while self._listener.is_open:
             for node in list(self.members):
                 self.tell(node, {"kind": "ping"})
             time.sleep(_PING_S)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # it was closed
-            if self._handshakes.acquire(blocking=False):
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            else:
-                connection.close()
-
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            try:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                channel = accept_peer(connection, self._secret)
-                about = channel.receive(_LOST_S)
-            finally:
-                self._handshakes.release()
-            if about["role"] == "rank":
-                serve_rank(channel, self.table)
-            else:
-                self._serve_node(channel, about)
-        except (OSError, ValueError, KeyError):
-            connection.close()
+    def _serve(self, channel: SignedChannel) -> None:
+        about = channel.receive(_LOST_S)
+        if about["role"] == "rank":
+            serve_rank(channel, self.table)
+        else:
+            self._serve_node(channel, about)
 
     def _serve_node(self, channel: SignedChannel, about: Mapping[str, Any]) -> None:
         node = int(about["node"])
@@ -213,10 +225,13 @@ class NodeServer:
             refusal = f"the run has nodes 0 to {self.place.nodes - 1}"
         elif about["plan"] != self._hash:
             refusal = "its plan is another one than node 0's"
+        elif different := _find_difference(about["options"], self._options):
+            refusal = f"its options are others than node 0's: {different}"
         channel.send({"kind": "welcome", "refusal": refusal})
         if refusal:
             return
-        member = _Member(channel)
+        copies = about["copies"]
+        member = _Member(channel, None if copies is None else (copies[0], copies[1]))
         before, self.members[node] = self.members.get(node), member
         if before is not None:
             before.channel.close()
@@ -258,11 +273,13 @@ class NodesRanks:
         self._ranks_of_node = {node: ranks for node, ranks in ranks_of_node.items() if node and ranks}
         self.count = sum(map(len, ranks_of_node.values()))
         self._members = {node: server.members.get(node) for node in self._ranks_of_node}
+        keepers = server.find_keepers(self._ranks_of_node)
         for node, member in self._members.items():
             if member is not None:
                 member.codes, member.losses = {}, []
             ranks = self._ranks_of_node[node]
-            place = {"first": ranks.start, "count": len(ranks), "lost": list(lost_of_node[node])}
+            place: dict[str, Any] = {"copies": [[n, *address] for n, address in keepers.items()]}
+            place |= {"first": ranks.start, "count": len(ranks), "lost": list(lost_of_node[node])}
             server.tell(node, {**message, "kind": "start", **place})
 
     def __enter__(self) -> NodesRanks:
@@ -327,17 +344,21 @@ def serve_node(
     directory: Path,
     arguments: Sequence[str],
     place: NodePlace,
-    hang_timeout: float | None,
+    options: RunOptions,
     requests: StopRequests,
     find_devices: Callable[[int, Sequence[int]], str | None],
+    keeper: CopyKeeper | None,
 ) -> int:
-    """Runs the ranks of this node as node 0 says. Returns the exit code of the run; 1 if node 0 is gone."""
+    """Runs the ranks of this node as node 0 says. Returns the exit code of the run; 1 if node 0 is gone.
+    `keeper`: of copies of checkpoints."""
     plan_hash, secret = load_plan(directory).hash, read_secret(place.secret_file)
     began, said = time.monotonic(), False
     while time.monotonic() - began < _JOIN_S and not requests.count:
         try:
             channel = connect_to_peer(place.address, secret)
-            channel.send({"role": "node", "node": place.node, "plan": plan_hash})
+            copies = None if keeper is None else keeper.listen(channel.own_address(), secret)
+            about = {"node": place.node, "plan": plan_hash, "options": shared_options(options)}
+            channel.send({"role": "node", "copies": copies, **about})
             refusal = channel.receive(_LOST_S)["refusal"]
         except ForeignPeer as error:
             where, remedy = "{}:{}".format(*place.address), "give every node the same --rdzv-secret"
@@ -350,7 +371,8 @@ def serve_node(
             continue
         if refusal:
             raise UserError(f"node 0 refuses node {place.node}: {refusal}", str(directory))
-        code = _Node(channel, directory, arguments, place, hang_timeout, requests, find_devices).run()
+        limit = options.hang_timeout
+        code = _Node(channel, directory, arguments, place, limit, requests, find_devices, keeper).run()
         if code is not None:
             return code
         sys.stderr.write("node 0 does not answer; trying to join it again\n")
@@ -376,7 +398,9 @@ class _Node:
         hang_timeout: float | None,
         requests: StopRequests,
         find_devices: Callable[[int, Sequence[int]], str | None],
+        keeper: CopyKeeper | None,
     ) -> None:
+        self._keeper = keeper
         self._channel, self._directory, self._arguments, self._place = channel, directory, arguments, place
         self._hang_timeout, self._requests, self._find_devices = hang_timeout, requests, find_devices
         self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -445,6 +469,9 @@ class _Node:
             text = f"{directory}: not there; the plan directory must be shared by all nodes"
             self._channel.send({"kind": "refused", "text": text})
             return
+        if self._keeper is not None:
+            keepers = {node: (host, port) for node, host, port in message["copies"]}
+            self._keeper.set_peers(self._place.node, keepers)
         devices = self._find_devices(message["count"] + len(message["lost"]), message["lost"])
         self._ranks = LocalRanks(
             directory,

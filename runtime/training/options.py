@@ -123,8 +123,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--save-async", action=argparse.BooleanOptionalAction, default=True, help=text)
     text = (
-        "keep a copy of the newest checkpoint in the launcher's memory, so that ranks that start again after"
-        " a failure read nothing from --save (with `secc run`)"
+        "keep a copy of the newest checkpoint in the launcher's memory, and on several nodes in the next"
+        " node's, so that ranks that start again after a failure read nothing from --save (with `secc run`)"
     )
     p.add_argument("--replicate", action="store_true", help=text)
     text = (
@@ -263,9 +263,6 @@ def parse_options(arguments: Sequence[str]) -> RunOptions:
         )
     if options.emulate is not None and options.nnodes > 1:
         raise UserError("--emulate runs on one machine", remedy="leave out --nnodes")
-    if options.replicate and options.nnodes > 1:
-        message = "--replicate keeps copies in one machine's memory, which other nodes cannot read"
-        raise UserError(message, remedy="leave out --replicate; ranks then read --save")
     needy = {
         "--save-every": options.save_every is not None,
         "--keep": options.keep is not None,

@@ -39,7 +39,6 @@ from secc.runtime.parameters.checkpoint import load_model_state
 from secc.runtime.parameters.checkpoint_copies import COPIES_VARIABLE, link_copies
 from secc.runtime.parameters.checkpoint_folder import (
     FoundCheckpoint,
-    HashFiles,
     check_folder_is_free,
     find_checkpoint,
     has_checkpoints,
@@ -125,7 +124,7 @@ class RankContext(ExitStack):
         self.device = _choose_device(options.share_gpus)
         self.user_model = load_user_model(self.plan, directory)
         self.log_dir = options.log_dir or directory / "logs"
-        self.resumed = _find_resumed(options, self._hash_files())
+        self.resumed = self._find_resumed()
         manifest = self.resumed.manifest if self.resumed else None
         sample_count, global_batch = self.user_model.sample_count, self.plan.global_batch
         if self.rank == 0 and sample_count is not None and sample_count < global_batch:
@@ -160,13 +159,18 @@ class RankContext(ExitStack):
         saves = options.save is not None and not (options.emulate or options.eval_only)
         self.checkpoint_writer = BackgroundWriter() if saves and options.save_async else None
 
-    def _hash_files(self) -> HashFiles:
-        """Returns how files of a checkpoint are hashed: together with the other ranks, if there is a store
-        already."""
+    def _find_resumed(self) -> FoundCheckpoint | None:
+        """Returns the checkpoint that the run continues from; None if it starts from the beginning. The ranks
+        hash its files together, if there is a store already."""
+        options, hashes = self.options, hash_files
         store = connect_agent_store(_HASHING_TIMEOUT) if self.world_size > 1 else None
-        if store is None:
-            return hash_files
-        return SharedDigests(store, self.rank, self.world_size).hash_files
+        if store is not None:
+            hashes = SharedDigests(store, self.rank, self.world_size).hash_files
+        if _continues_by_itself(options) and options.save is not None:
+            copies = link_copies(options.save, store, self.rank, self.world_size)
+            if copies is not None or has_checkpoints(options.save):
+                return find_checkpoint(options.save, hashes, copies)
+        return find_checkpoint(options.resume, hashes) if isinstance(options.resume, Path) else None
 
     def _lock_folders(self) -> None:
         """Keeps other runs out of the folders that this one writes into. Raises UserError if one is there."""
@@ -404,15 +408,6 @@ def _choose_device(share_gpus: bool) -> torch.device:
     if gpus >= ranks or (gpus and share_gpus):
         return torch.device("cuda", local % gpus)
     return torch.device("cpu")
-
-
-def _find_resumed(options: RunOptions, hashes: HashFiles) -> FoundCheckpoint | None:
-    """Returns the checkpoint that the run continues from; None if it starts from the beginning."""
-    if _continues_by_itself(options) and options.save is not None:
-        copies = link_copies(options.save)
-        if copies is not None or has_checkpoints(options.save):
-            return find_checkpoint(options.save, hashes, copies)
-    return find_checkpoint(options.resume, hashes) if isinstance(options.resume, Path) else None
 
 
 def _continues_by_itself(options: RunOptions) -> bool:

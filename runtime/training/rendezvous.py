@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from secc.runtime.training.node_store import ENDPOINT_VARIABLE, open_node_store
+from secc.runtime.training.node_store import ENDPOINT_VARIABLE, RUN_VARIABLE, open_node_store
 
 STORE_VARIABLE = "SECC_STORE"  # path of the store's file, from secc's launcher
 ATTEMPT_VARIABLE = "SECC_ATTEMPT"  # restarts so far by secc's launcher, launch.sh or Slurm
@@ -32,6 +32,11 @@ _JOIN_TIMEOUT = timedelta(minutes=10)
 def attempt_number() -> int:
     """Returns how often the ranks of this run were started again after a failure."""
     return int(os.environ.get(ATTEMPT_VARIABLE) or 0) + torchrun_restarts()
+
+
+def attempt_name() -> str:
+    """Returns what tells this attempt from others of this run and, on several nodes, of its launchers."""
+    return f"{os.environ.get(RUN_VARIABLE, '')}/{attempt_number()}"
 
 
 def torchrun_restarts() -> int:

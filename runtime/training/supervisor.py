@@ -76,12 +76,11 @@ def run_plan(directory: str | Path, arguments: Sequence[str] = (), replan: Repla
         hold_private_folder() as folder,
         rank_environment({} if place else _ONE_MACHINE_DEFAULTS),
         StopRequests() as requests,
-        _keep_copies(folder, options.replicate),
+        _keep_copies(folder, options.replicate) as keeper,
     ):
         if place is not None and place.node:
-            limit = options.hang_timeout
-            return serve_node(directory, arguments, place, limit, requests, _visible_devices)
-        with nullcontext() if place is None else NodeServer(place, plan.hash) as server:
+            return serve_node(directory, arguments, place, options, requests, _visible_devices, keeper)
+        with nullcontext() if place is None else NodeServer(place, plan.hash, options, keeper) as server:
             supervisor = _Supervisor(directory, arguments, options, plan, replan, requests, server)
             code = 2  # of a UserError
             try:
@@ -246,15 +245,15 @@ def _visible_devices(world_size: int, lost: Collection[int]) -> str | None:
 
 
 @contextmanager
-def _keep_copies(folder: Path, replicates: bool) -> Iterator[None]:
+def _keep_copies(folder: Path, replicates: bool) -> Iterator[CopyKeeper | None]:
     """Keeps copies of checkpoints for the ranks, if the run asks for it."""
     if not replicates:
-        yield
+        yield None
         return
     with CopyKeeper(folder / "copies") as keeper:
         os.environ[COPIES_VARIABLE] = str(keeper.path)
         try:
-            yield
+            yield keeper
         finally:
             del os.environ[COPIES_VARIABLE]
 

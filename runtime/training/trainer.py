@@ -39,6 +39,7 @@ from secc.runtime.monitoring.section_times import (
     section_wait_columns,
 )
 from secc.runtime.parameters import checkpoint
+from secc.runtime.parameters.checkpoint_copies import CopyName
 from secc.runtime.parameters.checkpoint_writer import CheckpointSaver, FinishedSave
 from secc.runtime.parameters.elementwise_check import why_not_elementwise
 from secc.runtime.parameters.gradient_reduction import GradientReducer, build_reduction_groups
@@ -64,6 +65,7 @@ from secc.runtime.training.first_pass import FirstPass, has_statistics
 from secc.runtime.training.generation import FUNCTION, SampleGenerator
 from secc.runtime.training.nonfinite_search import NonFiniteEvent, NonFiniteSearch
 from secc.runtime.training.rank_context import RankContext
+from secc.runtime.training.rendezvous import attempt_name
 from secc.runtime.training.run_reports import RunReports
 from secc.runtime.training.run_settings import check_settings, describe_settings
 from secc.runtime.training.step_batches import StepBatches
@@ -621,9 +623,11 @@ class Trainer:
             context.data_plane.position_after(self.step_number),
         )
         is_main = folder == self.options.save
-        replicates = self.options.replicate and is_main
+        copy_name = None
+        if self.options.replicate and is_main:
+            copy_name = CopyName(attempt_name(), self.step_number)
         keep_every = self.options.keep_every if is_main else None
-        self._saver.start_save(folder, state, manifest, keep, in_background, replicates, keep_every)
+        self._saver.start_save(folder, state, manifest, keep, in_background, copy_name, keep_every)
         if not in_background:
             self._report_save(self._saver.finish_save())
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,6 +138,35 @@ def test_strangers_stay_out_and_a_lost_node_comes_back(spaces: list[str], tmp_pa
     assert [launcher.wait(400) for launcher in launchers] == [0, 0], nodes.messages(0)
     assert "restart 1 of 3" in nodes.messages(0) and "Traceback" not in nodes.messages(0)
     assert steps_of(nodes.plan / "logs")[-1]["step"] == 60
+    weights = load_full_state_dict(nodes.saved)
+    for name, tensor in nodes.train_on_one_machine(60).items():
+        assert torch.equal(weights[name], tensor), name
+    assert not list(ranks_of(nodes.plan))
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_continues_from_its_neighbours_copies(
+    spaces: list[str], tmp_path: Path, lost: int
+) -> None:
+    """Also if it is the node that all others have joined: the same command starts it again."""
+    nodes = Nodes(spaces, tmp_path, "--steps", "60", "--max-restarts", "3", "--replicate", "--resume", "auto")
+    launchers = [nodes.start(0), nodes.start(1)]
+    wait_for_step(nodes.plan, 25, launchers[0])
+    wait_until(lambda: (nodes.saved / "step_00000020").exists(), launchers[0])
+    wait_until(lambda: steps_of(nodes.plan / "logs")[-1]["step"] > 35, launchers[0])
+    kill_node(nodes, launchers[lost], lost)
+    noticed = ["node 0 does not answer; trying to join it again", "waiting for node 1 to join"][lost]
+    wait_until(lambda: noticed in nodes.messages(1 - lost), launchers[1 - lost])
+    shutil.rmtree(nodes.saved)  # so that nothing can be read from storage
+    launchers[lost] = nodes.start(lost)
+    assert [launcher.wait(400) for launcher in launchers] == [0, 0], nodes.messages(0) + nodes.messages(1)
+    messages = nodes.messages(0)
+    read = re.findall(r"reading copies of step_(\d+) in memory", messages)
+    assert read and int(read[0]) >= 15 and f"continuing from {nodes.saved}/step_{read[0]}" in messages
+    assert "Traceback" not in messages + nodes.messages(1)
+    steps = [line["step"] for line in steps_of(nodes.plan / "logs")]
+    back = next(i for i in range(1, len(steps)) if steps[i] <= steps[i - 1])
+    assert steps[back] == int(read[0]) + 1 and steps[-1] == 60
     weights = load_full_state_dict(nodes.saved)
     for name, tensor in nodes.train_on_one_machine(60).items():
         assert torch.equal(weights[name], tensor), name

@@ -23,13 +23,15 @@ from secc.runtime.training.node_group import (
     NodesRanks,
     find_interface,
     make_node_place,
+    shared_options,
 )
 from secc.runtime.training.node_store import NodeStore
-from secc.runtime.training.options import parse_options
+from secc.runtime.training.options import RunOptions, parse_options
 from secc.runtime.training.rank_group import StopRequests
 from tests.runtime.captioner_plans import UNEVEN, make_plan
 
 SECOND = timedelta(seconds=1)
+OPTIONS = parse_options(["--nnodes", "2", "--save", "saved", "--save-every", "5"])
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def server(tmp_path: Path) -> Iterator[NodeServer]:
     secret.chmod(0o600)
     with socket.create_server(("127.0.0.2", 0)) as free:
         port = free.getsockname()[1]
-    with NodeServer(NodePlace(2, 0, ("127.0.0.2", port), secret), "a plan") as made:
+    with NodeServer(NodePlace(2, 0, ("127.0.0.2", port), secret), "a plan", OPTIONS) as made:
         yield made
 
 
@@ -93,12 +95,20 @@ def test_strangers_cannot_join_read_or_write(server: NodeServer) -> None:
 def test_nodes_join_are_refused_and_get_lost(server: NodeServer) -> None:
     secret, address = read_secret(server.place.secret_file), server.place.address
 
-    def join(node: int, plan: str) -> tuple[object, str]:
+    def join(node: int, plan: str, options: RunOptions = OPTIONS) -> tuple[object, str]:
         channel = connect_to_peer(address, secret)
-        channel.send({"role": "node", "node": node, "plan": plan})
+        about = {"role": "node", "node": node, "plan": plan, "copies": None}
+        channel.send(about | {"options": shared_options(options)})
         return channel, channel.receive(5)["refusal"]
 
     assert "nodes 0 to 1" in join(2, "a plan")[1] and "another one than node 0's" in join(1, "other")[1]
+    for changed, text in (
+        (replace(OPTIONS, save_every=7), "--save-every 7, not 5"),
+        (replace(OPTIONS, save=None), "--save None, not PATH"),
+    ):
+        assert f"its options are others than node 0's: {text}" == join(1, "a plan", changed)[1]
+    elsewhere = replace(OPTIONS, save=Path("elsewhere"), node_rank=1, rdzv_endpoint="host:1")
+    assert not join(1, "a plan", elsewhere)[1]
     channel, refusal = join(1, "a plan")
     assert not refusal
     with StopRequests() as requests:
@@ -131,8 +141,6 @@ def test_options_of_nodes_are_checked(tmp_path: Path) -> None:
             make_node_place(2, node, endpoint, file)
     with pytest.raises(UserError, match="--emulate runs on one machine"):
         parse_options(["--nnodes", "2", "--emulate", "table.json"])
-    with pytest.raises(UserError, match="--replicate keeps copies in one machine's memory"):
-        parse_options(["--nnodes", "2", "--replicate", "--save", "saved"])
     assert find_interface("127.0.0.2") == "lo"
     with pytest.raises(UserError, match=r"no network interface has the address 203\.0\.113\.7"):
         find_interface("203.0.113.7")

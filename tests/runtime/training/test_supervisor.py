@@ -6,13 +6,16 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from secc.runtime.parameters import checkpoint_copies
 from secc.runtime.parameters.checkpoint import load_full_state_dict
+from secc.runtime.parameters.checkpoint_copies import COPIES_VARIABLE, CopyName
 from secc.runtime.training.supervisor import run_plan
 from tests.runtime.captioner_plans import ALONE, UNEVEN, write_plan
 from tests.runtime.run_processes import (
@@ -120,26 +123,42 @@ def test_restart_continues_from_the_newest_checkpoint_and_is_bit_equal(tmp_path:
     assert not list(ranks_of(plan))
 
 
+def stop_between_saves(launcher: subprocess.Popen[str], saved: Path) -> str:
+    """Stops the launcher when it has copies of the newest checkpoint and none is being written: none is
+    published then, because its copies come first. Returns the name of the checkpoint."""
+    while launcher.poll() is None:
+        listed, _ = checkpoint_copies._ask("list", CopyName("", 0))
+        os.kill(launcher.pid, signal.SIGSTOP)
+        name = (saved / "latest").read_text().strip()
+        if listed and name == f"step_{listed['step']:08d}" and not list(saved.glob("*.incomplete")):
+            return name
+        os.kill(launcher.pid, signal.SIGCONT)
+        time.sleep(0.02)
+    raise AssertionError(f"the launcher ended with {launcher.returncode}")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # on a busy machine
 @pytest.mark.parametrize("lost", ["folder of the newest checkpoint", "all of --save"])
-def test_lost_rank_continues_from_copies_although_storage_has_lost_them(tmp_path: Path, lost: str) -> None:
+def test_lost_rank_continues_from_copies_although_storage_has_lost_them(
+    tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, saved, whole = tmp_path / "plan", tmp_path / "saved", tmp_path / "whole"
     write_plan(plan, UNEVEN)
-    options = ["--steps", "60", "--save-every", "10", "--no-first-check", "--save"]
+    options = ["--steps", "120", "--save-every", "10", "--no-first-check", "--save"]
     assert run_plan(plan, [*options, str(whole), "--log-dir", str(tmp_path / "logs")]) == 0
     process = start_run(plan, *options, str(saved), "--max-restarts", "2", "--replicate")
     wait_for_step(plan, 25, process)
-    wait_until(lambda: (saved / "latest").read_text() >= "step_00000020", process)
-    os.kill(process.pid, signal.SIGSTOP)  # so that nothing starts before storage is lost
+    environment = Path(f"/proc/{process_of_rank(plan, 0)}/environ").read_bytes().split(b"\0")
+    variables = dict(entry.decode().split("=", 1) for entry in environment if entry)
+    monkeypatch.setenv(COPIES_VARIABLE, variables[COPIES_VARIABLE])
+    newest = stop_between_saves(process, saved)
     os.kill(process_of_rank(plan, 1), signal.SIGKILL)
-    wait_until(lambda: not list(saved.glob("*.incomplete")) or process_of_rank(plan, 0))
-    newest = (saved / "latest").read_text().strip()
     shutil.rmtree(saved if lost == "all of --save" else saved / newest)
     os.kill(process.pid, signal.SIGCONT)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    assert f"reading copies of {newest} in this host's memory" in errors
+    assert f"reading copies of {newest} in memory" in errors
     assert f"continuing from {saved / newest}" in errors and "restart 1:" in errors
     expected, weights = load_full_state_dict(whole), load_full_state_dict(saved)
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
