@@ -11,7 +11,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from secc.driver.compile import CompiledPlan
 from secc.driver.compile_options import CompileOptions
@@ -23,7 +25,7 @@ from tests.e2e.reference_runs import ReferencedModel
 
 MOST_RANKS = 6
 GLOBAL_BATCHES = (12, 7)
-TP_CHOICES, PP_CHOICES = (1, 2, 4), (1, 2, 3)
+TP_CHOICES, PP_CHOICES, CP_CHOICES = (1, 2, 4), (1, 2, 3), (1, 2, 3, 4)
 RUN_OPTION_CHOICES = (
     (),
     (),
@@ -33,6 +35,20 @@ RUN_OPTION_CHOICES = (
     ("--order", "dataset"),
     ("--debug-comm",),
 )
+
+
+class Shape(NamedTuple):
+    """How many ranks a section has along each mesh axis."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+
+    @property
+    def ranks(self) -> int:
+        """All ranks of the section."""
+        return self.tp * self.pp * self.cp * self.dp
 
 
 @dataclass(frozen=True)
@@ -73,12 +89,12 @@ def draw_random_plan(
     pins, ranks = list[str](), 0
     for left, names in zip(reversed(range(len(groups))), groups, strict=True):
         least = 2 if len(groups) == 1 else 1
-        tp, pp, dp = _draw_shape(rng, range(least, MOST_RANKS - ranks - left + 1))
-        ranks += tp * pp * dp
+        first = _draw_shape(rng, range(least, MOST_RANKS - ranks - left + 1))
+        ranks += first.ranks
         pins += [f"{name}.with={names[0]}" for name in names[1:]]
         for section in (s for s in sections if s.name in names):
-            shape = (tp, pp, dp) if section.name == names[0] else _draw_shape(rng, (tp * pp * dp,))
-            pins += [*_draw_section_pins(rng, section, *shape), *_draw_ep(rng, section, *shape, experts)]
+            shape = first if section.name == names[0] else _draw_shape(rng, (first.ranks,))
+            pins += [*_draw_section_pins(rng, section, shape), *_draw_ep(rng, section, shape, experts)]
     return WantedPlan(
         ranks, rng.choice(GLOBAL_BATCHES), tuple(pins), rng.choice(dtypes), rng.choice(RUN_OPTION_CHOICES)
     )
@@ -95,26 +111,20 @@ def _draw_groups(rng: random.Random, names: Sequence[str]) -> list[list[str]]:
     return found
 
 
-def _draw_shape(rng: random.Random, sizes: Container[int]) -> tuple[int, int, int]:
-    """Draws tp, pp and dp with a product in `sizes`; each (tp, pp) is equally likely."""
-    found = [
-        (tp, pp, dp)
-        for tp in TP_CHOICES
-        for pp in PP_CHOICES
-        for dp in range(1, MOST_RANKS + 1)
-        if tp * pp * dp in sizes
-    ]
-    tp, pp = rng.choice(list(dict.fromkeys((tp, pp) for tp, pp, _ in found)))
-    return rng.choice([shape for shape in found if shape[:2] == (tp, pp)])
+def _draw_shape(rng: random.Random, sizes: Container[int]) -> Shape:
+    """Draws a shape with a number of ranks in `sizes`; each (tp, pp, cp) is equally likely."""
+    drawn = (Shape(*axes) for axes in product(TP_CHOICES, PP_CHOICES, CP_CHOICES, range(1, MOST_RANKS + 1)))
+    found = [shape for shape in drawn if shape.ranks in sizes]
+    replica = rng.choice(list(dict.fromkeys(shape[:3] for shape in found)))
+    return rng.choice([shape for shape in found if shape[:3] == replica])
 
 
-def _draw_section_pins(rng: random.Random, section: Section, tp: int, pp: int, dp: int) -> Iterator[str]:
-    chosen: dict[str, object] = {
-        key: n for key, n in (("tp", tp), ("pp", pp), ("dp", dp)) if n > 1 or key == "dp"
-    }
+def _draw_section_pins(rng: random.Random, section: Section, shape: Shape) -> Iterator[str]:
+    chosen: dict[str, object] = {key: n for key, n in shape._asdict().items() if n > 1 or key == "dp"}
     if rng.random() < 0.7:
         chosen["micro_batch"] = rng.choice((1, 2, 3, 5))
-    split = pp > 1 and tp == 1 and section.mode != "forward" and rng.random() < 0.4
+    may_split = shape.pp > 1 and shape.tp == shape.cp == 1 and section.mode != "forward"
+    split = may_split and rng.random() < 0.4
     if split:
         chosen["backward"] = "split"
     elif section.mode != "forward":
@@ -122,13 +132,14 @@ def _draw_section_pins(rng: random.Random, section: Section, tp: int, pp: int, d
     chosen["sharding"] = rng.choice(
         [s for s in ("none", "zero1", "zero2", "zero3") if _may_shard(section, s, split)]
     )
-    if tp > 1 and rng.random() < 0.25:
+    if shape.tp > 1 and rng.random() < 0.25:
         chosen["norms"] = "sequence"
     yield from (f"{section.name}.{key}={value}" for key, value in chosen.items())
 
 
-def _draw_ep(rng: random.Random, section: Section, tp: int, pp: int, dp: int, experts: int) -> Iterator[str]:
+def _draw_ep(rng: random.Random, section: Section, shape: Shape, experts: int) -> Iterator[str]:
     """Draws mostly a number of parts that experts may form, inside a replica or over several."""
+    tp, dp = shape.tp, shape.dp
     has_experts = experts > 0 and any("experts" in name for name in section.params)
     fitting = [
         n
@@ -171,14 +182,14 @@ def plan_without_refused_pins(
 
 def _find_refused_pins(pins: Sequence[str], refusal: UserError) -> list[str]:
     """Returns the pin that the message or its remedy names, else the last one; and the section's dp if its
-    tp or pp changes."""
+    tp, pp or cp changes."""
     named = next((pin for pin in pins if pin in refusal.message), "")
     named = named or next((pin for pin in pins if pin.partition("=")[0] in refusal.remedy), pins[-1])
     section, _, choice = named.rpartition(".")
     return [
         pin
         for pin in pins
-        if pin == named or (choice[:3] in ("tp=", "pp=") and pin.startswith(f"{section}.dp="))
+        if pin == named or (choice[:3] in ("tp=", "pp=", "cp=") and pin.startswith(f"{section}.dp="))
     ]
 
 
@@ -212,9 +223,7 @@ def list_features(made: CompiledPlan) -> tuple[str, ...]:
     found = {made.plan.dtype, f"ranks={made.plan.world_size}"} - {""}
     for s in made.plan.user_sections:
         found |= {
-            f"{axis}={n}"
-            for axis, n in (("tp", s.mesh.tp), ("pp", s.mesh.pp), ("dp", s.mesh.dp), ("ep", s.mesh.ep))
-            if n > 1
+            f"{axis}={n}" for axis in ("tp", "pp", "cp", "dp", "ep") if (n := getattr(s.mesh, axis)) > 1
         }
         found |= {s.sharding, f"recompute={s.recompute}"} - {"none", "recompute=none"}
     found |= {"split backward" for s in made.plan.sections if s.weight_permille}

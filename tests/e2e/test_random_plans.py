@@ -4,6 +4,7 @@ dtype and way to run, together.
     pytest -m slow tests/e2e/test_random_plans.py --plans 300 --hypothesis-seed 7 -s
 
 draws 300 plans, shared evenly by the models; without the options there are a few for each and the seed is 0.
+`--axis cp` draws only plans in which a section has cp.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from tests.e2e.random_plans import RunOutcome, draw_random_plan, try_plan
 from tests.e2e.reference_runs import ReferencedModel
 
-NAMES = ("nano", "llava_tiny", "qwen_distil", "whisper_tiny", "video_llava", "blip2")
+NAMES = ("nano", "llava_tiny", "qwen_distil", "whisper_tiny", "video_llava", "blip2", "gemma3", "t5", "bamba")
 EXPERTS = {"qwen3_moe": 4, "deepseek_v3": 4, "listed_experts": 4, "early_exit": 4, "moe_distil": 4}
 STEPS = 2
 DTYPES = ("", "", "", "bf16")
@@ -39,6 +40,7 @@ def test_many_random_plans_train_exactly(name: str, request: pytest.FixtureReque
         request.config.getoption("plans") // (len(NAMES) + len(EXPERTS)),
         request.config.getoption("hypothesis_seed") or 0,
     )
+    axis = request.config.getoption("axis")
     tried, had = list[RunOutcome](), Counter[str]()
 
     @seed(first)
@@ -50,7 +52,10 @@ def test_many_random_plans_train_exactly(name: str, request: pytest.FixtureReque
         own = random.Random(
             f"{name} {first} {rng.getrandbits(64)}"
         )  # hypothesis begins with the same draw whatever the seed
-        outcome = try_plan(model, draw_random_plan(own, sections, DTYPES, EXPERTS.get(name, 0)), folder)
+        wanted = draw_random_plan(own, sections, DTYPES, EXPERTS.get(name, 0))
+        while axis and not any(f".{axis}=" in pin for pin in wanted.pins):
+            wanted = draw_random_plan(own, sections, DTYPES, EXPERTS.get(name, 0))
+        outcome = try_plan(model, wanted, folder)
         tried.append(outcome)
         had.update(outcome.plan_features)
         print(
