@@ -23,6 +23,7 @@ from secc.runtime.training.eager_reference import (
     compare_results,
     derive_tolerances,
 )
+from tests.e2e import decoders
 from tests.e2e.harness import (
     LEARNING_RATE,
     LayerCaptureCache,
@@ -39,10 +40,11 @@ MODELS_FOLDER = Path(__file__).parent.parent / "models"
 
 
 def write_named_recording_model(name: str, directory: Path) -> Path:
-    """A model of the tests or of the zoo, recording gradients."""
+    """A model of the tests, of `decoders` or of the zoo, recording gradients."""
     if (MODELS_FOLDER / f"{name}.py").exists():
         return write_recording_model(name, directory, MODELS_FOLDER)
-    (directory / f"{name}.py").write_text(entry(name).source())
+    text = decoders.source(name) if name in decoders.DECODERS else entry(name).source()
+    (directory / f"{name}.py").write_text(text)
     return write_recording_model(name, directory, directory)
 
 

@@ -1,0 +1,130 @@
+"""Plans whose ranks share the rows of samples train as plain PyTorch does: decoders of every kind of
+attention, lengths that do not divide, samples shorter than cp, padding on either side, documents side by side;
+with every other parallelism, dropout, and checkpoints under other plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from secc.driver.compile_options import CompileOptions
+from tests.e2e.harness import (
+    compile_and_write,
+    find_differences,
+    train_distributed,
+    train_in_one_process,
+    write_recording_model,
+)
+from tests.e2e.reference_runs import MODELS_FOLDER, ReferencedModel, write_named_recording_model
+
+STEPS, GLOBAL_BATCH = 2, 6
+
+# model -> (ranks, pins): pins without a section are of the model's one section; "bf16" is the dtype
+ROWS: dict[str, list[tuple[int, str]]] = {
+    "llama": [
+        (4, "cp=2 tp=2 recompute=full micro_batch=2"),
+        (4, "cp=4 sharding=zero3 micro_batch=3"),
+    ],
+    "llama_short": [(2, "cp=2 micro_batch=1"), (4, "cp=4 micro_batch=2")],
+    "qwen3": [(4, "cp=2 pp=2 micro_batch=3"), (4, "cp=4 recompute=selective")],
+    "gemma3_text": [(2, "cp=2 sharding=zero1 micro_batch=2"), (4, "cp=4 bf16")],
+    "gemma3_text_left": [(2, "cp=2 recompute=full"), (4, "cp=4 micro_batch=2")],
+    "mistral": [(4, "cp=2 dp=2 sharding=zero3"), (4, "cp=4 recompute=full")],
+    "bloom": [(4, "cp=2 tp=2 micro_batch=3"), (4, "cp=4 micro_batch=2")],
+    "whisper_padded": [
+        (3, "encoder.dp=1 decoder.cp=2 decoder.sharding=zero3"),
+        (5, "encoder.dp=1 decoder.cp=4 decoder.recompute=full"),
+    ],
+    "documents": [
+        (2, "cp=2 micro_batch=1 recompute=selective"),
+        (4, "cp=4 sharding=zero2 micro_batch=2"),
+        (4, "cp=2 pp=2 bf16"),
+    ],
+    "gemma3": [
+        (3, "vision_tower.dp=1 language_model.cp=2 language_model.micro_batch=2"),
+        (5, "vision_tower.dp=1 language_model.cp=4 language_model.sharding=zero1"),
+    ],
+    "qwen2_5_vl": [
+        (3, "visual.dp=1 language_model.cp=2 language_model.recompute=full"),
+        (5, "visual.dp=1 language_model.cp=4 language_model.micro_batch=2"),
+    ],
+    "t5": [
+        (4, "encoder.cp=2 decoder.cp=2 decoder.sharding=zero3"),
+        (5, "encoder.dp=1 decoder.cp=4 decoder.micro_batch=2"),
+    ],
+    "gpt_oss": [(4, "cp=2 tp=2 micro_batch=2"), (4, "cp=4 recompute=full micro_batch=3")],
+    "bamba": [(2, "cp=2 micro_batch=2"), (4, "cp=4 sharding=zero3")],
+    "falcon_h1": [(2, "cp=2 recompute=full")],
+}
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ReferencedModel]:
+    return cache(lambda name: ReferencedModel(name, tmp_path_factory.mktemp(name), STEPS))
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ranks", "pins"), [(n, *row) for n, rows in ROWS.items() for row in rows])
+def test_a_plan_with_cp_trains_as_plain_pytorch(
+    captured: Callable[[str], ReferencedModel], name: str, ranks: int, pins: str, tmp_path: Path
+) -> None:
+    model, dtype = captured(name), "bf16" if "bf16" in pins.split() else ""
+    wanted = tuple(pin if "." in pin else f"model.{pin}" for pin in pins.split() if "=" in pin)
+    made = model.plan_with(
+        CompileOptions(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=wanted, dtype=dtype)
+    )
+    assert max(s.mesh.cp for s in made.plan.user_sections) == max(
+        int(pin.rpartition("=")[2]) for pin in wanted if ".cp=" in pin
+    )
+    assert model.list_differences(made, tmp_path) == []
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pins", ["model.cp=2 model.micro_batch=3", "model.cp=4 model.recompute=full", "model.cp=2 model.tp=2"]
+)
+def test_dropout_draws_the_same_on_rows(pins: str, tmp_path: Path) -> None:
+    """Dropout of hidden states and inside of attention, against the plan of one rank."""
+    model = write_recording_model("gpt2_dropout", tmp_path, MODELS_FOLDER)
+    ranks = 2 if "micro_batch" in pins else 4
+    compile_and_write(model, tmp_path / "one", cluster="local:1", global_batch=GLOBAL_BATCH)
+    compile_and_write(
+        model, tmp_path / "rows", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=tuple(pins.split())
+    )
+    reference = train_distributed(tmp_path / "one", 1, 3, tmp_path / "run_one")
+    found = train_distributed(tmp_path / "rows", ranks, 3, tmp_path / "run_rows")
+    assert list(find_differences(found, reference)) == []
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_run_with_cp_continues_under_any_plan(tmp_path: Path) -> None:
+    """cp 4, then tp and pp, sharded replicas, rows and replicas together, one rank, and cp again."""
+    path = write_named_recording_model("qwen3", tmp_path)
+    layouts = (
+        (4, "model.cp=4 model.sharding=zero2"),
+        (4, "model.tp=2 model.pp=2"),
+        (3, "model.dp=3 model.sharding=zero3"),
+        (4, "model.cp=2 model.dp=2 model.sharding=zero1"),
+        (1, "model.dp=1"),
+        (4, "model.cp=4 model.recompute=full"),
+    )
+    expected = train_in_one_process(path, GLOBAL_BATCH, len(layouts), tmp_path / "plain")
+    losses: list[float] = []
+    for step, (ranks, pins) in enumerate(layouts, 1):
+        plan, work = tmp_path / f"plan{step}", tmp_path / f"run{step}"
+        compile_and_write(
+            path, plan, False, cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=tuple(pins.split())
+        )
+        resume = ("--resume", str(tmp_path / f"run{step - 1}" / "saved")) if step > 1 else ()
+        found = train_distributed(plan, ranks, step, work, *resume)
+        losses += found.losses
+    assert losses == pytest.approx(expected.losses, rel=1e-5)
+    for name, value in expected.parameters.items():
+        assert torch.allclose(found.parameters[name], value, rtol=1e-4, atol=1e-5), name
