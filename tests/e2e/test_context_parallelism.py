@@ -1,6 +1,6 @@
 """Plans whose ranks share the rows of samples train as plain PyTorch does: decoders of every kind of
-attention, lengths that do not divide, samples shorter than cp, padding on either side, documents side by side;
-with every other parallelism, dropout, and checkpoints under other plans."""
+attention, lengths that do not divide, samples shorter than cp, padding on either side, documents side by
+side; with every other parallelism, dropout, and checkpoints under other plans."""
 
 from __future__ import annotations
 
