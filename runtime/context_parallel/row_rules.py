@@ -8,6 +8,7 @@ raises `RowsNotWritable`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -629,7 +630,8 @@ def aten_embedding_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named
 
 
 def cross_entropy_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
-    """cross_entropy of rows of tokens [tokens, classes]: a summand of its sum on each rank."""
+    """cross_entropy of logits [tokens, classes] or [samples, classes, tokens, ...] and class numbers: a
+    summand of its sum on each rank."""
     mark, logits = mark_of(args[0]), args[0]
     names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     if isinstance(func, torch._ops.OpOverload):
@@ -642,9 +644,10 @@ def cross_entropy_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named)
         given.get("weight"),
         any(given.get(k) is not None for k in ("size_average", "reduce")),
     )
-    plain = logits.ndim == 2 and target.ndim == 1 and not has_old_names and kind in ("none", "sum", "mean")
-    if mark is None or mark.dim or not plain or (weight is not None and kind == "mean"):
+    plain = target.ndim == logits.ndim - 1 >= 1 and not has_old_names and kind in ("none", "sum", "mean")
+    if mark is None or mark.dim == 1 or not plain or (weight is not None and kind == "mean"):
         return mode.gather_for(func, args, kwargs)
+    mark = _mark_of_targets(mark)
     own, ignored = _match_exactly(mode, target, mark), given.get("ignore_index", -100)
     losses = F.cross_entropy(
         logits,
@@ -662,13 +665,20 @@ def cross_entropy_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named)
     return total / sum_over_ranks((own != ignored).sum(), mode.group)
 
 
+def _mark_of_targets(mark: RowMark) -> RowMark:
+    """Returns the mark of class numbers, which lack dim 1 of their logits."""
+    return mark if mark.dim == 0 else mark.at_dim(mark.dim - 1)
+
+
 def aten_nll_loss_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
-    """aten.nll_loss_forward(log_probabilities [tokens, classes], target, weight, reduction, ignored): what
-    captured code has for a cross entropy. Results are the loss and the total weight of targets."""
+    """aten.nll_loss_forward(log_probabilities [tokens, classes], target, weight, reduction, ignored) and
+    aten.nll_loss2d_forward of [samples, classes, height, width]: what captured code has for a cross entropy.
+    Results are the loss and the total weight of targets."""
     log_probabilities, target, weight, reduction, ignored = args
     mark, mean = mark_of(log_probabilities), 1
-    if mark is None or mark.dim or log_probabilities.ndim != 2 or mark_of(weight) is not None:
+    if mark is None or mark.dim == 1 or log_probabilities.ndim < 2 or mark_of(weight) is not None:
         return mode.gather_for(func, args, kwargs)
+    mark, log_probabilities = _mark_of_targets(mark), log_probabilities.contiguous()  # as nll_loss2d requires
     own = _match_exactly(mode, target, mark)
     if reduction == 0:
         losses, total = func(log_probabilities, own, weight, 0, ignored)
@@ -676,6 +686,30 @@ def aten_nll_loss_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named)
     loss, total = func(log_probabilities, own, weight, 2, ignored)
     loss, total = sum_over_ranks(loss, mode.group), sum_over_ranks(total, mode.group)
     return (loss / total if reduction == mean else loss), total
+
+
+def pointwise_loss_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
+    """Losses of an input and a target of one shape, entry by entry (mse_loss, kl_div): a summand of the sum
+    on each rank."""
+    is_op = isinstance(func, torch._ops.OpOverload)
+    names = [a.name for a in func._schema.arguments] if is_op else list(inspect.signature(func).parameters)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    reduction = given.get("reduction", "mean")
+    reduction = {0: "none", 1: "mean", 2: "sum"}.get(reduction, reduction)
+    tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
+    first = _widest_marked(list(tensors.values()))
+    mark, whole = _require_mark(first), mode.whole_shape(first)
+    common = mark.at_dim(mark.dim - first.ndim)
+    has_old_names = any(given.get(name) is not None for name in ("size_average", "reduce"))
+    fits = all(_fits(mode, t, common) and t.ndim <= first.ndim for t in tensors.values())
+    alike = all(mode.whole_shape(tensors[n]) == whole for n in names[:2])
+    if has_old_names or not fits or not alike:
+        return mode.gather_for(func, args, kwargs)
+    given |= {name: _match(mode, t, common) for name, t in tensors.items()}
+    if reduction == "none":
+        return set_mark(func(**given), mark)
+    total = sum_over_ranks(func(**given | {"reduction": 2 if is_op else "sum"}), mode.group)
+    return total / {"sum": 1, "mean": prod(whole), "batchmean": whole[0]}[reduction]
 
 
 # fmt: off
@@ -719,6 +753,10 @@ ALONG_DIM_FUNCTIONS = (
     "softmax", "log_softmax", "_softmax", "_log_softmax", "amax", "amin", "max", "min", "var", "std", "norm",
     "prod", "cumsum", "cumprod", "argmax", "argmin", "topk", "sort", "argsort", "logsumexp", "flip", "roll",
     "normalize", "all", "any", "median", "glu", "softmin", "diff", "vector_norm", "count_nonzero",
+)
+POINTWISE_LOSS_FUNCTIONS = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss", "poisson_nll_loss",
 )
 DROPOUT_FUNCTIONS = ("dropout", "alpha_dropout", "feature_dropout", "dropout1d")
 # fmt: on
@@ -767,9 +805,11 @@ FUNCTION_RULES: dict[str, RowRule] = {
     **dict.fromkeys(("layer_norm", "rms_norm"), normalization_rule),
     "embedding": embedding_rule,
     **dict.fromkeys(("cross_entropy", "cross_entropy_loss"), cross_entropy_rule),
+    **dict.fromkeys(POINTWISE_LOSS_FUNCTIONS, pointwise_loss_rule),
 }
 _ATEN_RULES: dict[str, RowRule] = {
     "aten::embedding": aten_embedding_rule,
     "aten::slice": slice_rule,
     "aten::nll_loss_forward": aten_nll_loss_rule,
+    "aten::nll_loss2d_forward": aten_nll_loss_rule,
 }

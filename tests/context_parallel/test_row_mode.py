@@ -360,6 +360,45 @@ def test_the_loss_of_captured_code_sees_rows(count: int, reduction: int) -> None
     assert whole.grad is not None and torch.allclose(sum(g for _, g, _ in ranks), whole.grad)
 
 
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mse": F.mse_loss,
+    "mse of captured code": lambda x, y: torch.ops.aten.mse_loss.default(x, y, 2),
+    "mse without reduction": lambda x, y: F.mse_loss(x, y, reduction="none").mean(-1).sum(),
+    "l1": lambda x, y: F.l1_loss(x, y, reduction="sum"),
+    "weighted": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid(), pos_weight=y[0, 0].exp()),
+    "smooth": lambda x, y: torch.ops.aten.smooth_l1_loss.default(x, y, 1, 0.5),
+    "huber": lambda x, y: F.huber_loss(x.flatten(0, 1), y.flatten(0, 1), delta=0.3),
+    "divergence": lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
+    "counts": lambda x, y: F.poisson_nll_loss(x, y.exp(), reduction="sum"),
+    "classes second": lambda x, y: F.cross_entropy(x.transpose(1, 2), y.argmax(-1), ignore_index=0),
+    "classes second, captured": lambda x, y: torch.ops.aten.nll_loss2d_forward.default(
+        x.transpose(1, 2).log_softmax(1).contiguous()[:, :, None], y.argmax(-1)[:, None], None, 1, 0
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("count", [2, 4])
+def test_losses_see_rows(count: int, name: str) -> None:
+    torch.manual_seed(0)
+    hidden, target, loss_of = torch.randn(2, 3, 8).double(), torch.randn(2, 3, 8), LOSSES[name]
+    target = target.double()
+
+    def run(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor, RowMode]:
+        mode, own = RowMode(group), hidden.clone().requires_grad_()
+        _, out = mode.run_section(lambda _, edges: ({}, {"loss": loss_of(mode.deal(own, 1), target)}), {}, {})
+        out["loss"].backward()
+        assert own.grad is not None
+        return out["loss"].detach(), own.grad, mode
+
+    whole = hidden.clone().requires_grad_()
+    loss_of(whole, target).backward()
+    ranks = run_thread_ranks(count, run)
+    for found, _, mode in ranks:
+        assert torch.allclose(found, loss_of(hidden, target)) and not mode.gathered
+    assert whole.grad is not None and torch.allclose(sum(g for _, g, _ in ranks), whole.grad)
+
+
 class Layer(nn.Module):
     """A layer with one of several ways to mix rows."""
 

@@ -62,7 +62,7 @@ class OwnDecoder(nn.Module):
         mask = causal & (document[:, None, :] == document[:, :, None])
         x = self.words(input_ids)
         for layer in self.layers:
-            x = layer(x, angles, mask[:, None])
+            x = layer(x, angles.to(x.dtype), mask[:, None])
         logits = self.head(x[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
