@@ -694,8 +694,8 @@ def pointwise_loss_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named
     is_op = isinstance(func, torch._ops.OpOverload)
     names = [a.name for a in func._schema.arguments] if is_op else list(inspect.signature(func).parameters)
     given = dict(zip(names, args, strict=False)) | kwargs
-    reduction = given.get("reduction", "mean")
-    reduction = {0: "none", 1: "mean", 2: "sum"}.get(reduction, reduction)
+    asked: Any = given.get("reduction", "mean")
+    reduction = {0: "none", 1: "mean", 2: "sum"}.get(asked, str(asked))
     tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
     first = _widest_marked(list(tensors.values()))
     mark, whole = _require_mark(first), mode.whole_shape(first)
@@ -703,13 +703,14 @@ def pointwise_loss_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named
     has_old_names = any(given.get(name) is not None for name in ("size_average", "reduce"))
     fits = all(_fits(mode, t, common) and t.ndim <= first.ndim for t in tensors.values())
     alike = all(mode.whole_shape(tensors[n]) == whole for n in names[:2])
-    if has_old_names or not fits or not alike:
+    divisors = {"none": 1, "sum": 1, "mean": prod(whole), "batchmean": whole[0]}
+    if has_old_names or not fits or not alike or reduction not in divisors:
         return mode.gather_for(func, args, kwargs)
     given |= {name: _match(mode, t, common) for name, t in tensors.items()}
     if reduction == "none":
         return set_mark(func(**given), mark)
     total = sum_over_ranks(func(**given | {"reduction": 2 if is_op else "sum"}), mode.group)
-    return total / {"sum": 1, "mean": prod(whole), "batchmean": whole[0]}[reduction]
+    return total / divisors[reduction]
 
 
 # fmt: off
