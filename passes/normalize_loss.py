@@ -33,7 +33,7 @@ from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.ir.text_io.verifier import source_line
 from secc.passes.loss.approximations import check_approximations, describe_accepted
 from secc.passes.loss.batch_statistics import name_statistic
-from secc.passes.loss.buffer_constants import replace_buffers
+from secc.passes.loss.buffer_constants import copy_for_leaf
 from secc.passes.loss.coefficient import SCALAR_TYPE, UNIT_COEFFICIENT, Coefficient, CoefficientEmitter
 from secc.passes.loss.logged_scalars import LOGGED_PREFIX, find_logged, find_outputs
 from secc.passes.loss.loss_context import LossContext
@@ -136,7 +136,7 @@ def _rewrite_case(
         key = structure.digest_value(value)
         if key not in leaves:
             name = StringAttr(names.name_leaf(key, current))
-            scalar = replace_buffers(shop, _as_scalar(found.context, value))
+            scalar = copy_for_leaf(shop, _as_scalar(found.context, value))
             leaves[key] = shop.add_op(
                 LeafOp.create(operands=[scalar], result_types=[SCALAR_TYPE], properties={"sym": name})
             ).results[0]

@@ -290,11 +290,8 @@ def _divide_entries(
 
 
 def _refuse_divisor(ctx: LossContext, op: Computation, below: SSAValue) -> ValueState:
-    if ctx.is_input_only(below):
+    if ctx.is_known_ahead(below):
         return ctx.refuse_op(op, "divides by a value that depends on all samples and is no sum over them")
-    if ctx.is_random_of_inputs(below):
-        remedy = "divide by a number that sizes give, or draw the mask in dataset() and pass it"
-        return ctx.refuse_op(op, "divides by a sum over samples of random numbers that forward draws", remedy)
     remedy = "divide by something that inputs alone decide, such as the number of labels or the sum of a mask"
     return accept_balance_loss(
         ctx, op, "divides by a sum over samples that depends on a block's result", remedy

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from xdsl.ir import Operation, SSAValue
 
+from secc.ir.analysis.dataflow import is_random_op
 from secc.ir.dialect.ops import ConstOp, ParamOp
 from secc.ir.dialect.readable_names import BUFFER_CONSTANT_PREFIX, KNOWN_BUFFER_ATTRIBUTE
 from secc.ir.dialect.tensor_type import tensor_type
@@ -20,9 +21,9 @@ def is_known_buffer(op: Operation) -> bool:
     return isinstance(op, ParamOp) and KNOWN_BUFFER_ATTRIBUTE in op.attributes
 
 
-def replace_buffers(shop: PendingOps, value: SSAValue) -> SSAValue:
-    """An input-only value computed again with constants in place of buffers; the value itself if it depends
-    on none."""
+def copy_for_leaf(shop: PendingOps, value: SSAValue) -> SSAValue:
+    """A value that is known before any block runs, computed again with constants in place of buffers and
+    with random ops of its own, since a section has those of the case; the value itself without either."""
     copies: dict[SSAValue, SSAValue] = {}
 
     def copy_value(value: SSAValue) -> SSAValue:
@@ -34,7 +35,7 @@ def replace_buffers(shop: PendingOps, value: SSAValue) -> SSAValue:
                 copies[value] = shop.add_op(
                     ConstOp.create_source(BUFFER_CONSTANT_PREFIX + owner.path.data, tensor_type(value))
                 ).results[0]
-            elif any(copy_value(o) is not o for o in owner.operands):
+            elif is_random_op(owner) or any(copy_value(o) is not o for o in owner.operands):
                 new = owner.clone(value_mapper={o: copy_value(o) for o in owner.operands})
                 copies.update(zip(owner.results, shop.add_op(new).results, strict=True))
         return copies[value]

@@ -1,11 +1,11 @@
-"""Coefficients of loss terms: scalars that are known before any forward, because they depend on inputs and
-sizes alone.
+"""Coefficients of loss terms: scalars that are known before any forward, because they depend on inputs,
+random numbers and sizes alone.
 
 A coefficient is a product: a number, a ratio of sizes of the whole global batch, and powers of *factors*. A
-factor is the sum of an input-only scalar over all samples (`Leaf`), a scalar made from no input (`Given`), an
-op of the user on coefficients (`Applied`), or a sum of coefficients (`Total`). They stay symbolic while the
-loss is walked, so that a chain of weights and divisors becomes one short computation when it is emitted as
-glue in float64.
+factor is the sum over all samples of a scalar that no block decides (`Leaf`), a scalar made from no input
+(`Given`), an op of the user on coefficients (`Applied`), or a sum of coefficients (`Total`). They stay
+symbolic while the loss is walked, so that a chain of weights and divisors becomes one short computation when
+it is emitted as glue in float64.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ SCALAR_TYPE = TensorType.from_dims([], "f64")
 
 @dataclass(frozen=True)
 class LeafFactor:
-    """The sum of `value`, an input-only scalar that adds up over samples, over the whole global batch."""
+    """The sum of `value`, a scalar that adds up over samples and that no block decides, over the whole global
+    batch."""
 
     value: SSAValue
 

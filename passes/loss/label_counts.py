@@ -1,9 +1,9 @@
 """The number of labels that count in a classification loss: all that are not ignored, each with its class's
 weight.
 
-The divisor of a mean must be known before any forward. Labels that inputs give are compared with the ignored
-index; labels that a block computes (the argmax of a teacher) are never negative, so only a mask from inputs
-can ignore them.
+The divisor of a mean must be known before any forward. Labels that inputs or random numbers give are compared
+with the ignored index; labels that a block computes (the argmax of a teacher) are never negative, so only a
+mask from inputs or random numbers can ignore them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def count_labels(ctx: LossContext, op: Computation) -> Coefficient | None:
     labels = op.operands[1]
     mask = mask_counted_labels(ctx, op, labels, get_argument(op, 4, "ignore_index", -100))
     if len(op.operands) > 2:
-        if isinstance(mask, SSAValue) and ctx.is_input_only(labels) and ctx.is_input_only(op.operands[2]):
+        if isinstance(mask, SSAValue) and ctx.is_known_ahead(labels) and ctx.is_input_only(op.operands[2]):
             return coefficient_of_factor(LeafFactor(_sum_label_weights(ctx, op, mask)))
         return None
     if isinstance(mask, AllLabels):
@@ -72,10 +72,10 @@ def _sum_label_weights(ctx: LossContext, op: Computation, mask: SSAValue) -> SSA
 def mask_counted_labels(
     ctx: LossContext, op: Computation, labels: SSAValue, ignored: Any
 ) -> SSAValue | AllLabels | None:
-    """A mask, computed from inputs alone, of the labels that are not `ignored`; None where there is no such
-    mask."""
+    """A mask, computed from inputs and random numbers alone, of the labels that are not `ignored`; None where
+    there is no such mask."""
     type = TensorType.from_dims(tensor_type(labels).shape, "bool")
-    if ctx.is_input_only(labels):
+    if ctx.is_known_ahead(labels):
         return ctx.pending.make_glue(op, "aten.ne.Scalar", [labels], f"$0, {ignored}", type)
     maker = labels.owner
     if not isinstance(maker, GlueOp) or not isinstance(ignored, int):
@@ -108,7 +108,7 @@ def _mask_of_filled(
     ):
         return None
     labels, mask = values[:2] if maker.base_name == "masked_fill" else (values[1], values[0])
-    if not isinstance(labels, SSAValue) or not ctx.is_input_only(mask):
+    if not isinstance(labels, SSAValue) or not ctx.is_known_ahead(mask):
         return None
     inner = mask_counted_labels(ctx, op, labels, ignored)
     if inner is None:

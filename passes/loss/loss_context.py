@@ -89,6 +89,11 @@ class LossContext:
             seen.update(op.operands)
         return not self.is_input_only(value)
 
+    def is_known_ahead(self, value: SSAValue) -> bool:
+        """Whether a value is known before any block runs: it depends on inputs, constants and random numbers
+        alone."""
+        return self.is_input_only(value) or self.is_random_of_inputs(value)
+
     def is_input_only(self, value: SSAValue) -> bool:
         """Whether a value depends on inputs and constants alone."""
         owner = value.owner
@@ -148,7 +153,7 @@ class LossContext:
         """A part as a coefficient, where its atom is one entry that is known before any forward."""
         if part.atom is None:
             return part.coefficient
-        if not has_one_entry(tensor_type(part.atom)) or not self.is_input_only(part.atom):
+        if not has_one_entry(tensor_type(part.atom)) or not self.is_known_ahead(part.atom):
             return None
         if part.summed:
             return part.coefficient * coefficient_of_factor(LeafFactor(part.atom))
@@ -243,7 +248,7 @@ def count_rows(ctx: LossContext, symbol: str) -> SSAValue:
     for op in ctx.case.ops:
         if not isinstance(op, GlueOp):
             continue
-        masks = [o for o in op.operands[1:] if tensor_type(o).dtype.data == "bool" and ctx.is_input_only(o)]
+        masks = [o for o in op.operands[1:] if tensor_type(o).dtype.data == "bool" and ctx.is_known_ahead(o)]
         selected = op.base_name in {"index", "masked_select"} and any(
             str(d) == symbol for d in tensor_type(op.results[0]).shape
         )

@@ -22,7 +22,13 @@ from secc.passes.loss.op_tables import (
     REDUCTION_OPS,
     ROW_LOSSES,
 )
-from secc.passes.loss.sample_mixing import find_mixing, find_pairing, states_of_call, states_of_other
+from secc.passes.loss.sample_mixing import (
+    find_mixing,
+    find_mixing_by_numbers,
+    find_pairing,
+    states_of_call,
+    states_of_other,
+)
 from secc.passes.loss.value_states import LOCAL_STATE, BadState, LocalState, SumPart, SumState, ValueState
 from secc.runtime.plan.schema import LOOP_LABEL_PREFIX
 
@@ -126,6 +132,8 @@ def _result_states(ctx: LossContext, op: Computation) -> list[ValueState]:
     found = rule(ctx, op) if rule is not None else None
     if found is None:
         found = states_of_other(ctx, op)
+    if rule is None and isinstance(op, GlueOp) and (bad := find_mixing_by_numbers(ctx, op)) is not None:
+        return [bad] * len(op.results)
     states = list(found) if isinstance(found, Sequence) else [found] + [LOCAL_STATE] * (len(op.results) - 1)
     return [find_pairing(ctx, op, result) or state for result, state in zip(op.results, states, strict=True)]
 

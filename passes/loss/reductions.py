@@ -175,13 +175,6 @@ def _refuse_unknown_count(ctx: LossContext, op: Computation) -> BadState:
             why,
             "register the weights as a buffer of a module without parameters, or make them in forward",
         )
-    if ctx.is_random_of_inputs(op.operands[1]):
-        why = "divides by the number of labels that are not ignored, which random numbers of forward decide"
-        remedy = (
-            "use reduction='sum' and divide by a number that sizes give, or draw the mask in dataset() "
-            "and pass it"
-        )
-        return ctx.refuse_op(op, why, remedy)
     remedy = (
         "make the labels from inputs alone, or use reduction='sum' and divide by a number that inputs decide"
     )

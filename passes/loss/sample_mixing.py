@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from xdsl.ir import Operation, SSAValue
 
-from secc.ir.analysis.dataflow import get_strings
-from secc.ir.dialect.ops import CallOp, Computation
+from secc.ir.analysis.dataflow import get_strings, is_random_op
+from secc.ir.dialect.ops import CallOp, Computation, GlueOp
 from secc.ir.dialect.readable_names import BATCH_INDEPENDENT_ATTRIBUTE
-from secc.ir.dialect.size_expr import size_symbol
+from secc.ir.dialect.size_expr import Expr, evaluate_size, size_symbol
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.passes.loss.approximations import accept_balance_loss
 from secc.passes.loss.batch_positions import find_misplaced
@@ -72,6 +72,31 @@ def find_mixing(ctx: LossContext, op: Computation) -> BadState | None:
         if samples & set(normalize_dims(dim, rank))
         else None
     )
+
+
+def find_mixing_by_numbers(ctx: LossContext, op: GlueOp) -> BadState | None:
+    """The bad state of an op without an entry in a table that gives random samples other results when other
+    samples come with them, None for any other op."""
+    carrying = [r for r in op.results if ctx.carries_samples(r) and is_floating(tensor_type(r))]
+    if not carrying or is_random_op(op) or all(ctx.is_input_only(r) for r in carrying):
+        return None
+    if not all(_adds_up(ctx, d) for r in carrying for d in tensor_type(r).shape):
+        return ctx.refuse_op(op, "makes a number of rows that micro-batches do not add up to")
+    from secc.passes.loss.separability_probe import mixes_rows  # brings torch, which few cases need
+
+    if not mixes_rows(op, ctx.sample_symbols):
+        return None
+    return ctx.refuse_op(op, "gives a sample another result when other samples come with it")
+
+
+def _adds_up(ctx: LossContext, dim: Expr) -> bool:
+    """Whether a dim has as many entries for two micro-batches together as for each alone. True where symbols
+    other than one of samples decide it."""
+    (symbol, *others) = [str(s) for s in dim.free_symbols] or [""]
+    if symbol not in ctx.sample_symbols or others:
+        return True
+    one, two, both = (evaluate_size(dim, {symbol: n}) for n in (3, 4, 7))
+    return one + two == both
 
 
 def _check_batch_norm(ctx: LossContext, op: Computation, position: int | None) -> BadState | None:

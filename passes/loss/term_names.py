@@ -7,6 +7,7 @@ import hashlib
 
 from xdsl.ir import Operation, SSAValue
 
+from secc.ir.analysis.random_ops import RANDOM_OP_ATTRIBUTE
 from secc.ir.dialect.ops import CallOp, Computation
 from secc.ir.text_io.verifier import source_line
 from secc.passes.loss.coefficient import (
@@ -47,6 +48,8 @@ class StructureDigests:
         owner = value.owner
         assert isinstance(owner, Operation)
         kept = sorted(f"{k}={v}" for k, v in owner.properties.items() if k not in {"where", "section"})
+        if (draw := owner.attributes.get(RANDOM_OP_ATTRIBUTE)) is not None:
+            kept.append(str(draw))
         index = next(i for i, r in enumerate(owner.results) if r is value)
         text = "|".join([owner.name, str(index), *kept, *(self.known[o] for o in owner.operands)])
         return hashlib.sha256(text.encode()).hexdigest()

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from secc.runtime.data.declared_sizes import DeclaredSizes, positions_by_rank
+from secc.runtime.data.drawn_sums import DrawnSums
 from secc.runtime.data.epoch_order import EpochOrder
 from secc.runtime.data.loader_process import (
     MAX_REQUESTS,
@@ -106,7 +107,7 @@ class BadSampleError(UserError):
 class DataPlane:
     """Provides the global batches of one rank in order, from step `start` on.
 
-    - `leaves`: the plan's functions for batch-wide sums, by name.
+    - `leaves`: the plan's functions for batch-wide sums, by name; `drawn`: those that need random numbers.
     - `shuffle`, `epochs` (None: endless), `seed`: which samples make up a batch.
     - `skip_bad`: leave out samples that do not load, and name them on stderr.
     - `workers`: 0 loads in this process, 1 in a background process; more load samples in that many processes
@@ -131,6 +132,7 @@ class DataPlane:
         seed: int = 0,
         *,
         leaves: Mapping[str, BatchSumFunction],
+        drawn: DrawnSums | None = None,
         shuffle: bool = False,
         epochs: int | None = None,
         skip_bad: bool = False,
@@ -158,7 +160,7 @@ class DataPlane:
         self._has_streams = isinstance(self.epochs, MixedOrder) and self.epochs.has_streams
         self._positions: dict[int, Mapping[str, Any]] = {} if resumed is None else {start: resumed}
         self.minimum_widths: dict[str, int] = {}  # by symbol, if micro-batches are padded to common widths
-        self._codec = RecordCodec(plan, leaves, user.sample_name)
+        self._codec, self._drawn = RecordCodec(plan, leaves, user.sample_name), drawn
         self._shares = _LoadShares(self.epochs, world_size, user, plan, order)
         fetchers = SampleWorkers(user, seed, workers) if workers > 1 else None
         pool = (
@@ -240,6 +242,8 @@ class DataPlane:
         leaves = {
             name: math.fsum(column) for name, column in zip(self._codec.sum_functions, columns, strict=False)
         }
+        if self._drawn is not None:
+            leaves |= self._gather_drawn_sums(self._drawn, records, kept, widths, group)
         tokens = sum(r.tokens for r in records)
         return GlobalBatch(
             self._step, tuple(r.meta for r in records), leaves, sizes, tokens, skipped, kept, widths
@@ -250,14 +254,43 @@ class DataPlane:
     ) -> list[tuple[float, ...]]:
         """Return the batch-wide sums of each rank's share, padded to the global batch's widths, as padded
         positions may count in them."""
-        positions = tuple(p for p in self._metadata_request(self._step).positions if p in set(kept))
-        share = BatchRequest(self._step, positions, widths)
+        share = self._own_share(kept, widths)
         if not self._codec.sum_functions or not share.positions:
             mine: tuple[float, ...] = (0.0,) * len(self._codec.sum_functions)
         else:
             mine = compute_batch_sums(
                 self._codec.sum_functions, self._time_wait(self._loader.wait_for_result, share)
             )
+        return self._gather_sums(mine, group)
+
+    def _gather_drawn_sums(
+        self,
+        drawn: DrawnSums,
+        records: Sequence[SampleRecord],
+        kept: tuple[int, ...],
+        widths: tuple[tuple[str, int], ...],
+        group: dist.ProcessGroup | None,
+    ) -> dict[str, float]:
+        """Return the batch-wide sums that random numbers decide, by name. `kept` are the positions of
+        `records`."""
+        share = self._own_share(kept, widths)
+        mine = (0.0,) * len(drawn.functions)
+        if share.positions:
+            batch = self._time_wait(self._loader.wait_for_result, share)
+            own = [kept.index(p) for p in share.positions]
+            mine = drawn.compute_sums(self._step, [r.meta for r in records], own, batch, dict(widths))
+        columns = zip(*self._gather_sums(mine, group), strict=True)
+        return {name: math.fsum(column) for name, column in zip(drawn.functions, columns, strict=True)}
+
+    def _own_share(self, kept: tuple[int, ...], widths: tuple[tuple[str, int], ...]) -> BatchRequest:
+        """Return the request of this rank's share of the step's samples, padded to `widths`."""
+        positions = tuple(p for p in self._metadata_request(self._step).positions if p in set(kept))
+        return BatchRequest(self._step, positions, widths)
+
+    def _gather_sums(
+        self, mine: tuple[float, ...], group: dist.ProcessGroup | None
+    ) -> list[tuple[float, ...]]:
+        """Return the sums of every rank."""
         if self.world_size == 1 or not mine:
             return [mine]
         device = self.device if dist.get_backend(group) == "nccl" else torch.device("cpu")

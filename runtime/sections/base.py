@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 Batch = Mapping[str, Any]
 RECORDING_KEY = "secc.recorded"  # the key under which a batch has its recording
 Tensors = dict[str, torch.Tensor]
+DrawFunction = Callable[..., Any]  # (name, random op, its arguments) -> its result
 
 
 @dataclass(frozen=True)

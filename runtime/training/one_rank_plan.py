@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from secc.runtime.comm.p2p_channels import Transport
+from secc.runtime.data.drawn_sums import find_drawn_sums
 from secc.runtime.data.sample_metadata import compute_batch_sums
 from secc.runtime.errors import UserError
 from secc.runtime.fusion.install import installed_temporarily, read_fused_source
@@ -278,7 +279,8 @@ class OneRankPlan:
             else {}
         )
         padded = [pad_batch(b, self.plan.inputs, widths) for b in singles]
-        coefficients = self.terms_module.coefficients(self._sum_leaves(padded), total, pattern)
+        leaves = self._sum_leaves(padded) | self._sum_drawn_leaves(padded, metas, widths)
+        coefficients = self.terms_module.coefficients(leaves, total, pattern)
 
         def batch_of(micro: MicroBatch) -> dict[str, Any]:
             batch = pad_batch(
@@ -311,6 +313,18 @@ class OneRankPlan:
             *(compute_batch_sums(self.terms_module.LEAVES, batch) for batch in singles), strict=True
         )
         return dict(zip(self.terms_module.LEAVES, map(sum, columns), strict=False))
+
+    def _sum_drawn_leaves(
+        self, singles: Sequence[Mapping[str, Any]], metas: Sequence[SampleMeta], widths: Mapping[str, int]
+    ) -> dict[str, float]:
+        drawn = find_drawn_sums(self.terms_module, self.plan, lambda _: REFERENCE_SEED, self._evaluates)
+        if drawn is None:
+            return {}
+        columns = zip(
+            *(drawn.compute_sums(0, metas, (i,), batch, widths) for i, batch in enumerate(singles)),
+            strict=True,
+        )
+        return dict(zip(drawn.functions, map(sum, columns), strict=True))
 
 
 def _agree(result: torch.Tensor, expected: torch.Tensor) -> bool:

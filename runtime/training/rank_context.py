@@ -23,12 +23,14 @@ from torch import nn
 
 from secc.runtime.comm.host_staged_group import register_backend
 from secc.runtime.data.data_plane import DataPlane
+from secc.runtime.data.drawn_sums import find_drawn_sums
 from secc.runtime.data.epoch_order import EvaluationOrder, repeated_samples_text
 from secc.runtime.data.mixed_order import make_sample_order
 from secc.runtime.errors import UserError, printable_text
 from secc.runtime.host.child_processes import keep_freed_memory
 from secc.runtime.host.cpu_cores import available_cores
 from secc.runtime.host.folder_lock import hold_lock
+from secc.runtime.model.item_seeds import derive_item_seed
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.monitoring.chrome_trace import ChromeTrace
@@ -247,6 +249,7 @@ class RankContext(ExitStack):
             self.world_size,
             self.seed,
             leaves=self.terms.LEAVES,
+            drawn=find_drawn_sums(self.terms, self.plan, lambda step: derive_item_seed(self.seed, -1, step)),
             shuffle=self.shuffle,
             epochs=self.options.epochs,
             skip_bad=self.options.skip_bad_samples,
@@ -271,6 +274,9 @@ class RankContext(ExitStack):
                 self.world_size,
                 self.seed,
                 leaves=self.terms.LEAVES,
+                drawn=find_drawn_sums(
+                    self.terms, self.plan, lambda _: derive_item_seed(self.seed, -2, 0), evaluates=True
+                ),
                 skip_bad=self.options.skip_bad_samples,
                 # Each further worker would read all of a stream.
                 workers=min(self.options.workers, 1) if user.evaluates_streams else self.options.workers,

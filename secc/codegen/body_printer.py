@@ -221,7 +221,8 @@ class BodyPrinter:
         names = [self._bind_name(r, wish) for r in op.results]
         called = f"{function}({self._print_arguments(op)})"
         if (name := op.attributes.get(random_ops.RANDOM_OP_ATTRIBUTE)) is not None:
-            called = f"self.draw({string_literal(name.data)}, {function}, {self._print_arguments(op)})"  # pyright: ignore[reportAttributeAccessIssue]
+            owner = "" if self.terms else "self."
+            called = f"{owner}draw({string_literal(name.data)}, {function}, {self._print_arguments(op)})"  # pyright: ignore[reportAttributeAccessIssue]
         return CodeLine(f"{', '.join(names)} = {called}", _grad_context(op), source_line(op))
 
     def _function_namespace(self, op: GlueOp, name: str) -> str:

@@ -12,7 +12,7 @@ from secc.ir.dialect.readable_names import identifier_characters, make_unique, s
 # What the templates' modules and methods use.
 _RESERVED_NAMES = (
     *("self", "batch", "edges", "torch", "aten", "device", "leaves", "size", "pattern", "sends", "terms"),
-    *("kernels", "listed", "built", "scalar", "constants", "coefficients"),
+    *("kernels", "listed", "built", "scalar", "constants", "coefficients", "draw"),
 )
 _RESERVED_CLASSES = ("Batch", "SectionCase", "SectionModule", "Tensors")
 

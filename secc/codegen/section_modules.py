@@ -14,7 +14,7 @@ from secc.codegen.body_printer import BodyPrinter
 from secc.codegen.python_names import NameScope, block_attribute_names, section_class_name
 from secc.codegen.render import render_template
 from secc.ir.analysis import recorded_glue
-from secc.ir.analysis.dataflow import get_strings
+from secc.ir.analysis.dataflow import get_strings, is_random_op
 from secc.ir.dialect.ops import (
     BodyOp,
     CallOp,
@@ -188,14 +188,17 @@ def _guard_method(graph: GraphOp, body: BodyOp, name: str, op: GuardOp) -> Guard
 def render_terms_module(graph: GraphOp) -> str:
     """The text of `sections/terms.py`."""
     leaves: dict[str, SectionMethod] = {}
+    drawn: dict[str, SectionMethod] = {}
     coefficients: list[tuple[tuple[str, ...], SectionMethod]] = []
     scope = NameScope()
     for body in bodies_of(graph, TERMS_SECTION):
         ops = list(body.body.block.ops)
         for leaf in (op for op in ops if isinstance(op, LeafOp)):
-            if leaf.sym.data not in leaves:
+            if leaf.sym.data not in leaves | drawn:
                 name = scope.claim_name(f"leaf_{leaf.sym.data}")
-                leaves[leaf.sym.data] = _leaf_method(graph, ops, leaf, name)
+                needed = ops_for_values(ops, [leaf.value])
+                kind = drawn if any(is_random_op(op) for op in needed) else leaves
+                kind[leaf.sym.data] = _leaf_method(graph, needed, leaf, name)
         if any(isinstance(op, TermOp) for op in ops):
             printer = BodyPrinter(graph, {}, terms=True, whole_batch=True)
             lines = printer.print_lines(ops)
@@ -206,6 +209,7 @@ def render_terms_module(graph: GraphOp) -> str:
     return render_template(
         "terms.py.j2",
         leaves=leaves,
+        drawn_leaves=drawn,
         coefficients=coefficients,
         methods=methods,
         constant=_loss_constant(graph),
@@ -223,7 +227,7 @@ def constants_of(graph: GraphOp, section: str) -> list[str]:
 
 def _leaf_method(graph: GraphOp, ops: Sequence[Operation], leaf: LeafOp, name: str) -> SectionMethod:
     printer = BodyPrinter(graph, {}, terms=True)
-    lines = printer.print_lines(ops_for_values(ops, [leaf.value]))
+    lines = printer.print_lines(ops)
     return SectionMethod(name, lines, {}, {leaf.sym.data: printer.name_of(leaf.value)}, ())
 
 

@@ -19,17 +19,19 @@ from torch import nn
 
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions, TakenBack
-from secc.errors import InexactPlan, UserError
+from secc.errors import BatchDependentLoss, InexactPlan, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions
 from secc.frontend.capture.eager_failure import blame_compute_dtype
 from secc.frontend.dataset.padding_policy import WidthsReason
 from secc.frontend.tp_search.token_mixing import find_token_mixing
 from secc.runtime.model.source_lines import error_source_line
 from secc.runtime.plan.unsplit_reason import TOKEN_MIXING_REMEDY
-from secc.runtime.training.eager_reference import FLOAT32_TOLERANCES, LossAndGradients
+from secc.runtime.training.eager_reference import FLOAT32_TOLERANCES, LossAndGradients, compare_results
 from secc.runtime.training.evaluation import eval_mode
 from secc.runtime.training.evaluation_data import evaluation_plan
 from secc.runtime.training.one_rank_plan import CHECK_MICRO_BATCH, OneRankPlan, Reference, StepComparison
+
+_FAULT_TOLERANCES = 100  # from here on a gradient is wrong and not only rounded otherwise
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,8 @@ def _more_careful_options(compiled: CompiledPlan, error: UserError) -> Iterator[
     loss only sometimes, as with a strided convolution; then without stages, for which the model was captured
     by layers."""
     options = compiled.options
-    inexact = isinstance(error, InexactPlan)
-    if inexact and compiled.plan.widths != "global" and options.widths == "auto":
+    may_be_widths = isinstance(error, InexactPlan | BatchDependentLoss)
+    if may_be_widths and compiled.plan.widths != "global" and options.widths == "auto":
         yield dataclasses.replace(options, widths="global")
     pinned = {pin.partition("=")[0] for pin in options.set}
     staged = {f"{name}.pp" for name, stages in compiled.plan.pipelines.items() if len(stages) > 1}
@@ -216,11 +218,12 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
             continue  # a sample that takes its own path is refused when a run meets it
         # If one micro-batch is inexact too, decisions are not the cause.
         if not parts.is_exact and rank.compare_step(samples, len(samples), reference).is_exact:
+            _refuse_faults_of_one(compiled, rank, samples)
             message = (
                 "the loss depends on a value that Python reads of the whole batch: the loss of "
                 f"{len(samples)} samples together is not that of the same samples in micro-batches"
             )
-            raise UserError(
+            raise BatchDependentLoss(
                 message,
                 where or str(compiled.user.path),
                 "decide for each sample, with torch.where or a mask",
@@ -240,7 +243,32 @@ def _check_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozenset
         sizes = (len(samples),)  # what was accepted is exact where there is one micro-batch
     comparisons = [rank.compare_step(samples, max_samples, reference) for max_samples in sizes]
     worst = max(comparisons, key=lambda c: (not c.is_exact, max(c.difference.loss, c.difference.gradient)))
+    if not worst.is_exact:
+        _refuse_faults_of_one(compiled, rank, samples)
     return PatternCheck(tuple(sorted(pattern)), len(samples), worst)
+
+
+def _refuse_faults_of_one(
+    compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raises UserError if plain PyTorch gives a sample alone another gradient than twice in one batch, while
+    the loss is the same. Then an operator is wrong for batches of one sample, such as torch 2.13's batch norm
+    in eval mode on CPUs, if its gradient is transposed; no plan can mend that."""
+    if compiled.plan.draws:
+        return
+    for sample in samples[:2]:
+        alone, twice = rank.run_eager([sample]), rank.run_eager([sample, sample])
+        ratio = 2.0 if abs(twice.loss - 2 * alone.loss) < abs(twice.loss - alone.loss) else 1.0
+        scaled = {n: None if g is None else ratio * g for n, g in alone.gradients.items()}
+        difference = compare_results(LossAndGradients(ratio * alone.loss, scaled), twice)
+        if difference.loss <= 1 and difference.gradient > _FAULT_TOLERANCES:
+            raise UserError(
+                "plain PyTorch gives a sample alone another gradient than twice in one batch, although the"
+                f" loss is the same: {difference.worst} is off by {difference.gradient:.3g} tolerances",
+                str(compiled.user.path),
+                "an operator behind this parameter is wrong for batches of one sample (in torch 2.13 batch"
+                " norm in eval mode on CPUs, before a transpose): use another module or another device",
+            )
 
 
 def _run_reference(

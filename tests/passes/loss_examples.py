@@ -209,6 +209,9 @@ REFUSED = {
         "aten.bmm.default pairs every sample with every other"
     ),
     "y.mean(1).tril().square().mean()": "works along a dim that carries samples",
+    "torch.renorm(y.mean(1), 2, 1, 0.1).square().mean()": "another result when other samples come with it",
+    "torch.fft.rfft(y.mean((1, 2))).abs().square().mean()": "makes a number of rows",
+    "F.group_norm(y.mean(1)[None].expand(2, -1, -1), 1).square().mean()": "another result",
     "y[::2].mean()": "aten.slice.Tensor picks some of the samples",
     "y.transpose(0, 1).reshape(len(x), -1).log_softmax(-1).mean()": (
         "gives each sample entries of the others"
@@ -219,8 +222,5 @@ REFUSED = {
         "Python reads a value (item) of the inputs"
     ),
     "y[known][: known.sum().item() // 2].sum()": "is a number of rows that values of the inputs decide",
-    "F.cross_entropy(rows, targets.masked_fill(torch.rand(targets.shape) < 0.5, -100))": (
-        "which random numbers of forward decide"
-    ),
     "F.cross_entropy(rows, targets, weight=self.teacher.bias)": "weights, which are a parameter of the model",
 }

@@ -92,7 +92,7 @@ def compute_operand_values(
                 return [constants.get(op.key.data)]
             case GlueOp():
                 operands = [value_of(o) for o in op.operands]
-                return [] if any(o is None for o in operands) else _run_glue(op, operands, sizes)
+                return [] if any(o is None for o in operands) else run_glue(op, operands, sizes)
             case _:
                 return []
 
@@ -100,7 +100,10 @@ def compute_operand_values(
     return {o: v for o, v in values.items() if v is not None and not v.is_floating_point()}
 
 
-def _run_glue(op: GlueOp, operands: Sequence[Any], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
+def run_glue(op: GlueOp, operands: Sequence[Any], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
+    """Runs an operation with torch. operands: its tensors; sizes: symbol values. Returns its results, and
+    raises what torch raises."""
+
     def value_of(leaf: Any) -> Any:
         match leaf:
             case OperandRef(index=index):

@@ -60,9 +60,10 @@ class ValueOrigin(Enum):
 
 
 def classify_origins(case: CaseOp) -> dict[SSAValue, ValueOrigin]:
-    """The origin of every value of a case. Random ops count as the model's: neither leaves nor guards are
-    made from them."""
+    """The origin of every value of a case. Random ops count as the model's, as no guard is made from them;
+    those that leaves have for themselves count as inputs."""
     found: dict[SSAValue, ValueOrigin] = {}
+    behind_leaves = _random_ops_behind_leaves(case)
     for op in case.ops:
         operands = {found[o] for o in op.operands}
         match op:
@@ -70,11 +71,26 @@ def classify_origins(case: CaseOp) -> dict[SSAValue, ValueOrigin]:
                 origin = ValueOrigin.INPUT
             case LeafOp() | SizeOp():
                 origin = ValueOrigin.GLOBAL
-            case GlueOp() | TransferOp() if not is_random_op(op) and ValueOrigin.MODEL not in operands:
+            case GlueOp() | TransferOp() if (
+                not is_random_op(op) or op in behind_leaves
+            ) and ValueOrigin.MODEL not in operands:
                 origin = ValueOrigin.GLOBAL if ValueOrigin.GLOBAL in operands else ValueOrigin.INPUT
             case _:
                 origin = ValueOrigin.MODEL
         found |= dict.fromkeys(op.results, origin)
+    return found
+
+
+def _random_ops_behind_leaves(case: CaseOp) -> set[Operation]:
+    """The random ops that leaves depend on."""
+    found, seen = set[Operation](), set[Operation]()
+    stack = [producer_of(op.value) for op in case.ops if isinstance(op, LeafOp)]
+    while stack:
+        op = stack.pop()
+        if op not in seen:
+            seen.add(op)
+            stack += [producer_of(o) for o in op.operands]
+            found |= {op} if is_random_op(op) else set()
     return found
 
 

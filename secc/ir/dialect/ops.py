@@ -453,8 +453,8 @@ class GuardOp(LineOp):
 
 @irdl_op_definition
 class LeafOp(LineOp):
-    """An input-only scalar that adds up over samples. Its result is the sum over the whole global batch, in
-    float64."""
+    """A scalar of inputs, and of random ops that it has for itself, that adds up over samples. Its result is
+    the sum over the whole global batch, in float64."""
 
     name = "sec.leaf"
     sym = prop_def(StringAttr)
