@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 
 def narrower_floats(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -87,6 +88,8 @@ class _WidenedOps(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(map(self._is_narrow, args)) or any(map(self._is_narrow, kwargs.values())):
             args, kwargs = tree_map(partial(self._widen, func._schema.is_mutable), (args, kwargs))
+        if func is _GROUPED_MM and self._dtype == torch.float64:
+            return _multiply_groups(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _is_narrow(self, value: Any) -> bool:
@@ -102,6 +105,27 @@ class _WidenedOps(TorchDispatchMode):
         if isinstance(value, torch.Tensor) and value.dtype in self._narrow and not keeps_tensors:
             return value.to(self._dtype)
         return value
+
+
+def _multiply_groups(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, bias: None = None, out_dtype: None = None
+) -> torch.Tensor:
+    """Returns `aten._grouped_mm(a, b, offs)`, which torch cannot compute in float64: a product for each group
+    of rows that ends at `offs[e]`. [T, K] and [E, K, N] give [T, N], [E, M, K] and [K, T] give [M, T], and
+    [M, T] and [T, N] give [E, M, N]."""
+    ends = offs.tolist()
+    groups = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    if a.dim() == 2 and b.dim() == 2:
+        return torch.stack([a[:, g] @ b[g] for g in groups])
+    if a.dim() == 2:
+        found = a.new_zeros(len(a), b.shape[2])
+        for e, g in enumerate(groups):
+            found[g] = a[g] @ b[e]
+        return found
+    found = a.new_zeros(a.shape[1], b.shape[1])
+    for e, g in enumerate(groups):
+        found[:, g] = a[e] @ b[:, g]
+    return found
 
 
 class DtypeWatch(TorchDispatchMode):

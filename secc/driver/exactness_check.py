@@ -218,7 +218,7 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
             continue  # a sample that takes its own path is refused when a run meets it
         # If one micro-batch is inexact too, decisions are not the cause.
         if not parts.is_exact and rank.compare_step(samples, len(samples), reference).is_exact:
-            _refuse_faults_of_one(compiled, rank, samples)
+            refuse_faults_of_one(compiled, rank, samples)
             message = (
                 "the loss depends on a value that Python reads of the whole batch: the loss of "
                 f"{len(samples)} samples together is not that of the same samples in micro-batches"
@@ -244,11 +244,11 @@ def _check_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozenset
     comparisons = [rank.compare_step(samples, max_samples, reference) for max_samples in sizes]
     worst = max(comparisons, key=lambda c: (not c.is_exact, max(c.difference.loss, c.difference.gradient)))
     if not worst.is_exact:
-        _refuse_faults_of_one(compiled, rank, samples)
+        refuse_faults_of_one(compiled, rank, samples)
     return PatternCheck(tuple(sorted(pattern)), len(samples), worst)
 
 
-def _refuse_faults_of_one(
+def refuse_faults_of_one(
     compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]]
 ) -> None:
     """Raises UserError if plain PyTorch gives a sample alone another gradient than twice in one batch, while

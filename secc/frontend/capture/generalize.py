@@ -363,9 +363,13 @@ class _CaptureMerger:
         if "shape" in first.meta:
             meta["shape"] = self._explain_shape(first, [n.meta["shape"] for n in nodes])
         if "results" in first.meta:
-            results = zip(*(n.meta["results"] for n in nodes), strict=True)
+            results = [n.meta["results"] for n in nodes]
+            if len({len(r) for r in results}) > 1:
+                message = f"the number of results of {first.target} differs between batches"
+                raise _unexplained_number(first, message, [len(r) for r in results])
             meta["results"] = [
-                r[0] | {"shape": self._explain_shape(first, [x["shape"] for x in r])} for r in results
+                r[0] | {"shape": self._explain_shape(first, [x["shape"] for x in r])}
+                for r in zip(*results, strict=True)
             ]
         return meta
 

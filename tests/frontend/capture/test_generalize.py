@@ -338,6 +338,12 @@ def test_ops_that_change_with_the_batch_are_refused_with_their_line() -> None:
     assert error.value.where.startswith("test_generalize.py:")
 
 
+def test_ops_with_more_results_in_larger_batches_are_refused_with_their_line() -> None:
+    with pytest.raises(UserError, match="the number of results of") as error:
+        generalize_captures(observe(Model(lambda m, h, mask: h.split(2)[0].mean()), SIZES[1:]))
+    assert error.value.where.startswith("test_generalize.py:")
+
+
 def test_counts_that_values_decide_are_inferred_by_torch_or_refused() -> None:
     case, model = generic(lambda m, h, mask: m.head(h[mask].reshape(-1, 2, 3)[:, 0].repeat(1, 2)).mean())
     assert_exact(model, case, batch(6, 15, 3))

@@ -1,0 +1,60 @@
+"""Operators of PyTorch that are wrong for batches of one sample are named, and no plan is blamed for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.driver.exactness_check import refuse_faults_of_one
+from secc.errors import UserError
+from secc.runtime.training.one_rank_plan import OneRankPlan
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.scale = nn.BatchNorm2d(8).eval(), nn.Parameter(torch.ones(16, 8))
+
+    def forward(self, x):
+        return (self.norm(x).flatten(2).transpose(1, 2) * self.scale).square().mean()
+
+
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+
+def dataset():
+    g = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(8, 4, 4, generator=g)} for _ in range(7)]
+"""
+
+
+def batch_norm_is_wrong_for_one_sample() -> bool:
+    """Whether this PyTorch sums the gradient of a batch norm in eval mode wrongly for one sample."""
+    norm, gradient = nn.BatchNorm2d(8).eval(), torch.randn(1, 16, 8)
+    norm(torch.randn(1, 8, 4, 4)).flatten(2).transpose(1, 2).backward(gradient)
+    assert norm.bias.grad is not None
+    return not torch.allclose(norm.bias.grad, gradient.sum((0, 1)), atol=1e-4)
+
+
+@pytest.mark.skipif(not batch_norm_is_wrong_for_one_sample(), reason="this PyTorch computes it correctly")
+def test_a_wrong_gradient_of_one_sample_is_blamed_on_its_operator(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    compiled = compile_model(tmp_path / "model.py", CompileOptions(cluster="local:1", global_batch=4))
+    assert compiled.model is not None
+    compiled.write_sections(tmp_path / "plan")
+    rank = OneRankPlan(compiled.plan, tmp_path / "plan", compiled.user, compiled.model)
+    samples = [compiled.user.dataset()[0]]
+    with pytest.raises(UserError, match="another gradient than twice in one batch") as error:
+        refuse_faults_of_one(compiled, rank, samples)
+    assert "norm" in error.value.message and "batches of one" in error.value.remedy
