@@ -166,6 +166,9 @@ class CopyKeeper:
 
     def _keep(self, name: CopyName, file: str, descriptor: int) -> None:
         with self._lock:
+            if name not in self._kept:  # one is written at a time: others have failed
+                for other in [n for n, c in self._kept.items() if not c.number]:
+                    _close_all(self._kept.pop(other).files.values())
             files = self._kept.setdefault(name, _CopiedCheckpoint()).files
             _close_all([files.pop(file, -1)])
             files[file] = descriptor
@@ -251,9 +254,9 @@ class CopyKeeper:
             return f"the launcher at {where} does not take it: {error}"
 
 
-def put_copy(name: CopyName, file: Path) -> None:
-    """Copies a file of a checkpoint into the launcher's memory, and into that of the next node's. Raises
-    OSError if one of them has no copy."""
+def put_copy(name: CopyName, file: Path) -> str:
+    """Copies a file of a checkpoint into the launcher's memory, and into that of the next node's; returns why
+    that one has none, "" if it has. Raises OSError if this node's launcher has no copy."""
     size = file.stat().st_size
     _check_memory(size)
     with file.open("rb") as source, _sealed_memory() as memory:
@@ -261,8 +264,7 @@ def put_copy(name: CopyName, file: Path) -> None:
             pass
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
         problem, _ = _ask("put", name, file.name, [memory], _TIMEOUT_S + size / _LEAST_RATE)
-    if problem:
-        raise OSError(problem)
+    return problem
 
 
 def complete_copies(name: CopyName) -> None:

@@ -20,6 +20,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ _INCOMPLETE, _NEW, _OLD, _REMOVED = ".incomplete", ".new", ".old", ".removed"
 _CHECKPOINT_NAME = re.compile(r"step_(\d{8,})(\.new|\.old)?")
 _NO_CHECKPOINT_REMEDY = "give a directory that a run with --save has written"
 _DAMAGE_REMEDY = "take another checkpoint of the run; a directory of checkpoints names the newest whole one"
+
+
+class CheckpointRefused(UserError):
+    """A checkpoint that cannot be taken although it is not damaged: none before it is taken in its place."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +109,21 @@ def scratch_path(directory: Path, step: int) -> Path:
     return directory / f"step_{step:08d}{_INCOMPLETE}"
 
 
-def publish_checkpoint(directory: Path, manifest: CheckpointManifest) -> Path:
-    """Gives the written checkpoint its manifest and its name, and points `latest` to it. Returns its path.
+def write_manifest(directory: Path, manifest: CheckpointManifest) -> Path:
+    """Writes the manifest of a checkpoint that is not published yet. Returns its path."""
+    path = scratch_path(directory, manifest.step) / MANIFEST_FILE
+    _write_synced(path, _encode_manifest(manifest))
+    return path
+
+
+def publish_checkpoint(directory: Path, step: int) -> Path:
+    """Gives the written checkpoint, which has its manifest, its name, and points `latest` to it. Returns its
+    path.
 
     At every moment the folder holds a whole checkpoint, even if the step was saved before.
     """
-    scratch = scratch_path(directory, manifest.step)
+    scratch = scratch_path(directory, step)
     final, new, old = (scratch.with_suffix(suffix) for suffix in ("", _NEW, _OLD))
-    _write_synced(scratch / MANIFEST_FILE, _encode_manifest(manifest))
     _sync(scratch)
     if final.exists():
         os.rename(scratch, new)
@@ -190,7 +202,8 @@ def find_checkpoint(
     checked, hashed by `hashes`. `copies`: a folder of copies of one of its checkpoints, which are read
     instead if they are whole.
 
-    Raises UserError if there is none, or if a file of the checkpoint `directory` is damaged.
+    Raises UserError if there is none, or if a file of the checkpoint `directory` is damaged, and
+    CheckpointRefused.
     """
     if (directory / MANIFEST_FILE).exists():
         return FoundCheckpoint(directory, check_checkpoint(directory, hashes))
@@ -201,6 +214,8 @@ def find_checkpoint(
             return FoundCheckpoint(
                 directory / files.name, manifest, tuple(damaged), copies if files == copies else None
             )
+        except CheckpointRefused:
+            raise
         except UserError as error:
             damaged.append(error)
     if damaged:
@@ -240,10 +255,11 @@ def _compare_file(path: Path, quantity: str, expected: object, found: object) ->
 
 
 def read_manifest(checkpoint: Path) -> CheckpointManifest:
-    """Reads the manifest of a checkpoint. Raises UserError if it is missing or malformed."""
+    """Reads the manifest of a checkpoint. Raises UserError if it is missing or malformed, and
+    CheckpointRefused if a later version of secc has written it."""
     path = checkpoint / MANIFEST_FILE
     try:
-        return _decode_manifest(path.read_text())
+        return _decode_manifest(path.read_text(), str(path))
     except OSError as error:
         message = f"not a checkpoint: {error.strerror}"
         raise UserError(message, str(checkpoint), _NO_CHECKPOINT_REMEDY) from None
@@ -257,12 +273,16 @@ def _encode_manifest(manifest: CheckpointManifest) -> str:
     return json.dumps(fields | {"digest": _digest_fields(fields)}, indent=1)
 
 
-def _decode_manifest(text: str) -> CheckpointManifest:
-    """Raises ValueError, TypeError, KeyError or AttributeError for text that is no manifest."""
+def _decode_manifest(text: str, where: str) -> CheckpointManifest:
+    """Raises ValueError, TypeError, KeyError or AttributeError for text that is no manifest, and
+    CheckpointRefused."""
     fields: dict[str, Any] = json.loads(text)
     digest = fields.pop("digest", None)
     if (digest is not None or "files" in fields) and digest != _digest_fields(fields):
         raise ValueError("its digest is of other contents")
+    if unknown := fields.keys() - {field.name for field in dataclass_fields(CheckpointManifest)}:
+        message = f"a later version of secc has written the checkpoint: it has {min(unknown)!a}"
+        raise CheckpointRefused(message, where, "resume with that version of secc")
     files: dict[str, Any] | None = fields.pop("files", None)
     for name in files or ():
         if Path(name).name != name:

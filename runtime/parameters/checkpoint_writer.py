@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import pickle
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -30,7 +31,6 @@ from secc.runtime.host.fork_pool import WorkerPool
 from secc.runtime.host.memory import available_memory
 from secc.runtime.parameters.checkpoint_copies import CopyName, complete_copies, put_copy
 from secc.runtime.parameters.checkpoint_folder import (
-    MANIFEST_FILE,
     CheckpointManifest,
     FileDigest,
     digest_file,
@@ -38,6 +38,7 @@ from secc.runtime.parameters.checkpoint_folder import (
     remove_old_checkpoints,
     scratch_path,
     start_checkpoint,
+    write_manifest,
 )
 
 if TYPE_CHECKING:  # a rank without checkpoints starts almost a second sooner without it
@@ -82,10 +83,13 @@ class _SaveRequest:
 
 @dataclass(frozen=True)
 class _WrittenPart:
-    """What a rank wrote: its entries and the digests of its files."""
+    """What a rank wrote: its entries and the digests of its files, and whether its launcher has copies. It
+    travels pickled: ranks only pass it on, from their writers to the one that publishes, and reading the
+    entries costs more than all else that a step does for a checkpoint."""
 
     entries: WrittenEntries
     files: dict[str, FileDigest]
+    is_copied: bool
 
 
 @dataclass(frozen=True)
@@ -131,46 +135,54 @@ class BackgroundWriter:
         self._memory = os.memfd_create("secc-checkpoint")  # without a size yet, and inherited by the process
         self._size, self._is_closed = 0, False
         self._mapping: mmap.mmap | None = None
+        self._places, self._needed = dict[str, _CopiedTensor](), 0  # of the state that is copied next
+        self._copies = dict[_CopiedTensor, torch.Tensor]()  # in the mapping, for the saves to come
         self._pool = WorkerPool(_run_in_background, 1, WRITER_NAME, 1)
 
     def close(self) -> None:
         """Ends the process and frees the memory; closing again does nothing."""
         if not self._is_closed:
             self._is_closed, self._mapping = True, None
+            self._copies.clear()
             self._pool.close()
             os.close(self._memory)
 
     def has_room(self, state: Mapping[str, Any]) -> bool:
-        """Tells whether the host has memory for copies of `state` on each of its ranks."""
-        growth = max(0, _find_places(state)[1] - self._size)
+        """Tells whether the host has memory for copies of `state` on each of its ranks. Call it before
+        `write_entries`."""
+        self._places, self._needed = _find_places(state)
+        growth = max(0, self._needed - self._size)
         copies = growth * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return copies <= available_memory() * _COPIES_SHARE
 
     def write_entries(self, request: _SaveRequest, rank: int, state: Mapping[str, Any]) -> None:
-        """Copies `state` and starts to write it. `take_result` has the _WrittenPart."""
+        """Copies `state` and starts to write it. `take_result` has the pickled _WrittenPart."""
         from secc.runtime.parameters.sliced_tensor_store import encode_object
 
-        places, size = _find_places(state)
-        if size > self._size:
-            os.ftruncate(self._memory, size)
-            self._size, self._mapping = size, mmap.mmap(self._memory, size)
+        if self._needed > self._size:
+            os.ftruncate(self._memory, self._needed)
+            self._size, self._mapping = self._needed, mmap.mmap(self._memory, self._needed)
+            self._copies.clear()
         entries = dict[str, Any]()
         on_gpu = False
         for key, value in state.items():
-            place = places.get(key)
+            place = self._places.get(key)
             if place is None:
                 entries[key] = encode_object(value)
             else:
                 assert self._mapping is not None
                 values = _tensor_of(value)
                 on_gpu |= values.is_cuda
-                _memory_of(self._mapping, place).copy_(values, non_blocking=True)
+                copy = self._copies.get(place)
+                if copy is None:
+                    copy = self._copies[place] = _memory_of(self._mapping, place)
+                copy.copy_(values, non_blocking=True)
                 entries[key] = place
         if on_gpu:
             torch.cuda.synchronize()
         self._pool.submit_work(None, _write_copies, request, rank, self._memory, self._size, entries)
 
-    def publish(self, request: _SaveRequest, parts: list[_WrittenPart]) -> None:
+    def publish(self, request: _SaveRequest, parts: list[bytes]) -> None:
         """Starts to publish what all ranks have written. `take_result` has None."""
         self._pool.submit_work(None, _publish_parts, request, parts)
 
@@ -297,38 +309,45 @@ class CheckpointSaver:
         self._result = _Failure(lost)
 
 
-def _write_part(request: _SaveRequest, rank: int, state: Mapping[str, Any]) -> _WrittenPart:
+def _write_part(request: _SaveRequest, rank: int, state: Mapping[str, Any]) -> bytes:
+    """Returns the pickled _WrittenPart."""
     from secc.runtime.parameters import sliced_tensor_store
 
     scratch = request.scratch
     entries = sliced_tensor_store.write_entries(scratch, rank, dict(state))
     digests = {name: digest_file(scratch / name, sync=True) for name in entries.files}
-    if request.copy_name is not None:
-        for name in entries.files:
-            _copy_to_launcher(request.copy_name, scratch / name)
-    return _WrittenPart(entries, digests)
+    is_copied = _copy_to_launchers(request, [scratch / name for name in entries.files])
+    return pickle.dumps(_WrittenPart(entries, digests, is_copied))
 
 
-def _copy_to_launcher(name: CopyName, file: Path) -> None:
-    """Lets launchers keep copies of a written file; ranks that find none read storage."""
-    try:
-        put_copy(name, file)
-    except OSError as error:
-        note = f"note: a copy of {file} in memory is missing: {error.strerror or error}"
-        sys.stderr.write(printable_text(note) + "\n")
+def _copy_to_launchers(request: _SaveRequest, files: Iterable[Path]) -> bool:
+    """Lets launchers keep copies of written files, if the run asks for it. Returns whether this node's has
+    them; ranks that find none read storage."""
+    if request.copy_name is None:
+        return False
+    for file in files:
+        try:
+            problem, is_copied = put_copy(request.copy_name, file), True
+        except OSError as error:
+            problem, is_copied = error.strerror or str(error), False
+        if problem:
+            sys.stderr.write(printable_text(f"note: a copy of {file} in memory is missing: {problem}") + "\n")
+        if not is_copied:
+            return False
+    return True
 
 
-def _publish_parts(request: _SaveRequest, parts: list[_WrittenPart]) -> None:
+def _publish_parts(request: _SaveRequest, pickled: list[bytes]) -> None:
     from secc.runtime.parameters import sliced_tensor_store
 
+    parts: list[_WrittenPart] = [pickle.loads(part) for part in pickled]
     index = sliced_tensor_store.write_index(request.scratch, [part.entries for part in parts])
     files = {name: digest for part in parts for name, digest in part.files.items()}
     files[index.name] = digest_file(index, sync=True)
-    if request.copy_name is not None:
-        _copy_to_launcher(request.copy_name, index)
-    final = publish_checkpoint(request.directory, replace(request.manifest, files=files))
-    if request.copy_name is not None:
-        _copy_to_launcher(request.copy_name, final / MANIFEST_FILE)
+    manifest = write_manifest(request.directory, replace(request.manifest, files=files))
+    are_copied = all(part.is_copied for part in parts) and _copy_to_launchers(request, [index, manifest])
+    publish_checkpoint(request.directory, request.manifest.step)
+    if are_copied and request.copy_name is not None:
         with suppress(OSError):
             complete_copies(request.copy_name)
     if request.keep is not None:
@@ -376,7 +395,7 @@ def _find_places(state: Mapping[str, Any]) -> tuple[dict[str, _CopiedTensor], in
 
     places, size = dict[str, _CopiedTensor](), 0
     for key, value in state.items():
-        if _is_tensor(value):
+        if isinstance(value, (torch.Tensor, TensorSlice)):  # a union of both would be made for each entry
             values = _tensor_of(value)
             slice_of = (value.shape, value.start, value.cut) if isinstance(value, TensorSlice) else None
             places[key] = _CopiedTensor(size, values.shape, values.dtype, slice_of)
@@ -391,21 +410,20 @@ def _memory_of(mapping: mmap.mmap, place: _CopiedTensor) -> torch.Tensor:
     return torch.frombuffer(mapping, dtype=place.dtype, count=count, offset=place.offset).view(place.shape)
 
 
-def _is_tensor(value: Any) -> bool:
-    from secc.runtime.parameters.sliced_tensor_store import TensorSlice
-
-    return isinstance(value, torch.Tensor | TensorSlice)
-
-
 def _tensor_of(value: torch.Tensor | TensorSlice) -> torch.Tensor:
     return (value if isinstance(value, torch.Tensor) else value.values).detach()
 
 
 def _first_failure_of_ranks(result: Any) -> _Failure | None:
     """Returns the first _Failure among the ranks' results. Collective."""
-    results: list[Any] = [result if isinstance(result, _Failure) else None]
+    own = result if isinstance(result, _Failure) else None
+    results: list[Any] = [own]
     if dist.is_initialized():
-        own, results = results[0], [None] * dist.get_world_size()
+        failures = torch.tensor(int(own is not None))
+        dist.all_reduce(failures)
+        if not failures.item():  # what nearly always happens should cost a step little
+            return None
+        results = [None] * dist.get_world_size()
         dist.all_gather_object(results, own)
     return next((failure for failure in results if failure is not None), None)
 

@@ -11,31 +11,36 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from secc.runtime.parameters.checkpoint_folder import FileDigest, hash_files
+from secc.runtime.parameters.checkpoint_folder import CheckpointRefused, FileDigest, hash_files
 
 
 class SharedDigests:
-    """Hashes the files of checkpoints together with the other ranks; each of them must hash the same
-    checkpoints in the same order. `store` is the one in which the ranks meet."""
+    """Hashes the files of checkpoints together with the other ranks. `store` is the one in which the ranks
+    meet."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._count = 0  # of the checkpoints so far; two may have one name
 
     def hash_files(self, checkpoint: Path, files: Mapping[str, FileDigest]) -> dict[str, str]:
-        """Returns the SHA-256 of each file as the rank that read it found it. Waits for all ranks."""
+        """Returns the SHA-256 of each file as the rank that read it found it. Waits for all ranks. Raises
+        CheckpointRefused if one of them looks at another checkpoint: a run saves or removes some now."""
         self._count += 1
         shares = _divide_files(files, self._world_size)
         own = hash_files(checkpoint, {name: files[name] for name in shares[self._rank]})
-        self._store.set(self._key(checkpoint, self._rank), json.dumps(own))
+        self._store.set(self._key(self._rank), json.dumps([checkpoint.name, own]))
         found: dict[str, str] = {}
-        for rank, share in enumerate(shares):
-            if share:
-                found |= json.loads(self._store.get(self._key(checkpoint, rank)))
+        for rank in range(self._world_size):
+            name, theirs = json.loads(self._store.get(self._key(rank)))
+            if name != checkpoint.name:
+                message = f"its checkpoints change: rank {rank} found {name}, rank {self._rank} another one"
+                remedy = "start again; if a run writes into the directory, wait for it or name a checkpoint"
+                raise CheckpointRefused(message, str(checkpoint.parent), remedy)
+            found |= theirs
         return found
 
-    def _key(self, checkpoint: Path, rank: int) -> str:
-        return f"secc/digests/{self._count}/{checkpoint.name}/{rank}"
+    def _key(self, rank: int) -> str:
+        return f"secc/digests/{self._count}/{rank}"
 
 
 def _divide_files(files: Mapping[str, FileDigest], count: int) -> list[list[str]]:

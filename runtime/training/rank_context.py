@@ -126,6 +126,10 @@ class RankContext(ExitStack):
         self.device = _choose_device(options.share_gpus)
         self.user_model = load_user_model(self.plan, directory)
         self.log_dir = options.log_dir or directory / "logs"
+        if self.rank == 0:
+            _check_writable(self.log_dir, options)
+            if options.eval_only is None:
+                self._lock_folders()  # before the ranks look for a checkpoint that another run may replace
         self.resumed = self._find_resumed()
         manifest = self.resumed.manifest if self.resumed else None
         sample_count, global_batch = self.user_model.sample_count, self.plan.global_batch
@@ -141,9 +145,6 @@ class RankContext(ExitStack):
         self.shuffle = options.shuffle or bool(manifest and manifest.shuffle)
         self.trace = ChromeTrace(options.trace, self.rank, self.device)
         if self.rank == 0:
-            _check_writable(self.log_dir, options)
-            if options.eval_only is None:
-                self._lock_folders()
             check_installed(options.report_to)
             if options.save is not None:
                 check_folder_is_free(options.save, self.resumed)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from secc.runtime.parameters.checkpoint import load_full_state_dict
 from secc.runtime.training.supervisor import run_plan
 from tests.e2e.harness import compile_and_write
-from tests.runtime.run_processes import ranks_of, steps_of, wait_for_step, wait_until
+from tests.runtime.run_processes import process_of_rank, ranks_of, steps_of, wait_for_step, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.gloo, pytest.mark.timeout(900)]
 MODEL = Path(__file__).parents[2] / "tools" / "models" / "repeats.py"
@@ -87,10 +88,22 @@ class Nodes:
 
     def start(self, node: int) -> subprocess.Popen[str]:
         """Starts the launcher of a node in its namespace."""
-        command = ["ip", "netns", "exec", self.spaces[node], sys.executable, "-m", "secc", "run"]
-        command += [str(self.plan), *self.common, *self.options, "--node-rank", str(node)]
+        command = ["-m", "secc", "run", str(self.plan), *self.common, *self.options]
+        return self._execute(node, [sys.executable, *command, "--node-rank", str(node)])
+
+    def start_torchrun(self, node: int, backend: str, endpoint: str, *options: str) -> subprocess.Popen[str]:
+        """Starts torchrun on a node in its namespace, without secc's launcher."""
+        command = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+        command += ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "mine"]
+        command += ["--local-addr", ADDRESSES[node], "--max-restarts", "2", str(self.plan / "run.py")]
+        command += [*self.common, "--save", str(self.saved), *options]
+        return self._execute(node, [sys.executable, *command], GLOO_SOCKET_IFNAME="eth0")
+
+    def _execute(self, node: int, command: list[str], **variables: str) -> subprocess.Popen[str]:
+        command = ["ip", "netns", "exec", self.spaces[node], *command]
         environment = os.environ | {"PYTHONPATH": os.getcwd()}
         environment.pop("GLOO_SOCKET_IFNAME", None)
+        environment |= variables
         with (self.folder / f"messages_{node}").open("a") as messages:
             return subprocess.Popen(
                 command, env=environment, stdout=messages, stderr=messages, text=True, start_new_session=True
@@ -137,6 +150,51 @@ def test_strangers_stay_out_and_a_lost_node_comes_back(spaces: list[str], tmp_pa
     launchers[1] = nodes.start(1)
     assert [launcher.wait(400) for launcher in launchers] == [0, 0], nodes.messages(0)
     assert "restart 1 of 3" in nodes.messages(0) and "Traceback" not in nodes.messages(0)
+    assert steps_of(nodes.plan / "logs")[-1]["step"] == 60
+    weights = load_full_state_dict(nodes.saved)
+    for name, tensor in nodes.train_on_one_machine(60).items():
+        assert torch.equal(weights[name], tensor), name
+    assert not list(ranks_of(nodes.plan))
+
+
+@pytest.fixture
+def etcd(spaces: list[str], tmp_path: Path) -> Iterator[str]:
+    """An etcd server in the first namespace: its HOST:PORT."""
+    program = shutil.which("etcd")
+    if program is None or find_spec("etcd") is None:
+        pytest.skip("needs the program etcd (Debian: etcd-server) and the package python-etcd")
+    url = f"http://{ADDRESSES[0]}:2379"
+    options = [
+        "--enable-v2",
+        "--data-dir",
+        str(tmp_path / "etcd"),
+        "--listen-peer-urls",
+        "http://127.0.0.1:0",
+    ]
+    options += ["--listen-client-urls", url, "--advertise-client-urls", url]
+    with (tmp_path / "messages_etcd").open("w") as messages:
+        server = subprocess.Popen(
+            ["ip", "netns", "exec", spaces[0], program, *options], stdout=messages, stderr=messages
+        )
+    yield f"{ADDRESSES[0]}:2379"
+    server.kill()
+    server.wait()
+
+
+@pytest.mark.parametrize("backend", ["c10d", "etcd"])
+def test_torchrun_starts_the_ranks_of_all_nodes_again(
+    spaces: list[str], tmp_path: Path, backend: str, request: pytest.FixtureRequest
+) -> None:
+    endpoint = request.getfixturevalue("etcd") if backend == "etcd" else f"{ADDRESSES[0]}:{PORT}"
+    nodes = Nodes(spaces, tmp_path)
+    options = (backend, endpoint, "--steps", "60", "--resume", "auto")
+    launchers = [nodes.start_torchrun(node, *options) for node in (0, 1)]
+    wait_for_step(nodes.plan, 12, launchers[0])
+    os.kill(process_of_rank(nodes.plan, 1), signal.SIGKILL)
+    messages = [nodes.messages(0), nodes.messages(1)]
+    assert [launcher.wait(400) for launcher in launchers] == [0, 0], messages
+    text = nodes.messages(0) + nodes.messages(1)
+    assert "restart 1:" in text and "were lost and are computed again" in text
     assert steps_of(nodes.plan / "logs")[-1]["step"] == 60
     weights = load_full_state_dict(nodes.saved)
     for name, tensor in nodes.train_on_one_machine(60).items():

@@ -59,5 +59,7 @@ def draw_cases(count: int, seed: int) -> list[Case]:
 
 def steps_of_case(case: Case) -> int:
     """Returns the number of steps of the run that the case breaks."""
-    # A file is truncated once there are two checkpoints, which a busy machine writes late.
-    return MORE_STEPS if case.on_loss == "replan" or case.fault == "TRUNCATE" else STEPS
+    # A file is truncated once there are two checkpoints, which a busy machine writes late; and a rank may
+    # come to its moment only once a step.
+    is_late = case.fault == "TRUNCATE" or case.count > STEPS
+    return MORE_STEPS if case.on_loss == "replan" or is_late else STEPS

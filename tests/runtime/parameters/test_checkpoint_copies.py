@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from secc.runtime.host.signed_channel import ForeignPeer, connect_to_peer
-from secc.runtime.parameters import checkpoint_copies
+from secc.runtime.parameters import checkpoint_copies, checkpoint_writer
 from secc.runtime.parameters.checkpoint import load_full_state_dict, make_manifest
 from secc.runtime.parameters.checkpoint_copies import COPIES_VARIABLE, CopyKeeper, CopyName, link_copies
 from secc.runtime.parameters.checkpoint_folder import FoundCheckpoint, find_checkpoint
 from secc.runtime.parameters.checkpoint_writer import CheckpointSaver
+from tests.runtime.run_processes import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -94,6 +95,38 @@ def test_copies_of_an_older_step_than_the_latest_are_not_preferred(tmp_path: Pat
     save(saved, 2)
     shutil.rmtree(saved / "step_00000001")
     assert find_checkpoint(saved, copies=copies).path.name == "step_00000002"
+
+
+def test_a_checkpoint_with_a_missing_copy_does_not_replace_the_copies_before(
+    tmp_path: Path, keeper: CopyKeeper, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "saved"
+    save(saved, 1)
+    put = checkpoint_writer.put_copy
+
+    def fail(name: CopyName, file: Path) -> str:
+        if file.name == "checkpoint.json":
+            raise OSError("the host has too little memory for 7 bytes")
+        return put(name, file)
+
+    monkeypatch.setattr(checkpoint_writer, "put_copy", fail)
+    for step in (2, 3):
+        save(saved, step)
+    assert capfd.readouterr().err.count("checkpoint.json in memory is missing: the host has too little") == 2
+    assert files_of(keeper) == [(1, 3), (3, 2)]  # those of step 2 are gone
+    shutil.rmtree(saved)
+    assert find(saved)[1] == 1
+
+
+def test_a_file_that_is_not_sent_whole_is_not_kept(nodes: list[CopyKeeper]) -> None:
+    channel = connect_to_peer(nodes[0].listen("127.0.0.2", SECRET), SECRET)
+    channel.send({"kind": "put", "save": "s", "step": 1, "file": "data", "size": 100})
+    assert not channel.receive(5)
+    channel.send_bytes(b"half of it")
+    channel.close()  # the sender is killed
+    channel = connect_to_peer(nodes[0].listen("127.0.0.2", SECRET), SECRET)
+    channel.send({"kind": "get", "save": "s", "step": 1, "file": "data"})
+    assert channel.receive(5) is None and files_of(nodes[0]) == []
 
 
 @pytest.fixture
@@ -195,6 +228,6 @@ def test_only_the_newest_checkpoint_stays_in_memory(tmp_path: Path, keeper: Copy
         save(tmp_path / "saved", step)
         counts = {len(checkpoint.files) for checkpoint in keeper._kept.values()}
         assert counts == {3}  # data, index, manifest
-        assert len(os.listdir("/proc/self/fd")) == before + 3
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) == before + 3)
     copies = link_copies(tmp_path / "saved")
     assert copies is not None and copies.name == "step_00000003"

@@ -17,6 +17,7 @@ from secc.runtime.errors import UserError
 from secc.runtime.parameters.checkpoint import load_full_state_dict, make_manifest
 from secc.runtime.parameters.checkpoint_folder import (
     MANIFEST_FILE,
+    _digest_fields,  # pyright: ignore[reportPrivateUsage]
     check_folder_is_free,
     find_checkpoint,
     remove_old_checkpoints,
@@ -190,6 +191,19 @@ def test_checkpoints_without_checksums_still_load_with_a_note(tmp_path: Path) ->
     assert saved_value(tmp_path) == 1.0
     (note,) = find_checkpoint(tmp_path).notes()
     assert "not checked" in note
+
+
+def test_a_checkpoint_of_a_later_version_is_refused_and_none_before_it_is_taken(tmp_path: Path) -> None:
+    save(tmp_path, 5, 1.0)
+    last = save(tmp_path, 10, 2.0) / MANIFEST_FILE
+    fields = json.loads(last.read_text()) | {"compression": "zstd"}
+    del fields["digest"]
+    last.write_text(json.dumps(fields | {"digest": _digest_fields(fields)}))
+    with pytest.raises(
+        UserError, match=r"a later version of secc has written .* it has 'compression'"
+    ) as error:
+        find_checkpoint(tmp_path)
+    assert error.value.where == str(last) and "resume with that version" in error.value.remedy
 
 
 def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from secc.runtime.parameters.checkpoint_folder import (
     publish_checkpoint,
     scratch_path,
     start_checkpoint,
+    write_manifest,
 )
 from secc.runtime.parameters.shared_digests import SharedDigests
 
@@ -31,15 +32,20 @@ def write_checkpoint(directory: Path, step: int) -> Path:
     for name, size in SIZES.items():
         (scratch_path(directory, step) / name).write_bytes(bytes([step]) * size)
     files = {name: digest_file(scratch_path(directory, step) / name) for name in SIZES}
-    return publish_checkpoint(directory, CheckpointManifest(step, 0, False, 1, (), {}, files))
+    write_manifest(directory, CheckpointManifest(step, 0, False, 1, (), {}, files))
+    return publish_checkpoint(directory, step)
 
 
-def find_on_ranks(directory: Path, world_size: int) -> list[FoundCheckpoint | UserError]:
+def find_on_ranks(
+    directory: Path, world_size: int, directory_of_last: Path | None = None
+) -> list[FoundCheckpoint | UserError]:
+    """Returns what each rank finds in `directory`, the last one elsewhere."""
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    directories = [directory] * (world_size - 1) + [directory_of_last or directory]
 
     def find(rank: int) -> FoundCheckpoint | UserError:
         try:
-            return find_checkpoint(directory, SharedDigests(store, rank, world_size).hash_files)
+            return find_checkpoint(directories[rank], SharedDigests(store, rank, world_size).hash_files)
         except UserError as error:
             return error
 
@@ -73,3 +79,12 @@ def test_all_ranks_take_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> N
     assert len({str(f.damaged) for f in found if isinstance(f, FoundCheckpoint)}) == 1
     errors = {str(e) for e in find_on_ranks(damaged.parent, 3)}
     assert len(errors) == 1 and f"{damaged}: damaged checkpoint: SHA-256" in errors.pop()
+
+
+def test_ranks_that_see_other_checkpoints_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """A run saves one while ranks of another process look for the newest."""
+    for step in (4, 5):
+        write_checkpoint(tmp_path / "later", step)
+    write_checkpoint(tmp_path / "before", 4)
+    errors = find_on_ranks(tmp_path / "before", 3, tmp_path / "later")
+    assert all("its checkpoints change: rank " in str(error) for error in errors)

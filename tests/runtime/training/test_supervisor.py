@@ -130,7 +130,8 @@ def stop_between_saves(launcher: subprocess.Popen[str], saved: Path) -> str:
         listed, _ = checkpoint_copies._ask("list", CopyName("", 0))
         os.kill(launcher.pid, signal.SIGSTOP)
         name = (saved / "latest").read_text().strip()
-        if listed and name == f"step_{listed['step']:08d}" and not list(saved.glob("*.incomplete")):
+        folders = sorted(path.name for path in saved.glob("step_*"))
+        if listed and name == f"step_{listed['step']:08d}" == folders[-1]:
             return name
         os.kill(launcher.pid, signal.SIGCONT)
         time.sleep(0.02)
