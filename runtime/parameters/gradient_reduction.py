@@ -312,7 +312,6 @@ class GradientReducer:
         for reduction in reduction_groups:
             if len(reduction.ranks) > 1 and reduction.ranks not in process_groups:
                 process_groups[reduction.ranks] = dist.new_group(list(reduction.ranks))
-        self._queue: list[_PendingReduction] = []
         self._by_sections: dict[tuple[str, ...], list[_PendingReduction]] = {}
         # Buckets that may start before the section's last backward ends.
         self._overlapped_buckets: dict[tuple[str, ...], list[_GradientBucket]] = {}
@@ -329,6 +328,9 @@ class GradientReducer:
                     self._add_zero3_group(reduction, units, process_groups[reduction.ranks])
                 else:
                     self._add_group(reduction, params, rank, process_groups.get(reduction.ranks))
+        places = {param: place for place, param in enumerate(params.values())}
+        self._by_sections = {s: _order_by_readiness(some, places) for s, some in self._by_sections.items()}
+        self._queue: list[_PendingReduction] = list(itertools.chain.from_iterable(self._by_sections.values()))
         self._next_index = 0  # in the queue: everything before it has been started
         self._in_flight = deque[_PendingReduction]()
         self._hooks = list[RemovableHandle]()
@@ -385,7 +387,6 @@ class GradientReducer:
     ) -> None:
         queued = [*buckets, _GradientPresence(buckets, group, self._device)]
         self._by_sections.setdefault(reduction.sections, []).extend(queued)
-        self._queue += queued
 
     def _optimized_parameter(self, name: str, param: nn.Parameter) -> nn.Parameter:
         """Returns what the optimizer updates: the parameter itself, or its new float32 master."""
@@ -504,6 +505,25 @@ class GradientReducer:
             flat.copy_masters_to_shard()
         for work in [flat.gather_values(group) for flat, group in flats]:
             work.wait()
+
+
+def _order_by_readiness(
+    queued: Iterable[_PendingReduction], places: Mapping[nn.Parameter, int]
+) -> list[_PendingReduction]:
+    """Returns the buckets of a section in the order in which a backward completes them, then the exchanges of
+    their presence.
+
+    A backward accumulates the last of the model's parameters first. All groups of a section take turns:
+    experts would otherwise wait for the first of all other parameters. `places` are positions in the model,
+    which are the same on all ranks.
+    """
+    presences, buckets = list[_PendingReduction](), list[tuple[int, _PendingReduction]]()
+    for reduction in queued:
+        if isinstance(reduction, _GradientPresence):
+            presences.append(reduction)
+        else:
+            buckets.append((min(map(places.__getitem__, reduction.params)), reduction))
+    return [*(b for _, b in sorted(buckets, key=lambda pair: -pair[0])), *presences]
 
 
 def _split_evenly(params: Iterable[nn.Parameter], count: int) -> list[list[nn.Parameter]]:

@@ -286,9 +286,17 @@ class MicroBatchComposer:
                 for p, weight in enumerate(column) if other_ranks != ranks else ():
                     load[other_ranks[owner[p]]] += weight
             _equalize_replica_load(load, sections)
+            in_rounds = (
+                self._order_of_assignment(sections, weights[ranks])
+                if any(map(runs_in_lockstep, sections))
+                else []
+            )
             for s in sections:
                 samples_by_replica[s.name] = by_replica = [[] for _ in ranks]
-                for p in self.active_samples[s.name]:
+                active = self.active_samples[s.name]
+                # Of replicas in lockstep, the n-th micro-batches form a round: samples keep the order of
+                # their assignment, in which those of a round are alike.
+                for p in filter(set(active).__contains__, in_rounds) if runs_in_lockstep(s) else active:
                     by_replica[owner[p]].append(p)
         return ReplicaAssignment(
             samples_by_replica,
@@ -315,6 +323,20 @@ class MicroBatchComposer:
         others then balance the load. Samples of equal weight are taken pattern by pattern, so that each
         replica gets its share of every pattern.
         """
+        order = self._order_of_assignment(sections, weights)
+        owner = [0] * self.sample_count
+        ordered_weights, together = [weights[p] for p in order], max(map(replicas_in_lockstep, sections))
+        replicas = (
+            assign_in_rounds(ordered_weights, ranks, load, together)[0]
+            if together > 1
+            else assign_least_loaded(ordered_weights, ranks, load)
+        )
+        for p, replica in zip(order, replicas, strict=True):
+            owner[p] = replica
+        return owner
+
+    def _order_of_assignment(self, sections: Sequence[Section], weights: IntColumn) -> list[int]:
+        """Returns the samples of these sections in the order in which replicas get them."""
         most_downstream = max(sections, key=lambda s: self.graph.depth[s.name])
         samples = (
             self.active_samples[sections[0].name]
@@ -326,16 +348,7 @@ class MicroBatchComposer:
         order.sort(key=weights.__getitem__, reverse=True)
         classes = list(map(self.pattern_classes[most_downstream.name].__getitem__, self.pattern_ids))
         order.sort(key=classes.__getitem__)
-        owner = [0] * self.sample_count
-        ordered_weights, together = [weights[p] for p in order], max(map(replicas_in_lockstep, sections))
-        replicas = (
-            assign_in_rounds(ordered_weights, ranks, load, together)[0]
-            if together > 1
-            else assign_least_loaded(ordered_weights, ranks, load)
-        )
-        for p, replica in zip(order, replicas, strict=True):
-            owner[p] = replica
-        return owner
+        return order
 
     def _is_active_in_any(self, sections: Iterable[Section], position: int) -> bool:
         return any(self._active_by_pattern[s.name][self.pattern_ids[position]] for s in sections)
@@ -529,14 +542,16 @@ class MicroBatchComposer:
         """Cuts each replica's samples into micro-batches of one pattern and equal count, by critical start
         time.
 
-        Among equal start times the largest are together, which wastes the least padding.
+        Among equal start times the largest are together, which wastes the least padding. Replicas in lockstep
+        keep the order that their rounds have.
         """
         if section.micro_batch == 1:
             return [(r, (p,)) for r, positions in enumerate(by_replica) for p in positions]
         work, upstream, cut = self.sample_work[section.name], self.upstream_backward_ns[section.name], []
         for r, positions in enumerate(by_replica):
             groups: dict[int, list[int]] = defaultdict(list)
-            for p in sorted(positions, key=lambda p: (start_times[p], -upstream[p], -work[p], p)):
+            by_start = sorted(positions, key=lambda p: (start_times[p], -upstream[p], -work[p], p))
+            for p in positions if runs_in_lockstep(section) else by_start:
                 groups[self.pattern_ids[p]].append(p)
             for group in groups.values():
                 count = -(-len(group) // section.micro_batch)

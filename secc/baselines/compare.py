@@ -140,7 +140,10 @@ class BaselineComparison:
 
     def _longest_update_ns(self, layout: BaselineLayout) -> int:
         parts = ((self.space.rank_load(n, p.chosen.shape), p.chosen) for n, p in layout.sections.items())
-        return max(gradient_and_optimizer_ns(self.base.work, load, c.dp, c.sharding) for load, c in parts)
+        return max(
+            gradient_and_optimizer_ns(self.base.work, load, c.dp, c.micro_batch, c.sharding, c.recompute)
+            for load, c in parts
+        )
 
     def _total_if_shorter(
         self,

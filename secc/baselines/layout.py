@@ -2,8 +2,9 @@
 the simulator.
 
 The sections are those of the compared plan, whole, from the IR in its directory; times come from the same
-cost model. Three simplifications favour baselines. Stages are cut evenly wherever they are wanted, even if
-the model's layers were not captured one by one. Activations between stages cost a link's latency, but no
+cost model. Three simplifications favour baselines. Stages are cut wherever they are wanted, even if the
+model's layers were not captured one by one; heads and losses are in the last one, which has fewer layers
+where that is faster. Activations between stages cost a link's latency, but no
 bytes. A parameter of several sections is reduced by one of them alone.
 """
 
@@ -219,21 +220,20 @@ def plan_from_layout(base: BaselineContext, layout: BaselineLayout) -> Plan:
 
 
 def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayout) -> Iterator[Section]:
-    """Yields a section's stages with equal times; the section itself without a pipeline."""
+    """Yields a section's stages; the section itself without a pipeline."""
     layout_of_section = layout.sections[section.name]
     c = layout_of_section.chosen
     rank = compute_rank_load(base.work.loads[section.name], c.shape, base.work.cluster)
-    cost = Cost(
-        rank.forward_ns,
-        rank.backward_ns[c.recompute],
-        rank.label,
-        saved=rank.cost_under_recompute(c.recompute).saved,
-    )
+    saved = rank.cost_under_recompute(c.recompute).saved
     shares = list(_split_parameters(base.plan, section.params, c.pp))
     experts = _expert_shards(base, section) if c.ep > c.tp else {}
     for i in range(c.pp):
         stage_ranks = tuple(
             r for k, r in enumerate(layout_of_section.ranks) if k // c.stage_ranks % c.pp == i
+        )
+        forward, backward = (
+            rank.stages.time_of_stage(text, is_last=i == c.pp - 1)
+            for text in (rank.forward_ns, rank.backward_ns[c.recompute])
         )
         stage_fields = (
             {"name": f"{section.name}.{i}", "pipeline": section.name, "stage": i} if c.pp > 1 else {}
@@ -248,7 +248,7 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
                 for n in shares[i]
                 if n in experts
             ),
-            cost=cost,
+            cost=Cost(forward, backward, rank.label, saved=saved),
             micro_batch=base.plan.global_batch,  # tokens and bytes bound what is packed
             in_flight=layout_of_section.in_flight(i),
             room_bytes=_in_flight_bytes(base.work, rank, layout, i),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from math import prod
 
@@ -18,6 +19,7 @@ import torch
 from secc.cluster import Cluster, Link, Overheads
 from secc.cost.model.collectives import all_gather_ns, all_reduce_ns, reduce_scatter_ns, span_of_ranks
 from secc.cost.model.roofline import OPTIMIZER_MEMORY_PASSES
+from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
 from secc.runtime.parameters.gradient_reduction import ReductionGroup, build_reduction_groups
 from secc.runtime.parameters.mixed_precision import compute_dtype
 from secc.runtime.plan.expr_eval import evaluate_expr
@@ -73,22 +75,39 @@ class Traffic:
 
         0 under ZeRO-3, where every backward reduces its gradients and no parameter is gathered at the end.
         """
+        return self.sum_ns(held) + self.gather_ns(held)
+
+    def sum_ns(self, held: ReductionGroup) -> int:
+        """Time to sum the gradients of a group."""
         if self.cluster is None or len(held.ranks) < 2 or held.sharding == "zero3":
             return 0
         summed = sum(map(self.gradient_bytes_on_rank, held.names))
-        span = span_of_ranks(held.ranks, self.cluster)
-        if held.sharding == "none":
-            return all_reduce_ns(summed, span, self.cluster)
-        gathered = sum(map(self.bytes_on_rank, held.names))
-        return reduce_scatter_ns(summed, span, self.cluster) + all_gather_ns(gathered, span, self.cluster)
+        collective = all_reduce_ns if held.sharding == "none" else reduce_scatter_ns
+        return collective(summed, span_of_ranks(held.ranks, self.cluster), self.cluster)
 
-    def section_reduce_ns(self, section: str) -> int:
-        """Time to reduce the gradients that belong to one section alone, on the rank where it takes
-        longest."""
+    def gather_ns(self, held: ReductionGroup) -> int:
+        """Time to gather the parameters of a group after the optimizer step; 0 if every rank has them."""
+        if self.cluster is None or len(held.ranks) < 2 or held.sharding in {"none", "zero3"}:
+            return 0
+        gathered = sum(map(self.bytes_on_rank, held.names))
+        return all_gather_ns(gathered, span_of_ranks(held.ranks, self.cluster), self.cluster)
+
+    def bucket_share(self, held: ReductionGroup) -> Fraction:
+        """The part of a group's gradients that is summed in one bucket."""
+        return min(Fraction(1), Fraction(BUCKET_BYTES, max(1, sum(map(self.bytes_on_rank, held.names)))))
+
+    def section_closing_ns(self, section: str) -> int:
+        """Least time between a section's last backward and its updated parameters, on the rank where it takes
+        longest: the last bucket is summed, and parameters are gathered. Earlier buckets may be summed during
+        that backward. Parameters that other sections hold, too, do not count."""
         own_groups = [h for h in self.reduction_groups if h.sections == (section,)]
+        closing = [
+            (h.ranks, int(self.bucket_share(h) * self.sum_ns(h)), self.gather_ns(h)) for h in own_groups
+        ]
         return max(
             (
-                sum(self.reduce_ns(h) for h in own_groups if r in h.ranks)
+                max((bucket for ranks, bucket, _ in closing if r in ranks), default=0)
+                + sum(gather for ranks, _, gather in closing if r in ranks)
                 for r in self.plan.find_section(section).mesh.ranks
             ),
             default=0,

@@ -86,7 +86,7 @@ class BatchWork:
         self.active_samples = {
             s.name: [p for p, x in enumerate(samples) if is_active(s.when, x.pattern)] for s in plan.sections
         }
-        self.closing_ns = {s.name: self.traffic.section_reduce_ns(s.name) for s in plan.sections}
+        self.closing_ns = {s.name: self.traffic.section_closing_ns(s.name) for s in plan.sections}
         self._costs = PredictedCosts(plan, samples)
         self._sample_times = {s.name: self._measure_samples(s) for s in plan.sections}
         sections_by_name = {s.name: s for s in plan.sections}

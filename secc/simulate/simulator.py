@@ -3,11 +3,11 @@
 Computation takes the plan's costs; the ranks of a replica compute together, and so do replicas that gather
 parameters (ZeRO-3). As in `runtime/comm/p2p_channels.py`, a send is posted and never blocks, receives are
 posted a window ahead of the program, a message moves once both its ends are posted and the links are free,
-and a computation waits for the messages that it consumes. A reduction starts when all its ranks have reached
-it and overlaps with what follows; the reductions of one rank run one after the other. At the end of its
-program a rank waits for its sends and reductions, then all ranks wait for each other (the global norm), then
-each takes its optimizer step. Overheads of a rank count, too: a task's is part of its cost, a message's
-occupies the sender, a step's (planning, metadata) is added at its end.
+and a computation waits for the messages that it consumes. The sums of a section's gradients begin within its
+last backwards, bucket by bucket as these become final, and overlap with what follows; those of one rank run
+one after the other. At the end of its program a rank waits for its sends and sums, then all ranks wait for
+each other (the global norm), then each takes its optimizer step. Overheads of a rank count, too: a task's is
+part of its cost, a message's occupies the sender, a step's (planning, metadata) is added at its end.
 
 Every simulation first checks the schedule (`runtime/validation/full_check.py`): completeness, dependencies,
 order of channels, no deadlock. Events are processed in order of time and rank, so the same input gives the
@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from secc.bounds.traffic import Traffic
 from secc.runtime.comm.edge_messages import EdgeLayout
@@ -108,7 +109,12 @@ class _Simulator:
         self.waiting_together: dict[tuple[str, str, int], dict[int, tuple[Instruction, int, int]]] = (
             defaultdict(dict)
         )
-        self.reached: dict[ReductionGroup, list[int]] = defaultdict(list)
+        self.reached: dict[str, dict[int, int]] = defaultdict(dict)  # by section: rank -> when it reduces
+        self.last_backwards: dict[tuple[int, str], tuple[int, int]] = {}  # (rank, section) -> start, end
+        self.groups_by_section: dict[str, list[ReductionGroup]] = defaultdict(list)
+        for group in self.traffic.reduction_groups:
+            if len(group.sections) == 1 and len(group.ranks) > 1:
+                self.groups_by_section[group.sections[0]].append(group)
         self.wake_times = [(0, rank) for rank in range(len(self.ranks))]
         self.compute: list[ComputeEvent] = []
         self.transfers: list[TransferEvent] = []
@@ -124,7 +130,7 @@ class _Simulator:
         stepped = tuple(self._program_end(index) for index in range(len(self.ranks)))
         for group in self.traffic.reduction_groups:
             if len(group.sections) > 1:  # tied over sections: reduced at the end
-                self.run_reduction(group, max(stepped[r] for r in group.ranks))
+                self.run_reductions([group], dict(enumerate(stepped)))
         synced = max(
             (max(stepped[i], r.last_reduction_end, r.last_arrival) for i, r in enumerate(self.ranks)),
             default=0,
@@ -202,6 +208,8 @@ class _Simulator:
             )
         )
         rank.free_at = end
+        if i.kind != "F":
+            self.last_backwards[index, i.section] = start, end
         heapq.heappush(self.wake_times, (end, index))
 
     def computation_ns(self, i: Instruction) -> int:
@@ -286,22 +294,45 @@ class _Simulator:
     # -- the end of the step
 
     def reach_reduction(self, i: Instruction, index: int, time: int) -> None:
-        """A rank reaches the reduction of a section; the last one starts it."""
-        for group in self.traffic.reduction_groups:
-            if group.sections == (i.section,) and index in group.ranks:
-                self.reached[group].append(time)
-                if len(self.reached[group]) == len(group.ranks):
-                    self.run_reduction(group, time)
+        """A rank reaches the reduction of a section; with the last one all times are known."""
+        reached = self.reached[i.section]
+        reached[index] = time
+        if len(reached) == len(self.sections[i.section].mesh.ranks):
+            self.run_reductions(self.groups_by_section[i.section], reached)
 
-    def run_reduction(self, group: ReductionGroup, ready: int) -> None:
-        """Runs a reduction on its ranks, after their earlier ones."""
-        if len(group.ranks) < 2:
-            return
-        start = max([ready, *(self.ranks[r].last_reduction_end for r in group.ranks)])
-        end = start + self.traffic.reduce_ns(group)
-        for r in group.ranks:
-            self.ranks[r].last_reduction_end = end
-        self.reductions.append(ReductionEvent(group.sections, group.ranks, start, end))
+    def run_reductions(self, groups: Sequence[ReductionGroup], reached: Mapping[int, int]) -> None:
+        """Sums the gradients of a section's groups, and gathers parameters, on ranks that are through with
+        the section when they have `reached` this.
+
+        A group's first bucket is ready within the last backwards, its last one when they end.
+        """
+        sums: list[tuple[int, int]] = []  # start, end
+        for group in groups:
+            share, sum_ns = self.traffic.bucket_share(group), self.traffic.sum_ns(group)
+            ready = max(self._first_bucket_ready(r, group, share, reached[r]) for r in group.ranks)
+            start = max([ready, *(self.ranks[r].last_reduction_end for r in group.ranks)])
+            last_bucket = max(reached[r] for r in group.ranks) + int(share * sum_ns)
+            sums.append((start, max(start + sum_ns, last_bucket)))
+            for r in group.ranks:
+                self.ranks[r].last_reduction_end = start + sum_ns
+        for group, (_, end) in zip(groups, sums, strict=True):
+            for r in group.ranks:
+                self.ranks[r].last_reduction_end = max(self.ranks[r].last_reduction_end, end)
+        for group, (start, end) in zip(groups, sums, strict=True):
+            if gather_ns := self.traffic.gather_ns(group):
+                end = max(self.ranks[r].last_reduction_end for r in group.ranks) + gather_ns
+                for r in group.ranks:
+                    self.ranks[r].last_reduction_end = end
+            self.reductions.append(ReductionEvent(group.sections, group.ranks, start, end))
+
+    def _first_bucket_ready(self, rank: int, group: ReductionGroup, share: Fraction, reached: int) -> int:
+        """When a rank has the gradients of a group's first bucket; parameters of several sections wait for
+        the end of its program."""
+        found = [self.last_backwards[rank, s] for s in group.sections if (rank, s) in self.last_backwards]
+        if len(group.sections) > 1 or not found or share == 1:
+            return reached
+        [(start, end)] = found
+        return start + int(share * (end - start))
 
     def _program_end(self, index: int) -> int:
         stepped = self.ranks[index].program_end

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from secc.bounds import traffic as traffic_module
 from secc.bounds.bounds import schedule_bound
 from secc.bounds.traffic import Traffic
 from secc.cost.model.roofline import OPTIMIZER_MEMORY_PASSES
-from secc.runtime.plan.schema import ModelRef
+from secc.runtime.plan.schema import ModelRef, Shard
 from secc.runtime.schedule.scheduler import schedule_batch, schedule_with_makespan
 from secc.runtime.validation.full_check import ScheduleError
 from secc.simulate.simulator import simulate
@@ -217,6 +218,39 @@ def test_gradients_are_reduced_and_the_optimizer_waits_for_all():
     reduce = 2 * (10 + 200)  # 400 bytes over two ranks
     assert [(r.sections, r.start, r.end) for r in step.reductions] == [(("lm",), 300, 300 + reduce)]
     assert (step.gradients_summed, step.end) == (300 + reduce, 300 + reduce + 7 * 400)
+
+
+def test_sums_begin_within_the_last_backward_and_end_a_bucket_after_it(monkeypatch):
+    """Ten buckets of 40 bytes; the last backward runs from 200 to 300, and each sum takes 2 * (10 + 200)."""
+    monkeypatch.setattr(traffic_module, "BUCKET_BYTES", 40)
+    p = trained(vlm(replicas=2, cluster=cluster()), lm=100)
+    step = run(p, [make_sample(0), make_sample(1), make_sample(2)])
+    assert [(r.start, r.end) for r in step.reductions] == [(210, 210 + 420)]
+    slow = dataclasses.replace(p, cluster=cluster(latency=1, gb_s=100))  # 6 ns in all, a bucket is one of ten
+    step = run(slow, [make_sample(0), make_sample(1), make_sample(2)])
+    assert [(r.start, r.end) for r in step.reductions] == [(210, 300)]
+
+
+def test_groups_of_one_section_keep_one_order_on_all_ranks():
+    """Each of two parts of experts is summed by two of four replicas, everything else by all four: the parts
+    are summed at the same time, whichever rank comes last."""
+    section = make_section("lm", range(4), forward="50*B", backward="100*B")
+    shard = Shard("lm.experts", 0, (4,), ep=1, replicas=2)
+    section = dataclasses.replace(
+        section,
+        mesh=dataclasses.replace(section.mesh, ep=2),
+        params=("lm.w", "lm.experts"),
+        shards=(shard,),
+    )
+    p = dataclasses.replace(make_plan([section], [], 4), cluster=cluster())
+    table = {"lm.w": "float32[100] train", "lm.experts": "float32[4, 1000] train"}
+    p = dataclasses.replace(p, model=ModelRef("", "", table))
+    step = run(p, [make_sample(i) for i in range(5)])
+    ends = {r.ranks: r.end - r.start for r in step.reductions}
+    assert sorted(ends) == [(0, 1, 2, 3), (0, 2), (1, 3)]
+    assert {r.start for r in step.reductions if len(r.ranks) == 2} == {
+        next(r.end for r in step.reductions if len(r.ranks) == 4)
+    }
 
 
 def test_parameters_tied_over_sections_are_reduced_at_the_end():

@@ -91,7 +91,7 @@ def break_down_time(work: Workload, load: SectionLoad, c: Candidate) -> dict[str
     ns_by_part[EXCHANGE_PART] = _evaluate_over_step(
         work, rank, c, exchange, again if load.mode != "forward" else "0"
     )
-    whole_rows = cost_with_expert_parts(load.cost, c.tp, c.pp, c.ep)
+    whole_rows = cost_with_expert_parts(load.cost, c.tp, c.ep, load.stage_shares(c.pp))
     rows = cp_scaling.price_row_exchange(whole_rows, c.tp, c.cp, work.cluster)
     ns_by_part[ROWS_PART] = _evaluate_over_step(
         work, rank, c, rows.forward_ns, rows.backward_ns(c.recompute) if load.mode != "forward" else "0"
@@ -101,7 +101,8 @@ def break_down_time(work: Workload, load: SectionLoad, c: Candidate) -> dict[str
         roofline.optimizer_step_ns(rank.cost, work.cluster.device, shards) if load.mode == "train" else 0
     )
     ns_by_part[GRADIENTS_PART] = (
-        gradient_and_optimizer_ns(work, rank, c.dp, c.sharding) - ns_by_part[OPTIMIZER_PART]
+        gradient_and_optimizer_ns(work, rank, c.dp, c.micro_batch, c.sharding, c.recompute)
+        - ns_by_part[OPTIMIZER_PART]
     )
     ns_by_part[BUBBLES_PART] = pipeline_bubble_ns(
         rank, c.micro_batch, busiest_replica_ns(work, rank, c.dp, c.micro_batch, c.sharding, c.recompute)

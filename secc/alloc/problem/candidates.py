@@ -22,7 +22,7 @@ from secc.alloc.problem.pins import PIN_WORDS, Pins
 from secc.alloc.problem.size_spread import PERMILLE, SizeSpread, measure_spread
 from secc.alloc.problem.stackable_layers import count_stackable_layers
 from secc.alloc.problem.types import WHOLE, Candidate, ReplicaShape
-from secc.cluster import Cluster
+from secc.cluster import Cluster, Overheads
 from secc.cost.model import cp_scaling, roofline, tp_pp_scaling
 from secc.cost.model.collectives import RankSpan, span_of_consecutive_ranks
 from secc.cost.model.cost_expressions import scale_expression
@@ -38,12 +38,14 @@ from secc.cost.model.patterns_and_transfers import (
 )
 from secc.cost.model.recompute_cost import RECOMPUTED_LAYERS
 from secc.cost.model.section_cost import SectionCost, section_cost
+from secc.cost.model.tp_pp_scaling import WHOLE_SECTION, StageShares, stage_shares
 from secc.cost.model.zero3_cost import Zero3Collectives, zero3_collectives
 from secc.errors import UserError
 from secc.ir.analysis import sample_sizes
 from secc.ir.analysis.dataflow import get_number
 from secc.ir.analysis.tp_layouts import expert_counts
 from secc.ir.dialect.ops import GraphOp, SectionOp
+from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
 from secc.runtime.plan.expr_eval import evaluate_expr, evaluate_expr_columns
 
 # Attributes of a section: measured over modelled times in permille, written by `secc.driver.replan_from_run`.
@@ -73,7 +75,9 @@ class SectionLoad:
 
     `backward_ns` maps each recompute mode to an expression. `shape` says how many ranks share a replica: cost
     and times are those of one of these ranks (by default the whole section). `spread` describes how the times
-    of its samples differ. The `cached_*` fields memoise results of this module's functions.
+    of its samples differ. `outside_share` is the fraction of the section's time that passes outside of its
+    layers, and `stages` what its stages have. The `cached_*` fields memoise results of this module's
+    functions.
     """
 
     section: SectionOp
@@ -85,6 +89,8 @@ class SectionLoad:
     active_patterns: tuple[InputPattern, ...]
     spread: SizeSpread = field(default_factory=SizeSpread)
     shape: ReplicaShape = WHOLE
+    outside_share: Fraction = Fraction(0)
+    stages: StageShares = WHOLE_SECTION
     cached_numbers: dict[object, tuple[int, int]] = field(
         init=False, repr=False, compare=False, default_factory=dict[object, tuple[int, int]]
     )
@@ -110,6 +116,10 @@ class SectionLoad:
     def sample_share(self) -> Fraction:
         """Share of samples for which the section is active."""
         return sum((p.share for p in self.active_patterns), Fraction(0))
+
+    def stage_shares(self, pp: int) -> StageShares:
+        """What `pp` stages have; `self` is the load of the whole section."""
+        return stage_shares(self.cost.layers, pp, self.outside_share)
 
     def cost_under_recompute(self, recompute: str) -> SectionCost:
         """Cost of the section where `saved` counts only what recompute mode `recompute` keeps."""
@@ -246,14 +256,41 @@ def _build_section_load(
     whole = SectionLoad(section, mode, section_cost(graph, section), "0", {}, "", active)
     load = compute_rank_load(whole, WHOLE, cluster)
     return replace(
-        load, spread=measure_spread(graph, active, f"{load.forward_ns} + {load.backward_ns['none']}")
+        load,
+        spread=measure_spread(graph, active, f"{load.forward_ns} + {load.backward_ns['none']}"),
+        outside_share=_share_outside_layers(graph, load, cluster),
     )
+
+
+def _share_outside_layers(graph: GraphOp, load: SectionLoad, cluster: Cluster) -> Fraction:
+    """The fraction of a section's time, in hundredths, that mean samples spend outside of its layers."""
+    if load.cost.layers < 2:
+        return Fraction(0)
+    cost = section_cost(graph, load.section, outside_layers=True)
+    device = replace(cluster.device, overheads=Overheads())
+
+    def mean_ns(text: str) -> Fraction:
+        return sum(
+            (
+                p.share * evaluate_expr(text, micro_batch_sizes(graph, p.sizes, 1))
+                for p in load.active_patterns
+            ),
+            Fraction(0),
+        )
+
+    outside, whole = (
+        mean_ns(roofline.forward_ns_expression(c, device))
+        + mean_ns(roofline.backward_ns_expression(c, load.mode, device))
+        for c in (cost, load.cost)
+    )
+    return Fraction(round(100 * min(1, outside / whole)), 100) if whole else Fraction(0)
 
 
 def compute_rank_load(whole: SectionLoad, shape: ReplicaShape, cluster: Cluster) -> SectionLoad:
     """Load of a section on one rank of its replicas of this shape, given the whole section's load."""
     device, mode, (tp, pp, cp, ep, backward_parts) = cluster.device, whole.mode, shape
-    whole_rows = cost_with_expert_parts(whole.cost, tp, pp, ep)
+    stages = whole.stage_shares(pp)
+    whole_rows = cost_with_expert_parts(whole.cost, tp, ep, stages)
     cost = cp_scaling.cost_on_rows(whole_rows, cp)
     all_reduce = tp_pp_scaling.tp_all_reduce_ns(cost, tp, cluster)
     tokens = exchange_ns(cost, tp * cp, ep, cluster)
@@ -287,6 +324,7 @@ def compute_rank_load(whole: SectionLoad, shape: ReplicaShape, cluster: Cluster)
         backward_ns=backward,
         label=roofline.time_label(cost, device),
         shape=shape,
+        stages=stages,
     )
 
 
@@ -494,11 +532,9 @@ def _make_candidate(
     return Candidate(
         dp=dp,
         micro_batch=size,
-        time_ns=total
-        + pipeline_bubble_ns(load, size, busy)
-        + gradient_and_optimizer_ns(work, load, dp, sharding),
-        fill_ns=load.shape.pp * fill,
-        drain_ns=load.shape.pp * (drain - deferred_backward_ns(load, drain)),
+        time_ns=total + pipeline_bubble_ns(load, size, busy) + _update_ns(work, load, dp, sharding, busy),
+        fill_ns=load.stages.sum_over(load.shape.pp, fill),
+        drain_ns=load.stages.sum_over(load.shape.pp, drain - deferred_backward_ns(load, drain)),
         micro_batches=micro_batches,
         memory=alternating_bytes,
         memory_ahead=alternating_bytes
@@ -527,17 +563,20 @@ def pipeline_bubble_ns(load: SectionLoad, size: int, busy: BusiestReplica) -> in
     """Idle time of a stage in a step: filling, draining, and waiting where long micro-batches follow short
     ones.
 
-    For each stage but one, half a mean micro-batch and half of the longest one; this is close to what
-    scheduled steps show. Of a split backward no stage waits for the second part, and computes another
-    micro-batch's in idle time (Qi et al. 2023: F + B - W remains of F + B + W).
+    For each stage but the longest, half a mean micro-batch and half of the longest one; this is close to what
+    scheduled steps show. A pipeline without backward has nothing else to do while the longest one passes: a
+    step takes all work of a stage, and the longest job once more for each other stage, in any order (Pinedo,
+    "Scheduling", proportionate flow shops). Of a split backward no stage waits for the second part, and
+    computes another micro-batch's in idle time (Qi et al. 2023: F + B - W remains of F + B + W).
     """
     total, micro_batches, fill, drain = busy
-    if load.mode == "forward":  # no gradients to wait for, and other steps overlap with fill and drain
-        return (load.shape.pp - 1) * fill // 2
     longest = max(fill + drain, load.spread.longest_micro_batch(size) * total // (PERMILLE * micro_batches))
+    if load.mode == "forward":
+        return load.stages.sum_over(load.shape.pp, longest) - longest
     later = deferred_backward_ns(load, drain)
     awaited = longest - deferred_backward_ns(load, longest * drain // max(1, fill + drain))
-    return (load.shape.pp - 1) * (fill + drain - 2 * later + awaited) // 2
+    waits = fill + drain - 2 * later + awaited
+    return (load.stages.sum_over(load.shape.pp, waits) - waits) // 2
 
 
 def deferred_backward_ns(load: SectionLoad, backward_ns: int) -> int:
@@ -582,39 +621,59 @@ def _vary_in_flight(work: Workload, load: SectionLoad, c: Candidate, rank: RankM
     return list(by_in_flight.values())
 
 
-def gradient_and_optimizer_ns(work: Workload, load: SectionLoad, dp: int, sharding: str) -> int:
-    """Time from the last backward to the end of the step: gradient reduction and optimizer step, in ns."""
+def gradient_and_optimizer_ns(
+    work: Workload, load: SectionLoad, dp: int, size: int, sharding: str, recompute: str
+) -> int:
+    """Time from the last backward to the end of the step, in ns: sums of gradients as far as that backward
+    does not hide them, parameters gathered, and optimizer step."""
+    busy = busiest_replica_ns(work, load, dp, size, sharding, recompute)
+    return _update_ns(work, load, dp, sharding, busy)
+
+
+def _update_ns(work: Workload, load: SectionLoad, dp: int, sharding: str, busy: BusiestReplica) -> int:
     key = "update", dp, sharding
     if key not in load.cached_numbers:
-        load.cached_numbers[key] = _price_update(work, load, dp, sharding), 0
-    return load.cached_numbers[key][0]
+        load.cached_numbers[key] = _price_update(work, load, dp, sharding)
+    sums, rest = load.cached_numbers[key]
+    _, _, _, backward = busy
+    last = deferred_backward_ns(load, backward) if load.shape.backward_parts > 1 else backward
+    return exposed_sums_ns(sums, load.cost.trainable_bytes, last) + rest
 
 
-def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> int:
+def exposed_sums_ns(sums_ns: int, parameter_bytes: int, last_backward_ns: int) -> int:
+    """How long sums of the gradients of so many bytes of parameters take beyond the last backward. A bucket
+    is summed when that backward has all of its gradients, so the first one waits for a part of it, and the
+    last one for all of it."""
+    bucket = min(Fraction(1), Fraction(BUCKET_BYTES, max(1, parameter_bytes)))
+    return max(sums_ns - int((1 - bucket) * last_backward_ns), int(bucket * sums_ns))
+
+
+def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> tuple[int, int]:
+    """(ns of the sums of gradients, ns of what follows them: gathers and the optimizer step)."""
     cost, cluster = load.cost, work.cluster
     if load.mode != "train":
-        return 0
+        return 0, 0
     copies = dp * load.shape.cp
     if sharding == "zero3" and copies > 1:
         # Every backward has summed its gradients.
-        return roofline.optimizer_step_ns(cost, cluster.device, copies)
+        return 0, roofline.optimizer_step_ns(cost, cluster.device, copies)
     # Experts are summed over the replicas that hold the same ones, all else over all replicas.
     replicas, stride = cost.expert_replicas, load.shape.tp * load.shape.pp
     experts = cost.expert_gradient_sum_bytes if replicas > 1 else 0
     if sharding == "none":
-        return (
-            roofline.gradient_all_reduce_ns(cost.gradient_sum_bytes - experts, copies, cluster, stride)
-            + roofline.gradient_all_reduce_ns(experts, copies // replicas, cluster, stride * replicas)
-            + roofline.optimizer_step_ns(cost, cluster.device)
-        )
-    moved_bytes = (
-        cost.gradient_sum_bytes + cost.trainable_bytes
-    ) // 2  # the mean of gradients one way and weights the other
-    of_experts = (experts + cost.expert_trainable_bytes) // 2 if replicas > 1 else 0
-    return (
-        roofline.sharded_gradient_reduce_ns(moved_bytes - of_experts, copies, cluster, stride)
-        + roofline.sharded_gradient_reduce_ns(of_experts, copies // replicas, cluster, stride * replicas)
-        + roofline.optimizer_step_ns(cost, cluster.device, copies // replicas if replicas > 1 else copies)
+        sums = roofline.gradient_all_reduce_ns(
+            cost.gradient_sum_bytes - experts, copies, cluster, stride
+        ) + roofline.gradient_all_reduce_ns(experts, copies // replicas, cluster, stride * replicas)
+        return sums, roofline.optimizer_step_ns(cost, cluster.device)
+    weights = cost.expert_trainable_bytes if replicas > 1 else 0
+    sums = roofline.gradient_reduce_scatter_ns(
+        cost.gradient_sum_bytes - experts, copies, cluster, stride
+    ) + roofline.gradient_reduce_scatter_ns(experts, copies // replicas, cluster, stride * replicas)
+    gathers = roofline.parameter_all_gather_ns(
+        cost.trainable_bytes - weights, copies, cluster, stride
+    ) + roofline.parameter_all_gather_ns(weights, copies // replicas, cluster, stride * replicas)
+    return sums, gathers + roofline.optimizer_step_ns(
+        cost, cluster.device, copies // replicas if replicas > 1 else copies
     )
 
 

@@ -15,8 +15,9 @@ batches. A plan that is ahead of all others by more than these margins is not ev
 one. Estimates and evaluations run on all cores.
 
 Under ZeRO-3 replicas wait for each other in every micro-batch, and on shared ranks for other sections; closed
-forms do not price that, and such steps take up to twice the predicted time. So the solver's best plan is
-evaluated with and without ZeRO-3, and neighbours are without.
+forms do not price that, and such steps take up to twice the predicted time. So do steps of sections without
+backward that divide experts over replicas: they deliver in rounds, and cannot run ahead. The solver's best
+plan is therefore evaluated with and without such choices, and neighbours are without.
 
 As in the solver, replicas of several ranks have to be faster by a margin. Effort is counted in tasks and
 never timed, so the same inputs give the same plan.
@@ -90,7 +91,7 @@ def refine_by_simulation(
     hand_out: returns the ranks of a plan's groups.
     margin: replicas of several ranks must be faster by more than this share.
     """
-    neighbourhood, first_plans = _solve_without_zero3(problem, best, margin)
+    neighbourhood, first_plans = _solve_without_rounds(problem, best, margin)
 
     def evaluate_request(item: EvaluationRequest) -> Evaluation:
         a, batch = item
@@ -107,18 +108,18 @@ def refine_by_simulation(
         )
 
 
-def _solve_without_zero3(
+def _solve_without_rounds(
     problem: Problem, best: Assignment, margin: float
 ) -> tuple[Problem, list[Assignment]]:
-    """(problem that neighbours come from, start plans): without ZeRO-3 and its best plan, where something
-    fits without."""
+    """(problem that neighbours come from, start plans): without choices that deliver in rounds and its best
+    plan, where something fits without."""
     if problem.deadline is not None:
         return problem, [best]
-    without_zero3 = exclude_candidates(problem, _uses_zero3)
-    if not any(_uses_zero3(problem.sections[s][i]) for s, i in best.choice.items()):
-        return without_zero3, [best]
-    solution = solve_allocation(without_zero3, margin=margin)
-    return (problem, [best]) if solution is None else (without_zero3, [solution.assignment, best])
+    without_rounds = exclude_candidates(problem, _delivers_in_rounds)
+    if not any(_delivers_in_rounds(problem.sections[s][i]) for s, i in best.choice.items()):
+        return without_rounds, [best]
+    solution = solve_allocation(without_rounds, margin=margin)
+    return (problem, [best]) if solution is None else (without_rounds, [solution.assignment, best])
 
 
 class _LocalSearch:
@@ -428,8 +429,8 @@ class _LocalSearch:
         )
 
 
-def _uses_zero3(c: Candidate) -> bool:
-    return c.sharding == "zero3"
+def _delivers_in_rounds(c: Candidate) -> bool:
+    return c.sharding == "zero3" or (c.in_flight == 0 and c.ep > c.tp)
 
 
 def _plan_key(a: Assignment) -> PlanKey:
@@ -437,8 +438,8 @@ def _plan_key(a: Assignment) -> PlanKey:
 
 
 def _index_by_ranks(candidates: Iterable[Candidate], plain: bool) -> dict[int, list[int]]:
-    """Indices of candidates by number of ranks, with `plain` without those under ZeRO-3."""
+    """Indices of candidates by number of ranks, with `plain` without those that deliver in rounds."""
     by_ranks: dict[int, list[int]] = {}
     for i, c in enumerate(candidates):
-        by_ranks.setdefault(c.ranks, []).extend(() if plain and _uses_zero3(c) else (i,))
+        by_ranks.setdefault(c.ranks, []).extend(() if plain and _delivers_in_rounds(c) else (i,))
     return by_ranks

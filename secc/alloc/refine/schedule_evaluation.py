@@ -189,7 +189,7 @@ class PlanEvaluator:
         """Stages of a section, or the section itself without a pipeline."""
         work, load = self._rank_load(section, c)
         saved = load.cost_under_recompute(c.recompute).saved
-        cost = Cost(*micro_batch_time_expressions(work, load, c.dp, c.sharding, c.recompute), saved=saved)
+        longest = micro_batch_time_expressions(work, load, c.dp, c.sharding, c.recompute)
         when = strings_of(load.section.when)
         awaited = any(
             e.dst == section and e.grad and work.loads[e.src].mode != "forward" for e in work.crossings
@@ -199,6 +199,7 @@ class PlanEvaluator:
         for i in range(c.pp):
             stage_ranks = tuple(r for k, r in enumerate(ranks) if k // c.stage_ranks % c.pp == i)
             limit = room_at(i)
+            own_ns = (load.stages.time_of_stage(text, is_last=i == c.pp - 1) for text in longest)
             stage = Section(
                 section,
                 "",
@@ -210,7 +211,7 @@ class PlanEvaluator:
                 c.micro_batch,
                 c.recompute,
                 c.sharding,
-                cost=cost,
+                cost=Cost(*own_ns, saved=saved),
                 in_flight=limit.in_flight,
                 room_bytes=limit.size_bytes,
                 weight_permille=later if i or awaited else 0,
@@ -278,7 +279,9 @@ class PlanEvaluator:
         prefetch_ends = self._prefetch_ends(plan, order, timeline, batch)
         for s in plan.sections:
             c = chosen[s.user_section_name]
-            update_ns = gradient_and_optimizer_ns(*self._rank_load(s.user_section_name, c), c.dp, c.sharding)
+            update_ns = gradient_and_optimizer_ns(
+                *self._rank_load(s.user_section_name, c), c.dp, c.micro_batch, c.sharding, c.recompute
+            )
             if s.name not in prefetch_ends:
                 closing[s.mesh.ranks[0]].append((max(timeline.ends[s.name].values(), default=0), update_ns))
                 continue

@@ -24,9 +24,10 @@ from secc.cost.model.collectives import all_to_all_links, span_of_consecutive_ra
 from secc.cost.model.cost_expressions import scale_expression
 from secc.cost.model.section_cost import FLOAT32_BYTES, SectionCost
 from secc.cost.model.tp_pp_scaling import (
+    WHOLE_SECTION,
+    StageShares,
     ceil_share,
     cost_on_rank,
-    largest_stage_share,
     narrowing_slowdown,
 )
 
@@ -53,20 +54,22 @@ def busiest_part_of(cost: SectionCost, parts: int) -> Fraction:
     return busiest_part(cost.experts, parts, cost.expert_load) if counted is None else Fraction(counted, 1000)
 
 
-def cost_with_expert_parts(cost: SectionCost, tp: int, pp: int, ep: int) -> SectionCost:
-    """The cost of the part of a section that the busiest rank of its largest stage has, with experts in `ep`
-    parts; `tp_pp_scaling.cost_on_rank` where they form none."""
-    rank = cost_on_rank(cost, tp, pp)
+def cost_with_expert_parts(
+    cost: SectionCost, tp: int, ep: int, stages: StageShares = WHOLE_SECTION
+) -> SectionCost:
+    """The cost of the part of a section that the busiest rank of a stage has, with experts in `ep` parts;
+    `tp_pp_scaling.cost_on_rank` where they form none."""
+    rank = cost_on_rank(cost, tp, stages)
     if ep == 1 or not cost.experts:
         return rank
-    stage, replicas = largest_stage_share(cost, pp), max(1, ep // tp)
+    longest, replicas = stages.longest, max(1, ep // tp)
     widths_divided_by = max(1, tp // ep)
     routed_share = (
-        stage / tp * busiest_part_of(cost, ep) * narrowing_slowdown(cost.narrowest_dim, widths_divided_by)
+        longest / tp * busiest_part_of(cost, ep) * narrowing_slowdown(cost.narrowest_dim, widths_divided_by)
     )
-    rows_share = stage / max(tp, ep) * narrowing_slowdown(cost.narrowest_dim, widths_divided_by)
+    rows_share = longest / max(tp, ep) * narrowing_slowdown(cost.narrowest_dim, widths_divided_by)
     experts = {
-        key: ceil_share(getattr(cost, f"expert_{key}"), stage / max(tp, ep))
+        key: ceil_share(getattr(cost, f"expert_{key}"), stages.layers / max(tp, ep))
         for key in ("params", "trainable", "bytes", "trainable_bytes")
     }
     fewer = {key: getattr(rank, f"expert_{key}") - count for key, count in experts.items()}

@@ -79,11 +79,14 @@ def gradient_all_reduce_ns(size: int, ranks: int, cluster: Cluster, stride: int 
     return all_reduce_ns(size, span_of_consecutive_ranks(ranks, cluster, stride), cluster)
 
 
-def sharded_gradient_reduce_ns(size: int, ranks: int, cluster: Cluster, stride: int = 1) -> int:
-    """Time of a reduce-scatter of `size` bytes of gradients and an all-gather of as many bytes of
-    parameters."""
-    span = span_of_consecutive_ranks(ranks, cluster, stride)
-    return reduce_scatter_ns(size, span, cluster) + all_gather_ns(size, span, cluster)
+def gradient_reduce_scatter_ns(size: int, ranks: int, cluster: Cluster, stride: int = 1) -> int:
+    """Time of a reduce-scatter of `size` bytes of gradients."""
+    return reduce_scatter_ns(size, span_of_consecutive_ranks(ranks, cluster, stride), cluster)
+
+
+def parameter_all_gather_ns(size: int, ranks: int, cluster: Cluster, stride: int = 1) -> int:
+    """Time of an all-gather of `size` bytes of parameters."""
+    return all_gather_ns(size, span_of_consecutive_ranks(ranks, cluster, stride), cluster)
 
 
 def optimizer_step_ns(cost: SectionCost, device: Device, shards: int = 1) -> int:

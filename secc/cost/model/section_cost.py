@@ -248,13 +248,14 @@ class _CostAccumulator:
     recompute: RecomputeAccumulator = field(default_factory=RecomputeAccumulator)
 
 
-def section_cost(graph: GraphOp, section: SectionOp) -> SectionCost:
-    """Compute the cost of a section from the attributes on its calls, or by estimate where they are missing.
+def section_cost(graph: GraphOp, section: SectionOp, *, outside_layers: bool = False) -> SectionCost:
+    """Compute the cost of a section from the attributes on its calls, or by estimate where they are missing;
+    with `outside_layers` the cost of what no stack of layers computes: embeddings, heads, losses.
 
     Symbols that depend on the values of inputs are replaced by their estimates, because ranks evaluate costs
     before they know those values.
     """
-    cost = _section_cost_in_all_symbols(graph, section)
+    cost = _section_cost_in_all_symbols(graph, section, outside_layers)
     estimates = size_estimates(graph)
     return _substitute_estimates(cost, estimates) if estimates else cost
 
@@ -272,11 +273,14 @@ def _substitute_estimates(cost: SectionCost, estimates: Mapping[str, Expr]) -> S
     return replace(cost, recompute=recompute, **substitute_fields(cost, _EXPRESSION_FIELDS))
 
 
-def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp) -> SectionCost:
-    """The cost of a section over all symbols, data-dependent ones included."""
+def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, outside_layers: bool) -> SectionCost:
+    """The cost of a section, or of what lies outside its layers, over all symbols, data-dependent ones
+    included."""
     name, blocks = section.sym.data, graph.blocks
     recomputed = selectively_recomputed_blocks(graph, strings_of(section.blocks))
     ops_by_case = [ops for case in graph.cases if (ops := ops_in_section(case, name))]
+    if outside_layers:
+        ops_by_case = [[op for op in ops if not _runs_layers(op, blocks)] for ops in ops_by_case]
     cases = [_accumulate_case(graph, blocks, ops, recomputed) for ops in ops_by_case]
     calls = [op for ops in ops_by_case for op in ops if isinstance(op, CallOp)]
     called_paths = _outermost_paths({call.target.data for call in calls})
@@ -385,6 +389,13 @@ def _forward_transient(case: _CostAccumulator, mode: str) -> str:
     return _sum_to_text(
         size_expr.parse_expr(max_expr(case.peak_without_outputs)),
         size_expr.parse_expr(sum_counted_exprs(case.outputs)),
+    )
+
+
+def _runs_layers(op: Operation, blocks: Mapping[str, BlockOp]) -> bool:
+    """Whether an operation calls a stack of layers, or a part of one."""
+    return isinstance(op, CallOp) and bool(
+        integer_attribute(op, "layers", call_cost(op, blocks[op.target.data]).units)
     )
 
 

@@ -6,8 +6,8 @@ by tokens (`secc.ir.analysis.vocab_sharding`). Norms, residuals and other glue a
 Of the bytes that a transformer layer saves for backward, about 24 of 34 parts lie between divided products
 (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, equation 2). Each
 layer all-reduces two outputs in forward and two input gradients in backward; a divided vocabulary adds the
-rows of the embedding and the gradient of the head's input. Stages hold whole layers, so the largest of pp
-stages has `ceil(layers / pp)` of them.
+rows of the embedding and the gradient of the head's input. Stages hold whole layers, and the last one also
+what lies outside of them (heads, losses); it has fewer layers if that makes the longest stage shorter.
 
 All-reduces are priced as those of gradients (`secc.cost.model.collectives`): a ring over n ranks sends 2(n -
 1) messages of 1/n of the bytes.
@@ -15,8 +15,9 @@ All-reduces are priced as those of gradients (`secc.cost.model.collectives`): a 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
 
 from secc.cluster import Cluster
 from secc.cost.model.collectives import all_reduce_messages
@@ -51,13 +52,63 @@ def tp_all_reduce_ns(cost: SectionCost, tp: int, cluster: Cluster) -> str:
     return f"{latency} + {messages * per_layer.numerator}*1000*({cost.layer_input_bytes})//({bandwidth})"
 
 
-def cost_on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
-    """The cost of the part of a section that a rank of its largest stage has. Tensor parallelism does not
-    divide `ops` and glue."""
-    if tp * pp == 1:
+@dataclass(frozen=True)
+class StageShares:
+    """Parts of a section that its stages have.
+
+    layers: the fraction of its layers in the stage with most of them, which needs most memory.
+    before_last, last: fractions of its time, of the longest stage before the last one, and of the last one.
+    """
+
+    layers: Fraction
+    before_last: Fraction
+    last: Fraction
+
+    @property
+    def longest(self) -> Fraction:
+        """Fraction of the section's time that the longest stage takes."""
+        return max(self.before_last, self.last)
+
+    def sum_over(self, pp: int, longest_ns: int) -> int:
+        """Ns over all `pp` stages of what takes the longest one `longest_ns`."""
+        if pp == 1:
+            return longest_ns
+        return int(((pp - 1) * self.before_last + self.last) / self.longest * longest_ns)
+
+    def time_of_stage(self, text: str, is_last: bool) -> str:
+        """A stage's time, given the longest stage's as an expression."""
+        own = self.last if is_last else self.before_last
+        return text if own == self.longest else scale_expression(text, own / self.longest)
+
+
+WHOLE_SECTION = StageShares(Fraction(1), Fraction(1), Fraction(1))
+
+
+@cache
+def stage_shares(layers: int, pp: int, outside: Fraction) -> StageShares:
+    """What `pp` stages have of a section with so many layers, if the fraction `outside` of its time passes
+    outside of them, in the last stage. The longest stage is as short as possible."""
+    if pp == 1:
+        return WHOLE_SECTION
+    layers = max(layers, pp)
+    one_layer = (1 - outside) / layers
+
+    def shares_with(in_last: int) -> StageShares:
+        most = -(-(layers - in_last) // (pp - 1))
+        return StageShares(
+            Fraction(max(most, in_last), layers), most * one_layer, outside + in_last * one_layer
+        )
+
+    return min(map(shares_with, range(-(-layers // pp), -1, -1)), key=lambda shares: shares.longest)
+
+
+def cost_on_rank(cost: SectionCost, tp: int, stages: StageShares = WHOLE_SECTION) -> SectionCost:
+    """The cost of the part of a section that a rank of a stage has: times of the longest stage, memory of the
+    one with most layers. Tensor parallelism does not divide `ops` and glue."""
+    if tp == 1 and stages == WHOLE_SECTION:
         return cost
-    stage_share = largest_stage_share(cost, pp)
-    divided_share = stage_share / tp
+    longest, stage_share = stages.longest, stages.layers
+    divided_share, divided_time = stage_share / tp, longest / tp
     replicated_parts = ALL_ACTIVATION_PARTS - CUT_ACTIVATION_PARTS
     activations_per_layer = (
         Fraction(replicated_parts + Fraction(CUT_ACTIVATION_PARTS, tp)) / ALL_ACTIVATION_PARTS
@@ -71,7 +122,7 @@ def cost_on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
     slowdown = narrowing_slowdown(cost.narrowest_dim, tp)
     recompute = {
         kind: _recompute_on_rank(
-            costs, stage_share, divided_share * slowdown, activations_share, cost.logits_saved, divided_share
+            costs, stages, divided_time * slowdown, activations_share, cost.logits_saved, divided_share
         )
         for kind, costs in cost.recompute.items()
     }
@@ -82,28 +133,30 @@ def cost_on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
         cost,
         largest_layer_bytes=-(-cost.largest_layer_bytes // tp),
         outside_layers_bytes=-(-cost.outside_layers_bytes // tp),
-        flops=scale_expression(cost.flops, divided_share),
-        backward_flops=scale_expression(cost.backward_flops, divided_share),
-        work=scale_expression(cost.work, divided_share * slowdown),
-        backward_work=scale_expression(cost.backward_work, divided_share * slowdown),
+        flops=scale_expression(cost.flops, divided_time),
+        backward_flops=scale_expression(cost.backward_flops, divided_time),
+        work=scale_expression(cost.work, divided_time * slowdown),
+        backward_work=scale_expression(cost.backward_work, divided_time * slowdown),
         saved=_scale_in_parts(cost.saved, activations_share, cost.logits_saved, divided_share),
-        glue_bytes=_scale_in_parts(cost.glue_bytes, activations_share, cost.logits_moved, divided_share),
+        glue_bytes=_scale_in_parts(
+            cost.glue_bytes, longest * activations_share / stage_share, cost.logits_moved, divided_time
+        ),
         logits_saved=scale_expression(cost.logits_saved, divided_share),
-        logits_moved=scale_expression(cost.logits_moved, divided_share),
+        logits_moved=scale_expression(cost.logits_moved, divided_time),
         logits_backward_transient=scale_expression(cost.logits_backward_transient, Fraction(1, tp)),
         forward_transient=scale_expression(cost.forward_transient, activations_per_layer),
         narrowest_dim=cost.narrowest_dim // tp,
-        forward_ns=scale_expression(cost.forward_ns, divided_share),
-        backward_ns=scale_expression(cost.backward_ns, divided_share),
+        forward_ns=scale_expression(cost.forward_ns, divided_time),
+        backward_ns=scale_expression(cost.backward_ns, divided_time),
         layer_input_bytes=scale_expression(cost.layer_input_bytes, stage_share),
         exchanged_bytes=scale_expression(cost.exchanged_bytes, divided_share),
-        ops=ceil_share(cost.ops, stage_share),
+        ops=ceil_share(cost.ops, longest),
         layers=ceil_share(cost.layers, stage_share),
         recompute=recompute,
-        routed_work=scale_expression(cost.routed_work, divided_share * slowdown),
-        routed_backward_work=scale_expression(cost.routed_backward_work, divided_share * slowdown),
-        routed_bytes=scale_expression(cost.routed_bytes, divided_share),
-        expert_row_work=ceil_share(cost.expert_row_work, divided_share * slowdown),
+        routed_work=scale_expression(cost.routed_work, divided_time * slowdown),
+        routed_backward_work=scale_expression(cost.routed_backward_work, divided_time * slowdown),
+        routed_bytes=scale_expression(cost.routed_bytes, divided_time),
+        expert_row_work=ceil_share(cost.expert_row_work, divided_time * slowdown),
         expert_layers=ceil_share(cost.expert_layers, stage_share),
         **counts,
     )
@@ -111,7 +164,7 @@ def cost_on_rank(cost: SectionCost, tp: int, pp: int) -> SectionCost:
 
 def _recompute_on_rank(
     costs: RecomputeCost,
-    stage: Fraction,
+    stages: StageShares,
     divided: Fraction,
     activations_share: Fraction,
     logits: str,
@@ -119,13 +172,13 @@ def _recompute_on_rank(
 ) -> RecomputeCost:
     """Recomputation cost on a rank: recomputed layers keep their inputs, which every rank of tp holds
     whole; logits are divided."""
-    saved = _scale_in_parts(costs.saved, stage, logits, cut)
+    per_layer = activations_share / stages.layers
     return RecomputeCost(
-        saved,
-        scale_expression(costs.working, activations_share / stage),
+        _scale_in_parts(costs.saved, stages.layers, logits, cut),
+        scale_expression(costs.working, per_layer),
         scale_expression(costs.work, divided),
-        ceil_share(costs.ops, stage),
-        scale_expression(costs.moved, activations_share),
+        ceil_share(costs.ops, stages.longest),
+        scale_expression(costs.moved, stages.longest * per_layer),
     )
 
 
@@ -143,12 +196,6 @@ def narrowing_slowdown(narrow: int, tp: int) -> Fraction:
         return Fraction(1)
     rate = DEFAULT_EFFICIENCY.percent_of_rate
     return Fraction(round(100 * rate(narrow) / rate(max(1, narrow // tp))), 100)
-
-
-def largest_stage_share(cost: SectionCost, pp: int) -> Fraction:
-    """The fraction of the section's layers in the largest of `pp` stages."""
-    layers = max(cost.layers, pp)
-    return Fraction(-(-layers // pp), layers)
 
 
 def ceil_share(count: int, share: Fraction) -> int:

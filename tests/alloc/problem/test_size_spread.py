@@ -4,12 +4,16 @@ otherwise."""
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
+
+import pytest
 
 from secc.alloc.problem.build_problem import build_problem
 from secc.alloc.problem.candidates import (
     SectionLoad,
     Workload,
     compute_rank_load,
+    exposed_sums_ns,
     pipeline_bubble_ns,
     price_candidate,
 )
@@ -18,6 +22,9 @@ from secc.alloc.problem.size_spread import PERMILLE, SizeSpread, measure_spread
 from secc.alloc.problem.types import ReplicaShape
 from secc.alloc.refine.schedule_evaluation import PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation
+from secc.cost.model.tp_pp_scaling import StageShares, stage_shares
+from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
+from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.schedule.load_balance import assign_in_rounds
 from secc.runtime.schedule.scheduler import find_candidate
 from tests.alloc.refine.test_local_search import hand_out_ranks, vlm_problem
@@ -99,3 +106,43 @@ def test_replicas_that_do_not_exchange_tokens_do_not_wait_for_each_other() -> No
     owner, longest = assign_in_rounds([9, 8, 6, 4, 4, 3, 1], (0, 1, 2, 3), load, 2)
     assert owner == [0, 1, 2, 3, 3, 2, 1] and longest == 6 + 4
     assert load == {0: 9, 1: 8 + 1, 2: 6 + 3, 3: 4 + 4}
+
+
+def test_stages_without_backward_wait_for_the_longest_micro_batch_alone() -> None:
+    """Proportionate flow shop: three stages of jobs 4, 1, 1 take 6 + 2 * 4 in any order."""
+    work, own = language_model()
+    staged = replace(
+        compute_rank_load(own, ReplicaShape(pp=3), work.cluster),
+        mode="forward",
+        spread=SizeSpread((2000, 500, 500)),
+    )
+    assert pipeline_bubble_ns(staged, 1, (6, 3, 2, 0)) == 2 * 4
+
+
+def test_sums_of_gradients_hide_behind_the_last_backward_but_for_a_bucket() -> None:
+    four = 4 * BUCKET_BYTES
+    assert exposed_sums_ns(1000, four, 400) == 1000 - 300  # the first bucket is ready after a quarter
+    assert exposed_sums_ns(1000, four, 4000) == 250  # the last one when the backward has ended
+    assert exposed_sums_ns(1000, BUCKET_BYTES, 4000) == exposed_sums_ns(1000, 1, 4000) == 1000
+
+
+def test_heads_make_the_last_stage_longer_and_give_its_layers_to_others() -> None:
+    assert stage_shares(48, 16, Fraction(0)) == StageShares(Fraction(1, 16), Fraction(1, 16), Fraction(1, 16))
+    heavy = stage_shares(48, 16, Fraction(1, 4))
+    assert (heavy.layers, heavy.last, heavy.longest) == (Fraction(4, 48), Fraction(1, 4), Fraction(1, 4))
+    some = stage_shares(8, 2, Fraction(1, 5))  # each layer takes a tenth: 5 layers, 3 and the head
+    assert (some.layers, some.before_last, some.last) == (Fraction(5, 8), Fraction(1, 2), Fraction(1, 2))
+    assert heavy.sum_over(16, 100) == 100 * (15 * heavy.before_last + heavy.last) / heavy.longest
+    assert stage_shares(8, 1, Fraction(1, 5)).longest == 1
+
+
+def test_what_lies_outside_of_layers_is_found() -> None:
+    """The head of this model has as much work as the embedding has not."""
+    work, own = language_model()
+    assert 0 <= own.outside_share < 1
+    whole = replace(own, outside_share=Fraction(1, 2), cost=replace(own.cost, layers=4))
+    even = compute_rank_load(replace(whole, outside_share=Fraction(0)), ReplicaShape(pp=4), work.cluster)
+    uneven = compute_rank_load(whole, ReplicaShape(pp=4), work.cluster)
+    at = {name: 8 for name in ("B", "S", "I")}
+    ratio = evaluate_expr(uneven.cost.work, at) / evaluate_expr(even.cost.work, at)
+    assert ratio == pytest.approx(2, rel=0.01)  # half of the work instead of a quarter

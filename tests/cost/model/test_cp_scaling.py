@@ -38,7 +38,7 @@ def test_tensor_parallelism_divides_heads_and_float32_is_not_widened() -> None:
     cluster = parse_cluster("1x8xH100")
 
     def forward_ns(tp: int) -> int:
-        exchange = price_row_exchange(cost_on_rank(LAYERS, tp, 1), tp, 2, cluster)
+        exchange = price_row_exchange(cost_on_rank(LAYERS, tp), tp, 2, cluster)
         return evaluate_expr(exchange.forward_ns, SIZES)
 
     assert forward_ns(4) < 0.3 * forward_ns(1)

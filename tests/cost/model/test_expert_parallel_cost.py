@@ -57,7 +57,7 @@ def test_even_loads_have_no_busiest_part() -> None:
 @pytest.mark.parametrize(("tp", "ep", "params"), [(1, 1, 1000), (2, 2, 500), (1, 4, 400), (2, 8, 200)])
 def test_experts_are_counted_once_in_a_group(tp: int, ep: int, params: int) -> None:
     """Above tp, a rank has 1/ep of the experts, and 1/tp of all else."""
-    rank = cost_with_expert_parts(MIXTURE, tp, 1, ep)
+    rank = cost_with_expert_parts(MIXTURE, tp, ep)
     assert (rank.params, rank.param_bytes, rank.expert_replicas) == (params, 2 * params, max(1, ep // tp))
     # even loads: every rank gets its share
     assert evaluate_expr(f"{rank.work} + {rank.routed_work}", {"B": 10}) == 12000 // tp
@@ -65,7 +65,7 @@ def test_experts_are_counted_once_in_a_group(tp: int, ep: int, params: int) -> N
 
 
 def test_optimizer_states_of_experts_are_shared_by_the_replicas_that_hold_them() -> None:
-    whole, parts = MIXTURE, cost_with_expert_parts(MIXTURE, 1, 1, 4)
+    whole, parts = MIXTURE, cost_with_expert_parts(MIXTURE, 1, 4)
     alone, divided = (rank_memory(cost, 0, dp=8, sharding="zero1").optimizer for cost in (whole, parts))
     assert alone == 2 * 2000 // 8 and divided == 2 * (400 // 8 + 400 // 2)
     gathered = rank_memory(parts, 0, dp=8, sharding="zero3")
@@ -74,14 +74,14 @@ def test_optimizer_states_of_experts_are_shared_by_the_replicas_that_hold_them()
 
 def test_an_uneven_load_slows_the_busiest_rank_and_rows_travel_by_the_slowest_link() -> None:
     cluster, uneven = parse_cluster("2x8xH100"), replace(MIXTURE, expert_load=1.0)
-    rank = cost_with_expert_parts(uneven, 1, 1, 4)
+    rank = cost_with_expert_parts(uneven, 1, 4)
     factor = float(busiest_part(8, 4, 1.0))
     assert evaluate_expr(rank.routed_work, {"B": 1000}) == pytest.approx(1000 * 800 * factor, rel=1e-3)
     near, far = (
-        evaluate_expr(exchange_ns(cost_with_expert_parts(uneven, 1, 1, ep), 1, ep, cluster), {"B": 10**9})
+        evaluate_expr(exchange_ns(cost_with_expert_parts(uneven, 1, ep), 1, ep, cluster), {"B": 10**9})
         for ep in (4, 8)
     )
-    across = cost_with_expert_parts(replace(uneven, experts=16), 1, 1, 16)
+    across = cost_with_expert_parts(replace(uneven, experts=16), 1, 16)
     assert exchange_ns(MIXTURE, 1, 1, cluster) == "0" and 0 < near < far
     assert evaluate_expr(exchange_ns(across, 1, 16, cluster), {"B": 10**9}) > 2 * far
 
@@ -89,7 +89,7 @@ def test_an_uneven_load_slows_the_busiest_rank_and_rows_travel_by_the_slowest_li
 def test_rows_to_other_nodes_travel_while_rows_inside_the_node_do() -> None:
     """16 ranks on two nodes: half of the rows cross nodes at a ninth of the rate, and nothing else counts."""
     cluster = parse_cluster("2x8xH100")
-    rank = cost_with_expert_parts(replace(MIXTURE, experts=16), 1, 1, 16)
+    rank = cost_with_expert_parts(replace(MIXTURE, experts=16), 1, 16)
     ns = evaluate_expr(exchange_ns(rank, 1, 16, cluster), {"B": 10**9})
     moved = evaluate_expr(rank.routed_bytes, {"B": 10**9})
     latency = 3 * 4 * 4 * cluster.between.latency_ns  # 3 exchanges of 4 mixtures; log2 of 9 is above 3
@@ -115,5 +115,5 @@ def test_counted_loads_replace_the_assumed_ones() -> None:
     counted = replace(MIXTURE, expert_load=1.0, expert_parts=((4, 1250),))
     assert busiest_part_of(counted, 4) == Fraction(5, 4)
     assert busiest_part_of(counted, 2) == busiest_part(8, 2, 1.0)
-    rank = cost_with_expert_parts(counted, 1, 1, 4)
+    rank = cost_with_expert_parts(counted, 1, 4)
     assert evaluate_expr(rank.routed_work, {"B": 1000}) == 1000 * 800 * 5 // 4

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from secc.cluster import parse_cluster
+from secc.cluster import Cluster, parse_cluster
 from secc.cost.model import roofline
 from secc.cost.model.collectives import RankSpan
 from secc.cost.model.cost_expressions import max_expr
@@ -195,7 +195,7 @@ def test_tensor_parallelism_divides_logits_by_tokens() -> None:
         "0",
         "256*B*S",
     )  # gradients of the logits and of their logarithms
-    rank = cost_on_rank(whole, 4, 1)
+    rank = cost_on_rank(whole, 4)
     assert evaluate_expr(rank.logits_backward_transient, {"B": 1, "S": 1}) == 64
     kept = 6 * 16 // 34  # of what tp does not cut by tokens (10 + 24/4) parts in 34
     assert evaluate_expr(rank.saved, {"B": 1, "S": 1}) == kept + 64
@@ -210,8 +210,8 @@ def test_sequence_parallelism_saves_less_and_sends_more() -> None:
     whole = replace(cost_of(section_graph(X + F)), saved="3400", layers=2, layer_input_bytes="8*B*S")
     cut = replace(whole, sequence_parallel=True)
     assert (
-        evaluate_expr(cost_on_rank(whole, 4, 1).saved, {}),
-        evaluate_expr(cost_on_rank(cut, 4, 1).saved, {}),
+        evaluate_expr(cost_on_rank(whole, 4).saved, {}),
+        evaluate_expr(cost_on_rank(cut, 4).saved, {}),
     ) == (1600, 1150)
     cluster = parse_cluster("1x4xH100")
     times = [evaluate_expr(tp_all_reduce_ns(c, 4, cluster), {"B": 1000, "S": 1000}) for c in (whole, cut)]
@@ -259,14 +259,16 @@ def test_ring_all_reduce(ranks: int, messages: int) -> None:
 
 def test_sharding_sends_as_much_and_updates_less() -> None:
     cluster, found = parse_cluster("2x8xH100"), cost_of(section_graph(X + F))
-    assert roofline.sharded_gradient_reduce_ns(1 << 30, 8, cluster) == roofline.gradient_all_reduce_ns(
-        1 << 30, 8, cluster
-    )
-    assert roofline.sharded_gradient_reduce_ns(1 << 30, 1, cluster) == 0
+
+    def both(size: int, ranks: int, cluster: Cluster) -> int:
+        return roofline.gradient_reduce_scatter_ns(size, ranks, cluster) + roofline.parameter_all_gather_ns(
+            size, ranks, cluster
+        )
+
+    assert both(1 << 30, 8, cluster) == roofline.gradient_all_reduce_ns(1 << 30, 8, cluster)
+    assert both(1 << 30, 1, cluster) == 0
     cpus = parse_cluster("local:4")
-    assert roofline.sharded_gradient_reduce_ns(1 << 20, 4, cpus) > 2 * roofline.gradient_all_reduce_ns(
-        1 << 20, 4, cpus
-    )
+    assert both(1 << 20, 4, cpus) > 2 * roofline.gradient_all_reduce_ns(1 << 20, 4, cpus)
     assert (
         roofline.optimizer_step_ns(found, cpus.device, 4)
         == roofline.optimizer_step_ns(found, cpus.device) // 4

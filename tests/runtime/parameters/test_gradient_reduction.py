@@ -99,3 +99,22 @@ def test_clipping_scales_all_gradients_by_one_factor() -> None:
     assert float(ranks[1]["a"][0, 0]) == pytest.approx(3 / norm, rel=1e-5)
     assert float(ranks[2]["tied"][0]) == pytest.approx(4 / norm, rel=1e-5)
     assert float(ranks[2]["d"][0]) == pytest.approx(1 / norm, rel=1e-5)
+
+
+@pytest.mark.gloo
+def test_buckets_of_all_groups_start_in_the_order_of_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of the second layer are ready before the first layer's other parameters."""
+    monkeypatch.setattr(gradient_reduction, "BUCKET_BYTES", 8)
+    names = ("embed", "w0", "experts0", "w1", "experts1")
+    others, experts = (tuple(n for n in names if ("experts" in n) == routed) for routed in (False, True))
+    groups = [ReductionGroup(others, ("lm",), (0, 1)), ReductionGroup(experts, ("lm",), (1, 0))]
+
+    def target(rank: int) -> list[str]:
+        dist.init_process_group("gloo")
+        params = {n: nn.Parameter(torch.zeros(2)) for n in names}
+        reducer = GradientReducer(groups, params, rank, CPU)
+        of = {p: n for n, p in params.items()}
+        queue = reducer._queue  # pyright: ignore[reportPrivateUsage]
+        return [of[b.params[0]] if hasattr(b, "params") else "presence" for b in queue]  # pyright: ignore
+
+    assert run_ranks(2, target) == [["experts1", "w1", "experts0", "w0", "embed", "presence", "presence"]] * 2

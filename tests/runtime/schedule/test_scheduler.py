@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secc.bounds.bounds import schedule_bound
-from secc.runtime.plan.step_program import Instruction, SampleMeta, print_schedule
+from secc.runtime.plan.step_program import Instruction, SampleMeta, gather_rounds, print_schedule
 from secc.runtime.schedule.list_scheduler import simulate_tasks
 from secc.runtime.schedule.scheduler import ScheduleCache, schedule_batch, schedule_with_makespan
 from secc.runtime.validation.full_check import check_schedule
@@ -314,3 +315,16 @@ def test_equal_batches_share_one_schedule():
     assert order([longer, *equal[1:]]) is not first
     other = SampleMeta(100, samples[0].pattern ^ set(IMAGE), samples[0].sizes)
     assert order([other, *equal[1:]]) is not first
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_micro_batches_of_a_round_are_alike(size):
+    """Replicas in lockstep wait for the longest micro-batch of each round, so long samples share rounds,
+    whatever their order in the dataset."""
+    section = make_section("lm", range(4), forward="S", backward="2*S", micro_batch=size)
+    section = dataclasses.replace(section, mesh=dataclasses.replace(section.mesh, ep=4))
+    p = make_plan([section], [], 4)
+    samples = [make_sample(i, length=10 if i % 5 else 100) for i in range(8 * 5 * size)]
+    rounds = set(gather_rounds(p.sections, schedule_batch(p, samples).micro_batches).values())
+    long_rounds = [{samples[p].sizes["S"] for m in members for p in m.samples} for members in rounds]
+    assert sorted(map(sorted, long_rounds)) == [[10]] * 8 + [[100]] * 2
