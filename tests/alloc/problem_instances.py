@@ -25,14 +25,15 @@ MIB = 1 << 20
 @st.composite
 def section_candidates(draw: st.DrawFn, ranks: int) -> tuple[Candidate, ...]:
     """Two to four candidates; a replica more never takes longer, as in real tables, but memory and waits are
-    free."""
+    free. Some have experts in parts, over the ranks of a replica or over all replicas."""
     number = st.integers(0, 40)
     memory = st.integers(0, 12).map(lambda n: n * MIB)
     return tuple(
         Candidate(
-            dp=draw(st.integers(1, ranks)),
+            dp=(dp := draw(st.integers(1, ranks))),
             micro_batch=draw(st.sampled_from([1, 2, 4])),
-            tp=draw(st.sampled_from([1, 1, 2])),
+            tp=(tp := draw(st.sampled_from([1, 1, 2]))),
+            ep=draw(st.sampled_from([1, 1, tp, tp * dp])),
             pp=draw(st.sampled_from([1, 1, 2])),
             time_ns=draw(st.integers(1, 100)),
             fill_ns=draw(number),

@@ -430,7 +430,7 @@ class _LocalSearch:
 
 
 def _delivers_in_rounds(c: Candidate) -> bool:
-    return c.sharding == "zero3" or (c.in_flight == 0 and c.ep > c.tp)
+    return c.sharding == "zero3" or (c.in_flight == 0 and c.runs_in_lockstep)
 
 
 def _plan_key(a: Assignment) -> PlanKey:

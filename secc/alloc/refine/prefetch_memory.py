@@ -79,15 +79,10 @@ def with_prefetch_buffers(asked: Problem, work: Workload, size: int | None) -> P
 
 def _edge_with_buffer(edge: AllocEdge, candidates: tuple[Candidate, ...], size: int) -> AllocEdge:
     latency = (
-        ns if _in_lockstep(c) else ns - c.fill_ns for ns, c in zip(edge.latency_ns, candidates, strict=True)
+        ns if c.runs_in_lockstep else ns - c.fill_ns
+        for ns, c in zip(edge.latency_ns, candidates, strict=True)
     )
     return replace(edge, sent_bytes=tuple(b + size for b in edge.sent_bytes), latency_ns=tuple(latency))
-
-
-def _in_lockstep(c: Candidate) -> bool:
-    """Whether replicas wait for each other in every round, and cannot run ahead: under ZeRO-3, or with
-    experts in parts over replicas."""
-    return c.sharding != "none" or c.ep > c.tp
 
 
 def choose_prefetch_memory(
@@ -101,7 +96,8 @@ def choose_prefetch_memory(
     group, ahead = assignment.group, prefetchable_sections(work)
     unusable_groups = {group[s] for s in group if s not in ahead}
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
-    unusable_groups |= {group[s] for s in ahead if _in_lockstep(chosen[s])}
+    # Replicas in lockstep cannot run ahead of each other.
+    unusable_groups |= {group[s] for s in ahead if chosen[s].runs_in_lockstep}
     prefetching = {
         s
         for s in ahead
