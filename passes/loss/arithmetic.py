@@ -110,8 +110,57 @@ def state_of_addition(ctx: LossContext, op: Computation) -> ValueState | None:
                 return ctx.refuse_op(op, "combines each sample with a sum over all samples")
             parts.append(shaped)
         if term_parts(ctx, term) is None:
-            return None
+            return _add_to_stack(
+                ctx, op, [(t, s) for t, s in zip(terms, signs, strict=True) if t is not None]
+            )
     return state_of_parts(ctx, [t for t in terms if t is not None], _merge_parts(parts))
+
+
+def _add_to_stack(
+    ctx: LossContext, op: Computation, terms: list[tuple[OperandTerm, Coefficient]]
+) -> ValueState | None:
+    """Adds stacks of scalars, numbers and vectors that depend on no sample, each term times its sign, item by
+    item. None where a term is something else."""
+    states = [ctx.state_of(t) for t, _ in terms if isinstance(t, SSAValue)]
+    counts = {len(s.items) for s in states if isinstance(s, StackState)}
+    if len(counts) != 1:
+        return None
+    items = list[ValueState]()
+    for i in range(counts.pop()):
+        found = [(_parts_of_item(ctx, op, term, i), sign) for term, sign in terms]
+        if any(parts is None for parts, _ in found):
+            return None
+        items.append(
+            SumState(tuple(_merge_parts([p.scale_by(s) for parts, s in found for p in parts or ()])))
+        )
+    return StackState(tuple(items))
+
+
+def _parts_of_item(
+    ctx: LossContext, op: Computation, term: OperandTerm, index: int
+) -> tuple[SumPart, ...] | None:
+    """The parts that a term of a sum adds to one scalar of a stack."""
+    if isinstance(term, Coefficient):
+        return (SumPart(term),)
+    state = ctx.state_of(term)
+    if isinstance(state, StackState):
+        item = state.items[index]
+        return item.parts if isinstance(item, SumState) else None
+    entry = _select_item(ctx, op, term, index)
+    return None if entry is None else (SumPart(UNIT_COEFFICIENT, entry),)
+
+
+def _select_item(ctx: LossContext, op: Computation, value: SSAValue, index: int) -> SSAValue | None:
+    """The entry of a vector that meets one scalar of a stack; None for what depends on samples or has more
+    dims."""
+    type = tensor_type(value)
+    if len(type.dims) > 1 or ctx.carries_samples(value) or not isinstance(ctx.state_of(value), LocalState):
+        return None
+    if not type.dims:
+        return value
+    scalar = TensorType.from_dims([], type.dtype.data, type.requires_grad)
+    at = 0 if type.shape == (1,) else index
+    return ctx.pending.make_glue(op, "aten.select.int", [value], f"$0, 0, {at}", scalar)
 
 
 def _merge_parts(parts: list[SumPart]) -> list[SumPart]:
@@ -182,34 +231,22 @@ def _multiply_stack(
             continue
         if isinstance(weight, Coefficient):
             return StackState(tuple(scale_state(item, weight) for item in stack.items))
-        type = tensor_type(weight)
-        if (
-            isinstance(ctx.state_of(weight), LocalState)
-            and len(type.dims) == 1
-            and not ctx.carries_samples(weight)
-        ):
-            return StackState(
-                tuple(_weight_item(ctx, op, item, weight, i) for i, item in enumerate(stack.items))
-            )
+        weights = [_select_item(ctx, op, weight, i) for i in range(len(stack.items))]
+        found = [_weight_item(ctx, op, i, w) for i, w in zip(stack.items, weights, strict=True) if w]
+        return StackState(tuple(found)) if len(found) == len(weights) else None
     return None
 
 
-def _weight_item(
-    ctx: LossContext, op: Computation, item: ValueState, weights: SSAValue, index: int
-) -> ValueState:
-    """One scalar of a stack times its entry of a vector."""
+def _weight_item(ctx: LossContext, op: Computation, item: ValueState, weight: SSAValue) -> ValueState:
+    """One scalar of a stack times a weight."""
     if not isinstance(item, SumState):
         return item
-    one = weights
-    if tensor_type(weights).shape != (1,):
-        type = TensorType.from_dims([], tensor_type(weights).dtype.data, tensor_type(weights).requires_grad)
-        one = ctx.pending.make_glue(op, "aten.select.int", [weights], f"$0, 0, {index}", type)
     found: list[SumPart] = []
     for part in item.parts:
-        atom = one
+        atom = weight
         if part.atom is not None:
             atom = ctx.pending.make_glue(
-                op, "aten.mul.Tensor", [part.atom, one], "$0, $1", tensor_type(part.atom)
+                op, "aten.mul.Tensor", [part.atom, weight], "$0, $1", tensor_type(part.atom)
             )
         found.append(part.with_atom(atom))
     return SumState(tuple(found))
