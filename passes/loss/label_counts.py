@@ -2,8 +2,9 @@
 weight.
 
 The divisor of a mean must be known before any forward. Labels that inputs or random numbers give are compared
-with the ignored index; labels that a block computes (the argmax of a teacher) are never negative, so only a
-mask from inputs or random numbers can ignore them.
+with the ignored index; labels that glue computes (the argmax of a teacher's scores) are never negative, so
+only a mask from inputs or random numbers can ignore them. Labels that a block returns (the codes of a
+tokenizer) are taken for such, and a term of the loss is minus infinity if one of them is ignored after all.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ from typing import Any
 from xdsl.ir import SSAValue
 
 from secc.ir.dialect import argument_template
-from secc.ir.dialect.ops import Computation, GlueOp
+from secc.ir.dialect.ops import CallOp, Computation, GlueOp
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
-from secc.passes.loss.coefficient import Coefficient, LeafFactor, coefficient_of_factor
+from secc.passes.loss.coefficient import (
+    UNIT_COEFFICIENT,
+    Coefficient,
+    LeafFactor,
+    coefficient_of_factor,
+)
 from secc.passes.loss.loss_context import COUNT_TYPE, LossContext
 from secc.passes.loss.pending_ops import get_argument
+from secc.passes.loss.value_states import SumPart
 
 _NON_NEGATIVE_OPS = frozenset(
     {"argmax", "argmin", "topk", "sort", "argsort", "max", "min"}
@@ -55,6 +62,31 @@ def count_labels(ctx: LossContext, op: Computation) -> Coefficient | None:
     )
 
 
+def check_block_labels(ctx: LossContext, op: Computation) -> SumPart | None:
+    """A part of the loss that is 0, or minus infinity if a block returned the ignored index among the labels
+    of `op`, a loss on (scores, labels), so that its divisor is not their number. None for other labels."""
+    value = op.operands[1]
+    while isinstance(maker := value.owner, GlueOp):
+        refs = [a for a in maker.arguments.args if isinstance(a, argument_template.OperandRef)]
+        at = 1 if maker.base_name == "where" else 0
+        if maker.base_name not in _LABEL_SHAPE_OPS | {"masked_fill", "where"} or len(refs) <= at:
+            return None
+        value = maker.operands[refs[at].index]
+    if not isinstance(maker, CallOp):
+        return None
+    ignored = get_argument(op, 4, "ignore_index", -100)
+    found = value
+    for target, args, type in (
+        ("aten.ne.Scalar", f"$0, {ignored}", TensorType.from_dims(tensor_type(value).shape, "bool")),
+        ("aten.all.default", "$0", TensorType.from_dims([], "bool")),
+        ("aten._to_copy.default", "$0, dtype=torch.float32", TensorType.from_dims([], "f32")),
+        ("aten.log.default", "$0", TensorType.from_dims([], "f32")),
+    ):
+        found = ctx.pending.make_glue(op, target, [found], args, type)
+    assert isinstance(found.owner, GlueOp)
+    return SumPart(UNIT_COEFFICIENT, found, True, found.owner)
+
+
 def _sum_label_weights(ctx: LossContext, op: Computation, mask: SSAValue) -> SSAValue:
     """The sum over counted labels of their classes' weights."""
     labels, weight = op.operands[1], op.operands[2]
@@ -78,6 +110,8 @@ def mask_counted_labels(
     if ctx.is_known_ahead(labels):
         return ctx.pending.make_glue(op, "aten.ne.Scalar", [labels], f"$0, {ignored}", type)
     maker = labels.owner
+    if isinstance(maker, CallOp) and isinstance(ignored, int):
+        return AllLabels.ALL  # guarded by `check_block_labels`
     if not isinstance(maker, GlueOp) or not isinstance(ignored, int):
         return None
     if maker.base_name in _NON_NEGATIVE_OPS and ignored < 0 and labels is maker.results[-1]:

@@ -154,4 +154,5 @@ TERM_LABELS = {
     "soft_margin_loss": "soft_margin",
     "multi_margin_loss": "multi_margin",
     "multilabel_margin_loss_forward": "multilabel",
+    "log": "ignored_labels",  # `label_counts.check_block_labels`
 }

@@ -12,7 +12,7 @@ from secc.ir.dialect.ops import Computation, ParamOp
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.loss.arithmetic import scale_state
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT, Coefficient, coefficient_of_number
-from secc.passes.loss.label_counts import count_labels
+from secc.passes.loss.label_counts import check_block_labels, count_labels
 from secc.passes.loss.loss_context import LossContext
 from secc.passes.loss.op_tables import ENTRY_LOSSES, REDUCTION_OPS, ROW_LOSSES
 from secc.passes.loss.pending_ops import format_with_argument, get_argument
@@ -157,7 +157,10 @@ def states_of_label_loss(ctx: LossContext, op: Computation) -> ValueState | Sequ
     scale = (
         UNIT_COEFFICIENT / number if number is not None and reduction == REDUCTION_MEAN else UNIT_COEFFICIENT
     )
-    return [SumState((SumPart(scale, atom, True, op),)), total][: len(op.results)]
+    parts = [SumPart(scale, atom, True, op)]
+    if reduction == REDUCTION_MEAN and (check := check_block_labels(ctx, op)) is not None:
+        parts.append(check)
+    return [SumState(tuple(parts)), total][: len(op.results)]
 
 
 def _refuse_unknown_count(ctx: LossContext, op: Computation) -> BadState:

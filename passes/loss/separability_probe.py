@@ -29,11 +29,13 @@ _TOLERANCE = 1e-3
 def mixes_rows(op: GlueOp, sample_symbols: Collection[str]) -> bool:
     """Whether an op gives rows another result when other rows come with them.
 
-    False also where this cannot be tried: a dim is a function of several symbols, tensors are large, or the
-    op does not accept random values.
+    False also where this cannot be tried: a dim is a function of several symbols, tensors are large, integers
+    among the operands may be places of rows, or the op does not accept random values.
     """
     namespace, _, name = op.target.data.partition(".")
     if namespace != "aten" or torch.Tag.pointwise in _overload(name).tags:
+        return False
+    if any(o.dtype.data[0] in "iu" for o in map(tensor_type, op.operands)):
         return False
     types = [tensor_type(v) for v in (*op.operands, *op.results)]
     dims = {str(d) for t in types for d in t.shape if {str(s) for s in d.free_symbols} & set(sample_symbols)}
@@ -63,6 +65,8 @@ def _depends_on_other_rows(op: GlueOp, rows: str, sizes: Mapping[str, int], scal
         ]
         found = run_glue(op, taken, {**sizes, rows: size})
         for result, all_rows, own in zip(op.results, whole, found, strict=False):
+            if not list(result.uses):  # by-products for the backward may have entries that are never written
+                continue
             wanted = _take_rows(all_rows, tensor_type(result), rows, part)
             if wanted.shape != own.shape or not _agree(wanted, own):
                 return True
@@ -72,7 +76,7 @@ def _depends_on_other_rows(op: GlueOp, rows: str, sizes: Mapping[str, int], scal
 def _random_tensor(
     type: TensorType, sizes: Mapping[str, int], scale: float, generator: torch.Generator
 ) -> torch.Tensor:
-    """A tensor of a type at these sizes; integers are 0 or 1, which most ops take as indices."""
+    """A tensor of a floating or boolean type at these sizes."""
     shape = [int(evaluate_size(d, sizes)) for d in type.shape]
     dtype: torch.dtype = getattr(torch, type.torch_dtype)
     if torch.Size(shape).numel() > _MOST_ENTRIES:

@@ -147,6 +147,8 @@ GROUPS = {
         " + self.student.bias[:2] - 0.5 * torch.stack([y.abs().mean(), self.scale])).sum()",
         "(torch.stack([F.mse_loss(y, t), F.cross_entropy(rows, targets)]) * torch.tensor([0.3, 0.7])).sum()",
         "self.scale.exp() * F.mse_loss(y, t) - self.scale",
+        "F.ctc_loss(y.log_softmax(-1).transpose(0, 1), labels[:, :1].clamp(min=1), (mask != 0).sum(1), "
+        "torch.ones(len(y), dtype=torch.long), reduction='none').mean()",
         "0.01 * self.scale.pow(2) + 1.5",
         "sum([F.mse_loss(y, t), F.l1_loss(y, t)]) + 0.1 * F.mse_loss(y, t).detach()",
         "F.mse_loss(y.double(), t.double()).float() + torch.tensor(0.0) + x.new_zeros(())",
