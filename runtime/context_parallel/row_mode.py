@@ -2,7 +2,8 @@
 the rules of `row_rules`.
 
 A `torch.autograd.Function` is called without torch's function dispatch, so `apply` is wrapped: a function
-with the class attribute `works_on_rows` computes on rows as they are, any other gets gathered tensors.
+with the class attribute `works_on_rows` computes on rows as they are, any other gets gathered tensors. Code
+that the user's own `torch.utils.checkpoint` runs again in the backward enters the mode of its forward.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_map
 
 from secc.runtime.context_parallel import row_exchange
@@ -248,6 +250,11 @@ def _apply_on_rows(cls: Any, *args: Any, **kwargs: Any) -> Any:
     marked = next(marked_tensors(args), None) if mode is not None else None
     if mode is None or marked is None:
         return _function_apply(cls, *args, **kwargs)
+    if cls is torch_checkpoint.CheckpointFunction and any(getattr(t, "requires_grad", False) for t in args):
+        function, preserve, *inputs = args  # the reentrant way; the other one has the same gradients
+        return torch_checkpoint.checkpoint(
+            function, *inputs, use_reentrant=False, preserve_rng_state=preserve
+        )
     if not getattr(cls, "works_on_rows", False):
         _thread_state.mode = None
         try:
@@ -261,5 +268,12 @@ def _apply_on_rows(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return set_mark(out, mark_of(marked))
 
 
+def _recompute_in_mode(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _checkpoint_generator(bind_active_mode(function), *args, **kwargs)
+
+
+# Modules have the name `checkpoint` already, so what it calls is replaced.
+_checkpoint_generator = torch_checkpoint._checkpoint_without_reentrant_generator  # pyright: ignore
+torch_checkpoint._checkpoint_without_reentrant_generator = _recompute_in_mode  # pyright: ignore
 _function_apply = torch.autograd.Function.apply.__func__  # pyright: ignore
 torch.autograd.Function.apply = classmethod(_apply_on_rows)  # pyright: ignore

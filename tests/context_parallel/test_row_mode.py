@@ -12,6 +12,7 @@ import transformers as hf
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 from secc.frontend.cp_search.find_row_layer import RowLayer, find_row_layer
 from secc.frontend.tp_search.thread_ranks import ThreadGroup, run_thread_ranks
@@ -397,6 +398,30 @@ def test_losses_see_rows(count: int, name: str) -> None:
     for found, _, mode in ranks:
         assert torch.allclose(found, loss_of(hidden, target)) and not mode.gathered
     assert whole.grad is not None and torch.allclose(sum(g for _, g, _ in ranks), whole.grad)
+
+
+class RecomputesItself(nn.Module):
+    """A layer that recomputes its attention, with dropout in it."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.qkv, self.reentrant = nn.Linear(8, 24), reentrant
+
+    def _attend(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.3)
+        return seen.transpose(1, 2).flatten(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self._attend, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("count", [2, 4])
+def test_code_that_recomputes_itself_works_on_rows(count: int, reentrant: bool) -> None:
+    torch.manual_seed(0)
+    call = ((torch.randn(2, 7, 8, requires_grad=True),), dict[str, Any]())
+    assert find_row_layer(RecomputesItself(reentrant), call, count) == RowLayer(None)
 
 
 class Layer(nn.Module):
