@@ -86,7 +86,7 @@ def test_a_plan_with_cp_trains_as_plain_pytorch(
 
 @pytest.mark.slow
 def test_cp_is_refused_where_no_layer_works_on_rows(captured: Callable[[str], ReferencedModel]) -> None:
-    """Each layer has a state space next to its attention; in `bamba` such layers stay whole next to others."""
+    """Each layer has a state space as well as attention; in `bamba` such layers stay whole."""
     options = CompileOptions(cluster="local:2", global_batch=GLOBAL_BATCH, set=("model.cp=2",))
     with pytest.raises(UserError, match=r"no layer of it works on rows of its sequence .*conv1d mixes rows"):
         captured("falcon_h1").plan_with(options)
