@@ -40,6 +40,7 @@ from secc.runtime.model.nested_batch import (
     growing_lists_from_dims,
     may_hold_growing_lists,
 )
+from secc.runtime.model.packed_collate import PackedCollate, is_packed
 from secc.runtime.model.sample_sources import (
     SampleSource,
     check_source,
@@ -90,6 +91,7 @@ class UserModel:
         self._forward_signature: Mapping[str, inspect.Parameter] | None = None
         self._forward_line = ""
         self._default_collate: DefaultCollate | None = None
+        self._packs = False
         # Lists of a batch that grow with the samples; None before the first batch with lists.
         self._growing_lists: Mapping[str, int] | None = None
 
@@ -388,14 +390,27 @@ class UserModel:
     def fit_default_collate(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Fix the rules of the default collate from a survey of the dataset. They are not used if the file
         defines `collate`."""
+        fit = PackedCollate.fit if self._packs else DefaultCollate.fit
         with self._errors_located_in_dataset():
-            self._default_collate = DefaultCollate.fit(samples, self.forward_names)
+            self._default_collate = fit(samples, self.forward_names)
+
+    def pack_samples(self) -> UserModel:
+        """Return this model file with a default collate that puts samples side by side in one row. Raises
+        UserError if the file has its own `collate`."""
+        if self.defines("collate"):
+            message = "samples cannot be packed: collate() of the model file makes the batches"
+            remedy = "let collate() put them side by side, or leave --pack out"
+            raise UserError(message, self.function_source_line("collate"), remedy)
+        user = copy.copy(self)
+        user._packs, user._default_collate = True, None
+        return user
 
     def use_plan_inputs(self, inputs: Iterable[schema.Input]) -> None:
         """Fix the rules of the default collate, and which lists grow with the samples, as the plan has them.
         No sample is loaded."""
         inputs = tuple(inputs)
-        self._default_collate = DefaultCollate.from_inputs(inputs)
+        collate = PackedCollate if is_packed(inputs) else DefaultCollate
+        self._default_collate = collate.from_inputs(inputs)
         self._growing_lists = growing_lists_from_dims({i.key: i.dims for i in inputs})
 
     def declared_sizes(self, i: int) -> dict[str, Any] | None:

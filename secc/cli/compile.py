@@ -94,6 +94,13 @@ def command(
             )
         ),
     ] = "auto",
+    pack: Annotated[
+        str,
+        typer.Option(
+            help="samples of a micro-batch side by side in one row, without padding: never, always, or auto"
+            " (where the simulated step is shorter)"
+        ),
+    ] = "never",
     fuse: FUSE_OPTION = None,
     no_fuse_rule: Annotated[
         list[str] | None, typer.Option(help="disable a fusion rule", metavar="RULE")
@@ -142,6 +149,7 @@ def command(
         max_sections=max_sections,
         stats_samples=stats_samples,
         widths=widths,
+        pack=pack,
         fuse=fuse,
         without=tuple(no_fuse_rule or ()),
         accept=tuple(accept or ()),

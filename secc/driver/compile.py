@@ -48,6 +48,7 @@ from secc.frontend.capture.linear_blocks import annotate_linear_blocks
 from secc.frontend.dataset import padding_policy as widths
 from secc.frontend.dataset import statistics
 from secc.frontend.dataset.input_symbols import ModelInputs, describe_inputs
+from secc.frontend.dataset.packing_check import check_packing
 from secc.frontend.dataset.sampling import survey_dataset
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.frontend.fusion.declare_rewrites import declare_rewrites
@@ -79,6 +80,7 @@ from secc.runtime.plan.schema import ModelRef, Plan
 
 TimedStep = Callable[[str], contextlib.AbstractContextManager[None]]
 WIDTHS = ("auto", "own", "global")  # of micro-batches
+PACK_CHOICES = ("never", "always", "auto")
 MAX_LOCAL_MODEL_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
 
 
@@ -245,6 +247,8 @@ def _validate_options(options: CompileOptions) -> None:
             raise UserError(f"{name}: expected at least 1, got {number}", remedy="give a larger number")
     if options.widths not in WIDTHS:
         raise UserError(f"unknown widths {options.widths!r}", remedy=f"widths are {', '.join(WIDTHS)}")
+    if options.pack not in PACK_CHOICES:
+        raise UserError(f"--pack: unknown {options.pack!r}", remedy=f"give one of {', '.join(PACK_CHOICES)}")
     cluster = parse_cluster(options.cluster)
     if options.costs:
         costs.read_measured_costs(Path(options.costs)).check_hardware(cluster)
@@ -266,7 +270,10 @@ def load_and_capture(
         meta = build_meta_model(user, small=options.small)
         parameters = describe_parameters(meta)
         check_trainable_dtype(meta, options.dtype)
-        cast_model(meta, options.dtype)
+    if options.pack == "always":
+        with time_step("compare packed samples"):
+            user = _pack_samples(user, meta, options.small)
+    cast_model(meta, options.dtype)
     with time_step("draw samples"):
         survey = survey_dataset(user, options.stats_samples, skip_bad=options.skip_bad_samples)
         inputs = describe_inputs(user, survey)
@@ -281,6 +288,18 @@ def load_and_capture(
         capture = dataclasses.replace(capture, inputs=inputs)
     # Now that the model has run, all code that it imports has been imported.
     return user, meta, make_model_ref(user, meta, parameters), survey, inputs, capture
+
+
+def _pack_samples(user: UserModel, meta: nn.Module, small: bool) -> UserModel:
+    """Returns the model file with samples side by side in one row, after a comparison with padded samples.
+    Raises UserError if results differ or cannot be compared."""
+    packed = user.pack_samples()
+    model = _build_model_if_small(user, meta, small) or user.build_small_model()
+    if model is None:
+        message = "samples cannot be packed: the model is too large to be compared with padded samples here"
+        raise UserError(message, str(user.path), "define small_model(), or leave --pack out")
+    check_packing(user, packed, model)
+    return packed
 
 
 def _build_annotated_ir(
@@ -392,6 +411,8 @@ def _collect_notes(
     lines += survey.skipped_samples
     if options.stats is not None:
         lines.append(f"frequency and size of samples are taken from {options.stats.name}")
+    if options.pack == "always":
+        lines.append("samples of a micro-batch lie side by side in one row (--pack): shown to be exact")
     lines += _expert_load_notes(graph_of(planned.module))
     notes: dict[str, object] = {"notes": list(dict.fromkeys(lines))} if lines else {}
     taken_back = [dataclasses.asdict(record) for record in planned.taken_back]

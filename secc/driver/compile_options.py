@@ -38,6 +38,7 @@ class CompileOptions:
     max_sections: int | None = None
     stats_samples: int = 64
     widths: str = "auto"
+    pack: str = "never"  # or "always", "auto"
     small: bool = False
     fuse: bool | None = None  # None: where the cluster has GPUs
     without: tuple[str, ...] = ()
