@@ -225,8 +225,9 @@ class UnitGatherer:
         def forward(*args: Any, **kwargs: Any) -> Any:
             self.require_unit(unit)
             out = inner(*args, **kwargs)
+            passed_on = {id(t) for t in tensors_in((args, kwargs))}  # such as T5's position bias
             for tensor in tensors_in(out) if torch.is_grad_enabled() else ():
-                if tensor.grad_fn is not None:
+                if tensor.grad_fn is not None and id(tensor) not in passed_on:
                     # Runs when the gradient of an output is known, before the module's own backward.
                     tensor.register_hook(lambda _: self.require_unit(unit))
             return out

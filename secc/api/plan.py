@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +25,12 @@ from secc.runtime.plan.plan_file import load_plan
 
 if TYPE_CHECKING:
     from secc.driver.compile import CompiledPlan
+    from secc.driver.step_preview import StepPreview
 
 Progress = Callable[[str], None]
 Choices = Mapping[str, object] | Sequence[str]
 DEFAULT_PLAN = "plan"
+LEAST_PACKING_GAIN = 0.02  # of a predicted step, for --pack auto
 _SHOWN_LINES = 5  # of a run's metrics
 
 
@@ -223,23 +226,61 @@ def compile_to_directory(
     """Compiles a model file, compares it with plain PyTorch, simulates a step, and writes the plan directory.
     Returns the plan with what both have shown. `progress` is called with the name of each step."""
     from secc.codegen.plan_writer import reserve_output
-    from secc.driver.compile import compile_model
-    from secc.driver.exactness_check import check_exactness
-    from secc.driver.step_preview import preview_step
     from secc.report.html_page import ReportExtras, report_page
 
-    show = progress or (lambda step: None)
     with reserve_output(output):
-        compiled = compile_model(path, options, progress)
-        if check:
-            show("compare with the eager model")
-            compiled = check_exactness(compiled)
-        show("simulate a step")
-        preview = preview_step(compiled)
-        compiled = dataclasses.replace(compiled, plan=preview.plan)
+        compiled, preview = _compile_and_preview(path, options, check, progress)
+        if options.pack == "auto":
+            compiled, preview = _pack_if_shorter(compiled, preview, path, options, check)
         extras = ReportExtras(preview.figures)
         compiled.write_plan(output, lambda plan: report_page(plan, extras), preview.files)
     return compiled
+
+
+def _compile_and_preview(
+    path: Path, options: CompileOptions, check: bool, progress: Progress | None
+) -> tuple[CompiledPlan, StepPreview]:
+    """Compiles a model file, compares it with plain PyTorch, and simulates a step."""
+    from secc.driver.compile import compile_model
+    from secc.driver.exactness_check import check_exactness
+    from secc.driver.step_preview import preview_step
+
+    show = progress or (lambda step: None)
+    compiled = compile_model(path, options, progress)
+    if check:
+        show("compare with the eager model")
+        compiled = check_exactness(compiled)
+    show("simulate a step")
+    preview = preview_step(compiled)
+    return dataclasses.replace(compiled, plan=preview.plan), preview
+
+
+def _pack_if_shorter(
+    padded: CompiledPlan, preview: StepPreview, path: Path, options: CompileOptions, check: bool
+) -> tuple[CompiledPlan, StepPreview]:
+    """Returns the plan that packs samples if it is possible and its predicted step is shorter by
+    LEAST_PACKING_GAIN, else the padded one; a note says which and why."""
+    try:
+        packed, packed_preview = _compile_and_preview(path, replace(options, pack="always"), check, None)
+    except UserError as refusal:
+        return _add_note(padded, f"--pack auto: {refusal.message}"), preview
+    seconds = padded.plan.predicted_step_s, packed.plan.predicted_step_s
+    if None in seconds:
+        return _add_note(padded, "--pack auto: samples are padded, since no step was predicted"), preview
+    own, side_by_side = (float(s or 0) for s in seconds)
+    note = (
+        f"--pack auto: a step takes {own * 1e3:.4g} ms with padded and {side_by_side * 1e3:.4g} ms with"
+        " packed samples"
+    )
+    if side_by_side < (1 - LEAST_PACKING_GAIN) * own:
+        return _add_note(packed, note), packed_preview
+    return _add_note(padded, note), preview
+
+
+def _add_note(compiled: CompiledPlan, note: str) -> CompiledPlan:
+    checks = compiled.plan.checks
+    notes = {"notes": [*checks.get("notes", []), note]}
+    return dataclasses.replace(compiled, plan=replace(compiled.plan, checks=checks | notes))
 
 
 def check(

@@ -3,15 +3,18 @@ that do not are refused with the reason."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from secc.api.plan import compile_to_directory
+from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
 from secc.frontend.dataset.packing_check import check_packing
-from secc.runtime.model.packed_collate import PackedCollate
+from secc.runtime.model.packed_collate import PackedCollate, is_packed
 from secc.runtime.model.user_file import load_model_file
 from tests.e2e.harness import compile_and_write, find_differences, train_distributed, train_in_one_process
 from tests.e2e.reference_runs import write_named_recording_model
@@ -97,6 +100,22 @@ def test_forward_without_positions_is_refused(tmp_path: Path) -> None:
     user = load_model_file(path)
     with pytest.raises(UserError, match="forward takes no position_ids"):
         user.pack_samples().collate([user.load_sample(0)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mix", [WITHIN_SAMPLES, "h.cumsum(1)"])
+def test_auto_packs_where_the_step_is_shorter_and_says_why(mix: str, tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(MODEL.replace("MIX", mix))
+    made = compile_to_directory(
+        path, CompileOptions(cluster="local:1", global_batch=8, pack="auto"), tmp_path / "plan"
+    )
+    (note,) = (n for n in made.plan.checks["notes"] if n.startswith("--pack auto"))
+    if mix != WITHIN_SAMPLES:
+        assert "in one row give another result" in note and not is_packed(made.plan.inputs)
+        return
+    padded, packed = (float(n) for n in re.findall(r"([\d.]+) ms", note))
+    assert is_packed(made.plan.inputs) == (packed < 0.98 * padded)
 
 
 @pytest.mark.gloo
