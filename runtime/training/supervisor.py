@@ -155,7 +155,11 @@ class _Supervisor:
         raise AssertionError("unreachable")
 
     def _start_ranks(self, attempt: int, store: Path) -> LocalRanks | NodesRanks:
-        """Starts all ranks of the present plan; `store` is the file in which those of one machine meet."""
+        """Starts all ranks of the present plan; `store` is the file in which those of one machine meet.
+        Raises UserError if the plan has gone since the run began."""
+        if not (self._plan / "run.py").exists():
+            remedy = "restore or compile it, and continue with --resume auto"
+            raise UserError("the plan has no run.py", str(self._plan), remedy)
         limit, lost, left = self._options.hang_timeout, self._lost, self._world_size - len(self._lost)
         if self._server is None:
             devices, place = _visible_devices(self._world_size, lost), {STORE_VARIABLE: str(store)}

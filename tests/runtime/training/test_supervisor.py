@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from secc.runtime.errors import UserError
 from secc.runtime.parameters import checkpoint_copies
 from secc.runtime.parameters.checkpoint import load_full_state_dict
 from secc.runtime.parameters.checkpoint_copies import COPIES_VARIABLE, CopyName
@@ -121,6 +122,14 @@ def test_restart_continues_from_the_newest_checkpoint_and_is_bit_equal(tmp_path:
     expected, weights = load_full_state_dict(whole), load_full_state_dict(saved)
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
     assert not list(ranks_of(plan))
+
+
+def test_a_plan_that_has_gone_is_named_before_ranks_start(tmp_path: Path) -> None:
+    write_plan(tmp_path / "plan", ALONE)
+    (tmp_path / "plan" / "run.py").unlink()
+    with pytest.raises(UserError, match=r"the plan has no run\.py") as error:
+        run_plan(tmp_path / "plan", ["--steps", "1"])
+    assert error.value.where == str(tmp_path / "plan") and "--resume auto" in error.value.remedy
 
 
 def stop_between_saves(launcher: subprocess.Popen[str], saved: Path) -> str:
