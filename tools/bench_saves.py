@@ -5,10 +5,10 @@
 A small language model trains on two ranks with `--save-every 20`. Ten steps from a save on are compared with
 the ten steps without one before and after them, in the same process. Compared are seconds of CPU of a rank's
 process (not of its writer), which other work on the machine changes little, and wall time, which also has
-the writers' work if the machine has no core to spare. "calls" is the CPU time inside the calls that save, which
-is measured directly and so varies less; it leaves out what they cost later, in caches. The loss is the mean
-over all saves, as a share of these steps without saves, of the rank that loses most; the interval is twice
-the standard error of the mean. The first saves warm up and are left out.
+the writers' work if the machine has no core to spare. "calls" is the CPU time inside the calls that save,
+which is measured directly and so varies less; it leaves out what they cost later, in caches. The loss is the
+mean over all saves, as a share of these steps without saves, of the rank that loses most; the interval is
+twice the standard error of the mean. The first saves warm up and are left out.
 """
 
 from __future__ import annotations
@@ -167,8 +167,9 @@ def main(arguments: Sequence[str]) -> int:
         subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
         table = BenchmarkTable(
             ("written", *COLUMNS),
-            f"What a step on {RANKS} CPU ranks loses to one checkpoint of `MiB` in {BLOCK} steps: CPU time in"
-            " the calls that save, CPU time of the rank that loses most, and wall time, compared with the steps without one before and after.",
+            f"What a step on {RANKS} CPU ranks loses to one checkpoint of `MiB` in {BLOCK} steps, compared with"
+            " the steps without one before and after: CPU time in the calls that save, CPU time of the rank that"
+            " loses most, and wall time.",
             o.json,
         )
         for name, option in (("in the background", "--save-async"), ("within the step", "--no-save-async")):
