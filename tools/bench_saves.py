@@ -168,8 +168,8 @@ def main(arguments: Sequence[str]) -> int:
         table = BenchmarkTable(
             ("written", *COLUMNS),
             f"What a step on {RANKS} CPU ranks loses to one checkpoint of `MiB` in {BLOCK} steps, compared"
-            " with the steps without one before and after: CPU time in the calls that save, CPU time of the rank"
-            " that loses most, and wall time.",
+            " with the steps without one before and after: CPU time in the calls that save, CPU time"
+            " of the rank that loses most, and wall time.",
             o.json,
         )
         for name, option in (("in the background", "--save-async"), ("within the step", "--no-save-async")):
