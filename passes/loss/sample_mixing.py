@@ -80,6 +80,8 @@ def find_mixing_by_numbers(ctx: LossContext, op: GlueOp) -> BadState | None:
     carrying = [r for r in op.results if ctx.carries_samples(r) and is_floating(tensor_type(r))]
     if not carrying or is_random_op(op) or all(ctx.is_input_only(r) for r in carrying):
         return None
+    if op.base_name in FACTORY_OPS:  # the entries of some are whatever the memory holds
+        return None
     if not all(_adds_up(ctx, d) for r in carrying for d in tensor_type(r).shape):
         return ctx.refuse_op(op, "makes a number of rows that micro-batches do not add up to")
     from secc.passes.loss.separability_probe import mixes_rows  # brings torch, which few cases need
