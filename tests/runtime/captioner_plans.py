@@ -176,8 +176,11 @@ class Reference:
     state: dict[str, torch.Tensor]
 
 
-def reference(steps: int, clip: float | None = None, seed: int = 0) -> Reference:
-    """Train the captioner with whole global batches in this process."""
+def reference(
+    steps: int, clip: float | None = None, seed: int = 0, drawn: Sequence[Sequence[int]] | None = None
+) -> Reference:
+    """Train the captioner with whole global batches in this process: of the numbered samples `drawn` for each
+    step, by default in their order."""
     user = user_file.load_model_file(FIXTURE / "model.py")
     module: ModuleType = user.module
     torch.manual_seed(seed)
@@ -187,9 +190,8 @@ def reference(steps: int, clip: float | None = None, seed: int = 0) -> Reference
     dataset = module.dataset()
     losses, norms, gradients = [], [], []
     for step in range(steps):
-        batch = module.collate(
-            [dataset[i % len(dataset)] for i in range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)]
-        )
+        numbers = drawn[step] if drawn else range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)
+        batch = module.collate([dataset[i % len(dataset)] for i in numbers])
         optimizer.zero_grad()
         loss = model(**batch)["loss"]
         loss.backward()

@@ -194,15 +194,25 @@ def capture_model(
 def _require_metric_tensors(
     user: UserModel, cases: Sequence[CapturedCase], notes: Sequence[CaptureNote]
 ) -> None:
-    """Raises UserError if no case has a tensor that the user's `metrics()` asks for."""
+    """Raises UserError if no case has a tensor that the user's `metrics()` asks for, or if it is a parameter
+    or a buffer."""
     nodes = [n for case in cases for n in case.generic.graph.nodes if n.meta.get("shape")]
     kept = {name for n in nodes for name in n.meta.get("log", ())}
-    if missing := [name for name in user.metric_tensors if name not in kept]:
+    asked = user.metric_tensors
+    if missing := [name for name in asked if name not in kept]:
         why = next((f": {n.reason}" for n in notes if n.reason.startswith(_NOT_LOGGED)), "")
         raise UserError(
             f"metrics() asks for {missing[0]!r}, which is no tensor that forward returns or gets{why}",
             user.function_source_line("metrics"),
             "let forward return it by this name, next to the loss; scalars are in metrics()'s first argument",
+        )
+    constant = next((n for n in nodes if n.op == "get_attr" and {*n.meta.get("log", ())} & {*asked}), None)
+    if constant is not None:
+        name = next(name for name in constant.meta["log"] if name in asked)
+        raise UserError(
+            f"metrics() asks for {name!r}, but it is the model's {constant.target}, which has no rows of samples",
+            user.function_source_line("metrics"),
+            "return a tensor with one row, or a number of rows, for each sample",
         )
 
 

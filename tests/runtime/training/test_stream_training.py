@@ -1,5 +1,5 @@
 """A run from a stream is the run from the same samples as a list, bit for bit, also after it was resumed on
-another number of ranks."""
+another number of ranks, or killed; a mixture trains what plain PyTorch trains on the same samples."""
 
 from __future__ import annotations
 
@@ -10,9 +10,20 @@ from typing import Any
 import pytest
 import torch
 
+from secc.runtime.data.mixed_order import MixedOrder, make_sample_order
+from secc.runtime.model.user_file import load_model_file
 from secc.runtime.parameters.checkpoint import load_full_state_dict
 from secc.runtime.training.supervisor import run_plan
-from tests.runtime.captioner_plans import FIXTURE, TOGETHER, UNEVEN, Layout, write_plan
+from tests.runtime.captioner_plans import (
+    FIXTURE,
+    GLOBAL_BATCH,
+    TOGETHER,
+    UNEVEN,
+    Layout,
+    reference,
+    write_plan,
+)
+from tests.runtime.run_processes import ranks_of, start_run, steps_of, wait_for_step, wait_until
 from tests.runtime.train_captioner import metrics, train
 
 pytestmark = pytest.mark.gloo
@@ -29,6 +40,38 @@ class Stream(torch.utils.data.IterableDataset):
         yield from (data[i] for i in range(len(data)))
 """,
 )
+
+# Samples 0 to 6 as a stream and 7 to 39 with numbers: one of the first to three of the others.
+MIXED = (FIXTURE / "model.py").read_text().replace(
+    "def dataset() -> Dataset:\n    return Samples()",
+    """def datasets() -> Any:
+    return {"few": (0.25, Few()), "many": (0.75, torch.utils.data.Subset(Samples(), range(7, 40)))}
+
+
+class Few(torch.utils.data.IterableDataset):
+    at = 0
+
+    def __iter__(self) -> Any:
+        start, self.at = self.at, 0
+        for i in range(start, 7):
+            self.at = i + 1
+            yield Samples()[i]
+        self.at = 0
+
+    def state_dict(self) -> Any:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = state["at"]""",
+)  # fmt: skip
+
+SLOWLY = """
+
+def on_step(result: Any) -> None:
+    import time
+
+    time.sleep(0.1)
+"""
 
 
 def train_plan(
@@ -60,6 +103,83 @@ def test_a_stream_trains_as_a_list_and_resumes_on_other_ranks(tmp_path: Path) ->
     lists, streams = resume("list", LIST), resume("stream", STREAM)
     assert len(streams[0]) == 3 and streams[0] == lists[0]
     assert_equal(streams[1], lists[1])
+
+
+def drawn_samples(path: Path, steps: int) -> list[list[int]]:
+    """Returns the numbers of the samples of each step of MIXED. A stream's are counted here, so that a sample
+    which a run repeats or leaves out would differ."""
+    order = make_sample_order(load_model_file(path), GLOBAL_BATCH, shuffle=True)
+    assert isinstance(order, MixedOrder)
+    drawn: list[list[int]] = []
+    few = 0
+    for step in range(steps):
+        drawn.append([])
+        for position in range(GLOBAL_BATCH):
+            if order.source_sample(step, position)[0] == 0:
+                drawn[-1].append(few % 7)
+                few += 1
+            else:
+                drawn[-1].append(order.locate_sample(step, position)[1] - (1 << 40) + 7)
+    return drawn
+
+
+def test_a_mixture_trains_what_plain_pytorch_trains(tmp_path: Path) -> None:
+    """Eight batches of 8: the stream of 7 samples is read more than twice."""
+    write_plan(tmp_path / "plan", UNEVEN, source=MIXED)
+    drawn = drawn_samples(tmp_path / "plan" / "model.py", 8)
+    few = [i for batch in drawn for i in batch if i < 7]
+    assert few == [i % 7 for i in range(16)] and len({i for batch in drawn for i in batch}) > 35
+    plain = reference(8, drawn=drawn)
+    ranks = train(tmp_path / "plan", UNEVEN, 8, "--no-first-check", "--shuffle")
+    lines = metrics(tmp_path / "plan")
+    assert [m["loss"] for m in lines] == pytest.approx(plain.losses, rel=1e-5)
+    assert [m["grad_norm"] for m in lines] == pytest.approx(plain.norms, rel=1e-5)
+    for rank in ranks:
+        for found, expected in zip(rank["gradients"], plain.gradients, strict=True):
+            for name, gradient in found.items():
+                torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+        for name, value in rank["state"].items():
+            torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("source", [STREAM, MIXED], ids=["stream", "mixture"])
+def test_a_killed_run_goes_on_with_the_next_sample_on_other_ranks(source: str, tmp_path: Path) -> None:
+    """Killed, not asked to end: on three ranks after step 5 or later, by SIGKILL to the launcher; resumed on
+    two. Every step has the loss of plain PyTorch on the samples in their order: none is repeated, none is
+    lost."""
+    shuffle, source = ["--shuffle"] if source is MIXED else [], source + SLOWLY
+    arguments = ["--save", str(tmp_path / "saved"), "--save-every", "2", "--no-first-check", *shuffle]
+    write_plan(tmp_path / "first", UNEVEN, source=source)
+    write_plan(tmp_path / "second", TOGETHER, source=source)
+    process = start_run(tmp_path / "first", "--steps", "100000", "--workers", "1", *arguments)
+    wait_until(lambda: (tmp_path / "saved" / "latest").exists(), process)
+    wait_for_step(tmp_path / "first", 5, process)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not [*ranks_of(tmp_path / "first")])
+    killed = steps_of(tmp_path / "first" / "logs")
+    saved = int((tmp_path / "saved" / "latest").read_text().removeprefix("step_"))
+    assert saved >= 2 and read_data(tmp_path / "saved")["samples"] == saved * 8
+    steps = saved + 8
+    drawn = [[(step * 8 + i) % 21 for i in range(8)] for step in range(steps)]
+    plain = reference(steps, drawn=drawn_samples(tmp_path / "first" / "model.py", steps) if shuffle else drawn)
+
+    again = start_run(
+        tmp_path / "second", "--steps", str(steps), "--workers", "1", "--resume", "auto", *arguments
+    )
+    said = again.communicate(timeout=300)[1]
+    assert again.returncode == 0, said
+    assert "goes on after" in said
+    resumed = metrics(tmp_path / "second")
+    assert [m["step"] for m in resumed] == [*range(saved + 1, steps + 1)]
+    for line in [*killed, *resumed]:
+        if line["step"] <= steps:
+            assert line["loss"] == pytest.approx(plain.losses[line["step"] - 1], rel=1e-5), line
+    assert read_data(tmp_path / "saved")["samples"] == steps * 8
+    for name, value in load_full_state_dict(tmp_path / "saved").items():
+        torch.testing.assert_close(value, plain.state[name], rtol=1e-3, atol=1e-4)
 
 
 def read_data(folder: Path) -> Any:
