@@ -7,20 +7,22 @@ for the same micro-batches and the step's mix of samples:
     {"step": 7,
      "sections": {"teacher": {"forward_s": 1.9, "backward_s": 0.0,
                               "predicted_forward_s": 1.2, "predicted_backward_s": 0.0,
-                              "wait_s": 0.1}, …},
+                              "wait_s": 0.1, "exposed_s": 0.3}, …},
      "mix": [{"when": ["pixel_values"], "count": 11, "sizes": {"S": 8100, "n_pixel_values": 19}}, …]}
 
-Seconds are sums over replicas, sizes are sums over samples; `wait_s` is waiting for messages. At the end of a
-run rank 0 summarises them (`secc.runtime.monitoring.run_summary`). To find a better plan for the measured
-times and mix, run `secc drift PLAN/ LOGDIR/` (`secc.driver.replan_from_run`).
+Seconds are sums over replicas, sizes are sums over samples; `wait_s` is waiting for messages of other
+sections, `exposed_s` waiting for collectives among the section's own ranks: inside its forwards and
+backwards, which count it too, and around them for its gradients and parameters. At the end of a run rank 0
+summarises the times (`secc.runtime.monitoring.run_summary`). To find a better plan for the measured times and
+mix, run `secc drift PLAN/ LOGDIR/` (`secc.driver.replan_from_run`).
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +36,8 @@ from secc.runtime.plan.step_program import COMPUTE_KINDS, SampleMeta, Schedule, 
 SECTION_TIMES_FILE = "times.jsonl"
 UNCOUNTED_STEPS = 2  # the first steps of a run allocate memory and compile kernels
 MAX_KEPT_STEPS = 200  # the summary is about the last ones of a run
-# (user's section, "F" for its forwards or "B" for its backwards) -> seconds
+# (user's section, kind) -> seconds; kinds are F and B (forwards, backwards), R (waiting for messages), and
+# waiting for collectives: C inside of F and B, E outside
 SectionSeconds = dict[tuple[str, str], float]
 
 
@@ -42,7 +45,7 @@ class SectionStopwatch:
     """Times the computations of one rank; on a GPU with events, which are read at the end of a step."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._is_computing, self._is_paused = device, False, False
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._events: list[tuple[tuple[str, str], torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -50,7 +53,31 @@ class SectionStopwatch:
     def time_section(self, section: str, kind: str) -> Iterator[None]:
         """Times the body as part of the forwards or, for kinds "B" and "W", of the backwards of a section;
         with kind "R", as waiting for a message."""
-        key = section, kind if kind in "FR" else "B"
+        outer, self._is_computing = self._is_computing, kind in COMPUTE_KINDS
+        with self._time(section, "B" if kind == "W" else kind):
+            yield
+        self._is_computing = outer
+
+    def time_collective(self, section: str) -> AbstractContextManager[None]:
+        """Times the body as waiting for other ranks of a section: kind "C" inside a computation, "E" outside
+        of one. On a GPU this is how long the computing stream waits, not how long the collective takes."""
+        return self._time(section, "C" if self._is_computing else "E")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Times nothing in the body: it does not belong to the programs of training."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    @contextmanager
+    def _time(self, section: str, kind: str) -> Iterator[None]:
+        key = section, kind
+        if self._is_paused:
+            yield
+            return
         if self._device.type != "cuda":
             start = time.perf_counter()
             yield
@@ -72,18 +99,13 @@ class SectionStopwatch:
 
 
 def section_time_columns(plan: Plan) -> list[tuple[str, str, int]]:
-    """Returns (section, kind, tensor-parallel ranks per replica) of the times that a run sums, in the same
-    order on all ranks."""
+    """Returns (section, kind, ranks of a replica) of the times that a run sums, in the same order on all
+    ranks."""
     return [
         (s.name, kind, s.mesh.replica_size)
         for s in plan.user_sections
-        for kind in (("F",) if s.mode == "forward" else ("F", "B"))
+        for kind in ("FRCE" if s.mode == "forward" else "FBRCE")
     ]
-
-
-def section_wait_columns(plan: Plan) -> list[tuple[str, int]]:
-    """Returns (section, tensor-parallel ranks per replica) of the waits that a run sums."""
-    return [(s.name, s.mesh.tp) for s in plan.user_sections]
 
 
 def predict_section_seconds(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> SectionSeconds:
@@ -132,23 +154,24 @@ class SectionTimesLog:
         spent: SectionSeconds,
         samples: Sequence[SampleMeta],
         schedule: Schedule,
-        waits: Mapping[str, float],
     ) -> None:
-        """Writes the times of a step; `samples` are the samples that `schedule` refers to, `waits` the
-        seconds that each section waited for messages."""
+        """Writes the times of a step; `samples` are the samples that `schedule` refers to."""
         # A schedule object is reused for steps with equal sizes, and predictions depend on sizes alone.
         if self._latest_prediction is None or self._latest_prediction[0] is not schedule:
             self._latest_prediction = schedule, predict_section_seconds(self._plan, samples, schedule)
         expected = self._latest_prediction[1]
         self._first_step = self._first_step or step
+        computing = {key: s for key, s in spent.items() if key[1] in "FB"}
         if step >= self._first_step + UNCOUNTED_STEPS:
-            self._steps.append(MeasuredStep(seconds, spent, expected, samples[: schedule.own_samples]))
+            self._steps.append(MeasuredStep(seconds, computing, expected, samples[: schedule.own_samples]))
         sections: dict[str, dict[str, float]] = defaultdict(dict)
-        for (name, kind), seconds in spent.items():
+        for (name, kind), seconds in computing.items():
             field = {"F": "forward_s", "B": "backward_s"}[kind]
             sections[name] |= {field: seconds, f"predicted_{field}": expected.get((name, kind), 0.0)}
-        for name, seconds in waits.items():
-            sections[name] |= {"wait_s": seconds}
+        for (name, kind), seconds in spent.items():
+            if kind not in "FB":
+                field = "wait_s" if kind == "R" else "exposed_s"
+                sections[name][field] = sections[name].get(field, 0.0) + seconds
         entry = {"step": step, "sections": sections, "mix": _sample_mix(samples[: schedule.own_samples])}
         self._file.write(entry)
 

@@ -34,16 +34,18 @@ def peak_seconds(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) 
 def section_shares(
     plan: Plan, seconds: Mapping[tuple[str, str], float], step_seconds: float
 ) -> dict[str, float]:
-    """Returns the shares of a step in which the ranks of each section compute (`section/NAME/busy`) and wait
-    for messages (`section/NAME/wait`).
+    """Returns the shares of a step in which the ranks of each section compute (`section/NAME/busy`), wait for
+    messages of other sections (`section/NAME/wait`) and wait for collectives among themselves
+    (`section/NAME/exposed_communication`). What is left, they wait for their turn or work for other sections.
 
-    `seconds`: by (section, kind), summed over replicas; kinds are F, B and, for waits, R.
+    `seconds`: by (section, kind), summed over replicas.
     """
     shares: dict[str, float] = {}
     for s in plan.user_sections:
-        available = len(s.mesh.ranks) / s.mesh.tp * step_seconds
+        available = len(s.mesh.ranks) / s.mesh.replica_size * step_seconds
         if available > 0:
-            busy = sum(seconds.get((s.name, kind), 0.0) for kind in "FB")
-            shares[f"section/{s.name}/busy"] = busy / available
-            shares[f"section/{s.name}/wait"] = seconds.get((s.name, "R"), 0.0) / available
+            forward, backward, wait, inside, outside = (seconds.get((s.name, kind), 0.0) for kind in "FBRCE")
+            shares[f"section/{s.name}/busy"] = (forward + backward - inside) / available
+            shares[f"section/{s.name}/wait"] = wait / available
+            shares[f"section/{s.name}/exposed_communication"] = (inside + outside) / available
     return shares

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -175,7 +176,7 @@ class _GradientBucket:
         self.release_at_start, self.is_zeroed = free, silent
         self.has_gradient: list[bool] = []
         self.awaited = set[nn.Parameter]()  # gradients that the section's last backward has yet to accumulate
-        self.is_ready = False
+        self.is_ready, self.section = False, ""
         self._sum = torch.empty(0)
         self._work: dist.Work | None = None
 
@@ -220,7 +221,7 @@ class _Zero3Gradients:
     def __init__(self, flat: ShardedUnit) -> None:
         self.params, self.flat = flat.params, flat
         self.has_gradient: list[bool] = []
-        self.is_ready = False
+        self.is_ready, self.section = False, ""
 
     def start(self) -> None:
         self.has_gradient = self.flat.has_gradient
@@ -245,7 +246,7 @@ class _GradientPresence:
         self, buckets: Sequence[_GradientBucket | _Zero3Gradients], group: Any, device: torch.device
     ) -> None:
         self.buckets, self.group, self.device = buckets, group, device
-        self.is_ready = False
+        self.is_ready, self.section = False, ""
         self._flags = torch.empty(0)
         self._work: dist.Work | None = None
 
@@ -331,6 +332,8 @@ class GradientReducer:
         places = {param: place for place, param in enumerate(params.values())}
         self._by_sections = {s: _order_by_readiness(some, places) for s, some in self._by_sections.items()}
         self._queue: list[_PendingReduction] = list(itertools.chain.from_iterable(self._by_sections.values()))
+        # Makes the context in which this rank waits for gradients or parameters of a section.
+        self.timed: Callable[[str], AbstractContextManager[None]] = lambda section: nullcontext()
         self._next_index = 0  # in the queue: everything before it has been started
         self._in_flight = deque[_PendingReduction]()
         self._hooks = list[RemovableHandle]()
@@ -386,6 +389,8 @@ class GradientReducer:
         self, reduction: ReductionGroup, buckets: Sequence[_GradientBucket | _Zero3Gradients], group: Any
     ) -> None:
         queued = [*buckets, _GradientPresence(buckets, group, self._device)]
+        for pending in queued:
+            pending.section = reduction.sections[0]
         self._by_sections.setdefault(reduction.sections, []).extend(queued)
 
     def _optimized_parameter(self, name: str, param: nn.Parameter) -> nn.Parameter:
@@ -453,7 +458,9 @@ class GradientReducer:
         while self._next_index < len(self._queue) or self._in_flight:
             self._start_ready_buckets()
             if self._in_flight:
-                self._in_flight.popleft().finish()
+                pending = self._in_flight.popleft()
+                with self.timed(pending.section):
+                    pending.finish()
         for reduction in self._queue:
             reduction.is_ready = False
         self._next_index = 0
@@ -498,13 +505,12 @@ class GradientReducer:
         after the optimizer step."""
         for param, (master, _) in self.masters.items():
             param.data.copy_(master.data)
-        flats = [
-            (b.flat, b.group) for b in self._queue if isinstance(b, _GradientBucket) and b.flat is not None
-        ]
+        flats = [(b.flat, b) for b in self._queue if isinstance(b, _GradientBucket) and b.flat is not None]
         for flat in (*(flat for flat, _ in flats), *self._zero3_units):
             flat.copy_masters_to_shard()
-        for work in [flat.gather_values(group) for flat, group in flats]:
-            work.wait()
+        for work, section in [(flat.gather_values(b.group), b.section) for flat, b in flats]:
+            with self.timed(section):
+                work.wait()
 
 
 def _order_by_readiness(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -147,6 +148,8 @@ class UnitGatherer:
 
     def __init__(self, section: str, units: Sequence[Sequence[ShardedUnit]]) -> None:
         self.section, self.units = section, units
+        # Makes the context in which this rank waits for a collective.
+        self.timed: Callable[[], AbstractContextManager[None]] = nullcontext
         self._unit_order: Sequence[int] = ()
         self._position = -1
         self._is_backward = False
@@ -159,7 +162,7 @@ class UnitGatherer:
         self._unit_order = range(count - 1, 0, -1) if backward else range(1, count)
         _start_gathers(self.units[0])
         self._prefetch_next()
-        _finish_gathers(self.units[0])
+        self._finish_gathers(self.units[0])
 
     def require_unit(self, unit: int) -> None:
         """Ensures that the values of `unit` are present, after releasing the units before it. Raises
@@ -194,7 +197,7 @@ class UnitGatherer:
         self._prefetch_next()
         if self._position:
             self._leave_unit(self._unit_order[self._position - 1])
-        _finish_gathers(self.units[self._unit_order[self._position]])
+        self._finish_gathers(self.units[self._unit_order[self._position]])
 
     def _prefetch_next(self) -> None:
         if self._position + 1 < len(self._unit_order):
@@ -212,9 +215,15 @@ class UnitGatherer:
             part.release_values()
 
     def _accumulate_pending(self) -> None:
-        for part in self._reducing_units:
-            part.accumulate_reduced()
+        with self.timed() if self._reducing_units else nullcontext():
+            for part in self._reducing_units:
+                part.accumulate_reduced()
         self._reducing_units = ()
+
+    def _finish_gathers(self, parts_of_unit: Sequence[ShardedUnit]) -> None:
+        with self.timed():
+            for part in parts_of_unit:
+                part.finish_gather()
 
     def wrap_unit(self, unit: int, module: nn.Module) -> None:
         """Wraps the module's forward so that it requires the unit before it runs, and so that the backward
@@ -238,11 +247,6 @@ class UnitGatherer:
 def _start_gathers(parts_of_unit: Sequence[ShardedUnit]) -> None:
     for part in parts_of_unit:
         part.start_gather()
-
-
-def _finish_gathers(parts_of_unit: Sequence[ShardedUnit]) -> None:
-    for part in parts_of_unit:
-        part.finish_gather()
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -6,7 +6,8 @@ use a process group; the numeric check of a mapping uses threads of one process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,14 +49,17 @@ class ReplicaGroup(Protocol):
 
 
 class ReplicaProcessGroup:
-    """A `ReplicaGroup` of processes; `handle` is torch's process group."""
+    """A `ReplicaGroup` of processes; `handle` is torch's process group. `timed` makes the context in which
+    each collective runs."""
 
     def __init__(self, ranks: Ranks, rank: int, group: Any) -> None:
         self.ranks, self.index, self.size, self.handle = ranks, ranks.index(rank), len(ranks), group
+        self.timed: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replaces `tensor`, of any shape, by its sum over all ranks, and returns it."""
-        dist.all_reduce(tensor, group=self.handle)
+        with self.timed():
+            dist.all_reduce(tensor, group=self.handle)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -67,7 +71,8 @@ class ReplicaProcessGroup:
             else torch.cat([tensor, tensor.new_zeros(longest - tensor.numel())])
         )
         parts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(parts, padded, group=self.handle)
+        with self.timed():
+            dist.all_gather(parts, padded, group=self.handle)
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
     def reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -79,14 +84,16 @@ class ReplicaProcessGroup:
                 [torch.cat([p, p.new_zeros(longest - p.numel())]) for p in tensor.split(list(lengths))]
             )
         own = tensor.new_empty(longest)
-        dist.reduce_scatter_tensor(own, tensor.contiguous(), group=self.handle)
+        with self.timed():
+            dist.reduce_scatter_tensor(own, tensor.contiguous(), group=self.handle)
         return own[: lengths[self.index]]
 
     def all_to_all(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         """Sends the first `sent[0]` rows (along dim 0) to rank 0 and so on; returns `received[0]` rows of
         rank 0, then those of rank 1 and so on."""
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=self.handle)
+        with self.timed():
+            dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=self.handle)
         return arrived
 
 

@@ -113,7 +113,8 @@ class Engine:
     after it and at the program's REDUCE instructions (for sections without a backward on this rank).
     `groups`: the process group of this rank's replica, for sections with several ranks per replica. `passes`:
     the gatherers of sections with zero3. `evaluates`: dropout in glue is off; blocks have their own mode.
-    `exchanges`: of sections in which replicas have different experts.
+    `exchanges`: of sections in which replicas have different experts. `stopwatch`: of the training engine,
+    for an engine that uses the same process groups.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Engine:
         passes: Mapping[str, UnitGatherer] | None = None,
         evaluates: bool = False,
         exchanges: Mapping[str, TokenExchange] | None = None,
+        stopwatch: SectionStopwatch | None = None,
     ) -> None:
         self.plan, self.sections, self.transport, self.trace = plan, sections, transport, trace
         self.on_reduce, self.on_last_backward, self.groups = on_reduce, on_last, groups or {}
@@ -147,7 +149,7 @@ class Engine:
         self.randomness = (
             ModelRandomness(models[0], plan.draws, plan.symbols, evaluates) if plan.draws and models else None
         )
-        self.stopwatch = SectionStopwatch(self.device)
+        self.stopwatch = SectionStopwatch(self.device) if stopwatch is None else stopwatch
         # (schedule, sizes of samples, layouts) of the previous step.
         self._layout_cache: tuple[Schedule, list[Mapping[str, int]], Mapping[str, EdgeLayout]] | None = None
         # Prefetched micro-batches of the next step, by section and number among its prefetched ones.

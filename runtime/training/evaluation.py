@@ -120,6 +120,7 @@ class Evaluator:
             passes=engine.gatherers,
             evaluates=True,
             exchanges=engine.exchanges,
+            stopwatch=engine.stopwatch,
         )
         self._terms = [t.name for t in plan.terms if not is_statistic(t.name)]
         self._outputs = OutputGatherer(plan, context.rank)
@@ -149,7 +150,7 @@ class Evaluator:
             time.perf_counter(),
         )
         seed = derive_item_seed(self._context.seed, -2, 0)  # the same numbers in every evaluation
-        with eval_mode(self._model), torch.no_grad():
+        with eval_mode(self._model), torch.no_grad(), self._engine.stopwatch.paused():
             for name, step in self._data.plan_pass(int(self._context.records_ahead)):
                 batches = StepBatches(self._data.data_plane, step, self._context.trace)
                 known = statistics.get(name, {})

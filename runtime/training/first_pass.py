@@ -72,6 +72,7 @@ class FirstPass:
             passes=engine.gatherers,
             evaluates=engine.evaluates,
             exchanges=engine.exchanges,
+            stopwatch=engine.stopwatch,
         )
 
     def find_statistics(
@@ -84,7 +85,7 @@ class FirstPass:
     ) -> dict[str, BatchStatistic]:
         """Returns the statistics of a global batch. Collective."""
         step = StepInput(self.schedule(samples), samples, load_batch, None, seed)
-        with torch.no_grad(), _kept_buffers(self._model):
+        with torch.no_grad(), _kept_buffers(self._model), self._engine.stopwatch.paused():
             self._engine.run_step(step)
         found = self._engine.numerators
         return sum_statistics(self.plan, found, coefficients, len(samples), sum_over_ranks)

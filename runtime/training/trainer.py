@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ from secc.runtime.monitoring.section_times import (
     SectionSeconds,
     SectionTimesLog,
     section_time_columns,
-    section_wait_columns,
 )
 from secc.runtime.parameters import checkpoint
 from secc.runtime.parameters.checkpoint_copies import CopyName
@@ -55,7 +55,12 @@ from secc.runtime.sections.batch_statistic import BatchStatistic
 from secc.runtime.sections.row_layers import install_row_layers, install_row_modules
 from secc.runtime.tensor_parallel import styles
 from secc.runtime.tensor_parallel.expert_parallel import TokenExchange
-from secc.runtime.tensor_parallel.replica_group import make_exchange_groups, make_replica_groups
+from secc.runtime.tensor_parallel.replica_group import (
+    ReplicaGroups,
+    ReplicaProcessGroup,
+    make_exchange_groups,
+    make_replica_groups,
+)
 from secc.runtime.training.bad_tokens import naming_bad_tokens
 from secc.runtime.training.best_checkpoint import BestCheckpoint
 from secc.runtime.training.callbacks import Callbacks, StepResult
@@ -78,8 +83,7 @@ TRANSPORTS = {"channels": Transport, "rounds": RoundTransport}
 @dataclass(frozen=True)
 class StepTotals:
     """Sums of a step over all ranks: the loss, the norm of all gradients (0-dim), the learning rate, mean
-    seconds in which a rank waited for gradients, further scalars, and by section the seconds of computing and
-    of waiting for messages."""
+    seconds in which a rank waited for gradients, further scalars, and seconds by section and kind."""
 
     loss: float
     norm: torch.Tensor
@@ -87,7 +91,6 @@ class StepTotals:
     exposed_s: float
     logged: dict[str, float]
     section_seconds: SectionSeconds
-    wait_seconds: dict[str, float]
 
 
 class Trainer:
@@ -119,7 +122,8 @@ class Trainer:
         # all of it.
         install_fused(model, self.plan.rewrites, read_fused_source(context.directory))
         groups = make_replica_groups(self.plan, context.rank)
-        exchanges = {n: TokenExchange(g) for n, g in make_exchange_groups(self.plan, context.rank).items()}
+        exchange_groups = make_exchange_groups(self.plan, context.rank)
+        exchanges = {n: TokenExchange(g) for n, g in exchange_groups.items()}
         styles.install_styles(self.plan, model, groups.tp, exchanges)
         install_row_modules(self.plan, model, context.rank)
         for section in self.plan.sections:
@@ -162,6 +166,7 @@ class Trainer:
             context.zero3.gatherers,
             exchanges=exchanges,
         )
+        self._time_collectives(groups, exchange_groups)
         self._first_pass = (
             FirstPass(self.plan, model, self.engine, self.options.order)
             if has_statistics(self.plan)
@@ -229,6 +234,16 @@ class Trainer:
             else None
         )
         self._step_start = time.perf_counter()
+
+    def _time_collectives(
+        self, groups: ReplicaGroups, exchange_groups: Mapping[str, ReplicaProcessGroup]
+    ) -> None:
+        """Lets the stopwatch time how long this rank waits for the collectives of each section."""
+        stopwatch, whole = self.engine.stopwatch, self.engine.whole_section
+        for by_section in (groups.replica, groups.tp, groups.cp, exchange_groups, self.engine.gatherers):
+            for name, group in by_section.items():
+                group.timed = partial(stopwatch.time_collective, whole[name])
+        self.reducer.timed = lambda section: stopwatch.time_collective(whole[section])
 
     def plan_steps(self) -> Iterator[PlannedStep]:
         """Yields the remaining steps of the run; the data of the next one loads while one trains.
@@ -337,7 +352,6 @@ class Trainer:
                 totals.section_seconds,
                 step.samples,
                 step.schedule,
-                totals.wait_seconds,
             )
         return totals.loss
 
@@ -439,8 +453,7 @@ class Trainer:
             rows = sum(exchange.take_sent_rows() for exchange in self.engine.exchanges.values())
             shares |= {"expert_rows_sent": share.new_tensor(float(rows))}
         local_seconds, columns = self.engine.stopwatch.take_seconds(), section_time_columns(self.plan)
-        columns += [(name, "R", tp) for name, tp in section_wait_columns(self.plan)]
-        times = [share.new_tensor(local_seconds.get((name, kind), 0.0) / tp) for name, kind, tp in columns]
+        times = [share.new_tensor(local_seconds.get((name, kind), 0.0) / n) for name, kind, n in columns]
         rate = self._learning_rate() if self._reports_learning_rate else 0.0
         own = [share.new_tensor(rate), share.new_tensor(exposed_s / self.context.world_size)]
         failed = self._callbacks.error is not None
@@ -463,8 +476,7 @@ class Trainer:
             sums[0],
             sums[1],
             dict(zip(shares, sums[2:], strict=False)),
-            {key: s for key, s in seconds.items() if key[1] != "R"},
-            {name: s for (name, kind), s in seconds.items() if kind == "R"},
+            seconds,
         )
 
     def _learning_rate(self) -> float:
@@ -500,8 +512,7 @@ class Trainer:
             skipped = {"skipped": len(batch.skipped_indices)} if self.options.skip_bad_samples else {}
             self.metrics.log_step({**totals.logged} | values | skipped | {"step_time_s": seconds})
         if self.reports is not None:
-            waits = {(name, "R"): s for name, s in totals.wait_seconds.items()}
-            self.reports.log_step(result, step, totals.section_seconds | waits, totals.exposed_s)
+            self.reports.log_step(result, step, totals.section_seconds, totals.exposed_s)
         self._callbacks.on_step(result)
         if self._evaluator is not None and self._is_evaluation_due():
             self.evaluate()

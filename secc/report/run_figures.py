@@ -80,11 +80,15 @@ def _wait_bars(plan: Plan, log: RunLog) -> BarChart:
     rows = [
         BarRow(
             s.name,
-            "waits for messages",
-            (BarPart("w-messages", "waiting", min(1.0, s.wait_share), f"{s.wait_share:.1%}"),),
-            f"{s.wait_share:.1%}",
+            what,
+            (BarPart(colour, "waiting", min(1.0, share), f"{share:.1%}"),),
+            f"{share:.1%}",
         )
         for s in log.sections
-        if s.wait_share is not None
+        for colour, what, share in (
+            ("w-messages", "waits for messages of other sections", s.wait_share),
+            ("w-summing", "waits for collectives of its own ranks", s.exposed_share),
+        )
+        if share is not None
     ]
     return BarChart(tuple(rows), (), "A whole bar is the step." if rows else "")

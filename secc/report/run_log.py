@@ -28,12 +28,14 @@ _REMEDY = "name the --log-dir of a run of this plan"
 @dataclass(frozen=True)
 class SectionTimes:
     """Mean seconds of a section in a step, summed over replicas, as measured and as predicted, and the mean
-    share of a step in which its ranks wait for messages (None in logs without it)."""
+    shares of a step in which its ranks wait for messages and for collectives among themselves (None in logs
+    without them)."""
 
     name: str
     measured_s: float
     predicted_s: float
     wait_share: float | None
+    exposed_share: float | None
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,15 @@ def _section_times(plan: Plan, log_dir: Path, steps: dict[int, dict[str, Any]]) 
             )
             for prefix in ("", "predicted_")
         )
-        available = len(s.mesh.ranks) / s.mesh.tp
-        waits = [
-            float(t["wait_s"]) / (available * float(steps[step]["step_time_s"]))
-            for step, t in own
-            if "wait_s" in t and step in steps and steps[step]["step_time_s"] > 0
-        ]
-        yield SectionTimes(s.name, measured, predicted, fmean(waits) if waits else None)
+        replicas = len(s.mesh.ranks) / s.mesh.replica_size
+        wait, exposed = (
+            [
+                float(t[field]) / (replicas * float(steps[step]["step_time_s"]))
+                for step, t in own
+                if field in t and step in steps and steps[step]["step_time_s"] > 0
+            ]
+            for field in ("wait_s", "exposed_s")
+        )
+        yield SectionTimes(
+            s.name, measured, predicted, fmean(wait) if wait else None, fmean(exposed) if exposed else None
+        )

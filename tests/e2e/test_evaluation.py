@@ -68,6 +68,7 @@ PLANS = [
     pytest.param(3, ("body.pp=2",), ("--eval-batch", "7"), id="pipeline", marks=pytest.mark.slow),
     pytest.param(3, ("body.tp=2",), ("--comm", "rounds"), id="tensor-parallel", marks=pytest.mark.slow),
     pytest.param(3, ("body.sharding=zero3", "body.dp=2"), (), id="zero3", marks=pytest.mark.slow),
+    pytest.param(3, ("body.cp=2",), (), id="context-parallel", marks=pytest.mark.slow),
 ]
 
 
@@ -204,7 +205,7 @@ def test_a_forward_that_does_something_else_in_eval_mode_cannot_be_evaluated(tmp
 
 TENSORS = [
     pytest.param("logits", "", "metrics() asks for 'logits', which is no tensor", id="not returned"),
-    pytest.param("weight", '"weight": self.head.weight', "the model's head.weight, which has no rows", id="no rows"),
+    pytest.param("weight", '"weight": self.head.weight', "head.weight, which has no rows", id="no rows"),
     pytest.param(
         "right", "", "metrics() asks for 'right', which is no tensor", id="scalar", marks=pytest.mark.slow
     ),

@@ -214,7 +214,7 @@ def test_a_run_is_compared_with_its_plan(tmp_path: Path) -> None:
     lines = [*steps, {"step": 5, "eval": "eval", "loss": 1.5, "step_time_s": 1.0}, {**steps[4], "loss": 0.5}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 6, "lo')
     times = {"forward_s": 1.0, "backward_s": 2.0, "predicted_forward_s": 0.5, "predicted_backward_s": 1.0}
-    entry = {"sections": {"lm": times | {"wait_s": 1.0}}, "mix": []}
+    entry = {"sections": {"lm": times | {"wait_s": 1.0, "exposed_s": 0.5}}, "mix": []}
     (tmp_path / "times.jsonl").write_text(
         "".join(json.dumps({"step": i} | entry) + "\n" for i in range(1, 6))
     )
@@ -225,8 +225,10 @@ def test_a_run_is_compared_with_its_plan(tmp_path: Path) -> None:
     ranks = len(PLAN.user_sections[1].mesh.ranks)
     assert (section.measured_s, section.predicted_s) == (3.0, 1.5)
     assert section.wait_share == pytest.approx(1.0 / (ranks * 2.0))
+    assert section.exposed_share == pytest.approx(0.5 / (ranks * 2.0))
     run = make_run_figures(PLAN, log, TextTable("Drift", (), ()), ["nothing drifted"])
     assert "3 s · 2.00×" in {row.value for row in run.times.rows}
+    assert len(run.waits.rows) == 2
     page = report_page(PLAN, ReportExtras(run=run))
     assert "nothing drifted" in page and read_page_data(page)["run"]["losses"][0] == [1.0, 4.0, 4.0, 4.0]
 

@@ -210,7 +210,7 @@ def _require_metric_tensors(
     if constant is not None:
         name = next(name for name in constant.meta["log"] if name in asked)
         raise UserError(
-            f"metrics() asks for {name!r}, but it is the model's {constant.target}, which has no rows of samples",
+            f"metrics() asks for {name!r}, the model's {constant.target}, which has no rows of samples",
             user.function_source_line("metrics"),
             "return a tensor with one row, or a number of rows, for each sample",
         )

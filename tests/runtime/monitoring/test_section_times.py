@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from secc.runtime.host.cpu_cores import available_cores
 from secc.runtime.monitoring.run_summary import (
@@ -19,6 +21,7 @@ from secc.runtime.monitoring.section_times import (
     SECTION_TIMES_FILE,
     UNCOUNTED_STEPS,
     MeasuredStep,
+    SectionStopwatch,
     SectionTimesLog,
     predict_section_seconds,
 )
@@ -128,26 +131,41 @@ def test_a_wrong_prediction_is_explained() -> None:
 
 
 def test_first_steps_are_not_counted(tmp_path: Path) -> None:
-    log = SectionTimesLog(tmp_path, PLAN)
+    log, waits = SectionTimesLog(tmp_path, PLAN), {("lm", "R"): 0.25, ("lm", "C"): 0.5, ("lm", "E"): 0.125}
     for step in range(UNCOUNTED_STEPS + 2):
         log.log_step(
             7 + step,
             0.5,
-            times(9.0 if step < UNCOUNTED_STEPS else 1.0),
+            times(9.0 if step < UNCOUNTED_STEPS else 1.0) | waits,
             SAMPLES,
             schedule_batch(PLAN, SAMPLES),
-            {"lm": 0.25},
         )
     rows = [json.loads(line) for line in (tmp_path / SECTION_TIMES_FILE).read_text().splitlines()]
     assert log.steps == (taken(1.0),) * 2 and len(rows) == UNCOUNTED_STEPS + 2
     assert rows[0]["mix"] == [{"when": [], "count": 4, "sizes": {"B": 4, "S": 46, "I": 0}}]
     assert rows[0]["sections"]["lm"]["predicted_backward_s"] == PREDICTED["lm", "B"]
     assert rows[0]["sections"]["lm"]["wait_s"] == 0.25
+    assert rows[0]["sections"]["lm"]["exposed_s"] == 0.625
 
 
 def test_shares_of_sections_count_replicas() -> None:
     section = PLAN.user_sections[0]
-    replicas = len(section.mesh.ranks) / section.mesh.tp
-    spent = {(section.name, kind): share * replicas for kind, share in (("F", 1.0), ("B", 2.0), ("R", 1.0))}
-    shares = section_shares(PLAN, spent, 4.0)
-    assert shares[f"section/{section.name}/busy"] == 0.75 and shares[f"section/{section.name}/wait"] == 0.25
+    replicas = len(section.mesh.ranks) / section.mesh.replica_size
+    kinds = {"F": 1.0, "B": 2.0, "R": 0.5, "C": 1.0, "E": 0.5}
+    shares = section_shares(PLAN, {(section.name, k): s * replicas for k, s in kinds.items()}, 4.0)
+    expected = {"busy": 0.5, "wait": 0.125, "exposed_communication": 0.375}
+    for name, share in expected.items():
+        assert shares[f"section/{section.name}/{name}"] == share
+
+
+def test_collectives_count_inside_of_computations_and_outside() -> None:
+    stopwatch = SectionStopwatch(torch.device("cpu"))
+    for kind in "FBWR":
+        with stopwatch.time_section("lm", kind), stopwatch.time_collective("lm"):
+            time.sleep(0.001)
+    with stopwatch.paused(), stopwatch.time_section("lm", "F"), stopwatch.time_collective("vision"):
+        pass
+    seconds = stopwatch.take_seconds()
+    assert {key for key, s in seconds.items() if s > 0} == {("lm", kind) for kind in "FBRCE"}
+    assert seconds["lm", "C"] >= 0.003 and seconds["lm", "F"] + seconds["lm", "B"] >= seconds["lm", "C"]
+    assert 0.001 <= seconds["lm", "E"] <= seconds["lm", "R"] and stopwatch.take_seconds() == {}

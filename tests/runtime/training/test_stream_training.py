@@ -164,7 +164,9 @@ def test_a_killed_run_goes_on_with_the_next_sample_on_other_ranks(source: str, t
     assert saved >= 2 and read_data(tmp_path / "saved")["samples"] == saved * 8
     steps = saved + 8
     drawn = [[(step * 8 + i) % 21 for i in range(8)] for step in range(steps)]
-    plain = reference(steps, drawn=drawn_samples(tmp_path / "first" / "model.py", steps) if shuffle else drawn)
+    plain = reference(
+        steps, drawn=drawn_samples(tmp_path / "first" / "model.py", steps) if shuffle else drawn
+    )
 
     again = start_run(
         tmp_path / "second", "--steps", str(steps), "--workers", "1", "--resume", "auto", *arguments

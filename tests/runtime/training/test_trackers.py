@@ -51,6 +51,7 @@ def test_tensorboard_has_what_the_run_measured(tmp_path: Path) -> None:
     for name in (s.name for s in load_plan(tmp_path / "plan").user_sections):
         busy, wait = (read(f"section/{name}/{kind}") for kind in ("busy", "wait"))
         assert all(0 < b < 1 and 0 <= w < 1 for (_, b), (_, w) in zip(busy, wait, strict=True))
+        assert read(f"section/{name}/exposed_communication") == [(s, 0.0) for s in (1, 2, 3)]  # one rank each
     with pytest.raises(KeyError):
         events.Scalars("mfu(%)")  # the plan knows no peak of a CPU
 

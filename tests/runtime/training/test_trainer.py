@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,6 +73,10 @@ def test_steps_equal_plain_pytorch(
     write_plan(tmp_path / "plan", layout, widths)
     ranks = train(tmp_path / "plan", layout, STEPS, *arguments)
     assert_trained(tmp_path / "plan", ranks, plain)
+    lines = (tmp_path / "plan" / "logs" / "times.jsonl").read_text().splitlines()
+    for sections in (json.loads(line)["sections"] for line in lines):
+        # A gate is tied, so its gradient is summed over the encoder's and the decoder's ranks.
+        assert sections["teacher"]["exposed_s"] == 0 < sections["encoder"]["exposed_s"]
     assert set().union(*(rank["state"] for rank in ranks)) == plain.state.keys()
 
 
