@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,11 @@ class Tracker(Protocol):
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Reports values of a global step."""
+        ...
+
+    def log_texts(self, texts: Mapping[str, str], step: int) -> None:
+        """Reports texts by name, which were generated with the weights of a global step: the present one or
+        an earlier one."""
         ...
 
     def add_files(self, files: Sequence[Path]) -> None:
@@ -96,6 +102,12 @@ class _TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def log_texts(self, texts: Mapping[str, str], step: int) -> None:
+        for name, text in texts.items():
+            fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))  # shown as it is
+            self._writer.add_text(name, f"{fence}\n{text}\n{fence}", step)
+        self._writer.flush()
+
     def add_files(self, files: Sequence[Path]) -> None:
         """TensorBoard has no artifacts."""
 
@@ -117,6 +129,12 @@ class _Wandb:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
+
+    def log_texts(self, texts: Mapping[str, str], step: int) -> None:
+        rows = [[step, name, text] for name, text in texts.items()]
+        table = self._module.Table(columns=["step", "name", "text"], data=rows)
+        # wandb drops what belongs to a step before the present one, so the table joins that one.
+        self._run.log({"samples": table}, commit=False)
 
     def add_files(self, files: Sequence[Path]) -> None:
         artifact = self._module.Artifact("plan", type="plan")
@@ -140,11 +158,12 @@ class _MLflow:
         module.log_params({key: str(value)[:500] for key, value in config.items()})
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        # mlflow allows letters, digits and _-./ and blanks in names.
-        allowed = {
-            "".join(c if c.isalnum() or c in "_-./ " else "_" for c in k): v for k, v in values.items()
-        }
-        self._module.log_metrics(allowed, step=step)
+        self._module.log_metrics({_mlflow_name(name): v for name, v in values.items()}, step=step)
+
+    def log_texts(self, texts: Mapping[str, str], step: int) -> None:
+        for name, text in texts.items():
+            path = "/".join(_mlflow_name(part) for part in name.split("/"))
+            self._module.log_text(text, f"{path}/step_{step:08d}.txt")
 
     def add_files(self, files: Sequence[Path]) -> None:
         for file in files:
@@ -152,6 +171,11 @@ class _MLflow:
 
     def close(self) -> None:
         self._module.end_run()
+
+
+def _mlflow_name(name: str) -> str:
+    """Returns a name of the characters that mlflow allows: letters, digits, _-./ and blanks."""
+    return "".join(c if c.isalnum() or c in "_-./ " else "_" for c in name)
 
 
 class _Trackio:
@@ -167,8 +191,13 @@ class _Trackio:
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._module.log(dict(values), step=step)
 
+    def log_texts(self, texts: Mapping[str, str], step: int) -> None:
+        rows = [{"step": step, "name": name, "text": text} for name, text in texts.items()]
+        frame = importlib.import_module("pandas").DataFrame(rows)  # which trackio brings
+        self._module.log({"samples": self._module.Table(dataframe=frame)}, step=step)
+
     def add_files(self, files: Sequence[Path]) -> None:
-        """Trackio keeps metrics only."""
+        """Trackio keeps no files."""
 
     def close(self) -> None:
         self._module.finish()
@@ -183,6 +212,10 @@ class TrackedRun:
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Reports values of a global step to all trackers."""
         self._call("log", values, step)
+
+    def log_texts(self, texts: Mapping[str, str], step: int) -> None:
+        """Reports texts by name to all trackers."""
+        self._call("log_texts", texts, step)
 
     def close(self, files: Sequence[Path] = ()) -> None:
         """Keeps `files` with the run, and finishes it."""

@@ -10,6 +10,7 @@ eval` after the ranks have ended, on a GPU if there is one. The model must fit i
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -69,6 +70,8 @@ class SampleGenerator:
     def __init__(self, directory: Path, log_dir: Path, averaged: bool) -> None:
         self._command = [sys.executable, "-m", __name__, str(directory), str(log_dir)]
         self._command += ["--averaged"] * averaged
+        self._file, self._taken_bytes = log_dir / SAMPLES_FILE, 0
+        self._taken_bytes += len(self._read_lines())
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, checkpoint: Path) -> None:
@@ -82,6 +85,25 @@ class SampleGenerator:
         environment = {k: v for k, v in os.environ.items() if k not in ranks} | {"CUDA_VISIBLE_DEVICES": ""}
         command = [*self._command, "--checkpoint", str(checkpoint), "--parent", str(os.getpid())]
         self._process = subprocess.Popen(command, env=environment)
+
+    def take_samples(self) -> dict[int, dict[str, str]]:
+        """Returns the texts by name, by the step of their checkpoint, that were generated since the last
+        call."""
+        content, found = self._read_lines(), dict[int, dict[str, str]]()
+        self._taken_bytes += len(content)
+        for line in content.splitlines():
+            entry = json.loads(line)
+            found.setdefault(entry["step"], {})[entry["name"]] = entry["text"]
+        return found
+
+    def _read_lines(self) -> bytes:
+        """Returns the whole lines of the file of samples that were not taken yet."""
+        if not self._file.exists():
+            return b""
+        with self._file.open("rb") as file:
+            file.seek(self._taken_bytes)
+            content = file.read()
+        return content[: content.rfind(b"\n") + 1]
 
     def finish(self) -> None:
         """Waits for the last process; what it could not do it has said."""

@@ -4,6 +4,9 @@ A rank exits with 0; with 2 after a UserError, which only one rank prints; with 
 that error says that a helper process was killed; with `LOST_PEER_EXIT_CODE`, silently, if another rank has
 gone, because that rank is the cause; with `HANG_EXIT_CODE` after the report of a hang; else with 1 and a
 traceback. The launcher (`supervisor`) turns the ranks' exit codes into one message.
+
+Started by torchrun's agents, a rank that has lost a peer with bad input exits with 2, too, so that every
+agent knows it (`torchrun`), and ranks that an agent starts again after bad input end at once.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -25,11 +29,17 @@ from secc.runtime.errors import LostProcess, UserError
 from secc.runtime.host.parent_death import die_with_launcher
 from secc.runtime.training.emulation import emulate_rank
 from secc.runtime.training.options import RunOptions, parse_options
-from secc.runtime.training.rendezvous import connect_agent_store, restart_pause, torchrun_restarts
+from secc.runtime.training.rendezvous import (
+    connect_agent_store,
+    has_torchrun_agent,
+    restart_pause,
+    torchrun_restarts,
+)
 
 LOST_PEER_EXIT_CODE = 75  # of a rank that lost its connection to another rank
 LOST_HELPER_EXIT_CODE = 77  # of a rank with a helper process that was killed; a restart may succeed
 _STORE_TIMEOUT = timedelta(seconds=5)
+_BAD_INPUT_KEY = "secc/bad_input"
 
 
 def main(train: Callable[[RunOptions], None]) -> int:
@@ -40,7 +50,12 @@ def main(train: Callable[[RunOptions], None]) -> int:
         _leave_warnings_to_rank_0()
     try:
         options = parse_options(sys.argv[1:])
-        _pause_before_restart()
+        if (
+            torchrun_restarts()
+        ):  # by its agent, which starts processes again at once and whatever they ended with
+            if has_bad_input(torchrun_restarts() - 1):
+                os._exit(2)
+            time.sleep(restart_pause(torchrun_restarts()))
         if options.emulate is not None:
             emulate_rank(Path(sys.argv[0]).resolve().parent.parent, options)
         else:
@@ -48,8 +63,7 @@ def main(train: Callable[[RunOptions], None]) -> int:
         return 0
     except UserError as error:
         if error.reported_elsewhere:
-            time.sleep(1.0)
-            os._exit(LOST_PEER_EXIT_CODE)
+            _exit_after_peer()
         _report_once(error)
         code = LOST_HELPER_EXIT_CODE if isinstance(error, LostProcess) else 2
     except SystemExit:
@@ -58,13 +72,31 @@ def main(train: Callable[[RunOptions], None]) -> int:
         code = 128 + signal.SIGINT
     except BaseException as error:
         code = LOST_PEER_EXIT_CODE if is_lost_peer(error) else 1
-        if code == 1:
-            sys.stderr.write(f"rank {os.environ.get('RANK', '0')}:\n{traceback.format_exc()}")
-        else:
-            time.sleep(1.0)  # so that the launcher sees the rank that caused it first
+        if code == LOST_PEER_EXIT_CODE:
+            _exit_after_peer()
+        sys.stderr.write(f"rank {os.environ.get('RANK', '0')}:\n{traceback.format_exc()}")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no cleanup: it would wait for ranks and loaders that may be gone
+
+
+def _exit_after_peer() -> NoReturn:
+    """Exits silently, after the rank that is the cause, so that the launcher sees that one first."""
+    code = 2 if has_bad_input(torchrun_restarts()) else LOST_PEER_EXIT_CODE
+    time.sleep(1.0)
+    os._exit(code)
+
+
+def has_bad_input(restarts: int) -> bool:
+    """Whether a rank has ended with a UserError after this number of restarts by torchrun's agents; False
+    under another launcher, which sees the exit codes of all ranks."""
+    if not has_torchrun_agent():
+        return False
+    store = connect_agent_store(_STORE_TIMEOUT, restarts)
+    try:
+        return store is not None and store.check([_BAD_INPUT_KEY])
+    except RuntimeError:  # the agent with the store has gone
+        return False
 
 
 def _leave_warnings_to_rank_0() -> None:
@@ -92,14 +124,10 @@ def _report_once(error: UserError) -> None:
         rank = f"rank {os.environ.get('RANK', '0')}: " if isinstance(error, LostProcess) else ""
         sys.stderr.write(f"error: {rank}{error}\n")
         sys.stderr.flush()
+    if store is not None and not isinstance(error, LostProcess):
+        store.set(_BAD_INPUT_KEY, "1")
     if store is not None and first:
         store.set("secc/error/printed", "1")
     elif store is not None:
         with suppress(RuntimeError):  # the printing rank has exited; the launcher reports that
             store.wait(["secc/error/printed"], _STORE_TIMEOUT)
-
-
-def _pause_before_restart() -> None:
-    """Waits before a restart by torchrun, which starts its processes again at once."""
-    if torchrun_restarts():
-        time.sleep(restart_pause(torchrun_restarts()))

@@ -132,11 +132,9 @@ class RankContext(ExitStack):
                 self._lock_folders()  # before the ranks look for a checkpoint that another run may replace
         self.resumed = self._find_resumed()
         manifest = self.resumed.manifest if self.resumed else None
-        sample_count, global_batch = self.user_model.sample_count, self.plan.global_batch
-        if self.rank == 0 and sample_count is not None and sample_count < global_batch:
-            sys.stderr.write(f"{repeated_samples_text(sample_count, global_batch)}\n")
-        epochs = make_sample_order(self.user_model, global_batch, epochs=options.epochs)
-        self.last_step = options.steps or epochs.step_count or DEFAULT_STEPS
+        self.last_step = options.steps or DEFAULT_STEPS
+        if options.eval_only is None:
+            self._check_dataset()
         if self.resumed is not None:
             _check_resumption(self.plan, self.resumed, options, self.last_step, self.rank)
         self.first_step = manifest.step if manifest else 0
@@ -157,10 +155,24 @@ class RankContext(ExitStack):
         # All of these fork, which is safe only before process groups and GPU contexts exist.
         checks = self.rank == 0 and options.first_check and not (options.emulate or options.eval_only)
         self.first_check = start_first_check(self.plan, directory, self.user_model) if checks else None
-        self.data_plane = self._make_data_plane()
-        self.evaluation_data = self._make_evaluation_data() if options.evaluates else None
+        self.evaluation_data = None
+        if options.eval_only is None:
+            self.data_plane = self._make_data_plane()
+        if options.evaluates:
+            self.evaluation_data = self._make_evaluation_data()
+            if options.eval_only is not None:
+                self.data_plane = self.evaluation_data.data_plane
         saves = options.save is not None and not (options.emulate or options.eval_only)
         self.checkpoint_writer = BackgroundWriter() if saves and options.save_async else None
+
+    def _check_dataset(self) -> None:
+        """Finds the last step of `--epochs`, and says if samples repeat in a batch. Opens the dataset, which
+        an evaluation alone does not."""
+        sample_count, global_batch = self.user_model.sample_count, self.plan.global_batch
+        if self.rank == 0 and sample_count is not None and sample_count < global_batch:
+            sys.stderr.write(f"{repeated_samples_text(sample_count, global_batch)}\n")
+        epochs = make_sample_order(self.user_model, global_batch, epochs=self.options.epochs)
+        self.last_step = self.options.steps or epochs.step_count or DEFAULT_STEPS
 
     def _find_resumed(self) -> FoundCheckpoint | None:
         """Returns the checkpoint that the run continues from; None if it starts from the beginning. The ranks
@@ -187,7 +199,7 @@ class RankContext(ExitStack):
     def __enter__(self) -> RankContext:
         super().__enter__()
         self.callback(self.data_plane.close)
-        if self.evaluation_data is not None:
+        if self.evaluation_data is not None and self.options.eval_only is None:
             self.callback(self.evaluation_data.data_plane.close)
         if self.checkpoint_writer is not None:
             self.callback(self.checkpoint_writer.close)

@@ -67,22 +67,28 @@ def open_store(rank: int, plan_hash: str) -> Any:
     return _c10d.PrefixStore(f"secc/{run}/{plan_hash}/{torchrun_restarts()}", _open_tcp_store(rank))
 
 
-def connect_agent_store(timeout: timedelta) -> Any:
+def has_torchrun_agent() -> bool:
+    """Tells whether torchrun's agent has started this rank and keeps a store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_ADDR" in os.environ
+
+
+def connect_agent_store(timeout: timedelta, restarts: int | None = None) -> Any:
     """Returns the store that outlives this rank: the launcher's file, or that of torchrun's agent; None if
-    rank 0 keeps the store itself."""
+    rank 0 keeps the store itself. `restarts` by the agent: those so far, unless an earlier attempt is
+    meant."""
     if STORE_VARIABLE in os.environ:
         store: Any = _c10d.FileStore(os.environ[STORE_VARIABLE], -1)
         store.set_timeout(timeout)
         return store
     if ENDPOINT_VARIABLE in os.environ:
         return open_node_store(attempt_number(), timeout)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "MASTER_ADDR" not in os.environ:
+    if not has_torchrun_agent():
         return None
     try:
         agents = connect_to(*_master_address(), timeout)
     except RuntimeError:
         return None
-    return _c10d.PrefixStore(f"secc/{torchrun_restarts()}", agents)
+    return _c10d.PrefixStore(f"secc/{torchrun_restarts() if restarts is None else restarts}", agents)
 
 
 def listen_on(address: str, port: int = 0) -> Any:

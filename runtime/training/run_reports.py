@@ -74,6 +74,10 @@ class RunReports:
         values: Mapping[str, float] = result.metric_names()
         self._run.log(values, step)
 
+    def log_samples(self, texts: Mapping[str, str], step: int) -> None:
+        """Reports texts that `generate_samples` made of the checkpoint of a step, as `samples/NAME`."""
+        self._run.log_texts({f"samples/{name}" if name else "samples": t for name, t in texts.items()}, step)
+
     def close(self) -> None:
         """Keeps the plan, its report, times and a trace as artifacts, and finishes the run."""
         context = self._context

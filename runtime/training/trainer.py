@@ -189,7 +189,7 @@ class Trainer:
             context.seed,
             context.shuffle,
             self.options.clip,
-            context.user_model.describe_samples(),
+            context.user_model.describe_samples() if self.options.eval_only is None else "",
             context.model_settings,
             self.optimizer,
             self.scheduler,
@@ -271,6 +271,7 @@ class Trainer:
             activity = self.context.trace.activity
             with activity.during("its samples", Waiting.WRITER, may_take_long=True):
                 self._generator.finish()
+            self._report_samples()
         if self.metrics is not None and self.section_times is not None:
             self.metrics.close()
             if self.reports is not None:
@@ -513,6 +514,7 @@ class Trainer:
             self.metrics.log_step({**totals.logged} | values | skipped | {"step_time_s": seconds})
         if self.reports is not None:
             self.reports.log_step(result, step, totals.section_seconds, totals.exposed_s)
+        self._report_samples()
         self._callbacks.on_step(result)
         if self._evaluator is not None and self._is_evaluation_due():
             self.evaluate()
@@ -526,6 +528,12 @@ class Trainer:
         self.context.trace.activity.end_step(seconds)
         self._step_start = time.perf_counter()
         return seconds
+
+    def _report_samples(self) -> None:
+        """Reports the texts that were generated since the last call to the trackers."""
+        if self._generator is not None and self.reports is not None:
+            for step, texts in self._generator.take_samples().items():
+                self.reports.log_samples(texts, step)
 
     def _is_evaluation_due(self) -> bool:
         every = self.options.eval_every

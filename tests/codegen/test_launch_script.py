@@ -1,4 +1,4 @@
-"""launch.sh on several nodes, with a stand-in for torchrun: flags, variables, and what it refuses."""
+"""launch.sh on several nodes, with a stand-in for python: flags, variables, and what it refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from secc.runtime.plan.schema import Plan
 
 GOLDEN = Path(__file__).parent / "golden"
 VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-AT_NODE_1 = "--nnodes 2 --nproc-per-node 8 --node-rank 1 --rdzv-id secc --master-addr ten --master-port"
+TORCHRUN = "-m secc.runtime.training.torchrun"
+AT_NODE_1 = (
+    f"{TORCHRUN} --nnodes 2 --nproc-per-node 8 --node-rank 1 --rdzv-id secc --master-addr ten --master-port"
+)
 
 
 def plan_on(nodes: int, backend: str = "cuda") -> Plan:
@@ -28,15 +31,15 @@ def plan_on(nodes: int, backend: str = "cuda") -> Plan:
 
 
 def run_launcher(
-    folder: Path, nodes: int, arguments: list[str], variables: dict[str, str], ranks: int = 0
+    folder: Path, nodes: int, arguments: list[str], variables: dict[str, str], ranks: int = 0, code: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """Run the launch.sh of a plan for a number of nodes, where torchrun and python print their arguments."""
+    """Run the launch.sh of a plan for a number of nodes, where python prints its arguments and ends with
+    `code`."""
     plan = plan_on(nodes)
     plan = replace(plan, world_size=ranks or plan.world_size)
     (folder / "launch.sh").write_text(render_launcher(plan, "launch.sh.j2"))
-    for name in ("torchrun", "python"):
-        (folder / name).write_text('#!/usr/bin/env bash\necho "$@"\n')
-        (folder / name).chmod(0o755)
+    (folder / "python").write_text(f'#!/usr/bin/env bash\necho "$@"\nexit {code}\n')
+    (folder / "python").chmod(0o755)
     inherited = {k: v for k, v in os.environ.items() if k.removeprefix("PET_") not in VARIABLES}
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
@@ -80,6 +83,13 @@ def test_nodes_with_a_secret_start_the_supervisor(tmp_path: Path) -> None:
         f"-m secc.runtime.training.supervisor {tmp_path} --max-restarts 0 --max-restarts 3"
         " --nnodes 2 --node-rank 1 --rdzv-endpoint ten:29500 --rdzv-secret s\n"
     ), done.stderr
+
+
+@pytest.mark.parametrize(("code", "attempts"), [(0, 1), (2, 1), (1, 2)])
+def test_bad_input_is_not_tried_again(code: int, attempts: int, tmp_path: Path) -> None:
+    variables = {"NODE_RANK": "1", "MASTER_ADDR": "ten", "MAX_RESTARTS": "1"}
+    done = run_launcher(tmp_path, 2, ["--steps", "3"], variables, code=code)
+    assert done.returncode == code and done.stdout.count(TORCHRUN) == attempts, done.stderr
 
 
 def test_one_node_starts_the_supervisor(tmp_path: Path) -> None:

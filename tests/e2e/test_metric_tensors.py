@@ -60,9 +60,11 @@ def test_tensors_of_metrics_are_those_of_each_sample_alone(
     path = tmp_path / "model.py"
     path.write_text(source + METRICS.format(numbers=numbers))
     strategy = {} if "ep" in "".join(pins) else {"strategy": "apart"}
-    compile_and_write(path, tmp_path / "plan", cluster="local:2", global_batch=6, set=pins, **strategy)
+    plan = compile_and_write(
+        path, tmp_path / "plan", cluster="local:2", global_batch=6, set=pins, **strategy
+    ).plan
     arguments = ["--steps", "2", "--eval-every", "2", "--save", str(tmp_path / "saved"), "--workers", "0"]
-    run_plan_ranks(tmp_path / "plan", 2, [*arguments, "--log-dir", str(tmp_path)])
+    run_plan_ranks(tmp_path / "plan", plan.world_size, [*arguments, "--log-dir", str(tmp_path)])
     user = load_model_file(path)
     model = user.build_model()
     model.load_state_dict(load_full_state_dict(tmp_path / "saved"))

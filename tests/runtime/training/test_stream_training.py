@@ -210,6 +210,21 @@ def test_an_evaluation_on_streams_is_that_on_lists(tmp_path: Path, workers: str)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_evaluation_alone_does_not_open_the_training_data(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = STREAM.replace("    return Stream()", "    raise OSError('the bucket is gone')")
+    source += "\n\ndef eval_dataset() -> Any:\n    return (Samples()[i] for i in range(5))\n"
+    write_plan(tmp_path / "plan", TOGETHER, source=source)
+    assert run_plan(tmp_path / "plan", ["--eval-only", "trained"]) == 0
+    (line,) = metrics(tmp_path / "plan")
+    assert (line["step"], line["samples"]) == (0, 5)
+    assert run_plan(tmp_path / "plan", ["--steps", "1"]) == 2
+    assert "the bucket is gone" in capfd.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_broken_stream_ends_the_run_after_a_save(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     yielded = "        yield from (data[i] for i in range(len(data)))\n"
     broken = f"{yielded}        raise OSError('the disk is gone')\n"
