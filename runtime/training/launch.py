@@ -53,7 +53,7 @@ def main(train: Callable[[RunOptions], None]) -> int:
         if (
             torchrun_restarts()
         ):  # by its agent, which starts processes again at once and whatever they ended with
-            if has_bad_input(torchrun_restarts() - 1):
+            if any(map(has_bad_input, range(torchrun_restarts()))):
                 os._exit(2)
             time.sleep(restart_pause(torchrun_restarts()))
         if options.emulate is not None:

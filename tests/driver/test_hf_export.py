@@ -104,18 +104,25 @@ ARCHITECTURES: dict[str, str] = {
 FAST = ("Llama", "Qwen3Moe")
 
 
-def train(folder: Path, student: str) -> nn.Module:
-    """Writes a model file and a checkpoint of its model with weights that no seed makes; returns the
-    model."""
-    (folder / "model.py").write_text(FILE.format(student=student))
+def train(folder: Path, student: str, dtype: torch.dtype | None = None) -> nn.Module:
+    """Writes a model file, whose model is of `dtype` if that is given, and a checkpoint of its model with
+    weights that no seed makes; returns the model."""
+    text = FILE.format(student=student)
+    (folder / "model.py").write_text(
+        text.replace("return Pair()", f"return Pair().to({dtype})") if dtype else text
+    )
     torch.manual_seed(7)
     model = load_model_file(folder / "model.py").build_model()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+    save(model, folder)
+    return model.eval()
+
+
+def save(model: nn.Module, folder: Path) -> None:
     about = checkpoint.make_manifest(model, 1, 0, False, 1)
     save_checkpoint(folder / "run", checkpoint.model_state(model, {}), about)
-    return model.eval()
 
 
 def export(folder: Path, path: str | None = None) -> ExportedFolder:
@@ -167,15 +174,20 @@ def test_logits_and_files_are_those_of_save_pretrained(name: str, tmp_path: Path
     "name", [FAST[1], *(pytest.param(n, marks=pytest.mark.slow) for n in ("Llama", "Llava"))]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_folder_starts_a_run(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """`--init student=DIR`, also onto a model of another dtype than the folder's."""
-    trained = train(tmp_path, ARCHITECTURES[name])
+@pytest.mark.parametrize("folder_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_folder_starts_a_run_whose_export_is_the_folder(
+    name: str, folder_dtype: torch.dtype, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """`--init student=DIR`, also onto a model of another dtype than the folder's. What is exported then are
+    the folder's weights in the model's dtype."""
+    trained = train(tmp_path, ARCHITECTURES[name], folder_dtype)
     export(tmp_path)
-    (tmp_path / "other.py").write_text(
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model.py").write_text(
         FILE.format(student=ARCHITECTURES[name]).replace("return Pair()", f"return Pair().to({dtype})")
     )
     torch.manual_seed(11)
-    model = load_model_file(tmp_path / "other.py").build_model()
+    model = load_model_file(tmp_path / "other" / "model.py").build_model()
     head = export_component(
         build_meta_model(load_model_file(tmp_path / "model.py")),
         find_checkpoint(tmp_path / "run"),
@@ -188,6 +200,11 @@ def test_a_folder_starts_a_run(name: str, dtype: torch.dtype, tmp_path: Path) ->
     load_init_weights(model, init, canonical_names(model), frozenset(), report=False)
     wanted = trained.state_dict()
     assert all(torch.equal(t, wanted[n].to(dtype)) for n, t in model.state_dict().items())
+    save(model, tmp_path / "other")
+    export(tmp_path / "other")
+    first, second = (load_file(d / "out" / "model.safetensors") for d in (tmp_path, tmp_path / "other"))
+    assert first.keys() == second.keys()
+    assert all(t.dtype == folder_dtype and torch.equal(t.to(dtype), second[n]) for n, t in first.items())
 
 
 def test_tokenizers_and_generation_settings_come_from_the_source(tmp_path: Path) -> None:
