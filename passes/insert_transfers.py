@@ -16,6 +16,7 @@ from xdsl.ir import Attribute
 from xdsl.passes import ModulePass
 
 from secc.errors import UserError
+from secc.ir.analysis.recorded_glue import FALLBACK_ATTRIBUTE
 from secc.ir.analysis.row_order import RowOrder
 from secc.ir.analysis.transferable_values import (
     WHOLE_TENSOR,
@@ -77,6 +78,8 @@ def _lay_out_outputs(graph: GraphOp) -> None:
     for case in graph.cases:
         pattern = strings_of(case.when)
         absent = [key for key in strings_of(graph.optional) if key not in pattern]
+        if FALLBACK_ATTRIBUTE in case.attributes:
+            continue  # an evaluation refuses a micro-batch that takes it without the output
         having = {op.sym.data for op in case.ops if isinstance(op, OutputOp)}
         for op in (op for name, op in known.items() if name not in having):
             assert op.rows is not None

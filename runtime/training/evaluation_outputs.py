@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from secc.runtime.comm.edge_messages import EdgeLayout, TensorBox
+from secc.runtime.errors import UserError
 from secc.runtime.plan.batch_sizes import combine_sizes
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.replica_routes import ranks_by_replica
@@ -136,10 +137,16 @@ class OutputGatherer:
 
 def _pack_piece(piece: _OutputPiece, kept: KeptTensors) -> torch.Tensor:
     """Returns a piece of this rank as bytes on the host, sample after sample. A case without the output is of
-    samples without rows."""
+    samples without rows, or of a branch that was not seen during capture: then UserError is raised."""
     tensor = kept.get((piece.output.name, piece.micro.index))
+    if tensor is None and piece.byte_count:
+        raise UserError(
+            f"metrics() asks for {piece.output.name!r}, which the plan does not compute for a micro-batch of"
+            " the evaluation: it takes a branch that was not seen during capture",
+            remedy="let dataset() show such samples earlier, or compile again with more --stats-samples",
+        )
     if tensor is None:
-        return torch.zeros(piece.byte_count, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8)
     tensor = tensor.detach().to("cpu", piece.dtype)
     rows = [box.view(tensor).reshape(-1) for box in piece.boxes]
     return torch.cat(rows).view(torch.uint8)

@@ -8,11 +8,13 @@
   asks for no secret. Keys carry the run's id and the attempt, so that a rank left over from another run, or
   from an earlier attempt, cannot join.
 - Started otherwise, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, rank 0 listens on the interface
-  of MASTER_ADDR only.
+  of MASTER_ADDR only. If the process that starts it has joined a process group there, as Ray Train's workers
+  have, ranks use that group's store.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from datetime import timedelta
@@ -115,8 +117,13 @@ def connect_to(address: str, port: int, timeout: timedelta = _JOIN_TIMEOUT) -> A
 
 
 def _open_tcp_store(rank: int) -> Any:
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return listen_on(*_master_address())
+    if rank == 0 and not has_torchrun_agent():
+        try:
+            return listen_on(*_master_address())
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            # The launcher's process has a process group of its own, the store of which is there (Ray Train).
     return connect_to(*_master_address())
 
 

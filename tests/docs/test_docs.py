@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -222,44 +223,61 @@ def test_the_nine_lines_for_accelerate_are_exact(root: Path, tmp_path: Path):
     assert check(tmp_path / "model.py").is_exact
 
 
-def walk_of_the_tutorial(root: Path) -> list[str]:
-    """The commands of the tutorial, a text for each block, up to its second example."""
-    walk, found, _ = (root / "docs/tutorial.md").read_text().partition("## Distillation")
+def commands_of_the_tutorial(root: Path) -> tuple[list[str], list[str]]:
+    """The commands of the tutorial, a text for each block: up to its second example, and of that one."""
+    walk, found, distillation = (root / "docs/tutorial.md").read_text().partition("## Distillation")
     assert found
-    return re.findall(r"```sh\n(.*?)```", walk, re.S)
+    first, second = (re.findall(r"```sh\n(.*?)```", part, re.S) for part in (walk, distillation))
+    return first, second
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_the_tutorial_runs_word_for_word(root: Path, tmp_path: Path):
-    """In a copy of the checkout. Installing takes the network, and the longest: it is left out unless
-    SECC_TUTORIAL_INSTALL is set; then the commands find this environment's packages."""
-    install, *others = walk_of_the_tutorial(root)
-    assert "pip install -e" in install and "export OMP_NUM_THREADS" in install
+def run_in_a_copy(root: Path, folder: Path, commands: Sequence[str], timeout_s: int) -> str:
+    """Runs commands in a copy of the checkout, as bash does with `set -e`. Returns what they print."""
     names = subprocess.run(
         ["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True
     ).stdout.split("\0")
     for name in filter(None, names):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(root / name, tmp_path / name, follow_symlinks=False)
-    if not os.environ.get("SECC_TUTORIAL_INSTALL"):
-        install = "\n".join(line for line in install.splitlines() if line.startswith("export"))
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "secc").write_text(f'#!/bin/sh\nexec {sys.executable} -m secc "$@"\n')
-    (tmp_path / "bin" / "secc").chmod(0o755)
-    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / name, folder / name, follow_symlinks=False)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "secc").write_text(f'#!/bin/sh\nexec {sys.executable} -m secc "$@"\n')
+    (folder / "bin" / "secc").chmod(0o755)
+    path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", "\n".join([install, *others])],
-        cwd=tmp_path,
-        env=os.environ | {"PATH": path, "PYTHONPATH": str(tmp_path)},
+        ["bash", "-euo", "pipefail", "-c", "\n".join(commands)],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
-        timeout=1400,
+        timeout=timeout_s,
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"LlavaForConditionalGeneration with \d{6} parameters", done.stdout)
     assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_tutorial_runs_word_for_word(root: Path, tmp_path: Path):
+    """In a copy of the checkout. Installing takes the network, and the longest: it is left out unless
+    SECC_TUTORIAL_INSTALL is set; then the commands find this environment's packages."""
+    (install, *others), _ = commands_of_the_tutorial(root)
+    assert "pip install -e" in install and "export OMP_NUM_THREADS" in install
+    if not os.environ.get("SECC_TUTORIAL_INSTALL"):
+        install = "\n".join(line for line in install.splitlines() if line.startswith("export"))
+    said = run_in_a_copy(root, tmp_path, [install, *others], 2900)
+    assert re.search(r"LlavaForConditionalGeneration with \d{6} parameters", said)
     folder = {p.name for p in (tmp_path / "runs/digits/llava").iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors"} <= folder
     report = (tmp_path / "runs/digits/plan/report.html").read_text()
     assert report.startswith("<!DOCTYPE html>") or report.startswith("<!doctype html>")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_distillation_of_the_tutorial_runs_word_for_word(root: Path, tmp_path: Path):
+    (install, *_), commands = commands_of_the_tutorial(root)
+    threads = [line for line in install.splitlines() if line.startswith("export")]
+    said = run_in_a_copy(root, tmp_path, [*threads, *commands], 2900)
+    loss = re.search(r"held-out loss ([\d.]+) nats per byte", said)
+    assert loss is not None and 1.0 < float(loss[1]) < 2.0, said[-300:]  # 5.5 before training

@@ -10,6 +10,7 @@ import torch
 
 from secc.runtime.model.user_file import load_model_file
 from secc.runtime.parameters.checkpoint import load_full_state_dict
+from secc.runtime.training.supervisor import run_plan
 from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks
 from tests.e2e.test_rerecording import BRANCH, RARE, READS
 from tests.e2e.test_rerecording import SOURCE as READER
@@ -44,13 +45,31 @@ CASES = [
         .replace(
             f"return {READER_LOSS}",
             "logits = self.head(self.decoder(h))\n"
-            f'        return {{"loss": {READER_LOSS}, "logits": logits}}',
+            '        return {"loss": F.cross_entropy(logits, y), "logits": logits}',
         ),
         (5, RARE, 6, 7, 9),
         (),
         id="recorded again",
     ),
 ]
+
+
+def test_a_tensor_that_recorded_glue_lacks_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The class with the highest score is no part of the loss, so a micro-batch on another branch has none;
+    training goes on."""
+    source, numbers, _ = CASES[1].values
+    path = tmp_path / "model.py"
+    best = source.replace('"logits": logits}', '"logits": logits.argmax(-1)}')
+    path.write_text(best + METRICS.format(numbers=numbers))
+    plan = compile_and_write(path, tmp_path / "plan", cluster="local:1", global_batch=6).plan
+    assert [case.spare for case in plan.recorded] == [True]
+    assert run_plan(tmp_path / "plan", ["--steps", "1", "--eval-every", "1", "--workers", "0"]) == 2
+    errors = capfd.readouterr().err
+    assert (
+        "metrics() asks for 'logits', which the plan does not compute" in errors and "Traceback" not in errors
+    )
 
 
 @pytest.mark.parametrize(("source", "numbers", "pins"), CASES)

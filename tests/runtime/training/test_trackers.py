@@ -85,9 +85,9 @@ def test_a_tracker_runs_offline(name: str, tmp_path: Path, monkeypatch: pytest.M
             (database,) = [p for p in files if p.suffix == ".db"]
             with closing(sqlite3.connect(database)) as connection:
                 rows = connection.execute("SELECT metrics FROM metrics ORDER BY id").fetchall()
-            losses = [json.loads(row[0])["train/loss"] for row in rows if "train/loss" in row[0]]
+            losses = [json.loads(row[0])["train/loss"] for row in rows if b"train/loss" in row[0]]
             assert losses == [1.0, 0.5]
-            (table,) = [json.loads(row[0])["samples"] for row in rows if "samples" in row[0]]
+            (table,) = [json.loads(row[0])["samples"] for row in rows if b"samples" in row[0]]
             assert table["_value"] == [{"step": 1, "name": "samples/poem", "text": "roses are red"}]
         case _:
             client = importlib.import_module("mlflow").MlflowClient(f"sqlite:///{tmp_path}/logs/mlflow.db")
