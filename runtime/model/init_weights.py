@@ -71,7 +71,10 @@ def _check_sources(
     where = ", ".join(str(directory) for _, directory in init)
     missing = [name for name, source in sources.items() if source is None]
     if missing:
-        remedy = "give weights that were saved from this model, or those of each component: --init PATH=DIR"
+        remedy = (
+            "give those of each component (--init PATH=DIR),"
+            " or load what you have in model() and leave --init out"
+        )
         raise UserError(
             f"--init: {len(missing)} of {len(sources)} tensors are missing: {_shorten_names(missing)}",
             where,

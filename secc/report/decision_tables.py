@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from secc.cluster.presets import FIGURE_SOURCES
-from secc.report.text_table import TextTable, amount_text, bytes_text, seconds_text
+from secc.report.text_table import TextTable, amount_text, bytes_text
 from secc.runtime.plan.schema import Plan
 
 SAME_STEP_TOLERANCE = 1e-4  # relative changes of the step below this count as none
@@ -45,14 +45,14 @@ def _alternatives_table(plan: Plan) -> TextTable:
         for row in _alternative_rows(plan, name, reasons.get("alternatives", ()))
     ]
     note = (
-        "One choice changed and all others kept, predicted in closed form, fastest first; "
-        "memory of the section's fullest rank."
+        "One choice changed and all others kept, fastest first; the change of the step is predicted in closed"
+        " form, for the plan as well; memory of the section's fullest rank."
     )
     if tried := plan.solver.get("tried"):
         note += f" The plan is the fastest of {tried} evaluated with the schedule that ranks run."
     return TextTable(
         "Alternatives",
-        ("section", "choice", "layout", "step", "change", "GiB per rank"),
+        ("section", "choice", "layout", "step", "GiB per rank"),
         tuple(rows),
         note,
     )
@@ -63,15 +63,15 @@ def _alternative_rows(plan: Plan, name: str, alternatives: Any) -> Iterator[tupl
     step = float(plan.prediction.get("step_time_s", 0.0))
     for a in sorted(alternatives, key=lambda a: (not a["fits"], _waits_for_replicas(a), a["step_time_s"])):
         layout, step_time = a["layout"], float(a["step_time_s"])
-        degrees = ("dp", "pp", "tp", *(key for key in ("cp", "ep") if layout.get(key, 1) != 1))
-        shape = ", ".join(f"{key} {layout[key]}" for key in (*degrees, "micro_batch"))
-        shape = shape.replace("micro_batch", "micro-batch")
+        degrees = [
+            f"{key} {layout[key]}" for key in ("dp", "pp", "tp", "cp", "ep") if layout.get(key, 1) != 1
+        ]
+        shape = ", ".join([*degrees, f"micro-batch {layout['micro_batch']}"])
         memory = f"{a['memory'] / 2**30:.3g}" + ("" if a["fits"] else ", does not fit")
         yield (
             name,
             a["choice"],
             shape,
-            seconds_text(step_time),
             _change_text(step_time, step) + (", plus waits" if _waits_for_replicas(a) else ""),
             memory,
         )
@@ -84,7 +84,7 @@ def _waits_for_replicas(alternative: Any) -> bool:
 
 def _change_text(step_time: float, step: float) -> str:
     if not step or abs(step_time / step - 1) < SAME_STEP_TOLERANCE:
-        return "none"
+        return "the same"
     return f"{step_time / step - 1:+.1%}"
 
 

@@ -105,9 +105,8 @@ def _widths_text(plan: Plan) -> str:
 def _sections_table(plan: Plan) -> TextTable:
     def row(s: Section) -> tuple[str, ...]:
         active = "samples with " + " or ".join(s.when) if s.when else "every sample"
-        layout = f"dp {s.mesh.dp}, pp {s.mesh.pp}, tp {s.mesh.tp}"
-        layout += f", cp {s.mesh.cp}" if s.mesh.cp > 1 else ""
-        layout += f", ep {s.mesh.ep}" if s.mesh.ep > 1 else ""
+        degrees = ((kind, getattr(s.mesh, kind)) for kind in ("dp", "pp", "tp", "cp", "ep"))
+        layout = ", ".join(f"{kind} {n}" for kind, n in degrees if n > 1) or "one rank"
         layout += ", split backward" if s.weight_permille else ""
         return (
             s.name,

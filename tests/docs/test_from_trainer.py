@@ -90,4 +90,8 @@ def test_both_files_give_the_same_losses(root: Path, tmp_path: Path, monkeypatch
     lines = (tmp_path / "plan/logs/metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     assert losses == pytest.approx(expected, rel=1e-3) and len(losses) == 4
-    assert (tmp_path / "captions" / "model.safetensors").exists()
+    exported, parts = tmp_path / "captions", tmp_path / "parts"
+    assert (exported / "model.safetensors").exists()
+    files = {p.name for p in parts.iterdir()} - {"config.json", "generation_config.json", "model.safetensors"}
+    assert {"tokenizer.json", "tokenizer_config.json", "processor_config.json"} <= files
+    assert all((exported / name).read_bytes() == (parts / name).read_bytes() for name in files)

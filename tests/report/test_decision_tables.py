@@ -127,7 +127,7 @@ def test_report_lists_reasons(plan: Plan) -> None:
     found = {t.title: t for t in plan_tables(plan)}
     choices = found["Alternatives"].rows
     assert [r[0] for r in choices].count("language_model") >= 3 and any(
-        r[1].startswith("sharding=") and r[4] for r in choices
+        r[1].startswith("sharding=") and r[3] for r in choices
     )
     assert ("vision_tower", "2 blocks", "counted: FLOPs and bytes of each operation") in found[
         "Cost origins"
