@@ -286,7 +286,7 @@ class Rerecorder:
         if recording.dependencies is not None:
             self._cache.put(kind, batch, recording, recording.dependencies, recording.nbytes)
 
-    @torch.enable_grad()  # as captures are recorded, also if an evaluation asks for it without a loader process
+    @torch.enable_grad()  # as captures are recorded; an evaluation may ask for it without gradients
     def _record_minimally(
         self, batch: Mapping[str, Any], samples: int, request: _RecordingRequest
     ) -> MicroBatchRecording:
