@@ -22,7 +22,10 @@ _SAMPLE_SYMBOL = size_expr.size_symbol("B")
 _COUNTING_OPS = frozenset({"arange", "linspace"})
 _ORDERING_OPS = frozenset({"flip", "roll", "argsort", "sort"})
 _PICKING_OPS = frozenset({"index", "index_select", "gather"})
-_SPLITTING_OPS = frozenset({"split", "split_with_sizes"})
+_SPLITTING_OPS = frozenset({
+    "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "split_copy",
+    "split_with_sizes_copy",
+})  # fmt: skip
 _RESHAPING_OPS = frozenset({"view", "reshape", "_unsafe_view"})
 _WEIGHING_OPS = frozenset({"mul", "add", "sub", "div", "pow"})
 

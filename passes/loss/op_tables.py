@@ -84,7 +84,8 @@ LINEAR_OPS = frozenset({
     "split", "split_with_sizes", "chunk", "flatten", "unflatten", "positive", "cumsum", "view_as",
     "constant_pad_nd", "take_along_dim", "numpy_T", "mT", "trace", "tril", "triu", "real",
     "view_copy", "expand_copy", "squeeze_copy", "unsqueeze_copy", "select_copy", "slice_copy",
-    "transpose_copy", "permute_copy", "detach_copy",
+    "transpose_copy", "permute_copy", "detach_copy", "unsafe_split", "unsafe_split_with_sizes",
+    "split_copy", "split_with_sizes_copy",
 })  # fmt: skip
 
 # A shape alone changes: a plain coefficient goes through unchanged.

@@ -208,6 +208,7 @@ REFUSED = {
     "F.mse_loss(y, t[torch.arange(len(y)).flip(0)])": "aten.index.Tensor puts the samples in another order",
     "(y[1:] - y[:-1]).pow(2).mean()": "aten.slice.Tensor picks some of the samples",
     "y.chunk(2)[0].square().mean()": "aten.split.Tensor picks some of the samples",
+    "y.unsafe_chunk(2)[0].square().mean()": "aten.unsafe_split.Tensor picks some of the samples",
     "y.mean(1)[:, :2].diagonal().square().mean()": "picks entries by the samples' places in the batch",
     "F.conv1d(y.mean(1).T, torch.ones(6, 6, 3), padding=1).square().mean()": (
         "aten.convolution.default works along a dim that carries samples"
