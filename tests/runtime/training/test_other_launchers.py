@@ -41,7 +41,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 def train():
     subprocess.run([sys.executable, *{command!r}], check=True)
 
-ray.init(num_cpus=4, include_dashboard=False)
+ray.init(num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1")
 TorchTrainer(
     train,
     torch_config=TorchConfig(backend="gloo"),
@@ -56,7 +56,11 @@ def losses_in(logs: Path) -> list[float]:
 
 
 def environment() -> dict[str, str]:
-    patience = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600", "RAY_worker_register_timeout_seconds": "600"}
+    patience = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",
+        "RAY_worker_register_timeout_seconds": "600",
+    }
     return os.environ | patience | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
 
 

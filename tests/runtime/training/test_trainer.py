@@ -74,9 +74,9 @@ def test_steps_equal_plain_pytorch(
     ranks = train(tmp_path / "plan", layout, STEPS, *arguments)
     assert_trained(tmp_path / "plan", ranks, plain)
     lines = (tmp_path / "plan" / "logs" / "times.jsonl").read_text().splitlines()
-    for sections in (json.loads(line)["sections"] for line in lines):
-        # A gate is tied, so its gradient is summed over the encoder's and the decoder's ranks.
-        assert sections["teacher"]["exposed_s"] == 0 < sections["encoder"]["exposed_s"]
+    sections = [json.loads(line)["sections"] for line in lines]
+    assert all(s["teacher"]["exposed_s"] == 0 for s in sections)  # it has no gradients to sum
+    assert sum(s["encoder"]["exposed_s"] + s["decoder"]["exposed_s"] for s in sections) > 0
     assert set().union(*(rank["state"] for rank in ranks)) == plain.state.keys()
 
 
