@@ -104,15 +104,15 @@ def test_forward_without_positions_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mix", [WITHIN_SAMPLES, "h.cumsum(1)"])
-def test_auto_packs_where_the_step_is_shorter_and_says_why(mix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("packs", [True, False])
+def test_auto_packs_where_the_step_is_shorter_and_says_why(packs: bool, tmp_path: Path) -> None:
     path = tmp_path / "net.py"
-    path.write_text(MODEL.replace("MIX", mix))
-    made = compile_to_directory(
-        path, CompileOptions(cluster="local:1", global_batch=8, pack="auto"), tmp_path / "plan"
-    )
+    path.write_text(MODEL.replace("MIX", "h.cumsum(1)"))
+    path = write_named_recording_model("llama", tmp_path) if packs else path
+    options = CompileOptions(cluster="local:1", global_batch=GLOBAL_BATCH, pack="auto")
+    made = compile_to_directory(path, options, tmp_path / "plan")
     (note,) = (n for n in made.plan.checks["notes"] if n.startswith("--pack auto"))
-    if mix != WITHIN_SAMPLES:
+    if not packs:
         assert "in one row give another result" in note and not is_packed(made.plan.inputs)
         return
     padded, packed = (float(n) for n in re.findall(r"([\d.]+) ms", note))
