@@ -59,6 +59,14 @@ class RecordedModules:
         inside = (m for m in self._modules[path].modules() if m is not self._modules[path])
         return any(forward_hooks.is_output_collector(h) for m in inside for h in m._forward_hooks.values())
 
+    def parts_that_show_outputs(self, path: str) -> list[str]:
+        """Paths of the largest modules with parameters inside a block inside which a caller collects nothing;
+        of their own results it may."""
+        parts: list[str] = []
+        for part in self.parts_with_weights(path):
+            parts += self.parts_that_show_outputs(part) if self.collects_outputs(part) else [part]
+        return parts
+
     def stacked_layers(self) -> frozenset[str]:
         """Paths of modules with parameters that are in a list with others of their class."""
         lists = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -102,6 +102,7 @@ class Recorder:
         self._tensors = {n: t for n, t in (*self._model.named_parameters(), *self._model.named_buffers())}
         self._state = {id(t): n for n, t in self._tensors.items()}
         self._paths = module_paths_by_id(self._model)
+        self._suggested_parts = set[str]()  # in place of blocks inside which a caller collects results
         self._split_blocks = set[str]()  # blocks with hooks inside, for which parts were suggested
         self._uses_random_values = False  # whether a module runs with random values now
         self._origins = TensorOrigins(
@@ -249,15 +250,19 @@ class Recorder:
             raise
         except Exception as error:
             message = f"forward raises {type(error).__name__}: {error}"
-            path = next(filter(self._recorded_modules.collects_outputs, sorted(self.blocks)), None)
-            if path is not None and (enclosing := self._recorded_modules.enclosing_module(path)) is not None:
-                raise BlockError(
-                    path,
-                    enclosing,
-                    message,
-                    error_source_line(error) or where,
-                    "take a larger module as the block",
-                ) from error
+            collecting = sorted(filter(self._recorded_modules.collects_outputs, self.blocks))
+            for path in collecting:
+                enclosing = self._recorded_modules.enclosing_module(path)
+                parts = self._split_collecting_blocks(collecting)
+                if enclosing is not None or parts:
+                    raise BlockError(
+                        path,
+                        enclosing,
+                        message,
+                        error_source_line(error) or where,
+                        "take other modules as blocks",
+                        parts,
+                    ) from error
             raise UserError(
                 message, error_source_line(error) or where, "correct the model or its data"
             ) from error
@@ -269,6 +274,15 @@ class Recorder:
             )
         kept = extract_tensors(arguments, self.kept_tensors) | extract_tensors(output, self.kept_tensors)
         return loss, extract_logged_scalars(output) | kept
+
+    def _split_collecting_blocks(self, collecting: Iterable[str]) -> list[str]:
+        """Return parts of blocks inside which a caller collects results, which show these; [] if parts were
+        suggested before and some of them could not be blocks."""
+        if not self._suggested_parts.isdisjoint(self.blocks):
+            return []
+        parts = [p for b in collecting for p in self._recorded_modules.parts_that_show_outputs(b)]
+        self._suggested_parts.update(parts)
+        return parts
 
     def _unflatten_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Restore the batch that forward takes. Lists that grow with the samples are recognised by their

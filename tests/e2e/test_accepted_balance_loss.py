@@ -139,9 +139,12 @@ def test_ranks_train_with_the_global_batch_s_balance_loss(
         (4, ("model.tp=2", "model.ep=4", "model.dp=2", "model.micro_batch=2")),
         (2, ("model.cp=2", "model.micro_batch=2")),
         (2, ("model.dp=2", "model.ep=2", "model.micro_batch=1", "model.recompute=full")),
+        # Stages cut the layers inside which routers' scores are collected.
+        (2, ("model.pp=2", "model.micro_batch=2")),
+        (4, ("model.pp=2", "model.dp=2", "model.ep=2", "model.micro_batch=1")),
     ],
 )
-def test_mixtral_trains_with_the_global_batch_s_balance_loss_under_ep(
+def test_mixtral_trains_with_the_global_batch_s_balance_loss(
     ranks: int, pins: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "mixtral.py").write_text(MIXTRAL)
