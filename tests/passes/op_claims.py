@@ -134,6 +134,7 @@ def _usable_sample(op: Any) -> Any:
         and min(s.input.shape) > 1
         and s.input.numel() <= _MOST_ENTRIES
         and s.input.is_floating_point()
+        and s.input.layout == torch.strided
     ]
     return max(usable, key=lambda s: min(s.input.dim(), 2), default=None)
 
