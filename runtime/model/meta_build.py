@@ -8,6 +8,7 @@ the configuration alone.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Generator
@@ -131,7 +132,7 @@ def _without_pretrained_weights(user: UserModel) -> Generator[None]:
 
 def _build_from_config(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> nn.Module:
     """Replace `from_pretrained`: build from the configuration (given, or read from `name`), with its dtype,
-    in evaluation mode."""
+    in evaluation mode. The configuration says where it came from, as after `from_pretrained`."""
     if config is None:
         config = cls.config_class.from_pretrained(
             name, **{k: kwargs[k] for k in _HUB_LOCATION_OPTIONS if k in kwargs}
@@ -141,4 +142,7 @@ def _build_from_config(cls: Any, name: Any, *args: Any, config: Any = None, **kw
         for k in ("attn_implementation", "dtype", "torch_dtype")
         if k in kwargs and kwargs[k] != "auto"
     }
-    return cls._from_config(config, **overrides).eval()
+    model = cls._from_config(config, **overrides).eval()
+    if isinstance(name, str | os.PathLike):
+        model.config.name_or_path = str(name)
+    return model

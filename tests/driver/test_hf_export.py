@@ -207,7 +207,8 @@ def test_a_folder_starts_a_run_whose_export_is_the_folder(
     assert all(t.dtype == folder_dtype and torch.equal(t.to(dtype), second[n]) for n, t in first.items())
 
 
-def test_tokenizers_and_generation_settings_come_from_the_source(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loader", ["AutoModelForCausalLM", "LlamaForCausalLM"])
+def test_tokenizers_and_generation_settings_come_from_the_source(loader: str, tmp_path: Path) -> None:
     source, shards = tmp_path / "source", tmp_path / "sharded"
     base = eval(ARCHITECTURES["Llama"], {"T": T}).to(torch.bfloat16)
     base.generation_config.do_sample, base.generation_config.top_k = True, 7
@@ -216,7 +217,7 @@ def test_tokenizers_and_generation_settings_come_from_the_source(tmp_path: Path)
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    trained: Any = train(tmp_path, f"T.AutoModelForCausalLM.from_pretrained({str(source)!r})")
+    trained: Any = train(tmp_path, f"T.{loader}.from_pretrained({str(source)!r})")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("secc.driver.hf_export.SHARD_SIZE", "200KB")
         done = export(tmp_path)
