@@ -2,7 +2,7 @@
 
     python -m tools.bench_saves --json docs/benchmarks/saves.json
 
-A small language model trains on two ranks with `--save-every 20`. Ten steps from a save on are compared with
+A small language model trains with `--save-every 20`. Ten steps from a save on are compared with
 the ten steps without one before and after them, in the same process. Compared are seconds of CPU of a rank's
 process (not of its writer), which other work on the machine changes little, and wall time, which also has
 the writers' work if the machine has no core to spare. "calls" is the CPU time inside the calls that save,
@@ -27,7 +27,7 @@ from statistics import mean, stdev
 from tools.benchmark_table import BenchmarkTable, add_json_option
 
 ROOT = Path(__file__).resolve().parent.parent
-RANKS, BLOCK = 2, 10
+BLOCK = 10
 WARM_UP = 2  # saves
 COLUMNS = ("saves", "MiB", "step CPU ms", "calls %", "±", "CPU loss %", "±", "wall loss %", "wall ±")
 MODEL = """
@@ -109,7 +109,7 @@ def on_step(result):
 """
 
 
-def measure_run(plan: Path, folder: Path, steps: int, option: str) -> list[str]:
+def measure_run(plan: Path, folder: Path, ranks: int, steps: int, option: str) -> list[str]:
     """Trains a plan with a save in every other block of steps; returns the cells of COLUMNS."""
     folder.mkdir()
     times = folder / "times"
@@ -118,7 +118,7 @@ def measure_run(plan: Path, folder: Path, steps: int, option: str) -> list[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "SECC_BENCH_SAVES": str(times)}
     log = ["--log-dir", str(folder / "logs"), "--no-first-check"]
     subprocess.run([*command, option, *log], env=environment, check=True, stderr=subprocess.DEVNULL)
-    losses = [_measure_losses(Path(f"{times}.{rank}")) for rank in range(RANKS)]
+    losses = [_measure_losses(Path(f"{times}.{rank}")) for rank in range(ranks)]
     worst = max(losses, key=lambda loss: mean(loss["calls"]))
     newest = max((folder / "saved").glob("step_*"))
     size = sum(file.stat().st_size for file in newest.iterdir()) / 2**20
@@ -157,23 +157,24 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=1300)
+    parser.add_argument("--ranks", type=int, default=2, help="with as many free cores, wall time counts")
     add_json_option(parser)
     o = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="secc-saves-") as folder:
         model, plan = Path(folder) / "words.py", Path(folder) / "plan"
         model.write_text(MODEL)
         command = [sys.executable, "-m", "secc", "compile", str(model), "-o", str(plan)]
-        command += ["--cluster", f"local:{RANKS}", "--global-batch", "8"]
+        command += ["--cluster", f"local:{o.ranks}", "--global-batch", "8"]
         subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
         table = BenchmarkTable(
             ("written", *COLUMNS),
-            f"What a step on {RANKS} CPU ranks loses to one checkpoint of `MiB` in {BLOCK} steps, compared"
-            " with the steps without one before and after: CPU time in the calls that save, CPU time"
+            f"What a step on {o.ranks} CPU rank(s) loses to one checkpoint of `MiB` in {BLOCK} steps,"
+            " compared with those without one around them: CPU time in the calls that save, CPU time"
             " of the rank that loses most, and wall time.",
             o.json,
         )
         for name, option in (("in the background", "--save-async"), ("within the step", "--no-save-async")):
-            table.add_row(name, *measure_run(plan, Path(folder) / option, o.steps, option))
+            table.add_row(name, *measure_run(plan, Path(folder) / option, o.ranks, o.steps, option))
     return 0
 
 
