@@ -30,6 +30,7 @@ from secc.runtime.host.parent_death import die_with_launcher
 from secc.runtime.training.emulation import emulate_rank
 from secc.runtime.training.options import RunOptions, parse_options
 from secc.runtime.training.rendezvous import (
+    agree_on_restarts,
     connect_agent_store,
     has_torchrun_agent,
     restart_pause,
@@ -50,6 +51,7 @@ def main(train: Callable[[RunOptions], None]) -> int:
         _leave_warnings_to_rank_0()
     try:
         options = parse_options(sys.argv[1:])
+        agree_on_restarts()
         if (
             torchrun_restarts()
         ):  # by its agent, which starts processes again at once and whatever they ended with

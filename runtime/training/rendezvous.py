@@ -14,9 +14,11 @@
 
 from __future__ import annotations
 
-import errno
+import json
 import os
+import secrets
 import socket
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +31,7 @@ ATTEMPT_VARIABLE = "SECC_ATTEMPT"  # restarts so far by secc's launcher, launch.
 _c10d: Any = dist  # torch does not declare its stores
 _MAX_PAUSE_S = 60  # before a restart
 _JOIN_TIMEOUT = timedelta(minutes=10)
+_ASK_S = 0.1
 
 
 def attempt_number() -> int:
@@ -44,6 +47,41 @@ def attempt_name() -> str:
 def torchrun_restarts() -> int:
     """Returns how often torchrun's agent, if there is one, has started this rank again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def agree_on_restarts() -> None:
+    """Makes all ranks of torchrun on several nodes count restarts alike; does nothing elsewhere. An agent
+    counts the failures of its own node only, and keys of the ranks' stores carry that number.
+
+    Rank 0 writes a random name into the agents' store, waits until each rank has answered under that name
+    with its process and its count, and confirms the processes with a count that
+    is larger than that of all attempts before. So a rank that reads the name of an attempt before waits for the next name.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
+    if is_alone or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    store = _c10d.PrefixStore("secc/restarts", connect_to(*_master_address()))
+    process, count = secrets.token_hex(8), torchrun_restarts()
+    if rank == 0:
+        name = secrets.token_hex(8)
+        store.set("name", name)
+        answers = [json.loads(store.get(f"{name}/{other}")) for other in range(1, world_size)]
+        before = int(store.get("count")) if store.check(["count"]) else -1
+        count = max([count, before + 1, *(answer[1] for answer in answers)])
+        store.set("count", str(count))
+        store.set(f"{name}/all", json.dumps([count, [answer[0] for answer in answers]]))
+    else:
+        while True:
+            name = store.get("name").decode()
+            store.set(f"{name}/{rank}", json.dumps([process, count]))
+            if store.check([f"{name}/all"]):
+                agreed, processes = json.loads(store.get(f"{name}/all"))
+                if processes[rank - 1] == process:
+                    count = agreed
+                    break
+            time.sleep(_ASK_S)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(count)
 
 
 def restart_pause(failures: int) -> int:
@@ -66,7 +104,9 @@ def open_store(rank: int, plan_hash: str) -> Any:
     if ENDPOINT_VARIABLE in os.environ:
         return open_node_store(attempt_number(), _JOIN_TIMEOUT)
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return _c10d.PrefixStore(f"secc/{run}/{plan_hash}/{torchrun_restarts()}", _open_tcp_store(rank))
+    # A store that rank 0 keeps itself is a new one for each attempt.
+    attempt = torchrun_restarts() if has_torchrun_agent() else ""
+    return _c10d.PrefixStore(f"secc/{run}/{plan_hash}/{attempt}", _open_tcp_store(rank))
 
 
 def has_torchrun_agent() -> bool:

@@ -95,6 +95,8 @@ class Nodes:
         """Starts torchrun on a node in its namespace, without secc's launcher."""
         command = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
         command += ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "mine"]
+        if backend == "c10d":  # torch looks up its host's name, which namespaces share
+            command += ["--rdzv-conf", f"is_host={int(node == 0)}"]
         command += ["--local-addr", ADDRESSES[node], "--max-restarts", "2", str(self.plan / "run.py")]
         command += [*self.common, "--save", str(self.saved), *options]
         return self._execute(node, [sys.executable, *command], GLOO_SOCKET_IFNAME="eth0")
