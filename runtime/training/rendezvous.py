@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -54,8 +55,8 @@ def agree_on_restarts() -> None:
     counts the failures of its own node only, and keys of the ranks' stores carry that number.
 
     Rank 0 writes a random name into the agents' store, waits until each rank has answered under that name
-    with its process and its count, and confirms the processes with a count that
-    is larger than that of all attempts before. So a rank that reads the name of an attempt before waits for the next name.
+    with its process and its count, and confirms the processes with a count above that of all attempts before.
+    So a rank that reads the name of an attempt before waits for the next name.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
