@@ -1,0 +1,29 @@
+"""Ranks of torchrun on several nodes count restarts alike, although agents count those of their own nodes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from secc.runtime.training.rendezvous import listen_on
+
+CODE = "from secc.runtime.training.rendezvous import *; agree_on_restarts(); print(torchrun_restarts())"
+
+
+def start_rank(rank: int, restarts: int, port: int) -> subprocess.Popen[str]:
+    variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    variables |= {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": restarts}
+    environment = os.environ | {name: str(value) for name, value in variables.items()}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return subprocess.Popen([sys.executable, "-c", CODE], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_all_ranks_take_a_number_that_no_attempt_had() -> None:
+    store = listen_on("127.0.0.1")
+    # First start; a failure on node 1; one on node 0; and one on node 0 that node 1 has not seen yet.
+    for own, agreed in (((0, 0), 0), ((0, 1), 1), ((1, 1), 2), ((3, 1), 3)):
+        late = start_rank(1, own[1], store.port)  # finds the name of the attempt before
+        ranks = [start_rank(0, own[0], store.port), late]
+        counts = [int(rank.communicate(timeout=60)[0]) for rank in ranks]
+        assert counts == [agreed, agreed]
