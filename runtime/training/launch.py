@@ -65,7 +65,7 @@ def main(train: Callable[[RunOptions], None]) -> int:
         return 0
     except UserError as error:
         if error.reported_elsewhere:
-            _exit_after_peer()
+            _exit_after_peer(is_bad_input=True)
         _report_once(error)
         code = LOST_HELPER_EXIT_CODE if isinstance(error, LostProcess) else 2
     except SystemExit:
@@ -82,9 +82,11 @@ def main(train: Callable[[RunOptions], None]) -> int:
     os._exit(code)  # no cleanup: it would wait for ranks and loaders that may be gone
 
 
-def _exit_after_peer() -> NoReturn:
+def _exit_after_peer(is_bad_input: bool = False) -> NoReturn:
     """Exits silently, after the rank that is the cause, so that the launcher sees that one first."""
-    code = 2 if has_bad_input(torchrun_restarts()) else LOST_PEER_EXIT_CODE
+    code = LOST_PEER_EXIT_CODE
+    if has_torchrun_agent() and (is_bad_input or has_bad_input(torchrun_restarts())):
+        code = 2
     time.sleep(1.0)
     os._exit(code)
 
