@@ -26,6 +26,7 @@ _SPLITTING_OPS = frozenset({
     "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "split_copy",
     "split_with_sizes_copy",
 })  # fmt: skip
+_TRIANGLE_OPS = frozenset({"tril", "triu"})
 _RESHAPING_OPS = frozenset({"view", "reshape", "_unsafe_view"})
 _WEIGHING_OPS = frozenset({"mul", "add", "sub", "div", "pow"})
 
@@ -48,6 +49,8 @@ def find_misplaced(ctx: LossContext, op: Computation) -> BadState | None:
             return ctx.refuse_op(op, "picks entries by the samples' places in the batch")
     if name in _RESHAPING_OPS and _redistributes_entries(type, result):
         return ctx.refuse_op(op, "gives each sample entries of the others")
+    if is_floating(result) and any(_is_triangle_of_samples(ctx, o) for o in op.operands):
+        return ctx.refuse_op(op, "masks entries by the samples' places in the batch")
     if ctx.is_input_only(op.results[0]):
         return None
     if name in _PICKING_OPS and any(_made_by(ctx, o, _ORDERING_OPS) for o in op.operands[1:]):
@@ -82,6 +85,22 @@ def _made_by(ctx: LossContext, value: SSAValue, ops: frozenset[str]) -> bool:
         if len(op.operands) != 1:
             return False
         value = op.operands[0]
+    return False
+
+
+def _is_triangle_of_samples(ctx: LossContext, value: SSAValue) -> bool:
+    """Whether integers or booleans made from inputs come from a triangular mask with the samples along a
+    side, as in causal attention with samples as positions."""
+    seen, queue = {value}, [value]
+    while queue:
+        made = queue.pop()
+        op, type = made.owner, tensor_type(made)
+        if is_floating(type) or not isinstance(op, GlueOp) or not ctx.is_input_only(made):
+            continue
+        if op.base_name in _TRIANGLE_OPS and _SAMPLE_SYMBOL in type.shape[-2:]:
+            return True
+        queue += [o for o in op.operands if o not in seen]
+        seen.update(op.operands)
     return False
 
 

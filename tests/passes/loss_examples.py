@@ -218,6 +218,9 @@ REFUSED = {
         "aten.bmm.default pairs every sample with every other"
     ),
     "y.mean(1).tril().square().mean()": "works along a dim that carries samples",
+    "F.scaled_dot_product_attention(y.mean(1)[None], *[torch.eye(4, 6)[None]] * 2, is_causal=True).mean()": (
+        "masks entries by the samples' places in the batch"
+    ),
     "torch.renorm(y.mean(1), 2, 1, 0.1).square().mean()": "another result when other samples come with it",
     "torch.fft.rfft(y.mean((1, 2))).abs().square().mean()": "makes a number of rows",
     "F.group_norm(y.mean(1)[None].expand(2, -1, -1), 1).square().mean()": "another result",
