@@ -121,6 +121,8 @@ def _become(environment: Mapping[str, str], messages: Path | None) -> None:
         os.dup2(file, 1)
         os.dup2(file, 2)
     os.closerange(3, _MOST_FILES)
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):  # captured streams of a test are closed now
+        setattr(sys, name, open(descriptor, "w", buffering=1, closefd=False))  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
     atexit._clear()  # pyright: ignore  # what the forking process would do at its own end
