@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from secc.runtime.errors import UserError, printable_text
 
-__all__ = ["BatchDependentLoss", "ImpossibleChoice", "InexactPlan", "UserError", "printable_text"]
+__all__ = ["ImpossibleChoice", "InexactPlan", "UserError", "printable_text"]
 
 
 class ImpossibleChoice(UserError):
@@ -20,10 +20,6 @@ class ImpossibleChoice(UserError):
     def __init__(self, error: UserError, choices: Iterable[str]) -> None:
         super().__init__(error.message, error.where, error.remedy)
         self.choices = tuple(choices)
-
-
-class BatchDependentLoss(UserError):
-    """A loss for which the exactness check found that micro-batches decide otherwise than their batch."""
 
 
 class InexactPlan(UserError):

@@ -82,7 +82,8 @@ def find_mixing_by_numbers(ctx: LossContext, op: GlueOp) -> BadState | None:
         return None
     if op.base_name in FACTORY_OPS:  # the entries of some are whatever the memory holds
         return None
-    if not all(_adds_up(ctx, d) for r in carrying for d in tensor_type(r).shape):
+    given = {d for o in op.operands for d in tensor_type(o).shape}
+    if not all(d in given or _adds_up(ctx, d) for r in carrying for d in tensor_type(r).shape):
         return ctx.refuse_op(op, "makes a number of rows that micro-batches do not add up to")
     from secc.passes.loss.separability_probe import mixes_rows  # brings torch, which few cases need
 

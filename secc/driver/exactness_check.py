@@ -19,7 +19,7 @@ from torch import nn
 
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions, TakenBack
-from secc.errors import BatchDependentLoss, InexactPlan, UserError
+from secc.errors import InexactPlan, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions
 from secc.frontend.capture.eager_failure import blame_compute_dtype
 from secc.frontend.dataset.padding_policy import WidthsReason
@@ -134,8 +134,8 @@ def _more_careful_options(compiled: CompiledPlan, error: UserError) -> Iterator[
     loss only sometimes, as with a strided convolution; then without stages, for which the model was captured
     by layers."""
     options = compiled.options
-    may_be_widths = isinstance(error, InexactPlan | BatchDependentLoss)
-    if may_be_widths and compiled.plan.widths != "global" and options.widths == "auto":
+    inexact = isinstance(error, InexactPlan)
+    if inexact and compiled.plan.widths != "global" and options.widths == "auto":
         yield dataclasses.replace(options, widths="global")
     pinned = {pin.partition("=")[0] for pin in options.set}
     staged = {f"{name}.pp" for name, stages in compiled.plan.pipelines.items() if len(stages) > 1}
@@ -218,12 +218,12 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
             continue  # a sample that takes its own path is refused when a run meets it
         # If one micro-batch is inexact too, decisions are not the cause.
         if not parts.is_exact and rank.compare_step(samples, len(samples), reference).is_exact:
-            refuse_faults_of_one(compiled, rank, samples)
+            refuse_faults_of_one(compiled, rank, samples, reference)
             message = (
                 "the loss depends on a value that Python reads of the whole batch: the loss of "
                 f"{len(samples)} samples together is not that of the same samples in micro-batches"
             )
-            raise BatchDependentLoss(
+            raise UserError(
                 message,
                 where or str(compiled.user.path),
                 "decide for each sample, with torch.where or a mask",
@@ -252,17 +252,18 @@ def _check_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozenset
     comparisons = [rank.compare_step(samples, max_samples, reference) for max_samples in sizes]
     worst = max(comparisons, key=lambda c: (not c.is_exact, max(c.difference.loss, c.difference.gradient)))
     if not worst.is_exact:
-        refuse_faults_of_one(compiled, rank, samples)
+        refuse_faults_of_one(compiled, rank, samples, reference)
     return PatternCheck(tuple(sorted(pattern)), len(samples), worst)
 
 
 def refuse_faults_of_one(
-    compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]]
+    compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]], reference: Reference
 ) -> None:
     """Raises UserError if plain PyTorch gives a sample alone another gradient than twice in one batch, while
     the loss is the same. Then an operator is wrong for batches of one sample, such as torch 2.13's batch norm
-    in eval mode on CPUs, if its gradient is transposed; no plan can mend that."""
-    if compiled.plan.draws:
+    in eval mode on CPUs, if its gradient is transposed; no plan can mend that. Models that draw random
+    numbers or compute in 16 bits, by `reference`, are left out: their gradients differ without a fault."""
+    if compiled.plan.draws or reference.tolerances != FLOAT32_TOLERANCES:
         return
     for sample in samples[:2]:
         alone, twice = rank.run_eager([sample]), rank.run_eager([sample, sample])

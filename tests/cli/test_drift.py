@@ -36,8 +36,8 @@ def write_run_log(
     """Write the log of a run with section times of `moved` times the prediction, and images in `images` of
     32 samples."""
     sections: dict[str, dict[str, float]] = {}
-    for name, kind, _ in section_time_columns(of):
-        word = {"F": "forward_s", "B": "backward_s"}[kind]
+    words = {"F": "forward_s", "B": "backward_s"}
+    for name, word in [(name, words[kind]) for name, kind, _ in section_time_columns(of) if kind in words]:
         sections.setdefault(name, {}).update({word: 0.5 * moved.get(name, 1.0), f"predicted_{word}": 0.5})
     sizes = {"B": 1, "S": 80, "n_pixel_values": 1}
     parts = [((), 32 - images, sizes | {"n_pixel_values": 0}), (IMAGES, images, sizes)]
