@@ -30,12 +30,13 @@ def mixes_rows(op: GlueOp, sample_symbols: Collection[str]) -> bool:
     """Whether an op gives rows another result when other rows come with them.
 
     False also where this cannot be tried: a dim is a function of several symbols, tensors are large, integers
-    among the operands may be places of rows, or the op does not accept random values.
+    or booleans among the operands may be places of rows (`masked_scatter` takes the rows that its mask has
+    room for), or the op does not accept random values.
     """
     namespace, _, name = op.target.data.partition(".")
     if namespace != "aten" or torch.Tag.pointwise in _overload(name).tags:
         return False
-    if any(o.dtype.data[0] in "iu" for o in map(tensor_type, op.operands)):
+    if any(o.dtype.data[0] in "iu" or o.dtype.data == "bool" for o in map(tensor_type, op.operands)):
         return False
     types = [tensor_type(v) for v in (*op.operands, *op.results)]
     dims = {str(d) for t in types for d in t.shape if {str(s) for s in d.free_symbols} & set(sample_symbols)}
