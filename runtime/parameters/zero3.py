@@ -233,10 +233,12 @@ class UnitGatherer:
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
             self.require_unit(unit)
+            given = {id(t): t.grad_fn for t in tensors_in((args, kwargs))}
             out = inner(*args, **kwargs)
-            passed_on = {id(t) for t in tensors_in((args, kwargs))}  # such as T5's position bias
             for tensor in tensors_in(out) if torch.is_grad_enabled() else ():
-                if tensor.grad_fn is not None and id(tensor) not in passed_on:
+                # An argument may be passed on unchanged, such as T5's position bias; one that was written to
+                # has another grad_fn.
+                if tensor.grad_fn is not None and given.get(id(tensor)) is not tensor.grad_fn:
                     # Runs when the gradient of an output is known, before the module's own backward.
                     tensor.register_hook(lambda _: self.require_unit(unit))
             return out

@@ -164,7 +164,7 @@ def _open_tcp_store(rank: int) -> Any:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            # The launcher's process has a process group of its own, the store of which is there (Ray Train).
+            # The launcher (Ray Train) has made a process group, and its store listens at this address.
     return connect_to(*_master_address())
 
 

@@ -1,8 +1,8 @@
 """torchrun with the exit codes of secc's launcher: `python -m secc.runtime.training.torchrun [torchrun's
 arguments]`. launch.sh and slurm.sbatch of plans for several nodes start their ranks by it.
 
-torchrun itself ends with 1 and a traceback of its own whatever its ranks ended with, so that nobody can tell
-bad input, which a restart would meet again, from a lost device.
+torchrun ends with exit code 1 and a traceback for any failure of its ranks. A scheduler could not tell bad
+input, which a restart would meet again, from a lost device.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ FAST = ("Llama", "Qwen3Moe")
 
 
 def train(folder: Path, student: str, dtype: torch.dtype | None = None) -> nn.Module:
-    """Writes a model file, whose model is of `dtype` if that is given, and a checkpoint of its model with
-    weights that no seed makes; returns the model."""
+    """Writes a model file and a checkpoint of its model with weights that no seed makes; returns the model.
+    `dtype`: that of the model's weights, float32 by default."""
     text = FILE.format(student=student)
     (folder / "model.py").write_text(
         text.replace("return Pair()", f"return Pair().to({dtype})") if dtype else text

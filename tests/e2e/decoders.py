@@ -1,5 +1,5 @@
-"""Small decoders of every kind of attention, for plans whose ranks share the rows of samples: each is an
-`Entry`, as the models of the zoo are."""
+"""Small decoders with different kinds of attention, for tests of context parallelism. Each is an `Entry`, as
+the models of the zoo are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans whose ranks share the rows of samples train as plain PyTorch does: decoders of every kind of
+"""Plans with context parallelism (cp) train as plain PyTorch does: decoders with different kinds of
 attention, lengths that do not divide, samples shorter than cp, padding on either side, documents side by
 side; with every other parallelism, dropout, and checkpoints under other plans."""
 

@@ -32,6 +32,7 @@ CASES = [
     ),
     ("qwen_distil", ("student.sharding=zero2", "student.recompute=full", "student.dp=2")),
     ("loops", ("model.sharding=zero3", "model.recompute=full", "model.dp=2")),  # layers that run twice
+    ("in_place_layers", ("model.sharding=zero3", "model.dp=2")),
     (
         "qwen_distil",
         (
