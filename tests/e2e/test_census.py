@@ -58,8 +58,18 @@ def test_a_row_that_does_not_end_is_failed_with_its_place(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(row_processes, "check_row", sleep)
     (result,) = run_rows([("causal/gpt2", 0)], 1, Limits(seconds=0.5))
-    assert result.outcome is Outcome.FAILED and result.message == "not done after 0 s"
+    assert result.outcome is Outcome.FAILED and result.message == "not done after 5 s of wall-clock time"
     assert "in sleep" in result.where
+
+
+def test_a_row_that_computes_without_end_is_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute(name: str, ranks: int) -> RowResult:
+        while True:
+            pass
+
+    monkeypatch.setattr(row_processes, "check_row", compute)
+    (result,) = run_rows([("causal/gpt2", 0)], 1, Limits(seconds=1))
+    assert result.message == "not done after 1 s of processor time"
 
 
 def test_a_row_whose_process_dies_is_failed(monkeypatch: pytest.MonkeyPatch) -> None:

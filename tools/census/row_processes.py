@@ -1,7 +1,8 @@
 """Runs rows in parallel processes, each with limits of time and memory.
 
 Processes are forked from this one, which has imported torch and transformers, so that a row costs what its
-compilation costs. A process that exceeds its time says where it was, then is killed with all that it started.
+compilation costs. Limits are of processor time, so that a busy machine fails no row. A process that exceeds its
+time says where it was, then is killed with all that it started.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from tools.census.row_check import Outcome, RowResult, check_row
 GIB = 1 << 30
 POLL_S = 0.05
 LAST_WORDS_S = 0.5  # what a process has to print where it is
+MOST_WAITING = 10  # wall-clock seconds for each second of processor time, before a row counts as stuck
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a row: seconds of wall-clock time, GiB of data."""
+    """Of a row: seconds of processor time of all its processes, GiB of data of each."""
 
     seconds: float = 180.0
     gib: float = 6.0
@@ -108,7 +111,8 @@ def _poll(process: _Running, limits: Limits) -> RowResult | None:
     """The result of a process that has ended or run out of time; None while it runs."""
     folder, seconds = Path(process.folder.name), time.monotonic() - process.started
     ended, status = os.waitpid(process.pid, os.WNOHANG)
-    if not ended and seconds < limits.seconds:
+    stuck = seconds > MOST_WAITING * limits.seconds
+    if not ended and not stuck and (seconds < limits.seconds or _cpu_seconds(process.pid) < limits.seconds):
         return None
     if ended and (folder / "result").exists():
         _kill(process)  # what it may have started
@@ -118,7 +122,8 @@ def _poll(process: _Running, limits: Limits) -> RowResult | None:
         os.kill(process.pid, signal.SIGUSR1)
         time.sleep(LAST_WORDS_S)
         where = (folder / "where").read_text()
-        message = f"not done after {limits.seconds:.0f} s"
+        used = limits.seconds if not stuck else seconds
+        message = f"not done after {used:.0f} s of {'wall-clock' if stuck else 'processor'} time"
     else:
         message = (
             f"the process ended with signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "no result"
@@ -127,6 +132,19 @@ def _poll(process: _Running, limits: Limits) -> RowResult | None:
     _kill(process)
     family = process.name.partition("/")[0]
     return RowResult(process.name, family, Outcome.FAILED, message, where[:2000], seconds=round(seconds, 1))
+
+
+def _cpu_seconds(session: int) -> float:
+    """Processor time of the processes of a session, with that of their children that have ended."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            fields = (
+                stat.read_text().rpartition(")")[2].split()
+            )  # after the name: state, parent, group, session
+            if int(fields[3]) == session:
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / TICKS
 
 
 def _kill(process: _Running) -> None:
