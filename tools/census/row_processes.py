@@ -1,8 +1,8 @@
 """Runs rows in parallel processes, each with limits of time and memory.
 
 Processes are forked from this one, which has imported torch and transformers, so that a row costs what its
-compilation costs. Limits are of processor time, so that a busy machine fails no row. A process that exceeds its
-time says where it was, then is killed with all that it started.
+compilation costs. Limits are of processor time, so that a busy machine fails no row. A process that exceeds
+its time says where it was, then is killed with all that it started.
 """
 
 from __future__ import annotations
