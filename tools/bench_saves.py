@@ -1,6 +1,6 @@
 """Measures what a step loses to checkpoints: one in ten steps, written in the background and within the step.
 
-    python -m tools.bench_saves --json docs/benchmarks/saves.json
+    python -m tools.bench_saves --steps 660 --ranks 1 --json docs/benchmarks/saves.json
 
 A small language model trains with `--save-every 20`. Ten steps from a save on are compared with
 the ten steps without one before and after them, in the same process. Compared are seconds of CPU of a rank's
@@ -9,6 +9,9 @@ the writers' work if the machine has no core to spare. "calls" is the CPU time i
 which is measured directly and so varies less; it leaves out what they cost later, in caches. The loss is the
 mean over all saves, as a share of these steps without saves, of the rank that loses most; the interval is
 twice the standard error of the mean. The first saves warm up and are left out.
+
+Wall time needs a free core for each rank's writer: writers have a low priority, and on a busy machine a
+save that lasts longer than the steps to the next one is waited for.
 """
 
 from __future__ import annotations
