@@ -2,9 +2,10 @@
 
 A rank loads its share of every global batch, exchanges metadata, plans and checks the schedule, and executes
 its program as in training. A forward or backward is a sleep for its modelled time. A message is its arrival
-time, passed through the job's store; the consumer sleeps until then. Gradient sums and the optimizer step are
-sleeps at the end, after one exchange of the times at which each rank reached them. So an emulated step takes
-the simulated time plus what planning costs on this machine. No model is built: 64 ranks run on two cores.
+time, passed through the job's store; the consumer sleeps until then. Gradient sums, which run behind the last
+backwards as in training, and the optimizer step are one sleep at the end, after one exchange of the times at
+which each rank had its gradients. So an emulated step takes the simulated time plus what planning costs on
+this machine. No model is built: 64 ranks run on two cores.
 
 Times come from an `EmulationTable` that the launcher makes from the plan, because the cost model is not part
 of a rank. Clocks are the machine's monotonic one, so all ranks must run on one machine. A message occupies
@@ -18,8 +19,9 @@ import importlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ import torch.distributed as dist
 
 from secc.runtime.comm.edge_messages import EdgeLayout, MicroBatchPair
 from secc.runtime.errors import UserError
+from secc.runtime.parameters.reduction_times import TimedReduction, run_reductions
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.replica_routes import MessageSlice, ranks_by_replica, route_message
 from secc.runtime.plan.schema import Plan
@@ -50,15 +53,14 @@ EMULATION_FILE = "emulation.jsonl"
 class EmulationTable:
     """Times in ns. Every sleep is multiplied by `scale`, so that small steps can be told from overhead.
 
-    `links`: (latency, ns per 2^20 bytes) inside a node of `per_node` ranks and between nodes. `sums`:
-    (sections, ranks, ns) of each gradient reduction, in the order in which a rank does them. `optimizer`:
+    `links`: (latency, ns per 2^20 bytes) inside a node of `per_node` ranks and between nodes. `optimizer`:
     each rank's optimizer step.
     """
 
     scale: float
     per_node: int
     links: tuple[tuple[int, int], tuple[int, int]]
-    sums: tuple[tuple[tuple[str, ...], tuple[int, ...], int], ...]
+    reductions: tuple[TimedReduction, ...]
     optimizer: tuple[int, ...]
 
     def message_ns(self, a: int, b: int, size: int) -> tuple[int, int]:
@@ -70,17 +72,30 @@ class EmulationTable:
 
 def table_to_json(table: EmulationTable) -> str:
     """Returns the text of a table's file."""
-    return json.dumps(dataclasses.asdict(table))
+    return json.dumps(dataclasses.asdict(table), default=str)  # bucket_share, as "1/3"
 
 
 def read_table(path: Path) -> EmulationTable:
     """Reads a table. Raises UserError for a malformed file."""
     try:
         data = json.loads(path.read_text())
-        sums = tuple((tuple(sections), tuple(ranks), ns) for sections, ranks, ns in data["sums"])
+        reductions = tuple(
+            TimedReduction(
+                tuple(r["sections"]),
+                tuple(r["ranks"]),
+                r["sum_ns"],
+                r["gather_ns"],
+                Fraction(r["bucket_share"]),
+            )
+            for r in data["reductions"]
+        )
         inside, between = data["links"]
         return EmulationTable(
-            data["scale"], data["per_node"], (tuple(inside), tuple(between)), sums, tuple(data["optimizer"])
+            data["scale"],
+            data["per_node"],
+            (tuple(inside), tuple(between)),
+            reductions,
+            tuple(data["optimizer"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         message = f"cannot read the table of an emulated run: {error}"
@@ -146,10 +161,7 @@ class Emulator:
     def _end_step(self, emulation: _StepEmulation) -> None:
         """Sleeps until all gradient sums and the optimizer steps would have ended."""
         own_times = torch.tensor(
-            [
-                *(emulation.reduce_at.get(i, emulation.free_at) for i in range(len(self.table.sums))),
-                emulation.free_at,
-            ],
+            [*(t for name in self.sections for t in emulation.last_backward_of(name)), emulation.free_at],
             dtype=torch.int64,
         )
         gathered = [torch.empty_like(own_times) for _ in range(self.context.world_size)]
@@ -158,7 +170,7 @@ class Emulator:
             self.store.delete_key(key)
         times = [row.tolist() for row in gathered]
         _sleep_until(
-            _reduction_end(self.table, times, self.scale_ns)
+            reductions_end(self.table, list(self.sections), times)
             + self.scale_ns(max(self.table.optimizer, default=0))
         )
 
@@ -174,16 +186,22 @@ def _open_message_store(rank: int) -> Any:
     return server or connect_to("127.0.0.1", int(port))
 
 
-def _reduction_end(table: EmulationTable, times: list[list[int]], scaled: Callable[[int], int]) -> int:
-    """Returns when all gradient sums have ended. `times[rank]`: when the rank reached each sum, followed by
-    when it finished its program. A sum starts when all of its ranks have reached it and finished their
-    previous sum; sums overlap with computation."""
-    busy = [0] * len(times)
-    for i, (_, ranks, ns) in enumerate(table.sums):
-        end = max(max(times[r][i], busy[r]) for r in ranks) + scaled(ns)
-        for r in ranks:
-            busy[r] = end
-    return max(max(row[-1], b) for row, b in zip(times, busy, strict=True))
+def reductions_end(table: EmulationTable, sections: Sequence[str], times: Sequence[Sequence[int]]) -> int:
+    """Returns when all gradient sums and all programs have ended, as the simulator does.
+
+    times: by rank, start and end of its last backward of each section, then the end of its program, in ns.
+    """
+    last_backwards = {
+        name: {rank: (row[2 * at], row[2 * at + 1]) for rank, row in enumerate(times)}
+        for at, name in enumerate(sections)
+    }
+    reductions = (
+        dataclasses.replace(r, sum_ns=int(r.sum_ns * table.scale), gather_ns=int(r.gather_ns * table.scale))
+        for r in table.reductions
+    )
+    program_ends = [row[-1] for row in times]
+    sums_end = (end for _, _, end in run_reductions(reductions, last_backwards, program_ends))
+    return max(*program_ends, *sums_end)
 
 
 def instruction_durations(
@@ -204,8 +222,8 @@ def instruction_durations(
 
 class _StepEmulation:
     """The emulation of one step on one rank. `free_at`: when this rank has finished all instructions so far.
-    `reduce_at`: when it reached each gradient sum. `send_busy_until` and `receive_busy_until`: of the links
-    [inside its node, to other nodes]."""
+    `last_backwards`: start and end of the last backward of each section that has one here. `send_busy_until`
+    and `receive_busy_until`: of the links [inside its node, to other nodes]."""
 
     def __init__(self, emulator: Emulator, step: PlannedStep) -> None:
         self.emulator, self.plan = emulator, emulator.plan
@@ -216,7 +234,7 @@ class _StepEmulation:
         self.layouts = {e.name: EdgeLayout(e, self.plan, schedule, step.samples) for e in self.plan.edges}
         self.consumed_messages = self._find_consumed_messages()
         self.free_at, self.send_busy_until, self.receive_busy_until = 0, [0, 0], [0, 0]
-        self.reduce_at: dict[int, int] = {}
+        self.last_backwards: dict[str, tuple[int, int]] = {}
         self.own_keys: list[str] = []  # in the store, for the other ranks of a replica
 
     def run_program(self) -> None:
@@ -228,12 +246,12 @@ class _StepEmulation:
                     self.emulate_compute(i)
                 case "SEND":
                     self.emulate_send(i)
-                case "REDUCE":
-                    for k, (sections, ranks, _) in enumerate(self.emulator.table.sums):
-                        if sections == (i.section,) and self.emulator.rank in ranks:
-                            self.reduce_at[k] = self.free_at
                 case _:
                     pass  # a message is waited for by the computation that consumes it
+
+    def last_backward_of(self, section: str) -> tuple[int, int]:
+        """Returns start and end of a section's last backward; without one, twice the end of the program."""
+        return self.last_backwards.get(section, (self.free_at, self.free_at))
 
     def emulate_compute(self, i: Instruction) -> None:
         """Waits for the messages that a computation consumes and for the other ranks of its replica, then
@@ -250,6 +268,8 @@ class _StepEmulation:
         self.free_at = ready + self.emulator.scale_ns(
             max(self.durations[i.kind, i.section][m.index] for m in in_step)
         )
+        if i.kind != "F":
+            self.last_backwards[i.section] = ready, self.free_at
         _sleep_until(self.free_at)
 
     # Messages.

@@ -22,6 +22,7 @@ from secc.cost.model.roofline import OPTIMIZER_MEMORY_PASSES
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
 from secc.runtime.parameters.gradient_reduction import ReductionGroup, build_reduction_groups
 from secc.runtime.parameters.mixed_precision import compute_dtype
+from secc.runtime.parameters.reduction_times import TimedReduction
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.schema import Edge, Plan
 
@@ -69,16 +70,22 @@ class Traffic:
         canonical_names = {n: canonical.get(n, n) for s in self.plan.sections for n in (*s.params, *names)}
         return build_reduction_groups(self.plan, sorted(names), canonical_names)
 
-    def reduce_ns(self, held: ReductionGroup) -> int:
-        """Time to reduce the gradients of a group: an all-reduce, or with a sharded optimizer a
-        reduce-scatter and an all-gather of parameters.
+    @cached_property
+    def timed_reductions(self) -> list[TimedReduction]:
+        """The reductions that take time."""
+        return [
+            TimedReduction(
+                held.sections, held.ranks, self.sum_ns(held), self.gather_ns(held), self.bucket_share(held)
+            )
+            for held in self.reduction_groups
+            if len(held.ranks) > 1
+        ]
+
+    def sum_ns(self, held: ReductionGroup) -> int:
+        """Time to sum the gradients of a group: an all-reduce, or with a sharded optimizer a reduce-scatter.
 
         0 under ZeRO-3, where every backward reduces its gradients and no parameter is gathered at the end.
         """
-        return self.sum_ns(held) + self.gather_ns(held)
-
-    def sum_ns(self, held: ReductionGroup) -> int:
-        """Time to sum the gradients of a group."""
         if self.cluster is None or len(held.ranks) < 2 or held.sharding == "zero3":
             return 0
         summed = sum(map(self.gradient_bytes_on_rank, held.names))

@@ -24,17 +24,12 @@ def make_emulation_table(plan: Plan, scale: float = 1.0) -> EmulationTable:
     cluster = traffic.cluster
     links = (cluster.inside, cluster.between) if cluster is not None else (FREE_LINK, FREE_LINK)
     inside, between = ((link.latency_ns, link.message_ns(MEBIBYTE) - link.latency_ns) for link in links)
-    # Parameters that sections share (ties) are reduced last.
-    groups_by_sharing = sorted(traffic.reduction_groups, key=lambda group: len(group.sections) > 1)
-    reductions = tuple(
-        (h.sections, h.ranks, traffic.reduce_ns(h)) for h in groups_by_sharing if len(h.ranks) > 1
-    )
     per_node = cluster.per_node if cluster is not None else plan.world_size
     return EmulationTable(
         scale,
         per_node,
         (inside, between),
-        reductions,
+        tuple(traffic.timed_reductions),
         tuple(traffic.optimizer_ns(r) for r in range(plan.world_size)),
     )
 

@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 from secc.bounds.traffic import Traffic
 from secc.runtime.comm.edge_messages import EdgeLayout
 from secc.runtime.comm.p2p_channels import RECEIVE_WINDOW
 from secc.runtime.host.gc_control import pause_gc
-from secc.runtime.parameters.gradient_reduction import ReductionGroup
+from secc.runtime.parameters.reduction_times import run_reductions
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.replica_routes import ranks_by_replica, route_message, slice_bounds
 from secc.runtime.plan.schema import Plan
@@ -81,7 +80,6 @@ class _Rank:
     free_at: int = 0
     receives: list[MessageKey] = field(default_factory=list)
     passed_receives: int = 0
-    last_reduction_end: int = 0  # when its last reduction ends
     last_arrival: int = 0  # when its last message arrives
     packing: int = -1  # index of the SEND instruction that is packed now, or was packed last
     program_end: int | None = None
@@ -109,12 +107,8 @@ class _Simulator:
         self.waiting_together: dict[tuple[str, str, int], dict[int, tuple[Instruction, int, int]]] = (
             defaultdict(dict)
         )
-        self.reached: dict[str, dict[int, int]] = defaultdict(dict)  # by section: rank -> when it reduces
-        self.last_backwards: dict[tuple[int, str], tuple[int, int]] = {}  # (rank, section) -> start, end
-        self.groups_by_section: dict[str, list[ReductionGroup]] = defaultdict(list)
-        for group in self.traffic.reduction_groups:
-            if len(group.sections) == 1 and len(group.ranks) > 1:
-                self.groups_by_section[group.sections[0]].append(group)
+        # By section: rank -> start, end of its last backward.
+        self.last_backwards: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
         self.wake_times = [(0, rank) for rank in range(len(self.ranks))]
         self.compute: list[ComputeEvent] = []
         self.transfers: list[TransferEvent] = []
@@ -128,11 +122,13 @@ class _Simulator:
             time, index = heapq.heappop(self.wake_times)
             self.resume_rank(index, time)
         stepped = tuple(self._program_end(index) for index in range(len(self.ranks)))
-        for group in self.traffic.reduction_groups:
-            if len(group.sections) > 1:  # tied over sections: reduced at the end
-                self.run_reductions([group], dict(enumerate(stepped)))
+        for reduction, *span in run_reductions(self.traffic.timed_reductions, self.last_backwards, stepped):
+            self.reductions.append(ReductionEvent(reduction.sections, reduction.ranks, *span))
         synced = max(
-            (max(stepped[i], r.last_reduction_end, r.last_arrival) for i, r in enumerate(self.ranks)),
+            (
+                *(max(stepped[i], r.last_arrival) for i, r in enumerate(self.ranks)),
+                *(r.end for r in self.reductions),
+            ),
             default=0,
         )
         own_samples = len(self.samples) if self.schedule.own_samples is None else self.schedule.own_samples
@@ -160,7 +156,7 @@ class _Simulator:
                     rank.passed_receives += 1
                     self.post_receives(index, time)
                 case "REDUCE":
-                    self.reach_reduction(i, index, time)
+                    self.last_backwards[i.section].setdefault(index, (time, time))
                 case "STEP":
                     rank.program_end = time
                 case _:
@@ -209,7 +205,7 @@ class _Simulator:
         )
         rank.free_at = end
         if i.kind != "F":
-            self.last_backwards[index, i.section] = start, end
+            self.last_backwards[i.section][index] = start, end
         heapq.heappush(self.wake_times, (end, index))
 
     def computation_ns(self, i: Instruction) -> int:
@@ -290,49 +286,6 @@ class _Simulator:
     def _message_key(self, i: Instruction, index: int) -> MessageKey:
         ends = (index, i.peer) if i.kind == "SEND" else (i.peer, index)
         return i.edge, i.direction, i.src_micro, i.dst_micro, *ends
-
-    # -- the end of the step
-
-    def reach_reduction(self, i: Instruction, index: int, time: int) -> None:
-        """A rank reaches the reduction of a section; with the last one all times are known."""
-        reached = self.reached[i.section]
-        reached[index] = time
-        if len(reached) == len(self.sections[i.section].mesh.ranks):
-            self.run_reductions(self.groups_by_section[i.section], reached)
-
-    def run_reductions(self, groups: Sequence[ReductionGroup], reached: Mapping[int, int]) -> None:
-        """Sums the gradients of a section's groups, and gathers parameters, on ranks that are through with
-        the section when they have `reached` this.
-
-        A group's first bucket is ready within the last backwards, its last one when they end.
-        """
-        sums: list[tuple[int, int]] = []  # start, end
-        for group in groups:
-            share, sum_ns = self.traffic.bucket_share(group), self.traffic.sum_ns(group)
-            ready = max(self._first_bucket_ready(r, group, share, reached[r]) for r in group.ranks)
-            start = max([ready, *(self.ranks[r].last_reduction_end for r in group.ranks)])
-            last_bucket = max(reached[r] for r in group.ranks) + int(share * sum_ns)
-            sums.append((start, max(start + sum_ns, last_bucket)))
-            for r in group.ranks:
-                self.ranks[r].last_reduction_end = start + sum_ns
-        for group, (_, end) in zip(groups, sums, strict=True):
-            for r in group.ranks:
-                self.ranks[r].last_reduction_end = max(self.ranks[r].last_reduction_end, end)
-        for group, (start, end) in zip(groups, sums, strict=True):
-            if gather_ns := self.traffic.gather_ns(group):
-                end = max(self.ranks[r].last_reduction_end for r in group.ranks) + gather_ns
-                for r in group.ranks:
-                    self.ranks[r].last_reduction_end = end
-            self.reductions.append(ReductionEvent(group.sections, group.ranks, start, end))
-
-    def _first_bucket_ready(self, rank: int, group: ReductionGroup, share: Fraction, reached: int) -> int:
-        """When a rank has the gradients of a group's first bucket; parameters of several sections wait for
-        the end of its program."""
-        found = [self.last_backwards[rank, s] for s in group.sections if (rank, s) in self.last_backwards]
-        if len(group.sections) > 1 or not found or share == 1:
-            return reached
-        [(start, end)] = found
-        return start + int(share * (end - start))
 
     def _program_end(self, index: int) -> int:
         stepped = self.ranks[index].program_end

@@ -94,8 +94,9 @@ def test_sharded_optimizers_sum_gather_and_update_their_parts(sharding, messages
             dataclasses.replace(s, sharding=sharding) if s.name == "lm" else s for s in p.sections
         ),
     )
-    traffic, (held,) = Traffic(p), Traffic(p).reduction_groups
-    assert traffic.reduce_ns(held) == messages * traffic.cluster.inside.message_ns(2000)
+    traffic = Traffic(p)
+    (found,) = traffic.timed_reductions
+    assert found.sum_ns + found.gather_ns == messages * traffic.cluster.inside.message_ns(2000)
     assert traffic.optimizer_ns(1) == OPTIMIZER_MEMORY_PASSES * 4 * updated
 
 
@@ -112,10 +113,9 @@ def test_gradients_are_summed_in_float32_and_parameters_gathered_as_modules_have
     p = dataclasses.replace(trained(p, lm=1000), model=ModelRef("", "", {"lm.w": f"{stored}[1000] train"}))
     traffic = Traffic(p)
     (held,), message = traffic.reduction_groups, traffic.cluster.inside.message_ns
-    assert traffic.reduce_ns(held) == 2 * message(2000)
-    assert traffic.reduce_ns(dataclasses.replace(held, sharding="zero1")) == 4 * message(2000) + message(
-        500 * gathered
-    )
+    assert (traffic.sum_ns(held), traffic.gather_ns(held)) == (2 * message(2000), 0)
+    held = dataclasses.replace(held, sharding="zero1")
+    assert (traffic.sum_ns(held), traffic.gather_ns(held)) == (4 * message(2000), message(500 * gathered))
     assert traffic.optimizer_ns(1) == 1000 * moved
 
 

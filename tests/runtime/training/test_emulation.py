@@ -10,14 +10,22 @@ import pytest
 
 from secc.cli import main
 from secc.runtime.errors import UserError
+from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
 from secc.runtime.plan.predicted_costs import PredictedCosts
-from secc.runtime.training.emulation import EMULATION_FILE, instruction_durations, read_table, table_to_json
+from secc.runtime.schedule.scheduler import schedule_batch
+from secc.runtime.training.emulation import (
+    EMULATION_FILE,
+    instruction_durations,
+    read_table,
+    reductions_end,
+    table_to_json,
+)
 from secc.simulate.emulation_table import make_emulation_table
 from secc.simulate.global_batches import load_global_batches
 from secc.simulate.simulator import simulate
 from secc.simulate.steady_state import consecutive_steps
 from tests.runtime.captioner_plans import UNEVEN, write_plan
-from tests.runtime.schedule.plan_strategies import make_plan, make_section
+from tests.runtime.schedule.plan_strategies import make_edge, make_plan, make_sample, make_section
 from tests.simulate.test_simulator import cluster, trained
 from tools import bench_emulation
 
@@ -88,11 +96,40 @@ def test_table_has_the_times_of_the_cost_model(tmp_path):
     )
     assert found.message_ns(0, 1, 1 << 20) == (10, pytest.approx((1 << 20) * 1.0, rel=0.01))
     assert found.message_ns(1, 2, 0) == (100, 0)
-    ((sections, ranks, ns),) = found.sums
-    assert (sections, ranks) == (("lm",), (0, 1, 2, 3)) and ns > 0 and len(found.optimizer) == 4
+    (sums,) = found.reductions
+    assert (sums.sections, sums.ranks) == (("lm",), (0, 1, 2, 3)) and sums.sum_ns > 0
+    assert len(found.optimizer) == 4
     path = tmp_path / "table.json"
     path.write_text(table_to_json(found))
     assert read_table(path) == found
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero1"])
+def test_sums_run_behind_the_last_backward_as_simulated(sharding):
+    """A section has four buckets of gradients here, so only the last one is summed after its backward."""
+    lm = make_section("lm", range(2), forward="100000000*B", backward="200000000*B")
+    vision = make_section("vision", range(2), when=("images",), forward="100000000*B", backward="100000000*B")
+    entries = BUCKET_BYTES  # of 4 bytes
+    plan = trained(make_plan([vision, lm], [make_edge("vision", "lm")], 2), vision=entries, lm=entries)
+    plan = dataclasses.replace(
+        plan,
+        cluster=cluster(latency=10, gb_s=20, per_node=2),
+        sections=tuple(dataclasses.replace(s, sharding=sharding) for s in plan.sections),
+    )
+    samples = [make_sample(0, "images"), make_sample(1, "images"), make_sample(2), make_sample(3)]
+    step = simulate(plan, samples, schedule_batch(plan, samples))
+    times = [
+        [*(t for name in ("vision", "lm") for t in _last_backward(step, name, rank)), step.program_ends[rank]]
+        for rank in (0, 1)
+    ]
+    table = make_emulation_table(plan)
+    in_the_open = max(step.program_ends) + sum(r.sum_ns + r.gather_ns for r in table.reductions)
+    assert reductions_end(table, ["vision", "lm"], times) == step.gradients_summed < in_the_open
+
+
+def _last_backward(step, section, rank):
+    own = [c for c in step.compute if (c.section, c.rank, c.kind) == (section, rank, "B")]
+    return own[-1].start, own[-1].end
 
 
 @pytest.mark.parametrize(
