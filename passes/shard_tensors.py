@@ -65,7 +65,7 @@ class ShardTensors(ModulePass):
             tp, ep = (int(get_number(section, key) or 1) for key in ("tp", "ep"))
             if tp > 1:
                 _shard_section(graph, section, tp, self.assume)
-            elif ep > 1 and not self.assume:
+            elif ep > 1 and (_cuts_of_section(graph, section) or not self.assume):
                 _shard_experts(graph, section, ep)
         for cut in graph.cuts:
             cut.detach()

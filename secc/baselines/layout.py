@@ -31,14 +31,13 @@ from secc.codegen import plan_builder as plan_codegen
 from secc.cost.model.memory import RankMemory
 from secc.cost.model.patterns_and_transfers import InputPattern
 from secc.driver import what_if
-from secc.ir.analysis.tp_layouts import expert_counts
+from secc.ir.analysis.tp_layouts import assume_expert_shards
 from secc.ir.dialect.ops import BodyOp, CallOp, ReceiveOp, graph_of
 from secc.ir.text_io import module_text
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.plan_file import load_plan
-from secc.runtime.plan.schema import Cost, Edge, Mesh, ModelRef, Plan, Section, Shard
+from secc.runtime.plan.schema import Cost, Edge, Mesh, ModelRef, Plan, Section
 
-STACKED_EXPERT_DIMS = 3  # [experts, ..., ...]
 MIN_LAYER_CALLS = 2  # an edge with this many dependent calls reaches layers, and not only a head
 UNBOUNDED_IN_FLIGHT = 1 << 30  # micro-batches in flight: more than a step has
 
@@ -226,7 +225,10 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
     rank = compute_rank_load(base.work.loads[section.name], c.shape, base.work.cluster)
     saved = rank.cost_under_recompute(c.recompute).saved
     shares = list(_split_parameters(base.plan, section.params, c.pp))
-    experts = _expert_shards(base, section) if c.ep > c.tp else {}
+    section_op, replicas = base.work.loads[section.name].section, max(1, c.ep // c.tp)
+    parameters = {name: base.plan.model.parameters.get(name, "") for name in section.params}
+    shards = assume_expert_shards(base.work.graph, section_op, parameters, c.tp, replicas)
+    experts = {shard.name: shard for shard in shards} if replicas > 1 else {}
     for i in range(c.pp):
         stage_ranks = tuple(
             r for k, r in enumerate(layout_of_section.ranks) if k // c.stage_ranks % c.pp == i
@@ -243,11 +245,7 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
             **stage_fields,
             mesh=Mesh(stage_ranks, c.dp, 1, c.tp, c.cp, c.ep),
             params=shares[i],
-            shards=tuple(
-                dataclasses.replace(experts[n], ep=c.tp, replicas=c.ep // c.tp)
-                for n in shares[i]
-                if n in experts
-            ),
+            shards=tuple(experts[n] for n in shares[i] if n in experts),
             cost=Cost(forward, backward, rank.label, saved=saved),
             micro_batch=base.plan.global_batch,  # tokens and bytes bound what is packed
             in_flight=layout_of_section.in_flight(i),
@@ -255,18 +253,6 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
             sharding=c.sharding,
             recompute=c.recompute,
         )
-
-
-def _expert_shards(base: BaselineContext, section: Section) -> dict[str, Shard]:
-    """The stacked parameters of a section's experts, by name, each as a shard along its experts."""
-    counts = expert_counts(base.work.graph, base.work.loads[section.name].section)
-    shards: dict[str, Shard] = {}
-    for name in section.params:
-        found = re.fullmatch(r"\w+\[([\d, ]*)\].*", base.plan.model.parameters.get(name, ""))
-        dims = [int(n) for n in found[1].split(",") if n.strip()] if found else []
-        if len(dims) == STACKED_EXPERT_DIMS and dims[0] in counts:
-            shards[name] = Shard(name, 0, (dims[0],))
-    return shards
 
 
 def _in_flight_bytes(work: Workload, load: SectionLoad, layout: BaselineLayout, stage: int) -> int:

@@ -21,12 +21,12 @@ from secc import pass_pipeline
 from secc.codegen import plan_builder as plan_codegen
 from secc.driver.taken_back import TakenBackChoices
 from secc.errors import ImpossibleChoice, UserError
-from secc.ir.analysis.tp_layouts import feasible_tp
-from secc.ir.dialect.ops import GraphOp, graph_of, strings_of
+from secc.ir.analysis.tp_layouts import assume_expert_shards, feasible_tp
+from secc.ir.dialect.ops import GraphOp, SectionOp, graph_of, strings_of
 from secc.ir.dialect.python_attributes import int_list_attr
 from secc.ir.text_io import module_text
 from secc.runtime.plan.plan_file import load_plan
-from secc.runtime.plan.schema import Plan, Shard
+from secc.runtime.plan.schema import Plan, Section, Shard
 
 ALLOCATE_PASS, SHARD_PASS = "allocate", "shard-tensors"
 ONE_STAGE = ".pp=1"  # ends the pin of a section without captured layers
@@ -51,7 +51,7 @@ def replan_with_changes(directory: Path, changes: Sequence[str]) -> tuple[Plan, 
     passes, ir_file = load_before_allocate(directory)
     changed_allocate = dataclasses.replace(passes[0], **_parse_changes(passes[0], changes))
     module = reallocate(ir_file, changed_allocate, passes[1:], partial(allow_plan_tp, plan))
-    return plan, _assume_sharded_matrices(plan_codegen.build_plan(module, plan.model, {}))
+    return plan, _assume_shards(plan_codegen.build_plan(module, plan.model, {}), graph_of(module))
 
 
 def allow_plan_tp(plan: Plan, graph: GraphOp) -> None:
@@ -65,21 +65,27 @@ def allow_plan_tp(plan: Plan, graph: GraphOp) -> None:
             block.attributes["tp"] = int_list_attr(sorted(possible))
 
 
-def _assume_sharded_matrices(plan: Plan) -> Plan:
-    """Gives sections with an untested tp shards of all their matrices, for the size of their gradient
-    all-reduce."""
-    matrices = {
-        name
-        for name, description in plan.model.parameters.items()
-        if "," in description.partition("[")[2].partition("]")[0]
-    }
+def _assume_shards(plan: Plan, graph: GraphOp) -> Plan:
+    """Gives sections with an untested tp shards of all their matrices, and those with an untested ep over
+    replicas shards of their experts, for the size of their gradient sums."""
+    section_ops = {s.sym.data: s for s in graph.sections}
     sections = tuple(
-        dataclasses.replace(s, shards=tuple(Shard(name, 0, ()) for name in s.params if name in matrices))
-        if s.mesh.tp > 1 and not s.shards
-        else s
+        s if s.shards else dataclasses.replace(s, shards=_assumed_shards(plan, graph, section_ops[s.name], s))
         for s in plan.sections
     )
     return dataclasses.replace(plan, sections=sections)
+
+
+def _assumed_shards(plan: Plan, graph: GraphOp, op: SectionOp, section: Section) -> tuple[Shard, ...]:
+    mesh, parameters = section.mesh, {n: plan.model.parameters.get(n, "") for n in section.params}
+    experts = (
+        {s.name: s for s in assume_expert_shards(graph, op, parameters, mesh.tp, mesh.expert_replicas)}
+        if mesh.expert_replicas > 1
+        else {}
+    )
+    matrices = [n for n, what in parameters.items() if "," in what.partition("[")[2].partition("]")[0]]
+    others = [Shard(name, 0, ()) for name in matrices if name not in experts] if mesh.tp > 1 else []
+    return (*experts.values(), *others)
 
 
 def reallocate(

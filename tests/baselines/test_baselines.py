@@ -263,7 +263,7 @@ def test_an_unknown_baseline_is_named(directory, capsys):
 
 def test_layouts_have_experts_in_parts_that_exist_once_in_a_group():
     """24e9 parameters of experts with their states fit eight devices only in parts."""
-    table = {"lm.experts": "bfloat16[64, 2048, 768] train", "lm.q": "bfloat16[64, 2048] train"}
+    table = {"lm.mlp.experts": "bfloat16[64, 2048, 768] train", "lm.q": "bfloat16[64, 2048] train"}
     section = dataclasses.replace(make_section("lm", [0]), params=tuple(table))
     plan = make_plan([section], [], 1)
     plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, parameters=table), global_batch=64)
@@ -277,10 +277,10 @@ def test_layouts_have_experts_in_parts_that_exist_once_in_a_group():
         c, traffic = found.sections["lm"].chosen, Traffic(made)
         assert 8 % c.tp == 0 and {s.mesh.ep for s in made.sections} == {8}
         assert "ep8" in describe_layout(found)
-        assert traffic.bytes_on_rank("lm.experts") == 64 * 2048 * 768 * 2 // 8
+        assert traffic.bytes_on_rank("lm.mlp.experts") == 64 * 2048 * 768 * 2 // 8
         assert {g.names: len(g.ranks) for g in traffic.reduction_groups} == {
             ("lm.q",): c.dp,
-            ("lm.experts",): c.dp * c.tp // 8,
+            ("lm.mlp.experts",): c.dp * c.tp // 8,
         }
 
 

@@ -15,9 +15,11 @@ from secc.driver import what_if
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
+from secc.ir.dialect.ops import graph_of
+from secc.ir.text_io import module_text
 from secc.report.plan_differences import plan_differences
 from secc.runtime.plan.plan_file import load_plan
-from secc.runtime.plan.schema import Plan
+from secc.runtime.plan.schema import Plan, Shard
 
 MODEL = Path(__file__).parent.parent / "models" / "llava_tiny.py"
 
@@ -76,9 +78,25 @@ def test_number_of_stages_can_change(tmp_path: Path) -> None:
 def test_assumed_tp_halves_gradient_sums(directory: Path) -> None:
     plan = load_plan(directory)
     asked = replace(plan, sections=tuple(replace(s, mesh=replace(s.mesh, tp=2)) for s in plan.sections))
-    found = what_if._assume_sharded_matrices(asked)  # pyright: ignore[reportPrivateUsage]
+    _, ir = what_if.load_before_allocate(directory)
+    graph = graph_of(module_text.parse_module(ir.read_text()))
+    found = what_if._assume_shards(asked, graph)  # pyright: ignore[reportPrivateUsage]
     name = found.sections[0].shards[0].name
     assert 2 * Traffic(found).bytes_on_rank(name) == Traffic(asked).bytes_on_rank(name) > 0
+
+
+@pytest.mark.parametrize("name", ["listed_experts", "gpt_oss_tiny"])
+def test_assumed_experts_are_those_that_the_search_divides(tmp_path: Path, name: str) -> None:
+    """Of a plan without ep, asked for ep 4, and of one with ep 4."""
+    pins = ("model.dp=4", "model.ep=4")
+    shards: list[set[Shard]] = []
+    for folder, pinned in (("without", ()), ("with", pins)):
+        options = CompileOptions(cluster="local:4", set=pinned)
+        compile_model(MODEL.with_name(f"{name}.py"), options).write_plan(tmp_path / folder, lambda plan: "")
+        _, other = what_if.replan_with_changes(tmp_path / folder, pins)
+        assert other.sections[0].mesh.expert_replicas == 4
+        shards.append({s for s in other.sections[0].shards if s.replicas > 1})
+    assert shards[0] == shards[1] == set(load_plan(tmp_path / "with").sections[0].shards) != set()
 
 
 def test_untested_tp_needs_another_compilation(directory: Path) -> None:

@@ -3,7 +3,8 @@ numbers of ranks (tp) that a section's blocks allow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Container, Iterable, Mapping
 from math import gcd
 
 from xdsl.dialects.builtin import ArrayAttr, IntAttr, IntegerAttr, StringAttr
@@ -13,6 +14,7 @@ from secc.ir.dialect.typed_attributes import ShardAttr, StyleAttr, UnsplitAttr
 from secc.runtime.plan.schema import ModuleStyle, Shard
 from secc.runtime.plan.unsplit_reason import SharedSize, UnsplitReason
 
+STACKED_EXPERT_DIMS = 3  # [experts, ..., ...]
 LARGEST_TP = 64  # the largest tp that a remedy names
 
 
@@ -66,6 +68,50 @@ def expert_counts(graph: GraphOp, section: SectionOp) -> list[int]:
     noted = [graph.blocks[path].attributes.get("experts") for path in strings_of(section.blocks)]
     counts = (n for values in noted if isinstance(values, ArrayAttr) for n in values)
     return sorted({int(n.value.data) for n in counts if isinstance(n, IntegerAttr)})
+
+
+def assume_expert_shards(
+    graph: GraphOp, section: SectionOp, parameters: Mapping[str, str], tp: int, replicas: int
+) -> list[Shard]:
+    """The parameters of a section's experts as `replicas` replicas of `tp` ranks would divide them, for a
+    plan that is only compared: no search has shown this division exact.
+
+    parameters: name -> what it is, such as `float32[8, 64, 64] train`. Experts are stacked in the parameters
+    of a module, some of three dims, or are modules in a list, which lie whole on one rank each.
+    """
+    counts, blocks = set(expert_counts(graph, section)), strings_of(section.blocks)
+    names = {n: block for block in blocks for n in parameters if n.startswith(f"{block}.")} if counts else {}
+    sizes = {name: _sizes_of_parameter(parameters[name]) for name in names}
+    of_experts = {name: dims for name, dims in sizes.items() if dims and dims[0] in counts}
+    stacks = {n.rpartition(".")[0] for n, dims in of_experts.items() if len(dims) == STACKED_EXPERT_DIMS}
+    if stacks:
+        stacked = (name for name in of_experts if name.rpartition(".")[0] in stacks)
+        return [Shard(name, 0, sizes[name][:1], replicas=replicas) for name in stacked]
+    lists = _find_whole_lists(names, counts)
+    holders = {name: k * tp * replicas // len(members) for members in lists for k, name in enumerate(members)}
+    return [Shard(n, 0, sizes[n][:1], replicas=replicas, holder=rank) for n, rank in holders.items()]
+
+
+def _find_whole_lists(names: Mapping[str, str], counts: Container[int]) -> list[list[str]]:
+    """The parameters of each list of experts in a block, by their place among the members; `names`: parameter
+    -> its block. Of lists of the same length, those with "expert" in their name count."""
+    members_of: dict[tuple[str, str], dict[int, str]] = {}  # by name before and after the member's number
+    for name, block in names.items():
+        for found in re.finditer(r"(?<=\.)\d+(?=\.)", name[len(block) :]):
+            start, end = (len(block) + at for at in found.span())
+            members_of.setdefault((name[:start], name[end:]), {})[int(found[0])] = name
+    whole = {
+        key: [members[k] for k in sorted(members)]
+        for key, members in members_of.items()
+        if len(members) in counts and sorted(members) == list(range(len(members)))
+    }
+    named = [members for (before, _), members in whole.items() if "expert" in before.split(".")[-2].lower()]
+    return named or list(whole.values())
+
+
+def _sizes_of_parameter(what: str) -> tuple[int, ...]:
+    found = re.fullmatch(r"\w+\[([\d, ]*)\].*", what)
+    return tuple(int(n) for n in found[1].split(",") if n.strip()) if found else ()
 
 
 def shared_sizes(graph: GraphOp, section: SectionOp) -> list[SharedSize]:
