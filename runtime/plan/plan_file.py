@@ -405,6 +405,7 @@ _NODE_FIELDS = shapes.record(
         "sources": shapes.items_of(_COUNT),
         "where": _TEXT,
         "made": _FLAG,
+        "log": _TEXTS,
     },
 )
 _FIELDS_OF_NODES = {

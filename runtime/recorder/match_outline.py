@@ -1,5 +1,5 @@
-"""Compares the recording of a micro-batch with the plan's case, node by node: blocks, their arguments, and
-the loss.
+"""Compares the recording of a micro-batch with the plan's case, node by node: blocks, their arguments, the
+loss, and the scalars and tensors that forward returns next to it.
 
 A plan keeps the outline of a case as plain data, with sizes as expressions. Recorded glue may be anything.
 Everything outside of it is compiled, and must be exactly what the plan has.
@@ -84,6 +84,8 @@ class _OutlineMatcher:
         ]
         planned = [(i, n) for i, n in planned if list(n["kind"][:2]) != ["op", str(_CLONE)]]
         self._number_heads(heads)
+        if (head := next((n for n in heads if not self._is_kept_as_planned(n)), None)) is not None:
+            return _mismatch_error(head)
         for node, (number, expected) in zip(present, planned, strict=False):
             self._planned_number[node] = number
             if not self._node_matches(node, expected):
@@ -144,10 +146,19 @@ class _OutlineMatcher:
             case _:
                 return value
 
+    def _is_kept_as_planned(self, node: fx.Node) -> bool:
+        """Whether forward returns a numbered node next to the loss under the planned names. A recording that
+        ended early does not say."""
+        number = self._planned_number.get(node, -1)
+        planned = self._nodes[number].get("log", ()) if number >= 0 else ()
+        return self._found.ends_early or list(node.meta.get("log", ())) == list(planned)
+
     def _node_matches(self, node: fx.Node, expected: Mapping[str, Any]) -> bool:
         if node_kind(node) != list(expected["kind"]) or not self._shape_matches(
             node, expected.get("shape", ())
         ):
+            return False
+        if not self._is_kept_as_planned(node):
             return False
         if node.target is recorded_glue:
             return True  # its sources are those it was given

@@ -1,5 +1,5 @@
-"""The outline of a recording: blocks, their arguments, and the loss, without the glue that makes the
-arguments.
+"""The outline of a recording: blocks, their arguments, the loss, and what a run logs or evaluates besides,
+without the glue that makes the arguments.
 
 Glue that depends on values of the inputs has different ops in every batch, but the tensors that it passes to
 blocks are the same few. An outline has one node for each of them, `recorded_glue(label, *sources)`, in place
@@ -104,8 +104,8 @@ class Outline:
         }
 
     def make_skeleton(self, sources: SourcesByLabel) -> Recording:
-        """Return a recording of only the blocks and the loss. `sources` says what each `recorded_glue`
-        node takes, regardless of its sources in this recording."""
+        """Return a recording of only the blocks, the loss, and the scalars and tensors kept next to it.
+        `sources` says what each `recorded_glue` node takes, regardless of its sources in this recording."""
         return _SkeletonWriter(self, sources).run()
 
 
@@ -123,7 +123,8 @@ class _SkeletonWriter:
 
     def run(self) -> Recording:
         recording = self.outline.recording
-        tail = [] if recording.ends_early else self.outline.nodes_behind(recording.loss)
+        kept = [n for n in recording.graph.nodes if "log" in n.meta]
+        tail = [] if recording.ends_early else self.outline.nodes_behind(recording.loss, *kept)
         self._copy_heads(tail)
         for call in self.outline.call_labels:
             self._copy_call(call)

@@ -42,6 +42,11 @@ class RecordedCase:
         """Whether parts of the loss are made by loops over samples."""
         return any(label.startswith(LOOP_LABEL_PREFIX) for label in self.sources)
 
+    @property
+    def keeps_scalars(self) -> bool:
+        """Whether the case has scalars or tensors that forward returns next to the loss."""
+        return any("log" in n for n in self._nodes)
+
     def has_call_of(self, label: str) -> bool:
         """Whether the case has the call that `label` belongs to."""
         return call_of_label(label) in self._call_numbers

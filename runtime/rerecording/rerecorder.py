@@ -268,6 +268,8 @@ class Rerecorder:
             self._recorder = Recorder(
                 model, {*self.plan.fused, *(b for s in self.plan.sections for b in s.blocks)}
             )
+            self._recorder.keeps_scalars = any(c.keeps_scalars for c in self._cases)
+            self._recorder.kept_tensors = [o.name for o in self.plan.outputs]
         return self._sections
 
     def _recall_or_record(

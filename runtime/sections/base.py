@@ -187,14 +187,24 @@ class SectionModule(nn.Module):
             failed_guards += failed
         return None, failed_guards
 
-    def forward(self, case: SectionCase, batch: Batch, edges: Tensors) -> tuple[Tensors, Tensors]:
+    def forward(
+        self, case: SectionCase, batch: Batch, edges: Tensors, evaluates: bool
+    ) -> tuple[Tensors, Tensors]:
         """Run one micro-batch. Returns the tensors of outgoing edges by name, and the numerators of loss
-        terms (0-dim) by name."""
+        terms (0-dim) by name; if it `evaluates`, also the tensors that `metrics()` asks for, their names
+        prefixed."""
         method = getattr(self, case.method)
+
+        def compute(batch: Batch, edges: Tensors) -> tuple[Tensors, Tensors]:
+            sends, terms = method(batch, edges)
+            return sends, {
+                n: t for n, t in terms.items() if evaluates or not n.startswith(schema.OUTPUT_PREFIX)
+            }
+
         with forward_hooks.without_user_hooks(self.children()):
             if self.row_group is None:
-                return method(batch, edges)
-            return RowMode(self.row_group).run_section(method, batch, edges)
+                return compute(batch, edges)
+            return RowMode(self.row_group).run_section(compute, batch, edges)
 
 
 def load_section_module(directory: Path, planned: schema.Section, model: nn.Module) -> SectionModule:

@@ -271,7 +271,7 @@ class _StepExecution:
         with self.during_compute(i), torch.set_grad_enabled(with_grad), forward_context(live.draws):
             if exchange is not None:
                 exchange.begin_forward()
-            live.outputs, live.loss_terms = section(case, batch, edges)
+            live.outputs, live.loss_terms = section(case, batch, edges, engine.evaluates)
             if exchange is not None:
                 live.exchange_end = exchange.end_forward()
         self.keep_outputs(i, live)
@@ -296,8 +296,8 @@ class _StepExecution:
             self.empty_passes[i.section, i.micro] = chain
 
     def keep_outputs(self, i: Instruction, live: _InFlightMicroBatch) -> None:
-        """Takes the tensors that `metrics()` asks for out of the loss terms. Training drops them."""
-        keeps = self.engine.evaluates and self.engine.rank == self.ranks_of(i.section, i.micro)[0]
+        """Takes the tensors that `metrics()` asks for out of the loss terms of an evaluation."""
+        keeps = self.engine.rank == self.ranks_of(i.section, i.micro)[0]
         for name in [n for n in live.loss_terms if n.startswith(OUTPUT_PREFIX)]:
             tensor = live.loss_terms.pop(name)
             if keeps:

@@ -10,7 +10,6 @@ import torch
 
 from secc.runtime.model.user_file import load_model_file
 from secc.runtime.parameters.checkpoint import load_full_state_dict
-from secc.runtime.training.supervisor import run_plan
 from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks
 from tests.e2e.test_rerecording import BRANCH, RARE, READS
 from tests.e2e.test_rerecording import SOURCE as READER
@@ -29,6 +28,24 @@ def metrics(outputs, logits):
 """
 EXPERTS_LOSS = "F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)"
 READER_LOSS = "F.cross_entropy(self.head(self.decoder(h)), y)"
+
+
+def reader(logits: str) -> str:
+    """The source of a model whose `logits` are an expression of what its head or its probe returns, and that
+    logs two scalars. Sample `RARE` takes a branch that no capture saw."""
+    source = READER.replace("{read}", READS["item"]).replace("{branch}", BRANCH.format("rare"))
+    source = source.replace(
+        "self.head = nn.Linear(8, 5)", "self.head, self.probe = nn.Linear(8, 5), nn.Linear(8, 3)"
+    )
+    returned = f"""d = self.decoder(h)
+        scores = self.head(d)
+        right = (scores.argmax(-1) == y).sum()
+        size = scores.square().sum(-1).mean()
+        return {{"loss": F.cross_entropy(scores, y), "logits": {logits}, "right": right, "size": size}}"""
+    return source.replace(f"return {READER_LOSS}", returned)
+
+
+READER_SAMPLES = (5, RARE, 6, 7, 9)
 CASES = [
     pytest.param(
         EXPERTS.replace(
@@ -39,37 +56,10 @@ CASES = [
         ("model.dp=2", "model.ep=2", "model.micro_batch=1"),
         id="experts",
     ),
-    pytest.param(
-        READER.replace("{read}", READS["item"])
-        .replace("{branch}", BRANCH.format("rare"))
-        .replace(
-            f"return {READER_LOSS}",
-            "logits = self.head(self.decoder(h))\n"
-            '        return {"loss": F.cross_entropy(logits, y), "logits": logits}',
-        ),
-        (5, RARE, 6, 7, 9),
-        (),
-        id="recorded again",
-    ),
+    pytest.param(reader("scores"), READER_SAMPLES, (), id="recorded again"),
+    pytest.param(reader("scores.argmax(-1)"), READER_SAMPLES, (), id="an op of the glue"),
+    pytest.param(reader("self.probe(d)"), READER_SAMPLES, (), id="a block for metrics alone"),
 ]
-
-
-def test_a_tensor_that_recorded_glue_lacks_is_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The class with the highest score is no part of the loss, so a micro-batch on another branch has none;
-    training goes on."""
-    source, numbers, _ = CASES[1].values
-    path = tmp_path / "model.py"
-    best = source.replace('"logits": logits}', '"logits": logits.argmax(-1)}')
-    path.write_text(best + METRICS.format(numbers=numbers))
-    plan = compile_and_write(path, tmp_path / "plan", cluster="local:1", global_batch=6).plan
-    assert [case.spare for case in plan.recorded] == [True]
-    assert run_plan(tmp_path / "plan", ["--steps", "1", "--eval-every", "1", "--workers", "0"]) == 2
-    errors = capfd.readouterr().err
-    assert (
-        "metrics() asks for 'logits', which the plan does not compute" in errors and "Traceback" not in errors
-    )
 
 
 @pytest.mark.parametrize(("source", "numbers", "pins"), CASES)
@@ -88,8 +78,15 @@ def test_tensors_of_metrics_are_those_of_each_sample_alone(
     model = user.build_model()
     model.load_state_dict(load_full_state_dict(tmp_path / "saved"))
     model.eval()
+    assert [case.spare for case in plan.recorded] == [True] * ("probe" in source)
     (found,) = [line for line in read_metrics(tmp_path) if "eval" in line]
+    scalars = {name: 0.0 for name in ("right", "size") if name in found}
     for k, number in enumerate(numbers):
         with torch.no_grad():
-            logits = model(**user.collate([user.load_sample(number)]))["logits"]
-        assert found[f"sample_{k}"] == pytest.approx(float(logits.double().square().mean()), rel=1e-5), number
+            returned = model(**user.collate([user.load_sample(number)]))
+        size = float(returned["logits"].double().square().mean())
+        assert found[f"sample_{k}"] == pytest.approx(size, rel=1e-5), number
+        scalars = {name: total + float(returned[name]) for name, total in scalars.items()}
+    if scalars:
+        means = {"right": scalars["right"], "size": scalars["size"] / len(numbers)}
+        assert {name: found[name] for name in means} == pytest.approx(means, rel=1e-5)

@@ -236,6 +236,8 @@ def outline_nodes(generic: GenericGraph) -> tuple[dict[str, Any], ...]:
 
 def _node_to_data(node: fx.Node, number: Mapping[fx.Node, int], data: Collection[str]) -> dict[str, Any]:
     data_of_node: dict[str, Any] = {"kind": node_kind(node)}
+    if "log" in node.meta:
+        data_of_node["log"] = list(node.meta["log"])
     if node.op == "output":
         return data_of_node | {"args": _value_to_data(list(node.args), number), "kwargs": {}}
     if node.op in ("placeholder", "get_attr"):
