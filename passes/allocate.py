@@ -35,6 +35,7 @@ from secc.alloc.solver.cpsat_model import solve_allocation, solve_least_memory
 from secc.cluster import GIB, Cluster, parse_cluster
 from secc.cost.model.step_overheads import cluster_with_overheads
 from secc.errors import UserError
+from secc.ir.analysis.token_count import token_count
 from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.ir.dialect.python_attributes import float_attr, int_attr, int_list_attr
 from secc.passes.annotate_costs import write_section_cost
@@ -369,3 +370,9 @@ def _write_section(
         "forward_ns": StringAttr(forward_ns),
         "backward_ns": StringAttr(backward_ns),
     } | {key: int_attr(n) for key, n in (("cp", chosen.cp), ("ep", chosen.ep)) if n > 1}
+    if chosen.micro_batch_tokens:
+        load.section.attributes |= {
+            "most_samples": int_attr(chosen.most_samples),
+            "micro_batch_tokens": int_attr(chosen.micro_batch_tokens),
+            "token_count": StringAttr(token_count(work.graph)),
+        }

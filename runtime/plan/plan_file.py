@@ -146,6 +146,8 @@ _SECTION_FIELDS: dict[str, Shape] = {
     "in_flight": _COUNT,
     "room_bytes": _COUNT,
     "weight_permille": shapes.integer(0, 1000),
+    "micro_batch_tokens": _COUNT,
+    "token_count": _optional_expression,
     "shards": shapes.items_of(
         shapes.dataclass_of(
             schema.Shard,
@@ -211,7 +213,9 @@ def _stage_problem(stage: Section, first: Section, number: int) -> MalformedValu
         return shapes.expected(f"stage {number}", stage.stage).inside("stage")
     if not stage.pipeline or stage.pipeline != first.pipeline:
         return shapes.expected("the pipeline's name", stage.pipeline).inside("pipeline")
-    own, expected = ((*_degrees(s.mesh), s.micro_batch) for s in (stage, first))
+    own, expected = (
+        (*_degrees(s.mesh), s.micro_batch, s.micro_batch_tokens, s.token_count) for s in (stage, first)
+    )
     if own != expected or stage.mesh.pp != 1:
         return MalformedValue("expected the mesh and micro-batch of the first stage, and pp 1").inside("mesh")
     return None
@@ -660,6 +664,9 @@ def _check_section(plan: Plan, section: Section, symbols: set[str], optional_key
     for name in ("forward_ns", "backward_ns", "flops", "backward_flops", "saved"):
         text = getattr(cost, name)
         _check_symbols([text] if text else [], symbols, f"{place}.cost.{name}")
+    _check_symbols([section.token_count] if section.token_count else [], symbols, f"{place}.token_count")
+    if section.micro_batch_tokens and not section.token_count:
+        raise MalformedValue("expected what counts the tokens of a micro-batch", f"{place}.token_count")
     for number, shard in enumerate(section.shards):
         where = f"{place}.shards[{number}]"
         _check_known([shard.name], section.params, "parameter of the section", f"{where}.name")

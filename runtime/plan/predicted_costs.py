@@ -89,6 +89,11 @@ class PredictedCosts:
         """Returns the bytes that each of `count` micro-batches keeps, from columns of symbol values."""
         return evaluate_expr_columns(section.cost.saved or "0", columns, count)
 
+    def token_counts(self, section: Section, columns: SizeColumns, count: int) -> list[int]:
+        """Returns the tokens of each of `count` micro-batches, padding included, from columns of symbol
+        values."""
+        return evaluate_expr_columns(section.token_count, columns, count)
+
     def micro_batch_columns(self, micro_batches: Sequence[Sequence[int]]) -> dict[str, list[int]]:
         """Returns symbol -> its value for each micro-batch."""
         columns: dict[str, list[int]] = {}

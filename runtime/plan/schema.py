@@ -156,6 +156,8 @@ class Section:
     and backward (0: any number), `room_bytes` how many bytes these may keep together, by `cost.saved` (0:
     unknown). With `weight_permille`, the backward is split: B computes the gradients of the inputs and W
     those of the parameters (zero-bubble pipelines), and W takes this many thousandths of the backward.
+    A micro-batch has at most `micro_batch` samples; with `micro_batch_tokens` (0: any number), one of several
+    samples has at most so many tokens, which `token_count` counts with their padding.
 
     Under `zero3`, `units` are the blocks with layers that all-gather their parameters one by one, in calling
     order. With tp, `shards` and `styles` say how its modules are sharded; the gradients of the unsharded
@@ -182,6 +184,8 @@ class Section:
     in_flight: int = 0
     room_bytes: int = 0
     weight_permille: int = 0
+    micro_batch_tokens: int = 0
+    token_count: str = ""
     shards: tuple[Shard, ...] = ()
     styles: tuple[ModuleStyle, ...] = ()
     partial: tuple[str, ...] = ()

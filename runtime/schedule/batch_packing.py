@@ -4,11 +4,11 @@ together.
 Samples are sorted by size and a micro-batch is a run of neighbours, so its samples are similar. Dynamic
 programming over the ends of runs finds the cut with the least predicted time (padding, and the fixed cost of
 each micro-batch); among equals, fewer and more even micro-batches. A micro-batch of several samples must fit
-into memory. Large micro-batches are few and may leave replicas unbalanced, so several limits on their size
-are tried. A further attempt assigns single samples first and packs each replica's samples afterwards, which
-balances best where little is padded. Either way replicas then swap micro-batches of one pattern until they
-are balanced, because a micro-batch does not take the sum of its samples' times. The attempt with the shortest
-longest replica wins.
+into memory and into the section's token budget. Large micro-batches are few and may leave replicas
+unbalanced, so several limits on their size are tried. A further attempt assigns single samples first and
+packs each replica's samples afterwards, which balances best where little is padded. Either way replicas then
+swap micro-batches of one pattern until they are balanced, because a micro-batch does not take the sum of its
+samples' times. The attempt with the shortest longest replica wins.
 
 If memory keeps large neighbours apart, a replica's samples are also packed with large and small ones
 alternating, which makes fewer micro-batches.
@@ -36,15 +36,17 @@ AssignedMicroBatches = list[tuple[int, SamplePositions]]  # a section's micro-ba
 INFEASIBLE_NS = 1 << 62  # time of a run of samples that does not fit into memory
 
 
-def exceeds_memory(
+def exceeds_limits(
     costs: PredictedCosts, stages: Sequence[Section], columns: SizeColumns, count: int
 ) -> list[bool]:
-    """Returns for each micro-batch (columns of symbol values) whether a stage cannot hold as many of its kind
-    as 1F1B needs.
+    """Returns for each micro-batch (columns of symbol values) whether it has more tokens than the section
+    allows, or a stage cannot hold as many of its kind as 1F1B needs.
 
     Stage s of p holds p - s micro-batches between forward and backward.
     """
     too_large = [False] * count
+    if stages[0].micro_batch_tokens:
+        too_large = [n > stages[0].micro_batch_tokens for n in costs.token_counts(stages[0], columns, count)]
     for s in (s for s in stages if s.room_bytes):
         budget = s.room_bytes // (len(stages) - s.stage)
         too_large = [
@@ -57,9 +59,9 @@ def exceeds_memory(
 def halve_large_micro_batches(
     costs: PredictedCosts, stages: Sequence[Section], cut: AssignedMicroBatches
 ) -> AssignedMicroBatches:
-    """Halves micro-batches of several samples until none of them exceeds the stages' memory."""
-    while any(s.room_bytes for s in stages):
-        large = exceeds_memory(
+    """Halves micro-batches of several samples until none of them exceeds the stages' memory or tokens."""
+    while any(s.room_bytes or s.micro_batch_tokens for s in stages):
+        large = exceeds_limits(
             costs, stages, costs.micro_batch_columns([samples for _, samples in cut]), len(cut)
         )
         if not any(is_large and len(samples) > 1 for is_large, (_, samples) in zip(large, cut, strict=True)):
@@ -91,11 +93,12 @@ def pack_and_assign(
 
     `groups` are the positions of each pattern's samples, sorted by size. `other_work` is each sample's work
     in other sections on the same ranks. `load` is the ns that each rank does already; the new work is added
-    to it. No micro-batch of several samples exceeds the memory of one of the section's `stages`.
+    to it. No micro-batch of several samples exceeds the section's tokens, or the memory of one of its
+    `stages`.
     """
     times = [_run_times(costs, stages, section, group) for group in groups]
     best = _BestAssignment(groups, other_work, ranks, load, replicas_in_lockstep(section))
-    for limit in _size_limits(section.micro_batch):
+    for limit in _size_limits(max(map(len, times), default=1)):
         best.try_packed(
             [
                 pair
@@ -255,7 +258,7 @@ def _run_times(
     costs: PredictedCosts, stages: Sequence[Section], section: Section, group: Sequence[int]
 ) -> list[list[int]]:
     """Returns times[k - 1][i]: forward plus backward ns of the k neighbours from index i on; INFEASIBLE_NS if
-    several samples do not fit into memory.
+    several samples exceed memory or tokens. It ends before the first k of which no run fits.
     """
     single = {name: [column[p] for p in group] for name, column in costs.sample_columns.items()}
     columns, times_by_length = single, list[list[int]]()
@@ -270,8 +273,10 @@ def _run_times(
         if length > 1:
             times = [
                 INFEASIBLE_NS if large else t
-                for t, large in zip(times, exceeds_memory(costs, stages, columns, count), strict=True)
+                for t, large in zip(times, exceeds_limits(costs, stages, columns, count), strict=True)
             ]
+            if min(times) == INFEASIBLE_NS:
+                break
         times_by_length.append(times)
     return times_by_length
 

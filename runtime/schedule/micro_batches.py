@@ -528,13 +528,23 @@ class MicroBatchComposer:
         tables: dict[str, MicroBatchTable] = {}
         for s in self.plan.sections:
             positions = self.active_samples[s.name]
-            chunks = [
-                tuple(positions[i : i + s.micro_batch]) for i in range(0, len(positions), s.micro_batch)
-            ]
+            chunks = self._cut_in_order(s, positions)
             tables[s.name] = self.build_table(
                 s, [(i % s.mesh.dp, chunk) for i, chunk in enumerate(chunks)], list(range(self.sample_count))
             )
         return tables
+
+    def _cut_in_order(self, section: Section, positions: Sequence[int]) -> list[SamplePositions]:
+        """Cuts samples into runs of as many as the section's micro-batches may have."""
+        chunks = list[SamplePositions]()
+        for p in positions:
+            longer = (*chunks[-1], p) if chunks else ()
+            fits = 0 < len(longer) <= section.micro_batch
+            if fits and section.micro_batch_tokens:
+                columns = self.costs.micro_batch_columns([longer])
+                fits = self.costs.token_counts(section, columns, 1)[0] <= section.micro_batch_tokens
+            chunks[len(chunks) - fits :] = [longer if fits else (p,)]
+        return chunks
 
     def _cut_micro_batches(
         self, section: Section, by_replica: list[list[int]], start_times: IntColumn
@@ -554,10 +564,18 @@ class MicroBatchComposer:
             for p in positions if runs_in_lockstep(section) else by_start:
                 groups[self.pattern_ids[p]].append(p)
             for group in groups.values():
-                count = -(-len(group) // section.micro_batch)
+                count = max(-(-len(group) // section.micro_batch), self._least_by_tokens(section, group))
                 bounds = [i * len(group) // count for i in range(count + 1)]
                 cut += [(r, tuple(group[a:b])) for a, b in pairwise(bounds)]
         return halve_large_micro_batches(self.costs, self.graph.pipeline_stages[section.name], cut)
+
+    def _least_by_tokens(self, section: Section, group: Sequence[int]) -> int:
+        """Returns how many micro-batches samples fill if none has more tokens than the section allows."""
+        if not section.micro_batch_tokens:
+            return 1
+        columns = self.costs.micro_batch_columns([(p,) for p in group])
+        tokens = sum(self.costs.token_counts(section, columns, len(group)))
+        return min(len(group), -(-tokens // section.micro_batch_tokens))
 
     def build_table(
         self, section: Section, cut: AssignedMicroBatches, start_times: IntColumn

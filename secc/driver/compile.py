@@ -214,11 +214,6 @@ def compile_model(
     planned = planner.plan_model()
     versions = {"secc": __version__, "torch": torch.__version__.split("+")[0]}
     plan = plan_codegen.build_plan(planned.module, ref, versions)
-    staged = next((s for s in plan.user_sections if s.mesh.pp > 1), None)
-    if options.pack == "always" and staged is not None:
-        # Masks of packed samples depend on values, and between layers not all their forms are captured.
-        message = f"{staged.name} has {staged.mesh.pp} pipeline stages, which --pack always does not support"
-        raise UserError(message, remedy=f"give --set {staged.name}.pp=1, or leave --pack out")
     notes = _collect_notes(planned, survey, options)
     plan = dataclasses.replace(plan, checks=plan.checks | notes | padding.as_checks(inputs))
     return CompiledPlan(

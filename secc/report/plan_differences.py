@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from secc.report.plan_tables import micro_batch_text
 from secc.report.text_table import TextTable, bytes_text, ranks_text
 from secc.runtime.plan.schema import Edge, LossTerm, Plan, Section
 
@@ -128,7 +129,7 @@ SECTION_FIELDS: FieldReaders[Section] = {
     "tp": lambda s: str(s.mesh.tp),
     "cp": lambda s: str(s.mesh.cp),
     "ep": lambda s: str(s.mesh.ep),
-    "micro-batch": lambda s: str(s.micro_batch),
+    "micro-batch": micro_batch_text,
     "recompute": lambda s: s.recompute,
     "backward": lambda s: "split" if s.weight_permille else "whole",
     "sharding": lambda s: s.sharding,

@@ -102,6 +102,12 @@ def _widths_text(plan: Plan) -> str:
     return f"{widths}: {'; '.join(reasons)}" if reasons else widths
 
 
+def micro_batch_text(section: Section) -> str:
+    """The most samples of a micro-batch, or the most tokens of one of several samples."""
+    tokens = section.micro_batch_tokens
+    return f"up to {tokens:,} tokens" if tokens else str(section.micro_batch)
+
+
 def _sections_table(plan: Plan) -> TextTable:
     def row(s: Section) -> tuple[str, ...]:
         active = "samples with " + " or ".join(s.when) if s.when else "every sample"
@@ -114,7 +120,7 @@ def _sections_table(plan: Plan) -> TextTable:
             active,
             _section_ranks_text(plan, s),
             layout,
-            str(s.micro_batch),
+            micro_batch_text(s),
             s.recompute,
             s.sharding,
         )

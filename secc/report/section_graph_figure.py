@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from secc.report.bar_rows import section_colours
 from secc.report.plan_differences import section_edges
-from secc.report.plan_tables import weights_text
+from secc.report.plan_tables import micro_batch_text, weights_text
 from secc.report.text_table import bytes_text, short_ranks_text
 from secc.runtime.plan.schema import Plan, Section
 
@@ -91,7 +91,7 @@ def _section_card(plan: Plan, s: Section, number: int, colour: str, busy: object
     layout = " · ".join(f"{name} {n}" for name, n in degrees.items() if n > 1)
     weights = weights_text(plan, s)
     facts = [f"{weights} weights"] if weights != "0" else []
-    facts += [f"micro-batch {s.micro_batch}"]
+    facts += [f"micro-batch {micro_batch_text(s)}"]
     facts += [f"recompute {s.recompute}"] if s.recompute != "none" else []
     facts += [s.sharding] if s.sharding != "none" else []
     facts += [f"busy {float(busy):.0%}"] if isinstance(busy, float | int) else []

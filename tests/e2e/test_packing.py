@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from secc.api.plan import compile_to_directory
-from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
 from secc.frontend.dataset.packing_check import check_packing
@@ -127,6 +126,9 @@ def test_auto_packs_where_the_step_is_shorter_and_says_why(packs: bool, tmp_path
         ("llama", 2, "model.dp=2 model.micro_batch=3"),
         ("mistral", 4, "model.dp=2 model.tp=2 model.sharding=zero2"),
         ("gemma3_text", 2, "model.cp=2 model.micro_batch=2"),
+        ("gemma3_text", 4, "model.pp=2 model.cp=2 model.micro_batch=2"),
+        ("gemma3_text", 2, "model.pp=2 model.micro_batch=1"),
+        ("llama", 4, "model.pp=2 model.dp=2 model.micro_batch=3 model.sharding=zero2"),
         ("llama", 3, "model.dp=3 model.sharding=zero3 model.recompute=full"),
     ],
 )
@@ -139,15 +141,6 @@ def test_packed_runs_train_as_plain_pytorch_with_padding(
     expected = train_in_one_process(path, GLOBAL_BATCH, 2, tmp_path / "plain")
     found = train_distributed(tmp_path / "plan", ranks, 2, tmp_path / "run")
     assert list(find_differences(found, expected)) == []
-
-
-@pytest.mark.slow
-def test_packing_with_stages_is_refused(tmp_path: Path) -> None:
-    path = write_named_recording_model("llama", tmp_path)
-    pins = ("model.pp=2",)
-    options = CompileOptions(cluster="local:2", global_batch=GLOBAL_BATCH, pack="always", set=pins)
-    with pytest.raises(UserError, match="2 pipeline stages, which --pack always does not support"):
-        compile_model(path, options)
 
 
 @pytest.mark.gloo

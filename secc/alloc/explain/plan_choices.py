@@ -56,7 +56,9 @@ def parse_solver_status(texts: Sequence[str]) -> tuple[str, float, int]:
 
 
 def _choice_text(section: SectionOp, key: str) -> str:
-    """An attribute of a section as text, "" if it is missing."""
+    """An attribute of a section as text, "" if it is missing, or follows from a pinned token budget."""
+    if key == "micro_batch" and "micro_batch_tokens" in section.attributes:
+        return ""
     word = section.attributes.get(key)
     absent = 1 if key in UNWRITTEN_DEGREES and "dp" in section.attributes else ""
     return word.data if isinstance(word, StringAttr) else str(get_number(section, key) or absent)

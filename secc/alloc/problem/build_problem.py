@@ -27,6 +27,7 @@ from secc.alloc.problem.types import ALL_KINDS, AllocEdge, Candidate, DevicePool
 from secc.cost.model import roofline
 from secc.cost.model.patterns_and_transfers import SectionTransfer, micro_batch_sizes
 from secc.errors import UserError
+from secc.ir.analysis.token_count import token_count
 from secc.ir.analysis.tp_layouts import feasible_tp
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.validation.send_window import DEFAULT_SEND_LIMIT
@@ -226,11 +227,34 @@ def _candidates_of_parts(
             sharding: capacity is None or fixed_memory_fits(replica, dp, sharding, capacity)
             for sharding, _ in modes
         }
-        for size in pins.micro_batch_choices(load.name, -(-work.active_sample_count(load) // dp)):
+        samples = -(-work.active_sample_count(load) // dp)
+        sizes, limits = _micro_batch_limits(work, load, pins, samples)
+        for size in sizes:
             for mode in (mode for mode in modes if fixed_fits[mode[0]]):
                 for parts in list_backward_parts(load, shape, *mode, pins):
                     rank = work.rank_load(load, shape._replace(backward_parts=parts))
-                    yield from price_fitting_candidates(work, rank, dp, size, *mode, capacity)
+                    for c in price_fitting_candidates(work, rank, dp, size, *mode, capacity):
+                        yield replace(c, **limits)
+
+
+def _micro_batch_limits(
+    work: Workload, load: SectionLoad, pins: Pins, samples: int
+) -> tuple[list[int], dict[str, int]]:
+    """Returns the mean samples of a micro-batch to consider for `samples` samples on a replica, and the
+    limits on tokens and samples if the section has a token budget."""
+    tokens = pins.pinned_number(load.name, "micro_batch_tokens")
+    if tokens is None:
+        return pins.micro_batch_choices(load.name, samples), {}
+    counted = token_count(work.graph)
+    if not counted:
+        message = f"{load.name}.micro_batch_tokens={tokens} is impossible: samples have no texts to count"
+        raise UserError(message, remedy=f"set {load.name}.micro_batch, a number of samples")
+    most = min(samples, pins.pinned_number(load.name, "micro_batch") or samples)
+    summed = sum(
+        p.share * evaluate_expr(counted, work.mean_micro_batch_sizes(p, 1)) for p in load.active_patterns
+    )
+    size = max(1, min(most, int(tokens * load.sample_share / max(1, summed))))
+    return [size], {"micro_batch_tokens": tokens, "sample_limit": most}
 
 
 def parallel_shapes(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from secc.errors import UserError
 
-PIN_NUMBERS = ("dp", "micro_batch", "tp", "pp", "cp", "ep", "micro_tokens")
+PIN_NUMBERS = ("dp", "micro_batch", "tp", "pp", "cp", "ep", "micro_batch_tokens")
 # Values of each key, in the order of preference among equals.
 PIN_WORDS = {
     "sharding": ("none", "zero1", "zero2", "zero3"),
@@ -156,10 +156,6 @@ def parse_pins(texts: Iterable[str], sections: Iterable[str], refused: Iterable[
             words.setdefault(section, {})[key] = value
         elif key == EXPERT_LOAD:
             expert_loads[section] = _parse_exponent(text, value)
-        elif key == "micro_tokens":
-            raise UserError(
-                f"{text} is impossible: micro-batches are cut by samples", remedy=f"set {section}.micro_batch"
-            )
         else:
             values.setdefault(section, {})[key] = _parse_count(text, value)
     return Pins(values, words, tuple(together), frozenset(refused), expert_loads)

@@ -21,6 +21,11 @@ class ReplicaShape(NamedTuple):
     backward_parts: int = 1
 
     @property
+    def most_samples(self) -> int:
+        """The most samples of a micro-batch."""
+        return self.sample_limit or self.micro_batch
+
+    @property
     def ranks(self) -> int:
         """Number of ranks of a replica."""
         return self.tp * self.pp * self.cp
@@ -42,6 +47,8 @@ class Candidate:
           with consumers on other ranks has them.
       rounds: how often in a step the in-flight budget is used; 1 where all forwards come first.
       ep: number of parts that experts form, on the ranks that hold copies of the section.
+      micro_batch_tokens: the most tokens of a micro-batch of several samples, 0 for any number; `micro_batch`
+          are then the mean samples that they hold, and `sample_limit` is the most samples.
       backward_parts: 2 where stages compute gradients of parameters apart, in idle time, else 1.
       kind: index of the device kind, or `ALL_KINDS`.
       excluded: the candidate must not be chosen (`exclude_candidates`).
@@ -66,6 +73,13 @@ class Candidate:
     excluded: bool = False
     cp: int = 1
     backward_parts: int = 1
+    micro_batch_tokens: int = 0
+    sample_limit: int = 0
+
+    @property
+    def most_samples(self) -> int:
+        """The most samples of a micro-batch."""
+        return self.sample_limit or self.micro_batch
 
     @property
     def ranks(self) -> int:

@@ -42,6 +42,7 @@ from secc.cost.model.patterns_and_transfers import (
     section_handles_pattern,
 )
 from secc.ir.analysis import sample_sizes as drawn_samples
+from secc.ir.analysis.token_count import token_count
 from secc.ir.dialect.ops import strings_of
 from secc.runtime.host.gc_control import pause_gc
 from secc.runtime.plan.expr_eval import evaluate_expr
@@ -208,10 +209,12 @@ class PlanEvaluator:
                 (),
                 (),
                 Mesh(stage_ranks, c.dp, 1, c.tp, c.cp, c.ep),
-                c.micro_batch,
+                c.most_samples,
                 c.recompute,
                 c.sharding,
                 cost=Cost(*own_ns, saved=saved),
+                micro_batch_tokens=c.micro_batch_tokens,
+                token_count=token_count(self.work.graph) if c.micro_batch_tokens else "",
                 in_flight=limit.in_flight,
                 room_bytes=limit.size_bytes,
                 weight_permille=later if i or awaited else 0,

@@ -27,6 +27,7 @@ from secc.frontend.dataset.input_symbols import IGNORED_LABEL, ModelInputs
 from secc.frontend.dataset.survey import DatasetSurvey, InputPattern, Sample, sort_by_volume
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.batch_sizes import pad_batch, read_symbol_sizes
+from secc.runtime.plan.expr_eval import expression_symbols
 from secc.runtime.recorder import Recorder
 from secc.runtime.recorder.fold_joins import fold_joins
 from secc.runtime.recorder.outline import Outline
@@ -35,6 +36,7 @@ from secc.runtime.recorder.serialization import dump_recording, load_recording
 _ROTATIONS = 3  # choices of samples to try, for micro-batches with sizes that vary independently
 SLOW_RECORDING_SECONDS = 0.1  # recordings that take longer are worth forking this process
 _REPEATED_SAMPLE = (2, 1)  # how often a sample stands in batches of it alone
+_SINGLE_SAMPLES = 5  # that are recorded by themselves, if one of them takes a path of its own
 _FEWEST_COMBINATIONS = 3  # outcomes of conditions that one condition alone cannot have
 _MOST_KINDS = 5  # kinds of samples that are combined in all ways
 _COMBINED_BATCHES = 6  # of a combination, with numbers of samples of each kind that no expression relates
@@ -104,7 +106,28 @@ class ProbeBatches:
                 for even in (False, True)
             )
             recordings += self._record_ragged_then_even(ragged, even)
+        recordings += self._record_single_samples(recordings)
         return recordings + self._record_other_combinations(recordings)
+
+    def _record_single_samples(self, recordings: Sequence[ObservedRecording]) -> list[ObservedRecording]:
+        """Records samples by themselves, where samples lie side by side in one row and one alone takes a path
+        that several rarely take: attention without a mask.
+
+        With a dim that counts samples, such recordings could not tell their number from the constant 1.
+        """
+        samples_symbol = self._inputs.symbols[0].name
+        counts_samples = any(
+            samples_symbol in expression_symbols(dim) for i in self._inputs.inputs for dim in i.dims
+        )
+        samples = [] if counts_samples else self._survey.kept_samples(self._pattern)
+        paths = Counter(path_signature(o.recording) for o in recordings)
+        found = list[ObservedRecording]()
+        for place in range(_SINGLE_SAMPLES if samples else 0):
+            alone = self._record_alone(samples[place * (len(samples) - 1) // (_SINGLE_SAMPLES - 1)])
+            if alone is None or paths[path_signature(alone.recording)] >= MIN_CAPTURES:
+                break
+            found.append(alone)
+        return found
 
     def _record_other_combinations(self, recordings: Sequence[ObservedRecording]) -> list[ObservedRecording]:
         """Records combinations of conditions that no recording met often enough, where several conditions

@@ -51,7 +51,7 @@ def test_pins_narrow_the_candidates() -> None:
         ("lm.tp=0", "expected an integer"),
         ("lm.sharding=zero9", "unknown sharding 'zero9'"),
         ("lm.recompute=1", "unknown recompute '1'"),
-        ("lm.micro_tokens=8192", "by samples"),
+        ("lm.micro_batch_tokens=0", "expected an integer of at least 1"),
         ("lm.with=lm", "expected another section"),
         ("lm.with=teacher", "expected another section"),
     ],

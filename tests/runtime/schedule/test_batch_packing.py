@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,6 +81,24 @@ def test_large_and_small_samples_share_micro_batches_if_two_large_ones_do_not_fi
         [30, 70],
         [40, 60],
     ]
+
+
+@pytest.mark.parametrize("order", ["wavefront", "dataset"])
+@pytest.mark.parametrize("sharding", ["none", "zero3"])
+def test_micro_batches_of_several_samples_keep_to_their_tokens(order, sharding):
+    r = random.Random(2)
+    samples = [make_sample(i, "images", length=r.choice([3, 9, 20, 70])) for i in range(40)]
+    budget = {"micro_batch_tokens": 64, "token_count": "B*S"}
+    lm = make_section("lm", range(2), micro_batch=40, forward="100 + B*S", sharding=sharding)
+    tower = make_section("tower", [2], when=("images",), micro_batch=40, forward="9*I", backward="0")
+    p = make_plan([dataclasses.replace(s, **budget) for s in (tower, lm)], [], 3)
+    micros = schedule_batch(p, samples, order=order).micro_batches
+    for name in ("lm", "tower"):
+        lengths = [[samples[p].sizes["S"] for p in m.samples] for m in micros[name] if m.samples]
+        assert sorted(n for each in lengths for n in each) == sorted(s.sizes["S"] for s in samples)
+        assert all(len(each) == 1 or len(each) * max(each) <= 64 for each in lengths)
+        assert any(len(each) == 1 and each[0] > 64 for each in lengths)  # too long for any budget
+    assert order == "dataset" or any(len(m.samples) > 3 for m in micros["lm"])  # short ones together
 
 
 def test_samples_on_shared_ranks_weigh_what_they_add_to_a_micro_batch():
