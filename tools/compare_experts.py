@@ -42,6 +42,7 @@ TEST_MODELS = Path(__file__).parent.parent / "tests" / "models"
 LAYOUTS: dict[str, tuple[tuple[int, str], ...]] = {
     "qwen3_moe": (
         (2, "tp=2 ep=2 sharding=zero1"),
+        (4, "tp=4 ep=4"),
         (2, "dp=2 ep=2 recompute=full"),
         (4, "dp=4 ep=4 micro_batch=1"),
         (4, "tp=2 dp=2 ep=4 sharding=zero1"),
@@ -55,20 +56,34 @@ LAYOUTS: dict[str, tuple[tuple[int, str], ...]] = {
         (4, "dp=4 ep=4 sharding=zero1"),
         (4, "pp=2 dp=2 ep=2"),
     ),
-    "mixtral": ((2, "tp=2 ep=2"), (2, "dp=2 ep=2 sharding=zero1"), (4, "dp=4 ep=4 recompute=full")),
+    "mixtral": (
+        (2, "tp=2 ep=2"),
+        (4, "tp=4 ep=4"),
+        (2, "dp=2 ep=2 sharding=zero1"),
+        (4, "dp=4 ep=4 recompute=full"),
+    ),
     "deepseek_v3": ((4, "tp=4 ep=2"), (4, "tp=4 ep=4"), (4, "dp=4 ep=4 sharding=zero1"), (2, "dp=2 ep=2")),
     "glm4_moe": (
         (2, "tp=2 ep=2"),
+        (4, "tp=4 ep=4"),
         (4, "dp=4 ep=4 micro_batch=1"),
         (4, "dp=4 ep=2 recompute=full"),
         (4, "tp=2 dp=2 ep=4"),
     ),
     "qwen3_vl_moe_tiny": (
         (3, "language_model.tp=2 language_model.ep=2 visual.dp=1"),
+        (4, "language_model.tp=4 language_model.ep=4 visual.with=language_model"),
+        (3, "language_model.dp=2 language_model.ep=2 visual.dp=1"),
         (4, "language_model.dp=4 language_model.ep=4 visual.with=language_model"),
     ),
     "listed_experts": ((2, "tp=2 ep=2"), (4, "dp=4 ep=4 micro_batch=1"), (4, "dp=4 ep=2 sharding=zero1")),
-    "one_expert": ((2, "tp=2 ep=2"), (2, "dp=2 ep=2"), (4, "dp=4 ep=2 sharding=zero1")),
+    "one_expert": (
+        (2, "tp=2 ep=2"),
+        (4, "tp=4 ep=4"),
+        (2, "dp=2 ep=2"),
+        (4, "dp=4 ep=2 sharding=zero1"),
+        (4, "dp=4 ep=4"),
+    ),
     "early_exit": ((2, "dp=2 ep=2 micro_batch=1"), (4, "dp=4 ep=4 micro_batch=1")),
     "moe_distil": ((4, "teacher.dp=2 teacher.ep=2 student.dp=2 student.ep=2"),),
 }

@@ -98,9 +98,9 @@ class Schedule:
     """The micro-batches of each section and one program per rank, for one global batch.
 
     With cross-step prefetch (`secc.runtime.schedule.cross_step_prefetch`): the previous step may compute the
-    forwards of the micro-batches `prefetchable`. In a step spliced with its neighbours, it did compute the
-    forwards of `prefetched`, so they have no F here, and sample positions from `own_samples` on belong to the
-    next global batch.
+    forwards of the micro-batches `prefetchable`; `forward_ns` has the modelled time of each micro-batch of
+    prefetching sections. In a step spliced with its neighbours, it did compute the forwards of `prefetched`,
+    so they have no F here, and sample positions from `own_samples` on belong to the next global batch.
     """
 
     micro_batches: dict[str, tuple[MicroBatch, ...]]
@@ -108,6 +108,7 @@ class Schedule:
     prefetchable: MicroBatchSets = field(default_factory=dict[str, frozenset[int]])
     prefetched: MicroBatchSets = field(default_factory=dict[str, frozenset[int]])
     own_samples: int | None = None
+    forward_ns: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
 
     def is_prefetched(self, section: str, micro: int) -> bool:
         """Returns whether the previous step has computed a micro-batch's forward."""

@@ -14,6 +14,11 @@ step of a run, also of a resumed one, ranks compute their prefetchable micro-bat
 step prefetches nothing. Results stay on the ranks that made them and are sent in the step that uses them;
 between two prefetching sections they are sent at once.
 
+A rank that is through with its own step prefetches from what other ranks have computed for it (a teacher's
+features of images), and these may be busy with their own step for long. So sections that feed other
+prefetching sections, and wait for no other rank themselves, do not wait for the end of their ranks' programs:
+they run before the forwards that end after the first rank is through (`_find_early_place`).
+
 The stages of a pipeline prefetch the same micro-batches, since a tensor passes between them as a whole.
 """
 
@@ -278,19 +283,38 @@ def splice_prefetch(plan: Plan, this: Schedule, own: int, then: Schedule | None,
     to_this_step = _NextStepIndices(
         {name: {m: len(this.micro_batches[name]) + k for k, m in enumerate(ms)} for name, ms in later.items()}
     )
+    own_parts = [
+        [i for i in program if not _is_prefetch_instruction(i, prefetched, edges)]
+        for program in this.programs
+    ]
+    coming_parts = [
+        [i for i in program if _is_prefetch_instruction(i, coming, edges)]
+        for program in (then.programs if then is not None else [()] * len(own_parts))
+    ]
+    feeders = _find_feeders(plan, coming)
+    early_parts = [[i for i in part if _runs_for(i, feeders, edges)] for part in coming_parts]
+    first_end = min(
+        (
+            _forward_ns(this, part)
+            for part, coming_part in zip(own_parts, coming_parts, strict=True)
+            if coming_part
+        ),
+        default=0,
+    )
     programs: list[tuple[Instruction, ...]] = []
-    for rank, program in enumerate(this.programs):
-        remaining = [i for i in program if not _is_prefetch_instruction(i, prefetched, edges)]
-        prefetching = (
-            [
-                to_this_step(i, edges)
-                for i in then.programs[rank]
-                if _is_prefetch_instruction(i, coming, edges)
-            ]
-            if then is not None
-            else []
+    for part, coming_part, early in zip(own_parts, coming_parts, early_parts, strict=True):
+        room = first_end - (_forward_ns(then, early) if then is not None else 0)
+        place = _find_early_place(this, part, room, feeders, edges) if early else len(part) - 1
+        late = (i for i in coming_part if not _runs_for(i, feeders, edges))
+        programs.append(
+            (
+                *part[:place],
+                *(to_this_step(i, edges) for i in early),
+                *part[place:-1],
+                *(to_this_step(i, edges) for i in late),
+                part[-1],
+            )
         )
-        programs.append((*remaining[:-1], *prefetching, remaining[-1]))
     micros = {
         name: (*own_micros, *_shift_micro_batches(name, then, later.get(name, ()), len(own_micros), own))
         if then is not None
@@ -298,6 +322,47 @@ def splice_prefetch(plan: Plan, this: Schedule, own: int, then: Schedule | None,
         for name, own_micros in this.micro_batches.items()
     }
     return Schedule(micros, tuple(programs), prefetched=prefetched, own_samples=own)
+
+
+def _find_feeders(plan: Plan, prefetched: MicroBatchSets) -> frozenset[str]:
+    """Returns the prefetching sections with results that other prefetching sections need, if they wait for no
+    other rank: their work may stand anywhere in a program."""
+    user_section = {s.name: s.user_section_name for s in plan.sections}
+    fed = {e.dst for e in plan.edges}
+    return frozenset(
+        e.src
+        for e in plan.edges
+        if {e.src, e.dst} <= prefetched.keys()
+        and user_section[e.src] != user_section[e.dst]
+        and e.src not in fed
+        and plan.find_section(e.src).mesh.replica_size == 1
+    )
+
+
+def _runs_for(i: Instruction, sections: frozenset[str], edges: Mapping[str, Edge]) -> bool:
+    """Returns whether an instruction computes one of these sections, or sends its results."""
+    return i.section in sections if i.kind == "F" else i.kind == "SEND" and edges[i.edge].src in sections
+
+
+def _forward_ns(schedule: Schedule, part: Sequence[Instruction]) -> int:
+    """Returns the time that a part of a program computes prefetching sections."""
+    times = schedule.forward_ns
+    return sum(times[i.section][i.micro] for i in part if i.kind == "F" and i.section in times)
+
+
+def _find_early_place(
+    this: Schedule, own: Sequence[Instruction], room: int, feeders: frozenset[str], edges: Mapping[str, Edge]
+) -> int:
+    """Returns where in a rank's program of this step the work of `feeders` for the next one comes: before the
+    first forward that ends after `room` ns, but behind the feeders' own work, since channels keep the order.
+    """
+    last_own = max((k for k, i in enumerate(own) if _runs_for(i, feeders, edges)), default=-1)
+    spent = 0
+    for k, i in enumerate(own):
+        spent += _forward_ns(this, (i,))
+        if spent > room and i.kind == "F" and k > last_own:
+            return k
+    return len(own) - 1
 
 
 def _is_prefetch_instruction(

@@ -45,7 +45,11 @@ from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.plan.step_program import MicroBatchSets, SampleMeta, Schedule, micro_batch_pairs
 from secc.runtime.schedule import pipeline_order
 from secc.runtime.schedule.batch_packing import AssignedMicroBatches, SamplePositions
-from secc.runtime.schedule.cross_step_prefetch import select_prefetched, without_prefetched_time
+from secc.runtime.schedule.cross_step_prefetch import (
+    find_prefetchable_sections,
+    select_prefetched,
+    without_prefetched_time,
+)
 from secc.runtime.schedule.decoupled_sim import DecoupledSimulation
 from secc.runtime.schedule.emit_programs import emit_programs
 from secc.runtime.schedule.list_scheduler import simulate_tasks
@@ -319,14 +323,18 @@ def _build_candidate(
 
 
 def _emit_candidate(candidate: ScheduleCandidate) -> Schedule:
+    composer, prefetchable = candidate.composer, candidate.prefetchable
+    frozen = find_prefetchable_sections(composer.plan, composer.graph) if prefetchable else ()
+    micros = [(s, [m.samples for m in candidate.tables[s.name].micro_batches]) for s in frozen]
     return replace(
         emit_programs(
-            candidate.composer.plan,
-            candidate.composer.graph,
+            composer.plan,
+            composer.graph,
             candidate.tables,
             candidate.messages,
             candidate.task_ranges,
             candidate.task_order,
         ),
-        prefetchable=candidate.prefetchable,
+        prefetchable=prefetchable,
+        forward_ns={s.name: composer.costs.micro_batch_times(s, samples)[0] for s, samples in micros},
     )

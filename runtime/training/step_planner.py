@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 from secc.runtime.data.data_plane import DataPlane, GlobalBatch
@@ -92,13 +93,10 @@ def _plan_step(
         schedule.micro_batches[i.section][i.micro] for i in schedule.programs[context.rank] if i.kind == "F"
     ]
     micros = [m for m in micros if m.samples]
-    context.data_plane.announce_micro_batches(
-        [(m.samples, m.section) for m in micros if not schedule.is_of_next_batch(m)], batch
-    )
-    if step.next_batch is not None:
-        own = len(batch.samples)
+    for ahead, together in groupby(micros, schedule.is_of_next_batch):
+        first_position = len(batch.samples) if ahead else 0
         context.data_plane.announce_micro_batches(
-            [(tuple(p - own for p in m.samples), m.section) for m in micros if schedule.is_of_next_batch(m)],
-            step.next_batch,
+            [(tuple(p - first_position for p in m.samples), m.section) for m in together],
+            step.next_batch if ahead else batch,
         )
     return step

@@ -10,6 +10,12 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks
+from tools.compare_training import (
+    find_differences,
+    train_distributed,
+    train_in_one_process,
+    write_recording_model,
+)
 
 MODELS = Path(__file__).parent.parent / "models"
 STEPS, GLOBAL_BATCH = 4, 12
@@ -68,3 +74,28 @@ def test_prefetched_samples_that_do_not_load_are_left_out(apart: Path, tmp_path:
     found, expected = (read_metrics(tmp_path / name) for name in ("ahead", "not"))
     assert [m["skipped"] for m in found] == [0, 1, 0]
     assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in expected], rel=1e-6)
+
+
+def test_images_of_the_next_step_are_seen_before_the_last_texts_of_this_one(tmp_path: Path) -> None:
+    """The tower and the teacher share ranks; the teacher's replica needs images that both have seen."""
+    path = write_recording_model("taught_pictures", tmp_path, MODELS)
+    pins = (
+        "model.with=model_forward",
+        "model.dp=2",
+        "model.micro_batch=1",
+        "model_forward.tp=2",
+        "model_forward.micro_batch=1",
+        "model_train.dp=1",
+        "model_train.micro_batch=2",
+    )
+    compile_and_write(path, tmp_path / "plan", cluster="local:3", global_batch=GLOBAL_BATCH, set=pins)
+    trace = ("--trace", str(tmp_path / "trace.json"))
+    found = train_distributed(tmp_path / "plan", 3, STEPS, tmp_path / "run", *trace)
+    expected = train_in_one_process(path, GLOBAL_BATCH, STEPS, tmp_path / "one")
+    assert list(find_differences(found, expected)) == []
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    forwards = sorted((e for e in events if e.get("cat") == "F"), key=lambda e: e["ts"])
+    order = [(e["args"]["section"], bool(e["args"].get("ahead"))) for e in forwards if e["pid"] == 0]
+    assert ("model", True) in order[: order.index(("model_forward", True))]
+    early = [k for k, what in enumerate(order) if what == ("model", True)]
+    assert any(("model_forward", False) in order[k : k + 5] for k in early)

@@ -139,21 +139,25 @@ def test_prefetched_results_take_memory_until_they_are_sent():
 
 @st.composite
 def random_frozen_plans(draw):
-    """Draws one or two frozen sections or pipelines, in a chain or side by side, and a student of both."""
+    """Draws one or two frozen sections or pipelines, in a chain or side by side, also on the same ranks and
+    with another tp, and a student of both."""
     first = [
         make_section(
             "a",
             [0, 1],
+            tp=draw(st.sampled_from([1, 1, 2])),
             mode="forward",
             micro_batch=draw(st.integers(1, 2)),
             forward=draw(cost_texts),
             when=draw(whens),
         )
     ]
-    ranks = draw(st.sampled_from([[[2], [3]], [[2, 3]]]))
+    tp = draw(st.sampled_from([1, 2]))
+    ranks = draw(st.sampled_from([[[2], [3]], [[0], [1]], [[1], [0]]] if tp == 1 else [[[2, 3]], [[0, 1]]]))
     second = make_stages(
         "b",
-        ranks,
+        ranks if tp > 1 else draw(st.sampled_from([ranks, [[2, 3]], [[0, 1]]])),
+        tp=tp,
         mode="forward",
         micro_batch=draw(st.integers(1, 2)),
         forward=draw(cost_texts),
@@ -240,6 +244,21 @@ def test_a_loaded_teacher_delays_no_student():
         time = sum(simulate(p, samples, step).end for samples, step in steady_state_steps(p, drawn)) / 3
         ratios.append(time / mean_step_bound([BatchWork(p, samples) for samples in drawn]).ns)
     assert ratios[0] > 1.05 and ratios[1] < 1.01
+
+
+def test_a_teacher_does_not_wait_for_images_of_ranks_with_long_samples():
+    """Rank 0 or 1 ends its own step with a long text, and others want its images of the next step."""
+    tower = make_section("tower", range(4), mode="forward", forward="500*I", when=("images",))
+    teacher = make_section("teacher", range(4), mode="forward", forward="100*S", tp=2)
+    student = make_section("student", range(4, 8), forward="20*S", backward="40*S")
+    edges = [make_edge("tower", "teacher", grad=False), make_edge("teacher", "student", grad=False)]
+    p = with_prefetch_memory_for(make_plan([tower, teacher, student], edges, 8), 2)
+    samples = [
+        make_sample(i, *(("images",) if i % 3 else ()), length=150 if i == 4 else 20 + 7 * i % 30)
+        for i in range(8)
+    ]
+    ((both, step),) = steady_state_steps(p, [samples])
+    assert simulate(p, both, step).end < 1.05 * mean_step_bound([BatchWork(p, samples)]).ns
 
 
 def test_the_bound_of_one_batch_is_the_bound_of_steps_with_equal_batches():
