@@ -172,13 +172,13 @@ _SECTION_FIELDS: dict[str, Shape] = {
     "partial": _TEXTS,
     "units": _TEXTS,
 }
-_ROW_FIELDS = ("row_layers", "row_modules")
-_STAGE = shapes.dataclass_of(schema.Section, _SECTION_FIELDS, optional=_ROW_FIELDS)
+_LATER_FIELDS = ("row_layers", "row_modules", "micro_batch_tokens", "token_count")
+_STAGE = shapes.dataclass_of(schema.Section, _SECTION_FIELDS, optional=_LATER_FIELDS)
 _WHOLE_SECTION = shapes.dataclass_of(
     schema.Section,
     {**_SECTION_FIELDS, "module": shapes.pattern(r"(sections/[^\W\d]\w*\.py)?", "sections/NAME.py")},
     _STAGE_FIELDS,
-    _ROW_FIELDS,
+    _LATER_FIELDS,
 )
 
 
