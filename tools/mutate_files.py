@@ -15,6 +15,7 @@ import argparse
 import json
 import random
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import save_file
 
 from secc.cluster.cluster_file import read_cluster_file
@@ -37,13 +39,17 @@ from secc.frontend.dataset.input_symbols import describe_inputs
 from secc.frontend.dataset.sampling import survey_dataset
 from secc.frontend.dataset.statistics import pattern_means, read_statistics
 from secc.ir.text_io.module_text import read_module
+from secc.report.run_log import read_run_log
 from secc.runtime.model.safetensors_reader import list_stored_tensors
 from secc.runtime.model.user_file import load_model_file
+from secc.runtime.monitoring.metrics import METRICS_FILE
+from secc.runtime.monitoring.section_times import SECTION_TIMES_FILE
 from secc.runtime.parameters import sliced_tensor_store
 from secc.runtime.parameters.checkpoint import load_full_state_dict
 from secc.runtime.parameters.checkpoint_folder import read_manifest
 from secc.runtime.plan.plan_file import load_plan
-from secc.runtime.plan.schema import plan_digest
+from secc.runtime.plan.schema import Plan, plan_digest
+from secc.runtime.training.best_checkpoint import BEST_FILE, BEST_FOLDER, BestCheckpoint, BestMetric
 
 LONGEST_S, MOST_BYTES, LONGEST_MESSAGE = 20.0, 1 << 30, 12_000
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +60,7 @@ CLUSTER = """
 name: fuzzed
 groups:
   - {nodes: 2, devices: 8, kind: H100, memory_gib: 80, inside: {gb_s: 450, latency_us: 3}}
-  - {nodes: 1, devices: 4, kind: other, like: A100, efficiency_percent: 40, bf16_tflops: 300}
+  - {nodes: 1, devices: 8, kind: other, like: A100, efficiency_percent: 40, bf16_tflops: 300}
 between: {gb_s: 50, latency_us: 8, collectives: [{collective: all_reduce, ranks: 2, gb_s: 2, latency_us: 9}]}
 """
 _PRICES = {"values": [1.0, 2.0, 3.0, 4.0], "error": 0.1}
@@ -88,7 +94,7 @@ class FileFormat:
 
 @dataclass(frozen=True)
 class Fault:
-    """A mutated file that a reader neither took nor refused as it should."""
+    """A mutated file that a reader neither took nor refused as it should. A `seed` of -1: not mutated."""
 
     format: str
     seed: int
@@ -104,10 +110,16 @@ def file_formats(plan_json: bytes, ir: bytes) -> list[FileFormat]:
     with tempfile.TemporaryDirectory() as folder:
         save_file({"a": torch.zeros(3, 4), "b": torch.ones(5)}, Path(folder) / "w.safetensors")
         weights = (Path(folder) / "w.safetensors").read_bytes()
+    plan = _plan_of(plan_json)
     index = {"metadata": {"total_size": 68}, "weight_map": {"a": "w.safetensors", "b": "w.safetensors"}}
     return [
         FileFormat("plan.json", plan_json, load_plan),
         FileFormat("cluster.yaml", CLUSTER.encode(), lambda at: read_cluster_file(at / "cluster.yaml")),
+        FileFormat(
+            "flow.yaml",  # in JSON, so that its values are mutated, too
+            json.dumps(yaml.safe_load(CLUSTER)).encode(),
+            lambda at: read_cluster_file(at / "flow.yaml"),
+        ),
         FileFormat(
             "costs.json", json.dumps(COSTS).encode(), lambda at: read_measured_costs(at / "costs.json")
         ),
@@ -122,7 +134,47 @@ def file_formats(plan_json: bytes, ir: bytes) -> list[FileFormat]:
         ),
         _statistics_format(),
         *_checkpoint_formats(),
+        *_log_formats(plan),
+        FileFormat(BEST_FILE, json.dumps({"metric": "eval/a", "value": 0.5, "step": 3}).encode(), _read_best),
     ]
+
+
+def _plan_of(plan_json: bytes) -> Plan:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "plan.json").write_bytes(plan_json)
+        return load_plan(Path(folder))
+
+
+def _log_formats(plan: Plan) -> list[FileFormat]:
+    """Returns the logs of a run of a plan, as the report reads them."""
+    steps = [
+        {"step": i, "loss": 4.0 / i, "grad_norm": 1.0, "samples": 8, "tokens": 8, "step_time_s": 2.0}
+        for i in range(1, 6)
+    ]
+    metrics = [*steps, {"step": 5, "eval": "eval", "loss": 1.5, "step_time_s": 1.0, "run": "a"}]
+    seconds = {"forward_s": 1.0, "backward_s": 2.0, "predicted_forward_s": 0.5, "predicted_backward_s": 1.0}
+    sections = {s.name: seconds | {"wait_s": 1.0, "exposed_s": 0.5} for s in plan.user_sections}
+    mix = [{"when": ["pixel_values"], "count": 3, "sizes": {"S": 81}}, {"when": [], "count": 1, "sizes": {}}]
+    times = [{"step": i, "sections": sections, "mix": mix} for i in range(1, 6)]
+    files = {
+        name: "".join(json.dumps(line) + "\n" for line in lines).encode()
+        for name, lines in ((METRICS_FILE, metrics), (SECTION_TIMES_FILE, times))
+    }
+    return [
+        FileFormat(
+            name,
+            files[name],
+            lambda at: read_run_log(plan, at),
+            {other: text for other, text in files.items() if other != name},
+        )
+        for name in files
+    ]
+
+
+def _read_best(folder: Path) -> None:
+    (folder / BEST_FOLDER).mkdir()
+    (folder / BEST_FILE).rename(folder / BEST_FOLDER / BEST_FILE)
+    BestCheckpoint(BestMetric("eval/a"), folder, None, None, 9)
 
 
 def _statistics_format() -> FileFormat:
@@ -164,7 +216,11 @@ def _checkpoint_formats() -> list[FileFormat]:
 
 
 def mutate(content: bytes, draw: random.Random) -> bytes:
-    """Returns a mutated file."""
+    """Returns a mutated file; of one with a JSON object on each line, one line is mutated."""
+    lines = content.splitlines(keepends=True)
+    if len(lines) > 1 and all(line.startswith(b"{") for line in lines):
+        at = draw.randrange(len(lines))
+        return b"".join([*lines[:at], mutate(lines[at], draw), *lines[at + 1 :]])
     if content[:1] == b"{" and draw.random() < 0.5:
         data = json.loads(content)
         for _ in range(draw.choice((1, 1, 2, 5))):
@@ -172,7 +228,7 @@ def mutate(content: bytes, draw: random.Random) -> bytes:
         with suppress(RecursionError):  # nested more deeply than Python writes
             if isinstance(data, dict) and "digest" in data:  # as the author of a plan can
                 data["digest"] = plan_digest({key: value for key, value in data.items() if key != "digest"})
-            return json.dumps(data).encode(errors="surrogatepass")
+            return json.dumps(data).encode(errors="surrogatepass") + b"\n"
     return draw.choice(_BYTE_MUTATIONS)(bytearray(content), draw)
 
 
@@ -260,7 +316,7 @@ def try_file(form: FileFormat, content: bytes, folder: Path, most_bytes: int) ->
     """Reads a file. Returns "taken", "refused", or what is at fault; `most_bytes` limits the memory that this
     process has had at any time."""
     for path in folder.iterdir():
-        path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name, other in {**form.others, form.name: content}.items():
         (folder / name).write_bytes(other)
     started = time.monotonic()
@@ -298,6 +354,9 @@ def run_mutations(
     outcomes = {form.name: Counter[str]() for form in formats}
     faults: list[Fault] = []
     with tempfile.TemporaryDirectory() as folder:
+        for form in formats:
+            if (outcome := try_file(form, form.content, Path(folder), most_bytes)) != "taken":
+                faults.append(Fault(form.name, -1, f"the file is not taken without a mutation: {outcome}"))
         for seed in range(first_seed, first_seed + count):
             form = formats[seed % len(formats)]
             outcome = try_file(form, mutate(form.content, random.Random(seed)), Path(folder), most_bytes)

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from secc.runtime.errors import UserError
@@ -30,7 +30,8 @@ def hold_lock(path: Path, folder: Path, holder: str, remedy: str) -> Iterator[No
         yield
     finally:
         if descriptor is not None:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # the folder may be gone or read-only by now; the lock ends anyway
+                path.unlink()
             os.close(descriptor)
 
 

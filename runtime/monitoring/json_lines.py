@@ -1,4 +1,5 @@
-"""Files of one JSON object per line that a run appends to. A file that cannot be written never ends a run."""
+"""Files of one JSON object per line that a run appends to, and their reader. A file that cannot be written
+never ends a run."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+from secc.runtime.errors import UserError
+from secc.runtime.plan.json_shapes import MalformedValue, Shape
 
 _MAX_LINE_BYTES = 1 << 20
 NOT_FINITE = "not_finite"  # the key under which a line lists its fields that JSON has no number for
@@ -40,6 +44,30 @@ class JsonLinesFile:
             self._failed = True
         else:
             self._failed = False
+
+
+def read_lines(path: Path, shape: Shape, remedy: str) -> Iterator[Any]:
+    """Yields the lines of a file, each checked by `shape`. Lines that are not JSON are left out: one may be
+    cut off, or still be written.
+
+    Raises UserError, with the line, for JSON of another shape, and if the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(_MAX_LINE_BYTES):
+                number += 1
+                try:
+                    value = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                try:
+                    yield shape(value)
+                except MalformedValue as error:
+                    message = f"not a line of a run's log: {error}"
+                    raise UserError(message, f"{path}:{number}", remedy) from None
+    except OSError as error:
+        raise UserError(f"cannot read the run's log: {error.strerror}", str(path), remedy) from None
 
 
 def encode_line(values: Mapping[str, Any]) -> str:

@@ -15,8 +15,15 @@ from statistics import fmean, pstdev
 from typing import Any, TextIO
 
 from secc.runtime.monitoring.json_lines import JsonLinesFile, say
+from secc.runtime.plan.json_shapes import integer, nullable, number, record, text
 
 METRICS_FILE = "metrics.jsonl"
+_NUMBER = nullable(number(most=sys.float_info.max))
+METRICS_LINE = record(  # the shape of a line of the file: of a step or, with "eval", of an evaluation
+    {"step": integer(0)},
+    {"loss": _NUMBER, "step_time_s": _NUMBER, "eval": text},
+    others=lambda value: value,
+)
 _SPIKE_WINDOW = 100  # steps that a loss is compared with
 _SPIKE_DEVIATIONS = 6.0
 _SPIKE_SHARE = 0.01  # of the mean: the least standard deviation that is assumed

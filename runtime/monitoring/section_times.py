@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from secc.runtime.monitoring.json_lines import JsonLinesFile
+from secc.runtime.plan.json_shapes import integer, items_of, mapping_of, number, record, text
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import COMPUTE_KINDS, SampleMeta, Schedule, weight_backward_ns
@@ -36,6 +37,10 @@ from secc.runtime.plan.step_program import COMPUTE_KINDS, SampleMeta, Schedule, 
 SECTION_TIMES_FILE = "times.jsonl"
 UNCOUNTED_STEPS = 2  # the first steps of a run allocate memory and compile kernels
 MAX_KEPT_STEPS = 200  # the summary is about the last ones of a run
+_MIX = record({"when": items_of(text), "count": integer(0), "sizes": mapping_of(number())})
+SECTION_TIMES_LINE = record(  # the shape of a line of the file
+    {"step": integer(0), "sections": mapping_of(mapping_of(number())), "mix": items_of(_MIX)}
+)
 # (user's section, kind) -> seconds; kinds are F and B (forwards, backwards), R (waiting for messages), and
 # waiting for collectives: C inside of F and B, E outside
 SectionSeconds = dict[tuple[str, str], float]

@@ -10,6 +10,7 @@ The ranks learn at the ends of steps whether a stage is over everywhere, in sums
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import pickle
@@ -48,6 +49,12 @@ WRITER_NAME = "secc-writer"  # of the process
 _ALIGNMENT = 64  # bytes
 _NICENESS = 10  # of the writer process: training goes first
 _COPIES_SHARE = 0.5  # of the host's available memory that copies of checkpoints may take
+_OTHER_REMEDY = "make the directory writable and make room in it"
+_REMEDIES = {  # of errors of files
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room"),
+    errno.EISDIR: "remove that folder",
+    errno.EIO: "mend the storage",
+}
 
 
 class SaveFailed(Exception):
@@ -56,11 +63,12 @@ class SaveFailed(Exception):
 
 @dataclass(frozen=True)
 class FinishedSave:
-    """How a save ended: the path of the checkpoint, or in `failure` why there is none."""
+    """How a save ended: the path of the checkpoint, or in `failure` why there is none, with its `remedy`."""
 
     directory: Path
     step: int
     failure: str
+    remedy: str
 
     @property
     def path(self) -> Path:
@@ -94,9 +102,10 @@ class _WrittenPart:
 
 @dataclass(frozen=True)
 class _Failure:
-    """The cause for which something could not be written, in a line."""
+    """The cause for which something could not be written, and what to do about it, each in a line."""
 
     cause: str
+    remedy: str
 
 
 @dataclass(frozen=True)
@@ -204,7 +213,7 @@ class CheckpointSaver:
         self._writer, self._activity = writer, activity or Activity()
         self._request: _SaveRequest | None = None
         self._publishes = False  # the second stage: rank 0 publishes
-        self._is_in_writer, self._result = False, None
+        self._is_in_background, self._is_in_writer, self._result = False, False, None
         self._rank = dist.get_rank() if dist.is_initialized() else 0
 
     def start_save(
@@ -222,7 +231,7 @@ class CheckpointSaver:
         has been copied when this returns. `copy_name`: launchers keep copies of it in memory."""
         assert self._request is None
         self._request = request = _SaveRequest(directory, manifest, keep, copy_name, keep_every)
-        self._publishes, self._result = False, None
+        self._publishes, self._is_in_background, self._result = False, in_background, None
         started = _first_failure_of_ranks(
             _attempt(lambda: start_checkpoint(directory, manifest.step)) if self._rank == 0 else None
         )
@@ -249,7 +258,7 @@ class CheckpointSaver:
             parts = _gather_on_first(self._result)
             self._result = next((part for part in parts if isinstance(part, _Failure)), None)
             if self._rank == 0 and self._result is None:
-                if self._writer is not None:
+                if self._writer is not None and self._is_in_background:
                     self._run_in_writer(lambda writer: writer.publish(request, parts))
                 else:
                     self._result = _attempt(lambda: _publish_parts(request, parts))
@@ -258,7 +267,8 @@ class CheckpointSaver:
         if failure is not None and self._rank == 0:
             shutil.rmtree(request.scratch, ignore_errors=True)  # makes room on a full disk
         self._request = None
-        return FinishedSave(request.directory, request.manifest.step, failure.cause if failure else "")
+        cause, remedy = (failure.cause, failure.remedy) if failure is not None else ("", "")
+        return FinishedSave(request.directory, request.manifest.step, cause, remedy)
 
     def finish_save(self) -> FinishedSave | None:
         """Waits for the save that goes on. Returns how it ended; None if there is none."""
@@ -306,7 +316,7 @@ class CheckpointSaver:
         self._writer.close()
         self._writer, self._is_in_writer = None, False
         lost = f"rank {self._rank}: {error.message}; later ones are written within the step"
-        self._result = _Failure(lost)
+        self._result = _Failure(lost, "find out what ended the process")
 
 
 def _write_part(request: _SaveRequest, rank: int, state: Mapping[str, Any]) -> bytes:
@@ -383,10 +393,13 @@ def _attempt(action: Callable[[], Any]) -> Any:
     try:
         return action()
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        return _Failure(printable_text(f"{error.strerror or error}{where}"))
+        place = error.filename2 or error.filename  # of a rename, what it should have become
+        where = f": {place}" if place else ""
+        remedy = _REMEDIES.get(error.errno or 0, _OTHER_REMEDY)
+        return _Failure(printable_text(f"{error.strerror or error}{where}"), remedy)
     except RuntimeError as error:
-        return _Failure(printable_text((str(error).strip() or type(error).__name__).splitlines()[0]))
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return _Failure(printable_text(cause), _OTHER_REMEDY)
 
 
 def _find_places(state: Mapping[str, Any]) -> tuple[dict[str, _CopiedTensor], int]:

@@ -10,13 +10,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from secc.runtime.errors import UserError
+from secc.runtime.monitoring.json_lines import say
+from secc.runtime.plan.json_shapes import MalformedValue, integer, number, read_json, record, text
 
 BEST_FOLDER, BEST_FILE = "best", "best.json"
+_MAX_BYTES = 1 << 16
+_BEST = record({"metric": text, "value": number(most=sys.float_info.max), "step": integer(0)})
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class BestCheckpoint:
         self._patience, self._every = patience, every or 1
         self._value, self._step = math.nan, 0
         if first_step and (self.folder / BEST_FILE).exists():
-            known = json.loads((self.folder / BEST_FILE).read_text())
+            known = _read_best(self.folder / BEST_FILE)
             if known["metric"] == metric.name and known["step"] <= first_step:
                 self._value, self._step = known["value"], known["step"]
 
@@ -61,19 +67,33 @@ class BestCheckpoint:
             )
         value = values[self.metric.name]
         gain = value - self._value if self.metric.is_maximized else self._value - value
-        if math.isnan(value) or not (gain > 0 or math.isnan(self._value)):
+        if not math.isfinite(value) or not (gain > 0 or math.isnan(self._value)):
             return False
         self._value, self._step = value, step
         return True
 
     def record(self) -> None:
-        """Writes which metric, value and step the saved checkpoint has; for rank 0."""
+        """Writes which metric, value and step the saved checkpoint has; for rank 0. A file that cannot be
+        written is said and ends no run."""
         scratch = self.folder / (BEST_FILE + ".tmp")
-        scratch.write_text(
-            json.dumps({"metric": self.metric.name, "value": self._value, "step": self._step}) + "\n"
-        )
-        os.replace(scratch, self.folder / BEST_FILE)
+        try:
+            scratch.write_text(
+                json.dumps({"metric": self.metric.name, "value": self._value, "step": self._step}) + "\n"
+            )
+            os.replace(scratch, self.folder / BEST_FILE)
+        except OSError as error:
+            say(f"warning: cannot write {scratch.with_suffix('')}: {error.strerror}; training goes on")
 
     def gives_up(self, step: int) -> bool:
         """Whether so many evaluations up to `step` were no better that training stops."""
         return self._patience is not None and (step - self._step) // self._every >= self._patience
+
+
+def _read_best(path: Path) -> dict[str, Any]:
+    """Returns metric, value and step. Raises UserError for a file that is not what `record` writes."""
+    try:
+        return _BEST(read_json(path, _MAX_BYTES))
+    except (OSError, MalformedValue) as error:
+        problem = error.strerror if isinstance(error, OSError) else error
+        remedy = "remove it: the next evaluation then counts as the best"
+        raise UserError(f"cannot read the best value so far: {problem}", str(path), remedy) from None

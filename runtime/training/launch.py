@@ -26,6 +26,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from secc.runtime.errors import LostProcess, UserError
+from secc.runtime.host.output_streams import drop_unwritable_output, open_closed_streams
 from secc.runtime.host.parent_death import die_with_launcher
 from secc.runtime.training.emulation import emulate_rank
 from secc.runtime.training.options import RunOptions, parse_options
@@ -47,8 +48,11 @@ def main(train: Callable[[RunOptions], None]) -> int:
     """The entry of a rank's file: calls `train` with the options of the command line. Returns
     0, or exits the process."""
     die_with_launcher()
+    open_closed_streams()
+    drop_unwritable_output(("stdout", "stderr"))
     if os.environ.get("RANK", "0") != "0":
         _leave_warnings_to_rank_0()
+    options: RunOptions | None = None
     try:
         options = parse_options(sys.argv[1:])
         agree_on_restarts()
@@ -63,23 +67,34 @@ def main(train: Callable[[RunOptions], None]) -> int:
         else:
             train(options)
         return 0
-    except UserError as error:
-        if error.reported_elsewhere:
-            _exit_after_peer(is_bad_input=True)
-        _report_once(error)
-        code = LOST_HELPER_EXIT_CODE if isinstance(error, LostProcess) else 2
-    except SystemExit:
-        raise
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
     except BaseException as error:
-        code = LOST_PEER_EXIT_CODE if is_lost_peer(error) else 1
-        if code == LOST_PEER_EXIT_CODE:
+        if options is None and isinstance(error, SystemExit):
+            raise  # --help
+        code = 1
+        try:
+            code = _report_error(error)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)  # no cleanup: it would wait for ranks and loaders that may be gone
+
+
+def _report_error(error: BaseException) -> int:
+    """Says what has ended this rank, if it is the cause. Returns the exit code, or exits."""
+    match error:
+        case UserError():
+            if error.reported_elsewhere:
+                _exit_after_peer(is_bad_input=True)
+            _report_once(error)
+            return LOST_HELPER_EXIT_CODE if isinstance(error, LostProcess) else 2
+        case KeyboardInterrupt():
+            return 128 + signal.SIGINT
+        case _ if is_lost_peer(error):
             _exit_after_peer()
-        sys.stderr.write(f"rank {os.environ.get('RANK', '0')}:\n{traceback.format_exc()}")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # no cleanup: it would wait for ranks and loaders that may be gone
+        case _:
+            text = "".join(traceback.format_exception(error))
+            sys.stderr.write(f"rank {os.environ.get('RANK', '0')}:\n{text}")
+            return 1
 
 
 def _exit_after_peer(is_bad_input: bool = False) -> NoReturn:

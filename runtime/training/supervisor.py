@@ -25,6 +25,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from secc.runtime.errors import UserError
+from secc.runtime.host.output_streams import drop_unwritable_output, open_closed_streams
 from secc.runtime.host.private_folder import hold_private_folder
 from secc.runtime.parameters.checkpoint_copies import COPIES_VARIABLE, CopyKeeper
 from secc.runtime.plan.plan_file import load_plan
@@ -60,6 +61,8 @@ def run_plan(directory: str | Path, arguments: Sequence[str] = (), replan: Repla
     that names it; 128 + n if signal n ended the run at once. Leaves no process behind. Raises UserError for a
     plan or options that cannot be read, and for a machine without the plan's devices.
     """
+    open_closed_streams()
+    drop_unwritable_output(("stderr",))
     directory = Path(directory).resolve()
     options, plan = parse_options(arguments), load_plan(directory)
     own_ranks, place = range(plan.world_size), None

@@ -571,8 +571,8 @@ class Trainer:
         if self._best is not None and not self.options.eval_only:
             values = {name: value for r in results for name, value in r.metric_names().items()}
             if self._best.is_improved(self.step_number, values):
-                self.save_checkpoint(self._best.folder, keep=1)
-                if self.context.rank == 0:
+                saved = self.save_checkpoint(self._best.folder, keep=1)
+                if saved and self.context.rank == 0:
                     self._best.record()
             self._stops_early = self._best.gives_up(self.step_number)
         return results
@@ -604,9 +604,9 @@ class Trainer:
 
     def save_checkpoint(
         self, folder: Path | None = None, keep: int | None = None, in_background: bool = False
-    ) -> None:
+    ) -> bool:
         """Writes a checkpoint to `folder`, which keeps the newest `keep`; by default as --save and --keep
-        say. The one before is finished first. Collective."""
+        say. The one before is finished first. Returns False if it could not be written. Collective."""
         folder, keep = (folder, keep) if folder is not None else (self.options.save, self.options.keep)
         assert folder is not None
         self._report_save(self._saver.finish_save())
@@ -647,26 +647,27 @@ class Trainer:
             copy_name = CopyName(attempt_name(), self.step_number)
         keep_every = self.options.keep_every if is_main else None
         self._saver.start_save(folder, state, manifest, keep, in_background, copy_name, keep_every)
-        if not in_background:
-            self._report_save(self._saver.finish_save())
+        return in_background or self._report_save(self._saver.finish_save())
 
-    def _report_save(self, saved: FinishedSave | None) -> None:
-        """Calls the user's callbacks with a checkpoint that was saved, or says why it was not. Raises
-        UserError if the run ends here: its last weights would be lost without it."""
+    def _report_save(self, saved: FinishedSave | None) -> bool:
+        """Calls the user's callbacks with a checkpoint that was saved, or says why it was not and returns
+        False. Raises UserError if the run ends here: its last weights would be lost without it."""
         if saved is None:
-            return
+            return True
         if not saved.failure:
             if self.context.rank == 0:
                 self._callbacks.on_save(saved.path)
             if self._generator is not None and saved.directory == self.options.save:
                 self._generator.start(saved.path)
-            return
+            return True
         message = f"the checkpoint of step {saved.step} was not saved: {saved.failure}"
         if self._is_last_step() and saved.step == self.step_number:
-            remedy = "make room or give another --save, and continue from the checkpoint before with --resume"
+            remedy = f"{saved.remedy}, or give another --save; then --resume from the checkpoint before"
             raise UserError(message, str(saved.directory), remedy)
         if self.context.rank == 0:
-            say(printable_text(f"warning: {message}; training goes on, checkpoints before it stay"))
+            text = f"{message}; training goes on, checkpoints before it stay"
+            say(f"warning: {printable_text(text)}\n  what to do: {saved.remedy}")
+        return False
 
     def _master_state(self) -> dict[str, Any]:
         """Returns the float32 masters that this rank writes; empty without mixed precision."""

@@ -87,7 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command. arguments: of this process by default. Exits with code 2 and one message for bad
     input."""
     from secc.errors import UserError
+    from secc.runtime.host.output_streams import open_closed_streams
 
+    open_closed_streams()
     try:
         app(args=None if arguments is None else list(arguments), prog_name="secc")
     except UserError as error:

@@ -12,7 +12,6 @@ cancels out.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,11 +26,18 @@ from secc.driver import what_if
 from secc.errors import UserError
 from secc.ir.dialect.ops import GraphOp, strings_of
 from secc.ir.dialect.python_attributes import int_attr
-from secc.runtime.monitoring.section_times import MAX_KEPT_STEPS, SECTION_TIMES_FILE, UNCOUNTED_STEPS
+from secc.runtime.monitoring.json_lines import read_lines
+from secc.runtime.monitoring.section_times import (
+    MAX_KEPT_STEPS,
+    SECTION_TIMES_FILE,
+    SECTION_TIMES_LINE,
+    UNCOUNTED_STEPS,
+)
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.schema import Plan, Section
 
 TIMED_DIRECTIONS = ("forward_s", "backward_s")
+_MOST_RATIO = 1e6  # of measured over predicted times that the allocation is given
 
 
 @dataclass(frozen=True)
@@ -125,19 +131,8 @@ def _colocation_pins(plan: Plan) -> Iterator[str]:
 def _read_last_run(path: Path) -> list[dict[str, Any]]:
     """Returns the logged steps of the last run, without its first UNCOUNTED_STEPS. Raises UserError if
     there are none."""
-    try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        starts = [k for k, line in enumerate(lines) if k == 0 or line["step"] != lines[k - 1]["step"] + 1]
-    except OSError as error:
-        raise UserError(
-            f"cannot read the log of section times: {error.strerror}",
-            str(path),
-            "name the --log-dir of a run of this plan",
-        ) from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(
-            "not a log of section times", str(path), "name the --log-dir of a run of this plan"
-        ) from None
+    lines = list(read_lines(path, SECTION_TIMES_LINE, "name the --log-dir of a run of this plan"))
+    starts = [k for k, line in enumerate(lines) if k == 0 or line["step"] != lines[k - 1]["step"] + 1]
     steps = lines[starts[-1] + UNCOUNTED_STEPS if starts else 0 :][-MAX_KEPT_STEPS:]
     if not steps:
         raise UserError(
@@ -178,7 +173,7 @@ def _set_time_ratios(graph: GraphOp, drifts: Mapping[str, SectionDrift]) -> None
         drift = drifts[section.sym.data]
         for name, ratio in zip(MEASURED_PERMILLE_ATTRIBUTES, (drift.forward, drift.backward), strict=True):
             if ratio is not None:
-                section.attributes[name] = int_attr(max(1, round(1000 * ratio)))
+                section.attributes[name] = int_attr(round(1000 * min(max(ratio, 0.001), _MOST_RATIO)))
 
 
 def _replace_statistics(graph: GraphOp, steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:

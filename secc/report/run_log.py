@@ -6,7 +6,6 @@ appends; a step that was trained again counts with its last line.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,14 @@ from statistics import fmean, median
 from typing import Any
 
 from secc.errors import UserError
-from secc.runtime.monitoring.metrics import METRICS_FILE
-from secc.runtime.monitoring.section_times import MAX_KEPT_STEPS, SECTION_TIMES_FILE, UNCOUNTED_STEPS
+from secc.runtime.monitoring.json_lines import read_lines
+from secc.runtime.monitoring.metrics import METRICS_FILE, METRICS_LINE
+from secc.runtime.monitoring.section_times import (
+    MAX_KEPT_STEPS,
+    SECTION_TIMES_FILE,
+    SECTION_TIMES_LINE,
+    UNCOUNTED_STEPS,
+)
 from secc.runtime.plan.schema import Plan
 
 MAX_POINTS = 1000  # of a curve; of longer runs, neighbouring steps share a point
@@ -54,17 +59,18 @@ class RunLog:
 
 
 def read_run_log(plan: Plan, log_dir: Path) -> RunLog:
-    """Reads the log directory of a run. Raises UserError if it has no steps."""
+    """Reads the log directory of a run. Raises UserError if it has no steps, and for lines of another shape
+    than a run writes."""
     path = log_dir / METRICS_FILE
-    lines = list(_read_lines(path))
-    steps = {int(line["step"]): line for line in lines if "eval" not in line and _has_numbers(line)}
+    lines = list(read_lines(path, METRICS_LINE, _REMEDY))
+    steps = {line["step"]: line for line in lines if "eval" not in line and _has_numbers(line)}
     if not steps:
         raise UserError("expected a run's metrics, found no steps", str(path), _REMEDY)
     rows = [steps[number] for number in sorted(steps)]
     evaluations: defaultdict[str, dict[int, float]] = defaultdict(dict)
     for line in lines:
         if "eval" in line and _has_numbers(line):
-            evaluations[str(line["eval"])][int(line["step"])] = float(line["loss"])
+            evaluations[line["eval"]][line["step"]] = float(line["loss"])
     counted = rows[UNCOUNTED_STEPS:] or rows
     return RunLog(
         len(rows),
@@ -95,46 +101,26 @@ def _extremes(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _has_numbers(line: dict[str, Any]) -> bool:
-    return all(isinstance(line.get(key), int | float) for key in ("step", "loss", "step_time_s"))
-
-
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a file with one on each line; a line that was cut off is left out."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"cannot read the run's log: {error.strerror}", str(path), _REMEDY) from None
-    for line in text.splitlines():
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(found, dict):
-            yield found
+    return all(line.get(key) is not None for key in ("loss", "step_time_s"))
 
 
 def _section_times(plan: Plan, log_dir: Path, steps: dict[int, dict[str, Any]]) -> Iterator[SectionTimes]:
     """Yields means over the last steps of the log of section times; nothing if there is none."""
     path = log_dir / SECTION_TIMES_FILE
-    logged = list(_read_lines(path))[UNCOUNTED_STEPS:][-MAX_KEPT_STEPS:] if path.exists() else []
+    lines = list(read_lines(path, SECTION_TIMES_LINE, _REMEDY)) if path.exists() else []
+    logged = lines[UNCOUNTED_STEPS:][-MAX_KEPT_STEPS:]
     for s in plan.user_sections:
-        own = [
-            (line.get("step"), line["sections"][s.name])
-            for line in logged
-            if isinstance(line.get("sections"), dict) and isinstance(line["sections"].get(s.name), dict)
-        ]
+        own = [(line["step"], line["sections"][s.name]) for line in logged if s.name in line["sections"]]
         if not own:
             continue
         measured, predicted = (
-            fmean(
-                sum(float(t.get(f"{prefix}{way}_s", 0.0)) for way in ("forward", "backward")) for _, t in own
-            )
+            fmean(sum(t.get(f"{prefix}{way}_s", 0.0) for way in ("forward", "backward")) for _, t in own)
             for prefix in ("", "predicted_")
         )
         replicas = len(s.mesh.ranks) / s.mesh.replica_size
         wait, exposed = (
             [
-                float(t[field]) / (replicas * float(steps[step]["step_time_s"]))
+                t[field] / (replicas * float(steps[step]["step_time_s"]))
                 for step, t in own
                 if field in t and step in steps and steps[step]["step_time_s"] > 0
             ]

@@ -93,10 +93,11 @@ def test_command_prints_gain_and_choices(
 
 
 def test_unusable_logs_are_rejected(plan: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot read the log of section times"):
+    with pytest.raises(UserError, match="cannot read the run's log"):
         measure_drift(plan, tmp_path)
     with pytest.raises(UserError, match="no step after its first 2"):
         measure_drift(plan, write_run_log(tmp_path / "logs", load_plan(plan), {}, steps=2))
-    (tmp_path / "logs" / SECTION_TIMES_FILE).write_text("one\n")
-    with pytest.raises(UserError, match="not a log"):
+    (tmp_path / "logs" / SECTION_TIMES_FILE).write_text("one\n{}\n")
+    with pytest.raises(UserError, match="not a line of a run's log: lacks the key 'step'") as error:
         measure_drift(plan, tmp_path / "logs")
+    assert error.value.where == f"{tmp_path}/logs/{SECTION_TIMES_FILE}:2"

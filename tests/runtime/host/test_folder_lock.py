@@ -57,3 +57,12 @@ def test_a_removed_lock_file_is_no_lock(tmp_path: Path) -> None:
 def test_a_folder_without_locks_is_used_without(tmp_path: Path) -> None:
     with hold_lock(tmp_path / "missing" / ".lock", tmp_path, "", ""):
         pass
+
+
+def test_a_lock_in_a_folder_that_cannot_be_written_any_more_ends_quietly(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    with hold_lock(folder / ".lock", folder, "", ""):
+        folder.rename(tmp_path / "moved")
+        folder.write_text("a file in its place")
+    take(tmp_path / "moved")

@@ -31,7 +31,9 @@ def writer() -> Iterator[BackgroundWriter]:
     made.close()
 
 
-def start_save(saver: CheckpointSaver, directory: Path, step: int, size: int = 4) -> torch.nn.Module:
+def start_save(
+    saver: CheckpointSaver, directory: Path, step: int, size: int = 4, in_background: bool = True
+) -> torch.nn.Module:
     """Starts to save a model with weights of the value `step`, and then changes them."""
     model = torch.nn.Linear(size, 2)
     with torch.no_grad():
@@ -40,7 +42,7 @@ def start_save(saver: CheckpointSaver, directory: Path, step: int, size: int = 4
         state: dict[str, Any] = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
         state |= {"scheduler/0": {"last_epoch": step}, "optimizer/weight/step": torch.tensor(float(step))}
         manifest = make_manifest(model, step, 0, False, 1)
-        saver.start_save(directory, state, manifest, keep=2, in_background=True)
+        saver.start_save(directory, state, manifest, keep=2, in_background=in_background)
         for parameter in model.parameters():
             parameter.fill_(-1)
     return model
@@ -105,6 +107,32 @@ def test_a_full_disk_is_a_failure_with_its_file(tmp_path: Path) -> None:
     writer.close()
     assert finished is not None and "File too large" in finished.failure
     assert not list(tmp_path.glob("step_*"))
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_folder_in_the_place_of_latest_is_named(
+    tmp_path: Path, writer: BackgroundWriter, in_background: bool
+) -> None:
+    (tmp_path / "latest").mkdir()
+    saver = CheckpointSaver(writer)
+    start_save(saver, tmp_path, 1, in_background=in_background)
+    finished = saver.finish_save()
+    assert finished is not None and finished.failure == f"Is a directory: {tmp_path}/latest"
+    assert finished.remedy == "remove that folder"
+    (tmp_path / "latest").rmdir()
+    start_save(saver, tmp_path, 2)
+    finished = saver.finish_save()
+    assert finished is not None and not finished.failure
+    assert find_checkpoint(tmp_path).manifest.step == 2
+
+
+def test_a_save_within_the_step_needs_no_writer(tmp_path: Path, writer: BackgroundWriter) -> None:
+    saver = CheckpointSaver(writer)
+    start_save(saver, tmp_path, 1, in_background=False)
+    kill_writer(writer)
+    finished = saver.finish_save()
+    assert finished is not None and not finished.failure
+    assert find_checkpoint(tmp_path).manifest.step == 1
 
 
 def test_too_little_memory_for_a_copy_saves_within_the_step(

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from secc.runtime.host.process_table import find_descendants
 from secc.runtime.parameters.checkpoint_folder import find_checkpoint
 from secc.runtime.training.supervisor import run_plan
 from tests.runtime.captioner_plans import APART, write_plan
+from tests.runtime.run_processes import LAUNCH, wait_for_step, wait_until
 
 pytestmark = pytest.mark.gloo
 BROKEN = """
@@ -82,3 +88,54 @@ def test_logs_that_cannot_be_written_end_no_run(tmp_path: Path, capfd: pytest.Ca
     assert errors.count("cannot write") == 2 and "No space left on device" in errors
     assert "Traceback" not in errors
     assert find_checkpoint(tmp_path / "saved").manifest.step == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("damage", "repair", "cause"),
+    [
+        (
+            "mount --bind {0} {0} && until mount -o remount,ro,bind {0}; do :; done",
+            "umount {0}",
+            "Read-only file system",
+        ),
+        ("dd if=/dev/zero of={0}/filler bs=64k", "rm {0}/filler", "No space left on device"),
+        ("mv {0} {0}.away && touch {0}", "rm {0} && mv {0}.away {0}", "File exists"),
+    ],
+    ids=["read-only", "full", "replaced by a file"],
+)
+@pytest.mark.parametrize("is_repaired", [True, False])
+def test_a_folder_that_cannot_be_written_during_a_run(
+    tmp_path: Path, damage: str, repair: str, cause: str, is_repaired: bool
+) -> None:
+    write_plan(tmp_path / "plan", APART)
+    mounted, messages = tmp_path / "disk", tmp_path / "messages"
+    mounted.mkdir()
+    saved = mounted / "saved"
+    command = [sys.executable, "-c", LAUNCH, str(tmp_path / "plan"), "--save", str(saved)]
+    command += ["--steps", "600", "--save-every", "20", "--keep", "3", "--no-first-check"]
+    space = ["unshare", "--mount", "--fork", "--kill-child", "sh", "-c"]
+    if subprocess.run([*space, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mount namespaces are not permitted here")
+    script = f"mount -t tmpfs -o size=2m none {mounted} && {shlex.join(command)}; code=$?"
+    script += f"; cp -r {mounted} {tmp_path}/after; exit $code"
+    with messages.open("w") as stream:
+        run = subprocess.Popen([*space, script], env=os.environ | {"PYTHONPATH": os.getcwd()}, stderr=stream)
+
+    def in_space(text: str) -> None:
+        shell = find_descendants(run.pid)[0]
+        inside = ["nsenter", "--target", str(shell), "--mount", "sh", "-c", text.format(saved)]
+        subprocess.run(inside, check=False, stderr=subprocess.DEVNULL)
+
+    wait_for_step(tmp_path / "plan", 45, run)
+    in_space(damage)
+    wait_until(lambda: messages.read_text().count("was not saved: ") >= 2, run)
+    if is_repaired:
+        in_space(repair)
+    code = run.wait(120)
+    errors = messages.read_text()
+    assert code == (0 if is_repaired else 2) and "Traceback" not in errors, errors
+    assert cause in errors and "  what to do: make " in errors
+    assert steps_of(tmp_path / "plan/logs") == list(range(1, 601))
+    if is_repaired:
+        assert find_checkpoint(tmp_path / "after/saved").manifest.step == 600
