@@ -5,8 +5,10 @@ The text is the standard library's `pydoc_data.topics`, Python's own manual; byt
 downloaded. The teacher needs no backward and no optimizer, so its ranks differ from the student's: that is
 what secc plans for. The teacher is trained first:
 
-    python examples/train_teacher.py secc compile examples/distill_text.py -o plan_distill/ && secc run
-    plan_distill/ --steps 400 --save runs/distill secc export runs/distill -o runs/student.safetensors &&
+    python examples/train_teacher.py
+    secc compile examples/distill_text.py -o plan_distill/
+    secc run plan_distill/ --steps 400 --save runs/distill
+    secc export runs/distill -o runs/student.safetensors
     python examples/eval_distill.py runs/student.safetensors
 
 With DISTILL_ALPHA=0 the student learns from the text alone, for comparison.

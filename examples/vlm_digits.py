@@ -5,9 +5,10 @@ The images are scikit-learn's bundled digits, the texts the standard library's `
 tokens, nothing is downloaded. About half of the samples have an image, so the vision tower has work for half
 of a batch only: that is what secc plans for. Train it with
 
-    secc compile examples/vlm_digits.py -o plan_digits/ && secc run plan_digits/ --steps 400 --save
-    runs/digits secc export runs/digits -o runs/digits.safetensors && python examples/eval_digits.py
-    runs/digits.safetensors
+    secc compile examples/vlm_digits.py -o plan_digits/
+    secc run plan_digits/ --steps 400 --save runs/digits
+    secc export runs/digits -o runs/digits.safetensors
+    python examples/eval_digits.py runs/digits.safetensors
 """
 
 from __future__ import annotations
