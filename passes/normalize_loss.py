@@ -19,6 +19,7 @@ from xdsl.passes import ModulePass
 from secc.errors import UserError
 from secc.ir.dialect.ops import (
     CaseOp,
+    Computation,
     GlueOp,
     LeafOp,
     OutputOp,
@@ -35,6 +36,7 @@ from secc.passes.loss.approximations import check_approximations, describe_accep
 from secc.passes.loss.batch_statistics import name_statistic
 from secc.passes.loss.buffer_constants import copy_for_leaf
 from secc.passes.loss.coefficient import SCALAR_TYPE, UNIT_COEFFICIENT, Coefficient, CoefficientEmitter
+from secc.passes.loss.gathered_rows import check_gathered, declare_all_samples
 from secc.passes.loss.logged_scalars import LOGGED_PREFIX, find_logged, find_outputs
 from secc.passes.loss.loss_context import LossContext
 from secc.passes.loss.loss_walk import ops_behind, walk_loss
@@ -47,9 +49,9 @@ from secc.passes.loss.term_names import (
     term_label,
 )
 from secc.passes.loss.value_states import BadState, StackState, SumPart, ValueState
-from secc.runtime.plan.schema import STATISTIC_PREFIX
+from secc.runtime.plan.schema import GATHERED_PREFIX, STATISTIC_PREFIX, is_gathered
 
-_BALANCE_TERM = "balance_loss"
+_BALANCE_TERM, _COMPARING_TERM = "balance_loss", "compared_samples"
 
 
 @dataclass
@@ -67,18 +69,24 @@ class CaseTerms:
 class NormalizeLoss(ModulePass):
     """Options. accept: approximations that the user accepts where a loss is not separable
     (`secc.passes.loss.approximations`). balance_loss: "global" for balance losses from statistics of the
-    global batch (`secc.passes.loss.batch_statistics`)."""
+    global batch (`secc.passes.loss.batch_statistics`). gather: blocks with rows that the loss may compare
+    with those of other samples (`secc.passes.loss.gathered_rows`) of the `global_batch` samples."""
 
     name = "normalize-loss"
     accept: tuple[str, ...] = ()
     balance_loss: str = ""
+    gather: tuple[str, ...] = ()
+    global_batch: int = 1
 
     def apply(self, ctx: XdslContext, op: ModuleOp) -> None:
         check_approximations(self.accept)
         graph = graph_of(op)
         open_cases = [c for c in graph.cases if c.ops[-1].operands]
         exact = self.balance_loss == "global"
-        found = [_find_case_terms(case, *walk_loss(graph, case, self.accept, exact)) for case in open_cases]
+        found = [
+            _find_case_terms(case, *walk_loss(graph, case, self.accept, exact, self.gather))
+            for case in open_cases
+        ]
         if not exact and (
             accepted := dict.fromkeys(
                 describe_accepted(o) for f in found for o in f.case.ops if o in f.context.accepted
@@ -93,10 +101,15 @@ class NormalizeLoss(ModulePass):
                 f.constant = 0.0
         if notes := self._find_logged_parts(found):
             graph.attributes[LOGGED_ATTRIBUTE] = strings_attr(notes)
+        contexts = [f.context for f in found]
+        check_gathered(self.gather, contexts)
+        if any(c.gathers for c in contexts):
+            declare_all_samples(graph, self.global_batch)
         names, structure = TermNames(), StructureDigests()
         one = len({key for f in found for key in part_identities(f.parts)}) == 1
         coefficients = [_rewrite_case(f, names, structure, "loss" if one else None) for f in found]
         _require_equal_coefficients(found, coefficients)
+        _require_rows_of_all_samples(found)
 
     def _find_logged_parts(self, found: list[CaseTerms]) -> list[str]:
         """Find the parts of what is logged; what is to be said of it."""
@@ -153,10 +166,16 @@ def _rewrite_case(
         properties = {"sym": StringAttr(current)} | _where_property(statistic.part)
         terms.append(shop.add_op(TermOp.create(operands=values, properties=properties)))
         written[current] = structure.describe_coefficient(statistic.coefficient)
+    gathers = found.context.gathers
+    origins = [SumPart(UNIT_COEFFICIENT, g.rows, True, _computation_of(g.rows)) for g in gathers]
+    for key, part, gathered in zip(part_identities(origins), origins, gathers, strict=True):
+        label = f"{GATHERED_PREFIX}{gathered.blocks[0] if gathered.blocks else term_label(part)}"
+        current = names.name_term((GATHERED_PREFIX, *key), label)
+        gathered.op.properties["args"] = StringAttr(f'$0, "{current}"')
+        properties = {"sym": StringAttr(current)} | _where_property(part)
+        terms.append(shop.add_op(TermOp.create(operands=[gathered.rows], properties=properties)))
     for key, part in zip(part_identities(found.parts), found.parts, strict=True):
-        current = names.name_term(
-            key, only or (_BALANCE_TERM if _is_balance_loss(found.context, part) else term_label(part))
-        )
+        current = names.name_term(key, only or _name_of_whole(found.context, part) or term_label(part))
         numerator, coefficient = _scalar_numerator(found.context, part)
         values = (
             [numerator]
@@ -189,6 +208,17 @@ def _rewrite_case(
         terms.append(shop.add_op(OutputOp.create(operands=[value], properties=properties)))
     _commit_terms(found, terms)
     return written
+
+
+def _computation_of(value: SSAValue) -> Computation | None:
+    return value.owner if isinstance(value.owner, Computation) else None
+
+
+def _name_of_whole(context: LossContext, part: SumPart) -> str:
+    """The name of a term that counts once for the batch, "" for other terms."""
+    if _is_balance_loss(context, part):
+        return _BALANCE_TERM
+    return _COMPARING_TERM if part.atom in context.whole else ""
 
 
 def _is_balance_loss(context: LossContext, part: SumPart) -> bool:
@@ -253,3 +283,17 @@ def _require_equal_coefficients(found: list[CaseTerms], coefficients: list[dict[
                 raise UserError(
                     message, place, "compute the divisor with tensor operations instead of Python branches"
                 )
+
+
+def _require_rows_of_all_samples(found: list[CaseTerms]) -> None:
+    """Raises UserError where samples of some cases have no rows of what is gathered over the batch."""
+    terms = [[op.sym.data for op in f.case.ops if isinstance(op, TermOp)] for f in found]
+    gathered = [set(filter(is_gathered, names)) for names in terms]
+    for f, names in zip(found, gathered, strict=True):
+        if missing := sorted(set[str]().union(*gathered) - names):
+            pattern = " and ".join(strings_of(f.case.when)) or "no optional inputs"
+            blocks = " and ".join(n.removeprefix(GATHERED_PREFIX) for n in missing)
+            raise UserError(
+                f"--gather: samples with {pattern} have no rows of {blocks}, but the loss compares all",
+                remedy="let every sample have the inputs that the compared rows are made of",
+            )

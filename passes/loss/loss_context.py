@@ -29,6 +29,7 @@ from secc.passes.loss.coefficient import (
 from secc.passes.loss.pending_ops import PendingOps, get_argument
 from secc.passes.loss.value_states import (
     BadState,
+    GatheredRows,
     LocalState,
     ReadStatistic,
     StackState,
@@ -46,11 +47,23 @@ class LossContext:
     """Facts about one case, and the states found so far."""
 
     def __init__(
-        self, graph: GraphOp, case: CaseOp, accept: Collection[str] = (), batch_statistics: bool = False
+        self,
+        graph: GraphOp,
+        case: CaseOp,
+        accept: Collection[str] = (),
+        batch_statistics: bool = False,
+        gather: Iterable[str] = (),
+        collects_names: bool = False,
     ) -> None:
         self.graph, self.case, self.pending = graph, case, PendingOps()
         self.batch_statistics = batch_statistics  # whether sums over the global batch may be read
         self.statistics: list[ReadStatistic] = []
+        self.gather = tuple(gather)  # blocks with rows that may be gathered over the global batch
+        self.collects_names = collects_names  # whether rows of other blocks are gathered, to name all of them
+        self.unnamed: list[tuple[BadState, str]] = []  # ops that need them, and the blocks
+        self.gathers: list[GatheredRows] = []
+        self.whole: set[SSAValue] = set()  # values that are computed from rows of the global batch
+        self.whole_versions: dict[SSAValue, SSAValue] = {}  # of values of a micro-batch
         self.accept, self.accepted = (
             frozenset(accept),
             set[Operation](),
@@ -77,6 +90,10 @@ class LossContext:
             self.input_only_values.update(op.results)
             if not isinstance(op, InputOp | ParamOp) and all(o in self.given_values for o in op.operands):
                 self.given_values.update(op.results)
+
+    def case_computations(self) -> list[Computation]:
+        """The calls and glue of the case."""
+        return [op for op in self.case.ops if isinstance(op, Computation)]
 
     def is_random_of_inputs(self, value: SSAValue) -> bool:
         """Whether a value depends on inputs and random numbers alone."""

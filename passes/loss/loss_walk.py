@@ -13,6 +13,7 @@ from secc.ir.dialect.tensor_type import tensor_type
 from secc.passes.loss import arithmetic, linear_ops, reductions
 from secc.passes.loss.batch_statistics import STATISTIC_TARGET
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT, Coefficient
+from secc.passes.loss.gathered_rows import compute_on_gathered, offer_names, states_on_gathered
 from secc.passes.loss.loss_context import LossContext, has_one_entry, is_floating
 from secc.passes.loss.op_tables import (
     ENTRY_LOSSES,
@@ -60,16 +61,34 @@ STATE_RULES: dict[str, LossRule] = (
 
 
 def walk_loss(
-    graph: GraphOp, case: CaseOp, accept: Collection[str] = (), batch_statistics: bool = False
+    graph: GraphOp,
+    case: CaseOp,
+    accept: Collection[str] = (),
+    batch_statistics: bool = False,
+    gather: Collection[str] = (),
 ) -> tuple[LossContext, ValueState]:
     """Facts about a case and the state of its loss; `accept` names the approximations that may be taken.
-    batch_statistics: whether ops may read sums over the global batch."""
-    context = LossContext(graph, case, accept, batch_statistics)
+    batch_statistics: whether ops may read sums over the global batch. gather: blocks with rows that ops may
+    read of all its samples."""
+    context = LossContext(graph, case, accept, batch_statistics, gather)
     end = case.ops[-1]
     assert isinstance(end, ReturnOp)
-    loss = end.operands[0]
-    _walk_ops(context, ops_behind(loss))
-    return context, context.state_of(loss)
+    _walk_ops(context, ops_behind(end.operands[0]))
+    state = context.state_of(end.operands[0])
+    return context, _offer_names(context, state) if isinstance(state, BadState) else state
+
+
+def _offer_names(context: LossContext, bad: BadState) -> BadState:
+    """The bad state of a loss, with a remedy if rows of all samples of some blocks would make it good."""
+    copy = context.case.clone()
+    trial = LossContext(
+        context.graph, copy, context.accept, context.batch_statistics, context.gather, collects_names=True
+    )
+    try:
+        _walk_ops(trial, ops_behind(copy.ops[-1].operands[0]))
+    except UserError:
+        return bad
+    return offer_names(trial, trial.state_of(copy.ops[-1].operands[0])) or bad
 
 
 def walk_logged(context: LossContext, value: SSAValue) -> ValueState:
@@ -114,7 +133,16 @@ def ops_behind(value: SSAValue) -> set[Operation]:
     return found
 
 
-def _result_states(ctx: LossContext, op: Computation) -> list[ValueState]:
+def _result_states(ctx: LossContext, op: Computation) -> Sequence[ValueState]:
+    if (found := states_on_gathered(ctx, op)) is not None:
+        return found
+    states = _states_of_micro_batch(ctx, op)
+    used = [s for r, s in zip(op.results, states, strict=True) if r.uses]
+    bad = next((s for s in used if isinstance(s, BadState) and s.op is op), None)
+    return (compute_on_gathered(ctx, op, bad) if bad is not None else None) or states
+
+
+def _states_of_micro_batch(ctx: LossContext, op: Computation) -> list[ValueState]:
     if isinstance(op, GlueOp) and op.target.data == STATISTIC_TARGET:  # made for the loss, logged as well
         return [LOCAL_STATE] * len(op.results)
     for value in op.operands:

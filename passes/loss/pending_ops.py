@@ -68,16 +68,27 @@ class PendingOps:
 
     def commit_before(self, op: Operation, values: Iterable[SSAValue]) -> None:
         """Inserts the ops that `values` need before `op`, which comes after all that these use."""
+        block = op.parent_block()
+        assert block is not None
+        block.insert_ops_before(self._take_needed(values), op)
+
+    def commit_after(self, op: Operation, values: Iterable[SSAValue]) -> None:
+        """Inserts the ops that `values` need after `op`, the last of those that these use."""
+        block = op.parent_block()
+        assert block is not None
+        block.insert_ops_after(self._take_needed(values), op)
+
+    def _take_needed(self, values: Iterable[SSAValue]) -> list[Operation]:
+        """Removes the ops that `values` need from those that wait, and returns them in order."""
         wanted, stack = set[Operation](), [v.owner for v in values]
         while stack:
             needed = stack.pop()
             if isinstance(needed, Operation) and needed.parent is None and needed not in wanted:
                 wanted.add(needed)
                 stack.extend(o.owner for o in needed.operands)
-        block = op.parent_block()
-        assert block is not None
-        block.insert_ops_before([o for o in self.ops if o in wanted], op)
+        taken = [o for o in self.ops if o in wanted]
         self.ops = [o for o in self.ops if o not in wanted]
+        return taken
 
     def commit_needed(self, case: CaseOp, needed: Iterable[Operation]) -> None:
         """Inserts the needed ops, and the ops that they use, before the case's end; erases the others."""

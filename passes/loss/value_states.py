@@ -49,6 +49,16 @@ class ReadStatistic:
 
 
 @dataclass(frozen=True)
+class GatheredRows:
+    """Rows of all samples that glue reads (`gathered_rows`). op: the glue; it gets its name when terms get
+    theirs. rows: the micro-batch's own, one for each sample. blocks: where they come from."""
+
+    op: GlueOp
+    rows: SSAValue
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class LocalState:
     """Exact in any micro-batch. `parts`, if any, is the same value with widths of the whole batch factored
     out."""

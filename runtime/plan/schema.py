@@ -21,7 +21,8 @@ EACH_SUFFIX, SIZES_SUFFIX, LARGEST_SUFFIX = "*", "*sizes", "*most"
 LOOP_LABEL_PREFIX = "loss:"
 OUTPUT_PREFIX = "output:"  # of outputs among the loss terms that a section returns
 _LOG_PREFIX = "log:"
-STATISTIC_PREFIX = "batch:"
+STATISTIC_PREFIX, GATHERED_PREFIX = "batch:", "rows:"
+ALL_SAMPLES = "all_samples"  # the size of a global batch, in ops on rows that were gathered
 # Raised whenever an older plan would be read wrongly: its plan.json or its section modules.
 PLAN_VERSION = 3
 
@@ -243,8 +244,9 @@ class LossTerm:
     code is in terms.py).
 
     Terms of a logged scalar that forward returns in addition to the loss are named `log:NAME:`, with a number
-    if there are several. Those named `batch:NAME` are statistics of the global batch: they belong to no loss,
-    are summed in a first pass, and have `entries` numbers.
+    if there are several. Two kinds belong to no loss and are found in a first pass: statistics of the global
+    batch, named `batch:NAME`, with `entries` numbers, and rows of all its samples, named `rows:NAME`, with
+    `entries` numbers for each.
     """
 
     name: str
@@ -260,8 +262,14 @@ class LossTerm:
 
 
 def is_statistic(term: str) -> bool:
-    """Returns whether a term is a statistic of the global batch, which belongs to no loss."""
-    return term.startswith(STATISTIC_PREFIX)
+    """Returns whether a term is a statistic of the global batch or has rows of its samples: it belongs to no
+    loss."""
+    return term.startswith((STATISTIC_PREFIX, GATHERED_PREFIX))
+
+
+def is_gathered(term: str) -> bool:
+    """Returns whether a term has one row for each sample."""
+    return term.startswith(GATHERED_PREFIX)
 
 
 def logged_scalar_name(term: str) -> str:

@@ -22,7 +22,7 @@ from secc.runtime.plan import schema
 from secc.runtime.randomness.micro_batch_draws import MicroBatchDraws
 from secc.runtime.sections import forward_hooks
 from secc.runtime.sections.autograd_functions import UserFunction, UserFunctionCall
-from secc.runtime.sections.batch_statistic import BatchStatistic
+from secc.runtime.sections.batch_statistic import BatchPlaces, BatchRows, BatchStatistic, BatchValues
 from secc.runtime.sections.module_settings import ModuleSetting, apply_settings
 from secc.runtime.tensor_parallel.replica_group import ReplicaProcessGroup
 
@@ -89,7 +89,8 @@ class SectionModule(nn.Module):
         self._model = [model]
         self.constants = Constants(Path(inspect.getfile(type(self))).parent)
         self.draws: MicroBatchDraws | None = None  # random numbers of the running micro-batch
-        self.statistics: Mapping[str, BatchStatistic] = {}  # of the global batch; none in a first pass
+        self.statistics: BatchValues = {}  # of the global batch; none in a first pass
+        self.places: BatchPlaces | None = None  # of the running micro-batch's samples
         self.group: ReplicaProcessGroup | None = None  # ranks that share parameters, if there are several
         self.row_group: ReplicaProcessGroup | None = None  # and those that share the rows of sequences
 
@@ -129,7 +130,22 @@ class SectionModule(nn.Module):
     def statistic(self, own: torch.Tensor, name: str, samples: int) -> torch.Tensor:
         """Return the statistic `name` of the global batch, `own` being the sum of a micro-batch of
         `samples`; `own` where none is known yet."""
-        return self.statistics[name].read(own, samples) if name in self.statistics else own
+        known = self.statistics.get(name)
+        return known.read(own, samples) if isinstance(known, BatchStatistic) else own
+
+    def gathered(self, own: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the rows `name` of all samples of the global batch, `own` being those of the micro-batch;
+        zeros for the others where none are known yet."""
+        assert self.places is not None
+        known = self.statistics.get(name)
+        if isinstance(known, BatchRows):
+            return known.read(own, self.places.places.to(own.device))
+        return self.places.place_rows(own)
+
+    def batch_samples(self) -> int:
+        """Return the number of samples of the global batch."""
+        assert self.places is not None
+        return self.places.samples
 
     def at_call_site(self, site: str) -> AbstractContextManager[None]:
         """Give random ops of blocks that are called inside the source lines `site` of the user's forward."""

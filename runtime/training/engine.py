@@ -31,7 +31,7 @@ from secc.runtime.plan.replica_routes import (
     ranks_by_replica,
     route_message,
 )
-from secc.runtime.plan.schema import OUTPUT_PREFIX, Edge, Plan, is_statistic, logged_scalar_name
+from secc.runtime.plan.schema import OUTPUT_PREFIX, Edge, Plan, is_gathered, is_statistic, logged_scalar_name
 from secc.runtime.plan.step_program import (
     Instruction,
     MicroBatch,
@@ -48,7 +48,7 @@ from secc.runtime.randomness.micro_batch_draws import (
     make_sample_keys,
 )
 from secc.runtime.sections.base import Batch, SectionModule, Tensors
-from secc.runtime.sections.batch_statistic import BatchStatistic
+from secc.runtime.sections.batch_statistic import BatchPlaces, BatchRows, BatchValues
 from secc.runtime.tensor_parallel.expert_parallel import TokenExchange
 from secc.runtime.tensor_parallel.replica_group import ReplicaGroup
 from secc.runtime.training.split_backward import split_backward
@@ -62,7 +62,8 @@ class StepInput:
     `load_batch`: returns the collated batch of one of this rank's micro-batches, on the device.
     `coefficients`: the factor of each loss term; None in an evaluation, which sums numerators by term. `seed`
     and `later_seed`: the random streams of this step and the next. `statistics`: of the global batch, by
-    term; none in a first pass, which finds them.
+    term; none in a first pass, which finds them. `first_sample`: the place of the first sample in a batch
+    that is evaluated in parts.
     """
 
     schedule: Schedule
@@ -71,7 +72,8 @@ class StepInput:
     coefficients: Mapping[str, float] | None
     seed: int
     later_seed: int = 0
-    statistics: Mapping[str, BatchStatistic] = field(default_factory=dict)
+    statistics: BatchValues = field(default_factory=dict)
+    first_sample: int = 0
 
 
 @dataclass
@@ -196,7 +198,7 @@ class _StepExecution:
         # were computed in its own step.
         own = step.schedule.own_samples if step.schedule.own_samples is not None else len(step.samples)
         seeded = ((step.seed, step.samples[:own]), (step.later_seed, step.samples[own:]))
-        self.sample_keys = list[int]()
+        self.own_samples, self.sample_keys = own, list[int]()
         if engine.randomness is not None:
             self.sample_keys = [key for seed, samples in seeded for key in make_sample_keys(seed, samples)]
         self.layouts = engine.edge_layouts(step)
@@ -261,6 +263,7 @@ class _StepExecution:
         section, with_grad = engine.sections[i.section], engine.backward_owed[i.section]
         batch = self.step.load_batch(micro)
         section.draws, section.statistics = self.random_draws(micro), self.step.statistics
+        section.places = self.find_places(micro)
         live = _InFlightMicroBatch(with_grad, section.draws, self.step.schedule.is_of_next_batch(micro))
         edges, exchange = self.receive_edges(i.section, i.micro, live), engine.exchanges.get(i.section)
         case = section.select_case(batch)
@@ -306,7 +309,16 @@ class _StepExecution:
     def count_loss(self, i: Instruction, live: _InFlightMicroBatch) -> None:
         """Adds the loss terms of a micro-batch, on the first rank of its replica only."""
         if self.engine.rank == self.ranks_of(i.section, i.micro)[0]:
-            self.add_loss(live.loss_terms)
+            self.add_loss(live.loss_terms, self.micro_batch(i.section, i.micro))
+
+    def find_places(self, micro: MicroBatch) -> BatchPlaces:
+        """Returns the places of a micro-batch's samples among those with known rows, in a first pass among
+        those of the batch."""
+        places = torch.tensor(micro.samples)
+        for rows in self.step.statistics.values():
+            if isinstance(rows, BatchRows):
+                return BatchPlaces(places + self.step.first_sample, len(rows.values))
+        return BatchPlaces(places, self.own_samples)
 
     def expect_consumers(self, i: Instruction, live: _InFlightMicroBatch) -> None:
         """Counts how often the outputs of a forward will be taken, by messages and by sections of this
@@ -368,12 +380,16 @@ class _StepExecution:
         if live.pending_consumers == 0:
             del self.in_flight[i.section, i.micro]
 
-    def add_loss(self, terms: Tensors) -> None:
+    def add_loss(self, terms: Tensors, micro: MicroBatch) -> None:
         """Adds loss terms (0-dim numerators) times their coefficients to the loss, or to the scalar that they
-        log. Without coefficients, sums the numerators by term, those of statistics too."""
+        log. Without coefficients, sums the numerators by term, those of statistics too; rows stand at the
+        places of their samples."""
         for name, numerator in terms.items():
             if self.step.coefficients is None:
                 value = numerator.detach().double()
+                if is_gathered(name):
+                    rows = value.reshape(len(micro.samples), -1)
+                    value = BatchPlaces(torch.tensor(micro.samples), self.own_samples).place_rows(rows)
                 self.numerators[name] = self.numerators[name] + value if name in self.numerators else value
                 continue
             if is_statistic(name):

@@ -25,8 +25,8 @@ from secc.runtime.errors import UserError
 from secc.runtime.host.activity import Waiting
 from secc.runtime.model.item_seeds import derive_item_seed
 from secc.runtime.plan.batch_sizes import combine_sizes
-from secc.runtime.plan.schema import Plan, is_statistic, logged_scalar_name
-from secc.runtime.sections.batch_statistic import BatchStatistic
+from secc.runtime.plan.schema import Plan, is_gathered, is_statistic, logged_scalar_name
+from secc.runtime.sections.batch_statistic import BatchValues
 from secc.runtime.training.engine import Engine, StepInput
 from secc.runtime.training.evaluation_data import SetName
 from secc.runtime.training.evaluation_outputs import OutputGatherer
@@ -35,7 +35,6 @@ from secc.runtime.training.rank_context import RankContext
 from secc.runtime.training.step_batches import StepBatches
 
 METRIC_PREFIX = "eval/"
-Statistics = Mapping[str, BatchStatistic]
 
 
 @dataclass(frozen=True)
@@ -79,10 +78,16 @@ class _SetTotals:
     def add_batch(self, batch: GlobalBatch, numerators: Mapping[str, torch.Tensor]) -> None:
         """Adds a batch."""
         self.batches.append(dataclasses.replace(batch, samples=(), kept_positions=()))
-        self.sample_count += len(batch.samples)
         self.pattern |= batch.pattern
         for name, value in numerators.items():
-            self.numerators[name] = self.numerators[name] + value if name in self.numerators else value
+            if not is_gathered(name):
+                self.numerators[name] = self.numerators[name] + value if name in self.numerators else value
+        for term in self._plan.terms:
+            if is_gathered(term.name):
+                own = numerators.get(term.name, torch.zeros(len(batch.samples), term.entries).double())
+                before = self.numerators.get(term.name, own[:0])
+                self.numerators[term.name] = torch.cat([before, own.to(before.device)])
+        self.sample_count += len(batch.samples)
 
     sample_count = 0
     pattern: frozenset[str] = frozenset()
@@ -127,7 +132,7 @@ class Evaluator:
 
     def evaluate(self) -> list[EvaluationResult]:
         """Evaluates all sets; every rank returns the same. Collective."""
-        seconds, statistics = dict.fromkeys(self._data.lengths, 0.0), dict[SetName, Statistics]()
+        seconds, statistics = dict.fromkeys(self._data.lengths, 0.0), dict[SetName, BatchValues]()
         if has_statistics(self._data.plan):
             for name, found in self._run_pass(seconds, statistics).items():
                 statistics[name] = sum_statistics(
@@ -142,7 +147,7 @@ class Evaluator:
         return [self._make_result(name, t, sums[name], seconds[name]) for name, t in totals.items()]
 
     def _run_pass(
-        self, seconds: dict[SetName, float], statistics: Mapping[SetName, Statistics]
+        self, seconds: dict[SetName, float], statistics: Mapping[SetName, BatchValues]
     ) -> dict[SetName, _SetTotals]:
         """Runs all batches of all sets, adds the time to `seconds`, and returns what was found."""
         totals, started = (
@@ -153,10 +158,16 @@ class Evaluator:
         with eval_mode(self._model), torch.no_grad(), self._engine.stopwatch.paused():
             for name, step in self._data.plan_pass(int(self._context.records_ahead)):
                 batches = StepBatches(self._data.data_plane, step, self._context.trace)
-                known = statistics.get(name, {})
-                self._engine.run_step(
-                    StepInput(step.schedule, step.samples, batches.load_batch, None, seed, statistics=known)
+                evaluated = StepInput(
+                    step.schedule,
+                    step.samples,
+                    batches.load_batch,
+                    coefficients=None,
+                    seed=seed,
+                    statistics=statistics.get(name, {}),
+                    first_sample=totals[name].sample_count,
                 )
+                self._engine.run_step(evaluated)
                 totals[name].add_batch(step.batch, self._engine.numerators)
                 if self._data.plan.outputs:
                     with self._context.trace.activity.during("outputs for metrics()", Waiting.PEERS):

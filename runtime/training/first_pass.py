@@ -1,11 +1,13 @@
 """The first pass of a step, for losses that depend on statistics of the global batch (balance losses of
-mixtures of experts under `--balance-loss global`).
+mixtures of experts under `--balance-loss global`) or on rows of all its samples (contrastive losses under
+`--gather`).
 
-A statistic is a sum over all samples of what sections compute, one number for each expert. It has to be known
-before the first backward, so a step begins with a forward of all micro-batches without gradients, in train
-mode and with the step's random numbers, on the ranks and in the order of an evaluation. Its numerators are
-summed over ranks in float64. The pass that trains reads the sums (`SectionModule.statistic`). Buffers that
-forwards change are put back, so that they change once in a step.
+A statistic is a sum over all samples of what sections compute, one number for each expert; rows are summed,
+too, each rank having zeros where it has no samples. They have to be known before the first backward, so a
+step begins with a forward of all micro-batches without gradients, in train mode and with the step's random
+numbers, on the ranks and in the order of an evaluation. Sums over ranks are in float64. The pass that trains
+reads them (`SectionModule.statistic`, `SectionModule.gathered`). Buffers that forwards change are put back,
+so that they change once in a step.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from secc.runtime.plan.schema import Plan, is_statistic
+from secc.runtime.plan.schema import Plan, is_gathered, is_statistic
 from secc.runtime.plan.step_program import MicroBatch, SampleMeta
 from secc.runtime.schedule.scheduler import ScheduleCache
 from secc.runtime.sections.base import Batch
-from secc.runtime.sections.batch_statistic import BatchStatistic
+from secc.runtime.sections.batch_statistic import BatchRows, BatchStatistic, BatchValues
 from secc.runtime.training.engine import Engine, StepInput
 from secc.runtime.training.evaluation_data import evaluation_plan
 
@@ -38,21 +40,23 @@ def sum_statistics(
     coefficients: Mapping[str, float],
     samples: int,
     sum_over_ranks: SumOverRanks,
-) -> dict[str, BatchStatistic]:
-    """Returns the statistics of a batch of `samples`. numerators: this rank's sums, by term. sum_over_ranks:
-    sums a vector in float64; it is called once, on every rank at the same point."""
+) -> BatchValues:
+    """Returns the statistics and rows of a batch of `samples`. numerators: this rank's sums, by term.
+    sum_over_ranks: sums a vector in float64; it is called once, on every rank at the same point."""
     terms = [t for t in plan.terms if is_statistic(t.name)]
-    flat = torch.zeros(sum(t.entries for t in terms), dtype=torch.float64)
-    parts = dict(zip((t.name for t in terms), flat.split([t.entries for t in terms]), strict=True))
+    sizes = [t.entries * (samples if is_gathered(t.name) else 1) for t in terms]
+    flat = torch.zeros(sum(sizes), dtype=torch.float64)
+    parts = dict(zip((t.name for t in terms), flat.split(sizes), strict=True))
     for name, part in parts.items():
         if name in numerators:
             part.copy_(numerators[name].flatten())
-    sums = sum_over_ranks(flat).split([t.entries for t in terms])
-    return {
-        t.name: BatchStatistic(coefficients[t.name] * total, coefficients[t.name] * samples)
-        for t, total in zip(terms, sums, strict=True)
-        if t.name in coefficients
-    }
+    found = dict[str, BatchStatistic | BatchRows]()
+    for t, total in zip(terms, sum_over_ranks(flat).split(sizes), strict=True):
+        if is_gathered(t.name):
+            found[t.name] = BatchRows(total.view(samples, t.entries))
+        elif t.name in coefficients:
+            found[t.name] = BatchStatistic(coefficients[t.name] * total, coefficients[t.name] * samples)
+    return found
 
 
 class FirstPass:
@@ -82,8 +86,8 @@ class FirstPass:
         coefficients: Mapping[str, float],
         seed: int,
         sum_over_ranks: SumOverRanks,
-    ) -> dict[str, BatchStatistic]:
-        """Returns the statistics of a global batch. Collective."""
+    ) -> BatchValues:
+        """Returns the statistics and rows of a global batch. Collective."""
         step = StepInput(self.schedule(samples), samples, load_batch, None, seed)
         with torch.no_grad(), _kept_buffers(self._model), self._engine.stopwatch.paused():
             self._engine.run_step(step)

@@ -38,7 +38,7 @@ from secc.runtime.plan.step_program import MicroBatch, SampleMeta, Schedule
 from secc.runtime.rerecording.rerecorder import Rerecorder
 from secc.runtime.schedule.scheduler import schedule_batch
 from secc.runtime.sections.base import SectionModule, load_plan_module, load_section_module
-from secc.runtime.sections.batch_statistic import BatchStatistic
+from secc.runtime.sections.batch_statistic import BatchValues
 from secc.runtime.training.eager_reference import (
     FLOAT32_TOLERANCES,
     REFERENCE_SEED,
@@ -298,7 +298,7 @@ class OneRankPlan:
             evaluates=self._evaluates,
         )
         with installed_temporarily(self.model, plan.rewrites, self._fused_source):
-            statistics: Mapping[str, BatchStatistic] = {}
+            statistics: BatchValues = {}
             if has_statistics(plan):
                 first = FirstPass(plan, self.model, engine)
                 statistics = first.find_statistics(

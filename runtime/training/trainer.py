@@ -51,7 +51,7 @@ from secc.runtime.plan.replica_routes import Ranks, ranks_by_replica, tp_ranks_o
 from secc.runtime.plan.step_program import exchanges_tokens
 from secc.runtime.sections import recompute
 from secc.runtime.sections.base import SectionModule
-from secc.runtime.sections.batch_statistic import BatchStatistic
+from secc.runtime.sections.batch_statistic import BatchValues
 from secc.runtime.sections.row_layers import install_row_layers, install_row_modules
 from secc.runtime.tensor_parallel import styles
 from secc.runtime.tensor_parallel.expert_parallel import TokenExchange
@@ -358,7 +358,7 @@ class Trainer:
 
     def _find_statistics(
         self, batch: GlobalBatch, coefficients: Mapping[str, float], seed: int
-    ) -> Mapping[str, BatchStatistic]:
+    ) -> BatchValues:
         """Returns the statistics of a global batch that its loss depends on. Collective if there are any."""
         if self._first_pass is None:
             return {}

@@ -291,6 +291,7 @@ def check(
     stats_samples: int = 64,
     accept: Sequence[str] = (),
     balance_loss: str = "",
+    gather: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> ExactnessCheck:
     """Compiles a model for `ranks` CPU processes and compares the plan with plain PyTorch on small batches.
@@ -307,6 +308,7 @@ def check(
         small=small,
         accept=tuple(accept),
         balance_loss=balance_loss,
+        gather=tuple(gather),
     )
     compiled = compile_model(_as_model(model).path, options, progress)
     if progress is not None:

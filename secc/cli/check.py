@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from secc.cli.compile import ACCEPT_OPTION, BALANCE_OPTION, COMPILE_STAGES, JSON_OPTION, MODEL_ARGUMENT
+from secc.cli.compile import (
+    ACCEPT_OPTION,
+    BALANCE_OPTION,
+    COMPILE_STAGES,
+    GATHER_OPTION,
+    JSON_OPTION,
+    MODEL_ARGUMENT,
+)
 from secc.cli.console import out, print_json, print_table, show_progress, styled
 
 
@@ -17,6 +24,7 @@ def command(
     stats_samples: Annotated[int, typer.Option(help="samples of dataset() to draw")] = 64,
     accept: ACCEPT_OPTION = None,
     balance_loss: BALANCE_OPTION = "",
+    gather: GATHER_OPTION = None,
     json: JSON_OPTION = False,
 ) -> None:
     """Check that a model can be compiled and that its plan computes what plain PyTorch computes."""
@@ -30,6 +38,7 @@ def command(
             stats_samples=stats_samples,
             accept=accept or (),
             balance_loss=balance_loss,
+            gather=gather or (),
             progress=show,
         )
     plan = result.plan

@@ -26,6 +26,14 @@ BALANCE_OPTION = Annotated[
         metavar="WAY",
     ),
 ]
+GATHER_OPTION = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="a block with rows that the loss compares with those of other samples (contrastive losses):"
+        " computed on the rows of the global batch, with one more forward a step",
+        metavar="NAME",
+    ),
+]
 JSON_OPTION = Annotated[bool, typer.Option("--json", help="print the result as JSON, and no progress")]
 
 # Reported by the compiler in this order; other steps are parts of these.
@@ -110,6 +118,7 @@ def command(
     ] = False,
     accept: ACCEPT_OPTION = None,
     balance_loss: BALANCE_OPTION = "",
+    gather: GATHER_OPTION = None,
     costs: Annotated[
         str, typer.Option(help="file of measured costs, written by secc profile", metavar="FILE")
     ] = "",
@@ -154,6 +163,7 @@ def command(
         without=tuple(no_fuse_rule or ()),
         accept=tuple(accept or ()),
         balance_loss=balance_loss,
+        gather=tuple(gather or ()),
         stats=stats,
         skip_bad_samples=skip_bad_samples,
         costs=costs,

@@ -39,6 +39,7 @@ from secc.ir.dialect.ops import (
 )
 from secc.ir.dialect.readable_names import SETTINGS_ATTRIBUTE, strip_wrappers
 from secc.ir.text_io.verifier import source_line
+from secc.runtime.plan.schema import ALL_SAMPLES
 from secc.runtime.sections import autograd_functions
 
 _MODULE_NAMESPACES = {
@@ -107,6 +108,8 @@ class BodyPrinter:
         declared = self.graph.symbols[name]
         if self.whole_batch:
             return f"size[{string_literal(name)}]"
+        if name == ALL_SAMPLES:
+            return "self.batch_samples()"
         return f"batch[{string_literal(declared.key.data)}].shape[{declared.dim.data}]"
 
     def _bind_name(self, value: SSAValue, wish: str) -> str:

@@ -46,7 +46,7 @@ from secc.ir.dialect.tensor_type import tensor_type
 from secc.ir.dialect.typed_attributes import ShardAttr, StyleAttr, UnsplitAttr
 from secc.ir.text_io.module_text import print_module
 from secc.runtime.plan import schema
-from secc.runtime.plan.schema import Plan
+from secc.runtime.plan.schema import Plan, is_gathered
 
 
 def attribute_value(op: Operation, name: str, default: Any) -> Any:
@@ -312,7 +312,7 @@ def _plan_terms(graph: GraphOp) -> tuple[schema.LossTerm, ...]:
             section_of(op.parent_op() or op) or "",
             texts.get(name, "1"),
             op.where.data if op.where else "",
-            prod(int(d) for d in tensor_type(op.numerator).shape),
+            prod(int(d) for d in tensor_type(op.numerator).shape[is_gathered(name) :]),
         )
         for name, op in owners.items()
     )

@@ -59,7 +59,8 @@ def _loss_options(options: CompileOptions) -> dict[str, Any]:
     by_micro_batch = options.balance_loss == "micro-batch"
     accept = dict.fromkeys((*options.accept, *((BALANCE_LOSS,) if by_micro_batch else ())))
     exact = {"balance_loss": "global"} if options.balance_loss == "global" else {}
-    return {"accept": tuple(accept), **exact}
+    gathered = {"gather": options.gather, "global_batch": options.global_batch} if options.gather else {}
+    return {"accept": tuple(accept), **exact, **gathered}
 
 
 def fusion_mode(options: CompileOptions) -> str:

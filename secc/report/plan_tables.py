@@ -18,10 +18,11 @@ from secc.report.text_table import (
     ranks_text,
     seconds_text,
 )
-from secc.runtime.plan.schema import Edge, Plan, RerecordedCase, Section
+from secc.runtime.plan.schema import Edge, Plan, RerecordedCase, Section, is_statistic
 from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections
 
+_OF_WHOLE_BATCH = "no part of the loss: computed of the global batch first, and read by other terms"
 MODE_DESCRIPTIONS = {
     "train": "forward, and backward to weights and inputs",
     "dgrad": "forward, and backward to inputs only: frozen weights, trainable part upstream",
@@ -255,7 +256,11 @@ def _edges_table(plan: Plan) -> TextTable:
 
 
 def _loss_table(plan: Plan) -> TextTable:
-    rows = tuple((t.name, t.section, t.coefficient, t.where) for t in plan.terms if not t.logged_scalar)
+    rows = tuple(
+        (t.name, t.section, _OF_WHOLE_BATCH if is_statistic(t.name) else t.coefficient, t.where)
+        for t in plan.terms
+        if not t.logged_scalar
+    )
     note = (
         "The loss is the sum of coefficient × numerator. Numerators add up over samples; "
         "coefficients are computed for the "
