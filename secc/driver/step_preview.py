@@ -18,9 +18,11 @@ from secc.ir.analysis import sample_sizes as drawn_samples
 from secc.ir.analysis.dataflow import evaluate_at_means, size_estimates
 from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.report.step_figures import StepFigures
+from secc.report.text_table import seconds_text
 from secc.runtime.monitoring.run_summary import SAMPLE_SECONDS_KEY, predict_sample_seconds
-from secc.runtime.plan.schema import Plan, Section
+from secc.runtime.plan.schema import Plan, Section, is_statistic
 from secc.runtime.plan.step_program import SampleMeta
+from secc.runtime.training.evaluation_data import evaluation_plan
 from secc.simulate.chrome_trace import make_chrome_trace
 from secc.simulate.events import SimulatedStep
 from secc.simulate.simulator import simulate
@@ -55,9 +57,24 @@ def preview_step(compiled: CompiledPlan) -> StepPreview:
     step = simulate_drawn_step(plan, graph)
     if step is None:
         return StepPreview(plan, None, {})
+    if any(is_statistic(t.name) for t in plan.terms):
+        plan = _note_first_pass(plan, graph, step)
     return StepPreview(
         add_simulated_step(plan, step), make_step_figures(step), {TRACE_FILE: format_trace(step)}
     )
+
+
+def _note_first_pass(plan: Plan, graph: GraphOp, step: SimulatedStep) -> Plan:
+    """Returns the plan with a note on what the forward before each step takes, which figures leave out."""
+    first = simulate_drawn_step(evaluation_plan(plan), graph)
+    assert first is not None
+    note = (
+        f"each step begins with a forward of all micro-batches, for values that the loss takes from the whole"
+        f" batch: {seconds_text(max(first.program_ends) / 1e9)} in addition to the"
+        f" {seconds_text(step.end / 1e9)} of the simulated step, which other figures leave out"
+    )
+    notes = {"notes": [*plan.checks.get("notes", []), note]}
+    return dataclasses.replace(plan, checks=plan.checks | notes)
 
 
 def simulate_drawn_step(plan: Plan, graph: GraphOp) -> SimulatedStep | None:

@@ -11,6 +11,7 @@ import torch
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
+from secc.driver.step_preview import preview_step
 from secc.errors import UserError
 from secc.report.html_page import report_page
 from secc.runtime.model.user_file import load_model_file
@@ -43,6 +44,8 @@ def test_the_message_names_the_blocks_to_gather() -> None:
         compile_model(MODELS / "contrastive.py", CompileOptions(gather=("left", "right")))
     )
     assert [t.entries for t in compiled.plan.terms if is_gathered(t.name)] == [16, 16]
+    (note,) = preview_step(compiled).plan.checks["notes"]
+    assert note.startswith("each step begins with a forward of all micro-batches")
 
 
 @pytest.mark.parametrize("loss", LOSSES)
