@@ -1,10 +1,16 @@
-"""`scaled_dot_product_attention` of a rank's query rows with the keys and values of all ranks.
+"""`scaled_dot_product_attention` on the rows of several ranks, in one of two ways.
 
-Keys and values are gathered in one exchange for each call. A mask gives up the rows of the queries. Causal
-attention becomes one call for each run of adjacent queries, over the keys up to its end: the lower right
-corner of the triangle. On GPUs there are fused kernels for that. On CPUs torch would write a mask of queries
-by keys and keep it for the backward; with queries in reverse order, its entries depend on the sum of row and
-column alone, so it is an overlapping view of one row.
+*Gather*: a rank's query rows attend to the keys and values of all ranks, which are gathered in one exchange
+for each call. A mask gives up the rows of the queries. Causal attention becomes one call for each run of
+adjacent queries, over the keys up to its end: the lower right corner of the triangle. On GPUs there are
+fused kernels for that. On CPUs torch would write a mask of queries by keys and keep it for the backward;
+with queries in reverse order, its entries depend on the sum of row and column alone, so it is an
+overlapping view of one row.
+
+*Ulysses* (Jacobs et al., "DeepSpeed Ulysses", 2023): ranks exchange rows for heads, so that each has all
+rows of its share of the heads, and the results go back. Nothing but its share stays on a rank, and
+attention runs as in plain PyTorch. The ranks must divide the heads of queries, keys and values; masks are
+the same for all heads. Calls that do not fit gather.
 """
 
 from __future__ import annotations
@@ -16,7 +22,8 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
-from secc.runtime.context_parallel.row_marks import RowMark, mark_of, set_mark
+from secc.runtime.context_parallel import row_exchange
+from secc.runtime.context_parallel.row_marks import RowMark, mark_of, repeat_of, set_mark
 
 if TYPE_CHECKING:
     from secc.runtime.context_parallel.row_mode import RowMode
@@ -37,6 +44,14 @@ def attention_rule(mode: RowMode, func: Any, args: list[Any], kwargs: dict[str, 
     )
     if mark is None or mark.dim != query.ndim - 2 or not mark.is_plain:
         return mode.gather_for(func, args, kwargs)
+    if mode.attention == "ulysses" and not given.get("dropout_p"):
+        exchanged = _exchange_heads(mode, query, key, value, mask)
+        if exchanged is not None:
+            query, key, value, mask = exchanged
+            more |= {"is_causal": bool(given.get("is_causal"))}
+            repeated = {"enable_gqa": True} if key.shape[-3] < query.shape[-3] else {}
+            heads = F.scaled_dot_product_attention(query, key, value, mask, **more | repeated)
+            return set_mark(row_exchange.heads_to_rows(heads, mark.rows, mode.group), mark)
     key, value = mode.gather([key, value])
     own, dropout, is_causal = mark.at_dim(-2), given.get("dropout_p") or 0.0, bool(given.get("is_causal"))
     if isinstance(mask, torch.Tensor):
@@ -50,6 +65,43 @@ def attention_rule(mode: RowMode, func: Any, args: list[Any], kwargs: dict[str, 
         return set_mark(F.scaled_dot_product_attention(query, key, value, mask, **more), mark)
     with mode.drawing(mark, query.device):
         return set_mark(F.scaled_dot_product_attention(query, key, value, mask, dropout, **more), mark)
+
+
+def _exchange_heads(
+    mode: RowMode, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+    """Returns queries, keys and values [samples, heads, rows, width] with all rows of this rank's share of
+    the heads, and the whole mask; None if they cannot be exchanged so.
+
+    Where code repeats heads of keys and values (grouped queries), what it repeats is exchanged."""
+    rows = [mark_of(t) for t in (query, key, value)]
+    if any(m is None or not m.is_plain or m.dim != 2 or m.rows != rows[0].rows for m in rows):  # type: ignore[union-attr]
+        return None
+    if not (query.ndim == key.ndim == value.ndim == 4 and query.dtype == key.dtype == value.dtype):
+        return None
+    if isinstance(mask, torch.Tensor) and mask.ndim > 2 and mask.shape[-3] != 1:
+        return None
+    key, value = (_before_repeats(t) for t in (key, value))
+    heads = [t.shape[1] for t in (query, key, value)]
+    if any(n % mode.group.size for n in heads) or heads[1] != heads[2] or heads[0] % heads[1]:
+        return None
+    query, key, value = row_exchange.rows_to_heads([query, key, value], rows[0].rows, mode.group)  # type: ignore[union-attr]
+    if isinstance(mask, torch.Tensor):
+        (mask,) = mode.gather([mask])
+    return query, key, value, mask
+
+
+def _before_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns keys or values without the copies of heads for groups of queries, if they follow each other
+    and lie in dim 1, as `enable_gqa` makes them; else the tensor."""
+    repeat = repeat_of(tensor)
+    if repeat is None or not repeat.in_order:
+        return tensor
+    source = (
+        repeat.source.squeeze(2) if repeat.source.ndim == 5 and repeat.source.shape[2] == 1 else repeat.source
+    )
+    alike = source.ndim == 4 and source.shape[0] == tensor.shape[0] and source.shape[2:] == tensor.shape[2:]
+    return source if alike else tensor
 
 
 def _mask_of_rows(mode: RowMode, mask: torch.Tensor, own: RowMark) -> torch.Tensor:

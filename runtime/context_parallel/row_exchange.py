@@ -8,6 +8,8 @@ rank's summand, and these functions keep it one:
     enter_section   a whole tensor from outside, the same on all ranks; its gradient leaves complete
     leave_section   a whole tensor to outside; its complete gradient counts on the first rank alone
     leave_rows      rows to a whole tensor outside; each rank takes its rows of the complete gradient
+    rows_to_heads   a rank's rows of all heads to all rows of its share of the heads; gradients go back
+    heads_to_rows   the reverse
 
 Sums are in float32 at least. A rank may have no rows.
 """
@@ -146,6 +148,79 @@ class _LeaveRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return take_rows(gradient, ctx.mark, ctx.index), None, None
+
+
+def _send_rows(tensors: Sequence[torch.Tensor], rows: Rows, group: ReplicaGroup) -> list[torch.Tensor]:
+    """Sends to each rank its share of the heads of this rank's rows; returns all rows, in order, of this
+    rank's heads. Tensors are [samples, heads, rows, width]."""
+    shares = [t.chunk(group.size, 1) for t in tensors]
+    sent = [torch.cat([share[rank].flatten() for share in shares]) for rank in range(group.size)]
+    sizes = [sum(share[0].shape[:2].numel() * share[0].shape[3] for share in shares) * n for n in rows.counts]
+    arrived = group.all_to_all(torch.cat(sent), [s.numel() for s in sent], sizes).split(sizes)
+    pieces = [list[torch.Tensor]() for _ in tensors]
+    for flat, count in zip(arrived, rows.counts, strict=True):
+        shapes = [(*share[0].shape[:2], count, share[0].shape[3]) for share in shares]
+        parts = flat.split([torch.Size(shape).numel() for shape in shapes])
+        for found, part, shape in zip(pieces, parts, shapes, strict=True):
+            found.append(part.view(shape))
+    whole = [torch.cat(found, 2) for found in pieces]
+    if rows.is_in_order:
+        return whole
+    order = _index_tensor(rows.order, whole[0].device)
+    return [torch.empty_like(t).index_copy_(2, order, t) for t in whole]
+
+
+def _return_rows(tensors: Sequence[torch.Tensor], rows: Rows, group: ReplicaGroup) -> list[torch.Tensor]:
+    """Sends to each rank its rows of this rank's heads; returns this rank's rows of all heads. Tensors are
+    [samples, heads, rows, width]."""
+    if not rows.is_in_order:
+        order = _index_tensor(rows.order, tensors[0].device)
+        tensors = [t.index_select(2, order) for t in tensors]
+    by_rank = [t.split(list(rows.counts), 2) for t in tensors]
+    sent = [torch.cat([parts[rank].flatten() for parts in by_rank]) for rank in range(group.size)]
+    shapes = [(*t.shape[:2], rows.counts[group.index], t.shape[3]) for t in tensors]
+    lengths = [torch.Size(shape).numel() for shape in shapes]
+    arrived = group.all_to_all(torch.cat(sent), [s.numel() for s in sent], [sum(lengths)] * group.size)
+    shares = [flat.split(lengths) for flat in arrived.split(sum(lengths))] if sum(lengths) else []
+    if not shares:
+        return [
+            t.new_empty(shape[0], shape[1] * group.size, 0, shape[3])
+            for t, shape in zip(tensors, shapes, strict=True)
+        ]
+    return [torch.cat([share[i].view(shape) for share in shares], 1) for i, shape in enumerate(shapes)]
+
+
+class _RowsToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Rows, group: ReplicaGroup, *tensors: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.rows, ctx.group = rows, group
+        return tuple(_send_rows(tensors, rows, group))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (None, None, *_return_rows(gradients, ctx.rows, ctx.group))
+
+
+class _HeadsToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: Rows, group: ReplicaGroup) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.rows, ctx.group = rows, group
+        return _return_rows([x], rows, group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _send_rows([gradient], ctx.rows, ctx.group)[0], None, None
+
+
+def rows_to_heads(tensors: Sequence[torch.Tensor], rows: Rows, group: ReplicaGroup) -> list[torch.Tensor]:
+    """Returns all rows of this rank's share of the heads, in one exchange, given its rows of all heads:
+    tensors [samples, heads, rows, width] of one dtype, each with a number of heads that the ranks divide."""
+    return list(_RowsToHeads.apply(rows, group, *tensors))  # pyright: ignore[reportUnknownMemberType,reportArgumentType]
+
+
+def heads_to_rows(heads: torch.Tensor, rows: Rows, group: ReplicaGroup) -> torch.Tensor:
+    """Returns this rank's rows of all heads, given all rows of its heads [samples, heads, rows, width]."""
+    return _HeadsToRows.apply(heads, rows, group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
 
 def gather_rows(tensors: Sequence[torch.Tensor], group: ReplicaGroup) -> list[torch.Tensor]:

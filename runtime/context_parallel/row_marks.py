@@ -148,11 +148,15 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 @dataclass(frozen=True)
 class RowRepeat:
     """A tensor of rows that repeats the entries of a smaller one: `steps` make the whole of it from the whole
-    of `source`. It holds as long as nothing has been written into either; `versions` are those of both."""
+    of `source`. It holds as long as nothing has been written into either; `versions` are those of both.
+
+    in_order: copies of an entry follow each other (heads 0, 0, 1, 1).
+    """
 
     source: torch.Tensor
     steps: tuple[Step, ...]
     versions: tuple[int, int]
+    in_order: bool
 
     def rebuild(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns the whole repeated tensor, given the whole source."""
@@ -169,17 +173,24 @@ def repeat_of(tensor: torch.Tensor) -> RowRepeat | None:
     return repeat
 
 
-def note_repeat(out: torch.Tensor, tensor: torch.Tensor, step: Step, starts: bool = False) -> torch.Tensor:
+def note_repeat(
+    out: torch.Tensor, tensor: torch.Tensor, step: Step, starts: bool = False, in_order: bool = False
+) -> torch.Tensor:
     """Notes on `out` that `step` makes it, where whole, from the whole `tensor`, if that repeats another one
-    or, with `starts`, because the step itself repeats entries; returns `out`."""
+    or, with `starts`, because the step itself repeats entries; returns `out`. in_order: copies of an entry
+    follow each other after the step if they did before."""
     if out is tensor or mark_of(out) is None or tensor.is_inference():
         return out
     repeat = repeat_of(tensor)
     if repeat is not None:
         versions = (out._version, repeat.source._version)
-        setattr(out, _REPEAT_ATTRIBUTE, RowRepeat(repeat.source, (*repeat.steps, step), versions))
+        setattr(
+            out,
+            _REPEAT_ATTRIBUTE,
+            RowRepeat(repeat.source, (*repeat.steps, step), versions, repeat.in_order and in_order),
+        )
     elif starts and mark_of(tensor) is not None:
-        setattr(out, _REPEAT_ATTRIBUTE, RowRepeat(tensor, (step,), (out._version, tensor._version)))
+        setattr(out, _REPEAT_ATTRIBUTE, RowRepeat(tensor, (step,), (out._version, tensor._version), in_order))
     return out
 
 

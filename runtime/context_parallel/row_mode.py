@@ -43,12 +43,14 @@ def active_row_mode() -> RowMode | None:
 class RowMode(TorchFunctionMode):
     """Presents whole sizes to code that runs on the rows of one rank of `group`.
 
-    gathered: how often functions without a rule got gathered tensors, by name.
+    attention: "gather" keys and values for a rank's queries, or "ulysses": exchange rows for heads where
+    that is possible (`row_attention`). gathered: how often functions without a rule got gathered tensors, by
+    name.
     """
 
-    def __init__(self, group: ReplicaGroup) -> None:
+    def __init__(self, group: ReplicaGroup, attention: str = "gather") -> None:
         super().__init__()
-        self.group = group
+        self.group, self.attention = group, attention
         self.gathered = Counter[str]()
         self._outer: list[RowMode | None] = []
 

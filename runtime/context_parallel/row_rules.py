@@ -257,7 +257,8 @@ def _view(mode: RowMode, tensor: torch.Tensor, wanted: list[int]) -> torch.Tenso
         return mode.gather([tensor])[0].reshape(wanted)
     own = [*wanted]
     own[found.dim] = mode.local_size(found)
-    return note_repeat(set_mark(tensor.reshape(own), found), tensor, lambda t: t.reshape(wanted))
+    out = set_mark(tensor.reshape(own), found)
+    return note_repeat(out, tensor, lambda t: t.reshape(wanted), in_order=True)
 
 
 def _find_rows(whole: Sequence[int], wanted: Sequence[int], mark: RowMark) -> RowMark | None:
@@ -304,7 +305,7 @@ def expand_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any
     sizes[dim] = -1
     out = set_mark(args[0].expand(sizes), mark.at_dim(dim))
     repeats = prod(mode.whole_shape(out)) > prod(mode.whole_shape(args[0]))  # a rank may have no rows
-    return note_repeat(out, args[0], lambda t: t.expand(sizes), starts=repeats)
+    return note_repeat(out, args[0], lambda t: t.expand(sizes), starts=repeats, in_order=True)
 
 
 def expand_as_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
@@ -468,7 +469,8 @@ def repeat_interleave_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Na
     if not isinstance(times, int) or not isinstance(dim, int) or dim % args[0].ndim == mark.dim:
         return mode.gather_for(func, args, kwargs)
     out = set_mark(func(*args, **kwargs), mark)
-    return note_repeat(out, args[0], lambda t: func(t, *args[1:], **kwargs), starts=times > 1)
+    repeat: Callable[[torch.Tensor], torch.Tensor] = lambda t: func(t, *args[1:], **kwargs)  # noqa: E731
+    return note_repeat(out, args[0], repeat, starts=times > 1, in_order=True)
 
 
 # -- products

@@ -167,12 +167,13 @@ _SECTION_FIELDS: dict[str, Shape] = {
             schema.ModuleStyle, {"module": _TEXT, "kind": _TEXT, "arguments": _TEXTS}, optional=("arguments",)
         )
     ),
+    "row_attention": shapes.choice("gather", "ulysses"),
     "row_layers": _TEXTS,
     "row_modules": _TEXTS,
     "partial": _TEXTS,
     "units": _TEXTS,
 }
-_LATER_FIELDS = ("row_layers", "row_modules", "micro_batch_tokens", "token_count")
+_LATER_FIELDS = ("row_attention", "row_layers", "row_modules", "micro_batch_tokens", "token_count")
 _STAGE = shapes.dataclass_of(schema.Section, _SECTION_FIELDS, optional=_LATER_FIELDS)
 _WHOLE_SECTION = shapes.dataclass_of(
     schema.Section,

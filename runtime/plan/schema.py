@@ -164,7 +164,8 @@ class Section:
     order. With tp, `shards` and `styles` say how its modules are sharded; the gradients of the unsharded
     parameters in `partial` are partial sums on each tp rank. With cp, the layers `row_layers` (module paths)
     work on a rank's rows of the sequence (`runtime.context_parallel`); `row_modules` inside of them do so row
-    by row, without rules for their code.
+    by row, without rules for their code, and `row_attention` is how their attention reaches the rows of other
+    ranks ("gather" or "ulysses").
     """
 
     name: str
@@ -191,6 +192,7 @@ class Section:
     styles: tuple[ModuleStyle, ...] = ()
     partial: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
+    row_attention: str = "gather"
     row_layers: tuple[str, ...] = ()
     row_modules: tuple[str, ...] = ()
 

@@ -93,6 +93,7 @@ class SectionModule(nn.Module):
         self.places: BatchPlaces | None = None  # of the running micro-batch's samples
         self.group: ReplicaProcessGroup | None = None  # ranks that share parameters, if there are several
         self.row_group: ReplicaProcessGroup | None = None  # and those that share the rows of sequences
+        self.row_attention = "gather"  # or "ulysses": how these attend to each other's rows
 
     @property
     def whole_model(self) -> nn.Module:
@@ -220,7 +221,7 @@ class SectionModule(nn.Module):
         with forward_hooks.without_user_hooks(self.children()):
             if self.row_group is None:
                 return compute(batch, edges)
-            return RowMode(self.row_group).run_section(compute, batch, edges)
+            return RowMode(self.row_group, self.row_attention).run_section(compute, batch, edges)
 
 
 def load_section_module(directory: Path, planned: schema.Section, model: nn.Module) -> SectionModule:
@@ -233,7 +234,9 @@ def load_section_module(directory: Path, planned: schema.Section, model: nn.Modu
         for c in vars(module).values()
         if isinstance(c, type) and issubclass(c, SectionModule) and c.name == planned.name
     )
-    return cls(model)
+    section = cls(model)
+    section.row_attention = planned.row_attention
+    return section
 
 
 def load_plan_module(path: Path) -> ModuleType:

@@ -25,18 +25,20 @@ from secc.runtime.sections.row_layers import wrap_row_modules
 Batch = dict[str, Any]
 
 
-def run_on_rows(model: nn.Module, batch: Batch, group: ThreadGroup) -> tuple[Any, dict[str, Any], RowMode]:
+def run_on_rows(
+    model: nn.Module, batch: Batch, group: ThreadGroup, attention: str = "gather"
+) -> tuple[Any, dict[str, Any], RowMode]:
     """Returns the loss, this rank's gradients and the mode."""
     for layer in recompute_units(model):
         layer.forward = split_first_input(layer.forward)
     wrap_row_modules(model, [path for path, _ in model.named_modules() if path.endswith("mlp.experts")])
-    mode = RowMode(group)
+    mode = RowMode(group, attention)
     _, out = mode.run_section(lambda b, edges: ({}, {"loss": model(**b)}), batch, {})
     out["loss"].backward()
     return out["loss"].detach(), {n: p.grad for n, p in model.named_parameters()}, mode
 
 
-def assert_same(model: nn.Module, batch: dict[str, Any], count: int) -> RowMode:
+def assert_same(model: nn.Module, batch: dict[str, Any], count: int, attention: str = "gather") -> RowMode:
     model = model.double()
     model.zero_grad()
     loss = model(**batch)
@@ -45,7 +47,7 @@ def assert_same(model: nn.Module, batch: dict[str, Any], count: int) -> RowMode:
     models = [copy.deepcopy(model) for _ in range(count)]
     for m in models:
         m.zero_grad()
-    ranks = run_thread_ranks(count, lambda group: run_on_rows(models[group.index], batch, group))
+    ranks = run_thread_ranks(count, lambda group: run_on_rows(models[group.index], batch, group, attention))
     total = sum(float(g.square().sum()) for g in expected.values() if g is not None) ** 0.5
     for found, _, _ in ranks:
         assert torch.allclose(found, loss.detach(), rtol=1e-6), (found, loss)
@@ -311,6 +313,91 @@ def test_keys_and_values_are_gathered_before_heads_are_repeated(
     key_entries = 2 * 13 * 2 * 8  # samples, rows, heads, width
     layers, tensors = 2, 2
     assert sum(n for n in sent if n > 13) == layers * tensors * key_entries
+
+
+class RepeatedHeads(nn.Module):
+    """Attention of 8 heads of queries on 4 of keys and values, each repeated `how` before the call."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.qkv, self.out = how, nn.Linear(32, 64), nn.Linear(32, 32)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(h).unflatten(-1, (16, 4)).transpose(1, 2).split([8, 4, 4], 1)
+        if self.how == "in order":
+            k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
+        else:
+            k, v = (t[:, None].expand(-1, 2, -1, -1, -1).flatten(1, 2) for t in (k, v))
+        mask = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).tril() if self.how == "masked" else None
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+        return h + self.out(out.transpose(1, 2).flatten(2))
+
+
+class Decoder(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.layers = nn.ModuleList([RepeatedHeads(how), RepeatedHeads(how)])
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        h = self.words(input_ids)
+        for layer in self.layers:
+            h = layer(h)
+        return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
+
+
+class AllToAlls:
+    """Counts the numbers that ranks exchange by all-to-all and by gathering."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.exchanged, self.gathered = list[int](), list[int]()
+        all_to_all, all_gather = ThreadGroup.all_to_all, ThreadGroup.all_gather
+
+        def count_all_to_all(group: ThreadGroup, rows: torch.Tensor, sent: Any, received: Any) -> Any:
+            self.exchanged.append(rows.numel())
+            return all_to_all(group, rows, sent, received)
+
+        def count_all_gather(group: ThreadGroup, tensor: torch.Tensor, lengths: Any) -> Any:
+            self.gathered.append(tensor.numel())
+            return all_gather(group, tensor, lengths)
+
+        monkeypatch.setattr(ThreadGroup, "all_to_all", count_all_to_all)
+        monkeypatch.setattr(ThreadGroup, "all_gather", count_all_gather)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("length", "count"), [(13, 2), (13, 4), (3, 4)])
+def test_ranks_exchange_rows_for_heads(
+    length: int, count: int, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries, keys and values there, results back, in forward and backward; nothing is gathered for them."""
+    torch.manual_seed(0)
+    sizes = WIDTHS | {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
+    model = WithLoss(hf.LlamaForCausalLM(hf.LlamaConfig(**sizes)))
+    counted = AllToAlls(monkeypatch)
+    assert not assert_same(model, _batch(length, padded), count, "ulysses").gathered
+    heads, layers, directions = 8 + 4 + 4 + 8, 2, 2
+    assert sum(counted.exchanged) == 2 * length * heads * 8 * layers * directions
+    assert not [n for n in counted.gathered if n >= length * 8]
+
+
+@pytest.mark.parametrize(("how", "exchanges"), [("in order", 6), ("masked", 8), ("in turns", 8)])
+def test_heads_are_exchanged_before_they_are_repeated_in_order(
+    how: str, exchanges: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads that are repeated 0, 0, 1, 1 travel once; those repeated 0, 1, 0, 1 travel as they are."""
+    torch.manual_seed(0)
+    counted = AllToAlls(monkeypatch)
+    assert_same(Decoder(how), _batch(9, padded=False), 2, "ulysses")
+    layers, directions = 2, 2
+    assert sum(counted.exchanged) == 2 * 9 * 4 * 4 * exchanges * layers * directions
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_without_a_share_of_heads_gathers(name: str) -> None:
+    """2 heads of keys and values on 4 ranks, biases of each head, and products in the model's own code."""
+    torch.manual_seed(0)
+    assert_same(WithLoss(MODELS[name]()), _batch(13, padded=True), 4, "ulysses")
 
 
 class PackedAttention(nn.Module):
