@@ -156,6 +156,8 @@ class Allocate(ModulePass):
         for section in graph.sections:
             if pins.splits_sequence(section.sym.data):
                 section.attributes["norms"] = StringAttr("sequence")
+            if attention := pins.words.get(section.sym.data, {}).get("attention"):
+                section.attributes["pinned_attention"] = StringAttr(attention)
             if (load := pins.expert_loads.get(section.sym.data)) is not None:
                 section.attributes["expert_load"] = float_attr(load)
         work = build_workload(graph, cluster, self.global_batch or SAMPLES_PER_RANK * ranks)
@@ -370,6 +372,8 @@ def _write_section(
         "forward_ns": StringAttr(forward_ns),
         "backward_ns": StringAttr(backward_ns),
     } | {key: int_attr(n) for key, n in (("cp", chosen.cp), ("ep", chosen.ep)) if n > 1}
+    if rank.row_attention != "gather":
+        load.section.attributes["row_attention"] = StringAttr(rank.row_attention)
     if chosen.micro_batch_tokens:
         load.section.attributes |= {
             "most_samples": int_attr(chosen.most_samples),

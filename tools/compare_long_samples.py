@@ -40,6 +40,7 @@ CHOICES = {
     "zero3, cp 2, recompute full": ("tp=1", "pp=1", "cp=2", "sharding=zero3", "recompute=full"),
     "zero3, tp 2, cp 4, recompute full": ("tp=2", "pp=1", "cp=4", "sharding=zero3", "recompute=full"),
     "zero3, cp 8": (*ALL_CP, "recompute=none"),
+    "zero3, cp 8, gathered": (*ALL_CP, "recompute=none", "attention=gather"),
     "zero3, cp 8, recompute full": (*ALL_CP, "recompute=full"),
 }
 COLUMNS = ("tokens", "choice", "layout", "fits", "GiB on a rank", "predicted step, s")

@@ -128,6 +128,7 @@ SECTION_FIELDS: FieldReaders[Section] = {
     "pp": lambda s: str(s.mesh.pp),
     "tp": lambda s: str(s.mesh.tp),
     "cp": lambda s: str(s.mesh.cp),
+    "attention over cp": lambda s: s.row_attention,
     "ep": lambda s: str(s.mesh.ep),
     "micro-batch": micro_batch_text,
     "recompute": lambda s: s.recompute,

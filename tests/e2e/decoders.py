@@ -111,6 +111,12 @@ def _llama() -> nn.Module:
     return T.LlamaForCausalLM(T.LlamaConfig(**TEXT))
 
 
+def _llama_of_heads() -> nn.Module:
+    """Eight heads of queries on four of keys and values, which four ranks can divide."""
+    heads = {"num_attention_heads": 2 * HEADS, "num_key_value_heads": HEADS}
+    return T.LlamaForCausalLM(T.LlamaConfig(**TEXT | heads))
+
+
 def _qwen3() -> nn.Module:
     return T.Qwen3ForCausalLM(T.Qwen3Config(**TEXT, head_dim=12))
 
@@ -143,6 +149,9 @@ DECODERS = {
     for e in (
         Entry("llama", "decoders", _llama, text_only),
         Entry("llama_short", "decoders", _llama, _short),
+        Entry("llama_heads", "decoders", _llama_of_heads, text_only),
+        Entry("llama_heads_left", "decoders", _llama_of_heads, text_only, _pad_left),
+        Entry("llama_heads_short", "decoders", _llama_of_heads, _short),
         Entry("qwen3", "decoders", _qwen3, text_only, _pad_left),
         Entry("gemma3_text", "decoders", _gemma3_text, text_only),
         Entry("gemma3_text_left", "decoders", _gemma3_text, text_only, _pad_left),

@@ -60,6 +60,19 @@ ROWS: dict[str, list[tuple[int, str]]] = {
     "gpt_oss": [(4, "cp=2 tp=2 micro_batch=2"), (4, "cp=4 recompute=full micro_batch=3")],
     "bamba": [(2, "cp=2 micro_batch=2"), (4, "cp=4 sharding=zero3")],
 }
+# The same with rows exchanged for heads; 4 heads of keys and values, of "gemma3_text" 2.
+ULYSSES: dict[str, list[tuple[int, str]]] = {
+    "llama_heads": [
+        (2, "cp=2 micro_batch=3"),
+        (4, "cp=2 tp=2 recompute=selective micro_batch=2"),
+        (4, "cp=4 sharding=zero3 recompute=full"),
+        (4, "cp=2 pp=2 bf16"),
+    ],
+    "llama_heads_left": [(4, "cp=4 micro_batch=2 bf16"), (4, "cp=2 dp=2 sharding=zero2")],
+    "llama_heads_short": [(4, "cp=4 micro_batch=1")],
+    "gemma3_text": [(2, "cp=2 recompute=full micro_batch=2")],
+}
+CHOSEN = {"": ROWS, "gather": {"llama_heads": [(2, "cp=2")]}, "ulysses": ULYSSES}
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +82,20 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refere
 
 @pytest.mark.gloo
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ranks", "pins"), [(n, *row) for n, rows in ROWS.items() for row in rows])
+@pytest.mark.parametrize(
+    ("name", "ranks", "pins", "attention"),
+    [(n, *row, how) for how, table in CHOSEN.items() for n, rows in table.items() for row in rows],
+)
 def test_a_plan_with_cp_trains_as_plain_pytorch(
-    captured: Callable[[str], ReferencedModel], name: str, ranks: int, pins: str, tmp_path: Path
+    captured: Callable[[str], ReferencedModel],
+    name: str,
+    ranks: int,
+    pins: str,
+    attention: str,
+    tmp_path: Path,
 ) -> None:
     model, dtype = captured(name), "bf16" if "bf16" in pins.split() else ""
+    pins += f" attention={attention}" if attention else ""
     wanted = tuple(pin if "." in pin else f"model.{pin}" for pin in pins.split() if "=" in pin)
     made = model.plan_with(
         CompileOptions(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=wanted, dtype=dtype)
@@ -81,7 +103,27 @@ def test_a_plan_with_cp_trains_as_plain_pytorch(
     assert max(s.mesh.cp for s in made.plan.user_sections) == max(
         int(pin.rpartition("=")[2]) for pin in wanted if ".cp=" in pin
     )
+    if attention:
+        assert {s.row_attention for s in made.plan.user_sections} == {attention}
     assert model.list_differences(made, tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "pins", "reason"),
+    [
+        ("bloom", "model.cp=2", "not all its layers call scaled_dot_product_attention"),
+        ("llama", "model.cp=4", "a divisor of its 2 heads"),
+        ("llama", "model.dp=4", "cp must be above 1"),
+    ],
+)
+def test_heads_that_ranks_cannot_divide_are_refused(
+    captured: Callable[[str], ReferencedModel], name: str, pins: str, reason: str
+) -> None:
+    wanted = (pins, "model.attention=ulysses")
+    options = CompileOptions(cluster="local:4", global_batch=GLOBAL_BATCH, set=wanted)
+    with pytest.raises(UserError, match=reason):
+        captured(name).plan_with(options)
 
 
 @pytest.mark.slow

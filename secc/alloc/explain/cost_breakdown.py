@@ -92,7 +92,7 @@ def break_down_time(work: Workload, load: SectionLoad, c: Candidate) -> dict[str
         work, rank, c, exchange, again if load.mode != "forward" else "0"
     )
     whole_rows = cost_with_expert_parts(load.cost, c.tp, c.ep, load.stage_shares(c.pp))
-    rows = cp_scaling.price_row_exchange(whole_rows, c.tp, c.cp, work.cluster)
+    rows = cp_scaling.price_row_exchange(whole_rows, c.tp, c.cp, work.cluster, rank.row_attention)
     ns_by_part[ROWS_PART] = _evaluate_over_step(
         work, rank, c, rows.forward_ns, rows.backward_ns(c.recompute) if load.mode != "forward" else "0"
     )

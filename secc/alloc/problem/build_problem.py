@@ -25,6 +25,7 @@ from secc.alloc.problem.row_parts import row_part_choices
 from secc.alloc.problem.stackable_layers import count_declared_layers
 from secc.alloc.problem.types import ALL_KINDS, AllocEdge, Candidate, DevicePool, Problem, ReplicaShape
 from secc.cost.model import roofline
+from secc.cost.model.cp_scaling import can_exchange_heads
 from secc.cost.model.patterns_and_transfers import SectionTransfer, micro_batch_sizes
 from secc.errors import UserError
 from secc.ir.analysis.token_count import token_count
@@ -273,11 +274,27 @@ def parallel_shapes(
         for cp in row_part_choices(work, load, pins, tp, pp, ranks, free)
     ]
     shapes = [s for s in shapes if s.tp % ep == 0 or ep % s.tp == 0] or shapes
+    if pins.words.get(load.name, {}).get("attention") == "ulysses":
+        shapes = [s for s in shapes if can_exchange_heads(load.cost, s.tp, s.cp)]
+        if not shapes:
+            raise _refuse_head_exchange(load)
     both_pinned = pins.pinned_number(load.name, "tp") and pins.pinned_number(load.name, "pp")
     return (
         shapes
         if both_pinned
         else [s for s in shapes if s.ranks <= ranks and s.tp <= work.cluster.per_node] or shapes[:1]
+    )
+
+
+def _refuse_head_exchange(load: SectionLoad) -> UserError:
+    name, heads = load.name, load.cost.key_heads
+    reason = (
+        f"cp must be above 1, and tp * cp a divisor of its {heads} heads of keys and values"
+        if heads > 1
+        else "not all its layers call scaled_dot_product_attention with several heads of keys and values"
+    )
+    return UserError(
+        f"{name}.attention=ulysses is impossible: {reason}", remedy=f"set another {name}.cp, or leave it out"
     )
 
 

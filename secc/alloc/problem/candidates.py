@@ -42,7 +42,7 @@ from secc.cost.model.tp_pp_scaling import WHOLE_SECTION, StageShares, stage_shar
 from secc.cost.model.zero3_cost import Zero3Collectives, zero3_collectives
 from secc.errors import UserError
 from secc.ir.analysis import sample_sizes
-from secc.ir.analysis.dataflow import get_number
+from secc.ir.analysis.dataflow import get_number, get_string
 from secc.ir.analysis.tp_layouts import expert_counts
 from secc.ir.dialect.ops import GraphOp, SectionOp
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
@@ -76,8 +76,8 @@ class SectionLoad:
     `backward_ns` maps each recompute mode to an expression. `shape` says how many ranks share a replica: cost
     and times are those of one of these ranks (by default the whole section). `spread` describes how the times
     of its samples differ. `outside_share` is the fraction of the section's time that passes outside of its
-    layers, and `stages` what its stages have. The `cached_*` fields memoise results of this module's
-    functions.
+    layers, `stages` what its stages have, and `row_attention` how ranks of cp attend to each other's rows.
+    The `cached_*` fields memoise results of this module's functions.
     """
 
     section: SectionOp
@@ -91,6 +91,7 @@ class SectionLoad:
     shape: ReplicaShape = WHOLE
     outside_share: Fraction = Fraction(0)
     stages: StageShares = WHOLE_SECTION
+    row_attention: str = "gather"
     cached_numbers: dict[object, tuple[int, int]] = field(
         init=False, repr=False, compare=False, default_factory=dict[object, tuple[int, int]]
     )
@@ -291,10 +292,13 @@ def compute_rank_load(whole: SectionLoad, shape: ReplicaShape, cluster: Cluster)
     device, mode, (tp, pp, cp, ep, backward_parts) = cluster.device, whole.mode, shape
     stages = whole.stage_shares(pp)
     whole_rows = cost_with_expert_parts(whole.cost, tp, ep, stages)
-    cost = cp_scaling.cost_on_rows(whole_rows, cp)
+    attention = cp_scaling.choose_row_attention(
+        whole.cost, whole_rows, tp, cp, cluster, get_string(whole.section, "pinned_attention") or ""
+    )
+    cost = cp_scaling.cost_on_rows(whole_rows, cp, attention)
     all_reduce = tp_pp_scaling.tp_all_reduce_ns(cost, tp, cluster)
     tokens = exchange_ns(cost, tp * cp, ep, cluster)
-    rows = cp_scaling.price_row_exchange(whole_rows, tp, cp, cluster)
+    rows = cp_scaling.price_row_exchange(whole_rows, tp, cp, cluster, attention)
     measured_permille = [
         int(get_number(whole.section, name) or 1000) for name in MEASURED_PERMILLE_ATTRIBUTES
     ]
@@ -325,6 +329,7 @@ def compute_rank_load(whole: SectionLoad, shape: ReplicaShape, cluster: Cluster)
         label=roofline.time_label(cost, device),
         shape=shape,
         stages=stages,
+        row_attention=attention,
     )
 
 

@@ -15,6 +15,7 @@ PIN_WORDS = {
     "recompute": ("none", "selective", "full"),
     "backward": ("whole", "split"),
     "norms": ("whole", "sequence"),
+    "attention": ("gather", "ulysses"),
 }
 EXPERT_LOAD = "expert_load"
 PIN_KEYS = (*PIN_NUMBERS, "with", *PIN_WORDS, EXPERT_LOAD)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import sympy
@@ -58,6 +58,7 @@ FITTED_FIELDS = (
     "routed",
     "routed_work",
     "exchanged",
+    "queries",
 )
 WORK_FIELDS = frozenset({"work", "attention_work", "again", "routed_work"})
 
@@ -138,6 +139,9 @@ def _annotate_call(call: CallOp, cost: CallCost, prefix: str) -> None:
         attributes |= {key: StringAttr(size_expr.format_expr(value)) for key, value in routed.items()}
     if cost.exchanged != 0:
         attributes["exchanged"] = StringAttr(size_expr.format_expr(cost.exchanged))
+    if cost.queries != 0 and cost.key_heads > 1:
+        attributes["queries"] = StringAttr(size_expr.format_expr(cost.queries))
+        attributes["key_heads"] = int_attr(cost.key_heads)
     attributes |= {"peak": StringAttr(size_expr.format_expr(cost.peak))} if cost.peak != 0 else {}
     attributes |= {
         "ops": int_attr(cost.ops),
@@ -308,6 +312,7 @@ def _call_cost_from_runs(
         label=label,
         units=layers,
         narrowest_dim=runs[-1].narrowest_dim,
+        key_heads=gcd(*(run.key_heads for run in runs)),
         units_in_order=all(run.units_in_order for run in runs),
         peak=peak,
         **fields,

@@ -6,7 +6,8 @@ that attends within samples or windows one by one is counted one by one.
 Keys and values are what ranks exchange under context parallelism. Their bytes are counted without repetition:
 where code repeats the heads of grouped queries, ranks exchange what is repeated
 (`secc.runtime.context_parallel.row_marks`). Attention written as products of activations counts likewise: the
-second factor of each product is exchanged.
+second factor of each product is exchanged. Calls of `scaled_dot_product_attention` can exchange heads of
+queries and results instead.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ class FusedAttentionMode(TorchFunctionMode):
     tensors without values as true.
 
     count_flops: called with the FLOPs of each attention. count_exchanged: called with the bytes of keys and
-    values, and of second factors of other products. is_weight: whether a tensor is a parameter or a view of
+    values, those of queries and results, and the heads of keys, without repetition; of other products with
+    the bytes of second factors, none, and one head. is_weight: whether a tensor is a parameter or a view of
     one. make_empty: creates tensors without values.
     """
 
     def __init__(
         self,
         count_flops: Callable[[int], None],
-        count_exchanged: Callable[[int], None],
+        count_exchanged: Callable[[int, int, int], None],
         is_weight: Callable[[torch.Tensor], bool],
         make_empty: MakeEmpty,
     ) -> None:
@@ -59,7 +61,9 @@ class FusedAttentionMode(TorchFunctionMode):
             query, key, value = (
                 args[i] if i < len(args) else kwargs[n] for i, n in enumerate(("query", "key", "value"))
             )
-            self._count_exchanged(_bytes_once(key) + _bytes_once(value))
+            queries = query[..., 0].numel() * (query.shape[-1] + value.shape[-1]) * query.element_size()
+            heads = key.shape[1] // getattr(key, _REPEATS_ATTRIBUTE, 1) if key.ndim == query.ndim == 4 else 1
+            self._count_exchanged(_bytes_once(key) + _bytes_once(value), queries, heads)
             causal = kwargs.get("is_causal", args[5] if len(args) > 5 else False)
             self._count_flops(
                 2 * _count_attending_pairs(query, key, causal) * (query.shape[-1] + value.shape[-1])
@@ -73,7 +77,7 @@ class FusedAttentionMode(TorchFunctionMode):
         elif name in _PRODUCTS and len(args) > _PRODUCTS[name]:
             factors = args[_PRODUCTS[name] - 1 : _PRODUCTS[name] + 1]
             if all(isinstance(t, torch.Tensor) and t.ndim > 2 and not self._is_weight(t) for t in factors):
-                self._count_exchanged(_bytes_once(factors[1]))
+                self._count_exchanged(_bytes_once(factors[1]), 0, 1)
         return out
 
 

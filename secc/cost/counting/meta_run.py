@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import torch
@@ -71,7 +72,8 @@ class BlockCounts:
     again, again_moved: work and bytes moved of all second runs.
     narrowest_dim: smallest weight dimension of the products that take most time.
     units_in_order: each unit ran at most once, in the order of declaration.
-    exchanged: bytes of keys and values, each head once, that layers attend to.
+    exchanged: bytes of keys and values, each head once, that layers attend to. queries: those of queries and
+        results. key_heads: heads of keys, the largest common divisor.
     live_bytes: without a backward, the bytes allocated by the block after each operation.
     """
 
@@ -92,6 +94,8 @@ class BlockCounts:
     routed: int = 0
     routed_work: int = 0
     exchanged: int = 0
+    queries: int = 0
+    key_heads: int = 0
 
     @property
     def peak(self) -> int:
@@ -220,7 +224,7 @@ class _OpCounter(TorchDispatchMode):
         self._flops, self._recomputed_flops = Counter[int](), Counter[int]()
         self._routed_flops = Counter[int]()
         self.attention = self._recomputed_attention = self._moved = self._recomputed_moved = self._ops = 0
-        self.exchanged = 0
+        self.exchanged = self.queries = self.key_heads = 0
         self._last_was_attention = False
         self._known_results: dict[object, tuple[int, list[_ResultLayout]]] = {}
 
@@ -301,9 +305,12 @@ class _OpCounter(TorchDispatchMode):
         self._ops += not self._last_was_attention
         self._last_was_attention = True
 
-    def count_exchanged(self, size: int) -> None:
-        """Count bytes of keys and values of a layer."""
-        self.exchanged += size if self._saved.is_inside_unit else 0
+    def count_exchanged(self, size: int, queries: int, heads: int) -> None:
+        """Count bytes of keys and values, and of queries and results, of a layer, and heads of keys."""
+        if self._saved.is_inside_unit:
+            self.exchanged += size
+            self.queries += queries
+            self.key_heads = gcd(self.key_heads, heads)
 
     def snapshot_counts(self) -> OpCounts:
         """The counts so far."""
@@ -316,6 +323,7 @@ class _OpCounter(TorchDispatchMode):
             self._saved.saved_bytes,
             self._saved.bytes_kept_outside_units(),
             self.exchanged,
+            self.queries,
         )
         flops = (Counter(self._flops), Counter(self._recomputed_flops), Counter(self._routed_flops))
         return OpCounts(*flops, totals)
@@ -325,13 +333,16 @@ class _OpCounter(TorchDispatchMode):
         self._flops += more.flops
         self._recomputed_flops += more.recomputed_flops
         self._routed_flops += more.routed_flops
-        attention, recomputed_attention, moved, recomputed_moved, ops, saved, kept, exchanged = more.totals
+        attention, recomputed_attention, moved, recomputed_moved, ops, saved, kept, exchanged, queries = (
+            more.totals
+        )
         self.attention += attention
         self._recomputed_attention += recomputed_attention
         self._moved += moved
         self._recomputed_moved += recomputed_moved
         self._ops += ops
         self.exchanged += exchanged
+        self.queries += queries
         self._saved.add_repeated_layer(saved, kept)
 
     def block_counts(self, grad: bool, in_order: bool) -> BlockCounts:
@@ -359,6 +370,8 @@ class _OpCounter(TorchDispatchMode):
             live_bytes=() if self._live is None else (*self._live.bytes_after_op,),
             routed=sum(self._routed_flops.values()),
             exchanged=self.exchanged,
+            queries=self.queries,
+            key_heads=self.key_heads,
             routed_work=sum(table.equivalent_work(n, dim) for dim, n in self._routed_flops.items()),
         )
 

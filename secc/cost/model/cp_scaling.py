@@ -2,21 +2,32 @@
 
 A rank has a cp-th of the rows of each sample: of products, activations, losses and messages between layers.
 Parameters are whole on every rank. Each layer gathers keys and values in forward, each head once, and in
-backward scatters the sum of their gradients, in float32. Ranks of tensor parallelism have a part of the heads
-each. Over several nodes a gather has two levels: keys and values cross each node's border once and are passed
-on inside.
+backward scatters the sum of their gradients, in float32; or it exchanges rows for heads by all-to-alls
+("ulysses"), of queries, keys, values and results. Ranks of tensor parallelism have a part of the heads each.
+Over several nodes a gather has two levels: keys and values cross each node's border once and are passed on
+inside.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from secc.cluster import Cluster
-from secc.cost.model.collectives import half_all_reduce_rate, span_of_consecutive_ranks
+from secc.cost.model.collectives import (
+    RankSpan,
+    all_to_all_links,
+    half_all_reduce_rate,
+    span_of_consecutive_ranks,
+)
+from secc.cost.model.cost_expressions import max_expr
+from secc.cost.model.recompute_cost import RECOMPUTED_LAYERS
 from secc.cost.model.section_cost import SectionCost
 from secc.cost.model.tp_pp_scaling import scale_expression
+from secc.runtime.plan.expr_eval import evaluate_expr, expression_symbols
 
 WIDENED_DTYPES = frozenset({"bf16", "f16"})  # their gradients are summed in float32
+TYPICAL_SIZE = 8192  # of every symbol, where bytes only decide which of two exchanges is faster
 LARGEST_DENOMINATOR = 10**4  # of ns per byte: products of expressions stay within 64 bits
 
 
@@ -36,12 +47,41 @@ class RowExchange:
         return f"{self.scatter_ns} + {again}"
 
 
-def price_row_exchange(rank: SectionCost, tp: int, cp: int, cluster: Cluster) -> RowExchange:
+def can_exchange_heads(cost: SectionCost, tp: int, cp: int) -> bool:
+    """Whether `cp` ranks can divide the heads of every layer that `tp` ranks have divided already; `cost` is
+    the section's."""
+    return cp > 1 and cost.key_heads > 0 and cost.key_heads % (tp * cp) == 0
+
+
+def choose_row_attention(
+    section: SectionCost, rank: SectionCost, tp: int, cp: int, cluster: Cluster, pinned: str = ""
+) -> str:
+    """The faster way of attention over `cp` ranks: "gather" keys and values, or exchange heads ("ulysses")
+    where the ranks divide them; the pinned one if there is one. `section` is the cost of the whole section,
+    `rank` as for `price_row_exchange`."""
+    if not can_exchange_heads(section, tp, cp):
+        return "gather"
+    if pinned:
+        return pinned
+
+    def step_ns(attention: str) -> int:
+        found = price_row_exchange(rank, tp, cp, cluster, attention)
+        text = f"{found.forward_ns} + {found.backward_ns('none')}"
+        return evaluate_expr(text, dict.fromkeys(expression_symbols(text), TYPICAL_SIZE))
+
+    return min(("gather", "ulysses"), key=step_ns)
+
+
+def price_row_exchange(
+    rank: SectionCost, tp: int, cp: int, cluster: Cluster, attention: str = "gather"
+) -> RowExchange:
     """Prices the exchange of `cp` ranks that are `tp` ranks apart. `rank` is the cost of a rank of tp and pp,
     with all rows."""
     if cp == 1 or rank.exchanged_bytes == "0":
         return RowExchange()
     span = span_of_consecutive_ranks(cp, cluster, tp)
+    if attention == "ulysses":
+        return _price_head_exchange(rank, cp, span, cluster)
 
     def price(collective: str, widening: int) -> str:
         latency, ns_per_byte = half_all_reduce_rate(collective, span, cluster)
@@ -53,19 +93,35 @@ def price_row_exchange(rank: SectionCost, tp: int, cp: int, cluster: Cluster) ->
     )
 
 
-def cost_on_rows(cost: SectionCost, cp: int) -> SectionCost:
-    """The cost of the rows that one of `cp` ranks has."""
+def _price_head_exchange(rank: SectionCost, cp: int, span: RankSpan, cluster: Cluster) -> RowExchange:
+    """Two all-to-alls in each direction of a layer: queries, keys and values of a rank's rows there, results
+    back; gradients the other way."""
+    size, latency, terms = f"({rank.exchanged_bytes}) + ({rank.query_bytes})", 0, list[str]()
+    for link in all_to_all_links(span, cluster):
+        latency = max(latency, 2 * rank.layers * link.latency_ns)
+        share = link.share * Fraction(10**9, cp * link.bytes_per_s)
+        terms.append(scale_expression(size, share.limit_denominator(LARGEST_DENOMINATOR)))
+    ns = f"{latency} + {max_expr(terms)}"
+    return RowExchange(ns, ns)
+
+
+def cost_on_rows(cost: SectionCost, cp: int, attention: str = "gather") -> SectionCost:
+    """The cost of the rows that one of `cp` ranks has. Gathered keys and values are kept for the backward, or
+    while a layer runs again."""
     if cp == 1:
         return cost
+    gathered = Fraction(cp - 1, cp) if attention == "gather" and cost.exchanged_bytes != "0" else Fraction(0)
 
-    def share(text: str) -> str:
-        return text if text == "0" else f"({text})//{cp}"
+    def share(text: str, layers: Fraction = Fraction(0)) -> str:
+        own = text if text == "0" else f"({text})//{cp}"
+        kept = gathered * layers
+        return f"{own} + {scale_expression(cost.exchanged_bytes, kept)}" if kept else own
 
     recompute = {
         kind: replace(
             again,
-            saved=share(again.saved),
-            working=share(again.working),
+            saved=share(again.saved, 1 - RECOMPUTED_LAYERS[kind]),
+            working=share(again.working, Fraction(1, max(1, cost.layers))),
             work=share(again.work),
             moved=share(again.moved),
         )
@@ -78,7 +134,6 @@ def cost_on_rows(cost: SectionCost, cp: int) -> SectionCost:
             "backward_flops",
             "work",
             "backward_work",
-            "saved",
             "glue_bytes",
             "logits_saved",
             "logits_moved",
@@ -89,9 +144,11 @@ def cost_on_rows(cost: SectionCost, cp: int) -> SectionCost:
             "backward_ns",
             "layer_input_bytes",
             "exchanged_bytes",
+            "query_bytes",
             "routed_work",
             "routed_backward_work",
             "routed_bytes",
         )
     }
-    return replace(cost, recompute=recompute, **shared)
+    kept = share(cost.saved, Fraction(cost.saved != "0"))
+    return replace(cost, recompute=recompute, saved=kept, **shared)

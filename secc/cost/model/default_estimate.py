@@ -36,7 +36,9 @@ class CallCost:
         move `again_moved` bytes.
     narrowest_dim: smallest dimension of the weight that takes most time; 0 if unknown.
     units_in_order: every unit ran at most once, in the order of declaration.
-    exchanged: bytes of keys and values of all layers, each head once: what ranks exchange under cp.
+    exchanged: bytes of keys and values of all layers, each head once: what ranks exchange under cp. queries:
+        those of queries and results, if they can exchange heads. key_heads: of keys, the largest common
+        divisor of all layers; 0 if unknown.
     peak: for a call without backward, the most bytes it has allocated and not yet freed, including its
         results.
     """
@@ -60,6 +62,8 @@ class CallCost:
     routed: Expr = ZERO
     routed_work: Expr = ZERO
     exchanged: Expr = ZERO
+    queries: Expr = ZERO
+    key_heads: int = 0
 
 
 def default_call_cost(call: CallOp, block: BlockOp) -> CallCost:

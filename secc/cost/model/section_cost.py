@@ -76,7 +76,7 @@ ATTENTION_BACKWARD_TIME_RATIO = sympy.Rational(5, 2)
 # Expressions on calls that are left out where they are zero.
 OPTIONAL_EXPRESSIONS = (
     "peak", "working", "again", "again_moved", "attention", "attention_work", "moved", "routed",
-    "routed_work", "exchanged",
+    "routed_work", "exchanged", "queries",
 )  # fmt: skip
 MATMUL_OP_NAMES = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _EXPRESSION_FIELDS = (  # fields of SectionCost that are expressions over size symbols
@@ -98,6 +98,7 @@ _EXPRESSION_FIELDS = (  # fields of SectionCost that are expressions over size s
     "routed_backward_work",
     "routed_bytes",
     "exchanged_bytes",
+    "query_bytes",
 )
 
 
@@ -131,7 +132,8 @@ class SectionCost:
     Layers, for pipeline stages, tensor parallelism and ZeRO-3:
         layers: layers of stacks that the calls run. layer_input_bytes: bytes entering all of them.
         exchanged_bytes: keys and values of all layers in forward, each head once, which ranks exchange under
-            context parallelism.
+            context parallelism. query_bytes: queries and results of all layers. key_heads: heads of keys of
+            each layer, the largest common divisor; 0 if a layer cannot exchange heads.
         largest_layer_bytes: parameters of the largest layer. outside_layers_bytes: of everything else.
         narrowest_dim: smallest weight dimension of the call that issues most operations; 0 if unknown.
         sequence_parallel: norms and residuals work on parts of the sequence.
@@ -191,6 +193,8 @@ class SectionCost:
     routed_backward_work: str = "0"
     routed_bytes: str = "0"
     exchanged_bytes: str = "0"
+    query_bytes: str = "0"
+    key_heads: int = 0
     expert_row_work: int = 0
     expert_layers: int = 0
     expert_load: float = DEFAULT_EXPERT_LOAD
@@ -234,6 +238,7 @@ class _CostAccumulator:
     routed_backward_work: Counter[str] = field(default_factory=Counter[str])
     routed_bytes: Counter[str] = field(default_factory=Counter[str])
     exchanged_bytes: Counter[str] = field(default_factory=Counter[str])
+    query_bytes: Counter[str] = field(default_factory=Counter[str])
     expert_row_work: int = 0
     logits_saved: Counter[str] = field(default_factory=Counter[str])
     logits_moved: Counter[str] = field(default_factory=Counter[str])
@@ -330,11 +335,20 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, outside_lay
         routed_backward_work=largest(case.routed_backward_work for case in cases) if has_backward else "0",
         routed_bytes=largest(case.routed_bytes for case in cases),
         exchanged_bytes=largest(case.exchanged_bytes for case in cases),
+        query_bytes=largest(case.query_bytes for case in cases),
+        key_heads=_common_key_heads(calls, blocks),
         expert_row_work=max((case.expert_row_work for case in cases), default=0),
         expert_load=float_attribute(section, "expert_load", DEFAULT_EXPERT_LOAD),
         expert_parts=counted_expert_parts(graph, section),
         **_count_experts([blocks[path] for path in called_paths]),
     )
+
+
+def _common_key_heads(calls: Iterable[CallOp], blocks: Mapping[str, BlockOp]) -> int:
+    """Heads of keys of all layers, the largest common divisor; 0 if a layer cannot exchange heads."""
+    costs = [call_cost(call, blocks[call.target.data]) for call in calls]
+    heads = [cost.key_heads for cost in costs if cost.exchanged != 0]
+    return gcd(*heads) if all(heads) else 0
 
 
 def _count_experts(blocks: list[BlockOp]) -> dict[str, int]:
@@ -422,6 +436,7 @@ def call_cost(call: CallOp, block: BlockOp) -> CallCost:
         kept=_expression_attribute(call, "kept", saved),
         narrowest_dim=integer_attribute(call, "narrow", 0),
         units_in_order=OUT_OF_TURN_ATTRIBUTE not in call.attributes,
+        key_heads=integer_attribute(call, "key_heads", 0),
         **others,
     )
     return _with_listed_experts(found, call, block)
@@ -549,6 +564,7 @@ def _add_call(call: CallOp, block: BlockOp, sums: _CostAccumulator, recomputed: 
         entering = cost.kept if cost.kept != 0 else layers * result_bytes
         sums.layer_input_bytes[size_expr.format_expr(entering)] += 1
         sums.exchanged_bytes[size_expr.format_expr(cost.exchanged)] += 1
+        sums.query_bytes[size_expr.format_expr(cost.queries)] += 1
     if op_has_backward(call):
         backward_flops, backward_work = _backward_flops_and_work(cost, _backward_forward_ratio(block))
         sums.backward_flops[backward_flops] += 1

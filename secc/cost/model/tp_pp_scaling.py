@@ -150,6 +150,7 @@ def cost_on_rank(cost: SectionCost, tp: int, stages: StageShares = WHOLE_SECTION
         backward_ns=scale_expression(cost.backward_ns, divided_time),
         layer_input_bytes=scale_expression(cost.layer_input_bytes, stage_share),
         exchanged_bytes=scale_expression(cost.exchanged_bytes, divided_share),
+        query_bytes=scale_expression(cost.query_bytes, divided_share),
         ops=ceil_share(cost.ops, longest),
         layers=ceil_share(cost.layers, stage_share),
         recompute=recompute,

@@ -66,12 +66,13 @@ def annotate_rows(module: ModuleOp, subject: SearchSubject, fused: FusedOperator
             for path, layer in layers.items()
             if f"{path}.".startswith(f"{block}.")
         }
+        attention = get_string(section, "row_attention") or "gather"
         found: dict[str, RowLayer] = {}
         for path, layer in inside.items():
             divided = int(get_number(section, "ep") or 1) > 1
-            key = layer_key(layer), cp, divided
+            key = layer_key(layer), cp, divided, attention
             if key not in known:
-                known[key] = search.find(firsts[key[0]], layers[firsts[key[0]]], cp, divided)
+                known[key] = search.find(firsts[key[0]], layers[firsts[key[0]]], cp, divided, attention)
             found[path] = known[key]
         _write_section(section, cp, found)
     return True
@@ -81,9 +82,9 @@ class _RowSearch:
     def __init__(self, observer: CallCollector, small: SmallModelLayers, fused: FusedOperators) -> None:
         self.observer, self.small, self.fused = observer, small, fused
 
-    def find(self, path: str, layer: nn.Module, cp: int, divided: bool) -> RowLayer:
+    def find(self, path: str, layer: nn.Module, cp: int, divided: bool, attention: str) -> RowLayer:
         """Returns whether a layer works on rows, shown on it or, if it is large, on a small one like it.
-        divided: whether ranks have different experts."""
+        divided: whether ranks have different experts. attention: how they attend to each other's rows."""
         size, called = sum(p.numel() for p in layer.parameters()), path in self.observer.calls
         like = self.small.find_like(layer) if called and size > MEDIUM_MODULE_ENTRIES else None
         if not called or (like is None and size > MAX_RUN_ENTRIES):
@@ -93,12 +94,12 @@ class _RowSearch:
         count = min(cp, MOST_THREAD_RANKS)
         mixtures = [name for name, m in layer.named_modules() if divided and mixture_sizes(m)]
         if like is not None:
-            found = find_row_layer(*like, count, by_themselves=mixtures)
+            found = find_row_layer(*like, count, by_themselves=mixtures, attention=attention)
             if found.reason is None or size > LARGE_MODULE_ENTRIES:
                 return found
         call = tree_map(materialize_argument, self.observer.calls[path])
         fuse = partial(install_fused_in, self.fused, path)
-        return find_row_layer(materialize_module(layer), call, count, fuse, mixtures)
+        return find_row_layer(materialize_module(layer), call, count, fuse, mixtures, attention)
 
 
 def _write_section(section: SectionOp, cp: int, found: dict[str, RowLayer]) -> None:

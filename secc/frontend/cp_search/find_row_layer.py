@@ -66,11 +66,13 @@ def find_row_layer(
     count: int,
     fuse: Callable[[nn.Module], None] = lambda module: None,
     by_themselves: Sequence[str] = (),
+    attention: str = "gather",
 ) -> RowLayer:
     """Runs a layer on the rows of `count` ranks and compares with one rank.
 
     fuse: installs fused operators in a rank's module. by_themselves: submodules that have to run on rows by
-    themselves, since ranks replace their code (experts that are divided).
+    themselves, since ranks replace their code (experts that are divided). attention: how ranks attend to each
+    other's rows.
     """
     call = call[0], without_cache(layer, call[1])
     whole, row_modules, mixing = UnsplitModule(layer, call), tuple(by_themselves), ""
@@ -78,7 +80,7 @@ def find_row_layer(
     try:
         for _ in range(MOST_ROUNDS):
             reference, expected = whole.reference()
-            ranks = run_thread_ranks(count, partial(_run_rank, reference, call, row_modules, fuse))
+            ranks = run_thread_ranks(count, partial(_run_rank, reference, call, row_modules, fuse, attention))
             if not ranks[0].split:
                 return RowLayer(UnsplitReason(UnsplitKind.NO_ROWS))
             gathered = ranks[0].gathered
@@ -108,6 +110,7 @@ def _run_rank(
     call: ModuleCall,
     row_modules: Sequence[str],
     fuse: Callable[[nn.Module], None],
+    attention: str,
     group: ThreadGroup,
 ) -> _RowRun:
     module, found = copy.deepcopy(whole), _RowRun(ModuleRun([], [], {}))
@@ -120,7 +123,7 @@ def _run_rank(
         if path:
             inner.register_forward_pre_hook(lambda *_, path=path: running.append(path))
             inner.register_forward_hook(lambda *_: _leave_module(running))
-    mode = _WatchedRowMode(group, lambda name: found.gathered.append((running[-1], name)))
+    mode = _WatchedRowMode(group, attention, lambda name: found.gathered.append((running[-1], name)))
     module.forward = _watch_split(split_first_input(module.forward), found)
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float64)
     args, kwargs = tree_map(partial(prepare_argument, dtype), call)
@@ -159,8 +162,8 @@ def _watch_split(forward: Callable[..., Any], found: _RowRun) -> Callable[..., A
 class _WatchedRowMode(RowMode):
     """Reports the functions that get gathered tensors."""
 
-    def __init__(self, group: ThreadGroup, report: Callable[[str], None]) -> None:
-        super().__init__(group)
+    def __init__(self, group: ThreadGroup, attention: str, report: Callable[[str], None]) -> None:
+        super().__init__(group, attention)
         self._report = report
 
     def count_gathered(self, name: str) -> None:

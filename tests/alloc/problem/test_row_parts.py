@@ -93,8 +93,8 @@ def test_no_cp_is_considered_where_no_sample_is_long() -> None:
 def test_alternatives_say_why_rows_are_divided() -> None:
     work = build_long_workload(LONG)
     found = _solve(work)
-    assert found is not None and _chosen_cp(found) == 4
+    assert found is not None and _chosen_cp(found) == 8  # gathered keys and values do not fit with cp 4
     alternatives = explain_choices(work, *found, frozenset(), {}, None)["lm"]["alternatives"]
-    fewer = next(a for a in alternatives if a["choice"] == "cp=2")
+    fewer = next(a for a in alternatives if a["choice"] == "cp=4")
     assert not fewer["fits"] and fewer["memory"] > work.cluster.device.usable_memory
-    assert fewer["layout"]["cp"] == 2
+    assert fewer["layout"]["cp"] == 4

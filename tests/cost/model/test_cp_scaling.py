@@ -8,7 +8,8 @@ import pytest
 
 from secc.cluster import parse_cluster
 from secc.cost.model.collectives import all_gather_ns, reduce_scatter_ns, span_of_consecutive_ranks
-from secc.cost.model.cp_scaling import price_row_exchange
+from secc.cost.model.cp_scaling import choose_row_attention, cost_on_rows, price_row_exchange
+from secc.cost.model.recompute_cost import RecomputeCost
 from secc.cost.model.section_cost import SectionCost
 from secc.cost.model.tp_pp_scaling import cost_on_rank
 from secc.runtime.plan.expr_eval import evaluate_expr
@@ -32,6 +33,51 @@ def test_an_exchange_is_priced_as_collectives_of_each_layer(cp: int, tp: int) ->
     assert evaluate_expr(found.forward_ns, SIZES) == pytest.approx(gather, rel=0.01)
     assert evaluate_expr(found.backward_ns("none"), SIZES) == pytest.approx(scatter, rel=0.01)
     assert evaluate_expr(found.backward_ns("full"), SIZES) == pytest.approx(gather + scatter, rel=0.01)
+
+
+def test_heads_are_exchanged_where_that_is_faster_and_ranks_divide_them() -> None:
+    cluster = parse_cluster("1x8xH100")
+
+    def chosen(queries: int, heads: int, cp: int, tp: int = 1, pinned: str = "") -> str:
+        section = replace(LAYERS, query_bytes=f"{4096 * queries}*S", key_heads=heads)
+        rank = cost_on_rank(section, tp)
+        return choose_row_attention(section, rank, tp, cp, cluster, pinned)
+
+    assert chosen(1, 32, 8) == "ulysses"  # as many heads of keys as of queries
+    assert (
+        chosen(8, 8, 2) == "gather" and chosen(8, 8, 8) == "ulysses"
+    )  # eight times as many heads of queries
+    assert chosen(8, 8, 2, pinned="ulysses") == "ulysses"
+    assert [chosen(1, heads, 4, 2) for heads in (0, 4, 8)] == ["gather", "gather", "ulysses"]
+
+
+@pytest.mark.parametrize("cp", [2, 8])
+def test_an_exchange_of_heads_is_two_all_to_alls_of_each_layer(cp: int) -> None:
+    cluster = parse_cluster("1x8xH100")
+    section = replace(LAYERS, query_bytes="8192*S", key_heads=8)
+    found = price_row_exchange(section, 1, cp, cluster, "ulysses")
+    size = (4096 + 8192) * 10**6 // cp * (cp - 1) // cp  # that a rank sends
+    assert evaluate_expr(found.forward_ns, SIZES) == pytest.approx(
+        size * 10**9 / cluster.inside.bytes_per_s, rel=0.03
+    )
+    assert found.backward_ns("full") == f"{found.forward_ns} + ({found.forward_ns})"
+
+
+def test_gathered_keys_and_values_are_kept_and_exchanged_heads_are_not() -> None:
+    kinds = {"full": "100*S", "selective": "300*S"}
+    again = {kind: RecomputeCost(kept, "10*S", "0", 0) for kind, kept in kinds.items()}
+    section = replace(LAYERS, saved="20000*S", recompute=again)
+
+    def saved(attention: str, recompute: str, part: str = "saved") -> float:
+        cost = cost_on_rows(section, 4, attention)
+        text = cost.saved if recompute == "none" else getattr(cost.recompute[recompute], part)
+        return evaluate_expr(text, SIZES) / SIZES["S"]
+
+    assert saved("ulysses", "none") == 20000 / 4
+    assert saved("gather", "none") == 20000 / 4 + 4096 * 3 / 4
+    assert saved("gather", "selective") == 300 / 4 + 4096 * 3 / 8
+    assert saved("gather", "full") == 100 / 4
+    assert saved("gather", "full", "working") == 10 / 4 + 1024 * 3 / 4  # of one layer that runs again
 
 
 def test_tensor_parallelism_divides_heads_and_float32_is_not_widened() -> None:
