@@ -56,6 +56,7 @@ ROWS: dict[str, list[tuple[int, str]]] = {
     "t5": [
         (4, "encoder.cp=2 decoder.cp=2 decoder.sharding=zero3"),
         (5, "encoder.dp=1 decoder.cp=4 decoder.micro_batch=2"),
+        (6, "encoder.dp=2 decoder.dp=2 decoder.cp=2 decoder.sharding=zero3"),
     ],
     "gpt_oss": [(4, "cp=2 tp=2 micro_batch=2"), (4, "cp=4 recompute=full micro_batch=3")],
     "bamba": [(2, "cp=2 micro_batch=2"), (4, "cp=4 sharding=zero3")],
