@@ -36,7 +36,8 @@ BUDGETS = (256, 1024)  # tokens of a micro-batch
 COLUMNS = ("lengths", "tokens of a micro-batch", "packed / padded", "least", "most")
 ABOUT = (
     "CPU time of forward and backward of 32 samples on one CPU rank: a Llama of 4 layers of width 128, "
-    "packed over padded, mean and extremes of 4 rounds in which both run one after the other. No GPU was used."
+    "packed over padded, mean and extremes of 4 rounds in which both run one after the other. No GPU was "
+    "used."
 )
 MODEL_FILE = """
 import random
