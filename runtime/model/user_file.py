@@ -574,7 +574,7 @@ class UserModel:
             return call()
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             place = error_line_in_user_code(error, self.path) or str(self.path)
             raise UserError(
                 f"{what} raises {_describe_error(error)}", place, remedy or "correct the model file"
@@ -650,7 +650,7 @@ def load_model_file(path: str | Path) -> UserModel:
         loader.exec_module(module)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         place = error_line_in_user_code(error, path) or str(path)
         raise UserError(
@@ -748,7 +748,10 @@ def _as_user_path(file: Path, path: Path) -> str:
 
 
 def _describe_error(error: BaseException) -> str:
-    text = str(error).strip()
+    try:
+        text = str(error).strip()
+    except Exception:  # its own __str__ is at fault
+        text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

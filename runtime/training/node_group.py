@@ -381,7 +381,7 @@ def serve_node(
         return 128 + requests.last
     sys.stderr.write(
         "error: node 0 does not answer\n  what to do: start its launcher again, then this one, with --resume"
-        " auto\n"
+        " auto; if its machine is gone, on another one with another --rdzv-endpoint on all nodes\n"
     )
     return 1
 

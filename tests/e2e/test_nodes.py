@@ -233,6 +233,63 @@ def test_a_lost_node_continues_from_its_neighbours_copies(
     assert not list(ranks_of(nodes.plan))
 
 
+@pytest.fixture
+def hosts(spaces: list[str]) -> Iterator[list[Path]]:
+    """The files of the namespaces that give names to addresses: there, node0.test is the first node."""
+    folders = [Path("/etc/netns") / name for name in spaces]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "hosts").write_text(f"{ADDRESSES[0]} node0.test\n")
+    yield [folder / "hosts" for folder in folders]
+    for folder in folders:
+        shutil.rmtree(folder)
+
+
+def test_node_0_starts_on_another_machine(spaces: list[str], tmp_path: Path, hosts: list[Path]) -> None:
+    """Its name then stands for another address; node 1 goes on waiting for it, with its copies in memory."""
+    nodes = Nodes(spaces, tmp_path, "--steps", "60", "--max-restarts", "3", "--replicate", "--resume", "auto")
+    nodes.options[nodes.options.index("--rdzv-endpoint") + 1] = f"node0.test:{PORT}"
+    launchers = [nodes.start(0), nodes.start(1)]
+    wait_until(lambda: (nodes.saved / "step_00000020").exists(), launchers[0])
+    wait_until(lambda: steps_of(nodes.plan / "logs")[-1]["step"] > 35, launchers[0])
+    kill_node(nodes, launchers[0], 0)
+    wait_until(lambda: "node 0 does not answer; trying to join it again" in nodes.messages(1), launchers[1])
+    shutil.rmtree(nodes.saved)
+    for file in hosts:
+        file.write_text(f"{ADDRESSES[2]} node0.test\n")
+    nodes.spaces = [spaces[2], spaces[1]]
+    launchers[0] = nodes.start(0)
+    assert [launcher.wait(400) for launcher in launchers] == [0, 0], nodes.messages(0) + nodes.messages(1)
+    messages = nodes.messages(0)
+    assert re.search(r"reading copies of step_\d+ in memory", messages)
+    assert "Traceback" not in messages + nodes.messages(1)
+    assert steps_of(nodes.plan / "logs")[-1]["step"] == 60
+    weights = load_full_state_dict(nodes.saved)
+    for name, tensor in nodes.train_on_one_machine(60).items():
+        assert torch.equal(weights[name], tensor), name
+
+
+def test_all_nodes_start_again_with_another_endpoint(spaces: list[str], tmp_path: Path) -> None:
+    """The machine of node 0 is gone for good, and its address with it."""
+    nodes = Nodes(spaces, tmp_path, "--steps", "60", "--resume", "auto")
+    launchers = [nodes.start(0), nodes.start(1)]
+    wait_for_step(nodes.plan, 25, launchers[0])
+    kill_node(nodes, launchers[0], 0)
+    wait_until(lambda: "node 0 does not answer; trying to join it again" in nodes.messages(1), launchers[1])
+    launchers[1].send_signal(signal.SIGTERM)
+    assert launchers[1].wait(30) == 128 + signal.SIGTERM
+    nodes.options[nodes.options.index("--rdzv-endpoint") + 1] = f"{ADDRESSES[2]}:{PORT}"
+    nodes.spaces = [spaces[2], spaces[1]]
+    launchers = [nodes.start(0), nodes.start(1)]
+    assert [launcher.wait(400) for launcher in launchers] == [0, 0], nodes.messages(0) + nodes.messages(1)
+    steps = [line["step"] for line in steps_of(nodes.plan / "logs")]
+    back = next(i for i in range(1, len(steps)) if steps[i] <= steps[i - 1])
+    assert steps[back] > 15 and steps[-1] == 60
+    weights = load_full_state_dict(nodes.saved)
+    for name, tensor in nodes.train_on_one_machine(60).items():
+        assert torch.equal(weights[name], tensor), name
+
+
 @pytest.mark.parametrize("fault", ["killed", "cut off"])
 def test_a_lost_node_is_planned_around_and_returned_to(spaces: list[str], tmp_path: Path, fault: str) -> None:
     loss = ["--on-loss", "replan", "--rejoin-after", "3", "--max-restarts", "3"]

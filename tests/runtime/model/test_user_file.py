@@ -98,6 +98,7 @@ def test_errors_are_located_in_modules_next_to_the_model_file(write: Write, tmp_
             "import no_such",
         ),
         ("1 / 0\n", "importing the model file raises ZeroDivisionError", "1 / 0"),
+        ("raise SystemExit(3)\n", "importing the model file raises SystemExit: 3", "raise"),
     ],
 )
 def test_a_file_that_cannot_be_imported(write: Write, text: str, message: str, place: str):
@@ -164,6 +165,17 @@ def everything(user: UserModel) -> None:
             MODEL + DATA + "def collate(samples):\n    return samples[99]\n",
             "collate\\(\\) raises IndexError",
             "return samples[99]",
+        ),
+        (
+            MODEL + DATA + "def collate(samples):\n    exit(4)\n",
+            "collate\\(\\) raises SystemExit: 4",
+            "exit(4)",
+        ),
+        (
+            MODEL + DATA + "class Silent(Exception):\n    def __str__(self):\n        return self.missing\n"
+            "def collate(samples):\n    raise Silent\n",
+            "collate\\(\\) raises Silent",
+            "raise Silent",
         ),
         (
             MODEL + DATA + "def optimizer(params):\n    return 1\n",

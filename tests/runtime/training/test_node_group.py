@@ -16,19 +16,20 @@ import torch.distributed as dist
 
 from secc.runtime.errors import UserError
 from secc.runtime.host.signed_channel import ForeignPeer, connect_to_peer, read_secret
-from secc.runtime.training import supervisor
+from secc.runtime.training import node_group, supervisor
 from secc.runtime.training.node_group import (
     NodePlace,
     NodeServer,
     NodesRanks,
     find_interface,
     make_node_place,
+    serve_node,
     shared_options,
 )
 from secc.runtime.training.node_store import NodeStore
 from secc.runtime.training.options import RunOptions, parse_options
 from secc.runtime.training.rank_group import StopRequests
-from tests.runtime.captioner_plans import UNEVEN, make_plan
+from tests.runtime.captioner_plans import UNEVEN, make_plan, write_plan
 
 SECOND = timedelta(seconds=1)
 OPTIONS = parse_options(["--nnodes", "2", "--save", "saved", "--save-every", "5"])
@@ -124,6 +125,27 @@ def test_nodes_join_are_refused_and_get_lost(server: NodeServer) -> None:
         time.sleep(0.01)
     assert ranks.find_losses()[0].ranks == (0, 1) and "node 1 with rank 0-1" in ranks.find_losses()[0].cause
     ranks.kill()
+
+
+def test_waiting_for_nodes_ends(
+    server: NodeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(node_group, "_JOIN_S", 0.3)
+    with StopRequests() as requests:
+        with pytest.raises(UserError, match="node 1 did not join in 0 s") as error:
+            server.wait_for_nodes([1], requests)
+        assert "start the same command with its --node-rank" in error.value.remedy
+        with socket.create_server(("127.0.0.2", 0)) as free:
+            port = free.getsockname()[1]
+        write_plan(tmp_path / "plan", UNEVEN)
+        for host in ("127.0.0.2", "a-name-that-nobody-has.invalid"):
+            place = replace(server.place, node=1, address=(host, port))
+            arguments = (tmp_path / "plan", [], place, OPTIONS, requests, lambda *_: None, None)
+            assert serve_node(*arguments) == 1
+            messages = capsys.readouterr().err
+            assert f"waiting for node 0 at {host}:{port}\n" in messages
+            assert "error: node 0 does not answer\n  what to do: start its launcher again" in messages
+            assert "another --rdzv-endpoint" in messages
 
 
 def test_options_of_nodes_are_checked(tmp_path: Path) -> None:
