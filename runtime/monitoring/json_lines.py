@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from secc.runtime.errors import UserError
+from secc.runtime.host.regular_files import open_regular_file
 from secc.runtime.plan.json_shapes import MalformedValue, Shape
 
 _MAX_LINE_BYTES = 1 << 20
@@ -53,7 +54,7 @@ def read_lines(path: Path, shape: Shape, remedy: str) -> Iterator[Any]:
     Raises UserError, with the line, for JSON of another shape, and if the file cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             number = 0
             while line := file.readline(_MAX_LINE_BYTES):
                 number += 1

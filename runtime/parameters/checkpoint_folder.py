@@ -25,9 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from secc.runtime.errors import UserError
+from secc.runtime.host.regular_files import open_regular_file, read_regular_file
 
 LATEST_FILE = "latest"
 MANIFEST_FILE = "checkpoint.json"
+_MAX_MANIFEST_BYTES = 1 << 28
 _INCOMPLETE, _NEW, _OLD, _REMOVED = ".incomplete", ".new", ".old", ".removed"
 _CHECKPOINT_NAME = re.compile(r"step_(\d{8,})(\.new|\.old)?")
 _NO_CHECKPOINT_REMEDY = "give a directory that a run with --save has written"
@@ -172,7 +174,7 @@ def check_folder_is_free(directory: Path, resumed: FoundCheckpoint | None) -> No
 
 def digest_file(path: Path, sync: bool = False) -> FileDigest:
     """Reads a file for its size and SHA-256; with `sync`, its contents are on the disk afterwards."""
-    with path.open("rb") as file:
+    with open_regular_file(path) as file:
         if sync:
             os.fsync(file.fileno())
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -259,7 +261,7 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
     CheckpointRefused if a later version of secc has written it."""
     path = checkpoint / MANIFEST_FILE
     try:
-        return _decode_manifest(path.read_text(), str(path))
+        return _decode_manifest(read_regular_file(path, _MAX_MANIFEST_BYTES).decode(), str(path))
     except OSError as error:
         message = f"not a checkpoint: {error.strerror}"
         raise UserError(message, str(checkpoint), _NO_CHECKPOINT_REMEDY) from None
@@ -332,7 +334,8 @@ def _with_copies(checkpoints: list[Path], copies: Path | None, latest: int | Non
 def _read_latest(directory: Path) -> int | None:
     """Returns the step that `latest` names; None if it is missing or names none."""
     try:
-        match = _CHECKPOINT_NAME.fullmatch((directory / LATEST_FILE).read_text().strip())
+        name = read_regular_file(directory / LATEST_FILE, _MAX_MANIFEST_BYTES).decode()
+        match = _CHECKPOINT_NAME.fullmatch(name.strip())
     except (OSError, ValueError):
         return None
     return int(match[1]) if match else None

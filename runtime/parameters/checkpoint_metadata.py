@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from secc.runtime.errors import UserError
+from secc.runtime.host.regular_files import read_regular_file
 
 MAX_METADATA_BYTES = 1 << 28
 _METADATA_FILE = ".metadata"
@@ -88,12 +89,9 @@ def read_metadata(checkpoint: Path) -> Metadata:
     torch.distributed.checkpoint writes, or does not fit the files."""
     path = checkpoint / _METADATA_FILE
     try:
-        if path.stat().st_size > MAX_METADATA_BYTES:
-            raise ValueError(f"it has more than {MAX_METADATA_BYTES >> 20} MiB")
-        content = path.read_bytes()
-    except (OSError, ValueError) as error:
-        cause = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"not a checkpoint: {cause}", str(path), _REMEDY) from None
+        content = read_regular_file(path, MAX_METADATA_BYTES)
+    except OSError as error:
+        raise UserError(f"not a checkpoint: {error.strerror}", str(path), _REMEDY) from None
     try:
         loaded = _RecordUnpickler(content).load()
     except Exception as error:  # a torn pickle fails in many ways

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from secc.runtime.host.regular_files import open_regular_file
+
 Shape = Callable[[Any], Any]
 
 _MAX_INTEGER = 2**63 - 1
@@ -45,7 +47,7 @@ def read_json(path: Path, max_bytes: int) -> Any:
     no UTF-8, nesting too deep, integers of thousands of digits. Shapes refuse NaN and infinities."""
     if path.exists() and not path.is_file():
         raise MalformedValue("expected a file")
-    with path.open("rb") as opened:
+    with open_regular_file(path) as opened:
         content = opened.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise MalformedValue(f"expected a file of at most {max_bytes >> 20} MiB")

@@ -96,8 +96,7 @@ def _simulate_step(directory: Path, plan: Plan) -> SimulatedStep | None:
     dumps = sorted((directory / "ir").glob("*.mlir"))
     if not dumps:
         return None
-    module = module_text.parse_module(dumps[-1].read_text(encoding="utf-8"), str(dumps[-1]))
-    return simulate_drawn_step(plan, graph_of(module))
+    return simulate_drawn_step(plan, graph_of(module_text.read_module(dumps[-1])))
 
 
 def _run_figures(directory: Path, plan: Plan, log_dir: Path, show: Callable[[str], None]) -> RunFigures:

@@ -134,7 +134,7 @@ def load_context(directory: Path) -> BaselineContext:
     plan."""
     plan = load_plan(directory)
     steps, path = what_if.load_before_allocate(directory)
-    module = module_text.parse_module(path.read_text(), str(path))
+    module = module_text.read_module(path)
     names = [s.sym.data for s in graph_of(module).sections]
     allocate: Any = steps[0]
     asked = dataclasses.replace(
@@ -147,7 +147,7 @@ def load_context(directory: Path) -> BaselineContext:
     )
     pass_pipeline.run_passes(module, [asked, *steps[1:]])
     whole = plan_codegen.build_plan(module, plan.model, {})
-    fresh = graph_of(module_text.parse_module(path.read_text(), str(path)))
+    fresh = graph_of(module_text.read_module(path))
     cluster = Cluster.from_dict(plan.cluster) or parse_cluster(asked.cluster)
     late = frozenset(e.name for e in whole.edges if not e.grad and not _reaches_layers(module, e))
     ranks = plan.world_size if allocate.objective == "gpus" else allocate.ranks or cluster.ranks

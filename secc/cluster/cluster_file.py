@@ -26,6 +26,7 @@ from secc.cluster.assembly import DESCRIPTION_FORMS, join_clusters, preset_clust
 from secc.cluster.presets import DEVICE_PRESETS
 from secc.cluster.types import COLLECTIVES, GIB, Cluster, Device, Link, MeasuredRing
 from secc.errors import UserError
+from secc.runtime.host.regular_files import read_regular_file
 from secc.runtime.plan.json_shapes import show_value
 from secc.runtime.plan.plan_file import MAX_RANKS
 
@@ -81,11 +82,7 @@ class _LoaderWithoutAliases(yaml.SafeLoader):
 
 def _load_yaml(path: Path) -> Any:
     try:
-        with path.open("rb") as opened:
-            text = opened.read(_MAX_BYTES + 1)
-        if len(text) > _MAX_BYTES:
-            raise UserError(f"expected a cluster file of at most {_MAX_BYTES >> 20} MiB", str(path))
-        return yaml.load(text.decode(), _LoaderWithoutAliases)
+        return yaml.load(read_regular_file(path, _MAX_BYTES).decode(), _LoaderWithoutAliases)
     except OSError as error:
         raise UserError(
             f"cannot read the cluster file: {error.strerror}", str(path), DESCRIPTION_FORMS

@@ -22,7 +22,7 @@ from secc.codegen.plan_files import build_plan_files
 from secc.codegen.plan_writer import write_plan_files
 from secc.driver import what_if
 from secc.errors import UserError
-from secc.ir.text_io.module_text import parse_module
+from secc.ir.text_io.module_text import parse_module, read_text
 from secc.report.html_page import report_page
 from secc.runtime.parameters.rank_weights import MODEL_FILE_COPY, imported_file_copy
 from secc.runtime.plan.plan_file import load_plan
@@ -42,14 +42,14 @@ def replan_for_ranks(directory: Path, ranks: int) -> Path:
     before = before[: before.index(ir_file) + 1]
     later = [_without_assumptions(step) for step in passes[1:]]
     allocate = _allocate_on(passes[0], plan, ranks, ir_file, later)
-    module = parse_module(ir_file.read_text(), str(ir_file))
-    done = pass_pipeline.parse_dump_header(ir_file.read_text())
+    text = read_text(ir_file)
+    module, done = parse_module(text, str(ir_file)), pass_pipeline.parse_dump_header(text)
     run = pass_pipeline.run_passes(module, [allocate, *later], dump=True, done=done)
     versions = {"secc": __version__, "torch": torch.__version__.split("+")[0]}
     new = plan_builder.build_plan(module, plan.model, versions)
     new = dataclasses.replace(new, checks=plan.checks | new.checks)
     constants = _read_constants(directory)
-    dumps = [(path.stem.partition("-")[2], path.read_text()) for path in before] + run.dumps
+    dumps = [(path.stem.partition("-")[2], read_text(path)) for path in before] + run.dumps
     source = (directory / MODEL_FILE_COPY).read_text()
     try:
         files = build_plan_files(new, module, dumps, constants, source, report_page(new))

@@ -114,7 +114,7 @@ def reallocate_possibly(
     taken_back = TakenBackChoices(allocate.set)
     refused = allocate.refused
     while True:
-        module = module_text.parse_module(ir_file.read_text(), str(ir_file))
+        module = module_text.read_module(ir_file)
         if adapt is not None:
             adapt(graph_of(module))
         try:
@@ -140,10 +140,12 @@ def load_before_allocate(directory: Path) -> tuple[list[ModulePass], Path]:
             str(directory / "ir"),
             "compile the model again",
         )
-    steps = list(
-        pass_pipeline.parse_pipeline(",".join(pass_pipeline.parse_dump_header(dumps[-1].read_text())))
-    )
-    first = next(i for i, step in enumerate(steps) if step.name == ALLOCATE_PASS)
+    header = pass_pipeline.parse_dump_header(module_text.read_text(dumps[-1]))
+    steps = list(pass_pipeline.parse_pipeline(",".join(header)))
+    first = next((i for i, step in enumerate(steps) if step.name == ALLOCATE_PASS), None)
+    if first is None:
+        message = "the IR does not begin with the pipeline that made it"
+        raise UserError(message, str(dumps[-1]), "compile the model again")
     allocate: Any = steps[first]
     freed = _replace_options(
         allocate, stages=tuple(pin for pin in allocate.stages if pin.endswith(ONE_STAGE)), known=(), proven=()

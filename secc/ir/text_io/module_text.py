@@ -21,6 +21,7 @@ from secc.errors import UserError
 from secc.ir.dialect.assembly_format import quote_text
 from secc.ir.dialect.ops import SecDialect
 from secc.ir.text_io.verifier import find_violations
+from secc.runtime.host.regular_files import read_regular_file
 
 # The same strings as by xDSL's own pattern, which takes exponential time for one that does not end.
 MLIRLexer._unescaped_characters_regex = re.compile(  # pyright: ignore[reportPrivateUsage]
@@ -144,11 +145,7 @@ def parse_module(text: str, name: str = "<text>") -> ModuleOp:
 def read_text(path: str | Path) -> str:
     """The text of a file. Raises UserError if it cannot be read or has more than `MAX_BYTES`."""
     try:
-        with Path(path).open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise UserError(f"cannot read the file: it has more than {MAX_BYTES >> 20} MiB", str(path))
-        return content.decode()
+        return read_regular_file(Path(path), MAX_BYTES).decode()
     except OSError as error:
         raise UserError(f"cannot read the file: {error.strerror}", str(path)) from None
     except UnicodeDecodeError:
