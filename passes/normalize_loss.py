@@ -36,7 +36,7 @@ from secc.passes.loss.approximations import check_approximations, describe_accep
 from secc.passes.loss.batch_statistics import name_statistic
 from secc.passes.loss.buffer_constants import copy_for_leaf
 from secc.passes.loss.coefficient import SCALAR_TYPE, UNIT_COEFFICIENT, Coefficient, CoefficientEmitter
-from secc.passes.loss.gathered_rows import check_gathered, declare_all_samples
+from secc.passes.loss.gathered_rows import check_gathered, check_names, declare_all_samples
 from secc.passes.loss.logged_scalars import LOGGED_PREFIX, find_logged, find_outputs
 from secc.passes.loss.loss_context import LossContext
 from secc.passes.loss.loss_walk import ops_behind, walk_loss
@@ -81,6 +81,7 @@ class NormalizeLoss(ModulePass):
     def apply(self, ctx: XdslContext, op: ModuleOp) -> None:
         check_approximations(self.accept)
         graph = graph_of(op)
+        check_names(graph, self.gather)
         open_cases = [c for c in graph.cases if c.ops[-1].operands]
         exact = self.balance_loss == "global"
         found = [

@@ -21,7 +21,7 @@ they stay in one section.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,6 +206,14 @@ def declare_all_samples(graph: GraphOp, global_batch: int) -> None:
     named |= {"key": StringAttr(""), "dim": IntAttr(0), "about": StringAttr(str(global_batch))}
     block, last = graph.body.block, list(graph.symbols.values())[-1]
     block.insert_ops_after([SymbolOp.create(properties=named)], last)
+
+
+def check_names(graph: GraphOp, names: Iterable[str]) -> None:
+    """Raises UserError for a name that is no block, no part of one, and has no blocks in it."""
+    for name in names:
+        if not any(_covers(name, block) or _covers(block, name) for block in graph.blocks):
+            message = f"--gather {name}: the model has no such block"
+            raise UserError(message, remedy=f"blocks are {', '.join(sorted(graph.blocks))}")
 
 
 def check_gathered(names: tuple[str, ...], contexts: list[LossContext]) -> None:

@@ -92,11 +92,16 @@ def test_ranks_train_with_rows_of_all_samples(
     assert list(find_differences(found, expected)) == []
 
 
-def test_rows_that_nothing_compares_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match="no loss compares rows of right with those of other samples"
-    ) as refused:
-        compile_model(MODELS / "one_stack.py", CompileOptions(gather=("right",)))
+def test_an_unknown_block_is_refused() -> None:
+    with pytest.raises(UserError, match="--gather lef: the model has no such block") as refused:
+        compile_model(MODELS / "contrastive.py", CompileOptions(gather=("lef", "right")))
+    assert refused.value.remedy == "blocks are left, right"
+
+
+def test_rows_that_nothing_compares_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPARED", "supervised")
+    with pytest.raises(UserError, match="no loss compares rows of text with those") as refused:
+        compile_model(MODELS / "compared_samples.py", CompileOptions(gather=("image", "text")))
     assert "leave it out" in refused.value.remedy
 
 
