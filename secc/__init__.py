@@ -9,13 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from secc.api.export import export
     from secc.api.model import Model, load
     from secc.api.plan import Plan, check, compile
     from secc.errors import UserError
     from secc.runtime.training.trainer import Trainer
 
 __version__ = "0.2.0"
-__all__ = ["Model", "Plan", "Trainer", "UserError", "__version__", "check", "compile", "load"]
+__all__ = ["Model", "Plan", "Trainer", "UserError", "__version__", "check", "compile", "export", "load"]
 
 _HOMES = {
     "Model": "secc.api.model",
@@ -23,6 +24,7 @@ _HOMES = {
     "Plan": "secc.api.plan",
     "check": "secc.api.plan",
     "compile": "secc.api.plan",
+    "export": "secc.api.export",
     "UserError": "secc.errors",
     "Trainer": "secc.runtime.training.trainer",
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import symtable
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -140,21 +141,21 @@ def _with_decorators(text: str, node: ast.stmt, source: str) -> str:
 
 
 def _read_statement(node: ast.stmt, text: str, where: str) -> _Statement:
-    binds, reads = set[str](), set[str]()
-    for part in ast.walk(node):
-        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
-            reads.add(part.id)
-    match node:
-        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-            binds.add(node.name)
-        case ast.Import() | ast.ImportFrom():
-            binds |= {(a.asname or a.name).partition(".")[0] for a in node.names}
-        case _:
-            binds |= {
-                p.id for p in ast.walk(node) if isinstance(p, ast.Name) and isinstance(p.ctx, ast.Store)
-            }
+    table = symtable.symtable(text, where, "exec")
+    binds = {
+        s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()
+    }
     definitions = ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign
-    return _Statement(text, frozenset(binds), frozenset(reads), where, isinstance(node, definitions))
+    return _Statement(
+        text, frozenset(binds), frozenset(_global_reads(table)), where, isinstance(node, definitions)
+    )
+
+
+def _global_reads(table: symtable.SymbolTable) -> set[str]:
+    """Returns the global names that a scope and those inside it read; local names of functions are not."""
+    is_top = table.get_type() == "module"
+    names = {s.get_name() for s in table.get_symbols() if s.is_referenced() and (is_top or s.is_global())}
+    return names.union(*map(_global_reads, table.get_children()))
 
 
 def _needed_statements(statements: list[_Statement], names: list[str]) -> list[_Statement]:
@@ -166,7 +167,7 @@ def _needed_statements(statements: list[_Statement], names: list[str]) -> list[_
         name = pending.pop()
         if name not in last:
             if hasattr(builtins, name) or not hasattr(sys.modules[_MAIN], name):
-                continue  # a builtin, or a local name of a function
+                continue  # a builtin, or a name of a branch that has not run
             raise UserError(f"{name!r} is used by the model, but no statement defines it", remedy=_REMEDY)
         at = last[name]
         if at in needed:

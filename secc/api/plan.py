@@ -31,7 +31,8 @@ Progress = Callable[[str], None]
 Choices = Mapping[str, object] | Sequence[str]
 DEFAULT_PLAN = "plan"
 LEAST_PACKING_GAIN = 0.02  # of a predicted step, for --pack auto
-_SHOWN_LINES = 5  # of a run's metrics
+# Of a run's metrics, what its table leaves out.
+_NOT_SHOWN = ("run", "recorded", "kept", "recording_s", "exposed_s", "waiting_s")
 
 
 class Plan:
@@ -84,7 +85,10 @@ class Plan:
         found = simulate_plan(
             self.path, self.contents, steps=steps, seed=seed, shuffle=shuffle, order=order, baselines=names
         )
-        facts = [*measured_facts(found.measures, steps), *busiest_rank_facts(found.steps[0])]
+        facts = [
+            *measured_facts(found.measures, steps, self.contents.predicted_step_s),
+            *busiest_rank_facts(found.steps[0]),
+        ]
         shares = found.measures.sections.items()
         rows = tuple((name, str(share.gpus), f"{share.busy:.3f}") for name, share in shares)
         tables = [TextTable("Sections", ("section", "ranks", "busy"), rows)]
@@ -173,15 +177,14 @@ def make_run_result(log_dir: Path, lines: Sequence[dict[str, Any]]) -> RunResult
     evaluations = tuple(line for line in lines if "eval" in line)
     tables = [_metrics_table("Steps", metrics)] if metrics else []
     tables += [_metrics_table("Evaluations", evaluations)] if evaluations else []
-    facts = [("logs", str(log_dir)), ("steps", str(len(metrics)))]
+    facts = [("logs", str(log_dir)), *([("steps", str(len(metrics)))] if metrics else [])]
     return RunResult(tuple(facts), tuple(tables), log_dir, metrics, evaluations)
 
 
 def _metrics_table(title: str, lines: Sequence[Mapping[str, Any]]) -> TextTable:
-    columns = tuple(dict.fromkeys(key for line in lines for key in line))
-    columns = tuple(c for c in ("step", "eval", "loss") if c in columns) + tuple(
-        c for c in columns if c not in ("step", "eval", "loss")
-    )
+    first = ("step", "eval", "loss")
+    found = dict.fromkeys(key for line in lines for key, value in line.items() if value is not None)
+    columns = tuple(dict.fromkeys(c for c in (*first, *found) if c in found and c not in _NOT_SHOWN))
     rows = tuple(tuple(_cell(line.get(c)) for c in columns) for line in lines)
     return TextTable(title, columns, rows)
 

@@ -71,11 +71,13 @@ def simulate_plan(
     return SimulatedPlan(simulated, measured, measures[0], found)
 
 
-def measured_facts(m: StepMeasures, steps: int) -> list[tuple[str, str]]:
-    """The measures as (name, text)."""
+def measured_facts(m: StepMeasures, steps: int, planned_s: float | None) -> list[tuple[str, str]]:
+    """The measures as (name, text). planned_s: the step that the plan predicts, for drawn samples."""
+    which = "the run's first global batch" if steps == 1 else f"a mean over the run's first {steps} batches"
+    drawn = f"; the plan says {planned_s:.4g} s, for samples drawn from the dataset" if planned_s else ""
     over = m.step_time_s / m.schedule_bound_s if m.schedule_bound_s else 1.0
     facts = [
-        ("predicted step", f"{m.step_time_s:.6g} s" + (f" (mean of {steps})" if steps > 1 else "")),
+        ("simulated step", f"{m.step_time_s:.4g} s, {which}{drawn}"),
         (
             "schedule bound",
             f"{m.schedule_bound_s:.6g} s: the step takes {over:.3f} of it; bottleneck: {m.bound_reason}",

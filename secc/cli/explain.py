@@ -31,6 +31,7 @@ def command(plan: PLAN_ARGUMENT, what_if: WHAT_IF_OPTION = None, json: JSON_OPTI
         _print_what_if(plan, what_if, json)
         return
     from secc.api.plan import Plan
+    from secc.report.table_renderers import make_facts_grid
 
     loaded = Plan(plan)
     explanation = loaded.explain()
@@ -40,8 +41,7 @@ def command(plan: PLAN_ARGUMENT, what_if: WHAT_IF_OPTION = None, json: JSON_OPTI
         return
     out.print(str(loaded), soft_wrap=True, markup=False)
     out.print()
-    for name, value in explanation.facts:
-        out.print(f"{name:>16}  {value}", markup=False)
+    out.print(make_facts_grid(explanation.facts))
     for table in explanation.tables:
         print_table(table)
 

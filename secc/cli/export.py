@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from secc.cli.compile import JSON_OPTION
 from secc.cli.console import out, print_json, styled
-
-if TYPE_CHECKING:
-    from secc.runtime.parameters.checkpoint_folder import FoundCheckpoint
 
 
 def command(
@@ -49,77 +46,15 @@ def command(
 ) -> None:
     """Write the weights of a checkpoint: under the names of the user's model for `load_state_dict` (-o), or a
     folder that Hugging Face's `from_pretrained` loads (--hf)."""
-    from secc.errors import UserError, printable_text
-    from secc.runtime.parameters.checkpoint_folder import find_checkpoint
-
-    if (output is None) == (hf is None):
-        given = "neither" if output is None else "both"
-        raise UserError(
-            f"one of -o and --hf is needed, got {given}", "", "-o FILE.safetensors or --hf FOLDER"
-        )
-    if hf is None and (component is not None or plan is not None or trust_model):
-        raise UserError("--component, --plan and --trust-model need --hf", "", "give --hf FOLDER")
-    found = find_checkpoint(checkpoint)
-    for note in found.notes():
-        sys.stderr.write(printable_text(note, newlines=True) + "\n")
-    if output is not None:
-        _write_file(found, output, ema, json)
-    elif hf is not None:
-        _write_folder(found, hf, component, plan, trust_model, ema, json)
-
-
-def _write_file(found: FoundCheckpoint, output: Path, ema: bool, json: bool) -> None:
-    from safetensors.torch import save_file
-
-    from secc.errors import UserError
-    from secc.runtime.parameters.checkpoint import load_full_state_dict
-
-    state = load_full_state_dict(found, averaged=ema)
-    # safetensors rejects tensors that share memory, so a tied parameter is written once for each name.
-    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, output)
-    except OSError as error:
-        raise UserError(
-            f"cannot write the file: {error.strerror or error}", str(output), "choose another -o"
-        ) from None
-    if json:
-        print_json({"file": str(output), "tensors": len(tensors), "bytes": output.stat().st_size})
-        return
-    written = f": {len(tensors)} tensors, {output.stat().st_size / 2**20:.1f} MiB"
-    out.print(styled(output, "bold"), written, sep="")
-
-
-def _write_folder(
-    found: FoundCheckpoint,
-    folder: Path,
-    component: str | None,
-    plan: Path | None,
-    trust_model: bool,
-    ema: bool,
-    json: bool,
-) -> None:
-    from secc.driver.hf_export import build_trained_model, export_component
+    from secc.api.export import export
     from secc.errors import printable_text
 
-    model = build_trained_model(found, plan, trust_model)
-    done = export_component(model, found, folder, component, averaged=ema)
-    if json:
-        print_json(
-            {
-                "folder": str(done.folder),
-                "component": done.component,
-                "kind": done.kind.value,
-                "files": list(done.files),
-                "copied": list(done.copied),
-                "bytes": done.bytes,
-                "notes": list(done.notes),
-            }
-        )
-        return
-    what = f"{done.component or 'the model'} ({done.kind.value})"
-    written = f": {what}, {len(done.files)} files, {done.bytes / 2**20:.1f} MiB"
-    out.print(styled(done.folder, "bold"), printable_text(written), sep="")
+    done = export(
+        checkpoint, output=output, hf=hf, component=component, plan=plan, trust_model=trust_model, ema=ema
+    )
     for note in done.notes:
-        sys.stderr.write(printable_text(f"note: {note}") + "\n")
+        sys.stderr.write(printable_text(note, newlines=True) + "\n")
+    if json:
+        print_json(done.details)
+    else:
+        out.print(styled(done.path, "bold"), printable_text(f": {dict(done.facts)['holds']}"), sep="")

@@ -67,7 +67,7 @@ def command(
     if json:
         print_json(simulation_json(found.measures, found.baselines))
         return
-    _print_step(found.steps[0], found.measures, steps)
+    _print_step(found.steps[0], found.measures, steps, loaded.predicted_step_s)
     if found.baselines:
         out.print()
         print_table(baseline_table(found.measures, found.baselines))
@@ -117,14 +117,14 @@ def _write_outputs(
         ) from None
 
 
-def _print_step(step: SimulatedStep, measures: StepMeasures, steps: int) -> None:
+def _print_step(step: SimulatedStep, measures: StepMeasures, steps: int, planned_s: float | None) -> None:
     from rich.text import Text
 
     from secc.api.simulation import busiest_rank_facts, measured_facts
+    from secc.report.table_renderers import make_facts_grid
     from secc.simulate.drawing import render_terminal
 
     for line in render_terminal(step, out.width):
         out.print(Text.assemble(*(styled(*part) for part in line)), no_wrap=True, crop=True)
     out.print()
-    for name, value in [*measured_facts(measures, steps), *busiest_rank_facts(step)]:
-        out.print(f"{name:>22}  {value}")
+    out.print(make_facts_grid([*measured_facts(measures, steps, planned_s), *busiest_rank_facts(step)]))

@@ -33,6 +33,16 @@ def make_rich_table(table: TextTable, width: int) -> RichTable:
     return rich_table
 
 
+def make_facts_grid(facts: Facts) -> RichTable:
+    """Returns facts with their names to the right of a first column; long values wrap inside the second."""
+    grid = RichTable.grid(padding=(0, 2, 0, 0))
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for fact in facts:
+        grid.add_row(*(Text(printable_text(text, newlines=True)) for text in fact))
+    return grid
+
+
 def _unwrapped_columns(table: TextTable, width: int) -> set[int]:
     """The columns that are not wrapped on a terminal of this width: the shortest ones, as long as
     SHORT_COLUMN remains for each of the others."""
@@ -50,9 +60,7 @@ def _unwrapped_columns(table: TextTable, width: int) -> set[int]:
 def render_text(facts: Facts, tables: Sequence[TextTable], width: int = PAGE_WIDTH) -> str:
     """Returns facts, a line each, and tables as plain text of at most `width` columns."""
     console = Console(file=io.StringIO(), width=width, highlight=False, color_system=None)
-    indent = max((len(name) for name, _ in facts), default=0)
-    for name, value in facts:
-        console.print(f"{name:>{indent}}  {value}", markup=False)
+    console.print(make_facts_grid(facts))
     for table in tables:
         console.print(make_rich_table(table, width))
     assert isinstance(console.file, io.StringIO)

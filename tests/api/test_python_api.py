@@ -156,10 +156,75 @@ def test_streams_and_mixtures_from_functions(root: Path, tmp_path: Path) -> None
         assert [json.loads(line)["samples"] for line in lines] == [6, 6, 6, 6]
 
 
+DISTILLED = """
+import torch, transformers
+from torch.nn import functional as F
+
+import secc
+
+
+class Distilled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+        self.student = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4))
+        self.teacher = torch.nn.Embedding(64, 64).requires_grad_(False)
+
+    def forward(self, input_ids, labels):
+        logits = self.student(input_ids).logits
+        ce = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": ce + F.mse_loss(logits, self.teacher(input_ids)), "ce": ce}
+
+
+def texts():
+    ids = torch.randint(64, (40, 12), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def held_out():
+    return texts()[:7]
+
+
+def perplexity(outputs):
+    return {"perplexity": float(torch.tensor(outputs["ce"]).exp())}
+
+
+if __name__ == "__main__":
+    model = secc.Model(model=Distilled, dataset=texts, eval_dataset=held_out, metrics=perplexity)
+    plan = secc.compile(model, cluster="local:2", global_batch=8)
+    run = plan.run(steps=3, save="saved", eval_every=3, workers=0)
+    (found,) = plan.evaluate(resume="saved", workers=0).evaluations
+    assert found["perplexity"] == run.evaluations[-1]["perplexity"]
+    student, whole = secc.export("saved", hf="student", component="student"), Distilled()
+    assert student.details["kind"] == "model" and student.path.name == "student"
+    weights = secc.export("saved", output="weights.safetensors")
+    from safetensors.torch import load_file
+
+    whole.load_state_dict(load_file(weights.path))
+    ids = torch.arange(9)[None]  # a name that functions above use for values of their own
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(student.path)
+    assert torch.equal(loaded(ids).logits, whole.student(ids).logits)
+    losses = [float(whole(**{k: v[None] for k, v in s.items()})["loss"].detach()) for s in held_out()]
+    print("RESULT", sum(losses) / 7, found["loss"])
+"""
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_script_trains_evaluates_and_exports(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(DISTILLED)
+    done = run_python(["script.py"], tmp_path, root)
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected, evaluated = map(float, done.stdout.rpartition("RESULT")[2].split())
+    assert evaluated == pytest.approx(expected, rel=1e-6)
+
+
 def test_results_are_text_html_and_data_frames() -> None:
     rows = (("a" * 70, "0.5"), ("<b>", "2"))
-    result = Result((("fact", "x & y"),), (TextTable("T", ("name", "value"), rows, "note"),))
-    assert max(map(len, str(result).splitlines())) <= 100 and "fact  x & y" in str(result)
+    facts = (("fact", "x & y"), ("long", "word " * 30))
+    result = Result(facts, (TextTable("T", ("name", "value"), rows, "note"),))
+    lines = str(result).splitlines()
+    assert max(map(len, lines)) <= 100 and lines[0] == "fact  x & y" and lines[2].startswith("      word")
     page = result._repr_html_()  # pyright: ignore[reportPrivateUsage]
     assert "x &amp; y" in page and "&lt;b&gt;" in page and "<b>T</b>" in page
     with pytest.raises(KeyError, match="there are T"):
@@ -176,9 +241,21 @@ def test_arguments_are_those_of_the_command_line(tmp_path: Path) -> None:
     assert option_arguments({"first_check": False, "save_async": False}) == [
         *("--no-first-check", "--no-save-async")
     ]
-    lines = [{"step": 1, "loss": 2.0}, {"step": 1, "eval": "eval", "loss": 1.0, "grad_norm": None}]
+
+
+def test_a_runs_table_has_the_metrics_that_people_read(tmp_path: Path) -> None:
+    common = {"run": "f" * 32, "recorded": 0.0, "waiting_s": 0.1}
+    lines = [
+        common | {"ce": 0.5, "step": 1, "loss": 2.0, "learning_rate": 1e-4},
+        common | {"step": 1, "eval": "eval", "loss": 1.0, "grad_norm": None},
+    ]
     result = make_run_result(tmp_path, lines)
-    assert result.losses == [2.0] and [t.title for t in result.tables] == ["Steps", "Evaluations"]
+    assert result.losses == [2.0] and result.metrics[0]["run"] == "f" * 32
+    tables = [(t.title, t.columns) for t in result.tables]
+    assert tables == [
+        ("Steps", ("step", "loss", "ce", "learning_rate")),
+        ("Evaluations", ("step", "eval", "loss")),
+    ]
 
 
 def test_importing_secc_is_light_and_lists_its_names() -> None:
