@@ -194,18 +194,25 @@ def load_optimizer_state(
 
 
 def load_full_state_dict(
-    source: str | Path | FoundCheckpoint, averaged: bool = False
+    source: str | Path | FoundCheckpoint,
+    averaged: bool = False,
+    on_read: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, torch.Tensor]:
     """Reads the user's whole state dict from a checkpoint (or the latest whole one in a directory) onto the
     CPU, in one process.
 
     It includes frozen parameters and buffers; tied parameters are one tensor under each of their names. With
-    `averaged`, trained parameters have the values of `--ema`. Raises UserError if there is no checkpoint, if
-    a file of it is damaged, or if it has no averages.
+    `averaged`, trained parameters have the values of `--ema`. `on_read` is called with the bytes that were
+    read so far, and all. Raises UserError if there is no checkpoint, if a file of it is damaged, or if it has
+    no averages.
     """
     found = source if isinstance(source, FoundCheckpoint) else find_checkpoint(Path(source))
     return load_entries_of_model(
-        found, found.manifest.names, lambda _, stored: torch.empty_like(stored, device="cpu"), averaged
+        found,
+        found.manifest.names,
+        lambda _, stored: torch.empty_like(stored, device="cpu"),
+        averaged,
+        on_read,
     )
 
 
@@ -214,6 +221,7 @@ def load_entries_of_model(
     names: Iterable[str],
     allocate: Callable[[str, torch.Tensor], torch.Tensor],
     averaged: bool = False,
+    on_read: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Reads these entries of the user's state dict, tensors into the memory that `allocate` returns for a
     name and a meta tensor of what is stored. In other respects as `load_full_state_dict`."""
@@ -236,7 +244,14 @@ def load_entries_of_model(
         if key not in read:
             entry = stored[key]
             read[key] = None if entry is None else allocate(name, entry)
-    sliced_tensor_store.read_entries(found.files, read, alone=True)
+    done, total = 0, sum(t.nbytes for t in read.values() if t is not None)
+
+    def count(byte_count: int) -> None:
+        nonlocal done
+        done += byte_count
+        on_read(done, total)
+
+    sliced_tensor_store.read_entries(found.files, read, alone=True, on_read=count)
     return {name: read[key] for name, key in keys.items()}
 
 

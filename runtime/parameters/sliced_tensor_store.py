@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,12 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
+    on_read: Callable[[int], None]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Reports a piece of a tensor that is in its place."""
+        self.on_read(tensor.nbytes)
+
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
@@ -231,10 +237,17 @@ def stored_entries(directory: Path) -> dict[str, torch.Tensor | None]:
     }
 
 
-def read_entries(directory: Path, target: dict[str, Any], alone: bool = False) -> None:
-    """Reads the keys of `target`, tensors in place. Collective unless `alone`. Raises UserError if an entry
-    is damaged or holds an object that may run code."""
+def read_entries(
+    directory: Path,
+    target: dict[str, Any],
+    alone: bool = False,
+    on_read: Callable[[int], None] = lambda byte_count: None,
+) -> None:
+    """Reads the keys of `target`, tensors in place. Collective unless `alone`. `on_read` is called with the
+    bytes of each piece of a tensor. Raises UserError if an entry is damaged or holds an object that may run
+    code."""
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.on_read = on_read
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from secc.api.results import Result
+from secc.driver.reading_rate import READ_STAGE, WRITE_STAGE
 from secc.errors import UserError
 
 if TYPE_CHECKING:
     from secc.runtime.parameters.checkpoint_folder import FoundCheckpoint
+
+CHECK_STAGE, BUILD_STAGE = "check the checkpoint's files", "build the model"
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,13 +36,14 @@ def export(
     plan: str | Path | None = None,
     trust_model: bool = False,
     ema: bool = False,
+    progress: Callable[[str], None] | None = None,
 ) -> Export:
     """Writes the weights of a checkpoint that a run has saved: to the safetensors file `output`, under the
     names of the user's model, or to the folder `hf`, which Hugging Face's `from_pretrained` loads.
 
     With `hf`, `component` is the module path of what is written (the only Hugging Face model by default),
     `plan` the plan of the run if it has moved, and `trust_model` runs the model file of another user's plan.
-    `ema`: the averaged weights. Raises UserError for bad input.
+    `ema`: the averaged weights. `progress` is called with what is done now. Raises UserError for bad input.
     """
     from secc.runtime.parameters.checkpoint_folder import find_checkpoint
 
@@ -49,21 +54,25 @@ def export(
         )
     if hf is None and (component is not None or plan is not None or trust_model):
         raise UserError("--component, --plan and --trust-model need --hf", "", "give --hf FOLDER")
+    show = progress or (lambda step: None)
+    show(CHECK_STAGE)
     found = find_checkpoint(Path(checkpoint))
     if hf is None:
         assert output is not None
-        return _write_file(found, Path(output), ema)
-    return _write_folder(
-        found, Path(hf), component, Path(plan) if plan is not None else None, trust_model, ema
-    )
+        return _write_file(found, Path(output), ema, show)
+    moved = Path(plan) if plan is not None else None
+    return _write_folder(found, Path(hf), component, moved, trust_model, ema, show)
 
 
-def _write_file(found: FoundCheckpoint, output: Path, ema: bool) -> Export:
+def _write_file(found: FoundCheckpoint, output: Path, ema: bool, show: Callable[[str], None]) -> Export:
     from safetensors.torch import save_file
 
+    from secc.driver.reading_rate import ReadingRate
     from secc.runtime.parameters.checkpoint import load_full_state_dict
 
-    state = load_full_state_dict(found, averaged=ema)
+    show(READ_STAGE)
+    state = load_full_state_dict(found, averaged=ema, on_read=ReadingRate(show).show)
+    show(WRITE_STAGE)
     # safetensors rejects tensors that share memory, so a tied parameter is written once for each name.
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
     try:
@@ -86,11 +95,13 @@ def _write_folder(
     plan: Path | None,
     trust_model: bool,
     ema: bool,
+    show: Callable[[str], None],
 ) -> Export:
     from secc.driver.hf_export import build_trained_model, export_component
 
+    show(BUILD_STAGE)
     model = build_trained_model(found, plan, trust_model)
-    done = export_component(model, found, folder, component, averaged=ema)
+    done = export_component(model, found, folder, component, averaged=ema, show=show)
     notes = (*found.notes(), *(f"note: {note}" for note in done.notes))
     what = f"{done.component or 'the model'} ({done.kind.value})"
     facts = (

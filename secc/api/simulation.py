@@ -19,6 +19,8 @@ from secc.simulate.simulator import simulate
 from secc.simulate.steady_state import steady_state_steps
 from secc.simulate.step_measures import StepMeasures, find_busiest_rank, mean_measures, measure_step
 
+_DRAW, _COMPARE, _READ_IR = "draw samples", "compare with the bounds", "read the plan's IR"
+
 
 @dataclass(frozen=True)
 class SimulatedPlan:
@@ -28,6 +30,15 @@ class SimulatedPlan:
     measures: StepMeasures
     first_measures: StepMeasures
     baselines: Mapping[str, BaselineResult]
+
+
+def simulation_stages(baselines: Sequence[str]) -> tuple[str, ...]:
+    """The parts of the work of `simulate_plan` with these baselines, as it shows them."""
+    return (_DRAW, _COMPARE, *((_READ_IR, *map(_baseline_stage, baselines)) if baselines else ()))
+
+
+def _baseline_stage(name: str) -> str:
+    return f"baseline {name}"
 
 
 def simulate_plan(
@@ -46,7 +57,7 @@ def simulate_plan(
     that cannot be simulated."""
     if order not in SCHEDULE_ORDERS:
         raise UserError(f"unknown --order {order!r}", remedy=f"use one of {', '.join(SCHEDULE_ORDERS)}")
-    show("draw samples")
+    show(_DRAW)
     batches = list(load_global_batches(directory, plan, seed, shuffle, steps))
     try:
         simulated = [
@@ -57,16 +68,16 @@ def simulate_plan(
         raise UserError(
             f"the plan cannot be simulated: {error}", str(directory), "compile with tp=1 and pp=1"
         ) from None
-    show("compare with the bounds")
+    show(_COMPARE)
     measures = [measure_step(step) for step in simulated]
     own = [step.samples[: step.schedule.own_samples] for step in simulated]
     measured = mean_measures(measures, mean_step_bound([BatchWork(plan, samples) for samples in own]))
     found: dict[str, BaselineResult] = {}
     if baselines:
-        show("read the plan's IR")
+        show(_READ_IR)
         comparison = BaselineComparison(directory)
         for name in baselines:
-            show(f"baseline {name}")
+            show(_baseline_stage(name))
             found[name] = comparison.find_best(name, own)
     return SimulatedPlan(simulated, measured, measures[0], found)
 

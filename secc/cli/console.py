@@ -22,6 +22,8 @@ from secc.errors import printable_text
 from secc.report.table_renderers import PAGE_WIDTH, make_rich_table
 from secc.report.text_table import TextTable
 
+_PART_INTERVAL_S = 10.0  # between lines about parts of a stage
+
 
 class PlainConsole(Console):
     """A console that prints texts as they are, also in tables, but for what a terminal would obey."""
@@ -50,7 +52,8 @@ def styled(text: object, style: str = "") -> Text:
 def show_progress(quiet: bool, stages: Sequence[str] = ()) -> Iterator[Callable[[str], None]]:
     """Yield a function that reports the current step: a spinner on a terminal, elsewhere a line for each of
     the known `stages`, as `secc: 4 of 11  capture`, with the seconds of the one before. Steps that are no
-    stages are parts of the current one; without `stages` each has a line. Nothing with `quiet`."""
+    stages are parts of the current one, which have a line every ten seconds at most; without `stages` each
+    has one. Nothing with `quiet`."""
     if quiet:
         yield lambda _: None
         return
@@ -68,7 +71,7 @@ class _Progress:
 
     def __init__(self, stages: Sequence[str]) -> None:
         self._stages, self._reached, self._current = list(stages), 0, ""
-        self._started = self._stage_started = time.monotonic()
+        self._started = self._stage_started = self._printed = time.monotonic()
 
     def describe(self, step: str) -> str:
         """The step as one line; a stage that comes again does not count back."""
@@ -80,10 +83,14 @@ class _Progress:
         return f"{self._reached} of {len(self._stages)}  {self._stages[max(0, self._reached - 1)]}: {step}"
 
     def print_line(self, step: str) -> None:
-        """Print a line if a stage begins."""
-        if self._stages and (step not in self._stages or self._stages.index(step) < self._reached):
-            return
+        """Print a line if a stage begins, or if a part of it does and nothing was printed for a while."""
         now = time.monotonic()
+        if self._stages and (step not in self._stages or self._stages.index(step) < self._reached):
+            if step not in self._stages and now - self._printed >= _PART_INTERVAL_S:
+                self._printed = now
+                err.print(f"secc: {self.describe(step)}", style="dim")
+            return
+        self._printed = now
         before = f"  ({self._current}: {now - self._stage_started:.1f} s)" if self._current else ""
         self._current, self._stage_started = step, now
         err.print(f"secc: {self.describe(step)}{before}", style="dim")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from secc.cli.compile import JSON_OPTION
-from secc.cli.console import out, print_json, styled
+from secc.cli.console import out, print_json, show_progress, styled
 
 
 def command(
@@ -46,12 +46,21 @@ def command(
 ) -> None:
     """Write the weights of a checkpoint: under the names of the user's model for `load_state_dict` (-o), or a
     folder that Hugging Face's `from_pretrained` loads (--hf)."""
-    from secc.api.export import export
+    from secc.api.export import BUILD_STAGE, CHECK_STAGE, READ_STAGE, WRITE_STAGE, export
     from secc.errors import printable_text
 
-    done = export(
-        checkpoint, output=output, hf=hf, component=component, plan=plan, trust_model=trust_model, ema=ema
-    )
+    stages = (CHECK_STAGE, *([BUILD_STAGE] if hf is not None else []), READ_STAGE, WRITE_STAGE)
+    with show_progress(json, stages) as show:
+        done = export(
+            checkpoint,
+            output=output,
+            hf=hf,
+            component=component,
+            plan=plan,
+            trust_model=trust_model,
+            ema=ema,
+            progress=show,
+        )
     for note in done.notes:
         sys.stderr.write(printable_text(note, newlines=True) + "\n")
     if json:

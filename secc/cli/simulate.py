@@ -50,7 +50,7 @@ def command(
     json: JSON_OPTION = False,
 ) -> None:
     """Simulate steps of a plan: their time, its ratio to lower bounds, and where ranks wait."""
-    from secc.api.simulation import baseline_table, simulate_plan
+    from secc.api.simulation import baseline_table, simulate_plan, simulation_stages
     from secc.driver.plan_origin import check_model_is_trusted
     from secc.runtime.plan.plan_file import load_plan
 
@@ -59,7 +59,7 @@ def command(
     if not trust_model:
         check_model_is_trusted(plan)
     names = _parse_baselines(baselines)
-    with show_progress(quiet=json) as show:
+    with show_progress(json, simulation_stages(names)) as show:
         found = simulate_plan(
             plan, loaded, steps=steps, seed=seed, shuffle=shuffle, order=order, baselines=names, show=show
         )

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from secc.driver.plan_origin import check_model_is_trusted
+from secc.driver.reading_rate import READ_STAGE, WRITE_STAGE, ReadingRate
 from secc.errors import UserError
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.parameters.checkpoint import load_entries_of_model
@@ -88,12 +89,18 @@ def build_trained_model(found: FoundCheckpoint, plan_directory: Path | None, tru
 
 
 def export_component(
-    model: nn.Module, found: FoundCheckpoint, folder: Path, path: str | None = None, averaged: bool = False
+    model: nn.Module,
+    found: FoundCheckpoint,
+    folder: Path,
+    path: str | None = None,
+    averaged: bool = False,
+    show: Callable[[str], None] = lambda step: None,
 ) -> ExportedFolder:
     """Writes the component at the module path `path` of `model` with the weights of a checkpoint.
 
     model: built without weights. path: "" for the model itself; None for its only Hugging Face model, or the
-    model itself if it has none. The folder appears whole or not at all. Never uses the network.
+    model itself if it has none. show: called with what is done now. The folder appears whole or not at all.
+    Never uses the network.
 
     Raises UserError if there is no such component or several, if the folder holds something or cannot be
     written, or if the checkpoint is of another model.
@@ -107,7 +114,7 @@ def export_component(
     try:
         scratch.mkdir(parents=True)
         with _offline():
-            notes = _write_component(component, kind, path, found, scratch, averaged)
+            notes = _write_component(component, kind, path, found, scratch, averaged, show)
             source = _source_folder(component)
             copied = _copy_tokenizers(source, scratch) if source is not None else ()
         if kind is ComponentKind.PRETRAINED and not copied:
@@ -180,7 +187,13 @@ def _find_component(model: nn.Module, path: str) -> nn.Module:
 
 
 def _write_component(
-    component: Any, kind: ComponentKind, path: str, found: FoundCheckpoint, folder: Path, averaged: bool
+    component: Any,
+    kind: ComponentKind,
+    path: str,
+    found: FoundCheckpoint,
+    folder: Path,
+    averaged: bool,
+    show: Callable[[str], None],
 ) -> list[str]:
     """Fills `folder` with all that is written with the weights. Returns notes for the user."""
     names = set(component.state_dict())
@@ -190,7 +203,9 @@ def _write_component(
         if left_out:
             what = f"{len(left_out)} trained parameters are outside of the adapter and not written: "
             notes.append(what + ", ".join(left_out[:3]) + (", …" if len(left_out) > 3 else ""))
-    _load_weights(component, path, names, found, folder, averaged)
+    show(READ_STAGE)
+    _load_weights(component, path, names, found, folder, averaged, show)
+    show(WRITE_STAGE)
     try:
         if kind is ComponentKind.ADAPTER:
             component.save_pretrained(str(folder))
@@ -220,6 +235,7 @@ def _load_weights(
     found: FoundCheckpoint,
     scratch: Path,
     averaged: bool,
+    show: Callable[[str], None],
 ) -> None:
     """Gives the entries `names` of the component's state dict the checkpoint's values, in the component's
     dtypes; what was tied stays one parameter."""
@@ -239,7 +255,7 @@ def _load_weights(
             )
         return _map_memory(stored.shape, targets[name].dtype, scratch)
 
-    values = load_entries_of_model(found, tensors, allocate, averaged)
+    values = load_entries_of_model(found, tensors, allocate, averaged, ReadingRate(show).show)
     parameters: dict[int, nn.Parameter] = {}  # by the id of the value
     for module_path, module in component.named_modules(remove_duplicate=False):
         inside = f"{prefix}{module_path}." if module_path else prefix

@@ -59,12 +59,13 @@ def code_cells(root: Path) -> list[str]:
 def run_python(arguments: list[str], folder: Path, root: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(root), "TMPDIR": str(folder), "COLUMNS": "100"}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=850
     )
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_notebook_runs_as_a_script(root: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -80,6 +81,7 @@ def test_the_notebook_runs_as_a_script(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_notebook_runs_in_ipython(root: Path, tmp_path: Path) -> None:
     pytest.importorskip("IPython")
     (tmp_path / "cells.json").write_text(json.dumps(code_cells(root)))
@@ -144,7 +146,7 @@ if __name__ == "__main__":
 
 @pytest.mark.gloo
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_streams_and_mixtures_from_functions(root: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(STREAMS)
     done = run_python(["script.py"], tmp_path, root)
@@ -211,6 +213,7 @@ if __name__ == "__main__":
 
 @pytest.mark.gloo
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_script_trains_evaluates_and_exports(root: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(DISTILLED)
     done = run_python(["script.py"], tmp_path, root)

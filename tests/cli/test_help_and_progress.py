@@ -10,6 +10,7 @@ import torch
 
 from secc.cli import main
 from secc.cli.console import show_progress
+from secc.driver.reading_rate import ReadingRate
 from secc.runtime.model.user_file import load_model_file
 from secc.runtime.monitoring.metrics import MetricsLog, duration_text
 from secc.runtime.training import supervisor
@@ -64,6 +65,30 @@ def test_stages_are_counted_and_timed(capfd: pytest.CaptureFixture[str]) -> None
         and lines[3].startswith("secc: done in")
         and len(lines) == 4
     )
+
+
+def test_long_stages_show_their_parts_at_a_steady_pace(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with show_progress(False, ("check", "read", "write")) as show:
+        show("check")
+        show("read")
+        rate = ReadingRate(show)
+        for done in range(1, 31):
+            now += 1.0
+            rate.show(done * 2**28, 30 * 2**28)
+        show("write")
+    assert capfd.readouterr().err.splitlines() == [
+        "secc: 1 of 3  check",
+        "secc: 2 of 3  read  (check: 0.0 s)",
+        "secc: 2 of 3  read: 2.50 of 7.50 GiB, 0.25 GiB/s, 20 s left",
+        "secc: 2 of 3  read: 5.00 of 7.50 GiB, 0.25 GiB/s, 10 s left",
+        "secc: 2 of 3  read: 7.50 of 7.50 GiB, 0.25 GiB/s, 0 s left",
+        "secc: 3 of 3  write  (read: 30.0 s)",
+        "secc: done in 30.0 s",
+    ]
 
 
 def test_progress_says_samples_without_labels_and_the_time_left(tmp_path: Path) -> None:
