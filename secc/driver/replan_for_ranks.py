@@ -28,7 +28,8 @@ from secc.runtime.parameters.rank_weights import MODEL_FILE_COPY, imported_file_
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.schema import Plan
 
-_LAYOUT_PINS = (".dp", ".pp", ".tp", ".ep", ".cp", ".with", ".placement", ".chunks")
+_REPLICA_PINS = (".tp", ".ep", ".cp", ".attention")
+_LAYOUT_PINS = (*_REPLICA_PINS, ".dp", ".pp", ".with", ".placement", ".chunks")
 _CONSTANTS_FILE = "sections/constants.pt"
 
 
@@ -79,9 +80,7 @@ def _candidates(allocate: Any, plan: Plan, ranks: int) -> Iterator[Any]:
     """Yields options of `allocate`, from those that change the least."""
     keys = [pin.partition("=")[0] for pin in allocate.set]
     whole = tuple(f"{s.name}.tp=1" for s in plan.user_sections)
-    kept = tuple(
-        p for p, key in zip(allocate.set, keys, strict=True) if not key.endswith((".tp", ".ep", ".cp"))
-    )
+    kept = tuple(p for p, key in zip(allocate.set, keys, strict=True) if not key.endswith(_REPLICA_PINS))
     free = tuple(p for p, key in zip(allocate.set, keys, strict=True) if not key.endswith(_LAYOUT_PINS))
     for pins, strategy in ((kept, allocate.strategy), (free, allocate.strategy), (free, "auto")):
         yield dataclasses.replace(

@@ -110,7 +110,9 @@ def _section_pins(s: Section) -> Iterator[str]:
     mesh = s.mesh
     values = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "micro_batch": s.micro_batch}
     values |= {key: n for key, n in (("cp", mesh.cp), ("ep", mesh.ep)) if n > 1}
+    values |= {"micro_batch_tokens": s.micro_batch_tokens} if s.micro_batch_tokens else {}
     words = {"sharding": s.sharding, "recompute": s.recompute}
+    words |= {"attention": s.row_attention} if mesh.cp > 1 else {}
     words |= {"backward": "split" if s.weight_permille else "whole"} if mesh.pp > 1 else {}
     yield from (
         f"{s.name}.{key}={value}"

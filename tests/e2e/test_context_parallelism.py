@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from secc.driver.compile_options import CompileOptions
+from secc.driver.replan_from_run import plan_pins
 from secc.errors import UserError
 from tests.e2e.harness import (
     compile_and_write,
@@ -106,6 +107,7 @@ def test_a_plan_with_cp_trains_as_plain_pytorch(
     )
     if attention:
         assert {s.row_attention for s in made.plan.user_sections} == {attention}
+        assert f"model.attention={attention}" in plan_pins(made.plan)
     assert model.list_differences(made, tmp_path) == []
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
+from secc.driver.replan_from_run import plan_pins
 from secc.errors import UserError
 from tests.e2e.harness import compile_and_write, find_differences, train_distributed, train_in_one_process
 from tests.e2e.reference_runs import write_named_recording_model
@@ -23,6 +24,7 @@ def test_the_solver_prices_as_many_mean_samples_as_the_budget_holds(tmp_path: Pa
         (section,) = plan.sections
         assert (section.micro_batch, section.micro_batch_tokens) == (8, tokens)
         assert section.token_count == "(B)*(S)"
+        assert {"model.micro_batch=8", f"model.micro_batch_tokens={tokens}"} <= {*plan_pins(plan)}
         memory.append(section.memory_gib)
     assert memory[0] < memory[1]  # of a micro-batch with four times the tokens
 
