@@ -75,7 +75,7 @@ def test_bad_input_is_one_message(plan: Path, tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "words" / "metrics.jsonl").write_text('one\n[1]\n{"step": "two", "loss": null}\n')
     for arguments, message in (
         ([plan, tmp_path / "empty"], "cannot read the run's log"),
-        ([plan, tmp_path / "words"], "found no steps"),
+        ([plan, tmp_path / "words"], "not a line of a run's log: expected an object, got a list of 1"),
         ([plan, "-o", tmp_path], "the output is a folder"),
         ([plan, "-o", tmp_path / "no" / "page.html"], "cannot write the report"),
         ([plan, "--baselines", "none"], "expected names of baselines"),
