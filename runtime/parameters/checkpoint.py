@@ -12,7 +12,7 @@ sooner without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ AVERAGE_PREFIX = "ema/"  # of the keys of averaged weights (`weight_average`)
 
 # What the rank's optimizer updates -> the part of a user's parameter that it is.
 OptimizedSlices = Mapping[nn.Parameter, ParameterSlice]
+_NAMES = ("params", "param_names")  # of a group of an optimizer: which parameters it has
 
 
 def make_manifest(
@@ -116,7 +117,7 @@ def optimizer_state(
     options: list[tuple[list[str], dict[str, Any]]] = []
     for group, indices in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         members = [slices[p] for p in group["params"]]
-        group_options = {k: v for k, v in indices.items() if k not in ("params", "param_names")}
+        group_options = {k: v for k, v in indices.items() if k not in _NAMES}
         options.append(([m.name for m in members if m.name in wanted], group_options))
         for param, part, index in zip(group["params"], members, indices["params"], strict=True):
             for key, value in packed["state"].get(index, {}).items():
@@ -128,6 +129,53 @@ def optimizer_state(
                 elif part.name in wanted:
                     state[f"optimizer/{part.name}/{key}"] = value
     return state | {f"groups/{rank}": options}
+
+
+def describe_options(
+    optimizer: torch.optim.Optimizer, slices: OptimizedSlices
+) -> dict[str, dict[str, object]]:
+    """Returns the options of each parameter's group by the parameter's name, as far as they are plain values.
+    Call it before a scheduler changes them."""
+    return {
+        slices[param].name: {k: v for k, v in group.items() if k not in _NAMES and _is_plain(v)}
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))  # pyright: ignore[reportUnknownArgumentType]
+    return isinstance(value, bool | int | float | str | None)
+
+
+def find_changed_option(checkpoint: Path, options: Mapping[str, Mapping[str, object]]) -> str:
+    """Returns the first of `describe_options` that is another one than in the run that wrote a checkpoint, in
+    words; "" if there is none, or if the checkpoint does not say. Reads on its own."""
+    from secc.runtime.parameters import sliced_tensor_store
+
+    keys = [key for key in sliced_tensor_store.stored_entries(checkpoint) if key.startswith("options/")]
+    recorded: dict[str, Any] = dict.fromkeys(keys)
+    sliced_tensor_store.read_entries(checkpoint, recorded, alone=True)
+    before = {n: found for key in keys for n, found in _dict_of(recorded[key]).items() if _dict_of(found)}
+    for name in sorted(options.keys() & before.keys()):
+        for option in sorted(options[name].keys() & before[name].keys()):
+            old, new = before[name][option], options[name][option]
+            if old != new and list(_flatten(old)) != list(_flatten(new)):
+                return f"{option} of {name} was {old}, and is {new}"
+    return ""
+
+
+def _dict_of(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+
+
+def _flatten(value: Any) -> Iterator[object]:
+    if isinstance(value, tuple | list):
+        for part in value:  # pyright: ignore[reportUnknownVariableType]
+            yield from _flatten(part)
+    else:
+        yield value
 
 
 def load_model_state(

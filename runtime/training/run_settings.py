@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 from secc.runtime.errors import UserError
 
 CHANGEABLE = ("seed", "shuffle", "clip", "dataset", "optimizer", "scheduler", "modules", "trainable")
+_PROBED_STEPS = (0, 1, 3, 10, 100, 1000, 10_000, 100_000)  # of functions of the step
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -42,6 +45,7 @@ def describe_settings(
         settings["optimizer"] = f"{type(optimizer).__name__}({_scalars(optimizer.defaults)})"
     if scheduler is not None:
         settings["scheduler"] = f"{type(scheduler).__name__}({_scalars(vars(scheduler))})"
+        settings["scheduler.parts"] = _describe_parts(scheduler)
     return settings
 
 
@@ -58,21 +62,51 @@ def check_settings(
     """Returns a line for each allowed change since the checkpoint at `where`. Raises UserError for the first
     that is not allowed."""
     notes: list[str] = []
-    for name in CHANGEABLE:
-        before, now = recorded.get(name), present.get(name)
+    for key in (*CHANGEABLE, "scheduler.parts"):
+        before, now = recorded.get(key), present.get(key)
         if before is None or now is None or before == now:
             continue
-        change = f"{name} of the run have changed: {before} became {now}"
-        if name not in allowed:
-            remedy = f"continue as before, or accept the change with --allow-change {name}"
-            raise UserError(change, where, remedy)
-        notes.append(change)
+        name = key.partition(".")[0]
+        notes.append(check_change(name, f"{before} became {now}", allowed, where))
     return notes
+
+
+def check_change(name: str, change: str, allowed: tuple[str, ...], where: str) -> str:
+    """Returns a line about a change of a setting, "" for none. Raises UserError if it is not allowed."""
+    if not change:
+        return ""
+    change = f"{name} of the run have changed: {change}"
+    if name not in allowed:
+        remedy = f"continue as before, or accept the change with --allow-change {name}"
+        raise UserError(change, where, remedy)
+    return change
 
 
 def _describe_module(module: nn.Module) -> str:
     settings = {k: v for k, v in vars(module).items() if k in ("p", "eps", "momentum", "inplace", "dropout")}
     return f"{type(module).__name__}({_scalars(settings)})"
+
+
+def _describe_parts(scheduler: Any) -> str:
+    """Returns the schedulers inside of a scheduler, and what functions of the step give at some steps."""
+    inner = [
+        f"{type(s).__name__}({_scalars(vars(s))}) {_describe_parts(s)}"
+        for s in _list_of(scheduler, "_schedulers")
+    ]
+    ends = [f"from {end}" for end in _list_of(scheduler, "_milestones")]
+    rates: list[str] = []
+    for rate in _list_of(scheduler, "lr_lambdas"):
+        if isinstance(rate, FunctionType | partial):  # other callables may count their calls
+            try:
+                rates += [f"{rate(step):.6g}" for step in _PROBED_STEPS]
+            except Exception:  # the user's function, at steps that the run may never have
+                rates.append("?")
+    return " ".join([*inner, *ends, *rates])
+
+
+def _list_of(owner: Any, name: str) -> list[Any]:
+    found = vars(owner).get(name)
+    return list(found) if isinstance(found, list | tuple) else []
 
 
 def _scalars(values: Mapping[str, Any]) -> str:

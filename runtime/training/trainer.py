@@ -72,7 +72,7 @@ from secc.runtime.training.nonfinite_search import NonFiniteEvent, NonFiniteSear
 from secc.runtime.training.rank_context import RankContext
 from secc.runtime.training.rendezvous import attempt_name
 from secc.runtime.training.run_reports import RunReports
-from secc.runtime.training.run_settings import check_settings, describe_settings
+from secc.runtime.training.run_settings import check_change, check_settings, describe_settings
 from secc.runtime.training.step_batches import StepBatches
 from secc.runtime.training.step_planner import PlannedStep, plan_steps
 from secc.runtime.training.stop_request import StopRequest
@@ -180,6 +180,11 @@ class Trainer:
         self.optimizer = self._make_optimizer(
             {params[n]: n for h in reductions if context.rank in h.ranks for n in h.names}
         )
+        self._initial_options = (
+            checkpoint.describe_options(self.optimizer, self.reducer.optimized_slices)
+            if self.optimizer is not None
+            else {}
+        )
         self.scheduler = (
             context.user_model.build_scheduler(self.optimizer, context.last_step)
             if self.optimizer is not None
@@ -198,6 +203,9 @@ class Trainer:
             recorded, where = context.resumed.manifest.settings or {}, str(context.resumed.path)
             for note in check_settings(recorded, self._settings, self.options.allow_change, where):
                 sys.stderr.write(note + "\n")
+        if context.resumed is not None and not self.options.eval_only:
+            changed = checkpoint.find_changed_option(context.resumed.files, self._initial_options)
+            check_change("optimizer", changed, self.options.allow_change, str(context.resumed.path))
         self.step_number = context.first_step
         self.average = self._make_average()
         self._evaluator = Evaluator(context, model, self.engine) if context.evaluation_data else None
@@ -625,6 +633,9 @@ class Trainer:
                 self._option_owned_names(),
                 self.context.rank,
             )
+            owned = self._option_owned_names()
+            options = {name: found for name, found in self._initial_options.items() if name in owned}
+            state[f"options/{self.context.rank}"] = options
         if self.scheduler is not None:
             state[f"scheduler/{self.context.rank}"] = self.scheduler.state_dict()
         if self.average is not None:

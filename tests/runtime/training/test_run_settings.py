@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from secc.runtime.errors import UserError
 from secc.runtime.training.options import parse_options
 from secc.runtime.training.run_settings import check_settings, describe_model, describe_settings
 from secc.runtime.training.supervisor import run_plan
-from tests.runtime.captioner_plans import ALONE, write_plan
+from tests.runtime.captioner_plans import ALONE, APART, FIXTURE, write_plan
 
 
 def settings_of(
@@ -52,6 +53,72 @@ def test_every_change_is_refused_by_name_and_can_be_allowed() -> None:
         "seed",
         "clip",
     )
+
+
+def chained(step_size: int = 5, milestone: int = 3) -> Callable[[torch.optim.Optimizer], object]:
+    lr = torch.optim.lr_scheduler
+    return lambda o: lr.SequentialLR(o, [lr.ConstantLR(o), lr.StepLR(o, step_size)], [milestone])
+
+
+def decaying(rate: float) -> Callable[[torch.optim.Optimizer], object]:
+    return lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: rate**step)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_other"),
+    [
+        (chained(), chained(), False),
+        (chained(), chained(step_size=9), True),
+        (chained(), chained(milestone=4), True),
+        (decaying(0.9), decaying(0.9), False),
+        (decaying(0.9), decaying(0.8), True),
+    ],
+)
+def test_parts_of_schedulers_are_compared(before: object, now: object, is_other: bool) -> None:
+    def describe(make: Any) -> dict[str, str]:
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+        return describe_settings(0, False, None, "", {}, optimizer, make(optimizer))
+
+    if not is_other:
+        assert check_settings(describe(before), describe(now), (), "here") == []
+        return
+    with pytest.raises(UserError, match="scheduler of the run have changed") as caught:
+        check_settings(describe(before), describe(now), (), "here")
+    assert "--allow-change scheduler" in caught.value.remedy
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (
+            "AdamW(params, lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9))",
+            "betas of {} was (0.9, 0.999), and is (0.8, 0.9)",
+        ),
+        (
+            "AdamW([{{'params': [p]}} if n != {!r} else {{'params': [p], 'lr': 1e-3}} for n, p in params],"
+            " lr=1e-2, weight_decay=0.1)",
+            "lr of {} was 0.01, and is 0.001",
+        ),
+    ],
+)
+def test_options_of_single_parameters_are_compared(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], line: str, text: str
+) -> None:
+    """Also under another plan, where another rank has them."""
+    name, old = "embed.weight", "AdamW(params, lr=1e-2, weight_decay=0.1)"
+    source = (FIXTURE / "model.py").read_text()
+    assert old in source
+    save = ["--save", str(tmp_path / "saved"), "--resume", "auto"]
+    write_plan(tmp_path / "plan", APART)
+    assert run_plan(tmp_path / "plan", ["--steps", "2", *save]) == 0
+    write_plan(tmp_path / "other", ALONE, source=source.replace(old, line.format(name)))
+    assert run_plan(tmp_path / "other", ["--steps", "4", *save]) == 2
+    errors = capfd.readouterr().err
+    assert "optimizer of the run have changed: " in errors and "--allow-change optimizer" in errors
+    assert text.partition("{}")[2] in errors and "Traceback" not in errors
 
 
 @pytest.mark.slow
