@@ -25,6 +25,8 @@ def model() -> nn.Module:
     }
     text: dict[str, Any] = MRoPE | {
         "head_dim": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
         "rope_parameters": ROPE | {"mrope_interleaved": True},
         "num_experts": 4,
         "num_experts_per_tok": 2,

@@ -3,6 +3,8 @@ whole."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers as T
 from torch import nn
@@ -11,16 +13,18 @@ from tools.zoo_models.entry import Entry
 from tools.zoo_models.parts import TEXT, qwen2
 from tools.zoo_models.samples import text_only
 
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}  # tp 2 and 4 divide them
+
 
 def mixtral() -> nn.Module:
-    return T.MixtralForCausalLM(
-        T.MixtralConfig(**TEXT, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
-    )
+    more: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    return T.MixtralForCausalLM(T.MixtralConfig(**TEXT | HEADS | more))
 
 
 def qwen3_moe(**options) -> T.PreTrainedModel:
     config = T.Qwen3MoeConfig(
         **TEXT
+        | HEADS
         | {"head_dim": 12, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
         | options
     )
