@@ -19,7 +19,9 @@ features of images), and these may be busy with their own step for long. So sect
 prefetching sections, and wait for no other rank themselves, do not wait for the end of their ranks' programs:
 they run before the forwards that end after the first rank is through (`_find_early_place`).
 
-The stages of a pipeline prefetch the same micro-batches, since a tensor passes between them as a whole.
+At the end of a step each stage of a pipeline has prefetched more than the next one, by at least the longest
+micro-batch (`_counts_of_stages`). So frozen pipelines fill and drain once in a run, and a long micro-batch
+delays no later stage.
 """
 
 from __future__ import annotations
@@ -168,12 +170,28 @@ class _PrefetchSelection:
             # has
             # the critical start time of its first sample.
             wanted = postponed
-        return {
-            s.name: frozenset(self.selected[section])
-            for section, stages in self.stages_by_section.items()
-            for s in stages
-            if self.selected[section]
-        }
+        return {name: chosen for name, chosen in self.stagger_stages() if chosen}
+
+    def stagger_stages(self) -> Iterator[tuple[str, frozenset[int]]]:
+        """Yields the micro-batches of each section or stage: in the first one all that are selected, and
+        fewer in each later one."""
+        for section, stages in self.stages_by_section.items():
+            table = self.tables[stages[0].name]
+            by_replica: defaultdict[int, list[int]] = defaultdict(list)
+            longest = Counter[int]()
+            for index in sorted(self.selected[section], key=lambda m: (table.critical_start_ns[m], m)):
+                by_replica[table.micro_batches[index].replica].append(index)
+            for m, ns in zip(table.micro_batches, table.forward_ns, strict=True):
+                longest[m.replica] = max(longest[m.replica], ns)
+            counts = {
+                replica: _counts_of_stages(
+                    [table.forward_ns[m] for m in chosen], longest[replica], len(stages)
+                )
+                for replica, chosen in by_replica.items()
+            }
+            for number, stage in enumerate(stages):
+                chosen = (m for r, micros in by_replica.items() for m in micros[: counts[r][number]])
+                yield stage.name, frozenset(chosen)
 
     def take_fitting(
         self, wanted: Sequence[tuple[int, int, str, int]], full: Counter[tuple[str, int]]
@@ -220,6 +238,24 @@ class _PrefetchSelection:
         return True
 
 
+def _counts_of_stages(forward_ns: Sequence[int], longest: int, stages: int) -> list[int]:
+    """Returns how many of a replica's selected micro-batches, in order, each stage prefetches.
+
+    Each leaves to the next step as many that the stage before it has prefetched as take `longest` ns, so that
+    it has work while the longest micro-batch passes. The last stage keeps half of them, for consumers at the
+    start of a step.
+    """
+    counts = [len(forward_ns)]
+    for number in range(1, stages):
+        count, left = counts[-1], 0
+        while count and left < longest:
+            count -= 1
+            left += forward_ns[count]
+        least = len(forward_ns) - len(forward_ns) // 2 * number // (stages - 1)
+        counts.append(max(count, least))
+    return counts
+
+
 def _table_samples(table: MicroBatchTable) -> set[int]:
     return {p for m in table.micro_batches for p in m.samples}
 
@@ -241,13 +277,9 @@ def without_prefetched_time(
 
 def _without_forward_time(table: MicroBatchTable, prefetchable: frozenset[int]) -> MicroBatchTable:
     forward = [0 if m in prefetchable else ns for m, ns in enumerate(table.forward_ns)]
-    return replace(
-        table,
-        forward_ns=forward,
-        critical_start_ns=[
-            -1 if m in prefetchable else start for m, start in enumerate(table.critical_start_ns)
-        ],
-    )
+    first = max(table.critical_start_ns, default=0) + 1  # before all others, and in the same order
+    start = [ns - first if m in prefetchable else ns for m, ns in enumerate(table.critical_start_ns)]
+    return replace(table, forward_ns=forward, critical_start_ns=start)
 
 
 # -- splicing

@@ -4,6 +4,7 @@ step that uses them, and bad samples are left out."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,28 @@ def test_images_of_the_next_step_are_seen_before_the_last_texts_of_this_one(tmp_
     assert ("model", True) in order[: order.index(("model_forward", True))]
     early = [k for k, what in enumerate(order) if what == ("model", True)]
     assert any(("model_forward", False) in order[k : k + 5] for k in early)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pins"),
+    [
+        # every stage has computed more of the next step than the one behind it
+        (4, ("teacher.pp=3", "teacher.micro_batch=1", "student.dp=1", "student.micro_batch=2")),
+        (4, ("teacher.tp=2", "teacher.ep=2", "teacher.micro_batch=1", "student.dp=2", "student.ep=2")),
+    ],
+)
+def test_frozen_mixtures_run_ahead(ranks: int, pins: tuple[str, ...], tmp_path: Path) -> None:
+    path = write_recording_model("moe_distil", tmp_path, MODELS)
+    made = compile_and_write(
+        path, tmp_path / "plan", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=pins
+    )
+    assert made.plan.run_ahead_gib > 0
+    trace = ("--trace", str(tmp_path / "trace.json"))
+    found = train_distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run", *trace)
+    expected = train_in_one_process(path, GLOBAL_BATCH, STEPS, tmp_path / "one")
+    assert list(find_differences(found, expected)) == []
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    counts = Counter(e["args"]["section"] for e in events if e.get("args", {}).get("ahead"))
+    stages = [counts[s.name] for s in made.plan.sections if s.mode == "forward"]
+    assert stages == sorted(stages, reverse=True) and stages[-1] > 0
+    assert len(stages) == 1 or stages[0] > stages[-1]

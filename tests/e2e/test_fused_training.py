@@ -37,6 +37,15 @@ CASES = [
     ),
     pytest.param("vlm_digits", 3, (), {"swiglu", "rms-norm", "rope", "layer-norm"}, marks=pytest.mark.slow),
     pytest.param("whisper_tiny", 2, (), {"layer-norm"}, marks=pytest.mark.slow),
+    # experts over replicas, and inside one
+    pytest.param(
+        "glm4_moe",
+        2,
+        ("model.dp=2", "model.ep=2", "model.micro_batch=2"),
+        {"swiglu", "rms-norm"},
+        marks=pytest.mark.slow,
+    ),
+    pytest.param("glm4_moe", 2, ("model.tp=2", "model.ep=2"), {"swiglu", "rms-norm"}, marks=pytest.mark.slow),
 ]
 
 

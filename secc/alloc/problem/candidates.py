@@ -534,10 +534,12 @@ def _make_candidate(
     total, micro_batches, fill, drain = busy
     alternating = in_flight_alternating(work, load, micro_batches)
     alternating_bytes = rank.total_bytes(alternating)
+    bubble = pipeline_bubble_ns(load, size, busy)
+    in_lockstep = sharding == "zero3" or load.cost.expert_replicas > 1
     return Candidate(
         dp=dp,
         micro_batch=size,
-        time_ns=total + pipeline_bubble_ns(load, size, busy) + _update_ns(work, load, dp, sharding, busy),
+        time_ns=total + bubble + _update_ns(work, load, dp, sharding, busy),
         fill_ns=load.stages.sum_over(load.shape.pp, fill),
         drain_ns=load.stages.sum_over(load.shape.pp, drain - deferred_backward_ns(load, drain)),
         micro_batches=micro_batches,
@@ -553,6 +555,7 @@ def _make_candidate(
         ep=load.shape.ep,
         backward_parts=load.shape.backward_parts,
         sharding=sharding,
+        idle_ns=bubble if load.mode == "forward" and not in_lockstep else 0,
     )
 
 
@@ -571,8 +574,9 @@ def pipeline_bubble_ns(load: SectionLoad, size: int, busy: BusiestReplica) -> in
     For each stage but the longest, half a mean micro-batch and half of the longest one; this is close to what
     scheduled steps show. A pipeline without backward has nothing else to do while the longest one passes: a
     step takes all work of a stage, and the longest job once more for each other stage, in any order (Pinedo,
-    "Scheduling", proportionate flow shops). Of a split backward no stage waits for the second part, and
-    computes another micro-batch's in idle time (Qi et al. 2023: F + B - W remains of F + B + W).
+    "Scheduling", proportionate flow shops), unless it runs ahead (`Candidate.idle_ns`). Of a split backward
+    no stage waits for the second part, and computes another micro-batch's in idle time (Qi et al. 2023:
+    F + B - W remains of F + B + W).
     """
     total, micro_batches, fill, drain = busy
     longest = max(fill + drain, load.spread.longest_micro_batch(size) * total // (PERMILLE * micro_batches))

@@ -22,6 +22,8 @@ class PlanValue:
 def evaluate_assignment(problem: Problem, assignment: Assignment) -> PlanValue:
     """Computes step time, ranks and memory of an assignment.
 
+    Sections that run ahead do so where no section on their ranks has a backward; the solver's model leaves
+    that out.
     Raises ValueError if it violates a constraint: excluded candidates, ranks, whole nodes, memory, deadline,
     or the strategy.
     """
@@ -33,8 +35,9 @@ def evaluate_assignment(problem: Problem, assignment: Assignment) -> PlanValue:
     work = dict.fromkeys(group.values(), 0)
     memory = dict.fromkeys(group.values(), 0)
     ranks = dict.fromkeys(group.values(), 0)
+    trained = {group[s] for s, c in chosen.items() if c.in_flight}
     for s, c in chosen.items():
-        work[group[s]] += c.time_ns
+        work[group[s]] += c.time_ns - (c.idle_ns if group[s] not in trained else 0)
         memory[group[s]] += _section_bytes(problem, assignment, s, c)
         ranks[group[s]] = c.ranks
     ranks_used = sum(ranks.values())

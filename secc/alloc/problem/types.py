@@ -40,6 +40,8 @@ class Candidate:
     samples.
 
       time_ns: work of the busiest rank in a step, gradient reduction and optimizer included.
+      idle_ns: the part of it in which stages without backward stand idle, which they do not if they run ahead
+          of the step.
       fill_ns, drain_ns: forward and backward of one micro-batch through all stages.
       micro_batches: number of micro-batches that a replica runs.
       memory: bytes on a rank where backward follows forward (1F1B).
@@ -75,6 +77,7 @@ class Candidate:
     backward_parts: int = 1
     micro_batch_tokens: int = 0
     sample_limit: int = 0
+    idle_ns: int = 0
 
     @property
     def most_samples(self) -> int:

@@ -424,9 +424,13 @@ class _LocalSearch:
 
     def _sort_by_section_time(self, options: Iterable[Assignment]) -> list[Assignment]:
         """Partly changed plans by the sum of their candidates' times; their groups may not match yet."""
-        return sorted(
-            options, key=lambda o: sum(self.problem.sections[s][i].time_ns for s, i in o.choice.items())
-        )
+
+        def total_ns(option: Assignment) -> int:
+            chosen = {s: self.problem.sections[s][i] for s, i in option.choice.items()}
+            trained = {option.group[s] for s, c in chosen.items() if c.in_flight}
+            return sum(c.time_ns - c.idle_ns * (option.group[s] not in trained) for s, c in chosen.items())
+
+        return sorted(options, key=total_ns)
 
 
 def _delivers_in_rounds(c: Candidate) -> bool:

@@ -3,8 +3,9 @@
 A frozen section on ranks of its own can compute, before a step starts, the results that its consumers need
 first. They must last until its next results are ready, so a replica keeps `PREFETCHED_PER_CONSUMER`
 micro-batches for each replica of a consumer that it feeds, and one more for each of that replica's pipeline
-stages, which all take a micro-batch before the first backward. More does not help: with a teacher as loaded
-as its student (`tools/bench_schedules.py quality`), steps get no faster.
+stages, which all take a micro-batch before the first backward. Each of its own stages keeps more than the
+next one, by the longest micro-batch. More does not help: with a teacher as loaded as its student
+(`tools/bench_schedules.py quality`), steps get no faster.
 
 `auto` uses only memory that the plan leaves free, so it does not influence the layout. Memory that the user
 asks for counts as messages of the section, so the allocation has to find room for it.
@@ -17,6 +18,7 @@ from math import ceil
 
 from secc.alloc.problem.candidates import Workload
 from secc.alloc.problem.closed_form import PlanValue
+from secc.alloc.problem.size_spread import PERMILLE
 from secc.alloc.problem.types import AllocEdge, Assignment, Candidate, Problem
 from secc.cost.model.patterns_and_transfers import micro_batch_sizes
 from secc.errors import UserError
@@ -64,10 +66,12 @@ def prefetchable_sections(work: Workload) -> set[str]:
 
 def with_prefetch_buffers(asked: Problem, work: Workload, size: int | None) -> Problem:
     """Problem in which prefetching sections hold `size` more bytes and consumers do not wait for their
-    first micro-batch."""
-    if size == 0:
-        return asked
-    ahead = prefetchable_sections(work)
+    first micro-batch. Stages of other sections stand idle."""
+    ahead = prefetchable_sections(work) if size != 0 else set[str]()
+    sections = {
+        s: cs if s in ahead else tuple(replace(c, idle_ns=0) for c in cs) for s, cs in asked.sections.items()
+    }
+    asked = replace(asked, sections=sections)
     return replace(
         asked,
         edges=tuple(
@@ -133,9 +137,12 @@ def _useful_prefetch_bytes(work: Workload, asked: Problem, assignment: Assignmen
     for c in work.crossings:
         if c.src == section and group[c.dst] != group[section]:
             dst = chosen[c.dst]
+            longest = work.loads[section].spread.longest_micro_batch(
+                producer.micro_batch
+            )  # permille of the mean
             samples = (PREFETCHED_PER_CONSUMER + dst.pp) * max(
                 producer.micro_batch, ceil(dst.dp * dst.micro_batch / producer.dp)
-            )
+            ) + (producer.pp - 1) * producer.micro_batch * -(-longest // PERMILLE)
             total += max(
                 evaluate_expr(c.size, micro_batch_sizes(work.graph, p.sizes, samples))
                 for p in work.loads[section].active_patterns

@@ -192,7 +192,7 @@ def _time_unit(problem: Problem) -> int:
 
 def _coarsen_problem(problem: Problem) -> Problem:
     """Problem in time units in which the largest work is at most `TIME_RESOLUTION`; times are rounded up,
-    and bytes to whole MiB."""
+    bytes to whole MiB, and no section runs ahead."""
     unit = _time_unit(problem)
 
     def round_up(ns: int) -> int:
@@ -205,6 +205,7 @@ def _coarsen_problem(problem: Problem) -> Problem:
         return replace(
             c,
             time_ns=round_up(c.time_ns),
+            idle_ns=0,
             memory=_mebibytes(c.memory) << 20,
             memory_ahead=_mebibytes(c.memory_ahead) << 20,
         )

@@ -39,6 +39,20 @@ def test_solver_agrees_with_brute_force(problem: Problem) -> None:
     assert (solution.status, solution.gap) == ("OPTIMAL", 0.0)
 
 
+def test_a_frozen_pipeline_is_never_idle_on_ranks_of_its_own() -> None:
+    """The solver prices it as if it were, and the value of its plan does not."""
+    teacher = Candidate(dp=1, micro_batch=1, time_ns=100, idle_ns=30, pp=2, micro_batches=4)
+    student = Candidate(dp=2, micro_batch=1, time_ns=80, micro_batches=4, in_flight=4)
+    problem = Problem({"teacher": (teacher,), "student": (student,)}, (), ranks=4, capacity=GIB)
+    choice = {"teacher": 0, "student": 0}
+    apart = Assignment(choice, {"teacher": "teacher", "student": "student"})
+    together = Assignment(choice, {"teacher": "teacher", "student": "teacher"})
+    assert evaluate_assignment(problem, apart).time_ns == 80
+    assert evaluate_assignment(problem, together).time_ns == 180
+    found = solve_allocation(problem)
+    assert found is not None and (found.assignment, found.time_ns) == (apart, 80)
+
+
 @settings(max_examples=120, deadline=None)
 @given(
     st.one_of(problem_instances.problems(), problem_instances.mixed_problems()),

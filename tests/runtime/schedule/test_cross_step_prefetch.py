@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -259,6 +260,21 @@ def test_a_teacher_does_not_wait_for_images_of_ranks_with_long_samples():
     ]
     ((both, step),) = steady_state_steps(p, [samples])
     assert simulate(p, both, step).end < 1.05 * mean_step_bound([BatchWork(p, samples)]).ns
+
+
+def test_a_frozen_pipeline_fills_once_in_a_run():
+    """Each stage has computed more of the next step than the one behind it, so none waits in a step."""
+    teacher = make_stages("teacher", [[0], [1], [2], [3]], mode="forward", forward="100*S")
+    student = make_section("student", range(4, 8), forward="100*S", backward="200*S")
+    edges = [*stage_edges(teacher, grad=False), make_edge("teacher_3", "student", grad=False)]
+    samples = [make_sample(i, length=20 + 37 * i % 80) for i in range(48)]
+    p = make_plan([*teacher, student], edges, 8)
+    hidden = 100 * 8 * 4  # bytes of the longest result
+    p = dataclasses.replace(p, run_ahead_gib=20 * hidden / 2**30)
+    ((both, step),) = steady_state_steps(p, [samples])
+    ahead = [step.prefetched[s.name] for s in teacher]
+    assert all(more > fewer for more, fewer in pairwise(ahead)) and len(ahead[-1]) >= len(ahead[0]) // 2 > 0
+    assert simulate(p, both, step).end < 1.03 * mean_step_bound([BatchWork(p, samples)]).ns
 
 
 def test_the_bound_of_one_batch_is_the_bound_of_steps_with_equal_batches():
