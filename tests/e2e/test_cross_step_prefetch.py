@@ -121,7 +121,7 @@ def test_frozen_mixtures_run_ahead(ranks: int, pins: tuple[str, ...], tmp_path: 
     expected = train_in_one_process(path, GLOBAL_BATCH, STEPS, tmp_path / "one")
     assert list(find_differences(found, expected)) == []
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    counts = Counter(e["args"]["section"] for e in events if e.get("args", {}).get("ahead"))
-    stages = [counts[s.name] for s in made.plan.sections if s.mode == "forward"]
+    counts = Counter(e["args"]["stage"] for e in events if e.get("args", {}).get("ahead"))
+    stages = [counts[s.stage] for s in made.plan.sections if s.mode == "forward"]
     assert stages == sorted(stages, reverse=True) and stages[-1] > 0
     assert len(stages) == 1 or stages[0] > stages[-1]
