@@ -52,7 +52,6 @@ def main(train: Callable[[RunOptions], None]) -> int:
     drop_unwritable_output(("stdout", "stderr"))
     if os.environ.get("RANK", "0") != "0":
         _leave_warnings_to_rank_0()
-    options: RunOptions | None = None
     try:
         options = parse_options(sys.argv[1:])
         agree_on_restarts()
@@ -68,8 +67,8 @@ def main(train: Callable[[RunOptions], None]) -> int:
             train(options)
         return 0
     except BaseException as error:
-        if options is None and isinstance(error, SystemExit):
-            raise  # --help
+        if isinstance(error, SystemExit):
+            raise  # --help, or a run that is complete
         code = 1
         try:
             code = _report_error(error)
