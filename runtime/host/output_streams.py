@@ -7,6 +7,10 @@ import io
 import os
 import sys
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _DESCRIPTORS = {"stdin": 0, "stdout": 1, "stderr": 2}
 
@@ -41,9 +45,9 @@ def drop_unwritable_output(names: Iterable[str]) -> None:
 
 
 class _LossyFile(io.FileIO):
-    def write(self, data: bytes) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def write(self, b: ReadableBuffer, /) -> int:
         try:
-            written = super().write(data)
+            written = super().write(b)
         except OSError:
             written = None
-        return len(data) if written is None else written
+        return memoryview(b).nbytes if written is None else written

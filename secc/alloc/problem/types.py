@@ -21,11 +21,6 @@ class ReplicaShape(NamedTuple):
     backward_parts: int = 1
 
     @property
-    def most_samples(self) -> int:
-        """The most samples of a micro-batch."""
-        return self.sample_limit or self.micro_batch
-
-    @property
     def ranks(self) -> int:
         """Number of ranks of a replica."""
         return self.tp * self.pp * self.cp
