@@ -285,8 +285,8 @@ def test_layouts_have_experts_in_parts_that_exist_once_in_a_group():
 
 
 def test_layouts_divide_rows_where_samples_are_long():
-    """A sample of 128k tokens keeps 262 GB, and 30 GB of keys and values where these are gathered: devices of
-    80 GiB hold it from cp 8 on."""
+    """A sample of 128k tokens keeps 262 GB, and 30 GB of keys and values where these are gathered:
+    without recomputation, devices of 80 GiB hold it from cp 8 on."""
     work, plan = long_workload(LONG), make_plan([make_section("lm", [0], forward="S", backward="S")], [], 1)
     plan = dataclasses.replace(plan, global_batch=64, cluster=dataclasses.asdict(work.cluster))
     base = BaselineContext(plan, work, 8, frozenset())
@@ -294,7 +294,7 @@ def test_layouts_divide_rows_where_samples_are_long():
     for scheme in ("uniform", "mimo"):
         layouts = SCHEMES[scheme].layouts(BaselineSpace(base), "lm")
         degrees = {part.sections["lm"].chosen.cp for part in layouts}
-        assert 8 in degrees and not degrees & {1, 2, 4}
+        assert 8 in degrees and 1 not in degrees
         for part in layouts[:3]:
             made, c = plan_from_layout(base, part), part.sections["lm"].chosen
             assert {(s.mesh.cp, s.mesh.dp) for s in made.sections} == {(c.cp, c.dp)}
