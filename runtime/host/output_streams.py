@@ -1,5 +1,5 @@
-"""Standard streams of a run, which may be files on a full disk or pipes that nobody reads any more: what
-cannot be written there is lost, and never ends the run."""
+"""Standard output and error of a run. They may be files on a full disk, or pipes with a reader that has
+ended. Lines that cannot be written there are dropped, and never end the run."""
 
 from __future__ import annotations
 

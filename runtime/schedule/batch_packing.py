@@ -258,7 +258,7 @@ def _run_times(
     costs: PredictedCosts, stages: Sequence[Section], section: Section, group: Sequence[int]
 ) -> list[list[int]]:
     """Returns times[k - 1][i]: forward plus backward ns of the k neighbours from index i on; INFEASIBLE_NS if
-    several samples exceed memory or tokens. It ends before the first k of which no run fits.
+    several samples exceed memory or tokens. The list stops at the longest runs that fit somewhere.
     """
     single = {name: [column[p] for p in group] for name, column in costs.sample_columns.items()}
     columns, times_by_length = single, list[list[int]]()
