@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from secc.cost.model.measured_costs import read_measured_costs
 from secc.errors import UserError
 from secc.ir.text_io.module_text import parse_module, read_module
 from secc.runtime.model.safetensors_reader import list_stored_tensors
-from tools.mutate_files import COSTS, file_formats, run_mutations
+from tools.mutate_files import COSTS, file_formats, mutate, run_mutations
 
 
 def test_mutated_files_are_taken_or_refused(root: Path) -> None:
@@ -22,6 +23,12 @@ def test_mutated_files_are_taken_or_refused(root: Path) -> None:
     outcomes, faults = run_mutations(file_formats(plan_json, ir), 350)
     assert not faults
     assert all(counted["refused"] for counted in outcomes.values())
+
+
+def test_a_seed_repeats_its_file() -> None:
+    content = json.dumps(COSTS).encode()
+    first, again = ([mutate(content, random.Random(seed)) for seed in range(2000)] for _ in range(2))
+    assert first == again
 
 
 def write(path: Path, text: str) -> Path:

@@ -51,7 +51,15 @@ IMAGE_SHARE_VARIABLE = (
     "IMAGE_SHARE"  # where the workloads' datasets look for the share of samples with images
 )
 USUAL_IMAGE_SHARE = "0.33"
-TEXT_ONLY_WORKLOADS = ("kd_32b_8b", "kd_32b_1_7b")  # without images
+TEXT_ONLY_WORKLOADS = (  # without images
+    "kd_32b_8b",
+    "kd_32b_1_7b",
+    "kd_moe_235b_30b",
+    "kd_moe_235b_8b",
+    "kd_dsv3",
+    "long_32b",
+    "kd_long",
+)
 
 
 @dataclass(frozen=True)

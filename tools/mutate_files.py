@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -52,6 +53,7 @@ from secc.runtime.plan.schema import Plan, plan_digest
 from secc.runtime.training.best_checkpoint import BEST_FILE, BEST_FOLDER, BestCheckpoint, BestMetric
 
 LONGEST_S, MOST_BYTES, LONGEST_MESSAGE = 20.0, 1 << 30, 12_000
+LONGEST_LIST = 1000  # that a mutation repeats
 ROOT = Path(__file__).resolve().parent.parent
 _TEXTS = ("", "x", "\0", "\x1b[31m", "[/bold]", "../../etc/passwd", "__import__('os')", "é" * 300, "9" * 5000)
 _VALUES = (*_TEXTS, None, True, -1, 0, 1e201, float("nan"), float("inf"), 2**70, [], {}, [[]], {"a": 1})
@@ -236,7 +238,7 @@ def _mutate_json(data: Any, draw: random.Random) -> Any:
     """Changes one value, key or item, or wraps one many times."""
     containers = [c for c in _containers(data) if c]
     if not containers:
-        return draw.choice(_VALUES)
+        return deepcopy(draw.choice(_VALUES))
     chosen = draw.choice(containers)
     key = draw.choice(list(chosen)) if isinstance(chosen, dict) else draw.randrange(len(chosen))
     match draw.randrange(6):
@@ -247,14 +249,15 @@ def _mutate_json(data: Any, draw: random.Random) -> Any:
         case 2:
             for _ in range(draw.choice((1, 3, 40, 100))):
                 chosen[key] = [chosen[key]]
-        case 3 if isinstance(chosen, list):
-            chosen *= draw.choice((0, 2, 50))
+        case 3 if isinstance(chosen, list) and len(chosen) <= LONGEST_LIST:
+            with suppress(RecursionError):
+                chosen[:] = [deepcopy(item) for _ in range(draw.choice((0, 2, 50))) for item in chosen]
         case 4:
             other = draw.choice(containers)
             with suppress(RecursionError):
                 chosen[key] = json.loads(json.dumps(other))
         case _:
-            chosen[key] = draw.choice(_VALUES)
+            chosen[key] = deepcopy(draw.choice(_VALUES))
     return data
 
 

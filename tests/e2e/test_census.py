@@ -17,7 +17,7 @@ from tools.census.results import ResultFile
 from tools.census.row_check import Outcome, RowResult, check_row
 from tools.census.row_processes import Limits, run_rows
 from tools.census.rows import rows
-from tools.census.table import write_table
+from tools.census.table import read_table, write_table
 
 QUICK = ("causal/gpt2", "masked/albert", "hidden-states/clip_text_model")
 SAMPLE = 40
@@ -98,3 +98,7 @@ def test_results_are_kept_for_their_versions(tmp_path: Path) -> None:
     assert "| causal/llama | no | m.py:1 |" in page
     table = json.loads((tmp_path / "benchmarks" / "census.json").read_text())
     assert [row[:2] for row in table["rows"]] == [["causal/gpt2", "exact"], ["causal/llama", "refused"]]
+    again = ResultFile(tmp_path / "none.jsonl", {"torch": "2", "commit": "b"}, read_table(tmp_path))
+    assert again.known(any_commit=True) == {"causal/gpt2", "causal/llama"}
+    again.append(RowResult("causal/llama", "causal", Outcome.EXACT))
+    assert {r.row.outcome for r in again.latest().values()} == {Outcome.EXACT}

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 
+from tests.runtime.run_processes import start, wait_until
 from tools.chaos import __main__ as chaos
 from tools.chaos import cases as chaos_cases
 from tools.chaos.moments import MOMENTS
@@ -15,6 +20,30 @@ from tools.chaos.moments import MOMENTS
 def test_runs_survive_faults(capfd: pytest.CaptureFixture[str]) -> None:
     assert chaos.main(["--cases", "6", "--seed", "5"]) == 0
     assert "6 of 6 cases passed" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_call_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    command = ["-m", "tools.chaos", "--cases", "1", "--folder", str(tmp_path)]
+    process = start(*command)
+    # Python's forked processes have the command line of the first.
+    wait_until(lambda: list(tmp_path.glob("*/messages")), process)
+    wait_until(lambda: len(processes_with(str(tmp_path))) > 3, process)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    wait_until(lambda: not processes_with(str(tmp_path)))
+
+
+def processes_with(text: str) -> list[str]:
+    """Returns the command lines of processes that have a text in theirs."""
+    found: list[str] = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found += [line] if text in (line := path.read_text(errors="replace")) else []
+    return found
 
 
 def test_cases_are_drawn_from_their_seed() -> None:

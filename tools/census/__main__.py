@@ -7,7 +7,8 @@
     python -m tools.census --write                  write the table of all results so far
 
 A row is exact, refused with place and reason, failed, or not trained by plain PyTorch. Results are appended
-to `--results` as they come, one JSON object a line, and the latest of a row counts.
+to `--results` as they come, one JSON object a line; the latest of a row counts, and rows of the published
+table (docs/benchmarks/census.json) are known, too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import transformers
 from tools.census.results import ResultFile
 from tools.census.row_processes import Limits, run_rows
 from tools.census.rows import rows
-from tools.census.table import print_summary, write_table
+from tools.census.table import print_summary, read_table, write_table
 
 RUN_EVERY = 10  # of the rows of a whole census, one in so many is trained on ranks
 
@@ -56,7 +57,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the names and end")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    results = ResultFile(options.results, _versions())
+    results = ResultFile(options.results, _versions(), read_table())
     if options.write:
         write_table(results.latest())
         return 0

@@ -1,5 +1,5 @@
-"""The file of results: one JSON object a line, appended as rows are done, so that a census that was stopped
-goes on; the latest result of a row counts."""
+"""Results of rows: those of the published table, and a file to which new ones are appended as rows are done,
+one JSON object a line, so that a census that was stopped goes on. The latest result of a row counts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ class StoredResult:
 
 
 class ResultFile:
-    """Results in `path`; new ones get `versions`."""
+    """Results in `path`, and `published` ones of rows that it lacks; new ones get `versions`."""
 
-    def __init__(self, path: Path, versions: Mapping[str, str]) -> None:
-        self.path, self.versions = path, dict(versions)
+    def __init__(
+        self, path: Path, versions: Mapping[str, str], published: Mapping[str, StoredResult] | None = None
+    ) -> None:
+        self.path, self.versions, self.published = path, dict(versions), dict(published or {})
 
     def append(self, row: RowResult) -> None:
         """Adds a result."""
@@ -34,10 +36,8 @@ class ResultFile:
 
     def latest(self) -> dict[str, StoredResult]:
         """The latest result of each row by name."""
-        if not self.path.exists():
-            return {}
-        latest = dict[str, StoredResult]()
-        for line in self.path.read_text().splitlines():
+        latest = dict(self.published)
+        for line in self.path.read_text().splitlines() if self.path.exists() else ():
             row = json.loads(line)
             latest[row["name"]] = StoredResult(result_from_dict(row), row["versions"])
         return latest

@@ -53,6 +53,38 @@ def write_table(results: Mapping[str, StoredResult], docs: Path = DOCS) -> None:
     (docs / "census.md").write_text(_page(results))
 
 
+def read_table(docs: Path = DOCS) -> dict[str, StoredResult]:
+    """The results that `write_table` wrote; they lack seconds and remedies."""
+    path = docs / "benchmarks" / "census.json"
+    if not path.exists():
+        return {}
+    table = json.loads(path.read_text())
+    versions = dict(v.split(" ") for v in table["versions"][0].split(", "))
+    results = dict[str, StoredResult]()
+    for cells in table["rows"]:
+        cell = dict(zip(table["columns"], cells, strict=True))
+        row = RowResult(
+            name=cell["row"],
+            family=cell["row"].partition("/")[0],
+            outcome=Outcome(cell["outcome"]),
+            message=cell["message"],
+            where=cell["where"],
+            inputs=cell["inputs"],
+            sections=dict(_section_and_mode(s) for s in cell["sections"].split(", ") if s),
+            glue=cell["glue"],
+            loss_error=cell["loss error"],
+            gradient_error=cell["gradient error"],
+            run=cell["run"] or "",
+        )
+        results[row.name] = StoredResult(row, versions | {"commit": cell["commit"]})
+    return results
+
+
+def _section_and_mode(text: str) -> tuple[str, str]:
+    name, _, mode = text.partition(" ")
+    return name, mode.strip("()") or "train"
+
+
 def _json_text(results: Mapping[str, StoredResult]) -> str:
     """One line for each row, so that differences of versions are readable."""
     columns = [

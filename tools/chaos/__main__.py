@@ -29,16 +29,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from secc.runtime.host.parent_death import die_with_parent
 from secc.runtime.parameters.checkpoint import load_full_state_dict
 from tools.chaos.cases import PLANS, draw_cases, steps_of_case
 from tools.chaos.forked_processes import fork_launcher, import_runtime
@@ -287,31 +289,43 @@ def _run_cases(
     context, deadline = get_context("fork"), time.monotonic() + 60 * options.minutes
     needed = sorted({(c.plan, steps_of_case(c)) for c in cases})
     preparation = context.Process(target=workshop.prepare, args=(needed,))
-    preparation.start()
-    preparation.join()
+    with _ending([preparation]):
+        preparation.join()
     if preparation.exitcode:
         raise SystemExit("the undisturbed runs failed")
     todo, done = _CaseQueue(cases, context.Value("i", 0)), context.SimpleQueue()
     jobs = [context.Process(target=_work, args=(workshop, todo, done, deadline)) for _ in range(options.jobs)]
-    for job in jobs:
-        job.start()
     failed, ran, working = 0, 0, len(jobs)
-    while working:
-        outcome = done.get()
-        if outcome is None:
-            working -= 1
-            continue
-        failed, ran = failed + bool(outcome.problem), ran + 1
-        table.add(outcome, options.seed)
-        sys.stdout.write(_describe_outcome(outcome) + "\n")
-        if outcome.problem:
-            sys.stdout.write(workshop.messages(outcome.case))
-        sys.stdout.flush()
-        if not options.folder and not outcome.problem:
-            shutil.rmtree(workshop.folder_of(outcome.case), ignore_errors=True)
-    for job in jobs:
-        job.join()
+    with _ending(jobs):
+        while working:
+            outcome = done.get()
+            if outcome is None:
+                working -= 1
+                continue
+            failed, ran = failed + bool(outcome.problem), ran + 1
+            table.add(outcome, options.seed)
+            sys.stdout.write(_describe_outcome(outcome) + "\n")
+            if outcome.problem:
+                sys.stdout.write(workshop.messages(outcome.case))
+            sys.stdout.flush()
+            if not options.folder and not outcome.problem:
+                shutil.rmtree(workshop.folder_of(outcome.case), ignore_errors=True)
+        for job in jobs:
+            job.join()
     return failed, ran
+
+
+@contextmanager
+def _ending(processes: Sequence[BaseProcess]) -> Iterator[None]:
+    """Starts processes, and ends those that are left when the block ends, as after a Ctrl-C."""
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 class _CaseQueue:
@@ -337,7 +351,9 @@ def _work(workshop: _Workshop, todo: _CaseQueue, done: Any, deadline: float) -> 
 
 
 def _adopt_orphans() -> None:
-    """Makes this process the parent of processes that those it has started leave behind."""
+    """Makes this process the parent of processes that those it has started leave behind. It ends together
+    with the process that has started it, and so do its launchers."""
+    die_with_parent()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 import secc.runtime
 from secc.runtime.errors import UserError
+from secc.runtime.host.parent_death import die_with_parent
 from secc.runtime.training import rank_group, supervisor
 from tools.chaos.moments import CASE_VARIABLE, watch_for_moment
 
@@ -52,9 +53,11 @@ def fork_launcher(
     """Starts a launcher whose output goes to `messages`, and returns its process id. `executes` tells from
     a rank's environment whether it is executed."""
     _flush()
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
+    die_with_parent(parent)
     _become(environment, messages)
 
     def start_rank(command: list[str], env: Mapping[str, str], **options: Any) -> Any:
