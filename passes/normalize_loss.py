@@ -21,6 +21,7 @@ from secc.ir.dialect.ops import (
     CaseOp,
     Computation,
     GlueOp,
+    InputOp,
     LeafOp,
     OutputOp,
     ReturnOp,
@@ -40,18 +41,19 @@ from secc.passes.loss.gathered_rows import check_gathered, check_names, declare_
 from secc.passes.loss.logged_scalars import LOGGED_PREFIX, find_logged, find_outputs
 from secc.passes.loss.loss_context import LossContext
 from secc.passes.loss.loss_walk import ops_behind, walk_loss
-from secc.passes.loss.numerators import make_numerator
+from secc.passes.loss.numerators import SAMPLE_COUNT_SYMBOL, make_numerator
 from secc.passes.loss.term_names import (
     CONSTANT_TERM,
     StructureDigests,
     TermNames,
+    depends_on_parameters_alone,
     part_identities,
     term_label,
 )
-from secc.passes.loss.value_states import BadState, StackState, SumPart, ValueState
+from secc.passes.loss.value_states import BadState, StackState, StatisticUse, SumPart, ValueState
 from secc.runtime.plan.schema import GATHERED_PREFIX, STATISTIC_PREFIX, is_gathered
 
-_BALANCE_TERM, _COMPARING_TERM = "balance_loss", "compared_samples"
+_BALANCE_TERM, _FUNCTION_TERM, _COMPARING_TERM = "balance_loss", "function_of_sums", "compared_samples"
 
 
 @dataclass
@@ -64,17 +66,24 @@ class CaseTerms:
     constant: float
     logged: dict[str, list[SumPart]]
 
+    @property
+    def pattern(self) -> frozenset[str]:
+        """The optional keys of the case."""
+        return frozenset(strings_of(self.case.when))
+
 
 @dataclass(frozen=True)
 class NormalizeLoss(ModulePass):
     """Options. accept: approximations that the user accepts where a loss is not separable
     (`secc.passes.loss.approximations`). balance_loss: "global" for balance losses from statistics of the
-    global batch (`secc.passes.loss.batch_statistics`). gather: blocks with rows that the loss may compare
-    with those of other samples (`secc.passes.loss.gathered_rows`) of the `global_batch` samples."""
+    global batch; global_sums: for all functions of them (`secc.passes.loss.batch_statistics`). gather: blocks
+    with rows that the loss may compare with those of other samples (`secc.passes.loss.gathered_rows`) of the
+    `global_batch` samples."""
 
     name = "normalize-loss"
     accept: tuple[str, ...] = ()
     balance_loss: str = ""
+    global_sums: bool = False
     gather: tuple[str, ...] = ()
     global_batch: int = 1
 
@@ -83,12 +92,13 @@ class NormalizeLoss(ModulePass):
         graph = graph_of(op)
         check_names(graph, self.gather)
         open_cases = [c for c in graph.cases if c.ops[-1].operands]
-        exact = self.balance_loss == "global"
+        several = StatisticUse.SEVERAL_NUMBERS if self.balance_loss == "global" else StatisticUse.NONE
+        use = StatisticUse.ALL if self.global_sums else several
         found = [
-            _find_case_terms(case, *walk_loss(graph, case, self.accept, exact, self.gather))
+            _find_case_terms(case, *walk_loss(graph, case, self.accept, use, self.gather))
             for case in open_cases
         ]
-        if not exact and (
+        if use is StatisticUse.NONE and (
             accepted := dict.fromkeys(
                 describe_accepted(o) for f in found for o in f.case.ops if o in f.context.accepted
             )
@@ -107,8 +117,13 @@ class NormalizeLoss(ModulePass):
         if any(c.gathers for c in contexts):
             declare_all_samples(graph, self.global_batch)
         names, structure = TermNames(), StructureDigests()
-        one = len({key for f in found for key in part_identities(f.parts)}) == 1
-        coefficients = [_rewrite_case(f, names, structure, "loss" if one else None) for f in found]
+        keys = [part_identities(f.parts, structure) for f in found]
+        one = len({key for known in keys for key in known}) == 1
+        shares = _symbols_of_shares(found, keys)
+        coefficients = [
+            _rewrite_case(f, known, shares, names, structure, "loss" if one else None)
+            for f, known in zip(found, keys, strict=True)
+        ]
         _require_equal_coefficients(found, coefficients)
         _require_rows_of_all_samples(found)
 
@@ -134,14 +149,50 @@ def _find_case_terms(case: CaseOp, context: LossContext, state: ValueState) -> C
     return CaseTerms(case, context, kept, float(sum(constants)), {})
 
 
+def _symbols_of_shares(
+    found: list[CaseTerms], keys: list[list[tuple[object, ...]]]
+) -> dict[tuple[object, ...], str]:
+    """For parts that parameters alone decide and that only samples with some optional input have (the weight
+    of a task): the number of rows of this input. They count once for the batch if some sample has it."""
+    shares = dict[tuple[object, ...], str]()
+    for f, known in zip(found, keys, strict=True):
+        for key, part in zip(known, f.parts, strict=True):
+            if key in shares or not depends_on_parameters_alone(part):
+                continue
+            having = {i for i, other in enumerate(keys) if key in other}
+            rows = (
+                _rows_symbol(f.context, optional)
+                for optional in sorted(f.pattern)
+                if having == {i for i, other in enumerate(found) if optional in other.pattern}
+            )
+            shares[key] = next(filter(None, rows), SAMPLE_COUNT_SYMBOL)
+    return shares
+
+
+def _rows_symbol(context: LossContext, key: str) -> str:
+    """The symbol of the number of rows of an optional input, "" if its first dim is none."""
+    for op in context.case.ops:
+        if isinstance(op, InputOp) and op.key.data == key:
+            shape = tensor_type(op.results[0]).shape
+            symbols = context.sample_symbols - context.data_symbols
+            return str(shape[0]) if shape and str(shape[0]) in symbols else ""
+    return ""
+
+
 def _source_line_of(value: SSAValue) -> str:
     return source_line(value.owner) if isinstance(value.owner, Operation) else ""
 
 
 def _rewrite_case(
-    found: CaseTerms, names: TermNames, structure: StructureDigests, only: str | None
+    found: CaseTerms,
+    keys: list[tuple[object, ...]],
+    shares: dict[tuple[object, ...], str],
+    names: TermNames,
+    structure: StructureDigests,
+    only: str | None,
 ) -> dict[str, str]:
-    """Put sec.term ops in the place of the loss; the coefficient of each term as a text."""
+    """Put sec.term ops in the place of the loss; the coefficient of each term as a text. keys: identities of
+    the case's parts. shares: of parts that count once, what they are divided by."""
     shop, terms, written = found.context.pending, list[Operation](), dict[str, str]()
     leaves: dict[str, SSAValue] = {}
     current = ""
@@ -175,9 +226,9 @@ def _rewrite_case(
         gathered.op.properties["args"] = StringAttr(f'$0, "{current}"')
         properties = {"sym": StringAttr(current)} | _where_property(part)
         terms.append(shop.add_op(TermOp.create(operands=[gathered.rows], properties=properties)))
-    for key, part in zip(part_identities(found.parts), found.parts, strict=True):
+    for key, part in zip(keys, found.parts, strict=True):
         current = names.name_term(key, only or _name_of_whole(found.context, part) or term_label(part))
-        numerator, coefficient = _scalar_numerator(found.context, part)
+        numerator, coefficient = _scalar_numerator(found.context, part, shares.get(key, SAMPLE_COUNT_SYMBOL))
         values = (
             [numerator]
             if coefficient == UNIT_COEFFICIENT
@@ -218,7 +269,7 @@ def _computation_of(value: SSAValue) -> Computation | None:
 def _name_of_whole(context: LossContext, part: SumPart) -> str:
     """The name of a term that counts once for the batch, "" for other terms."""
     if _is_balance_loss(context, part):
-        return _BALANCE_TERM
+        return _FUNCTION_TERM if context.statistic_use is StatisticUse.ALL else _BALANCE_TERM
     return _COMPARING_TERM if part.atom in context.whole else ""
 
 
@@ -238,9 +289,11 @@ def _where_property(part: SumPart) -> dict[str, StringAttr]:
     return {"where": StringAttr(place)} if place else {}
 
 
-def _scalar_numerator(context: LossContext, part: SumPart) -> tuple[SSAValue, Coefficient]:
+def _scalar_numerator(
+    context: LossContext, part: SumPart, shared_by: str = SAMPLE_COUNT_SYMBOL
+) -> tuple[SSAValue, Coefficient]:
     """The number that adds up over samples, and its coefficient."""
-    value, coefficient = make_numerator(context, part)
+    value, coefficient = make_numerator(context, part, shared_by)
     return _as_scalar(context, value), coefficient
 
 

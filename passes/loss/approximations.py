@@ -2,8 +2,8 @@
 
 `balance-loss`: the load-balancing loss of a mixture of experts (Switch Transformer, Fedus et al. 2021) is a
 product, or another function, of statistics over the batch, one for each expert. Accepted, each micro-batch
-computes it from its own samples, weighted by their share of the global batch. The exact way is
-`batch_statistics`.
+computes it from its own samples, weighted by their share of the global batch. The exact way, for any function
+of sums, is `batch_statistics`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,20 @@ from secc.errors import UserError
 from secc.ir.dialect.ops import CallOp, Computation
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.ir.text_io.verifier import source_line
-from secc.passes.loss.batch_statistics import use_batch_statistics
+from secc.passes.loss.batch_statistics import is_function_of_sums, use_batch_statistics
 from secc.passes.loss.loss_context import DEFAULT_REMEDY, LossContext, has_one_entry
-from secc.passes.loss.value_states import LOCAL_STATE, ValueState
+from secc.passes.loss.value_states import LOCAL_STATE, StatisticUse, ValueState
 
 BALANCE_LOSS = "balance-loss"
 APPROXIMATIONS = (BALANCE_LOSS,)
+_GLOBAL_SUMS_OFFER = (
+    "; or compute it exactly from the sums of the global batch with --global-sums, for one more forward in"
+    " each step"
+)
 _BALANCE_OFFER = (
     "; if it is the balance loss of a mixture of experts, --balance-loss global computes it exactly, with"
-    f" one more forward in each step, and --accept {BALANCE_LOSS} computes it for each micro-batch alone"
+    f" one more forward in each step, and --accept {BALANCE_LOSS} computes it for each micro-batch alone; any"
+    " other function of sums over the batch is exact with --global-sums, at the same price"
 )
 
 
@@ -38,15 +43,17 @@ def check_approximations(names: Iterable[str]) -> None:
             )
 
 
-def accept_balance_loss(
+def take_function_of_sums(
     ctx: LossContext, op: Computation, why: str, remedy: str = DEFAULT_REMEDY
 ) -> ValueState:
-    """The state of what `op` computes from statistics over the batch: bad, unless there is one for each of
-    several experts and the user chose how to compute it."""
-    if not (isinstance(op, CallOp) or _takes_statistics(ctx, op)):
-        return ctx.refuse_op(op, why, remedy)
-    if ctx.batch_statistics:
+    """The state of what `op`, which is not linear, computes from sums over the batch: bad, unless the user
+    chose how to compute it. Balance losses take several numbers, one for each expert, and may be computed by
+    micro-batches."""
+    several = isinstance(op, CallOp) or _takes_several_numbers(ctx, op)
+    if ctx.statistic_use is StatisticUse.ALL or (several and ctx.statistic_use is not StatisticUse.NONE):
         return use_batch_statistics(ctx, op, why)
+    if not several:
+        return ctx.refuse_op(op, why, remedy + (_GLOBAL_SUMS_OFFER if is_function_of_sums(ctx, op) else ""))
     if BALANCE_LOSS not in ctx.accept:
         return ctx.refuse_op(op, why, remedy + _BALANCE_OFFER)
     ctx.accepted.add(op)
@@ -63,7 +70,7 @@ def describe_accepted(op: Operation) -> str:
     )
 
 
-def _takes_statistics(ctx: LossContext, op: Computation) -> bool:
+def _takes_several_numbers(ctx: LossContext, op: Computation) -> bool:
     """Whether an op takes sums over samples that were several numbers when they were made: one for each
     expert."""
     parts = [p for o in op.operands if not ctx.is_plain(o) for p in ctx.parts_of(o) or ()]

@@ -9,7 +9,7 @@ from xdsl.ir import SSAValue
 from secc.ir.dialect import argument_template
 from secc.ir.dialect.ops import Computation
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
-from secc.passes.loss.approximations import accept_balance_loss
+from secc.passes.loss.approximations import take_function_of_sums
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT, Coefficient, coefficient_of_number
 from secc.passes.loss.loss_context import LossContext, has_one_entry
 from secc.passes.loss.pending_ops import get_argument
@@ -198,7 +198,7 @@ def state_of_product(ctx: LossContext, op: Computation) -> ValueState | None:
         for b in rights:
             product = _multiply_parts(ctx, op, a, b)
             if product is None:
-                return accept_balance_loss(
+                return take_function_of_sums(
                     ctx, op, "multiplies two sums over samples, or a sum over samples with each sample"
                 )
             parts.append(product)
@@ -330,6 +330,6 @@ def _refuse_divisor(ctx: LossContext, op: Computation, below: SSAValue) -> Value
     if ctx.is_known_ahead(below):
         return ctx.refuse_op(op, "divides by a value that depends on all samples and is no sum over them")
     remedy = "divide by something that inputs alone decide, such as the number of labels or the sum of a mask"
-    return accept_balance_loss(
+    return take_function_of_sums(
         ctx, op, "divides by a sum over samples that depends on a block's result", remedy
     )

@@ -1,8 +1,9 @@
-"""Statistics of the global batch in a loss, `--balance-loss global`.
+"""Statistics of the global batch in a loss, `--balance-loss global` and `--global-sums`.
 
-A balance loss is a function g(S) of sums S over the tokens of the batch, one for each expert. If a
-micro-batch computed g from its own tokens, the result would be another loss. Here each use of such a sum by
-an op that is not linear gets, in place of the micro-batch's own sum s with coefficient c,
+A balance loss is a function g(S) of sums S over the tokens of the batch, one for each expert; other losses
+take the root of a mean, or divide one sum by another (Dice over the batch). If a micro-batch computed g from
+its own samples, the result would be another loss. Here each use of such a sum by an op that is not linear
+gets, in place of the micro-batch's own sum s with coefficient c,
 
     c * S  +  c * (s - detach(s)) * B / b
 
@@ -25,9 +26,17 @@ from secc.ir.dialect.ops import CallOp, Computation, GlueOp
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.loss.loss_context import LossContext
 from secc.passes.loss.numerators import SAMPLE_COUNT_SYMBOL, make_numerator
-from secc.passes.loss.value_states import LOCAL_STATE, LocalState, ReadStatistic, SumPart, ValueState
+from secc.passes.loss.value_states import (
+    LOCAL_STATE,
+    LocalState,
+    ReadStatistic,
+    StatisticUse,
+    SumPart,
+    ValueState,
+)
 
 STATISTIC_TARGET = "batch.statistic"  # glue that `SectionModule.statistic` computes
+_MIXED_REMEDY = "apply such a function to sums and means over the whole batch only, not to single samples"
 _NO_STATISTIC_REMEDY = (
     "compute the balance loss in forward, from one row of the router's scores for each token, or accept it by"
     " micro-batches with --balance-loss micro-batch"
@@ -39,19 +48,28 @@ def name_statistic(statistic: ReadStatistic, name: str) -> None:
     statistic.op.properties["args"] = StringAttr(f'$0, "{name}", {SAMPLE_COUNT_SYMBOL}')
 
 
+def is_function_of_sums(ctx: LossContext, op: Computation) -> bool:
+    """Whether an op computes from sums over the batch, and what counts once for it, a value of the batch."""
+    if isinstance(op, CallOp) or any(ctx.carries_samples(v) for v in (*op.operands, *op.results)):
+        return False
+    return all(
+        isinstance(ctx.state_of(o), LocalState)
+        or (bool(ctx.parts_of(o)) and not any(d.free_symbols for d in tensor_type(o).shape))
+        for o in op.operands
+    )
+
+
 def use_batch_statistics(ctx: LossContext, op: Computation, why: str) -> ValueState:
     """Lets `op`, which is not linear, take sums over the global batch; returns the state of its result, which
     counts once for the batch. Bad where it mixes sums with single samples, or sums inside a block."""
-    values = [*op.operands, *op.results]
-    if isinstance(op, CallOp) or any(ctx.carries_samples(v) for v in values):
-        return ctx.refuse_op(op, why, _NO_STATISTIC_REMEDY)
+    if not is_function_of_sums(ctx, op):
+        some = ctx.statistic_use is StatisticUse.SEVERAL_NUMBERS
+        return ctx.refuse_op(op, why, _NO_STATISTIC_REMEDY if some else _MIXED_REMEDY)
     for index, operand in enumerate(op.operands):
         if isinstance(ctx.state_of(operand), LocalState):
             continue
-        parts, type = ctx.parts_of(operand), tensor_type(operand)
-        if not parts or any(d.free_symbols for d in type.shape):
-            return ctx.refuse_op(op, why, _NO_STATISTIC_REMEDY)
-        first, *others = [_read_statistic(ctx, op, part, type) for part in parts]
+        type = tensor_type(operand)
+        first, *others = [_read_part(ctx, op, part, type) for part in ctx.parts_of(operand) or ()]
         for value in others:
             first = ctx.pending.make_glue(op, "aten.add.Tensor", [first, value], "$0, $1", type)
         ctx.pending.commit_before(op, [first])
@@ -60,8 +78,21 @@ def use_batch_statistics(ctx: LossContext, op: Computation, why: str) -> ValueSt
     return LOCAL_STATE
 
 
+def _read_part(ctx: LossContext, op: Computation, part: SumPart, type: TensorType) -> SSAValue:
+    """The batch's value of a part of an operand of `op` with `type`. A value that counts once for the batch
+    is there already, and may come from other statistics, which the first pass does not know: only its
+    coefficient is read."""
+    if part.summed or part.atom is None:
+        return _read_statistic(ctx, op, part, type)
+    number = part.coefficient.constant
+    if number is not None:
+        return ctx.pending.make_glue(op, "aten.mul.Tensor", [part.atom], f"$0, {number!r}", type)
+    weight = _read_statistic(ctx, op, SumPart(part.coefficient, origin=part.origin), type)
+    return ctx.pending.make_glue(op, "aten.mul.Tensor", [part.atom, weight], "$0, $1", type)
+
+
 def _read_statistic(ctx: LossContext, op: Computation, part: SumPart, type: TensorType) -> SSAValue:
-    """The batch's value of a part of an operand of `op` with `type`."""
+    """The sum over the batch that a part is, in the form of an operand of `op` with `type`."""
     value, coefficient = make_numerator(ctx, part)
     if tensor_type(value).dtype != type.dtype:
         value = ctx.pending.make_glue(

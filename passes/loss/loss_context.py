@@ -12,6 +12,7 @@ from xdsl.ir import Operation, SSAValue
 
 from secc.errors import UserError
 from secc.ir.analysis.dataflow import is_random_op, producer_of
+from secc.ir.analysis.recorded_glue import recorded_label
 from secc.ir.dialect.ops import CallOp, CaseOp, Computation, ConstOp, GlueOp, GraphOp, InputOp, ParamOp
 from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
@@ -33,6 +34,7 @@ from secc.passes.loss.value_states import (
     LocalState,
     ReadStatistic,
     StackState,
+    StatisticUse,
     SumPart,
     SumState,
     ValueState,
@@ -51,12 +53,12 @@ class LossContext:
         graph: GraphOp,
         case: CaseOp,
         accept: Collection[str] = (),
-        batch_statistics: bool = False,
+        statistics: StatisticUse = StatisticUse.NONE,
         gather: Iterable[str] = (),
         collects_names: bool = False,
     ) -> None:
         self.graph, self.case, self.pending = graph, case, PendingOps()
-        self.batch_statistics = batch_statistics  # whether sums over the global batch may be read
+        self.statistic_use = statistics  # which sums over the global batch may be read
         self.statistics: list[ReadStatistic] = []
         self.gather = tuple(gather)  # blocks with rows that may be gathered over the global batch
         self.collects_names = collects_names  # whether rows of other blocks are gathered, to name all of them
@@ -70,8 +72,10 @@ class LossContext:
         )  # approximations, and the ops that one was taken for
         self.states: dict[SSAValue, ValueState] = {}
         kinds = {name: op.kind.data for name, op in graph.symbols.items()}
-        self.sample_symbols = {name for name, kind in kinds.items() if kind != WIDTH_KIND}
         self.data_symbols = {name for name, kind in kinds.items() if kind == DATA_KIND}
+        row_symbols = {name for name, kind in kinds.items() if kind != WIDTH_KIND}
+        self.padded_lengths = _padded_lengths(case, row_symbols - self.data_symbols, self.data_symbols)
+        self.sample_symbols = row_symbols - self.padded_lengths
         self._rows: dict[str, SSAValue] = {}
         self.input_only_values: set[SSAValue] = set()
         self.given_values: set[SSAValue] = set()
@@ -221,6 +225,8 @@ class LossContext:
     def _coefficient_of_monomial(self, term: Expr) -> Coefficient:
         """A product of sizes, where a number of rows that the inputs' values decide is counted by a leaf."""
         counted = {s: n for s, n in term.as_powers_dict().items() if str(s) in self.data_symbols}
+        if padded := {str(s) for s in counted} & self.padded_lengths:
+            raise _padded_length_error(self, min(padded))
         found = Coefficient(size=term / sympy.Mul(*(s**n for s, n in counted.items())))
         for symbol, power in counted.items():
             factor = LeafFactor(self.selected_row_count(str(symbol)))
@@ -247,6 +253,36 @@ class LossContext:
         target = op.properties.get("target")
         name = getattr(target, "data", op.name)
         return BadState(f"{name} {why}", op, remedy)
+
+
+def _padded_lengths(case: CaseOp, rows: set[str], data: set[str]) -> set[str]:
+    """The data symbols that are lengths of padded rows, not numbers of them: dims of glue that is recorded
+    for each micro-batch, behind a dim that counts its samples' rows."""
+    found = set[str]()
+    for op in case.ops:
+        if isinstance(op, GlueOp) and recorded_label(op) is not None:
+            first, *others = [{str(s) for s in d.free_symbols} for d in tensor_type(op.results[0]).shape] or [
+                set()
+            ]
+            if first & rows:
+                found |= set[str]().union(*others) & data
+    return found
+
+
+def _padded_length_error(ctx: LossContext, symbol: str) -> UserError:
+    place = next(
+        (
+            source_line(op)
+            for op in ctx.case.ops
+            if any(symbol in map(str, tensor_type(r).shape) for r in op.results)
+        ),
+        "",
+    )
+    return UserError(
+        "the loss is not separable by sample: it divides by a padded length that other samples decide",
+        place,
+        "divide by the number of entries that count, or join the samples' parts by torch.cat",
+    )
 
 
 def is_floating(type: TensorType) -> bool:

@@ -30,7 +30,15 @@ from secc.passes.loss.sample_mixing import (
     states_of_call,
     states_of_other,
 )
-from secc.passes.loss.value_states import LOCAL_STATE, BadState, LocalState, SumPart, SumState, ValueState
+from secc.passes.loss.value_states import (
+    LOCAL_STATE,
+    BadState,
+    LocalState,
+    StatisticUse,
+    SumPart,
+    SumState,
+    ValueState,
+)
 from secc.runtime.plan.schema import LOOP_LABEL_PREFIX
 
 LossRule = Callable[[LossContext, Computation], "ValueState | Sequence[ValueState] | None"]
@@ -64,13 +72,13 @@ def walk_loss(
     graph: GraphOp,
     case: CaseOp,
     accept: Collection[str] = (),
-    batch_statistics: bool = False,
+    statistics: StatisticUse = StatisticUse.NONE,
     gather: Collection[str] = (),
 ) -> tuple[LossContext, ValueState]:
     """Facts about a case and the state of its loss; `accept` names the approximations that may be taken.
-    batch_statistics: whether ops may read sums over the global batch. gather: blocks with rows that ops may
-    read of all its samples."""
-    context = LossContext(graph, case, accept, batch_statistics, gather)
+    statistics: which sums over the global batch ops may read. gather: blocks with rows that ops may read of
+    all its samples."""
+    context = LossContext(graph, case, accept, statistics, gather)
     end = case.ops[-1]
     assert isinstance(end, ReturnOp)
     _walk_ops(context, ops_behind(end.operands[0]))
@@ -82,7 +90,7 @@ def _offer_names(context: LossContext, bad: BadState) -> BadState:
     """The bad state of a loss, with a remedy if rows of all samples of some blocks would make it good."""
     copy = context.case.clone()
     trial = LossContext(
-        context.graph, copy, context.accept, context.batch_statistics, context.gather, collects_names=True
+        context.graph, copy, context.accept, context.statistic_use, context.gather, collects_names=True
     )
     try:
         _walk_ops(trial, ops_behind(copy.ops[-1].operands[0]))

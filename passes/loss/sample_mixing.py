@@ -10,7 +10,7 @@ from secc.ir.dialect.ops import CallOp, Computation, GlueOp
 from secc.ir.dialect.readable_names import BATCH_INDEPENDENT_ATTRIBUTE
 from secc.ir.dialect.size_expr import Expr, evaluate_size, size_symbol
 from secc.ir.dialect.tensor_type import tensor_type
-from secc.passes.loss.approximations import accept_balance_loss
+from secc.passes.loss.approximations import take_function_of_sums
 from secc.passes.loss.batch_positions import find_misplaced
 from secc.passes.loss.loss_context import LossContext, has_one_entry, is_floating
 from secc.passes.loss.op_tables import (
@@ -150,7 +150,7 @@ def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
         some and out not in alone and not ctx.carries_samples(r)
         for out, r in zip(outs, op.results, strict=True)
     )
-    return [accept_balance_loss(ctx, op, why, remedy) if bad else LOCAL_STATE for bad in mixed]
+    return [take_function_of_sums(ctx, op, why, remedy) if bad else LOCAL_STATE for bad in mixed]
 
 
 def states_of_other(ctx: LossContext, op: Computation) -> list[ValueState]:
@@ -174,7 +174,7 @@ def _states_of_summed(ctx: LossContext, op: Computation) -> list[ValueState]:
     name = find_sum_origin(ctx, op)
     why = f"is applied to a sum over samples{f' (made at {name})' if name else ''}, and is not linear"
     return [
-        accept_balance_loss(
+        take_function_of_sums(
             ctx, op, why, "apply it to each sample before the sum or mean, or leave it out of the loss"
         )
     ] * len(op.results)

@@ -8,7 +8,7 @@ import hashlib
 from xdsl.ir import Operation, SSAValue
 
 from secc.ir.analysis.random_ops import RANDOM_OP_ATTRIBUTE
-from secc.ir.dialect.ops import CallOp, Computation
+from secc.ir.dialect.ops import CallOp, Computation, InputOp, ParamOp
 from secc.ir.text_io.verifier import source_line
 from secc.passes.loss.coefficient import (
     AppliedFactor,
@@ -18,6 +18,7 @@ from secc.passes.loss.coefficient import (
     LeafFactor,
     TotalFactor,
 )
+from secc.passes.loss.loss_walk import ops_behind
 from secc.passes.loss.op_tables import TERM_LABELS
 from secc.passes.loss.value_states import SumPart
 
@@ -98,9 +99,12 @@ class TermNames:
         return self.leaves[structure]
 
 
-def part_identities(parts: list[SumPart]) -> list[tuple[object, ...]]:
+def part_identities(
+    parts: list[SumPart], structure: StructureDigests | None = None
+) -> list[tuple[object, ...]]:
     """An identity for each part of one case: where it is summed, by which op, the blocks behind it, and its
-    number among parts with the same of these."""
+    number among parts with the same of these. With `structure`, parts that depend on parameters alone are
+    told apart by how they are computed: a line may give one of them in this case and another in that."""
     seen: dict[tuple[object, ...], int] = {}
     found: list[tuple[object, ...]] = []
     for part in parts:
@@ -108,9 +112,21 @@ def part_identities(parts: list[SumPart]) -> list[tuple[object, ...]]:
         key: tuple[object, ...] = (CONSTANT_TERM,)
         if isinstance(source, Computation):
             key = (part.summed, source_line(source), source.base_name, nearest_blocks(source))
+            if structure is not None and part.atom is not None and depends_on_parameters_alone(part):
+                key += (structure.digest_value(part.atom),)
         seen[key] = seen.get(key, -1) + 1
         found.append((*key, seen[key]))
     return found
+
+
+def depends_on_parameters_alone(part: SumPart) -> bool:
+    """Whether a part counts once for the batch, with a value that no input decides."""
+    if part.summed or part.atom is None:
+        return False
+    behind = ops_behind(part.atom)
+    return any(isinstance(op, ParamOp) for op in behind) and not any(
+        isinstance(op, CallOp | InputOp) for op in behind
+    )
 
 
 def nearest_blocks(op: Operation) -> tuple[str, ...]:

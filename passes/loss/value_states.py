@@ -12,11 +12,21 @@ needs it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from xdsl.ir import Operation, SSAValue
 
 from secc.ir.dialect.ops import Computation, GlueOp
 from secc.passes.loss.coefficient import Coefficient
+
+
+class StatisticUse(Enum):
+    """Which sums over the global batch ops that are not linear may read: none, those of several numbers (one
+    for each expert, as balance losses have), or all."""
+
+    NONE = "none"
+    SEVERAL_NUMBERS = "several numbers"
+    ALL = "all"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from secc.runtime.errors import UserError
 from secc.runtime.host.hidden_ranks import hidden_ranks
 from secc.runtime.model.item_seeds import call_seeded, derive_item_seed
+from secc.runtime.model.sample_forms import sample_as_dict
 from secc.runtime.model.sample_sources import SampleSource, describe_type
 from secc.runtime.model.stream_state import decode_state, digest_value, encode_state
 
@@ -129,15 +130,16 @@ class StreamReader:
             item, error = {}, self._handle_exception(raised)
         if self._index == self._epoch_length:
             raise self._wrong_length_error("goes on after")
-        if not isinstance(item, Mapping):
+        named = sample_as_dict(item)
+        if named is None:
             error = UserError(
                 f"{self._source.expression} gives {describe_type(item)} as sample {self._index}, not a dict",
                 self._source.place,
-                "yield a dict of forward's arguments",
+                "yield a dict of forward's arguments, or a tuple that collate(samples) makes one of",
             )
-            item = {}
+            named = {}
         digest = digest_value(item)
-        sample = StreamSample(self._epoch, self._index, dict(item), digest, error)
+        sample = StreamSample(self._epoch, self._index, named, digest, error)
         self._digest = digest_value([self._digest, digest])
         self._index += 1
         return sample

@@ -41,6 +41,7 @@ from secc.runtime.model.nested_batch import (
     may_hold_growing_lists,
 )
 from secc.runtime.model.packed_collate import PackedCollate, is_packed
+from secc.runtime.model.sample_forms import has_names, original_sample, sample_as_dict
 from secc.runtime.model.sample_sources import (
     SampleSource,
     check_source,
@@ -333,18 +334,24 @@ class UserModel:
         samples of a stream are kept for this."""
         source = find_source(self.sources(), i)
         if source.is_stream:
-            return self._first_samples_of(source).load(i - source.first_id)
+            item = self._first_samples_of(source).load(i - source.first_id)
+            return self._require_names(item, i, original_sample(item))
         dataset, first = source.dataset, source.first_id
         item = self.call_guarded(
             self.sample_name(i), lambda: load_seeded_item(dataset, i, seed, epoch, first)
         )
-        if not isinstance(item, Mapping):
-            raise UserError(
-                f"{self.sample_name(i)} is {describe_type(item)}, not a dict",
-                self._getitem_source_line(),
-                "return a dict of forward's arguments",
-            )
-        return dict(item)
+        return self._require_names(sample_as_dict(item), i, item)
+
+    def _require_names(self, sample: dict[str, Any] | None, i: int, item: Any) -> dict[str, Any]:
+        """Return `sample`, from what the dataset gave as sample `i`. Raises UserError if it has no names and
+        no `collate` of the file's own gives it any."""
+        if sample is not None and (has_names(sample) or self.defines("collate")):
+            return sample
+        raise UserError(
+            f"{self.sample_name(i)} is {describe_type(item)}, not a dict",
+            self._getitem_source_line(),
+            "return a dict of forward's arguments, or write collate(samples), which makes one of any samples",
+        )
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate `samples` into a flat batch of forward's keyword arguments
@@ -363,7 +370,7 @@ class UserModel:
 
     def _call_collate(self, samples: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Call the user's `collate` and check that it returns a dict."""
-        batch = self.call_function("collate", list(samples))
+        batch = self.call_function("collate", [original_sample(s) for s in samples])
         if not isinstance(batch, Mapping):
             raise UserError(
                 f"collate() returns {describe_type(batch)}, not a dict",

@@ -301,11 +301,12 @@ class BlockResultCache:
         cache_key = (key, self._value_digests(inputs)) if key in self._keys_reading_values else key
         if cache_key in self._results:
             return self._results[cache_key]
+        versions = tensor_versions(inputs)
         # An empty context: Hugging Face's output recorders collect what runs in the caller's context, and
         # this run is not the user's.
         out, input_independent, reads, hazards, draws = contextvars.Context().run(run)
         result = BlockResult(
-            result_skeleton(out, inputs, input_independent),
+            result_skeleton(out, inputs, versions, input_independent),
             reads,
             hazards,
             tuple(d.relative_to_block(path) for d in draws),
@@ -374,11 +375,18 @@ def _hash_values(tensor: torch.Tensor) -> bytes:
     return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data).digest()
 
 
-def result_skeleton(out: Any, inputs: list[torch.Tensor], alone: frozenset[int]) -> Any:
+def tensor_versions(tensors: list[torch.Tensor]) -> list[int]:
+    """Return how often ops have written to each tensor; 0 for those that do not count it."""
+    return [0 if torch.is_inference(t) else t._version for t in tensors]
+
+
+def result_skeleton(out: Any, inputs: list[torch.Tensor], versions: list[int], alone: frozenset[int]) -> Any:
     """Return a block's result with ResultTensor objects (shape, dtype, strides) in place of tensors; the same
-    object for the same tensor."""
+    object for the same tensor. versions: `tensor_versions` of the inputs before the call. An input that the
+    block wrote to is another value afterwards, so a result that is this tensor counts as a new one."""
     leaves: dict[int, ResultTensor] = {}
-    position = {id(t): i for i, t in enumerate(inputs)}
+    unwritten = zip(inputs, versions, tensor_versions(inputs), strict=True)
+    position = {id(t): i for i, (t, before, after) in enumerate(unwritten) if before == after}
 
     def leaf(path: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

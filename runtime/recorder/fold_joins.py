@@ -17,14 +17,20 @@ from secc.runtime.recorder.fold_parts import fold_parts
 from secc.runtime.recorder.recording import Recording
 
 aten = torch.ops.aten
+ONLY_PART = "only part"  # in a node's meta: glue joined it with the parts of other samples, if there were any
 _JOIN_OPS = (aten.cat.default, aten.stack.default)
 _GROWING_LIST = "*"  # in the name of an input that has the tensors of such a list one behind the other
 
 
 def fold_joins(recording: Recording) -> Recording:
     """Replace joins of all parts of one tensor, in place, and loops over parts; return the recording."""
+    never_split = set[fx.Node]()
     for node in list(recording.graph.nodes):
         if (only := _only_part(node)) is not None:
+            if node.target is not aten.cat.default:
+                never_split.add(only)
+            elif only not in never_split and only.target is not operator.getitem:
+                only.meta[ONLY_PART] = True
             node.replace_all_uses_with(only)
         elif node.target in _JOIN_OPS:
             source = _split_source(node.args[0])

@@ -3,18 +3,20 @@ i in range(len(n))) / n.sum()`.
 
 Python runs the loop once per sample, so the loss has different ops in every batch. If each summand is made of
 one sample's rows, the sum adds up over micro-batches whatever it contains. It is marked, so that an outline
-has it as one tensor that is recorded for each micro-batch.
+has it as one tensor that is recorded for each micro-batch. So is a tensor that joins parts of samples, each
+made of other rows: `torch.cat`, `torch.stack`, `pad_sequence`, or a loop that writes into rows of a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from secc.runtime.recorder.finalize import is_needed
+from secc.runtime.recorder.fold_joins import ONLY_PART
 from secc.runtime.recorder.nested_values import take_at_path
 from secc.runtime.recorder.recording import Recording, iter_nodes_behind
 
@@ -24,18 +26,54 @@ _SPLIT_OPS = (aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default)
 SampleRow = tuple[fx.Node, int]  # a tensor, and the first of its rows that are used
 
 
-def roll_loss_loops(recording: Recording) -> Recording:
-    """Mark the sums and stacks of samples' scalars after the last block, in place; return the recording."""
+def roll_loss_loops(recording: Recording, alone: bool = False) -> Recording:
+    """Mark the sums and stacks of samples' scalars after the last block, and the tensors that join parts of
+    samples for the loss, in place; return the recording. alone: it has one sample, so a part may be a whole
+    tensor."""
+    _mark_joins(recording, alone)
     nodes = list(recording.graph.nodes)
     last = max((i for i, n in enumerate(nodes) if n.op == "call_module"), default=-1)
     for node in nodes[last + 1 :]:
-        if node.target is aten.stack.default and _is_loop(node.args[0]):  # type: ignore[arg-type]
-            node.meta["loop"] = True
-        elif _is_sum(node) and not any(_is_sum(user) for user in node.users):
+        if _is_sum(node) and not any(_is_sum(user) for user in node.users):
             _roll_sum(recording.graph, node)
     _restore_python_sums(recording)
     recording.graph.eliminate_dead_code(is_needed)
     return recording
+
+
+def _mark_joins(recording: Recording, alone: bool) -> None:
+    """Mark the tensors that join parts of samples where the loss takes them, but none that a block takes:
+    those are recorded with its arguments."""
+    nodes = list(recording.graph.nodes)
+    taken = {n for call in recording.block_calls for n in iter_nodes_behind(call.all_input_nodes)}
+    marked = set[fx.Node]()
+    for node in reversed(nodes):
+        if node in taken or node in marked:
+            continue
+        parts = [node] if alone and node.meta.get(ONLY_PART) else _joined_parts(node)
+        if parts and (_are_apart(parts) or (alone and len(parts) == 1)):
+            node.meta["loop"] = True
+            marked |= set(iter_nodes_behind([node]))
+
+
+def _joined_parts(node: fx.Node) -> list[fx.Node]:
+    """Return the parts that a node joins along dim 0, none for other nodes."""
+    parts: Any = []
+    if node.target in (aten.stack.default, aten.cat.default) and (node.args[1:] or (0,))[0] == 0:
+        parts = node.args[0]
+    into: Any = node
+    while (
+        into.target is aten.select_scatter.default and into.args[2] == 0
+    ):  # rows that are written one by one
+        into, part = into.args[0], into.args[1]
+        parts = [part, *parts]
+    return [p for p in parts if isinstance(p, fx.Node)]
+
+
+def _are_apart(parts: Sequence[fx.Node]) -> bool:
+    """Whether each part is made of rows, and no two of the same row of a tensor."""
+    rows_of_parts = [_rows_behind(p) for p in parts]
+    return all(rows_of_parts) and sum(map(len, rows_of_parts)) == len(set[SampleRow]().union(*rows_of_parts))
 
 
 def _restore_python_sums(recording: Recording) -> None:
@@ -134,11 +172,7 @@ def _common_scale(summands: list[fx.Node]) -> tuple[Any, Any] | None:
 
 def _is_loop(summands: Any) -> bool:
     """Whether these are scalars of one sample's rows each: no two of them use the same row of a tensor."""
-    rows_of_summands = [_rows_behind(s) for s in summands]
-    if not rows_of_summands or not all(rows_of_summands) or any(s.meta["shape"] != () for s in summands):
-        return False
-    distinct_rows = [{(tensor, row) for tensor, row in rows} for rows in rows_of_summands]
-    return sum(map(len, distinct_rows)) == len(set().union(*distinct_rows))
+    return bool(summands) and all(s.meta["shape"] == () for s in summands) and _are_apart(summands)
 
 
 def _rows_behind(node: fx.Node) -> set[SampleRow]:

@@ -17,7 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from secc.runtime.recorder import nested_values
-from secc.runtime.recorder.block_results import BlockResult, ResultTensor, is_fake, result_skeleton
+from secc.runtime.recorder.block_results import (
+    BlockResult,
+    ResultTensor,
+    is_fake,
+    result_skeleton,
+    tensor_versions,
+)
 
 _RANDOM_RUN_SEEDS = (0, 1)
 
@@ -43,10 +49,10 @@ def layout_by_random_run(
                 for name, t in (*module.named_parameters(), *module.named_buffers())
             }
             random_arguments = nested_values.map_leaves((args, kwargs), lambda _, value: _random_value(value))
+            tensors = [t for _, t in nested_values.iter_tensors(random_arguments)]
+            versions = tensor_versions(tensors)
             out, input_independent = runs(partial(functional_call, module, state, *random_arguments))
-        skeleton = result_skeleton(
-            out, [t for _, t in nested_values.iter_tensors(random_arguments)], input_independent
-        )
+        skeleton = result_skeleton(out, tensors, versions, input_independent)
         layouts.append(nested_values.map_leaves(skeleton, _leaf_layout))
     if skeleton is None or layouts[0] != layouts[1]:
         return None

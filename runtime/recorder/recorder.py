@@ -248,7 +248,7 @@ class Recorder:
             return None
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             message = f"forward raises {type(error).__name__}: {error}"
             collecting = sorted(filter(self._recorded_modules.collects_outputs, self.blocks))
             for path in collecting:

@@ -304,13 +304,13 @@ class Rerecorder:
         # First try a recording that ends early. It may leave open which case the micro-batch follows, or may
         # end before a call if its rows are needed and this path reaches it later than the plan's cases do.
         # Then the whole forward is recorded.
-        outline = self._record_outline(batch, rules, request.last_call if numbered else None)
+        outline = self._record_outline(batch, samples, rules, request.last_call if numbered else None)
         if outline.recording.ends_early:
             if self._has_all_row_counts(outline, cases):
                 recording = self._match_planned_case(outline, batch, samples, request)
                 if recording is not None:
                     return recording
-            outline = self._record_outline(batch, rules, None)
+            outline = self._record_outline(batch, samples, rules, None)
         # The first whole recording of a pattern depends on more inputs than the short ones that follow. If it
         # were cached, it would add these inputs to the cache's keys for good, and later micro-batches would
         # rarely match.
@@ -328,13 +328,15 @@ class Rerecorder:
         expected = [s.key for s in self._counted_symbols if any(c.has_call_of(s.key) for c in cases)]
         return all(key in shapes for key in expected)
 
-    def _record_outline(self, batch: Mapping[str, Any], rules: Any, until: int | None) -> Outline:
+    def _record_outline(
+        self, batch: Mapping[str, Any], samples: int, rules: Any, until: int | None
+    ) -> Outline:
         assert self._recorder is not None
         self.recording_count += 1
         recording = fold_joins(self._recorder.record(batch, rules, until))
         loops = any(c.has_loops for c in self._cases_of_pattern(self._optional.intersection(batch)))
         return Outline.of_recording(
-            roll_loss_loops(recording) if loops and not recording.ends_early else recording
+            roll_loss_loops(recording, samples == 1) if loops and not recording.ends_early else recording
         )
 
     def _match_planned_case(

@@ -111,9 +111,44 @@ def test_heads_that_are_called_if_the_batch_has_their_task_are_exact() -> None:
     compiled("task_heads")
 
 
+@pytest.mark.slow  # four patterns
+def test_a_weight_counts_once_if_any_sample_has_the_labels_of_its_task() -> None:
+    terms = compiled("weighted_tasks").plan.terms
+    assert len({t.name for t in terms if t.name.startswith("constant")}) == 2
+
+
+def test_samples_may_be_tuples_and_a_number_of_them_an_integer() -> None:
+    compiled("graphs")
+
+
+@pytest.mark.slow  # every micro-batch is recorded
+def test_a_loss_may_take_what_a_loop_joined_of_parts_of_the_samples(tmp_path: Path) -> None:
+    (case,) = compiled("ragged_reader").plan.recorded
+    recorded = {n["kind"][1] for n in case.nodes if n["kind"][0] == "recorded"}
+    assert {"loss:0", "loss:1"} <= recorded
+    mean = (MODELS / "ragged_reader.py").read_text().replace("F.cross_entropy(pad", "torch.mean(pad")
+    (tmp_path / "mean.py").write_text(mean.replace("padding_value=-1e9), best)", "padding_value=0))"))
+    with pytest.raises(UserError, match="divides by a padded length that other samples decide"):
+        compile_model(tmp_path / "mean.py", CompileOptions())
+
+
+def test_blocks_may_write_to_their_argument_and_return_it() -> None:
+    assert {"first", "second"} <= {b for s in compiled("writes_argument").plan.sections for b in s.blocks}
+
+
+def test_a_loop_over_time_steps_may_draw() -> None:
+    (draw,) = compiled("drawn_states").plan.draws
+    assert draw.call.endswith("#*")
+    assert draw.dims == (0,)
+
+
+NAMES = ["listed", "boxes", "per_sample", "kept", "chunked_loss", "task_heads"]
+MORE_NAMES = ["weighted_tasks", "graphs", "ragged_reader", "writes_argument"]
+
+
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", ["listed", "boxes", "per_sample", "kept", "chunked_loss", "task_heads"])
+@pytest.mark.parametrize("name", [*NAMES, *MORE_NAMES])
 def test_ranks_train_like_plain_pytorch(name: str, tmp_path: Path) -> None:
     model = write_recording_model(name, tmp_path, MODELS)
     made = check_exactness(

@@ -300,10 +300,9 @@ class _CaseFinder:
             try:
                 generics, problems = generalize_captures(seen, self.batches[pattern])
             except GlueError as error:
-                if any("log" in n.meta for o in seen for n in o.recording.graph.nodes):
-                    raise
+                logged = any("log" in n.meta for o in seen for n in o.recording.graph.nodes)
                 rerecorded = self._build_rerecorded_case(pattern, error, seen)
-                if rerecorded is None and (pattern in self.required_patterns or error.module):
+                if rerecorded is None and (logged or pattern in self.required_patterns or error.module):
                     raise
                 rerecord_reason = GlueDiagnostic(error.message, error.where, (), error.module)
                 generics, problems = (

@@ -31,7 +31,7 @@ def find_eager_failure(
     try:
         with torch.no_grad():
             model(**unflatten_batch(batch))
-    except Exception as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         if is_missing_kernel(error):
             return None
         why = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -4,13 +4,16 @@ captures.
 A dim that is a multiple of a number of rows (`B`, `B*S`, `12*n_pixel_values`) runs over the samples' rows,
 one sample after another. An op without such a dim draws numbers that all samples share. Any other op, and
 one that no rank can draw sample by sample, is refused.
+
+A loop over time steps draws as often as the longest sample of a batch is long. If each of its draws runs over
+the samples' rows, those behind a sample's end belong to its padding, and one entry stands for all of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from secc.errors import UserError
 from secc.frontend.capture.generalize import ObservedRecording
@@ -19,6 +22,7 @@ from secc.frontend.dataset.input_symbols import ModelInputs
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.size_expr import Expr
 from secc.runtime.plan.schema import RandomOp
+from secc.runtime.randomness.micro_batch_draws import loop_draw_name
 from secc.runtime.recorder.recording import RandomOpCall
 
 _UNTIED_REMEDY = "set dropout probabilities to 0, or put the module into eval mode in model()"
@@ -45,20 +49,48 @@ def find_random_ops(observed: Iterable[ObservedRecording], inputs: ModelInputs) 
             seen_op = seen_ops.setdefault(drawn.draw_name, _SeenRandomOp(drawn))
             seen_op.shapes.append(drawn.shape)
             seen_op.sizes.append(o.sizes)
-    for group in groups.values():
-        _check_draw_counts(group)
     rows = {s.name for s in inputs.symbols if s.kind == "rows"}
-    return [_make_draw(s, rows) for s in seen_ops.values()]
+    loops = {site for group in groups.values() for site in _sites_of_loops(group)}
+    found = dict[str, RandomOp]()
+    for seen in seen_ops.values():
+        site = seen.first_draw.call_site_name
+        draw = _make_loop_draw(seen, rows) if site in loops else _make_draw(seen, rows)
+        if (known := found.setdefault(draw.call, draw)) != draw:
+            raise _unlike_loop_error(seen, known, draw)
+    return list(found.values())
 
 
-def _check_draw_counts(draws: Sequence[Sequence[RandomOpCall]]) -> None:
-    """Refuses a place that draws more often in one batch than in another: its draws would belong to other
-    samples each time."""
+def _sites_of_loops(draws: Sequence[Sequence[RandomOpCall]]) -> set[str]:
+    """Returns the places that draw more often in one batch than in another."""
     met = [Counter(drawn.call_site_name for drawn in one) for one in draws]
-    for drawn in (drawn for one in draws for drawn in one):
-        if len({counts[drawn.call_site_name] for counts in met if drawn.call_site_name in counts}) > 1:
-            message = f"{drawn.op} draws random numbers in a loop with a length that differs between batches"
-            raise UserError(message, drawn.where, "draw once for all, with a dim for the samples' rows")
+    sites = {site for counts in met for site in counts}
+    return {site for site in sites if len({counts[site] for counts in met if site in counts}) > 1}
+
+
+def _make_loop_draw(seen: _SeenRandomOp, rows: set[str]) -> RandomOp:
+    """Returns the entry for all draws of a loop. Refuses loops over samples: their draws would belong to
+    other samples each time."""
+    drawn = seen.first_draw
+    try:
+        draw = _make_draw(seen, rows)
+    except UserError:
+        draw = None
+    if draw is None or not draw.dims:
+        raise UserError(
+            f"{drawn.op} draws random numbers in a loop with a length that differs between batches",
+            drawn.where,
+            "draw once for all, or in each round of the loop, with a dim for the samples' rows",
+        )
+    return replace(draw, call=loop_draw_name(drawn.call_site_name))
+
+
+def _unlike_loop_error(seen: _SeenRandomOp, one: RandomOp, other: RandomOp) -> UserError:
+    drawn = seen.first_draw
+    message = (
+        f"{drawn.op} draws random numbers in a loop with a length that differs between batches, once with "
+        f"{one.rows} rows and once with {other.rows}"
+    )
+    return UserError(message, drawn.where, "let each round draw for the same rows, in the same dims")
 
 
 def _make_draw(seen: _SeenRandomOp, rows: set[str]) -> RandomOp:

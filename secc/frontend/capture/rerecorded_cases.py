@@ -34,7 +34,6 @@ from secc.runtime.plan import schema
 from secc.runtime.recorder.loss_loops import roll_loss_loops
 from secc.runtime.recorder.match_outline import find_outline_mismatch, node_kind
 from secc.runtime.recorder.outline import Outline
-from secc.runtime.recorder.recording import Recording
 
 
 @dataclass
@@ -77,8 +76,8 @@ class OutlinedCaptures:
     """
 
     def __init__(self, observed: Sequence[ObservedRecording], loops: bool = False) -> None:
-        self._make_outline = _outline_with_loops if loops else Outline.of_recording
-        outlines = [self._make_outline(o.recording) for o in observed]
+        self._make_outline = _outline_with_loops if loops else _outline
+        outlines = [self._make_outline(o) for o in observed]
         if loops and not all(f"{schema.LOOP_LABEL_PREFIX}0" in o.labelled_tensors for o in outlines):
             raise GlueError("", "the loss has no loop over samples")
         self._sources_by_label = _union_sources(o.sources_by_label() for o in outlines)
@@ -113,7 +112,7 @@ class OutlinedCaptures:
         """Raises GlueError if other micro-batches do not fit a case; those of one sample may skip a loop."""
         nodes = outline_nodes(case)
         for other in others:
-            outline = self._make_outline(other.recording)
+            outline = self._make_outline(other)
             sizes = {**other.sizes, **rows.sizes_from_shapes(outline.known_shapes())}
             problem = find_outline_mismatch(outline.make_skeleton(self._sources_by_label), nodes, sizes)
             if problem is not None:
@@ -147,7 +146,10 @@ class _OutlineProbe:
     """A `BatchProbe` that gives its recordings as outlines."""
 
     def __init__(
-        self, probe: BatchProbe, sources: Mapping[str, Sequence[str]], outline: Callable[[Recording], Outline]
+        self,
+        probe: BatchProbe,
+        sources: Mapping[str, Sequence[str]],
+        outline: Callable[[ObservedRecording], Outline],
     ) -> None:
         self._probe, self._sources_by_label, self._make_outline, self.padded_symbols, self.explanations = (
             probe,
@@ -162,9 +164,7 @@ class _OutlineProbe:
         return (
             None
             if found is None
-            else replace(
-                found, recording=self._make_outline(found.recording).make_skeleton(self._sources_by_label)
-            )
+            else replace(found, recording=self._make_outline(found).make_skeleton(self._sources_by_label))
         )
 
     def record_held_out(self) -> Iterator[ObservedRecording]:
@@ -172,7 +172,7 @@ class _OutlineProbe:
         for recording in self._probe.record_held_out():
             yield replace(
                 recording,
-                recording=self._make_outline(recording.recording).make_skeleton(self._sources_by_label),
+                recording=self._make_outline(recording).make_skeleton(self._sources_by_label),
             )
 
     def record_without_rows(self) -> Iterator[ObservedRecording]:
@@ -180,9 +180,14 @@ class _OutlineProbe:
         yield from ()
 
 
-def _outline_with_loops(recording: Recording) -> Outline:
-    """Returns an outline in which the terms that loops over samples add to the loss are re-recorded."""
-    return Outline.of_recording(roll_loss_loops(recording))
+def _outline(observed: ObservedRecording) -> Outline:
+    return Outline.of_recording(observed.recording)
+
+
+def _outline_with_loops(observed: ObservedRecording) -> Outline:
+    """Returns an outline in which the terms that loops over samples add to the loss are re-recorded, and what
+    joins parts of samples for it."""
+    return Outline.of_recording(roll_loss_loops(observed.recording, observed.sizes["B"] == 1))
 
 
 def _union_sources(sources_of_captures: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:

@@ -154,8 +154,14 @@ def _key_op(i: schema.Input) -> KeyOp:
     if i.optional:
         properties["optional"] = UnitAttr()
     if i.pads:
-        properties["pads"] = strings_attr(f"{dim} {side} {value:g}" for dim, side, value in i.pads)
+        properties["pads"] = strings_attr(f"{dim} {side} {_format_fill(fill)}" for dim, side, fill in i.pads)
     return KeyOp.create(properties=properties, result_types=[TensorType.from_dims(i.dims, i.dtype)])
+
+
+def _format_fill(fill: schema.PadFill) -> str:
+    if isinstance(fill, tuple):
+        return ",".join(map(repr, fill))
+    return fill if isinstance(fill, str) else f"{fill:g}"
 
 
 def _pattern_ops(capture: Capture) -> list[Operation]:

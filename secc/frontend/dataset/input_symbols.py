@@ -98,7 +98,8 @@ def _labels_key(inputs: Sequence[schema.Input]) -> str:
 
 
 class _BatchValues:
-    """Dtypes of a batch's tensors, and its other values, which must never change."""
+    """Dtypes of a batch's tensors, and its other values. These must never change, but for integers: a number
+    of samples or a padded length is explained by sizes wherever forward uses it."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -130,7 +131,7 @@ class _BatchValues:
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and bool(a == b)
+    return type(a) is type(b) and (type(a) is int or bool(a == b))
 
 
 def _collate_batches(

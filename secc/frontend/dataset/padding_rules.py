@@ -3,13 +3,15 @@ with the sample collated alone.
 
 The comparison also shows that the samples of a batch are in order and independent of each other; edges
 between sections and micro-batches rely on both. Integers may depend on other samples if other keys show
-the order of their rows: the index of an image in a packed batch changes with the batch, and collate
-computes it for each micro-batch.
+the order of their rows, or if each sample's are those of the sample alone plus one number: the index of an
+image in a packed batch and the ends of a graph's edges change with the batch, and collate computes them for
+each micro-batch.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,9 +19,10 @@ import torch
 
 from secc.errors import UserError
 from secc.frontend.dataset.dim_rules import DimRules
+from secc.runtime.plan.schema import COUNTING_FILL, MAX_PAD_ROW, PadFill
 
 CollatedBatch = Mapping[str, Any]
-KeyPads = tuple[tuple[int, str, float], ...]
+KeyPads = tuple[tuple[int, str, PadFill], ...]
 DimSides = tuple[str, ...]
 
 PAD_SIDES = ("right", "left")
@@ -29,19 +32,31 @@ class PaddingEvidence:
     """Evidence for one key: the sides, for its width dims together, that explain all samples seen so far,
     and the fill values per (dim, side)."""
 
-    def __init__(self, key: str, row_dim: int, width_dims: Sequence[int]) -> None:
+    def __init__(
+        self, key: str, row_dim: int, width_dims: Sequence[int], constant_dims: Sequence[int] = ()
+    ) -> None:
         self.key, self.row_dim, self.width_dims = key, row_dim, tuple(width_dims)
         self.sides: list[DimSides] = list(itertools.product(PAD_SIDES, repeat=len(self.width_dims)))
         self.fills: dict[tuple[int, str], set[float]] = {}
+        self.counts = dict.fromkeys(self.width_dims, True)  # whether padding goes on counting, on the right
+        self.constant_dims = tuple(constant_dims)
+        self.rows: dict[tuple[int, str], set[tuple[float, ...]]] = {}  # over the constant dims
+        # Whether each sample's entries are its own plus one number, which does not fall from one sample to
+        # the next, and whether some sample has unlike entries, which show it.
+        self.shifted, self.shows_shift = True, False
 
     def compare_batch(self, batch: CollatedBatch, singles: Sequence[CollatedBatch]) -> bool:
         """Learns from a batch and its samples collated alone; returns whether some sides still explain
         every sample."""
-        offset = 0
+        offset, shift = 0, 0
         for single in singles:
             if self.key in single:
                 part = single[self.key]
                 rows = batch[self.key].narrow(self.row_dim, offset, part.shape[self.row_dim])
+                found = _shift_of(rows, part) if self.shifted else None
+                self.shifted = found is not None and found >= shift
+                shift = shift if found is None else found
+                self.shows_shift |= found is not None and len(part.unique()) > 1
                 self._compare_rows(rows, part)
                 offset += part.shape[self.row_dim]
         return bool(self.sides)
@@ -60,6 +75,18 @@ class PaddingEvidence:
                 self.fills.setdefault((dim, side), set()).update(
                     float(v) for v in outside.unique().tolist()[:2]
                 )
+                if side == "right" and self.counts[dim]:
+                    self.counts[dim] = _goes_on_counting(rows, dim, part.shape[dim])
+                self.rows.setdefault((dim, side), set()).update(self._padded_rows(outside))
+
+    def _padded_rows(self, outside: torch.Tensor) -> list[tuple[float, ...]]:
+        """Returns up to two different rows of padding, each over all constant dims; none of large rows."""
+        extents = [outside.shape[d] for d in self.constant_dims]
+        if not extents or math.prod(extents) > MAX_PAD_ROW:
+            return []
+        others = [d for d in range(outside.ndim) if d not in self.constant_dims]
+        rows = outside.permute(*others, *self.constant_dims).reshape(-1, math.prod(extents)).unique(dim=0)
+        return [tuple(map(float, row)) for row in rows[:2].tolist()]
 
     def _narrow_to_sample(self, rows: torch.Tensor, part: torch.Tensor, sides: DimSides) -> torch.Tensor:
         """Cuts the sample's own extent out of its padded rows."""
@@ -69,16 +96,23 @@ class PaddingEvidence:
         return rows
 
     def choose_pads(self, preferred: Mapping[int, str]) -> KeyPads:
-        """Returns (dim, side, value) of each width dim that is filled with one value. `preferred` decides
-        where both sides fit."""
+        """Returns (dim, side, fill) of each width dim that is filled with one value or one row. `preferred`
+        decides where both sides fit."""
         wanted = tuple(preferred.get(d, "right") for d in self.width_dims)
         sides = wanted if wanted in self.sides else self.sides[0]
-        values = {d: self.fills.get((d, side), set()) for d, side in zip(self.width_dims, sides, strict=True)}
-        return tuple(
-            (d, side, min(values[d]))
-            for d, side in zip(self.width_dims, sides, strict=True)
-            if len(values[d]) == 1
-        )
+        chosen = zip(self.width_dims, sides, strict=True)
+        pads = [(d, side, self._fill_of(d, side)) for d, side in chosen]
+        return tuple((d, side, fill) for d, side, fill in pads if fill is not None)
+
+    def _fill_of(self, dim: int, side: str) -> PadFill | None:
+        """Returns the one value, or else the one row, that padding of a dim has, or COUNTING_FILL; None if it
+        varies otherwise."""
+        values, rows = self.fills.get((dim, side), set()), self.rows.get((dim, side), set())
+        if len(values) == 1:
+            return min(values)
+        if len(rows) == 1:
+            return min(rows)
+        return COUNTING_FILL if side == "right" and values and self.counts[dim] else None
 
 
 def find_pads(
@@ -100,7 +134,9 @@ def find_pads(
         }
     ordered = {extents.dims_of(p.key)[p.row_dim] for p in evidence.values() if p.key not in inconsistent}
     for key, dtype in inconsistent.items():
-        if dtype.is_floating_point or extents.dims_of(key)[evidence.pop(key).row_dim] not in ordered:
+        own = evidence.pop(key)
+        in_order = (own.shifted and own.shows_shift) or extents.dims_of(key)[own.row_dim] in ordered
+        if dtype.is_floating_point or not in_order:
             raise UserError(
                 f"collate() of several samples gives {key!r} of other rows than of each sample alone",
                 where,
@@ -120,7 +156,8 @@ def _start_evidence(key: str, extents: DimRules) -> PaddingEvidence | None:
     kinds = [extents.kinds[key, d] for d in range(len(extents.dims_of(key)))]
     if kinds.count("rows") != 1 or "derived" in kinds:
         return None
-    return PaddingEvidence(key, kinds.index("rows"), [d for d, kind in enumerate(kinds) if kind == "width"])
+    widths, constants = ([d for d, kind in enumerate(kinds) if kind == k] for k in ("width", "constant"))
+    return PaddingEvidence(key, kinds.index("rows"), widths, constants)
 
 
 def _known_sides(extents: DimRules, paddings: Iterable[PaddingEvidence]) -> dict[str, str]:
@@ -133,6 +170,22 @@ def _known_sides(extents: DimRules, paddings: Iterable[PaddingEvidence]) -> dict
             if len(sides) == 1:
                 known.setdefault(extents.expressions[padding.key, dim], sides.pop())
     return known
+
+
+def _goes_on_counting(rows: torch.Tensor, dim: int, size: int) -> bool:
+    """Whether entries of a dim from `size` on, of integers, are each one more than the entry before."""
+    if not size or rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex():
+        return False
+    return bool((rows.narrow(dim, size - 1, rows.shape[dim] - size + 1).diff(dim=dim) == 1).all())
+
+
+def _shift_of(rows: torch.Tensor, part: torch.Tensor) -> int | None:
+    """The number by which integers are larger than those of `part`; None if it is not one for all, or if they
+    are no integers."""
+    if rows.shape != part.shape or rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex():
+        return None
+    shifts = (rows - part).unique().tolist()
+    return (shifts or [0])[0] if len(shifts) < 2 else None
 
 
 def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:

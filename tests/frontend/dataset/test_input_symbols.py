@@ -15,7 +15,7 @@ from secc.frontend.dataset.input_symbols import ModelInputs, describe_inputs
 from secc.frontend.dataset.sampling import survey_dataset
 from secc.runtime.model.user_file import UserModel, load_model_file
 from secc.runtime.plan.batch_sizes import check_batch_shapes, combine_sizes, pad_batch, read_symbol_sizes
-from secc.runtime.plan.schema import Symbol
+from secc.runtime.plan.schema import PadFill, Symbol
 
 Sample = dict[str, Any]
 UserOf = Callable[..., UserModel]
@@ -32,7 +32,7 @@ def dims(found: ModelInputs) -> dict[str, tuple[str, ...]]:
     return {i.key: i.dims for i in found.inputs}
 
 
-def pads(found: ModelInputs) -> dict[str, tuple[tuple[int, str, float], ...]]:
+def pads(found: ModelInputs) -> dict[str, tuple[tuple[int, str, PadFill], ...]]:
     return {i.key: i.pads for i in found.inputs}
 
 
@@ -117,13 +117,45 @@ def test_an_ambiguous_padding_side_follows_another_key(user_of: UserOf):
     assert pads(described(user_of(TEXTS, collate=collate)))["constant"] == ((1, "left", 1.0),)
 
 
-def test_padding_with_several_values_is_no_pad(user_of: UserOf):
+def test_padding_with_one_row_is_a_pad(user_of: UserOf):
+    """Rotations are padded with the one that turns nothing."""
+
+    def collate(samples: list[Sample]) -> Sample:
+        ids = pad_sequence([s["input_ids"] for s in samples], batch_first=True)
+        turns = torch.zeros(*ids.shape, 3)
+        turns[..., 0] = 1
+        for turn, sample in zip(turns, samples, strict=True):
+            turn[: len(sample["input_ids"])] = sample["input_ids"][:, None] / torch.tensor([2.0, 3.0, 7.0])
+        return {"input_ids": ids, "turns": turns}
+
+    user = user_of(TEXTS, collate=collate)
+    found = described(user)
+    assert pads(found)["turns"] == ((1, "right", (1.0, 0.0, 0.0)),)
+    alone, together = user.collate(TEXTS[:1]), user.collate([TEXTS[0], TEXTS[6]])
+    padded = pad_batch(alone, found.inputs, {"S": 9})
+    assert torch.equal(padded["turns"][0], together["turns"][0])
+
+
+def test_padding_that_goes_on_counting_is_a_pad(user_of: UserOf):
     def collate(samples: list[Sample]) -> Sample:
         ids = pad_sequence([s["input_ids"] for s in samples], batch_first=True)
         return {"input_ids": ids, "position_ids": torch.arange(ids.shape[1]).expand_as(ids).contiguous()}
 
+    user = user_of(TEXTS, collate=collate)
+    found = described(user)
+    assert dims(found)["position_ids"] == ("B", "S")
+    assert pads(found)["position_ids"] == ((1, "right", "next"),)
+    padded = pad_batch(user.collate(TEXTS[:2]), found.inputs, {"S": 9})
+    assert padded["position_ids"].tolist() == [list(range(9))] * 2
+
+
+def test_padding_with_several_values_is_no_pad(user_of: UserOf):
+    def collate(samples: list[Sample]) -> Sample:
+        ids = pad_sequence([s["input_ids"] for s in samples], batch_first=True)
+        return {"input_ids": ids, "ages": torch.arange(ids.shape[1]).square().expand_as(ids).contiguous()}
+
     found = described(user_of(TEXTS, collate=collate))
-    assert dims(found)["position_ids"] == ("B", "S") and pads(found)["position_ids"] == ()
+    assert dims(found)["ages"] == ("B", "S") and pads(found)["ages"] == ()
 
 
 def test_two_widths_and_one_that_is_longer_by_one(user_of: UserOf):
@@ -226,7 +258,7 @@ def stacked(samples: list[Sample]) -> torch.Tensor:
             lambda samples: {"x": torch.zeros([1] * min(len(samples), 3))},
             "'x' has . dims in one batch and . in another",
         ),
-        (lambda samples: {"x": stacked(samples), "n": len(samples)}, "'n' changes and is no tensor"),
+        (lambda samples: {"x": stacked(samples), "n": 1 / len(samples)}, "'n' changes and is no tensor"),
         (
             lambda samples: {"x": stacked(samples).to(torch.int if len(samples) > 3 else torch.long)},
             "'x' is int64 in one batch and int32",

@@ -1,0 +1,95 @@
+"""Losses that are functions of sums over the batch are refused without `--global-sums`, and with it are those
+of plain PyTorch on the whole batch, in any micro-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.driver.exactness_check import check_exactness
+from secc.errors import UserError
+from secc.report.html_page import report_page
+from secc.runtime.model.user_file import load_model_file
+from secc.runtime.parameters.checkpoint import load_full_state_dict
+from tests.e2e.harness import read_metrics, run_plan_ranks
+from tools.compare_training import (
+    find_differences,
+    train_distributed,
+    train_in_one_process,
+    write_recording_model,
+)
+
+MODELS = Path(__file__).parent.parent / "models"
+MODEL = MODELS / "functions_of_sums.py"
+
+
+def test_the_message_names_the_option() -> None:
+    with pytest.raises(UserError, match="is applied to a sum over samples") as refused:
+        compile_model(MODEL, CompileOptions())
+    assert "exactly from the sums of the global batch with --global-sums" in refused.value.remedy
+    check_exactness(compile_model(MODEL, CompileOptions(global_sums=True)), required=True)
+
+
+def test_a_sum_that_meets_single_samples_is_refused(tmp_path: Path) -> None:
+    source = (
+        MODEL.read_text()
+        .replace("error.sqrt()", "error")
+        .replace(
+            "error = F.mse_loss(found, depth)", "error = ((found - depth) / gap.abs().mean()).square().mean()"
+        )
+    )
+    (tmp_path / "normalised.py").write_text(source)
+    with pytest.raises(UserError, match="depends on a block's result") as refused:
+        compile_model(tmp_path / "normalised.py", CompileOptions(global_sums=True))
+    assert "not to single samples" in refused.value.remedy
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("ranks", "choices"),
+    [
+        (3, {"sections": ("encoder=encoder", "heads=depth+parts"), "strategy": "apart"}),
+        (2, {"sections": ("model=encoder+depth+parts",), "set": ("model.dp=2", "model.micro_batch=1")}),
+        (2, {"sections": ("model=encoder+depth+parts",), "set": ("model.dp=2", "model.sharding=zero3")}),
+    ],
+)
+def test_ranks_train_with_functions_of_global_sums(
+    ranks: int, choices: dict[str, Any], tmp_path: Path
+) -> None:
+    path = write_recording_model("functions_of_sums", tmp_path, MODELS)
+    options = CompileOptions(cluster=f"local:{ranks}", global_batch=7, global_sums=True, **choices)
+    compile_model(path, options).write_plan(tmp_path / "plan", report_page)
+    expected = train_in_one_process(path, 7, 3, tmp_path / "one")
+    found = train_distributed(tmp_path / "plan", ranks, 3, tmp_path / "run")
+    assert list(find_differences(found, expected)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_an_evaluation_takes_sums_over_its_set(tmp_path: Path) -> None:
+    options = CompileOptions(
+        cluster="local:2",
+        global_batch=6,
+        global_sums=True,
+        sections=("model=encoder+depth+parts",),
+        set=("model.dp=2",),
+    )
+    compile_model(MODEL, options).write_plan(tmp_path / "plan", report_page)
+    run = ["--steps", "2", "--eval-every", "2", "--eval-batch", "5", "--workers", "0"]
+    run += ["--save", str(tmp_path / "run"), "--log-dir", str(tmp_path)]
+    run_plan_ranks(tmp_path / "plan", 2, run)
+    user = load_model_file(MODEL)
+    model = user.build_model()
+    model.load_state_dict(load_full_state_dict(tmp_path / "run"))
+    evaluated = user.call_function("eval_dataset")
+    with torch.no_grad():
+        expected = model(**user.collate(evaluated))
+    found = next(m for m in read_metrics(tmp_path) if "eval" in m)
+    assert found["loss"] == pytest.approx(float(expected["loss"]), rel=1e-6)
+    assert found["root"] == pytest.approx(float(expected["root"]), rel=1e-6)
